@@ -1,0 +1,1 @@
+"""From YAML and command line to one typed, checked object. Nothing here imports torch."""

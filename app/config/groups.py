@@ -1,0 +1,20 @@
+"""Where conf/ is, and which groups and choices it has. The folder listing is the only list of names."""
+
+from functools import cache
+from pathlib import Path
+
+import app
+
+_INSTALLED = Path(app.__file__).parent / "conf"  # in a wheel
+_CHECKOUT = Path(app.__file__).parent.parent / "conf"
+CONF = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
+
+
+@cache
+def choices_by_group() -> dict[str, tuple[str, ...]]:
+    """Every group with the names that can be chosen; files that start with `_` are parts of others."""
+    return {
+        folder.name: tuple(sorted(f.stem for f in folder.glob("*.yaml") if not f.stem.startswith("_")))
+        for folder in sorted(CONF.iterdir())
+        if folder.is_dir()
+    }

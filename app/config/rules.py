@@ -1,0 +1,121 @@
+"""What single keys cannot say: combinations that cannot work, and what this version does not do yet.
+
+Each rule is a pure function from the run to its problems; all of them are reported together.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from app.config.schema import RunConfig
+
+Rule = Callable[[RunConfig], Iterator[str]]
+
+# what `dataset.train_on` can mean for rows of each format
+TRAIN_ON = {
+    "messages": ("auto", "assistant", "last", "all"),
+    "instruction": ("auto", "assistant", "last", "all"),
+    "prompt_completion": ("auto", "completion", "all"),
+    "text": ("auto", "all"),
+}
+
+
+def problems_of(run: RunConfig) -> list[str]:
+    """Every broken rule, in the order of RULES."""
+    return [problem for rule in RULES for problem in rule(run)]
+
+
+def _rows_fit_the_model(run: RunConfig) -> Iterator[str]:
+    positions = run.model.architecture.get("max_position_embeddings")
+    if run.model.weights == "random" and positions and run.dataset.max_length > positions:
+        yield (
+            f"dataset.max_length={run.dataset.max_length} is more than the {positions} positions of the model. "
+            f"Set dataset.max_length={positions} or less."
+        )
+
+
+def _trained_part_fits_the_format(run: RunConfig) -> Iterator[str]:
+    allowed = TRAIN_ON[run.dataset.format]
+    if run.dataset.train_on not in allowed:
+        yield (
+            f"dataset.train_on={run.dataset.train_on} means nothing for dataset.format={run.dataset.format}. "
+            f"Choose {' or '.join(allowed)}."
+        )
+
+
+def _only_text_splits(run: RunConfig) -> Iterator[str]:
+    if run.dataset.on_overflow == "split" and run.dataset.format != "text":
+        yield (
+            f"dataset.on_overflow=split would tear a row of dataset.format={run.dataset.format} apart. "
+            "Choose drop, truncate or error."
+        )
+
+
+def _one_source_of_eval_rows(run: RunConfig) -> Iterator[str]:
+    given = [
+        f"dataset.{name}={getattr(run.dataset, name)}"
+        for name in ("eval_path", "eval_split", "eval_fraction")
+        if getattr(run.dataset, name)
+    ]
+    if len(given) > 1:
+        yield f"{' and '.join(given)} both choose the held-out rows. Keep one; set the other to null or 0."
+
+
+def _best_needs_eval_rows(run: RunConfig) -> Iterator[str]:
+    wants = [
+        text
+        for text, wanted in (
+            ("checkpoint.final=best", run.checkpoint.final == "best"),
+            (f"eval.patience={run.eval.patience}", run.eval.patience > 0),
+        )
+        if wanted
+    ]
+    if not wants:
+        return
+    if not (run.dataset.eval_path or run.dataset.eval_split or run.dataset.eval_fraction):
+        yield f"{' and '.join(wants)} needs held-out rows. Set dataset.eval_path=FILE or dataset.eval_fraction=0.02."
+    elif run.eval.every == 0:
+        yield f"{' and '.join(wants)} needs evaluations during the run. Set eval.every=100."
+
+
+def _adapter_is_whole(run: RunConfig) -> Iterator[str]:
+    if run.adapter.kind == "none":
+        return
+    if run.adapter.r < 1:
+        yield f"adapter.r={run.adapter.r} must be at least 1 for adapter.kind={run.adapter.kind}."
+    if run.adapter.alpha <= 0:
+        yield f"adapter.alpha={run.adapter.alpha:g} must be above 0 for adapter.kind={run.adapter.kind}."
+    if not run.adapter.targets:
+        yield "adapter.targets is empty. Set adapter.targets=[all-linear] or names of layers."
+
+
+def _random_weights_need_numbers(run: RunConfig) -> Iterator[str]:
+    if run.model.weights == "random" and "model_type" not in run.model.architecture:
+        yield "model.weights=random needs model.architecture with model_type and the numbers of config.json."
+
+
+def _resume_needs_its_folder(run: RunConfig) -> Iterator[str]:
+    if run.resume in (None, "auto"):
+        return
+    path = Path(run.resume)
+    if not path.is_dir():
+        yield f"resume={run.resume}: there is no such folder. Give resume=auto or a folder like RUN/checkpoints/step-000100."
+
+
+def _not_in_this_version(run: RunConfig) -> Iterator[str]:
+    if run.batching.packing:
+        yield "batching.packing=true is not in this version. Set batching.packing=false."
+    if run.launch.num_processes > 1:
+        yield f"launch.num_processes={run.launch.num_processes}: this version trains in one process. Set launch.num_processes=1."
+
+
+RULES: tuple[Rule, ...] = (
+    _rows_fit_the_model,
+    _trained_part_fits_the_format,
+    _only_text_splits,
+    _one_source_of_eval_rows,
+    _best_needs_eval_rows,
+    _adapter_is_whole,
+    _random_weights_need_numbers,
+    _resume_needs_its_folder,
+    _not_in_this_version,
+)

@@ -1,0 +1,251 @@
+"""The typed shape of a run. Values live in conf/, one owner per key; here are only names, types and limits.
+
+`MISSING` means that conf/ must give a value. A section always exists; the ones that can be off have `kind: none`.
+Every `kind` must be the name of a file in the group's folder, which is checked against conf/ itself.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+CHOICES = "choices"
+LIMITS = "limits"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The range that a number must lie in; `None` is open."""
+
+    at_least: float | None = None
+    at_most: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+
+def choice(*names: str) -> Any:
+    """A text field that takes one of `names`."""
+    return field(default=MISSING, metadata={CHOICES: names})
+
+
+def number(default: Any = MISSING, **limits: float) -> Any:
+    """A number field within `limits` (the fields of `Limits`)."""
+    return field(default=default, metadata={LIMITS: Limits(**limits)})
+
+
+@dataclass(kw_only=True, slots=True)
+class Suggest:
+    """What suits this model; recipes refer to these."""
+
+    lr_full: float = number(above=0)
+    lr_adapter: float = number(above=0)
+    tokens: int = number(at_least=8)
+    rows: int = number(at_least=1)
+    length: int = number(at_least=2)
+    recompute: bool = MISSING
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    """Facts of one model. `architecture` has the numbers of its config.json, so that no hub is needed for them."""
+
+    path: str = MISSING
+    revision: str | None = None
+    weights: str = choice("pretrained", "random")
+    tokenizer: str | None = None
+    chat_template: str | None = None
+    trust_remote_code: bool = False
+    licence_page: str | None = None
+    architecture: dict[str, Any] = MISSING
+    suggest: Suggest = field(default_factory=Suggest)
+
+
+@dataclass(kw_only=True, slots=True)
+class Columns:
+    """Which column of the data has what; only those of the chosen format are read."""
+
+    messages: str = MISSING
+    instruction: str = MISSING
+    input: str = MISSING
+    output: str = MISSING
+    prompt: str = MISSING
+    completion: str = MISSING
+    text: str = MISSING
+
+
+@dataclass(kw_only=True, slots=True)
+class DatasetConfig:
+    """Where the rows are, what shape they have, and what is trained of them."""
+
+    path: str = MISSING
+    format: str = choice("messages", "instruction", "prompt_completion", "text")
+    split: str = MISSING
+    hub_config: str | None = None
+    revision: str | None = None
+    columns: Columns = field(default_factory=Columns)
+    max_length: int = number(at_least=2)
+    train_on: str = choice("auto", "assistant", "last", "completion", "all")
+    on_overflow: str = choice("auto", "error", "truncate", "drop", "split")
+    on_bad_row: str = choice("error", "skip")
+    on_unstable_template: str = choice("expand", "last", "error")
+    max_rows: int | None = number(at_least=1)
+    eval_path: str | None = None
+    eval_split: str | None = None
+    eval_fraction: float = number(at_least=0, below=1)
+    eval_max_rows: int | None = number(at_least=1)
+
+
+@dataclass(kw_only=True, slots=True)
+class BatchingConfig:
+    """How rows become micro-batches and micro-batches become optimizer steps."""
+
+    packing: bool = MISSING
+    tokens: int = number(at_least=8)
+    rows: int = number(at_least=1)
+    accumulation: int = number(at_least=1)
+
+
+@dataclass(kw_only=True, slots=True)
+class AdapterConfig:
+    """What is trained on top of a frozen base; `none` trains the whole model."""
+
+    kind: str = MISSING
+    r: int = number(0, at_least=0)
+    alpha: float = number(0.0, at_least=0)
+    dropout: float = number(0.0, at_least=0, below=1)
+    targets: list[str] = field(default_factory=list)
+
+
+@dataclass(kw_only=True, slots=True)
+class QuantizationConfig:
+    """How the frozen base is stored."""
+
+    kind: str = MISSING
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimizerConfig:
+    """Each kind reads the fields that its YAML sets; `lr` belongs to the recipe."""
+
+    kind: str = MISSING
+    lr: float = number(above=0)
+    weight_decay: float = number(at_least=0)
+    beta1: float = number(0.0, at_least=0, below=1)
+    beta2: float = number(0.0, at_least=0, below=1)
+    eps: float = number(0.0, at_least=0)
+    momentum: float = number(0.0, at_least=0, below=1)
+
+
+@dataclass(kw_only=True, slots=True)
+class ScheduleConfig:
+    """The learning rate over the run, as fractions of its steps and of the peak."""
+
+    kind: str = MISSING
+    warmup_fraction: float = number(at_least=0, below=1)
+    final_fraction: float = number(0.0, at_least=0, at_most=1)
+    decay_fraction: float = number(0.0, at_least=0, at_most=1)
+
+
+@dataclass(kw_only=True, slots=True)
+class AttentionConfig:
+    """Which kernel computes attention."""
+
+    kind: str = MISSING
+
+
+@dataclass(kw_only=True, slots=True)
+class PrecisionConfig:
+    """In which numbers the arithmetic is done."""
+
+    kind: str = MISSING
+
+
+@dataclass(kw_only=True, slots=True)
+class ParallelConfig:
+    """How several processes share the work."""
+
+    kind: str = MISSING
+
+
+@dataclass(kw_only=True, slots=True)
+class TrackerConfig:
+    """Where metrics go besides metrics.jsonl."""
+
+    kind: str = MISSING
+    project: str = ""
+    name: str | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainingConfig:
+    """How long, and what happens to the gradient."""
+
+    epochs: float = number(above=0)
+    max_steps: int | None = number(at_least=1)
+    clip: float = number(at_least=0)
+    recompute: bool = MISSING
+    max_bad_steps: int = number(at_least=1)
+
+
+@dataclass(kw_only=True, slots=True)
+class EvalConfig:
+    """When the held-out rows are scored; `every: 0` means only at the end. Patience counts evaluations, 0 is off."""
+
+    every: int = number(at_least=0)
+    rows: int = number(at_least=1)
+    samples: int = number(at_least=0)
+    sample_tokens: int = number(at_least=1)
+    patience: int = number(at_least=0)
+    min_delta: float = number(at_least=0)
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    """When the run is saved, how many saves stay, and which weights end up in final/."""
+
+    every: int = number(at_least=0)
+    keep: int = number(at_least=1)
+    final: str = choice("last", "best")
+    save_random_base: bool = MISSING
+
+
+@dataclass(kw_only=True, slots=True)
+class RecordConfig:
+    """How often a line is written."""
+
+    every: int = number(at_least=1)
+
+
+@dataclass(kw_only=True, slots=True)
+class LaunchConfig:
+    """Processes and threads; `threads: null` shares the cores out evenly."""
+
+    num_processes: int = number(at_least=1)
+    threads: int | None = number(at_least=1)
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig:
+    """Everything that `python -m app.train` can be told."""
+
+    output_dir: str = MISSING
+    seed: int = number(at_least=0)
+    resume: str | None = MISSING
+    dry_run: bool = MISSING
+    cache_dir: str = MISSING
+    model: ModelConfig = field(default_factory=ModelConfig)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    batching: BatchingConfig = field(default_factory=BatchingConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    record: RecordConfig = field(default_factory=RecordConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)

@@ -1,0 +1,47 @@
+"""Token rows into one padded Batch."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from app.batch import IGNORE, Batch
+
+_MULTIPLE = 8  # row lengths that the matrix units of GPUs like; shorter rows are padded up to it
+
+Row = tuple[np.ndarray, np.ndarray]  # token ids, and which of them are trained
+
+
+def collate_padded(rows: Sequence[Row], pad_id: int) -> Batch:
+    """Rows of one document each, padded on the right. No rows at all make a batch that trains nothing."""
+    lengths = tuple(len(ids) for ids, _ in rows)
+    longest = max(lengths, default=1)
+    width = _round_up(longest)
+    ids = np.full((max(len(rows), 1), width), pad_id, dtype=np.int64)
+    label_rows, targets = [], []
+    for r, (row_ids, trained) in enumerate(rows):
+        ids[r, : len(row_ids)] = row_ids
+        at = np.flatnonzero(trained)
+        label_rows.append(r * width + at - 1)  # the state before a token predicts it
+        targets.append(row_ids[at])
+    num_labels = sum(len(t) for t in targets)
+    return Batch(
+        ids=torch.from_numpy(ids),
+        # padding repeats the last position: the model may have no more of them
+        positions=torch.arange(width).clamp(max=longest - 1).expand(ids.shape).contiguous(),
+        label_rows=_column(label_rows, empty=0),
+        targets=_column(targets, empty=IGNORE),
+        lengths=lengths,
+        num_labels=num_labels,
+        num_tokens=sum(lengths),
+    )
+
+
+def _round_up(size: int) -> int:
+    return -(-size // _MULTIPLE) * _MULTIPLE
+
+
+def _column(parts: list[np.ndarray], empty: int) -> torch.Tensor:
+    """One tensor of all parts; one `empty` entry when there are none, so that a graph always hangs on the rows."""
+    joined = np.concatenate(parts) if any(len(p) for p in parts) else np.array([empty])
+    return torch.from_numpy(joined.astype(np.int64))

@@ -1,0 +1,1 @@
+"""Everything that happens over time: processes, steps, evaluations, checkpoints."""

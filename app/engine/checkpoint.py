@@ -1,0 +1,162 @@
+"""Saving a run so that it continues bit for bit, and finding the save that can be trusted."""
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from app.config.schema import CheckpointConfig
+from app.engine.files import damage, remove_leftovers, whole_folder
+from app.engine.progress import Progress
+from app.errors import CheckpointError
+from app.optim.state import flatten, load_state
+
+_WEIGHTS, _OPTIMIZER, _RANDOM, _STATE = "weights.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"
+_NAME = re.compile(r"step-(\d{6,})$")
+
+
+class Checkpoints:
+    """The saves of one run. `identity` is what must be equal for a save to be continued."""
+
+    def __init__(self, folder: Path, config: CheckpointConfig, identity: Mapping[str, Any]) -> None:
+        self._folder = folder
+        self._config = config
+        self._identity = dict(identity)
+
+    def save(
+        self,
+        progress: Progress,
+        weights: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler | None,
+    ) -> Path:
+        """Write one, whole or not at all, and drop those that are no longer kept."""
+        target = self._folder / f"step-{progress.step:06d}"
+        tensors, plain = flatten(optimizer.state_dict())
+        state = {
+            "identity": self._identity,
+            "progress": progress.as_dict(),
+            "optimizer": plain,
+            "scaler": None if scaler is None else scaler.state_dict(),
+        }
+        with whole_folder(target) as aside:
+            save_file({n: p.detach().cpu().contiguous() for n, p in weights.items()}, aside / _WEIGHTS)
+            save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, aside / _OPTIMIZER)
+            save_file(_random_state(), aside / _RANDOM)
+            (aside / _STATE).write_text(json.dumps(state))
+        self._drop_old(progress)
+        return target
+
+    def find(self, resume: str | None) -> tuple[Path | None, list[str]]:
+        """The save to continue from, with a remark about each one that was passed over."""
+        if resume is None:
+            return None, []
+        remove_leftovers(self._folder)
+        if resume != "auto":
+            return _trusted(Path(resume)), []
+        remarks = []
+        for folder in sorted(_saves(self._folder), key=_step_of, reverse=True):
+            fault = damage(folder)
+            if fault is None:
+                return folder, remarks
+            remarks.append(f"{folder} is damaged ({fault}); taking the one before")
+        if remarks:
+            raise CheckpointError(
+                f"resume=auto: every checkpoint in {self._folder} is damaged. "
+                "Start again with another output_dir, or move the folder away. " + "; ".join(remarks)
+            )
+        return None, []
+
+    def load(
+        self,
+        folder: Path,
+        weights: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler | None,
+    ) -> Progress:
+        """Put everything back as it was after the step of `folder`."""
+        state = json.loads((folder / _STATE).read_text())
+        self._require_same_run(folder, state["identity"])
+        load_weights(folder, weights)
+        load_state(optimizer, load_file(folder / _OPTIMIZER), state["optimizer"])
+        if scaler is not None:
+            scaler.load_state_dict(state["scaler"])
+        _set_random_state(load_file(folder / _RANDOM))
+        return Progress(**state["progress"])
+
+    def best(self, progress: Progress) -> Path | None:
+        """The save of the best evaluation, if it is still there and whole."""
+        folder = self._folder / f"step-{progress.best_step:06d}"
+        return folder if folder.is_dir() and damage(folder) is None else None
+
+    def _require_same_run(self, folder: Path, saved: Mapping[str, Any]) -> None:
+        different = [
+            f"{key}: the checkpoint has {saved.get(key)}, this run has {self._identity.get(key)}"
+            for key in sorted({*saved, *self._identity})
+            if saved.get(key) != self._identity.get(key)
+        ]
+        if different:
+            raise CheckpointError(
+                f"resume: {folder} is of another run and cannot be continued ({'; '.join(different[:4])}). "
+                "Give the settings it was made with, or another output_dir without resume."
+            )
+
+    def _drop_old(self, progress: Progress) -> None:
+        saves = sorted(_saves(self._folder), key=_step_of)
+        for folder in saves[: -self._config.keep]:
+            if _step_of(folder) != progress.best_step:
+                shutil.rmtree(folder)
+
+
+def load_weights(folder: Path, weights: Mapping[str, nn.Parameter]) -> None:
+    """The trained weights of a save into the parameters of the same names."""
+    saved = load_file(folder / _WEIGHTS)
+    if saved.keys() != weights.keys():
+        odd = sorted(saved.keys() ^ weights.keys())[:3]
+        raise CheckpointError(f"{folder} has other weights than this run trains (for instance {', '.join(odd)}).")
+    with torch.no_grad():
+        for name, parameter in weights.items():
+            parameter.copy_(saved[name])
+
+
+def _trusted(folder: Path) -> Path:
+    """`resume=PATH` may name a checkpoint or a run folder."""
+    if not _NAME.search(folder.name):
+        saves = sorted(_saves(folder / "checkpoints"), key=_step_of)
+        if not saves:
+            raise CheckpointError(f"resume={folder}: no checkpoint there. Give RUN/checkpoints/step-000100.")
+        folder = saves[-1]
+    fault = damage(folder)
+    if fault is not None:
+        raise CheckpointError(
+            f"resume={folder}: the checkpoint is damaged ({fault}). Give the one before it, or resume=auto to find it."
+        )
+    return folder
+
+
+def _saves(folder: Path) -> list[Path]:
+    return [f for f in folder.iterdir() if f.is_dir() and _NAME.match(f.name)] if folder.is_dir() else []
+
+
+def _step_of(folder: Path) -> int:
+    match = _NAME.search(folder.name)
+    assert match, folder
+    return int(match.group(1))
+
+
+def _random_state() -> dict[str, Tensor]:
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"cpu": torch.get_rng_state(), **{f"cuda{i}": state for i, state in enumerate(devices)}}
+
+
+def _set_random_state(states: Mapping[str, Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    for i in range(torch.cuda.device_count()):
+        if f"cuda{i}" in states:
+            torch.cuda.set_rng_state(states[f"cuda{i}"], i)

@@ -1,0 +1,93 @@
+"""Folders that are whole or absent: written aside, flushed to the disk, hashed, renamed."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from app.errors import EnvironmentProblem
+
+MANIFEST = "manifest.json"
+_ASIDE = ".writing-"
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """A folder to write into that becomes `target` when all of it is on the disk, and vanishes on any fault."""
+    aside = target.with_name(_ASIDE + target.name)
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        yield aside
+        _seal(aside)
+        if target.exists():
+            shutil.rmtree(target)
+        aside.rename(target)
+        _flush(target.parent)
+    except BaseException as fault:
+        shutil.rmtree(aside, ignore_errors=True)
+        if is_disk_full(fault):
+            raise EnvironmentProblem(
+                f"the disk is full: {target} could not be written. What was saved before is intact. "
+                "Free space, or set output_dir= to another disk, and continue with resume=auto."
+            ) from fault
+        raise
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a sealed folder, in words; None when every byte is as it was written."""
+    try:
+        hashes: dict[str, str] = json.loads((folder / MANIFEST).read_text())
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (OSError, ValueError):
+        return f"{MANIFEST} cannot be read"
+    for name, expected in hashes.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if _sha256(file) != expected:
+            return f"{name} is not what was written"
+    return None
+
+
+def remove_leftovers(folder: Path) -> None:
+    """What a killed process was writing."""
+    for leftover in folder.glob(f"{_ASIDE}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def is_disk_full(fault: BaseException) -> bool:
+    """True for the system's own error and for the text that safetensors makes of it."""
+    if isinstance(fault, OSError):
+        return fault.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    full = ("No space left", "quota exceeded", "File too large")
+    return isinstance(fault, SafetensorError) and any(words in str(fault) for words in full)
+
+
+def _seal(folder: Path) -> None:
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    hashes = {str(file.relative_to(folder)): _sha256(file) for file in files}
+    (folder / MANIFEST).write_text(json.dumps(hashes, indent=1))
+    for file in (*files, folder / MANIFEST):
+        _flush(file)
+    _flush(folder)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

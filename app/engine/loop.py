@@ -1,0 +1,180 @@
+"""The training loop: steps, and what happens between them."""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from app.batch import Batch
+from app.config.schema import CheckpointConfig, EvalConfig, TrainingConfig
+from app.data.loader import Loader
+from app.engine.checkpoint import Checkpoints
+from app.engine.evaluation import mean_loss
+from app.engine.progress import Progress
+from app.engine.runtime import Runtime
+from app.engine.signals import StopRequest
+from app.engine.step import Stepper, StepResult
+from app.engine.steps import StepPlan
+from app.errors import TrainingError
+
+
+class Journal(Protocol):
+    """What the loop tells the record."""
+
+    def message(self, text: str) -> None:
+        """A remark for whoever watches."""
+
+    def step(self, values: dict[str, float | int | None]) -> None:
+        """A line of metrics."""
+
+    def evaluation(self, values: dict[str, float | int | None]) -> None:
+        """A line of an evaluation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the command assembled."""
+
+    runtime: Runtime
+    plan: StepPlan
+    loader: Loader
+    eval_batches: Callable[[], Iterable[Batch]] | None
+    stepper: Stepper
+    learning_rate: Callable[[int], float]
+    checkpoints: Checkpoints
+    journal: Journal
+    show_samples: Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Rhythm:
+    """The sections of the config that say how often things happen."""
+
+    training: TrainingConfig
+    eval: EvalConfig
+    checkpoint: CheckpointConfig
+    record_every: int
+
+
+@dataclass(slots=True)
+class _Window:
+    """What has been measured since the last line of metrics."""
+
+    started: float = field(default_factory=time.perf_counter)
+    tokens: int = 0
+
+
+class Loop:
+    """Runs from `progress` to the end of the plan, or until asked to stop."""
+
+    def __init__(self, parts: Parts, rhythm: Rhythm, progress: Progress) -> None:
+        self._parts = parts
+        self._rhythm = rhythm
+        self.progress = progress
+        self._window = _Window()
+        self._skipped: list[Tensor] = []  # flags that nobody has read yet: reading them waits for the device
+
+    def fit(self, request: StopRequest) -> bool:
+        """True when the run came to its end, false when it was asked to stop and has saved."""
+        while self.progress.step < self._parts.plan.steps:
+            result = self._step()
+            asked = request.exit_code is not None
+            if asked or self._at_end() or self._due(self._rhythm.record_every) or self._due(self._rhythm.eval.every):
+                self._report(result)
+            improved = self._evaluate_if_due()
+            ended = self._at_end() or self._out_of_patience()
+            if asked or ended or self._should_save(improved):
+                self._save()
+            if asked or ended:
+                return ended
+        return True
+
+    def _step(self) -> StepResult:
+        at = self.progress.step
+        lr = self._parts.learning_rate(at)
+        result = self._parts.stepper.run(self._parts.loader.batches(at), lr)
+        self.progress.step = at + 1
+        self.progress.tokens += result.tokens
+        self.progress.trained_tokens += result.labels
+        self._window.tokens += result.tokens
+        self._skipped.append(result.skipped)
+        return result
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.progress.step % every == 0
+
+    def _at_end(self) -> bool:
+        return self.progress.step >= self._parts.plan.steps
+
+    def _out_of_patience(self) -> bool:
+        patience = self._rhythm.eval.patience
+        return patience > 0 and self.progress.evals_without_gain >= patience
+
+    def _should_save(self, improved: bool) -> bool:
+        return self._due(self._rhythm.checkpoint.every) or (improved and self._rhythm.checkpoint.final == "best")
+
+    def _evaluate_if_due(self) -> bool:
+        if self._parts.eval_batches is None or not (self._at_end() or self._due(self._rhythm.eval.every)):
+            return False
+        started = time.perf_counter()
+        loss = mean_loss(self._parts.stepper.trainee, self._parts.eval_batches(), self._parts.runtime)
+        improved = self.progress.note_eval(loss, self._rhythm.eval.min_delta)
+        step = self.progress.step
+        self._parts.journal.evaluation({"step": step, "epoch": self._parts.plan.epoch(step), "eval_loss": loss})
+        self._parts.show_samples(step)
+        self._window.started += time.perf_counter() - started  # training speed is of training
+        return improved
+
+    def _report(self, result: StepResult) -> None:
+        """The only place where the host waits for the device."""
+        runtime, progress = self._parts.runtime, self.progress
+        self._count_skipped()
+        loss = runtime.totals([float(result.loss_sum)])[0] / max(result.labels, 1)
+        seconds = time.perf_counter() - self._window.started
+        progress.first_loss = loss if progress.first_loss is None else progress.first_loss
+        progress.last_loss = loss
+        self._parts.journal.step(
+            {
+                "step": progress.step,
+                "epoch": self._parts.plan.epoch(progress.step),
+                "loss": loss,
+                "lr": self._parts.learning_rate(progress.step - 1),
+                "grad_norm": float(result.grad_norm),
+                "tokens": progress.tokens,
+                "trained_tokens": progress.trained_tokens,
+                "tokens_per_second": self._window.tokens / seconds,
+                "peak_memory_bytes": runtime.peak_memory_bytes(),
+            }
+        )
+        self._window = _Window()
+
+    def _count_skipped(self) -> None:
+        """Name the rows of steps whose gradient was not finite; stop when they do not end."""
+        flags = [bool(flag) for flag in self._skipped]
+        self._skipped.clear()
+        for step, skipped in enumerate(flags, self.progress.step - len(flags)):
+            self.progress.skipped_in_a_row = self.progress.skipped_in_a_row + 1 if skipped else 0
+            if skipped:
+                self.progress.skipped_steps += 1
+                places = self._parts.loader.places(step)
+                shown = ", ".join(places[:8]) + (f" and {len(places) - 8} more" if len(places) > 8 else "")
+                self._parts.journal.message(f"step {step + 1} skipped: its gradient is not finite. Its rows: {shown}")
+        if self.progress.skipped_in_a_row >= self._rhythm.training.max_bad_steps and not self._scale_can_fall():
+            raise TrainingError(
+                f"{self.progress.skipped_in_a_row} gradients in a row were not finite, up to step "
+                f"{self.progress.step}. Lower optimizer.lr, or try precision=fp32; checkpoints before it are kept."
+            )
+
+    def _scale_can_fall(self) -> bool:
+        scaler = self._parts.stepper.scaler
+        return scaler is not None and scaler.get_scale() > 1.0
+
+    def _save(self) -> None:
+        self._count_skipped()
+        stepper = self._parts.stepper
+        if self._parts.runtime.rank == 0:
+            self._parts.checkpoints.save(
+                self.progress, stepper.trainee.trained(), stepper.optimizer, stepper.scaler
+            )

@@ -1,0 +1,36 @@
+"""Being asked to stop: finish the step, save, and leave with a code that says what to do."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+START_ME_AGAIN = 75
+CTRL_C = 130
+_CODES = {signal.SIGTERM: START_ME_AGAIN, signal.SIGUSR1: START_ME_AGAIN, signal.SIGINT: CTRL_C}
+
+
+@dataclass(slots=True)
+class StopRequest:
+    """`exit_code` is set as soon as somebody asks."""
+
+    exit_code: int | None = None
+
+
+@contextmanager
+def listening() -> Iterator[StopRequest]:
+    """Signals set the request; a second Ctrl-C stops at once."""
+    request = StopRequest()
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT and request.exit_code is not None:
+            raise KeyboardInterrupt
+        request.exit_code = _CODES[signal.Signals(number)]
+
+    before = {number: signal.signal(number, note) for number in _CODES}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,89 @@
+"""One optimizer step: the gradient of the mean over all trained tokens, however they are split."""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from app.batch import Batch
+from app.engine.runtime import Runtime
+from app.model.trainee import Trainee
+from app.optim.optimizers import skips_on_device
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Tensors stay on the device until somebody prints them."""
+
+    loss_sum: Tensor  # over this process
+    grad_norm: Tensor
+    skipped: Tensor  # true where the gradient was not finite, and nothing was changed
+    labels: int  # over all processes
+    tokens: int
+
+
+class Stepper:
+    """Runs steps. `scaler` is there for fp16 only."""
+
+    def __init__(
+        self, trainee: Trainee, optimizer: torch.optim.Optimizer, runtime: Runtime, clip: float, *, fp16: bool
+    ) -> None:
+        self.trainee = trainee
+        self.optimizer = optimizer
+        self.scaler = torch.amp.GradScaler(runtime.device.type) if fp16 else None
+        self._runtime = runtime
+        self._clip = clip
+        self._parameters = list(trainee.trained().values())
+        self._skips_on_device = skips_on_device(optimizer)
+
+    def run(self, batches: Sequence[Batch], lr: float) -> StepResult:
+        """One step over all micro-batches of all processes."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        labels, tokens = (
+            int(n)
+            for n in self._runtime.totals([sum(b.num_labels for b in batches), sum(b.num_tokens for b in batches)])
+        )
+        loss_sum = self._backward(batches, labels)
+        norm, skipped = self._update()
+        return StepResult(loss_sum=loss_sum, grad_norm=norm, skipped=skipped, labels=labels, tokens=tokens)
+
+    def _backward(self, batches: Sequence[Batch], labels: int) -> Tensor:
+        """Loss sums over the count of all processes; times their number, because data parallelism takes the mean."""
+        factor = self._runtime.processes / max(labels, 1)
+        total = torch.zeros((), device=self._runtime.device)
+        self.optimizer.zero_grad(set_to_none=True)
+        for batch in batches:
+            with self._reduced_after(last=batch is batches[-1]):
+                loss, _ = self.trainee(batch.to(self._runtime.device))
+                scaled = loss * factor
+                (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+            total += loss.detach()
+        return total
+
+    def _reduced_after(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        if last or self._runtime.processes == 1:
+            return contextlib.nullcontext()
+        waits: contextlib.AbstractContextManager[None] = self._runtime.accelerator.no_sync(self.trainee)
+        return waits
+
+    def _update(self) -> tuple[Tensor, Tensor]:
+        """Clip and step; leave everything as it is when the gradient is not finite."""
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if self._clip > 0:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip, norm)
+        skipped = ~torch.isfinite(norm)
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        elif self._skips_on_device:
+            self.optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]  read by torch's fused kernels
+            self.optimizer.step()
+        elif not bool(skipped):
+            self.optimizer.step()
+        return norm, skipped

@@ -1,0 +1,1 @@
+"""From a folder or numbers to a module that takes a Batch and returns its loss."""

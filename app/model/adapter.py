@@ -1,0 +1,90 @@
+"""Adapters on the linear layers of a frozen base, and the proof that exactly they are trained."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from app.config.schema import AdapterConfig
+from app.config.suggest import did_you_mean
+from app.errors import ConfigError
+
+ALL_LINEAR = "all-linear"
+
+
+def attach(config: AdapterConfig, lm: Any, base_path: str) -> nn.Module:
+    """What is trained: `lm` itself, or `lm` with adapters inside and everything else frozen."""
+    return ADAPTERS[config.kind](config, lm, base_path)
+
+
+def _none(_config: AdapterConfig, lm: Any, _base_path: str) -> nn.Module:
+    network: nn.Module = lm
+    return network
+
+
+def _lora(config: AdapterConfig, lm: Any, base_path: str) -> nn.Module:
+    from peft import LoraConfig, get_peft_model  # noqa: PLC0415  seconds of import
+
+    layers = layers_to_adapt(config.targets, lm)
+    network = get_peft_model(
+        lm,
+        LoraConfig(
+            task_type="CAUSAL_LM",
+            r=config.r,
+            lora_alpha=config.alpha,
+            lora_dropout=config.dropout,
+            target_modules=_short_names(layers, lm),
+            base_model_name_or_path=base_path,
+        ),
+    )
+    _prove_trained(network, layers)
+    result: nn.Module = network
+    return result
+
+
+ADAPTERS: dict[str, Callable[[AdapterConfig, Any, str], nn.Module]] = {"none": _none, "lora": _lora}
+
+
+def layers_to_adapt(targets: list[str], lm: Any) -> list[str]:
+    """The full names of the layers that `targets` mean; each target must match, and the head never does."""
+    linear = _linear_layers(lm)
+    chosen: set[str] = set()
+    problems = []
+    for target in targets:
+        matched = linear if target == ALL_LINEAR else [n for n in linear if n == target or n.endswith(f".{target}")]
+        if not matched:
+            known = sorted({name.rpartition(".")[2] for name in linear})
+            problems.append(
+                f"adapter.targets: {target} matches no linear layer of this model ({', '.join(known)}; "
+                f"or {ALL_LINEAR}).{did_you_mean(target, known)}"
+            )
+        chosen.update(matched)
+    if problems:
+        raise ConfigError(problems)
+    return sorted(chosen)
+
+
+def _linear_layers(lm: Any) -> list[str]:
+    """GPT-2's Conv1D is a linear layer too; what stands outside the backbone is the head."""
+    inside = f"{lm.base_model_prefix}."
+    return [
+        name
+        for name, module in lm.named_modules()
+        if name.startswith(inside) and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
+    ]
+
+
+def _short_names(layers: list[str], lm: Any) -> list[str]:
+    """PEFT matches by the end of a name: short names when they mean just these layers, as other tools expect them."""
+    short = sorted({name.rpartition(".")[2] for name in layers})
+    meant = [n for n, m in lm.named_modules() if n.rpartition(".")[2] in short and isinstance(m, nn.Linear)]
+    return short if set(meant) <= set(layers) else layers
+
+
+def _prove_trained(network: nn.Module, layers: list[str]) -> None:
+    """Trained are lora_A and lora_B of every chosen layer, and nothing else."""
+    trained = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
+    expected = {
+        f"base_model.model.{layer}.lora_{half}.default.weight" for layer in layers for half in ("A", "B")
+    }
+    assert trained == expected, f"trained but not meant: {trained - expected}; meant but not trained: {expected - trained}"

@@ -1,0 +1,96 @@
+"""Logits and cross-entropy for labelled rows only, in chunks of bounded size.
+
+The logits come from the model's own forward with its backbone replaced by the rows, so that whatever a kind does
+around its head (soft-capping, scaling, a transform) stays right. Gradients are made in the forward pass, chunk by
+chunk: no more than one chunk of logits is ever alive.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from app.batch import IGNORE
+
+Head = Callable[[Tensor], Tensor]  # [n, hidden] -> [n, vocabulary]
+
+_CHUNK_BYTES = 256 << 20
+_COPIES = 3  # of the logits in float32: themselves, their softmax, their gradient
+_LEAST_ROWS = 512  # smaller chunks were up to 3.5 times slower than one piece
+
+
+def own_head(lm: Any) -> Head:
+    """The head of a transformers model as a function of hidden states."""
+    prefix: str = lm.base_model_prefix
+
+    def head(rows: Tensor) -> Tensor:
+        stub = _Given(rows[None])
+        lm.__dict__[prefix] = stub  # setattr would refuse a non-module; an instance attribute wins over the module
+        try:
+            logits: Tensor = lm(input_ids=None, use_cache=False).logits
+        finally:
+            del lm.__dict__[prefix]
+        return logits[0]
+
+    return head
+
+
+class _Given:
+    """Stands in for the backbone and gives the hidden states it was made with."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPast  # noqa: PLC0415
+
+        return BaseModelOutputWithPast(last_hidden_state=self.hidden)
+
+
+def head_parameters(lm: Any) -> list[nn.Parameter]:
+    """The trained parameters outside the backbone; a head tied to the embedding counts."""
+    prefix = f"{lm.base_model_prefix}."
+    named = lm.named_parameters(remove_duplicate=False)
+    return [p for name, p in named if not name.startswith(prefix) and p.requires_grad]
+
+
+def chunk_rows(vocabulary: int) -> int:
+    """How many rows go through the head at once."""
+    return max(_LEAST_ROWS, _CHUNK_BYTES // (_COPIES * 4 * vocabulary))
+
+
+def token_loss_sum(head: Head, rows: Tensor, targets: Tensor, parameters: list[nn.Parameter], chunk: int) -> Tensor:
+    """The sum of cross-entropies over all targets that are not IGNORE, in float32."""
+    loss: Tensor = _ChunkedLoss.apply(head, chunk, targets, rows, *parameters)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, head: Head, chunk: int, targets: Tensor, rows: Tensor, *parameters: Tensor) -> Tensor:
+        wants = any(ctx.needs_input_grad)
+        total = torch.zeros((), dtype=torch.float32, device=rows.device)
+        row_gradient = torch.empty_like(rows) if wants else None
+        gradients = [torch.zeros_like(p) for p in parameters] if wants else []
+        for start in range(0, rows.shape[0], chunk):
+            part = slice(start, start + chunk)
+            piece = rows[part].detach().requires_grad_(wants)
+            with torch.set_grad_enabled(wants):
+                loss = F.cross_entropy(head(piece).float(), targets[part], ignore_index=IGNORE, reduction="sum")
+            total += loss.detach()
+            if row_gradient is not None:
+                found = torch.autograd.grad(loss, [piece, *parameters])
+                row_gradient[part] = found[0]
+                for sum_, new in zip(gradients, found[1:], strict=True):
+                    sum_ += new
+        if row_gradient is not None:
+            ctx.save_for_backward(row_gradient, *gradients)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        scale = upstream[0]
+        scaled = ((g.float() * scale).to(g.dtype) for g in ctx.saved_tensors)  # a float16 scale could overflow
+        return None, None, None, *scaled

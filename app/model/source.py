@@ -1,0 +1,95 @@
+"""Where a model comes from: a local folder, or a snapshot of a hub repository; one message when it cannot be had."""
+
+import json
+from pathlib import Path
+
+from app.assets import locate
+from app.config.schema import ModelConfig
+from app.errors import EnvironmentProblem
+
+_TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
+_WEIGHT_FILES = ["*.safetensors"]
+_NOT_OURS = ["original/*", "consolidated*", "onnx/*", "openvino/*"]
+
+
+def fetch_folder(config: ModelConfig, path: str, *, with_weights: bool) -> Path:
+    """The folder that holds `path`: itself when it is local, else a snapshot of the hub repository."""
+    place = Path(locate(path)).expanduser()
+    if place.is_dir():
+        return place
+    if place.is_file() or path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise EnvironmentProblem(
+            f"model.path={path}: there is no such folder. Give a folder with config.json, tokenizer.json and "
+            "*.safetensors, or a hub id like org/name."
+        )
+    return _snapshot(config, path, with_weights=with_weights)
+
+
+def require_weights(folder: Path, path: str) -> None:
+    """Refuse a folder that transformers could not load from safetensors, before it tries."""
+    _require_config(folder, path)
+    if list(folder.glob("*.safetensors")):
+        return
+    pickles = sorted(p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
+    found = f"only {', '.join(pickles[:3])}, which can run code when loaded" if pickles else "none"
+    raise EnvironmentProblem(
+        f"model.path={path}: no *.safetensors in {folder} ({found}). Convert the weights to safetensors, "
+        "or give model.weights=random to train from nothing."
+    )
+
+
+def _require_config(folder: Path, path: str) -> None:
+    file = folder / "config.json"
+    try:
+        kind = json.loads(file.read_text())["model_type"]
+    except FileNotFoundError:
+        raise EnvironmentProblem(
+            f"model.path={path}: {folder} has no config.json, so it is not a Hugging Face model folder."
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as fault:
+        raise EnvironmentProblem(
+            f"model.path={path}: {file} cannot be read as a model configuration ({type(fault).__name__}: {fault})."
+        ) from fault
+    if not isinstance(kind, str):
+        raise EnvironmentProblem(f"model.path={path}: model_type in {file} is {kind!r}, expected a name such as llama.")
+
+
+def _snapshot(config: ModelConfig, path: str, *, with_weights: bool) -> Path:
+    from huggingface_hub import snapshot_download  # noqa: PLC0415  half a second, only for hub ids
+    from huggingface_hub.errors import HFValidationError  # noqa: PLC0415
+
+    patterns = _TEXT_FILES + (_WEIGHT_FILES if with_weights else [])
+    try:
+        folder = snapshot_download(
+            path, revision=config.revision, allow_patterns=patterns, ignore_patterns=_NOT_OURS
+        )
+    except (OSError, HFValidationError) as fault:  # every hub and network error is one of these
+        raise EnvironmentProblem(_unreachable(config, path, fault)) from fault
+    return Path(folder)
+
+
+def _unreachable(config: ModelConfig, path: str, fault: Exception) -> str:
+    revision = f" at revision {config.revision}" if config.revision else ""
+    return (
+        f"model.path={path}{revision} cannot be loaded: its files are not on this machine and the hub did not give them "
+        f"({_reason(fault)}). If it is gated, accept its licence at {config.licence_page or f'https://huggingface.co/{path}'} "
+        "and set HF_TOKEN; without a network, give a local folder: model.path=DIR; to try the architecture without "
+        "its weights: model.weights=random."
+    )
+
+
+def _reason(fault: Exception) -> str:
+    from huggingface_hub import constants, errors  # noqa: PLC0415
+
+    known = (
+        (errors.GatedRepoError, "it is gated and this account has no access"),
+        (errors.RepositoryNotFoundError, "no such repository, or no access to it"),
+        (errors.RevisionNotFoundError, "no such revision"),
+        (errors.HFValidationError, "not a valid hub id"),
+    )
+    for kind, words in known:
+        if isinstance(fault, kind):
+            return words
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    return "no connection to the hub" if isinstance(fault, errors.LocalEntryNotFoundError) else type(fault).__name__

@@ -1,0 +1,77 @@
+"""What the engine trains: a module whose forward takes a Batch and returns its loss sum and label count."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from app.batch import Batch
+from app.errors import EnvironmentProblem
+from app.model.head import Head, chunk_rows, head_parameters, own_head, token_loss_sum
+
+_HEAD_TOLERANCE = 1e-5  # of the largest logit, in float32
+
+
+class Trainee(nn.Module):
+    """A language model with its loss. `network` is the model, or PEFT's wrapper round it."""
+
+    def __init__(self, network: nn.Module, compute: torch.dtype | None) -> None:
+        super().__init__()
+        self.network = network
+        self.compute = compute
+        lm = self.language_model
+        self._head: Head = own_head(lm)
+        self._head_parameters = head_parameters(lm)
+        self._chunk = chunk_rows(lm.config.get_text_config().vocab_size)
+
+    @property
+    def language_model(self) -> Any:
+        """The transformers model, adapters inside it or not."""
+        unwrap = getattr(self.network, "get_base_model", None)
+        return self.network if unwrap is None else unwrap()
+
+    def forward(self, batch: Batch) -> tuple[Tensor, int]:
+        """The sum of the losses of all labelled tokens, and how many they are."""
+        with self.arithmetic(batch.ids.device):
+            hidden = self.language_model.base_model(
+                input_ids=batch.ids, position_ids=batch.positions, use_cache=False
+            )[0]
+            rows = hidden.flatten(0, 1).index_select(0, batch.label_rows)
+            loss = token_loss_sum(self._head, rows, batch.targets, self._head_parameters, self._chunk)
+        return loss, batch.num_labels
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that change, by their name in the network; tied ones once."""
+        return {name: p for name, p in self.network.named_parameters() if p.requires_grad}
+
+    @contextlib.contextmanager
+    def arithmetic(self, device: torch.device) -> Iterator[None]:
+        """Autocast of the run's precision. Our own: Accelerate's does nothing for fp16 on a CPU, silently."""
+        if self.compute is None:
+            yield
+        else:
+            with torch.autocast(device.type, dtype=self.compute):
+                yield
+
+    @torch.no_grad()
+    def check_head(self, batch: Batch) -> None:
+        """Refuse a kind whose logits are not its head applied to its backbone's output."""
+        lm = self.language_model
+        ids, positions = batch.ids[:1, :_CHECKED], batch.positions[:1, :_CHECKED]
+        mode = self.training
+        self.eval()
+        own = lm(input_ids=ids, position_ids=positions, use_cache=False).logits[0].float()
+        hidden = lm.base_model(input_ids=ids, position_ids=positions, use_cache=False)[0]
+        ours = self._head(hidden[0]).float()
+        self.train(mode)
+        error = (own - ours).abs().max() / own.abs().max()
+        if not error <= _HEAD_TOLERANCE:
+            raise EnvironmentProblem(
+                f"model.path: a model of kind {lm.config.model_type} computes its logits in a way that this program "
+                f"does not follow (relative difference {error:.1e}), so its loss would be wrong. Choose another model."
+            )
+
+
+_CHECKED = 64  # tokens
