@@ -1,6 +1,7 @@
 """Command line and conf/ into a checked RunConfig."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -9,13 +10,14 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from app.config.groups import CONF
 from app.config.overrides import check_overrides
 from app.config.rules import problems_of
 from app.config.schema import RunConfig
 from app.config.strict import typed
-from app.errors import ConfigError
+from app.errors import CheckpointError, ConfigError
 
 VERSION_BASE = "1.3"
 
@@ -32,6 +34,16 @@ def checked_run(data: Mapping[str, Any]) -> RunConfig:
     if problems:
         raise ConfigError(problems)
     return run
+
+
+def read_run(file: Path) -> RunConfig:
+    """The run that a run.yaml describes; rules about its start (resume, folders) have had their time."""
+    try:
+        return typed(RunConfig, _plain(OmegaConf.load(file)))  # type: ignore[arg-type]
+    except (OSError, YAMLError, OmegaConfBaseException) as fault:
+        raise CheckpointError(
+            f"{file} cannot be read as the configuration of a run ({_one_line(fault)})."
+        ) from fault
 
 
 def compose_run(overrides: Sequence[str]) -> RunConfig:

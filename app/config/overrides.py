@@ -37,7 +37,9 @@ def _parse(parser: OverridesParser, text: str, problems: list[str]) -> Override 
     try:
         return parser.parse_override(text)
     except HydraException as fault:
-        problems.append(f"{text!r} cannot be read: {' '.join(str(fault).split())}. Quote values: key='\"...\"'.")
+        problems.append(
+            f"{text!r} cannot be read: {' '.join(str(fault).split())}. Quote values: key='\"...\"'."
+        )
         return None
 
 
@@ -61,7 +63,9 @@ def _wrong_choices(group: str, override: Override) -> Iterator[str]:
         if value is None and group in _OPTIONAL_GROUPS:
             continue
         if value not in names:
-            yield f"{group}={value}: there is no such {group}.{did_you_mean(str(value), names)}" + _listing(names)
+            yield f"{group}={value}: there is no such {group}.{did_you_mean(str(value), names)}" + _listing(
+                names
+            )
 
 
 _OPTIONAL_GROUPS = ("experiment", "debug")

@@ -10,6 +10,8 @@ from app.config.schema import RunConfig
 
 Rule = Callable[[RunConfig], Iterator[str]]
 
+CHAT_FORMATS = ("messages", "instruction")  # rendered by a chat template
+
 # what `dataset.train_on` can mean for rows of each format
 TRAIN_ON = {
     "messages": ("auto", "assistant", "last", "all"),

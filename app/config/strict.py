@@ -82,7 +82,9 @@ def _fill(schema: Any, data: Mapping[str, Any], node: Any, prefix: str) -> Itera
             yield from _set(node, field.name, value, path, kind, field.metadata)
 
 
-def _set(node: Any, name: str, value: Any, path: str, kind: Any, metadata: Mapping[str, Any]) -> Iterator[str]:
+def _set(
+    node: Any, name: str, value: Any, path: str, kind: Any, metadata: Mapping[str, Any]
+) -> Iterator[str]:
     try:
         node[name] = value
     except ValidationError:
@@ -112,7 +114,11 @@ def _outside(path: str, value: float, limits: Limits) -> Iterator[str]:
         ("above", limits.above, operator.gt),
         ("below", limits.below, operator.lt),
     )
-    broken = [f"{words} {bound:g}" for words, bound, holds in checks if bound is not None and not holds(value, bound)]
+    broken = [
+        f"{words} {bound:g}"
+        for words, bound, holds in checks
+        if bound is not None and not holds(value, bound)
+    ]
     if broken:
         yield f"{path}={value} must be {' and '.join(broken)}."
 

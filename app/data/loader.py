@@ -69,7 +69,9 @@ class Loader:
         return self._order[1]
 
 
-def eval_batches(rows: TokenRows, per_batch: int, pad_id: int, processes: int = 1, rank: int = 0) -> Iterator[Batch]:
+def eval_batches(
+    rows: TokenRows, per_batch: int, pad_id: int, processes: int = 1, rank: int = 0
+) -> Iterator[Batch]:
     """Every row once, over all processes; longest first, so that memory is tried at once."""
     order = np.argsort(-rows.lengths, kind="stable")
     starts = range(0, len(order), per_batch)

@@ -14,79 +14,89 @@ from torch import Tensor, nn
 from app.config.schema import CheckpointConfig
 from app.engine.files import damage, remove_leftovers, whole_folder
 from app.engine.progress import Progress
+from app.engine.step import Stepper
 from app.errors import CheckpointError
 from app.optim.state import flatten, load_state
 
-_WEIGHTS, _OPTIMIZER, _RANDOM, _STATE = "weights.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"
+_WEIGHTS, _OPTIMIZER, _RANDOM, _STATE = (
+    "weights.safetensors",
+    "optimizer.safetensors",
+    "random.safetensors",
+    "state.json",
+)
 _NAME = re.compile(r"step-(\d{6,})$")
 
 
-class Checkpoints:
-    """The saves of one run. `identity` is what must be equal for a save to be continued."""
+def find_checkpoint(folder: Path, resume: str | None) -> tuple[Path | None, list[str]]:
+    """The save to continue from, with a remark about each one that was passed over."""
+    if resume is None:
+        return None, []
+    remove_leftovers(folder)
+    if resume != "auto":
+        return _trusted(Path(resume)), []
+    remarks = []
+    for save in sorted(_saves(folder), key=_step_of, reverse=True):
+        fault = damage(save)
+        if fault is None:
+            return save, remarks
+        remarks.append(f"{save} is damaged ({fault}); taking the one before")
+    if remarks:
+        raise CheckpointError(
+            f"resume=auto: every checkpoint in {folder} is damaged. "
+            "Start again with another output_dir, or move the folder away. " + "; ".join(remarks)
+        )
+    return None, []
 
-    def __init__(self, folder: Path, config: CheckpointConfig, identity: Mapping[str, Any]) -> None:
+
+def choices_of(save: Path | None) -> dict[str, str]:
+    """What was chosen for the machine when the run began; a continued run keeps it."""
+    if save is None:
+        return {}
+    choices: dict[str, str] = json.loads((save / _STATE).read_text())["choices"]
+    return choices
+
+
+class Checkpoints:
+    """The saves of one run. `identity` must be equal for a save to be continued; `choices` were made at the start."""
+
+    def __init__(
+        self, folder: Path, config: CheckpointConfig, identity: Mapping[str, Any], choices: Mapping[str, str]
+    ) -> None:
         self._folder = folder
         self._config = config
         self._identity = dict(identity)
+        self._choices = dict(choices)
 
-    def save(
-        self,
-        progress: Progress,
-        weights: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler | None,
-    ) -> Path:
+    def save(self, progress: Progress, stepper: Stepper) -> Path:
         """Write one, whole or not at all, and drop those that are no longer kept."""
         target = self._folder / f"step-{progress.step:06d}"
-        tensors, plain = flatten(optimizer.state_dict())
+        tensors, plain = flatten(stepper.optimizer.state_dict())
         state = {
             "identity": self._identity,
+            "choices": self._choices,
             "progress": progress.as_dict(),
             "optimizer": plain,
-            "scaler": None if scaler is None else scaler.state_dict(),
+            "scaler": None if stepper.scaler is None else stepper.scaler.state_dict(),
         }
         with whole_folder(target) as aside:
-            save_file({n: p.detach().cpu().contiguous() for n, p in weights.items()}, aside / _WEIGHTS)
+            save_file(
+                {n: p.detach().cpu().contiguous() for n, p in stepper.trainee.trained().items()},
+                aside / _WEIGHTS,
+            )
             save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, aside / _OPTIMIZER)
             save_file(_random_state(), aside / _RANDOM)
             (aside / _STATE).write_text(json.dumps(state))
         self._drop_old(progress)
         return target
 
-    def find(self, resume: str | None) -> tuple[Path | None, list[str]]:
-        """The save to continue from, with a remark about each one that was passed over."""
-        if resume is None:
-            return None, []
-        remove_leftovers(self._folder)
-        if resume != "auto":
-            return _trusted(Path(resume)), []
-        remarks = []
-        for folder in sorted(_saves(self._folder), key=_step_of, reverse=True):
-            fault = damage(folder)
-            if fault is None:
-                return folder, remarks
-            remarks.append(f"{folder} is damaged ({fault}); taking the one before")
-        if remarks:
-            raise CheckpointError(
-                f"resume=auto: every checkpoint in {self._folder} is damaged. "
-                "Start again with another output_dir, or move the folder away. " + "; ".join(remarks)
-            )
-        return None, []
-
-    def load(
-        self,
-        folder: Path,
-        weights: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler | None,
-    ) -> Progress:
+    def load(self, folder: Path, stepper: Stepper) -> Progress:
         """Put everything back as it was after the step of `folder`."""
         state = json.loads((folder / _STATE).read_text())
         self._require_same_run(folder, state["identity"])
-        load_weights(folder, weights)
-        load_state(optimizer, load_file(folder / _OPTIMIZER), state["optimizer"])
-        if scaler is not None:
-            scaler.load_state_dict(state["scaler"])
+        load_weights(folder, stepper.trainee.trained())
+        load_state(stepper.optimizer, load_file(folder / _OPTIMIZER), state["optimizer"])
+        if stepper.scaler is not None:
+            stepper.scaler.load_state_dict(state["scaler"])
         _set_random_state(load_file(folder / _RANDOM))
         return Progress(**state["progress"])
 
@@ -119,7 +129,9 @@ def load_weights(folder: Path, weights: Mapping[str, nn.Parameter]) -> None:
     saved = load_file(folder / _WEIGHTS)
     if saved.keys() != weights.keys():
         odd = sorted(saved.keys() ^ weights.keys())[:3]
-        raise CheckpointError(f"{folder} has other weights than this run trains (for instance {', '.join(odd)}).")
+        raise CheckpointError(
+            f"{folder} has other weights than this run trains (for instance {', '.join(odd)})."
+        )
     with torch.no_grad():
         for name, parameter in weights.items():
             parameter.copy_(saved[name])

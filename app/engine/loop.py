@@ -70,18 +70,24 @@ class Loop:
     """Runs from `progress` to the end of the plan, or until asked to stop."""
 
     def __init__(self, parts: Parts, rhythm: Rhythm, progress: Progress) -> None:
-        self._parts = parts
+        self.parts = parts
         self._rhythm = rhythm
         self.progress = progress
         self._window = _Window()
+        self._tokens, self._seconds = 0, 0.0
         self._skipped: list[Tensor] = []  # flags that nobody has read yet: reading them waits for the device
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of training since this start; evaluations, samples and saves excluded."""
+        return self._tokens / self._seconds if self._seconds else 0.0
 
     def fit(self, request: StopRequest) -> bool:
         """True when the run came to its end, false when it was asked to stop and has saved."""
-        while self.progress.step < self._parts.plan.steps:
+        while self.progress.step < self.parts.plan.steps:
             result = self._step()
             asked = request.exit_code is not None
-            if asked or self._at_end() or self._due(self._rhythm.record_every) or self._due(self._rhythm.eval.every):
+            if asked or self._should_report():
                 self._report(result)
             improved = self._evaluate_if_due()
             ended = self._at_end() or self._out_of_patience()
@@ -93,8 +99,8 @@ class Loop:
 
     def _step(self) -> StepResult:
         at = self.progress.step
-        lr = self._parts.learning_rate(at)
-        result = self._parts.stepper.run(self._parts.loader.batches(at), lr)
+        lr = self.parts.learning_rate(at)
+        result = self.parts.stepper.run(self.parts.loader.batches(at), lr)
         self.progress.step = at + 1
         self.progress.tokens += result.tokens
         self.progress.trained_tokens += result.labels
@@ -106,41 +112,50 @@ class Loop:
         return every > 0 and self.progress.step % every == 0
 
     def _at_end(self) -> bool:
-        return self.progress.step >= self._parts.plan.steps
+        return self.progress.step >= self.parts.plan.steps
 
     def _out_of_patience(self) -> bool:
         patience = self._rhythm.eval.patience
         return patience > 0 and self.progress.evals_without_gain >= patience
 
+    def _should_report(self) -> bool:
+        """The first and the last step, and beside each evaluation."""
+        due = self._due(self._rhythm.record_every) or self._due(self._rhythm.eval.every)
+        return due or self._at_end() or self.progress.step == 1
+
     def _should_save(self, improved: bool) -> bool:
-        return self._due(self._rhythm.checkpoint.every) or (improved and self._rhythm.checkpoint.final == "best")
+        return self._due(self._rhythm.checkpoint.every) or (
+            improved and self._rhythm.checkpoint.final == "best"
+        )
 
     def _evaluate_if_due(self) -> bool:
-        if self._parts.eval_batches is None or not (self._at_end() or self._due(self._rhythm.eval.every)):
+        if self.parts.eval_batches is None or not (self._at_end() or self._due(self._rhythm.eval.every)):
             return False
         started = time.perf_counter()
-        loss = mean_loss(self._parts.stepper.trainee, self._parts.eval_batches(), self._parts.runtime)
+        loss = mean_loss(self.parts.stepper.trainee, self.parts.eval_batches(), self.parts.runtime)
         improved = self.progress.note_eval(loss, self._rhythm.eval.min_delta)
         step = self.progress.step
-        self._parts.journal.evaluation({"step": step, "epoch": self._parts.plan.epoch(step), "eval_loss": loss})
-        self._parts.show_samples(step)
+        self.parts.journal.evaluation({"step": step, "epoch": self.parts.plan.epoch(step), "eval_loss": loss})
+        self.parts.show_samples(step)
         self._window.started += time.perf_counter() - started  # training speed is of training
         return improved
 
     def _report(self, result: StepResult) -> None:
         """The only place where the host waits for the device."""
-        runtime, progress = self._parts.runtime, self.progress
+        runtime, progress = self.parts.runtime, self.progress
         self._count_skipped()
         loss = runtime.totals([float(result.loss_sum)])[0] / max(result.labels, 1)
         seconds = time.perf_counter() - self._window.started
+        self._tokens += self._window.tokens
+        self._seconds += seconds
         progress.first_loss = loss if progress.first_loss is None else progress.first_loss
         progress.last_loss = loss
-        self._parts.journal.step(
+        self.parts.journal.step(
             {
                 "step": progress.step,
-                "epoch": self._parts.plan.epoch(progress.step),
+                "epoch": self.parts.plan.epoch(progress.step),
                 "loss": loss,
-                "lr": self._parts.learning_rate(progress.step - 1),
+                "lr": self.parts.learning_rate(progress.step - 1),
                 "grad_norm": float(result.grad_norm),
                 "tokens": progress.tokens,
                 "trained_tokens": progress.trained_tokens,
@@ -158,23 +173,27 @@ class Loop:
             self.progress.skipped_in_a_row = self.progress.skipped_in_a_row + 1 if skipped else 0
             if skipped:
                 self.progress.skipped_steps += 1
-                places = self._parts.loader.places(step)
+                places = self.parts.loader.places(step)
                 shown = ", ".join(places[:8]) + (f" and {len(places) - 8} more" if len(places) > 8 else "")
-                self._parts.journal.message(f"step {step + 1} skipped: its gradient is not finite. Its rows: {shown}")
-        if self.progress.skipped_in_a_row >= self._rhythm.training.max_bad_steps and not self._scale_can_fall():
+                self.parts.journal.message(
+                    f"step {step + 1} skipped: its gradient is not finite. Its rows: {shown}"
+                )
+        if (
+            self.progress.skipped_in_a_row >= self._rhythm.training.max_bad_steps
+            and not self._scale_can_fall()
+        ):
             raise TrainingError(
                 f"{self.progress.skipped_in_a_row} gradients in a row were not finite, up to step "
                 f"{self.progress.step}. Lower optimizer.lr, or try precision=fp32; checkpoints before it are kept."
             )
 
     def _scale_can_fall(self) -> bool:
-        scaler = self._parts.stepper.scaler
+        scaler = self.parts.stepper.scaler
         return scaler is not None and scaler.get_scale() > 1.0
 
     def _save(self) -> None:
+        started = time.perf_counter()
         self._count_skipped()
-        stepper = self._parts.stepper
-        if self._parts.runtime.rank == 0:
-            self._parts.checkpoints.save(
-                self.progress, stepper.trainee.trained(), stepper.optimizer, stepper.scaler
-            )
+        if self.parts.runtime.rank == 0:
+            self.parts.checkpoints.save(self.progress, self.parts.stepper)
+        self._window.started += time.perf_counter() - started

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from app.config.schema import LaunchConfig, PrecisionConfig
+from app.config.schema import LaunchConfig
 
 # Accelerate takes these over its arguments: it would divide our loss, or choose a precision of its own
 _HIJACKING = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_MIXED_PRECISION")
-_AMPERE = (8, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +22,7 @@ class Runtime:
     device: torch.device
     rank: int
     processes: int
+    threads: int
 
     def totals(self, values: Sequence[float]) -> list[float]:
         """Each value summed over all processes."""
@@ -39,31 +39,29 @@ class Runtime:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
-def start(launch: LaunchConfig, precision: PrecisionConfig, seed: int) -> Runtime:
+def default_device() -> torch.device:
+    """Where a process of this machine computes, before it has been given its own device."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def start(launch: LaunchConfig, precision: str, seed: int) -> Runtime:
     """The runtime of this process, its threads and its random numbers set."""
-    from accelerate import Accelerator  # noqa: PLC0415
+    from accelerate import Accelerator
 
     for name in _HIJACKING:
         os.environ.pop(name, None)
     # without cpu=True, two processes on a machine without a GPU would each train alone
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision="no", gradient_accumulation_steps=1)
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(), mixed_precision="no", gradient_accumulation_steps=1
+    )
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(launch.threads or max(1, cores // accelerator.num_processes))
-    torch.set_float32_matmul_precision("high" if precision.kind == "tf32" else "highest")
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.manual_seed(seed + accelerator.process_index)
     return Runtime(
         accelerator=accelerator,
         device=accelerator.device,
         rank=accelerator.process_index,
         processes=accelerator.num_processes,
+        threads=torch.get_num_threads(),
     )
-
-
-def check_precision(precision: PrecisionConfig) -> list[str]:
-    """What this machine cannot compute in, with the alternatives."""
-    has_gpu = torch.cuda.is_available()
-    if precision.kind == "tf32" and not (has_gpu and torch.cuda.get_device_capability() >= _AMPERE):
-        return ["precision=tf32 needs an NVIDIA GPU of the Ampere generation or newer. Choose precision=fp32 or bf16."]
-    if precision.kind == "bf16" and has_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
-        return ["precision=bf16 is not in the hardware of this GPU. Choose precision=fp16 or fp32."]
-    return []

@@ -10,7 +10,7 @@ from torch import Tensor
 from app.batch import Batch
 from app.engine.runtime import Runtime
 from app.model.trainee import Trainee
-from app.optim.optimizers import skips_on_device
+from app.optim.skip import skips_on_device, step_unless
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,9 @@ class Stepper:
             group["lr"] = lr
         labels, tokens = (
             int(n)
-            for n in self._runtime.totals([sum(b.num_labels for b in batches), sum(b.num_tokens for b in batches)])
+            for n in self._runtime.totals(
+                [sum(b.num_labels for b in batches), sum(b.num_tokens for b in batches)]
+            )
         )
         loss_sum = self._backward(batches, labels)
         norm, skipped = self._update()
@@ -82,8 +84,7 @@ class Stepper:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         elif self._skips_on_device:
-            self.optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]  read by torch's fused kernels
-            self.optimizer.step()
+            step_unless(self.optimizer, skipped.float())
         elif not bool(skipped):
             self.optimizer.step()
         return norm, skipped

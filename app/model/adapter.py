@@ -1,5 +1,6 @@
 """Adapters on the linear layers of a frozen base, and the proof that exactly they are trained."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -23,20 +24,21 @@ def _none(_config: AdapterConfig, lm: Any, _base_path: str) -> nn.Module:
 
 
 def _lora(config: AdapterConfig, lm: Any, base_path: str) -> nn.Module:
-    from peft import LoraConfig, get_peft_model  # noqa: PLC0415  seconds of import
+    from peft import LoraConfig, get_peft_model
 
     layers = layers_to_adapt(config.targets, lm)
-    network = get_peft_model(
-        lm,
-        LoraConfig(
-            task_type="CAUSAL_LM",
-            r=config.r,
-            lora_alpha=config.alpha,
-            lora_dropout=config.dropout,
-            target_modules=_short_names(layers, lm),
-            base_model_name_or_path=base_path,
-        ),
+    lm.name_or_path = base_path  # PEFT writes this down as the adapter's base
+    lora = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.r,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=_short_names(layers, lm),
     )
+    with warnings.catch_warnings():
+        # PEFT asks transformers for a name that transformers has since changed
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+        network = get_peft_model(lm, lora)
     _prove_trained(network, layers)
     result: nn.Module = network
     return result
@@ -51,7 +53,9 @@ def layers_to_adapt(targets: list[str], lm: Any) -> list[str]:
     chosen: set[str] = set()
     problems = []
     for target in targets:
-        matched = linear if target == ALL_LINEAR else [n for n in linear if n == target or n.endswith(f".{target}")]
+        matched = (
+            linear if target == ALL_LINEAR else [n for n in linear if n == target or n.endswith(f".{target}")]
+        )
         if not matched:
             known = sorted({name.rpartition(".")[2] for name in linear})
             problems.append(
@@ -87,4 +91,6 @@ def _prove_trained(network: nn.Module, layers: list[str]) -> None:
     expected = {
         f"base_model.model.{layer}.lora_{half}.default.weight" for layer in layers for half in ("A", "B")
     }
-    assert trained == expected, f"trained but not meant: {trained - expected}; meant but not trained: {expected - trained}"
+    assert trained == expected, (
+        f"trained but not meant: {trained - expected}; meant but not trained: {expected - trained}"
+    )

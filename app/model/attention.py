@@ -107,7 +107,7 @@ def select(config: AttentionConfig, device: torch.device) -> str:
 
 def register(backend: str) -> str:
     """Make `backend` what models call, and return the name to load them with."""
-    from transformers import AttentionInterface  # noqa: PLC0415
+    from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _as_transformers_calls_it(BACKENDS[backend].run))
     return NAME

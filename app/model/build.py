@@ -6,10 +6,11 @@ from pathlib import Path
 import torch
 
 from app.assets import locate
-from app.config.schema import AdapterConfig, AttentionConfig, ModelConfig, PrecisionConfig
+from app.config.schema import AdapterConfig, ModelConfig
 from app.model.adapter import attach
-from app.model.attention import register, select
+from app.model.attention import register
 from app.model.dtypes import DTYPES
+from app.model.recompute import recompute
 from app.model.trainee import Trainee
 from app.model.weights import build_on_meta, load_base
 
@@ -21,28 +22,41 @@ class ModelPlan:
     total: int
     trained: int
 
+    @property
+    def trained_share(self) -> float:
+        """Of all weights, the adapter's included."""
+        return self.trained / self.total
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSections:
-    """The sections of the config that decide what is built."""
+    """The sections of the config that decide what is built, and what was chosen for this machine."""
 
     model: ModelConfig
     adapter: AdapterConfig
-    attention: AttentionConfig
-    precision: PrecisionConfig
+    attention: str  # a key of BACKENDS
+    precision: str  # a key of DTYPES
     recompute: bool
+
+    @property
+    def keeps_random_base(self) -> bool:
+        """An adapter on a base that no folder or hub has."""
+        return self.model.weights == "random" and self.adapter.kind != "none"
 
 
 def build_trainee(sections: ModelSections, device: torch.device, seed: int, base_path: str) -> Trainee:
     """Base weights, adapter, attention and loss, on `device`, ready for training."""
-    dtypes = DTYPES[sections.precision.kind]
-    attention = register(select(sections.attention, device))
+    import transformers
+
+    transformers.logging.disable_progress_bar()  # one line of ours says what is loaded
+    dtypes = DTYPES[sections.precision]
+    attention = register(sections.attention)
     frozen = sections.adapter.kind != "none"
     lm = load_base(sections.model, dtypes.base if frozen else torch.float32, device, attention, seed)
     torch.manual_seed(seed)  # the adapter starts the same whatever the base drew
     network = attach(sections.adapter, lm, base_path)
     if sections.recompute:
-        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute(lm)
     trainee = Trainee(network.to(device), dtypes.compute)
     trainee.train()
     return trainee
@@ -50,13 +64,9 @@ def build_trainee(sections: ModelSections, device: torch.device, seed: int, base
 
 def plan_model(sections: ModelSections) -> ModelPlan:
     """Counts from a model without memory; also finds adapter targets that match nothing."""
-    lm = build_on_meta(sections.model, "eager")
-    total = sum(p.numel() for p in lm.parameters())
-    if sections.adapter.kind == "none":
-        return ModelPlan(total=total, trained=total)
-    network = attach(sections.adapter, lm, sections.model.path)
-    trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
-    return ModelPlan(total=total, trained=trained)
+    network = attach(sections.adapter, build_on_meta(sections.model, "eager"), sections.model.path)
+    sizes = [(p.numel(), p.requires_grad) for p in network.parameters()]
+    return ModelPlan(total=sum(n for n, _ in sizes), trained=sum(n for n, trains in sizes if trains))
 
 
 def base_path(model: ModelConfig, run_base: Path) -> str:

@@ -16,7 +16,9 @@ def end_ids(lm: Any, tokenizer: Any) -> list[int]:
 
 
 @torch.no_grad()
-def generate(lm: Any, prompts: Sequence[Sequence[int]], ends: list[int], max_new: int, **sampling: Any) -> list[list[int]]:
+def generate(
+    lm: Any, prompts: Sequence[Sequence[int]], ends: list[int], max_new: int, **sampling: Any
+) -> list[list[int]]:
     """New ids for each prompt, up to an end id or `max_new`; one prompt at a time, so that none is padded."""
     trained_with, mode = lm.config._attn_implementation, lm.training
     if trained_with == NAME:  # ours knows no key-value cache
@@ -30,7 +32,9 @@ def generate(lm: Any, prompts: Sequence[Sequence[int]], ends: list[int], max_new
             lm.set_attn_implementation(trained_with)
 
 
-def _answer(lm: Any, prompt: Sequence[int], ends: list[int], max_new: int, sampling: dict[str, Any]) -> list[int]:
+def _answer(
+    lm: Any, prompt: Sequence[int], ends: list[int], max_new: int, sampling: dict[str, Any]
+) -> list[int]:
     ids = torch.tensor([list(prompt)], device=lm.device)
     out = lm.generate(
         ids,
@@ -43,3 +47,15 @@ def _answer(lm: Any, prompt: Sequence[int], ends: list[int], max_new: int, sampl
     )
     new: list[int] = out[0, ids.shape[1] :].tolist()
     return new[:-1] if new and new[-1] in ends else new
+
+
+def prompt_ids(tokenizer: Any, prompt: str, system: str | None, *, chat: bool) -> list[int]:
+    """A prompt as the model was trained to see it: through the chat template, or as plain text."""
+    if not chat:
+        ids: list[int] = tokenizer(f"{system}\n\n{prompt}" if system else prompt).input_ids
+        return ids
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": prompt})
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    rendered: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    return rendered

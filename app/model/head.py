@@ -27,7 +27,9 @@ def own_head(lm: Any) -> Head:
 
     def head(rows: Tensor) -> Tensor:
         stub = _Given(rows[None])
-        lm.__dict__[prefix] = stub  # setattr would refuse a non-module; an instance attribute wins over the module
+        lm.__dict__[prefix] = (
+            stub  # setattr would refuse a non-module; an instance attribute wins over the module
+        )
         try:
             logits: Tensor = lm(input_ids=None, use_cache=False).logits
         finally:
@@ -44,7 +46,7 @@ class _Given:
         self.hidden = hidden
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
-        from transformers.modeling_outputs import BaseModelOutputWithPast  # noqa: PLC0415
+        from transformers.modeling_outputs import BaseModelOutputWithPast
 
         return BaseModelOutputWithPast(last_hidden_state=self.hidden)
 
@@ -61,7 +63,9 @@ def chunk_rows(vocabulary: int) -> int:
     return max(_LEAST_ROWS, _CHUNK_BYTES // (_COPIES * 4 * vocabulary))
 
 
-def token_loss_sum(head: Head, rows: Tensor, targets: Tensor, parameters: list[nn.Parameter], chunk: int) -> Tensor:
+def token_loss_sum(
+    head: Head, rows: Tensor, targets: Tensor, parameters: list[nn.Parameter], chunk: int
+) -> Tensor:
     """The sum of cross-entropies over all targets that are not IGNORE, in float32."""
     loss: Tensor = _ChunkedLoss.apply(head, chunk, targets, rows, *parameters)  # type: ignore[no-untyped-call]
     return loss
@@ -69,7 +73,9 @@ def token_loss_sum(head: Head, rows: Tensor, targets: Tensor, parameters: list[n
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, head: Head, chunk: int, targets: Tensor, rows: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, head: Head, chunk: int, targets: Tensor, rows: Tensor, *parameters: Tensor
+    ) -> Tensor:
         wants = any(ctx.needs_input_grad)
         total = torch.zeros((), dtype=torch.float32, device=rows.device)
         row_gradient = torch.empty_like(rows) if wants else None
@@ -78,7 +84,9 @@ class _ChunkedLoss(torch.autograd.Function):
             part = slice(start, start + chunk)
             piece = rows[part].detach().requires_grad_(wants)
             with torch.set_grad_enabled(wants):
-                loss = F.cross_entropy(head(piece).float(), targets[part], ignore_index=IGNORE, reduction="sum")
+                loss = F.cross_entropy(
+                    head(piece).float(), targets[part], ignore_index=IGNORE, reduction="sum"
+                )
             total += loss.detach()
             if row_gradient is not None:
                 found = torch.autograd.grad(loss, [piece, *parameters])
@@ -92,5 +100,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         scale = upstream[0]
-        scaled = ((g.float() * scale).to(g.dtype) for g in ctx.saved_tensors)  # a float16 scale could overflow
+        scaled = (
+            (g.float() * scale).to(g.dtype) for g in ctx.saved_tensors
+        )  # a float16 scale could overflow
         return None, None, None, *scaled

@@ -1,6 +1,5 @@
 """The finished model as files that the ordinary tools load."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,22 @@ def save_model(trainee: Trainee, tokenizer: Any, folder: Path) -> None:
         _save_pretrained(network, folder)
     else:
         # "auto" would ask the hub about the vocabulary of the base
-        network.save_pretrained(str(folder), safe_serialization=True, save_embedding_layers=False)
+        network.save_pretrained(str(folder), save_embedding_layers=False)
     tokenizer.save_pretrained(str(folder))
 
 
 def save_base(trainee: Trainee, tokenizer: Any, folder: Path) -> None:
     """A base of random weights, as it was before any adapter: nothing else could make it again."""
     lm = trainee.language_model
-    plain = {_without_adapter(name): tensor for name, tensor in lm.state_dict().items() if ".lora_" not in name}
+    plain = {
+        _without_adapter(name): tensor for name, tensor in lm.state_dict().items() if ".lora_" not in name
+    }
     _save_pretrained(lm, folder, state_dict=plain)
     tokenizer.save_pretrained(str(folder))
 
 
 def _save_pretrained(lm: nn.Module, folder: Path, **options: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        lm.save_pretrained(str(folder), safe_serialization=True, **options)  # type: ignore[operator]
+    lm.save_pretrained(str(folder), **options)  # type: ignore[operator]
 
 
 def _without_adapter(name: str) -> str:

@@ -51,12 +51,14 @@ def _require_config(folder: Path, path: str) -> None:
             f"model.path={path}: {file} cannot be read as a model configuration ({type(fault).__name__}: {fault})."
         ) from fault
     if not isinstance(kind, str):
-        raise EnvironmentProblem(f"model.path={path}: model_type in {file} is {kind!r}, expected a name such as llama.")
+        raise EnvironmentProblem(
+            f"model.path={path}: model_type in {file} is {kind!r}, expected a name such as llama."
+        )
 
 
 def _snapshot(config: ModelConfig, path: str, *, with_weights: bool) -> Path:
-    from huggingface_hub import snapshot_download  # noqa: PLC0415  half a second, only for hub ids
-    from huggingface_hub.errors import HFValidationError  # noqa: PLC0415
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
 
     patterns = _TEXT_FILES + (_WEIGHT_FILES if with_weights else [])
     try:
@@ -79,7 +81,7 @@ def _unreachable(config: ModelConfig, path: str, fault: Exception) -> str:
 
 
 def _reason(fault: Exception) -> str:
-    from huggingface_hub import constants, errors  # noqa: PLC0415
+    from huggingface_hub import constants, errors
 
     known = (
         (errors.GatedRepoError, "it is gated and this account has no access"),
@@ -92,4 +94,8 @@ def _reason(fault: Exception) -> str:
             return words
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    return "no connection to the hub" if isinstance(fault, errors.LocalEntryNotFoundError) else type(fault).__name__
+    return (
+        "no connection to the hub"
+        if isinstance(fault, errors.LocalEntryNotFoundError)
+        else type(fault).__name__
+    )

@@ -1,31 +1,24 @@
 """The tokenizer of a run, with its chat template settled."""
 
+import hashlib
 import logging
-from pathlib import Path
 from typing import Any
 
-from app.assets import ROOT
 from app.config.schema import ModelConfig
-from app.config.suggest import did_you_mean
 from app.errors import ConfigError, EnvironmentProblem
 from app.model.source import fetch_folder
+from app.model.templates import chosen_template, template_names
 
-_TEMPLATES = ROOT / "templates"
 _SHIPPED = "asset:tiny"
-
-
-def template_names() -> tuple[str, ...]:
-    """The chat templates that ship, for `model.chat_template=NAME`."""
-    return tuple(sorted(file.stem for file in _TEMPLATES.glob("*.jinja")))
 
 
 def load_tokenizer(config: ModelConfig, *, needs_template: bool) -> Any:
     """A fast tokenizer. Random weights without a tokenizer of their own use the one that ships."""
-    from transformers import AutoTokenizer  # noqa: PLC0415  seconds of import, after the cheap checks
+    from transformers import AutoTokenizer
 
     path = config.tokenizer or (_SHIPPED if config.weights == "random" else config.path)
     folder = fetch_folder(config, path, with_weights=False)
-    template = _chosen_template(config)
+    template = chosen_template(config)
     try:
         logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
         tokenizer = AutoTokenizer.from_pretrained(
@@ -51,27 +44,10 @@ def load_tokenizer(config: ModelConfig, *, needs_template: bool) -> Any:
     return tokenizer
 
 
-def check_template(config: ModelConfig) -> list[str]:
-    """The problem with `model.chat_template`, told before anything is loaded."""
-    try:
-        _chosen_template(config)
-    except ConfigError as problem:
-        return list(problem.problems)
-    return []
-
-
-def _chosen_template(config: ModelConfig) -> str | None:
-    given = config.chat_template
-    if given is None:
-        return None
-    if given in template_names():
-        return (_TEMPLATES / f"{given}.jinja").read_text().rstrip("\n")
-    if Path(given).is_file():
-        return Path(given).read_text()
-    raise ConfigError(
-        f"model.chat_template={given} is neither a file nor one of {', '.join(template_names())}."
-        f"{did_you_mean(given, template_names())}"
-    )
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Of everything that turns text into ids."""
+    content = f"{tokenizer.backend_tokenizer.to_str()}\n{tokenizer.chat_template}"
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def _first_line(fault: Exception) -> str:

@@ -10,7 +10,9 @@ from app.errors import ConfigError, EnvironmentProblem
 from app.model.source import fetch_folder, require_weights
 
 
-def load_base(config: ModelConfig, dtype: torch.dtype, device: torch.device, attention: str, seed: int) -> Any:
+def load_base(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, attention: str, seed: int
+) -> Any:
     """A causal language model of transformers on `device`, its weights in `dtype`."""
     if config.weights == "random":
         return _random(config, dtype, device, attention, seed)
@@ -34,34 +36,40 @@ def _random(config: ModelConfig, dtype: torch.dtype, device: torch.device, atten
 
 
 def _numbers(config: ModelConfig) -> Any:
-    from transformers import AutoConfig  # noqa: PLC0415
+    from transformers import AutoConfig
 
     numbers = dict(config.architecture)
     kind = str(numbers.pop("model_type"))
     try:
         return AutoConfig.for_model(kind, **numbers)
     except (ValueError, TypeError, KeyError) as fault:
-        raise ConfigError(f"model.architecture (model_type: {kind}) is not what transformers takes: {fault}") from fault
+        raise ConfigError(
+            f"model.architecture (model_type: {kind}) is not what transformers takes: {fault}"
+        ) from fault
 
 
 def _local_config(config: ModelConfig, folder: Path) -> Any:
-    from transformers import AutoConfig  # noqa: PLC0415
+    from transformers import AutoConfig
 
     require_weights(folder, config.path)
-    return AutoConfig.from_pretrained(str(folder), trust_remote_code=config.trust_remote_code, local_files_only=True)
+    return AutoConfig.from_pretrained(
+        str(folder), trust_remote_code=config.trust_remote_code, local_files_only=True
+    )
 
 
 def _from_config(config: ModelConfig, numbers: Any, dtype: torch.dtype, attention: str) -> Any:
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_config(
         numbers, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
     )
 
 
-def _pretrained(config: ModelConfig, folder: Path, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
-    from safetensors import SafetensorError  # noqa: PLC0415
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+def _pretrained(
+    config: ModelConfig, folder: Path, dtype: torch.dtype, device: torch.device, attention: str
+) -> Any:
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
 
     try:
         return AutoModelForCausalLM.from_pretrained(
@@ -77,4 +85,6 @@ def _pretrained(config: ModelConfig, folder: Path, dtype: torch.dtype, device: t
         if isinstance(fault, torch.OutOfMemoryError):
             raise
         reason = (str(fault).strip() or type(fault).__name__).splitlines()[0][:300]
-        raise EnvironmentProblem(f"model.path={config.path}: {folder} cannot be loaded ({reason}).") from fault
+        raise EnvironmentProblem(
+            f"model.path={config.path}: {folder} cannot be loaded ({reason})."
+        ) from fault

@@ -1,0 +1,1 @@
+"""From files to `Batch`: sources, formats, rendering, encoding, overflow, cache, loader."""

@@ -1,0 +1,128 @@
+"""Token rows under a name made of everything that decided them, so that nothing is tokenised twice.
+
+An entry is written aside, synced and renamed, so it is there whole or not at all. It is verified whenever it
+is opened, and made again if it fails. Whoever writes the same entry at the same time writes the same rows.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from app.data.rows import TokenRows
+from app.data.storage import RowWriter, Told, disk_explained, open_rows
+from app.data.tokenizer import Tokenizer
+from app.errors import EnvironmentProblem
+
+CODE_VERSION = 1  # raise it when a library or the file format changes what an entry means
+DECIDING = (  # modules whose text is a part of every key: a change there may change tokens, places, counts
+    *(
+        "bad_rows",
+        "encoding",
+        "files",
+        "formats",
+        "hub",
+        "json_array",
+        "overflow",
+        "rendering",
+        "report",
+        "rows",
+    ),
+    *("shapes", "sources", "storage", "stream", "tokenizer"),
+)
+_ABANDONED = 24 * 3600  # seconds after which a half-written entry belongs to nobody
+_TAKEN = (errno.EEXIST, errno.ENOTEMPTY)
+
+
+def cache_key(content: str, tokenizer: Tokenizer, settings: Mapping[str, Any]) -> str:
+    """A hash of the rows' content, the tokenizer, its template, the settings and the code."""
+    parts = {
+        "content": content,
+        "settings": dict(settings),
+        "tokenizer": _sha256(tokenizer.backend_tokenizer.to_str()),
+        "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "template": tokenizer.chat_template,
+        "code": _code(),
+    }
+    return _sha256(json.dumps(parts, sort_keys=True))[:32]
+
+
+def cached_rows(cache_dir: str, key: str, write: Callable[[RowWriter], Told]) -> tuple[TokenRows, Told]:
+    """The rows of `key` and what was told of them; `write` makes them if they are not there."""
+    entry = Path(cache_dir).expanduser() / "tokens" / key
+    found = open_rows(entry)
+    if found is None:
+        _make(entry, cache_dir, write)
+        found = open_rows(entry)
+    if found is None:
+        raise EnvironmentProblem(
+            f"cache_dir={cache_dir}: what was just written there reads back differently;"
+            " set cache_dir to a folder on another disk"
+        )
+    return found
+
+
+@cache
+def _code() -> str:
+    here = Path(__file__).parent
+    texts = [(here / f"{module}.py").read_text("utf-8") for module in DECIDING]
+    versions = [version(package) for package in ("tokenizers", "transformers")]
+    return _sha256(json.dumps([CODE_VERSION, *versions, *texts]))
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _make(entry: Path, cache_dir: str, write: Callable[[RowWriter], Told]) -> None:
+    with disk_explained(cache_dir):
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(entry.parent)
+        aside = _aside(entry)
+        aside.mkdir()
+    try:
+        with contextlib.closing(RowWriter(aside, cache_dir)) as writer:
+            writer.finish(write(writer))
+        with disk_explained(cache_dir):
+            _put(aside, entry)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _aside(entry: Path) -> Path:
+    return entry.with_name(f"{entry.name[:8]}-{uuid.uuid4().hex}.part")
+
+
+def _put(aside: Path, entry: Path) -> None:
+    """Rename into place. Where another writer was faster, its rows, equal to ours, stay."""
+    if entry.exists() and open_rows(entry) is None:
+        broken = _aside(entry)
+        entry.rename(broken)
+        shutil.rmtree(broken)
+    try:
+        aside.rename(entry)
+    except OSError as error:
+        if error.errno not in _TAKEN:
+            raise
+    handle = os.open(entry.parent, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what killed writers left."""
+    for part in folder.glob("*.part"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - part.stat().st_mtime > _ABANDONED:
+                shutil.rmtree(part, ignore_errors=True)

@@ -1,0 +1,153 @@
+"""Text to token ids and the mask of what is trained, in batches that keep the tokenizer's threads busy."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.data.shapes import Draft, Span
+from app.data.tokenizer import Encoding, Tokenizer
+from app.errors import ConfigError
+
+Ids = NDArray[np.int32]
+Mask = NDArray[np.bool_]
+
+_PIECE = 1 << 18  # characters of a long document that are one text to the tokenizer
+_PIECES = 8  # tokenised at once: a token takes some hundred bytes until it is a number
+_CUT = re.compile(r"(?<=\S)\n(?=\S)")  # a lone line break: byte-level tokenizers join nothing across it
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Token ids, and which of them the model must predict."""
+
+    ids: Ids
+    trained: Mask
+    glued: bool = False  # a token reaches over the edge of what is trained, and so is not trained
+    endless: bool = False  # what is trained ends in an ordinary token: the model will not learn to stop
+
+
+class Encoder:
+    """One tokenizer. The special tokens of a chat come from its template, those of a document from here."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        # The first call also switches off whatever truncation and padding tokenizer.json asks for.
+        inside = _as_ids(tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"])
+        framed = _as_ids(tokenizer("a", add_special_tokens=True, verbose=False)["input_ids"])
+        self._opening = framed[: _find(framed, inside)]
+        self._closing = _as_ids([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
+        self._special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+
+    def encode(self, drafts: Sequence[Draft]) -> list[Sample]:
+        """One sample for each draft. Its first token is never trained: nothing comes before it."""
+        short = [draft.text for draft in drafts if not _is_long(draft)]
+        encodings = iter(self._encodings(short))
+        return [
+            self._long(draft) if _is_long(draft) else self._short(draft, next(encodings)) for draft in drafts
+        ]
+
+    def _encodings(self, texts: list[str]) -> list[Encoding]:
+        """Straight from the backend: the wrapper around it takes as long again."""
+        if not texts:
+            return []
+        encodings = self._tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+        told = self._tokenizer(texts[0], add_special_tokens=False, verbose=False)["input_ids"]
+        if encodings[0].ids != list(told):
+            raise ConfigError(
+                "model.tokenizer: it changes text before its fast backend sees it; not supported"
+            )
+        return encodings
+
+    def _short(self, draft: Draft, encoding: Encoding) -> Sample:
+        ids = _as_ids(encoding.ids)
+        trained = np.zeros(len(ids), np.bool_)
+        glued = False
+        for span in draft.spans:
+            first, stop, cut = _inside(encoding, len(ids), len(draft.text), span)
+            trained[first:stop] = True
+            glued = glued or cut
+        return self._raw(ids, trained, glued) if draft.raw else self._chat(ids, trained, glued)
+
+    def _long(self, draft: Draft) -> Sample:
+        """In pieces, so that memory does not grow with the document; all of it is trained."""
+        texts = list(_pieces(draft.text))
+        groups = (texts[at : at + _PIECES] for at in range(0, len(texts), _PIECES))
+        ids = np.concatenate([_as_ids(e.ids) for group in groups for e in self._encodings(group)])
+        return self._raw(ids, np.ones(len(ids), np.bool_), glued=False)
+
+    def _chat(self, ids: Ids, trained: Mask, glued: bool) -> Sample:
+        trained[:1] = False
+        last = np.flatnonzero(trained)[-1:]
+        endless = any(int(token) not in self._special for token in ids[last])
+        return Sample(ids, trained, glued, endless)
+
+    def _raw(self, ids: Ids, trained: Mask, glued: bool) -> Sample:
+        """A document with exactly one beginning and one end, whatever its text already has."""
+        opening, closing = self._opening, self._closing
+        if np.array_equal(ids[: len(opening)], opening):
+            opening = opening[:0]
+        if np.array_equal(ids[len(ids) - len(closing) :], closing):
+            closing = closing[:0]
+        ids = np.concatenate([opening, ids, closing])
+        trained = np.concatenate([np.zeros(len(opening), np.bool_), trained, np.ones(len(closing), np.bool_)])
+        trained[-1:] = True
+        trained[:1] = False
+        return Sample(ids, trained, glued)
+
+
+def _as_ids(values: Sequence[int]) -> Ids:
+    return np.asarray(values, np.int32)
+
+
+def _find(framed: Ids, inside: Ids) -> int:
+    """Where `inside` begins in `framed`; 0 if special tokens changed the rest too."""
+    width = len(inside)
+    starts = range(len(framed) - width + 1)
+    return next((at for at in starts if np.array_equal(framed[at : at + width], inside)), 0)
+
+
+def _is_long(draft: Draft) -> bool:
+    """Only plain text comes in files of any size; where characters decide what is trained, it stays whole."""
+    return draft.raw and len(draft.text) > _PIECE and draft.spans == ((0, len(draft.text)),)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    at = 0
+    while len(text) - at > _PIECE:
+        end = at + _PIECE
+        cut = max((found.end() for found in _CUT.finditer(text, at + _PIECE // 2, end)), default=end)
+        yield text[at:cut]
+        at = cut
+    yield text[at:]
+
+
+def _inside(encoding: Encoding, num_tokens: int, num_chars: int, span: Span) -> tuple[int, int, bool]:
+    """First and end of the tokens that lie wholly in the span, and whether one lies across an edge."""
+    first = _first_from(encoding, num_tokens, num_chars, span[0])
+    stop = _first_from(encoding, num_tokens, num_chars, span[1])
+    across = first > 0 and _chars(encoding, first - 1)[1] > span[0]
+    while stop > first and _chars(encoding, stop - 1)[1] > span[1]:
+        stop, across = stop - 1, True
+    while (
+        stop < num_tokens and _chars(encoding, stop)[1] <= span[1]
+    ):  # without a character of its own, at the end
+        stop += 1
+    return first, max(first, stop), across
+
+
+def _first_from(encoding: Encoding, num_tokens: int, num_chars: int, char: int) -> int:
+    """The first token that begins at or after a character."""
+    holders = (encoding.char_to_token(at) for at in range(char, num_chars))
+    token = next((held for held in holders if held is not None), num_tokens)  # some characters have no token
+    while token < num_tokens and _chars(encoding, token)[0] < char:
+        token += 1
+    while token > 0 and _chars(encoding, token - 1)[0] >= char:  # tokens without characters of their own
+        token -= 1
+    return token
+
+
+def _chars(encoding: Encoding, token: int) -> Span:
+    return encoding.token_to_chars(token) or (0, 0)

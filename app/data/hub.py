@@ -1,0 +1,153 @@
+"""Datasets of the Hugging Face hub, and folders of `save_to_disk`. `datasets` is imported when needed."""
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from app.data.files import hash_files
+from app.data.shapes import Located
+from app.errors import DataError, EnvironmentProblem
+
+_SECONDS = 10.0  # one question decides whether the hub can be reached; `datasets` alone would try for minutes
+
+
+def is_saved_dataset(place: Path) -> bool:
+    """Whether `place` was written by `save_to_disk`: a dictionary of splits, or one split."""
+    if (place / "dataset_dict.json").is_file():
+        return True
+    return (place / "state.json").is_file() and (place / "dataset_info.json").is_file()
+
+
+@dataclass(frozen=True)
+class HubRows:
+    """One split of a hub dataset, downloaded when first asked for; when offline, from the local cache."""
+
+    name: str
+    key: str
+    split: str
+    hub_config: str | None
+    revision: str | None
+    left_out: tuple[str, ...] = ()
+
+    def rows(self) -> Iterator[Located]:
+        """Every row; counted from 0, as the hub's viewer does."""
+        for index, row in enumerate(self._loaded):
+            yield f"{self.name}[{self.split}] row {index}", row
+
+    def fingerprint(self) -> str:
+        """What `datasets` derives from the files' hashes and the split."""
+        parts = (self.name, self.split, self.hub_config, self._loaded._fingerprint)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    @cached_property
+    def _loaded(self) -> Any:
+        reason = _why_unreachable(self)
+        with _offline() if reason else contextlib.nullcontext():
+            loaded = _load(self, reason)
+        if reason and self.revision and not any(self.revision in f["filename"] for f in loaded.cache_files):
+            raise _problem(
+                self, f"{reason}, and the local cache has only another revision than {self.revision}"
+            )
+        return loaded
+
+
+@dataclass(frozen=True)
+class SavedRows:
+    """One split of a folder written by `save_to_disk`."""
+
+    name: str
+    key: str
+    place: Path
+    split: str
+    left_out: tuple[str, ...] = ()
+
+    def rows(self) -> Iterator[Located]:
+        """Every row, counted from 0."""
+        import datasets
+
+        try:
+            loaded = datasets.load_from_disk(str(self.place))
+        except (OSError, ValueError) as error:
+            raise DataError(f"{self.key}={self.name}: cannot be read: {_first_line(error)}") from error
+        shown = self.name
+        if isinstance(loaded, datasets.DatasetDict):
+            if self.split not in loaded:
+                known = ", ".join(sorted(loaded))
+                raise DataError(f"{self.key}={self.name}: no dataset.split={self.split}; it has: {known}")
+            loaded, shown = loaded[self.split], f"{self.name}[{self.split}]"
+        for index, row in enumerate(loaded):
+            yield f"{shown} row {index}", row
+
+    def fingerprint(self) -> str:
+        """A hash of the folder's files."""
+        files = [file for file in sorted(self.place.rglob("*")) if file.is_file()]
+        content = hash_files((file, file.relative_to(self.place).as_posix()) for file in files)
+        return hashlib.sha256(repr((self.name, self.split, content)).encode()).hexdigest()
+
+
+def _why_unreachable(wanted: HubRows) -> str:
+    """Empty if the hub answers. Absent or gated is an error at once."""
+    from huggingface_hub import HfApi
+    from huggingface_hub import errors as hub
+
+    try:
+        HfApi().dataset_info(wanted.name, revision=wanted.revision, timeout=_SECONDS)
+    except hub.GatedRepoError as error:
+        page = f"https://huggingface.co/datasets/{wanted.name}"
+        raise _problem(wanted, f"gated: accept its terms at {page}") from error
+    except hub.RevisionNotFoundError as error:
+        raise _problem(wanted, f"the hub has it, but not dataset.revision={wanted.revision}") from error
+    except hub.RepositoryNotFoundError as error:
+        raise _problem(wanted, "not on the hub, or private") from error
+    except hub.OfflineModeIsEnabled:
+        return "offline (HF_HUB_OFFLINE is set)"
+    except (hub.HTTPError, OSError) as error:  # the transport's own errors are no OSError in every version
+        return f"the hub cannot be reached ({_first_line(error)})"
+    return ""
+
+
+def _load(wanted: HubRows, reason: str) -> Any:
+    import datasets
+    from huggingface_hub import errors as hub
+
+    given = f"{wanted.key}={wanted.name} dataset.split={wanted.split} dataset.hub_config={wanted.hub_config}"
+    try:
+        return datasets.load_dataset(
+            wanted.name, wanted.hub_config, split=wanted.split, revision=wanted.revision
+        )
+    except (hub.HTTPError, OSError) as error:
+        told = f"{reason}, and it is not in the local cache" if reason else _first_line(error)
+        raise _problem(wanted, told) from error
+    except (
+        ValueError,
+        datasets.exceptions.DatasetsError,
+    ) as error:  # the text lists the splits or configurations
+        raise DataError(f"{given}: {_first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """Make `datasets` look only into its cache; it reads the switch from its own module."""
+    import datasets
+
+    before = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
+
+
+def _problem(wanted: HubRows, what: str) -> EnvironmentProblem:
+    return EnvironmentProblem(
+        f"{wanted.key}={wanted.name}: {what}. For a gated or private dataset set HF_TOKEN to a token that may"
+        f" read it (https://huggingface.co/settings/tokens); or download it and give {wanted.key}=FILE"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

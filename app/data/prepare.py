@@ -1,0 +1,98 @@
+"""From `dataset` to token rows: those to train on, those held out, and what became of every row."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from app.config.schema import DatasetConfig
+from app.data.cache import cache_key, cached_rows
+from app.data.formats import FORMATS
+from app.data.report import Counts, DataReport
+from app.data.rows import TokenRows
+from app.data.shapes import Source
+from app.data.sources import eval_source, train_source
+from app.data.stream import write_rows
+from app.data.tokenizer import Tokenizer, check_tokenizer
+from app.errors import DataError
+
+_DECIDING = ("format", "max_length", "train_on", "on_overflow", "on_bad_row", "on_unstable_template")
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """`eval` is None where nothing is held out."""
+
+    train: TokenRows
+    eval: TokenRows | None
+    report: DataReport
+
+
+def prepare(config: DatasetConfig, tokenizer: Tokenizer, cache_dir: str) -> Data:
+    """Token rows of both splits, from the cache if nothing that decides them has changed."""
+    check_tokenizer(tokenizer, config.format)
+    held = eval_source(config)
+    train, counts = _rows(train_source(config), config.max_rows, config, tokenizer, cache_dir)
+    report = DataReport(counts)
+    if held is not None:
+        chosen, report.eval = _rows(held, config.eval_max_rows, config, tokenizer, cache_dir)
+        report.shared = int(np.isin(chosen.digests, train.digests).sum())
+        return Data(train, chosen, report)
+    if config.eval_fraction > 0:
+        return _parted(train, config, report)
+    return Data(train, None, report)
+
+
+def _rows(
+    source: Source, max_rows: int | None, config: DatasetConfig, tokenizer: Tokenizer, cache_dir: str
+) -> tuple[TokenRows, Counts]:
+    """The rows of one source. `max_rows` holds for rows read, and for the samples that they become."""
+    key = cache_key(source.fingerprint(), tokenizer, _settings(config, max_rows))
+    rows, told = cached_rows(
+        cache_dir, key, lambda writer: asdict(write_rows(source, max_rows, config, tokenizer, writer))
+    )
+    counts = Counts(**told)
+    counts.source = source.name  # the entry may have been made of a copy that lay elsewhere
+    return _first(rows, max_rows, counts), counts
+
+
+def _settings(config: DatasetConfig, max_rows: int | None) -> dict[str, Any]:
+    fields = {name: getattr(config, name) for name in _DECIDING}
+    columns = {name: getattr(config.columns, name) for name in (*FORMATS[config.format].needs, "input")}
+    return {**fields, "columns": columns, "max_rows": max_rows}
+
+
+def _parted(rows: TokenRows, config: DatasetConfig, report: DataReport) -> Data:
+    """Hold out by a hash of each row's tokens: a row stays on its side when others come or go."""
+    out = rows.sides < np.uint64(int(config.eval_fraction * 2**64))
+    if not out.any():
+        report.notes.append(
+            f"eval: dataset.eval_fraction={config.eval_fraction} of {len(rows):,} samples holds none out;"
+            " there is no evaluation"
+        )
+        return Data(rows, None, report)
+    if out.all():
+        raise DataError(
+            f"dataset.eval_fraction={config.eval_fraction} leaves none of {len(rows):,} samples to train on;"
+            " lower it, or name the held-out rows with dataset.eval_path=FILE"
+        )
+    train, held = rows.select(np.flatnonzero(~out)), rows.select(np.flatnonzero(out))
+    report.eval = Counts(source=report.train.source)
+    report.train.held_out = len(held)
+    held = _first(held, config.eval_max_rows, report.eval)
+    _recount(report.train, train)
+    return Data(train, held, report)
+
+
+def _first(rows: TokenRows, limit: int | None, counts: Counts) -> TokenRows:
+    """At most `limit` rows, counted."""
+    kept = rows if limit is None else rows.select(np.arange(min(limit, len(rows))))
+    counts.left_over = len(rows) - len(kept)
+    _recount(counts, kept)
+    return kept
+
+
+def _recount(counts: Counts, rows: TokenRows) -> None:
+    counts.samples = len(rows)
+    counts.tokens = int(rows.lengths.sum(dtype=np.int64))
+    counts.trained_tokens = rows.num_trained

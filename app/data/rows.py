@@ -1,0 +1,97 @@
+"""Token rows on disk, mapped into memory: what the loader takes from, row by row."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Of each row: where its tokens and its place end, how many tokens are trained, hashes of its ids and of its
+# mask, and the hash that decides between training and evaluation.
+ENTRY = np.dtype(
+    [("tokens", "<i8"), ("place", "<i8"), ("labels", "<i8"), ("ids", "<u8"), ("mask", "<u8"), ("side", "<u8")]
+)
+
+
+@dataclass(frozen=True)
+class Store:
+    """All rows of a cache entry, as the files hold them."""
+
+    tokens: NDArray[np.int32]
+    trained: NDArray[np.bool_]
+    places: NDArray[np.uint8]
+    index: NDArray[np.void]  # of ENTRY
+
+    @cached_property
+    def starts(self) -> NDArray[np.int64]:
+        """Where each row's tokens begin, and where the last one's end."""
+        return np.concatenate([np.zeros(1, np.int64), self.index["tokens"]])
+
+
+class TokenRows:
+    """Immutable; a selection shares the files of the whole."""
+
+    def __init__(self, store: Store, chosen: NDArray[np.int64] | None = None) -> None:
+        self._store = store
+        self._chosen = np.arange(len(store.index)) if chosen is None else chosen
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int32]:
+        """Tokens of each row."""
+        lengths = np.diff(self._store.starts)[self._chosen].astype(np.int32)
+        lengths.flags.writeable = False
+        return lengths
+
+    def ids(self, i: int) -> NDArray[np.int32]:
+        """The tokens of row i, as a read-only view of the file."""
+        return self._store.tokens[self._extent(i)]
+
+    def trained(self, i: int) -> NDArray[np.bool_]:
+        """Which tokens of row i the model must predict; never the first."""
+        return self._store.trained[self._extent(i)]
+
+    def place(self, i: int) -> str:
+        """Where row i came from: "train.jsonl:17", or "org/name[train] row 17"."""
+        row = self._chosen[i]
+        ends = self._store.index["place"]
+        start = ends[row - 1] if row else 0
+        return self._store.places[start : ends[row]].tobytes().decode()
+
+    @cached_property
+    def num_trained(self) -> int:
+        """Trained tokens of all rows."""
+        return int(self._of_index("labels").sum())
+
+    @property
+    def digests(self) -> NDArray[np.uint64]:
+        """A hash of each row's token ids."""
+        return self._of_index("ids")
+
+    @property
+    def sides(self) -> NDArray[np.uint64]:
+        """A hash that rows share which must not be parted between training and evaluation."""
+        return self._of_index("side")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of all token ids and masks, in their order."""
+        content = hashlib.sha256(self._of_index("ids").tobytes())
+        content.update(self._of_index("mask").tobytes())
+        return content.hexdigest()
+
+    def select(self, indices: Sequence[int] | NDArray[np.int64]) -> "TokenRows":
+        """The rows at `indices`, in that order."""
+        return TokenRows(self._store, self._chosen[np.asarray(indices, np.int64)])
+
+    def _extent(self, i: int) -> slice:
+        row = self._chosen[i]
+        return slice(self._store.starts[row], self._store.starts[row + 1])
+
+    def _of_index(self, field: str) -> NDArray[Any]:
+        return np.ascontiguousarray(self._store.index[field])[self._chosen]

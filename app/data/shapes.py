@@ -1,0 +1,65 @@
+"""What a row is on its way: what a file holds, what it means, and the text whose tokens are trained."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Row = dict[str, Any]
+Message = dict[str, Any]
+Span = tuple[int, int]  # first character, and the one after the last
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """Stands where a row should be: this place of the file could not be read as one."""
+
+    reason: str
+
+
+Located = tuple[str, Row | Broken]  # the place ("train.jsonl:17") and what is there
+
+
+class RowProblem(Exception):  # noqa: N818 (caught where the place is known; never reaches the user as it is)
+    """One row that cannot be trained on; the message says why, the catcher says where."""
+
+
+class Source(Protocol):
+    """Rows in a fixed order, and a hash that changes whenever they could."""
+
+    @property
+    def name(self) -> str:
+        """What the user called it."""
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Files of the folder that are not read."""
+
+    def rows(self) -> Iterator[Located]:
+        """Every row with its place, from the beginning."""
+
+    def fingerprint(self) -> str:
+        """A hash of the content, and of the names that places are made of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages for the chat template, checked."""
+
+    messages: list[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """Text that is tokenised as it stands; what is learned begins at character `answer`."""
+
+    text: str
+    answer: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """One sample before tokenisation. A raw one still needs the tokens that open and close a document."""
+
+    text: str
+    spans: tuple[Span, ...]
+    raw: bool

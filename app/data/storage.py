@@ -1,0 +1,119 @@
+"""The files of token rows: written in one pass, checksummed, mapped back."""
+
+import contextlib
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.data.rows import ENTRY, Store, TokenRows
+from app.errors import EnvironmentProblem
+
+_TOKENS, _TRAINED, _PLACES, _INDEX = "tokens.bin", "trained.bin", "places.bin", "index.bin"
+_FILES = (_TOKENS, _TRAINED, _PLACES, _INDEX)
+_META = "meta.json"
+_BLOCK = 1 << 24
+
+Told = dict[str, Any]  # what there is to say about the rows, as JSON
+
+
+@contextlib.contextmanager
+def disk_explained(cache_dir: str) -> Iterator[None]:
+    """A full disk, or a folder that may not be written to, as something that the user can mend."""
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"cache_dir={cache_dir}: cannot write the token cache: {error.strerror}; make room there, or set"
+            " cache_dir to another folder"
+        ) from error
+
+
+class RowWriter:
+    """Writes rows one after the other; memory does not grow with them."""
+
+    def __init__(self, folder: Path, cache_dir: str) -> None:
+        self._folder = folder
+        self._cache_dir = cache_dir
+        self._checksums = dict.fromkeys(_FILES, 0)
+        self._num_tokens = 0
+        self._num_chars = 0
+        with contextlib.ExitStack() as stack, disk_explained(cache_dir):
+            self._files = {name: stack.enter_context((folder / name).open("wb")) for name in _FILES}
+            self._closing = stack.pop_all()
+
+    def add(self, place: str, ids: NDArray[np.int32], trained: NDArray[np.bool_], side: int) -> None:
+        """One row; `side` is shared by the rows that must not be parted between training and evaluation."""
+        shown = place.encode()
+        self._num_tokens += len(ids)
+        self._num_chars += len(shown)
+        labels = int(np.count_nonzero(trained))
+        entry = (self._num_tokens, self._num_chars, labels, digest(ids), digest(trained), side)
+        with disk_explained(self._cache_dir):
+            self._write(_TOKENS, ids.astype("<i4", copy=False).tobytes())
+            self._write(_TRAINED, trained.tobytes())
+            self._write(_PLACES, shown)
+            self._write(_INDEX, np.array([entry], ENTRY).tobytes())
+
+    def finish(self, told: Told) -> None:
+        """When this returns everything is on the disk, `told` and the checksums last."""
+        with disk_explained(self._cache_dir):
+            for file in self._files.values():
+                _sync_file(file)
+            with (self._folder / _META).open("wb") as meta:
+                meta.write(json.dumps({"checksums": self._checksums, "told": told}, indent=1).encode())
+                _sync_file(meta)
+            self.close()
+
+    def close(self) -> None:
+        """Close the files, finished or not."""
+        with disk_explained(self._cache_dir):
+            self._closing.close()
+
+    def _write(self, name: str, content: bytes) -> None:
+        self._files[name].write(content)
+        self._checksums[name] = zlib.crc32(content, self._checksums[name])
+
+
+def digest(values: NDArray[Any]) -> int:
+    """64 bits that equal values share on every machine."""
+    return int.from_bytes(hashlib.blake2b(values.tobytes(), digest_size=8).digest(), "little")
+
+
+def open_rows(folder: Path) -> tuple[TokenRows, Told] | None:
+    """What a RowWriter finished, mapped; None if it is not there or not whole."""
+    try:
+        meta = json.loads((folder / _META).read_text("utf-8"))
+        whole = all(_checksum(folder / name) == meta["checksums"][name] for name in _FILES)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if not whole:
+        return None
+    tokens, trained = _map(folder / _TOKENS, np.dtype("<i4")), _map(folder / _TRAINED, np.dtype(np.bool_))
+    places, index = _map(folder / _PLACES, np.dtype("u1")), _map(folder / _INDEX, ENTRY)
+    return TokenRows(Store(tokens, trained, places, index)), meta["told"]
+
+
+def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
+    if path.stat().st_size == 0:  # nothing cannot be mapped
+        return np.empty(0, dtype)
+    return np.asarray(np.memmap(path, dtype, mode="r"))
+
+
+def _checksum(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+def _sync_file(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,0 +1,76 @@
+"""What this folder asks of a tokenizer of transformers."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from app.data.shapes import Message
+from app.errors import ConfigError
+
+
+class Encoding(Protocol):
+    """One tokenised text of the fast backend."""
+
+    @property
+    def ids(self) -> list[int]:
+        """Token ids."""
+
+    def char_to_token(self, char_pos: int) -> int | None:
+        """The token that holds a character, if one does."""
+
+    def token_to_chars(self, token_index: int) -> tuple[int, int] | None:
+        """The characters that a token holds."""
+
+
+class Backend(Protocol):
+    """The Rust tokenizer inside."""
+
+    def encode_batch(self, input: Sequence[str], *, add_special_tokens: bool) -> list[Encoding]:
+        """Many texts at once, on all threads."""
+
+    def to_str(self) -> str:
+        """Everything that decides its tokens, as JSON."""
+
+
+class Tokenizer(Protocol):
+    """The part of `PreTrainedTokenizerFast` that is used here."""
+
+    is_fast: bool
+    eos_token_id: int | None
+    chat_template: str | dict[str, str] | None
+    all_special_ids: list[int]
+
+    @property
+    def backend_tokenizer(self) -> Backend:
+        """The Rust tokenizer inside."""
+
+    @property
+    def special_tokens_map(self) -> Mapping[str, Any]:
+        """Which token plays which part."""
+
+    def __call__(self, text: str, *, add_special_tokens: bool, verbose: bool) -> Mapping[str, Any]:
+        """Tokens of one text."""
+
+    def get_added_vocab(self) -> dict[str, int]:
+        """Tokens that were added to the trained vocabulary."""
+
+    def apply_chat_template(
+        self, conversation: list[list[Message]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> list[str]:
+        """Each conversation as text."""
+
+
+def check_tokenizer(tokenizer: Tokenizer, fmt: str) -> None:
+    """ConfigError if it cannot serve rows of the format `fmt`."""
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            "model.tokenizer: only tokenizers of the fast kind (tokenizer.json) are supported: the others"
+            " cannot tell which characters a token stands for"
+        )
+    if fmt in ("messages", "instruction"):
+        if tokenizer.chat_template is None:
+            raise ConfigError(
+                f"model.chat_template: the tokenizer has none, and dataset.format={fmt} needs one;"
+                " set model.chat_template=FILE or one of the names that ship"
+            )
+    elif tokenizer.eos_token_id is None:
+        raise ConfigError(f"model.tokenizer: it has no end-of-text token, and dataset.format={fmt} needs one")

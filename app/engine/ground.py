@@ -1,0 +1,137 @@
+"""Everything of a run that is known before its weights are loaded."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from app.batch import Batch
+from app.config.rules import CHAT_FORMATS
+from app.config.schema import RunConfig, ScheduleConfig
+from app.data.loader import Division, Loader, eval_batches
+from app.data.prepare import Data, prepare
+from app.engine.checkpoint import choices_of, find_checkpoint
+from app.engine.choices import Choices, choose
+from app.engine.runtime import Runtime, start
+from app.engine.steps import StepPlan, plan_steps
+from app.model.build import ModelPlan, ModelSections, plan_model
+from app.model.tokenizer import load_tokenizer, tokenizer_hash
+from app.optim.schedule import learning_rate
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What a run stands on. `save` is the checkpoint it continues from."""
+
+    tokenizer: Any
+    data: Data
+    save: Path | None
+    choices: Choices
+    runtime: Runtime
+    division: Division
+    loader: Loader
+    plan: StepPlan
+    sections: ModelSections
+    counts: ModelPlan
+
+    def eval_batches(self, per_batch: int) -> Callable[[], Iterator[Batch]] | None:
+        """This process's share of the held-out rows, anew at each call."""
+        if self.data.eval is None:
+            return None
+        return partial(
+            eval_batches,
+            self.data.eval,
+            per_batch,
+            pad_id_of(self.tokenizer),
+            self.runtime.processes,
+            self.runtime.rank,
+        )
+
+    def learning_rate(self, schedule: ScheduleConfig, peak: float) -> Callable[[int], float]:
+        """Of each step, counted from 0."""
+        return partial(learning_rate, schedule, peak, total=self.plan.steps)
+
+
+def pad_id_of(tokenizer: Any) -> int:
+    """Any token serves: what is padding is known by the lengths of rows, never by the id."""
+    return 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+
+
+def lay_ground(run: RunConfig, checkpoints: Path, say: Callable[[str], None]) -> Ground:
+    """Tokenizer, data, machine, plan: each line needs only those above it."""
+    tokenizer = load_tokenizer(run.model, needs_template=run.dataset.format in CHAT_FORMATS)
+    data = prepare(run.dataset, tokenizer, run.cache_dir)
+    save, remarks = find_checkpoint(checkpoints, run.resume)
+    for remark in remarks:
+        say(remark)
+    choices = choose(run.precision, run.attention, choices_of(save))
+    runtime = start(run.launch, choices.precision, run.seed)
+    division = Division(run.batching.rows, run.batching.accumulation, runtime.processes, runtime.rank)
+    loader = Loader(data.train, division, run.seed, pad_id_of(tokenizer))
+    sections = ModelSections(
+        model=run.model,
+        adapter=run.adapter,
+        attention=choices.attention,
+        precision=choices.precision,
+        recompute=run.training.recompute,
+    )
+    return Ground(
+        tokenizer=tokenizer,
+        data=data,
+        save=save,
+        choices=choices,
+        runtime=runtime,
+        division=division,
+        loader=loader,
+        plan=plan_steps(run.training, loader.steps_per_epoch),
+        sections=sections,
+        counts=plan_model(sections),
+    )
+
+
+def table(run: RunConfig, ground: Ground) -> list[tuple[str, str]]:
+    """What the run is going to do, for people."""
+    plan, counts = ground.plan, ground.counts
+    tokens = ground.data.report.train.tokens / max(len(ground.data.train), 1) * ground.division.rows_per_step
+    epochs = f"{plan.epoch(plan.steps):.3g} epochs" if plan.steps != plan.steps_per_epoch else "1 epoch"
+    return [
+        (
+            "model",
+            f"{run.model.path}, {counts.total:,} weights, {counts.trained:,} trained ({counts.trained_share:.1%})",
+        ),
+        ("data", "\n".join(ground.data.report.lines())),
+        (
+            "steps",
+            f"{plan.steps:,} ({epochs}) of {ground.division.rows_per_step} rows, about {tokens:,.0f} tokens",
+        ),
+        (
+            "with",
+            f"{run.optimizer.kind} lr {run.optimizer.lr:g}, {run.schedule.kind}, {ground.choices.precision}, "
+            f"{ground.choices.attention} attention, {ground.runtime.device.type}",
+        ),
+    ]
+
+
+def facts(run: RunConfig, ground: Ground) -> dict[str, Any]:
+    """For the manifest: what was chosen, counted and hashed."""
+    held = ground.data.eval
+    return {
+        "seed": run.seed,
+        "choices": {
+            **asdict(ground.choices),
+            "device": ground.runtime.device.type,
+            "threads": ground.runtime.threads,
+        },
+        "counts": {
+            "steps": ground.plan.steps,
+            "weights": ground.counts.total,
+            "trained_weights": ground.counts.trained,
+            "data": ground.data.report.as_dict(),
+        },
+        "hashes": {
+            "train": ground.data.train.fingerprint,
+            "eval": None if held is None else held.fingerprint,
+            "tokenizer": tokenizer_hash(ground.tokenizer),
+        },
+    }

@@ -1,0 +1,29 @@
+"""What makes a run the same run: what decides the numbers of its next step."""
+
+from typing import Any
+
+from app.config.schema import RunConfig
+from app.data.loader import Division
+from app.data.rows import TokenRows
+from app.model.trainee import Trainee
+
+
+def identity(
+    run: RunConfig, rows: TokenRows, division: Division, trainee: Trainee, steps: int
+) -> dict[str, Any]:
+    """Plain values by the key to type; a checkpoint with other values is of another run."""
+    return {
+        "dataset (its tokens)": rows.fingerprint,
+        "rows of one step": division.rows_per_step,
+        "seed": run.seed,
+        "model.path": run.model.path,
+        "model.weights": run.model.weights,
+        "adapter.kind": run.adapter.kind,
+        "adapter.alpha": run.adapter.alpha,
+        "adapter.dropout": run.adapter.dropout,
+        "trained parameters": sum(p.numel() for p in trainee.trained().values()),
+        "optimizer.kind": run.optimizer.kind,
+        "optimizer.lr": run.optimizer.lr,
+        "schedule.kind": run.schedule.kind,
+        "steps": steps if run.schedule.kind != "constant" else "any",
+    }

@@ -1,0 +1,83 @@
+"""Ask a tuned model.
+
+python -m app.generate run=runs/mine prompt="What is the plural of goose?"
+python -m app.generate run=runs/mine prompt="..." adapter=false      the base, for comparison
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app.config.command import parse_command
+from app.config.rules import CHAT_FORMATS
+from app.config.schema import RunConfig, number
+from app.errors import AppError, CheckpointError
+
+
+@dataclass(kw_only=True, slots=True)
+class GenerateConfig:
+    """What the command takes; `temperature=0` is greedy."""
+
+    run: str
+    prompt: str
+    system: str | None = None
+    adapter: bool = True
+    max_new_tokens: int = number(256, at_least=1)
+    temperature: float = number(0.0, at_least=0)
+    top_p: float = number(1.0, above=0, at_most=1)
+    seed: int = number(0, at_least=0)
+
+
+def generate(config: GenerateConfig) -> str:
+    """The answer, as text."""
+    from app.config.load import read_run
+
+    folder = Path(config.run).expanduser()
+    _require_finished(folder)
+    return _answer(config, folder, read_run(folder / "run.yaml"))
+
+
+def _require_finished(folder: Path) -> None:
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"run={folder}: there is no such folder. Give the output_dir of a finished run."
+        )
+    if not (folder / "final").is_dir():
+        raise CheckpointError(
+            f"run={folder}: there is no final/ in it, so the run did not finish. "
+            f"Finish it with python -m app.train ... output_dir={folder} resume=auto"
+        )
+
+
+def _answer(config: GenerateConfig, folder: Path, run: RunConfig) -> str:
+    import torch
+
+    from app.model.generation import end_ids, generate, prompt_ids
+    from app.model.load import load_tuned, load_tuned_tokenizer
+
+    tokenizer = load_tuned_tokenizer(folder / "final")
+    lm = load_tuned(folder, run.model, adapter=config.adapter)
+    torch.manual_seed(config.seed)
+    sampling: dict[str, Any] = {}
+    if config.temperature > 0:
+        sampling = {"do_sample": True, "temperature": config.temperature, "top_p": config.top_p}
+    ids = prompt_ids(tokenizer, config.prompt, config.system, chat=run.dataset.format in CHAT_FORMATS)
+    answer = generate(lm, [ids], end_ids(lm, tokenizer), config.max_new_tokens, **sampling)[0]
+    text: str = tokenizer.decode(answer, skip_special_tokens=True)
+    return text.strip()
+
+
+def main() -> None:
+    """Exit codes as of app.train."""
+    try:
+        sys.stdout.write(f"{generate(parse_command(sys.argv[1:], GenerateConfig))}\n")
+    except AppError as problem:
+        sys.stderr.write(f"{problem.report()}\n")
+        sys.exit(problem.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Optimizers, learning-rate schedules, and optimizer state as plain tensors."""

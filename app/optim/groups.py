@@ -1,0 +1,60 @@
+"""Which parameters are trained, which of them decay, and which are the matrices that Muon is made for."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """One trained parameter and what its place in the model means for the optimizer."""
+
+    name: str
+    parameter: nn.Parameter
+    decays: bool
+    is_hidden_matrix: bool  # 2-D, and neither an embedding nor the output head
+
+
+def trained_parameters(model: nn.Module) -> list[Trained]:
+    """Every parameter with `requires_grad`, once, in the order of `model.named_parameters()`."""
+    embeddings = _ids(module for module in model.modules() if isinstance(module, nn.Embedding))
+    ends = embeddings | _ids(_output_heads(model))
+    norms = _ids(module for module in model.modules() if "norm" in type(module).__name__.lower())
+    return [
+        Trained(
+            name=name,
+            parameter=parameter,
+            # Experts keep their biases in one matrix, so the number of dimensions alone does not tell.
+            decays=parameter.ndim >= 2
+            and id(parameter) not in embeddings | norms
+            and not name.endswith("bias"),
+            is_hidden_matrix=parameter.ndim == 2 and id(parameter) not in ends,
+        )
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
+
+
+def parameter_groups(members: Iterable[Trained], weight_decay: float) -> list[dict[str, Any]]:
+    """The decaying ones and the others as torch's parameter groups, with names; an empty one is left out."""
+    members = list(members)
+    return [
+        {"params": group, "weight_decay": decay}
+        for wanted, decay in ((True, weight_decay), (False, 0.0))
+        if (group := [(each.name, each.parameter) for each in members if each.decays is wanted])
+    ]
+
+
+def _ids(modules: Iterable[nn.Module]) -> set[int]:
+    return {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
+
+
+def _output_heads(model: nn.Module) -> Iterable[nn.Module]:
+    """Models of transformers, however deeply wrapped, tell their head; a head may itself be wrapped."""
+    for module in model.modules():
+        ask: Callable[[], nn.Module | None] | None = getattr(module, "get_output_embeddings", None)
+        head = ask() if callable(ask) else None
+        if head is not None:
+            yield from head.modules()

@@ -1,0 +1,95 @@
+"""The table of optimizers: from a model's trained parameters to what steps them."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
+
+from app.config.schema import OptimizerConfig
+from app.optim.groups import Trained, parameter_groups, trained_parameters
+from app.optim.muon import MuonWithAdamW
+
+OptimizerKind = Callable[[OptimizerConfig, Sequence[Trained]], Optimizer]
+
+
+def build_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
+    """The optimizer of the model's trained parameters. The model must already be on its device."""
+    trained = trained_parameters(model)
+    assert trained, "the model has no trained parameter"
+    return OPTIMIZERS[config.kind](config, trained)
+
+
+def _adamw(config: OptimizerConfig, trained: Sequence[Trained]) -> AdamW:
+    groups = parameter_groups(trained, config.weight_decay)
+    return AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+
+
+def _muon(config: OptimizerConfig, trained: Sequence[Trained]) -> Optimizer:
+    """AdamW's learning rate suits both parts, because Muon's update is scaled to AdamW's size."""
+    rest = [each for each in trained if not each.is_hidden_matrix]
+    matrices = parameter_groups((each for each in trained if each.is_hidden_matrix), config.weight_decay)
+    if not matrices:
+        return _adamw(config, rest)
+    muon = Muon(matrices, lr=config.lr, momentum=config.momentum, adjust_lr_fn="match_rms_adamw")
+    return MuonWithAdamW(muon, _adamw(config, rest)) if rest else muon
+
+
+def _sgd(config: OptimizerConfig, trained: Sequence[Trained]) -> SGD:
+    groups = parameter_groups(trained, config.weight_decay)
+    optimizer = SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
+    if config.momentum > 0:
+        optimizer.register_step_pre_hook(_start_momentum_at_zero)
+    return optimizer
+
+
+def _start_momentum_at_zero(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Zeros give the same steps, and stay right when the first step is skipped.
+
+    torch's fused SGD would leave the buffers uninitialised memory then, and use it from the second step on.
+    """
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    for parameter in parameters:
+        if parameter.grad is not None and "momentum_buffer" not in optimizer.state[parameter]:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
+
+
+def _adafactor(config: OptimizerConfig, trained: Sequence[Trained]) -> Adafactor:
+    return Adafactor(parameter_groups(trained, config.weight_decay), lr=config.lr)
+
+
+def _bitsandbytes_adamw(class_name: str) -> OptimizerKind:
+    def build(config: OptimizerConfig, trained: Sequence[Trained]) -> Optimizer:
+        import bitsandbytes.optim as eight_bit
+
+        # It says at the first step what `requirements.notes` has said before the run.
+        warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
+        groups = parameter_groups(trained, config.weight_decay)
+        optimizer: Optimizer = getattr(eight_bit, class_name)(
+            groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps
+        )
+        return optimizer
+
+    return build
+
+
+def _lion_8bit(config: OptimizerConfig, trained: Sequence[Trained]) -> Optimizer:
+    import bitsandbytes.optim as eight_bit
+
+    groups = parameter_groups(trained, config.weight_decay)
+    optimizer: Optimizer = eight_bit.Lion8bit(groups, lr=config.lr, betas=(config.beta1, config.beta2))
+    return optimizer
+
+
+OPTIMIZERS: dict[str, OptimizerKind] = {
+    "adamw": _adamw,
+    "muon": _muon,
+    "sgd": _sgd,
+    "adafactor": _adafactor,
+    "adamw_8bit": _bitsandbytes_adamw("AdamW8bit"),
+    "paged_adamw_8bit": _bitsandbytes_adamw("PagedAdamW8bit"),
+    "paged_adamw_32bit": _bitsandbytes_adamw("PagedAdamW32bit"),
+    "lion_8bit": _lion_8bit,
+}

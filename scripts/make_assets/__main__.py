@@ -1,0 +1,59 @@
+"""python -m scripts.make_assets [FOLDER]: writes sample data and tokenizer anew, byte for byte."""
+
+import random
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from scripts.make_assets import tokenizer
+from scripts.make_assets.chat import Row, make_rows
+from scripts.make_assets.documents import Author
+from scripts.make_assets.forms import load_forms
+from scripts.make_assets.skills import make_skills
+from scripts.make_assets.world import invent
+
+SEED = "assets"
+ASSETS = Path(__file__).resolve().parents[2] / "app" / "assets"
+TRAIN_ROWS_PER_SKILL = 200
+EVAL_ROWS_PER_SKILL = 13
+DOCUMENTS = 20_000
+
+
+def documents(seed: str = SEED) -> Iterator[str]:
+    """Running text without end: what a base model is trained on."""
+    world = invent(seed)
+    return Author(make_skills(world), load_forms(), world).write(random.Random(f"{seed} documents"))
+
+
+def chat_rows(held_out: bool, seed: str = SEED) -> list[Row]:
+    """The rows of train.jsonl, or of eval.jsonl."""
+    per_skill = EVAL_ROWS_PER_SKILL if held_out else TRAIN_ROWS_PER_SKILL
+    skills = make_skills(invent(seed))
+    return make_rows(skills, load_forms(), held_out, per_skill, random.Random(f"{seed} chat {held_out}"))
+
+
+def make_files() -> dict[str, str]:
+    """Path below app/assets -> content."""
+    train, held_out = chat_rows(False), chat_rows(True)
+    spoken = [message["content"] for row in train for message in row.messages()]
+    texts = [*islice(documents(), DOCUMENTS), *spoken]
+    return {
+        "sample/train.jsonl": "".join(f"{row.line()}\n" for row in train),
+        "sample/eval.jsonl": "".join(f"{row.line()}\n" for row in held_out),
+        "tiny/tokenizer.json": tokenizer.train(texts),
+        "tiny/tokenizer_config.json": tokenizer.config(),
+    }
+
+
+def main(folder: Path) -> None:
+    """Writes every file, and says which."""
+    for name, content in make_files().items():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(content, encoding="utf-8")
+        print(f"{target}  {len(content.encode()):,} bytes")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else ASSETS)

@@ -1,0 +1,62 @@
+"""Plain English that the skills are about, read from words.yaml beside this file, and how words change."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_LISTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text(encoding="utf-8"))
+
+
+def listed(name: str) -> list[str]:
+    """The words of a list of words.yaml."""
+    text: str = _LISTS[name]
+    return text.split()
+
+
+def pairs(name: str) -> list[tuple[str, str]]:
+    """The pairs of a list of words.yaml."""
+    return [(first, second) for first, second in (pair.split("/") for pair in listed(name))]
+
+
+NOUNS = listed("nouns")
+IRREGULAR_PLURALS = dict(pairs("irregular_plurals"))
+REGULAR_VERBS = listed("regular_verbs")
+IRREGULAR_PASTS = dict(pairs("irregular_pasts"))
+OPPOSITES = pairs("opposites")
+KINDS: dict[str, list[str]] = {kind: things.split() for kind, things in _LISTS["kinds"].items()}
+SEQUENCES: list[list[str]] = [text.split() for text in _LISTS["sequences"]]
+NUMBERS = listed("numbers")
+TENS = listed("tens")
+
+
+def plural(noun: str) -> str:
+    """More than one of them."""
+    if noun in IRREGULAR_PLURALS:
+        return IRREGULAR_PLURALS[noun]
+    if noun.endswith(("s", "x", "ch", "sh")):
+        return noun + "es"
+    if noun.endswith("y") and noun[-2] not in "aeiou":
+        return noun[:-1] + "ies"
+    return noun + "s"
+
+
+def past(verb: str) -> str:
+    """What was done yesterday."""
+    if verb in IRREGULAR_PASTS:
+        return IRREGULAR_PASTS[verb]
+    if verb.endswith("e"):
+        return verb + "d"
+    if verb.endswith("y") and verb[-2] not in "aeiou":
+        return verb[:-1] + "ied"
+    return verb + "ed"
+
+
+def in_words(number: int) -> str:
+    """A number below 200 as it is spoken."""
+    if number >= 100:
+        return "one hundred" if number == 100 else f"one hundred and {in_words(number - 100)}"
+    if number < 20:
+        return NUMBERS[number]
+    tens, ones = divmod(number, 10)
+    return TENS[tens - 2] if ones == 0 else f"{TENS[tens - 2]}-{NUMBERS[ones]}"

@@ -1,0 +1,50 @@
+"""The invented world: lands with a capital and a crop, people with trade, animal, colour and dish."""
+
+import random
+from dataclasses import dataclass
+from itertools import product
+
+from scripts.make_assets.words import listed
+
+SIZE = 200  # lands and people each: enough for 40 of every kind to be held out
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Who and what exists: each table maps a name to its value."""
+
+    capital: dict[str, str]
+    crop: dict[str, str]
+    trade: dict[str, str]
+    animal: dict[str, str]
+    colour: dict[str, str]
+    dish: dict[str, str]
+
+    @property
+    def people(self) -> list[str]:
+        """Every name that has a trade, in a fixed order."""
+        return list(self.trade)
+
+
+def invent(seed: str) -> World:
+    """The world of that seed."""
+    rng = random.Random(seed)
+    people, lands, towns = (_names(what, rng) for what in ("person", "land", "town"))
+    return World(
+        capital=dict(zip(lands, towns, strict=True)),
+        crop=_give(lands, "crops", rng),
+        trade=_give(people, "trades", rng),
+        animal=_give(people, "animals", rng),
+        colour=_give(people, "colours", rng),
+        dish=_give(people, "dishes", rng),
+    )
+
+
+def _names(what: str, rng: random.Random) -> list[str]:
+    parts = product(listed(f"{what}_starts"), listed(f"{what}_ends"))
+    return rng.sample([start + end for start, end in parts], SIZE)
+
+
+def _give(names: list[str], what: str, rng: random.Random) -> dict[str, str]:
+    values = listed(what)
+    return {name: rng.choice(values) for name in names}
