@@ -23,12 +23,12 @@ def read_file(path: Path, name: str) -> Iterator[Located]:
     """Every row of one file; `name` is what places call it."""
     read = READERS[extension(path)]
     try:
-        with _open(path) as stream:
+        with _open(path) as packed:
+            is_gzip = path.suffix.lower() == ".gz"
+            stream = io.BufferedReader(gzip.GzipFile(fileobj=packed)) if is_gzip else packed
             yield from read(stream, name)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{name}: not a whole gzip file: {error}") from error
-    except PermissionError as error:
-        raise EnvironmentProblem(f"{name}: {error.strerror}; make {path} readable") from error
 
 
 def extension(path: Path) -> str:
@@ -41,16 +41,17 @@ def hash_files(files: Iterable[tuple[Path, str]]) -> str:
     """A hash of the files' bytes and of the names they go by."""
     digest = hashlib.sha256()
     for path, name in files:
-        with path.open("rb") as stream:
+        with _open(path) as stream:
             content = hashlib.file_digest(stream, "sha256").hexdigest()
         digest.update(f"{name}\0{content}\n".encode())
     return digest.hexdigest()
 
 
-def _open(path: Path) -> BinaryIO:
-    if path.suffix.lower() == ".gz":
-        return io.BufferedReader(gzip.open(path))
-    return path.open("rb")
+def _open(path: Path) -> io.BufferedReader:
+    try:
+        return path.open("rb")
+    except PermissionError as error:
+        raise EnvironmentProblem(f"{path} may not be read: {error.strerror}; make it readable") from error
 
 
 def _read_jsonl(stream: BinaryIO, name: str) -> Iterator[Located]:

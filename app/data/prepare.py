@@ -33,7 +33,7 @@ def prepare(config: DatasetConfig, tokenizer: Tokenizer, cache_dir: str) -> Data
     check_tokenizer(tokenizer, config.format)
     held = eval_source(config)
     train, counts = _rows(train_source(config), config.max_rows, config, tokenizer, cache_dir)
-    report = DataReport(counts)
+    report = DataReport(counts, notes=_notes(config, tokenizer))
     if held is not None:
         chosen, report.eval = _rows(held, config.eval_max_rows, config, tokenizer, cache_dir)
         report.shared = int(np.isin(chosen.digests, train.digests).sum())
@@ -60,6 +60,13 @@ def _settings(config: DatasetConfig, max_rows: int | None) -> dict[str, Any]:
     fields = {name: getattr(config, name) for name in _DECIDING}
     columns = {name: getattr(config.columns, name) for name in (*FORMATS[config.format].needs, "input")}
     return {**fields, "columns": columns, "max_rows": max_rows}
+
+
+def _notes(config: DatasetConfig, tokenizer: Tokenizer) -> list[str]:
+    """What the rows do not show."""
+    if config.format in ("messages", "instruction") and "strftime_now" in str(tokenizer.chat_template):
+        return ["the chat template writes a date: that of the day on which the rows were tokenised"]
+    return []
 
 
 def _parted(rows: TokenRows, config: DatasetConfig, report: DataReport) -> Data:

@@ -60,7 +60,7 @@ class DataReport:
         if self.eval is not None:
             lines += _split_lines("eval", self.eval)
         if self.shared:
-            lines.append(f"eval: {self.shared:,} of its samples are also trained on: eval_loss is too good")
+            lines.append(f"eval: {_many(self.shared, 'sample')} of it also trained on: eval_loss is too good")
         return lines + self.notes
 
     def as_dict(self) -> dict[str, Any]:
@@ -70,41 +70,46 @@ class DataReport:
 
 def _split_lines(split: str, c: Counts) -> Iterator[str]:
     share = c.trained_tokens / max(c.tokens, 1)
-    read = f"{c.rows_read:,} rows -> " if c.rows_read else ""
+    read = f"{_many(c.rows_read, 'row')} -> " if c.rows_read else ""
     trained = f"{c.trained_tokens:,} trained ({share:.0%})"
-    yield f"{split}: {read}{c.samples:,} samples, {c.tokens:,} tokens, {trained}"
+    yield f"{split}: {read}{_many(c.samples, 'sample')}, {_many(c.tokens, 'token')}, {trained}"
     for told in (*_lost_lines(c), *_template_lines(c)):
         yield f"{split}: {told}"
 
 
 def _lost_lines(c: Counts) -> Iterator[str]:
     if c.files_left_out:
-        shown = ", ".join(c.files_left_out[:3]) + (", ..." if len(c.files_left_out) > 3 else "")
-        yield f"{len(c.files_left_out):,} files of the folder are not read: {shown}"
+        yield f"{_many(len(c.files_left_out), 'file')} of the folder not read: {_first(c.files_left_out)}"
     if c.bad_rows:
-        shown = ", ".join(c.bad_places[:3]) + (", ..." if c.bad_rows > 3 else "")
-        yield f"{c.bad_rows:,} bad rows skipped: {shown} ({c.first_problem})"
+        yield f"{_many(c.bad_rows, 'bad row')} skipped: {_first(c.bad_places)} ({c.first_problem})"
     if c.over_long:
         fates = {"dropped": c.dropped, "truncated": c.truncated, f"split into {c.pieces:,} pieces": c.split}
         told = ", ".join(f"{number:,} {fate}" for fate, number in fates.items() if number)
-        lost = f"; {c.tokens_lost:,} tokens lost" if c.tokens_lost else ""
-        longer = f"{c.over_long:,} samples longer than dataset.max_length (the longest {c.longest:,})"
+        lost = f"; {_many(c.tokens_lost, 'token')} lost" if c.tokens_lost else ""
+        longer = f"{_many(c.over_long, 'sample')} longer than dataset.max_length (the longest {c.longest:,})"
         yield f"{longer}: {told}{lost}"
     if c.left_over:
-        yield f"{c.left_over:,} samples beyond the wanted number are not used"
+        yield f"{_many(c.left_over, 'sample')} beyond the wanted number not used"
 
 
 def _template_lines(c: Counts) -> Iterator[str]:
     if c.unstable:
-        fate = (
-            f"became {c.expanded_into:,} samples, one for each trained turn"
-            if c.expanded_into
-            else "train the last"
-        )
-        yield f"the chat template rewrites earlier turns: {c.unstable:,} conversations {fate}"
+        fate = "train only the last turn"
+        if c.expanded_into:
+            fate = f"became {_many(c.expanded_into, 'sample')}, one for each trained turn"
+        yield f"the chat template rewrites earlier turns: {_many(c.unstable, 'conversation')} {fate}"
     if c.unseen:
-        yield f"{c.unseen:,} messages do not appear in what the chat template makes of their conversation"
+        yield f"the chat template leaves out what {_many(c.unseen, 'message')} of system, user or tool say"
     if c.glued:
-        yield f"in {c.glued:,} samples a token holds both prompt and answer, and is not trained"
+        yield f"in {_many(c.glued, 'sample')} a token holds both prompt and answer, and is not trained"
     if c.endless:
-        yield f"in {c.endless:,} samples no special token ends the answer: nothing teaches the model to stop"
+        ends = f"in {_many(c.endless, 'sample')} no special token ends the answer"
+        yield f"{ends}: the model will not learn to stop"
+
+
+def _many(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -31,6 +31,10 @@ class Source(Protocol):
         """What the user called it."""
 
     @property
+    def key(self) -> str:
+        """Where: `dataset.path` or `dataset.eval_path`."""
+
+    @property
     def left_out(self) -> tuple[str, ...]:
         """Files of the folder that are not read."""
 

@@ -22,6 +22,7 @@ class FileRows:
     """Files that are read here, in the order of their names."""
 
     name: str
+    key: str
     files: tuple[tuple[Path, str], ...]  # where, and what places call it
     left_out: tuple[str, ...] = ()
 
@@ -93,7 +94,7 @@ def _is_hub_id(path: str) -> bool:
 def _find_files(path: str, key: str, fmt: str) -> FileRows:
     place = _local(path)
     if place.is_file():
-        return FileRows(path, ((_readable(place, key), place.name),))
+        return FileRows(path, key, ((_readable(place, key), place.name),))
     if place.is_dir():
         return _folder(path, place, key, fmt)
     if glob.has_magic(path):
@@ -115,7 +116,10 @@ def _matches(path: str, place: Path, key: str) -> FileRows:
     files = [file for file in found if not _is_hidden(file.relative_to(root))]
     if not files:
         raise DataError(f"{key}={path}: the pattern matches no file")
-    return FileRows(path, tuple((_readable(file, key), file.relative_to(root).as_posix()) for file in files))
+    shown = [file.relative_to(root).as_posix() for file in files]
+    return FileRows(
+        path, key, tuple((_readable(file, key), name) for file, name in zip(files, shown, strict=True))
+    )
 
 
 def _is_hidden(name: Path) -> bool:
@@ -143,7 +147,7 @@ def _folder(path: str, place: Path, key: str, fmt: str) -> FileRows:
         )
     chosen = tables or known
     left_out = tuple(shown[file].as_posix() for file in visible if file not in set(chosen))
-    return FileRows(path, tuple((file, shown[file].as_posix()) for file in chosen), left_out)
+    return FileRows(path, key, tuple((file, shown[file].as_posix()) for file in chosen), left_out)
 
 
 def _missing(path: str, place: Path, key: str) -> str:

@@ -38,17 +38,18 @@ def write_rows(
             told = time.monotonic()
             log.info("%s: %d rows read, %d tokens", source.name, counts.rows_read, counts.tokens)
     check_share(counts, config.on_overflow, config.max_length, config.format)
-    _check_any(counts, config.max_length)
+    _check_any(source, counts, config.max_length)
     return counts
 
 
-def _check_any(counts: Counts, max_length: int) -> None:
+def _check_any(source: Source, counts: Counts, max_length: int) -> None:
+    named = f"{source.key}={source.name}"
     if not counts.rows_read:
-        raise DataError(f"{counts.source}: has no rows")
+        raise DataError(f"{named}: has no rows")
     if not counts.samples:
         why = f"; {counts.bad_rows:,} bad, the first {counts.first_problem}" if counts.bad_rows else ""
         long = f"; {counts.dropped:,} longer than dataset.max_length={max_length}" if counts.dropped else ""
-        raise DataError(f"{counts.source}: of {counts.rows_read:,} rows none can be trained on{why}{long}")
+        raise DataError(f"{named}: of {counts.rows_read:,} rows none can be trained on{why}{long}")
 
 
 class _Stream:
@@ -100,8 +101,6 @@ class _Stream:
         try:
             content = read_row(row, self._config.format, self._config.columns)
             drafts = self._renderer.drafts(content, place)
-            for draft in drafts.samples:
-                draft.text.encode()
         except RowProblem as problem:
             self._bad.add(place, str(problem))
         except UnicodeEncodeError as error:  # JSON can say "\ud800", which no text has

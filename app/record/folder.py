@@ -81,6 +81,8 @@ class RunFolder:
         """The folder for this process alone, made if need be. A refusal leaves everything as it was."""
         path = Path(output_dir).expanduser().absolute()
         with writing(path):
+            if user := lock.holder(path / _LOCK):
+                raise EnvironmentProblem(_in_use(output_dir, user))
             _refuse_foreign(path, output_dir, resume)
             made = [folder for folder in (path, *path.parents) if not folder.exists()]
             try:
@@ -127,8 +129,6 @@ def _refuse_foreign(path: Path, output_dir: str, resume: str | None) -> None:
             "choose a new or empty folder"
         )
     if resume is None:
-        if user := lock.holder(path / _LOCK):
-            raise EnvironmentProblem(_in_use(output_dir, user))
         raise ConfigError(
             f"output_dir={output_dir}: the folder already has a run (it has {shown}); "
             "type resume=auto to continue that run, or choose another output_dir"

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +51,8 @@ class Manifest:
 
 def versions() -> dict[str, str]:
     """Of the packages that are installed."""
+    from importlib.metadata import PackageNotFoundError, version  # 15 ms that a misspelt key need not cost
+
     found = {}
     for package in PACKAGES:
         try:

@@ -50,7 +50,7 @@ def finite_or_none(value: Any) -> Any:
 
 
 def _open(path: Path) -> TextIO:
-    return path.open(encoding="utf-8", errors="replace", newline="\n")
+    return path.open(encoding="utf-8", errors="replace")
 
 
 def _whole(line: str) -> dict[str, Any] | None:

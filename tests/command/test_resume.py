@@ -1,0 +1,153 @@
+"""A killed run continues as if nothing had happened: the same numbers to the last bit."""
+
+import json
+import random
+import signal
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from tests.runs import Zygote, metrics, numbers, result
+
+SMALL = (
+    "model.architecture.num_hidden_layers=2",
+    "model.architecture.hidden_size=64",
+    "model.architecture.intermediate_size=128",
+    "model.architecture.num_attention_heads=4",
+    "model.architecture.num_key_value_heads=2",
+    "dataset.max_rows=90",
+    "dataset.eval_max_rows=12",
+    "precision=fp32",
+    "batching.rows=4",
+    "batching.accumulation=2",
+    "training.epochs=2",  # 12 steps of 8 rows, the last of an epoch smaller
+    "eval.every=2",
+    "eval.samples=1",
+    "eval.sample_tokens=4",
+    "checkpoint.every=3",
+    "record.every=1",
+    "launch.threads=1",
+)
+
+
+def same_ending(one: Path, other: Path) -> None:
+    assert numbers(one) == numbers(other)
+    finals = [sorted(f.name for f in (run / "final").iterdir()) for run in (one, other)]
+    assert finals[0] == finals[1]
+    for name in finals[0]:
+        if name.endswith(".safetensors"):
+            left, right = (load_file(run / "final" / name) for run in (one, other))
+            assert left.keys() == right.keys()
+            assert all(left[key].equal(right[key]) for key in left)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "optimizer"),
+    [("lora", "adamw"), ("full", "adamw_8bit"), ("full", "adamw"), ("lora", "adamw_8bit")],
+)
+def test_killed_three_times_and_resumed_it_gives_the_same_numbers(
+    zygote: Zygote, tmp_path: Path, recipe: str, optimizer: str
+) -> None:
+    command = (
+        *SMALL,
+        f"recipe={recipe}",
+        f"optimizer={optimizer}",
+        "adapter.dropout=0.1" if recipe == "lora" else "seed=0",
+    )
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    ended = zygote.run(tmp_path, *command, f"output_dir={whole}")
+    assert ended.code == 0, ended.stderr
+    steps = [line["step"] for line in metrics(whole) if "loss" in line]
+    assert steps == list(range(1, 25))
+
+    moments = sorted(random.Random(f"{recipe}{optimizer}").sample(range(2, 24), 3))
+    for moment in moments:
+        run = zygote.start(tmp_path, *command, f"output_dir={killed}", "resume=auto")
+        run.until(lambda moment=moment: len([m for m in metrics(killed) if m.get("step", 0) >= moment]) > 0)
+        run.kill()
+    ended = zygote.run(tmp_path, *command, f"output_dir={killed}", "resume=auto")
+    assert ended.code == 0, ended.stderr
+    same_ending(whole, killed)
+    assert result(killed)["status"] == "finished"
+
+
+def test_eight_bit_states_are_saved_as_bytes(zygote: Zygote, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended = zygote.run(
+        tmp_path, *SMALL, "recipe=full", "optimizer=adamw_8bit", "training.max_steps=1", f"output_dir={run}"
+    )
+    assert ended.code == 0, ended.stderr
+    with safe_open(run / "checkpoints/step-000001/optimizer.safetensors", "pt") as states:
+        kinds = {states.get_slice(key).get_dtype() for key in states.keys()}  # noqa: SIM118 (not a mapping)
+    assert "U8" in kinds
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
+)
+def test_asked_to_stop_it_saves_and_continues_the_same(
+    zygote: Zygote, tmp_path: Path, number: int, code: int
+) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    command = (*SMALL, "checkpoint.every=0", "training.max_steps=10")
+    assert zygote.run(tmp_path, *command, f"output_dir={whole}").code == 0
+    run = zygote.start(tmp_path, *command, f"output_dir={stopped}")
+    run.until(lambda: len(metrics(stopped)) >= 3)
+    ended = run.stop(number)
+    assert ended.code == code, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert "resume=auto" in ended.stdout
+    assert result(stopped)["status"] == "stopped"
+    assert zygote.run(tmp_path, *command, f"output_dir={stopped}", "resume=auto").code == 0
+    same_ending(whole, stopped)
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(zygote: Zygote, tmp_path: Path) -> None:
+    whole, hurt = tmp_path / "whole", tmp_path / "hurt"
+    command = (*SMALL, "training.max_steps=8")
+    for run in (whole, hurt):
+        assert zygote.run(tmp_path, *command, f"output_dir={run}").code == 0
+    for name in ("step-000008", "step-000006"):
+        file = hurt / "checkpoints" / name / "weights.safetensors"
+        assert file.exists() == (name == "step-000008" or (hurt / "checkpoints" / name).exists())
+    newest = sorted((hurt / "checkpoints").iterdir())[-1] / "weights.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[-1] ^= 1
+    newest.write_bytes(content)
+    ended = zygote.run(tmp_path, *command, f"output_dir={hurt}", "resume=auto")
+    assert ended.code == 0, ended.stderr
+    assert "damaged" in ended.stdout
+    same_ending(whole, hurt)
+
+
+def test_a_finished_run_can_be_made_longer(zygote: Zygote, tmp_path: Path) -> None:
+    whole, longer = tmp_path / "whole", tmp_path / "longer"
+    command = (*SMALL, "schedule=constant", "schedule.warmup_fraction=0")
+    assert zygote.run(tmp_path, *command, "training.max_steps=6", f"output_dir={whole}").code == 0
+    assert zygote.run(tmp_path, *command, "training.max_steps=4", f"output_dir={longer}").code == 0
+    ended = zygote.run(tmp_path, *command, "training.max_steps=6", f"output_dir={longer}", "resume=auto")
+    assert ended.code == 0, ended.stderr
+    losses = [[line["loss"] for line in metrics(run) if "loss" in line] for run in (whole, longer)]
+    assert losses[0] == losses[1]
+
+
+def test_another_run_is_not_continued(zygote: Zygote, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert zygote.run(tmp_path, *SMALL, "training.max_steps=3", f"output_dir={run}").code == 0
+    before = (run / "metrics.jsonl").read_text()
+    ended = zygote.run(
+        tmp_path,
+        *SMALL,
+        "training.max_steps=3",
+        f"output_dir={run}",
+        "resume=auto",
+        "seed=7",
+        "optimizer.lr=1",
+    )
+    assert ended.code == 2
+    assert "seed: the checkpoint has 0, this run has 7" in ended.stderr
+    assert "optimizer.lr" in ended.stderr
+    assert (run / "metrics.jsonl").read_text() == before
+    assert json.loads((run / "result.json").read_text())["status"] == "finished"

@@ -1,0 +1,122 @@
+"""What all tests share: a clean process, an empty cache, the program as a subprocess, the gpu verdict."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from tests import marks
+from tests.global_state import restored
+
+REPO = Path(__file__).parent.parent
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "WANDB_MODE": "offline"}
+# Of the developer's environment, what would change a run, or is a secret that no test needs.
+DROPPED = (
+    "ACCELERATE_",
+    "HF_TOKEN",
+    "HF_HOME",
+    "HUGGING_FACE_HUB_TOKEN",
+    "PYTEST_",
+    "PYTHON",
+    "TORCHELASTIC_",
+    "WANDB_",
+)
+RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+os.environ.update(OFFLINE)  # here, because libraries read it once, when a test module imports them
+
+
+class RunApp(Protocol):
+    """Run the program to its end: `run_app("recipe=full", "training.max_steps=2")`."""
+
+    def __call__(
+        self,
+        *args: str,
+        module: str = "app.train",
+        cwd: Path | None = None,
+        env: dict[str, str] | None = None,
+        timeout: float = 180,
+    ) -> subprocess.CompletedProcess[str]: ...
+
+
+@pytest.fixture(autouse=True)
+def _clean_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with restored():
+        os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+        yield
+
+
+@pytest.fixture
+def app_env(_clean_process: None) -> dict[str, str]:
+    """The environment for a process of ours: offline, one thread, an empty cache, no settings of the user."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(DROPPED) and k not in RANKS}
+    return kept | OFFLINE | {"PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def run_app(app_env: dict[str, str], tmp_path: Path) -> RunApp:
+    """A real subprocess in `tmp_path`; `env` is added to `app_env`. Its outcome is the caller's to judge."""
+
+    def run(
+        *args: str,
+        module: str = "app.train",
+        cwd: Path | None = None,
+        env: dict[str, str] | None = None,
+        timeout: float = 180,
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", module, *args],
+            cwd=cwd or tmp_path,
+            env=app_env | (env or {}),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    return run
+
+
+def pytest_markeval_namespace() -> dict[str, Any]:
+    return marks.names_of_conditions()
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by mark
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        marks.complete(item)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How to repeat a failure; in the gpu tier each skipped test by name, and whether it may be."""
+    seed = getattr(terminalreporter.config.option, "randomly_seed", None)
+    if seed is not None and {"failed", "error"} & terminalreporter.stats.keys():
+        terminalreporter.write_line(f"the same order again: --randomly-seed={seed}")
+    if os.environ.get("APP_TEST_TIER") != "gpu":
+        return
+    for test, reason, allowed in _skipped(terminalreporter):
+        terminalreporter.write_line(
+            f"skipped{'' if allowed else ', NOT ALLOWED with a GPU'}: {test}: {reason}"
+        )
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """With a GPU, a test of the gpu tier that does not run is a failure, or nobody would notice."""
+    if os.environ.get("APP_TEST_TIER") != "gpu" or session.exitstatus != pytest.ExitCode.OK:
+        return
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter and not all(allowed for _, _, allowed in _skipped(reporter)):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _skipped(reporter: pytest.TerminalReporter) -> list[tuple[str, str, bool]]:
+    found = []
+    for report in reporter.stats.get("skipped", []):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        found.append((report.nodeid, reason, reason in marks.ALLOWED_WITH_GPU or marks.num_gpus() == 0))
+    return found

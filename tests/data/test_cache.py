@@ -1,0 +1,226 @@
+"""What was tokenised once is not tokenised again, unless what decides it changed or it is damaged."""
+
+import ast
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from app.data import cache, stream
+from app.data.cache import cached_rows
+from app.data.prepare import prepare
+from app.data.storage import RowWriter, disk_explained
+from app.errors import EnvironmentProblem
+from tests.data.small import LINES, chat, config, tokenizer, write_chats
+
+DATA = Path(cache.__file__).parent
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    return write_chats(tmp_path / "a.jsonl", chat("Hi", "Hello"), chat("Thank you", "You are welcome!"))
+
+
+def entries(folder: Path) -> list[Path]:
+    return sorted((folder / "tokens").iterdir())
+
+
+def write_three(writer: RowWriter) -> dict[str, Any]:
+    for n in range(3):
+        writer.add(f"a:{n}", np.arange(n + 2, dtype=np.int32), np.arange(n + 2) > 0, side=n)
+    return {"n": 3}
+
+
+def never(writer: RowWriter) -> dict[str, Any]:
+    raise AssertionError("the entry should have been found")
+
+
+def test_a_second_time_nothing_is_tokenised(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = prepare(config(rows), tokenizer(), str(tmp_path))
+    monkeypatch.setattr(stream, "read_row", None)  # anything that asked for a row would fail
+    copy = tmp_path / "copy" / "a.jsonl"
+    copy.parent.mkdir()
+    copy.write_bytes(rows.read_bytes())
+    again = prepare(config(copy), tokenizer(), str(tmp_path))
+    assert again.train.fingerprint == first.train.fingerprint
+    assert again.report.lines() == first.report.lines()
+    assert again.report.train.source == str(copy)
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "max_length": {"max_length": 100},
+    "max_rows": {"max_rows": 1},
+    "train_on": {"train_on": "last"},
+    "on_overflow": {"on_overflow": "drop"},
+    "on_bad_row": {"on_bad_row": "skip"},
+    "on_unstable_template": {"on_unstable_template": "last"},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_decides_the_tokens_decides_the_entry(rows: Path, tmp_path: Path, name: str) -> None:
+    prepare(config(rows), tokenizer(), str(tmp_path))
+    prepare(config(rows, **CHANGES[name]), tokenizer(), str(tmp_path))
+    assert len(entries(tmp_path)) == 2
+
+
+def test_columns_and_format_decide_the_entry(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("instruction,input,output,text\nadd,1,3,x\n")
+    for changes in (
+        {"fmt": "instruction"},
+        {"fmt": "instruction", "columns": {"input": "text"}},
+        {"fmt": "text"},
+        {"fmt": "text", "columns": {"text": "output"}},
+        {"fmt": "text", "columns": {"prompt": "unused"}},  # the same as without
+    ):
+        prepare(config(path, **changes), tokenizer(), str(tmp_path))
+    assert len(entries(tmp_path)) == 4
+
+
+def test_tokenizer_and_template_decide_the_entry(rows: Path, tmp_path: Path) -> None:
+    template = tokenizer()
+    template.chat_template = template.chat_template.replace("\n{% endfor", "{% endfor")
+    special = tokenizer()
+    special.eos_token = "</s>"
+    made = [tokenizer(), template, special, tokenizer(size=380), tokenizer(adds_bos=True)]
+    for one in made:
+        prepare(config(rows), one, str(tmp_path))
+    assert len(entries(tmp_path)) == len(made)
+    prepare(config(rows), tokenizer(), str(tmp_path))
+    assert len(entries(tmp_path)) == len(made)
+
+
+def test_the_rows_decide_the_entry(rows: Path, tmp_path: Path) -> None:
+    first = prepare(config(rows), tokenizer(), str(tmp_path))
+    rows.write_text(rows.read_text().replace("Hello", "Hullo"))
+    second = prepare(config(rows), tokenizer(), str(tmp_path))
+    assert first.train.fingerprint != second.train.fingerprint
+
+
+def test_the_code_decides_the_entry() -> None:
+    """Every module that a row passes through is in the key."""
+    found: set[str] = set()
+    wanted = {"stream", "sources", "storage"}
+    while wanted:
+        module = wanted.pop()
+        found.add(module)
+        for node in ast.walk(ast.parse((DATA / f"{module}.py").read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("app.data."):
+                wanted |= {(node.module or "").removeprefix("app.data.")} - found
+    assert set(cache.DECIDING) == found
+
+
+def test_a_change_of_code_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tokenizer()
+    before = cache.cache_key("content", made, {})
+    assert cache.cache_key("content", made, {}) == before
+    monkeypatch.setattr(cache, "CODE_VERSION", -1)
+    cache._code.cache_clear()
+    assert cache.cache_key("content", made, {}) != before
+    cache._code.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "trained.bin", "places.bin", "index.bin", "meta.json"])
+@pytest.mark.parametrize("damage", ["torn", "bit", "gone", "longer"])
+def test_a_damaged_entry_is_made_again(tmp_path: Path, name: str, damage: str) -> None:
+    good, _ = cached_rows(str(tmp_path), "key", write_three)
+    path = tmp_path / "tokens" / "key" / name
+    content = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    else:
+        flipped = content[:5] + bytes([content[5] ^ 64]) + content[6:]
+        path.write_bytes({"torn": content[:-3], "bit": flipped, "longer": content + b"\0"}[damage])
+    again, told = cached_rows(str(tmp_path), "key", write_three)
+    assert again.fingerprint == good.fingerprint
+    assert told == {"n": 3}
+    assert cached_rows(str(tmp_path), "key", never)[0].fingerprint == good.fingerprint
+    assert [entry.name for entry in entries(tmp_path)] == ["key"]
+
+
+def test_writers_of_the_same_entry_do_no_harm(tmp_path: Path) -> None:
+    together = threading.Barrier(4, timeout=20)
+    found: list[str] = []
+
+    def write(writer: RowWriter) -> dict[str, Any]:
+        together.wait()
+        return write_three(writer)
+
+    def make() -> None:
+        found.append(cached_rows(str(tmp_path), "key", write)[0].fingerprint)
+
+    threads = [threading.Thread(target=make) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len(set(found)) == 1
+    assert [entry.name for entry in entries(tmp_path)] == ["key"]
+
+
+def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        cached_rows(str(tmp_path), "key", never)
+    assert entries(tmp_path) == []
+
+
+def test_what_a_killed_writer_left_goes_after_a_day(tmp_path: Path) -> None:
+    old, new = tmp_path / "tokens" / "a.part", tmp_path / "tokens" / "b.part"
+    for part in (old, new):
+        part.mkdir(parents=True)
+        (part / "tokens.bin").write_bytes(b"x")
+    day_ago = time.time() - 25 * 3600
+    os.utime(old, (day_ago, day_ago))
+    cached_rows(str(tmp_path), "key", write_three)
+    assert [entry.name for entry in entries(tmp_path)] == ["b.part", "key"]
+
+
+def test_a_full_disk_names_the_cache() -> None:
+    said = r"^cache_dir=/c: cannot write the token cache: No space left"
+    with (
+        pytest.raises(EnvironmentProblem, match=said),
+        disk_explained("/c"),
+        Path("/dev/full").open("wb", buffering=0) as full,
+    ):
+        full.write(b"x")
+
+
+def test_a_write_that_fails_half_way(tmp_path: Path) -> None:
+    """The file size limit is the one full disk that any user can have."""
+    (tmp_path / "a.txt").write_text("\n".join(LINES * 200))
+    code = (
+        "import resource, sys\n"
+        "from app.data.prepare import prepare\n"
+        "from app.errors import EnvironmentProblem\n"
+        "from tests.data.small import config, tokenizer\n"
+        f"made, section = tokenizer(None), config({str(tmp_path / 'a.txt')!r}, 'text')\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "try:\n"
+        f"    prepare(section, made, {str(tmp_path / 'cache')!r})\n"
+        "except EnvironmentProblem as problem:\n"
+        "    sys.exit(str(problem))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 4096
+    assert done.stderr.strip().endswith("make room there, or set cache_dir to another folder"), done.stderr
+    assert f"cache_dir={tmp_path}/cache: cannot write the token cache: File too large" in done.stderr
+    assert entries(tmp_path / "cache") == []
+
+
+def test_a_cache_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentProblem, match=r"^cache_dir=.*file: cannot write the token cache"):
+        cached_rows(str(tmp_path / "file"), "key", write_three)

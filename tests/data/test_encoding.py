@@ -1,0 +1,136 @@
+"""Tokens, and the mask that follows from characters."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders, normalizers, pre_tokenizers
+
+from app.data import encoding
+from app.data.encoding import Encoder
+from app.data.shapes import Draft
+from app.errors import ConfigError
+from tests.data.small import LINES, tokenizer
+
+TEXT = "\n".join(LINES)
+
+
+def document(text: str, start: int = 0) -> Draft:
+    return Draft(text, ((start, len(text)),), raw=True)
+
+
+def by_offsets(made: Any, draft: Draft) -> list[bool]:
+    """The rule as it is written: a token is trained if it lies wholly in a span."""
+    offsets = made(draft.text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    return [any(a <= start and end <= b for a, b in draft.spans) for start, end in offsets]
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_document_begins_and_ends_once(adds_bos: bool, marked: bool) -> None:
+    made = tokenizer(None, adds_bos=adds_bos)
+    inner = made("two and two", add_special_tokens=False)["input_ids"]
+    text = "two and two"
+    if marked:
+        text = ("<s>" if adds_bos else "") + text + "</s>"
+    [sample] = Encoder(made).encode([document(text)])
+    bos = [made.bos_token_id] if adds_bos else []
+    assert sample.ids.tolist() == [*bos, *inner, made.eos_token_id]
+    assert sample.trained.tolist() == [False] + [True] * (len(sample.ids) - 1)
+
+
+def test_of_prompt_and_completion_the_completion_and_the_end_are_trained() -> None:
+    made = tokenizer(None, adds_bos=True)
+    [sample] = Encoder(made).encode([document("two and two make four", start=11)])
+    assert made.decode(sample.ids[sample.trained]) == " make four</s>"
+    assert not sample.glued
+
+
+def test_a_token_across_the_edge_is_not_trained_but_told() -> None:
+    made = tokenizer(None)
+    [sample] = Encoder(made).encode([document("two and two make four", start=12)])  # " make" is one token
+    assert made.decode(sample.ids[sample.trained]) == " four</s>"
+    assert sample.glued
+    [ending] = Encoder(made).encode([Draft("two make four", ((3, 9),), raw=False)])
+    assert made.decode(ending.ids[ending.trained]) == " make"
+    assert ending.glued
+
+
+def test_an_answer_without_end_is_told() -> None:
+    encoder = Encoder(tokenizer("chatml"))
+    drafts = [Draft("two and<|im_end|>", ((3, end),), raw=False) for end in (7, 17)]
+    assert [sample.endless for sample in encoder.encode(drafts)] == [True, False]
+
+
+def test_tokenizer_json_cannot_cut_or_pad() -> None:
+    made = tokenizer(None)
+    made.backend_tokenizer.enable_truncation(4)
+    made.backend_tokenizer.enable_padding(length=4000)
+    plain = tokenizer(None)(TEXT, add_special_tokens=False)["input_ids"]
+    [sample] = Encoder(made).encode([document(TEXT)])
+    assert sample.ids.tolist() == [*plain, made.eos_token_id]
+
+
+def test_a_tokenizer_that_does_more_than_its_backend() -> None:
+    made = tokenizer(None)
+
+    class Lowering(type(made)):  # type: ignore[misc]
+        def __call__(self, text: str, **how: Any) -> Any:
+            return super().__call__(text.lower(), **how)
+
+    made.__class__ = Lowering
+    with pytest.raises(ConfigError, match="changes text before its fast backend sees it"):
+        Encoder(made).encode([document("TWO")])
+
+
+@pytest.mark.parametrize("size", [400, 40])
+def test_long_documents_are_tokenised_in_pieces(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(encoding, "_PIECE", size)
+    made = tokenizer(None)
+    text = "\n\n".join([TEXT] * 9)
+    [long, short] = Encoder(made).encode([document(text), document("two")])
+    assert made.decode(long.ids) == text + "</s>"
+    assert long.trained.tolist() == [False] + [True] * (len(long.ids) - 1)
+    assert made.decode(short.ids) == "two</s>"
+    if size == 400:  # each piece has a line break to end at, and then the tokens are those of the whole
+        whole = made(text, add_special_tokens=False)["input_ids"]
+        assert long.ids.tolist() == [*whole, made.eos_token_id]
+
+
+def test_a_long_answer_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "_PIECE", 10)
+    made = tokenizer(None)
+    [sample] = Encoder(made).encode([document(TEXT, start=len(TEXT) - 8)])
+    assert made.decode(sample.ids[sample.trained]) == TEXT[-8:] + "</s>"
+
+
+def other_tokenizer(kind: str) -> Any:
+    """Tokenizers whose tokens and characters fit less neatly."""
+    made = tokenizer(None)
+    backend = made.backend_tokenizer
+    if kind == "metaspace":
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+        backend.decoder = decoders.Metaspace()
+    elif kind == "normalised":
+        backend.normalizer = normalizers.Sequence(
+            [normalizers.NFKC(), normalizers.Lowercase(), normalizers.Strip()]
+        )
+    elif kind == "trimmed":
+        from tokenizers import processors
+
+        backend.post_processor = processors.ByteLevel(trim_offsets=True)
+    return made
+
+
+@given(data=st.data(), kind=st.sampled_from(["bytes", "metaspace", "normalised", "trimmed"]))
+def test_the_mask_follows_the_characters(data: st.DataObject, kind: str) -> None:
+    made = other_tokenizer(kind)
+    alphabet = st.sampled_from([*"ab  \n\n", "two", " make", "é", "ﬁ", "日本", "<|im_end|>", "🙂"])
+    text = data.draw(st.lists(alphabet, max_size=30).map("".join))
+    places = st.lists(st.integers(0, len(text)), max_size=6, unique=True)
+    edges = sorted(data.draw(places))
+    spans = tuple(zip(edges[::2], edges[1::2], strict=False))
+    [sample] = Encoder(made).encode([Draft(text, spans, raw=False)])
+    expected = by_offsets(made, Draft(text, spans, raw=False))
+    assert sample.trained.tolist() == [False, *expected[1:]][: len(expected)]

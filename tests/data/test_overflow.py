@@ -1,0 +1,88 @@
+"""Nothing is cut or dropped without being counted."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.data.encoding import Sample
+from app.data.overflow import POLICIES, check_share, fit, policy_for
+from app.data.report import Counts
+from app.errors import DataError
+
+
+def sample(length: int, first_trained: int = 1) -> Sample:
+    trained = np.arange(length) >= max(first_trained, 1)
+    return Sample(np.arange(length, dtype=np.int32), trained)
+
+
+def test_what_auto_means() -> None:
+    assert policy_for("auto", "text") == "split"
+    assert policy_for("auto", "messages") == "drop"
+    assert policy_for("truncate", "messages") == "truncate"
+    with pytest.raises(AssertionError):
+        policy_for("split", "messages")
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "error"])
+def test_what_fits_is_left_alone(policy: str) -> None:
+    counts = Counts()
+    [kept] = fit(sample(8), 8, policy, "a:1", counts)
+    assert kept.ids.tolist() == list(range(8))
+    assert counts == Counts(longest=8)
+
+
+def test_an_over_long_row_may_be_an_error() -> None:
+    with pytest.raises(
+        DataError, match=r"^a:1: 9 tokens, more than dataset\.max_length=8; .*on_overflow=trunc"
+    ):
+        fit(sample(9), 8, "error", "a:1", Counts())
+
+
+def test_a_cut_that_leaves_nothing_to_train_drops() -> None:
+    counts = Counts()
+    assert fit(sample(9, first_trained=8), 8, "truncate", "a:1", counts) == []
+    assert (counts.over_long, counts.dropped, counts.truncated, counts.tokens_lost) == (1, 1, 0, 9)
+    assert len(fit(sample(9, first_trained=7), 8, "truncate", "a:1", counts)) == 1
+
+
+@given(length=st.integers(3, 200), max_length=st.integers(2, 60))
+def test_split_trains_each_token_once(length: int, max_length: int) -> None:
+    counts = Counts()
+    pieces = fit(sample(length), max_length, "split", "a:1", counts)
+    assert all(2 <= len(piece.ids) <= max_length for piece in pieces)
+    assert not any(piece.trained[0] for piece in pieces)
+    trained = np.concatenate([piece.ids[piece.trained] for piece in pieces])
+    assert trained.tolist() == list(range(1, length))
+    assert counts.tokens_lost == 0
+
+
+@given(
+    lengths=st.lists(st.integers(2, 40), max_size=30),
+    first=st.integers(1, 30),
+    max_length=st.integers(2, 30),
+    policy=st.sampled_from(["drop", "truncate"]),
+)
+def test_counts_add_up(lengths: list[int], first: int, max_length: int, policy: str) -> None:
+    counts = Counts()
+    kept = [
+        part for n in lengths for part in fit(sample(n, min(first, n - 1)), max_length, policy, "a", counts)
+    ]
+    assert len(lengths) == len(kept) + counts.dropped
+    assert counts.over_long == counts.dropped + counts.truncated == sum(n > max_length for n in lengths)
+    assert sum(lengths) == sum(len(part.ids) for part in kept) + counts.tokens_lost
+    assert counts.longest == max(lengths, default=0)
+    assert all(len(part.ids) <= max_length for part in kept)
+
+
+def test_auto_calls_many_dropped_rows_an_error() -> None:
+    few, many = Counts(samples=95, dropped=5), Counts(source="a.jsonl", samples=94, dropped=6, longest=1234)
+    check_share(few, "auto", 8, "messages")
+    check_share(many, "drop", 8, "messages")
+    check_share(many, "auto", 8, "text")
+    with pytest.raises(DataError) as error:
+        check_share(many, "auto", 8, "messages")
+    assert str(error.value) == (
+        "dataset.max_length=8: 6 of 100 samples of a.jsonl (6.0%) are longer, the longest 1,234 tokens;"
+        " raise it, or choose their fate: dataset.on_overflow=truncate or drop"
+    )

@@ -1,0 +1,217 @@
+"""What is trained of a conversation, to the character, under five kinds of chat template."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.data.encoding import Encoder
+from app.data.rendering import Drafts, Renderer
+from app.data.shapes import Conversation, Document, Draft, RowProblem
+from app.data.tokenizer import check_tokenizer
+from app.errors import ConfigError, DataError
+from tests.data.small import TEMPLATES, chat, tokenizer, trained_texts
+
+STABLE = [kind for kind in TEMPLATES if kind != "thinking"]
+TALK = chat("What is rain?", "Rain is wet.", "Thank you", "You are welcome!")
+ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "mistral": "</s>", "gemma": "<end_of_turn>"}
+
+
+def drafts(
+    kind: str, messages: list[dict[str, str]], train_on: str = "auto", on_unstable: str = "expand"
+) -> Drafts:
+    return Renderer(tokenizer(kind), train_on, on_unstable).drafts(Conversation(messages), "a.jsonl:1")
+
+
+def trained(draft: Draft) -> list[str]:
+    return [draft.text[start:end] for start, end in draft.spans]
+
+
+def labels(kind: str, messages: list[dict[str, str]], train_on: str = "auto") -> list[list[str]]:
+    """The trained tokens of each sample, run by run, decoded."""
+    made = tokenizer(kind)
+    samples = Encoder(made).encode(drafts(kind, messages, train_on).samples)
+    return [trained_texts(made, sample.ids, sample.trained) for sample in samples]
+
+
+GOLDEN = {
+    "chatml": ["Rain is wet.<|im_end|>", "You are welcome!<|im_end|>"],
+    "llama3": ["Rain is wet.<|eot_id|>", "You are welcome!<|eot_id|>"],
+    "mistral": [" Rain is wet.</s>", " You are welcome!</s>"],
+    "gemma": ["Rain is wet.<end_of_turn>", "You are welcome!<end_of_turn>"],
+    "thinking": ["Rain is wet.<|im_end|>", "You are welcome!<|im_end|>"],
+}
+WHOLE = {
+    "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    "<|im_start|>assistant\nHello<|im_end|>\n",
+    "llama3": "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\nHello<|eot_id|>",
+}
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_assistant_turns_and_their_ends_are_trained(kind: str) -> None:
+    assert labels(kind, TALK) == [GOLDEN[kind]]
+    assert labels(kind, TALK, "assistant") == [GOLDEN[kind]]
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_only_the_last_turn_is_trained(kind: str) -> None:
+    assert labels(kind, TALK, "last") == [GOLDEN[kind][-1:]]
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_everything_is_trained_but_the_first_token(kind: str) -> None:
+    messages = chat("Hi", "Hello", system="Be brief.")
+    first = {"chatml": "<|im_start|>", "llama3": "<|begin_of_text|>"}[kind]
+    assert labels(kind, messages, "all") == [[WHOLE[kind].removeprefix(first)]]
+
+
+def test_a_turn_after_the_last_answer_is_read_only() -> None:
+    assert labels("chatml", [*TALK, *chat("And now?")]) == [GOLDEN["chatml"]]
+
+
+def test_a_conversation_may_begin_with_the_assistant() -> None:
+    [[first, _]] = labels("chatml", [*chat("x", "Hello")[1:], *TALK[:2]])
+    assert (
+        first == "assistant\nHello<|im_end|>"
+    )  # no one asked, so the header is learned too; the first token never
+
+
+def test_white_space_of_an_answer_is_trained_but_not_what_follows_its_end() -> None:
+    assert labels("chatml", chat("Hi", " two \n")) == [[" two \n<|im_end|>"]]
+
+
+def test_empty_answers_teach_to_stop() -> None:
+    assert labels("chatml", chat("Hi", "")) == [["<|im_end|>"]]
+
+
+@pytest.mark.parametrize("kind", ["llama3", "mistral", "gemma"])
+def test_there_is_exactly_one_beginning(kind: str) -> None:
+    made = tokenizer(kind, adds_bos=True)
+    [draft] = drafts(kind, TALK).samples
+    [sample] = Encoder(made).encode([draft])
+    assert sample.ids[0] == made.bos_token_id
+    assert (sample.ids == made.bos_token_id).sum() == 1
+
+
+THOUGHT = chat("Hi", "<think>hm</think>Hello", "And?", "<think>oh</think>Bye")
+
+
+def test_a_template_that_rewrites_earlier_turns_makes_a_sample_of_each() -> None:
+    made = drafts("thinking", THOUGHT)
+    assert made.unstable
+    assert [trained(sample) for sample in made.samples] == [
+        ["<think>hm</think>Hello<|im_end|>"],
+        ["<think>oh</think>Bye<|im_end|>"],
+    ]
+    assert "<|im_start|>assistant\nHello<|im_end|>" in made.samples[1].text  # as it is asked in use
+    assert labels("thinking", THOUGHT) == [[text] for sample in made.samples for text in trained(sample)]
+
+
+def test_other_ways_with_an_unstable_template() -> None:
+    only = drafts("thinking", THOUGHT, on_unstable="last")
+    assert only.unstable
+    assert [trained(sample) for sample in only.samples] == [["<think>oh</think>Bye<|im_end|>"]]
+    with pytest.raises(DataError, match=r"^a\.jsonl:1: .*dataset\.on_unstable_template=expand"):
+        drafts("thinking", THOUGHT, on_unstable="error")
+    assert not drafts(
+        "thinking", THOUGHT, "last", on_unstable="error"
+    ).unstable  # its last turn is not rewritten
+    assert [trained(sample) for sample in drafts("thinking", [*THOUGHT, *chat("?")], "last").samples] == [
+        ["<think>oh</think>Bye<|im_end|>"]
+    ]
+
+
+def test_a_template_that_asks_with_more_than_it_writes() -> None:
+    made = tokenizer("chatml")
+    made.chat_template = TEMPLATES["chatml"].replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    [draft] = Renderer(made, "auto", "error").drafts(Conversation(TALK[:2]), "").samples
+    assert trained(draft) == ["<|im_start|>assistant\nRain is wet.<|im_end|>"]
+
+
+def test_a_template_without_a_way_to_ask() -> None:
+    made = tokenizer("chatml")
+    made.chat_template = TEMPLATES["chatml"].partition("{% if add_generation_prompt")[0]
+    [draft] = Renderer(made, "auto", "error").drafts(Conversation(TALK[:2]), "").samples
+    assert trained(draft) == ["<|im_start|>assistant\nRain is wet.<|im_end|>"]
+
+
+def test_a_template_that_hides_what_was_asked() -> None:
+    made = tokenizer("chatml")
+    made.chat_template = "{{ messages | length }} {{ messages[-1]['content'] }}"
+    with pytest.raises(RowProblem, match="rewrites what comes before message 1 once it is answered"):
+        Renderer(made, "auto", "expand").drafts(Conversation(TALK[:2]), "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "messages", "said"),
+    [
+        ("gemma", chat("Hi", "Hello", system="Be brief."), "System role not supported"),
+        ("gemma", chat("Hi", "Hello")[::-1], "roles must alternate"),
+        ("mistral", [{"role": "tool", "content": "3"}], "only user and assistant roles are supported"),
+        ("chatml", chat("Hi"), "has no assistant message: dataset.train_on=auto trains nothing of it"),
+    ],
+)
+def test_what_a_template_refuses(kind: str, messages: list[dict[str, str]], said: str) -> None:
+    with pytest.raises(RowProblem, match=said):
+        drafts(kind, messages)
+
+
+def test_a_message_that_a_template_leaves_out_is_counted() -> None:
+    made = tokenizer("chatml")
+    made.chat_template = (
+        "{% for m in messages if m['role'] != 'system' %}" + TEMPLATES["chatml"].partition("%}")[2]
+    )
+    said = Conversation(chat("Hi", "Hello", system="Be brief."))
+    assert Renderer(made, "auto", "error").drafts(said, "").unseen == 1
+    assert drafts("chatml", said.messages).unseen == 0
+
+
+@pytest.mark.parametrize(
+    ("train_on", "expected"), [("auto", ["cd"]), ("completion", ["cd"]), ("all", ["abcd"])]
+)
+def test_documents(train_on: str, expected: list[str]) -> None:
+    made = Renderer(tokenizer(None), train_on, "error").drafts(Document("abcd", answer=2), "")
+    assert [trained(sample) for sample in made.samples] == [expected]
+
+
+def test_what_cannot_be_meant_is_a_fault_of_ours() -> None:
+    with pytest.raises(AssertionError):
+        drafts("chatml", TALK, "completion")
+    with pytest.raises(AssertionError):
+        Renderer(tokenizer(None), "last", "error").drafts(Document("ab"), "")
+
+
+def test_tokenizers_that_cannot_serve() -> None:
+    bare = tokenizer(None)
+    with pytest.raises(ConfigError, match=r"model\.chat_template"):
+        check_tokenizer(bare, "messages")
+    check_tokenizer(bare, "text")
+    bare.eos_token = None
+    with pytest.raises(ConfigError, match="no end-of-text token"):
+        check_tokenizer(bare, "text")
+    slow: Any = type("Slow", (), {"is_fast": False})()
+    with pytest.raises(ConfigError, match=r"model\.tokenizer: only tokenizers of the fast kind"):
+        check_tokenizer(slow, "text")
+
+
+words = st.text(st.characters(codec="utf-8"), max_size=12)
+
+
+@given(kind=st.sampled_from(STABLE), said=st.lists(words.filter(str.strip), min_size=2, max_size=6))
+def test_only_what_the_assistant_says_is_trained(kind: str, said: list[str]) -> None:
+    messages = chat(*said[: len(said) // 2 * 2])
+    made = tokenizer(kind)
+    [draft] = drafts(kind, messages).samples
+    assert [text.removesuffix(ENDS[kind]).strip() for text in trained(draft)] == [
+        message["content"].strip() for message in messages if message["role"] == "assistant"
+    ]
+    [sample] = Encoder(made).encode([draft])
+    ids = made.apply_chat_template(messages, tokenize=True, return_dict=False)
+    assert sample.ids.tolist() == ids
+    offsets = made(draft.text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    expected = [any(a <= start and end <= b for a, b in draft.spans) for start, end in offsets]
+    assert sample.trained.tolist() == [False, *expected[1:]]

@@ -1,0 +1,187 @@
+"""From rows to token rows: what is kept, what is counted, and how bad rows are told."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.data import stream
+from app.data.prepare import Data, prepare
+from app.errors import DataError
+from tests.data.small import chat, config, tokenizer, trained_texts, write_chats, write_jsonl
+
+GOOD = {"messages": chat("Hi", "Hello")}
+TYPO: dict[str, Any] = {"messages": [{"role": "asistant", "content": "Hi"}]}
+
+
+def read(path: Path, fmt: str = "messages", kind: str | None = "chatml", **changes: Any) -> Data:
+    return prepare(config(path, fmt, **changes), tokenizer(kind), str(path.parent / "cache"))
+
+
+def problems(path: Path, fmt: str = "messages", **changes: Any) -> tuple[str, ...]:
+    with pytest.raises(DataError) as error:
+        read(path, fmt, **changes)
+    return error.value.problems
+
+
+def test_rows_keep_their_order_and_place(tmp_path: Path) -> None:
+    rows = [{"messages": chat("Hi", "x" * n)} for n in range(5)]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    data = read(path)
+    assert [data.train.place(i) for i in range(5)] == [f"a.jsonl:{i}" for i in range(1, 6)]
+    made = tokenizer("chatml")
+    texts = [trained_texts(made, data.train.ids(i), data.train.trained(i)) for i in range(5)]
+    assert texts == [["x" * n + "<|im_end|>"] for n in range(5)]
+
+
+def test_batches_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("Hi", "x" * n)} for n in range(9)])
+    fingerprints = set()
+    for rows, chars in ((512, 1 << 21), (2, 1 << 21), (512, 50)):
+        monkeypatch.setattr(stream, "_ROWS", rows)
+        monkeypatch.setattr(stream, "_CHARS", chars)
+        data = prepare(config(path), tokenizer(), str(tmp_path / f"{rows}-{chars}"))
+        assert len(data.train) == 9
+        fingerprints.add(data.train.fingerprint)
+    assert len(fingerprints) == 1
+
+
+def test_bad_rows_are_told_together(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, [GOOD, TYPO, GOOD, {"messages": chat("Hi")}])
+    path.write_text(path.read_text() + '{"messages": \n')
+    first, second, third = problems(path)
+    assert first.startswith("a.jsonl:2: message 0 has the role 'asistant'")
+    assert second.startswith("a.jsonl:4: has no assistant message")
+    assert third.startswith("a.jsonl:5: column 13: Expecting value")
+    assert third.endswith("(dataset.on_bad_row=skip leaves bad rows out)")
+
+
+def test_no_more_than_five_kinds_of_bad_rows_are_told(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": f"r{n}", "content": ""}]} for n in range(9)]
+    assert len(problems(write_jsonl(tmp_path / "a.jsonl", rows))) == 5
+
+
+def test_one_reason_is_told_once(tmp_path: Path) -> None:
+    [problem] = problems(write_jsonl(tmp_path / "a.jsonl", [{"chat": []}] * 7))
+    assert problem.startswith("a.jsonl:1 and 6 more rows: dataset.format=messages needs a column 'messages'")
+
+
+def test_bad_rows_are_an_error_before_the_file_is_read_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "_ROWS", 2)
+    path = write_jsonl(tmp_path / "a.jsonl", [TYPO, GOOD, {"chat": []}])
+    assert len(problems(path)) == 1
+
+
+def test_skipped_rows_are_counted_and_listed(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [GOOD, *[TYPO] * 25, GOOD])
+    data = read(path, on_bad_row="skip")
+    assert [data.train.place(i) for i in range(len(data.train))] == ["a.jsonl:1", "a.jsonl:27"]
+    counts = data.report.train
+    assert (counts.rows_read, counts.rows_kept, counts.bad_rows) == (27, 2, 25)
+    assert counts.bad_places == [f"a.jsonl:{n}" for n in range(2, 22)]
+    told = [line for line in data.report.lines() if "bad rows" in line]
+    assert told[0].startswith(
+        "train: 25 bad rows skipped: a.jsonl:2, a.jsonl:3, a.jsonl:4, ... (a.jsonl:2: message 0"
+    )
+
+
+@pytest.mark.parametrize("on_bad_row", ["error", "skip"])
+def test_nothing_left_is_an_error(tmp_path: Path, on_bad_row: str) -> None:
+    [problem] = problems(write_jsonl(tmp_path / "a.jsonl", []), on_bad_row=on_bad_row)
+    assert problem == f"dataset.path={tmp_path}/a.jsonl: has no rows"
+
+
+def test_what_became_of_all_rows_is_told(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [TYPO, {"messages": chat("Hi", "x" * 999)}])
+    [problem] = problems(path, on_bad_row="skip", on_overflow="drop")
+    assert "of 2 rows none can be trained on; 1 bad, the first a.jsonl:1: message 0 has the role" in problem
+    assert "; 1 longer than dataset.max_length=200" in problem
+
+
+def test_half_a_character(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        '{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": ""}]}'
+    )
+    assert problems(path)[0].startswith("a.jsonl:1: holds half a character: '\\ud800'")
+
+
+def test_a_completion_that_is_one_token_with_its_prompt(tmp_path: Path) -> None:
+    rows = [{"prompt": "two ", "completion": "make"}, {"prompt": "two ", "completion": "make four"}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    assert problems(path, "prompt_completion")[0].startswith(
+        "a.jsonl:1: the completion is one token with the end"
+    )
+    data = read(path, "prompt_completion", on_bad_row="skip")
+    assert data.report.train.glued == 1
+    assert (
+        "train: in 1 sample a token holds both prompt and answer, and is not trained" in data.report.lines()
+    )
+
+
+def test_an_empty_completion_teaches_to_stop(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "two", "completion": ""}])
+    assert read(path, "prompt_completion").report.train.trained_tokens == 1
+
+
+def test_an_unstable_template_is_told_once(tmp_path: Path) -> None:
+    thought = chat("Hi", "<think>hm</think>Hello", "And?", "<think>oh</think>Bye")
+    path = write_chats(tmp_path / "a.jsonl", thought, chat("Hi", "Hello"), thought)
+    data = read(path, kind="thinking")
+    assert [data.train.place(i) for i in range(5)] == [f"a.jsonl:{n}" for n in (1, 1, 2, 3, 3)]
+    counts = data.report.train
+    assert (counts.rows_kept, counts.samples, counts.unstable, counts.expanded_into) == (3, 5, 2, 4)
+    rewrites = "train: the chat template rewrites earlier turns: 2 conversations"
+    [told] = [line for line in data.report.lines() if "rewrites" in line]
+    assert told == f"{rewrites} became 4 samples, one for each trained turn"
+    only = read(path, kind="thinking", on_unstable_template="last")
+    assert only.report.train.samples == 3
+    assert f"{rewrites} train only the last turn" in only.report.lines()
+
+
+def test_a_template_without_end_of_turn_is_told(tmp_path: Path) -> None:
+    made = tokenizer("chatml")
+    made.chat_template = made.chat_template.replace("<|im_end|>", "")
+    data = prepare(config(write_chats(tmp_path / "a.jsonl", chat("Hi", "Hello"))), made, str(tmp_path / "c"))
+    assert data.report.train.endless == 1
+    assert "the model will not learn to stop" in data.report.lines()[-1]
+
+
+def test_text_in_pieces(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("Rain falls on the roof. " * 40)
+    data = read(tmp_path / "book.txt", "text", kind=None, max_length=32)
+    counts = data.report.train
+    assert counts.samples == counts.pieces > 2
+    assert (counts.rows_kept, counts.split, counts.tokens_lost) == (1, 1, 0)
+    assert {data.train.place(i) for i in range(len(data.train))} == {"book.txt"}
+    assert counts.trained_tokens == counts.longest - 1
+    assert data.train.ids(len(data.train) - 1)[-1] == tokenizer(None).eos_token_id
+
+
+words = st.sampled_from(["Hi", "two and two", "x" * 300, "\ud800", ""])
+
+
+@settings(max_examples=40)
+@given(
+    said=st.lists(st.lists(words, max_size=5), min_size=1, max_size=12),
+    policy=st.sampled_from(["drop", "truncate"]),
+    kind=st.sampled_from(["chatml", "thinking"]),
+)
+def test_every_row_is_accounted_for(
+    tmp_path_factory: pytest.TempPathFactory, said: list[list[str]], policy: str, kind: str
+) -> None:
+    rows = [GOOD, *({"messages": chat(*contents)} for contents in said)]
+    path = write_jsonl(tmp_path_factory.mktemp("rows") / "a.jsonl", rows)
+    data = read(path, kind=kind, on_bad_row="skip", on_overflow=policy, max_length=60)
+    counts = data.report.train
+    assert counts.rows_read == len(rows) == counts.rows_kept + counts.rows_lost + counts.bad_rows
+    assert counts.over_long == counts.dropped + counts.truncated
+    assert counts.rows_kept == len({data.train.place(i) for i in range(len(data.train))})
+    assert counts.samples == len(data.train)
+    assert counts.tokens == sum(len(data.train.ids(i)) for i in range(len(data.train)))
+    assert counts.trained_tokens == sum(data.train.trained(i).sum() for i in range(len(data.train))) > 0

@@ -1,0 +1,60 @@
+"""Why a test may be skipped: all marks and reasons in one place.
+
+Conditions are texts that pytest evaluates when a test's turn comes, so that collecting needs no torch.
+"""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ONE_GPU = "needs a GPU"
+TWO_GPUS = "needs two GPUs"
+FLASH_ATTENTION = "needs flash-attn, which not every GPU host has"
+ORDINARY_USER = "needs an ordinary user: file permissions do not bind root"
+OTHER_PYTHON = "needs .venv, as scripts/test makes it: another interpreter may have other versions"
+
+# On a host with a GPU any other skip in the gpu tier is a failure.
+ALLOWED_WITH_GPU = frozenset({TWO_GPUS, FLASH_ATTENTION, ORDINARY_USER})
+
+requires_gpu = pytest.mark.gpu
+requires_two_gpus = pytest.mark.gpu(num=2)
+requires_flash_attention = pytest.mark.skipif("not has_module('flash_attn')", reason=FLASH_ATTENTION)
+requires_ordinary_user = pytest.mark.skipif("user_id() == 0", reason=ORDINARY_USER)
+
+requires_pinned_environment = pytest.mark.skipif("not in_venv()", reason=OTHER_PYTHON)
+
+
+def num_gpus() -> int:
+    """The GPUs that this installation of torch can use."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def in_venv() -> bool:
+    """Whether this is the interpreter that scripts/setup made."""
+    return Path(sys.prefix) == Path(__file__).parent.parent / ".venv"
+
+
+def names_of_conditions() -> dict[str, Any]:
+    """What the conditions above and below may call."""
+    return {
+        "num_gpus": num_gpus,
+        "has_module": importlib.util.find_spec,
+        "user_id": os.geteuid,
+        "in_venv": in_venv,
+    }
+
+
+def complete(item: pytest.Item) -> None:
+    """Add the marks that follow from what a test says: a skip without GPU, `process` for whole programs."""
+    mark = item.get_closest_marker("gpu")
+    if mark is not None:
+        num = mark.kwargs.get("num", 1)
+        item.add_marker(pytest.mark.skipif(f"num_gpus() < {num}", reason=ONE_GPU if num == 1 else TWO_GPUS))
+    if {"run_app", "app_env"} & set(getattr(item, "fixturenames", ())):
+        item.add_marker(pytest.mark.process)

@@ -1,0 +1,72 @@
+"""What only a GPU can show: paging, and steps that do not wait for the device."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from app.optim.optimizers import build_optimizer
+from app.optim.skip import step_unless
+from app.optim.state import flatten, load_state
+from tests.marks import requires_gpu
+from tests.optim.small import section
+from tests.optim.test_skip import SKIPPING
+
+
+def large() -> nn.Linear:
+    """bitsandbytes pages states of 100,000 elements and more."""
+    torch.manual_seed(0)
+    return nn.Linear(512, 512, device="cuda")
+
+
+def train(model: nn.Linear, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        x = torch.randn(16, 512, generator=torch.Generator().manual_seed(step)).cuda()
+        loss = (model(x) - x.flip(1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@requires_gpu
+@pytest.mark.parametrize("kind", ["paged_adamw_8bit", "paged_adamw_32bit"])
+def test_paged_states_are_still_paged_after_loading_and_go_on_the_same(kind: str, tmp_path: Path) -> None:
+    whole_model = large()
+    expected = train(whole_model, build_optimizer(section(kind), whole_model), range(6))
+
+    model = large()
+    optimizer = build_optimizer(section(kind), model)
+    losses = train(model, optimizer, range(3))
+    assert optimizer.state[model.weight]["state1"].is_paged
+    tensors, plain = flatten(optimizer.state_dict())
+    save_file({name: tensor.cpu() for name, tensor in tensors.items()}, tmp_path / "o.safetensors")
+
+    again = build_optimizer(section(kind), model)
+    load_state(again, load_file(tmp_path / "o.safetensors"), plain)
+    for key in ("state1", "state2"):
+        assert again.state[model.weight][key].is_paged
+    assert losses + train(model, again, range(3, 6)) == expected
+
+
+@requires_gpu
+@pytest.mark.parametrize("kind", SKIPPING)
+def test_a_step_that_may_be_skipped_does_not_wait_for_the_device(kind: str) -> None:
+    model = large()
+    optimizer = build_optimizer(section(kind), model)
+    train(model, optimizer, range(2))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    flag = torch.ones((), device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step_unless(optimizer, flag)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))

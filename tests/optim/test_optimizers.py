@@ -1,0 +1,136 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from app.optim.optimizers import OPTIMIZERS, build_optimizer
+from app.optim.requirements import BITSANDBYTES_KINDS, PAGED_KINDS
+from tests.optim.small import KINDS, built, section, train
+
+
+def test_the_table_and_conf_have_the_same_kinds() -> None:
+    assert set(OPTIMIZERS) == set(KINDS)
+    assert set(OPTIMIZERS) > BITSANDBYTES_KINDS > PAGED_KINDS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_of_a_regression_falls(kind: str) -> None:
+    model, optimizer = built(kind)
+    losses = train(model, optimizer, range(60))
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weight_decay_shrinks_matrices_and_leaves_the_rest(kind: str) -> None:
+    # With zero gradients only the decay is left.
+    model, optimizer = built(kind, weight_decay=0.1, lr=0.1)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        shrinks = name in {"wide.weight", "narrow.weight", "head.weight"}
+        expected = before[name] * 0.99 if shrinks else before[name]
+        torch.testing.assert_close(parameter.detach(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_weight_decay_a_zero_gradient_changes_nothing(kind: str) -> None:
+    model, optimizer = built(kind, lr=0.1)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_learning_rate_of_the_groups_is_the_one_used(kind: str) -> None:
+    model, optimizer = built(kind)
+    train(model, optimizer, range(1))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    train(model, optimizer, range(1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("kind", sorted(BITSANDBYTES_KINDS))
+def test_states_have_the_bits_that_the_name_says(kind: str) -> None:
+    model, optimizer = built(kind)
+    train(model, optimizer, range(1))
+    large = optimizer.state[model.wide.weight]["state1"]
+    small = optimizer.state[model.narrow.bias]["state1"]
+    assert model.wide.weight.numel() == 4096
+    assert large.dtype == (torch.float32 if "32bit" in kind else torch.uint8)
+    assert small.dtype == torch.float32
+    assert large.count_nonzero() > 0
+
+
+def test_adamw_is_torchs_fused_one() -> None:
+    _, optimizer = built("adamw")
+    assert type(optimizer) is torch.optim.AdamW
+    assert all(group["fused"] for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_fused_steps_equal_the_plain_ones(kind: str) -> None:
+    model, optimizer = built(kind, weight_decay=0.01)
+    plain_model, plain = built(kind, weight_decay=0.01)
+    for group in plain.param_groups:
+        group["fused"] = False
+    assert train(model, optimizer, range(10)) == pytest.approx(train(plain_model, plain, range(10)), rel=1e-5)
+
+
+def test_muon_steps_hidden_matrices_and_adamw_the_rest() -> None:
+    model, optimizer = built("muon")
+    train(model, optimizer, range(1))
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    by_muon = {names[parameter] for parameter, state in optimizer.state.items() if "momentum_buffer" in state}
+    by_adamw = {names[parameter] for parameter, state in optimizer.state.items() if "exp_avg" in state}
+    assert by_muon == {"wide.weight", "narrow.weight"}
+    assert by_adamw == set(names.values()) - by_muon
+
+
+@pytest.mark.parametrize(
+    ("trained", "expected"), [("wide.weight", torch.optim.Muon), ("wide.bias", torch.optim.AdamW)]
+)
+def test_muon_of_one_part_only(trained: str, expected: type) -> None:
+    model, _ = built("muon")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name == trained)
+    assert type(build_optimizer(section("muon"), model)) is expected
+
+
+def test_only_trained_parameters_are_in_it() -> None:
+    model, _ = built("adamw")
+    model.wide.requires_grad_(False)
+    optimizer = build_optimizer(section("adamw"), model)
+    inside = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    assert inside == {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+
+
+def test_a_model_without_trained_parameter_is_our_fault() -> None:
+    model = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(AssertionError, match="no trained parameter"):
+        build_optimizer(section("adamw"), model)
+
+
+def test_bitsandbytes_is_imported_only_when_chosen() -> None:
+    code = (
+        "import sys, app.optim.optimizers, app.optim.state, app.optim.skip;"
+        "assert 'torch' in sys.modules and 'bitsandbytes' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_muon_moves_a_matrix_as_far_as_adamw_would_so_that_one_learning_rate_suits_both() -> None:
+    model, optimizer = built("muon", lr=0.1)
+    before = model.narrow.weight.detach().clone()
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    optimizer.step()
+    moved = (model.narrow.weight.detach() - before).square().mean().sqrt()
+    assert 0.15 < moved / 0.1 < 0.25

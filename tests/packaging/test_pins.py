@@ -1,0 +1,86 @@
+"""constraints.txt against pyproject.toml: pins that are exact, complete, and inside the stated ranges."""
+
+import tomllib
+from importlib.metadata import PackageNotFoundError, requires, version
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from tests.conftest import REPO
+from tests.marks import requires_pinned_environment
+
+PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+
+
+def pins() -> dict[str, Version]:
+    found: dict[str, Version] = {}
+    for line in (REPO / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            requirement = Requirement(line)
+            (spec,) = requirement.specifier
+            assert (spec.operator, spec.version.count("*")) == ("==", 0), f"{line}: not an exact pin"
+            name = canonicalize_name(requirement.name)
+            assert name not in found, f"{line}: pinned twice"
+            found[name] = Version(spec.version)
+    return found
+
+
+def asked_for() -> list[Requirement]:
+    lists = [PROJECT["dependencies"], *EXTRAS.values(), ["hatchling>=1.27,<2"]]
+    return [Requirement(line) for lines in lists for line in lines]
+
+
+@pytest.mark.parametrize("requirement", asked_for(), ids=str)
+def test_pin_is_inside_the_range(requirement: Requirement) -> None:
+    assert requirement.specifier.contains(pins()[canonicalize_name(requirement.name)])
+
+
+def test_torch_is_pinned_for_every_build() -> None:
+    assert str(pins()["torch"]) == "2.13.0", "no local version: a CPU and a CUDA build must both fit"
+
+
+def test_nothing_that_only_some_builds_of_torch_need_is_pinned() -> None:
+    assert not [name for name in pins() if name == "triton" or name.startswith(("nvidia-", "cuda-"))]
+
+
+def needed(roots: list[Requirement]) -> set[str]:
+    """All installed packages that `roots` lead to, in this environment."""
+    seen: set[str] = set()
+    waiting = [(root.name, extra) for root in roots for extra in ("", *root.extras)]
+    while waiting:
+        name, extra = waiting.pop()
+        seen.add(canonicalize_name(name))
+        for line in _requires(name):
+            requirement = Requirement(line)
+            applies = requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+            if applies and canonicalize_name(requirement.name) not in seen:
+                waiting += [(requirement.name, e) for e in ("", *requirement.extras)]
+    return seen
+
+
+def _requires(name: str) -> list[str]:
+    try:
+        return requires(name) or []
+    except PackageNotFoundError:
+        return []
+
+
+def test_pins_are_what_the_requirements_lead_to() -> None:
+    reached = {n for n in needed(asked_for()) if n != "triton" and not n.startswith(("nvidia-", "cuda-"))}
+    # setuptools and editables are asked for by builds, which state it in their own metadata only
+    assert set(pins()) - {"setuptools", "editables"} <= reached, "pinned, but nothing asks for it"
+    assert reached <= set(pins()), "asked for, directly or indirectly, but not pinned"
+
+
+@requires_pinned_environment
+def test_this_environment_is_the_pinned_one() -> None:
+    reached = needed(asked_for())
+    different = {
+        name: f"pinned {pin}, installed {version(name)}"
+        for name, pin in pins().items()
+        if name in reached and Version(version(name)).public != str(pin)
+    }
+    assert not different

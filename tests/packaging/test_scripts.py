@@ -1,0 +1,185 @@
+"""scripts/setup and scripts/train as a user meets them: wrong platform, wrong Python, any folder, stamps.
+
+Nothing is installed here: the programs that they call are replaced by small ones on PATH.
+"""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPO
+
+PYTHON = """#!/usr/bin/env bash
+case "$*" in
+  "-c import sys; sys.exit"*) exit {wrong} ;;
+  --version) echo "Python 3.11.0" ;;
+  "-m venv "*) mkdir -p "$3/bin"; ln -s "$0" "$3/bin/python"; echo "version = 3.11.0" >"$3/pyvenv.cfg" ;;
+  "-m pip install "*) echo "$*" >>"$PIP_CALLS"; {install} ;;
+  "-m app.train"*) shift 2; printf 'trained:%s\\n' "$PWD" "$@" ;;
+esac
+"""
+
+
+class Clone:
+    """A copy of the scripts in a folder with a space, with a pretended Python 3.11."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "my clone"
+        self.bin = folder / "bin"
+        self.calls = folder / "pip-calls"
+        self.elsewhere = folder / "some where"
+        for path in (self.root, self.bin, self.elsewhere):
+            path.mkdir()
+        shutil.copytree(REPO / "scripts", self.root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("pyproject.toml", "constraints.txt"):
+            shutil.copy(REPO / name, self.root)
+        self.program("python3.11", PYTHON.format(wrong=0, install="true"))
+        for name in ("python3.12", "python3", "python"):
+            self.program(name, "#!/bin/sh\nexit 127\n")
+
+    def program(self, name: str, text: str) -> None:
+        path = self.bin / name
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def start(self, script: str, *args: str, **env: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [str(self.root / "scripts" / script), *args],
+            cwd=self.elsewhere,
+            env={"PATH": f"{self.bin}:{os.environ['PATH']}", "PIP_CALLS": str(self.calls), **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, script: str, *args: str, **env: str) -> tuple[int, str, str]:
+        process = self.start(script, *args, **env)
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+    def installations(self) -> list[str]:
+        return self.calls.read_text().splitlines() if self.calls.exists() else []
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Clone:
+    return Clone(tmp_path)
+
+
+def test_train_from_another_folder_passes_its_arguments_on(clone: Clone) -> None:
+    code, out, err = clone.run("train", "recipe=full", "note=two words")
+    assert code == 0, err
+    assert out.splitlines() == [f"trained:{clone.elsewhere}", "trained:recipe=full", "trained:note=two words"]
+
+
+def test_torch_comes_first_and_alone_then_the_rest_under_the_constraints(clone: Clone) -> None:
+    clone.run("train")
+    first, second = clone.installations()
+    assert first.endswith(" torch==2.13.0")
+    assert "-c " not in first
+    assert "-c constraints.txt -e ." in second
+
+
+def test_second_call_installs_nothing(clone: Clone) -> None:
+    clone.run("train")
+    code, _, err = clone.run("train")
+    assert code == 0
+    assert len(clone.installations()) == 2
+    assert err == ""
+
+
+@pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
+def test_changed_requirements_are_installed_again_in_place(clone: Clone, name: str) -> None:
+    clone.run("train")
+    with (clone.root / name).open("a") as file:
+        file.write("# changed\n")
+    _, _, err = clone.run("train")
+    assert len(clone.installations()) == 4
+    assert "setting up" not in err
+
+
+def test_tools_include_what_training_needs(clone: Clone) -> None:
+    clone.run("setup", "dev")
+    assert clone.installations()[-1].endswith("-e .[dev]")
+    clone.run("train")
+    assert len(clone.installations()) == 2
+
+
+def test_failed_installation_shows_its_log_and_leaves_no_stamp(clone: Clone) -> None:
+    clone.program("python3.11", PYTHON.format(wrong=0, install="echo no space left; exit 1"))
+    code, out, err = clone.run("train")
+    assert code == 1
+    assert out == ""
+    assert "no space left" in err
+    assert "install.log" in err
+    assert not list(clone.root.glob(".venv/installed-*"))
+
+
+def test_interrupted_installation_is_begun_anew_by_the_next_call(clone: Clone) -> None:
+    clone.program("python3.11", PYTHON.format(wrong=0, install='echo "$$"; exec sleep 60'))
+    process = clone.start("setup")
+    while not clone.installations():
+        assert process.poll() is None
+    process.terminate()
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert "interrupted" in err
+    clone.program("python3.11", PYTHON.format(wrong=0, install="true"))
+    code, _, err = clone.run("train")
+    assert code == 0
+    assert "setting up" in err, "a half-copied package must not pass for a whole one"
+    assert len(clone.installations()) == 3
+
+
+def test_two_at_once_install_once(clone: Clone) -> None:
+    clone.program("python3.11", PYTHON.format(wrong=0, install="sleep 0.5"))
+    both = [clone.start("train"), clone.start("train")]
+    errors = [process.communicate(timeout=60)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert len(clone.installations()) == 2
+    assert any("waiting for another installation" in err for err in errors)
+
+
+def test_moved_folder_gets_a_new_environment(clone: Clone) -> None:
+    clone.run("train")
+    clone.root = clone.root.rename(clone.root.with_name("moved clone"))
+    code, _, err = clone.run("train")
+    assert code == 0
+    assert "setting up" in err
+    assert len(clone.installations()) == 4
+
+
+def test_without_a_suitable_python_the_versions_are_named(clone: Clone) -> None:
+    clone.program("python3.11", PYTHON.format(wrong=1, install="true"))
+    code, _, err = clone.run("train")
+    assert code == 1
+    assert "error: Python 3.11 or 3.12 is needed" in err
+    assert not (clone.root / ".venv/bin").exists()
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "said"),
+    [
+        ("Darwin", "arm64", "macOS is not supported"),
+        ("MINGW64_NT-10.0", "x86_64", "install WSL 2"),
+        ("FreeBSD", "amd64", "FreeBSD is not supported"),
+        ("Linux", "i686", "Linux on i686 is not supported"),
+    ],
+)
+def test_other_platforms_are_refused_by_name(clone: Clone, system: str, machine: str, said: str) -> None:
+    clone.program("uname", f'#!/bin/sh\n[ "$1" = -s ] && echo {system} || echo {machine}\n')
+    code, _, err = clone.run("train")
+    assert code == 1
+    assert said in err
+    assert not (clone.root / ".venv").exists()
+
+
+def test_given_interpreter_is_used_as_it_is(clone: Clone) -> None:
+    code, out, _ = clone.run("train", "a=1", APP_PYTHON="python3.11")
+    assert code == 0
+    assert "trained:a=1" in out
+    assert not (clone.root / ".venv").exists()
+    assert clone.run("train", APP_PYTHON="no-such-python")[0] == 1

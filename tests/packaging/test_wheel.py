@@ -1,0 +1,114 @@
+"""What `pip install .` gives: a wheel that holds everything a run needs, and nothing else."""
+
+import email
+import subprocess
+import sys
+import zipfile
+from email.message import Message
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.conftest import REPO
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    command = [
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "-w",
+        str(out),
+        str(REPO),
+    ]
+    built = subprocess.run(
+        [sys.executable, "-m", "pip", *command], capture_output=True, text=True, check=False
+    )
+    assert built.returncode == 0, built.stderr
+    (path,) = out.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def names(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: Path, names: set[str]) -> Message:
+    (name,) = (n for n in names if n.endswith(".dist-info/METADATA"))
+    with zipfile.ZipFile(wheel) as archive:
+        return email.message_from_bytes(archive.read(name))
+
+
+def files_below(folder: Path) -> set[str]:
+    return {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def test_wheel_has_every_config_file(names: set[str]) -> None:
+    expected = {f"app/conf/{name}" for name in files_below(REPO / "conf")}
+    assert len(expected) > 30
+    assert expected == {name for name in names if name.startswith("app/conf/")}
+
+
+def test_wheel_has_every_file_of_the_package(names: set[str]) -> None:
+    expected = {f"app/{name}" for name in files_below(REPO / "app")}
+    assert any(name.startswith("app/assets/") and not name.endswith(".py") for name in expected)
+    missing = expected - names
+    assert not missing, "left out of the wheel, perhaps by a line of .gitignore"
+
+
+def test_wheel_has_nothing_else(names: set[str]) -> None:
+    foreign = {name for name in names if not name.startswith("app/") and ".dist-info/" not in name}
+    assert not foreign
+    assert not [name for name in names if "__pycache__" in name]
+
+
+def test_metadata_states_what_is_supported(metadata: Message) -> None:
+    assert metadata["Requires-Python"] == "<3.13,>=3.11"
+    assert metadata["License-Expression"] == "MIT"
+
+
+def test_at_most_twelve_core_dependencies_each_with_a_lowest_version(metadata: Message) -> None:
+    required = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+    core = [requirement for requirement in required if requirement.marker is None]
+    assert 8 <= len(core) <= 12
+    assert {
+        "torch",
+        "transformers",
+        "peft",
+        "bitsandbytes",
+        "datasets",
+        "accelerate",
+        "hydra-core",
+        "wandb",
+    } <= {requirement.name for requirement in core}
+    without = [r.name for r in core if not any(spec.operator == ">=" for spec in r.specifier)]
+    assert not without, "a core dependency must state its lowest supported version"
+
+
+@pytest.mark.slow
+def test_installed_wheel_composes_its_configuration_from_any_folder(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    asked = subprocess.run(
+        [sys.executable, "-m", "app.train", "dry_run=true", f"output_dir={tmp_path / 'run'}"],
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert asked.returncode == 0, asked.stdout + asked.stderr
