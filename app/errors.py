@@ -31,7 +31,7 @@ class DataError(AppError):
     """A row, a file or a dataset that cannot be trained on."""
 
 
-class EnvironmentProblem(AppError):
+class EnvironmentProblem(AppError):  # noqa: N818 (EnvironmentError is Python's own)
     """Something outside the configuration is missing: a file, a package, a device, a network, disk space."""
 
 

@@ -57,7 +57,7 @@ def _fork(command: dict[str, Any]) -> int:
     code = 1
     try:
         code = _run(command)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 (the fork must never return to the loop of its parent)
         traceback.print_exc()
     finally:
         with contextlib.suppress(OSError, ValueError):

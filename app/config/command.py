@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from app.config.strict import typed
+from app.config.strict import kinds, typed
+from app.config.values import is_optional
 from app.errors import ConfigError
 
 Section = TypeVar("Section")
@@ -16,9 +17,9 @@ def parse_command(arguments: Sequence[str], schema: type[Section]) -> Section:
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if equals:
-            data[key] = value
+            data[key] = None if value == "null" and is_optional(kinds(schema).get(key)) else value
         else:
-            problems.append(f"{argument!r} is not key=value.")
+            problems.append(f"{argument!r} is not key=value. Keys: {', '.join(kinds(schema))}.")
     if problems:
         raise ConfigError(problems)
     return typed(schema, data)

@@ -10,11 +10,15 @@ _CHECKOUT = Path(app.__file__).parent.parent / "conf"
 CONF = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
 
 
-@cache
 def choices_by_group() -> dict[str, tuple[str, ...]]:
     """Every group with the names that can be chosen; files that start with `_` are parts of others."""
+    return _choices_in(CONF)
+
+
+@cache
+def _choices_in(conf: Path) -> dict[str, tuple[str, ...]]:
     return {
         folder.name: tuple(sorted(f.stem for f in folder.glob("*.yaml") if not f.stem.startswith("_")))
-        for folder in sorted(CONF.iterdir())
+        for folder in sorted(conf.iterdir())
         if folder.is_dir()
     }

@@ -1,102 +1,127 @@
 """Plain data into a typed section: every unknown key, wrong type, wrong choice and missing value, all at once."""
 
+import math
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
-from omegaconf import MISSING, OmegaConf, ValidationError
+from omegaconf import MISSING
 
 from app.config.groups import choices_by_group
 from app.config.schema import CHOICES, LIMITS, Limits
 from app.config.suggest import did_you_mean, did_you_mean_key
+from app.config.values import converted, is_optional, shown
 from app.errors import ConfigError
 
 Section = TypeVar("Section")
 
-_WORDS = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    list[str]: "a list like [a, b]",
-    dict[str, Any]: "a mapping",
-}
-
 
 def typed(schema: type[Section], data: Mapping[str, Any]) -> Section:
     """`data` as a `schema` object, or one ConfigError with every problem."""
-    node = OmegaConf.structured(schema)
-    problems = list(_fill(schema, data, node, ""))
-    if problems:
-        raise ConfigError(problems)
-    result: Section = OmegaConf.to_object(node)
+    reading = _Reading(schema)
+    result: Section = reading.section(schema, data, "")
+    if reading.problems:
+        raise ConfigError(reading.problems)
     return result
 
 
-def leaf_keys(schema: Any, prefix: str = "") -> Iterator[str]:
+def key_problems(schema: type, data: Mapping[str, Any]) -> list[str]:
+    """Only what is wrong with the keys of `data`; its values may be interpolations still."""
+    return list(_key_problems(schema, schema, data, ""))
+
+
+def leaf_keys(schema: Any) -> tuple[str, ...]:
     """Every dotted key of a schema that holds a value."""
+    return tuple(key for key, kind in kinds(schema).items() if not is_dataclass(kind))
+
+
+@cache
+def kinds(schema: Any) -> dict[str, Any]:
+    """The type of every dotted key of a schema, sections included."""
+    found: dict[str, Any] = {}
     for name, kind in get_type_hints(schema).items():
+        found[name] = kind
         if is_dataclass(kind):
-            yield from leaf_keys(kind, f"{prefix}{name}.")
-        else:
-            yield prefix + name
+            found |= {f"{name}.{inner}": its for inner, its in kinds(kind).items()}
+    return found
 
 
 def unknown_key(schema: type, key: str) -> str | None:
     """The problem with a dotted key that is no key of `schema`; None for one that is, or that names a whole section."""
-    known = list(leaf_keys(schema))
-    if any(key == leaf or leaf.startswith(f"{key}.") or _inside_mapping(schema, key, leaf) for leaf in known):
+    known = kinds(schema)
+    if key in known or any(key.startswith(f"{m}.") for m, kind in known.items() if kind == dict[str, Any]):
         return None
     return f"{key} is not a key.{did_you_mean_key(key, known)}"
 
 
-def _inside_mapping(schema: type, key: str, leaf: str) -> bool:
-    return key.startswith(f"{leaf}.") and _type_of(schema, leaf) == dict[str, Any]
-
-
-def _type_of(schema: Any, leaf: str) -> Any:
-    for name in leaf.split("."):
-        schema = get_type_hints(schema)[name]
-    return schema
-
-
-def _fill(schema: Any, data: Mapping[str, Any], node: Any, prefix: str) -> Iterator[str]:
+def _key_problems(root: Any, schema: Any, data: Mapping[str, Any], prefix: str) -> Iterator[str]:
     hints = get_type_hints(schema)
-    for key in data:
+    for key, value in data.items():
+        path = f"{prefix}{key}"
         if key not in hints:
-            yield f"{prefix}{key} is not a key.{did_you_mean_key(f'{prefix}{key}', [prefix + h for h in hints])}"
-    for field in fields(schema):
-        path, kind = prefix + field.name, hints[field.name]
-        value = data.get(field.name, node._get_node(field.name))
-        if is_dataclass(kind):
-            inner = data.get(field.name, {})
-            if isinstance(inner, Mapping):
-                yield from _fill(kind, inner, node[field.name], f"{path}.")
+            yield f"{path} is not a key.{did_you_mean_key(path, kinds(root))}"
+        elif is_dataclass(hints[key]):
+            if isinstance(value, Mapping):
+                yield from _key_problems(root, hints[key], value, f"{path}.")
             else:
-                yield f"{path}={inner}: {path} is a section, give its keys, such as {path}.{_first_key(kind)}=..."
-        elif field.name not in data or value == MISSING:
-            if OmegaConf.is_missing(node, field.name):
-                yield f"{path} has no value. Give {path}=..."
+                first = next(iter(get_type_hints(hints[key])))
+                yield f"{path}={shown(value)}: {path} is a section. Give its keys, such as {path}.{first}=..."
+
+
+@dataclass(slots=True)
+class _Reading:
+    """One pass over the data: what is read so far, and what was wrong with it."""
+
+    root: Any
+    problems: list[str] = field(default_factory=list)
+
+    def section(self, schema: Any, data: Mapping[str, Any], prefix: str) -> Any:
+        """A `schema` object; None once anything was wrong."""
+        if not prefix:
+            self.problems += _key_problems(self.root, schema, data, "")
+        hints = get_type_hints(schema)
+        values: dict[str, Any] = {}
+        for each in fields(schema):
+            path, kind = prefix + each.name, hints[each.name]
+            given = data.get(each.name, MISSING)
+            if is_dataclass(kind):
+                inner = given if isinstance(given, Mapping) else {}
+                if isinstance(given, Mapping) or given == MISSING:
+                    values[each.name] = self.section(kind, inner, f"{path}.")
+            elif given == MISSING:
+                self._leave_out(path, each)
+            else:
+                values[each.name] = self._value(path, given, kind, each)
+        return None if self.problems else schema(**values)
+
+    def _leave_out(self, path: str, each: Field[Any]) -> None:
+        if each.default_factory is NO_DEFAULT and each.default in (NO_DEFAULT, MISSING):
+            self.problems.append(f"{path} has no value. Give {path}=...")
+
+    def _value(self, path: str, given: Any, kind: Any, each: Field[Any]) -> Any:
+        try:
+            value = converted(given, kind)
+        except ValueError as expected:
+            self.problems.append(f"{path}={shown(given)}: expected {expected}.")
+            return None
+        if value == "" and each.default != "":
+            or_null = f", or {path}=null" if is_optional(kind) else ""
+            self.problems.append(f"{path}= is empty. Give a value{or_null}.")
         else:
-            yield from _set(node, field.name, value, path, kind, field.metadata)
+            self.problems += _unfit(path, value, each.metadata)
+        return value
 
 
-def _set(
-    node: Any, name: str, value: Any, path: str, kind: Any, metadata: Mapping[str, Any]
-) -> Iterator[str]:
-    try:
-        node[name] = value
-    except ValidationError:
-        yield f"{path}={value}: expected {_expected(kind)}."
-        return
-    value = node[name]
-    if value is None:
-        return
+def _unfit(path: str, value: Any, metadata: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with a value of the right type."""
     allowed = _allowed_names(path, metadata)
     if allowed and value not in allowed:
-        yield f"{path}={value} is none of {', '.join(allowed)}.{did_you_mean(value, allowed) if len(allowed) > 1 else ''}"
-    if LIMITS in metadata:
+        near = did_you_mean(value, allowed) if len(allowed) > 1 else ""
+        yield f"{path}={value} is none of {', '.join(allowed)}.{near.partition(' Known')[0]}"
+    if LIMITS in metadata and value is not None:
         yield from _outside(path, value, metadata[LIMITS])
 
 
@@ -114,21 +139,8 @@ def _outside(path: str, value: float, limits: Limits) -> Iterator[str]:
         ("above", limits.above, operator.gt),
         ("below", limits.below, operator.lt),
     )
-    broken = [
-        f"{words} {bound:g}"
-        for words, bound, holds in checks
-        if bound is not None and not holds(value, bound)
-    ]
-    if broken:
-        yield f"{path}={value} must be {' and '.join(broken)}."
-
-
-def _expected(kind: Any) -> str:
-    optional = [part for part in getattr(kind, "__args__", ()) if part is not type(None)]
-    if len(optional) == 1 and kind not in _WORDS:
-        return f"{_WORDS[optional[0]]} or null"
-    return _WORDS[kind]
-
-
-def _first_key(schema: Any) -> str:
-    return next(iter(get_type_hints(schema)))
+    bounds = [(words, bound, holds) for words, bound, holds in checks if bound is not None]
+    if not math.isfinite(value):
+        yield f"{path}={value} must be a finite number."
+    elif not all(holds(value, bound) for _, bound, holds in bounds):
+        yield f"{path}={value} must be {' and '.join(f'{words} {bound}' for words, bound, _ in bounds)}."

@@ -1,36 +1,47 @@
 """The nearest valid name, for whoever mistyped one."""
 
 from collections.abc import Iterable
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 
 _SHOWN = 12
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """` Did you mean x?` when something is near, else the names themselves when they fit on a line."""
+    """` Did you mean x?` when something is near, else the names themselves, as many as fit on a line."""
     names = sorted(known)
-    near = get_close_matches(given, names, n=1, cutoff=0.6)
-    if not near:
-        initial = [name for name in names if name[:1] == given[:1]]
-        near = get_close_matches(given, initial, n=1, cutoff=0.4)
+    near = nearest(given, names)
     if near:
-        return f" Did you mean {near[0]}?"
-    listed = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+        return f" Did you mean {near}?"
+    listed = ", ".join(names[:_SHOWN]) + (" and more" if len(names) > _SHOWN else "")
     return f" Known: {listed}." if names else ""
+
+
+def nearest(given: str, names: Iterable[str]) -> str | None:
+    """The one name that was probably meant; a right first letter makes up for much."""
+    listed = sorted(names)
+    by_lower = {name.lower(): name for name in listed}
+    initial = [name for name in by_lower if name[:1] == given[:1].lower()]
+    near = get_close_matches(given.lower(), by_lower, n=1, cutoff=0.6) or get_close_matches(
+        given.lower(), initial, n=1, cutoff=0.4
+    )
+    return by_lower[near[0]] if near else None
 
 
 def did_you_mean_key(given: str, known: Iterable[str]) -> str:
     """The same for dotted keys: also finds a key by its last part (`lr` is `optimizer.lr`)."""
     keys = sorted(known)
     section, _, leaf = given.rpartition(".")
-    same_leaf = [key for key in keys if key.rpartition(".")[2] == leaf]
-    if same_leaf:
-        return f" Did you mean {' or '.join(same_leaf[:3])}?"
-    siblings = [key for key in keys if section and key.rpartition(".")[0] == section]
-    if siblings:
-        by_leaf = {key.rpartition(".")[2]: key for key in siblings}
-        near = get_close_matches(leaf, by_leaf, n=1, cutoff=0.4)
-        if near:
-            return f" Did you mean {by_leaf[near[0]]}?"
-        return did_you_mean(given, siblings)
-    return did_you_mean(given, keys)
+    nearly_equal = get_close_matches(given, keys, n=1, cutoff=0.88)
+    same_leaf = [key for key in _closest_first(given, keys) if key.rpartition(".")[2] == leaf]
+    found = nearly_equal or same_leaf[:3]
+    if found:
+        return f" Did you mean {' or '.join(found)}?"
+    siblings = {key.rpartition(".")[2]: key for key in keys if section and key.rpartition(".")[0] == section}
+    near = get_close_matches(leaf, siblings, n=1, cutoff=0.4)
+    if near:
+        return f" Did you mean {siblings[near[0]]}?"
+    return did_you_mean(given, siblings.values() or keys)
+
+
+def _closest_first(given: str, keys: Iterable[str]) -> list[str]:
+    return sorted(keys, key=lambda key: -SequenceMatcher(None, given, key).ratio())

@@ -93,7 +93,6 @@ class Encoder:
             closing = closing[:0]
         ids = np.concatenate([opening, ids, closing])
         trained = np.concatenate([np.zeros(len(opening), np.bool_), trained, np.ones(len(closing), np.bool_)])
-        trained[-1:] = True
         trained[:1] = False
         return Sample(ids, trained, glued)
 

@@ -101,6 +101,8 @@ class _Stream:
         try:
             content = read_row(row, self._config.format, self._config.columns)
             drafts = self._renderer.drafts(content, place)
+            for draft in drafts.samples:
+                draft.text.encode()
         except RowProblem as problem:
             self._bad.add(place, str(problem))
         except UnicodeEncodeError as error:  # JSON can say "\ud800", which no text has

@@ -34,7 +34,7 @@ def find_checkpoint(folder: Path, resume: str | None) -> tuple[Path | None, list
     remove_leftovers(folder)
     if resume != "auto":
         return _trusted(Path(resume)), []
-    remarks = []
+    remarks: list[str] = []
     for save in sorted(_saves(folder), key=_step_of, reverse=True):
         fault = damage(save)
         if fault is None:

@@ -17,6 +17,7 @@ from app.engine.runtime import Runtime, start
 from app.engine.steps import StepPlan, plan_steps
 from app.model.build import ModelPlan, ModelSections, plan_model
 from app.model.tokenizer import load_tokenizer, tokenizer_hash
+from app.optim import requirements
 from app.optim.schedule import learning_rate
 
 
@@ -92,24 +93,18 @@ def lay_ground(run: RunConfig, checkpoints: Path, say: Callable[[str], None]) ->
 
 def table(run: RunConfig, ground: Ground) -> list[tuple[str, str]]:
     """What the run is going to do, for people."""
-    plan, counts = ground.plan, ground.counts
-    tokens = ground.data.report.train.tokens / max(len(ground.data.train), 1) * ground.division.rows_per_step
+    plan, counts, device = ground.plan, ground.counts, ground.runtime.device.type
+    rows = ground.division.rows_per_step
+    tokens = ground.data.report.train.tokens / max(len(ground.data.train), 1) * rows
     epochs = f"{plan.epoch(plan.steps):.3g} epochs" if plan.steps != plan.steps_per_epoch else "1 epoch"
+    share = f"{counts.total:,} weights, {counts.trained:,} trained ({counts.trained_share:.1%})"
+    choices = f"{ground.choices.precision}, {ground.choices.attention} attention, {device}"
     return [
-        (
-            "model",
-            f"{run.model.path}, {counts.total:,} weights, {counts.trained:,} trained ({counts.trained_share:.1%})",
-        ),
+        ("model", f"{run.model.path}, {share}"),
         ("data", "\n".join(ground.data.report.lines())),
-        (
-            "steps",
-            f"{plan.steps:,} ({epochs}) of {ground.division.rows_per_step} rows, about {tokens:,.0f} tokens",
-        ),
-        (
-            "with",
-            f"{run.optimizer.kind} lr {run.optimizer.lr:g}, {run.schedule.kind}, {ground.choices.precision}, "
-            f"{ground.choices.attention} attention, {ground.runtime.device.type}",
-        ),
+        ("steps", f"{plan.steps:,} ({epochs}) of {rows} rows, about {tokens:,.0f} tokens"),
+        ("with", f"{run.optimizer.kind} lr {run.optimizer.lr:g}, {run.schedule.kind}, {choices}"),
+        *(("note", note) for note in requirements.notes(run.optimizer, device)),
     ]
 
 

@@ -26,11 +26,14 @@ class Journal(Protocol):
     def message(self, text: str) -> None:
         """A remark for whoever watches."""
 
-    def step(self, values: dict[str, float | int | None]) -> None:
+    def step(self, values: dict[str, float | int]) -> None:
         """A line of metrics."""
 
-    def evaluation(self, values: dict[str, float | int | None]) -> None:
+    def evaluation(self, values: dict[str, float | int]) -> None:
         """A line of an evaluation."""
+
+    def sync(self) -> None:
+        """All lines onto the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,5 +198,6 @@ class Loop:
         started = time.perf_counter()
         self._count_skipped()
         if self.parts.runtime.rank == 0:
+            self.parts.journal.sync()
             self.parts.checkpoints.save(self.progress, self.parts.stepper)
         self._window.started += time.perf_counter() - started

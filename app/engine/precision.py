@@ -32,7 +32,7 @@ def choose_precision(precision: PrecisionConfig) -> str:
 
 
 def _gpu_has_bf16() -> bool:
-    return torch.cuda.is_bf16_supported(including_emulation=False)
+    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def _cpu_has_bf16() -> bool:

@@ -11,6 +11,7 @@ from app.config.suggest import did_you_mean
 from app.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
+_ROUTERS = ("gate", "shared_expert_gate", "router")  # who gets a token is not what an adapter should change
 
 
 def attach(config: AdapterConfig, lm: Any, base_path: str) -> nn.Module:
@@ -48,14 +49,16 @@ ADAPTERS: dict[str, Callable[[AdapterConfig, Any, str], nn.Module]] = {"none": _
 
 
 def layers_to_adapt(targets: list[str], lm: Any) -> list[str]:
-    """The full names of the layers that `targets` mean; each target must match, and the head never does."""
+    """The full names of the layers that `targets` mean; each target must match, and the head never does.
+
+    Of a mixture of experts, all-linear leaves out the routers, and the experts where they are one 3D parameter
+    and not linear layers, as transformers stores most of them: attention and shared experts remain.
+    """
     linear = _linear_layers(lm)
     chosen: set[str] = set()
     problems = []
     for target in targets:
-        matched = (
-            linear if target == ALL_LINEAR else [n for n in linear if n == target or n.endswith(f".{target}")]
-        )
+        matched = _all_linear(linear) if target == ALL_LINEAR else _ending_in(target, linear)
         if not matched:
             known = sorted({name.rpartition(".")[2] for name in linear})
             problems.append(
@@ -66,6 +69,14 @@ def layers_to_adapt(targets: list[str], lm: Any) -> list[str]:
     if problems:
         raise ConfigError(problems)
     return sorted(chosen)
+
+
+def _all_linear(linear: list[str]) -> list[str]:
+    return [name for name in linear if not set(_ROUTERS) & set(name.split("."))]
+
+
+def _ending_in(target: str, linear: list[str]) -> list[str]:
+    return [name for name in linear if name == target or name.endswith(f".{target}")]
 
 
 def _linear_layers(lm: Any) -> list[str]:
@@ -79,9 +90,9 @@ def _linear_layers(lm: Any) -> list[str]:
 
 
 def _short_names(layers: list[str], lm: Any) -> list[str]:
-    """PEFT matches by the end of a name: short names when they mean just these layers, as other tools expect them."""
+    """PEFT matches by the end of a name: short names, as other tools write them, if they mean just these layers."""
     short = sorted({name.rpartition(".")[2] for name in layers})
-    meant = [n for n, m in lm.named_modules() if n.rpartition(".")[2] in short and isinstance(m, nn.Linear)]
+    meant = [name for name, _ in lm.named_modules() if name.rpartition(".")[2] in short]
     return short if set(meant) <= set(layers) else layers
 
 

@@ -1,8 +1,8 @@
 """Attention as one function of ours that every supported transformers model calls, over a table of backends.
 
-Registered under a name of our own, transformers builds no mask for it and passes `documents` through: the lengths of
-the documents that lie side by side in a row, or None when each row is one document followed by padding. Causal rows
-need no mask for padding on the right: no real token looks at it.
+Registered under a name of our own, transformers builds no mask for it and passes `documents` through: the lengths
+of the documents that lie side by side in a row, or None when each row is one document followed by padding. Causal
+rows need no mask for padding on the right: no real token looks at it.
 """
 
 from collections.abc import Callable, Iterator
@@ -62,10 +62,11 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> Tensor:
 
 def plain(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> Tensor:
     """The definition, in the dtype of its inputs with a float32 softmax: the reference of every backend."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scale = q.shape[-1] ** -0.5 if rules.scale is None else rules.scale
-    scores = q @ k.transpose(-1, -2) * scale
+    grouped = q.unflatten(
+        1, (k.shape[1], -1)
+    )  # query heads beside the key head that they share: nothing is repeated
+    scores = (grouped @ k.unsqueeze(2).transpose(-1, -2)).flatten(1, 2) * scale
     if rules.softcap is not None:
         scores = torch.tanh(scores / rules.softcap) * rules.softcap
     mask = allowed(q.shape[2], rules, q.device)
@@ -74,7 +75,8 @@ def plain(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> Tensor:
         sinks = rules.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sinks], dim=-1)
     weights = torch.softmax(scores.float(), dim=-1).to(v.dtype)[..., : k.shape[2]]
-    return F.dropout(weights, rules.dropout) @ v
+    weights = F.dropout(weights, rules.dropout).unflatten(1, (k.shape[1], -1))
+    return (weights @ v.unsqueeze(2)).flatten(1, 2)
 
 
 def allowed(size: int, rules: Rules, device: torch.device) -> Tensor:
@@ -114,7 +116,7 @@ def register(backend: str) -> str:
 
 
 def _as_transformers_calls_it(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
-    def attention(
+    def attention(  # noqa: PLR0913, PLR0917  how transformers calls it
         module: nn.Module,
         query: Tensor,
         key: Tensor,

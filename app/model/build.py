@@ -5,12 +5,12 @@ from pathlib import Path
 
 import torch
 
-from app.assets import locate
 from app.config.schema import AdapterConfig, ModelConfig
 from app.model.adapter import attach
 from app.model.attention import register
 from app.model.dtypes import DTYPES
 from app.model.recompute import recompute
+from app.model.source import local_place
 from app.model.trainee import Trainee
 from app.model.weights import build_on_meta, load_base
 
@@ -73,5 +73,5 @@ def base_path(model: ModelConfig, run_base: Path) -> str:
     """What an adapter names as its base: the model's own path, or the folder where a random base is kept."""
     if model.weights == "random":
         return str(run_base.resolve())
-    path = locate(model.path)
-    return str(Path(path).resolve()) if Path(path).is_dir() else path
+    place = local_place(model.path)
+    return str(place.resolve()) if place.is_dir() else model.path

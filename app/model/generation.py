@@ -22,7 +22,7 @@ def generate(
     """New ids for each prompt, up to an end id or `max_new`; one prompt at a time, so that none is padded."""
     trained_with, mode = lm.config._attn_implementation, lm.training
     if trained_with == NAME:  # ours knows no key-value cache
-        lm.set_attn_implementation("sdpa")
+        lm.set_attn_implementation(_cached_attention(lm))
     lm.eval()
     try:
         return [_answer(lm, prompt, ends, max_new, sampling) for prompt in prompts]
@@ -30,6 +30,12 @@ def generate(
         lm.train(mode)
         if trained_with == NAME:
             lm.set_attn_implementation(trained_with)
+
+
+def _cached_attention(lm: Any) -> str:
+    """transformers' sdpa refuses sinks, and leaves soft-capping out without a word."""
+    capped = getattr(lm.config, "attn_logit_softcapping", None) is not None
+    return "sdpa" if lm._supports_sdpa and not capped else "eager"
 
 
 def _answer(

@@ -40,15 +40,24 @@ def own_head(lm: Any) -> Head:
 
 
 class _Given:
-    """Stands in for the backbone and gives the hidden states it was made with."""
+    """Stands in for the backbone, and for its output: the hidden states it was made with, and None for all else.
+
+    Kinds ask for what the others do not have: router logits, cross attentions, a decoder inside the backbone.
+    """
 
     def __init__(self, hidden: Tensor) -> None:
-        self.hidden = hidden
+        self.last_hidden_state = hidden
+        self.decoder = self
 
-    def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
-        from transformers.modeling_outputs import BaseModelOutputWithPast
+    def __call__(self, *_args: Any, **_kwargs: Any) -> "_Given":
+        return self
 
-        return BaseModelOutputWithPast(last_hidden_state=self.hidden)
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
 
 
 def head_parameters(lm: Any) -> list[nn.Parameter]:
@@ -67,6 +76,15 @@ def token_loss_sum(
     head: Head, rows: Tensor, targets: Tensor, parameters: list[nn.Parameter], chunk: int
 ) -> Tensor:
     """The sum of cross-entropies over all targets that are not IGNORE, in float32."""
+    device = rows.device.type
+    if parameters and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
+        # the gradient of a trained head is a sum over all rows, made before any scale: float16 could not hold it
+        with torch.autocast(device, enabled=False):
+            return _apply(head, chunk, targets, rows.float(), parameters)
+    return _apply(head, chunk, targets, rows, parameters)
+
+
+def _apply(head: Head, chunk: int, targets: Tensor, rows: Tensor, parameters: list[nn.Parameter]) -> Tensor:
     loss: Tensor = _ChunkedLoss.apply(head, chunk, targets, rows, *parameters)  # type: ignore[no-untyped-call]
     return loss
 

@@ -14,7 +14,7 @@ _NOT_OURS = ["original/*", "consolidated*", "onnx/*", "openvino/*"]
 
 def fetch_folder(config: ModelConfig, path: str, *, with_weights: bool) -> Path:
     """The folder that holds `path`: itself when it is local, else a snapshot of the hub repository."""
-    place = Path(locate(path)).expanduser()
+    place = local_place(path)
     if place.is_dir():
         return place
     if place.is_file() or path.startswith((".", "/", "~")) or path.count("/") != 1:
@@ -25,9 +25,34 @@ def fetch_folder(config: ModelConfig, path: str, *, with_weights: bool) -> Path:
     return _snapshot(config, path, with_weights=with_weights)
 
 
+def folder_at_hand(config: ModelConfig) -> Path | None:
+    """Where the model's own config.json lies on this machine, without asking the hub."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    place = local_place(config.path)
+    if place.is_dir():
+        return place
+    try:
+        cached = snapshot_download(config.path, revision=config.revision, local_files_only=True)
+    except (OSError, HFValidationError):  # not in the cache
+        return None
+    return Path(cached) if (Path(cached) / "config.json").is_file() else None
+
+
+def local_place(path: str) -> Path:
+    """What `path` means if it is a path of this machine."""
+    return Path(locate(path)).expanduser()
+
+
+def first_line(fault: Exception) -> str:
+    """The gist of another library's error, for a message of ours."""
+    return (str(fault).strip() or type(fault).__name__).splitlines()[0][:300]
+
+
 def require_weights(folder: Path, path: str) -> None:
     """Refuse a folder that transformers could not load from safetensors, before it tries."""
-    _require_config(folder, path)
+    require_config(folder, path)
     if list(folder.glob("*.safetensors")):
         return
     pickles = sorted(p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
@@ -38,7 +63,8 @@ def require_weights(folder: Path, path: str) -> None:
     )
 
 
-def _require_config(folder: Path, path: str) -> None:
+def require_config(folder: Path, path: str) -> None:
+    """Refuse a folder whose config.json does not even say what kind of model it is."""
     file = folder / "config.json"
     try:
         kind = json.loads(file.read_text())["model_type"]

@@ -6,7 +6,7 @@ from typing import Any
 
 from app.config.schema import ModelConfig
 from app.errors import ConfigError, EnvironmentProblem
-from app.model.source import fetch_folder
+from app.model.source import fetch_folder, first_line
 from app.model.templates import chosen_template, template_names
 
 _SHIPPED = "asset:tiny"
@@ -26,7 +26,7 @@ def load_tokenizer(config: ModelConfig, *, needs_template: bool) -> Any:
         )
     except (OSError, ValueError, KeyError, TypeError) as fault:
         raise EnvironmentProblem(
-            f"model.tokenizer={path}: no tokenizer can be read from {folder} ({_first_line(fault)}). "
+            f"model.tokenizer={path}: no tokenizer can be read from {folder} ({first_line(fault)}). "
             "Give model.tokenizer=DIR with a tokenizer.json."
         ) from fault
     if not tokenizer.is_fast:
@@ -48,7 +48,3 @@ def tokenizer_hash(tokenizer: Any) -> str:
     """Of everything that turns text into ids."""
     content = f"{tokenizer.backend_tokenizer.to_str()}\n{tokenizer.chat_template}"
     return hashlib.sha256(content.encode()).hexdigest()
-
-
-def _first_line(fault: Exception) -> str:
-    return (str(fault).strip() or type(fault).__name__).splitlines()[0][:200]

@@ -6,8 +6,10 @@ from typing import Any
 import torch
 
 from app.config.schema import ModelConfig
+from app.config.suggest import did_you_mean
 from app.errors import ConfigError, EnvironmentProblem
-from app.model.source import fetch_folder, require_weights
+from app.model.source import fetch_folder, first_line, folder_at_hand, require_config, require_weights
+from app.model.support import require_kind, require_structure
 
 
 def load_base(
@@ -15,46 +17,69 @@ def load_base(
 ) -> Any:
     """A causal language model of transformers on `device`, its weights in `dtype`."""
     if config.weights == "random":
-        return _random(config, dtype, device, attention, seed)
-    folder = fetch_folder(config, config.path, with_weights=True)
-    require_weights(folder, config.path)
-    return _pretrained(config, folder, dtype, device, attention)
+        lm = _random(config, _numbers(config), dtype, device, attention, seed)
+    else:
+        folder = fetch_folder(config, config.path, with_weights=True)
+        require_weights(folder, config.path)
+        require_kind(config, _numbers_of(config, folder))
+        lm = _pretrained(config, folder, dtype, device, attention)
+    require_structure(config, lm)
+    return lm
 
 
 def build_on_meta(config: ModelConfig, attention: str) -> Any:
-    """The same model without memory, for counting: from the folder's config.json if it is at hand, else from the YAML."""
-    folder = Path(config.path)
-    numbers = _local_config(config, folder) if config.weights == "pretrained" and folder.is_dir() else None
+    """The same model without memory, for counting: from its own config.json if it is at hand, else from the YAML."""
+    folder = folder_at_hand(config) if config.weights == "pretrained" else None
+    numbers = _numbers(config) if folder is None else _numbers_of(config, folder)
+    require_kind(config, numbers)
     with torch.device("meta"):
-        return _from_config(config, numbers or _numbers(config), torch.float32, attention)
+        lm = _from_config(config, numbers, torch.float32, attention)
+    require_structure(config, lm)
+    return lm
 
 
-def _random(config: ModelConfig, dtype: torch.dtype, device: torch.device, attention: str, seed: int) -> Any:
-    with torch.random.fork_rng(devices=[]), torch.device(device):
+def _random(
+    config: ModelConfig, numbers: Any, dtype: torch.dtype, device: torch.device, attention: str, seed: int
+) -> Any:
+    """The draws of the rest of the program stay what they were."""
+    require_kind(config, numbers)
+    drawn_on = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=drawn_on), torch.device(device):
         torch.manual_seed(seed)
-        return _from_config(config, _numbers(config), dtype, attention)
+        return _from_config(config, numbers, dtype, attention)
 
 
 def _numbers(config: ModelConfig) -> Any:
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     numbers = dict(config.architecture)
-    kind = str(numbers.pop("model_type"))
+    kind = str(numbers.pop("model_type", None))
+    if kind not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"model.architecture.model_type={kind} is not a kind that transformers knows."
+            f"{did_you_mean(kind, sorted(CONFIG_MAPPING))}"
+        )
     try:
         return AutoConfig.for_model(kind, **numbers)
     except (ValueError, TypeError, KeyError) as fault:
         raise ConfigError(
-            f"model.architecture (model_type: {kind}) is not what transformers takes: {fault}"
+            f"model.architecture (model_type: {kind}) is not what transformers takes: {first_line(fault)}"
         ) from fault
 
 
-def _local_config(config: ModelConfig, folder: Path) -> Any:
+def _numbers_of(config: ModelConfig, folder: Path) -> Any:
     from transformers import AutoConfig
 
-    require_weights(folder, config.path)
-    return AutoConfig.from_pretrained(
-        str(folder), trust_remote_code=config.trust_remote_code, local_files_only=True
-    )
+    require_config(folder, config.path)
+    try:
+        return AutoConfig.from_pretrained(
+            str(folder), trust_remote_code=config.trust_remote_code, local_files_only=True
+        )
+    except (OSError, ValueError, TypeError, KeyError) as fault:
+        raise EnvironmentProblem(
+            f"model.path={config.path}: {folder / 'config.json'} is not a configuration that this transformers can use "
+            f"({first_line(fault)}). Code that a folder brings along is run only with model.trust_remote_code=true."
+        ) from fault
 
 
 def _from_config(config: ModelConfig, numbers: Any, dtype: torch.dtype, attention: str) -> Any:
@@ -84,7 +109,7 @@ def _pretrained(
     except (OSError, ValueError, SafetensorError, RuntimeError) as fault:
         if isinstance(fault, torch.OutOfMemoryError):
             raise
-        reason = (str(fault).strip() or type(fault).__name__).splitlines()[0][:300]
         raise EnvironmentProblem(
-            f"model.path={config.path}: {folder} cannot be loaded ({reason})."
+            f"model.path={config.path}: {folder} cannot be loaded ({first_line(fault)}). Download it again, or give "
+            "another model.path."
         ) from fault

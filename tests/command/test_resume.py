@@ -3,6 +3,7 @@
 import json
 import random
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,10 @@ SMALL = (
     "record.every=1",
     "launch.threads=1",
 )
+
+
+def has_reached(run: Path, step: int) -> bool:
+    return any(line["step"] >= step for line in metrics(run))
 
 
 def same_ending(one: Path, other: Path) -> None:
@@ -65,7 +70,7 @@ def test_killed_three_times_and_resumed_it_gives_the_same_numbers(
     moments = sorted(random.Random(f"{recipe}{optimizer}").sample(range(2, 24), 3))
     for moment in moments:
         run = zygote.start(tmp_path, *command, f"output_dir={killed}", "resume=auto")
-        run.until(lambda moment=moment: len([m for m in metrics(killed) if m.get("step", 0) >= moment]) > 0)
+        run.until(partial(has_reached, killed, moment))
         run.kill()
     ended = zygote.run(tmp_path, *command, f"output_dir={killed}", "resume=auto")
     assert ended.code == 0, ended.stderr

@@ -44,6 +44,7 @@ def hub_that_answers(status: int, code: str) -> Iterator[str]:
 @pytest.fixture
 def online(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     return monkeypatch
 
 
@@ -84,6 +85,7 @@ def test_no_network_is_told_at_once(online: pytest.MonkeyPatch) -> None:
     assert "the hub cannot be reached (" in said
     assert "and it is not in the local cache" in said
     assert time.monotonic() - began < 10  # `datasets` by itself tries for half a minute
+    assert not datasets.config.HF_HUB_OFFLINE  # nothing stays switched
 
 
 def test_offline_by_choice() -> None:
@@ -115,7 +117,6 @@ def test_a_downloaded_dataset_needs_no_hub(downloaded: str) -> None:
             ("org/name[train] row 1", ROWS[1]),
         ]
     assert source.fingerprint() == train_source(config("org/name", "text")).fingerprint()
-    assert not datasets.config.HF_HUB_OFFLINE or huggingface_hub.constants.HF_HUB_OFFLINE
 
 
 def test_another_revision_is_not_taken_for_the_wanted_one(downloaded: str) -> None:

@@ -59,7 +59,11 @@ KINDS: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.5,
         "attention_multiplier": 0.2,
     },
-    "cohere2": {"sliding_window": _WINDOW, "logit_scale": 0.25, "layer_types": ["sliding_attention", "full_attention"]},
+    "cohere2": {
+        "sliding_window": _WINDOW,
+        "logit_scale": 0.25,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "gpt_oss": {"head_dim": 8, "sliding_window": _WINDOW, **_EXPERTS},
     "mixtral": {"sliding_window": None, **_EXPERTS},
 }

@@ -1,0 +1,85 @@
+"""A small real run in memory: the shipped tokenizer and data, a Llama of two layers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.config.load import compose_run
+from app.config.schema import RunConfig
+from app.data.loader import Division, Loader
+from app.data.prepare import Data, prepare
+from app.engine.ground import pad_id_of
+from app.engine.runtime import Runtime, start
+from app.engine.step import Stepper
+from app.model.build import ModelSections, build_trainee
+from app.model.tokenizer import load_tokenizer
+from app.model.trainee import Trainee
+from app.optim.optimizers import build_optimizer
+
+SMALL = (
+    "model.architecture.num_hidden_layers=2",
+    "model.architecture.hidden_size=32",
+    "model.architecture.intermediate_size=64",
+    "model.architecture.num_attention_heads=4",
+    "model.architecture.num_key_value_heads=2",
+    "dataset.max_rows=64",
+    "dataset.eval_max_rows=20",
+    "precision=fp32",
+    "attention=sdpa",
+    "launch.threads=1",
+    "optimizer.lr=1e-3",
+    "adapter.r=4",
+)
+
+
+def small_run(*overrides: str) -> RunConfig:
+    given = {text.partition("=")[0] for text in overrides}
+    return compose_run([*(text for text in SMALL if text.partition("=")[0] not in given), *overrides])
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    return load_tokenizer(small_run().model, needs_template=True)
+
+
+@pytest.fixture(scope="session")
+def data(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Data:
+    return prepare(small_run().dataset, tokenizer, str(tmp_path_factory.mktemp("tokens")))
+
+
+@pytest.fixture
+def runtime() -> Runtime:
+    return start(small_run().launch, "fp32", seed=0)
+
+
+def trainee_of(run: RunConfig) -> Trainee:
+    sections = ModelSections(
+        model=run.model,
+        adapter=run.adapter,
+        attention=run.attention.kind,
+        precision=run.precision.kind,
+        recompute=run.training.recompute,
+    )
+    return build_trainee(sections, torch.device("cpu"), run.seed, "nowhere")
+
+
+def stepper_of(run: RunConfig, runtime: Runtime) -> Stepper:
+    trainee = trainee_of(run)
+    optimizer = build_optimizer(run.optimizer, trainee)
+    return Stepper(trainee, optimizer, runtime, run.training.clip, fp16=run.precision.kind == "fp16")
+
+
+@pytest.fixture
+def loader_of(data: Data, tokenizer: Any) -> Callable[..., Loader]:
+    def build(rows: int, micro_batches: int, processes: int = 1, rank: int = 0) -> Loader:
+        return Loader(data.train, Division(rows, micro_batches, processes, rank), 0, pad_id_of(tokenizer))
+
+    return build
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"

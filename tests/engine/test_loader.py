@@ -1,0 +1,80 @@
+"""Every row once an epoch, in an order of its own; the batch holds what the rows say."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.batch import IGNORE
+from app.data.collate import collate_padded
+from app.data.loader import Loader
+from app.data.prepare import Data
+
+
+def seen(loader: Loader, epoch: int) -> list[str]:
+    steps = loader.steps_per_epoch
+    return [place for step in range(epoch * steps, (epoch + 1) * steps) for place in loader.places(step)]
+
+
+@pytest.mark.parametrize(("rows", "micro"), [(8, 1), (7, 3), (64, 1), (100, 1), (1, 1)])
+def test_every_row_once_an_epoch_and_another_order_the_next(
+    rows: int, micro: int, loader_of: Callable[..., Loader], data: Data
+) -> None:
+    loader = loader_of(rows, micro)
+    every = sorted(data.train.place(i) for i in range(len(data.train)))
+    first, second = seen(loader, 0), seen(loader, 1)
+    assert sorted(first) == sorted(second) == every
+    assert first != second
+    assert first == seen(loader_of(rows, micro), 0), "the order follows from seed and epoch alone"
+    batches = [b for step in range(loader.steps_per_epoch) for b in loader.batches(step)]
+    assert sum(b.num_tokens for b in batches) == int(data.train.lengths.sum())
+    assert sum(b.num_labels for b in batches) == data.train.num_trained
+    assert len(batches) == loader.steps_per_epoch * micro, "the last step is filled up, never cut"
+
+
+ROW = st.integers(2, 12).flatmap(
+    lambda n: st.tuples(
+        st.lists(st.integers(5, 99), min_size=n, max_size=n),
+        st.lists(st.booleans(), min_size=n - 1, max_size=n - 1),
+    )
+)
+
+
+@given(st.lists(ROW, max_size=5))
+def test_each_label_is_predicted_by_the_state_before_it(rows: list[tuple[list[int], list[bool]]]) -> None:
+    arrays = [(np.array(ids, np.int32), np.array([False, *trained])) for ids, trained in rows]
+    batch = collate_padded(arrays, pad_id=0)
+    expected = {
+        (r, t - 1, int(ids[t])) for r, (ids, trained) in enumerate(arrays) for t in np.flatnonzero(trained)
+    }
+    width = batch.ids.shape[1]
+    pairs: Any = zip(batch.label_rows.tolist(), batch.targets.tolist(), strict=True)
+    found = {(row // width, row % width, target) for row, target in pairs if target != IGNORE}
+    assert found == expected
+    assert batch.num_labels == len(expected)
+    assert batch.num_tokens == sum(len(ids) for ids, _ in arrays)
+    assert batch.lengths == tuple(len(ids) for ids, _ in arrays)
+    for r, (ids, _) in enumerate(arrays):
+        assert batch.ids[r, : len(ids)].tolist() == ids.tolist()
+        assert batch.ids[r, len(ids) :].eq(0).all()
+        assert batch.positions[r, : len(ids)].tolist() == list(range(len(ids)))
+    assert len(batch.label_rows) >= 1, "an empty batch still hangs on the graph"
+
+
+def test_padding_never_takes_a_position_that_the_model_may_not_have() -> None:
+    batch = collate_padded([(np.arange(5, 15, dtype=np.int32), np.ones(10, bool))], pad_id=0)
+    assert batch.ids.shape == (1, 16)
+    assert int(batch.positions.max()) == 9
+
+
+def test_moving_a_batch_keeps_what_the_host_knows() -> None:
+    batch = collate_padded(
+        [(np.arange(5, 9, dtype=np.int32), np.array([False, True, True, False]))], pad_id=0
+    )
+    moved = batch.to(torch.device("meta"))
+    assert moved.ids.device.type == "meta"
+    assert (moved.lengths, moved.num_labels, moved.num_tokens) == ((4,), 2, 4)

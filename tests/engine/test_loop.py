@@ -1,0 +1,130 @@
+"""What happens between steps: evaluation, patience, saves, lines, stops."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config.schema import RunConfig
+from app.data.loader import Loader, eval_batches
+from app.data.prepare import Data
+from app.engine.checkpoint import Checkpoints
+from app.engine.loop import Loop, Parts, Rhythm
+from app.engine.progress import Progress
+from app.engine.runtime import Runtime
+from app.engine.signals import StopRequest
+from app.engine.steps import StepPlan
+from app.errors import TrainingError
+from tests.engine.conftest import small_run, stepper_of
+
+
+@dataclass
+class Notebook:
+    """A journal that remembers."""
+
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)
+    synced: int = 0
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
+    def step(self, values: Any) -> None:
+        self.steps.append(dict(values))
+
+    def sync(self) -> None:
+        self.synced += 1
+
+    def evaluation(self, values: Any) -> None:
+        self.evaluations.append(dict(values))
+
+
+MakeLoop = Callable[..., tuple[Loop, Notebook]]
+
+
+@pytest.fixture
+def make_loop(runtime: Runtime, loader_of: Callable[..., Loader], data: Data, folder: Path) -> MakeLoop:
+    def make(run: RunConfig, steps: int, lr: float = 1e-3) -> tuple[Loop, Notebook]:
+        loader, notebook = loader_of(8, 1), Notebook()
+        rows = data.eval
+        assert rows is not None
+        parts = Parts(
+            runtime=runtime,
+            plan=StepPlan(steps=steps, steps_per_epoch=loader.steps_per_epoch),
+            loader=loader,
+            eval_batches=lambda: eval_batches(rows, 16, 0),
+            stepper=stepper_of(run, runtime),
+            learning_rate=lambda _step: lr,
+            checkpoints=Checkpoints(folder, run.checkpoint, {}, {}),
+            journal=notebook,
+            show_samples=notebook.sampled.append,
+        )
+        return Loop(
+            parts, Rhythm(run.training, run.eval, run.checkpoint, run.record.every), Progress()
+        ), notebook
+
+    return make
+
+
+def saved(folder: Path) -> list[int]:
+    return sorted(int(f.name.removeprefix("step-")) for f in folder.iterdir())
+
+
+def test_lines_evaluations_and_saves_come_when_due(make_loop: MakeLoop, folder: Path) -> None:
+    run = small_run("record.every=3", "eval.every=4", "checkpoint.every=5", "checkpoint.keep=9")
+    loop, notebook = make_loop(run, 10)
+    assert loop.fit(StopRequest()) is True
+    assert [line["step"] for line in notebook.steps] == [1, 3, 4, 6, 8, 9, 10]
+    assert [line["step"] for line in notebook.evaluations] == notebook.sampled == [4, 8, 10]
+    assert saved(folder) == [5, 10]
+    assert notebook.synced == 2, "a checkpoint says that its lines are on the disk"
+    last = notebook.steps[-1]
+    assert list(last) == [
+        "step", "epoch", "loss", "lr", "grad_norm", "tokens", "trained_tokens", "tokens_per_second", "peak_memory_bytes",
+    ]  # fmt: skip
+    assert last["epoch"] == pytest.approx(10 / 8)
+    assert loop.progress.first_loss == notebook.steps[0]["loss"]
+    assert loop.tokens_per_second > 0
+
+
+def test_tokens_are_counted_over_the_whole_run(make_loop: MakeLoop, data: Data) -> None:
+    loop, _ = make_loop(small_run("eval.every=0", "checkpoint.every=0"), 8)
+    loop.fit(StopRequest())
+    assert loop.progress.tokens == int(data.train.lengths.sum())
+    assert loop.progress.trained_tokens == data.train.num_trained
+
+
+def test_patience_ends_a_run_that_gains_nothing(make_loop: MakeLoop, folder: Path) -> None:
+    run = small_run("eval.every=1", "eval.patience=2", "checkpoint.every=0", "checkpoint.final=best")
+    loop, notebook = make_loop(run, 50, lr=0.0)
+    assert loop.fit(StopRequest()) is True
+    assert loop.progress.step == 3
+    assert len(notebook.evaluations) == 3
+    assert loop.progress.best_step == 1
+    assert saved(folder) == [1, 3], "the best one, and the end"
+
+
+def test_a_request_to_stop_ends_after_the_step_and_saves(make_loop: MakeLoop, folder: Path) -> None:
+    loop, notebook = make_loop(small_run("eval.every=0", "checkpoint.every=0"), 10)
+    assert loop.fit(StopRequest(exit_code=75)) is False
+    assert loop.progress.step == 1
+    assert saved(folder) == [1]
+    assert len(notebook.steps) == 1
+
+
+def test_bad_steps_are_named_counted_and_end_the_run(make_loop: MakeLoop, folder: Path) -> None:
+    run = small_run("eval.every=0", "checkpoint.every=0", "training.max_bad_steps=3", "record.every=2")
+    loop, notebook = make_loop(run, 20)
+    parameter = next(iter(loop.parts.stepper.trainee.trained().values()))
+    parameter.register_hook(lambda g: g * float("nan") if loop.progress.step >= 3 else g)
+    with pytest.raises(TrainingError, match=r"in a row were not finite.*optimizer\.lr"):
+        loop.fit(StopRequest())
+    assert loop.progress.step == 6
+    assert loop.progress.skipped_steps == 3
+    named = [m for m in notebook.messages if m.startswith("step 4 skipped")]
+    assert len(named) == 1
+    assert all(place in named[0] for place in loop.parts.loader.places(3)[:8])
