@@ -26,7 +26,7 @@ class GenerateConfig:
     max_new_tokens: int = number(256, at_least=1)
     temperature: float = number(0.0, at_least=0)
     top_p: float = number(1.0, above=0, at_most=1)
-    seed: int = number(0, at_least=0)
+    seed: int = number(0, at_least=0, at_most=2**32 - 1)
 
 
 def generate(config: GenerateConfig) -> str:

@@ -8,18 +8,19 @@ python -m app.train output_dir=runs/mine resume=auto  go on where it was stopped
 import os
 import sys
 from dataclasses import asdict
+from typing import NoReturn
 
 import hydra
 from omegaconf import DictConfig
 
-from app.config.arguments import overrides_of
 from app.config.groups import CONF
-from app.config.load import VERSION_BASE, compose_run, load_run, store_schema
+from app.config.load import VERSION_BASE, checked_arguments, load_run, store_schema
 from app.config.schema import RunConfig
 from app.errors import AppError, ConfigError
-from app.record.console import Console, open_console
+from app.record.console import Console
 from app.record.folder import RunFolder
 from app.record.record import Record
+from app.record.terminal import open_console
 
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
 
@@ -109,9 +110,17 @@ def _train_in(folder: RunFolder, run: RunConfig, console: Console) -> int:
 
 @hydra.main(version_base=VERSION_BASE, config_path=str(CONF), config_name="config")
 def _under_hydra(config: DictConfig) -> None:
-    code = train(load_run(config))
+    try:
+        code = train(load_run(config))
+    except AppError as problem:  # caught here, because Hydra would put a line of its own before the message
+        _leave(problem)
     if code:
         sys.exit(code)
+
+
+def _leave(problem: AppError) -> NoReturn:
+    sys.stderr.write(f"{problem.report()}\n")
+    sys.exit(problem.exit_code)
 
 
 def main() -> None:
@@ -120,12 +129,11 @@ def main() -> None:
     # threads that wait without end for each other make two runs on one machine four times slower, not two
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
-        compose_run(overrides_of(sys.argv[1:]))
+        sys.argv[1:] = checked_arguments(sys.argv[1:])
         store_schema()
         _under_hydra()
     except AppError as problem:
-        sys.stderr.write(f"{problem.report()}\n")
-        sys.exit(problem.exit_code)
+        _leave(problem)
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -1,6 +1,6 @@
 """Which words of the command line are overrides, and which are Hydra's own switches."""
 
-from argparse import ArgumentError, Namespace
+from argparse import ArgumentError
 from collections.abc import Sequence
 
 from hydra._internal.utils import get_args_parser
@@ -13,18 +13,10 @@ _OTHER_ROOTS = ("config_path", "config_name", "config_dir", "experimental_rerun"
 
 
 def overrides_of(arguments: Sequence[str]) -> list[str]:
-    """The settings among `arguments`; ConfigError for a switch that this program does not have."""
-    return _separated(arguments)[1]
+    """The settings among `arguments`; ConfigError for a switch that this program does not have.
 
-
-def switches_of(arguments: Sequence[str]) -> list[str]:
-    """The rest: `--help`, `--cfg job` and the like."""
-    overrides = overrides_of(arguments)
-    return [argument for argument in arguments if argument not in overrides]
-
-
-def _separated(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """Hydra's own parser decides, so that both always agree."""
+    Hydra's own parser decides, so that both always agree.
+    """
     parser = get_args_parser()
     parser.exit_on_error = False
     try:
@@ -42,9 +34,16 @@ def _separated(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
     ]
     if problems:
         raise ConfigError(problems)
-    return known, [*known.overrides, *others]
+    return [*known.overrides, *others]
+
+
+def switches_of(arguments: Sequence[str]) -> list[str]:
+    """The rest: `--help`, `--cfg job` and the like."""
+    overrides = overrides_of(arguments)
+    return [argument for argument in arguments if argument not in overrides]
 
 
 def _unknown(switch: str) -> str:
     name, _, value = switch.lstrip("-").partition("=")
-    return f"{switch}: there is no such switch. Settings have no dashes in front: {name.replace('-', '_')}={value or '...'}"
+    setting = f"{name.replace('-', '_')}={value or '...'}"
+    return f"{switch}: there is no such switch. Settings have no dashes in front: {setting}"

@@ -11,7 +11,7 @@ Section = TypeVar("Section")
 
 
 def parse_command(arguments: Sequence[str], schema: type[Section]) -> Section:
-    """`key=value ...` as a `schema` object. A value is the text after the first `=`, so prompts need no quoting rules."""
+    """`key=value ...` as a `schema` object. A value is all text after the first `=`: prompts need no quoting rules."""
     data: dict[str, Any] = {}
     problems = []
     for argument in arguments:

@@ -8,22 +8,24 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from app.config.groups import CONF
+from app.config import groups
+from app.config.arguments import SWEEPS, overrides_of, switches_of
 from app.config.overrides import check_overrides
 from app.config.rules import problems_of
 from app.config.schema import RunConfig
-from app.config.strict import typed
+from app.config.strict import key_problems, typed
 from app.errors import CheckpointError, ConfigError
 
 VERSION_BASE = "1.3"
 
 
 def load_run(config: DictConfig) -> RunConfig:
-    """The typed run. The plain container is merged into the schema anew: Hydra lets `+key=...` past its own check."""
+    """The typed run. The plain container is read into the schema anew: Hydra lets `+key=...` past its own check."""
     return checked_run(_plain(config))
 
 
@@ -39,26 +41,36 @@ def checked_run(data: Mapping[str, Any]) -> RunConfig:
 def read_run(file: Path) -> RunConfig:
     """The run that a run.yaml describes; rules about its start (resume, folders) have had their time."""
     try:
-        return typed(RunConfig, _plain(OmegaConf.load(file)))  # type: ignore[arg-type]
-    except (OSError, YAMLError, OmegaConfBaseException) as fault:
-        raise CheckpointError(
-            f"{file} cannot be read as the configuration of a run ({_one_line(fault)})."
-        ) from fault
+        data = OmegaConf.to_container(OmegaConf.load(file))
+        return typed(RunConfig, data if isinstance(data, dict) else {})  # type: ignore[arg-type]
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException, ConfigError) as fault:
+        reason = " ".join(fault.problems) if isinstance(fault, ConfigError) else _one_line(fault)
+        raise CheckpointError(f"{file} cannot be read as the configuration of a run: {reason}") from fault
 
 
 def compose_run(overrides: Sequence[str]) -> RunConfig:
-    """What `hydra.main` would hand over for these overrides, with every problem in one ConfigError.
+    """What `hydra.main` would hand over for these overrides, with every problem in one ConfigError."""
+    return _composed(check_overrides(overrides, RunConfig))
 
-    Composes without the typed schema, because Hydra stops at the first key that a schema refuses.
-    """
-    checked = check_overrides(overrides, RunConfig)
+
+def checked_arguments(arguments: Sequence[str]) -> list[str]:
+    """Command-line words as Hydra takes them; ConfigError with everything that is wrong with the run they describe."""
+    overrides = check_overrides(overrides_of(arguments), RunConfig)
+    _composed(overrides)
+    return [*switches_of(arguments), *overrides]
+
+
+def _composed(overrides: list[str]) -> RunConfig:
+    """Composes without the typed schema, because Hydra stops at the first key that a schema refuses."""
     _store_schema({})
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(CONF), version_base=VERSION_BASE):
-            config = compose("config", overrides=checked)
-    except (HydraException, OmegaConfBaseException) as fault:
+        with initialize_config_dir(str(groups.CONF), version_base=VERSION_BASE):
+            config = compose("config", overrides=overrides, return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException, YAMLError) as fault:
         raise ConfigError(_one_line(fault)) from fault
+    if config.hydra.mode == RunMode.MULTIRUN:
+        raise ConfigError(f"hydra.mode=MULTIRUN: {SWEEPS}")
     return load_run(config)
 
 
@@ -72,11 +84,23 @@ def _store_schema(node: Any) -> None:
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:
+    with open_dict(config):
+        config.pop("hydra", None)
     try:
-        data: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+        return _as_dict(config, resolve=True)
     except OmegaConfBaseException as fault:
-        raise ConfigError(_one_line(fault)) from fault
-    data.pop("hydra", None)
+        # a misspelt key is often why another one cannot be looked up
+        misspelt = key_problems(RunConfig, _as_dict(config, resolve=False))
+        raise ConfigError(misspelt or _lookup_problem(fault)) from fault
+
+
+def _lookup_problem(fault: OmegaConfBaseException) -> str:
+    reason = _one_line(fault).partition(" full_key:")[0].rpartition("while resolving interpolation: ")[2]
+    return f"{fault.full_key}: {reason}." if fault.full_key else f"{reason}."
+
+
+def _as_dict(config: DictConfig, *, resolve: bool) -> dict[str, Any]:
+    data: dict[str, Any] = OmegaConf.to_container(config, resolve=resolve)  # type: ignore[assignment]
     return data
 
 

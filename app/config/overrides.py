@@ -9,8 +9,8 @@ from hydra.errors import HydraException
 
 from app.config.arguments import SWEEPS
 from app.config.groups import choices_by_group
-from app.config.strict import kinds, unknown_key
-from app.config.suggest import did_you_mean, nearest
+from app.config.strict import is_key, kinds
+from app.config.suggest import did_you_mean_key, nearest, nearest_keys
 from app.config.values import is_optional, is_text, shown
 from app.errors import ConfigError
 
@@ -19,7 +19,8 @@ _CAN_BE_ABSENT = ("experiment", "debug")  # groups without a choice unless one i
 
 def check_overrides(arguments: Sequence[str], schema: type) -> list[str]:
     """The overrides in a form that composes whatever the YAML has (`++`), or one ConfigError with every problem."""
-    checked, problems = [], []
+    checked: list[str] = []
+    problems: list[str] = []
     parse = OverridesParser.create().parse_override
     for text in arguments:
         try:
@@ -30,7 +31,7 @@ def check_overrides(arguments: Sequence[str], schema: type) -> list[str]:
         found = list(_problems(override, text, schema))
         problems += found
         if not found:
-            checked.append(_composable(override, text, schema))
+            checked.append(_composable(override, schema))
     if problems:
         raise ConfigError(problems)
     return checked
@@ -59,11 +60,11 @@ def _problems(override: Override, text: str, schema: type) -> Iterator[str]:
         yield f"{text}: nothing can be taken out of a run.{_instead_of_taking_out(key, schema)}"
     elif override.package is not None:
         yield f"{text}: {key} has one place in a run. Write {key}=..."
-    elif key not in choices_by_group() and (problem := unknown_key(schema, key)):
-        yield problem + _near_group(key)
+    elif key not in choices_by_group() and not is_key(schema, key):
+        yield _unknown(key, schema)
     elif override.is_sweep_override():
         yield _no_sweep(key, text.partition("=")[2], schema)
-    elif key in choices_by_group():
+    elif key in choices_by_group() and not isinstance(override.value(), dict):
         yield from _wrong_choice(key, override.value())
 
 
@@ -90,34 +91,29 @@ def _wrong_choice(group: str, choice: Any) -> Iterator[str]:
         return
     near = nearest(shown(choice), names)
     meant = f" Did you mean {near}?" if near else ""
-    yield f"{group}={shown(choice)}: there is no such {group}.{meant} Choose {' or '.join(names)}."
+    yield f"{group}={shown(choice)}: there is no such {group}.{meant} Choose one of {', '.join(names)}."
 
 
-def _near_group(key: str) -> str:
-    """For `modle=llama`, which is nearer to a group than to any key."""
-    groups = {name for name in choices_by_group() if nearest(key, [name])} if "." not in key else ()
-    near = nearest(key, groups)
-    return f" Or the group {near}, with {' or '.join(choices_by_group()[near])}?" if near else ""
+def _unknown(key: str, schema: type) -> str:
+    groups = choices_by_group()
+    near = nearest_keys(key, {*kinds(schema), *groups})
+    if near and near[0] in groups:
+        return f"{key} is neither a key nor a group. Did you mean {near[0]}={'|'.join(groups[near[0]])}?"
+    return f"{key} is not a key.{did_you_mean_key(key, kinds(schema))}"
 
 
-def _composable(override: Override, text: str, schema: type) -> str:
+def _composable(override: Override, schema: type) -> str:
     """`++` sets a key whether or not the YAML has it; Hydra knows no such form for groups."""
-    key = override.key_or_group
+    key, value = override.key_or_group, override.value()
+    text = override.input_line or ""
     if _is_hydra(key):
         return text
-    bare = text.lstrip("+")
-    if key in choices_by_group():
-        return f"~{key}" if override.value() is None else bare
-    value = bare.partition("=")[2]
-    typed_as_text = isinstance(override.value(), int | float) or not _is_readable(override, value)
-    if typed_as_text and _takes_text(key, schema) and _can_be_quoted(value):
-        return f'++{key}="{value}"'  # `model.revision=12e4567` is no number
-    return f"++{bare}"
-
-
-def _is_readable(override: Override, value: str) -> bool:
-    """False for a value that was quoted in order to be read."""
-    return override.input_line is not None and override.input_line.partition("=")[2] == value
+    given = text.partition("=")[2]
+    if key in choices_by_group() and not isinstance(value, dict):
+        return f"~{key}" if value is None else f"{key}={given}"
+    if isinstance(value, int | float) and _takes_text(key, schema):
+        return f'++{key}="{given}"'  # `model.revision=12e4567` is no number
+    return f"++{key}={given}"
 
 
 def _takes_text(key: str, schema: type) -> bool:

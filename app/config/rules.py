@@ -95,19 +95,33 @@ def _random_weights_need_numbers(run: RunConfig) -> Iterator[str]:
         yield "model.weights=random needs model.architecture with model_type and the numbers of config.json."
 
 
+def _random_weights_read_no_folder(run: RunConfig) -> Iterator[str]:
+    if run.model.weights == "random" and Path(run.model.path).expanduser().is_dir():
+        yield (
+            f"model.path={run.model.path} would not be read, because model.weights=random. "
+            "Set model.weights=pretrained, or choose the model=NAME that it is like."
+        )
+
+
 def _resume_needs_its_folder(run: RunConfig) -> Iterator[str]:
     if run.resume in (None, "auto"):
         return
-    path = Path(run.resume)
+    path = Path(run.resume).expanduser()
     if not path.is_dir():
-        yield f"resume={run.resume}: there is no such folder. Give resume=auto or a folder like RUN/checkpoints/step-000100."
+        yield (
+            f"resume={run.resume}: there is no such folder. "
+            "Give resume=auto or a folder like RUN/checkpoints/step-000100."
+        )
 
 
 def _not_in_this_version(run: RunConfig) -> Iterator[str]:
     if run.batching.packing:
         yield "batching.packing=true is not in this version. Set batching.packing=false."
     if run.launch.num_processes > 1:
-        yield f"launch.num_processes={run.launch.num_processes}: this version trains in one process. Set launch.num_processes=1."
+        yield (
+            f"launch.num_processes={run.launch.num_processes}: this version trains in one process. "
+            "Set launch.num_processes=1."
+        )
 
 
 RULES: tuple[Rule, ...] = (
@@ -118,6 +132,7 @@ RULES: tuple[Rule, ...] = (
     _best_needs_eval_rows,
     _adapter_is_whole,
     _random_weights_need_numbers,
+    _random_weights_read_no_folder,
     _resume_needs_its_folder,
     _not_in_this_version,
 )

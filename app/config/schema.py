@@ -221,7 +221,7 @@ class LaunchConfig:
     """Processes and threads; `threads: null` shares the cores out evenly."""
 
     num_processes: int = number(at_least=1)
-    threads: int | None = number(at_least=1)
+    threads: int | None = number(at_least=1, at_most=1024)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -229,7 +229,7 @@ class RunConfig:
     """Everything that `python -m app.train` can be told."""
 
     output_dir: str = MISSING
-    seed: int = number(at_least=0)
+    seed: int = number(at_least=0, at_most=2**32 - 1)
     resume: str | None = MISSING
     dry_run: bool = MISSING
     cache_dir: str = MISSING

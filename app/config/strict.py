@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from functools import cache
@@ -38,9 +38,13 @@ def leaf_keys(schema: Any) -> tuple[str, ...]:
     return tuple(key for key, kind in kinds(schema).items() if not is_dataclass(kind))
 
 
-@cache
 def kinds(schema: Any) -> dict[str, Any]:
     """The type of every dotted key of a schema, sections included."""
+    return _kinds(schema)
+
+
+@cache
+def _kinds(schema: Hashable) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, kind in get_type_hints(schema).items():
         found[name] = kind
@@ -49,12 +53,10 @@ def kinds(schema: Any) -> dict[str, Any]:
     return found
 
 
-def unknown_key(schema: type, key: str) -> str | None:
-    """The problem with a dotted key that is no key of `schema`; None for one that is, or that names a whole section."""
+def is_key(schema: type, key: str) -> bool:
+    """Whether a dotted key is one of `schema`, names a section of it, or lies in a mapping that takes any key."""
     known = kinds(schema)
-    if key in known or any(key.startswith(f"{m}.") for m, kind in known.items() if kind == dict[str, Any]):
-        return None
-    return f"{key} is not a key.{did_you_mean_key(key, known)}"
+    return key in known or any(key.startswith(f"{m}.") for m, kind in known.items() if kind == dict[str, Any])
 
 
 def _key_problems(root: Any, schema: Any, data: Mapping[str, Any], prefix: str) -> Iterator[str]:

@@ -30,17 +30,26 @@ def nearest(given: str, names: Iterable[str]) -> str | None:
 def did_you_mean_key(given: str, known: Iterable[str]) -> str:
     """The same for dotted keys: also finds a key by its last part (`lr` is `optimizer.lr`)."""
     keys = sorted(known)
-    section, _, leaf = given.rpartition(".")
-    nearly_equal = get_close_matches(given, keys, n=1, cutoff=0.88)
-    same_leaf = [key for key in _closest_first(given, keys) if key.rpartition(".")[2] == leaf]
-    found = nearly_equal or same_leaf[:3]
-    if found:
-        return f" Did you mean {' or '.join(found)}?"
-    siblings = {key.rpartition(".")[2]: key for key in keys if section and key.rpartition(".")[0] == section}
-    near = get_close_matches(leaf, siblings, n=1, cutoff=0.4)
+    near = nearest_keys(given, keys)
     if near:
-        return f" Did you mean {siblings[near[0]]}?"
-    return did_you_mean(given, siblings.values() or keys)
+        return f" Did you mean {' or '.join(near)}?"
+    section = given.rpartition(".")[0]
+    return did_you_mean(given, [key for key in keys if section and key.rpartition(".")[0] == section] or keys)
+
+
+def nearest_keys(given: str, keys: Iterable[str]) -> list[str]:
+    """The keys that were probably meant: nearly the same, or of the same last part, or near it in the same section."""
+    known = sorted(keys)
+    section, _, leaf = given.rpartition(".")
+    nearly_equal = get_close_matches(given, known, n=1, cutoff=0.88)
+    if nearly_equal:
+        return nearly_equal
+    same_leaf = [key for key in _closest_first(given, known) if key.rpartition(".")[2] == leaf]
+    if same_leaf:
+        return same_leaf[:3]
+    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
+    near = nearest(leaf, siblings)
+    return [siblings[near]] if near else []
 
 
 def _closest_first(given: str, keys: Iterable[str]) -> list[str]:

@@ -1,13 +1,22 @@
 """One plain value, from YAML or a command line, as the type of a field; and how it is shown in a message.
 
-OmegaConf could convert too, but it reads `${...}` in any text as an interpolation: a prompt about shell scripts would fail.
+OmegaConf could convert too, but it takes `${...}` in any text for an interpolation, also in a prompt about the shell.
 """
 
 from collections.abc import Callable, Mapping
 from types import NoneType
 from typing import Any, get_args
 
-_BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_BOOLS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
 
 
 def converted(value: Any, kind: Any) -> Any:

@@ -18,6 +18,7 @@ from app.engine.signals import StopRequest
 from app.engine.step import Stepper, StepResult
 from app.engine.steps import StepPlan
 from app.errors import TrainingError
+from app.model.flow import LAST_STEP, silent_layers
 
 
 class Journal(Protocol):
@@ -109,7 +110,23 @@ class Loop:
         self.progress.trained_tokens += result.labels
         self._window.tokens += result.tokens
         self._skipped.append(result.skipped)
+        if self.progress.step <= LAST_STEP:
+            self._check_flow(result)
         return result
+
+    def _check_flow(self, result: StepResult) -> None:
+        """In the first steps: an adapter that gets no gradient is told now, not after the run."""
+        silent = (
+            []
+            if bool(result.skipped)
+            else silent_layers(self.parts.stepper.trainee.trained(), self.progress.step)
+        )
+        if silent:
+            shown = ", ".join(silent[:3]) + (f" and {len(silent) - 3} more" if len(silent) > 3 else "")
+            raise TrainingError(
+                f"no gradient reaches the adapter of {shown}, so it would never learn. "
+                "Leave these layers out of adapter.targets."
+            )
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.progress.step % every == 0

@@ -1,7 +1,8 @@
 """Adapters on the linear layers of a frozen base, and the proof that exactly they are trained."""
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -35,10 +36,9 @@ def _lora(config: AdapterConfig, lm: Any, base_path: str) -> nn.Module:
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
         target_modules=_short_names(layers, lm),
+        fan_in_fan_out=any(_is_conv1d(lm.get_submodule(layer)) for layer in layers),
     )
-    with warnings.catch_warnings():
-        # PEFT asks transformers for a name that transformers has since changed
-        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+    with quiet_peft():
         network = get_peft_model(lm, lora)
     _prove_trained(network, layers)
     result: nn.Module = network
@@ -46,6 +46,14 @@ def _lora(config: AdapterConfig, lm: Any, base_path: str) -> nn.Module:
 
 
 ADAPTERS: dict[str, Callable[[AdapterConfig, Any, str], nn.Module]] = {"none": _none, "lora": _lora}
+
+
+@contextlib.contextmanager
+def quiet_peft() -> Iterator[None]:
+    """PEFT asks transformers for a name that transformers has since changed: nothing that a user could mend."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+        yield
 
 
 def layers_to_adapt(targets: list[str], lm: Any) -> list[str]:
@@ -80,13 +88,18 @@ def _ending_in(target: str, linear: list[str]) -> list[str]:
 
 
 def _linear_layers(lm: Any) -> list[str]:
-    """GPT-2's Conv1D is a linear layer too; what stands outside the backbone is the head."""
+    """What stands outside the backbone is the head."""
     inside = f"{lm.base_model_prefix}."
     return [
         name
         for name, module in lm.named_modules()
-        if name.startswith(inside) and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
+        if name.startswith(inside) and (isinstance(module, nn.Linear) or _is_conv1d(module))
     ]
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """GPT-2's linear layer, its weight transposed."""
+    return type(module).__name__ == "Conv1D"
 
 
 def _short_names(layers: list[str], lm: Any) -> list[str]:

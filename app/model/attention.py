@@ -63,10 +63,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> Tensor:
 def plain(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> Tensor:
     """The definition, in the dtype of its inputs with a float32 softmax: the reference of every backend."""
     scale = q.shape[-1] ** -0.5 if rules.scale is None else rules.scale
-    grouped = q.unflatten(
-        1, (k.shape[1], -1)
-    )  # query heads beside the key head that they share: nothing is repeated
-    scores = (grouped @ k.unsqueeze(2).transpose(-1, -2)).flatten(1, 2) * scale
+    scores = _grouped_matmul(q, k.transpose(-1, -2)) * scale
     if rules.softcap is not None:
         scores = torch.tanh(scores / rules.softcap) * rules.softcap
     mask = allowed(q.shape[2], rules, q.device)
@@ -75,8 +72,14 @@ def plain(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> Tensor:
         sinks = rules.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sinks], dim=-1)
     weights = torch.softmax(scores.float(), dim=-1).to(v.dtype)[..., : k.shape[2]]
-    weights = F.dropout(weights, rules.dropout).unflatten(1, (k.shape[1], -1))
-    return (weights @ v.unsqueeze(2)).flatten(1, 2)
+    return _grouped_matmul(F.dropout(weights, rules.dropout), v)
+
+
+def _grouped_matmul(per_query_head: Tensor, per_key_head: Tensor) -> Tensor:
+    """The query heads of a key head one below the other: broadcasting would copy keys and values for each."""
+    batch, heads, size, _ = per_query_head.shape
+    stacked = per_query_head.reshape(batch, per_key_head.shape[1], -1, per_query_head.shape[3])
+    return torch.matmul(stacked, per_key_head).reshape(batch, heads, size, -1)
 
 
 def allowed(size: int, rules: Rules, device: torch.device) -> Tensor:

@@ -7,8 +7,11 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Dtypes:
-    """`base` stores frozen weights, `compute` is what autocast works in; None: no autocast. Trained weights are fp32:
-    in bf16 most updates of a fine-tune are smaller than the spacing of the numbers and would be lost."""
+    """`base` stores frozen weights, `compute` is what autocast works in; None: no autocast.
+
+    Trained weights are fp32: in bf16 most updates of a fine-tune are smaller than the spacing of the numbers and
+    would be lost.
+    """
 
     base: torch.dtype
     compute: torch.dtype | None

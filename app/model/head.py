@@ -1,8 +1,8 @@
 """Logits and cross-entropy for labelled rows only, in chunks of bounded size.
 
-The logits come from the model's own forward with its backbone replaced by the rows, so that whatever a kind does
-around its head (soft-capping, scaling, a transform) stays right. Gradients are made in the forward pass, chunk by
-chunk: no more than one chunk of logits is ever alive.
+The logits come from the model's own forward with its backbone replaced by the rows, so that whatever a kind
+does around its head (soft-capping, scaling, a transform) stays right. Gradients are made in the forward pass,
+chunk by chunk: no more than one chunk of logits is ever alive.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def own_head(lm: Any) -> Head:
 
 
 class _Given:
-    """Stands in for the backbone, and for its output: the hidden states it was made with, and None for all else.
+    """Stands in for the backbone and for its output: the hidden states it was made with, None for all else.
 
     Kinds ask for what the others do not have: router logits, cross attentions, a decoder inside the backbone.
     """
@@ -78,7 +78,7 @@ def token_loss_sum(
     """The sum of cross-entropies over all targets that are not IGNORE, in float32."""
     device = rows.device.type
     if parameters and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
-        # the gradient of a trained head is a sum over all rows, made before any scale: float16 could not hold it
+        # a trained head's gradient is a sum over all rows, made before any scale: float16 could not hold it
         with torch.autocast(device, enabled=False):
             return _apply(head, chunk, targets, rows.float(), parameters)
     return _apply(head, chunk, targets, rows, parameters)
@@ -109,8 +109,8 @@ class _ChunkedLoss(torch.autograd.Function):
             if row_gradient is not None:
                 found = torch.autograd.grad(loss, [piece, *parameters])
                 row_gradient[part] = found[0]
-                for sum_, new in zip(gradients, found[1:], strict=True):
-                    sum_ += new
+                for gradient, new in zip(gradients, found[1:], strict=True):
+                    gradient.add_(new)
         if row_gradient is not None:
             ctx.save_for_backward(row_gradient, *gradients)
         return total

@@ -8,6 +8,7 @@ import torch
 
 from app.config.schema import ModelConfig
 from app.errors import CheckpointError
+from app.model.adapter import quiet_peft
 from app.model.source import fetch_folder, require_weights
 
 _ADAPTER = "adapter_config.json"
@@ -25,7 +26,8 @@ def load_tuned(run: Path, model: ModelConfig, *, adapter: bool) -> Any:
         return lm
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(lm, str(final)).eval().get_base_model()
+    with quiet_peft():
+        return PeftModel.from_pretrained(lm, str(final)).eval().get_base_model()
 
 
 def load_tuned_tokenizer(final: Path) -> Any:

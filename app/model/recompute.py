@@ -1,4 +1,4 @@
-"""Keep only the inputs of layers and compute the rest again in backward: less memory, a third more arithmetic."""
+"""Keep only the inputs of layers, compute the rest again in backward: less memory, a third more arithmetic."""
 
 from collections.abc import Callable
 from functools import wraps

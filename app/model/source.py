@@ -1,4 +1,4 @@
-"""Where a model comes from: a local folder, or a snapshot of a hub repository; one message when it cannot be had."""
+"""Where a model comes from: a local folder or a snapshot of a hub repository; one message when it is not there."""
 
 import json
 from pathlib import Path
@@ -74,7 +74,8 @@ def require_config(folder: Path, path: str) -> None:
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as fault:
         raise EnvironmentProblem(
-            f"model.path={path}: {file} cannot be read as a model configuration ({type(fault).__name__}: {fault})."
+            f"model.path={path}: {file} cannot be read as a model configuration "
+            f"({type(fault).__name__}: {fault})."
         ) from fault
     if not isinstance(kind, str):
         raise EnvironmentProblem(
@@ -98,11 +99,12 @@ def _snapshot(config: ModelConfig, path: str, *, with_weights: bool) -> Path:
 
 def _unreachable(config: ModelConfig, path: str, fault: Exception) -> str:
     revision = f" at revision {config.revision}" if config.revision else ""
+    licence = config.licence_page or f"https://huggingface.co/{path}"
     return (
-        f"model.path={path}{revision} cannot be loaded: its files are not on this machine and the hub did not give them "
-        f"({_reason(fault)}). If it is gated, accept its licence at {config.licence_page or f'https://huggingface.co/{path}'} "
-        "and set HF_TOKEN; without a network, give a local folder: model.path=DIR; to try the architecture without "
-        "its weights: model.weights=random."
+        f"model.path={path}{revision} cannot be loaded: its files are not on this machine and the hub did not give "
+        f"them ({_reason(fault)}). If it is gated, accept its licence at {licence} and set HF_TOKEN; without a "
+        "network, give a local folder: model.path=DIR; to try the architecture without its weights: "
+        "model.weights=random."
     )
 
 

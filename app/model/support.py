@@ -1,8 +1,8 @@
-"""Which kinds of model are trained rightly here; every other is refused by name, before its weights are fetched.
+"""Which kinds of model can be trained rightly here; others are refused by name, before weights are fetched.
 
-Our attention replaces the model's own through transformers' interface, and no mask is built for it. A kind that does
-not call the interface would ignore it, and one whose layers need another mask, or carry a state from token to token,
-would call it and still be wrong: both would train without an error.
+Our attention replaces the model's own through transformers' interface, and no mask is built for it. A kind that
+does not call the interface would ignore it, and one whose layers need another mask, or carry a state from token to
+token, would call it and still be wrong: both would train without an error.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ _HEAD_FAULTS = (
 
 
 def require_kind(config: ModelConfig, numbers: Any) -> None:
-    """What the configuration of a transformers model alone tells; code of its own is judged once it is built."""
+    """What the configuration alone tells; code that a model brings along is judged once it is built."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     known = type(numbers) in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -73,6 +73,6 @@ def _require_head(config: ModelConfig, lm: Any, kind: str) -> None:
 def _refuse(config: ModelConfig, kind: str, reason: str, fault: Exception | None = None) -> None:
     given = "model.architecture" if config.weights == "random" else f"model.path={config.path}"
     raise ConfigError(
-        f"{given}: a model of kind {kind} cannot be trained here ({reason}). Choose another: llama, qwen3, mistral, "
-        "gemma3_text, phi3, olmo2, gpt_oss and most kinds whose layers are full or sliding attention."
+        f"{given}: a model of kind {kind} cannot be trained here ({reason}). Choose another: llama, qwen3, "
+        "mistral, gemma3_text, phi3, olmo2, gpt_oss and most kinds whose layers are full or sliding attention."
     ) from fault

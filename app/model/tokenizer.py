@@ -31,8 +31,8 @@ def load_tokenizer(config: ModelConfig, *, needs_template: bool) -> Any:
         ) from fault
     if not tokenizer.is_fast:
         raise EnvironmentProblem(
-            f"model.tokenizer={path}: this tokenizer has no fast form (tokenizer.json), so labels cannot be placed. "
-            "Convert it, or give model.tokenizer=DIR."
+            f"model.tokenizer={path}: this tokenizer has no fast form (tokenizer.json), so labels cannot be "
+            "placed. Convert it, or give model.tokenizer=DIR."
         )
     if template is not None:
         tokenizer.chat_template = template

@@ -69,8 +69,9 @@ class Trainee(nn.Module):
         error = (own - ours).abs().max() / own.abs().max()
         if not error <= _HEAD_TOLERANCE:
             raise EnvironmentProblem(
-                f"model.path: a model of kind {lm.config.model_type} computes its logits in a way that this program "
-                f"does not follow (relative difference {error:.1e}), so its loss would be wrong. Choose another model."
+                f"model.path: a model of kind {lm.config.model_type} computes its logits in a way that this "
+                f"program does not follow (relative difference {error:.1e}), so its loss would be wrong. "
+                "Choose another model."
             )
 
 

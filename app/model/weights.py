@@ -28,7 +28,7 @@ def load_base(
 
 
 def build_on_meta(config: ModelConfig, attention: str) -> Any:
-    """The same model without memory, for counting: from its own config.json if it is at hand, else from the YAML."""
+    """The same without memory, for counting: from its own config.json if it is at hand, else from the YAML."""
     folder = folder_at_hand(config) if config.weights == "pretrained" else None
     numbers = _numbers(config) if folder is None else _numbers_of(config, folder)
     require_kind(config, numbers)
@@ -77,8 +77,9 @@ def _numbers_of(config: ModelConfig, folder: Path) -> Any:
         )
     except (OSError, ValueError, TypeError, KeyError) as fault:
         raise EnvironmentProblem(
-            f"model.path={config.path}: {folder / 'config.json'} is not a configuration that this transformers can use "
-            f"({first_line(fault)}). Code that a folder brings along is run only with model.trust_remote_code=true."
+            f"model.path={config.path}: {folder / 'config.json'} is not a configuration that this transformers can "
+            f"use ({first_line(fault)}). Code that a model brings along is run only with "
+            "model.trust_remote_code=true."
         ) from fault
 
 
@@ -110,6 +111,6 @@ def _pretrained(
         if isinstance(fault, torch.OutOfMemoryError):
             raise
         raise EnvironmentProblem(
-            f"model.path={config.path}: {folder} cannot be loaded ({first_line(fault)}). Download it again, or give "
-            "another model.path."
+            f"model.path={config.path}: {folder} cannot be loaded ({first_line(fault)}). Download it again, or "
+            "give another model.path."
         ) from fault

@@ -1,7 +1,6 @@
 """What is shown: a progress bar on a terminal, else lines. It is never a reason to stop a run."""
 
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -27,16 +26,6 @@ class Console(Protocol):
 
     def close(self) -> None:
         """Leave the terminal as it was."""
-
-
-def open_console(stream: TextIO | None = None) -> Console:
-    """The one that suits the stream (standard output if none is given)."""
-    safe = SafeStream(stream or sys.stdout)
-    if safe.isatty() and os.environ.get("TERM") != "dumb":
-        from app.record.live import LiveConsole
-
-        return LiveConsole(safe)
-    return PlainConsole(safe)
 
 
 class PlainConsole:

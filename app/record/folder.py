@@ -1,5 +1,7 @@
 """The output folder of a run: where things are in it, and who may use it."""
 
+import json
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,7 @@ class RunFolder:
 
     path: Path
     _lock: int | None = None
+    _made: tuple[Path, ...] = ()
 
     @property
     def run_yaml(self) -> Path:
@@ -87,7 +90,7 @@ class RunFolder:
             made = [folder for folder in (path, *path.parents) if not folder.exists()]
             try:
                 path.mkdir(parents=True, exist_ok=True)
-                claimed = cls(path, lock.take(path / _LOCK))
+                claimed = cls(path, lock.take(path / _LOCK), tuple(made))
             except lock.LockedError as locked:
                 raise EnvironmentProblem(_in_use(output_dir, str(locked))) from None
             except OSError:
@@ -101,10 +104,11 @@ class RunFolder:
         return claimed
 
     def release(self) -> None:
-        """Others may claim it. A process that ends releases it by ending."""
+        """Others may claim it; a folder that we made and left empty goes. A process that ends releases by ending."""
         if self._lock is not None:
             lock.release(self.path / _LOCK, self._lock)
             self._lock = None
+            _remove(self._made)
 
     def __enter__(self) -> Self:
         return self
@@ -120,7 +124,7 @@ def _refuse_foreign(path: Path, output_dir: str, resume: str | None) -> None:
     if path.exists() and not path.is_dir():
         raise EnvironmentProblem(f"output_dir={output_dir}: this is a file; choose a new or empty folder")
     names = _names_in(path)
-    if not names:
+    if not names or _is_only_a_plan(path, names):
         return
     shown = f"{', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}"
     if not _NAMES.intersection(names):
@@ -140,6 +144,14 @@ def _refuse_foreign(path: Path, output_dir: str, resume: str | None) -> None:
         )
 
 
+def _is_only_a_plan(path: Path, names: list[str]) -> bool:
+    """What `dry_run=true` wrote is no run: the next one may take its place."""
+    if "checkpoints" in names or "result.json" not in names:
+        return False
+    result: dict[str, object] = json.loads((path / "result.json").read_text())
+    return result.get("status") == "dry_run"
+
+
 def _names_in(path: Path) -> list[str]:
     try:
         names = sorted(entry.name for entry in path.iterdir())
@@ -152,7 +164,7 @@ def _in_use(output_dir: str, user: str) -> str:
     return f"output_dir={output_dir}: {user} is using it; wait until that ends, or choose another output_dir"
 
 
-def _remove(folders: list[Path]) -> None:
+def _remove(folders: Iterable[Path]) -> None:
     for folder in folders:
         with suppress(OSError):
             (folder / _LOCK).unlink()

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from app.config.schema import TrackerConfig
 from app.errors import AppError
-from app.record.console import Console, open_console
+from app.record.console import Console
 from app.record.files import append_text, sync, write_json, write_text, writing
 from app.record.folder import RunFolder
 from app.record.lines import Sample, aligned, evaluation_line, samples_text, step_line
@@ -20,6 +20,7 @@ from app.record.manifest import Manifest
 from app.record.masking import masked, masked_text
 from app.record.metrics import StepLines
 from app.record.summary import Summary
+from app.record.terminal import open_console
 from app.record.tracker import NoTracker, Tracker, TrackerError
 from app.record.trackers import open_tracker
 

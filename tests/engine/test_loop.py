@@ -99,7 +99,9 @@ def test_tokens_are_counted_over_the_whole_run(make_loop: MakeLoop, data: Data) 
 
 
 def test_patience_ends_a_run_that_gains_nothing(make_loop: MakeLoop, folder: Path) -> None:
-    run = small_run("eval.every=1", "eval.patience=2", "checkpoint.every=0", "checkpoint.final=best")
+    run = small_run(
+        "recipe=full", "eval.every=1", "eval.patience=2", "checkpoint.every=0", "checkpoint.final=best"
+    )
     loop, notebook = make_loop(run, 50, lr=0.0)
     assert loop.fit(StopRequest()) is True
     assert loop.progress.step == 3
@@ -128,3 +130,16 @@ def test_bad_steps_are_named_counted_and_end_the_run(make_loop: MakeLoop, folder
     named = [m for m in notebook.messages if m.startswith("step 4 skipped")]
     assert len(named) == 1
     assert all(place in named[0] for place in loop.parts.loader.places(3)[:8])
+
+
+@pytest.mark.parametrize(("half", "step"), [("lora_B", 1), ("lora_A", 2)])
+def test_an_adapter_that_no_gradient_reaches_is_named(make_loop: MakeLoop, half: str, step: int) -> None:
+    loop, _ = make_loop(small_run("eval.every=0", "checkpoint.every=0"), 4)
+    cut = {name: p for name, p in loop.parts.stepper.trainee.trained().items() if f"q_proj.{half}" in name}
+    for parameter in cut.values():
+        parameter.register_hook(lambda g: g * 0)
+    with pytest.raises(
+        TrainingError, match=r"no gradient reaches the adapter of model\.layers\.0\.self_attn\.q_proj"
+    ):
+        loop.fit(StopRequest())
+    assert loop.progress.step == step

@@ -1,12 +1,15 @@
 """Tiny random models of many kinds, built from numbers alone."""
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from app.batch import IGNORE, Batch
+from app.config.schema import AdapterConfig, ModelConfig
+from app.model.attention import register
+from app.model.build import ModelSections, build_trainee
+from app.model.trainee import Trainee
 
 VOCABULARY = 64
 WIDTH = 32
@@ -79,3 +82,120 @@ def config_of(kind: str, **changes: Any) -> Any:
 
     given = numbers(kind, **changes)
     return AutoConfig.for_model(given.pop("model_type"), **given)
+
+
+def documents_of(lengths: tuple[int, ...], seed: int = 0) -> list[Tensor]:
+    """Random ids, none of them special."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCABULARY, (n,), generator=generator) for n in lengths]
+
+
+def padded(documents: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Ids and positions of rows with padding on the right, [R, S]."""
+    ids = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
+    return ids, torch.arange(ids.shape[1]).expand_as(ids).contiguous()
+
+
+def batch_of(documents: list[Tensor], labels_from: int = 1, fill: int = 0) -> Batch:
+    """Padded rows; the tokens of each from `labels_from` on are trained, and `fill` rows of the head are IGNORE."""
+    ids, positions = padded(documents)
+    size = ids.shape[1]
+    rows = [r * size + s - 1 for r, d in enumerate(documents) for s in range(labels_from, len(d))]
+    targets = [int(d[s]) for d in documents for s in range(labels_from, len(d))]
+    return Batch(
+        ids=ids,
+        positions=positions,
+        label_rows=torch.tensor(rows + [0] * fill, dtype=torch.long),
+        targets=torch.tensor(targets + [IGNORE] * fill, dtype=torch.long),
+        lengths=tuple(len(d) for d in documents),
+        num_labels=len(targets),
+        num_tokens=sum(len(d) for d in documents),
+    )
+
+
+def built(kind: str, attention: str = "packed", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """The same weights for the same kind, in eval mode."""
+    from transformers import AutoModelForCausalLM
+
+    register("sdpa")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        lm = AutoModelForCausalLM.from_config(
+            config_of(kind, **changes), attn_implementation=attention, dtype=dtype
+        )
+        for parameter in lm.parameters():  # biases and norms too: at zero and one they would hide mistakes
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    return lm.eval()
+
+
+def model_config(kind: str = "llama", **given: Any) -> ModelConfig:
+    """The section of a run; random weights unless `path` is given."""
+    weights = "pretrained" if "path" in given else "random"
+    section: dict[str, Any] = {
+        "path": "asset:tiny",
+        "weights": weights,
+        "architecture": numbers(kind),
+    } | given
+    return ModelConfig(**section)
+
+
+def lora(**given: Any) -> AdapterConfig:
+    """An adapter section."""
+    section: dict[str, Any] = {"kind": "lora", "r": 4, "alpha": 8.0, "targets": ["all-linear"]} | given
+    return AdapterConfig(**section)
+
+
+def full() -> AdapterConfig:
+    """No adapter: the whole model is trained."""
+    return AdapterConfig(kind="none")
+
+
+def sections(
+    model: ModelConfig, adapter: AdapterConfig, precision: str = "fp32", **given: Any
+) -> ModelSections:
+    """What build_trainee takes."""
+    return ModelSections(
+        model=model,
+        adapter=adapter,
+        attention="sdpa",
+        precision=precision,
+        recompute=given.get("recompute", False),
+    )
+
+
+def trainee_of(
+    kind: str = "llama", adapter: AdapterConfig | None = None, precision: str = "fp32", **given: Any
+) -> Trainee:
+    """A tiny trainee with random weights; a fresh adapter changes nothing, so give it some weight."""
+    parts = sections(model_config(kind), adapter or full(), precision, **given)
+    trainee = build_trainee(parts, torch.device("cpu"), seed=0, base_path="base")
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in trainee.network.named_parameters():
+        if ".lora_B." in name:
+            parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
+    return trainee
+
+
+def gradients(trainee: Trainee) -> dict[str, Tensor]:
+    """Copies, by name; a parameter that got none counts as zero."""
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in trainee.trained().items()
+    }
+
+
+def distance(found: Any, expected: Any) -> float:
+    """The relative difference of all values together: a tensor, or several by name or place."""
+    pairs = _pairs(found, expected)
+    apart = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
+    size = sum(float(b.double().square().sum()) for _, b in pairs)
+    return float((apart / size) ** 0.5)
+
+
+def _pairs(found: Any, expected: Any) -> list[tuple[Tensor, Tensor]]:
+    if isinstance(expected, Tensor):
+        return [(found, expected)]
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        return [(found[name], expected[name]) for name in expected]
+    return list(zip(found, expected, strict=True))

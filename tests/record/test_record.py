@@ -12,12 +12,12 @@ from omegaconf import OmegaConf
 from app.config.load import compose_run
 from app.config.schema import TrackerConfig
 from app.errors import ConfigError
-from app.record.console import open_console
 from app.record.folder import RunFolder
 from app.record.lines import Sample
 from app.record.metrics import read_lines
 from app.record.record import Record
 from app.record.summary import RESULT_KEYS
+from app.record.terminal import open_console
 from app.record.tracker import NoTracker, TrackerError
 from tests.record.child import run
 from tests.record.test_metrics import STEP

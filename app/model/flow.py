@@ -1,0 +1,19 @@
+"""Does the gradient reach every adapter? A mistake here trains nothing, and the loss may fall all the same."""
+
+from collections.abc import Mapping
+
+from torch import nn
+
+# B starts at zero, so A has no gradient before the second step
+_HALF_OF_STEP = {1: "lora_B", 2: "lora_A"}
+LAST_STEP = max(_HALF_OF_STEP)
+
+
+def silent_layers(trained: Mapping[str, nn.Parameter], step: int) -> list[str]:
+    """The adapted layers whose half that must move in `step` (1 or 2) has no gradient; reads the gradients."""
+    half = _HALF_OF_STEP[step]
+    return [
+        name.removeprefix("base_model.model.").partition(f".{half}")[0]
+        for name, parameter in trained.items()
+        if f".{half}." in name and (parameter.grad is None or not parameter.grad.any())
+    ]

@@ -1,0 +1,151 @@
+"""The program as a user starts it: what it says, what it writes, what comes out."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.command.test_resume import SMALL
+from tests.conftest import RunApp
+from tests.runs import Zygote, metrics, result
+
+STEP_KEYS = "step epoch loss lr grad_norm tokens trained_tokens tokens_per_second peak_memory_bytes".split()
+RESULT_KEYS = "status objective steps train_loss_first train_loss_last eval_loss tokens_per_second peak_memory_bytes final".split()
+
+
+def test_the_default_run_learns_within_a_minute_and_says_what_to_do_next(
+    run_app: RunApp, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    ended = run_app(f"output_dir={run}", timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""
+    outcome = result(run)
+    assert outcome["status"] == "finished"
+    assert outcome["train_loss_last"] <= 0.75 * outcome["train_loss_first"]
+    assert outcome["eval_loss"] <= 0.75 * outcome["train_loss_first"]
+    assert outcome["steps"] == 144
+    lines = metrics(run)
+    assert sum(line["tokens"] for line in lines[-2:] if "loss" in line) == 79_146
+    last = ended.stdout.splitlines()[-2:]
+    assert str(run / "final") in last[0]
+    assert last[1] == f'try it  python -m app.generate run={run} prompt="..."'
+    answer = run_app(
+        f"run={run}", "prompt=Name the opposite of new.", "max_new_tokens=8", module="app.generate"
+    )
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert answer.stdout.strip()
+
+
+def test_the_output_folder_is_what_others_read(zygote: Zygote, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended = zygote.run(tmp_path, *SMALL, "training.max_steps=4", f"output_dir={run}", HF_TOKEN="hf_secret123")
+    assert (ended.code, ended.stderr) == (0, "")
+    assert sorted(f.name for f in run.iterdir()) == [
+        "base", "checkpoints", "final", "log.txt", "manifest.json", "metrics.jsonl", "result.json", "run.yaml", "samples.jsonl",
+    ]  # fmt: skip
+    steps = [line for line in metrics(run) if "loss" in line]
+    assert [list(line) for line in steps] == [STEP_KEYS] * 4
+    assert [line["step"] for line in metrics(run) if "eval_loss" in line] == [2, 4]
+    assert list(result(run)) == RESULT_KEYS
+    assert result(run)["final"] == str(run / "final")
+    assert result(run)["objective"] == min(line["eval_loss"] for line in metrics(run) if "eval_loss" in line)
+    assert yaml.safe_load((run / "run.yaml").read_text())["training"]["max_steps"] == 4
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert manifest["choices"] == {"precision": "fp32", "attention": "sdpa", "device": "cpu", "threads": 1}
+    assert manifest["counts"]["data"]["train"]["samples"] == 90
+    assert set(manifest["hashes"]) == {"train", "eval", "tokenizer"}
+    assert len(list((run / "checkpoints").iterdir())) == 2
+    everything = b"".join(f.read_bytes() for f in run.rglob("*") if f.is_file())
+    assert b"hf_secret123" not in everything
+
+
+@pytest.mark.parametrize("recipe", ["lora", "full"])
+def test_the_losses_are_the_golden_ones(zygote: Zygote, tmp_path: Path, recipe: str) -> None:
+    """A refactor must not move them: they hold for fp32 on any machine, to the rounding of its kernels."""
+    run = tmp_path / "run"
+    ended = zygote.run(tmp_path, *SMALL, f"recipe={recipe}", "training.max_steps=6", f"output_dir={run}")
+    assert ended.code == 0, ended.stderr
+    golden = json.loads((Path(__file__).parent / "golden_losses.json").read_text())[recipe]
+    assert [line["loss"] for line in metrics(run) if "loss" in line] == pytest.approx(golden, rel=1e-4)
+
+
+def test_a_dry_run_tells_the_plan_and_loads_no_weights(zygote: Zygote, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended = zygote.run(tmp_path, *SMALL, "dry_run=true", f"output_dir={run}")
+    assert (ended.code, ended.stderr) == (0, "")
+    assert "24 (2 epochs) of 8 rows" in ended.stdout
+    assert result(run)["status"] == "dry_run"
+    assert not (run / "final").exists()
+    assert not (run / "checkpoints").exists()
+    assert not (run / "base").exists()
+    again = zygote.run(tmp_path, *SMALL, "training.max_steps=1", f"output_dir={run}")
+    assert again.code == 0, f"a dry run does not take the folder: {again.stderr}"
+
+
+def test_a_dry_run_of_eight_billion_weights_needs_none_of_them(zygote: Zygote, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended = zygote.run(tmp_path, "model=llama", "model.weights=random", "dry_run=true", f"output_dir={run}")
+    assert (ended.code, ended.stderr) == (0, "")
+    assert "8,114,147,328 weights, 83,886,080 trained (1.0%)" in ended.stdout
+
+
+def test_the_best_weights_are_the_final_ones_when_asked(zygote: Zygote, tmp_path: Path) -> None:
+    """With a rate that ruins the model after its first steps, the best evaluation is not the last."""
+    run = tmp_path / "run"
+    ended = zygote.run(
+        tmp_path, *SMALL, "optimizer.lr=0.3", "schedule=constant", "eval.every=1", "checkpoint.final=best",
+        "training.max_steps=6", "training.clip=0", f"output_dir={run}",
+    )  # fmt: skip
+    assert ended.code == 0, ended.stderr
+    evaluations = {line["step"]: line["eval_loss"] for line in metrics(run) if "eval_loss" in line}
+    best = min(evaluations, key=lambda step: evaluations[step])
+    assert best < 6
+    assert f"final/ has the weights of step {best}" in ended.stdout
+
+
+def test_five_steps_of_everything(zygote: Zygote, tmp_path: Path) -> None:
+    ended = zygote.run(tmp_path, "debug=fast", *SMALL[:5], "output_dir=run", "tracker=tensorboard")
+    assert (ended.code, ended.stderr) == (0, "")
+    assert list((tmp_path / "run").rglob("events.out.tfevents*"))
+
+
+def test_wandb_works_without_an_account(zygote: Zygote, tmp_path: Path) -> None:
+    ended = zygote.run(
+        tmp_path, *SMALL, "training.max_steps=2", "output_dir=run", "tracker=wandb", WANDB_MODE="offline"
+    )
+    assert ended.code == 0, ended.stderr
+    assert list((tmp_path / "run").rglob("*.wandb"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "extra"),
+    [
+        ("rows.json", '[{"instruction": "Say hi", "input": "", "output": "hi"}]', ("dataset=instruction",)),
+        ("rows.csv", "prompt,completion\nSay hi,hi\n", ("dataset=prompt_completion",)),
+        (
+            "book.txt",
+            "To be, or not to be, that is the question. " * 200,
+            ("dataset=text", "dataset.eval_fraction=0"),
+        ),
+    ],
+)
+def test_the_other_formats_train(
+    zygote: Zygote, tmp_path: Path, name: str, content: str, extra: tuple[str, ...]
+) -> None:
+    (tmp_path / name).write_text(content)
+    small = [text for text in SMALL if not text.startswith("dataset.")]
+    ended = zygote.run(
+        tmp_path,
+        *small,
+        *extra,
+        f"dataset.path={name}",
+        "dataset.eval_fraction=0",
+        "training.max_steps=2",
+        "output_dir=run",
+    )
+    assert (ended.code, ended.stderr) == (0, "")
+    assert "evaluation" not in ended.stdout
+    answer = zygote.run(tmp_path, "run=run", "prompt=Say hi", "max_new_tokens=3", module="app.generate")
+    assert (answer.code, answer.stderr) == (0, "")

@@ -1,0 +1,135 @@
+"""The words of the command line: what is refused, how, and what reaches the run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config.arguments import overrides_of, switches_of
+from app.config.load import checked_arguments, compose_run
+from app.config.overrides import check_overrides
+from app.config.schema import RunConfig
+from app.errors import ConfigError
+from tests.config.small import refusal_of
+
+REFUSED = [
+    ("", "'' is not an override. Write key=value or group=choice."),
+    ("seed", "'seed' is not an override."),
+    ("=3", "'=3' is not an override."),
+    ("model.=3", "'model.=3' cannot be read"),
+    ("~seed", "~seed: nothing can be taken out of a run."),
+    ("~resume", "Set resume=null."),
+    ("~adapter", "Set adapter=none."),
+    ("~debug", "Set debug=null."),
+    ("model@here=tiny", "model@here=tiny: model has one place in a run. Write model=..."),
+    ("model=null", "model=null: there is no such model. Choose one of llama, mistral, qwen, tiny."),
+    ("model=_hub", "model=_hub: there is no such model."),
+    ("model=Llama", "Did you mean llama?"),
+    ("recipe=loar", "recipe=loar: there is no such recipe. Did you mean lora?"),
+    ("modle=llama", "modle is neither a key nor a group. Did you mean model=llama|mistral|qwen|tiny?"),
+    ("seed=1,2", "seed=1,2: sweeps are not in this version."),
+    ("recipe=full,lora", "recipe=full,lora: sweeps are not in this version."),
+    ("seed=range(1,3)", "sweeps are not in this version."),
+    ("dataset.path=a,b", "For text with a comma in it write 'dataset.path=\"a,b\"'."),
+    ("adapter.targets=a,b", "For a list write adapter.targets=[a,b]."),
+    ("hydra.mode=MULTIRUN", "hydra.mode=MULTIRUN: sweeps are not in this version."),
+    ("hydra.mode=multirun", "hydra.mode"),
+    ("hydra.moode=RUN", "hydra.moode"),
+    ("seed=${sed}", "seed: Interpolation key 'sed' not found."),
+    ("seed=${oc.env:NO_SUCH_NAME}", "seed: Environment variable 'NO_SUCH_NAME' not found."),
+    ("dataset={pth: a}", "dataset.pth is not a key. Did you mean dataset.path?"),
+    ("model.suggest=3", "model.suggest=3: model.suggest is a section."),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED, ids=[given for given, _ in REFUSED])
+def test_it_is_refused_with_one_message(given: str, message: str) -> None:
+    (problem,) = refusal_of(given)
+    assert message in problem
+
+
+TAKEN: list[tuple[str, str, Any]] = [
+    ("model.architecture.hidden_size=64", "model.architecture.hidden_size", 64),
+    ("model.architecture.rope_scaling={type: linear}", "model.architecture.rope_scaling.type", "linear"),
+    ("+model.architecture.rope_scaling=3", "model.architecture.rope_scaling", 3),
+    ("++seed=5", "seed", 5),
+    ("+seed=5", "seed", 5),
+    ("adapter.targets=[q_proj,v_proj]", "adapter.targets", ["q_proj", "v_proj"]),
+    ("dataset.columns={messages: talk}", "dataset.columns.messages", "talk"),
+    ("dataset={max_rows: 3}", "dataset.max_rows", 3),
+    ("eval={every: 7}", "eval.every", 7),
+    ("training.max_steps=null", "training.max_steps", None),
+    ('dataset.path="a=b,c.jsonl"', "dataset.path", "a=b,c.jsonl"),
+    ("dataset.path=a=b.jsonl", "dataset.path", "a=b.jsonl"),
+    ("output_dir=~/my runs", "output_dir", "~/my runs"),
+    ("output_dir=a(b)", "output_dir", "a(b)"),
+    ("model.revision=12e4567", "model.revision", "12e4567"),
+    ("model.revision=007", "model.revision", "007"),
+    ("output_dir=1.50", "output_dir", "1.50"),
+    ("output_dir=${seed}", "output_dir", "0"),
+    ("+model=llama", "model.architecture.num_hidden_layers", 32),
+    ("++model=llama", "model.architecture.num_hidden_layers", 32),
+    ("+experiment=first_run", "seed", 0),
+    ("experiment=null", "seed", 0),
+    ("debug=null", "record.every", 5),
+]
+
+
+def at(run: Any, key: str) -> Any:
+    for name in key.split("."):
+        run = run[name] if isinstance(run, dict) else getattr(run, name)
+    return run
+
+
+@pytest.mark.parametrize(("given", "key", "value"), TAKEN, ids=[given for given, _, _ in TAKEN])
+def test_it_reaches_the_run(given: str, key: str, value: Any) -> None:
+    assert at(compose_run([given]), key) == value
+
+
+def test_the_last_one_wins() -> None:
+    run = compose_run(["seed=1", "model=llama", "debug=fast", "seed=2", "model=qwen", "debug=null"])
+    assert (run.seed, run.model.path, run.training.max_steps) == (2, "Qwen/Qwen3-8B", None)
+
+
+def test_what_was_checked_can_be_checked_again() -> None:
+    given = ["seed=1", "+model=llama", "output_dir=a=b", "model.revision=1e5"]
+    once = check_overrides(given, RunConfig)
+    assert check_overrides(once, RunConfig) == once
+
+
+def test_all_problems_of_a_command_line_come_at_once() -> None:
+    problems = refusal_of("sed=1", "model=lama", "training.max_stps=3", "~seed", "x", "+adapter.rr=2")
+    assert len(problems) == 6
+
+
+def test_switches_and_settings_may_be_mixed() -> None:
+    words = ["seed=1", "--cfg", "job", "adapter.r=3"]
+    assert overrides_of(words) == ["seed=1", "adapter.r=3"]
+    assert switches_of(words) == ["--cfg", "job"]
+    assert checked_arguments(words) == ["--cfg", "job", "++seed=1", "++adapter.r=3"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-m", "seed=1,2"], "-m: sweeps are not in this version"),
+        (["--multirun"], "-m: sweeps are not in this version"),
+        (["--output-dir=runs"], "Settings have no dashes in front: output_dir=runs"),
+        (["--resume", "auto"], "--resume: there is no such switch"),
+        (["--cfg", "jobb"], "--cfg/-c: invalid choice: 'jobb'"),
+        (["--config-name=mine"], "--config-name is not in this program"),
+        (["--config-dir", "here"], "--config-dir is not in this program"),
+        (["--experimental-rerun", "a.pickle"], "--experimental-rerun is not in this program"),
+    ],
+)
+def test_a_switch_that_is_not_there_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        overrides_of(words)
+    assert len(refusal.value.problems) == 1
+    assert message in refusal.value.problems[0]
+
+
+def test_the_program_runs_what_was_checked(tmp_path: Path) -> None:
+    """The words that Hydra gets give the same run as the words that were typed."""
+    words = ["experiment=null", "output_dir=a=b", "model.architecture.new=1"]
+    assert compose_run(checked_arguments(words)) == compose_run(words)

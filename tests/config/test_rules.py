@@ -1,0 +1,71 @@
+"""Each rule refuses what it is about, says what to do, and leaves a sound run alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config.rules import RULES, problems_of
+from tests.config.small import refusal_of, run_with
+
+NO_EVAL = {"dataset.eval_path": None}
+TEXT = {"dataset.format": "text"}
+
+BROKEN: list[tuple[dict[str, Any], str]] = [
+    ({"dataset.max_length": 1000}, "dataset.max_length=1000 is more than the 512 positions"),
+    ({"dataset.train_on": "completion"}, "train_on=completion means nothing for dataset.format=messages"),
+    ({"dataset.train_on": "last", **TEXT}, "dataset.format=text. Choose auto or all"),
+    ({"dataset.on_overflow": "split"}, "dataset.on_overflow=split would tear"),
+    ({"dataset.eval_fraction": 0.1}, "dataset.eval_fraction=0.1 both choose the held-out rows"),
+    ({"dataset.eval_split": "test"}, "dataset.eval_split=test both choose the held-out rows"),
+    ({"checkpoint.final": "best", **NO_EVAL}, "checkpoint.final=best needs held-out rows"),
+    ({"eval.patience": 2, **NO_EVAL}, "eval.patience=2 needs held-out rows"),
+    ({"checkpoint.final": "best", "eval.every": 0}, "needs evaluations during the run. Set eval.every"),
+    ({"adapter.r": 0}, "adapter.r=0 must be at least 1"),
+    ({"adapter.alpha": 0}, "adapter.alpha=0 must be above 0"),
+    ({"adapter.targets": []}, "adapter.targets is empty"),
+    ({"model.architecture": {}}, "model.weights=random needs model.architecture with model_type"),
+    ({"model.path": "."}, "model.path=. would not be read, because model.weights=random"),
+    ({"resume": "no/such"}, "resume=no/such: there is no such folder"),
+    ({"batching.packing": True}, "batching.packing=true is not in this version"),
+    ({"launch.num_processes": 2}, "launch.num_processes=2: this version trains in one process"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BROKEN, ids=[str(changes) for changes, _ in BROKEN])
+def test_a_broken_rule_is_told_once(changes: dict[str, Any], message: str) -> None:
+    (problem,) = problems_of(run_with(changes))
+    assert message in problem
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_no_rule_is_without_a_test(rule: Any) -> None:
+    assert any(list(rule(run_with(changes))) for changes, _ in BROKEN)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dataset.on_overflow": "split", **TEXT},
+        {"dataset.eval_fraction": 0.1, **NO_EVAL},
+        {"checkpoint.final": "best", "eval.patience": 3},
+        {"adapter.kind": "none", "adapter.r": 0, "adapter.targets": []},
+        {"model.weights": "pretrained", "model.path": ".", "model.architecture": {}},
+        {"dataset.max_length": 512},
+        {"resume": "auto"},
+    ],
+    ids=str,
+)
+def test_a_sound_run_breaks_no_rule(changes: dict[str, Any]) -> None:
+    assert problems_of(run_with(changes)) == []
+
+
+def test_the_users_folder_may_be_written_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "runs").mkdir()
+    assert problems_of(run_with({"resume": "~/runs"})) == []
+
+
+def test_rules_are_asked_of_a_command_line_too() -> None:
+    assert len(refusal_of("batching.packing=true", "adapter.r=0")) == 2

@@ -1,0 +1,144 @@
+"""Plain data into a typed run: types, limits, names, and everything that is wrong at once."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from app.config.command import parse_command
+from app.config.load import checked_run, compose_run, read_run
+from app.config.schema import RunConfig
+from app.config.strict import leaf_keys
+from app.errors import CheckpointError, ConfigError
+from app.generate import GenerateConfig
+from tests.config.small import data_with, problems_in, run_with
+
+WRONG: list[tuple[str, Any, str]] = [
+    ("seed", "x", "seed=x: expected a whole number."),
+    ("seed", 1.5, "seed=1.5: expected a whole number."),
+    ("seed", True, "seed=true: expected a whole number."),
+    ("seed", None, "seed=null: expected a whole number."),
+    ("seed", "", "seed=: expected a whole number."),
+    ("seed", -1, "seed=-1 must be at least 0 and at most 4294967295."),
+    ("seed", 2**32, "seed=4294967296 must be at least 0 and at most 4294967295."),
+    ("training.max_steps", 2.5, "training.max_steps=2.5: expected a whole number or null."),
+    ("training.max_steps", 0, "training.max_steps=0 must be at least 1."),
+    ("training.epochs", float("inf"), "training.epochs=inf must be a finite number."),
+    ("training.epochs", "many", "training.epochs=many: expected a number."),
+    ("optimizer.lr", float("nan"), "optimizer.lr=nan must be a finite number."),
+    ("optimizer.lr", 0, "optimizer.lr=0.0 must be above 0."),
+    ("optimizer.beta1", 1.0, "optimizer.beta1=1.0 must be at least 0 and below 1."),
+    ("schedule.final_fraction", 1.5, "schedule.final_fraction=1.5 must be at least 0 and at most 1."),
+    ("dry_run", "maybe", "dry_run=maybe: expected true or false."),
+    ("dry_run", 2, "dry_run=2: expected true or false."),
+    ("output_dir", "", "output_dir= is empty. Give a value."),
+    ("resume", "", "resume= is empty. Give a value, or resume=null."),
+    ("resume", True, "resume=true: expected text (in quotes, where it looks like something else) or null."),
+    ("model.revision", 1e5, "model.revision=100000.0: expected text"),
+    ("model.path", ["a", None], "model.path=[a, null]: expected text"),
+    ("adapter.targets", "q_proj", "adapter.targets=q_proj: expected a list like [a, b]."),
+    ("adapter.targets", ["q_proj", None], "adapter.targets=[q_proj, null]: expected a list like [a, b]."),
+    ("model.architecture", 3, "model.architecture=3: expected a mapping like {a: 1, b: 2}."),
+    ("dataset.format", "mesages", "dataset.format=mesages is none of messages, instruction, "),
+    ("dataset.format", "mesages", "Did you mean messages?"),
+    ("checkpoint.final", "first", "checkpoint.final=first is none of last, best."),
+    ("optimizer.kind", "adamv", "Did you mean adamw?"),
+    ("training", 3, "training=3: training is a section. Give its keys, such as training.epochs=..."),
+    ("model.suggest", None, "model.suggest=null: model.suggest is a section."),
+    ("dataset.path", "???", "dataset.path has no value. Give dataset.path=..."),
+    ("dataset.colums", {}, "dataset.colums is not a key. Did you mean dataset.columns?"),
+    ("lr", 1, "lr is not a key. Did you mean optimizer.lr?"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "message"), WRONG, ids=[f"{k}={v}" for k, v, _ in WRONG])
+def test_a_wrong_value_is_told_with_its_key_and_what_is_allowed(key: str, value: Any, message: str) -> None:
+    (problem,) = problems_in({key: value})
+    assert message in problem
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "read"),
+    [
+        ("seed", "7", 7),
+        ("optimizer.lr", 1, 1.0),
+        ("optimizer.lr", "1e-5", 1e-5),
+        ("dry_run", "yes", True),
+        ("dry_run", 0, False),
+        ("training.max_steps", None, None),
+        ("output_dir", 2024, "2024"),
+        ("output_dir", "${HOME}", "${HOME}"),
+        ("adapter.targets", ["q_proj", "v_proj"], ["q_proj", "v_proj"]),
+        ("tracker.project", "", ""),
+    ],
+)
+def test_a_right_value_gets_the_type_of_its_key(key: str, value: Any, read: Any) -> None:
+    place: Any = run_with({key: value})
+    for name in key.split("."):
+        place = getattr(place, name)
+    assert (place, type(place)) == (read, type(read))
+
+
+def test_all_problems_come_at_once() -> None:
+    changes = {"seed": "x", "training.epochs": 0, "lr": 1, "dataset.format": "x", "model.path": "???"}
+    assert [problem.split("=")[0].split(" ")[0] for problem in problems_in(changes)] == [
+        "lr", "seed", "model.path", "dataset.format", "training.epochs",
+    ]  # fmt: skip
+
+
+def test_a_missing_key_is_named() -> None:
+    data = data_with({})
+    del data["training"], data["seed"]
+    with pytest.raises(ConfigError) as refusal:
+        checked_run(data)
+    assert "seed has no value. Give seed=..." in refusal.value.problems
+    assert "training.clip has no value. Give training.clip=..." in refusal.value.problems
+
+
+@pytest.mark.parametrize(
+    "overrides", [[], ["recipe=full", "model=llama"], ["tracker=wandb", "adapter.targets=[q_proj,v_proj]"]]
+)
+def test_a_run_is_read_from_its_run_yaml_as_it_was(overrides: list[str], tmp_path: Path) -> None:
+    run = compose_run(overrides)
+    file = tmp_path / "run.yaml"
+    file.write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(run))))
+    assert read_run(file) == run
+
+
+@pytest.mark.parametrize("text", ["", "- a\n", "a: [", "just words", "seed: x\n", "\x00"])
+def test_what_is_no_run_yaml_is_refused_by_name(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(CheckpointError, match=r"run\.yaml cannot be read as the configuration of a run: "):
+        read_run(file)
+
+
+def test_a_run_yaml_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_run(tmp_path / "run.yaml")
+
+
+def test_a_prompt_is_taken_as_it_stands() -> None:
+    prompt = "a=b, c: ${HOME} 'x' \"y\" [z] \\n"
+    config = parse_command([f"prompt={prompt}", "run=r", "system=null"], GenerateConfig)
+    assert (config.prompt, config.system, config.temperature) == (prompt, None, 0.0)
+
+
+def test_a_command_tells_all_that_is_wrong_with_its_arguments() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        parse_command(["rum=r", "temperature=-1", "seed=x"], GenerateConfig)
+    assert refusal.value.problems == (
+        "rum is not a key. Did you mean run?",
+        "run has no value. Give run=...",
+        "prompt has no value. Give prompt=...",
+        "temperature=-1.0 must be at least 0.",
+        "seed=x: expected a whole number.",
+    )
+    with pytest.raises(ConfigError, match=r"'hello' is not key=value. Keys: run, prompt, "):
+        parse_command(["hello"], GenerateConfig)
+
+
+def test_every_key_of_a_run_has_a_place_in_the_schema() -> None:
+    assert len(leaf_keys(RunConfig)) >= 75

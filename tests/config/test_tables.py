@@ -1,0 +1,48 @@
+"""A name in conf/ has its entry in the table of the module that owns the kind, and the other way round."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from app.config.groups import choices_by_group
+from app.config.rules import CHAT_FORMATS, TRAIN_ON
+from app.config.schema import CHOICES, DatasetConfig
+from app.data.formats import FORMATS
+from app.data.overflow import POLICIES
+from app.model.adapter import ADAPTERS
+from app.model.attention import BACKENDS
+from app.model.dtypes import DTYPES
+from app.optim.optimizers import OPTIMIZERS
+from app.optim.schedule import SCHEDULES
+from app.record.trackers import TRACKERS
+
+
+@pytest.mark.parametrize(
+    ("group", "table"),
+    [
+        ("optimizer", OPTIMIZERS),
+        ("schedule", SCHEDULES),
+        ("adapter", ADAPTERS),
+        ("tracker", TRACKERS),
+        ("attention", (*BACKENDS, "auto")),
+        ("precision", (*DTYPES, "auto")),
+        ("quantization", ("none",)),
+        ("parallel", ("auto",)),
+    ],
+)
+def test_files_and_entries_have_the_same_names(group: str, table: Iterable[str]) -> None:
+    assert set(choices_by_group()[group]) == set(table)
+
+
+def choices_of(name: str) -> tuple[str, ...]:
+    field: Any = DatasetConfig.__dataclass_fields__[name]
+    choices: tuple[str, ...] = field.metadata[CHOICES]
+    return choices
+
+
+def test_dataset_choices_are_what_the_data_can_do() -> None:
+    assert set(choices_of("format")) == set(FORMATS) == set(TRAIN_ON)
+    assert set(choices_of("on_overflow")) == {"auto", "error", *POLICIES}
+    assert set(choices_of("train_on")) == {part for parts in TRAIN_ON.values() for part in parts}
+    assert set(CHAT_FORMATS) <= set(FORMATS)

@@ -1,0 +1,182 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from app.errors import ConfigError
+from app.model.adapter import layers_to_adapt
+from tests.model.small import (
+    KINDS,
+    batch_of,
+    built,
+    distance,
+    documents_of,
+    lora,
+    model_config,
+    sections,
+    trainee_of,
+)
+
+BATCH = batch_of(documents_of((9, 4)))
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def adapted(trainee: Any) -> set[str]:
+    """The layers that got an adapter, by their full name in the transformers model."""
+    ends = (".lora_A.default.weight", ".lora_B.default.weight")
+    names = list(trainee.trained())
+    assert all(name.endswith(ends) for name in names), names
+    return {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in names}
+
+
+def test_all_linear_means_every_linear_layer_of_the_backbone_and_nothing_else() -> None:
+    trainee = trainee_of("llama", lora())
+    expected = {
+        f"model.layers.{i}.{'mlp' if name in PROJECTIONS[4:] else 'self_attn'}.{name}"
+        for i in range(2)
+        for name in PROJECTIONS
+    }
+    assert adapted(trainee) == expected
+    assert len(trainee.trained()) == 2 * len(expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_head_the_embedding_and_the_routers_are_left_alone(kind: str) -> None:
+    trainee = trainee_of(kind, lora())
+    layers = adapted(trainee)
+    lm = trainee.language_model
+    assert layers
+    assert not [name for name in layers if name.startswith(("lm_head", "model.embed", "transformer.wte"))]
+    assert not [name for name in layers if {"gate", "router"} & set(name.split("."))]
+    assert not lm.get_output_embeddings().weight.requires_grad
+    assert not lm.get_input_embeddings().weight.requires_grad
+
+
+def test_a_linear_router_is_left_out_unless_it_is_named() -> None:
+    lm = built("qwen2_moe")
+    everything = layers_to_adapt(["all-linear"], lm)
+    assert [n for n in everything if n.endswith("shared_expert.gate_proj")], "a shared expert is adapted"
+    assert not [n for n in everything if n.endswith("shared_expert_gate")]
+    named = layers_to_adapt(["shared_expert_gate"], lm)
+    assert named == [f"model.layers.{i}.mlp.shared_expert_gate" for i in range(2)]
+
+
+def test_targets_can_be_listed_by_any_end_of_their_names() -> None:
+    assert adapted(trainee_of("llama", lora(targets=["q_proj", "1.mlp.down_proj"]))) == {
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.mlp.down_proj",
+    }
+
+
+def test_every_target_must_match() -> None:
+    with pytest.raises(ConfigError) as refused:
+        trainee_of("llama", lora(targets=["q_proj", "qproj", "lm_head", "proj"]))
+    messages = refused.value.problems
+    assert [m.split(" matches")[0] for m in messages] == [
+        "adapter.targets: qproj",
+        "adapter.targets: lm_head",
+        "adapter.targets: proj",
+    ]
+    assert "down_proj, gate_proj" in messages[0]
+    assert "Did you mean q_proj?" in messages[0]
+
+
+def test_a_short_name_is_not_used_where_it_would_reach_other_layers() -> None:
+    """The head of this model ends like layers of its backbone; PEFT would adapt it as well."""
+    lm = built("llama")
+    lm.add_module("q_proj", nn.Linear(4, 4))
+    from app.model.adapter import attach
+
+    network = attach(lora(targets=["q_proj"]), lm, "base")
+    assert len([n for n, p in network.named_parameters() if p.requires_grad]) == 4
+
+
+def test_gpt2_has_linear_layers_of_another_class() -> None:
+    trainee = trainee_of("gpt2", lora())
+    assert {name.rpartition(".")[2] for name in adapted(trainee)} == {"c_attn", "c_proj", "c_fc"}
+    trainee(BATCH)[0].backward()
+    assert all(p.grad is not None and p.grad.any() for p in trainee.trained().values())
+
+
+def test_full_training_trains_everything() -> None:
+    trainee = trainee_of("llama")
+    assert trainee.trained().keys() == dict(trainee.language_model.named_parameters()).keys()
+    tied = trainee_of("gemma2")
+    assert "lm_head.weight" not in tied.trained()
+    assert "model.embed_tokens.weight" in tied.trained()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_adapters_are_fp32_on_a_half_precision_base(precision: str) -> None:
+    trainee = trainee_of("llama", lora(), precision)
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    assert {p.dtype for p in trainee.trained().values()} == {torch.float32}
+    frozen = {name: p.dtype for name, p in trainee.network.named_parameters() if not p.requires_grad}
+    assert set(frozen.values()) == {half}
+    assert [name for name in frozen if "norm" in name]
+
+
+def test_full_training_keeps_fp32_weights_under_bf16() -> None:
+    assert {p.dtype for p in trainee_of("llama", None, "bf16").parameters()} == {torch.float32}
+
+
+def test_the_adapter_adds_alpha_over_r_times_b_times_a() -> None:
+    trainee = trainee_of("llama", lora(r=4, alpha=12.0, targets=["q_proj"]))
+    layer = trainee.language_model.model.layers[0].self_attn.q_proj
+    x = torch.randn(3, 32)
+    added = x @ layer.lora_A["default"].weight.T @ layer.lora_B["default"].weight.T * (12 / 4)
+    assert distance(layer(x).detach(), (layer.base_layer(x) + added).detach()) <= 1e-6
+    assert added.abs().max() > 0.1
+
+
+def test_a_new_adapter_changes_nothing_yet() -> None:
+    from app.model.build import build_trainee
+
+    base = trainee_of("llama")
+    fresh = build_trainee(sections(model_config(), lora()), torch.device("cpu"), 0, "base")
+    assert float(fresh(BATCH)[0].detach()) == float(base(BATCH)[0].detach())
+
+
+def test_the_seed_decides_the_adapter_whatever_the_base_drew() -> None:
+    first, again = (trainee_of("llama", lora()).trained() for _ in range(2))
+    torch.manual_seed(99)
+    third = trainee_of("llama", lora()).trained()
+    from app.model.build import build_trainee
+
+    other = build_trainee(sections(model_config(), lora()), torch.device("cpu"), 1, "base").trained()
+    halves = [name for name in first if ".lora_A." in name]
+    assert all(torch.equal(first[n], again[n]) and torch.equal(first[n], third[n]) for n in first)
+    assert not any(torch.equal(first[n], other[n]) for n in halves)
+
+
+def test_names_in_the_file_are_those_of_peft(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from safetensors import safe_open
+
+    from app.model.adapter import quiet_peft
+
+    names = []
+    ours = trainee_of("llama", lora()).network
+    with quiet_peft():
+        theirs = get_peft_model(
+            built("llama"), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
+        )
+    for folder, network in (("ours", ours), ("theirs", theirs)):
+        network.save_pretrained(str(tmp_path / folder), save_embedding_layers=False)  # type: ignore[operator]
+        with safe_open(str(tmp_path / folder / "adapter_model.safetensors"), "pt") as file:
+            names.append({name: tuple(file.get_slice(name).get_shape()) for name in file.keys()})  # noqa: SIM118
+    assert names[0] == names[1]
+    assert len(names[0]) == 28
+
+
+def test_gradients_reach_b_at_once_and_a_after_a_step() -> None:
+    from app.model.build import build_trainee
+
+    trainee = build_trainee(sections(model_config(), lora()), torch.device("cpu"), 0, "base")
+    trainee(BATCH)[0].backward()
+    for name, p in trainee.trained().items():
+        assert p.grad is not None
+        assert bool(p.grad.any()) == (".lora_B." in name), name

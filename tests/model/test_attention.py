@@ -1,0 +1,261 @@
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.config.schema import AttentionConfig
+from app.errors import ConfigError
+from app.model.attention import BACKENDS, NAME, Backend, Rules, plain, register, sdpa, select
+from tests.model import small
+from tests.model.small import KINDS, built, config_of, distance, documents_of, padded
+
+LENGTHS = (20, 5, 11)  # longer than the window of 8, shorter, and neither
+DOCUMENTS = documents_of(LENGTHS)
+MORE_KINDS = ("gemma", "gpt_neox", "qwen2_moe", "qwen3_moe", "olmo3", "starcoder2", "glm4", "opt", "smollm3")
+
+
+def separate(lm: Any) -> list[Tensor]:
+    """Hidden states of each document alone, by the model's own eager attention."""
+    lm.set_attn_implementation("eager")
+    try:
+        return [
+            lm.base_model(input_ids=d[None], position_ids=torch.arange(len(d))[None], use_cache=False)[0][0]
+            for d in DOCUMENTS
+        ]
+    finally:
+        lm.set_attn_implementation(NAME)
+
+
+def in_rows(lm: Any) -> list[Tensor]:
+    """The same through our attention, one document a row with padding on the right."""
+    ids, positions = padded(DOCUMENTS)
+    hidden = lm.base_model(input_ids=ids, position_ids=positions, use_cache=False)[0]
+    return [hidden[r, :n] for r, n in enumerate(LENGTHS)]
+
+
+def side_by_side(lm: Any) -> list[Tensor]:
+    """The same through our attention, all documents in one row."""
+    ids = torch.cat(DOCUMENTS)[None]
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    hidden = lm.base_model(input_ids=ids, position_ids=positions, use_cache=False, documents=LENGTHS)[0]
+    return list(torch.split(hidden[0], list(LENGTHS)))
+
+
+def gradient_of(lm: Any, hidden: list[Tensor]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    lm.zero_grad()
+    sum((h * torch.randn(h.shape, generator=generator)).sum() for h in hidden).backward()  # type: ignore[union-attr]
+    return {n: p.grad.clone() for n, p in lm.named_parameters() if p.grad is not None}
+
+
+def largest(found: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest difference of any two numbers."""
+    return max(float((a - b).detach().abs().max()) for a, b in zip(found, expected, strict=True))
+
+
+def check_parity(kind: str) -> None:
+    lm = built(kind)
+    alone = separate(lm)
+    expected = gradient_of(lm, alone)
+    for layout in (in_rows, side_by_side):
+        ours = layout(lm)
+        assert largest(ours, alone) <= 1e-5, layout.__name__
+        assert distance(gradient_of(lm, ours), expected) <= 5e-6, layout.__name__
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_the_models_own_eager_attention_on_separate_documents(kind: str) -> None:
+    check_parity(kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MORE_KINDS)
+def test_equals_the_models_own_eager_attention_for_more_kinds(kind: str) -> None:
+    check_parity(kind)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma2", "gpt_oss"])
+def test_windows_caps_and_sinks_are_not_lost(kind: str) -> None:
+    """What the parity above rests on: leaving out any of them is seen."""
+    lm = built(kind)
+    right = in_rows(lm)
+    changes = {"sliding_window": None, "softcap": None, "s_aux": None}
+    for rule in {
+        "mistral": ["sliding_window"],
+        "gemma2": ["sliding_window", "softcap"],
+        "gpt_oss": ["s_aux"],
+    }[kind]:
+        with_rule = recorded(lm)[0][1]
+        assert with_rule[rule] is not None
+        _call_with({rule: changes[rule]})
+        wrong = in_rows(lm)
+        register("sdpa")
+        assert largest(wrong, right) > 1e-3, rule
+
+
+def _ours() -> Any:
+    from transformers import AttentionInterface
+
+    return AttentionInterface._global_mapping[NAME]
+
+
+def _call_with(changed: dict[str, Any]) -> None:
+    from transformers import AttentionInterface
+
+    ours = _ours()
+    AttentionInterface.register(
+        NAME, lambda *args, **layer: ours(*args, **(layer | {k: v for k, v in changed.items() if k in layer}))
+    )
+
+
+def recorded(lm: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """What each layer hands to our function."""
+    from transformers import AttentionInterface
+
+    register("sdpa")
+    ours, calls = _ours(), []
+
+    def spy(*args: Any, **layer: Any) -> Any:
+        calls.append((args, layer))
+        return ours(*args, **layer)
+
+    AttentionInterface.register(NAME, spy)
+    try:
+        in_rows(lm)
+    finally:
+        register("sdpa")
+    return calls
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layer_calls_us_without_a_mask_and_with_unrepeated_keys(kind: str) -> None:
+    lm = built(kind)
+    calls = recorded(lm)
+    assert len(calls) == 2
+    heads = 4 if kind == "gpt2" else 2
+    for args, layer in calls:
+        assert args[4] is None
+        assert "attention_mask" not in layer
+        assert args[2].shape[1] == heads, "keys"
+        assert args[3].shape[1] == heads, "values"
+
+
+@pytest.mark.parametrize("backend", [sdpa, plain])
+def test_keys_and_values_of_shared_heads_are_not_repeated(backend: Any) -> None:
+    q, k, v = heads_of(12, 8, 1, size=16)
+    rules = Rules(
+        causal=True,
+        scale=None,
+        dropout=0.0,
+        window=None,
+        softcap=2.0 if backend is plain else None,
+        sinks=None,
+    )
+    saved: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved[tensor.data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        backend(q, k, v, rules)
+    # a repeated key or value would be as large as the query; sdpa alone keeps such a thing, its output
+    known = {t.data_ptr() for t in (q, k, v)}
+    as_large = [t.shape for p, t in saved.items() if p not in known and t.numel() == q.numel()]
+    assert len(as_large) == (1 if backend is sdpa else 0), as_large
+
+
+def heads_of(length: int, query: int, key: int, size: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(2, n, length, size, generator=generator).requires_grad_() for n in (query, key, key)]
+    return made[0], made[1], made[2]
+
+
+def one_by_one(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> Tensor:
+    """The definition, a query at a time, in float64."""
+    out = torch.zeros_like(q, dtype=torch.float64)
+    for b, h, i in itertools.product(*(range(n) for n in q.shape[:3])):
+        g = h * k.shape[1] // q.shape[1]
+        near = [
+            j
+            for j in range(k.shape[2])
+            if (j <= i or not rules.causal) and (rules.window is None or abs(i - j) < rules.window)
+        ]
+        scores = (k[b, g, near].double() @ q[b, h, i].double()) * (rules.scale or q.shape[-1] ** -0.5)
+        if rules.softcap is not None:
+            scores = torch.tanh(scores / rules.softcap) * rules.softcap
+        if rules.sinks is not None:
+            scores = torch.cat([scores, rules.sinks[h : h + 1].double()])
+        out[b, h, i] = torch.softmax(scores, 0)[: len(near)] @ v[b, g, near].double()
+    return out
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 3, 7, 20])
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, False), (1.5, False), (None, True)])
+def test_backends_follow_the_definition(
+    causal: bool, window: int | None, softcap: float | None, sinks: bool
+) -> None:
+    q, k, v = heads_of(7, 4, 2)
+    sink = torch.tensor([0.3, -1.0, 2.0, 0.0]) if sinks else None
+    rules = Rules(causal=causal, scale=0.7, dropout=0.0, window=window, softcap=softcap, sinks=sink)
+    expected = one_by_one(q, k, v, rules)
+    for backend in (sdpa, plain):
+        assert largest([backend(q, k, v, rules)], [expected]) <= 2e-6, backend.__name__
+
+
+def test_a_document_does_not_see_its_neighbours() -> None:
+    lm = built("llama")
+    before = side_by_side(lm)
+    ids = torch.cat([DOCUMENTS[0], documents_of((5,), seed=9)[0], DOCUMENTS[2]])[None]
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    after = lm.base_model(input_ids=ids, position_ids=positions, use_cache=False, documents=LENGTHS)[0][0]
+    first, changed, last = torch.split(after, list(LENGTHS))
+    assert torch.equal(first, before[0])
+    assert torch.equal(last, before[2])
+    assert not torch.equal(changed, before[1])
+
+
+def test_dropout_is_for_training_only() -> None:
+    lm = built("llama", attention_dropout=0.5)
+    assert torch.equal(in_rows(lm)[0], in_rows(lm)[0])
+    lm.train()
+    assert not torch.equal(in_rows(lm)[0], in_rows(lm)[0])
+
+
+def test_the_name_is_not_taken_for_a_kernel_of_the_hub() -> None:
+    assert "flash" not in NAME
+    assert "/" not in NAME
+    assert "|" not in NAME
+
+
+def test_a_saved_model_does_not_name_our_attention(tmp_path: Path) -> None:
+    built("llama").save_pretrained(str(tmp_path))
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert NAME not in json.dumps(written)
+    assert not [key for key in written if "attn_impl" in key]
+
+
+def test_auto_takes_the_first_backend_whose_needs_are_met() -> None:
+    assert select(AttentionConfig(kind="auto"), torch.device("cpu")) == "sdpa"
+    assert select(AttentionConfig(kind="sdpa"), torch.device("cpu")) == "sdpa"
+
+
+def test_a_backend_that_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    needy = Backend(run=plain, requires=lambda device: [f"a GPU, not a {device}", "patience"])
+    monkeypatch.setitem(BACKENDS, "needy", needy)
+    with pytest.raises(
+        ConfigError, match=r"attention=needy needs a GPU, not a cpu and patience\. Set attention=auto"
+    ):
+        select(AttentionConfig(kind="needy"), torch.device("cpu"))
+
+
+def test_the_small_models_have_what_they_are_to_show() -> None:
+    assert config_of("gemma2").attn_logit_softcapping == 2.0
+    assert config_of("mistral").sliding_window == 8 < max(LENGTHS)
+    assert set(config_of("gpt_oss").layer_types) == {"full_attention", "sliding_attention"}
+    assert small.config_of("llama").num_key_value_heads == 2

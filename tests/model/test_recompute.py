@@ -1,0 +1,71 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.model.recompute import recompute
+from app.model.trainee import Trainee
+from tests.model.small import KINDS, batch_of, built, distance, documents_of, gradients, lora, trainee_of
+
+BATCH = batch_of(documents_of((24, 9, 17)))
+
+
+def gradient(trainee: Trainee) -> dict[str, Tensor]:
+    torch.manual_seed(7)  # dropout draws the same in both
+    trainee.zero_grad()
+    trainee(BATCH)[0].backward()
+    return gradients(trainee)
+
+
+@pytest.mark.parametrize("adapter", [None, lora(), lora(dropout=0.3)], ids=["full", "lora", "dropout"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_the_same(kind: str, adapter: Any) -> None:
+    kept = gradient(trainee_of(kind, adapter))
+    again = gradient(trainee_of(kind, adapter, recompute=True))
+    assert distance(again, kept) <= 1e-7
+    assert any(g.any() for g in kept.values())
+
+
+def test_dropout_is_really_there() -> None:
+    without, with_dropout = (gradient(trainee_of("llama", lora(dropout=p))) for p in (0.0, 0.3))
+    assert distance(with_dropout, without) > 0.05
+
+
+def test_bf16_gradients_are_the_same() -> None:
+    kept = gradient(trainee_of("llama", lora(), "bf16"))
+    assert distance(gradient(trainee_of("llama", lora(), "bf16", recompute=True)), kept) <= 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layer_is_counted(kind: str) -> None:
+    assert recompute(built(kind)) == 2
+
+
+def saved_bytes(trainee: Trainee) -> int:
+    """What the forward pass keeps for backward, weights not counted."""
+    weights = {p.untyped_storage().data_ptr() for p in trainee.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        trainee(BATCH)
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("adapter", [None, lora()], ids=["full", "lora"])
+def test_less_is_kept(adapter: Any) -> None:
+    kept = saved_bytes(trainee_of("llama", adapter))
+    assert saved_bytes(trainee_of("llama", adapter, recompute=True)) < 0.5 * kept
+
+
+def test_without_gradients_nothing_is_wrapped_up() -> None:
+    trainee = trainee_of("llama", recompute=True)
+    expected = float(trainee(BATCH)[0].detach())
+    with torch.no_grad():
+        assert float(trainee(BATCH)[0]) == expected

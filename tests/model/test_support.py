@@ -1,0 +1,98 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.errors import ConfigError
+from app.model.attention import register
+from app.model.build import plan_model
+from app.model.weights import load_base
+from tests.model.small import KINDS, full, lora, model_config, sections
+
+# Each would train without an error and be wrong, or fail late and obscurely; with words of the reason.
+REFUSED = {
+    "bloom": ({}, "its attention cannot be replaced by ours"),
+    "falcon": ({}, "its attention cannot be replaced by ours"),
+    "gptj": ({}, "its attention cannot be replaced by ours"),
+    "mpt": ({}, "its attention cannot be replaced by ours"),
+    "mamba": ({}, "linear_attention|its attention cannot be replaced by ours"),
+    "qwen3_next": ({}, "layers of linear_attention"),
+    "llama4_text": (
+        {"layer_types": ["chunked_attention", "full_attention"]},
+        "layers of chunked_attention",
+    ),
+    "deberta-v2": ({}, "not a causal language model"),
+    "t5": ({}, "not a causal language model"),
+    "bert": ({"is_decoder": False}, "its tokens see the tokens after them"),
+    "roberta": ({"is_decoder": False}, "its tokens see the tokens after them"),
+    "gemma3": ({}, "it reads more than text"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_kind_that_would_be_trained_wrongly_is_refused_by_name(kind: str) -> None:
+    given, reason = REFUSED[kind]
+    architecture = {"model_type": kind, "num_hidden_layers": 2, **given}
+    config = model_config(architecture=architecture)
+    with pytest.raises(ConfigError, match=rf"^model.architecture: .* kind {kind} cannot be .*({reason})"):
+        plan_model(sections(config, full()))
+
+
+def test_loading_refuses_too_and_before_it_reads_weights(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    AutoConfig.for_model("bloom", n_layer=1, hidden_size=8, n_head=2, vocab_size=8).save_pretrained(
+        str(tmp_path)
+    )
+    (tmp_path / "model.safetensors").write_bytes(b"not read")
+    config = model_config(path=str(tmp_path))
+    for attempt in attempts(config):
+        with pytest.raises(
+            ConfigError, match=rf"^model.path={tmp_path}: .* kind bloom cannot be trained here"
+        ):
+            attempt()
+
+
+def attempts(config: Any) -> list[Callable[[], Any]]:
+    """The plan, which a dry run makes too, and the loading itself."""
+    device = torch.device("cpu")
+    return [
+        lambda: plan_model(sections(config, full())),
+        lambda: load_base(config, torch.float32, device, register("sdpa"), seed=0),
+    ]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "opt"])
+def test_the_plan_accepts_kinds_that_are_right_and_counts_them(kind: str) -> None:
+    config = model_config(kind)
+    lm = load_base(config, torch.float32, torch.device("cpu"), register("sdpa"), seed=0)
+    plan = plan_model(sections(config, full()))
+    assert plan.total == plan.trained == sum(p.numel() for p in lm.parameters())
+    with_adapter = plan_model(sections(config, lora(r=2)))
+    assert 0 < with_adapter.trained < plan.total
+    assert with_adapter.total == plan.total + with_adapter.trained
+    assert with_adapter.trained_share == with_adapter.trained / with_adapter.total
+
+
+def test_a_model_whose_head_needs_its_backbone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaForCausalLM
+
+    forward = LlamaForCausalLM.forward
+
+    def asks(self: Any, *args: Any, **others: Any) -> Any:
+        self.model.embed_tokens.weight.shape  # noqa: B018
+        return forward(self, *args, **others)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", asks)
+    with pytest.raises(ConfigError, match="kind llama .* its head does not work apart from its backbone"):
+        plan_model(sections(model_config("llama"), full()))
+
+
+def test_a_model_whose_backbone_is_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaForCausalLM
+
+    monkeypatch.setattr(LlamaForCausalLM, "base_model_prefix", "elsewhere")
+    with pytest.raises(ConfigError, match="kind llama .* its backbone cannot be told from its head"):
+        plan_model(sections(model_config("llama"), full()))
