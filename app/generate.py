@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config.command import parse_command
+from app.config.platforms import require_platform
 from app.config.rules import CHAT_FORMATS
 from app.config.schema import RunConfig, number
 from app.errors import AppError, CheckpointError
@@ -71,6 +72,7 @@ def _answer(config: GenerateConfig, folder: Path, run: RunConfig) -> str:
 def main() -> None:
     """Exit codes as of app.train."""
     try:
+        require_platform()
         sys.stdout.write(f"{generate(parse_command(sys.argv[1:], GenerateConfig))}\n")
     except AppError as problem:
         sys.stderr.write(f"{problem.report()}\n")

@@ -8,19 +8,26 @@ python -m app.train output_dir=runs/mine resume=auto  go on where it was stopped
 import os
 import sys
 from dataclasses import asdict
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import hydra
 from omegaconf import DictConfig
 
 from app.config.groups import CONF
 from app.config.load import VERSION_BASE, checked_arguments, load_run, store_schema
+from app.config.platforms import require_platform
 from app.config.schema import RunConfig
 from app.errors import AppError, ConfigError
 from app.record.console import Console
 from app.record.folder import RunFolder
 from app.record.record import Record
 from app.record.terminal import open_console
+
+if TYPE_CHECKING:
+    from app.engine.checkpoint import Checkpoints
+    from app.engine.ground import Ground
+    from app.engine.loop import Parts
+    from app.engine.step import Stepper
 
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
 
@@ -56,9 +63,8 @@ def _train_in(folder: RunFolder, run: RunConfig, console: Console) -> int:
     from app.engine.finish import finish
     from app.engine.ground import facts, lay_ground, table
     from app.engine.identity import identity
-    from app.engine.loop import Loop, Parts, Rhythm
+    from app.engine.loop import Loop, Rhythm
     from app.engine.progress import Progress
-    from app.engine.samples import sampler
     from app.engine.signals import listening
     from app.engine.step import Stepper
     from app.model.build import base_path, build_trainee
@@ -66,46 +72,53 @@ def _train_in(folder: RunFolder, run: RunConfig, console: Console) -> int:
     from app.optim.optimizers import build_optimizer
 
     ground = lay_ground(run, folder.checkpoints, console.say)
-    described = asdict(run), facts(run, ground)
+    told, described = table(run, ground), (asdict(run), facts(run, ground))
     if run.dry_run:
         with Record.open(folder, run.tracker, *described, console) as record:
-            record.table(table(run, ground))
-            record.message("dry_run=true: no weights were loaded")
+            record.table([*told, ("dry_run", "no weights were loaded")])
             record.finish("dry_run")
             return 0
 
-    trainee = build_trainee(
-        ground.sections, ground.runtime.device, run.seed, base_path(run.model, folder.base)
-    )
+    base = base_path(run.model, folder.base)
+    trainee = build_trainee(ground.sections, ground.runtime.device, run.seed, base)
     trainee.check_head(ground.loader.batches(0)[0].to(ground.runtime.device))
     optimizer = build_optimizer(run.optimizer, trainee)
-    stepper = Stepper(
-        trainee, optimizer, ground.runtime, run.training.clip, fp16=ground.choices.precision == "fp16"
-    )
+    fp16 = ground.choices.precision == "fp16"
+    stepper = Stepper(trainee, optimizer, ground.runtime, run.training.clip, fp16=fp16)
     same = identity(run, ground.data.train, ground.division, trainee, ground.plan.steps)
     checkpoints = Checkpoints(folder.checkpoints, run.checkpoint, same, asdict(ground.choices))
     progress = checkpoints.load(ground.save, stepper) if ground.save else Progress()
 
-    with Record.open(folder, run.tracker, *described, console) as record, listening() as request:
+    with Record.open(folder, run.tracker, *described, console) as record:
         record.rewind(progress.step if ground.save else -1)
-        record.table(table(run, ground))
+        record.table(told)
         if not ground.save and ground.sections.keeps_random_base and run.checkpoint.save_random_base:
             save_base(trainee, ground.tokenizer, folder.base)
         record.begin(ground.plan.steps, progress.step)
-        parts = Parts(
-            runtime=ground.runtime,
-            plan=ground.plan,
-            loader=ground.loader,
-            eval_batches=ground.eval_batches(run.eval.rows),
-            stepper=stepper,
-            learning_rate=ground.learning_rate(run.schedule, run.optimizer.lr),
-            checkpoints=checkpoints,
-            journal=record,
-            show_samples=sampler(run.eval, ground.data.eval, trainee, ground.tokenizer, record),
-        )
-        loop = Loop(parts, Rhythm(run.training, run.eval, run.checkpoint, run.record.every), progress)
-        ended = loop.fit(request)
+        rhythm = Rhythm(run.training, run.eval, run.checkpoint, run.record.every)
+        loop = Loop(_parts(run, ground, stepper, checkpoints, record), rhythm, progress)
+        with listening() as request:
+            ended = loop.fit(request)
         return finish(run, ground, loop, record, stopped_by=None if ended else request.exit_code)
+
+
+def _parts(
+    run: RunConfig, ground: "Ground", stepper: "Stepper", checkpoints: "Checkpoints", record: Record
+) -> "Parts":
+    from app.engine.loop import Parts
+    from app.engine.samples import sampler
+
+    return Parts(
+        runtime=ground.runtime,
+        plan=ground.plan,
+        loader=ground.loader,
+        eval_batches=ground.eval_batches(run.eval.rows),
+        stepper=stepper,
+        learning_rate=ground.learning_rate(run.schedule, run.optimizer.lr),
+        checkpoints=checkpoints,
+        journal=record,
+        show_samples=sampler(run.eval, ground.data.eval, stepper.trainee, ground.tokenizer, record),
+    )
 
 
 @hydra.main(version_base=VERSION_BASE, config_path=str(CONF), config_name="config")
@@ -129,6 +142,7 @@ def main() -> None:
     # threads that wait without end for each other make two runs on one machine four times slower, not two
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
+        require_platform()
         sys.argv[1:] = checked_arguments(sys.argv[1:])
         store_schema()
         _under_hydra()

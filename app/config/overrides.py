@@ -57,6 +57,8 @@ def _problems(override: Override, text: str, schema: type) -> Iterator[str]:
     if _is_hydra(key):
         return
     if override.is_delete():
+        if key in _CAN_BE_ABSENT:
+            return
         yield f"{text}: nothing can be taken out of a run.{_instead_of_taking_out(key, schema)}"
     elif override.package is not None:
         yield f"{text}: {key} has one place in a run. Write {key}=..."
@@ -106,7 +108,7 @@ def _composable(override: Override, schema: type) -> str:
     """`++` sets a key whether or not the YAML has it; Hydra knows no such form for groups."""
     key, value = override.key_or_group, override.value()
     text = override.input_line or ""
-    if _is_hydra(key):
+    if _is_hydra(key) or override.is_delete():
         return text
     given = text.partition("=")[2]
     if key in choices_by_group() and not isinstance(value, dict):

@@ -9,7 +9,8 @@ import torch
 from app.config.schema import ModelConfig
 from app.errors import CheckpointError
 from app.model.adapter import quiet_peft
-from app.model.source import fetch_folder, require_weights
+from app.model.source import fetch_folder, first_line, require_weights
+from app.model.weights import read_weights
 
 _ADAPTER = "adapter_config.json"
 
@@ -22,12 +23,7 @@ def load_tuned(run: Path, model: ModelConfig, *, adapter: bool) -> Any:
             raise CheckpointError(f"adapter=false: {final} is a whole model, its base is not in it.")
         return _load(final, str(final), model)
     lm = _load(_base_folder(run, final, model), model.path, model)
-    if not adapter:
-        return lm
-    from peft import PeftModel
-
-    with quiet_peft():
-        return PeftModel.from_pretrained(lm, str(final)).eval().get_base_model()
+    return _with_adapter(lm, final) if adapter else lm
 
 
 def load_tuned_tokenizer(final: Path) -> Any:
@@ -50,16 +46,20 @@ def _base_folder(run: Path, final: Path, model: ModelConfig) -> Path:
 
 
 def _load(folder: Path, path: str, model: ModelConfig) -> Any:
-    from transformers import AutoModelForCausalLM, logging
+    from transformers import logging
 
     logging.disable_progress_bar()
     require_weights(folder, path)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    lm = AutoModelForCausalLM.from_pretrained(
-        str(folder),
-        dtype="auto",
-        device_map={"": device},
-        trust_remote_code=model.trust_remote_code,
-        local_files_only=True,
-    )
-    return lm.eval()
+    return read_weights(model, folder, dtype="auto", device_map={"": device}).eval()
+
+
+def _with_adapter(lm: Any, final: Path) -> Any:
+    from peft import PeftModel
+    from safetensors import SafetensorError
+
+    try:
+        with quiet_peft():
+            return PeftModel.from_pretrained(lm, str(final)).eval().get_base_model()
+    except (OSError, ValueError, RuntimeError, SafetensorError) as fault:
+        raise CheckpointError(f"the adapter in {final} cannot be loaded ({first_line(fault)}).") from fault

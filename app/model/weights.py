@@ -22,7 +22,7 @@ def load_base(
         folder = fetch_folder(config, config.path, with_weights=True)
         require_weights(folder, config.path)
         require_kind(config, _numbers_of(config, folder))
-        lm = _pretrained(config, folder, dtype, device, attention)
+        lm = read_weights(config, folder, dtype=dtype, attn_implementation=attention, device_map={"": device})
     require_structure(config, lm)
     return lm
 
@@ -91,21 +91,19 @@ def _from_config(config: ModelConfig, numbers: Any, dtype: torch.dtype, attentio
     )
 
 
-def _pretrained(
-    config: ModelConfig, folder: Path, dtype: torch.dtype, device: torch.device, attention: str
-) -> Any:
+def read_weights(config: ModelConfig, folder: Path, **options: Any) -> Any:
+    """The model of a local folder, every weight of it from there: transformers would draw the missing ones at random."""
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        lm, found = AutoModelForCausalLM.from_pretrained(
             str(folder),
-            dtype=dtype,
-            attn_implementation=attention,
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
             local_files_only=True,
-            device_map={"": device},
+            output_loading_info=True,
+            **options,
         )
     except (OSError, ValueError, SafetensorError, RuntimeError) as fault:
         if isinstance(fault, torch.OutOfMemoryError):
@@ -114,3 +112,11 @@ def _pretrained(
             f"model.path={config.path}: {folder} cannot be loaded ({first_line(fault)}). Download it again, or "
             "give another model.path."
         ) from fault
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise EnvironmentProblem(
+            f"model.path={config.path}: the weights in {folder} lack {len(missing)} of the model's tensors "
+            f"({', '.join(missing[:3])}{', ...' if missing[3:] else ''}). Give the folder of a whole causal language "
+            "model."
+        )
+    return lm

@@ -12,7 +12,7 @@ from app.model.weights import load_base
 from tests.model.small import KINDS, full, lora, model_config, sections
 
 # Each would train without an error and be wrong, or fail late and obscurely; with words of the reason.
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bloom": ({}, "its attention cannot be replaced by ours"),
     "falcon": ({}, "its attention cannot be replaced by ours"),
     "gptj": ({}, "its attention cannot be replaced by ours"),
@@ -86,7 +86,7 @@ def test_a_model_whose_head_needs_its_backbone_is_refused(monkeypatch: pytest.Mo
         return forward(self, *args, **others)
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", asks)
-    with pytest.raises(ConfigError, match="kind llama .* its head does not work apart from its backbone"):
+    with pytest.raises(ConfigError, match=r"kind llama .*\(its head does not work apart from its backbone"):
         plan_model(sections(model_config("llama"), full()))
 
 
@@ -94,5 +94,5 @@ def test_a_model_whose_backbone_is_itself_is_refused(monkeypatch: pytest.MonkeyP
     from transformers import LlamaForCausalLM
 
     monkeypatch.setattr(LlamaForCausalLM, "base_model_prefix", "elsewhere")
-    with pytest.raises(ConfigError, match="kind llama .* its backbone cannot be told from its head"):
+    with pytest.raises(ConfigError, match=r"kind llama .*\(its backbone cannot be told from its head"):
         plan_model(sections(model_config("llama"), full()))
