@@ -1,0 +1,106 @@
+"""Which rows share a bin: best fit, longest first, over all rows at once.
+
+Rows of equal length are interchangeable, and so are bins that hold the same lengths. So the plan is made over lengths
+and groups of bins, of which there are thousands, not over rows, of which there may be millions; only at the end are
+rows dealt to bins. The result is that of placing row by row.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What a bin holds: all of `below`, and on top of it `each` rows of `length`."""
+
+    below: "_Content | None"
+    length: int
+    each: int
+
+
+def plan_bins(lengths: NDArray[Any], capacity: int) -> tuple[Indices, Indices]:
+    """`(order, starts)`: bin i holds the rows `order[starts[i]:starts[i + 1]]`, the last one the rest.
+
+    Deterministic. Every row is in exactly one bin, and no bin has more than `capacity` tokens.
+    """
+    if not len(lengths):
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    assert lengths.min() >= 1, "a row has at least one token"
+    assert lengths.max() <= capacity, "a row is no longer than a bin"
+    counts = np.bincount(lengths)
+    return _deal(_fill(counts, capacity), lengths, counts)
+
+
+class _Shelves:
+    """Groups of equal bins, by the room left in them."""
+
+    def __init__(self, capacity: int) -> None:
+        self._groups: list[list[tuple[_Content, int]]] = [[] for _ in range(capacity + 1)]
+        self._occupied = 0  # bit r: there is a group with room r. The tightest fit is then a matter of bits
+
+    def put(self, content: _Content, room: int, bins: int) -> None:
+        if bins:
+            self._groups[room].append((content, bins))
+            self._occupied |= 1 << room
+
+    def take_tightest(self, length: int) -> tuple[_Content, int, int] | None:
+        """A group with the least room that `length` fits into."""
+        fitting = self._occupied >> length
+        if not fitting:
+            return None
+        room = length + (fitting & -fitting).bit_length() - 1
+        content, bins = self._groups[room].pop()
+        if not self._groups[room]:
+            self._occupied &= ~(1 << room)
+        return content, room, bins
+
+    def all(self) -> list[tuple[_Content, int]]:
+        return [group for groups in self._groups for group in groups]
+
+
+def _fill(counts: NDArray[np.int64], capacity: int) -> list[tuple[_Content, int]]:
+    """Best-fit-decreasing over a histogram of lengths."""
+    shelves = _Shelves(capacity)
+    for length in np.flatnonzero(counts)[::-1].tolist():
+        left = int(counts[length])
+        while left:
+            content, room, bins = shelves.take_tightest(length) or (None, capacity, left)
+            # after one such row a bin is the tightest again while it fits: it is filled at once
+            each = room // length
+            full = min(bins, left // each)
+            shelves.put(_Content(content, length, each), room - each * length, full)
+            left -= full * each
+            if left and full < bins:
+                shelves.put(_Content(content, length, left), room - left * length, 1)
+                left, full = 0, full + 1
+            if content is not None:
+                shelves.put(content, room, bins - full)
+    return shelves.all()
+
+
+def _deal(
+    groups: list[tuple[_Content, int]], lengths: NDArray[Any], counts: NDArray[np.int64]
+) -> tuple[Indices, Indices]:
+    """Rows to bins, shortest index first among equal lengths."""
+    small = lengths.astype(np.uint16) if len(counts) <= 1 << 16 else lengths  # sorted by radix, not by comparison
+    by_length = np.argsort(small, kind="stable")
+    next_row = (np.cumsum(counts) - counts).tolist()
+    parts, sizes, bins_of = [], [], []
+    for content, bins in groups:
+        size, part = 0, []
+        layer: _Content | None = content
+        while layer is not None:
+            start = next_row[layer.length]
+            end = next_row[layer.length] = start + bins * layer.each
+            part.append(by_length[start:end].reshape(bins, layer.each))
+            size, layer = size + layer.each, layer.below
+        parts.append((part[0] if len(part) == 1 else np.concatenate(part, axis=1)).ravel())
+        sizes.append(size)
+        bins_of.append(bins)
+    ends = np.cumsum(np.repeat(sizes, bins_of))
+    return np.concatenate(parts), np.concatenate([[0], ends[:-1]])
