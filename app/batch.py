@@ -10,9 +10,11 @@ IGNORE = -100  # the target of a row that only fills up
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-batch. R rows of S positions, each row one document followed by padding.
+    """One micro-batch: R rows of S positions.
 
-    What decides shapes or control flow is a host value, so that nothing data-dependent runs on the device.
+    Padded, each row is one document followed by padding, and `documents` is None. Packed, R is 1 and the row is
+    `documents` side by side; the last of them may be filling. What decides shapes or control flow is a host value, so
+    that nothing data-dependent runs on the device.
     """
 
     ids: Tensor  # [R, S] token ids
@@ -22,6 +24,7 @@ class Batch:
     lengths: tuple[int, ...]  # tokens of each document, without padding
     num_labels: int  # targets that are not IGNORE
     num_tokens: int  # tokens without padding
+    documents: tuple[int, ...] | None = None  # lengths that add up to S, for attention
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`; host values stay."""
@@ -33,4 +36,5 @@ class Batch:
             lengths=self.lengths,
             num_labels=self.num_labels,
             num_tokens=self.num_tokens,
+            documents=self.documents,
         )

@@ -85,7 +85,7 @@ def _train_in(folder: RunFolder, run: RunConfig, console: Console) -> int:
     optimizer = build_optimizer(run.optimizer, trainee)
     fp16 = ground.choices.precision == "fp16"
     stepper = Stepper(trainee, optimizer, ground.runtime, run.training.clip, fp16=fp16)
-    same = identity(run, ground.data.train, ground.division, trainee, ground.plan.steps)
+    same = identity(run, ground.data.train, ground.loader, trainee, ground.plan.steps)
     checkpoints = Checkpoints(folder.checkpoints, run.checkpoint, same, asdict(ground.choices))
     progress = checkpoints.load(ground.save, stepper) if ground.save else Progress()
 
@@ -105,6 +105,7 @@ def _train_in(folder: RunFolder, run: RunConfig, console: Console) -> int:
 def _parts(
     run: RunConfig, ground: "Ground", stepper: "Stepper", checkpoints: "Checkpoints", record: Record
 ) -> "Parts":
+    from app.engine.ground import layout_of
     from app.engine.loop import Parts
     from app.engine.samples import sampler
 
@@ -112,7 +113,7 @@ def _parts(
         runtime=ground.runtime,
         plan=ground.plan,
         loader=ground.loader,
-        eval_batches=ground.eval_batches(run.eval.rows),
+        eval_batches=ground.eval_batches(layout_of(run.batching, run.eval.rows, ground.tokenizer)),
         stepper=stepper,
         learning_rate=ground.learning_rate(run.schedule, run.optimizer.lr),
         checkpoints=checkpoints,

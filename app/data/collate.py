@@ -1,4 +1,4 @@
-"""Token rows into one padded Batch."""
+"""Token rows into one Batch, padded or packed."""
 
 from collections.abc import Sequence
 
@@ -34,6 +34,32 @@ def collate_padded(rows: Sequence[Row], pad_id: int) -> Batch:
         lengths=lengths,
         num_labels=num_labels,
         num_tokens=sum(lengths),
+    )
+
+
+def collate_packed(rows: Sequence[Row], pad_id: int, capacity: int) -> Batch:
+    """Rows side by side in `capacity` tokens, each with positions of its own; one document without labels fills up."""
+    lengths = tuple(len(ids) for ids, _ in rows)
+    used = sum(lengths)
+    documents = lengths if used == capacity else (*lengths, capacity - used)
+    ids = np.full(capacity, pad_id, dtype=np.int64)
+    label_rows, targets, start = [], [], 0
+    for row_ids, trained in rows:
+        ids[start : start + len(row_ids)] = row_ids
+        at = np.flatnonzero(trained)
+        label_rows.append(start + at - 1)
+        targets.append(row_ids[at])
+        start += len(row_ids)
+    positions = np.concatenate([np.arange(n) for n in documents])
+    return Batch(
+        ids=torch.from_numpy(ids)[None],
+        positions=torch.from_numpy(positions)[None],
+        label_rows=_column(label_rows, empty=0),
+        targets=_column(targets, empty=IGNORE),
+        lengths=lengths,
+        num_labels=sum(len(t) for t in targets),
+        num_tokens=used,
+        documents=documents,
     )
 
 

@@ -1,88 +1,85 @@
-"""Which rows each optimizer step takes, and the micro-batches that this process makes of them.
+"""Which units each optimizer step takes, and the micro-batches that this process makes of them.
 
-Step s takes the next R rows of its epoch's order, R = processes x micro-batches x rows; processes and micro-batches
-only divide them. Everything follows from the step number, so the cursor of a checkpoint is one integer, and
-continuing costs nothing.
+Step s takes the next R units (rows, or bins of packed rows) of its epoch's order, R = processes x micro-batches x units
+of a micro-batch; processes and micro-batches only divide them. Everything follows from the step number, so the cursor of
+a checkpoint is one integer, and continuing costs nothing.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from app.batch import Batch
-from app.data.collate import collate_padded
+from app.data.layout import Layout, Unit, Units
 from app.data.rows import TokenRows
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
-    """How the rows of a step are divided, and which share is ours."""
+class Share:
+    """How a step is divided, and which part is ours."""
 
-    rows: int  # of one micro-batch
     micro_batches: int  # of one process
     processes: int = 1
     rank: int = 0
-
-    @property
-    def rows_per_step(self) -> int:
-        """Rows of one optimizer step, over all processes."""
-        return self.rows * self.micro_batches * self.processes
 
 
 class Loader:
     """The training rows in the order of each epoch."""
 
-    def __init__(self, rows: TokenRows, division: Division, seed: int, pad_id: int) -> None:
+    def __init__(self, rows: TokenRows, layout: Layout, share: Share, seed: int) -> None:
         self._rows = rows
-        self._division = division
+        self._layout = layout
+        self._share = share
         self._seed = seed
-        self._pad_id = pad_id
-        self._order: tuple[int, np.ndarray] | None = None
+        self._epoch: tuple[int, Units, NDArray[np.int64]] | None = None
+        self.unit_name = layout.unit_name
+        self.units_per_step = layout.units_per_batch * share.micro_batches * share.processes
+        self.num_units = len(self._order_of(0)[0])  # of every epoch: it follows from the lengths alone
 
     @property
     def steps_per_epoch(self) -> int:
         """The last step of an epoch may be smaller; no row is dropped or repeated."""
-        return -(-len(self._rows) // self._division.rows_per_step)
+        return -(-self.num_units // self.units_per_step)
 
     def batches(self, step: int) -> list[Batch]:
         """The micro-batches of this process at `step`, counted from 0 over all epochs."""
-        share = self._division
-        chosen = self._rows_of(step)
-        # rows of like length side by side waste little padding; the sum over the step does not depend on it
-        chosen = chosen[np.argsort(-self._rows.lengths[chosen], kind="stable")]
-        parts = _even_parts(chosen, share.micro_batches * share.processes)
-        return [_padded(self._rows, part, self._pad_id) for part in parts[share.rank :: share.processes]]
+        share = self._share
+        chosen = self._chosen(step)
+        lengths = [int(self._rows.lengths[unit].sum()) for unit in chosen]
+        by_length = [chosen[i] for i in np.argsort([-n for n in lengths], kind="stable")]
+        parts = _even_parts(by_length, share.micro_batches * share.processes)
+        return [self._layout.batch(self._rows, part) for part in parts[share.rank :: share.processes]]
 
     def places(self, step: int) -> list[str]:
         """Where the rows of `step` came from."""
-        return [self._rows.place(int(i)) for i in self._rows_of(step)]
+        return [self._rows.place(int(i)) for unit in self._chosen(step) for i in unit]
 
-    def _rows_of(self, step: int) -> np.ndarray:
+    def _chosen(self, step: int) -> list[Unit]:
         epoch, at = divmod(step, self.steps_per_epoch)
-        size = self._division.rows_per_step
-        return self._epoch_order(epoch)[at * size : (at + 1) * size]
+        units, order = self._order_of(epoch)
+        return [units[int(i)] for i in order[at * self.units_per_step : (at + 1) * self.units_per_step]]
 
-    def _epoch_order(self, epoch: int) -> np.ndarray:
-        if self._order is None or self._order[0] != epoch:
-            self._order = epoch, np.random.default_rng([self._seed, epoch]).permutation(len(self._rows))
-        return self._order[1]
+    def _order_of(self, epoch: int) -> tuple[Units, NDArray[np.int64]]:
+        """The units of an epoch and their order. Rows are shuffled before they are packed: new neighbours each time."""
+        if self._epoch is None or self._epoch[0] != epoch:
+            random = np.random.default_rng([self._seed, epoch])
+            units = self._layout.units(self._rows, random.permutation(len(self._rows)))
+            self._epoch = epoch, units, random.permutation(len(units))
+        return self._epoch[1:]
 
 
-def eval_batches(
-    rows: TokenRows, per_batch: int, pad_id: int, processes: int = 1, rank: int = 0
-) -> Iterator[Batch]:
+def eval_batches(rows: TokenRows, layout: Layout, processes: int = 1, rank: int = 0) -> Iterator[Batch]:
     """Every row once, over all processes; longest first, so that memory is tried at once."""
-    order = np.argsort(-rows.lengths, kind="stable")
-    starts = range(0, len(order), per_batch)
-    for start in starts[rank::processes]:
-        yield _padded(rows, order[start : start + per_batch], pad_id)
+    longest_first: NDArray[np.int64] = np.argsort(-rows.lengths, kind="stable")
+    units = layout.units(rows, longest_first)
+    size = layout.units_per_batch
+    for start in range(rank * size, len(units), processes * size):
+        yield layout.batch(rows, [units[i] for i in range(start, min(start + size, len(units)))])
 
 
-def _even_parts(chosen: np.ndarray, parts: int) -> list[np.ndarray]:
-    """Consecutive parts that differ by at most one row; some are empty in the last step of an epoch."""
-    return np.array_split(chosen, parts)
-
-
-def _padded(rows: TokenRows, indices: np.ndarray, pad_id: int) -> Batch:
-    return collate_padded([(rows.ids(int(i)), rows.trained(int(i))) for i in indices], pad_id)
+def _even_parts(chosen: list[Unit], parts: int) -> list[list[Unit]]:
+    """Consecutive parts that differ by at most one unit; some are empty in the last step of an epoch."""
+    bounds = [len(chosen) * i // parts for i in range(parts + 1)]
+    return [chosen[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]

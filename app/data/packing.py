@@ -87,7 +87,9 @@ def _deal(
     groups: list[tuple[_Content, int]], lengths: NDArray[Any], counts: NDArray[np.int64]
 ) -> tuple[Indices, Indices]:
     """Rows to bins, shortest index first among equal lengths."""
-    small = lengths.astype(np.uint16) if len(counts) <= 1 << 16 else lengths  # sorted by radix, not by comparison
+    small = (
+        lengths.astype(np.uint16) if len(counts) <= 1 << 16 else lengths
+    )  # sorted by radix, not by comparison
     by_length = np.argsort(small, kind="stable")
     next_row = (np.cumsum(counts) - counts).tolist()
     parts, sizes, bins_of = [], [], []

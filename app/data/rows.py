@@ -68,6 +68,11 @@ class TokenRows:
         """Trained tokens of all rows."""
         return int(self._of_index("labels").sum())
 
+    @cached_property
+    def largest_id(self) -> int:
+        """Of all tokens in the files, those of rows that were not chosen too."""
+        return int(self._store.tokens.max(initial=0))
+
     @property
     def digests(self) -> NDArray[np.uint64]:
         """A hash of each row's token ids."""

@@ -8,13 +8,15 @@ from typing import Any
 
 from app.batch import Batch
 from app.config.rules import CHAT_FORMATS
-from app.config.schema import RunConfig, ScheduleConfig
-from app.data.loader import Division, Loader, eval_batches
+from app.config.schema import BatchingConfig, ModelConfig, RunConfig, ScheduleConfig
+from app.data.layout import Layout, Packed, Padded
+from app.data.loader import Loader, Share, eval_batches
 from app.data.prepare import Data, prepare
 from app.engine.checkpoint import choices_of, find_checkpoint
 from app.engine.choices import Choices, choose
 from app.engine.runtime import Runtime, start
 from app.engine.steps import StepPlan, plan_steps
+from app.errors import ConfigError
 from app.model.build import ModelPlan, ModelSections, plan_model
 from app.model.tokenizer import load_tokenizer, tokenizer_hash
 from app.optim import requirements
@@ -30,33 +32,26 @@ class Ground:
     save: Path | None
     choices: Choices
     runtime: Runtime
-    division: Division
     loader: Loader
     plan: StepPlan
     sections: ModelSections
     counts: ModelPlan
 
-    def eval_batches(self, per_batch: int) -> Callable[[], Iterator[Batch]] | None:
+    def eval_batches(self, layout: Layout) -> Callable[[], Iterator[Batch]] | None:
         """This process's share of the held-out rows, anew at each call."""
         if self.data.eval is None:
             return None
-        return partial(
-            eval_batches,
-            self.data.eval,
-            per_batch,
-            pad_id_of(self.tokenizer),
-            self.runtime.processes,
-            self.runtime.rank,
-        )
+        return partial(eval_batches, self.data.eval, layout, self.runtime.processes, self.runtime.rank)
 
     def learning_rate(self, schedule: ScheduleConfig, peak: float) -> Callable[[int], float]:
         """Of each step, counted from 0."""
         return partial(learning_rate, schedule, peak, total=self.plan.steps)
 
 
-def pad_id_of(tokenizer: Any) -> int:
-    """Any token serves: what is padding is known by the lengths of rows, never by the id."""
-    return 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+def layout_of(batching: BatchingConfig, rows: int, tokenizer: Any) -> Layout:
+    """Bins, or `rows` padded rows. Any pad token serves: padding is known by the lengths of rows, never by its id."""
+    pad_id = 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+    return Packed(batching.tokens, pad_id) if batching.packing else Padded(rows, pad_id)
 
 
 def lay_ground(run: RunConfig, checkpoints: Path, say: Callable[[str], None]) -> Ground:
@@ -68,8 +63,8 @@ def lay_ground(run: RunConfig, checkpoints: Path, say: Callable[[str], None]) ->
         say(remark)
     choices = choose(run.precision, run.attention, choices_of(save))
     runtime = start(run.launch, choices.precision, run.seed)
-    division = Division(run.batching.rows, run.batching.accumulation, runtime.processes, runtime.rank)
-    loader = Loader(data.train, division, run.seed, pad_id_of(tokenizer))
+    share = Share(run.batching.accumulation, runtime.processes, runtime.rank)
+    loader = Loader(data.train, layout_of(run.batching, run.batching.rows, tokenizer), share, run.seed)
     sections = ModelSections(
         model=run.model,
         adapter=run.adapter,
@@ -77,32 +72,46 @@ def lay_ground(run: RunConfig, checkpoints: Path, say: Callable[[str], None]) ->
         precision=choices.precision,
         recompute=run.training.recompute,
     )
+    counts = plan_model(sections)
+    _require_known_ids(run.model, data, counts.vocabulary)
     return Ground(
         tokenizer=tokenizer,
         data=data,
         save=save,
         choices=choices,
         runtime=runtime,
-        division=division,
         loader=loader,
         plan=plan_steps(run.training, loader.steps_per_epoch),
         sections=sections,
-        counts=plan_model(sections),
+        counts=counts,
     )
+
+
+def _require_known_ids(model: ModelConfig, data: Data, vocabulary: int) -> None:
+    """An id beyond the embedding is an IndexError on a CPU, and on a GPU the end of the process."""
+    largest = max(rows.largest_id for rows in (data.train, data.eval) if rows is not None)
+    if largest >= vocabulary:
+        raise ConfigError(
+            f"model.tokenizer={model.tokenizer or 'null'}: it gives ids up to {largest}, but the model knows only "
+            f"{vocabulary} (0 to {vocabulary - 1}). Give the tokenizer that belongs to model.path={model.path}."
+        )
 
 
 def table(run: RunConfig, ground: Ground) -> list[tuple[str, str]]:
     """What the run is going to do, for people."""
     plan, counts, device = ground.plan, ground.counts, ground.runtime.device.type
-    rows = ground.division.rows_per_step
-    tokens = ground.data.report.train.tokens / max(len(ground.data.train), 1) * rows
+    units = ground.loader.units_per_step
+    tokens = ground.data.report.train.tokens / ground.loader.num_units * units
     epochs = f"{plan.epoch(plan.steps):.3g} epochs" if plan.steps != plan.steps_per_epoch else "1 epoch"
     share = f"{counts.total:,} weights, {counts.trained:,} trained ({counts.trained_share:.1%})"
     choices = f"{ground.choices.precision}, {ground.choices.attention} attention, {device}"
     return [
         ("model", f"{run.model.path}, {share}"),
         ("data", "\n".join(ground.data.report.lines())),
-        ("steps", f"{plan.steps:,} ({epochs}) of {rows} rows, about {tokens:,.0f} tokens"),
+        (
+            "steps",
+            f"{plan.steps:,} ({epochs}) of {units} {ground.loader.unit_name}, about {tokens:,.0f} tokens",
+        ),
         ("with", f"{run.optimizer.kind} lr {run.optimizer.lr:g}, {run.schedule.kind}, {choices}"),
         *(("note", note) for note in requirements.notes(run.optimizer, device)),
     ]

@@ -3,18 +3,16 @@
 from typing import Any
 
 from app.config.schema import RunConfig
-from app.data.loader import Division
+from app.data.loader import Loader
 from app.data.rows import TokenRows
 from app.model.trainee import Trainee
 
 
-def identity(
-    run: RunConfig, rows: TokenRows, division: Division, trainee: Trainee, steps: int
-) -> dict[str, Any]:
+def identity(run: RunConfig, rows: TokenRows, loader: Loader, trainee: Trainee, steps: int) -> dict[str, Any]:
     """Plain values by the key to type; a checkpoint with other values is of another run."""
     return {
         "dataset (its tokens)": rows.fingerprint,
-        "rows of one step": division.rows_per_step,
+        "batching": f"{loader.units_per_step} {loader.unit_name} a step, {loader.num_units} an epoch",
         "seed": run.seed,
         "model.path": run.model.path,
         "model.weights": run.model.weights,

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ class ModelPlan:
 
     total: int
     trained: int
+    vocabulary: int  # ids that the embedding has a row for
 
     @property
     def trained_share(self) -> float:
@@ -64,9 +66,13 @@ def build_trainee(sections: ModelSections, device: torch.device, seed: int, base
 
 def plan_model(sections: ModelSections) -> ModelPlan:
     """Counts from a model without memory; also finds adapter targets that match nothing."""
-    network = attach(sections.adapter, build_on_meta(sections.model, "eager"), sections.model.path)
+    network: Any = attach(sections.adapter, build_on_meta(sections.model, "eager"), sections.model.path)
     sizes = [(p.numel(), p.requires_grad) for p in network.parameters()]
-    return ModelPlan(total=sum(n for n, _ in sizes), trained=sum(n for n, trains in sizes if trains))
+    return ModelPlan(
+        total=sum(n for n, _ in sizes),
+        trained=sum(n for n, trains in sizes if trains),
+        vocabulary=network.get_input_embeddings().num_embeddings,
+    )
 
 
 def base_path(model: ModelConfig, run_base: Path) -> str:

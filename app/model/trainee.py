@@ -36,7 +36,10 @@ class Trainee(nn.Module):
         """The sum of the losses of all labelled tokens, and how many they are."""
         with self.arithmetic(batch.ids.device):
             hidden = self.language_model.base_model(
-                input_ids=batch.ids, position_ids=batch.positions, use_cache=False
+                input_ids=batch.ids,
+                position_ids=batch.positions,
+                use_cache=False,
+                documents=batch.documents,
             )[0]
             rows = hidden.flatten(0, 1).index_select(0, batch.label_rows)
             loss = token_loss_sum(self._head, rows, batch.targets, self._head_parameters, self._chunk)

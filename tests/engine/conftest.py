@@ -9,9 +9,9 @@ import torch
 
 from app.config.load import compose_run
 from app.config.schema import RunConfig
-from app.data.loader import Division, Loader
+from app.data.layout import Packed, Padded
+from app.data.loader import Loader, Share
 from app.data.prepare import Data, prepare
-from app.engine.ground import pad_id_of
 from app.engine.runtime import Runtime, start
 from app.engine.step import Stepper
 from app.model.build import ModelSections, build_trainee
@@ -73,9 +73,17 @@ def stepper_of(run: RunConfig, runtime: Runtime) -> Stepper:
 
 
 @pytest.fixture
-def loader_of(data: Data, tokenizer: Any) -> Callable[..., Loader]:
+def loader_of(data: Data) -> Callable[..., Loader]:
     def build(rows: int, micro_batches: int, processes: int = 1, rank: int = 0) -> Loader:
-        return Loader(data.train, Division(rows, micro_batches, processes, rank), 0, pad_id_of(tokenizer))
+        return Loader(data.train, Padded(rows, pad_id=0), Share(micro_batches, processes, rank), seed=0)
+
+    return build
+
+
+@pytest.fixture
+def packed_loader_of(data: Data) -> Callable[..., Loader]:
+    def build(tokens: int, micro_batches: int, processes: int = 1, rank: int = 0) -> Loader:
+        return Loader(data.train, Packed(tokens, pad_id=0), Share(micro_batches, processes, rank), seed=0)
 
     return build
 

@@ -1,27 +1,27 @@
 """The eval loss is one number, whatever way the rows are batched."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from app.data.layout import Layout, Packed, Padded
 from app.data.loader import eval_batches
 from app.data.prepare import Data
 from app.engine.evaluation import mean_loss
-from app.engine.ground import pad_id_of
 from app.engine.runtime import Runtime
 from tests.engine.conftest import small_run, trainee_of
 
 
-def test_any_batch_size_gives_the_same_loss_and_it_is_the_plain_mean(
-    data: Data, tokenizer: Any, runtime: Runtime
-) -> None:
+def test_any_batch_size_gives_the_same_loss_and_it_is_the_plain_mean(data: Data, runtime: Runtime) -> None:
     assert data.eval is not None
-    rows, pad = data.eval, pad_id_of(tokenizer)
+    rows = data.eval
     trainee = trainee_of(small_run("recipe=lora", "adapter.dropout=0.5"))
-    losses = [mean_loss(trainee, eval_batches(rows, size, pad), runtime) for size in (1, 3, 16, 1000)]
-    assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)
+    layouts: list[Layout] = [
+        *(Padded(size, pad_id=0) for size in (1, 3, 16, 1000)),
+        *(Packed(t, pad_id=0) for t in (64, 256)),
+    ]
+    losses = [mean_loss(trainee, eval_batches(rows, layout), runtime) for layout in layouts]
+    assert losses == pytest.approx([losses[0]] * len(layouts), rel=1e-6)
     assert trainee.training, "training goes on with dropout"
 
     trainee.eval()
@@ -36,9 +36,8 @@ def test_any_batch_size_gives_the_same_loss_and_it_is_the_plain_mean(
     assert losses[0] == pytest.approx(float(torch.cat(parts).mean()), rel=1e-6)
 
 
-def test_two_processes_see_every_row_once(data: Data, tokenizer: Any) -> None:
+def test_two_processes_see_every_row_once(data: Data) -> None:
     assert data.eval is not None
-    pad = pad_id_of(tokenizer)
-    shares = [list(eval_batches(data.eval, 3, pad, processes=2, rank=rank)) for rank in range(2)]
+    shares = [list(eval_batches(data.eval, Padded(3, pad_id=0), processes=2, rank=rank)) for rank in range(2)]
     assert sum(b.num_labels for share in shares for b in share) == data.eval.num_trained
     assert sum(len(b.lengths) for share in shares for b in share) == len(data.eval)

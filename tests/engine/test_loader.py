@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.batch import IGNORE
-from app.data.collate import collate_padded
+from app.data.collate import collate_packed, collate_padded
 from app.data.loader import Loader
 from app.data.prepare import Data
 
@@ -63,6 +63,44 @@ def test_each_label_is_predicted_by_the_state_before_it(rows: list[tuple[list[in
         assert batch.ids[r, len(ids) :].eq(0).all()
         assert batch.positions[r, : len(ids)].tolist() == list(range(len(ids)))
     assert len(batch.label_rows) >= 1, "an empty batch still hangs on the graph"
+
+
+@given(st.lists(ROW, max_size=5), st.integers(0, 20))
+def test_packed_rows_keep_their_own_positions_and_labels(
+    rows: list[tuple[list[int], list[bool]]], spare: int
+) -> None:
+    arrays = [(np.array(ids, np.int32), np.array([False, *trained])) for ids, trained in rows]
+    capacity = sum(len(ids) for ids, _ in arrays) + spare
+    batch = collate_packed(arrays, pad_id=0, capacity=max(capacity, 1))
+    assert batch.ids.shape == (1, max(capacity, 1))
+    assert batch.documents is not None
+    assert sum(batch.documents) == batch.ids.shape[1]
+    assert all(n > 0 for n in batch.documents)
+    assert batch.positions[0].tolist() == [i for n in batch.documents for i in range(n)]
+    starts = np.cumsum([0, *batch.documents]).tolist()
+    expected = {
+        (starts[r] + t - 1, int(ids[t]))
+        for r, (ids, trained) in enumerate(arrays)
+        for t in np.flatnonzero(trained)
+    }
+    pairs: Any = zip(batch.label_rows.tolist(), batch.targets.tolist(), strict=True)
+    assert {(row, target) for row, target in pairs if target != IGNORE} == expected
+    assert batch.num_labels == len(expected)
+    assert batch.num_tokens == batch.ids.shape[1] - (spare if capacity else 1)
+
+
+@pytest.mark.parametrize(("tokens", "micro"), [(64, 1), (64, 3), (256, 2)])
+def test_packed_epochs_lose_nothing_and_change_neighbours(
+    tokens: int, micro: int, packed_loader_of: Callable[..., Loader], data: Data
+) -> None:
+    loader = packed_loader_of(tokens, micro)
+    first, second = seen(loader, 0), seen(loader, 1)
+    assert sorted(first) == sorted(second) == sorted(data.train.place(i) for i in range(len(data.train)))
+    shapes = {b.ids.shape for step in range(loader.steps_per_epoch) for b in loader.batches(step)}
+    assert shapes == {(1, tokens)}
+    steps = loader.steps_per_epoch
+    epochs = [{frozenset(loader.places(step)) for step in range(e * steps, (e + 1) * steps)} for e in (0, 1)]
+    assert epochs[0] != epochs[1]
 
 
 def test_padding_never_takes_a_position_that_the_model_may_not_have() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from app.config.schema import RunConfig
+from app.data.layout import Padded
 from app.data.loader import Loader, eval_batches
 from app.data.prepare import Data
 from app.engine.checkpoint import Checkpoints
@@ -56,7 +57,7 @@ def make_loop(runtime: Runtime, loader_of: Callable[..., Loader], data: Data, fo
             runtime=runtime,
             plan=StepPlan(steps=steps, steps_per_epoch=loader.steps_per_epoch),
             loader=loader,
-            eval_batches=lambda: eval_batches(rows, 16, 0),
+            eval_batches=lambda: eval_batches(rows, Padded(16, pad_id=0)),
             stepper=stepper_of(run, runtime),
             learning_rate=lambda _step: lr,
             checkpoints=Checkpoints(folder, run.checkpoint, {}, {}),
@@ -84,7 +85,8 @@ def test_lines_evaluations_and_saves_come_when_due(make_loop: MakeLoop, folder: 
     assert notebook.synced == 2, "a checkpoint says that its lines are on the disk"
     last = notebook.steps[-1]
     assert list(last) == [
-        "step", "epoch", "loss", "lr", "grad_norm", "tokens", "trained_tokens", "tokens_per_second", "peak_memory_bytes",
+        "step", "epoch", "loss", "lr", "grad_norm", "tokens", "trained_tokens", "tokens_per_second",
+        "peak_memory_bytes",
     ]  # fmt: skip
     assert last["epoch"] == pytest.approx(10 / 8)
     assert loop.progress.first_loss == notebook.steps[0]["loss"]

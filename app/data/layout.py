@@ -1,0 +1,105 @@
+"""What a micro-batch is made of: padded rows, or bins of rows packed side by side."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.batch import Batch
+from app.data.collate import Row, collate_packed, collate_padded
+from app.data.packing import plan_bins
+from app.data.rows import TokenRows
+
+Unit = NDArray[np.int64]  # the rows that are never parted: one row, or those of a bin
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """All units of an epoch: unit i holds the rows `order[starts[i]:starts[i + 1]]`."""
+
+    order: NDArray[np.int64]
+    starts: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, i: int) -> Unit:
+        end = self.starts[i + 1] if i + 1 < len(self.starts) else len(self.order)
+        return self.order[self.starts[i] : end]
+
+
+class Layout(Protocol):
+    """How rows become units, and units a batch."""
+
+    @property
+    def units_per_batch(self) -> int:
+        """Units of one micro-batch."""
+
+    @property
+    def unit_name(self) -> str:
+        """In the plural, for people."""
+
+    def units(self, rows: TokenRows, order: NDArray[np.int64]) -> Units:
+        """All rows, in units; `order` says which of equal rows come first."""
+
+    def batch(self, rows: TokenRows, units: Sequence[Unit]) -> Batch:
+        """One micro-batch; of no units, one that trains nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """Each row by itself, padded to the longest of its micro-batch."""
+
+    rows: int
+    pad_id: int
+
+    @property
+    def units_per_batch(self) -> int:
+        """As many as were asked for."""
+        return self.rows
+
+    @property
+    def unit_name(self) -> str:
+        """What `batching.rows` counts."""
+        return "rows"
+
+    def units(self, rows: TokenRows, order: NDArray[np.int64]) -> Units:
+        """One row each."""
+        return Units(order, np.arange(len(rows)))
+
+    def batch(self, rows: TokenRows, units: Sequence[Unit]) -> Batch:
+        """Rows of like length side by side waste little; the sum of a step does not depend on it."""
+        return collate_padded(_read(rows, units), self.pad_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Bins of `tokens`, filled best-fit over all rows; one bin is one micro-batch."""
+
+    tokens: int
+    pad_id: int
+
+    @property
+    def units_per_batch(self) -> int:
+        """A longer bin does what more bins would."""
+        return 1
+
+    @property
+    def unit_name(self) -> str:
+        """Of `batching.tokens` each."""
+        return "bins"
+
+    def units(self, rows: TokenRows, order: NDArray[np.int64]) -> Units:
+        """The bins of a plan over rows in `order`: equal rows change places, so neighbours change with the order."""
+        placed, starts = plan_bins(rows.lengths[order], self.tokens)
+        return Units(order[placed], starts)
+
+    def batch(self, rows: TokenRows, units: Sequence[Unit]) -> Batch:
+        """One bin, filled up to its full length."""
+        return collate_packed(_read(rows, units), self.pad_id, self.tokens)
+
+
+def _read(rows: TokenRows, units: Sequence[Unit]) -> list[Row]:
+    return [(rows.ids(int(i)), rows.trained(int(i))) for unit in units for i in unit]
