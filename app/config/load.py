@@ -95,7 +95,12 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 
 def _lookup_problem(fault: OmegaConfBaseException) -> str:
-    reason = _one_line(fault).partition(" full_key:")[0].rpartition("while resolving interpolation: ")[2].strip('"')
+    reason = (
+        _one_line(fault)
+        .partition(" full_key:")[0]
+        .rpartition("while resolving interpolation: ")[2]
+        .strip('"')
+    )
     return f"{fault.full_key}: {reason}." if fault.full_key else f"{reason}."
 
 

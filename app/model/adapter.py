@@ -12,7 +12,8 @@ from app.config.suggest import did_you_mean
 from app.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
-_ROUTERS = ("gate", "shared_expert_gate", "router")  # who gets a token is not what an adapter should change
+_ROUTERS = frozenset({"gate", "shared_expert_gate", "router"})
+_PARTS_OF_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 
 
 def attach(config: AdapterConfig, lm: Any, base_path: str) -> nn.Module:
@@ -59,8 +60,8 @@ def quiet_peft() -> Iterator[None]:
 def layers_to_adapt(targets: list[str], lm: Any) -> list[str]:
     """The full names of the layers that `targets` mean; each target must match, and the head never does.
 
-    Of a mixture of experts, all-linear leaves out the routers, and the experts where they are one 3D parameter
-    and not linear layers, as transformers stores most of them: attention and shared experts remain.
+    Of a mixture of experts all-linear means attention. The experts are stacked in 3D parameters and no linear
+    layers, routers decide who gets a token, and PEFT takes the names of dense and shared experts for the stacked ones.
     """
     linear = _linear_layers(lm)
     chosen: set[str] = set()
@@ -80,7 +81,7 @@ def layers_to_adapt(targets: list[str], lm: Any) -> list[str]:
 
 
 def _all_linear(linear: list[str]) -> list[str]:
-    return [name for name in linear if not set(_ROUTERS) & set(name.split("."))]
+    return [name for name in linear if not _ROUTERS & set(name.split("."))]
 
 
 def _ending_in(target: str, linear: list[str]) -> list[str]:
@@ -90,11 +91,18 @@ def _ending_in(target: str, linear: list[str]) -> list[str]:
 def _linear_layers(lm: Any) -> list[str]:
     """What stands outside the backbone is the head."""
     inside = f"{lm.base_model_prefix}."
+    unusable = _PARTS_OF_EXPERTS if _has_stacked_experts(lm) else frozenset()
     return [
         name
         for name, module in lm.named_modules()
-        if name.startswith(inside) and (isinstance(module, nn.Linear) or _is_conv1d(module))
+        if name.startswith(inside)
+        and (isinstance(module, nn.Linear) or _is_conv1d(module))
+        and name.rpartition(".")[2] not in unusable
     ]
+
+
+def _has_stacked_experts(lm: nn.Module) -> bool:
+    return any(".experts." in name and parameter.ndim == 3 for name, parameter in lm.named_parameters())
 
 
 def _is_conv1d(module: nn.Module) -> bool:

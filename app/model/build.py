@@ -1,5 +1,6 @@
 """The assembly of a trainable model, top to bottom."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ def build_trainee(sections: ModelSections, device: torch.device, seed: int, base
     import transformers
 
     transformers.logging.disable_progress_bar()  # one line of ours says what is loaded
+    logging.getLogger("transformers.modeling_utils").addFilter(_not_about_masks)
     dtypes = DTYPES[sections.precision]
     attention = register(sections.attention)
     frozen = sections.adapter.kind != "none"
@@ -62,6 +64,11 @@ def build_trainee(sections: ModelSections, device: torch.device, seed: int, base
     trainee = Trainee(network.to(device), dtypes.compute)
     trainee.train()
     return trainee
+
+
+def _not_about_masks(record: logging.LogRecord) -> bool:
+    """We give no mask on purpose: padding on the right is not seen by any token that counts."""
+    return "attention_mask" not in record.getMessage()
 
 
 def plan_model(sections: ModelSections) -> ModelPlan:

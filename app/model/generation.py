@@ -15,27 +15,27 @@ def end_ids(lm: Any, tokenizer: Any) -> list[int]:
     return sorted(set(flat))
 
 
+def attention_with_cache(lm: Any) -> str:
+    """transformers' own that is right: its sdpa has no sinks, nor caps, which 5.17 leaves out without a word."""
+    capped = getattr(lm.config, "attn_logit_softcapping", None) is not None
+    return "sdpa" if lm._supports_sdpa and not capped else "eager"
+
+
 @torch.no_grad()
 def generate(
     lm: Any, prompts: Sequence[Sequence[int]], ends: list[int], max_new: int, **sampling: Any
 ) -> list[list[int]]:
     """New ids for each prompt, up to an end id or `max_new`; one prompt at a time, so that none is padded."""
-    trained_with, mode = lm.config._attn_implementation, lm.training
-    if trained_with == NAME:  # ours knows no key-value cache
-        lm.set_attn_implementation(_cached_attention(lm))
+    own, mode = lm.config._attn_implementation, lm.training
+    if own in {NAME, "sdpa"}:  # ours knows no key-value cache
+        lm.set_attn_implementation(attention_with_cache(lm))
     lm.eval()
     try:
         return [_answer(lm, prompt, ends, max_new, sampling) for prompt in prompts]
     finally:
         lm.train(mode)
-        if trained_with == NAME:
-            lm.set_attn_implementation(trained_with)
-
-
-def _cached_attention(lm: Any) -> str:
-    """transformers' sdpa refuses sinks, and leaves soft-capping out without a word."""
-    capped = getattr(lm.config, "attn_logit_softcapping", None) is not None
-    return "sdpa" if lm._supports_sdpa and not capped else "eager"
+        if own in {NAME, "sdpa"}:
+            lm.set_attn_implementation(own)
 
 
 def _answer(

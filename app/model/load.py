@@ -9,7 +9,8 @@ import torch
 from app.config.schema import ModelConfig
 from app.errors import CheckpointError
 from app.model.adapter import quiet_peft
-from app.model.source import fetch_folder, first_line, require_weights
+from app.model.generation import attention_with_cache
+from app.model.source import fetch_folder, gist, require_weights
 from app.model.weights import read_weights
 
 _ADAPTER = "adapter_config.json"
@@ -51,7 +52,9 @@ def _load(folder: Path, path: str, model: ModelConfig) -> Any:
     logging.disable_progress_bar()
     require_weights(folder, path)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return read_weights(model, folder, dtype="auto", device_map={"": device}).eval()
+    lm = read_weights(model, folder, dtype="auto", device_map={"": device})
+    lm.set_attn_implementation(attention_with_cache(lm))
+    return lm.eval()
 
 
 def _with_adapter(lm: Any, final: Path) -> Any:
@@ -62,4 +65,4 @@ def _with_adapter(lm: Any, final: Path) -> Any:
         with quiet_peft():
             return PeftModel.from_pretrained(lm, str(final)).eval().get_base_model()
     except (OSError, ValueError, RuntimeError, SafetensorError) as fault:
-        raise CheckpointError(f"the adapter in {final} cannot be loaded ({first_line(fault)}).") from fault
+        raise CheckpointError(f"the adapter in {final} cannot be loaded ({gist(fault)}).") from fault

@@ -45,9 +45,9 @@ def local_place(path: str) -> Path:
     return Path(locate(path)).expanduser()
 
 
-def first_line(fault: Exception) -> str:
-    """The gist of another library's error, for a message of ours."""
-    return (str(fault).strip() or type(fault).__name__).splitlines()[0][:300]
+def gist(fault: BaseException) -> str:
+    """Another library's error in a line, for a message of ours."""
+    return " ".join(str(fault).split())[:300] or type(fault).__name__
 
 
 def require_weights(folder: Path, path: str) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from app.assets import ROOT
 from app.config.schema import ModelConfig
-from app.config.suggest import did_you_mean
+from app.config.suggest import nearest
 from app.errors import ConfigError
 
 _FOLDER = ROOT / "templates"
@@ -24,9 +24,10 @@ def chosen_template(config: ModelConfig) -> str | None:
         return (_FOLDER / f"{given}.jinja").read_text().rstrip("\n")
     if Path(given).is_file():
         return Path(given).read_text()
+    near = nearest(given, template_names())
     raise ConfigError(
         f"model.chat_template={given} is neither a file nor one of {', '.join(template_names())}."
-        f"{did_you_mean(given, template_names())}"
+        f"{f' Did you mean {near}?' if near else ''}"
     )
 
 

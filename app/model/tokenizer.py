@@ -6,7 +6,7 @@ from typing import Any
 
 from app.config.schema import ModelConfig
 from app.errors import ConfigError, EnvironmentProblem
-from app.model.source import fetch_folder, first_line
+from app.model.source import fetch_folder, gist
 from app.model.templates import chosen_template, template_names
 
 _SHIPPED = "asset:tiny"
@@ -20,13 +20,15 @@ def load_tokenizer(config: ModelConfig, *, needs_template: bool) -> Any:
     folder = fetch_folder(config, path, with_weights=False)
     template = chosen_template(config)
     try:
-        logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
+        for name in ("tokenization_utils_base", "configuration_utils"):  # what is wrong, we say
+            logging.getLogger(f"transformers.{name}").setLevel(logging.ERROR)
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=config.trust_remote_code, local_files_only=True
         )
     except (OSError, ValueError, KeyError, TypeError) as fault:
+        key = "model.path" if path == config.path else "model.tokenizer"
         raise EnvironmentProblem(
-            f"model.tokenizer={path}: no tokenizer can be read from {folder} ({first_line(fault)}). "
+            f"{key}={path}: no tokenizer can be read from {folder} ({gist(fault)}). "
             "Give model.tokenizer=DIR with a tokenizer.json."
         ) from fault
     if not tokenizer.is_fast:

@@ -22,7 +22,7 @@ class Trainee(nn.Module):
         self.network = network
         self.compute = compute
         lm = self.language_model
-        self._head: Head = own_head(lm)
+        self.head: Head = own_head(lm)
         self._head_parameters = head_parameters(lm)
         self._chunk = chunk_rows(lm.config.get_text_config().vocab_size)
 
@@ -42,7 +42,7 @@ class Trainee(nn.Module):
                 documents=batch.documents,
             )[0]
             rows = hidden.flatten(0, 1).index_select(0, batch.label_rows)
-            loss = token_loss_sum(self._head, rows, batch.targets, self._head_parameters, self._chunk)
+            loss = token_loss_sum(self.head, rows, batch.targets, self._head_parameters, self._chunk)
         return loss, batch.num_labels
 
     def trained(self) -> dict[str, nn.Parameter]:
@@ -67,7 +67,7 @@ class Trainee(nn.Module):
         self.eval()
         own = lm(input_ids=ids, position_ids=positions, use_cache=False).logits[0].float()
         hidden = lm.base_model(input_ids=ids, position_ids=positions, use_cache=False)[0]
-        ours = self._head(hidden[0]).float()
+        ours = self.head(hidden[0]).float()
         self.train(mode)
         error = (own - ours).abs().max() / own.abs().max()
         if not error <= _HEAD_TOLERANCE:

@@ -8,7 +8,7 @@ import torch
 from app.config.schema import ModelConfig
 from app.config.suggest import did_you_mean
 from app.errors import ConfigError, EnvironmentProblem
-from app.model.source import fetch_folder, first_line, folder_at_hand, require_config, require_weights
+from app.model.source import fetch_folder, folder_at_hand, gist, local_place, require_config, require_weights
 from app.model.support import require_kind, require_structure
 
 
@@ -30,6 +30,8 @@ def load_base(
 def build_on_meta(config: ModelConfig, attention: str) -> Any:
     """The same without memory, for counting: from its own config.json if it is at hand, else from the YAML."""
     folder = folder_at_hand(config) if config.weights == "pretrained" else None
+    if folder is not None and local_place(config.path).is_dir():
+        require_weights(folder, config.path)
     numbers = _numbers(config) if folder is None else _numbers_of(config, folder)
     require_kind(config, numbers)
     with torch.device("meta"):
@@ -50,6 +52,7 @@ def _random(
 
 
 def _numbers(config: ModelConfig) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
 
     numbers = dict(config.architecture)
@@ -61,13 +64,15 @@ def _numbers(config: ModelConfig) -> Any:
         )
     try:
         return AutoConfig.for_model(kind, **numbers)
-    except (ValueError, TypeError, KeyError) as fault:
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as fault:
+        reason = gist(fault.__cause__ or fault)
         raise ConfigError(
-            f"model.architecture (model_type: {kind}) is not what transformers takes: {first_line(fault)}"
+            f"model.architecture (model_type: {kind}) is not what transformers takes: {reason}"
         ) from fault
 
 
 def _numbers_of(config: ModelConfig, folder: Path) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     require_config(folder, config.path)
@@ -75,10 +80,10 @@ def _numbers_of(config: ModelConfig, folder: Path) -> Any:
         return AutoConfig.from_pretrained(
             str(folder), trust_remote_code=config.trust_remote_code, local_files_only=True
         )
-    except (OSError, ValueError, TypeError, KeyError) as fault:
+    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as fault:
         raise EnvironmentProblem(
             f"model.path={config.path}: {folder / 'config.json'} is not a configuration that this transformers can "
-            f"use ({first_line(fault)}). Code that a model brings along is run only with "
+            f"use ({gist(fault)}). Code that a model brings along is run only with "
             "model.trust_remote_code=true."
         ) from fault
 
@@ -92,7 +97,7 @@ def _from_config(config: ModelConfig, numbers: Any, dtype: torch.dtype, attentio
 
 
 def read_weights(config: ModelConfig, folder: Path, **options: Any) -> Any:
-    """The model of a local folder, every weight of it from there: transformers would draw the missing ones at random."""
+    """The model of a local folder, every weight of it from there: transformers would make up the missing ones."""
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
@@ -109,7 +114,7 @@ def read_weights(config: ModelConfig, folder: Path, **options: Any) -> Any:
         if isinstance(fault, torch.OutOfMemoryError):
             raise
         raise EnvironmentProblem(
-            f"model.path={config.path}: {folder} cannot be loaded ({first_line(fault)}). Download it again, or "
+            f"model.path={config.path}: {folder} cannot be loaded ({gist(fault)}). Download it again, or "
             "give another model.path."
         ) from fault
     missing = sorted(found["missing_keys"])

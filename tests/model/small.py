@@ -1,5 +1,6 @@
 """Tiny random models of many kinds, built from numbers alone."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,7 +54,14 @@ KINDS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
         "tie_word_embeddings": True,
     },
-    "gpt2": {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 64, "tie_word_embeddings": True},
+    "gpt2": {
+        "n_embd": WIDTH,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+        "tie_word_embeddings": True,
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+    },
     "phi3": {"sliding_window": None},
     "olmo2": {},
     "granite": {
@@ -70,11 +78,31 @@ KINDS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"head_dim": 8, "sliding_window": _WINDOW, **_EXPERTS},
     "mixtral": {"sliding_window": None, **_EXPERTS},
 }
+_MORE: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,  # values narrower than keys
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 16,
+    },
+    **{kind: {"head_dim": 8} for kind in ("gemma", "glm4", "olmo3", "smollm3")},
+    **{kind: {} for kind in ("cohere", "gpt_neox", "opt", "phi", "starcoder2")},
+    **{kind: {"num_experts": 4, **_EXPERTS} for kind in ("granitemoe", "olmoe", "qwen2_moe", "qwen3_moe")},
+}
+MORE_KINDS = tuple(_MORE)  # for the slow tier
 
 
 def numbers(kind: str, **changes: Any) -> dict[str, Any]:
     """An architecture, as it stands in a YAML of conf/model."""
-    return {"model_type": kind, **_COMMON, **KINDS.get(kind, {}), **changes}
+    return {"model_type": kind, **_COMMON, **(KINDS | _MORE).get(kind, {}), **changes}
 
 
 def config_of(kind: str, **changes: Any) -> Any:
@@ -110,6 +138,22 @@ def batch_of(documents: list[Tensor], labels_from: int = 1, fill: int = 0) -> Ba
         lengths=tuple(len(d) for d in documents),
         num_labels=len(targets),
         num_tokens=sum(len(d) for d in documents),
+    )
+
+
+def packed(documents: list[Tensor], labels_from: int = 1, filling: int = 0) -> Batch:
+    """The same documents in one row; `filling` tokens at its end belong to none of them."""
+    padded_rows = batch_of(documents, labels_from)
+    size = padded_rows.ids.shape[1]
+    starts = [sum(len(d) for d in documents[:i]) for i in range(len(documents))]
+    rows = [starts[int(flat) // size] + int(flat) % size for flat in padded_rows.label_rows]
+    parts = [*documents, torch.full((filling,), 3)] if filling else documents
+    return replace(
+        padded_rows,
+        ids=torch.cat(parts)[None],
+        positions=torch.cat([torch.arange(len(d)) for d in parts])[None],
+        label_rows=torch.tensor(rows, dtype=torch.long),
+        documents=tuple(len(d) for d in parts),
     )
 
 

@@ -56,11 +56,18 @@ def test_the_head_the_embedding_and_the_routers_are_left_alone(kind: str) -> Non
 
 def test_a_linear_router_is_left_out_unless_it_is_named() -> None:
     lm = built("qwen2_moe")
-    everything = layers_to_adapt(["all-linear"], lm)
-    assert [n for n in everything if n.endswith("shared_expert.gate_proj")], "a shared expert is adapted"
-    assert not [n for n in everything if n.endswith("shared_expert_gate")]
+    assert not [n for n in layers_to_adapt(["all-linear"], lm) if n.endswith("shared_expert_gate")]
     named = layers_to_adapt(["shared_expert_gate"], lm)
     assert named == [f"model.layers.{i}.mlp.shared_expert_gate" for i in range(2)]
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen2_moe", "mixtral", "olmoe"])
+def test_of_experts_only_the_attention_is_adapted(kind: str) -> None:
+    """PEFT takes gate_proj and its like for the stacked experts, even where they name a dense or a shared one."""
+    trainee = trainee_of(kind, lora())
+    assert {name.split(".")[3] for name in adapted(trainee)} == {"self_attn"}
+    with pytest.raises(ConfigError, match=r"adapter\.targets: down_proj matches no linear layer"):
+        trainee_of(kind, lora(targets=["down_proj"]))
 
 
 def test_targets_can_be_listed_by_any_end_of_their_names() -> None:

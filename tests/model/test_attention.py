@@ -11,11 +11,10 @@ from app.config.schema import AttentionConfig
 from app.errors import ConfigError
 from app.model.attention import BACKENDS, NAME, Backend, Rules, plain, register, sdpa, select
 from tests.model import small
-from tests.model.small import KINDS, built, config_of, distance, documents_of, padded
+from tests.model.small import KINDS, MORE_KINDS, built, config_of, distance, documents_of, padded
 
 LENGTHS = (20, 5, 11)  # longer than the window of 8, shorter, and neither
 DOCUMENTS = documents_of(LENGTHS)
-MORE_KINDS = ("gemma", "gpt_neox", "qwen2_moe", "qwen3_moe", "olmo3", "starcoder2", "glm4", "opt", "smollm3")
 
 
 def separate(lm: Any) -> list[Tensor]:
@@ -208,6 +207,13 @@ def test_backends_follow_the_definition(
         assert largest([backend(q, k, v, rules)], [expected]) <= 2e-6, backend.__name__
 
 
+@pytest.mark.parametrize("backend", [sdpa, plain])
+def test_values_may_be_narrower_than_keys(backend: Any) -> None:
+    q, k, v = heads_of(7, 4, 2)
+    rules = Rules(causal=True, scale=None, dropout=0.0, window=3, softcap=None, sinks=None)
+    assert largest([backend(q, k, v[..., :5], rules)], [backend(q, k, v, rules)[..., :5]]) <= 1e-6
+
+
 def test_a_document_does_not_see_its_neighbours() -> None:
     lm = built("llama")
     before = side_by_side(lm)
@@ -225,6 +231,20 @@ def test_dropout_is_for_training_only() -> None:
     assert torch.equal(in_rows(lm)[0], in_rows(lm)[0])
     lm.train()
     assert not torch.equal(in_rows(lm)[0], in_rows(lm)[0])
+
+
+def test_a_kind_that_always_names_its_dropout_has_none_in_evaluation() -> None:
+    register("sdpa")
+    layer = torch.nn.Module()
+    q, k, v = heads_of(7, 4, 2)
+
+    def twice() -> bool:
+        first, again = (_ours()(layer, q, k, v, None, dropout=0.5)[0] for _ in range(2))
+        return torch.equal(first, again)
+
+    assert not twice()
+    layer.eval()
+    assert twice()
 
 
 def test_the_name_is_not_taken_for_a_kernel_of_the_hub() -> None:

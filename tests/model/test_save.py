@@ -1,0 +1,189 @@
+import json
+import subprocess
+import sys
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.config.schema import AdapterConfig
+from app.errors import CheckpointError, EnvironmentProblem
+from app.model.build import base_path, build_trainee
+from app.model.load import load_tuned, load_tuned_tokenizer
+from app.model.save import save_base, save_model
+from app.model.tokenizer import load_tokenizer
+from app.model.trainee import Trainee
+from tests.model.small import batch_of, built, distance, documents_of, full, lora, model_config, sections
+
+CPU = torch.device("cpu")
+IDS = documents_of((10,))[0][None]
+
+# What anybody else would write; nothing of this program is imported.
+ELSEWHERE = """
+import json, sys, warnings
+warnings.simplefilter("ignore", FutureWarning)
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+ids = torch.tensor(json.loads(sys.argv[1]))
+for out, folder in zip(sys.argv[2::2], sys.argv[3::2]):
+    try:
+        base = json.load(open(folder + "/adapter_config.json"))["base_model_name_or_path"]
+        from peft import PeftModel
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="float32"), folder)
+    except FileNotFoundError:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    assert AutoTokenizer.from_pretrained(folder).chat_template
+    with torch.no_grad():
+        torch.save(model.eval()(ids).logits, out)
+assert not [name for name in sys.modules if name.split(".")[0] == "app"]
+"""
+
+
+def folder_of(kind: str, place: Path) -> Path:
+    built(kind, "eager").save_pretrained(str(place))
+    return place
+
+
+def trained(config: Any, adapter: AdapterConfig, precision: str = "fp32", base: str = "base") -> Trainee:
+    """Three steps of training, large enough to see."""
+    trainee = build_trainee(sections(config, adapter, precision), CPU, 0, base)
+    optimizer = torch.optim.AdamW(trainee.trained().values(), lr=1e-2)
+    for seed in range(3):
+        trainee(batch_of(documents_of((8, 5), seed)))[0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return trainee
+
+
+def logits(lm: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = lm.eval()(IDS).logits
+    return found
+
+
+def frozen_hash(trainee: Trainee) -> str:
+    """Of all weights that are not trained."""
+    frozen = [p for p in trainee.network.parameters() if not p.requires_grad]
+    return sha256(
+        b"".join(p.detach().contiguous().view(torch.uint8).numpy().tobytes() for p in frozen)
+    ).hexdigest()
+
+
+def test_what_is_saved_gives_the_same_logits_in_the_ordinary_tools(
+    tmp_path: Path, app_env: dict[str, str]
+) -> None:
+    """In a fresh process, one for all kinds: starting it is what takes the time."""
+    cases = [
+        ("llama", lora()),
+        ("gemma2", lora()),
+        ("gpt2", lora()),
+        ("mixtral", lora()),
+        ("llama", full()),
+        ("gemma2", full()),
+        ("mixtral", full()),
+    ]
+    tokenizer = load_tokenizer(model_config(), needs_template=True)
+    expected, arguments = [], []
+    for i, (kind, adapter) in enumerate(cases):
+        base = folder_of(kind, tmp_path / f"base{i}")
+        before = {f.name: sha256(f.read_bytes()).hexdigest() for f in base.iterdir()}
+        config = model_config(path=str(base))
+        trainee = trained(config, adapter, base=base_path(config, tmp_path))
+        final = tmp_path / f"final{i}"
+        save_model(trainee, tokenizer, final)
+        expected.append(logits(trainee.language_model))
+        assert distance(expected[-1], logits(built(kind))) > 1e-2, "training changed nothing"
+        assert {f.name: sha256(f.read_bytes()).hexdigest() for f in base.iterdir()} == before
+        arguments += [str(tmp_path / f"logits{i}.pt"), str(final)]
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, json.dumps(IDS.tolist()), *arguments],
+        env={k: v for k, v in app_env.items() if k != "PYTHONPATH"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    for i, (case, ours) in enumerate(zip(cases, expected, strict=True)):
+        theirs = torch.load(tmp_path / f"logits{i}.pt", weights_only=True)
+        assert distance(theirs, ours) <= 1e-6, case
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_training_an_adapter_leaves_the_base_as_it_was(precision: str) -> None:
+    config = model_config()
+    untouched = build_trainee(sections(config, lora(), precision), CPU, 0, "base")
+    assert frozen_hash(trained(config, lora(), precision)) == frozen_hash(untouched)
+
+
+def test_an_adapter_folder_has_an_adapter_and_nothing_of_the_base(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    config = model_config(path=str(folder_of("llama", tmp_path / "base")))
+    trainee = trained(config, lora(r=4, alpha=8.0), "bf16", base=base_path(config, tmp_path))
+    final = tmp_path / "final"
+    save_model(trainee, load_tokenizer(model_config(), needs_template=True), final)
+    written = json.loads((final / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(tmp_path / "base")
+    assert (written["r"], written["lora_alpha"], written["task_type"]) == (4, 8.0, "CAUSAL_LM")
+    assert set(written["target_modules"]) == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    }  # fmt: skip
+    with safe_open(str(final / "adapter_model.safetensors"), "pt") as file:
+        names = list(file.keys())
+        assert {file.get_tensor(name).dtype for name in names} == {torch.float32}
+    assert all(".lora_A.weight" in name or ".lora_B.weight" in name for name in names)
+    assert {f.name for f in final.iterdir()} >= {"tokenizer.json", "chat_template.jinja"}
+    assert not list(final.glob("*.bin"))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2", "mixtral"])
+def test_a_random_base_is_kept_as_it_was_before_the_adapter(kind: str, tmp_path: Path) -> None:
+    config = model_config(kind)
+    place = tmp_path / "base"
+    trainee = trained(config, lora(), base=base_path(config, place))
+    tokenizer = load_tokenizer(config, needs_template=True)
+    save_base(trainee, tokenizer, place)
+    save_model(trainee, tokenizer, tmp_path / "final")
+    base = build_trainee(sections(config, full()), CPU, 0, "").language_model
+    assert distance(logits(load_tuned(tmp_path, config, adapter=False)), logits(base)) <= 1e-6
+    tuned = logits(load_tuned(tmp_path, config, adapter=True))
+    assert distance(tuned, logits(trainee.language_model)) <= 1e-6
+    assert distance(tuned, logits(base)) > 1e-2
+
+
+def test_a_tuned_model_answers_from_its_folder(tmp_path: Path) -> None:
+    config = model_config(path=str(folder_of("llama", tmp_path / "model")))
+    trainee = trained(config, full())
+    tokenizer = load_tokenizer(model_config(), needs_template=True)
+    save_model(trainee, tokenizer, tmp_path / "run" / "final")
+    lm = load_tuned(tmp_path / "run", config, adapter=True)
+    assert not lm.training
+    assert distance(logits(lm), logits(trainee.language_model)) <= 1e-6
+    assert load_tuned_tokenizer(tmp_path / "run" / "final").chat_template == tokenizer.chat_template
+    with pytest.raises(CheckpointError, match=r"adapter=false: .* is a whole model"):
+        load_tuned(tmp_path / "run", config, adapter=False)
+
+
+def test_damaged_runs_are_told(tmp_path: Path) -> None:
+    config = model_config()
+    trainee = trained(config, lora(), base=base_path(config, tmp_path / "base"))
+    tokenizer = load_tokenizer(config, needs_template=True)
+    save_model(trainee, tokenizer, tmp_path / "final")
+    with pytest.raises(
+        CheckpointError, match=r"its base of random weights is not there any more \(it was .*base\)"
+    ):
+        load_tuned(tmp_path, config, adapter=True)
+    save_base(trainee, tokenizer, tmp_path / "base")
+    for file, error in (
+        ("final/adapter_model.safetensors", CheckpointError),
+        ("base/model.safetensors", EnvironmentProblem),
+    ):
+        content = (tmp_path / file).read_bytes()
+        (tmp_path / file).write_bytes(content[: len(content) // 2])
+        with pytest.raises(error, match="cannot be loaded"):
+            load_tuned(tmp_path, config, adapter=True)
+        (tmp_path / file).write_bytes(content)
+    load_tuned(tmp_path, config, adapter=True)

@@ -1,0 +1,272 @@
+import json
+import logging
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from app.config.groups import CONF
+from app.errors import AppError, ConfigError, EnvironmentProblem
+from app.model.attention import NAME, register
+from app.model.build import base_path, build_trainee, plan_model
+from app.model.load import load_tuned
+from app.model.save import save_model
+from app.model.tokenizer import load_tokenizer
+from app.model.weights import build_on_meta, load_base
+from tests.model.small import (
+    KINDS,
+    batch_of,
+    built,
+    documents_of,
+    full,
+    lora,
+    model_config,
+    numbers,
+    sections,
+    trainee_of,
+)
+
+CPU = torch.device("cpu")
+IDS = documents_of((10,))[0][None]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A local model, written by transformers itself."""
+    place = tmp_path / "model"
+    built("llama", "sdpa").save_pretrained(str(place))
+    return place
+
+
+def load(config: Any, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    return load_base(config, dtype, CPU, register("sdpa"), seed)
+
+
+@pytest.mark.parametrize(
+    ("model", "weights"), [("llama", 8_030_261_248), ("qwen", 8_190_735_360), ("mistral", 7_248_023_552)]
+)
+def test_the_numbers_in_conf_are_those_of_the_real_models(model: str, weights: int) -> None:
+    given = OmegaConf.to_container(OmegaConf.load(CONF / "model" / f"{model}.yaml"))
+    assert isinstance(given, dict)
+    config = model_config(architecture=given["architecture"])
+    assert plan_model(sections(config, full())).total == weights
+    assert {p.device.type for p in build_on_meta(config, "eager").parameters()} == {"meta"}
+
+
+def test_random_weights_follow_the_seed_and_draw_nothing_from_the_program() -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    first = load(model_config()).state_dict()
+    assert torch.equal(torch.rand(3), expected)
+    again, other = load(model_config()).state_dict(), load(model_config(), seed=1).state_dict()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+def test_wrong_numbers_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.architecture\.model_type=lama .* Did you mean llama\?"):
+        load(model_config(architecture=numbers("llama") | {"model_type": "lama"}))
+    with pytest.raises(ConfigError, match=r"model\.architecture\.model_type=None"):
+        load(model_config(architecture={"hidden_size": 8}))
+    with pytest.raises(ConfigError, match=r"model\.architecture \(model_type: llama\)"):
+        load(model_config(architecture=numbers("llama") | {"hidden_size": "wide"}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_local_folder_gives_its_weights(kind: str, tmp_path: Path) -> None:
+    source = built(kind, "sdpa" if kind not in {"gemma2", "gpt_oss"} else "eager")
+    source.save_pretrained(str(tmp_path))
+    lm = load(model_config(path=str(tmp_path)))
+    expected = source.state_dict()
+    assert {n: t.shape for n, t in lm.state_dict().items()} == {n: t.shape for n, t in expected.items()}
+    assert all(torch.equal(t, expected[n]) for n, t in lm.state_dict().items())
+    assert lm.config._attn_implementation == NAME
+
+
+def test_weights_are_stored_as_asked(folder: Path) -> None:
+    lm = load(model_config(path=str(folder)), torch.bfloat16)
+    assert {p.dtype for p in lm.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in load(model_config(), torch.float16).parameters()} == {torch.float16}
+
+
+def test_the_plan_counts_the_folder_and_not_the_yaml(folder: Path) -> None:
+    other = model_config(path=str(folder), architecture=numbers("llama", hidden_size=64))
+    assert plan_model(sections(other, full())).total == sum(p.numel() for p in built("llama").parameters())
+
+
+def only_pickles(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+
+
+def shorten(name: str) -> Callable[[Path], None]:
+    def cut(folder: Path) -> None:
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: len(content) // 2])
+
+    return cut
+
+
+def change(key: str, value: Any) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        file = folder / "config.json"
+        content = json.loads(file.read_text()) | {key: value}
+        file.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+
+    return write
+
+
+def without_head(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    save_file({n: t for n, t in load_file(file).items() if n != "lm_head.weight"}, file, {"format": "pt"})
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "only pickles": (only_pickles, r"only pytorch_model\.bin, which can run code when loaded"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), r"no \*\.safetensors in .* \(none\)"),
+    "no config": (lambda f: (f / "config.json").unlink(), r"has no config\.json"),
+    "half a config": (shorten("config.json"), r"config\.json cannot be read as a model configuration"),
+    "no kind": (
+        change("model_type", None),
+        r"cannot be read as a model configuration \(KeyError: 'model_type'\)",
+    ),
+    "a number as kind": (change("model_type", 3), r"model_type in .* is 3, expected a name"),
+    "an unknown kind": (
+        change("model_type", "nonesuch"),
+        r"not a configuration that this transformers can use",
+    ),
+    "an impossible number": (
+        change("hidden_size", "wide"),
+        r"not a configuration that this transformers can use",
+    ),
+    "half the weights": (shorten("model.safetensors"), r"cannot be loaded \(.*\)\. Download it again"),
+    "other shapes": (change("hidden_size", 64), r"cannot be loaded \(.*\)\. Download it again"),
+    "no head": (without_head, r"lack 1 of the model's tensors \(lm_head\.weight\)"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_folder_that_cannot_be_trained_gives_one_clear_message(folder: Path, damage: str) -> None:
+    do, words = DAMAGES[damage]
+    do(folder)
+    with pytest.raises(EnvironmentProblem, match=words) as refused:
+        load(model_config(path=str(folder)))
+    (message,) = refused.value.problems
+    assert message.startswith(f"model.path={folder}: ")
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("damage", ["no config", "an unknown kind", "an impossible number", "no weights"])
+def test_a_dry_run_tells_what_it_can_of_it(folder: Path, damage: str) -> None:
+    do, words = DAMAGES[damage]
+    do(folder)
+    with pytest.raises(EnvironmentProblem, match=words):
+        plan_model(sections(model_config(path=str(folder)), full()))
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "~/nowhere/at/all", "nowhere"])
+def test_a_folder_that_is_not_there(path: str) -> None:
+    with pytest.raises(
+        EnvironmentProblem, match=rf"^model\.path={path}: there is no such folder\. Give a folder"
+    ):
+        load(model_config(path=path))
+
+
+def test_a_hub_model_without_a_network_says_all_that_helps() -> None:
+    config = model_config(path="org/gated", revision="v2", licence_page="https://example.com/licence")
+    with pytest.raises(EnvironmentProblem) as refused:
+        load(config)
+    (message,) = refused.value.problems
+    assert message.startswith("model.path=org/gated at revision v2 cannot be loaded")
+    for words in ("HF_TOKEN", "https://example.com/licence", "model.path=DIR", "model.weights=random"):
+        assert words in message
+    with pytest.raises(EnvironmentProblem, match=r"licence at https://huggingface\.co/org/open"):
+        load(model_config(path="org/open"))
+
+
+def test_a_hub_model_can_be_planned_without_a_network() -> None:
+    assert plan_model(sections(model_config(path="org/gated"), full())).total == 19616
+
+
+@pytest.fixture
+def calls_out(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every attempt to reach another machine, with the libraries' offline switch off."""
+    import huggingface_hub.constants
+
+    made: list[str] = []
+
+    def refuse(*args: Any, **_given: Any) -> Any:
+        made.append(str(args))
+        raise OSError("no network in this test")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    for name in ("getaddrinfo", "create_connection", "socket"):
+        monkeypatch.setattr(socket, name, refuse)
+    return made
+
+
+def test_the_fixture_sees_calls(calls_out: list[str]) -> None:
+    with pytest.raises(EnvironmentProblem, match=r"org/name cannot be loaded.*no connection to the hub"):
+        load(model_config(path="org/name"))
+    assert calls_out
+
+
+@pytest.mark.parametrize("adapter", [full(), lora()], ids=["full", "lora"])
+def test_nothing_is_asked_of_the_hub_when_all_is_local(
+    folder: Path, tmp_path: Path, adapter: Any, calls_out: list[str]
+) -> None:
+    config = model_config(path=str(folder), tokenizer="asset:tiny")
+    parts = sections(config, adapter)
+    tokenizer = load_tokenizer(config, needs_template=True)
+    plan_model(parts)
+    trainee = build_trainee(parts, CPU, 0, base_path(config, tmp_path / "base"))
+    trainee(batch_of(documents_of((5,))))[0].backward()
+    save_model(trainee, tokenizer, tmp_path / "run" / "final")
+    load_tuned(tmp_path / "run", config, adapter=True)
+    assert calls_out == []
+
+
+def test_saving_an_adapter_asks_the_hub_nothing_about_its_base(tmp_path: Path, calls_out: list[str]) -> None:
+    trainee = build_trainee(sections(model_config(), lora()), CPU, 0, "org/name")
+    save_model(trainee, load_tokenizer(model_config(), needs_template=True), tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == "org/name"
+    assert calls_out == []
+
+
+def test_the_path_in_an_adapter_is_one_that_others_can_use(folder: Path, tmp_path: Path) -> None:
+    assert base_path(model_config(path=str(folder)), tmp_path) == str(folder)
+    assert base_path(model_config(path="org/name"), tmp_path) == "org/name"
+    assert base_path(model_config(), tmp_path / "base") == str(tmp_path / "base")
+
+
+def test_home_is_a_place(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    config = model_config(path="~/model")
+    assert base_path(config, tmp_path) == str(folder)
+    assert torch.equal(load(config).lm_head.weight, built("llama").lm_head.weight)
+
+
+def test_transformers_says_nothing_while_a_model_is_built_and_run(
+    folder: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    import transformers
+
+    transformers.logging.set_verbosity_warning()
+    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]  # or an earlier test has used them up
+    build_trainee(sections(model_config(path=str(folder)), lora()), CPU, 0, "base")
+    for kind in ("llama", "gpt2"):  # GPT-2 would ask for a mask
+        trainee_of(kind, lora())(batch_of(documents_of((5, 3))))
+    assert capfd.readouterr() == ("", "")
+    assert [r.getMessage() for r in caplog.records] == []
+
+
+def test_every_refusal_here_is_the_users_to_mend() -> None:
+    assert issubclass(EnvironmentProblem, AppError)
+    assert issubclass(ConfigError, AppError)
