@@ -65,6 +65,7 @@ def _train_in(folder: RunFolder, run: RunConfig, console: Console) -> int:
     from app.engine.identity import identity
     from app.engine.loop import Loop, Rhythm
     from app.engine.progress import Progress
+    from app.engine.proofs import prove
     from app.engine.signals import listening
     from app.engine.step import Stepper
     from app.model.build import base_path, build_trainee
@@ -81,7 +82,7 @@ def _train_in(folder: RunFolder, run: RunConfig, console: Console) -> int:
 
     base = base_path(run.model, folder.base)
     trainee = build_trainee(ground.sections, ground.runtime.device, run.seed, base)
-    trainee.check_head(ground.loader.batches(0)[0].to(ground.runtime.device))
+    prove(trainee, ground.loader, ground.runtime.device)
     optimizer = build_optimizer(run.optimizer, trainee)
     fp16 = ground.choices.precision == "fp16"
     stepper = Stepper(trainee, optimizer, ground.runtime, run.training.clip, fp16=fp16)

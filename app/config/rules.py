@@ -35,6 +35,15 @@ def _rows_fit_the_model(run: RunConfig) -> Iterator[str]:
         )
 
 
+def _rows_fit_their_bins(run: RunConfig) -> Iterator[str]:
+    if run.batching.packing and run.dataset.max_length > run.batching.tokens:
+        yield (
+            f"dataset.max_length={run.dataset.max_length} is more than a bin holds (batching.tokens="
+            f"{run.batching.tokens}). Set batching.tokens={run.dataset.max_length} or more, or "
+            f"dataset.max_length={run.batching.tokens} or less."
+        )
+
+
 def _trained_part_fits_the_format(run: RunConfig) -> Iterator[str]:
     allowed = TRAIN_ON[run.dataset.format]
     if run.dataset.train_on not in allowed:
@@ -99,7 +108,7 @@ def _random_weights_read_no_folder(run: RunConfig) -> Iterator[str]:
     if run.model.weights == "random" and Path(run.model.path).expanduser().is_dir():
         yield (
             f"model.path={run.model.path} would not be read, because model.weights=random. "
-            "Set model.weights=pretrained, or choose the model=NAME that it is like."
+            "Choose model=folder, or the model=NAME that it is like with model.weights=pretrained."
         )
 
 
@@ -115,8 +124,6 @@ def _resume_needs_its_folder(run: RunConfig) -> Iterator[str]:
 
 
 def _not_in_this_version(run: RunConfig) -> Iterator[str]:
-    if run.batching.packing:
-        yield "batching.packing=true is not in this version. Set batching.packing=false."
     if run.launch.num_processes > 1:
         yield (
             f"launch.num_processes={run.launch.num_processes}: this version trains in one process. "
@@ -126,6 +133,7 @@ def _not_in_this_version(run: RunConfig) -> Iterator[str]:
 
 RULES: tuple[Rule, ...] = (
     _rows_fit_the_model,
+    _rows_fit_their_bins,
     _trained_part_fits_the_format,
     _only_text_splits,
     _one_source_of_eval_rows,

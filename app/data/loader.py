@@ -1,12 +1,13 @@
 """Which units each optimizer step takes, and the micro-batches that this process makes of them.
 
-Step s takes the next R units (rows, or bins of packed rows) of its epoch's order, R = processes x micro-batches x units
-of a micro-batch; processes and micro-batches only divide them. Everything follows from the step number, so the cursor of
-a checkpoint is one integer, and continuing costs nothing.
+Step s takes the next R units (rows, or bins of packed rows) of its epoch's order, R = processes x micro-batches x
+units of a micro-batch; processes and micro-batches only divide them. Everything follows from the step number, so the
+cursor of a checkpoint is one integer, and continuing costs nothing.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,4 +83,4 @@ def eval_batches(rows: TokenRows, layout: Layout, processes: int = 1, rank: int 
 def _even_parts(chosen: list[Unit], parts: int) -> list[list[Unit]]:
     """Consecutive parts that differ by at most one unit; some are empty in the last step of an epoch."""
     bounds = [len(chosen) * i // parts for i in range(parts + 1)]
-    return [chosen[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [chosen[start:end] for start, end in pairwise(bounds)]

@@ -100,21 +100,25 @@ def _require_known_ids(model: ModelConfig, data: Data, vocabulary: int) -> None:
 def table(run: RunConfig, ground: Ground) -> list[tuple[str, str]]:
     """What the run is going to do, for people."""
     plan, counts, device = ground.plan, ground.counts, ground.runtime.device.type
-    units = ground.loader.units_per_step
-    tokens = ground.data.report.train.tokens / ground.loader.num_units * units
     epochs = f"{plan.epoch(plan.steps):.3g} epochs" if plan.steps != plan.steps_per_epoch else "1 epoch"
     share = f"{counts.total:,} weights, {counts.trained:,} trained ({counts.trained_share:.1%})"
     choices = f"{ground.choices.precision}, {ground.choices.attention} attention, {device}"
     return [
         ("model", f"{run.model.path}, {share}"),
         ("data", "\n".join(ground.data.report.lines())),
-        (
-            "steps",
-            f"{plan.steps:,} ({epochs}) of {units} {ground.loader.unit_name}, about {tokens:,.0f} tokens",
-        ),
+        ("steps", f"{plan.steps:,} ({epochs}) of {_step_words(run.batching, ground)}"),
         ("with", f"{run.optimizer.kind} lr {run.optimizer.lr:g}, {run.schedule.kind}, {choices}"),
         *(("note", note) for note in requirements.notes(run.optimizer, device)),
     ]
+
+
+def _step_words(batching: BatchingConfig, ground: Ground) -> str:
+    loader, tokens = ground.loader, ground.data.report.train.tokens
+    count = loader.units_per_step
+    name = loader.unit_name.removesuffix("s") if count == 1 else loader.unit_name
+    if batching.packing:
+        return f"{count} {name} of {batching.tokens} tokens, {tokens / (loader.num_units * batching.tokens):.1%} full"
+    return f"{count} {name}, about {tokens / loader.num_units * count:,.0f} tokens"
 
 
 def facts(run: RunConfig, ground: Ground) -> dict[str, Any]:

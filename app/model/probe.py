@@ -24,7 +24,7 @@ _ROUNDING = 3  # times what the model's own two kernels differ by, where it is n
 @torch.no_grad()
 def check_packing(trainee: Trainee, batch: Batch) -> None:
     """Refuse to train packed when the logits of `batch`'s documents depend on being packed."""
-    documents = _pieces(batch)
+    documents = [] if batch.documents is None else _pieces(batch)
     if len(documents) < 2:
         return
     mode = trainee.training
@@ -42,8 +42,9 @@ def check_packing(trainee: Trainee, batch: Batch) -> None:
     if not error <= allowed:
         kind = trainee.language_model.config.model_type
         raise EnvironmentProblem(
-            f"batching.packing=true: a model of kind {kind} gives other logits when documents are packed (relative "
-            f"difference {error:.1e}, allowed {allowed:.1e}), so it would be trained wrongly. Set batching.packing=false."
+            f"batching.packing=true: a model of kind {kind} gives other logits when documents are packed "
+            f"(relative difference {error:.1e}, allowed {allowed:.1e}), so it would be trained wrongly. "
+            "Set batching.packing=false."
         )
 
 

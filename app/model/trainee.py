@@ -69,7 +69,7 @@ class Trainee(nn.Module):
         hidden = lm.base_model(input_ids=ids, position_ids=positions, use_cache=False)[0]
         ours = self.head(hidden[0]).float()
         self.train(mode)
-        error = (own - ours).abs().max() / own.abs().max()
+        error = (own - ours).abs().max() / own.abs().max().clamp_min(torch.finfo(own.dtype).tiny)
         if not error <= _HEAD_TOLERANCE:
             raise EnvironmentProblem(
                 f"model.path: a model of kind {lm.config.model_type} computes its logits in a way that this "

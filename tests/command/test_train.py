@@ -5,13 +5,18 @@ from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 
 from tests.command.test_resume import SMALL
 from tests.conftest import RunApp
 from tests.runs import Zygote, metrics, result
 
-STEP_KEYS = "step epoch loss lr grad_norm tokens trained_tokens tokens_per_second peak_memory_bytes".split()
-RESULT_KEYS = "status objective steps train_loss_first train_loss_last eval_loss tokens_per_second peak_memory_bytes final".split()
+STEP_KEYS = ["step", "epoch", "loss", "lr", "grad_norm", "tokens", "trained_tokens"]
+STEP_KEYS += ["tokens_per_second", "peak_memory_bytes"]
+RESULT_KEYS = ["status", "objective", "steps", "train_loss_first", "train_loss_last", "eval_loss"]
+RESULT_KEYS += ["tokens_per_second", "peak_memory_bytes", "final"]
+FILES = ["base", "checkpoints", "final", "log.txt", "manifest.json", "metrics.jsonl", "result.json"]
+FILES += ["run.yaml", "samples.jsonl"]
 
 
 def test_the_default_run_learns_within_a_minute_and_says_what_to_do_next(
@@ -25,7 +30,7 @@ def test_the_default_run_learns_within_a_minute_and_says_what_to_do_next(
     assert outcome["status"] == "finished"
     assert outcome["train_loss_last"] <= 0.75 * outcome["train_loss_first"]
     assert outcome["eval_loss"] <= 0.75 * outcome["train_loss_first"]
-    assert outcome["steps"] == 144
+    assert outcome["steps"] == 156
     lines = metrics(run)
     assert sum(line["tokens"] for line in lines[-2:] if "loss" in line) == 79_146
     last = ended.stdout.splitlines()[-2:]
@@ -42,9 +47,7 @@ def test_the_output_folder_is_what_others_read(zygote: Zygote, tmp_path: Path) -
     run = tmp_path / "run"
     ended = zygote.run(tmp_path, *SMALL, "training.max_steps=4", f"output_dir={run}", HF_TOKEN="hf_secret123")
     assert (ended.code, ended.stderr) == (0, "")
-    assert sorted(f.name for f in run.iterdir()) == [
-        "base", "checkpoints", "final", "log.txt", "manifest.json", "metrics.jsonl", "result.json", "run.yaml", "samples.jsonl",
-    ]  # fmt: skip
+    assert sorted(f.name for f in run.iterdir()) == FILES
     steps = [line for line in metrics(run) if "loss" in line]
     assert [list(line) for line in steps] == [STEP_KEYS] * 4
     assert [line["step"] for line in metrics(run) if "eval_loss" in line] == [2, 4]
@@ -75,7 +78,7 @@ def test_a_dry_run_tells_the_plan_and_loads_no_weights(zygote: Zygote, tmp_path:
     run = tmp_path / "run"
     ended = zygote.run(tmp_path, *SMALL, "dry_run=true", f"output_dir={run}")
     assert (ended.code, ended.stderr) == (0, "")
-    assert "24 (2 epochs) of 8 rows" in ended.stdout
+    assert "(2 epochs) of 2 bins of 64 tokens, " in ended.stdout
     assert result(run)["status"] == "dry_run"
     assert not (run / "final").exists()
     assert not (run / "checkpoints").exists()
@@ -92,17 +95,19 @@ def test_a_dry_run_of_eight_billion_weights_needs_none_of_them(zygote: Zygote, t
 
 
 def test_the_best_weights_are_the_final_ones_when_asked(zygote: Zygote, tmp_path: Path) -> None:
-    """With a rate that ruins the model after its first steps, the best evaluation is not the last."""
+    """With a rate that rises until it ruins the model, the best evaluation is not the last."""
     run = tmp_path / "run"
-    ended = zygote.run(
-        tmp_path, *SMALL, "optimizer.lr=0.3", "schedule=constant", "eval.every=1", "checkpoint.final=best",
-        "training.max_steps=6", "training.clip=0", f"output_dir={run}",
-    )  # fmt: skip
+    ruin = ("recipe=full", "optimizer.lr=0.1", "schedule.warmup_fraction=0.9", "training.clip=0")
+    best_wanted = ("eval.every=1", "checkpoint.final=best", "training.max_steps=6")
+    ended = zygote.run(tmp_path, *SMALL, *ruin, *best_wanted, f"output_dir={run}")
     assert ended.code == 0, ended.stderr
     evaluations = {line["step"]: line["eval_loss"] for line in metrics(run) if "eval_loss" in line}
     best = min(evaluations, key=lambda step: evaluations[step])
     assert best < 6
     assert f"final/ has the weights of step {best}" in ended.stdout
+    saved = load_file(run / f"checkpoints/step-{best:06d}/weights.safetensors")
+    final = load_file(run / "final/model.safetensors")
+    assert all(tensor.equal(final[name]) for name, tensor in saved.items())
 
 
 def test_five_steps_of_everything(zygote: Zygote, tmp_path: Path) -> None:
@@ -142,6 +147,7 @@ def test_the_other_formats_train(
         *extra,
         f"dataset.path={name}",
         "dataset.eval_fraction=0",
+        "batching.tokens=256",
         "training.max_steps=2",
         "output_dir=run",
     )

@@ -44,7 +44,8 @@ def pairs(choice: dict[str, str]) -> set[tuple[str, str]]:
 def covering() -> list[dict[str, str]]:
     """As few choices as a simple search finds that have every pair at least once; the other groups take turns."""
     every = [
-        dict(zip(MAIN, names, strict=True)) for names in itertools.product(*(CHOICES[group] for group in MAIN))
+        dict(zip(MAIN, names, strict=True))
+        for names in itertools.product(*(CHOICES[group] for group in MAIN))
     ]
     left = set().union(*map(pairs, every))
     chosen: list[dict[str, str]] = []
@@ -64,6 +65,7 @@ RUNS = covering()
 @pytest.mark.parametrize("chosen", RUNS, ids=range(len(RUNS)))
 def test_choices_of_all_groups_go_together(chosen: dict[str, str]) -> None:
     path = ["dataset.path=rows.jsonl"] if chosen["dataset"] in NEEDS_PATH else []
+    path += ["model.path=somewhere"] if chosen["model"] == "folder" else []
     run = compose_run([*(f"{group}={name}" for group, name in chosen.items()), *path])
     for group in ("optimizer", "schedule", "attention", "precision", "tracker"):
         assert getattr(run, group).kind == chosen[group]

@@ -19,13 +19,12 @@ REFUSED = [
     ("~seed", "~seed: nothing can be taken out of a run."),
     ("~resume", "Set resume=null."),
     ("~adapter", "Set adapter=none."),
-    ("~debug", "Set debug=null."),
     ("model@here=tiny", "model@here=tiny: model has one place in a run. Write model=..."),
-    ("model=null", "model=null: there is no such model. Choose one of llama, mistral, qwen, tiny."),
+    ("model=null", "model=null: there is no such model. Choose one of folder, llama, mistral, qwen, tiny."),
     ("model=_hub", "model=_hub: there is no such model."),
     ("model=Llama", "Did you mean llama?"),
     ("recipe=loar", "recipe=loar: there is no such recipe. Did you mean lora?"),
-    ("modle=llama", "modle is neither a key nor a group. Did you mean model=llama|mistral|qwen|tiny?"),
+    ("modl=llama", "modl is neither a key nor a group. Did you mean model=folder|llama|mistral|qwen|tiny?"),
     ("seed=1,2", "seed=1,2: sweeps are not in this version."),
     ("recipe=full,lora", "recipe=full,lora: sweeps are not in this version."),
     ("seed=range(1,3)", "sweeps are not in this version."),
@@ -58,7 +57,7 @@ TAKEN: list[list[tuple[str, str, Any]]] = [
         ("dataset={max_rows: 3}", "dataset.max_rows", 3),
         ("eval={every: 7}", "eval.every", 7),
         ("training.max_steps=null", "training.max_steps", None),
-        ("dataset.path=\"a=b,c.jsonl\"", "dataset.path", "a=b,c.jsonl"),
+        ('dataset.path="a=b,c.jsonl"', "dataset.path", "a=b,c.jsonl"),
         ("output_dir=~/my runs", "output_dir", "~/my runs"),
         ("model.revision=12e4567", "model.revision", "12e4567"),
     ],
@@ -94,7 +93,7 @@ def test_it_reaches_the_run(taken: list[tuple[str, str, Any]]) -> None:
 
 
 def test_the_last_one_wins() -> None:
-    run = compose_run(["seed=1", "model=llama", "debug=fast", "seed=2", "model=qwen", "debug=null"])
+    run = compose_run(["seed=1", "model=llama", "debug=fast", "seed=2", "model=qwen", "~debug"])
     assert (run.seed, run.model.path, run.training.max_steps) == (2, "Qwen/Qwen3-8B", None)
 
 
@@ -105,7 +104,7 @@ def test_what_was_checked_can_be_checked_again() -> None:
 
 
 def test_all_problems_of_a_command_line_come_at_once() -> None:
-    problems = refusal_of("sed=1", "model=lama", "training.max_stps=3", "~seed", "x", "+adapter.rr=2")
+    problems = refusal_of("sed=1", "model=lllama", "training.max_stps=3", "~seed", "x", "+adapter.rr=2")
     assert len(problems) == 6
 
 

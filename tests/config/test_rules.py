@@ -12,7 +12,10 @@ NO_EVAL = {"dataset.eval_path": None}
 TEXT = {"dataset.format": "text"}
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
-    ({"dataset.max_length": 1000}, "dataset.max_length=1000 is more than the 512 positions"),
+    (
+        {"dataset.max_length": 1000, "batching.tokens": 1000},
+        "dataset.max_length=1000 is more than the 512 positions",
+    ),
     ({"dataset.train_on": "completion"}, "train_on=completion means nothing for dataset.format=messages"),
     ({"dataset.train_on": "last", **TEXT}, "dataset.format=text. Choose auto or all"),
     ({"dataset.on_overflow": "split"}, "dataset.on_overflow=split would tear"),
@@ -27,7 +30,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"model.architecture": {}}, "model.weights=random needs model.architecture with model_type"),
     ({"model.path": "."}, "model.path=. would not be read, because model.weights=random"),
     ({"resume": "no/such"}, "resume=no/such: there is no such folder"),
-    ({"batching.packing": True}, "batching.packing=true is not in this version"),
+    ({"batching.tokens": 100}, "dataset.max_length=256 is more than a bin holds (batching.tokens=100)"),
     ({"launch.num_processes": 2}, "launch.num_processes=2: this version trains in one process"),
 ]
 
@@ -61,11 +64,13 @@ def test_a_sound_run_breaks_no_rule(changes: dict[str, Any]) -> None:
     assert problems_of(run_with(changes)) == []
 
 
-def test_the_users_folder_may_be_written_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_folder_may_be_written_with_a_tilde(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "runs").mkdir()
     assert problems_of(run_with({"resume": "~/runs"})) == []
 
 
 def test_rules_are_asked_of_a_command_line_too() -> None:
-    assert len(refusal_of("batching.packing=true", "adapter.r=0")) == 2
+    assert len(refusal_of("batching.tokens=100", "adapter.r=0")) == 2

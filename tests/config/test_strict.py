@@ -41,14 +41,14 @@ WRONG: list[tuple[str, Any, str]] = [
     ("adapter.targets", "q_proj", "adapter.targets=q_proj: expected a list like [a, b]."),
     ("adapter.targets", ["q_proj", None], "adapter.targets=[q_proj, null]: expected a list like [a, b]."),
     ("model.architecture", 3, "model.architecture=3: expected a mapping like {a: 1, b: 2}."),
-    ("dataset.format", "mesages", "dataset.format=mesages is none of messages, instruction, "),
-    ("dataset.format", "mesages", "Did you mean messages?"),
+    ("dataset.format", "messagess", "dataset.format=messagess is none of messages, instruction, "),
+    ("dataset.format", "messagess", "Did you mean messages?"),
     ("checkpoint.final", "first", "checkpoint.final=first is none of last, best."),
     ("optimizer.kind", "adamv", "Did you mean adamw?"),
     ("training", 3, "training=3: training is a section. Give its keys, such as training.epochs=..."),
     ("model.suggest", None, "model.suggest=null: model.suggest is a section."),
     ("dataset.path", "???", "dataset.path has no value. Give dataset.path=..."),
-    ("dataset.colums", {}, "dataset.colums is not a key. Did you mean dataset.columns?"),
+    ("dataset.clumns", {}, "dataset.clumns is not a key. Did you mean dataset.columns?"),
     ("lr", 1, "lr is not a key. Did you mean optimizer.lr?"),
 ]
 

@@ -1,0 +1,276 @@
+"""Whatever is wrong with what a user gives: one message, exit code 2, no traceback, and nothing half-written."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from app.assets import ROOT
+from tests.command.test_resume import SMALL
+from tests.conftest import RunApp
+from tests.runs import Ended, Zygote
+
+CHAT = ("dataset=messages", "dataset.eval_fraction=0")
+FEW = ("dataset.max_rows=20", "dataset.eval_max_rows=5", "launch.threads=1")
+MODEL = (*FEW, "model=llama", "dataset.max_length=128", "training.max_steps=1", "eval.samples=0")
+
+
+def refused(code: int, stdout: str, stderr: str, message: str) -> None:
+    assert code == 2, stderr
+    assert stderr.startswith("error: ")
+    assert stderr.count("error: ") == 1
+    assert message in stderr
+    assert "Traceback" not in stdout + stderr
+
+
+def row(user: str, *, role: str = "assistant") -> str:
+    return (
+        json.dumps({"messages": [{"role": "user", "content": user}, {"role": role, "content": "Yes."}]})
+        + "\n"
+    )
+
+
+# ---- as a process of its own, because it is over before anything heavy is imported
+
+EARLY = [
+    ("sed=1", "sed is not a key. Did you mean seed?"),
+    ("training.max_stps=1", "Did you mean training.max_steps?"),
+    ("model.suggest.lr_ful=1", "Did you mean model.suggest.lr_full?"),
+    ("optimizer.lr=fast", "optimizer.lr=fast: expected a number."),
+    ("optimizer=adamv", "optimizer=adamv: there is no such optimizer. Did you mean adamw?"),
+    ("batching.tokens=100", "dataset.max_length=256 is more than a bin holds (batching.tokens=100)."),
+    ("launch.num_processes=2", "launch.num_processes=2: this version trains in one process."),
+    ("dataset.path=no/such.jsonl", "dataset.path=no/such.jsonl: no such file or folder"),
+    ("model.chat_template=chatmll", "model.chat_template=chatmll is neither a file nor one of "),
+    ("tracker=wandb", "tracker=wandb: no login was found"),
+    ("output_dir=file", "output_dir=file: this is a file"),
+    ("output_dir=full", "output_dir=full: the folder is not empty and not that of a run"),
+    ("resume=no/such", "resume=no/such: there is no such folder."),
+    ("-m", "-m: sweeps are not in this version."),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), EARLY, ids=[given for given, _ in EARLY])
+def test_before_anything_is_loaded(run_app: RunApp, tmp_path: Path, given: str, message: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").touch()
+    before = sorted(tmp_path.rglob("*"))
+    ended = run_app(given, env={"WANDB_MODE": "online", "HOME": str(tmp_path / "full")})
+    refused(ended.returncode, ended.stdout, ended.stderr, message)
+    assert ended.stdout == ""
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_several_at_once_are_one_message(run_app: RunApp, tmp_path: Path) -> None:
+    ended = run_app("sed=1", "model=lllama", "adapter.rr=3")
+    refused(ended.returncode, ended.stdout, ended.stderr, "error: 3 problems\n  1. sed is not a key.")
+    assert [line[:4] for line in ended.stderr.splitlines()[1:]] == ["  1.", "  2.", "  3."]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("prompt=Hi",), "run has no value. Give run=..."),
+        (("run=none", "prompt=Hi"), "run=none: there is no such folder."),
+        (("run=empty", "prompt=Hi"), "run=empty: there is no final/ in it"),
+        (("run=empty", "prmpt=Hi"), "prmpt is not a key. Did you mean prompt?"),
+        (("run=empty", "prompt=Hi", "temperature=hot"), "temperature=hot: expected a number."),
+    ],
+)
+def test_asking_a_run_that_is_not_there(
+    run_app: RunApp, tmp_path: Path, given: tuple[str, ...], message: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    ended = run_app(*given, module="app.generate")
+    refused(ended.returncode, ended.stdout, ended.stderr, message)
+
+
+# ---- with torch: forks of one process that has imported it
+
+
+def refuses(zygote: Zygote, folder: Path, *given: str, message: str, **env: str) -> Ended:
+    """The output folder and its parents are as if nothing had been started."""
+    ended = zygote.run(folder, *given, "output_dir=made/for/this", **env)
+    refused(ended.code, ended.stdout, ended.stderr, message)
+    assert not (folder / "made").exists()
+    return ended
+
+
+ROWS = [
+    ("", "dataset.path=rows.jsonl: has no rows"),
+    (row("Hi") + '{"messages": [}\n', "rows.jsonl:2: column 15: Expecting value"),
+    (
+        '{"text": "x"}\n',
+        "rows.jsonl:1: dataset.format=messages needs a column 'messages'; columns found: text",
+    ),
+    (row("Hi", role="robot"), "rows.jsonl:1: message 1 has the role 'robot'; allowed: "),
+    ('{"messages": [{"role": "user", "content": "x"}]}\n', "dataset.train_on=auto trains nothing of it"),
+    ('{"messages": "x"}\n', "rows.jsonl:1: "),
+    (row("long " * 300), "rows.jsonl:1: "),
+]
+
+
+@pytest.mark.parametrize(("rows", "message"), ROWS, ids=[message for _, message in ROWS])
+def test_rows_that_cannot_be_trained_on(zygote: Zygote, tmp_path: Path, rows: str, message: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(rows)
+    given = (*CHAT, "dataset.path=rows.jsonl", "dataset.on_overflow=error")
+    ended = refuses(zygote, tmp_path, *given, message=message)
+    assert "dataset." in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("precision=tf32",), "precision=tf32 needs an NVIDIA GPU"),
+        (("adapter.targets=[nothing]",), "adapter.targets"),
+        (("model.architecture.model_type=lllama",), "model.architecture.model_type=lllama is not a kind"),
+        (("model.architecture.hidden_size=abc",), "'hidden_size' expected int, got str"),
+        (("model.architecture.hidden_size=193",), "193) is not a multiple of the number of attention heads"),
+        (("model.architecture.vocab_size=100",), "model.tokenizer=null: it gives ids up to "),
+    ],
+)
+def test_what_this_model_or_machine_cannot_do(
+    zygote: Zygote, tmp_path: Path, given: tuple[str, ...], message: str
+) -> None:
+    refuses(zygote, tmp_path, *FEW, *given, message=message, CUDA_VISIBLE_DEVICES="")
+
+
+def test_a_gated_model_without_network(zygote: Zygote, tmp_path: Path) -> None:
+    message = "model.path=meta-llama/Llama-3.1-8B-Instruct cannot be loaded"
+    ended = refuses(zygote, tmp_path, "model=llama", message=message, HF_HOME=str(tmp_path / "hub"))
+    for advice in (
+        "HF_TOKEN",
+        "https://huggingface.co/meta-llama/",
+        "model.path=DIR",
+        "model.weights=random",
+    ):
+        assert advice in ended.stderr
+
+
+@pytest.fixture(scope="session")
+def whole_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that can be trained on."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("model")
+    numbers = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=1536, **numbers)).save_pretrained(folder)
+    shutil.copytree(ROOT / "tiny", folder, dirs_exist_ok=True)
+    return folder
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
+    ("config.json", lambda file: file.write_text("{"), "config.json"),
+    ("config.json", Path.unlink, "no config.json"),
+    ("config.json", lambda file: file.write_text('{"model_type": "lllama"}'), "lllama"),
+    ("model.safetensors", cut, "cannot be loaded"),
+    (
+        "model.safetensors",
+        lambda file: file.rename(file.with_name("m.bin")),
+        "only m.bin, which can run code",
+    ),
+    ("tokenizer.json", lambda file: file.write_text("{"), "no tokenizer can be read"),
+    (
+        "chat_template.jinja",
+        Path.unlink,
+        "has no chat template. Give model.chat_template=FILE or one of alpaca",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "message"), DAMAGE, ids=[message for _, _, message in DAMAGE])
+def test_a_model_folder_that_is_not_whole(
+    zygote: Zygote,
+    tmp_path: Path,
+    whole_model: Path,
+    name: str,
+    damage: Callable[[Path], object],
+    message: str,
+) -> None:
+    shutil.copytree(whole_model, tmp_path / "model")
+    damage(tmp_path / "model" / name)
+    refuses(zygote, tmp_path, *MODEL, "model.path=./model", "dataset=sample", message=message)
+
+
+@pytest.fixture(scope="session")
+def finished(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two checkpoints; the tests work on copies."""
+    folder = tmp_path_factory.mktemp("finished")
+    ended = zygote.run(folder, *SMALL, "training.max_steps=6", f"output_dir={folder / 'run'}")
+    assert ended.code == 0, ended.stderr
+    assert len(list((folder / "run" / "checkpoints").iterdir())) == 2
+    return folder / "run"
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def saves_of(run: Path) -> list[Path]:
+    return sorted((run / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("resume=null",), "type resume=auto to continue that run"),
+        (("resume=run/checkpoints/step-000006",), "the checkpoint is damaged (weights.safetensors"),
+        (("resume=auto",), "resume=auto: every checkpoint in "),
+        (("resume=run/final",), "resume=run/final: no checkpoint there."),
+    ],
+)
+def test_a_run_that_cannot_be_trusted_stays_as_it_is(
+    zygote: Zygote, tmp_path: Path, finished: Path, given: tuple[str, ...], message: str
+) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    for save in saves_of(tmp_path / "run"):
+        flip(save / "weights.safetensors")
+    before = content_of(tmp_path / "run")
+    ended = zygote.run(tmp_path, *SMALL, *given, "output_dir=run")
+    refused(ended.code, ended.stdout, ended.stderr, message)
+    assert content_of(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ("seed=7", "seed: the checkpoint has 0, this run has 7"),
+        ("adapter.alpha=8", "adapter.alpha: the checkpoint has 32"),
+        ("recipe=full", "adapter.kind: the checkpoint has lora, this run has none"),
+        ("optimizer=sgd", "optimizer.kind: the checkpoint has adamw, this run has sgd"),
+    ],
+)
+def test_a_run_is_not_continued_as_another(
+    zygote: Zygote, tmp_path: Path, finished: Path, changed: str, message: str
+) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    before = content_of(tmp_path / "run")
+    ended = zygote.run(tmp_path, *SMALL, "training.max_steps=6", changed, "resume=auto", "output_dir=run")
+    refused(ended.code, ended.stdout, ended.stderr, message)
+    assert content_of(tmp_path / "run") == before
+    # nor from outside, into a new folder
+    save = saves_of(tmp_path / "run")[-1]
+    refuses(zygote, tmp_path, *SMALL, "training.max_steps=6", changed, f"resume={save}", message=message)
+
+
+def test_an_output_folder_that_another_run_is_using(zygote: Zygote, tmp_path: Path) -> None:
+    busy = zygote.start(tmp_path, *SMALL, "output_dir=run")
+    try:
+        busy.until((tmp_path / "run" / "metrics.jsonl").exists)
+        ended = zygote.run(tmp_path, *SMALL, "output_dir=run", "resume=auto")
+        refused(ended.code, ended.stdout, ended.stderr, "is using it; wait until that ends")
+    finally:
+        busy.kill()
