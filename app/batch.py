@@ -1,11 +1,41 @@
 """The batch that data makes and that model and engine use: the one shape they agree on."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 IGNORE = -100  # the target of a row that only fills up
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """Which positions of a packed row belong together, for attention.
+
+    The size of `bounds` and the value of `longest` are the same in every batch of a run, so that one compiled graph
+    serves all of them and a GPU's allocator sees nothing new.
+    """
+
+    lengths: tuple[int, ...]  # none is 0; they add up to S
+    bounds: Tensor  # int32: where each begins and the last one ends; S repeated after that means empty ones
+    longest: int  # no document has more tokens: kernels would leave the rest uncomputed, without an error
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], longest: int | None = None, places: int | None = None) -> "Documents":
+        """Of these lengths; `places` for documents and `longest` hold for the whole run, by default for these alone."""
+        longest = max(lengths) if longest is None else longest
+        places = len(lengths) if places is None else places
+        assert max(lengths) <= longest, "a document is longer than kernels are told"
+        assert len(lengths) <= places, "there are more documents than places"
+        bounds = list(accumulate(lengths, initial=0))
+        padded = bounds + bounds[-1:] * (places - len(lengths))
+        return cls(tuple(lengths), torch.tensor(padded, dtype=torch.int32), longest)
+
+    def to(self, device: torch.device) -> "Documents":
+        """The same with its bounds on `device`; host values stay."""
+        return replace(self, bounds=self.bounds.to(device, non_blocking=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +54,15 @@ class Batch:
     lengths: tuple[int, ...]  # tokens of each document, without padding
     num_labels: int  # targets that are not IGNORE
     num_tokens: int  # tokens without padding
-    documents: tuple[int, ...] | None = None  # lengths that add up to S, for attention
+    documents: Documents | None = None
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`; host values stay."""
-        return Batch(
+        return replace(
+            self,
             ids=self.ids.to(device, non_blocking=True),
             positions=self.positions.to(device, non_blocking=True),
             label_rows=self.label_rows.to(device, non_blocking=True),
             targets=self.targets.to(device, non_blocking=True),
-            lengths=self.lengths,
-            num_labels=self.num_labels,
-            num_tokens=self.num_tokens,
-            documents=self.documents,
+            documents=None if self.documents is None else self.documents.to(device),
         )

@@ -58,7 +58,7 @@ def _answer(config: GenerateConfig, folder: Path, run: RunConfig) -> str:
     from app.model.load import load_tuned, load_tuned_tokenizer
 
     tokenizer = load_tuned_tokenizer(folder / "final")
-    lm = load_tuned(folder, run.model, adapter=config.adapter)
+    lm = load_tuned(folder, run.model, adapter=config.adapter, quantization=run.quantization)
     torch.manual_seed(config.seed)
     sampling: dict[str, Any] = {}
     if config.temperature > 0:

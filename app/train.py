@@ -8,6 +8,7 @@ python -m app.train output_dir=runs/mine resume=auto  go on where it was stopped
 import os
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import hydra
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from app.engine.ground import Ground
     from app.engine.loop import Parts
     from app.engine.step import Stepper
+    from app.model.trainee import Trainee
 
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
 
@@ -69,7 +71,6 @@ def _train_in(folder: RunFolder, run: RunConfig, console: Console) -> int:
     from app.engine.signals import listening
     from app.engine.step import Stepper
     from app.model.build import base_path, build_trainee
-    from app.model.save import save_base
     from app.optim.optimizers import build_optimizer
 
     ground = lay_ground(run, folder.checkpoints, console.say)
@@ -93,14 +94,23 @@ def _train_in(folder: RunFolder, run: RunConfig, console: Console) -> int:
     with Record.open(folder, run.tracker, *described, console) as record:
         record.rewind(progress.step if ground.save else -1)
         record.table(told)
-        if not ground.save and ground.sections.keeps_random_base and run.checkpoint.save_random_base:
-            save_base(trainee, ground.tokenizer, folder.base)
+        if not ground.save and run.checkpoint.save_random_base:
+            _keep_random_base(ground, trainee, folder.base, run.seed)
         record.begin(ground.plan.steps, progress.step)
         rhythm = Rhythm(run.training, run.eval, run.checkpoint, run.record.every)
         loop = Loop(_parts(run, ground, stepper, checkpoints, record), rhythm, progress)
         with listening() as request:
             ended = loop.fit(request)
         return finish(run, ground, loop, record, stopped_by=None if ended else request.exit_code)
+
+
+def _keep_random_base(ground: "Ground", trainee: "Trainee", folder: Path, seed: int) -> None:
+    from app.model.build import unpacked_base
+    from app.model.save import save_base
+
+    if ground.sections.keeps_random_base:
+        unpacked = unpacked_base(ground.sections, ground.runtime.device, seed)
+        save_base(trainee, ground.tokenizer, folder, unpacked)
 
 
 def _parts(
@@ -114,7 +124,7 @@ def _parts(
         runtime=ground.runtime,
         plan=ground.plan,
         loader=ground.loader,
-        eval_batches=ground.eval_batches(layout_of(run.batching, run.eval.rows, ground.tokenizer)),
+        eval_batches=ground.eval_batches(layout_of(run, run.eval.rows, ground.tokenizer)),
         stepper=stepper,
         learning_rate=ground.learning_rate(run.schedule, run.optimizer.lr),
         checkpoints=checkpoints,

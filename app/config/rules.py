@@ -99,6 +99,14 @@ def _adapter_is_whole(run: RunConfig) -> Iterator[str]:
         yield "adapter.targets is empty. Set adapter.targets=[all-linear] or names of layers."
 
 
+def _quantized_base_needs_an_adapter(run: RunConfig) -> Iterator[str]:
+    if run.quantization.kind != "none" and run.adapter.kind == "none":
+        yield (
+            f"quantization.kind={run.quantization.kind} needs adapter.kind=lora: four bits cannot be trained. "
+            "Choose recipe=qlora or set quantization=none."
+        )
+
+
 def _random_weights_need_numbers(run: RunConfig) -> Iterator[str]:
     if run.model.weights == "random" and "model_type" not in run.model.architecture:
         yield "model.weights=random needs model.architecture with model_type and the numbers of config.json."
@@ -139,6 +147,7 @@ RULES: tuple[Rule, ...] = (
     _one_source_of_eval_rows,
     _best_needs_eval_rows,
     _adapter_is_whole,
+    _quantized_base_needs_an_adapter,
     _random_weights_need_numbers,
     _random_weights_read_no_folder,
     _resume_needs_its_folder,

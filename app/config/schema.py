@@ -118,9 +118,10 @@ class AdapterConfig:
 
 @dataclass(kw_only=True, slots=True)
 class QuantizationConfig:
-    """How the frozen base is stored."""
+    """How the frozen base is stored. `double_quant`: its scales are quantised too, half a bit a weight less."""
 
     kind: str = MISSING
+    double_quant: bool = False
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,11 +1,12 @@
 """Token rows into one Batch, padded or packed."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from app.batch import IGNORE, Batch
+from app.batch import IGNORE, Batch, Documents
 
 _MULTIPLE = 8  # row lengths that the matrix units of GPUs like; shorter rows are padded up to it
 
@@ -37,12 +38,25 @@ def collate_padded(rows: Sequence[Row], pad_id: int) -> Batch:
     )
 
 
-def collate_packed(rows: Sequence[Row], pad_id: int, capacity: int) -> Batch:
-    """Rows side by side in `capacity` tokens, each with positions of its own; one document without labels fills up."""
+@dataclass(frozen=True, slots=True)
+class BinShape:
+    """What is the same for every bin of a plan: its tokens, the longest document and the most documents of any."""
+
+    tokens: int
+    longest: int
+    places: int
+
+
+def collate_packed(rows: Sequence[Row], pad_id: int, shape: BinShape) -> Batch:
+    """Rows side by side, each with positions of its own; documents without labels fill up.
+
+    These are as long as a row may be: the model may have no more positions, and attention over a longer one costs more.
+    """
     lengths = tuple(len(ids) for ids, _ in rows)
     used = sum(lengths)
-    documents = lengths if used == capacity else (*lengths, capacity - used)
-    ids = np.full(capacity, pad_id, dtype=np.int64)
+    full, rest = divmod(shape.tokens - used, shape.longest)
+    documents = (*lengths, *[shape.longest] * full, *([rest] if rest else []))
+    ids = np.full(shape.tokens, pad_id, dtype=np.int64)
     label_rows, targets, start = [], [], 0
     for row_ids, trained in rows:
         ids[start : start + len(row_ids)] = row_ids
@@ -59,7 +73,7 @@ def collate_packed(rows: Sequence[Row], pad_id: int, capacity: int) -> Batch:
         lengths=lengths,
         num_labels=sum(len(t) for t in targets),
         num_tokens=used,
-        documents=documents,
+        documents=Documents.of(documents, shape.longest, shape.places),
     )
 
 

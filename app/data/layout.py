@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from app.batch import Batch
-from app.data.collate import Row, collate_packed, collate_padded
+from app.data.collate import BinShape, Row, collate_packed, collate_padded
 from app.data.packing import plan_bins
 from app.data.rows import TokenRows
 
@@ -21,6 +21,7 @@ class Units:
 
     order: NDArray[np.int64]
     starts: NDArray[np.int64]
+    most_documents: int = 1  # of a unit, filling included
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -44,8 +45,8 @@ class Layout(Protocol):
     def units(self, rows: TokenRows, order: NDArray[np.int64]) -> Units:
         """All rows, in units; `order` says which of equal rows come first."""
 
-    def batch(self, rows: TokenRows, units: Sequence[Unit]) -> Batch:
-        """One micro-batch; of no units, one that trains nothing."""
+    def batch(self, rows: TokenRows, units: Sequence[Unit], most_documents: int) -> Batch:
+        """One micro-batch; of no units, one that trains nothing. `most_documents` is that of all its units."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Padded:
         """One row each."""
         return Units(order, np.arange(len(rows)))
 
-    def batch(self, rows: TokenRows, units: Sequence[Unit]) -> Batch:
+    def batch(self, rows: TokenRows, units: Sequence[Unit], most_documents: int) -> Batch:  # noqa: ARG002  rows are alone
         """Rows of like length side by side waste little; the sum of a step does not depend on it."""
         return collate_padded(_read(rows, units), self.pad_id)
 
@@ -80,6 +81,7 @@ class Packed:
 
     tokens: int
     pad_id: int
+    longest: int  # no row has more tokens; at most `tokens`
 
     @property
     def units_per_batch(self) -> int:
@@ -93,12 +95,22 @@ class Packed:
 
     def units(self, rows: TokenRows, order: NDArray[np.int64]) -> Units:
         """The bins of a plan over rows in `order`: equal rows change places, so neighbours change with the order."""
-        placed, starts = plan_bins(rows.lengths[order], self.tokens)
-        return Units(order[placed], starts)
+        lengths = rows.lengths[order]
+        placed, starts = plan_bins(lengths, self.tokens)
+        return Units(order[placed], starts, self._most_documents(lengths[placed], starts))
 
-    def batch(self, rows: TokenRows, units: Sequence[Unit]) -> Batch:
+    def batch(self, rows: TokenRows, units: Sequence[Unit], most_documents: int) -> Batch:
         """One bin, filled up to its full length."""
-        return collate_packed(_read(rows, units), self.pad_id, self.tokens)
+        shape = BinShape(self.tokens, self.longest, most_documents)
+        return collate_packed(_read(rows, units), self.pad_id, shape)
+
+    def _most_documents(self, lengths: NDArray[Any], starts: NDArray[np.int64]) -> int:
+        """The same for any order of the rows. No row is longer than what fills up, so a bin without rows has fewer."""
+        if not len(starts):
+            return -(-self.tokens // self.longest)
+        room = self.tokens - np.add.reduceat(lengths.astype(np.int64), starts)
+        rows = np.diff(starts, append=len(lengths))
+        return int((rows - (-room // self.longest)).max())
 
 
 def _read(rows: TokenRows, units: Sequence[Unit]) -> list[Row]:

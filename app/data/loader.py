@@ -47,20 +47,25 @@ class Loader:
     def batches(self, step: int) -> list[Batch]:
         """The micro-batches of this process at `step`, counted from 0 over all epochs."""
         share = self._share
-        chosen = self._chosen(step)
+        units, chosen = self._chosen(step)
         lengths = [int(self._rows.lengths[unit].sum()) for unit in chosen]
         by_length = [chosen[i] for i in np.argsort([-n for n in lengths], kind="stable")]
         parts = _even_parts(by_length, share.micro_batches * share.processes)
-        return [self._layout.batch(self._rows, part) for part in parts[share.rank :: share.processes]]
+        return [
+            self._layout.batch(self._rows, part, units.most_documents)
+            for part in parts[share.rank :: share.processes]
+        ]
 
     def places(self, step: int) -> list[str]:
         """Where the rows of `step` came from."""
-        return [self._rows.place(int(i)) for unit in self._chosen(step) for i in unit]
+        return [self._rows.place(int(i)) for unit in self._chosen(step)[1] for i in unit]
 
-    def _chosen(self, step: int) -> list[Unit]:
+    def _chosen(self, step: int) -> tuple[Units, list[Unit]]:
         epoch, at = divmod(step, self.steps_per_epoch)
         units, order = self._order_of(epoch)
-        return [units[int(i)] for i in order[at * self.units_per_step : (at + 1) * self.units_per_step]]
+        return units, [
+            units[int(i)] for i in order[at * self.units_per_step : (at + 1) * self.units_per_step]
+        ]
 
     def _order_of(self, epoch: int) -> tuple[Units, NDArray[np.int64]]:
         """The units of an epoch and their order. Rows are shuffled before they are packed: new neighbours each time."""
@@ -77,7 +82,8 @@ def eval_batches(rows: TokenRows, layout: Layout, processes: int = 1, rank: int 
     units = layout.units(rows, longest_first)
     size = layout.units_per_batch
     for start in range(rank * size, len(units), processes * size):
-        yield layout.batch(rows, [units[i] for i in range(start, min(start + size, len(units)))])
+        chosen = [units[i] for i in range(start, min(start + size, len(units)))]
+        yield layout.batch(rows, chosen, units.most_documents)
 
 
 def _even_parts(chosen: list[Unit], parts: int) -> list[list[Unit]]:

@@ -1,13 +1,13 @@
 """What is chosen for the machine at the start of a run, stored with it, and kept when it is continued."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from app.config.schema import AttentionConfig, PrecisionConfig
 from app.engine.precision import check_precision, choose_precision
 from app.engine.runtime import default_device
 from app.errors import ConfigError
-from app.model.attention import select
+from app.model.attention import Needs, select
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,17 +18,19 @@ class Choices:
     attention: str
 
 
-def choose(precision: PrecisionConfig, attention: AttentionConfig, kept: Mapping[str, str]) -> Choices:
-    """`auto` means what it meant when the run began, else what suits this machine."""
+def choose(
+    precision: PrecisionConfig,
+    attention: AttentionConfig,
+    needs: Callable[[str], Needs],
+    kept: Mapping[str, str],
+) -> Choices:
+    """`auto` means what it meant when the run began, else what suits this machine. `needs` are those at a precision."""
     problems = check_precision(precision)
     if problems:
         raise ConfigError(problems)
-    continued = bool(kept)
-    return Choices(
-        precision=kept["precision"]
-        if continued and precision.kind == "auto"
-        else choose_precision(precision),
-        attention=kept["attention"]
-        if continued and attention.kind == "auto"
-        else select(attention, default_device()),
-    )
+    if kept and precision.kind == "auto":
+        precision = PrecisionConfig(kind=kept["precision"])
+    if kept and attention.kind == "auto":
+        attention = AttentionConfig(kind=kept["attention"])
+    name = choose_precision(precision)
+    return Choices(precision=name, attention=select(attention, default_device(), lambda: needs(name)))

@@ -17,8 +17,12 @@ from app.engine.choices import Choices, choose
 from app.engine.runtime import Runtime, start
 from app.engine.steps import StepPlan, plan_steps
 from app.errors import ConfigError
+from app.model import quantize
+from app.model.attention import Needs, needs_of
 from app.model.build import ModelPlan, ModelSections, plan_model
+from app.model.dtypes import DTYPES
 from app.model.tokenizer import load_tokenizer, tokenizer_hash
+from app.model.weights import build_on_meta
 from app.optim import requirements
 from app.optim.schedule import learning_rate
 
@@ -48,10 +52,12 @@ class Ground:
         return partial(learning_rate, schedule, peak, total=self.plan.steps)
 
 
-def layout_of(batching: BatchingConfig, rows: int, tokenizer: Any) -> Layout:
+def layout_of(run: RunConfig, rows: int, tokenizer: Any) -> Layout:
     """Bins, or `rows` padded rows. Any pad token serves: padding is known by the lengths of rows, never by its id."""
     pad_id = 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
-    return Packed(batching.tokens, pad_id) if batching.packing else Padded(rows, pad_id)
+    if run.batching.packing:
+        return Packed(run.batching.tokens, pad_id, run.dataset.max_length)
+    return Padded(rows, pad_id)
 
 
 def lay_ground(run: RunConfig, checkpoints: Path, say: Callable[[str], None]) -> Ground:
@@ -61,13 +67,14 @@ def lay_ground(run: RunConfig, checkpoints: Path, say: Callable[[str], None]) ->
     save, remarks = find_checkpoint(checkpoints, run.resume)
     for remark in remarks:
         say(remark)
-    choices = choose(run.precision, run.attention, choices_of(save))
+    choices = choose(run.precision, run.attention, partial(attention_needs, run), choices_of(save))
     runtime = start(run.launch, choices.precision, run.seed)
     share = Share(run.batching.accumulation, runtime.processes, runtime.rank)
-    loader = Loader(data.train, layout_of(run.batching, run.batching.rows, tokenizer), share, run.seed)
+    loader = Loader(data.train, layout_of(run, run.batching.rows, tokenizer), share, run.seed)
     sections = ModelSections(
         model=run.model,
         adapter=run.adapter,
+        quantization=run.quantization,
         attention=choices.attention,
         precision=choices.precision,
         recompute=run.training.recompute,
@@ -87,6 +94,12 @@ def lay_ground(run: RunConfig, checkpoints: Path, say: Callable[[str], None]) ->
     )
 
 
+def attention_needs(run: RunConfig, precision: str) -> Needs:
+    """What attention must do in this run, asked of its model without memory."""
+    lm = build_on_meta(run.model, "eager")
+    return needs_of(lm, DTYPES[precision].compute, packed=run.batching.packing)
+
+
 def _require_known_ids(model: ModelConfig, data: Data, vocabulary: int) -> None:
     """An id beyond the embedding is an IndexError on a CPU, and on a GPU the end of the process."""
     largest = max(rows.largest_id for rows in (data.train, data.eval) if rows is not None)
@@ -102,13 +115,15 @@ def table(run: RunConfig, ground: Ground) -> list[tuple[str, str]]:
     plan, counts, device = ground.plan, ground.counts, ground.runtime.device.type
     epochs = f"{plan.epoch(plan.steps):.3g} epochs" if plan.steps != plan.steps_per_epoch else "1 epoch"
     share = f"{counts.total:,} weights, {counts.trained:,} trained ({counts.trained_share:.1%})"
-    choices = f"{ground.choices.precision}, {ground.choices.attention} attention, {device}"
+    base = "" if run.quantization.kind == "none" else f"{run.quantization.kind} base, "
+    choices = f"{base}{ground.choices.precision}, {ground.choices.attention} attention, {device}"
+    remarks = quantize.notes(run.quantization, run.precision, ground.choices.precision, device)
     return [
         ("model", f"{run.model.path}, {share}"),
         ("data", "\n".join(ground.data.report.lines())),
         ("steps", f"{plan.steps:,} ({epochs}) of {_step_words(run.batching, ground)}"),
         ("with", f"{run.optimizer.kind} lr {run.optimizer.lr:g}, {run.schedule.kind}, {choices}"),
-        *(("note", note) for note in requirements.notes(run.optimizer, device)),
+        *(("note", note) for note in (*remarks, *requirements.notes(run.optimizer, device))),
     ]
 
 

@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 
-from app.config.schema import AdapterConfig, ModelConfig
+from app.config.schema import AdapterConfig, ModelConfig, QuantizationConfig
 from app.model.adapter import attach
 from app.model.attention import register
 from app.model.dtypes import DTYPES
+from app.model.quantize import FourBit, packing_of, require_quantizable
 from app.model.recompute import recompute
 from app.model.source import local_place
 from app.model.trainee import Trainee
-from app.model.weights import build_on_meta, load_base
+from app.model.weights import build_on_meta, draw_unpacked, load_base, load_packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class ModelSections:
 
     model: ModelConfig
     adapter: AdapterConfig
+    quantization: QuantizationConfig
     attention: str  # a key of BACKENDS
     precision: str  # a key of DTYPES
     recompute: bool
@@ -46,6 +48,12 @@ class ModelSections:
         """An adapter on a base that no folder or hub has."""
         return self.model.weights == "random" and self.adapter.kind != "none"
 
+    @property
+    def four_bit(self) -> FourBit | None:
+        """How the base is packed; its arithmetic is that of the precision."""
+        dtypes = DTYPES[self.precision]
+        return packing_of(self.quantization, dtypes.compute or dtypes.base)
+
 
 def build_trainee(sections: ModelSections, device: torch.device, seed: int, base_path: str) -> Trainee:
     """Base weights, adapter, attention and loss, on `device`, ready for training."""
@@ -54,9 +62,7 @@ def build_trainee(sections: ModelSections, device: torch.device, seed: int, base
     transformers.logging.disable_progress_bar()  # one line of ours says what is loaded
     logging.getLogger("transformers.modeling_utils").addFilter(_not_about_masks)
     dtypes = DTYPES[sections.precision]
-    attention = register(sections.attention)
-    frozen = sections.adapter.kind != "none"
-    lm = load_base(sections.model, dtypes.base if frozen else torch.float32, device, attention, seed)
+    lm = _base(sections, device, seed)
     torch.manual_seed(seed)  # the adapter starts the same whatever the base drew
     network = attach(sections.adapter, lm, base_path)
     if sections.recompute:
@@ -66,6 +72,21 @@ def build_trainee(sections: ModelSections, device: torch.device, seed: int, base
     return trainee
 
 
+def _base(sections: ModelSections, device: torch.device, seed: int) -> Any:
+    attention, dtype = register(sections.attention), DTYPES[sections.precision].base
+    if sections.four_bit is not None:
+        return load_packed(sections.model, sections.four_bit, dtype, device, attention, seed)
+    frozen = sections.adapter.kind != "none"
+    return load_base(sections.model, dtype if frozen else torch.float32, device, attention, seed)
+
+
+def unpacked_base(sections: ModelSections, device: torch.device, seed: int) -> Any | None:
+    """A random base as it was before it was quantised, or None if the trainee has it still."""
+    if sections.four_bit is None:
+        return None
+    return draw_unpacked(sections.model, DTYPES[sections.precision].base, device, "eager", seed)
+
+
 def _not_about_masks(record: logging.LogRecord) -> bool:
     """We give no mask on purpose: padding on the right is not seen by any token that counts."""
     return "attention_mask" not in record.getMessage()
@@ -73,7 +94,10 @@ def _not_about_masks(record: logging.LogRecord) -> bool:
 
 def plan_model(sections: ModelSections) -> ModelPlan:
     """Counts from a model without memory; also finds adapter targets that match nothing."""
-    network: Any = attach(sections.adapter, build_on_meta(sections.model, "eager"), sections.model.path)
+    lm = build_on_meta(sections.model, "eager")
+    if sections.four_bit is not None:
+        require_quantizable(sections.model, lm)
+    network: Any = attach(sections.adapter, lm, sections.model.path)
     sizes = [(p.numel(), p.requires_grad) for p in network.parameters()]
     return ModelPlan(
         total=sum(n for n, _ in sizes),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.batch import Batch
+from app.batch import Batch, Documents
 from app.errors import EnvironmentProblem
 from app.model.attention import NAME
 from app.model.trainee import Trainee
@@ -55,13 +55,15 @@ def _pieces(batch: Batch) -> list[Tensor]:
 
 
 def _packed_logits(trainee: Trainee, documents: Sequence[Tensor]) -> Tensor:
-    lengths = tuple(len(d) for d in documents)
-    positions = torch.cat([torch.arange(n, device=documents[0].device) for n in lengths])
+    lengths, device = [len(d) for d in documents], documents[0].device
+    positions = torch.cat([torch.arange(n, device=device) for n in lengths])
     hidden = trainee.language_model.base_model(
         input_ids=torch.cat(list(documents))[None],
         position_ids=positions[None],
         use_cache=False,
-        documents=lengths,
+        documents=Documents.of(lengths, places=len(lengths) + 2).to(
+            device
+        ),  # with empty ones, as in training
     )[0]
     return trainee.head(hidden[0])
 

@@ -19,13 +19,19 @@ def save_model(trainee: Trainee, tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(str(folder))
 
 
-def save_base(trainee: Trainee, tokenizer: Any, folder: Path) -> None:
-    """A base of random weights, as it was before any adapter: nothing else could make it again."""
-    lm = trainee.language_model
-    plain = {
-        _without_adapter(name): tensor for name, tensor in lm.state_dict().items() if ".lora_" not in name
-    }
-    _save_pretrained(lm, folder, state_dict=plain)
+def save_base(trainee: Trainee, tokenizer: Any, folder: Path, unpacked: nn.Module | None = None) -> None:
+    """A base of random weights, as it was before any adapter: nothing else could make it again.
+
+    Of a quantised one the `unpacked` weights are kept: any tool reads them, and packed again they give the same bytes.
+    """
+    if unpacked is None:
+        lm = trainee.language_model
+        plain = {
+            _without_adapter(name): tensor for name, tensor in lm.state_dict().items() if ".lora_" not in name
+        }
+        _save_pretrained(lm, folder, state_dict=plain)
+    else:
+        _save_pretrained(unpacked, folder)
     tokenizer.save_pretrained(str(folder))
 
 

@@ -4,10 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from app.config.schema import ModelConfig
 from app.config.suggest import did_you_mean
 from app.errors import ConfigError, EnvironmentProblem
+from app.model.drawing import draw
+from app.model.quantize import FourBit, linear_outside, require_quantizable, settle
 from app.model.source import fetch_folder, folder_at_hand, gist, local_place, require_config, require_weights
 from app.model.support import require_kind, require_structure
 
@@ -27,17 +30,81 @@ def load_base(
     return lm
 
 
+def load_packed(
+    config: ModelConfig,
+    four_bit: FourBit,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str,
+    seed: int,
+) -> Any:
+    """The same with the backbone in 4 bits and the rest in `dtype`; the unpacked backbone never exists as a whole."""
+    if config.weights == "random":
+        lm = _on_meta(config, _numbers(config), dtype, attention)
+        require_quantizable(config, lm)
+        draw(lm, device, seed, four_bit.pack)
+        four_bit.pack(lm.base_model)  # what is linear beside the repeated layers
+        settle(lm)
+    else:
+        folder = fetch_folder(config, config.path, with_weights=True)
+        require_weights(folder, config.path)
+        lm = read_packed(config, folder, four_bit, dtype, device, attention)
+    require_structure(config, lm)
+    return lm
+
+
+def read_packed(
+    config: ModelConfig,
+    folder: Path,
+    four_bit: FourBit,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str,
+) -> Any:
+    """The model of a local folder, each weight packed as it is read."""
+    plan = _on_meta(config, _numbers_of(config, folder), dtype, attention)
+    require_quantizable(config, plan)
+    quantization = four_bit.for_transformers(linear_outside(plan))
+    lm = read_weights(
+        config,
+        folder,
+        dtype=dtype,
+        attn_implementation=attention,
+        device_map={"": device},
+        quantization_config=quantization,
+    )
+    settle(lm)
+    return lm
+
+
+def draw_unpacked(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, attention: str, seed: int
+) -> Any:
+    """The base that load_packed packed, drawn once more and kept in host memory, for saving."""
+    lm = _on_meta(config, _numbers(config), dtype, attention)
+    draw(lm, device, seed, _to_host)
+    return lm.to("cpu")
+
+
+def _to_host(layer: nn.Module) -> None:
+    layer.to("cpu")
+
+
 def build_on_meta(config: ModelConfig, attention: str) -> Any:
     """The same without memory, for counting: from its own config.json if it is at hand, else from the YAML."""
     folder = folder_at_hand(config) if config.weights == "pretrained" else None
     if folder is not None and local_place(config.path).is_dir():
         require_weights(folder, config.path)
     numbers = _numbers(config) if folder is None else _numbers_of(config, folder)
-    require_kind(config, numbers)
-    with torch.device("meta"):
-        lm = _from_config(config, numbers, torch.float32, attention)
+    lm = _on_meta(config, numbers, torch.float32, attention)
     require_structure(config, lm)
     return lm
+
+
+def _on_meta(config: ModelConfig, numbers: Any, dtype: torch.dtype, attention: str) -> Any:
+    require_kind(config, numbers)
+    with torch.device("meta"):
+        return _from_config(config, numbers, dtype, attention)
 
 
 def _random(
@@ -86,6 +153,11 @@ def _numbers_of(config: ModelConfig, folder: Path) -> Any:
             f"use ({gist(fault)}). Code that a model brings along is run only with "
             "model.trust_remote_code=true."
         ) from fault
+
+
+def stored_dtype(config: ModelConfig, folder: Path) -> torch.dtype:
+    """What the folder says its weights are in."""
+    return getattr(_numbers_of(config, folder), "dtype", None) or torch.float32
 
 
 def _from_config(config: ModelConfig, numbers: Any, dtype: torch.dtype, attention: str) -> Any:

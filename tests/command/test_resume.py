@@ -57,6 +57,7 @@ def same_ending(one: Path, other: Path) -> None:
         ("full", "adamw_8bit", "training.recompute=true"),
         ("full", "adamw", "batching.packing=false"),
         ("lora", "adamw_8bit", "batching.packing=false"),
+        ("qlora", "paged_adamw_8bit", "adapter.dropout=0.1"),
     ],
 )
 def test_killed_three_times_and_resumed_it_gives_the_same_numbers(

@@ -19,6 +19,7 @@ FILES = sorted(CONF.rglob("*.yaml"))
 CHOICES = choices_by_group()
 FREE = ("experiment", "debug")  # may set any key
 MAIN = ("model", "recipe", "dataset", "optimizer")
+OF_RECIPES = ("adapter", "quantization")  # chosen by a recipe; alone they would contradict it
 NEEDS_PATH = ("messages", "instruction", "prompt_completion", "text")
 
 
@@ -53,7 +54,9 @@ def covering() -> list[dict[str, str]]:
         best = max(every, key=lambda choice: len(pairs(choice) & left))
         left -= pairs(best)
         number = len(chosen)
-        turn = {group: names[number % len(names)] for group, names in CHOICES.items() if group != "adapter"}
+        turn = {
+            group: names[number % len(names)] for group, names in CHOICES.items() if group not in OF_RECIPES
+        }
         free = number % 3 == 0
         chosen.append({group: name for group, name in turn.items() if free or group not in FREE} | best)
     return chosen
@@ -74,12 +77,13 @@ def test_choices_of_all_groups_go_together(chosen: dict[str, str]) -> None:
 def test_the_runs_above_have_every_file() -> None:
     tried = {(group, name) for chosen in RUNS for group, name in chosen.items()}
     files = {(f.parent.name, f.stem) for f in FILES if f.parent != CONF and not f.stem.startswith("_")}
-    assert files - tried == {("adapter", name) for name in CHOICES["adapter"]}  # the recipe's to choose
+    assert {group for group, _ in files - tried} == set(OF_RECIPES)
 
 
-@pytest.mark.parametrize("name", CHOICES["adapter"])
-def test_an_adapter_composes(name: str) -> None:
-    assert compose_run([f"adapter={name}"]).adapter.kind == name
+def test_every_adapter_and_quantization_is_in_some_recipe() -> None:
+    runs = [compose_run([f"recipe={recipe}"]) for recipe in CHOICES["recipe"]]
+    assert {run.adapter.kind for run in runs} == set(CHOICES["adapter"])
+    assert {run.quantization.kind for run in runs} == set(CHOICES["quantization"])
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)

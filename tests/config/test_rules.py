@@ -27,6 +27,10 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"adapter.r": 0}, "adapter.r=0 must be at least 1"),
     ({"adapter.alpha": 0}, "adapter.alpha=0 must be above 0"),
     ({"adapter.targets": []}, "adapter.targets is empty"),
+    (
+        {"quantization.kind": "nf4", "adapter.kind": "none"},
+        "quantization.kind=nf4 needs adapter.kind=lora: four bits cannot be trained. Choose recipe=qlora",
+    ),
     ({"model.architecture": {}}, "model.weights=random needs model.architecture with model_type"),
     ({"model.path": "."}, "model.path=. would not be read, because model.weights=random"),
     ({"resume": "no/such"}, "resume=no/such: there is no such folder"),

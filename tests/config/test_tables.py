@@ -13,6 +13,7 @@ from app.data.overflow import POLICIES
 from app.model.adapter import ADAPTERS
 from app.model.attention import BACKENDS
 from app.model.dtypes import DTYPES
+from app.model.quantize import QUANTIZATIONS
 from app.optim.optimizers import OPTIMIZERS
 from app.optim.schedule import SCHEDULES
 from app.record.trackers import TRACKERS
@@ -27,7 +28,7 @@ from app.record.trackers import TRACKERS
         ("tracker", TRACKERS),
         ("attention", (*BACKENDS, "auto")),
         ("precision", (*DTYPES, "auto")),
-        ("quantization", ("none",)),
+        ("quantization", QUANTIZATIONS),
         ("parallel", ("auto",)),
     ],
 )

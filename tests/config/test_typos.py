@@ -30,7 +30,7 @@ GIVEN = [
     ("max_steps=3", "max_steps is not a key. Did you mean training.max_steps?"),
     ("model=lllama", "model=lllama: there is no such model. Did you mean llama?"),
     ("optimiser=adamw", "Did you mean optimizer=adafactor|adamw|"),
-    ("+recipi=lora", "recipi is neither a key nor a group. Did you mean recipe=full|lora?"),
+    ("+recipi=lora", "recipi is neither a key nor a group. Did you mean recipe=full|"),
     ("optimizer=adamw_8_bit", "Did you mean adamw_8bit?"),
 ]
 

@@ -59,6 +59,7 @@ def trainee_of(run: RunConfig) -> Trainee:
     sections = ModelSections(
         model=run.model,
         adapter=run.adapter,
+        quantization=run.quantization,
         attention=run.attention.kind,
         precision=run.precision.kind,
         recompute=run.training.recompute,
@@ -83,7 +84,8 @@ def loader_of(data: Data) -> Callable[..., Loader]:
 @pytest.fixture
 def packed_loader_of(data: Data) -> Callable[..., Loader]:
     def build(tokens: int, micro_batches: int, processes: int = 1, rank: int = 0) -> Loader:
-        return Loader(data.train, Packed(tokens, pad_id=0), Share(micro_batches, processes, rank), seed=0)
+        layout = Packed(tokens, pad_id=0, longest=tokens)
+        return Loader(data.train, layout, Share(micro_batches, processes, rank), seed=0)
 
     return build
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.batch import IGNORE
-from app.data.collate import collate_packed, collate_padded
+from app.data.collate import BinShape, collate_packed, collate_padded
 from app.data.loader import Loader
 from app.data.prepare import Data
 
@@ -71,13 +71,16 @@ def test_packed_rows_keep_their_own_positions_and_labels(
 ) -> None:
     arrays = [(np.array(ids, np.int32), np.array([False, *trained])) for ids, trained in rows]
     capacity = sum(len(ids) for ids, _ in arrays) + spare
-    batch = collate_packed(arrays, pad_id=0, capacity=max(capacity, 1))
+    shape = BinShape(max(capacity, 1), longest=12, places=len(rows) + 2)
+    batch = collate_packed(arrays, pad_id=0, shape=shape)
     assert batch.ids.shape == (1, max(capacity, 1))
     assert batch.documents is not None
-    assert sum(batch.documents) == batch.ids.shape[1]
-    assert all(n > 0 for n in batch.documents)
-    assert batch.positions[0].tolist() == [i for n in batch.documents for i in range(n)]
-    starts = np.cumsum([0, *batch.documents]).tolist()
+    documents = batch.documents.lengths
+    assert sum(documents) == batch.ids.shape[1]
+    assert documents[: len(rows)] == tuple(len(ids) for ids, _ in rows)
+    assert all(0 < n <= shape.longest for n in documents)
+    assert batch.positions[0].tolist() == [i for n in documents for i in range(n)]
+    starts = np.cumsum([0, *documents]).tolist()
     expected = {
         (starts[r] + t - 1, int(ids[t]))
         for r, (ids, trained) in enumerate(arrays)

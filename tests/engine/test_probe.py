@@ -1,14 +1,16 @@
 """A packed run starts only if packing changes nothing."""
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import pytest
-import torch
+from torch import Tensor
 
+from app.batch import Documents
 from app.data.loader import Loader
 from app.errors import EnvironmentProblem
 from app.model import attention
+from app.model.attention import Rules
 from app.model.probe import check_packing
 from tests.engine.conftest import small_run, trainee_of
 
@@ -34,17 +36,14 @@ def test_attention_that_is_wrong_is_refused(
     fault: str, precision: str, packed_loader_of: Callable[..., Loader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One fault lets documents see each other; the other has no leak at all and is wrong all the same."""
-    if fault == "leak":
-        monkeypatch.setattr(attention, "_by_document", lambda q, k, v, _documents: iter([(q, k, v)]))
-    else:
-        right = attention.BACKENDS["sdpa"].run
 
-        def narrow(q: Any, k: Any, v: Any, rules: attention.Rules) -> torch.Tensor:
-            cut = attention.Rules(rules.causal, rules.scale, 0.0, 2, rules.softcap, rules.sinks)
-            return right(q, k, v, cut)
+    def wrong(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: Documents | None) -> Tensor:
+        if fault == "leak":
+            return attention.sdpa(q, k, v, rules, None)
+        return attention.sdpa(q, k, v, replace(rules, window=2), documents)
 
-        backend = attention.Backend(run=narrow, requires=attention.BACKENDS["sdpa"].requires)
-        monkeypatch.setitem(attention.BACKENDS, "sdpa", backend)
+    backend = attention.Backend(run=wrong, requires=attention.BACKENDS["sdpa"].requires)
+    monkeypatch.setitem(attention.BACKENDS, "sdpa", backend)
     trainee = trainee_of(small_run("recipe=full", f"precision={precision}"))
     with pytest.raises(EnvironmentProblem, match=r"batching\.packing=true: a model of kind llama"):
         check_packing(trainee, packed_loader_of(128, 1).batches(0)[0])
@@ -62,7 +61,7 @@ def test_one_document_cannot_leak(packed_loader_of: Callable[..., Loader]) -> No
         lengths=alone.lengths[:1],
         num_labels=1,
         num_tokens=alone.lengths[0],
-        documents=alone.lengths[:1],
+        documents=Documents.of(alone.lengths[:1]),
     )
     check_packing(trainee, single)
     assert trainee.training

@@ -2,6 +2,8 @@
 
 import os
 import signal
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,14 @@ from hypothesis import strategies as st
 from app.config.schema import AttentionConfig, LaunchConfig, PrecisionConfig, TrainingConfig
 from app.engine import precision
 from app.engine.choices import choose
+from app.engine.ground import attention_needs
 from app.engine.progress import Progress
 from app.engine.runtime import start
 from app.engine.signals import listening
 from app.engine.steps import plan_steps
 from app.errors import ConfigError
+from app.model.attention import BACKENDS, Needs
+from tests.engine.conftest import small_run
 
 
 def training(epochs: float, max_steps: int | None = None) -> TrainingConfig:
@@ -55,10 +60,14 @@ def test_a_gain_must_exceed_min_delta() -> None:
     assert (progress.evals_without_gain, progress.best_step, progress.last_eval_loss) == (0, 2, 1.8)
 
 
+def not_needed(precision: str) -> Needs:
+    raise AssertionError("a model was built to choose what every model can have")
+
+
 @pytest.mark.skipif("num_gpus() > 0", reason="tells what a machine without a GPU says")
 def test_tf32_is_refused_without_its_hardware() -> None:
     with pytest.raises(ConfigError, match=r"precision=tf32 needs .* Choose precision=fp32"):
-        choose(PrecisionConfig(kind="tf32"), AttentionConfig(kind="auto"), {})
+        choose(PrecisionConfig(kind="tf32"), AttentionConfig(kind="auto"), not_needed, {})
 
 
 @pytest.mark.skipif("num_gpus() > 0", reason="tells what a machine without a GPU chooses")
@@ -73,8 +82,21 @@ def test_auto_takes_bf16_only_where_it_is_fast(
 def test_a_continued_run_keeps_what_auto_meant() -> None:
     kept = {"precision": "fp16", "attention": "sdpa"}
     auto = PrecisionConfig(kind="auto"), AttentionConfig(kind="auto")
-    assert choose(*auto, kept).precision == "fp16"
-    assert choose(PrecisionConfig(kind="fp32"), auto[1], kept).precision == "fp32"
+    assert choose(*auto, not_needed, kept).precision == "fp16"
+    assert choose(PrecisionConfig(kind="fp32"), auto[1], not_needed, kept).precision == "fp32"
+
+
+def test_a_run_on_a_gpu_asks_its_model_what_attention_must_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, backend in BACKENDS.items():
+        monkeypatch.setitem(BACKENDS, name, replace(backend, requires=lambda _device: []))
+    for overrides, expected in (((), "flash"), (("batching.packing=false",), "sdpa")):
+        run = small_run("precision=bf16", "attention=auto", *overrides)
+        chosen = choose(run.precision, run.attention, partial(attention_needs, run), {})
+        assert chosen.attention == expected
+    kept = {"precision": "fp32", "attention": "varlen"}
+    auto = small_run("precision=auto", "attention=auto")
+    with pytest.raises(ConfigError, match="attention=varlen cannot do float32 arithmetic"):
+        choose(auto.precision, auto.attention, partial(attention_needs, auto), kept)
 
 
 def test_accelerate_does_not_take_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from app.engine.step import Stepper
 from app.model.trainee import Trainee
 from tests.engine.conftest import small_run, stepper_of, trainee_of
 
-RECIPES = ["full", "lora"]
+RECIPES = ["full", "lora", "qlora"]
 
 
 def gradients(stepper: Stepper) -> list[Tensor]:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.batch import IGNORE, Batch
-from app.config.schema import AdapterConfig, ModelConfig
+from app.batch import IGNORE, Batch, Documents
+from app.config.schema import AdapterConfig, ModelConfig, QuantizationConfig
 from app.model.attention import register
 from app.model.build import ModelSections, build_trainee
 from app.model.trainee import Trainee
@@ -153,7 +153,7 @@ def packed(documents: list[Tensor], labels_from: int = 1, filling: int = 0) -> B
         ids=torch.cat(parts)[None],
         positions=torch.cat([torch.arange(len(d)) for d in parts])[None],
         label_rows=torch.tensor(rows, dtype=torch.long),
-        documents=tuple(len(d) for d in parts),
+        documents=Documents.of([len(d) for d in parts]),
     )
 
 
@@ -201,6 +201,7 @@ def sections(
     return ModelSections(
         model=model,
         adapter=adapter,
+        quantization=given.get("quantization") or QuantizationConfig(kind="none"),
         attention="sdpa",
         precision=precision,
         recompute=given.get("recompute", False),

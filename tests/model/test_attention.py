@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.config.schema import AttentionConfig
-from app.errors import ConfigError
-from app.model.attention import BACKENDS, NAME, Backend, Rules, plain, register, sdpa, select
+from app.batch import Documents
+from app.model.attention import NAME, Rules, plain, register, sdpa
 from tests.model import small
 from tests.model.small import KINDS, MORE_KINDS, built, config_of, distance, documents_of, padded
 
@@ -40,7 +39,9 @@ def side_by_side(lm: Any) -> list[Tensor]:
     """The same through our attention, all documents in one row."""
     ids = torch.cat(DOCUMENTS)[None]
     positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-    hidden = lm.base_model(input_ids=ids, position_ids=positions, use_cache=False, documents=LENGTHS)[0]
+    hidden = lm.base_model(
+        input_ids=ids, position_ids=positions, use_cache=False, documents=Documents.of(LENGTHS)
+    )[0]
     return list(torch.split(hidden[0], list(LENGTHS)))
 
 
@@ -143,7 +144,11 @@ def test_every_layer_calls_us_without_a_mask_and_with_unrepeated_keys(kind: str)
         assert args[3].shape[1] == heads, "values"
 
 
-@pytest.mark.parametrize("backend", [sdpa, plain])
+def sdpa_rows(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> Tensor:
+    return sdpa(q, k, v, rules, None)
+
+
+@pytest.mark.parametrize("backend", [sdpa_rows, plain])
 def test_keys_and_values_of_shared_heads_are_not_repeated(backend: Any) -> None:
     q, k, v = heads_of(12, 8, 1, size=16)
     rules = Rules(
@@ -165,7 +170,7 @@ def test_keys_and_values_of_shared_heads_are_not_repeated(backend: Any) -> None:
     # a repeated key or value would be as large as the query; sdpa alone keeps such a thing, its output
     known = {t.data_ptr() for t in (q, k, v)}
     as_large = [t.shape for p, t in saved.items() if p not in known and t.numel() == q.numel()]
-    assert len(as_large) == (1 if backend is sdpa else 0), as_large
+    assert len(as_large) == (1 if backend is sdpa_rows else 0), as_large
 
 
 def heads_of(length: int, query: int, key: int, size: int = 8) -> tuple[Tensor, Tensor, Tensor]:
@@ -203,11 +208,11 @@ def test_backends_follow_the_definition(
     sink = torch.tensor([0.3, -1.0, 2.0, 0.0]) if sinks else None
     rules = Rules(causal=causal, scale=0.7, dropout=0.0, window=window, softcap=softcap, sinks=sink)
     expected = one_by_one(q, k, v, rules)
-    for backend in (sdpa, plain):
+    for backend in (sdpa_rows, plain):
         assert largest([backend(q, k, v, rules)], [expected]) <= 2e-6, backend.__name__
 
 
-@pytest.mark.parametrize("backend", [sdpa, plain])
+@pytest.mark.parametrize("backend", [sdpa_rows, plain])
 def test_values_may_be_narrower_than_keys(backend: Any) -> None:
     q, k, v = heads_of(7, 4, 2)
     rules = Rules(causal=True, scale=None, dropout=0.0, window=3, softcap=None, sinks=None)
@@ -219,7 +224,9 @@ def test_a_document_does_not_see_its_neighbours() -> None:
     before = side_by_side(lm)
     ids = torch.cat([DOCUMENTS[0], documents_of((5,), seed=9)[0], DOCUMENTS[2]])[None]
     positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-    after = lm.base_model(input_ids=ids, position_ids=positions, use_cache=False, documents=LENGTHS)[0][0]
+    after = lm.base_model(
+        input_ids=ids, position_ids=positions, use_cache=False, documents=Documents.of(LENGTHS)
+    )[0][0]
     first, changed, last = torch.split(after, list(LENGTHS))
     assert torch.equal(first, before[0])
     assert torch.equal(last, before[2])
@@ -258,20 +265,6 @@ def test_a_saved_model_does_not_name_our_attention(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "config.json").read_text())
     assert NAME not in json.dumps(written)
     assert not [key for key in written if "attn_impl" in key]
-
-
-def test_auto_takes_the_first_backend_whose_needs_are_met() -> None:
-    assert select(AttentionConfig(kind="auto"), torch.device("cpu")) == "sdpa"
-    assert select(AttentionConfig(kind="sdpa"), torch.device("cpu")) == "sdpa"
-
-
-def test_a_backend_that_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    needy = Backend(run=plain, requires=lambda device: [f"a GPU, not a {device}", "patience"])
-    monkeypatch.setitem(BACKENDS, "needy", needy)
-    with pytest.raises(
-        ConfigError, match=r"attention=needy needs a GPU, not a cpu and patience\. Set attention=auto"
-    ):
-        select(AttentionConfig(kind="needy"), torch.device("cpu"))
 
 
 def test_the_small_models_have_what_they_are_to_show() -> None:

@@ -1,0 +1,9 @@
+"""Attention as one function of ours that every supported transformers model calls, over a table of backends."""
+
+from app.model.attention.backends import BACKENDS, select
+from app.model.attention.dense import plain, sdpa
+from app.model.attention.interface import NAME, register
+from app.model.attention.needs import needs_of
+from app.model.attention.rules import Backend, Needs, Rules
+
+__all__ = ["BACKENDS", "NAME", "Backend", "Needs", "Rules", "needs_of", "plain", "register", "sdpa", "select"]

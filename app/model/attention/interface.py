@@ -1,0 +1,52 @@
+"""The function that models call.
+
+Registered under a name of our own, transformers builds no mask for it and passes `documents` through: those that lie
+side by side in a row, or None when each row is one document followed by padding.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from app.batch import Documents
+from app.model.attention.backends import BACKENDS
+from app.model.attention.rules import Kernel, Rules
+
+# a name with "flash" or "/" in it would be looked up as a kernel of the hub
+NAME = "packed"
+
+
+def register(backend: str) -> str:
+    """Make `backend` what models call, and return the name to load them with."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, _as_transformers_calls_it(BACKENDS[backend].run))
+    return NAME
+
+
+def _as_transformers_calls_it(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
+    def attention(  # noqa: PLR0913, PLR0917  how transformers calls it
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,  # noqa: ARG001  none is ever built for our name
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        documents: Documents | None = None,
+        **layer: Any,
+    ) -> tuple[Tensor, None]:
+        causal = layer.get("is_causal")
+        rules = Rules(
+            causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
+            scale=scaling,
+            dropout=dropout if module.training else 0.0,
+            window=layer.get("sliding_window"),
+            softcap=layer.get("softcap"),
+            sinks=layer.get("s_aux"),
+        )
+        out = kernel(query, key, value, rules, documents)
+        return out.transpose(1, 2).contiguous(), None
+
+    return attention

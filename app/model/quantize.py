@@ -1,0 +1,139 @@
+"""The frozen base in 4 bits: bitsandbytes in place of the backbone's linear layers; head and embeddings stay."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from app.config.schema import ModelConfig, PrecisionConfig, QuantizationConfig
+from app.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class FourBit:
+    """What bitsandbytes is told; blocks have its 64 weights."""
+
+    quant_type: str
+    double_quant: bool
+    compute: torch.dtype
+
+    def for_transformers(self, outside: list[str]) -> Any:
+        """The same for from_pretrained, which packs each weight as it is read; `outside` is left alone."""
+        from transformers import BitsAndBytesConfig
+
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=self.quant_type,
+            bnb_4bit_use_double_quant=self.double_quant,
+            bnb_4bit_compute_dtype=self.compute,
+            llm_int8_skip_modules=outside,
+        )
+
+    def pack(self, part: nn.Module) -> None:
+        """Every plain linear layer inside `part`, in place; the unpacked weights are let go one by one."""
+        for name, layer in list(part.named_modules()):
+            if _is_linear(layer):
+                part.set_submodule(name, self._packed(layer))
+
+    def _packed(self, layer: Any) -> nn.Module:
+        from bitsandbytes.nn import Linear4bit, Params4bit
+
+        weight = layer.weight.detach()
+        weight = weight if isinstance(layer, nn.Linear) else weight.T  # Conv1D has it transposed
+        packed = Linear4bit(
+            weight.shape[1],
+            weight.shape[0],
+            bias=layer.bias is not None,
+            compute_dtype=self.compute,
+            compress_statistics=self.double_quant,
+            quant_type=self.quant_type,
+            device="meta",
+        )
+        as_made = {key: value for key, value in packed.weight.__dict__.items() if key != "data"}
+        packed.weight = Params4bit(weight.contiguous(), requires_grad=False, **as_made).to(weight.device)
+        packed.weight._is_hf_initialized = True  # a parent's initialisation must not draw over the bytes
+        packed.bias = layer.bias
+        result: nn.Module = packed.requires_grad_(False)
+        return result
+
+
+def _none(_config: QuantizationConfig, _compute: torch.dtype) -> None:
+    return None
+
+
+def _nf4(config: QuantizationConfig, compute: torch.dtype) -> FourBit:
+    return FourBit("nf4", config.double_quant, compute)
+
+
+QUANTIZATIONS: dict[str, Callable[[QuantizationConfig, torch.dtype], FourBit | None]] = {
+    "none": _none,
+    "nf4": _nf4,
+}
+
+
+def packing_of(config: QuantizationConfig, compute: torch.dtype) -> FourBit | None:
+    """How the base is packed, None when it is not."""
+    return QUANTIZATIONS[config.kind](config, compute)
+
+
+def linear_outside(lm: Any) -> list[str]:
+    """The head, and whatever else is linear beside the backbone."""
+    inside = f"{lm.base_model_prefix}."
+    return [name for name, layer in lm.named_modules() if _is_linear(layer) and not name.startswith(inside)]
+
+
+def settle(lm: Any) -> None:
+    """After packing: say so to PEFT, and keep the bytes as they are.
+
+    On CPUs with avx512_bf16 the first evaluation would rearrange every weight in place: the next step would compute
+    with other numbers, and a continued run with others again.
+    """
+    from bitsandbytes.nn import Linear4bit
+
+    lm.is_loaded_in_4bit = True
+    for layer in lm.modules():
+        if isinstance(layer, Linear4bit) and hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
+    left = [name for name, layer in lm.base_model.named_modules() if _is_linear(layer)]
+    assert not left, f"not quantised: {left}"
+
+
+def require_quantizable(given: ModelConfig, lm: Any) -> None:
+    """Refuse by name what would stay large, or come out wrong; `lm` may be on meta."""
+    kind = lm.config.model_type
+    if getattr(lm.config, "quantization_config", None) is not None:
+        _refuse(given, kind, "these weights are quantised already")
+    if any(".experts." in f".{name}" for name, _ in lm.base_model.named_parameters()):
+        _refuse(given, kind, "its experts are stacked, and stacked weights are not quantised yet")
+    for name, layer in lm.base_model.named_modules():
+        if _is_linear(layer) and _inputs(layer) % 2:
+            _refuse(given, kind, f"{name} has {_inputs(layer)} inputs, and two of them share a byte")
+
+
+def notes(config: QuantizationConfig, precision: PrecisionConfig, chosen: str, device: str) -> list[str]:
+    """What is true of a quantised run on this machine and that its recipe does not say."""
+    if config.kind == "none" or precision.kind != "auto" or chosen == "bf16":
+        return []
+    return [
+        f"quantization={config.kind}: this {device.upper()} has no bf16 instructions, so precision=auto means "
+        f"{chosen}; what is not quantised is stored and computed in {chosen}"
+    ]
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    """Of those that bitsandbytes replaces, not replaced yet."""
+    return type(layer) is nn.Linear or type(layer).__name__ == "Conv1D"
+
+
+def _inputs(layer: Any) -> int:
+    return int(layer.in_features if isinstance(layer, nn.Linear) else layer.weight.shape[0])
+
+
+def _refuse(given: ModelConfig, kind: str, reason: str) -> None:
+    source = "model.architecture" if given.weights == "random" else f"model.path={given.path}"
+    raise ConfigError(
+        f"quantization.kind=nf4: a model of kind {kind} ({source}) cannot be quantised here: {reason}. "
+        "Set recipe=lora or quantization=none, or choose another model."
+    )

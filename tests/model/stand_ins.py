@@ -1,0 +1,164 @@
+"""The signatures of kernels that only GPUs have, over plain arithmetic: what we hand to them is seen to be right."""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Window = tuple[int, int]
+
+
+def torch_2_10(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    return_aux: Any = None,
+) -> Tensor:
+    raise AssertionError("it has neither scale nor window")
+
+
+def torch_2_11(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: Window = (-1, -1),
+) -> Tensor:
+    assert isinstance(window_size, tuple), "causal is told by comparing with a tuple"
+    return attend((query, key, value), (cu_seq_q, cu_seq_k), (max_q, max_k), scale, window_size)
+
+
+def torch_2_13(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: Window = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Tensor:
+    assert enable_gqa or query.shape[1] == key.shape[1], "it raises where shared heads are not named"
+    assert cu_seq_k is not None
+    return torch_2_11(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size
+    )
+
+
+def flash_2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Tensor:
+    assert (dropout_p, alibi_slopes, block_table) == (0.0, None, None)
+    window = (window_size[0], 0) if causal else window_size
+    bounds, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    return attend((q, k, v), bounds, longest, softmax_scale, window, softcap)
+
+
+def flash_3(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Its first releases return the log-sum-exp too."""
+    assert (seqused_q, seqused_k, qv, attention_chunk) == (None, None, None, 0)
+    window = (window_size[0], 0) if causal else window_size
+    bounds, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    return attend((q, k, v), bounds, longest, softmax_scale, window, softcap), torch.empty(0)
+
+
+def attend(
+    tokens: tuple[Tensor, Tensor, Tensor],
+    bounds: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    scale: float | None,
+    window: Window,
+    softcap: float = 0.0,
+) -> Tensor:
+    """[T, H, D] of documents one after another, each by itself; `window` is inclusive, -1 is everything."""
+    q, k, v = tokens
+    assert {t.dtype for t in tokens} <= {q.dtype}, "kernels take one dtype"
+    assert all(t.dim() == 3 and t.stride(-1) == 1 for t in tokens)
+    assert q.shape[0] == k.shape[0] == v.shape[0]
+    assert bounds[0] is bounds[1], "some kernels are causal only where both are one tensor"
+    assert bounds[0].dtype == torch.int32
+    assert longest[0] == longest[1]
+    edges = bounds[0].tolist()
+    assert edges[0] == 0
+    assert edges[-1] == q.shape[0]
+    shared = q.shape[1] // k.shape[1]
+    pieces = []
+    for start, end in pairwise(edges):
+        assert end - start <= longest[0], "the rest of this document would not be computed"
+        if end > start:
+            part = slice(start, end)
+            keys, values = (t[part].repeat_interleave(shared, dim=1) for t in (k, v))
+            pieces.append(_one(q[part], keys, values, scale, window, softcap))
+    return torch.cat(pieces)
+
+
+def _one(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: Window, softcap: float) -> Tensor:
+    scores = torch.einsum("ihd,jhd->hij", q.float(), k.float()) * (scale or q.shape[-1] ** -0.5)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    i, j = torch.arange(len(q))[:, None], torch.arange(len(q))[None, :]
+    hidden = torch.zeros(len(q), len(q), dtype=torch.bool)
+    if window[0] >= 0:
+        hidden |= j < i - window[0]
+    if window[1] >= 0:
+        hidden |= j > i + window[1]
+    weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
+    return torch.einsum("hij,jhd->ihd", weights, v.float()).to(q.dtype)

@@ -1,0 +1,405 @@
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from app.config.schema import PrecisionConfig, QuantizationConfig
+from app.errors import ConfigError
+from app.model.attention import register
+from app.model.build import ModelSections, build_trainee, plan_model, unpacked_base
+from app.model.load import load_tuned
+from app.model.quantize import notes, packing_of
+from app.model.save import save_base, save_model
+from app.model.tokenizer import load_tokenizer
+from app.model.trainee import Trainee
+from app.model.weights import build_on_meta, load_base, load_packed
+from tests.model.small import (
+    batch_of,
+    built,
+    distance,
+    documents_of,
+    full,
+    gradients,
+    lora,
+    model_config,
+    numbers,
+    packed,
+    sections,
+    trainee_of,
+)
+
+CPU = torch.device("cpu")
+NF4 = QuantizationConfig(kind="nf4", double_quant=True)
+DENSE = ["llama", "qwen2", "gemma2", "gpt2", "phi3", "cohere2"]
+WITH_EXPERTS = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"]
+IDS = documents_of((10,))[0][None]
+
+
+def parts_of(kind: str = "llama", precision: str = "fp32", **given: Any) -> ModelSections:
+    model = given.pop("model", None) or model_config(kind)
+    return sections(model, lora(), precision, quantization=NF4, **given)
+
+
+def qlora(kind: str = "llama", precision: str = "fp32", **given: Any) -> Trainee:
+    return trainee_of(kind, lora(), precision, quantization=NF4, **given)
+
+
+def packed_layers(network: nn.Module) -> Iterator[tuple[str, Any]]:
+    from bitsandbytes.nn import Linear4bit
+
+    yield from ((name, m) for name, m in network.named_modules() if isinstance(m, Linear4bit))
+
+
+def packed_bytes(network: nn.Module) -> dict[str, Tensor]:
+    """All that a packed layer is unpacked from, by its name in the plain model."""
+    found: dict[str, Tensor] = {}
+    for name, layer in packed_layers(network):
+        plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        state = layer.weight.quant_state
+        assert state is layer.quant_state
+        found |= {
+            f"{plain}.weight": layer.weight.data.clone(),
+            f"{plain}.scales": state.absmax.clone(),
+            f"{plain}.scales of scales": state.state2.absmax.clone(),
+            f"{plain}.offset": state.offset.clone(),
+        }
+    assert found
+    return found
+
+
+def same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(left[name].equal(right[name]) for name in left)
+
+
+def linear_in_backbone(kind: str) -> dict[str, int]:
+    lm = build_on_meta(model_config(kind), "eager")
+    return {
+        name: module.weight.numel()
+        for name, module in lm.named_modules()
+        if (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
+        and name.startswith(f"{lm.base_model_prefix}.")
+    }
+
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_the_whole_backbone_is_in_four_bits_and_the_head_is_not(kind: str) -> None:
+    lm = load_packed(model_config(kind), packing(torch.bfloat16), torch.bfloat16, CPU, register("sdpa"), 0)
+    layers = dict(packed_layers(lm))
+    sizes = linear_in_backbone(kind)
+    assert layers.keys() == sizes.keys()
+    for name, layer in layers.items():
+        assert (layer.weight.dtype, layer.weight.numel()) == (torch.uint8, sizes[name] / 2)
+        state = layer.weight.quant_state
+        assert (state.quant_type, state.blocksize, state.nested, state.dtype) == (
+            "nf4", 64, True, torch.bfloat16,
+        )  # fmt: skip
+        assert layer.compute_dtype == torch.bfloat16
+    others = [p for name, p in lm.named_parameters() if name.rpartition(".")[0] not in layers]
+    assert {p.dtype for p in others} == {torch.bfloat16}
+    assert lm.get_output_embeddings().weight.shape == (64, 32)
+    assert lm.get_output_embeddings().weight.dtype == torch.bfloat16
+
+
+def packing(compute: torch.dtype) -> Any:
+    return packing_of(NF4, compute)
+
+
+def test_without_double_quantisation_the_scales_are_floats() -> None:
+    plain = packing_of(QuantizationConfig(kind="nf4", double_quant=False), torch.float32)
+    assert plain is not None
+    lm = load_packed(model_config(), plain, torch.float32, CPU, register("sdpa"), 0)
+    assert {layer.weight.quant_state.nested for _, layer in packed_layers(lm)} == {False}
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision"), [("llama", "fp32"), ("llama", "bf16"), ("gpt2", "fp32"), ("gemma2", "fp32")]
+)
+def test_a_random_base_is_drawn_and_saved_and_packed_again_to_the_same_bytes(
+    kind: str, precision: str, tmp_path: Path
+) -> None:
+    parts = parts_of(kind, precision)
+    trainee = build_trainee(parts, CPU, 0, "base")
+    base = packed_bytes(trainee.network)
+    assert same(packed_bytes(build_trainee(parts, CPU, 0, "base").network), base)
+    assert not same(packed_bytes(build_trainee(parts, CPU, 1, "base").network), base)
+
+    tokenizer = load_tokenizer(model_config(), needs_template=True)
+    unpacked = unpacked_base(parts, CPU, 0)
+    assert unpacked is not None
+    save_base(trainee, tokenizer, tmp_path, unpacked)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    again = build_trainee(
+        parts_of(precision=precision, model=model_config(path=str(tmp_path))), CPU, 0, "base"
+    )
+    assert same(packed_bytes(again.network), base)
+    others = {name: p for name, p in trainee.network.named_parameters() if ".base_layer." not in name}
+    assert same({name: p for name, p in again.network.named_parameters() if name in others}, others)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2"])
+def test_a_folder_is_packed_as_it_is_read_like_its_layers_one_by_one(kind: str, tmp_path: Path) -> None:
+    built(kind, "eager").save_pretrained(str(tmp_path))
+    config = model_config(path=str(tmp_path))
+    whole = load_base(config, torch.float32, CPU, register("sdpa"), 0)
+    packing(torch.float32).pack(whole.base_model)
+    read = load_packed(config, packing(torch.float32), torch.float32, CPU, register("sdpa"), 0)
+    assert same(packed_bytes(read), packed_bytes(whole))
+    with torch.no_grad():
+        assert read.eval()(IDS).logits.equal(whole.eval()(IDS).logits)
+
+
+def test_weights_of_a_bf16_folder_pack_to_the_same_bytes_in_fp32(tmp_path: Path) -> None:
+    """A run in fp32 and one in bf16 have the same base."""
+    built("llama", "eager", torch.bfloat16).save_pretrained(str(tmp_path))
+    config = model_config(path=str(tmp_path))
+    found = [
+        packed_bytes(load_packed(config, packing(dtype), dtype, CPU, register("sdpa"), 0))
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    assert same(*found)
+
+
+def unpacked_copy(trainee: Trainee, precision: str) -> Trainee:
+    """The same model in plain linear layers that have the unpacked weights."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    plain = trainee_of("llama", lora(), precision)
+    layers = dict(packed_layers(trainee.network))
+    given = dict(trainee.network.named_parameters())
+    for name, parameter in plain.network.named_parameters():
+        layer = layers.get(name.removesuffix(".weight"))
+        source = (
+            given[name] if layer is None else dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+        )
+        assert parameter.shape == source.shape
+        parameter.data = source.detach().to(parameter.dtype).clone()
+    return plain
+
+
+@pytest.mark.parametrize(("precision", "allowed"), [("fp32", 1e-5), ("bf16", 1e-2)])
+def test_loss_and_gradients_are_those_of_the_unpacked_weights(precision: str, allowed: float) -> None:
+    ours = qlora(precision=precision)
+    batch = batch_of(documents_of((12, 9)))
+    found = []
+    for trainee in (ours, unpacked_copy(ours, precision)):
+        loss = trainee(batch)[0]
+        loss.backward()
+        found.append((loss.detach(), gradients(trainee)))
+    assert distance(found[0][0], found[1][0]) <= allowed
+    assert distance(found[0][1], found[1][1]) <= allowed
+    assert all(g.abs().max() > 0 for g in found[0][1].values())
+
+
+def test_four_bits_are_not_the_weights_they_were_made_of() -> None:
+    """Or the tests above would also pass without quantisation."""
+    trainee = qlora()
+    base = unpacked_base(parts_of(), CPU, 0)
+    assert base is not None
+    rounded = unpacked_copy(trainee, "fp32").language_model.base_model.layers[0].mlp.up_proj.base_layer.weight
+    exact = base.base_model.layers[0].mlp.up_proj.weight
+    assert 0.03 < distance(rounded.detach(), exact.detach()) < 0.2
+
+
+def loss_and_gradients(trainee: Trainee, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    trainee.zero_grad()
+    loss = trainee(batch)[0]
+    loss.backward()
+    return loss.detach(), gradients(trainee)
+
+
+def test_recomputed_layers_give_the_same() -> None:
+    batch = batch_of(documents_of((12, 9)))
+    kept, again = (loss_and_gradients(qlora(recompute=flag), batch) for flag in (False, True))
+    assert kept[0].equal(again[0])
+    assert distance(again[1], kept[1]) <= 1e-6
+
+
+def test_packed_documents_give_the_gradients_of_padded_ones() -> None:
+    documents = documents_of((12, 9, 3))
+    trainee = qlora()
+    in_rows = loss_and_gradients(trainee, batch_of(documents))
+    in_one = loss_and_gradients(trainee, packed(documents, filling=4))
+    assert distance(in_one[0], in_rows[0]) <= 1e-6
+    assert distance(in_one[1], in_rows[1]) <= 1e-6
+
+
+def rearranging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bitsandbytes as it is on a CPU with avx512_bf16, which rearranges weights at the first evaluation."""
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
+
+
+DIVISIBLE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128}
+
+
+def divisible(path: Path | None = None) -> Any:
+    """Sizes that the rearrangement takes."""
+    given = {} if path is None else {"path": str(path)}
+    return model_config(architecture=numbers("llama", **DIVISIBLE), **given)
+
+
+@pytest.mark.parametrize("source", ["random", "folder"])
+def test_an_evaluation_changes_neither_the_base_nor_the_next_step(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rearranging(monkeypatch)
+    built("llama", "eager", **DIVISIBLE).save_pretrained(str(tmp_path))
+    model = divisible(None if source == "random" else tmp_path)
+    trainee = build_trainee(parts_of(model=model), CPU, 0, "base")
+    flags = [layer.support_avx512bf16_for_cpu for _, layer in packed_layers(trainee.network)]
+    assert flags == [False] * 14
+    adapted = {type(m).__module__ for m in trainee.network.modules() if type(m).__name__ == "Linear4bit"}
+    assert adapted == {"bitsandbytes.nn.modules", "peft.tuners.lora.bnb"}, "PEFT was not told"
+
+    batch = batch_of(documents_of((8, 5)))
+    base, before = packed_bytes(trainee.network), loss_and_gradients(trainee, batch)
+    trainee.eval()
+    with torch.no_grad():
+        trainee(batch)
+    trainee.train()
+    after = loss_and_gradients(trainee, batch)
+    assert after[0].equal(before[0])
+    assert same(after[1], before[1])
+    for parameter in trainee.trained().values():
+        parameter.data -= 0.1 * parameter.grad  # type: ignore[operator]
+    trainee(batch)[0].backward()
+    assert same(packed_bytes(trainee.network), base)
+
+
+def test_the_rearrangement_is_what_the_test_above_would_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bitsandbytes' own layer, left as it comes: if this fails it no longer rearranges, and the flag can go."""
+    from bitsandbytes.nn import Linear4bit
+
+    rearranging(monkeypatch)
+    layer = Linear4bit(64, 64, bias=False, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
+    before = layer.weight.data.clone()
+    # the arithmetic with rearranged weights needs the instructions, the rearrangement does not
+    monkeypatch.setattr("bitsandbytes.matmul_4bit", lambda x, *_, **__: x)
+    with torch.no_grad():
+        layer.eval()(torch.randn(2, 64))
+    assert not layer.weight.data.view(-1).equal(before.view(-1))
+
+
+# What anybody else would write; nothing of this program is imported.
+ELSEWHERE = """
+import json, sys, warnings
+warnings.simplefilter("ignore", FutureWarning)
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+ids, out, final = torch.tensor(json.loads(sys.argv[1])), sys.argv[2], sys.argv[3]
+base = json.load(open(final + "/adapter_config.json"))["base_model_name_or_path"]
+nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+lm = AutoModelForCausalLM.from_pretrained(base, dtype="float32", quantization_config=nf4, device_map={"": "cpu"})
+with torch.no_grad():
+    torch.save(PeftModel.from_pretrained(lm, final).train(False)(ids).logits, out)
+assert not [name for name in sys.modules if name.split(".")[0] == "app"]
+"""
+
+
+def test_the_adapter_gives_the_same_logits_on_the_same_base_here_and_elsewhere(
+    tmp_path: Path, app_env: dict[str, str]
+) -> None:
+    parts = parts_of()
+    trainee = build_trainee(parts, CPU, 0, str(tmp_path / "base"))
+    optimizer = torch.optim.AdamW(trainee.trained().values(), lr=1e-2)
+    for seed in range(3):
+        trainee(batch_of(documents_of((8, 5), seed)))[0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    tokenizer = load_tokenizer(model_config(), needs_template=True)
+    save_base(trainee, tokenizer, tmp_path / "base", unpacked_base(parts, CPU, 0))
+    save_model(trainee, tokenizer, tmp_path / "final")
+    with torch.no_grad():
+        ours = trainee.language_model.eval()(IDS).logits
+        here, without = (
+            load_tuned(tmp_path, model_config(), adapter=adapter, quantization=NF4)(IDS).logits
+            for adapter in (True, False)
+        )
+        unquantised = load_tuned(tmp_path, model_config(), adapter=True)(IDS).logits
+    assert distance(here, ours) <= 1e-6
+    assert distance(without, ours) > 1e-2
+    assert distance(unquantised, ours) > 1e-2, "so the base must be quantised again"
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            ELSEWHERE,
+            json.dumps(IDS.tolist()),
+            str(tmp_path / "o.pt"),
+            str(tmp_path / "final"),
+        ],
+        env={k: v for k, v in app_env.items() if k != "PYTHONPATH"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert distance(torch.load(tmp_path / "o.pt", weights_only=True), ours) <= 1e-6
+
+
+def refused(parts: ModelSections, words: str) -> None:
+    ways: list[Callable[[], object]] = [
+        lambda: plan_model(parts),
+        lambda: build_trainee(parts, CPU, 0, "base"),
+    ]
+    for way in ways:
+        with pytest.raises(ConfigError, match=words) as refusal:
+            way()
+        (problem,) = refusal.value.problems
+        assert problem.startswith("quantization.kind=nf4: ")
+        assert "Set recipe=lora or quantization=none" in problem
+
+
+@pytest.mark.parametrize("kind", WITH_EXPERTS)
+def test_experts_are_refused_by_name_before_weights_are_drawn(kind: str) -> None:
+    refused(parts_of(kind), f"a model of kind {kind} .*: its experts are stacked")
+    plan_model(sections(model_config(kind), lora()))  # a plain base can be trained
+
+
+def test_an_odd_number_of_inputs_is_refused() -> None:
+    model = model_config(architecture=numbers("llama", intermediate_size=51))
+    refused(parts_of(model=model), r"layers\.0\.mlp\.down_proj has 51 inputs, and two of them share a byte")
+
+
+def test_weights_that_are_quantised_already_are_refused(tmp_path: Path) -> None:
+    built("llama", "eager").save_pretrained(str(tmp_path))
+    file = tmp_path / "config.json"
+    extra = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | extra))
+    refused(parts_of(model=model_config(path=str(tmp_path))), "these weights are quantised already")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_weights_are_counted_and_not_their_bytes(kind: str) -> None:
+    found, plain = (plan_model(parts) for parts in (parts_of(kind), sections(model_config(kind), lora())))
+    assert found == plain
+    whole = plan_model(sections(model_config(kind), full()))
+    assert found.total == whole.total + found.trained
+    assert found.trained == sum(p.numel() for p in qlora(kind).trained().values())
+
+
+def test_adapters_are_fp32_and_what_is_not_packed_follows_the_precision() -> None:
+    for precision, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
+        trainee = qlora(precision=precision)
+        frozen = {p.dtype for p in trainee.network.parameters() if not p.requires_grad}
+        assert frozen == {torch.uint8, dtype}
+        assert {p.dtype for p in trainee.trained().values()} == {torch.float32}
+        assert {layer.compute_dtype for _, layer in packed_layers(trainee.network)} == {dtype}
+
+
+def test_a_machine_without_bf16_is_told_what_is_done_instead() -> None:
+    auto = PrecisionConfig(kind="auto")
+    (note,) = notes(NF4, auto, "fp32", "cpu")
+    assert note.startswith(
+        "quantization=nf4: this CPU has no bf16 instructions, so precision=auto means fp32"
+    )
+    assert notes(NF4, auto, "bf16", "cpu") == []
+    assert notes(NF4, PrecisionConfig(kind="fp32"), "fp32", "cpu") == []
+    assert notes(QuantizationConfig(kind="none"), auto, "fp32", "cpu") == []
