@@ -1,5 +1,9 @@
 """The end of a run: the weights as files, the result, and what to do next."""
 
+import shutil
+import sys
+from pathlib import Path
+
 from app.config.schema import RunConfig
 from app.engine.checkpoint import Checkpoints, load_weights
 from app.engine.files import whole_folder
@@ -55,5 +59,14 @@ def _closing_words(what: str, record: Record, known: dict[str, float | None], pr
         f"done    {progress.step} steps, loss {progress.first_loss:.4f} -> {progress.last_loss:.4f}{evaluated}, "
         f"{speed:,.0f} tokens/s\n"
         f"{what:<7} {record.folder.final}\n"
-        f'try it  python -m app.generate run={record.folder.path} prompt="..."'
+        f'try it  {_python()} -m app.generate run={record.folder.path} prompt="..."'
     )
+
+
+def _python() -> str:
+    """As it must be typed here: the program's interpreter need not be the one of the shell."""
+    if shutil.which("python") == sys.executable:
+        return "python"
+    here = Path.cwd()
+    own = Path(sys.executable)
+    return str(own.relative_to(here)) if own.is_relative_to(here) else str(own)

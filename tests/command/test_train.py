@@ -1,6 +1,7 @@
 """The program as a user starts it: what it says, what it writes, what comes out."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def test_the_default_run_learns_within_a_minute_and_says_what_to_do_next(
     assert sum(line["tokens"] for line in lines[-2:] if "loss" in line) == 79_146
     last = ended.stdout.splitlines()[-2:]
     assert str(run / "final") in last[0]
-    assert last[1] == f'try it  python -m app.generate run={run} prompt="..."'
+    assert last[1] == f'try it  {sys.executable} -m app.generate run={run} prompt="..."'
     answer = run_app(
         f"run={run}", "prompt=Name the opposite of new.", "max_new_tokens=8", module="app.generate"
     )

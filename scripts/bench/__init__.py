@@ -1,0 +1,1 @@
+"""Measurements against other programs; run by hand."""

@@ -1,0 +1,246 @@
+"""Training speed on a CPU: our step against TRL's SFTTrainer, packed and padded, on the same rows and weights.
+
+python -m scripts.bench.against_trl --mix chat --tokens 2048     (needs the extra `bench`)
+"""
+
+import argparse
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from app.batch import IGNORE
+from app.config.load import compose_run
+from app.config.schema import RunConfig
+from app.data.layout import Packed
+from app.data.loader import Loader, Share
+from app.data.prepare import prepare
+from app.data.rows import TokenRows
+from app.engine.runtime import Runtime, start
+from app.engine.step import Stepper
+from app.model.adapter import attach
+from app.model.build import ModelSections, build_trainee
+from app.model.dtypes import DTYPES
+from app.model.tokenizer import load_tokenizer
+from app.model.weights import load_base
+from app.optim.optimizers import build_optimizer
+from scripts.bench.length_mixes import MIXES, mix
+
+_MODEL = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 4096,
+}
+_WARM_UP = 2  # steps before the clock starts
+_AGREE = 1e-3  # of first losses that must be equal
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """What all contenders share."""
+
+    run: RunConfig
+    runtime: Runtime
+    tokenizer: Any
+    rows: TokenRows
+    tokens: int  # of one step
+    steps: int  # measured
+
+    @property
+    def sections(self) -> ModelSections:
+        """The model as we would build it on a CPU."""
+        run = self.run
+        return ModelSections(run.model, run.adapter, run.quantization, "sdpa", "fp32", recompute=False)
+
+    @property
+    def rows_per_step(self) -> int:
+        """Padded rows whose tokens are as many as a bin's, on the average."""
+        return max(1, round(self.tokens / float(self.rows.lengths.mean())))
+
+
+def our_loader(contest: Contest) -> Loader:
+    """Bins of `tokens`, one for each step."""
+    longest = int(contest.rows.lengths.max())
+    return Loader(
+        contest.rows, Packed(contest.tokens, contest.tokenizer.pad_token_id, longest), Share(1), contest.run.seed
+    )
+
+
+def ours(contest: Contest) -> float:
+    """Tokens per second without padding, reading of the rows included."""
+    run, loader = contest.run, our_loader(contest)
+    trainee = build_trainee(contest.sections, contest.runtime.device, run.seed, "base")
+    stepper = Stepper(
+        trainee, build_optimizer(run.optimizer, trainee), contest.runtime, run.training.clip, fp16=False
+    )
+    tokens, started = 0, 0.0
+    for step in range(_WARM_UP + contest.steps):
+        if step == _WARM_UP:
+            tokens, started = 0, time.perf_counter()
+        tokens += stepper.run(loader.batches(step), run.optimizer.lr).tokens
+    return tokens / (time.perf_counter() - started)
+
+
+def trl_packed(contest: Contest) -> float:
+    """The same of TRL's bins (`packing=True`, best fit decreasing)."""
+    return _trained(contest, packing=True)
+
+
+def trl_padded(contest: Contest) -> float:
+    """The same of TRL's default: rows in random order, padded to the longest of their batch."""
+    return _trained(contest, packing=False)
+
+
+CONTENDERS: dict[str, Callable[[Contest], float]] = {
+    "ours": ours,
+    "TRL packed": trl_packed,
+    "TRL padded": trl_padded,
+}
+
+
+def _trained(contest: Contest, *, packing: bool) -> float:
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):  # type: ignore[misc]  # the package has no types
+        def __init__(self) -> None:
+            self.marks: dict[int, tuple[float, int]] = {}
+
+        def on_step_end(self, _args: Any, state: Any, *_rest: Any, **_options: Any) -> None:
+            self.marks[state.global_step] = time.perf_counter(), trainer._total_train_tokens
+
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = np.arange(len(contest.rows))
+        trainer = trl_trainer(contest, chosen, folder, packing=packing)
+        trainer.add_callback(clock)
+        trainer.train()
+    (began, before), (ended, after) = clock.marks[_WARM_UP], clock.marks[_WARM_UP + contest.steps]
+    return (after - before) / (ended - began)
+
+
+def trl_trainer(contest: Contest, chosen: Sequence[int] | Any, folder: str, *, packing: bool) -> Any:
+    """Our weights and rows in TRL's trainer; what costs time and is not training is off."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    run, rows = contest.run, contest.rows
+    content = [
+        {
+            "input_ids": rows.ids(int(i)).tolist(),
+            "labels": np.where(rows.trained(int(i)), rows.ids(int(i)), IGNORE).tolist(),
+        }
+        for i in chosen
+    ]
+    settings = SFTConfig(
+        output_dir=folder,
+        packing=packing,
+        max_length=contest.tokens,
+        per_device_train_batch_size=1 if packing else contest.rows_per_step,
+        max_steps=_WARM_UP + contest.steps,
+        learning_rate=run.optimizer.lr,
+        lr_scheduler_type="constant",
+        weight_decay=run.optimizer.weight_decay,
+        max_grad_norm=run.training.clip,
+        optim="adamw_torch_fused",
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=run.seed,
+    )
+    return SFTTrainer(
+        model=_network(contest),
+        args=settings,
+        train_dataset=Dataset.from_list(content),
+        processing_class=contest.tokenizer,
+    )
+
+
+def _network(contest: Contest) -> Any:
+    """The model of `build_trainee`, with the attention and the loss of transformers and TRL."""
+    run = contest.run
+    lm = load_base(run.model, DTYPES["fp32"].base, contest.runtime.device, "sdpa", run.seed)
+    torch.manual_seed(run.seed)
+    return attach(run.adapter, lm, "base")
+
+
+def first_losses(contest: Contest) -> dict[str, float]:
+    """Of the same documents: our first bin, TRL's bin of just these, and the same as padded rows."""
+    loader = our_loader(contest)
+    batch = loader.batches(0)[0]
+    trainee = build_trainee(contest.sections, contest.runtime.device, contest.run.seed, "base")
+    loss, labels = trainee(batch)
+    chosen = loader._chosen(0)[1][0]
+    with tempfile.TemporaryDirectory() as folder:
+        return {"ours": float(loss.detach()) / labels} | {
+            f"TRL {'packed' if packing else 'padded'}": _loss(
+                trl_trainer(contest, chosen, folder, packing=packing)
+            )
+            for packing in (True, False)
+        }
+
+
+def _loss(trainer: Any) -> float:
+    rows = list(trainer.train_dataset)
+    assert "seq_lengths" not in rows[0] or len(rows) == 1, "the documents of one bin of ours fit one of TRL's"
+    with torch.no_grad():
+        return float(trainer.compute_loss(trainer.model, trainer.data_collator(rows)))
+
+
+def measure(contest: Contest, rounds: int) -> dict[str, list[float]]:
+    """The speeds of all rounds; the contenders take turns, so that a busy machine is busy for all of them."""
+    speeds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    for _ in range(rounds):
+        for name, contender in CONTENDERS.items():
+            speeds[name].append(contender(contest))
+    return speeds
+
+
+def lines(name: str, contest: Contest, speeds: dict[str, list[float]]) -> list[str]:
+    """Rows of a Markdown table; ratios are medians over rounds."""
+    found = []
+    for contender, values in speeds.items():
+        ratio = median(own / other for own, other in zip(speeds["ours"], values, strict=True))
+        found.append(f"| {name} | {contest.tokens:,} | {contender} | {median(values):,.0f} | {ratio:.2f} |")
+    return found
+
+
+def main() -> None:
+    """Check the losses, then measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mix", nargs="+", default=list(MIXES), choices=MIXES)
+    parser.add_argument("--tokens", nargs="+", type=int, default=[2048, 4096])
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    told = parser.parse_args()
+    warnings.simplefilter("ignore")
+    numbers = [f"model.architecture.{name}={value}" for name, value in _MODEL.items()]
+    run = compose_run(["recipe=lora", "adapter=lora", f"launch.threads={told.threads}", *numbers])
+    runtime = start(run.launch, "fp32", run.seed)
+    tokenizer = load_tokenizer(run.model, needs_template=True)
+    sample = prepare(run.dataset, tokenizer, run.cache_dir).train
+    print("| lengths | tokens a step | program | tokens/s without padding | ours is faster by |\n|---|---|---|---|---|")
+    for name in told.mix:
+        for tokens in told.tokens:
+            rows = mix(name, sample, run.seed)
+            contest = Contest(run, runtime, tokenizer, rows, tokens, told.steps)
+            losses = first_losses(contest)
+            assert max(losses.values()) - min(losses.values()) < _AGREE, losses
+            print("\n".join(lines(name, contest, measure(contest, told.rounds))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
