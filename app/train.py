@@ -65,6 +65,7 @@ def _train_in(folder: RunFolder, run: RunConfig, console: Console) -> int:
     from app.engine.finish import finish
     from app.engine.ground import facts, lay_ground, table
     from app.engine.identity import identity
+    from app.engine.limits import within_positions
     from app.engine.loop import Loop, Rhythm
     from app.engine.progress import Progress
     from app.engine.proofs import prove
@@ -73,6 +74,7 @@ def _train_in(folder: RunFolder, run: RunConfig, console: Console) -> int:
     from app.model.build import base_path, build_trainee
     from app.optim.optimizers import build_optimizer
 
+    run = within_positions(run, console.say)
     ground = lay_ground(run, folder.checkpoints, console.say)
     told, described = table(run, ground), (asdict(run), facts(run, ground))
     if run.dry_run:

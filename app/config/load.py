@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from app.assets import PREFIX
 from app.config import groups
 from app.config.arguments import SWEEPS, overrides_of, switches_of
 from app.config.overrides import check_overrides
@@ -50,14 +51,23 @@ def read_run(file: Path) -> RunConfig:
 
 def compose_run(overrides: Sequence[str]) -> RunConfig:
     """What `hydra.main` would hand over for these overrides, with every problem in one ConfigError."""
-    return _composed(check_overrides(overrides, RunConfig))
+    return _composed(_with_any_model(check_overrides(overrides, RunConfig)))
 
 
 def checked_arguments(arguments: Sequence[str]) -> list[str]:
     """Command-line words as Hydra takes them; ConfigError with everything that is wrong with the run they describe."""
-    overrides = check_overrides(overrides_of(arguments), RunConfig)
+    overrides = _with_any_model(check_overrides(overrides_of(arguments), RunConfig))
     _composed(overrides)
     return [*switches_of(arguments), *overrides]
+
+
+def _with_any_model(overrides: list[str]) -> list[str]:
+    """`model.path=...` alone names a model of its own: the sizes and rates of the default one do not suit it."""
+    given = {key.lstrip("+"): value for key, _, value in (text.partition("=") for text in overrides)}
+    path = given.get("model.path", PREFIX)
+    if path.strip("'\"").startswith(PREFIX) or given.keys() & {"model", "experiment"}:
+        return overrides
+    return ["model=folder", *overrides]
 
 
 def _composed(overrides: list[str]) -> RunConfig:

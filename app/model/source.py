@@ -40,6 +40,18 @@ def folder_at_hand(config: ModelConfig) -> Path | None:
     return Path(cached) if (Path(cached) / "config.json").is_file() else None
 
 
+def positions_of(config: ModelConfig) -> int | None:
+    """The longest row that the model's config.json knows positions for; None where it does not say."""
+    if config.weights == "random":
+        numbers = config.architecture
+    else:
+        folder = fetch_folder(config, config.path, with_weights=False)
+        require_config(folder, config.path)
+        numbers = json.loads((folder / "config.json").read_text())
+    positions = numbers.get("max_position_embeddings") or numbers.get("n_positions")
+    return positions if isinstance(positions, int) else None
+
+
 def local_place(path: str) -> Path:
     """What `path` means if it is a path of this machine."""
     return Path(locate(path)).expanduser()

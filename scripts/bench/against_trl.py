@@ -32,14 +32,6 @@ from app.model.weights import load_base
 from app.optim.optimizers import build_optimizer
 from scripts.bench.length_mixes import MIXES, mix
 
-_MODEL = {
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 4096,
-}
 _WARM_UP = 2  # steps before the clock starts
 _AGREE = 1e-3  # of first losses that must be equal
 
@@ -71,7 +63,10 @@ def our_loader(contest: Contest) -> Loader:
     """Bins of `tokens`, one for each step."""
     longest = int(contest.rows.lengths.max())
     return Loader(
-        contest.rows, Packed(contest.tokens, contest.tokenizer.pad_token_id, longest), Share(1), contest.run.seed
+        contest.rows,
+        Packed(contest.tokens, contest.tokenizer.pad_token_id, longest),
+        Share(1),
+        contest.run.seed,
     )
 
 
@@ -130,6 +125,7 @@ def _trained(contest: Contest, *, packing: bool) -> float:
 def trl_trainer(contest: Contest, chosen: Sequence[int] | Any, folder: str, *, packing: bool) -> Any:
     """Our weights and rows in TRL's trainer; what costs time and is not training is off."""
     from datasets import Dataset
+    from transformers import PrinterCallback
     from trl import SFTConfig, SFTTrainer
 
     run, rows = contest.run, contest.rows
@@ -160,12 +156,14 @@ def trl_trainer(contest: Contest, chosen: Sequence[int] | Any, folder: str, *, p
         disable_tqdm=True,
         seed=run.seed,
     )
-    return SFTTrainer(
+    trainer = SFTTrainer(
         model=_network(contest),
         args=settings,
         train_dataset=Dataset.from_list(content),
         processing_class=contest.tokenizer,
     )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def _network(contest: Contest) -> Any:
@@ -217,22 +215,42 @@ def lines(name: str, contest: Contest, speeds: dict[str, list[float]]) -> list[s
     return found
 
 
+def model_numbers(hidden: int) -> list[str]:
+    """A Llama of four layers with heads of 64 numbers, as overrides."""
+    numbers = {
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 11 // 4,
+        "num_hidden_layers": 4,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 64,
+        "max_position_embeddings": 4096,
+    }
+    return [f"model.architecture.{name}={value}" for name, value in numbers.items()]
+
+
 def main() -> None:
     """Check the losses, then measure and print the table."""
+    from datasets import disable_progress_bars
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mix", nargs="+", default=list(MIXES), choices=MIXES)
     parser.add_argument("--tokens", nargs="+", type=int, default=[2048, 4096])
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=256)
     told = parser.parse_args()
     warnings.simplefilter("ignore")
-    numbers = [f"model.architecture.{name}={value}" for name, value in _MODEL.items()]
-    run = compose_run(["recipe=lora", "adapter=lora", f"launch.threads={told.threads}", *numbers])
+    disable_progress_bars()
+    run = compose_run(
+        ["recipe=lora", "adapter=lora", f"launch.threads={told.threads}", *model_numbers(told.hidden)]
+    )
     runtime = start(run.launch, "fp32", run.seed)
     tokenizer = load_tokenizer(run.model, needs_template=True)
     sample = prepare(run.dataset, tokenizer, run.cache_dir).train
-    print("| lengths | tokens a step | program | tokens/s without padding | ours is faster by |\n|---|---|---|---|---|")
+    print(
+        "| lengths | tokens a step | program | tokens/s without padding | ours is faster by |\n|---|---|---|---|---|"
+    )
     for name in told.mix:
         for tokens in told.tokens:
             rows = mix(name, sample, run.seed)

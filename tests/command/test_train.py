@@ -156,3 +156,16 @@ def test_the_other_formats_train(
     assert "evaluation" not in ended.stdout
     answer = zygote.run(tmp_path, "run=run", "prompt=Say hi", "max_new_tokens=3", module="app.generate")
     assert (answer.code, answer.stderr) == (0, "")
+
+
+def test_any_local_folder_trains_by_its_path_alone(zygote: Zygote, tmp_path: Path) -> None:
+    first = zygote.run(tmp_path, *SMALL, "recipe=full", "training.max_steps=1", "output_dir=first")
+    assert first.code == 0, first.stderr
+    few = ("dataset.max_rows=40", "dataset.eval_max_rows=5", "training.max_steps=2", "launch.threads=1")
+    ended = zygote.run(tmp_path, *few, "model.path=first/final", "output_dir=second", "eval.samples=1")
+    assert (ended.code, ended.stderr) == (0, "")
+    assert "dataset.max_length=2048 -> 512" in ended.stdout
+    assert yaml.safe_load((tmp_path / "second/run.yaml").read_text())["dataset"]["max_length"] == 512
+    adapter = json.loads((tmp_path / "second/final/adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == str(tmp_path / "first/final")
+    assert not (tmp_path / "second/base").exists()

@@ -148,3 +148,20 @@ def test_recipes_take_the_models_suggestion() -> None:
 @pytest.mark.parametrize("experiment", CHOICES["experiment"])
 def test_an_experiment_sets_only_what_differs(experiment: str) -> None:
     assert compose_run([f"experiment={experiment}"])
+
+
+@pytest.mark.parametrize(
+    ("given", "weights", "length"),
+    [
+        (["model.path=some/folder"], "pretrained", 2048),
+        (["++model.path='some/folder'"], "pretrained", 2048),
+        (["model=llama", "model.path=some/folder"], "pretrained", 2048),
+        (["model.path=asset:tiny"], "random", 256),
+        ([], "random", 256),
+    ],
+)
+def test_a_path_alone_means_any_model_and_not_the_small_one(
+    given: list[str], weights: str, length: int
+) -> None:
+    run = compose_run(given)
+    assert (run.model.weights, run.dataset.max_length) == (weights, length)

@@ -1,0 +1,18 @@
+"""What a model's own config.json limits of a run, before its data is read."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from app.config.schema import RunConfig
+from app.model.source import positions_of
+
+
+def within_positions(run: RunConfig, say: Callable[[str], None]) -> RunConfig:
+    """The run with rows no longer than the model has positions for; what is longer is over-long as any other row."""
+    positions = positions_of(run.model)
+    if positions is None or run.dataset.max_length <= positions:
+        return run
+    say(
+        f"note    dataset.max_length={run.dataset.max_length} -> {positions}: the model has no more positions"
+    )
+    return replace(run, dataset=replace(run.dataset, max_length=positions))
