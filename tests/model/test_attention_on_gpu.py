@@ -1,9 +1,6 @@
 """What only a GPU can show: the real kernels, steps that do not wait for the device, memory that stays what it was."""
 
-import contextlib
 import random
-import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +16,7 @@ from app.model.attention import BACKENDS, Needs, Rules, plain, sdpa, select
 from app.model.build import build_trainee
 from app.model.trainee import Trainee
 from app.optim.optimizers import build_optimizer
+from tests.gpu import waiting_is_an_error
 from tests.marks import requires_flash_attention, requires_gpu
 from tests.model import small
 from tests.optim.small import section
@@ -164,17 +162,6 @@ def test_the_gradient_of_a_packed_step_is_that_of_sdpa(backend: str, kind: str) 
     exact = gradient("sdpa", kind, "fp32")
     dense = small.distance(gradient("sdpa", kind, "bf16"), exact)
     assert small.distance(gradient(backend, kind, "bf16"), exact) <= 3 * dense
-
-
-@contextlib.contextmanager
-def waiting_is_an_error() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that this mode may miss some
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def stepper_with(backend: str) -> tuple[Stepper, Runtime]:

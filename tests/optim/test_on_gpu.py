@@ -10,6 +10,7 @@ from torch import nn
 from app.optim.optimizers import build_optimizer
 from app.optim.skip import step_unless
 from app.optim.state import flatten, load_state
+from tests.gpu import waiting_is_an_error
 from tests.marks import requires_gpu
 from tests.optim.small import section
 from tests.optim.test_skip import SKIPPING
@@ -64,9 +65,6 @@ def test_a_step_that_may_be_skipped_does_not_wait_for_the_device(kind: str) -> N
         parameter.grad = torch.full_like(parameter, torch.nan)
     flag = torch.ones((), device="cuda")
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         step_unless(optimizer, flag)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
