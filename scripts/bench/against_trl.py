@@ -4,11 +4,13 @@ python -m scripts.bench.against_trl --mix chat --tokens 2048     (needs the extr
 """
 
 import argparse
+import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -46,6 +48,7 @@ class Contest:
     rows: TokenRows
     tokens: int  # of one step
     steps: int  # measured
+    turn: int = 0  # of each turn TRL draws other rows
 
     @property
     def sections(self) -> ModelSections:
@@ -70,47 +73,51 @@ def our_loader(contest: Contest) -> Loader:
     )
 
 
-def ours(contest: Contest) -> float:
-    """Tokens per second without padding, reading of the rows included."""
+def ours(contest: Contest) -> list[float]:
+    """Tokens per second of each step, without padding; reading of the rows included."""
     run, loader = contest.run, our_loader(contest)
     trainee = build_trainee(contest.sections, contest.runtime.device, run.seed, "base")
     stepper = Stepper(
         trainee, build_optimizer(run.optimizer, trainee), contest.runtime, run.training.clip, fp16=False
     )
-    tokens, started = 0, 0.0
+    marks = [(time.perf_counter(), 0)]
     for step in range(_WARM_UP + contest.steps):
-        if step == _WARM_UP:
-            tokens, started = 0, time.perf_counter()
-        tokens += stepper.run(loader.batches(step), run.optimizer.lr).tokens
-    return tokens / (time.perf_counter() - started)
+        result = stepper.run(loader.batches(step), run.optimizer.lr)
+        marks.append((time.perf_counter(), marks[-1][1] + result.tokens))
+    return _rates(marks)
 
 
-def trl_packed(contest: Contest) -> float:
+def _rates(marks: list[tuple[float, int]]) -> list[float]:
+    """From the time and the tokens so far, at the start and after each step."""
+    return [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(marks[_WARM_UP:])]
+
+
+def trl_packed(contest: Contest) -> list[float]:
     """The same of TRL's bins (`packing=True`, best fit decreasing)."""
     return _trained(contest, packing=True)
 
 
-def trl_padded(contest: Contest) -> float:
+def trl_padded(contest: Contest) -> list[float]:
     """The same of TRL's default: rows in random order, padded to the longest of their batch."""
     return _trained(contest, packing=False)
 
 
-CONTENDERS: dict[str, Callable[[Contest], float]] = {
+CONTENDERS: dict[str, Callable[[Contest], list[float]]] = {
     "ours": ours,
     "TRL packed": trl_packed,
     "TRL padded": trl_padded,
 }
 
 
-def _trained(contest: Contest, *, packing: bool) -> float:
+def _trained(contest: Contest, *, packing: bool) -> list[float]:
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):  # type: ignore[misc]  # the package has no types
         def __init__(self) -> None:
-            self.marks: dict[int, tuple[float, int]] = {}
+            self.marks = [(time.perf_counter(), 0)]
 
-        def on_step_end(self, _args: Any, state: Any, *_rest: Any, **_options: Any) -> None:
-            self.marks[state.global_step] = time.perf_counter(), trainer._total_train_tokens
+        def on_step_end(self, *_state: Any, **_options: Any) -> None:
+            self.marks.append((time.perf_counter(), int(trainer._total_train_tokens)))
 
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
@@ -118,8 +125,7 @@ def _trained(contest: Contest, *, packing: bool) -> float:
         trainer = trl_trainer(contest, chosen, folder, packing=packing)
         trainer.add_callback(clock)
         trainer.train()
-    (began, before), (ended, after) = clock.marks[_WARM_UP], clock.marks[_WARM_UP + contest.steps]
-    return (after - before) / (ended - began)
+    return _rates(clock.marks)
 
 
 def trl_trainer(contest: Contest, chosen: Sequence[int] | Any, folder: str, *, packing: bool) -> Any:
@@ -154,7 +160,7 @@ def trl_trainer(contest: Contest, chosen: Sequence[int] | Any, folder: str, *, p
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        seed=run.seed,
+        seed=run.seed + contest.turn,
     )
     trainer = SFTTrainer(
         model=_network(contest),
@@ -198,19 +204,20 @@ def _loss(trainer: Any) -> float:
 
 
 def measure(contest: Contest, rounds: int) -> dict[str, list[float]]:
-    """The speeds of all rounds; the contenders take turns, so that a busy machine is busy for all of them."""
+    """The speeds of all steps; the contenders take turns, so that a busy machine is busy for all of them."""
     speeds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    for _ in range(rounds):
+    for turn in range(rounds):
         for name, contender in CONTENDERS.items():
-            speeds[name].append(contender(contest))
+            speeds[name] += contender(replace(contest, turn=turn))
     return speeds
 
 
 def lines(name: str, contest: Contest, speeds: dict[str, list[float]]) -> list[str]:
-    """Rows of a Markdown table; ratios are medians over rounds."""
+    """Rows of a Markdown table, of medians."""
     found = []
+    print(name, {who: [round(v) for v in values] for who, values in speeds.items()}, file=sys.stderr)
     for contender, values in speeds.items():
-        ratio = median(own / other for own, other in zip(speeds["ours"], values, strict=True))
+        ratio = median(speeds["ours"]) / median(values)
         found.append(f"| {name} | {contest.tokens:,} | {contender} | {median(values):,.0f} | {ratio:.2f} |")
     return found
 
