@@ -2,7 +2,7 @@
 # The program on NVIDIA's PyTorch image, whose torch, triton and attention kernels are kept as they are.
 #
 #   docker build -t app-finetune .
-#   docker run --rm --gpus all --ipc=host -v "$PWD/runs:/work/runs" -v app-cache:/cache app-finetune recipe=lora
+#   docker run --rm --gpus all --ipc=host -v "$PWD/runs:/workspace/app/runs" -v app-cache:/cache app-finetune recipe=lora
 #
 # Written where no image could be built or pulled: it has not been built yet.
 ARG NGC_TAG=26.06-py3
@@ -49,11 +49,11 @@ SCRIPT
 # Any other user works too (docker run --user): what is written goes to the two volumes.
 ARG UID=10001
 RUN useradd --uid ${UID} --create-home --shell /bin/bash trainer \
-    && mkdir -p /cache /work/runs \
-    && chown trainer /cache /work /work/runs \
-    && chmod 1777 /cache /work/runs
+    && mkdir -p /cache /workspace/app/runs \
+    && chown trainer /cache /workspace/app /workspace/app/runs \
+    && chmod 1777 /cache /workspace/app/runs
 ENV XDG_CACHE_HOME=/cache HF_HOME=/cache/huggingface
-WORKDIR /work
+WORKDIR /workspace/app
 USER trainer
-VOLUME ["/cache", "/work/runs"]
+VOLUME ["/cache", "/workspace/app/runs"]
 ENTRYPOINT ["python", "-m", "app.train"]
