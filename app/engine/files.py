@@ -3,7 +3,6 @@
 import errno
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from app.errors import EnvironmentProblem
+from app.record.files import flush
 
 MANIFEST = "manifest.json"
 _ASIDE = ".writing-"
@@ -29,7 +29,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
         if target.exists():
             shutil.rmtree(target)
         aside.rename(target)
-        _flush(target.parent)
+        flush(target.parent)
     except BaseException as fault:
         shutil.rmtree(aside, ignore_errors=True)
         if is_disk_full(fault):
@@ -76,18 +76,10 @@ def _seal(folder: Path) -> None:
     hashes = {str(file.relative_to(folder)): _sha256(file) for file in files}
     (folder / MANIFEST).write_text(json.dumps(hashes, indent=1))
     for file in (*files, folder / MANIFEST):
-        _flush(file)
-    _flush(folder)
+        flush(file)
+    flush(folder)
 
 
 def _sha256(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

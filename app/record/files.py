@@ -43,7 +43,7 @@ def write_text(path: Path, text: str) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             partial.replace(path)
-            _sync_folder(path.parent)
+            flush(path.parent)
         except BaseException:
             with suppress(OSError):
                 partial.unlink()
@@ -71,8 +71,9 @@ def sync(path: Path) -> None:
             os.fsync(file.fileno())
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def flush(path: Path) -> None:
+    """A file, or the names in a folder, onto the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -6,7 +6,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from app.model.attention import Needs
+
 Window = tuple[int, int]
+
+# What every such kernel can do; a test replaces what it asks for.
+NEEDS = Needs(
+    packed=True,
+    compute=torch.bfloat16,
+    softcap=False,
+    sinks=False,
+    dropout=False,
+    key_size=64,
+    value_size=64,
+)
 
 
 def torch_2_10(

@@ -12,13 +12,14 @@ from app.batch import Batch, Documents
 from app.config.schema import AttentionConfig, LaunchConfig
 from app.engine.runtime import Runtime, start
 from app.engine.step import Stepper
-from app.model.attention import BACKENDS, Needs, Rules, plain, sdpa, select
+from app.model.attention import BACKENDS, Rules, plain, sdpa, select
 from app.model.build import build_trainee
 from app.model.trainee import Trainee
 from app.optim.optimizers import build_optimizer
 from tests.gpu import waiting_is_an_error
 from tests.marks import requires_flash_attention, requires_gpu
 from tests.model import small
+from tests.model.stand_ins import NEEDS
 from tests.optim.small import section
 
 pytestmark = requires_gpu
@@ -27,15 +28,6 @@ LENGTHS = (2000, 1, 7, 64, 129, 513, 1024, 2, 300, 56)
 LONGEST = 2048
 PLAIN = Rules(causal=True, scale=None, dropout=0.0, window=None, softcap=None, sinks=None)
 RAGGED = [pytest.param("varlen"), pytest.param("flash", marks=requires_flash_attention)]
-NEEDS = Needs(
-    packed=True,
-    compute=torch.bfloat16,
-    softcap=False,
-    sinks=False,
-    dropout=False,
-    key_size=64,
-    value_size=64,
-)
 
 
 def gpu() -> torch.device:

@@ -30,6 +30,7 @@ from app.model.attention.rules import Kernel
 from app.model.weights import build_on_meta
 from tests.model import stand_ins
 from tests.model.small import KINDS, built, model_config
+from tests.model.stand_ins import NEEDS
 from tests.model.test_attention import gradient_of, largest, separate, side_by_side
 
 LENGTHS = (20, 1, 11, 5)
@@ -166,17 +167,6 @@ def test_a_rule_that_a_kernel_does_not_know_is_never_left_out(
     q, k, v = heads()
     with pytest.raises(ConfigError, match=f"{words}.*Set attention=sdpa"):
         kernel(function)(q, k, v, rules, DOCUMENTS)
-
-
-NEEDS = Needs(
-    packed=True,
-    compute=torch.bfloat16,
-    softcap=False,
-    sinks=False,
-    dropout=False,
-    key_size=64,
-    value_size=64,
-)
 
 
 @pytest.fixture
