@@ -12,7 +12,7 @@ IGNORE = -100  # the target of a row that only fills up
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Which positions of a packed row belong together, for attention.
+    """Which positions of a packed row, or of all rows one after another, belong together, for attention.
 
     The size of `bounds` and the value of `longest` are the same in every batch of a run, so that one compiled graph
     serves all of them and a GPU's allocator sees nothing new.
@@ -42,8 +42,9 @@ class Documents:
 class Batch:
     """One micro-batch: R rows of S positions.
 
-    Padded, each row is one document followed by padding, and `documents` is None. Packed, R is 1 and the row is
-    `documents` side by side; the last of them may be filling. What decides shapes or control flow is a host value, so
+    Padded, each row is one document followed by padding, and `documents` is None if no token sees those after it, else
+    the documents and paddings of all rows in turn. Packed, R is 1 and the row is `documents` side by side; the last of
+    them may be filling. What decides shapes or control flow is a host value, so
     that nothing data-dependent runs on the device.
     """
 

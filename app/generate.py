@@ -13,7 +13,7 @@ from app.config.command import parse_command
 from app.config.platforms import require_platform
 from app.config.rules import CHAT_FORMATS
 from app.config.schema import RunConfig, number
-from app.errors import AppError, CheckpointError
+from app.errors import AppError, CheckpointError, ConfigError
 
 
 @dataclass(kw_only=True, slots=True)
@@ -36,7 +36,13 @@ def generate(config: GenerateConfig) -> str:
 
     folder = Path(config.run).expanduser()
     _require_finished(folder)
-    return _answer(config, folder, read_run(folder / "run.yaml"))
+    run = read_run(folder / "run.yaml")
+    if run.task.kind != "causal":
+        raise ConfigError(
+            f"run={folder}: it was tuned with task={run.task.kind}, and such a model writes no text. "
+            "Give a run of task=causal."
+        )
+    return _answer(config, folder, run)
 
 
 def _require_finished(folder: Path) -> None:
@@ -56,9 +62,12 @@ def _answer(config: GenerateConfig, folder: Path, run: RunConfig) -> str:
 
     from app.model.generation import end_ids, generate, prompt_ids
     from app.model.load import load_tuned, load_tuned_tokenizer
+    from app.model.tasks import TASKS
 
     tokenizer = load_tuned_tokenizer(folder / "final")
-    lm = load_tuned(folder, run.model, adapter=config.adapter, quantization=run.quantization)
+    lm = load_tuned(
+        folder, run.model, TASKS[run.task.kind], adapter=config.adapter, quantization=run.quantization
+    )
     torch.manual_seed(config.seed)
     sampling: dict[str, Any] = {}
     if config.temperature > 0:

@@ -126,12 +126,14 @@ def _parts(
         runtime=ground.runtime,
         plan=ground.plan,
         loader=ground.loader,
-        eval_batches=ground.eval_batches(layout_of(run, run.eval.rows, ground.tokenizer)),
+        eval_batches=ground.eval_batches(layout_of(run, run.eval.rows, ground.tokenizer, ground.labels)),
         stepper=stepper,
         learning_rate=ground.learning_rate(run.schedule, run.optimizer.lr),
         checkpoints=checkpoints,
         journal=record,
-        show_samples=sampler(run.eval, ground.data.eval, stepper.trainee, ground.tokenizer, record),
+        show_samples=sampler(
+            run.eval, ground.data.eval, ground.labels, stepper.trainee, ground.tokenizer, record
+        ),
     )
 
 

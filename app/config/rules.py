@@ -53,6 +53,18 @@ def _trained_part_fits_the_format(run: RunConfig) -> Iterator[str]:
         )
 
 
+def _hidden_tokens_are_of_text(run: RunConfig) -> Iterator[str]:
+    if run.task.kind != "masked":
+        return
+    if run.dataset.format != "text":
+        yield (
+            f"dataset.format={run.dataset.format}: task=masked finds hidden tokens of plain text. "
+            "Set dataset=text dataset.path=FILE, or task=causal."
+        )
+    if run.task.mask_share <= 0:
+        yield f"task.mask_share={run.task.mask_share:g} hides nothing. Set task.mask_share=0.15."
+
+
 def _only_text_splits(run: RunConfig) -> Iterator[str]:
     if run.dataset.on_overflow == "split" and run.dataset.format != "text":
         yield (
@@ -143,6 +155,7 @@ RULES: tuple[Rule, ...] = (
     _rows_fit_the_model,
     _rows_fit_their_bins,
     _trained_part_fits_the_format,
+    _hidden_tokens_are_of_text,
     _only_text_splits,
     _one_source_of_eval_rows,
     _best_needs_eval_rows,

@@ -96,6 +96,14 @@ class DatasetConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class TaskConfig:
+    """What the model learns to predict; `mask_share` is the part of a row's tokens that is hidden from it."""
+
+    kind: str = MISSING
+    mask_share: float = number(0.0, at_least=0, at_most=1)
+
+
+@dataclass(kw_only=True, slots=True)
 class BatchingConfig:
     """How rows become micro-batches and micro-batches become optimizer steps."""
 
@@ -236,6 +244,7 @@ class RunConfig:
     cache_dir: str = MISSING
     model: ModelConfig = field(default_factory=ModelConfig)
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)

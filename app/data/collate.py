@@ -7,24 +7,25 @@ import numpy as np
 import torch
 
 from app.batch import IGNORE, Batch, Documents
+from app.data.labels import Labelled
 
 _MULTIPLE = 8  # row lengths that the matrix units of GPUs like; shorter rows are padded up to it
 
-Row = tuple[np.ndarray, np.ndarray]  # token ids, and which of them are trained
 
+def collate_padded(rows: Sequence[Labelled], pad_id: int, *, isolate: bool = False) -> Batch:
+    """Rows of one document each, padded on the right. No rows at all make a batch that trains nothing.
 
-def collate_padded(rows: Sequence[Row], pad_id: int) -> Batch:
-    """Rows of one document each, padded on the right. No rows at all make a batch that trains nothing."""
-    lengths = tuple(len(ids) for ids, _ in rows)
+    `isolate` makes the padding of each row a document of its own, for models whose tokens see those after them.
+    """
+    lengths = tuple(len(row.ids) for row in rows)
     longest = max(lengths, default=1)
     width = _round_up(longest)
     ids = np.full((max(len(rows), 1), width), pad_id, dtype=np.int64)
     label_rows, targets = [], []
-    for r, (row_ids, trained) in enumerate(rows):
-        ids[r, : len(row_ids)] = row_ids
-        at = np.flatnonzero(trained)
-        label_rows.append(r * width + at - 1)  # the state before a token predicts it
-        targets.append(row_ids[at])
+    for r, row in enumerate(rows):
+        ids[r, : len(row.ids)] = row.ids
+        label_rows.append(r * width + row.at)
+        targets.append(row.targets)
     num_labels = sum(len(t) for t in targets)
     return Batch(
         ids=torch.from_numpy(ids),
@@ -35,7 +36,14 @@ def collate_padded(rows: Sequence[Row], pad_id: int) -> Batch:
         lengths=lengths,
         num_labels=num_labels,
         num_tokens=sum(lengths),
+        documents=_with_padding(lengths, width) if isolate else None,
     )
+
+
+def _with_padding(lengths: Sequence[int], width: int) -> Documents:
+    """Each row's document and its padding, one after another through all rows."""
+    parts = [part for n in lengths or (0,) for part in (n, width - n) if part]
+    return Documents.of(parts, width, places=2 * max(len(lengths), 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +55,22 @@ class BinShape:
     places: int
 
 
-def collate_packed(rows: Sequence[Row], pad_id: int, shape: BinShape) -> Batch:
+def collate_packed(rows: Sequence[Labelled], pad_id: int, shape: BinShape) -> Batch:
     """Rows side by side, each with positions of its own; documents without labels fill up.
 
     These are as long as a row may be: the model may have no more positions, and attention over a longer one costs more.
     """
-    lengths = tuple(len(ids) for ids, _ in rows)
+    lengths = tuple(len(row.ids) for row in rows)
     used = sum(lengths)
     full, rest = divmod(shape.tokens - used, shape.longest)
     documents = (*lengths, *[shape.longest] * full, *([rest] if rest else []))
     ids = np.full(shape.tokens, pad_id, dtype=np.int64)
     label_rows, targets, start = [], [], 0
-    for row_ids, trained in rows:
-        ids[start : start + len(row_ids)] = row_ids
-        at = np.flatnonzero(trained)
-        label_rows.append(start + at - 1)
-        targets.append(row_ids[at])
-        start += len(row_ids)
+    for row in rows:
+        ids[start : start + len(row.ids)] = row.ids
+        label_rows.append(start + row.at)
+        targets.append(row.targets)
+        start += len(row.ids)
     positions = np.concatenate([np.arange(n) for n in documents])
     return Batch(
         ids=torch.from_numpy(ids)[None],

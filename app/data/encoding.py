@@ -37,8 +37,10 @@ class Encoder:
         # The first call also switches off whatever truncation and padding tokenizer.json asks for.
         inside = _as_ids(tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"])
         framed = _as_ids(tokenizer("a", add_special_tokens=True, verbose=False)["input_ids"])
-        self._opening = framed[: _find(framed, inside)]
-        self._closing = _as_ids([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
+        start = _find(framed, inside)
+        self._opening, after = framed[:start], framed[start + len(inside) :]
+        # an encoder's tokenizer has no end of its own, but closes what it frames
+        self._closing = after if tokenizer.eos_token_id is None else _as_ids([tokenizer.eos_token_id])
         self._special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
 
     def encode(self, drafts: Sequence[Draft]) -> list[Sample]:

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.batch import Batch
-from app.data.collate import BinShape, Row, collate_packed, collate_padded
+from app.data.collate import BinShape, collate_packed, collate_padded
+from app.data.labels import NEXT_TOKENS, Labels, read
 from app.data.packing import plan_bins
 from app.data.rows import TokenRows
 
@@ -45,7 +46,7 @@ class Layout(Protocol):
     def units(self, rows: TokenRows, order: NDArray[np.int64]) -> Units:
         """All rows, in units; `order` says which of equal rows come first."""
 
-    def batch(self, rows: TokenRows, units: Sequence[Unit], most_documents: int) -> Batch:
+    def batch(self, rows: TokenRows, units: Sequence[Unit], most_documents: int, epoch: int) -> Batch:
         """One micro-batch; of no units, one that trains nothing. `most_documents` is that of all its units."""
 
 
@@ -55,6 +56,7 @@ class Padded:
 
     rows: int
     pad_id: int
+    labels: Labels = NEXT_TOKENS
 
     @property
     def units_per_batch(self) -> int:
@@ -70,9 +72,10 @@ class Padded:
         """One row each."""
         return Units(order, np.arange(len(rows)))
 
-    def batch(self, rows: TokenRows, units: Sequence[Unit], most_documents: int) -> Batch:  # noqa: ARG002  rows are alone
+    def batch(self, rows: TokenRows, units: Sequence[Unit], most_documents: int, epoch: int) -> Batch:  # noqa: ARG002  rows are alone
         """Rows of like length side by side waste little; the sum of a step does not depend on it."""
-        return collate_padded(_read(rows, units), self.pad_id)
+        labelled = read(rows, units, self.labels, epoch)
+        return collate_padded(labelled, self.pad_id, isolate=self.labels.both_ways)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,7 @@ class Packed:
     tokens: int
     pad_id: int
     longest: int  # no row has more tokens; at most `tokens`
+    labels: Labels = NEXT_TOKENS
 
     @property
     def units_per_batch(self) -> int:
@@ -99,10 +103,10 @@ class Packed:
         placed, starts = plan_bins(lengths, self.tokens)
         return Units(order[placed], starts, self._most_documents(lengths[placed], starts))
 
-    def batch(self, rows: TokenRows, units: Sequence[Unit], most_documents: int) -> Batch:
+    def batch(self, rows: TokenRows, units: Sequence[Unit], most_documents: int, epoch: int) -> Batch:
         """One bin, filled up to its full length."""
         shape = BinShape(self.tokens, self.longest, most_documents)
-        return collate_packed(_read(rows, units), self.pad_id, shape)
+        return collate_packed(read(rows, units, self.labels, epoch), self.pad_id, shape)
 
     def _most_documents(self, lengths: NDArray[Any], starts: NDArray[np.int64]) -> int:
         """The same for any order of the rows. No row is longer than what fills up, so a bin without rows has fewer."""
@@ -111,7 +115,3 @@ class Packed:
         room = self.tokens - np.add.reduceat(lengths.astype(np.int64), starts)
         rows = np.diff(starts, append=len(lengths))
         return int((rows - (-room // self.longest)).max())
-
-
-def _read(rows: TokenRows, units: Sequence[Unit]) -> list[Row]:
-    return [(rows.ids(int(i)), rows.trained(int(i))) for unit in units for i in unit]

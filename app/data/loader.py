@@ -52,7 +52,7 @@ class Loader:
         by_length = [chosen[i] for i in np.argsort([-n for n in lengths], kind="stable")]
         parts = _even_parts(by_length, share.micro_batches * share.processes)
         return [
-            self._layout.batch(self._rows, part, units.most_documents)
+            self._layout.batch(self._rows, part, units.most_documents, step // self.steps_per_epoch)
             for part in parts[share.rank :: share.processes]
         ]
 
@@ -77,13 +77,16 @@ class Loader:
 
 
 def eval_batches(rows: TokenRows, layout: Layout, processes: int = 1, rank: int = 0) -> Iterator[Batch]:
-    """Every row once, over all processes; longest first, so that memory is tried at once."""
+    """Every row once, over all processes; longest first, so that memory is tried at once.
+
+    A task that draws has the draws of the first epoch each time: evaluations can be compared.
+    """
     longest_first: NDArray[np.int64] = np.argsort(-rows.lengths, kind="stable")
     units = layout.units(rows, longest_first)
     size = layout.units_per_batch
     for start in range(rank * size, len(units), processes * size):
         chosen = [units[i] for i in range(start, min(start + size, len(units)))]
-        yield layout.batch(rows, chosen, units.most_documents)
+        yield layout.batch(rows, chosen, units.most_documents, epoch=0)
 
 
 def _even_parts(chosen: list[Unit], parts: int) -> list[list[Unit]]:

@@ -36,6 +36,8 @@ class Tokenizer(Protocol):
 
     is_fast: bool
     eos_token_id: int | None
+    sep_token_id: int | None
+    mask_token_id: int | None
     chat_template: str | dict[str, str] | None
     all_special_ids: list[int]
 
@@ -49,6 +51,9 @@ class Tokenizer(Protocol):
 
     def __call__(self, text: str, *, add_special_tokens: bool, verbose: bool) -> Mapping[str, Any]:
         """Tokens of one text."""
+
+    def get_vocab(self) -> dict[str, int]:
+        """Every token and its id."""
 
     def get_added_vocab(self) -> dict[str, int]:
         """Tokens that were added to the trained vocabulary."""
@@ -72,5 +77,5 @@ def check_tokenizer(tokenizer: Tokenizer, fmt: str) -> None:
                 f"model.chat_template: the tokenizer has none, and dataset.format={fmt} needs one;"
                 " set model.chat_template=FILE or one of the names that ship"
             )
-    elif tokenizer.eos_token_id is None:
+    elif tokenizer.eos_token_id is None and tokenizer.sep_token_id is None:
         raise ConfigError(f"model.tokenizer: it has no end-of-text token, and dataset.format={fmt} needs one")

@@ -9,6 +9,7 @@ from typing import Any
 from app.batch import Batch
 from app.config.rules import CHAT_FORMATS
 from app.config.schema import BatchingConfig, ModelConfig, RunConfig, ScheduleConfig
+from app.data.labels import Labels, labels_of
 from app.data.layout import Layout, Packed, Padded
 from app.data.loader import Loader, Share, eval_batches
 from app.data.prepare import Data, prepare
@@ -21,6 +22,7 @@ from app.model import quantize
 from app.model.attention import Needs, needs_of
 from app.model.build import ModelPlan, ModelSections, plan_model
 from app.model.dtypes import DTYPES
+from app.model.tasks import TASKS
 from app.model.tokenizer import load_tokenizer, tokenizer_hash
 from app.model.weights import build_on_meta
 from app.optim import requirements
@@ -33,6 +35,7 @@ class Ground:
 
     tokenizer: Any
     data: Data
+    labels: Labels
     save: Path | None
     choices: Choices
     runtime: Runtime
@@ -52,17 +55,18 @@ class Ground:
         return partial(learning_rate, schedule, peak, total=self.plan.steps)
 
 
-def layout_of(run: RunConfig, rows: int, tokenizer: Any) -> Layout:
+def layout_of(run: RunConfig, rows: int, tokenizer: Any, labels: Labels) -> Layout:
     """Bins, or `rows` padded rows. Any pad token serves: padding is known by the lengths of rows, never by its id."""
     pad_id = 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
     if run.batching.packing:
-        return Packed(run.batching.tokens, pad_id, run.dataset.max_length)
-    return Padded(rows, pad_id)
+        return Packed(run.batching.tokens, pad_id, run.dataset.max_length, labels)
+    return Padded(rows, pad_id, labels)
 
 
 def lay_ground(run: RunConfig, checkpoints: Path, say: Callable[[str], None]) -> Ground:
     """Tokenizer, data, machine, plan: each line needs only those above it."""
     tokenizer = load_tokenizer(run.model, needs_template=run.dataset.format in CHAT_FORMATS)
+    labels = labels_of(run.task, tokenizer, run.seed)
     data = prepare(run.dataset, tokenizer, run.cache_dir)
     save, remarks = find_checkpoint(checkpoints, run.resume)
     for remark in remarks:
@@ -70,9 +74,11 @@ def lay_ground(run: RunConfig, checkpoints: Path, say: Callable[[str], None]) ->
     choices = choose(run.precision, run.attention, partial(attention_needs, run), choices_of(save))
     runtime = start(run.launch, choices.precision, run.seed)
     share = Share(run.batching.accumulation, runtime.processes, runtime.rank)
-    loader = Loader(data.train, layout_of(run, run.batching.rows, tokenizer), share, run.seed)
+    layout = layout_of(run, run.batching.rows, tokenizer, labels)
+    loader = Loader(data.train, layout, share, run.seed)
     sections = ModelSections(
         model=run.model,
+        task=run.task,
         adapter=run.adapter,
         quantization=run.quantization,
         attention=choices.attention,
@@ -84,6 +90,7 @@ def lay_ground(run: RunConfig, checkpoints: Path, say: Callable[[str], None]) ->
     return Ground(
         tokenizer=tokenizer,
         data=data,
+        labels=labels,
         save=save,
         choices=choices,
         runtime=runtime,
@@ -96,8 +103,9 @@ def lay_ground(run: RunConfig, checkpoints: Path, say: Callable[[str], None]) ->
 
 def attention_needs(run: RunConfig, precision: str) -> Needs:
     """What attention must do in this run, asked of its model without memory."""
-    lm = build_on_meta(run.model, "eager")
-    return needs_of(lm, DTYPES[precision].compute, packed=run.batching.packing)
+    task = TASKS[run.task.kind]
+    lm = build_on_meta(run.model, task, "eager")
+    return needs_of(lm, DTYPES[precision].compute, packed=run.batching.packing or task.both_ways)
 
 
 def _require_known_ids(model: ModelConfig, data: Data, vocabulary: int) -> None:

@@ -1,11 +1,14 @@
-"""A few held-out prompts, answered by the model as it is now."""
+"""A few held-out rows, completed by the model as it is now."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from app.config.schema import EvalConfig
+from app.data.labels import Labels
 from app.data.rows import TokenRows
 from app.model.generation import end_ids, generate
 from app.model.trainee import Trainee
@@ -13,33 +16,54 @@ from app.record.lines import Sample
 from app.record.record import Record
 
 
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """The rows that are shown, and what the model is asked with."""
+
+    rows: TokenRows
+    chosen: list[int]
+    labels: Labels
+    tokenizer: Any
+    max_new: int
+
+    def words(self, ids: Any) -> str:
+        """Ids as text, without special tokens."""
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+
 def sampler(
-    config: EvalConfig, rows: TokenRows | None, trainee: Trainee, tokenizer: Any, record: Record
+    config: EvalConfig,
+    rows: TokenRows | None,
+    labels: Labels,
+    trainee: Trainee,
+    tokenizer: Any,
+    record: Record,
 ) -> Callable[[int], None]:
     """A function that shows the answers at a step. Greedy, so that it draws no random number of the run."""
     if rows is None or config.samples == 0:
         return lambda _step: None
-    chosen = np.linspace(0, len(rows) - 1, min(config.samples, len(rows))).astype(int)
-    pairs = [_split(rows, int(i)) for i in chosen]
-    lm = trainee.language_model
-    ends = end_ids(lm, tokenizer)
+    chosen = np.linspace(0, len(rows) - 1, min(config.samples, len(rows))).astype(int).tolist()
+    shown = Shown(rows, chosen, labels, tokenizer, config.sample_tokens)
+    ask = _filled if labels.both_ways else _answered
 
     def show(step: int) -> None:
-        with trainee.arithmetic(lm.device):
-            answers = generate(lm, [prompt for prompt, _ in pairs], ends, config.sample_tokens)
-        record.samples(
-            step,
-            [
-                Sample(
-                    prompt=tokenizer.decode(prompt, skip_special_tokens=True),
-                    expected=tokenizer.decode(expected, skip_special_tokens=True),
-                    answer=tokenizer.decode(answer, skip_special_tokens=True),
-                )
-                for (prompt, expected), answer in zip(pairs, answers, strict=True)
-            ],
-        )
+        with trainee.arithmetic(trainee.language_model.device):
+            record.samples(step, ask(shown, trainee))
 
     return show
+
+
+def _answered(shown: Shown, trainee: Trainee) -> list[Sample]:
+    """What the model writes after the prompt of each row."""
+    pairs = [_split(shown.rows, i) for i in shown.chosen]
+    lm = trainee.language_model
+    ends = end_ids(lm, shown.tokenizer)
+    answers = generate(lm, [prompt for prompt, _ in pairs], ends, shown.max_new)
+    return [
+        Sample(prompt=shown.words(prompt), expected=shown.words(expected), answer=shown.words(answer))
+        for (prompt, expected), answer in zip(pairs, answers, strict=True)
+    ]
 
 
 def _split(rows: TokenRows, i: int) -> tuple[list[int], list[int]]:
@@ -49,3 +73,23 @@ def _split(rows: TokenRows, i: int) -> tuple[list[int], list[int]]:
     untrained_after = np.flatnonzero(~trained[start:])
     end = start + int(untrained_after[0]) if len(untrained_after) else len(ids)
     return ids[:start].tolist(), ids[start:end].tolist()
+
+
+def _filled(shown: Shown, trainee: Trainee) -> list[Sample]:
+    """What the model takes the first hidden tokens of each row for."""
+    samples = []
+    mode = trainee.training
+    trainee.eval()
+    for i in shown.chosen:
+        row = shown.labels.of(shown.rows, i, epoch=0)
+        few = slice(shown.max_new)
+        found = trainee.predicted(torch.from_numpy(row.ids.astype(np.int64)))[row.at[few]]
+        samples.append(
+            Sample(
+                prompt=shown.tokenizer.decode(row.ids),
+                expected=" ".join(shown.words([t]) for t in row.targets[few]),
+                answer=" ".join(shown.words([t]) for t in found.tolist()),
+            )
+        )
+    trainee.train(mode)
+    return samples

@@ -10,29 +10,30 @@ from torch import nn
 from app.config.schema import AdapterConfig
 from app.config.suggest import did_you_mean
 from app.errors import ConfigError
+from app.model.tasks import Task
 
 ALL_LINEAR = "all-linear"
 _ROUTERS = frozenset({"gate", "shared_expert_gate", "router"})
 _PARTS_OF_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 
 
-def attach(config: AdapterConfig, lm: Any, base_path: str) -> nn.Module:
+def attach(config: AdapterConfig, task: Task, lm: Any, base_path: str) -> nn.Module:
     """What is trained: `lm` itself, or `lm` with adapters inside and everything else frozen."""
-    return ADAPTERS[config.kind](config, lm, base_path)
+    return ADAPTERS[config.kind](config, task, lm, base_path)
 
 
-def _none(_config: AdapterConfig, lm: Any, _base_path: str) -> nn.Module:
+def _none(_config: AdapterConfig, _task: Task, lm: Any, _base_path: str) -> nn.Module:
     network: nn.Module = lm
     return network
 
 
-def _lora(config: AdapterConfig, lm: Any, base_path: str) -> nn.Module:
+def _lora(config: AdapterConfig, task: Task, lm: Any, base_path: str) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     layers = layers_to_adapt(config.targets, lm)
     lm.name_or_path = base_path  # PEFT writes this down as the adapter's base
     lora = LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type=task.peft_type,
         r=config.r,
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
@@ -46,7 +47,7 @@ def _lora(config: AdapterConfig, lm: Any, base_path: str) -> nn.Module:
     return result
 
 
-ADAPTERS: dict[str, Callable[[AdapterConfig, Any, str], nn.Module]] = {"none": _none, "lora": _lora}
+ADAPTERS: dict[str, Callable[[AdapterConfig, Task, Any, str], nn.Module]] = {"none": _none, "lora": _lora}
 
 
 @contextlib.contextmanager

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from app.config.schema import AdapterConfig, ModelConfig, QuantizationConfig
+from app.config.schema import AdapterConfig, ModelConfig, QuantizationConfig, TaskConfig
 from app.model.adapter import attach
 from app.model.attention import register
 from app.model.dtypes import DTYPES
 from app.model.quantize import FourBit, packing_of, require_quantizable
 from app.model.recompute import recompute
 from app.model.source import local_place
+from app.model.tasks import TASKS
 from app.model.trainee import Trainee
 from app.model.weights import build_on_meta, draw_unpacked, load_base, load_packed
 
@@ -37,6 +38,7 @@ class ModelSections:
     """The sections of the config that decide what is built, and what was chosen for this machine."""
 
     model: ModelConfig
+    task: TaskConfig
     adapter: AdapterConfig
     quantization: QuantizationConfig
     attention: str  # a key of BACKENDS
@@ -64,7 +66,7 @@ def build_trainee(sections: ModelSections, device: torch.device, seed: int, base
     dtypes = DTYPES[sections.precision]
     lm = _base(sections, device, seed)
     torch.manual_seed(seed)  # the adapter starts the same whatever the base drew
-    network = attach(sections.adapter, lm, base_path)
+    network = attach(sections.adapter, TASKS[sections.task.kind], lm, base_path)
     if sections.recompute:
         recompute(lm)
     trainee = Trainee(network.to(device), dtypes.compute)
@@ -74,17 +76,20 @@ def build_trainee(sections: ModelSections, device: torch.device, seed: int, base
 
 def _base(sections: ModelSections, device: torch.device, seed: int) -> Any:
     attention, dtype = register(sections.attention), DTYPES[sections.precision].base
+    task = TASKS[sections.task.kind]
     if sections.four_bit is not None:
-        return load_packed(sections.model, sections.four_bit, dtype, device, attention, seed)
+        return load_packed(sections.model, task, sections.four_bit, dtype, device, attention, seed)
     frozen = sections.adapter.kind != "none"
-    return load_base(sections.model, dtype if frozen else torch.float32, device, attention, seed)
+    return load_base(sections.model, task, dtype if frozen else torch.float32, device, attention, seed)
 
 
 def unpacked_base(sections: ModelSections, device: torch.device, seed: int) -> Any | None:
     """A random base as it was before it was quantised, or None if the trainee has it still."""
     if sections.four_bit is None:
         return None
-    return draw_unpacked(sections.model, DTYPES[sections.precision].base, device, "eager", seed)
+    return draw_unpacked(
+        sections.model, TASKS[sections.task.kind], DTYPES[sections.precision].base, device, "eager", seed
+    )
 
 
 def _not_about_masks(record: logging.LogRecord) -> bool:
@@ -94,10 +99,10 @@ def _not_about_masks(record: logging.LogRecord) -> bool:
 
 def plan_model(sections: ModelSections) -> ModelPlan:
     """Counts from a model without memory; also finds adapter targets that match nothing."""
-    lm = build_on_meta(sections.model, "eager")
+    lm = build_on_meta(sections.model, TASKS[sections.task.kind], "eager")
     if sections.four_bit is not None:
         require_quantizable(sections.model, lm)
-    network: Any = attach(sections.adapter, lm, sections.model.path)
+    network: Any = attach(sections.adapter, TASKS[sections.task.kind], lm, sections.model.path)
     sizes = [(p.numel(), p.requires_grad) for p in network.parameters()]
     return ModelPlan(
         total=sum(n for n, _ in sizes),

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from app.model.attention import NAME
+from app.model.attention import NAME, right_own
 
 
 def end_ids(lm: Any, tokenizer: Any) -> list[int]:
@@ -15,12 +15,6 @@ def end_ids(lm: Any, tokenizer: Any) -> list[int]:
     return sorted(set(flat))
 
 
-def attention_with_cache(lm: Any) -> str:
-    """transformers' own that is right: its sdpa has no sinks, nor caps, which 5.17 leaves out without a word."""
-    capped = getattr(lm.config, "attn_logit_softcapping", None) is not None
-    return "sdpa" if lm._supports_sdpa and not capped else "eager"
-
-
 @torch.no_grad()
 def generate(
     lm: Any, prompts: Sequence[Sequence[int]], ends: list[int], max_new: int, **sampling: Any
@@ -28,7 +22,7 @@ def generate(
     """New ids for each prompt, up to an end id or `max_new`; one prompt at a time, so that none is padded."""
     own, mode = lm.config._attn_implementation, lm.training
     if own in {NAME, "sdpa"}:  # ours knows no key-value cache
-        lm.set_attn_implementation(attention_with_cache(lm))
+        lm.set_attn_implementation(right_own(lm))
     lm.eval()
     try:
         return [_answer(lm, prompt, ends, max_new, sampling) for prompt in prompts]

@@ -61,10 +61,11 @@ class _Given:
 
 
 def head_parameters(lm: Any) -> list[nn.Parameter]:
-    """The trained parameters outside the backbone; a head tied to the embedding counts."""
+    """The trained parameters outside the backbone, each once; a head tied to the embedding counts."""
     prefix = f"{lm.base_model_prefix}."
     named = lm.named_parameters(remove_duplicate=False)
-    return [p for name, p in named if not name.startswith(prefix) and p.requires_grad]
+    outside = {id(p): p for name, p in named if not name.startswith(prefix) and p.requires_grad}
+    return list(outside.values())
 
 
 def chunk_rows(vocabulary: int) -> int:

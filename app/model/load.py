@@ -9,16 +9,22 @@ import torch
 from app.config.schema import ModelConfig, QuantizationConfig
 from app.errors import CheckpointError
 from app.model.adapter import quiet_peft
-from app.model.generation import attention_with_cache
+from app.model.attention import right_own
 from app.model.quantize import packing_of
 from app.model.source import fetch_folder, gist, require_weights
+from app.model.tasks import Task
 from app.model.weights import read_packed, read_weights, stored_dtype
 
 _ADAPTER = "adapter_config.json"
 
 
 def load_tuned(
-    run: Path, model: ModelConfig, *, adapter: bool, quantization: QuantizationConfig | None = None
+    run: Path,
+    model: ModelConfig,
+    task: Task,
+    *,
+    adapter: bool,
+    quantization: QuantizationConfig | None = None,
 ) -> Any:
     """The tuned model of a run folder; `adapter=False` leaves the adapter off.
 
@@ -28,8 +34,8 @@ def load_tuned(
     if not (final / _ADAPTER).is_file():
         if not adapter:
             raise CheckpointError(f"adapter=false: {final} is a whole model, its base is not in it.")
-        return _load(final, str(final), model)
-    lm = _load(_base_folder(run, final, model), model.path, model, quantization)
+        return _load(final, str(final), model, task)
+    lm = _load(_base_folder(run, final, model), model.path, model, task, quantization)
     return _with_adapter(lm, final) if adapter else lm
 
 
@@ -52,20 +58,22 @@ def _base_folder(run: Path, final: Path, model: ModelConfig) -> Path:
     return fetch_folder(model, model.path, with_weights=True)
 
 
-def _load(folder: Path, path: str, model: ModelConfig, quantization: QuantizationConfig | None = None) -> Any:
+def _load(
+    folder: Path, path: str, model: ModelConfig, task: Task, quantization: QuantizationConfig | None = None
+) -> Any:
     from transformers import logging
 
     logging.disable_progress_bar()
     require_weights(folder, path)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if quantization is None or quantization.kind == "none":
-        lm = read_weights(model, folder, dtype="auto", device_map={"": device})
+        lm = read_weights(model, task, folder, dtype="auto", device_map={"": device})
     else:
         dtype = stored_dtype(model, folder)
         four_bit = packing_of(quantization, dtype)
         assert four_bit is not None
-        lm = read_packed(model, folder, four_bit, dtype, device, "eager")
-    lm.set_attn_implementation(attention_with_cache(lm))
+        lm = read_packed(model, task, folder, four_bit, dtype, device, "eager")
+    lm.set_attn_implementation(right_own(lm))
     return lm.eval()
 
 

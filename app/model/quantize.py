@@ -1,5 +1,6 @@
 """The frozen base in 4 bits: bitsandbytes in place of the backbone's linear layers; head and embeddings stay."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +11,17 @@ from torch import nn
 from app.config.schema import ModelConfig, PrecisionConfig, QuantizationConfig
 from app.errors import ConfigError
 
+# As it is imported on a CPU with avx512_bf16, it looks for a kernel that nothing here uses, and tells of its absence.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+# Weights that share a scale. Where a row does not end with a block, bitsandbytes takes the wrong scales for the rest
+# on CPUs with AVX-512: the weights come back four times as far off as they should, without an error.
+_BLOCK = 64
+
 
 @dataclass(frozen=True, slots=True)
 class FourBit:
-    """What bitsandbytes is told; blocks have its 64 weights."""
+    """What bitsandbytes is told."""
 
     quant_type: str
     double_quant: bool
@@ -108,8 +116,8 @@ def require_quantizable(given: ModelConfig, lm: Any) -> None:
     if any(".experts." in f".{name}" for name, _ in lm.base_model.named_parameters()):
         _refuse(given, kind, "its experts are stacked, and stacked weights are not quantised yet")
     for name, layer in lm.base_model.named_modules():
-        if _is_linear(layer) and _inputs(layer) % 2:
-            _refuse(given, kind, f"{name} has {_inputs(layer)} inputs, and two of them share a byte")
+        if _is_linear(layer) and _inputs(layer) % _BLOCK:
+            _refuse(given, kind, f"{name} has {_inputs(layer)} inputs, not a multiple of {_BLOCK}")
 
 
 def notes(config: QuantizationConfig, precision: PrecisionConfig, chosen: str, device: str) -> list[str]:

@@ -5,13 +5,15 @@ does not call the interface would ignore it, and one whose layers need another m
 token, would call it and still be wrong: both would train without an error.
 """
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 
 from app.config.schema import ModelConfig
 from app.errors import ConfigError
 from app.model.head import own_head
+from app.model.tasks import TASKS, Task
 
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
 _HEAD_FAULTS = (
@@ -25,54 +27,67 @@ _HEAD_FAULTS = (
 )
 
 
-def require_kind(config: ModelConfig, numbers: Any) -> None:
+def require_kind(config: ModelConfig, task: Task, numbers: Any) -> None:
     """What the configuration alone tells; code that a model brings along is judged once it is built."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    known = type(numbers) in MODEL_FOR_CAUSAL_LM_MAPPING
+    refusal = _Refusal(config, task, numbers.model_type)
+    known = task.class_of(numbers)
     own_code = config.trust_remote_code and hasattr(numbers, "auto_map")
-    if not known and not own_code:
-        _refuse(config, numbers.model_type, "it is not a causal language model")
+    if known is None and not own_code:
+        refusal.raise_for(f"it is not {task.words}")
     if numbers.get_text_config(decoder=True) is not numbers:
-        _refuse(
-            config, numbers.model_type, "it reads more than text, and only the text part could be trained"
-        )
+        refusal.raise_for("it reads more than text, and only the text part could be trained")
     other = sorted(set(getattr(numbers, "layer_types", None) or ()) - _LAYERS)
     if other:
-        _refuse(config, numbers.model_type, f"it has layers of {', '.join(other)}")
-    if known and not own_code:
-        _require_interface(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(numbers)], numbers.model_type)
+        refusal.raise_for(f"it has layers of {', '.join(other)}")
+    if known is not None and not own_code:
+        _require_interface(refusal, known)
 
 
-def require_structure(config: ModelConfig, lm: Any) -> None:
+def require_structure(config: ModelConfig, task: Task, lm: Any) -> None:
     """What is seen once the model is built, on meta or with its weights."""
-    kind = lm.config.model_type
-    _require_interface(config, type(lm), kind)
+    refusal = _Refusal(config, task, lm.config.model_type)
+    _require_interface(refusal, type(lm))
     if lm.base_model is lm:
-        _refuse(config, kind, "its backbone cannot be told from its head")
-    if any(getattr(module, "is_causal", True) is False for module in lm.modules()):
-        _refuse(config, kind, "its tokens see the tokens after them")
-    _require_head(config, lm, kind)
+        refusal.raise_for("its backbone cannot be told from its head")
+    for module in lm.modules():
+        if getattr(module, "is_causal", not task.both_ways) is task.both_ways:
+            refusal.raise_for(
+                "its tokens see only those before them"
+                if task.both_ways
+                else "its tokens see the tokens after them"
+            )
+    _require_head(refusal, lm)
 
 
-def _require_interface(config: ModelConfig, model_class: Any, kind: str) -> None:
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    config: ModelConfig
+    task: Task
+    kind: str
+
+    def raise_for(self, reason: str, fault: Exception | None = None) -> NoReturn:
+        config = self.config
+        given = "model.architecture" if config.weights == "random" else f"model.path={config.path}"
+        raise ConfigError(
+            f"{given}: a model of kind {self.kind} cannot be trained here ({reason}). "
+            f"Choose another: {self.task.examples}{self._other_task()}."
+        ) from fault
+
+    def _other_task(self) -> str:
+        others = [name for name, task in TASKS.items() if task is not self.task and task.does(self.kind)]
+        return f"; or try task={others[0]}, which has a class for this kind" if others else ""
+
+
+def _require_interface(refusal: _Refusal, model_class: Any) -> None:
     if not model_class._supports_attention_backend:
-        _refuse(config, kind, "its attention cannot be replaced by ours")
+        refusal.raise_for("its attention cannot be replaced by ours")
 
 
-def _require_head(config: ModelConfig, lm: Any, kind: str) -> None:
+def _require_head(refusal: _Refusal, lm: Any) -> None:
     """One row through the head; whether the logits are right is checked on the first batch."""
     row = torch.zeros(1, lm.config.hidden_size, dtype=lm.dtype, device=lm.device)
     try:
         with torch.no_grad():
             own_head(lm)(row)
     except _HEAD_FAULTS as fault:
-        _refuse(config, kind, f"its head does not work apart from its backbone: {fault}", fault)
-
-
-def _refuse(config: ModelConfig, kind: str, reason: str, fault: Exception | None = None) -> None:
-    given = "model.architecture" if config.weights == "random" else f"model.path={config.path}"
-    raise ConfigError(
-        f"{given}: a model of kind {kind} cannot be trained here ({reason}). Choose another: llama, qwen3, "
-        "mistral, gemma3_text, phi3, olmo2, gpt_oss and most kinds whose layers are full or sliding attention."
-    ) from fault
+        refusal.raise_for(f"its head does not work apart from its backbone: {fault}", fault)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from app.batch import Batch
 from app.errors import EnvironmentProblem
 from app.model.head import Head, chunk_rows, head_parameters, own_head, token_loss_sum
+from app.model.positions import first_position
 
 _HEAD_TOLERANCE = 1e-5  # of the largest logit, in float32
 
@@ -24,6 +25,7 @@ class Trainee(nn.Module):
         lm = self.language_model
         self.head: Head = own_head(lm)
         self._head_parameters = head_parameters(lm)
+        self.first_position = first_position(lm)
         self._chunk = chunk_rows(lm.config.get_text_config().vocab_size)
 
     @property
@@ -37,7 +39,7 @@ class Trainee(nn.Module):
         with self.arithmetic(batch.ids.device):
             hidden = self.language_model.base_model(
                 input_ids=batch.ids,
-                position_ids=batch.positions,
+                position_ids=batch.positions + self.first_position,
                 use_cache=False,
                 documents=batch.documents,
             )[0]
@@ -59,10 +61,18 @@ class Trainee(nn.Module):
                 yield
 
     @torch.no_grad()
+    def predicted(self, ids: Tensor) -> Tensor:
+        """The likeliest token at each position of one document."""
+        lm = self.language_model
+        logits: Tensor = lm(input_ids=ids[None].to(lm.device), use_cache=False).logits
+        return logits[0].argmax(-1).cpu()
+
+    @torch.no_grad()
     def check_head(self, batch: Batch) -> None:
         """Refuse a kind whose logits are not its head applied to its backbone's output."""
         lm = self.language_model
-        ids, positions = batch.ids[:1, :_CHECKED], batch.positions[:1, :_CHECKED]
+        ids = batch.ids[:1, :_CHECKED]
+        positions = batch.positions[:1, :_CHECKED] + self.first_position
         mode = self.training
         self.eval()
         own = lm(input_ids=ids, position_ids=positions, use_cache=False).logits[0].float()

@@ -13,25 +13,29 @@ from app.model.drawing import draw
 from app.model.quantize import FourBit, linear_outside, require_quantizable, settle
 from app.model.source import fetch_folder, folder_at_hand, gist, local_place, require_config, require_weights
 from app.model.support import require_kind, require_structure
+from app.model.tasks import Task
 
 
 def load_base(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, attention: str, seed: int
+    config: ModelConfig, task: Task, dtype: torch.dtype, device: torch.device, attention: str, seed: int
 ) -> Any:
     """A causal language model of transformers on `device`, its weights in `dtype`."""
     if config.weights == "random":
-        lm = _random(config, _numbers(config), dtype, device, attention, seed)
+        lm = _random(config, task, _numbers(config), dtype, device, attention, seed)
     else:
         folder = fetch_folder(config, config.path, with_weights=True)
         require_weights(folder, config.path)
-        require_kind(config, _numbers_of(config, folder))
-        lm = read_weights(config, folder, dtype=dtype, attn_implementation=attention, device_map={"": device})
-    require_structure(config, lm)
+        require_kind(config, task, _numbers_of(config, folder))
+        lm = read_weights(
+            config, task, folder, dtype=dtype, attn_implementation=attention, device_map={"": device}
+        )
+    require_structure(config, task, lm)
     return lm
 
 
 def load_packed(
     config: ModelConfig,
+    task: Task,
     four_bit: FourBit,
     dtype: torch.dtype,
     device: torch.device,
@@ -40,7 +44,7 @@ def load_packed(
 ) -> Any:
     """The same with the backbone in 4 bits and the rest in `dtype`; the unpacked backbone never exists as a whole."""
     if config.weights == "random":
-        lm = _on_meta(config, _numbers(config), dtype, attention)
+        lm = _on_meta(config, task, _numbers(config), dtype, attention)
         require_quantizable(config, lm)
         draw(lm, device, seed, four_bit.pack)
         four_bit.pack(lm.base_model)  # what is linear beside the repeated layers
@@ -48,13 +52,14 @@ def load_packed(
     else:
         folder = fetch_folder(config, config.path, with_weights=True)
         require_weights(folder, config.path)
-        lm = read_packed(config, folder, four_bit, dtype, device, attention)
-    require_structure(config, lm)
+        lm = read_packed(config, task, folder, four_bit, dtype, device, attention)
+    require_structure(config, task, lm)
     return lm
 
 
 def read_packed(
     config: ModelConfig,
+    task: Task,
     folder: Path,
     four_bit: FourBit,
     dtype: torch.dtype,
@@ -62,11 +67,12 @@ def read_packed(
     attention: str,
 ) -> Any:
     """The model of a local folder, each weight packed as it is read."""
-    plan = _on_meta(config, _numbers_of(config, folder), dtype, attention)
+    plan = _on_meta(config, task, _numbers_of(config, folder), dtype, attention)
     require_quantizable(config, plan)
     quantization = four_bit.for_transformers(linear_outside(plan))
     lm = read_weights(
         config,
+        task,
         folder,
         dtype=dtype,
         attn_implementation=attention,
@@ -78,10 +84,10 @@ def read_packed(
 
 
 def draw_unpacked(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, attention: str, seed: int
+    config: ModelConfig, task: Task, dtype: torch.dtype, device: torch.device, attention: str, seed: int
 ) -> Any:
     """The base that load_packed packed, drawn once more and kept in host memory, for saving."""
-    lm = _on_meta(config, _numbers(config), dtype, attention)
+    lm = _on_meta(config, task, _numbers(config), dtype, attention)
     draw(lm, device, seed, _to_host)
     return lm.to("cpu")
 
@@ -90,32 +96,38 @@ def _to_host(layer: nn.Module) -> None:
     layer.to("cpu")
 
 
-def build_on_meta(config: ModelConfig, attention: str) -> Any:
+def build_on_meta(config: ModelConfig, task: Task, attention: str) -> Any:
     """The same without memory, for counting: from its own config.json if it is at hand, else from the YAML."""
     folder = folder_at_hand(config) if config.weights == "pretrained" else None
     if folder is not None and local_place(config.path).is_dir():
         require_weights(folder, config.path)
     numbers = _numbers(config) if folder is None else _numbers_of(config, folder)
-    lm = _on_meta(config, numbers, torch.float32, attention)
-    require_structure(config, lm)
+    lm = _on_meta(config, task, numbers, torch.float32, attention)
+    require_structure(config, task, lm)
     return lm
 
 
-def _on_meta(config: ModelConfig, numbers: Any, dtype: torch.dtype, attention: str) -> Any:
-    require_kind(config, numbers)
+def _on_meta(config: ModelConfig, task: Task, numbers: Any, dtype: torch.dtype, attention: str) -> Any:
+    require_kind(config, task, numbers)
     with torch.device("meta"):
-        return _from_config(config, numbers, dtype, attention)
+        return _from_config(config, task, numbers, dtype, attention)
 
 
 def _random(
-    config: ModelConfig, numbers: Any, dtype: torch.dtype, device: torch.device, attention: str, seed: int
+    config: ModelConfig,
+    task: Task,
+    numbers: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str,
+    seed: int,
 ) -> Any:
     """The draws of the rest of the program stay what they were."""
-    require_kind(config, numbers)
+    require_kind(config, task, numbers)
     drawn_on = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=drawn_on), torch.device(device):
         torch.manual_seed(seed)
-        return _from_config(config, numbers, dtype, attention)
+        return _from_config(config, task, numbers, dtype, attention)
 
 
 def _numbers(config: ModelConfig) -> Any:
@@ -160,21 +172,18 @@ def stored_dtype(config: ModelConfig, folder: Path) -> torch.dtype:
     return getattr(_numbers_of(config, folder), "dtype", None) or torch.float32
 
 
-def _from_config(config: ModelConfig, numbers: Any, dtype: torch.dtype, attention: str) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_config(
+def _from_config(config: ModelConfig, task: Task, numbers: Any, dtype: torch.dtype, attention: str) -> Any:
+    return task.model_class.from_config(
         numbers, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
     )
 
 
-def read_weights(config: ModelConfig, folder: Path, **options: Any) -> Any:
+def read_weights(config: ModelConfig, task: Task, folder: Path, **options: Any) -> Any:
     """The model of a local folder, every weight of it from there: transformers would make up the missing ones."""
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
 
     try:
-        lm, found = AutoModelForCausalLM.from_pretrained(
+        lm, found = task.model_class.from_pretrained(
             str(folder),
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
@@ -193,7 +202,6 @@ def read_weights(config: ModelConfig, folder: Path, **options: Any) -> Any:
     if missing:
         raise EnvironmentProblem(
             f"model.path={config.path}: the weights in {folder} lack {len(missing)} of the model's tensors "
-            f"({', '.join(missing[:3])}{', ...' if missing[3:] else ''}). Give the folder of a whole causal language "
-            "model."
+            f"({', '.join(missing[:3])}{', ...' if missing[3:] else ''}). Give the folder of {task.words}."
         )
     return lm

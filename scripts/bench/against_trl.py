@@ -29,6 +29,7 @@ from app.engine.step import Stepper
 from app.model.adapter import attach
 from app.model.build import ModelSections, build_trainee
 from app.model.dtypes import DTYPES
+from app.model.tasks import TASKS
 from app.model.tokenizer import load_tokenizer
 from app.model.weights import load_base
 from app.optim.optimizers import build_optimizer
@@ -54,7 +55,9 @@ class Contest:
     def sections(self) -> ModelSections:
         """The model as we would build it on a CPU."""
         run = self.run
-        return ModelSections(run.model, run.adapter, run.quantization, "sdpa", "fp32", recompute=False)
+        return ModelSections(
+            run.model, run.task, run.adapter, run.quantization, "sdpa", "fp32", recompute=False
+        )
 
     @property
     def rows_per_step(self) -> int:
@@ -175,9 +178,11 @@ def trl_trainer(contest: Contest, chosen: Sequence[int] | Any, folder: str, *, p
 def _network(contest: Contest) -> Any:
     """The model of `build_trainee`, with the attention and the loss of transformers and TRL."""
     run = contest.run
-    lm = load_base(run.model, DTYPES["fp32"].base, contest.runtime.device, "sdpa", run.seed)
+    lm = load_base(
+        run.model, TASKS[run.task.kind], DTYPES["fp32"].base, contest.runtime.device, "sdpa", run.seed
+    )
     torch.manual_seed(run.seed)
-    return attach(run.adapter, lm, "base")
+    return attach(run.adapter, TASKS[run.task.kind], lm, "base")
 
 
 def first_losses(contest: Contest) -> dict[str, float]:

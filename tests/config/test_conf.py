@@ -58,7 +58,10 @@ def covering() -> list[dict[str, str]]:
             group: names[number % len(names)] for group, names in CHOICES.items() if group not in OF_RECIPES
         }
         free = number % 3 == 0
-        chosen.append({group: name for group, name in turn.items() if free or group not in FREE} | best)
+        turn |= best
+        if turn["dataset"] != "text":  # hidden tokens are those of plain text
+            turn["task"] = "causal"
+        chosen.append({group: name for group, name in turn.items() if free or group not in FREE})
     return chosen
 
 

@@ -16,6 +16,8 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         {"dataset.max_length": 1000, "batching.tokens": 1000},
         "dataset.max_length=1000 is more than the 512 positions",
     ),
+    ({"task.kind": "masked", "task.mask_share": 0.15}, "dataset.format=messages: task=masked finds hidden"),
+    ({"task.kind": "masked", **TEXT}, "task.mask_share=0 hides nothing"),
     ({"dataset.train_on": "completion"}, "train_on=completion means nothing for dataset.format=messages"),
     ({"dataset.train_on": "last", **TEXT}, "dataset.format=text. Choose auto or all"),
     ({"dataset.on_overflow": "split"}, "dataset.on_overflow=split would tear"),

@@ -76,7 +76,7 @@ def test_there_are_no_more_places_than_the_fullest_bin_needs() -> None:
 
 def test_a_bin_without_rows_is_filled_by_documents_of_allowed_length() -> None:
     layout = Packed(tokens=20, pad_id=7, longest=8)
-    batch = layout.batch(rows_of([]), [], layout.units(rows_of([]), np.arange(0)).most_documents)
+    batch = layout.batch(rows_of([]), [], layout.units(rows_of([]), np.arange(0)).most_documents, epoch=0)
     assert documents(batch).lengths == (8, 8, 4)
     assert batch.ids.eq(7).all()
     assert (batch.lengths, batch.num_labels, batch.num_tokens) == ((), 0, 0)
@@ -95,6 +95,6 @@ def test_documents_alone_are_their_own_measure() -> None:
 
 def test_moving_a_packed_batch_moves_its_bounds() -> None:
     layout = Packed(tokens=8, pad_id=0, longest=8)
-    batch = layout.batch(rows_of([5]), [np.array([0])], 2).to(torch.device("meta"))
+    batch = layout.batch(rows_of([5]), [np.array([0])], 2, epoch=0).to(torch.device("meta"))
     assert documents(batch).bounds.device.type == "meta"
     assert documents(batch).lengths == (5, 3)

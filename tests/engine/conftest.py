@@ -36,6 +36,8 @@ SMALL = (
 
 
 def small_run(*overrides: str) -> RunConfig:
+    if "recipe=qlora" in overrides:  # blocks of 64 weights must fill rows
+        overrides = ("model.architecture.hidden_size=64", *overrides)
     given = {text.partition("=")[0] for text in overrides}
     return compose_run([*(text for text in SMALL if text.partition("=")[0] not in given), *overrides])
 
@@ -58,6 +60,7 @@ def runtime() -> Runtime:
 def trainee_of(run: RunConfig) -> Trainee:
     sections = ModelSections(
         model=run.model,
+        task=run.task,
         adapter=run.adapter,
         quantization=run.quantization,
         attention=run.attention.kind,

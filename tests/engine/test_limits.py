@@ -13,6 +13,7 @@ from tests.engine.conftest import small_run
 @pytest.mark.parametrize("key", ["max_position_embeddings", "n_positions"])
 def test_a_folder_with_fewer_positions_shortens_the_rows(tmp_path: Path, key: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", key: 100}))
+    (tmp_path / "model.safetensors").touch()
     run = small_run()
     run = replace(run, model=replace(run.model, path=str(tmp_path), weights="pretrained"))
     said: list[str] = []

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from app.batch import IGNORE
 from app.data.collate import BinShape, collate_packed, collate_padded
+from app.data.labels import next_tokens
 from app.data.loader import Loader
 from app.data.prepare import Data
 
@@ -47,7 +48,7 @@ ROW = st.integers(2, 12).flatmap(
 @given(st.lists(ROW, max_size=5))
 def test_each_label_is_predicted_by_the_state_before_it(rows: list[tuple[list[int], list[bool]]]) -> None:
     arrays = [(np.array(ids, np.int32), np.array([False, *trained])) for ids, trained in rows]
-    batch = collate_padded(arrays, pad_id=0)
+    batch = collate_padded([next_tokens(*row) for row in arrays], pad_id=0)
     expected = {
         (r, t - 1, int(ids[t])) for r, (ids, trained) in enumerate(arrays) for t in np.flatnonzero(trained)
     }
@@ -72,7 +73,7 @@ def test_packed_rows_keep_their_own_positions_and_labels(
     arrays = [(np.array(ids, np.int32), np.array([False, *trained])) for ids, trained in rows]
     capacity = sum(len(ids) for ids, _ in arrays) + spare
     shape = BinShape(max(capacity, 1), longest=12, places=len(rows) + 2)
-    batch = collate_packed(arrays, pad_id=0, shape=shape)
+    batch = collate_packed([next_tokens(*row) for row in arrays], pad_id=0, shape=shape)
     assert batch.ids.shape == (1, max(capacity, 1))
     assert batch.documents is not None
     documents = batch.documents.lengths
@@ -107,14 +108,14 @@ def test_packed_epochs_lose_nothing_and_change_neighbours(
 
 
 def test_padding_never_takes_a_position_that_the_model_may_not_have() -> None:
-    batch = collate_padded([(np.arange(5, 15, dtype=np.int32), np.ones(10, bool))], pad_id=0)
+    batch = collate_padded([next_tokens(np.arange(5, 15, dtype=np.int32), np.arange(10) > 0)], pad_id=0)
     assert batch.ids.shape == (1, 16)
     assert int(batch.positions.max()) == 9
 
 
 def test_moving_a_batch_keeps_what_the_host_knows() -> None:
     batch = collate_padded(
-        [(np.arange(5, 9, dtype=np.int32), np.array([False, True, True, False]))], pad_id=0
+        [next_tokens(np.arange(5, 9, dtype=np.int32), np.array([False, True, True, False]))], pad_id=0
     )
     moved = batch.to(torch.device("meta"))
     assert moved.ids.device.type == "meta"

@@ -11,6 +11,7 @@ from app.engine.step import Stepper
 from app.model.attention import needs_of, select
 from app.model.build import ModelSections, build_trainee
 from app.model.dtypes import DTYPES
+from app.model.tasks import TASKS
 from app.model.weights import build_on_meta
 from app.optim.optimizers import build_optimizer
 from tests.marks import requires_gpu
@@ -32,10 +33,11 @@ CARD = 23e9  # what is left of 24 GB beside the context and the screen
 
 def sections_of(run: RunConfig) -> ModelSections:
     precision = run.precision.kind
-    lm = build_on_meta(run.model, "eager")
+    lm = build_on_meta(run.model, TASKS[run.task.kind], "eager")
     needs = needs_of(lm, DTYPES[precision].compute, packed=True)
     return ModelSections(
         model=run.model,
+        task=run.task,
         adapter=run.adapter,
         quantization=run.quantization,
         attention=select(run.attention, default_device(), lambda: needs),

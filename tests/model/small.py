@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from app.batch import IGNORE, Batch, Documents
-from app.config.schema import AdapterConfig, ModelConfig, QuantizationConfig
+from app.config.schema import AdapterConfig, ModelConfig, QuantizationConfig, TaskConfig
 from app.model.attention import register
 from app.model.build import ModelSections, build_trainee
+from app.model.tasks import TASKS, Task
 from app.model.trainee import Trainee
 
+CAUSAL = TASKS["causal"]
 VOCABULARY = 64
 WIDTH = 32
 
@@ -99,10 +101,46 @@ _MORE: dict[str, dict[str, Any]] = {
 }
 MORE_KINDS = tuple(_MORE)  # for the slow tier
 
+_ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "roberta": {"max_position_embeddings": 66},
+    "modernbert": {"local_attention": 2 * _WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+}
+_UNDROPPED = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout")
+# No token may be drawn at random in a test of numbers; everything else is as in the common numbers.
+ENCODERS = {
+    kind: {
+        "num_key_value_heads": None,
+        "tie_word_embeddings": True,
+        **dict.fromkeys(_UNDROPPED, 0.0),
+        **given,
+    }
+    for kind, given in _ENCODERS.items()
+}
+ALL_KINDS = (*KINDS, *ENCODERS)
+
+
+def task_of(kind: str) -> Task:
+    """What a tiny model of this kind is built for."""
+    return TASKS["masked" if kind in ENCODERS else "causal"]
+
 
 def numbers(kind: str, **changes: Any) -> dict[str, Any]:
     """An architecture, as it stands in a YAML of conf/model."""
-    return {"model_type": kind, **_COMMON, **(KINDS | _MORE).get(kind, {}), **changes}
+    return {"model_type": kind, **_COMMON, **(KINDS | _MORE | ENCODERS).get(kind, {}), **changes}
+
+
+def wide_numbers(kind: str, **changes: Any) -> dict[str, Any]:
+    """The same in sizes that can be quantised: the inputs of every layer are multiples of 64."""
+    sizes = {
+        "hidden_size": 64,
+        "n_embd": 64,
+        "intermediate_size": 128,
+        "head_dim": 16,
+        "initializer_range": 0.2,
+    }
+    plain = numbers(kind)
+    return plain | {key: size for key, size in sizes.items() if key in plain} | changes
 
 
 def config_of(kind: str, **changes: Any) -> Any:
@@ -124,8 +162,11 @@ def padded(documents: list[Tensor]) -> tuple[Tensor, Tensor]:
     return ids, torch.arange(ids.shape[1]).expand_as(ids).contiguous()
 
 
-def batch_of(documents: list[Tensor], labels_from: int = 1, fill: int = 0) -> Batch:
-    """Padded rows; the tokens of each from `labels_from` on are trained, and `fill` rows of the head are IGNORE."""
+def batch_of(documents: list[Tensor], labels_from: int = 1, fill: int = 0, *, isolate: bool = False) -> Batch:
+    """Padded rows; the tokens of each from `labels_from` on are trained, and `fill` rows of the head are IGNORE.
+
+    `isolate` for encoders, whose tokens would see the padding.
+    """
     ids, positions = padded(documents)
     size = ids.shape[1]
     rows = [r * size + s - 1 for r, d in enumerate(documents) for s in range(labels_from, len(d))]
@@ -138,6 +179,9 @@ def batch_of(documents: list[Tensor], labels_from: int = 1, fill: int = 0) -> Ba
         lengths=tuple(len(d) for d in documents),
         num_labels=len(targets),
         num_tokens=sum(len(d) for d in documents),
+        documents=Documents.of([part for d in documents for part in (len(d), size - len(d)) if part])
+        if isolate
+        else None,
     )
 
 
@@ -159,12 +203,10 @@ def packed(documents: list[Tensor], labels_from: int = 1, filling: int = 0) -> B
 
 def built(kind: str, attention: str = "packed", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """The same weights for the same kind, in eval mode."""
-    from transformers import AutoModelForCausalLM
-
     register("sdpa")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        lm = AutoModelForCausalLM.from_config(
+        lm = task_of(kind).model_class.from_config(
             config_of(kind, **changes), attn_implementation=attention, dtype=dtype
         )
         for parameter in lm.parameters():  # biases and norms too: at zero and one they would hide mistakes
@@ -200,6 +242,7 @@ def sections(
     """What build_trainee takes."""
     return ModelSections(
         model=model,
+        task=given.get("task") or TaskConfig(kind="masked" if _is_encoder(model) else "causal"),
         adapter=adapter,
         quantization=given.get("quantization") or QuantizationConfig(kind="none"),
         attention="sdpa",
@@ -208,11 +251,17 @@ def sections(
     )
 
 
+def _is_encoder(model: ModelConfig) -> bool:
+    return model.architecture.get("model_type") in ENCODERS
+
+
 def trainee_of(
     kind: str = "llama", adapter: AdapterConfig | None = None, precision: str = "fp32", **given: Any
 ) -> Trainee:
     """A tiny trainee with random weights; a fresh adapter changes nothing, so give it some weight."""
-    parts = sections(model_config(kind), adapter or full(), precision, **given)
+    numbers_of = wide_numbers if given.get("quantization") else numbers
+    model = given.pop("model", None) or model_config(kind, architecture=numbers_of(kind))
+    parts = sections(model, adapter or full(), precision, **given)
     trainee = build_trainee(parts, torch.device("cpu"), seed=0, base_path="base")
     generator = torch.Generator().manual_seed(3)
     for name, parameter in trainee.network.named_parameters():

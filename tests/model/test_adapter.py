@@ -8,6 +8,7 @@ from torch import nn
 from app.errors import ConfigError
 from app.model.adapter import layers_to_adapt
 from tests.model.small import (
+    CAUSAL,
     KINDS,
     batch_of,
     built,
@@ -97,7 +98,7 @@ def test_a_short_name_is_not_used_where_it_would_reach_other_layers() -> None:
     lm.add_module("q_proj", nn.Linear(4, 4))
     from app.model.adapter import attach
 
-    network = attach(lora(targets=["q_proj"]), lm, "base")
+    network = attach(lora(targets=["q_proj"]), CAUSAL, lm, "base")
     assert len([n for n, p in network.named_parameters() if p.requires_grad]) == 4
 
 

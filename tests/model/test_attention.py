@@ -7,42 +7,54 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.batch import Documents
+from app.batch import Batch, Documents
 from app.model.attention import NAME, Rules, plain, register, sdpa
+from app.model.positions import first_position
 from tests.model import small
-from tests.model.small import KINDS, MORE_KINDS, built, config_of, distance, documents_of, padded
+from tests.model.small import (
+    ALL_KINDS,
+    ENCODERS,
+    MORE_KINDS,
+    batch_of,
+    built,
+    config_of,
+    distance,
+    documents_of,
+    packed,
+)
 
 LENGTHS = (20, 5, 11)  # longer than the window of 8, shorter, and neither
 DOCUMENTS = documents_of(LENGTHS)
 
 
-def separate(lm: Any) -> list[Tensor]:
-    """Hidden states of each document alone, by the model's own eager attention."""
-    lm.set_attn_implementation("eager")
+def separate(lm: Any, attention: str = "eager") -> list[Tensor]:
+    """Hidden states of each document alone, by the model's own attention and positions."""
+    lm.set_attn_implementation(attention)
     try:
-        return [
-            lm.base_model(input_ids=d[None], position_ids=torch.arange(len(d))[None], use_cache=False)[0][0]
-            for d in DOCUMENTS
-        ]
+        return [lm.base_model(input_ids=d[None], use_cache=False)[0][0] for d in DOCUMENTS]
     finally:
         lm.set_attn_implementation(NAME)
 
 
 def in_rows(lm: Any) -> list[Tensor]:
     """The same through our attention, one document a row with padding on the right."""
-    ids, positions = padded(DOCUMENTS)
-    hidden = lm.base_model(input_ids=ids, position_ids=positions, use_cache=False)[0]
+    hidden = hidden_of(lm, batch_of(DOCUMENTS, isolate=lm.config.model_type in ENCODERS))
     return [hidden[r, :n] for r, n in enumerate(LENGTHS)]
 
 
 def side_by_side(lm: Any) -> list[Tensor]:
     """The same through our attention, all documents in one row."""
-    ids = torch.cat(DOCUMENTS)[None]
-    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-    hidden = lm.base_model(
-        input_ids=ids, position_ids=positions, use_cache=False, documents=Documents.of(LENGTHS)
+    return list(torch.split(hidden_of(lm, packed(DOCUMENTS))[0], list(LENGTHS)))
+
+
+def hidden_of(lm: Any, batch: Batch) -> Tensor:
+    hidden: Tensor = lm.base_model(
+        input_ids=batch.ids,
+        position_ids=batch.positions + first_position(lm),
+        use_cache=False,
+        documents=batch.documents,
     )[0]
-    return list(torch.split(hidden[0], list(LENGTHS)))
+    return hidden
 
 
 def gradient_of(lm: Any, hidden: list[Tensor]) -> dict[str, Tensor]:
@@ -67,7 +79,7 @@ def check_parity(kind: str) -> None:
         assert distance(gradient_of(lm, ours), expected) <= 5e-6, layout.__name__
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_equals_the_models_own_eager_attention_on_separate_documents(kind: str) -> None:
     check_parity(kind)
 
@@ -131,12 +143,12 @@ def recorded(lm: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     return calls
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_every_layer_calls_us_without_a_mask_and_with_unrepeated_keys(kind: str) -> None:
     lm = built(kind)
     calls = recorded(lm)
     assert len(calls) == 2
-    heads = 4 if kind == "gpt2" else 2
+    heads = 4 if kind in {"gpt2", *ENCODERS} else 2
     for args, layer in calls:
         assert args[4] is None
         assert "attention_mask" not in layer

@@ -6,13 +6,13 @@ from torch import nn
 
 from app.model.drawing import draw
 from app.model.weights import build_on_meta
-from tests.model.small import KINDS, MORE_KINDS, built, model_config
+from tests.model.small import CAUSAL, KINDS, MORE_KINDS, built, model_config
 
 CPU = torch.device("cpu")
 
 
 def drawn(kind: str, seed: int = 0) -> Any:
-    lm = build_on_meta(model_config(kind), "eager")
+    lm = build_on_meta(model_config(kind), CAUSAL, "eager")
     draw(lm, CPU, seed, lambda layer: None)
     return lm
 
@@ -57,7 +57,7 @@ def test_numbers_follow_the_seed_and_draw_nothing_from_the_program() -> None:
 
 
 def test_no_more_than_one_layer_is_ever_there_before_it_is_taken() -> None:
-    lm = build_on_meta(model_config(), "eager")
+    lm = build_on_meta(model_config(), CAUSAL, "eager")
     layers = list(lm.model.layers)
     seen: list[int] = []
 

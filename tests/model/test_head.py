@@ -12,6 +12,7 @@ from app.errors import EnvironmentProblem
 from app.model.head import chunk_rows, own_head, token_loss_sum
 from app.model.trainee import Trainee
 from tests.model.small import (
+    ALL_KINDS,
     KINDS,
     MORE_KINDS,
     VOCABULARY,
@@ -22,7 +23,6 @@ from tests.model.small import (
     documents_of,
     gradients,
     lora,
-    packed,
     trainee_of,
 )
 
@@ -92,20 +92,6 @@ def test_equals_float64_arithmetic() -> None:
     expected = torch.autograd.grad(exact, [exact_rows, exact_weight])
     assert distance(loss.detach(), exact.detach()) <= 1e-6
     assert distance(found, expected) <= 1e-6
-
-
-@pytest.mark.parametrize(
-    "given", [{}, {"adapter": lora()}, {"recompute": True}], ids=["full", "lora", "recompute"]
-)
-@pytest.mark.parametrize("kind", KINDS)
-def test_documents_in_one_row_give_the_loss_and_gradient_of_padded_rows(
-    kind: str, given: dict[str, Any]
-) -> None:
-    trainee = trainee_of(kind, **given)
-    padded_rows = measured(trainee, lambda: trainee(batch_of(DOCUMENTS, labels_from=3))[0])
-    one_row = measured(trainee, lambda: trainee(packed(DOCUMENTS, labels_from=3, filling=6))[0])
-    assert one_row[0] == pytest.approx(padded_rows[0], rel=1e-6)
-    assert distance(one_row[1], padded_rows[1]) <= 1e-5
 
 
 def test_rows_to_ignore_count_for_nothing() -> None:
@@ -229,7 +215,7 @@ def test_the_backbone_is_itself_again_after_the_head_ran() -> None:
     assert lm.model is backbone
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "opt"])
+@pytest.mark.parametrize("kind", [*ALL_KINDS, "opt"])
 def test_the_head_is_the_models_own(kind: str) -> None:
     trainee = trainee_of(kind)
     trainee.train()

@@ -9,17 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from app.config.schema import PrecisionConfig, QuantizationConfig
+from app.config.schema import ModelConfig, PrecisionConfig, QuantizationConfig
 from app.errors import ConfigError
 from app.model.attention import register
 from app.model.build import ModelSections, build_trainee, plan_model, unpacked_base
 from app.model.load import load_tuned
-from app.model.quantize import notes, packing_of
+from app.model.quantize import notes, packing_of, settle
 from app.model.save import save_base, save_model
 from app.model.tokenizer import load_tokenizer
 from app.model.trainee import Trainee
 from app.model.weights import build_on_meta, load_base, load_packed
 from tests.model.small import (
+    CAUSAL,
     batch_of,
     built,
     distance,
@@ -28,10 +29,10 @@ from tests.model.small import (
     gradients,
     lora,
     model_config,
-    numbers,
     packed,
     sections,
     trainee_of,
+    wide_numbers,
 )
 
 CPU = torch.device("cpu")
@@ -41,8 +42,13 @@ WITH_EXPERTS = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 IDS = documents_of((10,))[0][None]
 
 
+def wide(kind: str = "llama", **given: Any) -> ModelConfig:
+    """The section of a model that can be quantised."""
+    return model_config(kind, **({"architecture": wide_numbers(kind)} | given))
+
+
 def parts_of(kind: str = "llama", precision: str = "fp32", **given: Any) -> ModelSections:
-    model = given.pop("model", None) or model_config(kind)
+    model = given.pop("model", None) or wide(kind)
     return sections(model, lora(), precision, quantization=NF4, **given)
 
 
@@ -78,7 +84,7 @@ def same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
 
 
 def linear_in_backbone(kind: str) -> dict[str, int]:
-    lm = build_on_meta(model_config(kind), "eager")
+    lm = build_on_meta(wide(kind), CAUSAL, "eager")
     return {
         name: module.weight.numel()
         for name, module in lm.named_modules()
@@ -89,7 +95,7 @@ def linear_in_backbone(kind: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("kind", DENSE)
 def test_the_whole_backbone_is_in_four_bits_and_the_head_is_not(kind: str) -> None:
-    lm = load_packed(model_config(kind), packing(torch.bfloat16), torch.bfloat16, CPU, register("sdpa"), 0)
+    lm = load_packed(wide(kind), CAUSAL, packing(torch.bfloat16), torch.bfloat16, CPU, register("sdpa"), 0)
     layers = dict(packed_layers(lm))
     sizes = linear_in_backbone(kind)
     assert layers.keys() == sizes.keys()
@@ -102,7 +108,7 @@ def test_the_whole_backbone_is_in_four_bits_and_the_head_is_not(kind: str) -> No
         assert layer.compute_dtype == torch.bfloat16
     others = [p for name, p in lm.named_parameters() if name.rpartition(".")[0] not in layers]
     assert {p.dtype for p in others} == {torch.bfloat16}
-    assert lm.get_output_embeddings().weight.shape == (64, 32)
+    assert lm.get_output_embeddings().weight.shape == (64, 64)
     assert lm.get_output_embeddings().weight.dtype == torch.bfloat16
 
 
@@ -113,7 +119,7 @@ def packing(compute: torch.dtype) -> Any:
 def test_without_double_quantisation_the_scales_are_floats() -> None:
     plain = packing_of(QuantizationConfig(kind="nf4", double_quant=False), torch.float32)
     assert plain is not None
-    lm = load_packed(model_config(), plain, torch.float32, CPU, register("sdpa"), 0)
+    lm = load_packed(wide(), CAUSAL, plain, torch.float32, CPU, register("sdpa"), 0)
     assert {layer.weight.quant_state.nested for _, layer in packed_layers(lm)} == {False}
 
 
@@ -129,14 +135,12 @@ def test_a_random_base_is_drawn_and_saved_and_packed_again_to_the_same_bytes(
     assert same(packed_bytes(build_trainee(parts, CPU, 0, "base").network), base)
     assert not same(packed_bytes(build_trainee(parts, CPU, 1, "base").network), base)
 
-    tokenizer = load_tokenizer(model_config(), needs_template=True)
+    tokenizer = load_tokenizer(wide(), needs_template=True)
     unpacked = unpacked_base(parts, CPU, 0)
     assert unpacked is not None
     save_base(trainee, tokenizer, tmp_path, unpacked)
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
-    again = build_trainee(
-        parts_of(precision=precision, model=model_config(path=str(tmp_path))), CPU, 0, "base"
-    )
+    again = build_trainee(parts_of(precision=precision, model=wide(path=str(tmp_path))), CPU, 0, "base")
     assert same(packed_bytes(again.network), base)
     others = {name: p for name, p in trainee.network.named_parameters() if ".base_layer." not in name}
     assert same({name: p for name, p in again.network.named_parameters() if name in others}, others)
@@ -144,11 +148,12 @@ def test_a_random_base_is_drawn_and_saved_and_packed_again_to_the_same_bytes(
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2"])
 def test_a_folder_is_packed_as_it_is_read_like_its_layers_one_by_one(kind: str, tmp_path: Path) -> None:
-    built(kind, "eager").save_pretrained(str(tmp_path))
-    config = model_config(path=str(tmp_path))
-    whole = load_base(config, torch.float32, CPU, register("sdpa"), 0)
+    built(kind, "eager", **wide_numbers(kind)).save_pretrained(str(tmp_path))
+    config = wide(path=str(tmp_path))
+    whole = load_base(config, CAUSAL, torch.float32, CPU, register("sdpa"), 0)
     packing(torch.float32).pack(whole.base_model)
-    read = load_packed(config, packing(torch.float32), torch.float32, CPU, register("sdpa"), 0)
+    settle(whole)
+    read = load_packed(config, CAUSAL, packing(torch.float32), torch.float32, CPU, register("sdpa"), 0)
     assert same(packed_bytes(read), packed_bytes(whole))
     with torch.no_grad():
         assert read.eval()(IDS).logits.equal(whole.eval()(IDS).logits)
@@ -156,10 +161,10 @@ def test_a_folder_is_packed_as_it_is_read_like_its_layers_one_by_one(kind: str, 
 
 def test_weights_of_a_bf16_folder_pack_to_the_same_bytes_in_fp32(tmp_path: Path) -> None:
     """A run in fp32 and one in bf16 have the same base."""
-    built("llama", "eager", torch.bfloat16).save_pretrained(str(tmp_path))
-    config = model_config(path=str(tmp_path))
+    built("llama", "eager", torch.bfloat16, **wide_numbers("llama")).save_pretrained(str(tmp_path))
+    config = wide(path=str(tmp_path))
     found = [
-        packed_bytes(load_packed(config, packing(dtype), dtype, CPU, register("sdpa"), 0))
+        packed_bytes(load_packed(config, CAUSAL, packing(dtype), dtype, CPU, register("sdpa"), 0))
         for dtype in (torch.float32, torch.bfloat16)
     ]
     assert same(*found)
@@ -169,7 +174,7 @@ def unpacked_copy(trainee: Trainee, precision: str) -> Trainee:
     """The same model in plain linear layers that have the unpacked weights."""
     from bitsandbytes.functional import dequantize_4bit
 
-    plain = trainee_of("llama", lora(), precision)
+    plain = trainee_of("llama", lora(), precision, model=wide())
     layers = dict(packed_layers(trainee.network))
     given = dict(trainee.network.named_parameters())
     for name, parameter in plain.network.named_parameters():
@@ -234,22 +239,13 @@ def rearranging(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
 
 
-DIVISIBLE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128}
-
-
-def divisible(path: Path | None = None) -> Any:
-    """Sizes that the rearrangement takes."""
-    given = {} if path is None else {"path": str(path)}
-    return model_config(architecture=numbers("llama", **DIVISIBLE), **given)
-
-
 @pytest.mark.parametrize("source", ["random", "folder"])
 def test_an_evaluation_changes_neither_the_base_nor_the_next_step(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rearranging(monkeypatch)
-    built("llama", "eager", **DIVISIBLE).save_pretrained(str(tmp_path))
-    model = divisible(None if source == "random" else tmp_path)
+    built("llama", "eager", **wide_numbers("llama")).save_pretrained(str(tmp_path))
+    model = wide() if source == "random" else wide(path=str(tmp_path))
     trainee = build_trainee(parts_of(model=model), CPU, 0, "base")
     flags = [layer.support_avx512bf16_for_cpu for _, layer in packed_layers(trainee.network)]
     assert flags == [False] * 14
@@ -296,6 +292,9 @@ ids, out, final = torch.tensor(json.loads(sys.argv[1])), sys.argv[2], sys.argv[3
 base = json.load(open(final + "/adapter_config.json"))["base_model_name_or_path"]
 nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 lm = AutoModelForCausalLM.from_pretrained(base, dtype="float32", quantization_config=nf4, device_map={"": "cpu"})
+for layer in lm.modules():  # or CPUs with avx512_bf16 evaluate in bf16
+    if hasattr(layer, "support_avx512bf16_for_cpu"):
+        layer.support_avx512bf16_for_cpu = False
 with torch.no_grad():
     torch.save(PeftModel.from_pretrained(lm, final).train(False)(ids).logits, out)
 assert not [name for name in sys.modules if name.split(".")[0] == "app"]
@@ -312,16 +311,16 @@ def test_the_adapter_gives_the_same_logits_on_the_same_base_here_and_elsewhere(
         trainee(batch_of(documents_of((8, 5), seed)))[0].backward()
         optimizer.step()
         optimizer.zero_grad()
-    tokenizer = load_tokenizer(model_config(), needs_template=True)
+    tokenizer = load_tokenizer(wide(), needs_template=True)
     save_base(trainee, tokenizer, tmp_path / "base", unpacked_base(parts, CPU, 0))
     save_model(trainee, tokenizer, tmp_path / "final")
     with torch.no_grad():
         ours = trainee.language_model.eval()(IDS).logits
         here, without = (
-            load_tuned(tmp_path, model_config(), adapter=adapter, quantization=NF4)(IDS).logits
+            load_tuned(tmp_path, wide(), CAUSAL, adapter=adapter, quantization=NF4)(IDS).logits
             for adapter in (True, False)
         )
-        unquantised = load_tuned(tmp_path, model_config(), adapter=True)(IDS).logits
+        unquantised = load_tuned(tmp_path, wide(), CAUSAL, adapter=True)(IDS).logits
     assert distance(here, ours) <= 1e-6
     assert distance(without, ours) > 1e-2
     assert distance(unquantised, ours) > 1e-2, "so the base must be quantised again"
@@ -360,27 +359,27 @@ def refused(parts: ModelSections, words: str) -> None:
 @pytest.mark.parametrize("kind", WITH_EXPERTS)
 def test_experts_are_refused_by_name_before_weights_are_drawn(kind: str) -> None:
     refused(parts_of(kind), f"a model of kind {kind} .*: its experts are stacked")
-    plan_model(sections(model_config(kind), lora()))  # a plain base can be trained
+    plan_model(sections(wide(kind), lora()))  # a plain base can be trained
 
 
-def test_an_odd_number_of_inputs_is_refused() -> None:
-    model = model_config(architecture=numbers("llama", intermediate_size=51))
-    refused(parts_of(model=model), r"layers\.0\.mlp\.down_proj has 51 inputs, and two of them share a byte")
+def test_rows_that_do_not_end_with_a_block_are_refused() -> None:
+    model = wide(architecture=wide_numbers("llama", intermediate_size=96))
+    refused(parts_of(model=model), r"layers\.0\.mlp\.down_proj has 96 inputs, not a multiple of 64")
 
 
 def test_weights_that_are_quantised_already_are_refused(tmp_path: Path) -> None:
-    built("llama", "eager").save_pretrained(str(tmp_path))
+    built("llama", "eager", **wide_numbers("llama")).save_pretrained(str(tmp_path))
     file = tmp_path / "config.json"
     extra = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
     file.write_text(json.dumps(json.loads(file.read_text()) | extra))
-    refused(parts_of(model=model_config(path=str(tmp_path))), "these weights are quantised already")
+    refused(parts_of(model=wide(path=str(tmp_path))), "these weights are quantised already")
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_weights_are_counted_and_not_their_bytes(kind: str) -> None:
-    found, plain = (plan_model(parts) for parts in (parts_of(kind), sections(model_config(kind), lora())))
+    found, plain = (plan_model(parts) for parts in (parts_of(kind), sections(wide(kind), lora())))
     assert found == plain
-    whole = plan_model(sections(model_config(kind), full()))
+    whole = plan_model(sections(wide(kind), full()))
     assert found.total == whole.total + found.trained
     assert found.trained == sum(p.numel() for p in qlora(kind).trained().values())
 

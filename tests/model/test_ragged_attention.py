@@ -29,7 +29,7 @@ from app.model.attention import (
 from app.model.attention.rules import Kernel
 from app.model.weights import build_on_meta
 from tests.model import stand_ins
-from tests.model.small import KINDS, built, model_config
+from tests.model.small import CAUSAL, KINDS, built, model_config
 from tests.model.stand_ins import NEEDS
 from tests.model.test_attention import gradient_of, largest, separate, side_by_side
 
@@ -264,15 +264,15 @@ def test_the_flash_attn_that_fits_is_found(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_needs_are_read_from_a_model_without_weights(kind: str) -> None:
-    needs = needs_of(build_on_meta(model_config(kind), "eager"), torch.bfloat16, packed=True)
+    needs = needs_of(build_on_meta(model_config(kind), CAUSAL, "eager"), torch.bfloat16, packed=True)
     assert needs.softcap == (kind == "gemma2")
     assert needs.sinks == (kind == "gpt_oss")
     assert (needs.key_size, needs.value_size, needs.dropout) == (8, 8, False)
 
 
 def test_needs_of_narrow_values_and_of_dropout() -> None:
-    narrow = needs_of(build_on_meta(model_config("deepseek_v3"), "eager"), None, packed=True)
+    narrow = needs_of(build_on_meta(model_config("deepseek_v3"), CAUSAL, "eager"), None, packed=True)
     assert (narrow.key_size, narrow.value_size) == (16, 12)
     given = model_config("gpt2")
     given.architecture["attn_pdrop"] = 0.1
-    assert needs_of(build_on_meta(given, "eager"), None, packed=True).dropout
+    assert needs_of(build_on_meta(given, CAUSAL, "eager"), None, packed=True).dropout

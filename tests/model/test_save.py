@@ -15,7 +15,17 @@ from app.model.load import load_tuned, load_tuned_tokenizer
 from app.model.save import save_base, save_model
 from app.model.tokenizer import load_tokenizer
 from app.model.trainee import Trainee
-from tests.model.small import batch_of, built, distance, documents_of, full, lora, model_config, sections
+from tests.model.small import (
+    CAUSAL,
+    batch_of,
+    built,
+    distance,
+    documents_of,
+    full,
+    lora,
+    model_config,
+    sections,
+)
 
 CPU = torch.device("cpu")
 IDS = documents_of((10,))[0][None]
@@ -148,8 +158,8 @@ def test_a_random_base_is_kept_as_it_was_before_the_adapter(kind: str, tmp_path:
     save_base(trainee, tokenizer, place)
     save_model(trainee, tokenizer, tmp_path / "final")
     base = build_trainee(sections(config, full()), CPU, 0, "").language_model
-    assert distance(logits(load_tuned(tmp_path, config, adapter=False)), logits(base)) <= 1e-6
-    tuned = logits(load_tuned(tmp_path, config, adapter=True))
+    assert distance(logits(load_tuned(tmp_path, config, CAUSAL, adapter=False)), logits(base)) <= 1e-6
+    tuned = logits(load_tuned(tmp_path, config, CAUSAL, adapter=True))
     assert distance(tuned, logits(trainee.language_model)) <= 1e-6
     assert distance(tuned, logits(base)) > 1e-2
 
@@ -159,12 +169,12 @@ def test_a_tuned_model_answers_from_its_folder(tmp_path: Path) -> None:
     trainee = trained(config, full())
     tokenizer = load_tokenizer(model_config(), needs_template=True)
     save_model(trainee, tokenizer, tmp_path / "run" / "final")
-    lm = load_tuned(tmp_path / "run", config, adapter=True)
+    lm = load_tuned(tmp_path / "run", config, CAUSAL, adapter=True)
     assert not lm.training
     assert distance(logits(lm), logits(trainee.language_model)) <= 1e-6
     assert load_tuned_tokenizer(tmp_path / "run" / "final").chat_template == tokenizer.chat_template
     with pytest.raises(CheckpointError, match=r"adapter=false: .* is a whole model"):
-        load_tuned(tmp_path / "run", config, adapter=False)
+        load_tuned(tmp_path / "run", config, CAUSAL, adapter=False)
 
 
 def test_damaged_runs_are_told(tmp_path: Path) -> None:
@@ -175,7 +185,7 @@ def test_damaged_runs_are_told(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"its base of random weights is not there any more \(it was .*base\)"
     ):
-        load_tuned(tmp_path, config, adapter=True)
+        load_tuned(tmp_path, config, CAUSAL, adapter=True)
     save_base(trainee, tokenizer, tmp_path / "base")
     for file, error in (
         ("final/adapter_model.safetensors", CheckpointError),
@@ -184,6 +194,6 @@ def test_damaged_runs_are_told(tmp_path: Path) -> None:
         content = (tmp_path / file).read_bytes()
         (tmp_path / file).write_bytes(content[: len(content) // 2])
         with pytest.raises(error, match="cannot be loaded"):
-            load_tuned(tmp_path, config, adapter=True)
+            load_tuned(tmp_path, config, CAUSAL, adapter=True)
         (tmp_path / file).write_bytes(content)
-    load_tuned(tmp_path, config, adapter=True)
+    load_tuned(tmp_path, config, CAUSAL, adapter=True)

@@ -5,11 +5,14 @@ from typing import Any
 import pytest
 import torch
 
+from app.config.schema import TaskConfig
 from app.errors import ConfigError
 from app.model.attention import register
 from app.model.build import plan_model
 from app.model.weights import load_base
-from tests.model.small import KINDS, full, lora, model_config, sections
+from tests.model.small import CAUSAL, KINDS, full, lora, model_config, sections
+
+_UNDECODED: dict[str, Any] = {"is_decoder": False}
 
 # Each would train without an error and be wrong, or fail late and obscurely; with words of the reason.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -25,9 +28,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "deberta-v2": ({}, "not a causal language model"),
     "t5": ({}, "not a causal language model"),
-    "bert": ({"is_decoder": False}, "its tokens see the tokens after them"),
-    "roberta": ({"is_decoder": False}, "its tokens see the tokens after them"),
+    "bert": (_UNDECODED, "its tokens see the tokens after them"),
+    "roberta": (_UNDECODED, "its tokens see the tokens after them"),
     "gemma3": ({}, "it reads more than text"),
+}
+
+
+MASKED_REFUSED = {
+    "llama": "it is not an encoder with a head for hidden tokens",
+    "bart": "it reads more than text, and only the text part could be trained",
+    "deberta-v2": "its attention cannot be replaced by ours",
 }
 
 
@@ -37,7 +47,23 @@ def test_a_kind_that_would_be_trained_wrongly_is_refused_by_name(kind: str) -> N
     architecture = {"model_type": kind, "num_hidden_layers": 2, **given}
     config = model_config(architecture=architecture)
     with pytest.raises(ConfigError, match=rf"^model.architecture: .* kind {kind} cannot be .*({reason})"):
-        plan_model(sections(config, full()))
+        plan_model(sections(config, full(), task=TaskConfig(kind="causal")))
+
+
+@pytest.mark.parametrize(("kind", "reason"), MASKED_REFUSED.items())
+def test_so_is_one_that_cannot_find_hidden_tokens(kind: str, reason: str) -> None:
+    config = model_config(architecture={"model_type": kind, "num_hidden_layers": 2})
+    with pytest.raises(
+        ConfigError, match=rf" kind {kind} cannot be trained here \({reason}\)\. Choose another: bert"
+    ):
+        plan_model(sections(config, full(), task=TaskConfig(kind="masked")))
+
+
+def test_the_task_that_a_kind_is_made_for_is_named() -> None:
+    for kind, given, fitting in (("llama", "masked", "causal"), ("modernbert", "causal", "masked")):
+        config = model_config(architecture={"model_type": kind, "num_hidden_layers": 2})
+        with pytest.raises(ConfigError, match=f"or try task={fitting}, which has a class for this kind"):
+            plan_model(sections(config, full(), task=TaskConfig(kind=given)))
 
 
 def test_loading_refuses_too_and_before_it_reads_weights(tmp_path: Path) -> None:
@@ -60,14 +86,14 @@ def attempts(config: Any) -> list[Callable[[], Any]]:
     device = torch.device("cpu")
     return [
         lambda: plan_model(sections(config, full())),
-        lambda: load_base(config, torch.float32, device, register("sdpa"), seed=0),
+        lambda: load_base(config, CAUSAL, torch.float32, device, register("sdpa"), seed=0),
     ]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "opt"])
 def test_the_plan_accepts_kinds_that_are_right_and_counts_them(kind: str) -> None:
     config = model_config(kind)
-    lm = load_base(config, torch.float32, torch.device("cpu"), register("sdpa"), seed=0)
+    lm = load_base(config, CAUSAL, torch.float32, torch.device("cpu"), register("sdpa"), seed=0)
     plan = plan_model(sections(config, full()))
     assert plan.total == plan.trained == sum(p.numel() for p in lm.parameters())
     with_adapter = plan_model(sections(config, lora(r=2)))

@@ -18,6 +18,7 @@ from app.model.save import save_model
 from app.model.tokenizer import load_tokenizer
 from app.model.weights import build_on_meta, load_base
 from tests.model.small import (
+    CAUSAL,
     KINDS,
     batch_of,
     built,
@@ -43,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def load(config: Any, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
-    return load_base(config, dtype, CPU, register("sdpa"), seed)
+    return load_base(config, CAUSAL, dtype, CPU, register("sdpa"), seed)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_the_numbers_in_conf_are_those_of_the_real_models(model: str, weights: i
     assert isinstance(given, dict)
     config = model_config(architecture=given["architecture"])
     assert plan_model(sections(config, full())).total == weights
-    assert {p.device.type for p in build_on_meta(config, "eager").parameters()} == {"meta"}
+    assert {p.device.type for p in build_on_meta(config, CAUSAL, "eager").parameters()} == {"meta"}
 
 
 def test_random_weights_follow_the_seed_and_draw_nothing_from_the_program() -> None:
@@ -229,7 +230,7 @@ def test_nothing_is_asked_of_the_hub_when_all_is_local(
     trainee = build_trainee(parts, CPU, 0, base_path(config, tmp_path / "base"))
     trainee(batch_of(documents_of((5,))))[0].backward()
     save_model(trainee, tokenizer, tmp_path / "run" / "final")
-    load_tuned(tmp_path / "run", config, adapter=True)
+    load_tuned(tmp_path / "run", config, CAUSAL, adapter=True)
     assert calls_out == []
 
 

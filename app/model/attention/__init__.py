@@ -4,6 +4,19 @@ from app.model.attention.backends import BACKENDS, select
 from app.model.attention.dense import plain, sdpa
 from app.model.attention.interface import NAME, register
 from app.model.attention.needs import needs_of
+from app.model.attention.own import right_own
 from app.model.attention.rules import Backend, Needs, Rules
 
-__all__ = ["BACKENDS", "NAME", "Backend", "Needs", "Rules", "needs_of", "plain", "register", "sdpa", "select"]
+__all__ = [
+    "BACKENDS",
+    "NAME",
+    "Backend",
+    "Needs",
+    "Rules",
+    "needs_of",
+    "plain",
+    "register",
+    "right_own",
+    "sdpa",
+    "select",
+]

@@ -46,7 +46,20 @@ def _as_transformers_calls_it(kernel: Kernel) -> Callable[..., tuple[Tensor, Non
             softcap=layer.get("softcap"),
             sinks=layer.get("s_aux"),
         )
-        out = kernel(query, key, value, rules, documents)
+        if documents is None or query.shape[0] == 1:
+            out = kernel(query, key, value, rules, documents)
+        else:
+            out = _in_one_row(kernel, query, key, value, rules, documents)
         return out.transpose(1, 2).contiguous(), None
 
     return attention
+
+
+def _in_one_row(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: Documents
+) -> Tensor:
+    """Documents that lie in several rows, one row after another."""
+    rows = q.shape[0]
+    q, k, v = (t.transpose(0, 1).flatten(1, 2)[None] for t in (q, k, v))
+    out = kernel(q, k, v, rules, documents)[0]
+    return out.reshape(out.shape[0], rows, -1, out.shape[2]).transpose(0, 1)

@@ -1,0 +1,115 @@
+"""What a model must predict of a row: the next token of each, or tokens that were hidden from it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.config.schema import TaskConfig
+from app.data.rows import TokenRows
+from app.data.tokenizer import Tokenizer
+from app.errors import ConfigError
+
+_HIDDEN, _REPLACED = 0.8, 0.1  # of the chosen tokens, as in BERT; the others stay and must be predicted too
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """One row as the model reads it: the state at `at[i]` must predict `targets[i]`."""
+
+    ids: NDArray[np.int32]
+    at: NDArray[np.int64]
+    targets: NDArray[np.int32]
+
+
+class Labels(Protocol):
+    """How a task labels rows."""
+
+    @property
+    def both_ways(self) -> bool:
+        """Whether tokens see those after them, so that padding must be kept from them."""
+
+    def of(self, rows: TokenRows, i: int, epoch: int) -> Labelled:
+        """Row i; the same whenever it is asked for the same epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class NextTokens:
+    """Every state predicts the token after it, where that one is trained."""
+
+    both_ways: bool = False
+
+    def of(self, rows: TokenRows, i: int, epoch: int) -> Labelled:  # noqa: ARG002  nothing is drawn
+        """The row as it is."""
+        return next_tokens(rows.ids(i), rows.trained(i))
+
+
+NEXT_TOKENS = NextTokens()
+
+
+def next_tokens(ids: NDArray[np.int32], trained: NDArray[np.bool_]) -> Labelled:
+    """The state before a trained token predicts it."""
+    at = np.flatnonzero(trained)
+    return Labelled(ids, at - 1, ids[at])
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenTokens:
+    """A share of each row's tokens is drawn anew in each epoch, hidden, and predicted where it stood."""
+
+    share: float
+    mask_id: int
+    special: NDArray[np.int64]  # never drawn
+    ordinary: NDArray[np.int32]  # what a token is replaced by
+    seed: int
+    both_ways: bool = True
+
+    def of(self, rows: TokenRows, i: int, epoch: int) -> Labelled:
+        """The draw follows from seed, epoch and row alone: packing and batches change nothing."""
+        ids = rows.ids(i)
+        free = np.flatnonzero(~np.isin(ids, self.special))
+        if not len(free):
+            return Labelled(ids, free, ids[free])
+        random = np.random.default_rng([self.seed, epoch, i])
+        at = np.sort(random.choice(free, max(1, round(self.share * len(free))), replace=False))
+        return Labelled(self._hidden(ids, at, random), at, ids[at])
+
+    def _hidden(
+        self, ids: NDArray[np.int32], at: NDArray[np.int64], random: np.random.Generator
+    ) -> NDArray[np.int32]:
+        fate = random.random(len(at))
+        seen = ids.copy()
+        seen[at[fate < _HIDDEN]] = self.mask_id
+        replaced = at[(fate >= _HIDDEN) & (fate < _HIDDEN + _REPLACED)]
+        seen[replaced] = random.choice(self.ordinary, len(replaced))
+        return seen
+
+
+def _causal(_config: TaskConfig, _tokenizer: Tokenizer, _seed: int) -> Labels:
+    return NEXT_TOKENS
+
+
+def _masked(config: TaskConfig, tokenizer: Tokenizer, seed: int) -> Labels:
+    if tokenizer.mask_token_id is None:
+        raise ConfigError(
+            "task.kind=masked: the tokenizer has no mask token. Give the tokenizer of an encoder "
+            "(model.tokenizer=DIR), or set task=causal."
+        )
+    special = sorted(set(tokenizer.all_special_ids))
+    ordinary = np.setdiff1d(np.array(sorted(tokenizer.get_vocab().values())), special).astype(np.int32)
+    return HiddenTokens(config.mask_share, tokenizer.mask_token_id, np.array(special), ordinary, seed)
+
+
+LABELS: dict[str, Callable[[TaskConfig, Tokenizer, int], Labels]] = {"causal": _causal, "masked": _masked}
+
+
+def labels_of(config: TaskConfig, tokenizer: Any, seed: int) -> Labels:
+    """Of a run's task."""
+    return LABELS[config.kind](config, tokenizer, seed)
+
+
+def read(rows: TokenRows, units: Sequence[NDArray[np.int64]], labels: Labels, epoch: int) -> list[Labelled]:
+    """The rows of `units`, one after another."""
+    return [labels.of(rows, int(i), epoch) for unit in units for i in unit]

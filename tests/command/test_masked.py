@@ -1,0 +1,99 @@
+"""An encoder from the command line: hidden tokens are learnt, saved and resumed like anything else."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runs import Zygote, metrics, numbers
+
+SMALL = (
+    "model=modernbert",
+    "model.weights=random",
+    "model.tokenizer=tokenizer",
+    "model.architecture.vocab_size=1537",
+    "model.architecture.hidden_size=64",
+    "model.architecture.intermediate_size=64",
+    "model.architecture.num_hidden_layers=2",
+    "model.architecture.num_attention_heads=4",
+    "model.architecture.local_attention=16",
+    *(f"model.architecture.{role}_token_id=1" for role in ("bos", "eos", "cls", "sep")),
+    "model.architecture.pad_token_id=0",
+    "dataset=text",
+    "dataset.path=text.jsonl",
+    "dataset.eval_fraction=0.1",
+    "dataset.max_length=48",
+    "batching.tokens=192",
+    "recipe=full",
+    "optimizer.lr=3e-3",
+    "precision=fp32",
+    "launch.threads=1",
+    "record.every=1",
+    "eval.samples=1",
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tokenizer that knows how to hide, and text in which every token follows from its neighbours."""
+    from app.config.load import compose_run
+    from app.model.tokenizer import load_tokenizer
+
+    tokenizer: Any = load_tokenizer(compose_run([]).model, needs_template=False)
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    tokenizer.save_pretrained(str(tmp_path / "tokenizer"))
+    days = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
+    rows = [" ".join(days[(start + i) % 7] for i in range(8)) for start in range(7)] * 12
+    (tmp_path / "text.jsonl").write_text(
+        "".join(json.dumps({"text": f"{i}. {row}"}) + "\n" for i, row in enumerate(rows))
+    )
+    return tmp_path
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in metrics(run) if "loss" in line]
+
+
+def test_an_encoder_learns_and_comes_out_as_one(folder: Path, zygote: Zygote) -> None:
+    ended = zygote.run(folder, *SMALL, "output_dir=run", "training.epochs=6")
+    assert ended.code == 0, ended.stderr
+    found = losses(folder / "run")
+    assert sum(found[-3:]) < 0.7 * sum(found[:3])
+    assert "<mask>" in ended.stdout, "a sample with its hidden tokens is shown"
+
+    from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+    lm = AutoModelForMaskedLM.from_pretrained(str(folder / "run" / "final"))
+    tokenizer = AutoTokenizer.from_pretrained(str(folder / "run" / "final"))
+    assert type(lm).__name__ == "ModernBertForMaskedLM"
+    assert tokenizer.mask_token == "<mask>"
+
+    refused = zygote.run(folder, "run=run", "prompt=x", module="app.generate")
+    assert refused.code == 2
+    assert "it was tuned with task=masked, and such a model writes no text" in refused.stderr
+
+
+@pytest.mark.parametrize("recipe", ["full", "lora"])
+def test_a_killed_run_goes_on_with_the_same_hidden_tokens(recipe: str, folder: Path, zygote: Zygote) -> None:
+    whole, killed = folder / "whole", folder / "killed"
+    few = (*SMALL, f"recipe={recipe}", "training.epochs=2", "checkpoint.every=2", "eval.every=3")
+    ended = zygote.run(folder, *few, f"output_dir={whole}")
+    assert ended.code == 0, ended.stderr
+    run = zygote.start(folder, *few, f"output_dir={killed}")
+    run.until(lambda: len(losses(killed)) >= 5)
+    run.kill()
+    ended = zygote.run(folder, *few, f"output_dir={killed}", "resume=auto")
+    assert ended.code == 0, ended.stderr
+    assert numbers(killed) == numbers(whole)
+
+
+def test_eval_loss_does_not_depend_on_packing(folder: Path, zygote: Zygote) -> None:
+    found = []
+    for name, layout in (("packed", "batching.packing=true"), ("padded", "batching.packing=false")):
+        unchanged = ("training.max_steps=1", "optimizer.lr=1e-12")
+        ended = zygote.run(folder, *SMALL, f"output_dir={name}", layout, *unchanged)
+        assert ended.code == 0, ended.stderr
+        found += [line["eval_loss"] for line in metrics(folder / name) if "eval_loss" in line]
+    assert len(found) == 2
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
