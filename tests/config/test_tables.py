@@ -9,11 +9,13 @@ from app.config.groups import choices_by_group
 from app.config.rules import CHAT_FORMATS, TRAIN_ON
 from app.config.schema import CHOICES, DatasetConfig
 from app.data.formats import FORMATS
+from app.data.labels import LABELS
 from app.data.overflow import POLICIES
 from app.model.adapter import ADAPTERS
 from app.model.attention import BACKENDS
 from app.model.dtypes import DTYPES
 from app.model.quantize import QUANTIZATIONS
+from app.model.tasks import TASKS
 from app.optim.optimizers import OPTIMIZERS
 from app.optim.schedule import SCHEDULES
 from app.record.trackers import TRACKERS
@@ -30,6 +32,8 @@ from app.record.trackers import TRACKERS
         ("precision", (*DTYPES, "auto")),
         ("quantization", QUANTIZATIONS),
         ("parallel", ("auto",)),
+        ("task", LABELS),
+        ("task", TASKS),
     ],
 )
 def test_files_and_entries_have_the_same_names(group: str, table: Iterable[str]) -> None:

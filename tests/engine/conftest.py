@@ -14,9 +14,13 @@ from app.data.loader import Loader, Share
 from app.data.prepare import Data, prepare
 from app.engine.runtime import Runtime, start
 from app.engine.step import Stepper
+from app.model.attention import Needs, needs_of
 from app.model.build import ModelSections, build_trainee
+from app.model.dtypes import DTYPES
+from app.model.tasks import TASKS
 from app.model.tokenizer import load_tokenizer
 from app.model.trainee import Trainee
+from app.model.weights import build_on_meta
 from app.optim.optimizers import build_optimizer
 
 SMALL = (
@@ -57,17 +61,25 @@ def runtime() -> Runtime:
     return start(small_run().launch, "fp32", seed=0)
 
 
-def trainee_of(run: RunConfig) -> Trainee:
-    sections = ModelSections(
+def sections_of(run: RunConfig, attention: str = "sdpa") -> ModelSections:
+    return ModelSections(
         model=run.model,
         task=run.task,
         adapter=run.adapter,
         quantization=run.quantization,
-        attention=run.attention.kind,
+        attention=attention,
         precision=run.precision.kind,
         recompute=run.training.recompute,
     )
-    return build_trainee(sections, torch.device("cpu"), run.seed, "nowhere")
+
+
+def needs_for(run: RunConfig) -> Needs:
+    lm = build_on_meta(run.model, TASKS[run.task.kind], "eager")
+    return needs_of(lm, DTYPES[run.precision.kind].compute, packed=True)
+
+
+def trainee_of(run: RunConfig) -> Trainee:
+    return build_trainee(sections_of(run, run.attention.kind), torch.device("cpu"), run.seed, "nowhere")
 
 
 def stepper_of(run: RunConfig, runtime: Runtime) -> Stepper:

@@ -6,14 +6,12 @@ import torch
 
 from app.config.load import compose_run
 from app.config.schema import RunConfig
-from app.engine.runtime import default_device, start
+from app.engine.runtime import start
 from app.engine.step import Stepper
-from app.model.attention import needs_of, select
-from app.model.build import ModelSections, build_trainee
-from app.model.dtypes import DTYPES
-from app.model.tasks import TASKS
-from app.model.weights import build_on_meta
+from app.model.attention import select
+from app.model.build import build_trainee
 from app.optim.optimizers import build_optimizer
+from tests.engine.conftest import needs_for, sections_of
 from tests.marks import requires_gpu
 from tests.model.small import documents_of, packed
 
@@ -31,25 +29,11 @@ SMALL = (
 CARD = 23e9  # what is left of 24 GB beside the context and the screen
 
 
-def sections_of(run: RunConfig) -> ModelSections:
-    precision = run.precision.kind
-    lm = build_on_meta(run.model, TASKS[run.task.kind], "eager")
-    needs = needs_of(lm, DTYPES[precision].compute, packed=True)
-    return ModelSections(
-        model=run.model,
-        task=run.task,
-        adapter=run.adapter,
-        quantization=run.quantization,
-        attention=select(run.attention, default_device(), lambda: needs),
-        precision=precision,
-        recompute=run.training.recompute,
-    )
-
-
 def two_steps(run: RunConfig) -> Stepper:
     """Of a micro-batch as large as the recipe's, every token trained."""
     runtime = start(run.launch, run.precision.kind, run.seed)
-    trainee = build_trainee(sections_of(run), runtime.device, run.seed, "nowhere")
+    attention = select(run.attention, runtime.device, lambda: needs_for(run))
+    trainee = build_trainee(sections_of(run, attention), runtime.device, run.seed, "nowhere")
     if runtime.device.type == "cuda":
         assert torch.cuda.max_memory_allocated() < 9e9, "the unpacked base was there as a whole"
     optimizer = build_optimizer(run.optimizer, trainee)
