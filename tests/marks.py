@@ -5,7 +5,9 @@ Conditions are texts that pytest evaluates when a test's turn comes, so that col
 
 import importlib.util
 import os
+import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ ONE_GPU = "needs a GPU"
 TWO_GPUS = "needs two GPUs"
 FLASH_ATTENTION = "needs flash-attn, which not every GPU host has"
 ORDINARY_USER = "needs an ordinary user: file permissions do not bind root"
+PACKAGE_INDEX = "needs the package index that pip is set up for: nothing answers there"
 OTHER_PYTHON = "needs .venv, as scripts/test makes it: another interpreter may have other versions"
 
 # On a host with a GPU any other skip in the gpu tier is a failure.
@@ -24,6 +27,7 @@ requires_gpu = pytest.mark.gpu
 requires_two_gpus = pytest.mark.gpu(num=2)
 requires_flash_attention = pytest.mark.skipif("not has_module('flash_attn')", reason=FLASH_ATTENTION)
 requires_ordinary_user = pytest.mark.skipif("user_id() == 0", reason=ORDINARY_USER)
+requires_package_index = pytest.mark.skipif("not package_index()", reason=PACKAGE_INDEX)
 
 requires_pinned_environment = pytest.mark.skipif("not in_venv()", reason=OTHER_PYTHON)
 
@@ -40,12 +44,20 @@ def in_venv() -> bool:
     return Path(sys.prefix) == Path(__file__).parent.parent / ".venv"
 
 
+@cache
+def package_index() -> bool:
+    """Whether pip finds a package that no folder of wheels on this machine is likely to have."""
+    asked = ("-m", "pip", "index", "versions", "bitsandbytes", "--retries", "0", "--timeout", "10")
+    return subprocess.run([sys.executable, *asked], capture_output=True, check=False).returncode == 0
+
+
 def names_of_conditions() -> dict[str, Any]:
     """What the conditions above and below may call."""
     return {
         "num_gpus": num_gpus,
         "has_module": importlib.util.find_spec,
         "user_id": os.geteuid,
+        "package_index": package_index,
         "in_venv": in_venv,
     }
 
