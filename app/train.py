@@ -3,6 +3,7 @@
 python -m app.train                                   the small model and data that ship, on any machine
 python -m app.train recipe=lora model=llama dataset=messages dataset.path=chat.jsonl
 python -m app.train output_dir=runs/mine resume=auto  go on where it was stopped
+python -m app.train -m recipe=lora,full seed=1,2,3    a sweep: one run for each combination
 """
 
 import os
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 import hydra
 from omegaconf import DictConfig
 
+from app.config.arguments import is_sweep
 from app.config.groups import CONF
 from app.config.load import VERSION_BASE, checked_arguments, load_run, store_schema
 from app.config.platforms import require_platform
@@ -22,6 +24,7 @@ from app.errors import AppError, ConfigError
 from app.record.console import Console
 from app.record.folder import RunFolder
 from app.record.record import Record
+from app.record.summary import read_result
 from app.record.terminal import open_console
 
 if TYPE_CHECKING:
@@ -138,13 +141,17 @@ def _parts(
 
 
 @hydra.main(version_base=VERSION_BASE, config_path=str(CONF), config_name="config")
-def _under_hydra(config: DictConfig) -> None:
+def _under_hydra(config: DictConfig) -> float | None:
+    """Returns the objective, as sweepers that drive Hydra expect it."""
     try:
-        code = train(load_run(config))
+        run = load_run(config)
+        code = train(run)
     except AppError as problem:  # caught here, because Hydra would put a line of its own before the message
         _leave(problem)
     if code:
         sys.exit(code)
+    objective: float | None = read_result(run.output_dir).get("objective")
+    return objective
 
 
 def _leave(problem: AppError) -> NoReturn:
@@ -153,12 +160,16 @@ def _leave(problem: AppError) -> NoReturn:
 
 
 def main() -> None:
-    """Exit codes: 0 done, 1 our fault, 2 the user's, 75 saved (start me again), 130 Ctrl-C."""
+    """Exit codes: 0 done, 1 our fault, 2 the user's, 3 a trial failed, 75 saved (start me again), 130 Ctrl-C."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # a fault of ours keeps its whole traceback
     # threads that wait without end for each other make two runs on one machine four times slower, not two
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         require_platform()
+        if is_sweep(sys.argv[1:]):
+            from app.sweep.command import sweep
+
+            sys.exit(sweep(sys.argv[1:], _check_parts))
         sys.argv[1:] = checked_arguments(sys.argv[1:])
         store_schema()
         _under_hydra()

@@ -15,7 +15,7 @@ from yaml import YAMLError
 
 from app.assets import PREFIX
 from app.config import groups
-from app.config.arguments import SWEEPS, overrides_of, switches_of
+from app.config.arguments import overrides_of, switches_of
 from app.config.overrides import check_overrides
 from app.config.rules import problems_of
 from app.config.schema import RunConfig
@@ -51,17 +51,17 @@ def read_run(file: Path) -> RunConfig:
 
 def compose_run(overrides: Sequence[str]) -> RunConfig:
     """What `hydra.main` would hand over for these overrides, with every problem in one ConfigError."""
-    return _composed(_with_any_model(check_overrides(overrides, RunConfig)))
+    return _composed(with_any_model(check_overrides(overrides, RunConfig)))
 
 
 def checked_arguments(arguments: Sequence[str]) -> list[str]:
     """Command-line words as Hydra takes them; ConfigError with everything that is wrong with the run they describe."""
-    overrides = _with_any_model(check_overrides(overrides_of(arguments), RunConfig))
+    overrides = with_any_model(check_overrides(overrides_of(arguments), RunConfig))
     _composed(overrides)
     return [*switches_of(arguments), *overrides]
 
 
-def _with_any_model(overrides: list[str]) -> list[str]:
+def with_any_model(overrides: list[str]) -> list[str]:
     """`model.path=...` alone names a model of its own: the sizes and rates of the default one do not suit it."""
     given = {key.lstrip("+"): value for key, _, value in (text.partition("=") for text in overrides)}
     path = given.get("model.path", PREFIX)
@@ -71,17 +71,21 @@ def _with_any_model(overrides: list[str]) -> list[str]:
 
 
 def _composed(overrides: list[str]) -> RunConfig:
+    return load_run(compose_plain(overrides))
+
+
+def compose_plain(overrides: Sequence[str]) -> DictConfig:
     """Composes without the typed schema, because Hydra stops at the first key that a schema refuses."""
     _store_schema({})
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(groups.CONF), version_base=VERSION_BASE):
-            config = compose("config", overrides=overrides, return_hydra_config=True)
+            config = compose("config", overrides=list(overrides), return_hydra_config=True)
     except (HydraException, OmegaConfBaseException, YAMLError) as fault:
         raise ConfigError(_one_line(fault)) from fault
     if config.hydra.mode == RunMode.MULTIRUN:
-        raise ConfigError(f"hydra.mode=MULTIRUN: {SWEEPS}")
-    return load_run(config)
+        raise ConfigError("hydra.mode=MULTIRUN: a sweep is started by -m on the command line alone.")
+    return config
 
 
 def store_schema() -> None:

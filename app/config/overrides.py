@@ -7,7 +7,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from app.config.arguments import SWEEPS
 from app.config.groups import choices_by_group
 from app.config.strict import is_key, kinds
 from app.config.suggest import did_you_mean_key, nearest, nearest_keys
@@ -84,7 +83,9 @@ def _no_sweep(key: str, value: str, schema: type) -> str:
         meant = f" For a list write {key}=[{value}]."
     elif key not in choices_by_group() and is_text(kind):
         meant = f" For text with a comma in it write '{key}=\"{value}\"'."
-    return f"{key}={value}: {SWEEPS}{meant}"
+    return (
+        f"{key}={value}: several values are a sweep, which -m starts: python -m app.train -m {key}=...{meant}"
+    )
 
 
 def _wrong_choice(group: str, choice: Any) -> Iterator[str]:

@@ -119,6 +119,11 @@ class RunFolder:
         self.release()
 
 
+def user_of(path: Path) -> str | None:
+    """The process that has claimed a folder, in words."""
+    return lock.holder(path / _LOCK)
+
+
 def _refuse_foreign(path: Path, output_dir: str, resume: str | None) -> None:
     """Only an empty folder, or the run's own when it is to be continued."""
     if path.exists() and not path.is_dir():

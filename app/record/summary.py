@@ -1,6 +1,8 @@
 """What result.json says, as far as the metrics tell it."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from app.record.metrics import finite_or_none
@@ -40,3 +42,12 @@ class Summary:
         assert given.keys() <= {*RESULT_KEYS, "error"}, given.keys()
         values = {**dict.fromkeys(RESULT_KEYS), **self._known, **given}
         return {"status": status, **{key: finite_or_none(value) for key, value in values.items()}}
+
+
+def read_result(output_dir: str | Path) -> dict[str, Any]:
+    """What result.json of a run says; nothing while it runs, and where there is none."""
+    try:
+        values = json.loads((Path(output_dir).expanduser() / "result.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}

@@ -48,7 +48,7 @@ EARLY = [
     ("output_dir=file", "output_dir=file: this is a file"),
     ("output_dir=full", "output_dir=full: the folder is not empty and not that of a run"),
     ("resume=no/such", "resume=no/such: there is no such folder."),
-    ("-m", "-m: sweeps are not in this version."),
+    ("seed=1,2", "seed=1,2: several values are a sweep, which -m starts"),
 ]
 
 

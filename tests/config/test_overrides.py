@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from app.config.arguments import overrides_of, switches_of
+from app.config.arguments import is_sweep, overrides_of, sweep_overrides_of, switches_of
 from app.config.load import checked_arguments, compose_run
 from app.config.overrides import check_overrides
 from app.config.schema import RunConfig
@@ -31,12 +31,12 @@ REFUSED = [
         "modl=llama",
         "modl is neither a key nor a group. Did you mean model=bert|folder|llama|mistral|modernbert|qwen|tiny?",
     ),
-    ("seed=1,2", "seed=1,2: sweeps are not in this version."),
-    ("recipe=full,lora", "recipe=full,lora: sweeps are not in this version."),
-    ("seed=range(1,3)", "sweeps are not in this version."),
+    ("seed=1,2", "seed=1,2: several values are a sweep, which -m starts: python -m app.train -m seed=..."),
+    ("recipe=full,lora", "recipe=full,lora: several values are a sweep"),
+    ("seed=range(1,3)", "several values are a sweep"),
     ("dataset.path=a,b", "For text with a comma in it write 'dataset.path=\"a,b\"'."),
     ("adapter.targets=a,b", "For a list write adapter.targets=[a,b]."),
-    ("hydra.mode=MULTIRUN", "hydra.mode=MULTIRUN: sweeps are not in this version."),
+    ("hydra.mode=MULTIRUN", "hydra.mode=MULTIRUN: a sweep is started by -m"),
     ("hydra.mode=multirun", "hydra.mode"),
     ("hydra.moode=RUN", "hydra.moode"),
     ("seed=${sed}", "seed: Interpolation key 'sed' not found."),
@@ -124,8 +124,8 @@ def test_switches_and_settings_may_be_mixed() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["-m", "seed=1,2"], "-m: sweeps are not in this version"),
-        (["--multirun"], "-m: sweeps are not in this version"),
+        (["-m", "seed=1,2"], "-m starts a sweep, and this is one run."),
+        (["--multirun"], "-m starts a sweep, and this is one run."),
         (["--output-dir=runs"], "Settings have no dashes in front: output_dir=runs"),
         (["--resume", "auto"], "--resume: there is no such switch"),
         (["--cfg", "jobb"], "--cfg/-c: invalid choice: 'jobb'"),
@@ -137,6 +137,34 @@ def test_switches_and_settings_may_be_mixed() -> None:
 def test_a_switch_that_is_not_there_is_refused(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         overrides_of(words)
+    assert len(refusal.value.problems) == 1
+    assert message in refusal.value.problems[0]
+
+
+@pytest.mark.parametrize("words", [["-m", "seed=1,2"], ["seed=1,2", "--multirun"], ["seed=1", "-m"], ["-m"]])
+def test_a_sweep_is_known_by_its_switch(words: list[str]) -> None:
+    assert is_sweep(words)
+    assert sweep_overrides_of(words) == [word for word in words if not word.startswith("-")]
+
+
+@pytest.mark.parametrize("words", [[], ["seed=1,2"], ["--cfg", "job"], ["dataset.path=-m"]])
+def test_what_is_no_sweep(words: list[str]) -> None:
+    assert not is_sweep(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--cfg", "job", "-m"], "--cfg job does not go with -m, because it is about one run."),
+        (["-m", "--help", "seed=1,2"], "--help does not go with -m"),
+        (["-m", "--resume", "auto"], "--resume: there is no such switch"),
+        (["-m", "--config-name=mine"], "--config-name is not in this program"),
+    ],
+)
+def test_a_sweep_goes_with_no_other_switch(words: list[str], message: str) -> None:
+    assert is_sweep(words)
+    with pytest.raises(ConfigError) as refusal:
+        sweep_overrides_of(words)
     assert len(refusal.value.problems) == 1
     assert message in refusal.value.problems[0]
 

@@ -88,7 +88,7 @@ def test_several_in_yaml_and_their_wrong_values_come_together(conf: Path) -> Non
 
 def test_a_sweep_in_a_yaml_is_refused_too(conf: Path) -> None:
     replace(conf / "config.yaml", "hydra:\n", "hydra:\n  mode: MULTIRUN\n")
-    assert refusal_of()[0].startswith("hydra.mode=MULTIRUN: sweeps are not in this version.")
+    assert refusal_of()[0].startswith("hydra.mode=MULTIRUN: a sweep is started by -m")
 
 
 @pytest.mark.parametrize("given", ["training.max_stps=1", "+adapter.rnk=1", "model=lllama", "modl=llama", ""])

@@ -1,0 +1,119 @@
+"""The folder of a sweep: one name for one command, one sweep in it, one process at work in it."""
+
+import hashlib
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from app.errors import AppError, CheckpointError, ConfigError, EnvironmentProblem
+from app.record import lock
+from app.record.files import is_partial, write_json, writing
+from app.record.masking import masked
+from app.sweep.expansion import Setting
+from app.sweep.trial import Outcome
+
+_LOCK = ".lock"
+_CONTENT = "sweep.json"
+_LONGEST_WORDS = 48
+_OF_ONE_START = ("output_dir", "dry_run")  # they do not make it another sweep
+
+
+def identity_of(settings: Sequence[Setting]) -> str:
+    """The same for the same command, however its numbers are written."""
+    same = [setting.same for setting in settings if setting.key not in _OF_ONE_START]
+    return hashlib.sha256(json.dumps(same).encode()).hexdigest()
+
+
+def default_path(settings: Sequence[Setting]) -> str:
+    """A name that the same command finds again."""
+    swept = (setting.key.rpartition(".")[2] for setting in settings if setting.is_swept)
+    words = "-".join(("sweep", *swept))[:_LONGEST_WORDS].rstrip("-")
+    return f"runs/{words}-{identity_of(settings)[:8]}"
+
+
+class SweepFolder:
+    """Only the one that `claim` gave may be written to."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._lock = descriptor
+
+    @classmethod
+    def claim(cls, given: str, identity: str) -> "SweepFolder":
+        """The folder for this process alone, made if need be. A refusal leaves everything as it was."""
+        path = Path(given).expanduser()
+        with writing(path):
+            _refuse_foreign(path, given)
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+                folder = cls(path, lock.take(path / _LOCK))
+            except lock.LockedError as locked:
+                raise EnvironmentProblem(
+                    f"output_dir={given}: {locked} is at work on this sweep; "
+                    "wait until that ends, or choose another output_dir"
+                ) from None
+        try:
+            folder._refuse_another(given, identity)
+        except AppError:
+            folder.release()
+            raise
+        return folder
+
+    @property
+    def content(self) -> Path:
+        """What the sweep is and how its trials ended."""
+        return self.path / _CONTENT
+
+    def read(self) -> dict[str, Any]:
+        """What an earlier start wrote; nothing if there was none."""
+        if not self.content.exists():
+            return {}
+        try:
+            values: dict[str, Any] = json.loads(self.content.read_text(encoding="utf-8"))
+        except ValueError as fault:
+            raise CheckpointError(
+                f"{self.content} cannot be read ({fault}): restore it, or choose another output_dir"
+            ) from fault
+        return values
+
+    def write(self, facts: dict[str, Any], trials: Sequence[Outcome]) -> None:
+        """All of it anew, so that others can watch."""
+        write_json(self.content, masked({**facts, "trials": [asdict(each) for each in trials]}))
+
+    def release(self) -> None:
+        """Others may claim it."""
+        lock.release(self.path / _LOCK, self._lock)
+
+    def _refuse_another(self, given: str, identity: str) -> None:
+        before = self.read()
+        if before and before["identity"] != identity:
+            raise ConfigError(
+                f"output_dir={given}: the folder has another sweep; choose another output_dir, or continue "
+                f"that one: {shlex.join(before['command'])}"
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def _refuse_foreign(path: Path, given: str) -> None:
+    """Only an empty folder, or one that has a sweep."""
+    if path.exists() and not path.is_dir():
+        raise EnvironmentProblem(f"output_dir={given}: this is a file; choose a new or empty folder")
+    entries = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
+    names = [name for name in entries if name != _LOCK and not is_partial(name)]
+    if names and _CONTENT not in names:
+        shown = f"{', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}"
+        raise ConfigError(
+            f"output_dir={given}: the folder is not empty and not that of a sweep (it has {shown}); "
+            "choose a new or empty folder"
+        )

@@ -1,0 +1,66 @@
+"""A trial as a process of its own: started, told to stop, never left behind."""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
+
+from app.engine.signals import CTRL_C
+from app.record.files import writing
+
+_PR_SET_PDEATHSIG = 1
+
+
+class TrialProcess:
+    """`python -m app.train overrides` that prints into a file: a pipe would break when the sweep is killed."""
+
+    def __init__(self, overrides: Sequence[str], environment: Mapping[str, str], printed: Path) -> None:
+        with writing(printed):
+            file = printed.open("ab")
+        with file:
+            self._process = Popen(
+                [sys.executable, "-m", "app.train", *overrides],
+                stdin=DEVNULL,
+                stdout=file,
+                stderr=STDOUT,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches the sweep alone, which passes it on once
+                preexec_fn=_stop_when_the_sweep_dies(),  # noqa: PLW1509 (a sweep has no threads)
+            )
+
+    def ended(self, within: float) -> int | None:
+        """Its exit code, negative for a signal; None when it still runs after that many seconds."""
+        try:
+            return self._process.wait(within)
+        except TimeoutExpired:
+            return None
+
+    def ask(self, exit_code: int) -> None:
+        """To save and end with that code: as a terminal does, or as a scheduler does."""
+        if exit_code == CTRL_C:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGINT)
+        else:
+            self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> int:
+        """At once, with all that it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        return self._process.wait()
+
+
+def _stop_when_the_sweep_dies() -> Callable[[], None]:
+    """For the child, before it becomes the program: SIGTERM when this process ends in whatever way."""
+    libc, sweep = ctypes.CDLL(None), os.getpid()
+
+    def ask_the_kernel() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != sweep:  # it was gone before
+            os._exit(1)
+
+    return ask_the_kernel

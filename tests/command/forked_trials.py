@@ -1,0 +1,78 @@
+"""app.train in a fork of the zygote, with each trial of a sweep a fork in turn: real processes, without the imports."""
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from subprocess import TimeoutExpired
+from typing import IO, Any
+
+from app import train
+from app.sweep import process
+
+
+class Fork:
+    """As much of Popen as a trial needs."""
+
+    def __init__(
+        self,
+        command: list[str],
+        *,
+        stdin: int,
+        stdout: IO[bytes],
+        stderr: int,
+        env: Mapping[str, str],
+        start_new_session: bool,
+        preexec_fn: Callable[[], None],
+    ) -> None:
+        assert command[:3] == [sys.executable, "-m", "app.train"]
+        sys.stdout.flush()
+        self._code: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            assert start_new_session
+            os.setsid()
+            preexec_fn()
+            for number in (1, 2):
+                os.dup2(stdout.fileno(), number)
+            os.environ.update(env)
+            os._exit(_train(command[3:]))
+
+    def wait(self, timeout: float | None = None) -> int:
+        end = None if timeout is None else time.monotonic() + timeout
+        while self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG if end else 0)
+            if pid:
+                self._code = os.waitstatus_to_exitcode(status)
+            elif end and time.monotonic() > end:
+                raise TimeoutExpired("trial", timeout or 0)
+            else:
+                time.sleep(0.005)
+        return self._code
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+def _train(arguments: list[str]) -> int:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    sys.argv = ["train", *arguments]
+    code: Any = 0
+    try:
+        train.main()
+    except SystemExit as leaving:
+        code = leaving.code
+    except BaseException:  # noqa: BLE001 (the fork must never return to the sweep)
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code if isinstance(code, int) else 0
+
+
+def main() -> None:
+    vars(process)["Popen"] = Fork
+    train.main()

@@ -1,0 +1,17 @@
+"""What the function that Hydra calls returns, as a sweeper of Hydra's would see it; run by the zygote."""
+
+import sys
+
+from hydra import compose, initialize_config_dir
+
+from app import train
+from app.config.groups import CONF
+from app.config.load import VERSION_BASE, checked_arguments, store_schema
+
+
+def main() -> None:
+    overrides = checked_arguments(sys.argv[1:])
+    store_schema()
+    with initialize_config_dir(str(CONF), version_base=VERSION_BASE):
+        config = compose("config", overrides=overrides, return_hydra_config=True)
+    print(f"returned {train._under_hydra(config)!r}")

@@ -1,0 +1,149 @@
+"""How a sweep takes what its trials do; the trials are stand-ins (see stand_in.py), the processes and signals real."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+import pytest
+
+from app.sweep import process
+from app.sweep.expansion import settings_of
+from app.sweep.folder import SweepFolder
+from app.sweep.proposers import Grid
+from app.sweep.runner import Runner
+
+STAND_IN = str(Path(__file__).with_name("stand_in.py"))
+
+
+@pytest.fixture(autouse=True)
+def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(command: list[str], **options: Any) -> Popen[bytes]:
+        assert command[:3] == [sys.executable, "-m", "app.train"]
+        return Popen([sys.executable, "-S", STAND_IN, *command[3:]], **options)
+
+    monkeypatch.setattr(process, "Popen", start)
+
+
+def run(folder: Path, *seeds: int) -> int:
+    settings, _ = settings_of([f"seed={','.join(map(str, seeds))}"])
+    with SweepFolder.claim(str(folder), "same") as claimed:
+        return Runner(claimed, "same", Grid(settings), ["python"]).run()
+
+
+def content(folder: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((folder / "sweep.json").read_text())
+    return values
+
+
+def column(folder: Path, name: str) -> list[Any]:
+    return [trial[name] for trial in content(folder)["trials"]]
+
+
+def test_trials_that_fail_stop_nobody_and_have_no_rank(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path, 3, 10, 4, 11, 1) == 3
+    assert column(tmp_path, "status") == ["finished", "failed", "finished", "failed", "finished"]
+    assert column(tmp_path, "objective") == [3.0, None, None, None, 1.0]
+    assert column(tmp_path, "exit_code") == [0, 1, 0, -9, 0]
+    assert column(tmp_path, "error") == [
+        None,
+        "error: not today",
+        None,
+        "killed by SIGKILL: out of memory?",
+        None,
+    ]
+    assert content(tmp_path)["best"] == {
+        "number": 5,
+        "objective": 1.0,
+        "folder": str(tmp_path / "5-seed=1"),
+        "overrides": ["seed=1"],
+        "line": "seed=1",
+    }
+    shown = capfd.readouterr()
+    assert shown.err == ""
+    assert "trial 2/5  seed=10\n  failed with exit code 1 after " in shown.out
+    assert f"all that it said is in {tmp_path}/2-seed=10.txt\n    error: not today\n" in shown.out
+    assert "  finished, no objective, 3 steps, " in shown.out
+    assert "2 of 5 trials failed; the same command tries them again" in shown.out
+
+
+def test_all_is_well(tmp_path: Path) -> None:
+    assert run(tmp_path, 1, 2) == 0
+    assert all(seconds > 0 for seconds in column(tmp_path, "seconds"))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        "1-seed=1",
+        "1-seed=1.txt",
+        "2-seed=2",
+        "2-seed=2.txt",
+        "sweep.json",
+    ]
+
+
+def test_what_is_finished_is_kept_and_what_failed_is_tried_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path, 1, 10, 2) == 3
+    first = content(tmp_path)["trials"]
+    capfd.readouterr()
+    assert run(tmp_path, 1, 10, 2) == 3
+    again = content(tmp_path)["trials"]
+    assert (again[0], again[2]) == (first[0], first[2])
+    assert again[1]["seconds"] > first[1]["seconds"]
+    starts = [
+        (tmp_path / f"{name}.txt").read_text().count("resume=auto") for name in ("1-seed=1", "2-seed=10")
+    ]
+    assert starts == [1, 2]
+    assert capfd.readouterr().out.count("finished before, objective") == 2
+
+
+def test_what_was_finished_earlier_is_known_from_the_start(tmp_path: Path) -> None:
+    assert run(tmp_path, 20, 2) == 130
+    (tmp_path / "2-seed=2").mkdir()
+    (tmp_path / "2-seed=2" / "result.json").write_text('{"status": "finished", "objective": 2.0}')
+    assert run(tmp_path, 20, 2) == 130
+    assert column(tmp_path, "status") == ["stopped", "finished"]
+    assert content(tmp_path)["best"]["objective"] == 2.0
+
+
+def test_plans_are_shown_and_do_not_count_as_finished(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert [run(tmp_path, 12), run(tmp_path, 12)] == [0, 0]
+    assert column(tmp_path, "status") == ["dry_run"]
+    assert content(tmp_path)["best"] is None
+    shown = capfd.readouterr().out
+    assert shown.count("\n  the plan\n") == 2
+    assert shown.count("best") == 0
+
+
+@pytest.mark.parametrize(("seed", "code"), [(20, 130), (21, 75), (22, 130), (75, 75), (130, 130)])
+def test_a_stop_stops_the_sweep(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], seed: int, code: int
+) -> None:
+    """Of the sweep, which is passed on; twice, for a trial that is deaf; or of the trial alone."""
+    handler = signal.getsignal(signal.SIGINT)
+    assert run(tmp_path, 1, seed, 2) == code
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert column(tmp_path, "status") == ["finished", "stopped", "pending"]
+    assert column(tmp_path, "exit_code") == [0, -9 if seed == 22 else code, None]
+    assert not (tmp_path / "3-seed=2").exists()
+    shown = capfd.readouterr().out
+    assert "stopped; the same command goes on from here" in shown
+    assert ("Ctrl-C once more kills it" in shown) == (seed < 75)
+
+
+@pytest.mark.parametrize("own", [None, "mine"])
+def test_trials_are_a_group_in_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str | None
+) -> None:
+    monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
+    if own:
+        monkeypatch.setenv("WANDB_RUN_GROUP", own)
+    run(tmp_path / "sweep-x", 1)
+    assert f"group={own or 'sweep-x'}\n" in (tmp_path / "sweep-x" / "1.txt").read_text()
+    assert os.environ.get("WANDB_RUN_GROUP") == own
