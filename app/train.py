@@ -8,9 +8,7 @@ python -m app.train -m recipe=lora,full seed=1,2,3    a sweep: one run for each 
 
 import os
 import sys
-from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import hydra
 from omegaconf import DictConfig
@@ -20,19 +18,15 @@ from app.config.groups import CONF
 from app.config.load import VERSION_BASE, checked_arguments, load_run, store_schema
 from app.config.platforms import require_platform
 from app.config.schema import RunConfig
+from app.engine.world import world
 from app.errors import AppError, ConfigError
+from app.launch.agent import launch, processes_to_start
+from app.launch.worker import fail_as_one_of_several, failing_once, require_named_folder, run_given
 from app.record.console import Console
 from app.record.folder import RunFolder
-from app.record.record import Record
+from app.record.follower import SilentConsole
 from app.record.summary import read_result
 from app.record.terminal import open_console
-
-if TYPE_CHECKING:
-    from app.engine.checkpoint import Checkpoints
-    from app.engine.ground import Ground
-    from app.engine.loop import Parts
-    from app.engine.step import Stepper
-    from app.model.trainee import Trainee
 
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
 
@@ -40,8 +34,20 @@ if TYPE_CHECKING:
 def train(run: RunConfig) -> int:
     """From a checked config to a finished folder; returns the exit code."""
     _check_parts(run)
+    count = processes_to_start(run.launch)
+    if count:
+        return launch(count, run)
+    if not world().is_first:
+        return _train_in(RunFolder.joined(run.output_dir), run, SilentConsole())
     with RunFolder.claim(run.output_dir, run.resume) as folder:
         return _train_in(folder, run, open_console())
+
+
+def _train_in(folder: RunFolder, run: RunConfig, console: Console) -> int:
+    console.say(f"output  {folder.path}")  # what comes next takes seconds to load
+    from app.engine.training import train_in
+
+    return train_in(folder, run, console)
 
 
 def _check_parts(run: RunConfig) -> None:
@@ -61,85 +67,6 @@ def _check_parts(run: RunConfig) -> None:
         raise ConfigError(problems)
 
 
-def _train_in(folder: RunFolder, run: RunConfig, console: Console) -> int:
-    """The assembly: each line needs only the lines above it."""
-    console.say(f"output  {folder.path}")
-    from app.engine.checkpoint import Checkpoints
-    from app.engine.finish import finish
-    from app.engine.ground import facts, lay_ground, table
-    from app.engine.identity import identity
-    from app.engine.limits import within_positions
-    from app.engine.loop import Loop, Rhythm
-    from app.engine.progress import Progress
-    from app.engine.proofs import prove
-    from app.engine.signals import listening
-    from app.engine.step import Stepper
-    from app.model.build import base_path, build_trainee
-    from app.optim.optimizers import build_optimizer
-
-    run = within_positions(run, console.say)
-    ground = lay_ground(run, folder.checkpoints, console.say)
-    told, described = table(run, ground), (asdict(run), facts(run, ground))
-    if run.dry_run:
-        with Record.open(folder, run.tracker, *described, console) as record:
-            record.table([*told, ("dry_run", "no weights were loaded")])
-            record.finish("dry_run")
-            return 0
-
-    base = base_path(run.model, folder.base)
-    trainee = build_trainee(ground.sections, ground.runtime.device, run.seed, base)
-    prove(trainee, ground.loader, ground.runtime.device)
-    optimizer = build_optimizer(run.optimizer, trainee)
-    fp16 = ground.choices.precision == "fp16"
-    stepper = Stepper(trainee, optimizer, ground.runtime, run.training.clip, fp16=fp16)
-    same = identity(run, ground.data.train, ground.loader, trainee, ground.plan.steps)
-    checkpoints = Checkpoints(folder.checkpoints, run.checkpoint, same, asdict(ground.choices))
-    progress = checkpoints.load(ground.save, stepper) if ground.save else Progress()
-
-    with Record.open(folder, run.tracker, *described, console) as record:
-        record.rewind(progress.step if ground.save else -1)
-        record.table(told)
-        if not ground.save and run.checkpoint.save_random_base:
-            _keep_random_base(ground, trainee, folder.base, run.seed)
-        record.begin(ground.plan.steps, progress.step)
-        rhythm = Rhythm(run.training, run.eval, run.checkpoint, run.record.every)
-        loop = Loop(_parts(run, ground, stepper, checkpoints, record), rhythm, progress)
-        with listening() as request:
-            ended = loop.fit(request)
-        return finish(run, ground, loop, record, stopped_by=None if ended else request.exit_code)
-
-
-def _keep_random_base(ground: "Ground", trainee: "Trainee", folder: Path, seed: int) -> None:
-    from app.model.build import unpacked_base
-    from app.model.save import save_base
-
-    if ground.sections.keeps_random_base:
-        unpacked = unpacked_base(ground.sections, ground.runtime.device, seed)
-        save_base(trainee, ground.tokenizer, folder, unpacked)
-
-
-def _parts(
-    run: RunConfig, ground: "Ground", stepper: "Stepper", checkpoints: "Checkpoints", record: Record
-) -> "Parts":
-    from app.engine.ground import layout_of
-    from app.engine.loop import Parts
-    from app.engine.samples import sampler
-
-    return Parts(
-        runtime=ground.runtime,
-        plan=ground.plan,
-        loader=ground.loader,
-        eval_batches=ground.eval_batches(layout_of(run, run.eval.rows, ground.tokenizer, ground.labels)),
-        stepper=stepper,
-        learning_rate=ground.learning_rate(run.schedule, run.optimizer.lr),
-        checkpoints=checkpoints,
-        journal=record,
-        show_samples=sampler(
-            run.eval, ground.data.eval, ground.labels, stepper.trainee, ground.tokenizer, record
-        ),
-    )
-
-
 @hydra.main(version_base=VERSION_BASE, config_path=str(CONF), config_name="config")
 def _under_hydra(config: DictConfig) -> float | None:
     """Returns the objective, as sweepers that drive Hydra expect it."""
@@ -155,6 +82,7 @@ def _under_hydra(config: DictConfig) -> float | None:
 
 
 def _leave(problem: AppError) -> NoReturn:
+    fail_as_one_of_several(problem)
     sys.stderr.write(f"{problem.report()}\n")
     sys.exit(problem.exit_code)
 
@@ -166,17 +94,26 @@ def main() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         require_platform()
-        if is_sweep(sys.argv[1:]):
-            from app.sweep.command import sweep
-
-            sys.exit(sweep(sys.argv[1:], _check_parts))
-        sys.argv[1:] = checked_arguments(sys.argv[1:])
-        store_schema()
-        _under_hydra()
+        with failing_once():
+            _dispatch(sys.argv[1:])
     except AppError as problem:
         _leave(problem)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _dispatch(arguments: list[str]) -> None:
+    given = run_given()
+    if given is not None:
+        sys.exit(train(given))
+    if is_sweep(arguments):
+        from app.sweep.command import sweep
+
+        sys.exit(sweep(arguments, _check_parts))
+    sys.argv[1:] = checked_arguments(arguments)
+    require_named_folder(sys.argv[1:])
+    store_schema()
+    _under_hydra()
 
 
 if __name__ == "__main__":

@@ -143,14 +143,6 @@ def _resume_needs_its_folder(run: RunConfig) -> Iterator[str]:
         )
 
 
-def _not_in_this_version(run: RunConfig) -> Iterator[str]:
-    if run.launch.num_processes > 1:
-        yield (
-            f"launch.num_processes={run.launch.num_processes}: this version trains in one process. "
-            "Set launch.num_processes=1."
-        )
-
-
 RULES: tuple[Rule, ...] = (
     _rows_fit_the_model,
     _rows_fit_their_bins,
@@ -164,5 +156,4 @@ RULES: tuple[Rule, ...] = (
     _random_weights_need_numbers,
     _random_weights_read_no_folder,
     _resume_needs_its_folder,
-    _not_in_this_version,
 )

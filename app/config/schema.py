@@ -227,9 +227,9 @@ class RecordConfig:
 
 @dataclass(kw_only=True, slots=True)
 class LaunchConfig:
-    """Processes and threads; `threads: null` shares the cores out evenly."""
+    """Processes on this machine (`auto`: one for each GPU) and threads; `threads: null` shares the cores out evenly."""
 
-    num_processes: int = number(at_least=1)
+    num_processes: int | str = number(at_least=1)
     threads: int | None = number(at_least=1, at_most=1024)
 
 

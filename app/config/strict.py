@@ -123,7 +123,7 @@ def _unfit(path: str, value: Any, metadata: Mapping[str, Any]) -> Iterator[str]:
     if allowed and value not in allowed:
         near = did_you_mean(value, allowed) if len(allowed) > 1 else ""
         yield f"{path}={value} is none of {', '.join(allowed)}.{near.partition(' Known')[0]}"
-    if LIMITS in metadata and value is not None:
+    if LIMITS in metadata and isinstance(value, int | float):
         yield from _outside(path, value, metadata[LIMITS])
 
 

@@ -66,6 +66,10 @@ def _whole_number(value: Any) -> int:
     raise ValueError
 
 
+def _whole_number_or_auto(value: Any) -> int | str:
+    return "auto" if value == "auto" else _whole_number(value)
+
+
 def _number(value: Any) -> float:
     if isinstance(value, int | float | str) and not isinstance(value, bool):
         return float(value)
@@ -99,6 +103,7 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 _KINDS: dict[Any, tuple[Callable[[Any], Any], str]] = {
     int: (_whole_number, "a whole number"),
+    int | str: (_whole_number_or_auto, "a whole number or auto"),
     float: (_number, "a number"),
     bool: (_true_or_false, "true or false"),
     str: (_text, "text (in quotes, where it looks like something else)"),

@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from app.config.schema import CheckpointConfig
 from app.engine.files import damage, remove_leftovers, whole_folder
+from app.engine.peers import Peers
 from app.engine.progress import Progress
 from app.engine.step import Stepper
 from app.errors import CheckpointError
@@ -27,11 +28,12 @@ _WEIGHTS, _OPTIMIZER, _RANDOM, _STATE = (
 _NAME = re.compile(r"step-(\d{6,})$")
 
 
-def find_checkpoint(folder: Path, resume: str | None) -> tuple[Path | None, list[str]]:
-    """The save to continue from, with a remark about each one that was passed over."""
+def find_checkpoint(folder: Path, resume: str | None, *, tidy: bool = True) -> tuple[Path | None, list[str]]:
+    """The save to continue from, with a remark about each one that was passed over; `tidy`: clear up first."""
     if resume is None:
         return None, []
-    remove_leftovers(folder)
+    if tidy:
+        remove_leftovers(folder)
     if resume != "auto":
         return _trusted(Path(resume)), []
     remarks: list[str] = []
@@ -62,14 +64,19 @@ class Checkpoints:
     def __init__(
         self, folder: Path, config: CheckpointConfig, identity: Mapping[str, Any], choices: Mapping[str, str]
     ) -> None:
-        self._folder = folder
+        self.folder = folder
         self._config = config
         self._identity = dict(identity)
         self._choices = dict(choices)
 
-    def save(self, progress: Progress, stepper: Stepper) -> Path:
-        """Write one, whole or not at all, and drop those that are no longer kept."""
-        target = self._folder / f"step-{progress.step:06d}"
+    def save(self, progress: Progress, stepper: Stepper, peers: Peers) -> None:
+        """Write one, whole or not at all, and drop those that are no longer kept; the first process does, for all."""
+        random = peers.collected(_random_state())
+        if peers.rank == 0:
+            self._write(progress, stepper, random)
+
+    def _write(self, progress: Progress, stepper: Stepper, random: Sequence[Mapping[str, Tensor]]) -> None:
+        target = self.folder / f"step-{progress.step:06d}"
         tensors, plain = flatten(stepper.optimizer.state_dict())
         state = {
             "identity": self._identity,
@@ -84,12 +91,11 @@ class Checkpoints:
                 aside / _WEIGHTS,
             )
             save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, aside / _OPTIMIZER)
-            save_file(_random_state(), aside / _RANDOM)
+            save_file(_by_rank(random), aside / _RANDOM)
             (aside / _STATE).write_text(json.dumps(state))
         self._drop_old(progress)
-        return target
 
-    def load(self, folder: Path, stepper: Stepper) -> Progress:
+    def load(self, folder: Path, stepper: Stepper, peers: Peers) -> Progress:
         """Put everything back as it was after the step of `folder`."""
         state = json.loads((folder / _STATE).read_text())
         self._require_same_run(folder, state["identity"])
@@ -97,12 +103,12 @@ class Checkpoints:
         load_state(stepper.optimizer, load_file(folder / _OPTIMIZER), state["optimizer"])
         if stepper.scaler is not None:
             stepper.scaler.load_state_dict(state["scaler"])
-        _set_random_state(load_file(folder / _RANDOM))
+        _set_random_state(load_file(folder / _RANDOM), peers.rank)
         return Progress(**state["progress"])
 
     def best(self, progress: Progress) -> Path | None:
         """The save of the best evaluation, if it is still there and whole."""
-        folder = self._folder / f"step-{progress.best_step:06d}"
+        folder = self.folder / f"step-{progress.best_step:06d}"
         return folder if folder.is_dir() and damage(folder) is None else None
 
     def _require_same_run(self, folder: Path, saved: Mapping[str, Any]) -> None:
@@ -118,7 +124,7 @@ class Checkpoints:
             )
 
     def _drop_old(self, progress: Progress) -> None:
-        saves = sorted(_saves(self._folder), key=_step_of)
+        saves = sorted(_saves(self.folder), key=_step_of)
         for folder in saves[: -self._config.keep]:
             if _step_of(folder) != progress.best_step:
                 shutil.rmtree(folder)
@@ -163,12 +169,18 @@ def _step_of(folder: Path) -> int:
 
 
 def _random_state() -> dict[str, Tensor]:
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"cpu": torch.get_rng_state(), **{f"cuda{i}": state for i, state in enumerate(devices)}}
+    """Of this process and its device."""
+    on_device = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    return {"cpu": torch.get_rng_state(), **on_device}
 
 
-def _set_random_state(states: Mapping[str, Tensor]) -> None:
-    torch.set_rng_state(states["cpu"])
-    for i in range(torch.cuda.device_count()):
-        if f"cuda{i}" in states:
-            torch.cuda.set_rng_state(states[f"cuda{i}"], i)
+def _by_rank(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {f"{rank}.{device}": state for rank, each in enumerate(states) for device, state in each.items()}
+
+
+def _set_random_state(states: Mapping[str, Tensor], rank: int) -> None:
+    """A process that the saved run did not have keeps its seed."""
+    if f"{rank}.cpu" in states:
+        torch.set_rng_state(states[f"{rank}.cpu"])
+    if f"{rank}.cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states[f"{rank}.cuda"])

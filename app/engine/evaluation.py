@@ -22,5 +22,5 @@ def mean_loss(trainee: Trainee, batches: Iterable[Batch], runtime: Runtime) -> f
             labels += count
     finally:
         trainee.train()
-    loss_sum, count_all = runtime.totals([total.item(), labels])
+    loss_sum, count_all = runtime.peers.totals([total.item(), labels])
     return loss_sum / max(count_all, 1.0)

@@ -12,10 +12,13 @@ from app.engine.loop import Loop
 from app.engine.progress import Progress
 from app.model.save import save_model
 from app.model.trainee import Trainee
+from app.record.follower import Follower
 from app.record.record import Record
 
 
-def finish(run: RunConfig, ground: Ground, loop: Loop, record: Record, stopped_by: int | None) -> int:
+def finish(
+    run: RunConfig, ground: Ground, loop: Loop, record: Record | Follower, stopped_by: int | None
+) -> int:
     """Write what came out; returns the exit code."""
     parts, progress = loop.parts, loop.progress
     known = {
@@ -36,15 +39,18 @@ def finish(run: RunConfig, ground: Ground, loop: Loop, record: Record, stopped_b
         return stopped_by
     if run.checkpoint.final == "best":
         _take_best(parts.checkpoints, progress, parts.stepper.trainee, record)
-    with whole_folder(record.folder.final) as aside:
-        save_model(parts.stepper.trainee, ground.tokenizer, aside)
+    if parts.runtime.rank == 0:
+        with whole_folder(record.folder.final) as aside:
+            save_model(parts.stepper.trainee, ground.tokenizer, aside)
     what = "model" if run.adapter.kind == "none" else "adapter"
     record.message(_closing_words(what, record, known, progress))
     record.finish("finished", final=str(record.folder.final), **known)
     return 0
 
 
-def _take_best(checkpoints: Checkpoints, progress: Progress, trainee: Trainee, record: Record) -> None:
+def _take_best(
+    checkpoints: Checkpoints, progress: Progress, trainee: Trainee, record: Record | Follower
+) -> None:
     save = checkpoints.best(progress)
     if save is None or progress.best_step == progress.step:
         return
@@ -52,7 +58,9 @@ def _take_best(checkpoints: Checkpoints, progress: Progress, trainee: Trainee, r
     record.message(f"final/ has the weights of step {progress.best_step}, the best evaluation")
 
 
-def _closing_words(what: str, record: Record, known: dict[str, float | None], progress: Progress) -> str:
+def _closing_words(
+    what: str, record: Record | Follower, known: dict[str, float | None], progress: Progress
+) -> str:
     speed = known["tokens_per_second"]
     evaluated = "" if progress.last_eval_loss is None else f", eval loss {progress.last_eval_loss:.4f}"
     return (

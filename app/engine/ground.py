@@ -1,11 +1,14 @@
 """Everything of a run that is known before its weights are loaded."""
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from app import __version__
 from app.batch import Batch
 from app.config.rules import CHAT_FORMATS
 from app.config.schema import BatchingConfig, ModelConfig, RunConfig, ScheduleConfig
@@ -17,6 +20,7 @@ from app.engine.checkpoint import choices_of, find_checkpoint
 from app.engine.choices import Choices, choose
 from app.engine.runtime import Runtime, start
 from app.engine.steps import StepPlan, plan_steps
+from app.engine.world import world
 from app.errors import ConfigError
 from app.model import quantize
 from app.model.attention import Needs, needs_of
@@ -27,6 +31,8 @@ from app.model.tokenizer import load_tokenizer, tokenizer_hash
 from app.model.weights import build_on_meta
 from app.optim import requirements
 from app.optim.schedule import learning_rate
+
+_OF_PROCESS = {"output_dir", "cache_dir", "launch"}  # compared by themselves, or free
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +74,7 @@ def lay_ground(run: RunConfig, checkpoints: Path, say: Callable[[str], None]) ->
     tokenizer = load_tokenizer(run.model, needs_template=run.dataset.format in CHAT_FORMATS)
     labels = labels_of(run.task, tokenizer, run.seed)
     data = prepare(run.dataset, tokenizer, run.cache_dir)
-    save, remarks = find_checkpoint(checkpoints, run.resume)
+    save, remarks = find_checkpoint(checkpoints, run.resume, tidy=world().is_first)
     for remark in remarks:
         say(remark)
     choices = choose(run.precision, run.attention, partial(attention_needs, run), choices_of(save))
@@ -87,7 +93,7 @@ def lay_ground(run: RunConfig, checkpoints: Path, say: Callable[[str], None]) ->
     )
     counts = plan_model(sections)
     _require_known_ids(run.model, data, counts.vocabulary)
-    return Ground(
+    ground = Ground(
         tokenizer=tokenizer,
         data=data,
         labels=labels,
@@ -99,6 +105,22 @@ def lay_ground(run: RunConfig, checkpoints: Path, say: Callable[[str], None]) ->
         sections=sections,
         counts=counts,
     )
+    runtime.peers.require_same(_shared(run, ground, checkpoints))
+    return ground
+
+
+def _shared(run: RunConfig, ground: Ground, checkpoints: Path) -> dict[str, Any]:
+    """What every process must have found alike, by the key to type."""
+    settings = json.dumps({k: v for k, v in asdict(run).items() if k not in _OF_PROCESS}, sort_keys=True)
+    return {
+        "the settings (as a hash)": hashlib.sha256(settings.encode()).hexdigest()[:12],
+        "dataset (its tokens)": ground.data.train.fingerprint[:12],
+        "output_dir": str(checkpoints.parent),
+        "resume": ground.save.name if ground.save else "from the start",
+        "precision": ground.choices.precision,
+        "attention": ground.choices.attention,
+        "the code of app": __version__,
+    }
 
 
 def attention_needs(run: RunConfig, precision: str) -> Needs:
@@ -138,10 +160,12 @@ def table(run: RunConfig, ground: Ground) -> list[tuple[str, str]]:
 def _step_words(batching: BatchingConfig, ground: Ground) -> str:
     loader, tokens = ground.loader, ground.data.report.train.tokens
     count = loader.units_per_step
+    shared = f", shared by {ground.runtime.processes} processes" if ground.runtime.processes > 1 else ""
     name = loader.unit_name.removesuffix("s") if count == 1 else loader.unit_name
     if batching.packing:
-        return f"{count} {name} of {batching.tokens} tokens, {tokens / (loader.num_units * batching.tokens):.1%} full"
-    return f"{count} {name}, about {tokens / loader.num_units * count:,.0f} tokens"
+        full = tokens / (loader.num_units * batching.tokens)
+        return f"{count} {name} of {batching.tokens} tokens, {full:.1%} full{shared}"
+    return f"{count} {name}, about {tokens / loader.num_units * count:,.0f} tokens{shared}"
 
 
 def facts(run: RunConfig, ground: Ground) -> dict[str, Any]:
@@ -153,6 +177,7 @@ def facts(run: RunConfig, ground: Ground) -> dict[str, Any]:
             **asdict(ground.choices),
             "device": ground.runtime.device.type,
             "threads": ground.runtime.threads,
+            "processes": ground.runtime.processes,
         },
         "counts": {
             "steps": ground.plan.steps,

@@ -79,6 +79,7 @@ class Loop:
         self.progress = progress
         self._window = _Window()
         self._tokens, self._seconds = 0, 0.0
+        self.stopped_by: int | None = None  # the exit code that was asked for
         self._skipped: list[Tensor] = []  # flags that nobody has read yet: reading them waits for the device
 
     @property
@@ -90,7 +91,7 @@ class Loop:
         """True when the run came to its end, false when it was asked to stop and has saved."""
         while self.progress.step < self.parts.plan.steps:
             result = self._step()
-            asked = request.exit_code is not None
+            asked = self._is_asked_to_stop(request)
             if asked or self._should_report():
                 self._report(result)
             improved = self._evaluate_if_due()
@@ -100,6 +101,12 @@ class Loop:
             if asked or ended:
                 return ended
         return True
+
+    def _is_asked_to_stop(self, request: StopRequest) -> bool:
+        """Whether any process was: signals reach them at different times, and all must stop after the same step."""
+        code = int(self.parts.runtime.peers.highest(request.exit_code or 0))
+        self.stopped_by = code or None
+        return code > 0
 
     def _step(self) -> StepResult:
         at = self.progress.step
@@ -164,7 +171,7 @@ class Loop:
         """The only place where the host waits for the device."""
         runtime, progress = self.parts.runtime, self.progress
         self._count_skipped()
-        loss = runtime.totals([float(result.loss_sum)])[0] / max(result.labels, 1)
+        loss = runtime.peers.totals([float(result.loss_sum)])[0] / max(result.labels, 1)
         seconds = time.perf_counter() - self._window.started
         self._tokens += self._window.tokens
         self._seconds += seconds
@@ -180,7 +187,7 @@ class Loop:
                 "tokens": progress.tokens,
                 "trained_tokens": progress.trained_tokens,
                 "tokens_per_second": self._window.tokens / seconds,
-                "peak_memory_bytes": runtime.peak_memory_bytes(),
+                "peak_memory_bytes": int(runtime.peers.highest(runtime.peak_memory_bytes())),
             }
         )
         self._window = _Window()
@@ -214,7 +221,6 @@ class Loop:
     def _save(self) -> None:
         started = time.perf_counter()
         self._count_skipped()
-        if self.parts.runtime.rank == 0:
-            self.parts.journal.sync()
-            self.parts.checkpoints.save(self.progress, self.parts.stepper)
+        self.parts.journal.sync()
+        self.parts.checkpoints.save(self.progress, self.parts.stepper, self.parts.runtime.peers)
         self._window.started += time.perf_counter() - started

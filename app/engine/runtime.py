@@ -1,17 +1,22 @@
 """The processes, the device, the threads: Accelerate, used for what it is good at and kept from the rest."""
 
+import contextlib
 import os
 import resource
-from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import nn
 
 from app.config.schema import LaunchConfig
+from app.engine.peers import Peers
+from app.engine.world import world
 
 # Accelerate takes these over its arguments: it would divide our loss, or choose a precision of its own
 _HIJACKING = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_MIXED_PRECISION")
+_PATIENCE = timedelta(hours=1)  # with a process that writes a large model to a slow disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,17 +25,50 @@ class Runtime:
 
     accelerator: Any
     device: torch.device
-    rank: int
-    processes: int
+    peers: Peers
     threads: int
 
-    def totals(self, values: Sequence[float]) -> list[float]:
-        """Each value summed over all processes."""
+    @property
+    def rank(self) -> int:
+        """Of this process; 0 is the one that speaks and writes."""
+        return self.peers.rank
+
+    @property
+    def processes(self) -> int:
+        """Of the whole run."""
+        return self.peers.count
+
+    def shared(self, module: nn.Module) -> nn.Module:
+        """`module` with gradients that are means over all processes; call this one to train.
+
+        What is frozen, and all buffers, are the same everywhere by construction and are not sent round.
+        """
         if self.processes == 1:
-            return [float(v) for v in values]
-        local = torch.tensor(values, dtype=torch.float64, device=self.device)
-        summed: list[float] = self.accelerator.reduce(local, "sum").tolist()
-        return summed
+            return module
+        frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
+        buffers = [name for name, _ in module.named_buffers()]
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            module, [*frozen, *buffers]
+        )
+        prepared: nn.Module = self.accelerator.prepare_model(module)
+        return prepared
+
+    def reduced_after(self, shared: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Around forward and backward: gradients are sent round after the last micro-batch only."""
+        if last or self.processes == 1:
+            return contextlib.nullcontext()
+        waits: contextlib.AbstractContextManager[None] = self.accelerator.no_sync(shared)
+        return waits
+
+    def seed(self, seed: int) -> None:
+        """Random numbers of this process's own: what it drops out is not what another one does."""
+        torch.manual_seed(seed + self.rank)
+
+    def leave(self) -> None:
+        """End together: a launcher takes a process that ends early with a code of its own for a failure of all."""
+        self.peers.wait_for_all()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
     def peak_memory_bytes(self) -> int:
         """The most memory so far: of the device, or of the process without one."""
@@ -45,23 +83,39 @@ def default_device() -> torch.device:
 
 
 def start(launch: LaunchConfig, precision: str, seed: int) -> Runtime:
-    """The runtime of this process, its threads and its random numbers set."""
-    from accelerate import Accelerator
-
+    """The runtime of this process, its threads and its random numbers set; returns when all processes are there."""
     for name in _HIJACKING:
         os.environ.pop(name, None)
-    # without cpu=True, two processes on a machine without a GPU would each train alone
-    accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(), mixed_precision="no", gradient_accumulation_steps=1
-    )
+    accelerator = _accelerator()
     cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(launch.threads or max(1, cores // accelerator.num_processes))
+    torch.set_num_threads(launch.threads or max(1, cores // world().local_size))
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    torch.manual_seed(seed + accelerator.process_index)
-    return Runtime(
-        accelerator=accelerator,
-        device=accelerator.device,
-        rank=accelerator.process_index,
-        processes=accelerator.num_processes,
-        threads=torch.get_num_threads(),
+    peers = Peers(accelerator.process_index, accelerator.num_processes, _host_group(accelerator))
+    runtime = Runtime(accelerator, accelerator.device, peers, torch.get_num_threads())
+    runtime.seed(seed)
+    return runtime
+
+
+def _accelerator() -> Any:
+    from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+
+    on_cpu = not torch.cuda.is_available()
+    handlers: list[Any] = []
+    if world().is_joined:
+        handlers = [
+            InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=_PATIENCE),
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+        ]
+    return Accelerator(
+        cpu=on_cpu,  # without it, two processes on a machine without a GPU would each train alone
+        mixed_precision="no",
+        gradient_accumulation_steps=1,
+        kwargs_handlers=handlers,
     )
+
+
+def _host_group(accelerator: Any) -> Any:
+    """For numbers that are on the host already: NCCL would take them over the device and back."""
+    if accelerator.num_processes == 1:
+        return None
+    return torch.distributed.new_group(backend="gloo", timeout=_PATIENCE)

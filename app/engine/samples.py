@@ -12,6 +12,7 @@ from app.data.labels import Labels
 from app.data.rows import TokenRows
 from app.model.generation import end_ids, generate
 from app.model.trainee import Trainee
+from app.record.follower import Follower
 from app.record.lines import Sample
 from app.record.record import Record
 
@@ -38,7 +39,7 @@ def sampler(
     labels: Labels,
     trainee: Trainee,
     tokenizer: Any,
-    record: Record,
+    record: Record | Follower,
 ) -> Callable[[int], None]:
     """A function that shows the answers at a step. Greedy, so that it draws no random number of the run."""
     if rows is None or config.samples == 0:

@@ -8,7 +8,7 @@ from types import FrameType
 
 START_ME_AGAIN = 75
 CTRL_C = 130
-_CODES = {signal.SIGTERM: START_ME_AGAIN, signal.SIGUSR1: START_ME_AGAIN, signal.SIGINT: CTRL_C}
+CODES = {signal.SIGTERM: START_ME_AGAIN, signal.SIGUSR1: START_ME_AGAIN, signal.SIGINT: CTRL_C}
 
 
 @dataclass(slots=True)
@@ -26,9 +26,9 @@ def listening() -> Iterator[StopRequest]:
     def note(number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT and request.exit_code is not None:
             raise KeyboardInterrupt
-        request.exit_code = _CODES[signal.Signals(number)]
+        request.exit_code = CODES[signal.Signals(number)]
 
-    before = {number: signal.signal(number, note) for number in _CODES}
+    before = {number: signal.signal(number, note) for number in CODES}
     try:
         yield request
     finally:

@@ -1,6 +1,5 @@
 """One optimizer step: the gradient of the mean over all trained tokens, however they are split."""
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,6 +36,7 @@ class Stepper:
         self._clip = clip
         self._parameters = list(trainee.trained().values())
         self._skips_on_device = skips_on_device(optimizer)
+        self._shared = runtime.shared(trainee)
 
     def run(self, batches: Sequence[Batch], lr: float) -> StepResult:
         """One step over all micro-batches of all processes."""
@@ -44,7 +44,7 @@ class Stepper:
             group["lr"] = lr
         labels, tokens = (
             int(n)
-            for n in self._runtime.totals(
+            for n in self._runtime.peers.totals(
                 [sum(b.num_labels for b in batches), sum(b.num_tokens for b in batches)]
             )
         )
@@ -52,24 +52,29 @@ class Stepper:
         norm, skipped = self._update()
         return StepResult(loss_sum=loss_sum, grad_norm=norm, skipped=skipped, labels=labels, tokens=tokens)
 
+    def rehearse(self, batch: Batch) -> None:
+        """One backward pass that changes nothing, where there are several processes.
+
+        After the first one gradients are put into other buckets, in which sums round differently: a continued run
+        would otherwise begin with buckets that the uninterrupted one had left behind.
+        """
+        if self._runtime.processes > 1:
+            loss, _ = self._shared(batch.to(self._runtime.device))
+            (loss * 0.0).backward()
+            self.optimizer.zero_grad(set_to_none=True)
+
     def _backward(self, batches: Sequence[Batch], labels: int) -> Tensor:
         """Loss sums over the count of all processes; times their number, because data parallelism takes the mean."""
         factor = self._runtime.processes / max(labels, 1)
         total = torch.zeros((), device=self._runtime.device)
         self.optimizer.zero_grad(set_to_none=True)
         for batch in batches:
-            with self._reduced_after(last=batch is batches[-1]):
-                loss, _ = self.trainee(batch.to(self._runtime.device))
+            with self._runtime.reduced_after(self._shared, last=batch is batches[-1]):
+                loss, _ = self._shared(batch.to(self._runtime.device))
                 scaled = loss * factor
                 (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
             total += loss.detach()
         return total
-
-    def _reduced_after(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        if last or self._runtime.processes == 1:
-            return contextlib.nullcontext()
-        waits: contextlib.AbstractContextManager[None] = self._runtime.accelerator.no_sync(self.trainee)
-        return waits
 
     def _update(self) -> tuple[Tensor, Tensor]:
         """Clip and step; leave everything as it is when the gradient is not finite."""

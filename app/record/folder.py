@@ -64,6 +64,10 @@ class RunFolder:
         """Everything that was said, as plain text."""
         return self.path / "log.txt"
 
+    def log_of(self, rank: int) -> Path:
+        """What another process than the first one said."""
+        return self.path / f"log-rank-{rank}.txt"
+
     @property
     def checkpoints(self) -> Path:
         """One folder per saved step."""
@@ -78,6 +82,11 @@ class RunFolder:
     def base(self) -> Path:
         """The random base that nothing else could make again."""
         return self.path / "base"
+
+    @classmethod
+    def joined(cls, output_dir: str) -> "RunFolder":
+        """The folder that another process of the same run has claimed."""
+        return cls(Path(output_dir).expanduser().absolute())
 
     @classmethod
     def claim(cls, output_dir: str, resume: str | None) -> "RunFolder":

@@ -57,7 +57,8 @@ def test_the_output_folder_is_what_others_read(zygote: Zygote, tmp_path: Path) -
     assert result(run)["objective"] == min(line["eval_loss"] for line in metrics(run) if "eval_loss" in line)
     assert yaml.safe_load((run / "run.yaml").read_text())["training"]["max_steps"] == 4
     manifest = json.loads((run / "manifest.json").read_text())
-    assert manifest["choices"] == {"precision": "fp32", "attention": "sdpa", "device": "cpu", "threads": 1}
+    chosen = {"precision": "fp32", "attention": "sdpa", "device": "cpu", "threads": 1, "processes": 1}
+    assert manifest["choices"] == chosen
     assert manifest["counts"]["data"]["train"]["samples"] == 90
     assert set(manifest["hashes"]) == {"train", "eval", "tokenizer"}
     assert len(list((run / "checkpoints").iterdir())) == 2

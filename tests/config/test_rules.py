@@ -37,7 +37,6 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"model.path": "."}, "model.path=. would not be read, because model.weights=random"),
     ({"resume": "no/such"}, "resume=no/such: there is no such folder"),
     ({"batching.tokens": 100}, "dataset.max_length=256 is more than a bin holds (batching.tokens=100)"),
-    ({"launch.num_processes": 2}, "launch.num_processes=2: this version trains in one process"),
 ]
 
 

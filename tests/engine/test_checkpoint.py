@@ -13,18 +13,25 @@ from app.config.schema import CheckpointConfig
 from app.data.loader import Loader
 from app.engine.checkpoint import Checkpoints, choices_of, find_checkpoint
 from app.engine.files import damage, whole_folder
+from app.engine.peers import Peers
 from app.engine.progress import Progress
 from app.engine.runtime import Runtime
 from app.engine.step import Stepper
 from app.errors import CheckpointError, EnvironmentProblem
 from tests.engine.conftest import small_run, stepper_of
 
+ALONE = Peers(rank=0, count=1)
 CHOICES = {"precision": "fp32", "attention": "sdpa"}
 
 
 def checkpoints(folder: Path, keep: int = 2, **identity: object) -> Checkpoints:
     config = CheckpointConfig(every=1, keep=keep, final="last", save_random_base=True)
     return Checkpoints(folder, config, {"seed": 0, **identity}, CHOICES)
+
+
+def saved(saver: Checkpoints, progress: Progress, stepper: Stepper) -> Path:
+    saver.save(progress, stepper, ALONE)
+    return saver.folder / f"step-{progress.step:06d}"
 
 
 @pytest.fixture
@@ -38,13 +45,13 @@ def test_everything_comes_back_to_the_last_bit(
     stepper: Stepper, folder: Path, runtime: Runtime, loader_of: Callable[..., Loader]
 ) -> None:
     loader = loader_of(4, 1)
-    save = checkpoints(folder).save(Progress(step=1, tokens=7, best_loss=1 / 3), stepper)
+    save = saved(checkpoints(folder), Progress(step=1, tokens=7, best_loss=1 / 3), stepper)
     drawn = torch.rand(3)
     stepper.run(loader.batches(1), 1e-2)
 
     other = stepper_of(small_run("recipe=lora"), runtime)
     other.run(loader.batches(5), 1e-2)
-    progress = checkpoints(folder).load(save, other)
+    progress = checkpoints(folder).load(save, other, ALONE)
     assert progress == Progress(step=1, tokens=7, best_loss=1 / 3)
     assert torch.equal(torch.rand(3), drawn)
     other.run(loader.batches(1), 1e-2)
@@ -55,7 +62,7 @@ def test_everything_comes_back_to_the_last_bit(
 
 
 def test_no_pickle_is_written(stepper: Stepper, folder: Path) -> None:
-    save = checkpoints(folder).save(Progress(step=1), stepper)
+    save = saved(checkpoints(folder), Progress(step=1), stepper)
     assert {file.suffix for file in save.iterdir()} == {".safetensors", ".json"}
 
 
@@ -64,7 +71,7 @@ def test_no_pickle_is_written(stepper: Stepper, folder: Path) -> None:
 )
 @pytest.mark.parametrize("hurt", ["flip", "cut", "remove"])
 def test_any_damage_is_found(stepper: Stepper, folder: Path, name: str, hurt: str) -> None:
-    save = checkpoints(folder).save(Progress(step=1), stepper)
+    save = saved(checkpoints(folder), Progress(step=1), stepper)
     assert damage(save) is None
     file = save / name
     content = bytearray(file.read_bytes())
@@ -81,7 +88,7 @@ def test_any_damage_is_found(stepper: Stepper, folder: Path, name: str, hurt: st
 def test_auto_takes_the_newest_good_one(stepper: Stepper, folder: Path) -> None:
     assert find_checkpoint(folder, "auto") == (None, [])
     saver = checkpoints(folder, keep=5)
-    saves = [saver.save(Progress(step=step), stepper) for step in (1, 2, 10)]
+    saves = [saved(saver, Progress(step=step), stepper) for step in (1, 2, 10)]
     assert find_checkpoint(folder, None) == (None, [])
     assert find_checkpoint(folder, "auto") == (saves[2], [])
     (saves[2] / "manifest.json").unlink()
@@ -98,20 +105,20 @@ def test_auto_takes_the_newest_good_one(stepper: Stepper, folder: Path) -> None:
 def test_the_newest_and_the_best_are_kept(stepper: Stepper, folder: Path) -> None:
     saver = checkpoints(folder, keep=2)
     for step in range(1, 7):
-        saver.save(Progress(step=step, best_step=min(step, 2)), stepper)
+        saved(saver, Progress(step=step, best_step=min(step, 2)), stepper)
     assert sorted(f.name for f in folder.iterdir()) == ["step-000002", "step-000005", "step-000006"]
     assert saver.best(Progress(best_step=2)) == folder / "step-000002"
     assert saver.best(Progress(best_step=3)) is None
 
 
 def test_another_run_is_refused_with_what_differs(stepper: Stepper, folder: Path) -> None:
-    save = checkpoints(folder, rows=8).save(Progress(step=1), stepper)
+    save = saved(checkpoints(folder, rows=8), Progress(step=1), stepper)
     with pytest.raises(CheckpointError, match=r"rows: the checkpoint has 8, this run has 4.*seed"):
-        checkpoints(folder, rows=4, seed=1).load(save, stepper)
+        checkpoints(folder, rows=4, seed=1).load(save, stepper, ALONE)
 
 
 def test_what_a_kill_left_is_removed_and_never_taken(stepper: Stepper, folder: Path) -> None:
-    save = checkpoints(folder).save(Progress(step=1), stepper)
+    save = saved(checkpoints(folder), Progress(step=1), stepper)
     torn = folder / ".writing-step-000002"
     torn.mkdir()
     (torn / "weights.safetensors").write_bytes(b"half")
@@ -123,14 +130,14 @@ def test_a_full_disk_leaves_the_older_ones(
     stepper: Stepper, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saver = checkpoints(folder)
-    save = saver.save(Progress(step=1), stepper)
+    save = saved(saver, Progress(step=1), stepper)
 
     def full(_handle: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(EnvironmentProblem, match=r"the disk is full: .*step-000002.*resume=auto"):
-        saver.save(Progress(step=2), stepper)
+        saved(saver, Progress(step=2), stepper)
     assert [f.name for f in folder.iterdir()] == ["step-000001"]
     assert damage(save) is None
 
@@ -146,7 +153,7 @@ def test_a_fault_while_writing_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_run_folder_can_be_named_too(stepper: Stepper, tmp_path: Path) -> None:
-    save = checkpoints(tmp_path / "checkpoints").save(Progress(step=3), stepper)
+    save = saved(checkpoints(tmp_path / "checkpoints"), Progress(step=3), stepper)
     assert find_checkpoint(tmp_path / "elsewhere", str(tmp_path)) == (save, [])
     with pytest.raises(CheckpointError, match="no checkpoint there"):
         find_checkpoint(tmp_path, str(tmp_path / "checkpoints"))

@@ -1,0 +1,106 @@
+"""A run from its configuration to its finished folder: the assembly. Each line needs only the lines above it."""
+
+from dataclasses import asdict
+from typing import Any
+
+from app.config.schema import RunConfig
+from app.engine.checkpoint import Checkpoints
+from app.engine.finish import finish
+from app.engine.ground import Ground, facts, lay_ground, layout_of, table
+from app.engine.identity import identity
+from app.engine.limits import within_positions
+from app.engine.loop import Loop, Parts, Rhythm
+from app.engine.progress import Progress
+from app.engine.proofs import prove
+from app.engine.samples import sampler
+from app.engine.signals import listening
+from app.engine.step import Stepper
+from app.engine.world import world
+from app.model.build import base_path, build_trainee, unpacked_base
+from app.model.save import save_base
+from app.model.trainee import Trainee
+from app.optim.optimizers import build_optimizer
+from app.record.console import Console
+from app.record.folder import RunFolder
+from app.record.follower import Follower
+from app.record.record import Record
+
+
+def train_in(folder: RunFolder, run: RunConfig, console: Console) -> int:
+    """Returns the exit code."""
+    run = within_positions(run, console.say)
+    ground = lay_ground(run, folder.checkpoints, console.say)
+    if run.dry_run:
+        return _told_only(folder, run, ground, console)
+    trainee = build_trainee(
+        ground.sections, ground.runtime.device, run.seed, base_path(run.model, folder.base)
+    )
+    prove(trainee, ground.loader, ground.runtime.device)
+    stepper = _stepper(run, ground, trainee)
+    same = identity(run, ground.data.train, ground.loader, trainee, ground.plan.steps)
+    checkpoints = Checkpoints(folder.checkpoints, run.checkpoint, same, asdict(ground.choices))
+    peers = ground.runtime.peers
+    progress = checkpoints.load(ground.save, stepper, peers) if ground.save else Progress()
+    with _opened(folder, run, ground, console) as record:
+        record.rewind(progress.step if ground.save else -1)
+        record.table(table(run, ground))
+        if not ground.save:
+            _keep_random_base(run, ground, trainee, folder)
+        record.begin(ground.plan.steps, progress.step)
+        rhythm = Rhythm(run.training, run.eval, run.checkpoint, run.record.every)
+        loop = Loop(_parts(run, ground, stepper, checkpoints, record), rhythm, progress)
+        with listening() as request:
+            ended = loop.fit(request)
+        code = finish(run, ground, loop, record, stopped_by=None if ended else loop.stopped_by)
+        ground.runtime.leave()
+    return code
+
+
+def _told_only(folder: RunFolder, run: RunConfig, ground: Ground, console: Console) -> int:
+    with _opened(folder, run, ground, console) as record:
+        record.table([*table(run, ground), ("dry_run", "no weights were loaded")])
+        record.finish("dry_run")
+        ground.runtime.leave()
+    return 0
+
+
+def _stepper(run: RunConfig, ground: Ground, trainee: Trainee) -> Stepper:
+    """Ready for its first step, with random numbers that do not depend on what was built before."""
+    optimizer = build_optimizer(run.optimizer, trainee)
+    fp16 = ground.choices.precision == "fp16"
+    stepper = Stepper(trainee, optimizer, ground.runtime, run.training.clip, fp16=fp16)
+    stepper.rehearse(ground.loader.batches(0)[0])
+    ground.runtime.seed(run.seed)
+    return stepper
+
+
+def _opened(folder: RunFolder, run: RunConfig, ground: Ground, console: Console) -> Record | Follower:
+    """The first process writes for all; each other one has a log."""
+    here = world()
+    if here.is_first:
+        return Record.open(folder, run.tracker, asdict(run), facts(run, ground), console)
+    return Follower(folder, here.rank)
+
+
+def _keep_random_base(run: RunConfig, ground: Ground, trainee: Trainee, folder: RunFolder) -> None:
+    if ground.sections.keeps_random_base and run.checkpoint.save_random_base and world().is_first:
+        unpacked = unpacked_base(ground.sections, ground.runtime.device, run.seed)
+        save_base(trainee, ground.tokenizer, folder.base, unpacked)
+
+
+def _parts(
+    run: RunConfig, ground: Ground, stepper: Stepper, checkpoints: Checkpoints, record: Record | Follower
+) -> Parts:
+    layout = layout_of(run, run.eval.rows, ground.tokenizer, ground.labels)
+    samples: Any = (run.eval, ground.data.eval, ground.labels, stepper.trainee, ground.tokenizer, record)
+    return Parts(
+        runtime=ground.runtime,
+        plan=ground.plan,
+        loader=ground.loader,
+        eval_batches=ground.eval_batches(layout),
+        stepper=stepper,
+        learning_rate=ground.learning_rate(run.schedule, run.optimizer.lr),
+        checkpoints=checkpoints,
+        journal=record,
+        show_samples=sampler(*samples) if world().is_first else lambda _step: None,
+    )

@@ -1,0 +1,1 @@
+"""Several processes for one run: torch's elastic agent starts them, watches them and tells once how they ended."""

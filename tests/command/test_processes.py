@@ -1,0 +1,203 @@
+"""Several processes train as one does: the same numbers, the same files, one message when something is wrong."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.command.test_resume import SMALL, has_reached, same_ending
+from tests.conftest import REPO
+from tests.model.small import distance
+from tests.runs import Zygote, metrics, numbers, result
+
+PLAIN = ("optimizer=sgd", "optimizer.momentum=0", "optimizer.lr=0.5", "training.clip=0", "schedule=constant")
+GONE = 137  # 128 + SIGKILL
+
+
+def with_rate(count: int) -> str:
+    """Micro-batches of each process, so that a step is the same."""
+    return f"batching.accumulation={4 // count}"
+
+
+def tensors(run: Path) -> dict[str, torch.Tensor]:
+    (file,) = (run / "final").glob("*.safetensors")
+    return load_file(file)
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+@pytest.mark.parametrize("recipe", ["full", "lora", "qlora"])
+def test_two_processes_give_the_numbers_of_one(
+    zygote: Zygote, tmp_path: Path, recipe: str, packing: str
+) -> None:
+    """Plain gradient descent: LoRA's B begins at zero, so what comes out is the sum of the gradients."""
+    command = (*SMALL, *PLAIN, f"recipe={recipe}", f"batching.packing={packing}", "training.max_steps=3")
+    one, two = tmp_path / "one", tmp_path / "two"
+    for ended in (
+        zygote.run(tmp_path, *command, with_rate(1), f"output_dir={one}"),
+        *zygote.run_together(tmp_path, 2, *command, with_rate(2), f"output_dir={two}"),
+    ):
+        assert (ended.code, ended.stderr) == (0, "")
+    for mine, theirs in zip(metrics(one), metrics(two), strict=True):
+        assert mine.keys() == theirs.keys()
+        for key in mine.keys() - {"tokens_per_second", "peak_memory_bytes"}:
+            assert theirs[key] == pytest.approx(mine[key], rel=1e-6), (mine["step"], key)
+    left, right = tensors(one), tensors(two)
+    for half in ("lora_A", "lora_B") if recipe != "full" else ("",):
+        chosen = [name for name in left if half in name]
+        assert chosen
+        assert distance([right[n] for n in chosen], [left[n] for n in chosen]) <= 1e-6
+    assert json.loads((two / "manifest.json").read_text())["choices"]["processes"] == 2
+    assert "shared by 2 processes" in (two / "log-rank-1.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "count", "more"),
+    [
+        ("lora", 2, "adapter.dropout=0.1"),
+        ("full", 3, "batching.packing=false"),
+        ("qlora", 2, "training.recompute=true"),
+    ],
+)
+def test_a_killed_process_ends_the_others_and_the_run_goes_on_to_the_last_bit(
+    zygote: Zygote, tmp_path: Path, recipe: str, count: int, more: str
+) -> None:
+    command = (*SMALL, f"recipe={recipe}", more, "batching.accumulation=1", "training.epochs=1")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for ended in zygote.run_together(tmp_path, count, *command, f"output_dir={whole}"):
+        assert (ended.code, ended.stderr) == (0, "")
+    for victim in (1, 0):
+        runs = zygote.start_together(tmp_path, count, *command, f"output_dir={killed}", "resume=auto")
+        runs[0].until(partial(has_reached, killed, 7 - 3 * victim))
+        began = time.monotonic()
+        os.kill(runs[victim].pid, signal.SIGKILL)
+        codes = [run.wait().code for run in runs]
+        assert codes[victim] == -signal.SIGKILL
+        assert 0 not in codes
+        assert time.monotonic() - began < 30
+    for ended in zygote.run_together(tmp_path, count, *command, f"output_dir={killed}", "resume=auto"):
+        assert ended.code == 0, ended.stderr
+    same_ending(whole, killed)
+
+
+class Launched:
+    """The real command: one process that starts the others."""
+
+    def __init__(self, folder: Path, environment: dict[str, str], *arguments: str) -> None:
+        self._errors = folder / "launched.txt"
+        with self._errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "app.train", *arguments],
+                env=environment,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+            )
+
+    def until(self, run: Path, step: int) -> None:
+        deadline = time.monotonic() + 120
+        while not has_reached(run, step):
+            assert self.process.poll() is None, self._errors.read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def worker(self, rank: int) -> int:
+        for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
+            if f"\0RANK={rank}\0".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
+                return int(pid)
+        raise AssertionError(rank)
+
+    def ended(self) -> tuple[int, str]:
+        return self.process.wait(timeout=60), self._errors.read_text()
+
+
+def test_the_launcher_passes_signals_on_and_tells_a_death_once(
+    zygote: Zygote, tmp_path: Path, app_env: dict[str, str]
+) -> None:
+    command = (*SMALL, "batching.accumulation=1", "training.epochs=2")
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    for ended in zygote.run_together(tmp_path, 2, *command, f"output_dir={whole}"):
+        assert ended.code == 0, ended.stderr
+    launched_with = (*command, "launch.num_processes=2", f"output_dir={run}", "resume=auto")
+
+    first = Launched(tmp_path, app_env, *launched_with)
+    first.until(run, 3)
+    first.process.send_signal(signal.SIGTERM)
+    assert first.ended() == (75, "")
+    assert result(run)["status"] == "stopped"
+
+    second = Launched(tmp_path, app_env, *launched_with)
+    second.until(run, result(run)["steps"] + 2 if (run / "result.json").exists() else 8)
+    os.kill(second.worker(1), signal.SIGKILL)
+    code, said = second.ended()
+    assert code == GONE
+    assert said == "process 1 of 2 was killed by SIGKILL. Out of memory is the usual cause.\n"
+
+    third = Launched(tmp_path, app_env, *launched_with)
+    assert third.ended() == (0, "")
+    same_ending(whole, run)
+
+
+def test_what_is_wrong_for_all_is_told_once(zygote: Zygote, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"messages": []}\n')
+    bad = ("dataset=messages", "dataset.path=bad.jsonl", "output_dir=run")
+    first, second = zygote.run_together(tmp_path, 2, *bad)
+    assert (first.code, second.code) == (2, 2)
+    assert first.stderr.startswith("error: bad.jsonl:1")
+    assert second.stderr == ""
+    launched = zygote.run(tmp_path, *bad, "launch.num_processes=2")
+    assert launched.code == 2
+    assert launched.stderr.count("bad.jsonl:1") == 1
+    assert re.search(r"\(process [01] of 2\)\n$", launched.stderr)
+
+
+def test_processes_that_would_train_apart_are_refused(zygote: Zygote, tmp_path: Path) -> None:
+    runs = zygote.start_together(tmp_path, 2, *SMALL, "output_dir=run", "seed=${oc.env:RANK}")
+    ended = [run.wait() for run in runs]
+    assert [end.code for end in ended] == [2, 2]
+    assert "the processes of this run do not see the same (the settings (as a hash):" in ended[0].stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_foreign_launcher_needs_a_named_folder_and_decides_the_number(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    for ended in zygote.run_together(tmp_path, 2, *SMALL):
+        assert ended.code == 2
+    ended = zygote.run_together(tmp_path, 2, *SMALL, "output_dir=run", "launch.num_processes=3")[0]
+    assert ended.code == 2
+    assert "launch.num_processes=3, but this process was started as one of 2" in ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("starter", ["torchrun", "accelerate"])
+def test_the_ordinary_launchers_work(tmp_path: Path, app_env: dict[str, str], starter: str) -> None:
+    run = tmp_path / "run"
+    command = {
+        "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+        "accelerate": ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2"],
+    }[starter]
+    command = [
+        *command,
+        *(["--mixed_precision=no", "--dynamo_backend=no"] if starter == "accelerate" else []),
+    ]
+    done = subprocess.run(
+        [sys.executable, *command, "-m", "app.train", *SMALL, "training.max_steps=2", f"output_dir={run}"],
+        env=app_env | {"PYTHONPATH": str(REPO)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(numbers(run)) == 3
+    assert json.loads((run / "manifest.json").read_text())["choices"]["processes"] == 2
