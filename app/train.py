@@ -8,7 +8,6 @@ python -m app.train output_dir=runs/mine resume=auto  go on where it was stopped
 import os
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import hydra
@@ -96,8 +95,7 @@ def _train_in(folder: RunFolder, run: RunConfig, console: Console) -> int:
     with Record.open(folder, run.tracker, *described, console) as record:
         record.rewind(progress.step if ground.save else -1)
         record.table(told)
-        if not ground.save and run.checkpoint.save_random_base:
-            _keep_random_base(ground, trainee, folder.base, run.seed)
+        _tell_base(run, ground, trainee, record)
         record.begin(ground.plan.steps, progress.step)
         rhythm = Rhythm(run.training, run.eval, run.checkpoint, run.record.every)
         loop = Loop(_parts(run, ground, stepper, checkpoints, record), rhythm, progress)
@@ -106,13 +104,16 @@ def _train_in(folder: RunFolder, run: RunConfig, console: Console) -> int:
         return finish(run, ground, loop, record, stopped_by=None if ended else request.exit_code)
 
 
-def _keep_random_base(ground: "Ground", trainee: "Trainee", folder: Path, seed: int) -> None:
+def _tell_base(run: RunConfig, ground: "Ground", trainee: "Trainee", record: Record) -> None:
+    """By its hash; one that no file has is kept."""
     from app.model.build import unpacked_base
+    from app.model.fingerprint import base_fingerprint
     from app.model.save import save_base
 
-    if ground.sections.keeps_random_base:
-        unpacked = unpacked_base(ground.sections, ground.runtime.device, seed)
-        save_base(trainee, ground.tokenizer, folder, unpacked)
+    record.add_facts(hashes={"base": base_fingerprint(run.model)})
+    if ground.sections.keeps_random_base and run.checkpoint.save_random_base and not ground.save:
+        unpacked = unpacked_base(ground.sections, ground.runtime.device, run.seed)
+        save_base(trainee, ground.tokenizer, record.folder.base, unpacked)
 
 
 def _parts(
