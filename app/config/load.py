@@ -70,18 +70,32 @@ def _with_any_model(overrides: list[str]) -> list[str]:
     return ["model=folder", *overrides]
 
 
+def section_of(group: str, choice: str) -> dict[str, Any]:
+    """The section that a file of conf/ makes, its references to other sections as they stand."""
+    return _as_dict(_compose([f"{group}={choice}"])[group], resolve=False)
+
+
+def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain data with every `${...}` looked up."""
+    return _plain(OmegaConf.create(dict(data)))
+
+
 def _composed(overrides: list[str]) -> RunConfig:
+    config = _compose(overrides)
+    if config.hydra.mode == RunMode.MULTIRUN:
+        raise ConfigError(f"hydra.mode=MULTIRUN: {SWEEPS}")
+    return load_run(config)
+
+
+def _compose(overrides: list[str]) -> DictConfig:
     """Composes without the typed schema, because Hydra stops at the first key that a schema refuses."""
     _store_schema({})
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(groups.CONF), version_base=VERSION_BASE):
-            config = compose("config", overrides=overrides, return_hydra_config=True)
+            return compose("config", overrides=overrides, return_hydra_config=True)
     except (HydraException, OmegaConfBaseException, YAMLError) as fault:
         raise ConfigError(_one_line(fault)) from fault
-    if config.hydra.mode == RunMode.MULTIRUN:
-        raise ConfigError(f"hydra.mode=MULTIRUN: {SWEEPS}")
-    return load_run(config)
 
 
 def store_schema() -> None:
