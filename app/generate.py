@@ -5,15 +5,15 @@ python -m app.generate run=runs/mine prompt="..." adapter=false      the base, f
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.config.command import parse_command
-from app.config.platforms import require_platform
+from app.config.command import parse_command, run_command
 from app.config.rules import CHAT_FORMATS
 from app.config.schema import RunConfig, number
-from app.errors import AppError, CheckpointError, ConfigError
+from app.errors import ConfigError
 
 
 @dataclass(kw_only=True, slots=True)
@@ -32,10 +32,10 @@ class GenerateConfig:
 
 def generate(config: GenerateConfig) -> str:
     """The answer, as text."""
+    from app.config.finished import finished_folder
     from app.config.load import read_run
 
-    folder = Path(config.run).expanduser()
-    _require_finished(folder)
+    folder = finished_folder(config.run)
     run = read_run(folder / "run.yaml")
     if run.task.kind != "causal":
         raise ConfigError(
@@ -43,18 +43,6 @@ def generate(config: GenerateConfig) -> str:
             "Give a run of task=causal."
         )
     return _answer(config, folder, run)
-
-
-def _require_finished(folder: Path) -> None:
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"run={folder}: there is no such folder. Give the output_dir of a finished run."
-        )
-    if not (folder / "final").is_dir():
-        raise CheckpointError(
-            f"run={folder}: there is no final/ in it, so the run did not finish. "
-            f"Finish it with python -m app.train ... output_dir={folder} resume=auto"
-        )
 
 
 def _answer(config: GenerateConfig, folder: Path, run: RunConfig) -> str:
@@ -78,16 +66,14 @@ def _answer(config: GenerateConfig, folder: Path, run: RunConfig) -> str:
     return text.strip()
 
 
+def _command(arguments: Sequence[str]) -> int:
+    sys.stdout.write(f"{generate(parse_command(arguments, GenerateConfig))}\n")
+    return 0
+
+
 def main() -> None:
     """Exit codes as of app.train."""
-    try:
-        require_platform()
-        sys.stdout.write(f"{generate(parse_command(sys.argv[1:], GenerateConfig))}\n")
-    except AppError as problem:
-        sys.stderr.write(f"{problem.report()}\n")
-        sys.exit(problem.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_command(_command)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from app.config.platforms import require_platform
 from app.config.schema import RunConfig
 from app.engine.world import world
 from app.errors import AppError, ConfigError
-from app.launch.agent import launch, processes_to_start
+from app.launch.agent import processes_to_start, train_in_processes
 from app.launch.worker import fail_as_one_of_several, failing_once, require_named_folder, run_given
 from app.record.console import Console
 from app.record.folder import RunFolder
@@ -36,7 +36,7 @@ def train(run: RunConfig) -> int:
     _check_parts(run)
     count = processes_to_start(run.launch)
     if count:
-        return launch(count, run)
+        return train_in_processes(count, run)
     if not world().is_first:
         return _train_in(RunFolder.joined(run.output_dir), run, SilentConsole())
     with RunFolder.claim(run.output_dir, run.resume) as folder:

@@ -98,7 +98,9 @@ class Zygote:
     def run(self, folder: Path, *arguments: str, module: str = "app.train", **env: str) -> Ended:
         return self.start(folder, *arguments, module=module, **env).wait()
 
-    def start_together(self, folder: Path, count: int, *arguments: str) -> list[Running]:
+    def start_together(
+        self, folder: Path, count: int, *arguments: str, module: str = "app.train"
+    ) -> list[Running]:
         """`count` processes of one run, as torchrun would start them."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -106,12 +108,14 @@ class Zygote:
         shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
         shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         return [
-            self.start(folder, *arguments, RANK=str(rank), LOCAL_RANK=str(rank), **shared)
+            self.start(folder, *arguments, module=module, RANK=str(rank), LOCAL_RANK=str(rank), **shared)
             for rank in range(count)
         ]
 
-    def run_together(self, folder: Path, count: int, *arguments: str) -> list[Ended]:
-        return [run.wait() for run in self.start_together(folder, count, *arguments)]
+    def run_together(
+        self, folder: Path, count: int, *arguments: str, module: str = "app.train"
+    ) -> list[Ended]:
+        return [run.wait() for run in self.start_together(folder, count, *arguments, module=module)]
 
     def close(self) -> None:
         assert self.process.stdin is not None

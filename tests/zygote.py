@@ -25,6 +25,7 @@ IMPORTS = (
     "app.engine.ground",
     "app.engine.finish",
     "app.engine.samples",
+    "app.engine.scoring",
     "app.model.build",
     "app.model.load",
     "app.optim.optimizers",

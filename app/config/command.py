@@ -1,11 +1,13 @@
-"""The arguments of the commands that are not `app.train`: key=value against a small schema of their own."""
+"""The commands that are not `app.train`: key=value against a small schema of their own, and how they end."""
 
-from collections.abc import Sequence
-from typing import Any, TypeVar
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
 
+from app.config.platforms import require_platform
 from app.config.strict import kinds, typed
 from app.config.values import is_optional
-from app.errors import ConfigError
+from app.errors import AppError, ConfigError
 
 Section = TypeVar("Section")
 
@@ -23,3 +25,19 @@ def parse_command(arguments: Sequence[str], schema: type[Section]) -> Section:
     if problems:
         raise ConfigError(problems)
     return typed(schema, data)
+
+
+def run_command(
+    command: Callable[[Sequence[str]], int], told: Callable[[AppError], None] | None = None
+) -> NoReturn:
+    """`command` on the words of the command line; exit codes as of app.train. `told` may tell a problem."""
+    try:
+        require_platform()
+        sys.exit(command(sys.argv[1:]))
+    except AppError as problem:
+        if told is not None:
+            told(problem)
+        sys.stderr.write(f"{problem.report()}\n")
+        sys.exit(problem.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)

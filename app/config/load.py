@@ -70,6 +70,16 @@ def with_any_model(overrides: list[str]) -> list[str]:
     return ["model=folder", *overrides]
 
 
+def section_of(group: str, choice: str) -> dict[str, Any]:
+    """The section that a file of conf/ makes, its references to other sections as they stand."""
+    return _as_dict(compose_plain([f"{group}={choice}"])[group], resolve=False)
+
+
+def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain data with every `${...}` looked up."""
+    return _plain(OmegaConf.create(dict(data)))
+
+
 def _composed(overrides: list[str]) -> RunConfig:
     return load_run(compose_plain(overrides))
 

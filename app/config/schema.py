@@ -23,9 +23,9 @@ class Limits:
     below: float | None = None
 
 
-def choice(*names: str) -> Any:
+def choice(*names: str, default: str = MISSING) -> Any:
     """A text field that takes one of `names`."""
-    return field(default=MISSING, metadata={CHOICES: names})
+    return field(default=default, metadata={CHOICES: names})
 
 
 def number(default: Any = MISSING, **limits: float) -> Any:
@@ -191,6 +191,7 @@ class TrainingConfig:
 
     epochs: float = number(above=0)
     max_steps: int | None = number(at_least=1)
+    stop_after: int | None = number(None, at_least=1)
     clip: float = number(at_least=0)
     recompute: bool = MISSING
     max_bad_steps: int = number(at_least=1)

@@ -89,6 +89,13 @@ def eval_batches(rows: TokenRows, layout: Layout, processes: int = 1, rank: int 
         yield layout.batch(rows, chosen, units.most_documents, epoch=0)
 
 
+def crowded_batch(rows: TokenRows, layout: Layout) -> Batch:
+    """The unit with the most rows, as a micro-batch."""
+    units = layout.units(rows, np.arange(len(rows)))
+    most = int(np.argmax(np.diff(units.starts, append=len(units.order))))
+    return layout.batch(rows, [units[most]], units.most_documents, epoch=0)
+
+
 def _even_parts(chosen: list[Unit], parts: int) -> list[list[Unit]]:
     """Consecutive parts that differ by at most one unit; some are empty in the last step of an epoch."""
     bounds = [len(chosen) * i // parts for i in range(parts + 1)]

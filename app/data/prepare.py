@@ -43,6 +43,28 @@ def prepare(config: DatasetConfig, tokenizer: Tokenizer, cache_dir: str) -> Data
     return Data(train, None, report)
 
 
+def rows_to_score(
+    config: DatasetConfig, tokenizer: Tokenizer, cache_dir: str
+) -> tuple[TokenRows, Counts, list[str]]:
+    """The rows that a training holds out, without reading those it trains on; all rows where nothing is held out."""
+    check_tokenizer(tokenizer, config.format)
+    notes = _notes(config, tokenizer)
+    held = eval_source(config)
+    if held is not None:
+        return *_rows(held, config.eval_max_rows, config, tokenizer, cache_dir), notes
+    if config.eval_fraction == 0:
+        limit = min((n for n in (config.max_rows, config.eval_max_rows) if n is not None), default=None)
+        return *_rows(train_source(config), limit, config, tokenizer, cache_dir), notes
+    rows, counts = _rows(train_source(config), config.max_rows, config, tokenizer, cache_dir)
+    data = _parted(rows, config, DataReport(counts))
+    if data.eval is None or data.report.eval is None:
+        raise DataError(
+            f"dataset.eval_fraction={config.eval_fraction} of {len(rows):,} samples holds none out, so there is "
+            "nothing to score; set dataset.eval_fraction=0 to score all of them"
+        )
+    return data.eval, data.report.eval, notes
+
+
 def _rows(
     source: Source, max_rows: int | None, config: DatasetConfig, tokenizer: Tokenizer, cache_dir: str
 ) -> tuple[TokenRows, Counts]:

@@ -56,9 +56,9 @@ class DataReport:
 
     def lines(self) -> list[str]:
         """For people: one line for each split, and one for each thing that is not as it could be."""
-        lines = list(_split_lines("train", self.train))
+        lines = list(split_lines("train", self.train))
         if self.eval is not None:
-            lines += _split_lines("eval", self.eval)
+            lines += split_lines("eval", self.eval)
         if self.shared:
             lines.append(f"eval: {_many(self.shared, 'sample')} of it also trained on: eval_loss is too good")
         return lines + self.notes
@@ -68,7 +68,8 @@ class DataReport:
         return asdict(self)
 
 
-def _split_lines(split: str, c: Counts) -> Iterator[str]:
+def split_lines(split: str, c: Counts) -> Iterator[str]:
+    """For people: what is there, then what was lost on the way and what the chat template did."""
     share = c.trained_tokens / max(c.tokens, 1)
     read = f"{_many(c.rows_read, 'row')} -> " if c.rows_read else ""
     trained = f"{c.trained_tokens:,} trained ({share:.0%})"

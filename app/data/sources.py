@@ -36,10 +36,12 @@ class FileRows:
         return hash_files(self.files)
 
 
-def check(config: DatasetConfig) -> list[str]:
-    """What is wrong with the paths, as far as a look at the disk can tell."""
+def check(config: DatasetConfig, *, training: bool = True) -> list[str]:
+    """What is wrong with the paths, as far as a look at the disk can tell; of an evaluation, with the one it reads."""
     problems: list[str] = []
     paths = {"dataset.path": config.path, "dataset.eval_path": config.eval_path}
+    if not training and config.eval_path is not None:
+        del paths["dataset.path"]
     for key, path in paths.items():
         try:
             if path is not None and not _is_hub_id(path) and not is_saved_dataset(_local(path)):

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,10 @@ from app.data.labels import Labels, labels_of
 from app.data.layout import Layout, Packed, Padded
 from app.data.loader import Loader, Share, eval_batches
 from app.data.prepare import Data, prepare
+from app.data.rows import TokenRows
 from app.engine.checkpoint import choices_of, find_checkpoint
 from app.engine.choices import Choices, choose
+from app.engine.origin import content_hashes, hardware
 from app.engine.runtime import Runtime, start
 from app.engine.steps import StepPlan, plan_steps
 from app.engine.world import world
@@ -27,7 +29,7 @@ from app.model.attention import Needs, needs_of
 from app.model.build import ModelPlan, ModelSections, plan_model
 from app.model.dtypes import DTYPES
 from app.model.tasks import TASKS
-from app.model.tokenizer import load_tokenizer, tokenizer_hash
+from app.model.tokenizer import load_tokenizer
 from app.model.weights import build_on_meta
 from app.optim import requirements
 from app.optim.schedule import learning_rate
@@ -92,7 +94,7 @@ def lay_ground(run: RunConfig, checkpoints: Path, say: Callable[[str], None]) ->
         recompute=run.training.recompute,
     )
     counts = plan_model(sections)
-    _require_known_ids(run.model, data, counts.vocabulary)
+    require_known_ids(run.model, [data.train, data.eval], counts.vocabulary)
     ground = Ground(
         tokenizer=tokenizer,
         data=data,
@@ -130,9 +132,9 @@ def attention_needs(run: RunConfig, precision: str) -> Needs:
     return needs_of(lm, DTYPES[precision].compute, packed=run.batching.packing or task.both_ways)
 
 
-def _require_known_ids(model: ModelConfig, data: Data, vocabulary: int) -> None:
+def require_known_ids(model: ModelConfig, data: Sequence[TokenRows | None], vocabulary: int) -> None:
     """An id beyond the embedding is an IndexError on a CPU, and on a GPU the end of the process."""
-    largest = max(rows.largest_id for rows in (data.train, data.eval) if rows is not None)
+    largest = max(rows.largest_id for rows in data if rows is not None)
     if largest >= vocabulary:
         raise ConfigError(
             f"model.tokenizer={model.tokenizer or 'null'}: it gives ids up to {largest}, but the model knows only "
@@ -170,7 +172,6 @@ def _step_words(batching: BatchingConfig, ground: Ground) -> str:
 
 def facts(run: RunConfig, ground: Ground) -> dict[str, Any]:
     """For the manifest: what was chosen, counted and hashed."""
-    held = ground.data.eval
     return {
         "seed": run.seed,
         "choices": {
@@ -185,9 +186,6 @@ def facts(run: RunConfig, ground: Ground) -> dict[str, Any]:
             "trained_weights": ground.counts.trained,
             "data": ground.data.report.as_dict(),
         },
-        "hashes": {
-            "train": ground.data.train.fingerprint,
-            "eval": None if held is None else held.fingerprint,
-            "tokenizer": tokenizer_hash(ground.tokenizer),
-        },
+        "hardware": hardware(),
+        "hashes": content_hashes(ground.data, ground.tokenizer),
     }

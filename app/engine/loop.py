@@ -14,7 +14,7 @@ from app.engine.checkpoint import Checkpoints
 from app.engine.evaluation import mean_loss
 from app.engine.progress import Progress
 from app.engine.runtime import Runtime
-from app.engine.signals import StopRequest
+from app.engine.signals import START_ME_AGAIN, StopRequest
 from app.engine.step import Stepper, StepResult
 from app.engine.steps import StepPlan
 from app.errors import TrainingError
@@ -91,6 +91,8 @@ class Loop:
         """True when the run came to its end, false when it was asked to stop and has saved."""
         while self.progress.step < self.parts.plan.steps:
             result = self._step()
+            if self.progress.step == self._rhythm.training.stop_after:
+                request.exit_code = START_ME_AGAIN
             asked = self._is_asked_to_stop(request)
             if asked or self._should_report():
                 self._report(result)

@@ -67,7 +67,7 @@ class Runtime:
     def leave(self) -> None:
         """End together: a launcher takes a process that ends early with a code of its own for a failure of all."""
         self.peers.wait_for_all()
-        if torch.distributed.is_initialized():
+        if self.processes > 1 and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
     def peak_memory_bytes(self) -> int:

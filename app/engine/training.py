@@ -17,6 +17,7 @@ from app.engine.signals import listening
 from app.engine.step import Stepper
 from app.engine.world import world
 from app.model.build import base_path, build_trainee, unpacked_base
+from app.model.fingerprint import base_fingerprint
 from app.model.save import save_base
 from app.model.trainee import Trainee
 from app.optim.optimizers import build_optimizer
@@ -44,8 +45,8 @@ def train_in(folder: RunFolder, run: RunConfig, console: Console) -> int:
     with _opened(folder, run, ground, console) as record:
         record.rewind(progress.step if ground.save else -1)
         record.table(table(run, ground))
-        if not ground.save:
-            _keep_random_base(run, ground, trainee, folder)
+        if world().is_first:
+            _tell_base(run, ground, trainee, record)
         record.begin(ground.plan.steps, progress.step)
         rhythm = Rhythm(run.training, run.eval, run.checkpoint, run.record.every)
         loop = Loop(_parts(run, ground, stepper, checkpoints, record), rhythm, progress)
@@ -82,10 +83,12 @@ def _opened(folder: RunFolder, run: RunConfig, ground: Ground, console: Console)
     return Follower(folder, here.rank)
 
 
-def _keep_random_base(run: RunConfig, ground: Ground, trainee: Trainee, folder: RunFolder) -> None:
-    if ground.sections.keeps_random_base and run.checkpoint.save_random_base and world().is_first:
+def _tell_base(run: RunConfig, ground: Ground, trainee: Trainee, record: Record | Follower) -> None:
+    """By its hash; one that no file has is kept."""
+    record.add_facts(hashes={"base": base_fingerprint(run.model)})
+    if ground.sections.keeps_random_base and run.checkpoint.save_random_base and not ground.save:
         unpacked = unpacked_base(ground.sections, ground.runtime.device, run.seed)
-        save_base(trainee, ground.tokenizer, folder.base, unpacked)
+        save_base(trainee, ground.tokenizer, record.folder.base, unpacked)
 
 
 def _parts(

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -46,17 +46,23 @@ def processes_to_start(launch: LaunchConfig) -> int:
     return wanted if wanted > 1 else 0
 
 
-def launch(count: int, run: RunConfig) -> int:
-    """`python -m app.train` in `count` processes; returns the exit code of the first that failed, else 0."""
+def train_in_processes(count: int, run: RunConfig) -> int:
+    """`app.train` for this very run: what a clock or an environment decided is decided once, for all."""
+    return launch(count, ["-m", "app.train"], run)
+
+
+def launch(count: int, program: Sequence[str], run: RunConfig | None = None) -> int:
+    """`python program` in `count` processes; returns the exit code of the first that failed, else 0."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what is to be told, we tell
     with tempfile.TemporaryDirectory(prefix="app-launch-") as name, _passed_on() as asked:
-        (Path(name) / RUN).write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(run))))
+        if run is not None:
+            (Path(name) / RUN).write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(run))))
         os.environ[FOLDER] = name
         try:
-            elastic_launch(_settings(count, name), sys.executable)("-u", "-m", "app.train")
+            elastic_launch(_settings(count, name), sys.executable)("-u", *program)
         except ChildFailedError as failed:
             return _tell(_failures(failed, Path(name)), count, asked, Path(name))
         finally:

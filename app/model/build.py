@@ -59,22 +59,22 @@ class ModelSections:
 
 def build_trainee(sections: ModelSections, device: torch.device, seed: int, base_path: str) -> Trainee:
     """Base weights, adapter, attention and loss, on `device`, ready for training."""
-    import transformers
-
-    transformers.logging.disable_progress_bar()  # one line of ours says what is loaded
-    logging.getLogger("transformers.modeling_utils").addFilter(_not_about_masks)
-    dtypes = DTYPES[sections.precision]
-    lm = _base(sections, device, seed)
+    lm = build_base(sections, device, seed)
     torch.manual_seed(seed)  # the adapter starts the same whatever the base drew
     network = attach(sections.adapter, TASKS[sections.task.kind], lm, base_path)
     if sections.recompute:
         recompute(lm)
-    trainee = Trainee(network.to(device), dtypes.compute)
+    trainee = Trainee(network.to(device), DTYPES[sections.precision].compute)
     trainee.train()
     return trainee
 
 
-def _base(sections: ModelSections, device: torch.device, seed: int) -> Any:
+def build_base(sections: ModelSections, device: torch.device, seed: int) -> Any:
+    """The model without an adapter, its weights as training stores them and its attention ours."""
+    import transformers
+
+    transformers.logging.disable_progress_bar()  # one line of ours says what is loaded
+    logging.getLogger("transformers.modeling_utils").addFilter(_not_about_masks)
     attention, dtype = register(sections.attention), DTYPES[sections.precision].base
     task = TASKS[sections.task.kind]
     if sections.four_bit is not None:

@@ -5,7 +5,8 @@ does around its head (soft-capping, scaling, a transform) stays right. Gradients
 chunk by chunk: no more than one chunk of logits is ever alive.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -77,17 +78,37 @@ def token_loss_sum(
     head: Head, rows: Tensor, targets: Tensor, parameters: list[nn.Parameter], chunk: int
 ) -> Tensor:
     """The sum of cross-entropies over all targets that are not IGNORE, in float32."""
+    with _for_trained_head(rows, parameters) as given:
+        loss: Tensor = _ChunkedLoss.apply(head, chunk, targets, given, *parameters)  # type: ignore[no-untyped-call]
+    return loss
+
+
+@torch.no_grad()
+def token_scores(
+    head: Head, rows: Tensor, targets: Tensor, parameters: list[nn.Parameter], chunk: int
+) -> tuple[Tensor, Tensor]:
+    """Of each target its cross-entropy in float32, and whether no token has a larger logit; 0 and false for IGNORE."""
+    losses = torch.empty(targets.shape, dtype=torch.float32, device=rows.device)
+    hits = torch.empty(targets.shape, dtype=torch.bool, device=rows.device)
+    with _for_trained_head(rows, parameters) as given:
+        for start in range(0, given.shape[0], chunk):
+            part = slice(start, start + chunk)
+            logits = head(given[part]).float()
+            losses[part] = F.cross_entropy(logits, targets[part], ignore_index=IGNORE, reduction="none")
+            hits[part] = logits.argmax(-1) == targets[part]
+            del logits  # or two chunks would be alive while the next is made
+    return losses, hits
+
+
+@contextlib.contextmanager
+def _for_trained_head(rows: Tensor, parameters: list[nn.Parameter]) -> Iterator[Tensor]:
+    """A trained head's gradient is a sum over all rows, made before any scale: float16 could not hold it."""
     device = rows.device.type
     if parameters and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
-        # a trained head's gradient is a sum over all rows, made before any scale: float16 could not hold it
         with torch.autocast(device, enabled=False):
-            return _apply(head, chunk, targets, rows.float(), parameters)
-    return _apply(head, chunk, targets, rows, parameters)
-
-
-def _apply(head: Head, chunk: int, targets: Tensor, rows: Tensor, parameters: list[nn.Parameter]) -> Tensor:
-    loss: Tensor = _ChunkedLoss.apply(head, chunk, targets, rows, *parameters)  # type: ignore[no-untyped-call]
-    return loss
+            yield rows.float()
+    else:
+        yield rows
 
 
 class _ChunkedLoss(torch.autograd.Function):

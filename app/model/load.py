@@ -1,6 +1,7 @@
-"""A finished run as a model to ask: by transformers and peft alone, as anybody else would load it."""
+"""A finished run as a model to ask, by transformers and peft alone, as anybody else would load it; or to score."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ from app.config.schema import ModelConfig, QuantizationConfig
 from app.errors import CheckpointError
 from app.model.adapter import quiet_peft
 from app.model.attention import right_own
+from app.model.build import ModelSections, build_base
+from app.model.dtypes import DTYPES
 from app.model.quantize import packing_of
 from app.model.source import fetch_folder, gist, require_weights
 from app.model.tasks import Task
+from app.model.trainee import Trainee
 from app.model.weights import read_packed, read_weights, stored_dtype
 
 _ADAPTER = "adapter_config.json"
@@ -31,12 +35,44 @@ def load_tuned(
     The base is quantised as it was in training: an adapter has learnt to make up for those very rounding errors.
     """
     final = run / "final"
-    if not (final / _ADAPTER).is_file():
+    if not _is_adapter(final):
         if not adapter:
             raise CheckpointError(f"adapter=false: {final} is a whole model, its base is not in it.")
         return _load(final, str(final), model, task)
     lm = _load(_base_folder(run, final, model), model.path, model, task, quantization)
-    return _with_adapter(lm, final) if adapter else lm
+    return _with_adapter(lm, final).get_base_model() if adapter else lm
+
+
+def weights_of(run: Path, model: ModelConfig, *, tuned: bool) -> ModelConfig:
+    """The section `model` with the place where the weights of a finished run, or of its base, are to be read.
+
+    The base of a whole model that began with random weights is drawn again.
+    """
+    final = run / "final"
+    if _is_adapter(final):
+        return replace(model, path=str(_base_folder(run, final, model)), weights="pretrained")
+    if tuned:
+        return replace(model, path=str(final), weights="pretrained")
+    if model.weights == "random":
+        return model
+    return replace(model, path=str(fetch_folder(model, model.path, with_weights=True)))
+
+
+def reads_base(run: Path, *, tuned: bool) -> bool:
+    """Whether the weights of the base are read: those of an adapter always are."""
+    return not tuned or _is_adapter(run / "final")
+
+
+def load_trainee(
+    run: Path, sections: ModelSections, device: torch.device, seed: int, *, tuned: bool
+) -> Trainee:
+    """A finished run, or its base, as training held it, to be scored; `sections.model` is that of `weights_of`."""
+    final = run / "final"
+    network: Any = build_base(sections, device, seed)
+    if _is_adapter(final):
+        network.requires_grad_(False)  # as attaching an adapter did in training
+        network = _with_adapter(network, final) if tuned else network
+    return Trainee(network.to(device), DTYPES[sections.precision].compute).eval()
 
 
 def load_tuned_tokenizer(final: Path) -> Any:
@@ -44,6 +80,10 @@ def load_tuned_tokenizer(final: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(final), local_files_only=True)
+
+
+def _is_adapter(final: Path) -> bool:
+    return (final / _ADAPTER).is_file()
 
 
 def _base_folder(run: Path, final: Path, model: ModelConfig) -> Path:
@@ -83,6 +123,6 @@ def _with_adapter(lm: Any, final: Path) -> Any:
 
     try:
         with quiet_peft():
-            return PeftModel.from_pretrained(lm, str(final)).eval().get_base_model()
+            return PeftModel.from_pretrained(lm, str(final)).eval()
     except (OSError, ValueError, RuntimeError, SafetensorError) as fault:
         raise CheckpointError(f"the adapter in {final} cannot be loaded ({gist(fault)}).") from fault

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from app.batch import Batch
 from app.errors import EnvironmentProblem
-from app.model.head import Head, chunk_rows, head_parameters, own_head, token_loss_sum
+from app.model.head import Head, chunk_rows, head_parameters, own_head, token_loss_sum, token_scores
 from app.model.positions import first_position
 
 _HEAD_TOLERANCE = 1e-5  # of the largest logit, in float32
@@ -37,15 +37,26 @@ class Trainee(nn.Module):
     def forward(self, batch: Batch) -> tuple[Tensor, int]:
         """The sum of the losses of all labelled tokens, and how many they are."""
         with self.arithmetic(batch.ids.device):
-            hidden = self.language_model.base_model(
-                input_ids=batch.ids,
-                position_ids=batch.positions + self.first_position,
-                use_cache=False,
-                documents=batch.documents,
-            )[0]
-            rows = hidden.flatten(0, 1).index_select(0, batch.label_rows)
+            rows = self._labelled_rows(batch)
             loss = token_loss_sum(self.head, rows, batch.targets, self._head_parameters, self._chunk)
         return loss, batch.num_labels
+
+    @torch.no_grad()
+    def scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Of each target of the batch its loss, and whether the model would have chosen it."""
+        with self.arithmetic(batch.ids.device):
+            rows = self._labelled_rows(batch)
+            return token_scores(self.head, rows, batch.targets, self._head_parameters, self._chunk)
+
+    def _labelled_rows(self, batch: Batch) -> Tensor:
+        hidden = self.language_model.base_model(
+            input_ids=batch.ids,
+            position_ids=batch.positions + self.first_position,
+            use_cache=False,
+            documents=batch.documents,
+        )[0]
+        rows: Tensor = hidden.flatten(0, 1).index_select(0, batch.label_rows)
+        return rows
 
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that change, by their name in the network; tied ones once."""

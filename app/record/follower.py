@@ -27,6 +27,9 @@ class Follower:
         if fault is not None:
             self.message(f"{type(fault).__name__}: {fault}")
 
+    def add_facts(self, **facts: Any) -> None:
+        """The manifest is the first process's."""
+
     def message(self, text: str) -> None:
         """To this process's own log."""
         now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")

@@ -17,9 +17,9 @@ class Sample:
     answer: str
 
 
-def aligned(rows: Sequence[tuple[str, str]]) -> str:
-    """Names and values in two columns; further lines of a value stand below its first."""
-    width = max((len(name) for name, _ in rows), default=0) + 2
+def aligned(rows: Sequence[tuple[str, str]], width: int = 0) -> str:
+    """Names and values in two columns, the first at least `width`; further lines of a value stand below its first."""
+    width = max(width, *(len(name) + 2 for name, _ in rows), 2)
     return "\n".join(f"{name:<{width}}{value}".replace("\n", "\n" + " " * width) for name, value in rows)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import app
+from app.errors import CheckpointError
 from app.record.files import write_json
 from app.record.masking import masked
 
@@ -37,7 +38,7 @@ class Manifest:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._content = _describe(_read(path))
+        self._content = _describe(read_manifest(path))
 
     def add(self, facts: Mapping[str, Any]) -> None:
         """Write it with these; a mapping is added to the one of the same name."""
@@ -89,28 +90,39 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+def program_here() -> dict[str, Any]:
+    """What would run on this machine."""
+    return {
+        "program": {"version": app.__version__, "git": git_state(Path(app.__file__).parent)},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "packages": versions(),
+    }
+
+
 def _describe(before: dict[str, Any]) -> dict[str, Any]:
-    git = git_state(Path(app.__file__).parent)
+    here = program_here()
     start = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command_line": sys.orig_argv,
         "host": platform.node(),
         "process": os.getpid(),
-        "git": git,
+        "git": here["program"]["git"],
     }
     return {
         "created": before.get("created", start["time"]),
-        "program": {"version": app.__version__, "git": git},
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cpus": len(os.sched_getaffinity(0)),
-        "packages": versions(),
+        **here,
         "starts": [*before.get("starts", []), start],
     }
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> dict[str, Any]:
+    """What a start wrote; empty where none did."""
     if not path.exists():
         return {}
-    manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as fault:
+        raise CheckpointError(f"{path} cannot be read as the manifest of a run: {fault}.") from fault
     return manifest

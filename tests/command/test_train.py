@@ -60,7 +60,9 @@ def test_the_output_folder_is_what_others_read(zygote: Zygote, tmp_path: Path) -
     chosen = {"precision": "fp32", "attention": "sdpa", "device": "cpu", "threads": 1, "processes": 1}
     assert manifest["choices"] == chosen
     assert manifest["counts"]["data"]["train"]["samples"] == 90
-    assert set(manifest["hashes"]) == {"train", "eval", "tokenizer"}
+    assert set(manifest["hashes"]) == {"train", "eval", "tokenizer", "base"}
+    assert manifest["hashes"]["base"] is None, "its weights were drawn"
+    assert set(manifest["hardware"]) == {"device", "gpu", "cpu"}
     assert len(list((run / "checkpoints").iterdir())) == 2
     everything = b"".join(f.read_bytes() for f in run.rglob("*") if f.is_file())
     assert b"hf_secret123" not in everything
@@ -170,3 +172,5 @@ def test_any_local_folder_trains_by_its_path_alone(zygote: Zygote, tmp_path: Pat
     adapter = json.loads((tmp_path / "second/final/adapter_config.json").read_text())
     assert adapter["base_model_name_or_path"] == str(tmp_path / "first/final")
     assert not (tmp_path / "second/base").exists()
+    manifest = json.loads((tmp_path / "second/manifest.json").read_text())
+    assert len(manifest["hashes"]["base"]) == 64

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from app.data.prepare import Data, prepare
+from app.data.prepare import Data, prepare, rows_to_score
 from app.data.rows import TokenRows
 from app.errors import ConfigError, DataError
 from tests.data.small import chat, config, tokenizer, write_chats
@@ -160,3 +160,42 @@ def test_instruction_and_a_template_that_is_missing(tmp_path: Path) -> None:
     assert data.train.place(0) == "a.csv:2"
     with pytest.raises(ConfigError, match=r"model\.chat_template"):
         read(path, "instruction", kind=None)
+
+
+def scored(path: Path | str, **changes: Any) -> tuple[TokenRows, int]:
+    rows, counts, notes = rows_to_score(
+        config(path, **changes), tokenizer(), str(Path(path).parent / "cache")
+    )
+    assert counts.samples == len(rows)
+    assert notes == []
+    return rows, counts.left_over
+
+
+def test_the_rows_to_score_are_those_that_a_training_holds_out(tmp_path: Path) -> None:
+    path = write_chats(tmp_path / "a.jsonl", *talks(100))
+    held = write_chats(tmp_path / "held.jsonl", *talks(5, start=200))
+    ways: list[dict[str, Any]] = [
+        {"eval_fraction": 0.25},
+        {"eval_fraction": 0.25, "max_rows": 60, "eval_max_rows": 7},
+        {"eval_path": str(held), "eval_max_rows": 3},
+    ]
+    for way in ways:
+        data = read(path, **way)
+        assert data.eval is not None
+        assert scored(path, **way)[0].fingerprint == data.eval.fingerprint
+    # the rows that are trained on need not be there
+    path.unlink()
+    assert places(scored(path, eval_path=str(held))[0]) == [f"held.jsonl:{n}" for n in range(1, 6)]
+
+
+def test_all_rows_are_scored_where_none_are_held_out(tmp_path: Path) -> None:
+    path = write_chats(tmp_path / "a.jsonl", *talks(9))
+    assert (len(scored(path)[0]), scored(path)[1]) == (9, 0)
+    for limits in ({"max_rows": 4}, {"eval_max_rows": 4}, {"max_rows": 4, "eval_max_rows": 6}):
+        assert len(scored(path, **limits)[0]) == 4
+
+
+def test_a_part_that_holds_nothing_cannot_be_scored(tmp_path: Path) -> None:
+    path = write_chats(tmp_path / "a.jsonl", *talks(3))
+    with pytest.raises(DataError, match=r"dataset\.eval_fraction=1e-09 of 3 samples holds none out"):
+        scored(path, eval_fraction=1e-9)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from app.batch import IGNORE
 from app.data.collate import BinShape, collate_packed, collate_padded
 from app.data.labels import next_tokens
-from app.data.loader import Loader
+from app.data.layout import Packed, Padded
+from app.data.loader import Loader, crowded_batch, eval_batches
 from app.data.prepare import Data
 
 
@@ -120,3 +121,12 @@ def test_moving_a_batch_keeps_what_the_host_knows() -> None:
     moved = batch.to(torch.device("meta"))
     assert moved.ids.device.type == "meta"
     assert (moved.lengths, moved.num_labels, moved.num_tokens) == ((4,), 2, 4)
+
+
+def test_the_crowded_batch_has_most_rows(data: Data) -> None:
+    """What is proven on it is proven where documents have neighbours."""
+    layout = Packed(256, pad_id=0, longest=256)
+    crowded = crowded_batch(data.train, layout)
+    bins = list(eval_batches(data.train, layout))
+    assert len(crowded.lengths) == max(len(batch.lengths) for batch in bins) > 2
+    assert len(crowded_batch(data.train, Padded(3, pad_id=0)).lengths) == 1

@@ -120,6 +120,19 @@ def test_a_request_to_stop_ends_after_the_step_and_saves(make_loop: MakeLoop, fo
     assert len(notebook.steps) == 1
 
 
+def test_a_start_stops_after_the_step_it_was_given_and_the_next_one_goes_on(
+    make_loop: MakeLoop, folder: Path
+) -> None:
+    run = small_run("eval.every=0", "checkpoint.every=0", "record.every=5", "training.stop_after=3")
+    loop, notebook = make_loop(run, 6)
+    request = StopRequest()
+    assert loop.fit(request) is False
+    assert (loop.progress.step, request.exit_code, saved(folder)) == (3, 75, [3])
+    assert [line["step"] for line in notebook.steps] == [1, 3]
+    assert loop.fit(StopRequest()) is True
+    assert loop.progress.step == 6
+
+
 def test_bad_steps_are_named_counted_and_end_the_run(make_loop: MakeLoop, folder: Path) -> None:
     run = small_run("eval.every=0", "checkpoint.every=0", "training.max_bad_steps=3", "record.every=2")
     loop, notebook = make_loop(run, 20)

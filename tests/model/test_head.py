@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -242,3 +243,47 @@ def test_a_head_that_differs_is_refused() -> None:
         EnvironmentProblem, match=r"kind llama computes its logits in .* \(relative difference 9\.9e-03\)"
     ):
         trainee.check_head(BATCH)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 10_000])
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_scores_are_those_of_all_logits(kind: str, chunk: int) -> None:
+    trainee = chunked(trainee_of(kind), chunk).eval()
+    with torch.no_grad():
+        lm = trainee.language_model
+        out = lm(input_ids=BATCH.ids, position_ids=BATCH.positions, use_cache=False)
+    logits = out.logits.flatten(0, 1)[BATCH.label_rows]
+    targets = BATCH.targets.clone()
+    targets[::3] = logits.argmax(-1)[::3]  # random weights would hit next to nothing
+    targets[BATCH.targets == IGNORE] = IGNORE
+    expected = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
+    losses, hits = trainee.scores(replace(BATCH, targets=targets))
+    assert losses.tolist() == pytest.approx(expected.tolist(), rel=1e-5, abs=1e-6)
+    assert hits.tolist() == (logits.argmax(-1) == targets).tolist()
+    assert hits.any()
+    assert not hits[targets == IGNORE].any()
+    assert not losses[targets == IGNORE].any()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("adapter", [None, lora()], ids=["full", "lora"])
+def test_scores_add_up_to_the_loss_of_training(adapter: Any, precision: str) -> None:
+    """Also where a trained head leaves float16."""
+    trainee = chunked(trainee_of("llama", adapter, precision), 7)
+    losses, _ = trainee.scores(BATCH)
+    assert not losses.requires_grad
+    assert float(losses.double().sum()) == pytest.approx(float(trainee(BATCH)[0].detach()), rel=1e-6)
+
+
+def test_the_logits_of_a_scored_chunk_are_gone_before_the_next() -> None:
+    trainee = chunked(trainee_of(), 7)
+    made: list[StorageWeakRef] = []
+    alive: list[int] = []
+
+    def note(_module: nn.Module, _args: Any, out: Tensor) -> None:
+        alive.append(sum(not earlier.expired() for earlier in made))
+        made.append(StorageWeakRef(out.untyped_storage()))
+
+    with trainee.language_model.lm_head.register_forward_hook(note):
+        trainee.scores(BATCH)
+    assert alive == [0, 0, 0]

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from app.record.manifest import Manifest, git_state, versions
+from app.errors import CheckpointError
+from app.record.manifest import Manifest, git_state, read_manifest, versions
 from tests.record.child import run
 
 
@@ -95,3 +96,10 @@ def test_the_commit_is_that_of_the_checkout_only(tmp_path: Path, monkeypatch: py
     installed = tmp_path / ".venv" / "site-packages" / "app"
     installed.mkdir(parents=True)
     assert git_state(installed) is None, "a checkout around the installation is somebody else's"
+
+
+def test_one_that_is_torn_is_told_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"seed": ')
+    with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read"):
+        read_manifest(tmp_path / "manifest.json")
+    assert read_manifest(tmp_path / "none.json") == {}

@@ -1,0 +1,44 @@
+"""What the numbers of a run come from besides its configuration: the machine, and the content of what it reads."""
+
+from typing import Any
+
+import torch
+
+from app.config.rules import CHAT_FORMATS
+from app.config.schema import RunConfig
+from app.data.prepare import Data, prepare
+from app.engine.limits import within_positions
+from app.engine.runtime import default_device
+from app.model.fingerprint import base_fingerprint
+from app.model.source import fetch_folder
+from app.model.tokenizer import load_tokenizer, tokenizer_hash
+
+
+def hardware() -> dict[str, str | None]:
+    """What decides which kernels compute."""
+    device = default_device()
+    return {
+        "device": device.type,
+        "gpu": torch.cuda.get_device_name() if device.type == "cuda" else None,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def content_hashes(data: Data, tokenizer: Any) -> dict[str, str | None]:
+    """Of the tokens of both splits, and of what makes them."""
+    return {
+        "train": data.train.fingerprint,
+        "eval": None if data.eval is None else data.eval.fingerprint,
+        "tokenizer": tokenizer_hash(tokenizer),
+    }
+
+
+def origin_now(run: RunConfig) -> dict[str, Any]:
+    """The same of a run that is about to start on this machine, in the words of a manifest."""
+    run = within_positions(run, lambda _note: None)
+    tokenizer = load_tokenizer(run.model, needs_template=run.dataset.format in CHAT_FORMATS)
+    data = prepare(run.dataset, tokenizer, run.cache_dir)
+    if run.model.weights == "pretrained":
+        fetch_folder(run.model, run.model.path, with_weights=True)
+    hashes = {**content_hashes(data, tokenizer), "base": base_fingerprint(run.model)}
+    return {"hardware": hardware(), "hashes": hashes}

@@ -1,0 +1,141 @@
+"""An evaluation of a finished run: what is known before weights are loaded, then the weights one after the other."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from app.batch import Batch
+from app.config.evaluation import holds_out
+from app.config.rules import CHAT_FORMATS
+from app.config.schema import RunConfig
+from app.data.labels import labels_of
+from app.data.layout import Layout
+from app.data.loader import crowded_batch, eval_batches
+from app.data.prepare import rows_to_score
+from app.data.report import split_lines
+from app.data.rows import TokenRows
+from app.engine.choices import Choices, choose
+from app.engine.evaluation import Scores, score
+from app.engine.ground import attention_needs, layout_of, require_known_ids
+from app.engine.limits import within_positions
+from app.engine.proofs import prove_on
+from app.engine.runtime import Runtime, start
+from app.errors import CheckpointError
+from app.model.build import ModelSections, plan_model
+from app.model.fingerprint import base_fingerprint
+from app.model.load import load_trainee, reads_base, weights_of
+from app.model.tokenizer import load_tokenizer
+from app.record.console import Pace
+from app.record.lines import duration
+
+Say = Callable[[str], None]
+_SECONDS_BETWEEN_WORDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """The rows to score, and how. `hashes` are those of the run's manifest."""
+
+    folder: Path  # of the run
+    run: RunConfig
+    hashes: Mapping[str, Any]
+    rows: TokenRows
+    told: list[str]  # of the rows, for people
+    layout: Layout
+    choices: Choices
+    runtime: Runtime
+
+    @property
+    def rows_are(self) -> str:
+        """`held_out` by the run, `trained_on` by it, or `other`; by their tokens, whatever the file is called."""
+        known = {self.hashes.get("train"): "trained_on", self.hashes.get("eval"): "held_out"}
+        return known.get(self.rows.fingerprint, "other")
+
+    def table(self) -> list[tuple[str, str]]:
+        """What is going to be scored, for people."""
+        batching, held_rows = self.run.batching, self.run.eval.rows
+        units = (
+            f"packed in bins of {batching.tokens} tokens"
+            if batching.packing
+            else f"{held_rows} rows at a time"
+        )
+        machine = f"{self.choices.precision}, {self.choices.attention} attention, {self.runtime.device.type}"
+        return [("data", "\n".join([*self.told, self._origin()])), ("with", f"{units}, {machine}")]
+
+    def _origin(self) -> str:
+        if self.rows_are == "held_out":
+            return "these are the rows that the run held out"
+        if self.rows_are == "trained_on":
+            return "these are the very rows that the run was trained on: they say nothing of others"
+        if holds_out(self.run.dataset):
+            return "these are not the same rows as the run held out"
+        return f"these are all rows of {self.run.dataset.path}: nothing is held out of them"
+
+    def scores(self, *, tuned: bool, say: Say) -> Scores:
+        """Of the tuned model, or of its base; one of them in memory at a time."""
+        sections = _sections(self.run, self.folder, self.choices, tuned=tuned)
+        self._require_same_base(sections, tuned=tuned)
+        device = self.runtime.device
+        trainee = load_trainee(self.folder, sections, device, self.run.seed, tuned=tuned)
+        prove_on(trainee, crowded_batch(self.rows, self.layout).to(device))
+        return score(trainee, self._batches(say), self.runtime)
+
+    def _require_same_base(self, sections: ModelSections, *, tuned: bool) -> None:
+        """An adapter on another base would have a loss too, only not that of the run."""
+        expected = self.hashes.get("base")
+        if expected is None or not reads_base(self.folder, tuned=tuned):
+            return
+        if base_fingerprint(sections.model) != expected:
+            raise CheckpointError(
+                f"model.path={self.run.model.path}: the weights there are not the base of run={self.folder}: their "
+                "hash is not the one in its manifest.json. Give model.path=DIR of the base that was tuned."
+            )
+
+    def _batches(self, say: Say) -> Iterator[Batch]:
+        """This process's share of the rows; now and then it says how far it is."""
+        total = int(self.rows.lengths.sum(dtype="int64"))
+        pace, told = Pace(total), time.monotonic()
+        done, left = 0, pace.seconds_left(0)
+        for batch in eval_batches(self.rows, self.layout, self.runtime.processes, self.runtime.rank):
+            yield batch
+            done += batch.num_tokens * self.runtime.processes
+            left = pace.seconds_left(done)
+            if left is not None and time.monotonic() - told > _SECONDS_BETWEEN_WORDS:
+                told = time.monotonic()
+                say(f"scored {done:,} of {total:,} tokens | {duration(left)} left")
+
+
+def lay_scoring(run: RunConfig, folder: Path, hashes: Mapping[str, Any], *, tuned: bool, say: Say) -> Scoring:
+    """Tokenizer, rows, machine: each line needs only those above it. `tuned`: of the weights that come first."""
+    read = within_positions(replace(run, model=weights_of(folder, run.model, tuned=tuned)), say)
+    tokenizer = load_tokenizer(run.model, needs_template=run.dataset.format in CHAT_FORMATS)
+    rows, counts, notes = rows_to_score(read.dataset, tokenizer, run.cache_dir)
+    choices = choose(run.precision, run.attention, partial(attention_needs, read), {})
+    runtime = start(run.launch, choices.precision, run.seed)
+    sections = _sections(run, folder, choices, tuned=tuned)
+    require_known_ids(run.model, [rows], plan_model(sections).vocabulary)
+    return Scoring(
+        folder=folder,
+        run=replace(run, dataset=read.dataset),
+        hashes=hashes,
+        rows=rows,
+        told=[*split_lines("scored", counts), *notes],
+        layout=layout_of(read, run.eval.rows, tokenizer, labels_of(run.task, tokenizer, run.seed)),
+        choices=choices,
+        runtime=runtime,
+    )
+
+
+def _sections(run: RunConfig, folder: Path, choices: Choices, *, tuned: bool) -> ModelSections:
+    return ModelSections(
+        model=weights_of(folder, run.model, tuned=tuned),
+        task=run.task,
+        adapter=run.adapter,
+        quantization=run.quantization,
+        attention=choices.attention,
+        precision=choices.precision,
+        recompute=False,
+    )

@@ -1,0 +1,118 @@
+"""Score a tuned model, or its base, on rows that it has not seen.
+
+python -m app.evaluate run=runs/mine                      the rows that the run held out
+python -m app.evaluate run=runs/mine dataset=messages dataset.path=new.jsonl
+python -m app.evaluate run=runs/mine weights=both         the tuned model and its base, side by side
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.config.command import run_command
+from app.config.evaluation import EvaluateConfig, evaluate_config
+from app.engine.world import world
+from app.errors import ConfigError, EnvironmentProblem
+from app.launch.agent import launch, processes_to_start
+from app.launch.worker import fail_as_one_of_several, failing_once
+from app.record.console import Console
+from app.record.files import write_json, writing
+from app.record.follower import SilentConsole
+from app.record.lines import aligned
+from app.record.manifest import read_manifest
+from app.record.terminal import open_console
+
+if TYPE_CHECKING:
+    from app.engine.evaluation import Scores
+    from app.engine.scoring import Scoring
+
+# torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
+
+
+def evaluate(config: EvaluateConfig, console: Console) -> None:
+    """From a checked config to evaluate.json."""
+    _check_parts(config)
+    target = _writable(config.output_dir) / "evaluate.json"
+    names = ("tuned", "base") if config.weights == "both" else (config.weights,)
+    console.say(f"run     {config.folder}, {' and '.join(names)}")
+    from app.engine.scoring import lay_scoring
+
+    hashes = _manifest(config.folder).get("hashes", {})
+    scoring = lay_scoring(config, config.folder, hashes, tuned=names[0] == "tuned", say=console.say)
+    console.say(aligned(scoring.table(), width=8))
+    scores = {}
+    for name in names:
+        scores[name] = scoring.scores(tuned=name == "tuned", say=console.say)
+        console.say(f"{name:<8}{scores[name].words()}")
+    if scoring.runtime.rank == 0:
+        write_json(target, _content(config, scoring, scores))
+        console.say(f"written {target}")
+    scoring.runtime.leave()
+
+
+def _check_parts(config: EvaluateConfig) -> None:
+    """What each part can say in milliseconds, all problems together."""
+    from app.data import sources
+    from app.model import templates
+
+    problems = [*sources.check(config.dataset, training=False), *templates.check(config.model)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _writable(output_dir: str) -> Path:
+    """Known before the scoring, not after it."""
+    folder = Path(output_dir).expanduser()
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise EnvironmentProblem(
+            f"output_dir={output_dir}: cannot be written to. Give another folder for evaluate.json."
+        )
+    return folder
+
+
+def _content(config: EvaluateConfig, scoring: "Scoring", scores: "Mapping[str, Scores]") -> dict[str, Any]:
+    """The numbers of the first weights by plain names, and of each by its own where there are two."""
+    rows = scoring.rows
+    first = next(iter(scores.values()))
+    sides = {f"{name}_{key}": n for name, each in scores.items() for key, n in each.as_dict().items()}
+    return {
+        **first.as_dict(),
+        **(sides if len(scores) > 1 else {}),
+        "rows": len(rows),
+        "tokens": int(rows.lengths.sum(dtype="int64")),
+        "trained_tokens": rows.num_trained,
+        "weights": config.weights,
+        "run": str(config.folder),
+        "dataset": config.dataset.eval_path or config.dataset.path,
+        "rows_are": scoring.rows_are,
+        "hash": rows.fingerprint,
+        "precision": scoring.choices.precision,
+        "attention": scoring.choices.attention,
+        "packing": config.batching.packing,
+    }
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    return read_manifest(folder / "manifest.json")
+
+
+def _command(arguments: Sequence[str]) -> int:
+    config = evaluate_config(arguments, lambda folder: _manifest(folder).get("choices", {}))
+    count = processes_to_start(config.launch)
+    if count:
+        return launch(count, ["-m", "app.evaluate", *arguments])
+    evaluate(config, open_console() if world().is_first else SilentConsole())
+    return 0
+
+
+def main() -> None:
+    """Exit codes as of app.train."""
+    with failing_once():
+        run_command(_command, fail_as_one_of_several)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Run a run again, from its run.yaml and manifest.json, and compare the numbers line by line.
+
+python -m app.reproduce run=runs/mine                 as far as it went; the same bits are asked for
+python -m app.reproduce run=runs/mine steps=20 tolerance=1e-3
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from app.config.command import run_command
+from app.config.finished import as_run
+from app.config.reproduction import ReproduceConfig, reproduce_config
+from app.config.schema import RunConfig
+from app.errors import CheckpointError, ConfigError
+from app.record.comparison import Difference, LineComparison, of_content, of_lines, of_programs
+from app.record.console import Console
+from app.record.files import write_json
+from app.record.folder import RunFolder
+from app.record.lines import aligned
+from app.record.manifest import program_here, read_manifest
+from app.record.metrics import read_lines
+from app.record.past import logged_lines
+from app.record.terminal import open_console
+from app.train import train
+
+# torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
+
+DIFFERENT = 3  # the exit code
+
+
+def reproduce(config: ReproduceConfig, console: Console) -> int:
+    """From a checked config to reproduce.json; returns the exit code."""
+    before, after = RunFolder(config.folder), RunFolder(Path(config.output_dir).expanduser())
+    _require_new(after.path)
+    lines = logged_lines(before, config.steps)
+    last = max(int(line["step"]) for line in lines)
+    console.say(f"run     {before.path}, {last} steps, again in {after.path}")
+    run = as_run(config)
+    run = replace(run, training=replace(run.training, stop_after=last))
+    programs, content = _differences(before, run)
+    console.say(_told([*programs, *content]))
+    if content and not config.anyway:
+        raise CheckpointError(
+            f"run={config.run}: {'; '.join(map(str, content))}. It would be another run. If files only lie elsewhere "
+            "now, give dataset.path=, dataset.eval_path= or model.path=; anyway=true runs it all the same."
+        )
+    code = train(run)
+    found = of_lines(lines, read_lines(after.metrics))
+    if code and found.last_step != last:
+        return code  # somebody asked it to stop
+    agrees = found.within(config.tolerance) and found.last_step == last
+    console.say(aligned([("result", _verdict(found, agrees, last))], width=8))
+    write_json(after.path / "reproduce.json", _result(config, found, agrees, [*programs, *content]))
+    console.say(f"written {after.path / 'reproduce.json'}")
+    return 0 if agrees else DIFFERENT
+
+
+def _require_new(folder: Path) -> None:
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ConfigError(
+            f"output_dir={folder}: there is something already. Move it away, or give another folder."
+        )
+
+
+def _differences(folder: RunFolder, run: RunConfig) -> tuple[list[Difference], list[Difference]]:
+    """What may move the numbers, and what makes it another run."""
+    from app.engine.origin import origin_now
+
+    then, now = read_manifest(folder.manifest), {**program_here(), **origin_now(run)}
+    return of_programs(then, now), of_content(then, now)
+
+
+def _told(differences: Sequence[Difference]) -> str:
+    same = "versions, commit, hardware, rows, tokenizer and base are the same"
+    return aligned([("origin", "\n".join(map(str, differences)) or same)], width=8)
+
+
+def _verdict(found: LineComparison, agrees: bool, last: int) -> str:
+    ended = "" if found.last_step == last else f"\nit ended there; the first run went on to step {last}"
+    return f"{'agrees' if agrees else 'differs'}, {found.words()}{ended}"
+
+
+def _result(
+    config: ReproduceConfig, found: LineComparison, agrees: bool, origin: Sequence[Difference]
+) -> dict[str, Any]:
+    return {
+        "run": config.run,
+        "agrees": agrees,
+        "tolerance": config.tolerance,
+        "same_bits": found.first is None,
+        "lines": found.lines,
+        "last_step": found.last_step,
+        "first_difference": found.first and found.first.as_dict(),
+        "largest_difference": found.largest and found.largest.as_dict(),
+        "origin": [asdict(each) for each in origin],
+    }
+
+
+def _command(arguments: Sequence[str]) -> int:
+    config = reproduce_config(
+        arguments, lambda folder: read_manifest(folder / "manifest.json").get("choices", {})
+    )
+    return reproduce(config, open_console())
+
+
+def main() -> None:
+    """Exit codes as of app.train, and 3 where the numbers differ."""
+    run_command(_command)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""What a later command may change of a run, how it is told what it may not, and which rows an evaluation takes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from app.config.evaluation import MAY_CHANGE, EvaluateConfig, evaluate_config, holds_out
+from app.config.finished import as_run, read_changes, settled
+from app.config.reproduction import reproduce_config
+from app.config.schema import RunConfig
+from app.config.strict import kinds
+from app.errors import AppError, CheckpointError, ConfigError
+from tests.config.small import data_with, run_with
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return made(tmp_path / "run")
+
+
+def made(folder: Path, **changes: Any) -> Path:
+    """As much of a finished run as its configuration needs."""
+    (folder / "final").mkdir(parents=True)
+    given = {"output_dir": str(folder), "model.suggest.length": 100, "dataset.max_rows": 90, "resume": "auto"}
+    data = data_with(given | {key.replace("__", "."): value for key, value in changes.items()})
+    (folder / "run.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(data)))
+    return folder
+
+
+def evaluation(run: Path, *arguments: str, choices: dict[str, Any] | None = None) -> EvaluateConfig:
+    return evaluate_config([f"run={run}", *arguments], lambda _folder: choices or {})
+
+
+def refusals(run: Path, *arguments: str) -> list[str]:
+    with pytest.raises(AppError) as refusal:
+        evaluation(run, *arguments)
+    return list(refusal.value.problems)
+
+
+def rows_of(run: Path, *arguments: str) -> dict[str, Any]:
+    names = ("path", "max_rows", "eval_path", "eval_split", "eval_fraction", "eval_max_rows")
+    dataset = evaluation(run, *arguments).dataset
+    return {name: getattr(dataset, name) for name in names if getattr(dataset, name)}
+
+
+def test_without_changes_it_is_the_run_at_its_place(run: Path) -> None:
+    config = evaluation(run)
+    assert (config.run, config.weights, config.output_dir) == (str(run), "tuned", str(run))
+    assert config.model.tokenizer == str(run / "final")
+    assert config.resume is None
+    assert config.seed == 0
+    assert type(as_run(config)) is RunConfig
+
+
+def test_a_chosen_group_is_composed_against_the_model_of_the_run(run: Path) -> None:
+    dataset = evaluation(run, "dataset=text", "dataset.path=book.txt").dataset
+    assert (dataset.format, dataset.path, dataset.max_length) == ("text", "book.txt", 100)
+    assert evaluation(run, "precision=bf16", "attention=sdpa").precision.kind == "bf16"
+    columns = evaluation(run, "dataset.columns={text: body}").dataset.columns
+    assert (columns.text, columns.messages) == ("body", "messages")
+    assert "dataset.path has no value" in refusals(run, "dataset=messages")[0]
+
+
+def test_values_are_typed_and_rules_hold(run: Path) -> None:
+    assert refusals(run, "eval.rows=0", "weights=bse") == [
+        "eval.rows=0 must be at least 1.",
+        "weights=bse is none of tuned, base, both. Did you mean base?",
+    ]
+    assert "is more than a bin holds" in refusals(run, "batching.tokens=64")[0]
+    assert "means nothing for dataset.format=text" in refusals(
+        run, "dataset=text", "dataset.train_on=last", "dataset.path=x"
+    )[0]  # fmt: skip
+
+
+WRONG = [
+    ("rnu=x", "rnu is not a key. Did you mean run?"),
+    ("weihgts=both", "weihgts is not a key. Did you mean weights?"),
+    ("dataset.max_row=3", "Did you mean dataset.max_rows?"),
+    ("dataset=massages", "dataset=massages: there is no such dataset. Did you mean messages?"),
+    ("optimizer.lr=1", "optimizer.lr=1: optimizer.lr does not apply, because an evaluation trains nothing."),
+    ("optimizer=sgd", "optimizer does not apply, because an evaluation trains nothing."),
+    ("seed=3", "seed does not apply, because an evaluation trains nothing."),
+    ("resume=auto", "resume does not apply"),
+    ("debug=fast", "debug does not apply"),
+    ("adapter=none", "weights=tuned, base or both chooses between them."),
+    ("model.weights=random", "because the weights are those of the run"),
+    ("batching.rows=3", "eval.rows is the number of rows"),
+    ("hydra.mode=MULTIRUN", "hydra.mode does not apply"),
+    ("--help", "'--help' is not an override. Write key=value or group=choice."),
+    ("eval.rows=1,2", "several values are a sweep"),
+    ("~dataset", "nothing can be taken out of a run."),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), WRONG, ids=[given for given, _ in WRONG])
+def test_what_is_wrong_is_told_before_the_run_is_looked_for(given: str, message: str) -> None:
+    (problem,) = refusals(Path("no/such/run"), given)
+    assert message in problem
+
+
+def test_all_that_is_wrong_comes_together() -> None:
+    assert len(refusals(Path("none"), "seed=3", "weihgts=both", "dataset=massages")) == 3
+
+
+def test_what_may_change_is_there_to_be_changed() -> None:
+    assert set(MAY_CHANGE) <= kinds(EvaluateConfig).keys()
+    (first,) = read_changes(["dataset.columns.text=a"], EvaluateConfig, MAY_CHANGE, {}).values
+    assert first == "dataset.columns.text"
+
+
+@pytest.mark.parametrize("given", [[], ["run=nowhere"], ["run=unfinished"], ["run=torn"]])
+def test_a_run_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "unfinished").mkdir()
+    made(tmp_path / "torn")
+    (tmp_path / "torn" / "run.yaml").write_text("seed: [")
+    with pytest.raises(
+        (ConfigError, CheckpointError), match=r"run has no value|no such folder|no final/|torn"
+    ):
+        evaluate_config(given, lambda _folder: {})
+
+
+def test_precision_is_kept_and_attention_is_that_of_this_machine(run: Path) -> None:
+    chosen = {"precision": "fp32", "attention": "flash", "device": "cpu", "threads": 3}
+    config = evaluation(run, choices=chosen)
+    assert (config.precision.kind, config.attention.kind, config.launch.threads) == ("fp32", "auto", None)
+    assert evaluation(run, "precision=auto", choices=chosen).precision.kind == "auto"
+    again = settled(run_with({}), chosen)
+    assert (again.precision.kind, again.attention.kind, again.launch.threads) == ("fp32", "flash", 3)
+    asked = run_with({"precision.kind": "bf16", "attention.kind": "sdpa", "launch.threads": 1})
+    assert settled(asked, chosen) == asked
+    on_gpu = settled(run_with({}), {**chosen, "device": "cuda"})
+    assert on_gpu.launch.threads is None
+
+
+def test_a_base_that_would_not_be_read_is_refused(run: Path, tmp_path: Path) -> None:
+    assert "the base of this run had random weights" in refusals(run, "model.path=org/name")[0]
+    whole = made(tmp_path / "whole", model__weights="pretrained", adapter__kind="none")
+    assert "that is in final/" in refusals(whole, "model.path=org/name")[0]
+    assert evaluation(whole, "model.path=org/name", "weights=both").model.path == "org/name"
+    tuned = made(tmp_path / "tuned", model__weights="pretrained")
+    assert evaluation(tuned, "model.path=org/name").model.path == "org/name"
+
+
+# ---- which rows are scored
+
+EVAL = "asset:sample/eval.jsonl"
+
+
+def test_the_rows_of_the_run_unless_another_dataset_is_given(run: Path) -> None:
+    own = "asset:sample/train.jsonl"
+    assert rows_of(run) == {"path": own, "max_rows": 90, "eval_path": EVAL}
+    assert rows_of(run, f"dataset.path={own}") == rows_of(run)
+    assert rows_of(run, "dataset.eval_max_rows=5") == {**rows_of(run), "eval_max_rows": 5}
+    assert rows_of(run, "dataset.path=new.jsonl") == {"path": "new.jsonl"}
+    assert rows_of(run, "dataset={path: new.jsonl}") == {"path": "new.jsonl"}
+    assert "dataset.pth is not a key. Did you mean dataset.path?" in refusals(run, "dataset={pth: new.jsonl}")
+    assert rows_of(run, "dataset.path=new.jsonl", "dataset.max_rows=7") == {
+        "path": "new.jsonl",
+        "max_rows": 7,
+    }
+    assert rows_of(run, "dataset=messages", "dataset.path=new.jsonl") == {"path": "new.jsonl"}
+    assert rows_of(run, "dataset.eval_path=new.jsonl") == {"path": own, "eval_path": "new.jsonl"}
+    assert rows_of(run, "dataset.eval_fraction=0.5") == {"path": own, "eval_fraction": 0.5}
+
+
+def test_a_dataset_names_the_rows_for_its_evaluation(run: Path) -> None:
+    assert rows_of(run, "dataset=ultrachat")["eval_split"] == "test_sft"
+    assert rows_of(run, "dataset=ultrachat")["eval_max_rows"] == 1000
+    assert "eval_fraction" not in rows_of(run, "dataset=alpaca")
+    assert rows_of(run, "dataset=alpaca", "dataset.eval_fraction=0.1")["eval_fraction"] == 0.1
+
+
+def test_a_part_that_was_held_out_stays_so(tmp_path: Path) -> None:
+    run = made(tmp_path / "run", dataset__eval_path=None, dataset__eval_fraction=0.3)
+    own = rows_of(run)["path"]
+    assert rows_of(run)["eval_fraction"] == 0.3
+    assert rows_of(run, "dataset=messages", f"dataset.path={own}")["eval_fraction"] == 0.02
+    assert rows_of(run, "dataset=messages", "dataset.path=other.jsonl") == {"path": "other.jsonl"}
+    assert holds_out(evaluation(run).dataset)
+
+
+def test_where_nothing_was_held_out_rows_must_be_named(tmp_path: Path) -> None:
+    run = made(tmp_path / "run", dataset__eval_path=None)
+    (problem,) = refusals(run)
+    assert f"run={run}: it held no rows out. Give dataset.path=FILE" in problem
+    assert rows_of(run, "dataset.path=asset:sample/train.jsonl") == {
+        "path": "asset:sample/train.jsonl",
+        "max_rows": 90,
+    }
+
+
+def test_a_limit_that_would_limit_nothing_is_refused(run: Path) -> None:
+    (problem,) = refusals(run, "dataset.max_rows=5")
+    assert "dataset.eval_max_rows=5 takes the first" in problem
+
+
+def test_patience_and_best_weights_are_no_concern_of_an_evaluation(tmp_path: Path) -> None:
+    run = made(tmp_path / "run", checkpoint__final="best", eval__patience=3)
+    assert rows_of(run, "dataset.path=new.jsonl") == {"path": "new.jsonl"}
+
+
+# ---- a second run
+
+
+def again(run: Path, *arguments: str, **choices: Any) -> Any:
+    return reproduce_config([f"run={run}", *arguments], lambda _folder: choices)
+
+
+def test_a_second_run_has_the_settings_of_the_first_and_a_folder_of_its_own(tmp_path: Path) -> None:
+    run = made(tmp_path / "run", tracker__kind="tensorboard", dry_run=True)
+    config = again(run, "steps=3", precision="fp32", attention="sdpa", device="cpu", threads=2)
+    assert config.output_dir == f"{run}-reproduced"
+    assert (config.resume, config.dry_run, config.tracker.kind) == (None, False, "none")
+    assert (config.precision.kind, config.attention.kind, config.launch.threads) == ("fp32", "sdpa", 2)
+    assert (config.steps, config.tolerance, config.anyway) == (3, 0.0, False)
+    assert again(run, "dataset.path=moved.jsonl").dataset.path == "moved.jsonl"
+    with pytest.raises(
+        ConfigError, match=r"optimizer\.lr=1: optimizer\.lr does not apply, because a run is repro"
+    ):
+        again(run, "optimizer.lr=1")
+    with pytest.raises(ConfigError, match="Did you mean tolerance"):
+        again(run, "tolrance=1")
+
+
+def test_it_begins_where_the_first_began(tmp_path: Path) -> None:
+    own = tmp_path / "run" / "checkpoints" / "step-000002"
+    other = tmp_path / "other" / "checkpoints" / "step-000002"
+    own.mkdir(parents=True)
+    other.mkdir(parents=True)
+    run = made(tmp_path / "run", resume=str(own))
+    assert again(run).resume is None
+    assert again(made(tmp_path / "second", resume=str(other))).resume == str(other)

@@ -1,0 +1,83 @@
+"""The hash of a base: what it tells apart, what it reads of a folder, and what it cannot see."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from app.model.fingerprint import base_fingerprint, weights_fingerprint
+from tests.model.small import built, model_config
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    place = tmp_path / "model"
+    built("llama", "sdpa").save_pretrained(str(place))
+    return place
+
+
+def of(folder: Path) -> str | None:
+    return base_fingerprint(model_config(path=str(folder)))
+
+
+def test_a_copy_has_it_and_another_model_of_the_same_sizes_has_not(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "elsewhere"
+    shutil.copytree(folder, copy)
+    assert of(copy) == of(folder) is not None
+    lm = built("llama", "sdpa")
+    lm.model.norm.weight.data *= 1.01
+    lm.save_pretrained(str(copy))
+    assert (copy / "model.safetensors").stat().st_size == (folder / "model.safetensors").stat().st_size
+    assert of(copy) != of(folder)
+
+
+def test_only_the_files_of_the_model_count(folder: Path) -> None:
+    """A folder of the hub may hold the same weights once more in another form."""
+    before = of(folder)
+    (folder / "consolidated.safetensors").write_bytes(b"x")
+    assert of(folder) == before
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model-1.safetensors"}})
+    )
+    of_parts = of(folder)
+    (folder / "consolidated.safetensors").unlink()
+    assert of(folder) == of_parts is not None
+
+
+def test_there_is_none_without_weights(folder: Path, tmp_path: Path) -> None:
+    assert base_fingerprint(model_config()) is None
+    assert of(tmp_path) is None
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert of(folder) is None, "a part is missing"
+
+
+@pytest.mark.parametrize(
+    ("size", "at", "seen"),
+    [
+        (4 * MIB, 3 * MIB + 7, True),  # whole
+        (16 * MIB, 0, True),
+        (16 * MIB, 16 * MIB - 1, True),
+        (16 * MIB, 100_000, False),  # between two blocks
+    ],
+)
+def test_large_files_are_read_in_blocks(tmp_path: Path, size: int, at: int, seen: bool) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(size))
+    before = weights_fingerprint([file])
+    with file.open("r+b") as stream:
+        stream.seek(at)
+        stream.write(b"\x01")
+    assert (weights_fingerprint([file]) != before) == seen
+
+
+def test_a_longer_file_is_another(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(10))
+    before = weights_fingerprint([file])
+    file.write_bytes(bytes(11))
+    assert weights_fingerprint([file]) != before
