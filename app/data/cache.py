@@ -1,18 +1,19 @@
 """Token rows under a name made of everything that decided them, so that nothing is tokenised twice.
 
 An entry is written aside, synced and renamed, so it is there whole or not at all. It is verified whenever it
-is opened, and made again if it fails. Whoever writes the same entry at the same time writes the same rows.
+is opened, and made again if it fails. Of several processes that need the same entry one makes it.
 """
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -61,14 +62,30 @@ def cached_rows(cache_dir: str, key: str, write: Callable[[RowWriter], Told]) ->
     entry = Path(cache_dir).expanduser() / "tokens" / key
     found = open_rows(entry)
     if found is None:
-        _make(entry, cache_dir, write)
-        found = open_rows(entry)
+        with _alone(entry, cache_dir):
+            found = open_rows(entry)  # another process may have made it while this one waited
+            if found is None:
+                _make(entry, cache_dir, write)
+                found = open_rows(entry)
     if found is None:
         raise EnvironmentProblem(
             f"cache_dir={cache_dir}: what was just written there reads back differently;"
             " set cache_dir to a folder on another disk"
         )
     return found
+
+
+@contextlib.contextmanager
+def _alone(entry: Path, cache_dir: str) -> Iterator[None]:
+    """One process at a time makes an entry; all of them where a file system knows no locks, which only costs time."""
+    locks = entry.parent.with_name("locks")
+    with disk_explained(cache_dir):
+        locks.mkdir(parents=True, exist_ok=True)
+        lock = (locks / entry.name).open("wb")
+    with lock:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @cache

@@ -20,7 +20,7 @@ from app.data.rows import TokenRows
 from app.engine.checkpoint import choices_of, find_checkpoint
 from app.engine.choices import Choices, choose
 from app.engine.origin import content_hashes, hardware
-from app.engine.runtime import Runtime, start
+from app.engine.runtime import Runtime, idle_gpus, start
 from app.engine.steps import StepPlan, plan_steps
 from app.engine.world import world
 from app.errors import ConfigError
@@ -155,7 +155,7 @@ def table(run: RunConfig, ground: Ground) -> list[tuple[str, str]]:
         ("data", "\n".join(ground.data.report.lines())),
         ("steps", f"{plan.steps:,} ({epochs}) of {_step_words(run.batching, ground)}"),
         ("with", f"{run.optimizer.kind} lr {run.optimizer.lr:g}, {run.schedule.kind}, {choices}"),
-        *(("note", note) for note in (*remarks, *requirements.notes(run.optimizer, device))),
+        *(("note", note) for note in (*remarks, *requirements.notes(run.optimizer, device), *idle_gpus())),
     ]
 
 

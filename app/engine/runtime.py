@@ -82,6 +82,14 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def idle_gpus() -> list[str]:
+    """A remark where this machine has more GPUs than the run takes."""
+    visible, used = torch.cuda.device_count(), world().local_size
+    if visible <= used:
+        return []
+    return [f"{visible} GPUs are visible and {used} of them used; launch.num_processes=auto takes all"]
+
+
 def start(launch: LaunchConfig, precision: str, seed: int) -> Runtime:
     """The runtime of this process, its threads and its random numbers set; returns when all processes are there."""
     for name in _HIJACKING:

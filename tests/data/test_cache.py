@@ -1,6 +1,8 @@
 """What was tokenised once is not tokenised again, unless what decides it changed or it is damaged."""
 
 import ast
+import errno
+import fcntl
 import os
 import resource
 import subprocess
@@ -148,7 +150,13 @@ def test_a_damaged_entry_is_made_again(tmp_path: Path, name: str, damage: str) -
     assert [entry.name for entry in entries(tmp_path)] == ["key"]
 
 
-def test_writers_of_the_same_entry_do_no_harm(tmp_path: Path) -> None:
+def test_where_there_are_no_locks_writers_of_the_same_entry_do_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(*_of: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
     together = threading.Barrier(4, timeout=20)
     found: list[str] = []
 
@@ -167,6 +175,28 @@ def test_writers_of_the_same_entry_do_no_harm(tmp_path: Path) -> None:
     assert len(found) == 4
     assert len(set(found)) == 1
     assert [entry.name for entry in entries(tmp_path)] == ["key"]
+
+
+def test_of_several_that_need_an_entry_one_makes_it(tmp_path: Path) -> None:
+    """As the processes of a run do, or two runs that are started together."""
+    made: list[int] = []
+    found: list[Any] = []
+
+    def write(writer: RowWriter) -> dict[str, Any]:
+        made.append(threading.get_ident())
+        time.sleep(0.2)
+        return write_three(writer)
+
+    threads = [
+        threading.Thread(target=lambda: found.append(cached_rows(str(tmp_path), "key", write)))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+    assert [len(rows) for rows, _ in found] == [3] * 4
 
 
 def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
