@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shlex
 import signal
 import subprocess
@@ -186,12 +187,18 @@ def test_it_waits_for_a_trial_that_is_still_at_work(zygote: Zygote, tmp_path: Pa
     assert "finished before" in ended.stdout
 
 
+def seconds_of_children() -> float:
+    """Of the processor: what the clock says is also what else the machine does."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_typos_are_told_before_the_first_trial(run_app: RunApp, tmp_path: Path) -> None:
     waited = []
     for _ in range(3):
-        begin = time.perf_counter()
+        begin = seconds_of_children()
         ended = run_app("-m", "seed=0,1,2,3,4", "optimizer.lr=1e-3,fast", "training.clop=1", "recipe=lora")
-        waited.append(time.perf_counter() - begin)
+        waited.append(seconds_of_children() - begin)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.startswith("error: training.clop is not a key. Did you mean training.clip?")
     assert list(tmp_path.iterdir()) == []
