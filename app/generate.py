@@ -1,73 +1,126 @@
-"""Ask a tuned model.
+"""Ask a tuned model, or any other.
 
 python -m app.generate run=runs/mine prompt="What is the plural of goose?"
-python -m app.generate run=runs/mine prompt="..." adapter=false      the base, for comparison
+python -m app.generate run=runs/mine                                  a conversation
+python -m app.generate run=runs/mine prompts=questions.jsonl output=answers.jsonl
+python -m app.generate run=runs/mine prompt="..." adapter=false       the base, for comparison
+python -m app.generate model=Qwen/Qwen3-8B prompt="..." temperature=0.7
 """
 
+import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from app.config.command import parse_command, run_command
+from app.config.asking import GenerateConfig, generate_config
+from app.config.command import run_command
+from app.config.finished import finished_folder
+from app.config.load import read_run
 from app.config.rules import CHAT_FORMATS
-from app.config.schema import RunConfig, number
+from app.config.schema import ModelConfig
 from app.errors import ConfigError
+from app.record.files import write_text
+from app.record.lines import printable
+
+if TYPE_CHECKING:
+    from app.model.answers import Answerer
+
+# torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
 
 
-@dataclass(kw_only=True, slots=True)
-class GenerateConfig:
-    """What the command takes; `temperature=0` is greedy."""
+def generate(config: GenerateConfig) -> None:
+    """From a checked config to answers."""
+    from app.data.prompts import asked, read_prompts
 
-    run: str
-    prompt: str
-    system: str | None = None
-    adapter: bool = True
-    max_new_tokens: int = number(256, at_least=1)
-    temperature: float = number(0.0, at_least=0)
-    top_p: float = number(1.0, above=0, at_most=1)
-    seed: int = number(0, at_least=0, at_most=2**32 - 1)
+    questions = None if config.prompts is None else read_prompts(config.prompts, config.system)
+    answerer = _answerer(config)
+    if questions is not None:
+        _answer_file(config, answerer, questions)
+    elif config.prompt is not None:
+        ((_, answer),) = answerer.answers([asked(config.prompt, config.system)], batch=1)
+        sys.stdout.write(f"{answer}\n")
+    else:
+        _converse(config, answerer)
 
 
-def generate(config: GenerateConfig) -> str:
-    """The answer, as text."""
-    from app.config.finished import finished_folder
-    from app.config.load import read_run
-
-    folder = finished_folder(config.run)
-    run = read_run(folder / "run.yaml")
-    if run.task.kind != "causal":
+def _answerer(config: GenerateConfig) -> "Answerer":
+    folder = None if config.run is None else finished_folder(config.run)
+    run = None if folder is None else read_run(folder / "run.yaml")
+    if run is not None and run.task.kind != "causal":
         raise ConfigError(
             f"run={folder}: it was tuned with task={run.task.kind}, and such a model writes no text. "
             "Give a run of task=causal."
         )
-    return _answer(config, folder, run)
-
-
-def _answer(config: GenerateConfig, folder: Path, run: RunConfig) -> str:
     import torch
 
-    from app.model.generation import end_ids, generate, prompt_ids
-    from app.model.load import load_tuned, load_tuned_tokenizer
+    from app.model.answers import Answerer
+    from app.model.load import load_any, load_tuned, load_tuned_tokenizer
     from app.model.tasks import TASKS
 
-    tokenizer = load_tuned_tokenizer(folder / "final")
-    lm = load_tuned(
-        folder, run.model, TASKS[run.task.kind], adapter=config.adapter, quantization=run.quantization
-    )
+    if folder is not None and run is not None:
+        tokenizer = load_tuned_tokenizer(folder / "final")
+        lm = load_tuned(
+            folder, run.model, TASKS["causal"], adapter=config.adapter, quantization=run.quantization
+        )
+        chat = run.dataset.format in CHAT_FORMATS
+    else:
+        lm, tokenizer = load_any(ModelConfig(path=str(config.model), weights="pretrained"), TASKS["causal"])
+        chat = bool(tokenizer.chat_template)
     torch.manual_seed(config.seed)
-    sampling: dict[str, Any] = {}
-    if config.temperature > 0:
-        sampling = {"do_sample": True, "temperature": config.temperature, "top_p": config.top_p}
-    ids = prompt_ids(tokenizer, config.prompt, config.system, chat=run.dataset.format in CHAT_FORMATS)
-    answer = generate(lm, [ids], end_ids(lm, tokenizer), config.max_new_tokens, **sampling)[0]
-    text: str = tokenizer.decode(answer, skip_special_tokens=True)
-    return text.strip()
+    chosen = chat if config.chat is None else config.chat
+    if chosen and not tokenizer.chat_template:
+        raise ConfigError("chat=true: this tokenizer has no chat template. Set chat=false.")
+    return Answerer(lm, tokenizer, chosen, config.max_new_tokens, dict(config.sampling))
+
+
+def _answer_file(config: GenerateConfig, answerer: "Answerer", questions: list[list[dict[str, Any]]]) -> None:
+    """One JSON line for each question, in their order."""
+    found: dict[int, str] = {}
+    for place, answer in answerer.answers(questions, config.batch):
+        found[place] = answer
+        if config.output is not None:
+            sys.stderr.write(f"\r{len(found)} of {len(questions)} answered")
+    lines = [
+        json.dumps({"messages": question, "answer": found[place]}, ensure_ascii=False) + "\n"
+        for place, question in enumerate(questions)
+    ]
+    if config.output is None:
+        sys.stdout.writelines(lines)
+    else:
+        write_text(Path(config.output).expanduser(), "".join(lines))
+        sys.stderr.write(f"\n{config.output}\n")
+
+
+def _converse(config: GenerateConfig, answerer: "Answerer") -> None:
+    from app.engine.conversation import Conversation
+
+    if not answerer.chat:
+        raise ConfigError(
+            "prompt has no value. Give prompt=TEXT: this model was not trained on conversations."
+        )
+
+    def write(text: str) -> None:
+        sys.stdout.write(printable(text))
+        sys.stdout.flush()
+
+    Conversation(answerer.stream, write, config.system).hold(_typed())
+
+
+def _typed() -> Iterator[str]:
+    """Lines, with a sign that one is expected where somebody looks."""
+    watched = sys.stdin.isatty() and sys.stdout.isatty()
+    if watched:
+        import readline  # noqa: F401  lines can be edited and called back
+    while True:
+        try:
+            yield input("> " if watched else "")
+        except EOFError:
+            return
 
 
 def _command(arguments: Sequence[str]) -> int:
-    sys.stdout.write(f"{generate(parse_command(arguments, GenerateConfig))}\n")
+    generate(generate_config(arguments))
     return 0
 
 

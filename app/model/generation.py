@@ -47,15 +47,3 @@ def _answer(
     )
     new: list[int] = out[0, ids.shape[1] :].tolist()
     return new[:-1] if new and new[-1] in ends else new
-
-
-def prompt_ids(tokenizer: Any, prompt: str, system: str | None, *, chat: bool) -> list[int]:
-    """A prompt as the model was trained to see it: through the chat template, or as plain text."""
-    if not chat:
-        ids: list[int] = tokenizer(f"{system}\n\n{prompt}" if system else prompt).input_ids
-        return ids
-    messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": prompt})
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    rendered: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-    return rendered

@@ -16,6 +16,7 @@ from app.model.dtypes import DTYPES
 from app.model.quantize import packing_of
 from app.model.source import fetch_folder, gist, require_weights
 from app.model.tasks import Task
+from app.model.tokenizer import load_tokenizer
 from app.model.trainee import Trainee
 from app.model.weights import read_packed, read_weights, stored_dtype
 
@@ -75,11 +76,27 @@ def load_trainee(
     return Trainee(network.to(device), DTYPES[sections.precision].compute).eval()
 
 
+def load_any(model: ModelConfig, task: Task) -> tuple[Any, Any]:
+    """A model of a folder or of the hub with its tokenizer, as it is."""
+    tokenizer = load_tokenizer(model, needs_template=False)
+    folder = fetch_folder(model, model.path, with_weights=True)
+    if _is_adapter_only(folder):
+        raise CheckpointError(
+            f"model={model.path}: this is an adapter without its base. Give run=DIR of the run that made it, or "
+            "export it: python -m app.export run=DIR kind=merged to=DIR2."
+        )
+    return _load(folder, model.path, model, task), tokenizer
+
+
 def load_tuned_tokenizer(final: Path) -> Any:
     """The tokenizer that was saved with the weights, chat template included."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(final), local_files_only=True)
+
+
+def _is_adapter_only(folder: Path) -> bool:
+    return (folder / _ADAPTER).is_file() and not (folder / "config.json").is_file()
 
 
 def _is_adapter(final: Path) -> bool:

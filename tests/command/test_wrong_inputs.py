@@ -74,7 +74,11 @@ def test_several_at_once_are_one_message(run_app: RunApp, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("prompt=Hi",), "run has no value. Give run=..."),
+        (("prompt=Hi",), "run has no value. Give run=DIR of a finished run, or model=DIR or a hub id."),
+        (("run=none", "model=none"), "run=none and model=none both say whom to ask."),
+        (("run=none", "prompt=Hi", "prompts=no.txt"), "prompt and prompts=no.txt both say what to ask."),
+        (("model=no/such/folder", "prompt=Hi"), "model.path=no/such/folder: there is no such folder."),
+        (("run=empty", "prompts=no.txt"), "prompts=no.txt: no such file."),
         (("run=none", "prompt=Hi"), "run=none: there is no such folder."),
         (("run=empty", "prompt=Hi"), "run=empty: there is no final/ in it"),
         (("run=empty", "prmpt=Hi"), "prmpt is not a key. Did you mean prompt?"),

@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from app.model.attention import NAME
-from app.model.generation import end_ids, generate, prompt_ids
-from app.model.tokenizer import load_tokenizer
-from tests.model.small import batch_of, built, documents_of, lora, model_config, trainee_of
+from app.model.generation import end_ids, generate
+from tests.model.small import batch_of, built, documents_of, lora, trainee_of
 
 PROMPTS = [d.tolist() for d in documents_of((12, 3, 7))]
 NEW = 20  # past the window of 8
@@ -97,16 +96,3 @@ def test_ends_are_those_of_model_and_tokenizer(
         generation_config=SimpleNamespace(eos_token_id=generation), config=SimpleNamespace(eos_token_id=model)
     )
     assert end_ids(lm, SimpleNamespace(eos_token_id=tokenizer)) == expected
-
-
-def test_prompts_are_rendered_as_in_training() -> None:
-    tokenizer = load_tokenizer(model_config(), needs_template=True)
-    chat = prompt_ids(tokenizer, "Hi", "Be kind.", chat=True)
-    expected = tokenizer.apply_chat_template(
-        [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}],
-        tokenize=False,
-        add_generation_prompt=True,
-    )
-    assert tokenizer.decode(chat) == expected
-    assert prompt_ids(tokenizer, "Hi", None, chat=False) == tokenizer("Hi").input_ids
-    assert prompt_ids(tokenizer, "Hi", "Be kind.", chat=False) == tokenizer("Be kind.\n\nHi").input_ids

@@ -1,0 +1,47 @@
+"""What is asked from a file, and what is told of files that cannot be asked from."""
+
+from pathlib import Path
+
+import pytest
+
+from app.data.prompts import asked, read_prompts
+from app.errors import DataError
+
+
+def test_lines_and_rows_are_conversations(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\ufeffHi\n\n  Who are you?\n", encoding="utf-8")
+    assert read_prompts(str(tmp_path / "a.txt"), None) == [asked("Hi", None), asked("  Who are you?", None)]
+    (tmp_path / "a.jsonl").write_text(
+        '{"prompt": "Hi"}\n'
+        '{"messages": [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}]}\n'
+        '{"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "C"}]}\n'
+    )
+    first, second, third = read_prompts(str(tmp_path / "a.jsonl"), "Be kind.")
+    assert first == asked("Hi", "Be kind.")
+    assert second == asked("A", "Be kind."), "the answer that a row has is what is asked for"
+    assert third[0] == {"role": "system", "content": "S"}, "a row's own system line counts"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("no.txt", None, "no such file"),
+        ("a.docx", "x", "files of this kind are not read"),
+        ("a.txt", "\n\n", "it has no prompts"),
+        (
+            "a.jsonl",
+            '{"promt": "Hi"}\n',
+            r"a\.jsonl:1: expected a column prompt .* found promt\. Rename promt to",
+        ),
+        ("a.jsonl", '{"prompt": "Hi"}\n{\n', r"a\.jsonl:2: "),
+        ("a.jsonl", '{"messages": []}\n', "found messages"),
+        ("a.jsonl", '{"prompt": 3}\n', "expected a column prompt with text"),
+    ],
+)
+def test_what_is_wrong_names_the_file_and_the_place(
+    tmp_path: Path, name: str, content: str | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=rf"prompts=.*{message}"):
+        read_prompts(str(tmp_path / name), None)
