@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 
 from app.config.arguments import is_sweep
 from app.config.groups import CONF
+from app.config.help import asks_for_help, help_text
 from app.config.load import VERSION_BASE, checked_arguments, load_run, store_schema
 from app.config.platforms import require_platform
 from app.config.schema import RunConfig
@@ -106,6 +107,9 @@ def _dispatch(arguments: list[str]) -> None:
     given = run_given()
     if given is not None:
         sys.exit(train(given))
+    if asks_for_help(arguments):
+        sys.stdout.write(help_text())
+        return
     if is_sweep(arguments):
         from app.sweep.command import sweep
 
