@@ -100,12 +100,14 @@ class Merge:
         return result.to("cpu").contiguous(), not torch.equal(result.to(exact.dtype), exact)
 
     def _trained(self, name: str, weight: Tensor) -> Tensor:
-        """As the layer computed with it at the end of training, adapter included."""
+        """The layer's at the end of training, adapter included. Of packed ones what their bytes mean, before a layer
+        rounds it to the dtype of its arithmetic: they are the same bytes whatever dtype they were packed from.
+        """
         transposed = name in self.transposed
         weight = weight.T.contiguous() if transposed else weight
         if name in self.packed:
             assert self.four_bit is not None
-            weight = self.four_bit.unpacked(weight)
+            weight = self.four_bit.unpacked(weight.float())
         if name in self.deltas:
             weight = weight.float() + self.deltas[name].whole(self.device)
         return weight.T.contiguous() if transposed else weight

@@ -72,7 +72,7 @@ def model_card(
         _front(model, loading),
         f"# {what[0].upper()}{what[1:]}, tuned from {_cell(base)}",
         f"Task: {run['task']['kind']}. Base: {_cell(base)}"
-        + (f", licence: <{_cell(licence)}>. Its licence holds for what was made of it." if licence else "."),
+        + (f", licence: {_link(licence)}. Its licence holds for what was made of it." if licence else "."),
         "## Loading it",
         f"```python\n{loading.code()}\n```",
         *_notes(loading),
@@ -167,6 +167,12 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:
 
 def _row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def _link(address: str) -> str:
+    """In angle brackets, where signs of Markdown need no escape, if it can be one."""
+    is_plain = address.startswith(("https://", "http://")) and not set(address) & set("<> \n\t")
+    return f"<{address}>" if is_plain else _cell(address)
 
 
 def _cell(value: Any) -> str:
