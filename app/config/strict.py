@@ -129,7 +129,7 @@ def _unfit(path: str, value: Any, metadata: Mapping[str, Any]) -> Iterator[str]:
 
 def _allowed_names(path: str, metadata: Mapping[str, Any]) -> tuple[str, ...]:
     group, _, leaf = path.rpartition(".")
-    if leaf == "kind":
+    if group and leaf == "kind":
         return choices_by_group()[group]
     return tuple(metadata.get(CHOICES, ()))
 

@@ -28,6 +28,7 @@ from app.model.build import ModelSections, plan_model
 from app.model.fingerprint import base_fingerprint
 from app.model.load import load_trainee, reads_base, weights_of
 from app.model.tokenizer import load_tokenizer
+from app.model.trainee import Trainee
 from app.record.console import Pace
 from app.record.lines import duration
 
@@ -76,19 +77,27 @@ class Scoring:
 
     def scores(self, *, tuned: bool, say: Say) -> Scores:
         """Of the tuned model, or of its base; one of them in memory at a time."""
-        sections = _sections(self.run, self.folder, self.choices, tuned=tuned)
-        self._require_same_base(sections, tuned=tuned)
+        trainee = self.trainee(tuned=tuned)
         device = self.runtime.device
-        trainee = load_trainee(self.folder, sections, device, self.run.seed, tuned=tuned)
         prove_on(trainee, crowded_batch(self.rows, self.layout).to(device))
         return score(trainee, self._batches(say), self.runtime)
 
-    def _require_same_base(self, sections: ModelSections, *, tuned: bool) -> None:
+    def trainee(self, *, tuned: bool) -> Trainee:
+        """The tuned model, or its base, as training held it."""
+        sections = self.sections(tuned=tuned)
+        self.require_same_base(tuned=tuned)
+        return load_trainee(self.folder, sections, self.runtime.device, self.run.seed, tuned=tuned)
+
+    def sections(self, *, tuned: bool) -> ModelSections:
+        """What decides how it is built; its model's path is the local folder of the weights that are read."""
+        return _sections(self.run, self.folder, self.choices, tuned=tuned)
+
+    def require_same_base(self, *, tuned: bool) -> None:
         """An adapter on another base would have a loss too, only not that of the run."""
         expected = self.hashes.get("base")
         if expected is None or not reads_base(self.folder, tuned=tuned):
             return
-        if base_fingerprint(sections.model) != expected:
+        if base_fingerprint(self.sections(tuned=tuned).model) != expected:
             raise CheckpointError(
                 f"model.path={self.run.model.path}: the weights there are not the base of run={self.folder}: their "
                 "hash is not the one in its manifest.json. Give model.path=DIR of the base that was tuned."

@@ -15,7 +15,7 @@ _INDEX = "model.safetensors.index.json"
 def base_fingerprint(model: ModelConfig) -> str | None:
     """Of the weights that `model.path` names on this machine; None where they were drawn, or are not at hand."""
     folder = None if model.weights == "random" else folder_at_hand(model)
-    files = [] if folder is None else _weight_files(folder)
+    files = [] if folder is None else weight_files(folder)
     return weights_fingerprint(files) if files and all(file.is_file() for file in files) else None
 
 
@@ -36,7 +36,7 @@ def weights_fingerprint(files: list[Path]) -> str:
     return content.hexdigest()
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """Those that transformers would read; a folder of the hub may hold others besides."""
     index = folder / _INDEX
     if index.is_file():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from app.config.schema import ModelConfig, PrecisionConfig, QuantizationConfig
 from app.errors import ConfigError
@@ -44,6 +44,17 @@ class FourBit:
         for name, layer in list(part.named_modules()):
             if _is_linear(layer):
                 part.set_submodule(name, self._packed(layer))
+
+    def unpacked(self, weight: Tensor) -> Tensor:
+        """A linear layer's weight [out, in] as the packed layer computes with it, in the dtype that it came in."""
+        from bitsandbytes.functional import dequantize_4bit
+
+        rows, columns = weight.shape
+        layer = nn.Linear(columns, rows, bias=False, device="meta")
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        packed: Any = self._packed(layer).weight
+        result: Tensor = dequantize_4bit(packed.data, packed.quant_state)
+        return result
 
     def _packed(self, layer: Any) -> nn.Module:
         from bitsandbytes.nn import Linear4bit, Params4bit
@@ -90,6 +101,12 @@ def linear_outside(lm: Any) -> list[str]:
     """The head, and whatever else is linear beside the backbone."""
     inside = f"{lm.base_model_prefix}."
     return [name for name, layer in lm.named_modules() if _is_linear(layer) and not name.startswith(inside)]
+
+
+def linear_inside(lm: Any) -> list[str]:
+    """What `pack` packs of an unpacked model."""
+    inside = f"{lm.base_model_prefix}."
+    return [name for name, layer in lm.named_modules() if _is_linear(layer) and name.startswith(inside)]
 
 
 def settle(lm: Any) -> None:

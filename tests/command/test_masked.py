@@ -69,6 +69,13 @@ def test_an_encoder_learns_and_comes_out_as_one(folder: Path, zygote: Zygote) ->
     assert type(lm).__name__ == "ModernBertForMaskedLM"
     assert tokenizer.mask_token == "<mask>"
 
+    exported = zygote.run(folder, "run=run", "to=out", "kind=merged", module="app.export")
+    assert (exported.code, exported.stderr) == (0, "")
+    proof = json.loads((folder / "out" / "export.json").read_text())
+    assert proof["passed"]
+    assert 0 < proof["difference"] < proof["tolerance"]
+    assert "AutoModelForMaskedLM.from_pretrained(here)" in (folder / "out" / "README.md").read_text()
+
     refused = zygote.run(folder, "run=run", "prompt=x", module="app.generate")
     assert refused.code == 2
     assert "it was tuned with task=masked, and such a model writes no text" in refused.stderr

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from app.config import exporting
 from app.config.evaluation import MAY_CHANGE, EvaluateConfig, evaluate_config, holds_out
 from app.config.finished import as_run, read_changes, settled
 from app.config.reproduction import reproduce_config
@@ -106,6 +107,7 @@ def test_all_that_is_wrong_comes_together() -> None:
 
 def test_what_may_change_is_there_to_be_changed() -> None:
     assert set(MAY_CHANGE) <= kinds(EvaluateConfig).keys()
+    assert set(exporting.MAY_CHANGE) <= kinds(exporting.ExportConfig).keys()
     (first,) = read_changes(["dataset.columns.text=a"], EvaluateConfig, MAY_CHANGE, {}).values
     assert first == "dataset.columns.text"
 

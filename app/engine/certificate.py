@@ -1,0 +1,240 @@
+"""The proof of an export: a fresh process reloads it, and its logits are those of the run's own model."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from app.engine import reload
+from app.engine.scoring import Scoring
+from app.model.attention import right_own
+from app.model.build import ModelSections
+from app.model.dtypes import DTYPES
+from app.model.quantize import linear_outside
+from app.model.tasks import TASKS
+from app.model.weights import build_on_meta
+
+_ROWS = 8
+_SHORT = 512  # tokens: such rows first
+_POSITIONS = 64  # of each row
+# Of logits computed twice in fp32 by kernels that add in another order.
+_EXACT = 1e-5
+# Half the distance of neighbouring numbers: the most that rounding takes of a weight, relative.
+_ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 0.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far the logits may be apart, relative to their size, and why."""
+
+    value: float
+    because: str
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What the fresh process found. The differences are None where it gave nothing to compare."""
+
+    passed: bool
+    tolerance: float
+    tolerance_is: str
+    difference: float | None  # all logits together, relative
+    largest_difference: float | None  # of one logit, relative to the largest
+    same_choice: float | None  # share of the positions at which both prefer the same token
+    loss_before: float
+    loss_after: float | None
+    rows: int
+    positions: int
+    rows_are: str
+    failure: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For export.json."""
+        return asdict(self)
+
+    def lines(self) -> str:
+        """For people."""
+        verdict = "passed" if self.passed else "FAILED"
+        if self.failure is not None:
+            return f"{verdict}: the fresh process ended without logits: {self.failure}"
+        return (
+            f"{verdict}: a fresh process differs by {self.difference:.1e} (tolerance {self.tolerance:.1e}, "
+            f"{self.tolerance_is})\nloss {self.loss_before:.4f} -> {self.loss_after:.4f} at {self.positions} positions "
+            f"of {self.rows} rows ({self.rows_are}), same choice at {self.same_choice:.1%}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the export must give: rows, and the logits of the run's own model."""
+
+    ids: list[Tensor]
+    at: list[Tensor]
+    targets: list[Tensor]
+    logits: list[Tensor]
+    rows_are: str
+
+    def rows(self) -> dict[str, Tensor]:
+        """As files take them."""
+        pairs = enumerate(zip(self.ids, self.at, strict=True))
+        return {
+            f"{kind}.{i}": tensor
+            for i, both in pairs
+            for kind, tensor in zip(("ids", "at"), both, strict=True)
+        }
+
+    def loss(self, logits: list[Tensor]) -> float:
+        """The mean over all positions."""
+        losses = [
+            torch.nn.functional.cross_entropy(each.double(), targets, reduction="sum")
+            for each, targets in zip(logits, self.targets, strict=True)
+        ]
+        return float(sum(losses)) / sum(len(targets) for targets in self.targets)
+
+
+def tolerance(dtype: str, rounded: int) -> Tolerance:
+    """Each rounded matrix moves its outputs by less than the rounding of a weight, and independent errors add up as
+    the square root of their number.
+    """
+    if not rounded or dtype == "fp32":
+        return Tolerance(_EXACT, "fp32 arithmetic in another order")
+    value = _EXACT + _ROUNDING[dtype] * rounded**0.5
+    return Tolerance(value, f"{rounded} matrices rounded to {dtype}")
+
+
+def expected(scoring: Scoring) -> Expected:
+    """From the run's weights as training held them, in fp32 arithmetic; the model is let go again."""
+    trainee = scoring.trainee(tuned=True).eval()
+    reload.in_fp32(trainee)
+    torch.set_float32_matmul_precision("highest")
+    ids, at, targets = _labelled(scoring)
+    rows = {f"ids.{i}": row for i, row in enumerate(ids)} | {f"at.{i}": row for i, row in enumerate(at)}
+    found = reload.logits(trainee.language_model, rows, str(scoring.runtime.device))
+    del trainee
+    gc.collect()
+    torch.cuda.empty_cache()
+    return Expected(ids, at, targets, [found[str(i)] for i in range(len(ids))], scoring.rows_are)
+
+
+def certify(
+    folder: Path, base: Path | None, want: Expected, scoring: Scoring, allowed: Tolerance
+) -> Certificate:
+    """`base` is what an adapter in `folder` is loaded onto."""
+    with tempfile.TemporaryDirectory(prefix="certificate-") as place:
+        plan = _plan(folder, base, scoring, Path(place))
+        save_file(want.rows(), plan["rows"])
+        failure = _run(plan, Path(place) / "plan.json")
+        found = {} if failure else load_file(plan["out"])
+    loss = want.loss(want.logits)
+    known: dict[str, Any] = {
+        "tolerance": allowed.value,
+        "tolerance_is": allowed.because,
+        "loss_before": loss,
+        "rows": len(want.ids),
+        "positions": sum(len(at) for at in want.at),
+        "rows_are": want.rows_are,
+        "failure": failure,
+    }
+    if failure:
+        return Certificate(
+            passed=False, difference=None, largest_difference=None, same_choice=None, loss_after=None, **known
+        )
+    return _verdict(want, [found[str(i)] for i in range(len(want.ids))], known)
+
+
+def _verdict(want: Expected, found: list[Tensor], known: dict[str, Any]) -> Certificate:
+    ours, theirs = torch.cat(want.logits), torch.cat(found)
+    difference = _finite((theirs - ours).norm(dtype=torch.float64) / ours.norm(dtype=torch.float64))
+    return Certificate(
+        passed=difference is not None and difference <= known["tolerance"],
+        difference=difference,
+        largest_difference=_finite((theirs - ours).abs().max() / ours.abs().max()),
+        same_choice=float((theirs.argmax(-1) == ours.argmax(-1)).double().mean()),
+        loss_after=_finite(torch.tensor(want.loss(found))),
+        **known,
+    )
+
+
+def _finite(number: Tensor) -> float | None:
+    return float(number) if bool(number.isfinite()) else None
+
+
+def _labelled(scoring: Scoring) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """The first short rows, else the shortest; of each the last positions that predict something."""
+    rows = scoring.rows
+    order = np.argsort(np.where(rows.lengths <= _SHORT, 0, rows.lengths), kind="stable")
+    batches = [
+        scoring.layout.batch(rows, [order[i : i + 1]], 1, epoch=0) for i in range(min(_ROWS, len(order)))
+    ]
+    return (
+        [batch.ids[0] for batch in batches],
+        [batch.label_rows[-_POSITIONS:] for batch in batches],
+        [batch.targets[-_POSITIONS:] for batch in batches],
+    )
+
+
+def _plan(folder: Path, base: Path | None, scoring: Scoring, place: Path) -> dict[str, Any]:
+    sections = scoring.sections(tuned=True)
+    lm = build_on_meta(sections.model, TASKS[sections.task.kind], "eager")
+    adapter = base is not None
+    return {
+        "auto_class": TASKS[sections.task.kind].auto_class,
+        "folder": str(folder),
+        "base": str(base) if adapter else None,
+        "dtype": plain_name(DTYPES[sections.precision].base) if adapter else "float32",
+        "four_bit": four_bit_options(sections) if adapter else None,
+        "attention": right_own(lm),
+        "trust_remote_code": sections.model.trust_remote_code,
+        "device": str(scoring.runtime.device),
+        "threads": scoring.runtime.threads if scoring.runtime.device.type == "cpu" else None,
+        "rows": str(place / "rows.safetensors"),
+        "out": str(place / "logits.safetensors"),
+    }
+
+
+def four_bit_options(sections: ModelSections) -> dict[str, Any] | None:
+    """What BitsAndBytesConfig is told, as plain values."""
+    packing = sections.four_bit
+    if packing is None:
+        return None
+    lm = build_on_meta(sections.model, TASKS[sections.task.kind], "eager")
+    return {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": packing.quant_type,
+        "bnb_4bit_use_double_quant": packing.double_quant,
+        "bnb_4bit_compute_dtype": plain_name(packing.compute),
+        "llm_int8_skip_modules": linear_outside(lm),
+    }
+
+
+def plain_name(dtype: torch.dtype) -> str:
+    """As transformers takes it from a text."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _run(plan: Mapping[str, Any], file: Path) -> str | None:
+    """What went wrong, in words."""
+    file.write_text(json.dumps(plan))
+    done = subprocess.run(
+        [sys.executable, "-P", reload.__file__, str(file)],  # -P: its own folder is no place to import from
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        cwd=file.parent,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode < 0:
+        return f"killed by signal {-done.returncode}, perhaps for want of memory"
+    return done.stderr.strip().splitlines()[-1] if done.returncode else None

@@ -1,0 +1,71 @@
+"""An export as anybody else would load it: run as a process of its own, with nothing of this program in it.
+
+python reload.py PLAN.json      the logits that the plan asks for, as safetensors where the plan wants them
+"""
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+
+def load(plan: dict[str, Any]) -> Any:
+    """By transformers and PEFT, then in fp32: what is compared are weights, not the rounding of arithmetic."""
+    import transformers
+
+    options: dict[str, Any] = {
+        "dtype": plan["dtype"],
+        "device_map": {"": plan["device"]},
+        "attn_implementation": plan["attention"],
+        "trust_remote_code": plan["trust_remote_code"],
+        "local_files_only": True,
+    }
+    if plan["four_bit"] is not None:
+        options["quantization_config"] = transformers.BitsAndBytesConfig(**plan["four_bit"])
+    lm = getattr(transformers, plan["auto_class"]).from_pretrained(plan["base"] or plan["folder"], **options)
+    if plan["base"] is not None:
+        from peft import PeftModel
+
+        lm = PeftModel.from_pretrained(lm, plan["folder"])
+    in_fp32(lm)
+    return lm.eval()
+
+
+def in_fp32(network: torch.nn.Module) -> None:
+    """The arithmetic, in place; packed weights stay packed."""
+    torch.nn.Module.float(network)  # transformers' own refuses a packed model
+    for layer in network.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            four_bit: Any = layer
+            four_bit.compute_dtype = torch.float32
+            four_bit.support_avx512bf16_for_cpu = False  # or such CPUs would evaluate in bf16
+
+
+@torch.no_grad()
+def logits(lm: Any, rows: dict[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
+    """Of each row `ids.N` at the positions `at.N`."""
+    found = {}
+    for name in sorted(key for key in rows if key.startswith("ids.")):
+        number = name.removeprefix("ids.")
+        ids, at = rows[name].long().to(device), rows[f"at.{number}"].long().to(device)
+        found[number] = lm(input_ids=ids[None], use_cache=False).logits[0, at].float().cpu().contiguous()
+    return found
+
+
+def main() -> None:
+    """The only argument is the plan."""
+    warnings.simplefilter("ignore", FutureWarning)
+    plan = json.loads(Path(sys.argv[1]).read_text())
+    if plan["threads"]:
+        torch.set_num_threads(plan["threads"])
+    save_file(logits(load(plan), load_file(plan["rows"]), plan["device"]), plan["out"])
+    ours = [name for name in sys.modules if name.split(".")[0] == "app"]
+    assert not ours, f"not a fresh process: {ours}"
+
+
+if __name__ == "__main__":
+    main()

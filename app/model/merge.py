@@ -1,0 +1,239 @@
+"""Base and adapter as one model, weight by weight: no more than one file of weights is ever in memory."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from app.errors import CheckpointError, ConfigError
+from app.model.build import ModelSections
+from app.model.delta import LowRank
+from app.model.dtypes import DTYPES
+from app.model.fingerprint import weight_files
+from app.model.quantize import FourBit, linear_inside
+from app.model.tasks import TASKS
+from app.model.weights import build_on_meta
+
+EXPORTED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of the base, as its file describes it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def is_float(self) -> bool:
+        """Of 16 bits or more: those can be converted."""
+        return self.dtype in _FLOATS
+
+
+_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+@dataclass(frozen=True)
+class Merge:
+    """What becomes of the weights of a folder. Names of `deltas`, `packed` and `transposed` are those in its files."""
+
+    tensors: Mapping[str, Stored]
+    deltas: Mapping[str, LowRank]
+    packed: frozenset[str]  # held in 4 bits during training
+    transposed: frozenset[str]  # stored [in, out]
+    four_bit: FourBit | None
+    held: torch.dtype  # as training stored what it did not pack
+    out: torch.dtype
+    as_stored: re.Pattern[str] | None  # what transformers keeps in fp32 whatever it is asked for
+    device: torch.device
+
+    @cached_property
+    def bytes(self) -> int:
+        """Of all weights as they will be written."""
+        return sum(self._size(name) for name in self.tensors)
+
+    def write(self, folder: Path, shard_bytes: float) -> int:
+        """Safetensors in files of at most `shard_bytes`, or of one weight; the number of matrices that were rounded."""
+        shards = self._shards(shard_bytes)
+        rounded, places = 0, {}
+        for number, names in enumerate(shards, 1):
+            file = (
+                "model.safetensors"
+                if len(shards) == 1
+                else f"model-{number:05}-of-{len(shards):05}.safetensors"
+            )
+            tensors = {}
+            for name in names:
+                tensors[name], was_rounded = self.weight(name)
+                rounded += was_rounded and tensors[name].ndim > 1
+                places[name] = file
+            save_file(tensors, str(folder / file), metadata={"format": "pt"})
+            (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors leaves it to its owner alone
+        if len(shards) > 1:
+            index = {"metadata": {"total_size": self.bytes}, "weight_map": places}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        return rounded
+
+    def weight(self, name: str) -> tuple[Tensor, bool]:
+        """As it is written, and whether that took some of its digits."""
+        place = self.tensors[name]
+        with safe_open(str(place.file), "pt") as file:
+            stored: Tensor = file.get_tensor(name)
+        if self._stays(name):
+            return stored, False
+        exact = self._trained(name, stored.to(self.device, self.held))
+        result = exact.to(self.out)
+        if not bool(result.isfinite().all()):
+            cause = "is not finite" if not bool(exact.isfinite().all()) else f"does not fit into {self.out}"
+            raise CheckpointError(
+                f"kind=merged: {name} has a value that {cause}. dtype=bf16 and fp32 reach as far as training did."
+            )
+        return result.to("cpu").contiguous(), not torch.equal(result.to(exact.dtype), exact)
+
+    def _trained(self, name: str, weight: Tensor) -> Tensor:
+        """The layer's at the end of training, adapter included. Of packed ones what their bytes mean, before a layer
+        rounds it to the dtype of its arithmetic: they are the same bytes whatever dtype they were packed from.
+        """
+        transposed = name in self.transposed
+        weight = weight.T.contiguous() if transposed else weight
+        if name in self.packed:
+            assert self.four_bit is not None
+            weight = self.four_bit.unpacked(weight.float())
+        if name in self.deltas:
+            weight = weight.float() + self.deltas[name].whole(self.device)
+        return weight.T.contiguous() if transposed else weight
+
+    def _stays(self, name: str) -> bool:
+        kept = self.as_stored is not None and self.as_stored.search(name) is not None
+        return kept or not self.tensors[name].is_float
+
+    def _size(self, name: str) -> int:
+        stored = self.tensors[name]
+        width = _WIDTHS[stored.dtype] if self._stays(name) else self.out.itemsize
+        return torch.Size(stored.shape).numel() * width
+
+    def _shards(self, limit: float) -> list[list[str]]:
+        shards: list[list[str]] = [[]]
+        filled = 0
+        for name in self.tensors:
+            size = self._size(name)
+            if shards[-1] and filled + size > limit:
+                shards.append([])
+                filled = 0
+            shards[-1].append(name)
+            filled += size
+        return shards
+
+
+_WIDTHS = {**_FLOATS, **dict.fromkeys(("I64", "U64"), 8), **dict.fromkeys(("I32", "U32"), 4)} | {
+    **dict.fromkeys(("I16", "U16"), 2),
+    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
+}
+
+
+def plan_merge(
+    sections: ModelSections, deltas: Mapping[str, LowRank], dtype: str, device: torch.device
+) -> Merge:
+    """Every weight that was packed or has an adapter found in the files of `sections.model.path`, or a refusal."""
+    folder = Path(sections.model.path)
+    _require_plain_weights(folder)
+    lm = build_on_meta(sections.model, TASKS[sections.task.kind], "eager")
+    tensors = stored_tensors(folder)
+    packed = linear_inside(lm) if sections.four_bit is not None else []
+    names = _names_in_files(lm, {*packed, *deltas}, tensors, sections.model.path)
+    frozen = sections.adapter.kind != "none"
+    held = DTYPES[sections.precision].base if frozen else torch.float32
+    return Merge(
+        tensors=tensors,
+        deltas={names[layer]: delta for layer, delta in deltas.items()},
+        packed=frozenset(names[layer] for layer in packed),
+        transposed=frozenset(name for layer, name in names.items() if _is_conv1d(lm.get_submodule(layer))),
+        four_bit=sections.four_bit,
+        held=held,
+        out=EXPORTED[dtype],
+        as_stored=_kept_in_fp32(lm, held),
+        device=device,
+    )
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """Of all weight files of a folder, in their order."""
+    found = {}
+    for file in weight_files(folder):
+        with safe_open(str(file), "pt") as content:
+            for name in content.keys():  # noqa: SIM118 (not a mapping)
+                described = content.get_slice(name)
+                found[name] = Stored(file, tuple(described.get_shape()), described.get_dtype())
+    return found
+
+
+def merged_config(folder: Path, dtype: str) -> dict[str, Any]:
+    """The config.json of a folder, with the dtype that its weights have from now on."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    for part in (config, *(inner for inner in config.values() if isinstance(inner, dict))):
+        if part is config or "dtype" in part or "torch_dtype" in part:
+            part.pop("torch_dtype", None)
+            part["dtype"] = str(EXPORTED[dtype]).removeprefix("torch.")
+    config.pop("_name_or_path", None)
+    return config
+
+
+def _require_plain_weights(folder: Path) -> None:
+    if json.loads((folder / "config.json").read_text()).get("quantization_config"):
+        raise ConfigError(
+            f"kind=merged: the weights in {folder} are quantised already, and nothing is merged into such. "
+            "Give kind=adapter."
+        )
+
+
+def _names_in_files(
+    lm: Any, layers: Iterable[str], tensors: Mapping[str, Stored], path: str
+) -> dict[str, str]:
+    """transformers loads some files whose names are not those of its modules: nothing may be left out unseen."""
+    found, lost = {}, []
+    for layer in sorted(layers):
+        name = _name_in_files(lm, layer, tensors)
+        if name is None:
+            lost.append(layer)
+        else:
+            found[layer] = name
+    if lost:
+        raise CheckpointError(
+            f"kind=merged: the files of model.path={path} have no weight for {len(lost)} layers of the model "
+            f"({', '.join(lost[:3])}{', ...' if lost[3:] else ''}) under their names or in their shapes. Give "
+            "kind=adapter."
+        )
+    return found
+
+
+def _name_in_files(lm: Any, layer: str, tensors: Mapping[str, Stored]) -> str | None:
+    """As the module is called, or without the prefix of the backbone, as older checkpoints have it."""
+    try:
+        shape = tuple(lm.get_submodule(layer).weight.shape)
+    except AttributeError:
+        return None
+    whole = f"{layer}.weight"
+    names = (whole, whole.removeprefix(f"{lm.base_model_prefix}."))
+    return next((name for name in names if name in tensors and tensors[name].shape == shape), None)
+
+
+def _kept_in_fp32(lm: Any, held: torch.dtype) -> re.Pattern[str] | None:
+    kept = set(getattr(lm, "_keep_in_fp32_modules_strict", None) or ())
+    if held == torch.float16:
+        kept |= set(getattr(lm, "_keep_in_fp32_modules", None) or ())
+    return (
+        re.compile("|".join(rf"(?:^|\.){re.escape(name)}(?:\.|$)" for name in sorted(kept))) if kept else None
+    )
+
+
+def _is_conv1d(layer: Any) -> bool:
+    return type(layer).__name__ == "Conv1D"

@@ -1,0 +1,55 @@
+"""app.export with something wrong while it writes, or between writing and proving: `SPOIL` says what."""
+
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from app import export
+from app.engine.exporting import Export
+from app.model.quantize import FourBit
+
+
+def _one_tensor(folder: Path) -> None:
+    file = next(folder.glob("*.safetensors"))
+    tensors = load_file(file)
+    name = next(name for name in sorted(tensors) if "layers.1.self_attn.q_proj" in name)
+    tensors[name] = -tensors[name]
+    save_file(tensors, file, {"format": "pt"})
+
+
+def _cut_off(folder: Path) -> None:
+    file = next(folder.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:1000])
+
+
+def _as_it_was(_packing: FourBit, weight: Tensor) -> Tensor:
+    """The base as it was before it was packed: the careless way to merge."""
+    return weight
+
+
+def _spoil_files(spoil: Callable[[Path], None]) -> None:
+    write = Export.write
+
+    def spoilt(self: Export, folder: Path) -> int:
+        rounded = write(self, folder)
+        spoil(folder)
+        return rounded
+
+    Export.write = spoilt  # type: ignore[method-assign]
+
+
+def main() -> None:
+    match os.environ["SPOIL"]:
+        case "careless":
+            FourBit.unpacked = _as_it_was  # type: ignore[method-assign,assignment]
+        case "disk":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+        case "tensor":
+            _spoil_files(_one_tensor)
+        case "cut":
+            _spoil_files(_cut_off)
+    export.main()

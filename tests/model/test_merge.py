@@ -1,0 +1,296 @@
+"""Merged weights against the model that was trained, in memory and through files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from app.config.schema import AdapterConfig, ModelConfig, QuantizationConfig
+from app.errors import CheckpointError, ConfigError
+from app.model.build import ModelSections, base_path, build_trainee, unpacked_base
+from app.model.delta import read_deltas
+from app.model.merge import Merge, merged_config, plan_merge
+from app.model.save import save_base, save_model
+from app.model.tokenizer import load_tokenizer
+from app.model.trainee import Trainee
+from tests.model.small import (
+    distance,
+    documents_of,
+    full,
+    lora,
+    model_config,
+    numbers,
+    sections,
+    task_of,
+    wide_numbers,
+)
+
+CPU = torch.device("cpu")
+IDS = documents_of((10,))[0][None]
+NF4 = QuantizationConfig(kind="nf4", double_quant=True)
+GIB = 2.0**30
+NOISE = 2e-6  # of logits in fp32: W x + B (A x) is summed up in another order than (W + B A) x
+
+
+class Tuned:
+    """A trainee whose adapter, or weights, are far from where they began, and its folders."""
+
+    def __init__(self, place: Path, kind: str, adapter: AdapterConfig, precision: str, nf4: bool) -> None:
+        self.final, self.base = place / "final", place / "base"
+        architecture = (wide_numbers if nf4 else numbers)(kind)
+        config = model_config(kind, architecture=architecture)
+        parts = sections(config, adapter, precision, quantization=NF4 if nf4 else None)
+        self.trainee = build_trainee(parts, CPU, 0, base_path(config, self.base)).eval()
+        generator = torch.Generator().manual_seed(3)
+        for parameter in self.trainee.trained().values():
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+        tokenizer = load_tokenizer(model_config(), needs_template=True)
+        if adapter.kind != "none":
+            save_base(self.trainee, tokenizer, self.base, unpacked_base(parts, CPU, 0))
+        save_model(self.trainee, tokenizer, self.final)
+        self.kind = kind
+        self.weights = self.base if adapter.kind != "none" else self.final
+        model = ModelConfig(path=str(self.weights), weights="pretrained", architecture={})
+        self.parts = sections(model, adapter, precision, quantization=parts.quantization, task=parts.task)
+
+    def plan(self, dtype: str = "fp32", parts: ModelSections | None = None) -> Merge:
+        deltas = read_deltas(self.final) if self.weights == self.base else {}
+        return plan_merge(parts or self.parts, deltas, dtype, CPU)
+
+    def merged(self, place: Path, dtype: str = "fp32", shard_bytes: float = GIB) -> Any:
+        """The model that transformers loads from what was written."""
+        place.mkdir()
+        (place / "config.json").write_text(json.dumps(merged_config(self.weights, dtype)))
+        self.plan(dtype).write(place, shard_bytes)
+        lm, found = task_of(self.kind).model_class.from_pretrained(str(place), output_loading_info=True)
+        assert not found["missing_keys"]
+        assert not found["unexpected_keys"]
+        return lm.eval()
+
+
+def tuned(
+    place: Path,
+    kind: str = "llama",
+    adapter: AdapterConfig | None = None,
+    precision: str = "fp32",
+    *,
+    nf4: bool = False,
+) -> Tuned:
+    return Tuned(place, kind, adapter or lora(), precision, nf4)
+
+
+@torch.no_grad()
+def logits(lm: Any) -> torch.Tensor:
+    found: torch.Tensor = lm(input_ids=IDS).logits
+    return found.float()
+
+
+def weights_of(run: Tuned) -> dict[str, torch.Tensor]:
+    """Of each adapted layer, as bitsandbytes and PEFT hold them."""
+    from bitsandbytes.functional import dequantize_4bit
+    from peft.tuners.lora import LoraLayer
+
+    found = {}
+    for name, layer in run.trainee.language_model.named_modules():
+        if isinstance(layer, LoraLayer):
+            weight: Any = layer.base_layer.weight
+            state = getattr(weight, "quant_state", None)
+            if state is not None:
+                state.dtype = torch.float32
+            plain = weight.float() if state is None else dequantize_4bit(weight.data, state)
+            delta: Any = layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+            if run.kind == "gpt2":  # Conv1D has its weight transposed; packed it is an ordinary linear layer
+                plain, delta = plain if state is None else plain.T, delta.T
+            found[f"{name}.weight"] = (plain + layer.scaling["default"] * delta).detach()
+    assert found
+    return found
+
+
+def in_fp32(trainee: Trainee) -> torch.Tensor:
+    from app.engine.reload import in_fp32 as convert
+
+    convert(trainee)
+    return logits(trainee.language_model)
+
+
+CASES = [
+    ("llama", "fp32", False), ("llama", "bf16", False), ("gemma2", "fp32", False), ("gpt2", "bf16", False),
+    ("phi3", "fp32", False), ("mixtral", "fp32", False), ("gpt_oss", "fp32", False), ("bert", "fp32", False),
+    ("modernbert", "fp32", False), ("llama", "fp32", True), ("llama", "bf16", True), ("gpt2", "bf16", True),
+    ("gemma2", "bf16", True), ("bert", "fp32", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "precision", "nf4"), CASES)
+def test_merged_is_the_base_that_was_trained_against_and_the_adapter(
+    tmp_path: Path, kind: str, precision: str, nf4: bool
+) -> None:
+    run = tuned(tmp_path, kind, precision=precision, nf4=nf4)
+    ours = in_fp32(run.trainee)
+    lm = run.merged(tmp_path / "merged")
+    assert {p.dtype for p in lm.parameters()} == {torch.float32}
+    assert not hasattr(lm.config, "quantization_config")
+    assert distance(logits(lm), ours) <= NOISE
+    expected = weights_of(run)
+    assert distance({name: lm.get_parameter(name).detach() for name in expected}, expected) <= 1e-7
+    with torch.no_grad():
+        base = task_of(kind).model_class.from_pretrained(str(run.base), dtype=torch.float32).eval()
+    assert distance(logits(base), ours) > 1e-2
+
+
+def test_merging_onto_the_base_before_it_was_packed_is_seen(tmp_path: Path) -> None:
+    run = tuned(tmp_path, nf4=True)
+    ours = in_fp32(run.trainee)
+    parts = sections(run.parts.model, run.parts.adapter, "fp32")
+    careless = tmp_path / "careless"
+    careless.mkdir()
+    (careless / "config.json").write_text(json.dumps(merged_config(run.base, "fp32")))
+    run.plan(parts=parts).write(careless, GIB)
+    lm = task_of("llama").model_class.from_pretrained(str(careless)).eval()
+    assert distance(logits(lm), ours) > 3e-2
+    assert distance(logits(run.merged(tmp_path / "merged")), ours) <= NOISE
+
+
+def test_layers_that_were_packed_and_not_adapted_are_unpacked_too(tmp_path: Path) -> None:
+    run = tuned(tmp_path, adapter=lora(targets=["q_proj"]), nf4=True)
+    plan = run.plan()
+    assert len(plan.packed) == 14
+    assert len(plan.deltas) == 2
+    assert distance(logits(run.merged(tmp_path / "merged")), in_fp32(run.trainee)) <= NOISE
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("bf16", 2.0**-8), ("fp16", 2.0**-11)])
+def test_weights_are_rounded_once(tmp_path: Path, dtype: str, bound: float) -> None:
+    run = tuned(tmp_path, nf4=True)
+    exact, rounded = run.plan("fp32"), run.plan(dtype)
+    for name in exact.tensors:
+        whole, short = exact.weight(name)[0], rounded.weight(name)[0]
+        assert short.dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+        assert short.equal(whole.to(short.dtype)), name
+    place = tmp_path / "merged"
+    place.mkdir()
+    assert rounded.write(place, GIB) == 16  # 14 layers, embedding and head
+    stored = load_file(place / "model.safetensors")
+    assert sum(t.numel() * t.element_size() for t in stored.values()) == rounded.bytes
+    again = run.merged(tmp_path / "again", dtype)
+    assert 0 < distance(logits(again.float()), in_fp32(run.trainee)) <= bound * 16**0.5
+
+
+def test_only_what_changes_counts_as_rounded(tmp_path: Path) -> None:
+    run = tuned(tmp_path, precision="bf16", adapter=lora(targets=["q_proj"]))
+    place = tmp_path / "merged"
+    place.mkdir()
+    assert run.plan("bf16").write(place, GIB) == 2
+    base = load_file(run.base / "model.safetensors")
+    same = {
+        name for name, tensor in load_file(place / "model.safetensors").items() if tensor.equal(base[name])
+    }
+    assert base.keys() - same == {f"model.layers.{i}.self_attn.q_proj.weight" for i in range(2)}
+
+
+def test_a_whole_model_is_converted(tmp_path: Path) -> None:
+    run = tuned(tmp_path, adapter=full())
+    assert run.plan().deltas == {}
+    assert distance(logits(run.merged(tmp_path / "merged")), in_fp32(run.trainee)) <= NOISE
+    assert run.merged(tmp_path / "half", "bf16").dtype == torch.bfloat16
+
+
+def test_no_file_is_larger_than_asked_and_all_are_found(tmp_path: Path) -> None:
+    run = tuned(tmp_path)
+    lm = run.merged(tmp_path / "merged", shard_bytes=20_000)
+    files = sorted((tmp_path / "merged").glob("*.safetensors"))
+    assert len(files) > 3
+    assert files[0].name == f"model-00001-of-{len(files):05}.safetensors"
+    index = json.loads((tmp_path / "merged" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == run.plan().bytes
+    for file in files:
+        with safe_open(file, "pt") as content:
+            names = list(content.keys())
+            size = sum(content.get_tensor(name).nbytes for name in names)
+        assert size <= 20_000 or len(names) == 1
+        assert {index["weight_map"][name] for name in names} == {file.name}
+    assert distance(logits(lm), in_fp32(run.trainee)) <= NOISE
+
+
+def test_names_without_the_prefix_of_the_backbone_are_known(tmp_path: Path) -> None:
+    """As the checkpoints of GPT-2 on the hub have them."""
+    run = tuned(tmp_path, "gpt2")
+    file = run.base / "model.safetensors"
+    save_file(
+        {name.removeprefix("transformer."): t for name, t in load_file(file).items()}, file, {"format": "pt"}
+    )
+    assert "h.0.attn.c_attn.weight" in run.plan().deltas
+    assert distance(logits(run.merged(tmp_path / "merged")), in_fp32(run.trainee)) <= NOISE
+
+
+def test_an_adapter_without_its_weight_is_refused(tmp_path: Path) -> None:
+    run = tuned(tmp_path)
+    file = run.base / "model.safetensors"
+    tensors = {name.replace("q_proj", "query"): t for name, t in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"no weight for 2 layers of the model \(model.layers.0.self_attn.q_proj"
+    ):
+        run.plan()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"use_dora": True}, "use_dora=True"), ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern=")],
+)
+def test_an_adapter_that_is_no_plain_product_is_refused(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    run = tuned(tmp_path)
+    file = run.final / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(CheckpointError, match=f"{words}.*kind=adapter"):
+        run.plan()
+
+
+def test_other_tensors_in_an_adapter_are_not_left_out_unseen(tmp_path: Path) -> None:
+    run = tuned(tmp_path)
+    file = run.final / "adapter_model.safetensors"
+    save_file(load_file(file) | {"base_model.model.lm_head.weight": torch.zeros(2)}, file)
+    with pytest.raises(CheckpointError, match=r"has the tensor base_model\.model\.lm_head\.weight"):
+        run.plan()
+
+
+def test_a_value_that_the_dtype_cannot_hold_is_refused(tmp_path: Path) -> None:
+    run = tuned(tmp_path)
+    file = run.base / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][3] = 1e6
+    save_file(tensors, file, {"format": "pt"})
+    (tmp_path / "merged").mkdir()
+    with pytest.raises(
+        CheckpointError, match=r"model.norm.weight has a value that does not fit into torch.float16"
+    ):
+        run.plan("fp16").write(tmp_path / "merged", GIB)
+
+
+def test_weights_that_are_quantised_already_are_refused(tmp_path: Path) -> None:
+    run = tuned(tmp_path)
+    file = run.base / "config.json"
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "gptq"}})
+    )
+    with pytest.raises(ConfigError, match="quantised already"):
+        run.plan()
+
+
+def test_the_configuration_names_the_new_dtype_only(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {"torch_dtype": "float16", "a": 1, "_name_or_path": "x", "text_config": {"dtype": "float16"}}
+        )
+    )
+    assert merged_config(tmp_path, "bf16") == {
+        "dtype": "bfloat16",
+        "a": 1,
+        "text_config": {"dtype": "bfloat16"},
+    }
