@@ -20,7 +20,10 @@ class StopRequest:
 
 @contextmanager
 def listening() -> Iterator[StopRequest]:
-    """Signals set the request; a second Ctrl-C stops at once."""
+    """Signals set the request; a second Ctrl-C stops at once.
+
+    Who was asked is ending: asked again, by each launcher that passes the signal on, it must not die on the way.
+    """
     request = StopRequest()
 
     def note(number: int, _frame: FrameType | None) -> None:
@@ -33,4 +36,5 @@ def listening() -> Iterator[StopRequest]:
         yield request
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            is_ending = request.exit_code is not None and number != signal.SIGINT
+            signal.signal(number, signal.SIG_IGN if is_ending else handler)

@@ -42,7 +42,7 @@ def train_in(folder: RunFolder, run: RunConfig, console: Console) -> int:
     checkpoints = Checkpoints(folder.checkpoints, run.checkpoint, same, asdict(ground.choices))
     peers = ground.runtime.peers
     progress = checkpoints.load(ground.save, stepper, peers) if ground.save else Progress()
-    with _opened(folder, run, ground, console) as record:
+    with listening() as request, _opened(folder, run, ground, console) as record:
         record.rewind(progress.step if ground.save else -1)
         record.table(table(run, ground))
         if world().is_first:
@@ -50,8 +50,7 @@ def train_in(folder: RunFolder, run: RunConfig, console: Console) -> int:
         record.begin(ground.plan.steps, progress.step)
         rhythm = Rhythm(run.training, run.eval, run.checkpoint, run.record.every)
         loop = Loop(_parts(run, ground, stepper, checkpoints, record), rhythm, progress)
-        with listening() as request:
-            ended = loop.fit(request)
+        ended = loop.fit(request)
         code = finish(run, ground, loop, record, stopped_by=None if ended else loop.stopped_by)
         ground.runtime.leave()
     return code

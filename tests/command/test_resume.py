@@ -1,6 +1,7 @@
 """A killed run continues as if nothing had happened: the same numbers to the last bit."""
 
 import json
+import os
 import random
 import signal
 from functools import partial
@@ -111,6 +112,22 @@ def test_asked_to_stop_it_saves_and_continues_the_same(
     assert result(stopped)["status"] == "stopped"
     assert zygote.run(tmp_path, *command, f"output_dir={stopped}", "resume=auto").code == 0
     same_ending(whole, stopped)
+
+
+def test_asked_again_and_again_it_still_saves(zygote: Zygote, tmp_path: Path) -> None:
+    """As a cluster does, whose launchers each pass the signal on."""
+    run = tmp_path / "run"
+    started = zygote.start(tmp_path, *SMALL, f"output_dir={run}")
+    started.until(partial(has_reached, run, 3))
+
+    def has_ended() -> bool:
+        os.kill(started.pid, signal.SIGTERM)
+        return Path(f"/proc/{started.pid}/stat").read_text().split()[2] == "Z"
+
+    started.until(has_ended, seconds=60)
+    ended = started.wait()
+    assert ended.code == 75, ended.stderr
+    assert result(run)["status"] == "stopped"
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(zygote: Zygote, tmp_path: Path) -> None:

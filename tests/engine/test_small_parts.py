@@ -120,13 +120,18 @@ def test_accelerate_does_not_take_over(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
 )
-def test_a_signal_asks_and_the_handlers_come_back(number: int, code: int) -> None:
-    before = signal.getsignal(number)
+def test_a_signal_asks_and_once_it_has_nothing_but_ctrl_c_kills_who_ends(number: int, code: int) -> None:
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    with listening():
+        pass
+    assert {each: signal.getsignal(each) for each in before} == before
     with listening() as request:
         assert request.exit_code is None
         os.kill(os.getpid(), number)
         assert request.exit_code == code
-    assert signal.getsignal(number) is before
+    for each in (signal.SIGTERM, signal.SIGUSR1):
+        os.kill(os.getpid(), each)
+    assert signal.getsignal(signal.SIGINT) is before[signal.SIGINT]
 
 
 def test_a_second_ctrl_c_does_not_wait() -> None:

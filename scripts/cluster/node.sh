@@ -1,0 +1,111 @@
+#!/usr/bin/env bash
+# One machine of a run on several: a torchrun, which starts the processes and starts them again when one fails.
+#
+#   NODES=2 NODE=0 RENDEZVOUS=gpu1:29400 RUN_ID=first scripts/cluster/node.sh output_dir=/shared/runs/mine recipe=lora
+#
+# NODES, NODE      how many machines, and which one this is, from 0; srun tells both
+# RENDEZVOUS       host:port on machine 0
+# RUN_ID           a word, the same on all machines, another one for each start of the whole
+# ADDRESS          the name by which the others reach this machine, if Slurm's or hostname's is not
+# PROCESSES        on this machine: a number, or gpu for one on each GPU (the default)
+# RESTARTS         how often processes that failed are started again (3)
+# MORE_RENDEZVOUS  for torchrun's --rdzv-conf: join_timeout=600, how long machines wait for each other
+#
+# Arguments go to python -m app.train, after resume=auto. On SIGTERM, SIGUSR1 or Ctrl-C the run saves, and ends on all
+# machines. The exit code is the run's (75: saved), else torchrun's.
+set -euo pipefail
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
+NODE=${NODE:-${SLURM_NODEID:-}} NODES=${NODES:-${SLURM_NNODES:-}}
+missing=()
+for name in NODES NODE RENDEZVOUS RUN_ID; do
+  [[ ${!name:-} ]] || missing+=("$name")
+done
+if ((${#missing[@]})); then
+  printf 'error: %s: no value; the head of %s tells what each one is\n' "${missing[*]}" "$0" >&2
+  exit 2
+fi
+restarts=${RESTARTS:-3}
+
+export APP_PYTHON=${APP_PYTHON:-$root/.venv/bin/python}
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # as torchrun sets it, with a warning; the program counts the cores itself
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # shared, a machine that comes back waits for ever (torch 2.13)
+export APP_NODE_PID=$$ APP_NODE_FOLDER
+APP_NODE_FOLDER=$(mktemp -d)
+trap 'rm -rf "$APP_NODE_FOLDER"' EXIT
+
+agent=""  # torchrun
+asked=""  # somebody wants the run to stop
+over=""   # torchrun was ended by us
+woken=""  # a signal has interrupted the waiting for it
+
+say() { printf 'node %s: %s\n' "$NODE" "$*" >&2; }
+
+# Send a signal to the processes here, each with what it has started; 0 asks whether there is one.
+to_ranks() {
+  local file found=1
+  for file in "$APP_NODE_FOLDER"/rank-*; do
+    [[ -f $file ]] && kill "-$1" -- "-$(<"$file")" 2>/dev/null && found=0
+  done
+  return $found
+}
+
+# Asked nicely, it would give whoever still saves 30 seconds.
+end_agent() {
+  over=1
+  [[ -z $agent ]] || kill -KILL "$agent" 2>/dev/null || :
+}
+
+stop() {
+  woken=1 asked=1
+  to_ranks TERM || end_agent
+}
+
+# A process has ended. So does all, where that was asked for, or where a second start would go the same way.
+ended() {
+  woken=1
+  [[ -z $asked && ! -f $APP_NODE_FOLDER/code ]] || end_agent
+}
+trap stop TERM INT USR1
+trap ended USR2
+
+# Sets `code`.
+run_torchrun() {
+  (
+    trap '' USR1 # which some clusters send to every process of a job
+    exec "$APP_PYTHON" -m torch.distributed.run --nnodes="$NODES" --nproc-per-node="${PROCESSES:-gpu}" \
+      --max-restarts="$restarts" --rdzv-backend=c10d --rdzv-id="$RUN_ID" --rdzv-endpoint="$RENDEZVOUS" \
+      --rdzv-conf="is_host=$((NODE == 0))${MORE_RENDEZVOUS:+,$MORE_RENDEZVOUS}" \
+      --local-addr="${ADDRESS:-${SLURMD_NODENAME:-$(hostname)}}" \
+      --no-python "$root/scripts/cluster/rank.sh" resume=auto "$@"
+  ) &
+  agent=$!
+  while woken="" code=0; do
+    wait "$agent" 2>/dev/null || code=$?
+    [[ $woken ]] || break
+  done
+  agent=""
+}
+
+# No process outlives its torchrun; those that are about to end get some seconds for it.
+end_ranks() {
+  local end=$((SECONDS + ${1:-0}))
+  while to_ranks 0 && ((SECONDS < end)); do sleep 0.1 || :; done
+  to_ranks KILL || :
+  rm -f "$APP_NODE_FOLDER"/rank-*
+}
+
+while run_torchrun "$@"; do
+  end_ranks "${over:+20}"
+  if [[ $over || $asked ]] || ((code <= 128 || restarts == 0)); then break; fi
+  restarts=$((restarts - 1))
+  say "torchrun was killed by signal $((code - 128)): it is started again, to join the others"
+done
+if [[ -f $APP_NODE_FOLDER/code ]]; then
+  code=$(<"$APP_NODE_FOLDER/code")
+elif [[ $asked ]] && ((code)); then
+  say "ended as asked; the last checkpoint is what there is"
+  code=143
+fi
+exit "$code"

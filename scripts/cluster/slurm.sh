@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# A run on several machines under Slurm. Set the lines below to your cluster, then, in the folder of the program:
+#
+#   scripts/setup && sbatch scripts/cluster/slurm.sh output_dir=/shared/runs/mine recipe=qlora model=llama ...
+#
+# Before its time is over the run saves, and the job goes back into the queue to continue; so it does when a machine dies.
+#SBATCH --job-name=finetune
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --mem=0
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=slurm-%j.log
+set -euo pipefail
+
+fail() {
+  printf 'error: %s\n' "$*" >&2
+  exit 2
+}
+
+root=${APP_ROOT:-$SLURM_SUBMIT_DIR} # Slurm runs a copy of this file, which lies elsewhere
+[[ -x $root/scripts/cluster/node.sh ]] ||
+  fail "$root is not the folder of the program: call sbatch from there, or give APP_ROOT=DIR"
+[[ " $*" == *" output_dir="* ]] || fail "output_dir has no value that all machines share: give output_dir=DIR"
+[[ " $*" != *" resume="* ]] || fail "resume: it is always auto here; leave it out"
+APP_PYTHON=$("$root/scripts/setup" core)
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export APP_PYTHON RENDEZVOUS="${hosts[0]}:$((20000 + SLURM_JOB_ID % 20000))"
+export RUN_ID="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
+
+# A machine that fails alone is waited for no longer than a minute.
+srun --ntasks-per-node=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} --kill-on-bad-exit=0 --wait=60 \
+  "$root/scripts/cluster/node.sh" "$@" &
+step=$!
+asked="" woken=""
+pass_on() { # srun hands USR1 on to node.sh on every machine; SIGTERM would make it kill them
+  woken=1
+  kill -USR1 "$step" 2>/dev/null || :
+}
+trap 'asked=1; pass_on' USR1
+trap pass_on TERM INT
+while woken="" code=0; do
+  wait "$step" || code=$?
+  [[ $woken ]] || break
+done
+
+if [[ $asked ]] && ((code == 75)); then
+  scontrol requeue "$SLURM_JOB_ID" || printf 'saved; sbatch the same again to go on\n' >&2
+fi
+exit "$code"
