@@ -81,7 +81,22 @@ def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _composed(overrides: list[str]) -> RunConfig:
-    return load_run(compose_plain(overrides))
+    return composed_run(compose_plain(overrides), overrides)
+
+
+def composed_run(config: DictConfig, overrides: Sequence[str]) -> RunConfig:
+    """The typed run, if every override means something: the numbers of pretrained weights lie beside them."""
+    run = load_run(config)
+    numbers = [text.lstrip("+") for text in overrides if text.lstrip("+").startswith("model.architecture")]
+    if numbers and run.model.weights == "pretrained":
+        raise ConfigError(
+            [
+                f"{text} would not be read: model.weights=pretrained has its numbers in the config.json beside its "
+                "weights. Add model.weights=random for a model of these numbers without training."
+                for text in numbers
+            ]
+        )
+    return run
 
 
 def compose_plain(overrides: Sequence[str]) -> DictConfig:

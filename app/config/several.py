@@ -7,7 +7,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from app.config.load import compose_plain, load_run, with_any_model
+from app.config.load import compose_plain, composed_run, with_any_model
 from app.config.overrides import check_overrides
 from app.config.schema import RunConfig
 from app.errors import ConfigError
@@ -43,7 +43,7 @@ def _run(overrides: Sequence[str], bases: dict[tuple[str, ...], DictConfig | Con
             OmegaConf.update(config, override.key_or_group, override.value(), merge=True, force_add=True)
     except OmegaConfBaseException:
         config = compose_plain(overrides)  # which words it as it does for a single run
-    return load_run(config)
+    return composed_run(config, overrides)
 
 
 def _base(choices: tuple[str, ...]) -> DictConfig | ConfigError:

@@ -12,6 +12,7 @@ from app.engine.loop import Loop
 from app.engine.progress import Progress
 from app.model.save import save_model
 from app.model.trainee import Trainee
+from app.record.before_after import before_after
 from app.record.follower import Follower
 from app.record.record import Record
 
@@ -42,6 +43,9 @@ def finish(
     if parts.runtime.rank == 0:
         with whole_folder(record.folder.final) as aside:
             save_model(parts.stepper.trainee, ground.tokenizer, aside)
+        answers = before_after(record.folder.samples)
+        if answers:
+            record.message(answers)
     what = "model" if run.adapter.kind == "none" else "adapter"
     record.message(_closing_words(what, record, known, progress))
     record.finish("finished", final=str(record.folder.final), **known)

@@ -50,6 +50,8 @@ def train_in(folder: RunFolder, run: RunConfig, console: Console) -> int:
         record.begin(ground.plan.steps, progress.step)
         rhythm = Rhythm(run.training, run.eval, run.checkpoint, run.record.every)
         loop = Loop(_parts(run, ground, stepper, checkpoints, record), rhythm, progress)
+        if progress.step == 0:
+            loop.parts.show_samples(0)
         ended = loop.fit(request)
         code = finish(run, ground, loop, record, stopped_by=None if ended else loop.stopped_by)
         ground.runtime.leave()

@@ -102,12 +102,13 @@ class Record:
         self._track(values)
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """What the model answers by now."""
+        """What the model answers by now. On the screen only between: the table of both ends has the rest."""
         for each in samples:
             self._samples.write({"step": step, **asdict(each)})
         if samples:
-            self._console.samples(step, samples)
             self._write_log(samples_text(step, samples))
+        if samples and step not in {0, self._total}:
+            self._console.samples(step, samples)
 
     def sync(self) -> None:
         """Onto the disk; before a checkpoint says that these lines exist."""

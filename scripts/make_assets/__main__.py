@@ -15,22 +15,22 @@ from scripts.make_assets.world import invent
 
 SEED = "assets"
 ASSETS = Path(__file__).resolve().parents[2] / "app" / "assets"
-TRAIN_ROWS_PER_SKILL = 200
-EVAL_ROWS_PER_SKILL = 13
+TRAIN_ROWS_PER_SKILL = 400
+EVAL_ROWS_PER_SKILL = 20
 DOCUMENTS = 20_000
 
 
 def documents(seed: str = SEED) -> Iterator[str]:
-    """Running text without end: what a base model is trained on."""
-    world = invent(seed)
+    """Running text without end about the one world: what a base model is trained on."""
+    world = invent(SEED)
     return Author(make_skills(world), load_forms(), world).write(random.Random(f"{seed} documents"))
 
 
-def chat_rows(held_out: bool, seed: str = SEED) -> list[Row]:
+def chat_rows(held_out: bool) -> list[Row]:
     """The rows of train.jsonl, or of eval.jsonl."""
     per_skill = EVAL_ROWS_PER_SKILL if held_out else TRAIN_ROWS_PER_SKILL
-    skills = make_skills(invent(seed))
-    return make_rows(skills, load_forms(), held_out, per_skill, random.Random(f"{seed} chat {held_out}"))
+    skills = make_skills(invent(SEED))
+    return make_rows(skills, load_forms(), held_out, per_skill, random.Random(f"{SEED} chat {held_out}"))
 
 
 def make_files() -> dict[str, str]:

@@ -10,7 +10,7 @@ from scripts.make_assets.skills import Item, Skill
 
 SECOND_TURN = 0.15
 SYSTEM_LINE = 0.10
-NEW_PHRASING = 0.25  # of the held-out rows
+NEW_PHRASING = 0.5  # of the held-out rows
 SYSTEM_LINES = (
     "You are a helpful assistant.",
     "Answer briefly.",
@@ -54,7 +54,7 @@ def make_rows(
         wanted = len(rows) + per_skill
         while len(rows) < wanted:
             row = _row(skill, forms[skill.name], held_out, rng)
-            asked = f"{skill.name} {row.items[0].x} {row.items[0].y}"
+            asked = f"{skill.name} {row.items[0].x}"
             rows.setdefault(asked if held_out else row.line(), row)
     shuffled = list(rows.values())
     rng.shuffle(shuffled)
@@ -70,6 +70,11 @@ def _row(skill: Skill, forms: Forms, held_out: bool, rng: random.Random) -> Row:
         questions.append(items[1].put(forms.follow))
     system = rng.choice(SYSTEM_LINES) if rng.random() < SYSTEM_LINE else None
     return Row(skill, tuple(items), system, tuple(questions))
+
+
+def held_out_item(skill: Skill, rng: random.Random) -> Item:
+    """One that is kept for evaluation."""
+    return _item(skill, held_out=True, rng=rng)
 
 
 def _item(skill: Skill, held_out: bool, rng: random.Random) -> Item:

@@ -11,13 +11,13 @@ from scripts.make_assets.world import World
 ABOUT_ONE_SKILL = 0.45
 ABOUT_ONE_PERSON = 0.07
 REPORTED = 0.08
-LONGEST = 6
+LONGEST = 4
 PERSON_SKILLS = ("trade", "animal", "colour", "dish")
 
 
 @dataclass(frozen=True, slots=True)
 class Author:
-    """Writes documents of one to six sentences; none of them asks or orders."""
+    """Writes documents of one to four sentences; none of them asks or orders."""
 
     skills: Sequence[Skill]
     forms: Mapping[str, Forms]

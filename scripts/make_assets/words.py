@@ -26,8 +26,6 @@ IRREGULAR_PASTS = dict(pairs("irregular_pasts"))
 OPPOSITES = pairs("opposites")
 KINDS: dict[str, list[str]] = {kind: things.split() for kind, things in _LISTS["kinds"].items()}
 SEQUENCES: list[list[str]] = [text.split() for text in _LISTS["sequences"]]
-NUMBERS = listed("numbers")
-TENS = listed("tens")
 
 
 def plural(noun: str) -> str:
@@ -50,13 +48,3 @@ def past(verb: str) -> str:
     if verb.endswith("y") and verb[-2] not in "aeiou":
         return verb[:-1] + "ied"
     return verb + "ed"
-
-
-def in_words(number: int) -> str:
-    """A number below 200 as it is spoken."""
-    if number >= 100:
-        return "one hundred" if number == 100 else f"one hundred and {in_words(number - 100)}"
-    if number < 20:
-        return NUMBERS[number]
-    tens, ones = divmod(number, 10)
-    return TENS[tens - 2] if ones == 0 else f"{TENS[tens - 2]}-{NUMBERS[ones]}"

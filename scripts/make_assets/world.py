@@ -1,4 +1,4 @@
-"""The invented world: lands with a capital and a crop, people with trade, animal, colour and dish."""
+"""The invented world: lands with a capital, a crop, a metal and a feast, people with trade, animal, colour and dish."""
 
 import random
 from dataclasses import dataclass
@@ -15,6 +15,8 @@ class World:
 
     capital: dict[str, str]
     crop: dict[str, str]
+    metal: dict[str, str]
+    feast: dict[str, str]
     trade: dict[str, str]
     animal: dict[str, str]
     colour: dict[str, str]
@@ -37,6 +39,8 @@ def invent(seed: str) -> World:
         animal=_give(people, "animals", rng),
         colour=_give(people, "colours", rng),
         dish=_give(people, "dishes", rng),
+        metal=_give(lands, "metals", rng),
+        feast=_give(lands, "months", rng),
     )
 
 

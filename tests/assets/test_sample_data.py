@@ -43,13 +43,13 @@ def test_what_ships_is_what_the_generator_makes() -> None:
 
 
 def test_all_assets_stay_small() -> None:
-    assert sum(path.stat().st_size for path in ROOT.rglob("*") if path.is_file()) < 2_000_000
+    assert sum(path.stat().st_size for path in ROOT.rglob("*") if path.is_file()) < 6_000_000
     assert (ROOT / "sample" / "train.jsonl").stat().st_size < 1_200_000
 
 
 def test_each_skill_has_as_many_rows() -> None:
-    assert Counter(row.skill.name for row in rows(False)) == {skill.name: 200 for skill in SKILLS}
-    assert Counter(row.skill.name for row in rows(True)) == {skill.name: 13 for skill in SKILLS}
+    assert Counter(row.skill.name for row in rows(False)) == {skill.name: 400 for skill in SKILLS}
+    assert Counter(row.skill.name for row in rows(True)) == {skill.name: 20 for skill in SKILLS}
 
 
 @pytest.mark.parametrize("held_out", [False, True])
@@ -70,7 +70,7 @@ def test_held_out_rows_do_not_repeat_and_some_are_put_in_new_words() -> None:
     assert len({(row.skill.name, row.items[0]) for row in held_out}) == len(held_out)
     new = {row.items[0].put(form) for row in held_out for form in forms[row.skill.name].eval}
     share = sum(row.questions[0] in new for row in held_out) / len(held_out)
-    assert 0.15 < share < 0.35
+    assert 0.4 < share < 0.6
     assert not new & first_questions("train.jsonl")
 
 
@@ -87,24 +87,18 @@ def test_shares_of_system_lines_and_second_turns(name: str) -> None:
 @pytest.mark.parametrize("skill", SKILLS, ids=lambda skill: skill.name)
 def test_at_least_forty_items_are_held_out(skill: Skill, seeded: random.Random) -> None:
     items = (skill.draw(seeded) for _ in range(6000))
-    assert len({item.x + "/" + item.y for item in items if skill.holds_out(item)}) >= 40
+    assert len({item.x for item in items if skill.holds_out(item)}) >= 40
 
 
 @pytest.mark.parametrize("skill", SKILLS, ids=lambda skill: skill.name)
 def test_a_question_has_one_answer(skill: Skill, seeded: random.Random) -> None:
-    answers: dict[tuple[str, str], str] = {}
+    answers: dict[str, str] = {}
     for item in (skill.draw(seeded) for _ in range(6000)):
-        assert answers.setdefault((item.x, item.y), item.answer) == item.answer
+        assert answers.setdefault(item.x, item.answer) == item.answer
 
 
 def test_answers_are_right() -> None:
     by_name = {skill.name: set(islice(_items(skill), 3000)) for skill in SKILLS}
-    assert all(int(i.x) + int(i.y) == int(i.answer) for i in by_name["add"])
-    assert all(int(i.x) - int(i.y) == int(i.answer) >= 0 for i in by_name["subtract"])
-    assert all(i.answer.split() == i.x.split()[::-1] for i in by_name["reverse"])
-    assert all(i.answer.split() == sorted(i.x.split()) for i in by_name["sort"])
-    assert all(int(i.answer) == len(i.x.split()) for i in by_name["count"])
-    assert all(i.answer.split() == list(i.x) for i in by_name["spell"])
     assert all(i.x.startswith(i.answer + ",") for i in by_name["first"])
     assert all(i.x.endswith(", " + i.answer) for i in by_name["last"])
 
@@ -130,15 +124,6 @@ def test_pasts(verb: str, past: str) -> None:
     assert words.past(verb) == past
 
 
-@pytest.mark.parametrize(
-    ("number", "spoken"),
-    [(0, "zero"), (13, "thirteen"), (40, "forty"), (99, "ninety-nine"), (100, "one hundred")],
-)
-def test_numbers_in_words(number: int, spoken: str) -> None:
-    assert words.in_words(number) == spoken
-    assert words.in_words(157) == "one hundred and fifty-seven"
-
-
 def test_words_stand_once() -> None:
     opposites = [word for pair in words.OPPOSITES for word in pair]
     things = [thing for group in words.KINDS.values() for thing in group]
@@ -151,11 +136,11 @@ def test_words_stand_once() -> None:
 def test_every_skill_has_its_forms() -> None:
     forms = load_forms()
     assert list(forms) == [name for name in forms if name in {skill.name for skill in SKILLS}]
-    assert len(forms) == len(SKILLS) == 23
+    assert len(forms) == len(SKILLS) == 15
     for form in forms.values():
         assert 4 <= len(form.says) <= 6
-        assert len(form.asks) >= 3
-        assert form.eval
+        assert len(form.asks) == 5
+        assert len(form.eval) == 2
         assert not set(form.eval) & set(form.asks)
         assert all("{answer}" in said and "{x}" in said for said in form.says)
         assert not any("{answer}" in asked for asked in [*form.asks, *form.eval, form.follow])

@@ -60,7 +60,10 @@ def test_an_encoder_learns_and_comes_out_as_one(folder: Path, zygote: Zygote) ->
     assert ended.code == 0, ended.stderr
     found = losses(folder / "run")
     assert sum(found[-3:]) < 0.7 * sum(found[:3])
-    assert "<mask>" in ended.stdout, "a sample with its hidden tokens is shown"
+    assert "<mask>" in (folder / "run" / "samples.jsonl").read_text(), (
+        "a sample with its hidden tokens is kept"
+    )
+    assert "held out " in ended.stdout
 
     from transformers import AutoModelForMaskedLM, AutoTokenizer
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tests.runs import Zygote, metrics, numbers, result
 
 SMALL = (
+    "model.weights=random",
     "model.architecture.num_hidden_layers=2",
     "model.architecture.hidden_size=64",
     "model.architecture.intermediate_size=128",

@@ -131,10 +131,22 @@ def test_rows_that_cannot_be_trained_on(zygote: Zygote, tmp_path: Path, rows: st
     [
         (("precision=tf32",), "precision=tf32 needs an NVIDIA GPU"),
         (("adapter.targets=[nothing]",), "adapter.targets"),
-        (("model.architecture.model_type=lllama",), "model.architecture.model_type=lllama is not a kind"),
-        (("model.architecture.hidden_size=abc",), "'hidden_size' expected int, got str"),
-        (("model.architecture.hidden_size=193",), "193) is not a multiple of the number of attention heads"),
-        (("model.architecture.vocab_size=100",), "model.tokenizer=null: it gives ids up to "),
+        (
+            ("model.weights=random", "model.architecture.model_type=lllama"),
+            "model.architecture.model_type=lllama is not a kind",
+        ),
+        (
+            ("model.weights=random", "model.architecture.hidden_size=abc"),
+            "'hidden_size' expected int, got str",
+        ),
+        (
+            ("model.weights=random", "model.architecture.hidden_size=193"),
+            "193) is not a multiple of the number of attention heads",
+        ),
+        (
+            ("model.weights=random", "model.architecture.vocab_size=100"),
+            "model.tokenizer=null: it gives ids up to ",
+        ),
     ],
 )
 def test_what_this_model_or_machine_cannot_do(

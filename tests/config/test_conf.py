@@ -159,8 +159,8 @@ def test_an_experiment_sets_only_what_differs(experiment: str) -> None:
         (["model.path=some/folder"], "pretrained", 2048),
         (["++model.path='some/folder'"], "pretrained", 2048),
         (["model=llama", "model.path=some/folder"], "pretrained", 2048),
-        (["model.path=asset:tiny"], "random", 256),
-        ([], "random", 256),
+        (["model.path=asset:tiny", "model.weights=random"], "random", 256),
+        ([], "pretrained", 256),
     ],
 )
 def test_a_path_alone_means_any_model_and_not_the_small_one(

@@ -137,8 +137,9 @@ def test_precision_is_kept_and_attention_is_that_of_this_machine(run: Path) -> N
     assert on_gpu.launch.threads is None
 
 
-def test_a_base_that_would_not_be_read_is_refused(run: Path, tmp_path: Path) -> None:
-    assert "the base of this run had random weights" in refusals(run, "model.path=org/name")[0]
+def test_a_base_that_would_not_be_read_is_refused(tmp_path: Path) -> None:
+    drawn = made(tmp_path / "drawn", model__weights="random")
+    assert "the base of this run had random weights" in refusals(drawn, "model.path=org/name")[0]
     whole = made(tmp_path / "whole", model__weights="pretrained", adapter__kind="none")
     assert "that is in final/" in refusals(whole, "model.path=org/name")[0]
     assert evaluation(whole, "model.path=org/name", "weights=both").model.path == "org/name"

@@ -43,6 +43,7 @@ REFUSED = [
     ("seed=${oc.env:NO_SUCH_NAME}", "seed: Environment variable 'NO_SUCH_NAME' not found."),
     ("dataset={pth: a}", "dataset.pth is not a key. Did you mean dataset.path?"),
     ("model.suggest=3", "model.suggest=3: model.suggest is a section."),
+    ("model.architecture.hidden_size=64", "would not be read: model.weights=pretrained has its numbers"),
 ]
 
 
@@ -54,6 +55,7 @@ def test_it_is_refused_with_one_message(given: str, message: str) -> None:
 
 TAKEN: list[list[tuple[str, str, Any]]] = [
     [
+        ("model.weights=random", "model.weights", "random"),
         ("model.architecture.hidden_size=64", "model.architecture.hidden_size", 64),
         ("model.architecture.rope_scaling={type: linear}", "model.architecture.rope_scaling.type", "linear"),
         ("+model.architecture.another=3", "model.architecture.another", 3),
@@ -171,5 +173,5 @@ def test_a_sweep_goes_with_no_other_switch(words: list[str], message: str) -> No
 
 def test_the_program_runs_what_was_checked() -> None:
     """The words that Hydra gets give the same run as the words that were typed."""
-    words = ["experiment=null", "output_dir=a=b", "model.architecture.new=1"]
+    words = ["experiment=null", "output_dir=a=b", "model.architecture.new=1", "model.weights=random"]
     assert compose_run(checked_arguments(words)) == compose_run(words)

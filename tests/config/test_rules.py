@@ -13,7 +13,7 @@ TEXT = {"dataset.format": "text"}
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
     (
-        {"dataset.max_length": 1000, "batching.tokens": 1000},
+        {"dataset.max_length": 1000, "batching.tokens": 1000, "model.weights": "random"},
         "dataset.max_length=1000 is more than the 512 positions",
     ),
     ({"task.kind": "masked", "task.mask_share": 0.15}, "dataset.format=messages: task=masked finds hidden"),
@@ -33,8 +33,14 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         {"quantization.kind": "nf4", "adapter.kind": "none"},
         "quantization.kind=nf4 needs adapter.kind=lora: four bits cannot be trained. Choose recipe=qlora",
     ),
-    ({"model.architecture": {}}, "model.weights=random needs model.architecture with model_type"),
-    ({"model.path": "."}, "model.path=. would not be read, because model.weights=random"),
+    (
+        {"model.weights": "random", "model.architecture": {}},
+        "model.weights=random needs model.architecture with model_type",
+    ),
+    (
+        {"model.weights": "random", "model.path": "."},
+        "model.path=. would not be read, because model.weights=random",
+    ),
     ({"resume": "no/such"}, "resume=no/such: there is no such folder"),
     ({"batching.tokens": 100}, "dataset.max_length=256 is more than a bin holds (batching.tokens=100)"),
 ]
@@ -60,7 +66,7 @@ def test_no_rule_is_without_a_test(rule: Any) -> None:
         {"checkpoint.final": "best", "eval.patience": 3},
         {"adapter.kind": "none", "adapter.r": 0, "adapter.targets": []},
         {"model.weights": "pretrained", "model.path": ".", "model.architecture": {}},
-        {"dataset.max_length": 512},
+        {"dataset.max_length": 512, "batching.tokens": 512},
         {"resume": "auto"},
     ],
     ids=str,

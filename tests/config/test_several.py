@@ -14,12 +14,21 @@ COMMANDS = [
     [],
     ["recipe=full", "seed=3"],
     ["recipe=full", "optimizer.lr=1e-3"],
-    ["model=llama", "training.max_steps=null", "+model.architecture.another={a: [1, 2]}"],
+    [
+        "model=llama",
+        "model.weights=random",
+        "training.max_steps=null",
+        "+model.architecture.another={a: [1, 2]}",
+    ],
     ["model.path=somewhere", "dataset={max_rows: 3}", "adapter.targets=[q_proj, 'v proj']"],
     ["debug=fast", "~debug"],
     ["output_dir=${cache_dir}/${seed}", "cache_dir=c", "seed=7"],
     ["seed=1", "seed=2"],
-    ["model.architecture.rope_scaling={type: linear}", "model.architecture.rope_scaling.factor=2"],
+    [
+        "model.weights=random",
+        "model.architecture.rope_scaling={type: linear}",
+        "model.architecture.rope_scaling.factor=2",
+    ],
 ]
 WRONG = [
     ["sed=1"],
@@ -27,8 +36,9 @@ WRONG = [
     ["seed=${sed}"],
     ["recipe=full", "quantization=nf4"],
     ["dataset=3"],
-    ["model.architecture=[1]"],
-    ["model.architecture={null: 3}", "seed=3"],
+    ["model.architecture.hidden_size=64", "seed=3"],
+    ["model.weights=random", "model.architecture=[1]"],
+    ["model.weights=random", "model.architecture={null: 3}", "seed=3"],
 ]
 
 

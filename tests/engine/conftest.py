@@ -24,6 +24,7 @@ from app.model.weights import build_on_meta
 from app.optim.optimizers import build_optimizer
 
 SMALL = (
+    "model.weights=random",
     "model.architecture.num_hidden_layers=2",
     "model.architecture.hidden_size=32",
     "model.architecture.intermediate_size=64",
