@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from app.config.groups import choices_by_group
 from app.sweep.expansion import Setting, settings_of
+from app.sweep.preset import NO_PRESET
 from app.sweep.proposers import PROPOSERS, Grid
 from app.sweep.trial import Outcome, Trial
 
@@ -25,7 +26,7 @@ def setting(text: str) -> Setting:
 def grid(*overrides: str) -> Sequence[Trial]:
     settings, problems = settings_of(overrides)
     assert problems == []
-    return Grid(settings).fixed
+    return Grid(settings).points
 
 
 VALUES = [
@@ -150,7 +151,7 @@ def test_a_grid_has_every_combination_once_and_names_that_sort(sizes: list[int])
 @given(st.text(max_size=300).filter(lambda text: "\0" not in text))
 def test_a_folder_name_is_safe_and_short(text: str) -> None:
     settings = [Setting("dataset.path", (f"dataset.path={text}", "dataset.path=b"), ("a", "b"))]
-    name = Grid(settings).fixed[0].name
+    name = Grid(settings).points[0].name
     assert name.startswith("1-dataset.path")
     assert name.isascii()
     assert not set(name) & set("/\\ :*?\"<>|'$[]{}()\n")
@@ -165,8 +166,9 @@ def test_without_swept_values_it_is_a_sweep_of_one() -> None:
 
 def test_a_grid_goes_on_after_what_has_ended() -> None:
     settings, _ = settings_of(["seed=1,2"])
-    proposer = PROPOSERS["grid"](settings)
+    proposer = PROPOSERS["grid"].make(settings, NO_PRESET.config)
     ended = [Outcome(number=1, overrides=(), swept=(), folder="")]
-    assert proposer.next([]) == proposer.fixed[0]
-    assert proposer.next(ended) == proposer.fixed[1]
+    assert proposer.recall([]) == proposer.points
+    assert proposer.next([]) == proposer.points[0]
+    assert proposer.next(ended) == proposer.points[1]
     assert proposer.next(ended * 2) is None
