@@ -37,8 +37,8 @@ def dimensions_of(
     many = list(too_many([each for each in dimensions if isinstance(each, Setting)]))
     if many and preset.config.proposer == "grid":
         raise ConfigError(many)
-    left_out = [f"        without {key}: {reason}" for key, reason in idle.items()]
-    return dimensions, [f"        {line}" for line in map(_shown, varied)] + left_out
+    lines = [*map(_shown, varied), *(f"not {key}: {reason}" for key, reason in idle.items())]
+    return dimensions, [f"{'' if number else 'varied':8}{line}" for number, line in enumerate(lines)]
 
 
 def _off(

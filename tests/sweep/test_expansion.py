@@ -1,6 +1,7 @@
 """From the command line of a sweep to the settings of its trials."""
 
 import itertools
+import json
 from collections.abc import Sequence
 
 import pytest
@@ -12,7 +13,7 @@ from app.config.groups import choices_by_group
 from app.sweep.expansion import Setting, settings_of
 from app.sweep.preset import NO_PRESET
 from app.sweep.proposers import PROPOSERS, Grid
-from app.sweep.trial import Outcome, Trial
+from app.sweep.trial import Outcome, Trial, values_of
 
 READ = OverridesParser.create().parse_override
 
@@ -172,3 +173,22 @@ def test_a_grid_goes_on_after_what_has_ended() -> None:
     assert proposer.next([]) == proposer.points[0]
     assert proposer.next(ended) == proposer.points[1]
     assert proposer.next(ended * 2) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("optimizer.lr=1e-3", 0.001),
+        ("++adapter.r=8", 8),
+        ("adapter.targets=[q_proj,'v proj']", ["q_proj", "v proj"]),
+        ("recipe=lora", "lora"),
+        ("training.max_steps=null", None),
+        ("dataset.path=a=b.jsonl", "a=b.jsonl"),
+        ("dataset.path='a=b, c.jsonl'", "a=b, c.jsonl"),
+        ("dataset.path=a[b.jsonl", "a[b.jsonl"),
+        ("model.architecture.x=inf", "inf"),
+    ],
+)
+def test_values_are_typed_for_those_who_plot_them(text: str, value: object) -> None:
+    assert values_of([text]) == {text.partition("=")[0].lstrip("+"): value}
+    json.dumps(values_of([text]), allow_nan=False)
