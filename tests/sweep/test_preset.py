@@ -205,6 +205,13 @@ def test_all_that_is_wrong_with_words_comes_together() -> None:
     ]
 
 
+def test_what_is_wrong_at_one_point_of_a_space_comes_with_the_point() -> None:
+    space = "sweep.space={optimizer.lr: {low: 0.1, high: 0.2}, quantization: [none, nf4]}"
+    (problem,) = refusal_of("sweep=optuna", "recipe=full", space)
+    assert problem.startswith("quantization.kind=nf4 needs adapter.kind=lora")
+    assert problem.endswith("(with optimizer.lr=0.1 quantization=nf4)")
+
+
 def test_without_m_it_is_told_how_to_start_it() -> None:
     with pytest.raises(ConfigError, match=r"-m starts those: python -m app\.train -m sweep=lr"):
         compose_run(["sweep=lr"])

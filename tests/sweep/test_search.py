@@ -44,7 +44,8 @@ def outcome(trial: Trial, objective: float | None, status: str = FINISHED) -> Ou
 
 
 def valley(values: dict[str, Any]) -> float:
-    return math.log(values["optimizer.lr"] / 1e-2) ** 2 + values.get("schedule.warmup_fraction", 0.0)
+    warmup: float = values.get("schedule.warmup_fraction", 0.0)
+    return math.log(values["optimizer.lr"] / 1e-2) ** 2 + warmup
 
 
 def ended(proposer: Search, objective: Objective = valley, before: Sequence[Outcome] = ()) -> list[Outcome]:
@@ -109,6 +110,19 @@ def test_a_search_that_was_stopped_goes_on_as_if_it_had_not_been(stop: int) -> N
     assert [(each.overrides, each.name) for each in recalled] == [
         (each.overrides, each.folder.rpartition("/")[2]) for each in whole[:stop]
     ]
+    assert ended(again) == whole
+
+
+def test_multiples_of_a_rate_that_is_given_go_on_too() -> None:
+    def made() -> Search:
+        space = {"optimizer.lr": {"low": "0.1x", "high": "10x", "log": True}}
+        return search("seed=1", "++optimizer.lr=2e-3", trials=6, space=space)
+
+    whole = ended(made())
+    assert whole[0].overrides == ("seed=1", "optimizer.lr=0.002")
+    assert all(0.0002 <= values_of(each.swept)["optimizer.lr"] <= 0.02 for each in whole)
+    again = made()
+    again.recall(told(whole[:5]))
     assert ended(again) == whole
 
 
