@@ -9,7 +9,7 @@ import yaml
 from app.config.groups import CONF, choices_by_group
 
 _WIDTH = 110
-_TOLD = ("recipe", "model", "dataset", "task")  # groups whose choices are told one by one
+_TOLD = ("recipe", "model", "dataset", "task", "sweep")  # groups whose choices are told one by one
 _FRAME = """\
 Fine-tune a language model.
 

@@ -1,5 +1,6 @@
 """The command line, checked against conf/ and the schema before Hydra composes anything."""
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -55,15 +56,22 @@ def _problems(override: Override, text: str, schema: type) -> Iterator[str]:
     key = override.key_or_group
     if _is_hydra(key):
         return
-    if override.is_delete():
-        if key in _CAN_BE_ABSENT:
-            return
-        yield f"{text}: nothing can be taken out of a run.{_instead_of_taking_out(key, schema)}"
+    if _is_of_a_sweep(key):
+        yield f"{text}: a sweep is several runs, and -m starts those: python -m app.train -m {shlex.quote(text)} ..."
+    elif override.is_delete():
+        if key not in _CAN_BE_ABSENT:
+            yield f"{text}: nothing can be taken out of a run.{_instead_of_taking_out(key, schema)}"
     elif override.package is not None:
         yield f"{text}: {key} has one place in a run. Write {key}=..."
     elif key not in choices_by_group() and not is_key(schema, key):
         yield _unknown(key, schema)
-    elif override.is_sweep_override():
+    else:
+        yield from _wrong_value(override, text, schema)
+
+
+def _wrong_value(override: Override, text: str, schema: type) -> Iterator[str]:
+    key = override.key_or_group
+    if override.is_sweep_override():
         yield _no_sweep(key, text.partition("=")[2], schema)
     elif key in choices_by_group() and not isinstance(override.value(), dict):
         yield from _wrong_choice(key, override.value())
@@ -125,6 +133,10 @@ def _takes_text(key: str, schema: type) -> bool:
 
 def _can_be_quoted(value: str) -> bool:
     return not any(sign in value for sign in "\"'\\,")
+
+
+def _is_of_a_sweep(key: str) -> bool:
+    return key == "sweep" or key.startswith("sweep.")
 
 
 def _is_hydra(key: str) -> bool:

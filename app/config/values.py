@@ -36,6 +36,14 @@ def is_text(kind: Any) -> bool:
     return _without_none(kind)[0] is str
 
 
+def number_type(kind: Any) -> type[int] | type[float] | None:
+    """Which kind of number a field takes, if it takes any."""
+    plain = _without_none(kind)[0]
+    if plain is float:
+        return float
+    return int if plain in (int, int | str) else None
+
+
 def is_optional(kind: Any) -> bool:
     """Whether a field takes null."""
     return _without_none(kind)[1]

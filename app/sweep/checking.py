@@ -51,8 +51,10 @@ def _problems(run: RunConfig | ConfigError, check_parts: Callable[[RunConfig], N
 
 
 def _placed(problem: str, by: Sequence[Trial], trials: int) -> str:
-    """With the trials that have it, unless all of them do."""
+    """With the trials that have it, unless all of them do; points of a space have no number."""
     if len(by) == trials:
         return problem
+    if not by[0].number:
+        return f"{problem} (with {shown(by[0].swept)})"
     others = f" and {len(by) - 1} more" if len(by) > 1 else ""
     return f"{problem} (trial {by[0].number}{others}: {shown(by[0].swept)})"

@@ -8,32 +8,49 @@ from app.errors import ConfigError
 from app.sweep.checking import checked_runs, wrong_overrides
 from app.sweep.expansion import Setting, settings_of
 from app.sweep.folder import SweepFolder, default_path, identity_of
+from app.sweep.preset import NO_PRESET, Preset, is_of_the_sweep, read_preset
 from app.sweep.proposers import PROPOSERS
 from app.sweep.runner import Runner
+from app.sweep.space import Dimension, dimensions_in
+from app.sweep.varied import dimensions_of
 
 _FOLDER = "output_dir"
 
 
 def sweep(arguments: Sequence[str], check_parts: Callable[[RunConfig], None]) -> int:
     """All trials are checked (`check_parts` is the run's own check) before the first starts; returns the exit code."""
-    settings = _settings(sweep_overrides_of(arguments))
+    preset, space, settings = _read(sweep_overrides_of(arguments))
     of_trials = [setting for setting in settings if setting.key != _FOLDER]
-    proposer = PROPOSERS["grid"](of_trials)
     given = [text for setting in settings if setting.key == _FOLDER for text in setting.texts]
-    runs = checked_runs(proposer.fixed, given, check_parts)
-    place = _one_folder(runs, given[-1]) if given else default_path(settings)
-    identity = identity_of(of_trials)
+    dimensions, notes = dimensions_of(preset, space, of_trials, given)
+    proposer = PROPOSERS[preset.config.proposer].make(dimensions, preset.config)
+    runs = checked_runs(proposer.points, given, check_parts)
+    place = _one_folder(runs, given[-1]) if given else default_path(settings, preset)
+    identity = identity_of(of_trials, preset)
     with SweepFolder.claim(place, identity) as folder:
-        return Runner(folder, identity, proposer, ["python", "-m", "app.train", *arguments]).run()
+        command = ["python", "-m", "app.train", *arguments]
+        return Runner(folder, identity, proposer, command, notes).run()
 
 
-def _settings(overrides: Sequence[str]) -> list[Setting]:
-    settings, problems = settings_of(overrides)
-    if problems:  # there are no trials to be checked, but their words can be
+def _read(overrides: Sequence[str]) -> tuple[Preset, list[Dimension], list[Setting]]:
+    """What single words say, and all that is wrong with any of them."""
+    problems: list[str] = []
+    preset, space = NO_PRESET, list[Dimension]()
+    try:
+        preset = read_preset([text for text in overrides if is_of_the_sweep(text)])
+        problems += PROPOSERS[preset.config.proposer].check()
+        space, wrong_space = dimensions_in(preset.config.space)
+        problems += wrong_space
+    except ConfigError as problem:
+        problems += problem.problems
+    settings, refused = settings_of([text for text in overrides if not is_of_the_sweep(text)])
+    problems += refused
+    if problems or preset.name:  # there are no trials yet to be checked, but their words can be
         wrong = wrong_overrides(text for setting in settings for text in setting.texts)
-        others = (problem for several in wrong.values() for problem in several)
-        raise ConfigError(list(dict.fromkeys([*problems, *others])))
-    return settings
+        problems += (problem for several in wrong.values() for problem in several)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return preset, space, settings
 
 
 def _one_folder(runs: Sequence[RunConfig], given: str) -> str:

@@ -12,6 +12,7 @@ from hydra.errors import HydraException
 
 from app.config.groups import choices_by_group
 from app.errors import ConfigError
+from app.sweep.trial import key_of
 
 MOST_TRIALS = 1000
 _OF_THE_SWEEP = {
@@ -22,11 +23,15 @@ _OF_THE_SWEEP = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """An override for each value. `same` is Hydra's writing of them, in which 1e-3 and 0.001 are equal."""
+    """An override for each value. `same` is Hydra's writing of them, in which 1e-3 and 0.001 are equal.
+
+    `is_relative`: its values are multiples, such as 0.5x, of what the key has without it (`relative.settled`).
+    """
 
     key: str
     texts: tuple[str, ...]
     same: tuple[str, ...]
+    is_relative: bool = False
 
     @property
     def is_swept(self) -> bool:
@@ -44,14 +49,16 @@ def settings_of(overrides: Sequence[str]) -> tuple[list[Setting], list[str]]:
             settings.append(_setting(parse, text))
         except ConfigError as problem:
             problems += problem.problems
-    return settings, [*problems, *_given_twice(settings), *_too_many(settings)]
+    return settings, [*problems, *_given_twice(settings), *too_many(settings)]
 
 
 def _setting(parse: Callable[[str], Override], text: str) -> Setting:
     try:
         override = parse(text)
     except HydraException:
-        return Setting(_key(text), (text,), (text,))  # text that needs quotes, or nonsense: the check decides
+        return Setting(
+            key_of(text), (text,), (text,)
+        )  # text that needs quotes, or nonsense: the check decides
     _refuse(override, text)
     if not override.is_sweep_override():
         return Setting(override.key_or_group, (text,), (_normal(override),))
@@ -80,7 +87,8 @@ def _values(override: Override, text: str) -> list[str]:
     value = override.value()
     if override.value_type == ValueType.INTERVAL_SWEEP:
         raise ConfigError(
-            f"{text}: an interval has no list of values. Write them, as in {override.key_or_group}=1,2 or range(1,3)."
+            f"{text}: an interval has no list of values. Write them, as in {override.key_or_group}=1,2 or range(1,3); "
+            f"sweep=optuna 'sweep.space.{override.key_or_group}={{low: ..., high: ...}}' searches it."
         )
     if isinstance(value, Glob):
         return _matches(override.key_or_group, value, text)
@@ -132,8 +140,8 @@ def _given_twice(settings: Sequence[Setting]) -> Iterator[str]:
             yield f"{key} is swept and given {count[key]} times. Give it once."
 
 
-def _too_many(settings: Sequence[Setting]) -> Iterator[str]:
-    """A slip like range(1,1e9) is told before the trials fill the memory."""
+def too_many(settings: Sequence[Setting]) -> Iterator[str]:
+    """For one sweep. A slip like range(1,1e9) is told before the trials fill the memory."""
     swept = [setting for setting in settings if setting.is_swept]
     if math.prod(len(setting.texts) for setting in swept) > MOST_TRIALS:
         keys = ", ".join(setting.key for setting in swept)
@@ -144,7 +152,3 @@ def _normal(override: Override) -> str:
     if override.is_delete():
         return f"~{override.key_or_group}"
     return f"{override.key_or_group}={override.get_value_element_as_str()}"
-
-
-def _key(text: str) -> str:
-    return text.partition("=")[0].lstrip("+~")

@@ -14,6 +14,7 @@ from app.record import lock
 from app.record.files import is_partial, write_json, writing
 from app.record.masking import masked
 from app.sweep.expansion import Setting
+from app.sweep.preset import NO_PRESET, Preset
 from app.sweep.trial import Outcome
 
 _LOCK = ".lock"
@@ -22,17 +23,19 @@ _LONGEST_WORDS = 48
 _OF_ONE_START = ("output_dir", "dry_run")  # they do not make it another sweep
 
 
-def identity_of(settings: Sequence[Setting]) -> str:
-    """The same for the same command, however its numbers are written."""
-    same = [setting.same for setting in settings if setting.key not in _OF_ONE_START]
+def identity_of(settings: Sequence[Setting], preset: Preset = NO_PRESET) -> str:
+    """The same for the same command, however its numbers are written; a search may get more trials later."""
+    same: list[Any] = [setting.same for setting in settings if setting.key not in _OF_ONE_START]
+    if preset.name:
+        same.append(asdict(preset.config) | {"trials": None})
     return hashlib.sha256(json.dumps(same).encode()).hexdigest()
 
 
-def default_path(settings: Sequence[Setting]) -> str:
+def default_path(settings: Sequence[Setting], preset: Preset = NO_PRESET) -> str:
     """A name that the same command finds again."""
     swept = (setting.key.rpartition(".")[2] for setting in settings if setting.is_swept)
-    words = "-".join(("sweep", *swept))[:_LONGEST_WORDS].rstrip("-")
-    return f"runs/{words}-{identity_of(settings)[:8]}"
+    words = "-".join(filter(None, ("sweep", preset.name, *swept)))[:_LONGEST_WORDS].rstrip("-")
+    return f"runs/{words}-{identity_of(settings, preset)[:8]}"
 
 
 class SweepFolder:

@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from app.record.lines import quantity
-from app.sweep.trial import FAILED, FINISHED, Outcome
+from app.sweep.trial import FAILED, FINISHED, Outcome, key_of
 
 _NOTHING = "-"
 
@@ -33,7 +33,7 @@ def best(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
 
 def leaderboard(outcomes: Sequence[Outcome]) -> Table:
     """A row for each trial, a column for each setting in which they differ."""
-    settings = [_key(text) for text in outcomes[0].swept]
+    settings = [key_of(text) for each in outcomes[:1] for text in each.swept]
     table = Table(
         "rank", "trial", "objective", "steps", "tokens/s", *settings, "status", box=None, pad_edge=False
     )
@@ -51,7 +51,3 @@ def leaderboard(outcomes: Sequence[Outcome]) -> Table:
             f"{each.status} ({each.exit_code})" if each.status == FAILED else each.status,
         )
     return table
-
-
-def _key(text: str) -> str:
-    return text.partition("=")[0].lstrip("+")

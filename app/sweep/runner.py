@@ -18,7 +18,7 @@ from app.sweep.printed import Printed, reason
 from app.sweep.process import TrialProcess
 from app.sweep.proposers import Proposer
 from app.sweep.screen import Screen
-from app.sweep.trial import DRY_RUN, FAILED, FINISHED, RUNNING, STOPPED, Outcome, Trial, shown
+from app.sweep.trial import DRY_RUN, FAILED, FINISHED, RUNNING, STOPPED, Outcome, Trial, shown, values_of
 
 SOME_FAILED = 3
 _SECONDS_BETWEEN_LOOKS = 0.2
@@ -28,21 +28,29 @@ class Runner:
     """Runs what the proposer proposes and keeps sweep.json."""
 
     def __init__(
-        self, folder: SweepFolder, identity: str, proposer: Proposer, command: Sequence[str]
+        self,
+        folder: SweepFolder,
+        identity: str,
+        proposer: Proposer,
+        command: Sequence[str],
+        notes: Sequence[str] = (),
     ) -> None:
         self._folder = folder
         self._proposer = proposer
         self._facts = {"identity": identity, "command": list(command)}
+        self._notes = notes
         self._screen = Screen()
         self._ended: list[Outcome] = []
         before = folder.read().get("trials", [])
         self._seconds_before: dict[int, float] = {each["number"]: each["seconds"] for each in before}
-        self._outlook = [self._finished(trial) or self._new(trial) for trial in proposer.fixed]
+        self._outlook = [self._finished(trial) or self._new(trial) for trial in proposer.recall(before)]
 
     def run(self) -> int:
         """To the end, or until asked to stop; returns the exit code."""
-        count = len(self._proposer.fixed)
+        count = self._proposer.count
         self._screen.say(f"sweep   {self._folder.path}, {count} {'trials' if count > 1 else 'trial'}")
+        for note in self._notes:
+            self._screen.say(note)
         with listening() as request:
             while request.exit_code is None and (trial := self._proposer.next(self._ended)):
                 self._screen.say(f"trial {trial.number}/{count}  {shown(trial.swept)}".rstrip())
@@ -161,7 +169,13 @@ class Runner:
         seconds = self._seconds_before.get(trial.number, 0.0)
         place = str(self._place(trial))
         return Outcome(
-            number=trial.number, overrides=trial.overrides, swept=trial.swept, folder=place, seconds=seconds
+            number=trial.number,
+            overrides=trial.overrides,
+            swept=trial.swept,
+            values=values_of(trial.swept),
+            proposed=trial.proposed,
+            folder=place,
+            seconds=seconds,
         )
 
     def _finished(self, trial: Trial) -> Outcome | None:

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.command.test_resume import SMALL, has_reached
 from tests.conftest import RunApp
 from tests.runs import Ended, Running, Zygote, metrics, numbers, result
@@ -64,6 +66,7 @@ def test_four_trials_of_which_one_fails(zygote: Zygote, tmp_path: Path) -> None:
     ]
     assert column(folder, "status") == ["finished", "failed", "finished", "finished"]
     assert column(folder, "exit_code") == [0, 2, 0, 0]
+    assert column(folder, "values")[2] == {"adapter.targets": ["q_proj", "v_proj"]}
     assert "nosuch matches no linear layer of this model" in column(folder, "error")[1]
     objectives = [result(trial)["objective"] for trial in trials if trial != trials[1]]
     assert [value for value in column(folder, "objective") if value is not None] == objectives
@@ -130,6 +133,47 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(zygote: Zygote, tmp_path: Pat
     assert all(seconds > 0 for seconds in column(folder, "seconds"))
 
 
+def test_a_search_goes_on_after_a_kill_with_what_it_had_proposed(zygote: Zygote, tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    space = "sweep.space.optimizer.lr={low: 0.1x, high: 10x, log: true}"
+    command = (*TINY, "sweep=optuna", space, "adapter.r=8", "sweep.trials=3", f"output_dir={folder}")
+
+    def is_in_its_second_trial() -> bool:
+        return (folder / "sweep.json").exists() and column(folder, "status")[1:] == ["running"]
+
+    running = start(zygote, tmp_path, *command)
+    running.until(is_in_its_second_trial)
+    assert running.kill().code == -signal.SIGKILL
+    begun = content(folder)["trials"]
+    assert begun[0]["status"] == "finished"
+
+    ended = run(zygote, tmp_path, *command)
+    assert (ended.code, ended.stderr) == (0, "")
+    trials = content(folder)["trials"]
+    kept = ("folder", "overrides", "values", "proposed")
+    assert [[trial[name] for name in kept] for trial in trials[:2]] == [
+        [trial[name] for name in kept] for trial in begun
+    ]
+    assert trials[0] == begun[0]
+    assert starts(Path(trials[0]["folder"])) == 1
+    assert [trial["status"] for trial in trials] == ["finished"] * 3
+    assert len({trial["values"]["optimizer.lr"] for trial in trials}) == 3
+    assert trials[0]["values"] == {
+        "optimizer.lr": 0.004,
+        "adapter.dropout": 0.0,
+        "schedule.warmup_fraction": 0.03,
+    }
+    best = content(folder)["best"]
+    assert best["objective"] == min(column(folder, "objective"))
+    pasted = zygote.run(tmp_path, *shlex.split(best["line"]), "output_dir=pasted", "dry_run=true")
+    assert pasted.code == 0, pasted.stderr
+
+    more = run(zygote, tmp_path, *(word.replace("trials=3", "trials=4") for word in command))
+    assert (more.code, more.stdout.count("finished before, objective")) == (0, 3)
+    assert content(folder)["trials"][:3] == trials
+    assert column(folder, "status") == ["finished"] * 4
+
+
 def processes_in(session: int) -> bool:
     try:
         os.killpg(session, 0)
@@ -193,11 +237,20 @@ def seconds_of_children() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def test_typos_are_told_before_the_first_trial(run_app: RunApp, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "varied",
+    [
+        ["seed=0,1,2,3,4", "optimizer.lr=1e-3,fast"],
+        ["sweep=lr"],
+        ["sweep=optuna", "sweep.space.adapter.alpha={low: 1, high: 2}"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_typos_are_told_before_the_first_trial(run_app: RunApp, tmp_path: Path, varied: list[str]) -> None:
     waited = []
     for _ in range(3):
         begin = seconds_of_children()
-        ended = run_app("-m", "seed=0,1,2,3,4", "optimizer.lr=1e-3,fast", "training.clop=1", "recipe=lora")
+        ended = run_app("-m", *varied, "training.clop=1", "recipe=lora")
         waited.append(seconds_of_children() - begin)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.startswith("error: training.clop is not a key. Did you mean training.clip?")

@@ -1,6 +1,7 @@
 """From the command line of a sweep to the settings of its trials."""
 
 import itertools
+import json
 from collections.abc import Sequence
 
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 
 from app.config.groups import choices_by_group
 from app.sweep.expansion import Setting, settings_of
+from app.sweep.preset import NO_PRESET
 from app.sweep.proposers import PROPOSERS, Grid
-from app.sweep.trial import Outcome, Trial
+from app.sweep.trial import Outcome, Trial, values_of
 
 READ = OverridesParser.create().parse_override
 
@@ -25,7 +27,7 @@ def setting(text: str) -> Setting:
 def grid(*overrides: str) -> Sequence[Trial]:
     settings, problems = settings_of(overrides)
     assert problems == []
-    return Grid(settings).fixed
+    return Grid(settings).points
 
 
 VALUES = [
@@ -150,7 +152,7 @@ def test_a_grid_has_every_combination_once_and_names_that_sort(sizes: list[int])
 @given(st.text(max_size=300).filter(lambda text: "\0" not in text))
 def test_a_folder_name_is_safe_and_short(text: str) -> None:
     settings = [Setting("dataset.path", (f"dataset.path={text}", "dataset.path=b"), ("a", "b"))]
-    name = Grid(settings).fixed[0].name
+    name = Grid(settings).points[0].name
     assert name.startswith("1-dataset.path")
     assert name.isascii()
     assert not set(name) & set("/\\ :*?\"<>|'$[]{}()\n")
@@ -165,8 +167,28 @@ def test_without_swept_values_it_is_a_sweep_of_one() -> None:
 
 def test_a_grid_goes_on_after_what_has_ended() -> None:
     settings, _ = settings_of(["seed=1,2"])
-    proposer = PROPOSERS["grid"](settings)
+    proposer = PROPOSERS["grid"].make(settings, NO_PRESET.config)
     ended = [Outcome(number=1, overrides=(), swept=(), folder="")]
-    assert proposer.next([]) == proposer.fixed[0]
-    assert proposer.next(ended) == proposer.fixed[1]
+    assert proposer.recall([]) == proposer.points
+    assert proposer.next([]) == proposer.points[0]
+    assert proposer.next(ended) == proposer.points[1]
     assert proposer.next(ended * 2) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("optimizer.lr=1e-3", 0.001),
+        ("++adapter.r=8", 8),
+        ("adapter.targets=[q_proj,'v proj']", ["q_proj", "v proj"]),
+        ("recipe=lora", "lora"),
+        ("training.max_steps=null", None),
+        ("dataset.path=a=b.jsonl", "a=b.jsonl"),
+        ("dataset.path='a=b, c.jsonl'", "a=b, c.jsonl"),
+        ("dataset.path=a[b.jsonl", "a[b.jsonl"),
+        ("model.architecture.x=inf", "inf"),
+    ],
+)
+def test_values_are_typed_for_those_who_plot_them(text: str, value: object) -> None:
+    assert values_of([text]) == {text.partition("=")[0].lstrip("+"): value}
+    json.dumps(values_of([text]), allow_nan=False)

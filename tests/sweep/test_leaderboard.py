@@ -61,6 +61,10 @@ def test_the_table_has_a_column_for_each_swept_setting() -> None:
     ]
 
 
+def test_nothing_has_begun() -> None:
+    assert shown() == [["rank", "trial", "objective", "steps", "tokens/s", "status"]]
+
+
 def test_a_sweep_without_swept_settings_has_a_table_too() -> None:
     header, row = shown(outcome(1, 3.0, swept=()))
     assert header[-1] == "status"

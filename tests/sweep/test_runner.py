@@ -13,8 +13,11 @@ import pytest
 from app.sweep import process
 from app.sweep.expansion import settings_of
 from app.sweep.folder import SweepFolder
+from app.sweep.preset import SweepConfig
 from app.sweep.proposers import Grid
 from app.sweep.runner import Runner
+from app.sweep.search import Search
+from app.sweep.space import dimensions_in
 
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 
@@ -32,6 +35,14 @@ def run(folder: Path, *seeds: int) -> int:
     settings, _ = settings_of([f"seed={','.join(map(str, seeds))}"])
     with SweepFolder.claim(str(folder), "same") as claimed:
         return Runner(claimed, "same", Grid(settings), ["python"]).run()
+
+
+def search(folder: Path, trials: int = 5) -> int:
+    """Over seeds of which one fails and one has no objective."""
+    space, _ = dimensions_in({"seed": [3, 10, 1, 4, 2]})
+    proposer = Search(space, SweepConfig(proposer="tpe", trials=trials))
+    with SweepFolder.claim(str(folder), "same") as claimed:
+        return Runner(claimed, "same", proposer, ["python"], ["        seed 3 10 1 4 2"]).run()
 
 
 def content(folder: Path) -> dict[str, Any]:
@@ -135,6 +146,34 @@ def test_a_stop_stops_the_sweep(
     shown = capfd.readouterr().out
     assert "stopped; the same command goes on from here" in shown
     assert ("Ctrl-C once more kills it" in shown) == (seed < 75)
+
+
+def test_a_search_goes_on_past_what_fails_and_says_what_it_varies(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert search(tmp_path, trials=2) in (0, 3)
+    first = content(tmp_path)["trials"]
+    assert search(tmp_path) == 3
+    trials = content(tmp_path)["trials"]
+    assert [trial["values"] for trial in trials[:2]] == [trial["values"] for trial in first]
+    objectives = {trial["values"]["seed"]: trial["objective"] for trial in trials}
+    assert objectives == {1: 1.0, 2: 2.0, 3: 3.0, 4: None, 10: None}
+    assert sorted(column(tmp_path, "status")) == ["failed", *["finished"] * 4]
+    assert all(trial["proposed"] == {"seed": trial["swept"][0]} for trial in trials)
+    assert content(tmp_path)["best"]["line"] == "seed=1"
+    shown = capfd.readouterr().out
+    assert "5 trials\n        seed 3 10 1 4 2\ntrial 1/5  seed=" in shown
+    assert "1 of 5 trials failed; the same command tries them again" in shown
+    assert search(tmp_path) == 3
+    assert column(tmp_path, "values") == [trial["values"] for trial in trials]
+
+
+def test_a_search_that_is_stopped_before_its_first_trial_has_no_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Runner, "_wait_for_its_user", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    assert search(tmp_path) == 75
+    assert "stopped; the same command goes on from here" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("own", [None, "mine"])

@@ -1,0 +1,223 @@
+"""A search: what it proposes, what it learns from, and that stopping it changes nothing."""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from app.errors import ConfigError
+from app.sweep.expansion import settings_of
+from app.sweep.preset import SweepConfig
+from app.sweep.search import STARTUP, Search
+from app.sweep.space import dimensions_in
+from app.sweep.tpe import chosen
+from app.sweep.trial import DRY_RUN, FAILED, FINISHED, RUNNING, Outcome, Trial, values_of
+
+SPACE = {
+    "optimizer.lr": {"low": 4e-4, "high": 4e-2, "log": True},
+    "adapter.r": [8, 16, 32],
+    "schedule.warmup_fraction": {"low": 0.0, "high": 0.1},
+}
+Objective = Callable[[dict[str, Any]], float | None]
+
+
+def search(*words: str, trials: int = 8, seed: int = 0, space: dict[str, Any] = SPACE) -> Search:
+    settings, problems = settings_of(words)
+    dimensions, wrong = dimensions_in(space)
+    assert (problems, wrong) == ([], [])
+    return Search([*settings, *dimensions], SweepConfig(proposer="tpe", trials=trials, seed=seed))
+
+
+def outcome(trial: Trial, objective: float | None, status: str = FINISHED) -> Outcome:
+    return Outcome(
+        number=trial.number,
+        overrides=trial.overrides,
+        swept=trial.swept,
+        folder=f"runs/sweep/{trial.name}",
+        proposed=trial.proposed,
+        status=status if objective is not None else FAILED,
+        objective=objective,
+    )
+
+
+def valley(values: dict[str, Any]) -> float:
+    warmup: float = values.get("schedule.warmup_fraction", 0.0)
+    return math.log(values["optimizer.lr"] / 1e-2) ** 2 + warmup
+
+
+def ended(proposer: Search, objective: Objective = valley, before: Sequence[Outcome] = ()) -> list[Outcome]:
+    found = list(before)
+    while trial := proposer.next(found):
+        found.append(outcome(trial, objective(values_of(trial.swept))))
+    return found
+
+
+def told(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    return [asdict(each) for each in outcomes]
+
+
+def test_the_first_trial_is_the_run_without_the_sweep_and_the_others_lie_in_the_space() -> None:
+    found = ended(search("seed=1", "recipe=lora"))
+    assert found[0].overrides == (
+        "seed=1",
+        "recipe=lora",
+        "optimizer.lr=0.004",
+        "adapter.r=32",
+        "schedule.warmup_fraction=0.03",
+    )
+    for each in found:
+        values = values_of(each.swept)
+        assert list(values) == list(SPACE)
+        assert 0.0004 <= values["optimizer.lr"] <= 0.04
+        assert values["adapter.r"] in (8, 16, 32)
+        assert 0 <= values["schedule.warmup_fraction"] <= 0.1
+    assert len({each.swept for each in found}) == len(found) == 8
+
+
+def test_the_first_trial_is_any_when_the_run_lies_outside() -> None:
+    found = ended(search(trials=1, space={"optimizer.lr": {"low": 1.0, "high": 2.0}}))
+    assert 1.0 <= values_of(found[0].swept)["optimizer.lr"] <= 2.0
+
+
+def test_a_swept_setting_is_searched_too_and_each_choice_has_its_own_rate() -> None:
+    found = ended(
+        search("recipe=full,lora", trials=12, space={"optimizer.lr": {"low": "0.5x", "high": "2x"}})
+    )
+    rates: dict[str, list[float]] = {"full": [], "lora": []}
+    for each in found:
+        values = values_of(each.swept)
+        rates[values["recipe"]].append(values["optimizer.lr"])
+    assert found[0].overrides == ("recipe=full", "optimizer.lr=0.003")
+    assert all(0.0015 <= rate <= 0.006 for rate in rates["full"])
+    assert all(0.002 <= rate <= 0.008 for rate in rates["lora"])
+    assert rates["lora"]
+
+
+def test_the_same_seed_and_outcomes_give_the_same_trials() -> None:
+    one, same, other = (ended(search(seed=seed)) for seed in (3, 3, 4))
+    assert one == same
+    assert [each.swept for each in one][1:] != [each.swept for each in other][1:]
+
+
+@pytest.mark.parametrize("stop", [1, 4, 6])
+def test_a_search_that_was_stopped_goes_on_as_if_it_had_not_been(stop: int) -> None:
+    whole = ended(search())
+    again = search()
+    recalled = again.recall(told(whole[:stop]))
+    assert [(each.overrides, each.name) for each in recalled] == [
+        (each.overrides, each.folder.rpartition("/")[2]) for each in whole[:stop]
+    ]
+    assert ended(again) == whole
+
+
+def test_multiples_of_a_rate_that_is_given_go_on_too() -> None:
+    def made() -> Search:
+        space = {"optimizer.lr": {"low": "0.1x", "high": "10x", "log": True}}
+        return search("seed=1", "++optimizer.lr=2e-3", trials=6, space=space)
+
+    whole = ended(made())
+    assert whole[0].overrides == ("seed=1", "optimizer.lr=0.002")
+    assert all(0.0002 <= values_of(each.swept)["optimizer.lr"] <= 0.02 for each in whole)
+    again = made()
+    again.recall(told(whole[:5]))
+    assert ended(again) == whole
+
+
+def test_it_may_have_more_trials_but_not_fewer() -> None:
+    whole = ended(search(trials=9))
+    few = ended(search(trials=5))
+    more = search(trials=9)
+    more.recall(told(few))
+    assert ended(more) == whole
+    with pytest.raises(ConfigError, match=r"sweep\.trials=5: this sweep has begun 9 trials already"):
+        search(trials=5).recall(told(whole))
+
+
+def test_a_trial_keeps_its_settings_when_an_earlier_one_ends_otherwise_now() -> None:
+    """It failed, and the same command tried it again."""
+    first = ended(search(), lambda values: None if values["adapter.r"] == 8 else valley(values))
+    assert [each.status for each in first].count(FAILED) in range(1, 8)
+    again = search()
+    again.recall(told(first))
+    assert [each.swept for each in ended(again)] == [each.swept for each in first]
+
+
+def test_a_trial_that_ran_when_the_sweep_was_killed_is_recalled() -> None:
+    whole = ended(search())
+    begun = [*whole[:2], replace(whole[2], status=RUNNING, objective=None)]
+    again = search()
+    assert len(again.recall(told(begun))) == 3
+    assert ended(again) == whole
+
+
+def test_plans_are_of_the_trials_that_need_no_results_and_are_made_anew() -> None:
+    plans: list[Outcome] = []
+    proposer = search()
+    while trial := proposer.next(plans):
+        plans.append(outcome(trial, 0.0, DRY_RUN))
+    assert len(plans) == STARTUP
+    assert search().recall(told(plans)) == []
+    assert [each.swept for each in ended(search())][:2] == [each.swept for each in plans][:2]
+    whole = ended(search())
+    between = [whole[0], replace(whole[1], status=DRY_RUN), whole[2]]
+    assert len(search().recall(told(between))) == 3
+
+
+def test_what_failed_is_not_tried_again_and_again() -> None:
+    """Rates above a cliff are not a number; a search that forgets failures falls down it most of the time."""
+    failed = []
+    for seed in range(4):
+        found = ended(
+            search(trials=16, seed=seed), lambda v: None if v["optimizer.lr"] > 0.012 else valley(v)
+        )
+        assert len(found) == 16
+        failed.append(sum(each.status == FAILED for each in found))
+    assert statistics.mean(failed) < 8
+    everything = ended(search(trials=6), lambda _: None)
+    assert len({each.swept for each in everything}) == 6
+
+
+def test_a_space_that_can_be_counted_is_used_up_without_repetition() -> None:
+    space = {
+        "adapter.r": [8, 16, 32],
+        "adapter.dropout": {"low": 0.0, "high": 0.2, "step": 0.1},
+        "seed": {"low": 1, "high": 2},
+    }
+    found = ended(search(trials=18, space=space), lambda values: float(values["adapter.r"]))
+    assert len({each.swept for each in found}) == 18
+    assert {text.partition("=")[2] for each in found for text in each.swept if "dropout" in text} == {
+        "0",
+        "0.1",
+        "0.2",
+    }
+    with pytest.raises(
+        ConfigError, match=r"sweep\.trials=19: the space has 18 combinations\. Give sweep\.trials=18"
+    ):
+        search(trials=19, space=space)
+
+
+def test_it_finds_a_minimum_better_than_chance() -> None:
+    space, wrong = dimensions_in(
+        {
+            "optimizer.lr": {"low": 1e-5, "high": 1e-1, "log": True},
+            "adapter.dropout": {"low": 0.0, "high": 1.0},
+            "adapter.r": [8, 16, 32, 64],
+        }
+    )
+    assert wrong == []
+
+    def best(seed: int, startup: int) -> float:
+        points: list[tuple[Any, float | None]] = []
+        for number in range(1, 41):
+            point = chosen(space, points, seed=seed, number=number, startup=startup)
+            rate = (math.log10(point["optimizer.lr"]) + 3.2) ** 2
+            rank = abs(math.log2(int(point["adapter.r"].partition("=")[2]) / 32)) / 10
+            points.append((point, rate + (point["adapter.dropout"] - 0.3) ** 2 + rank))
+        return min(objective for _, objective in points if objective is not None)
+
+    by_search, by_chance = ([best(seed, startup) for seed in range(10)] for startup in (STARTUP, 1000))
+    assert statistics.mean(by_search) < statistics.mean(by_chance) / 2
+    assert statistics.median(by_search) < statistics.median(by_chance) / 2
