@@ -6,9 +6,9 @@ python -m app.evaluate run=runs/mine weights=both         the tuned model and it
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from app.config.command import run_command
 from app.config.evaluation import EvaluateConfig, evaluate_config
@@ -23,10 +23,6 @@ from app.record.lines import aligned
 from app.record.manifest import read_manifest
 from app.record.terminal import open_console
 
-if TYPE_CHECKING:
-    from app.engine.evaluation import Scores
-    from app.engine.scoring import Scoring
-
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
 
 
@@ -36,17 +32,22 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
     target = _writable(config.output_dir) / "evaluate.json"
     names = ("tuned", "base") if config.weights == "both" else (config.weights,)
     console.say(f"run     {config.folder}, {' and '.join(names)}")
+    from app.engine.evaluation import Scores
     from app.engine.scoring import lay_scoring
+    from app.engine.side_by_side import SideBySide
 
     hashes = _manifest(config.folder).get("hashes", {})
     scoring = lay_scoring(config, config.folder, hashes, tuned=names[0] == "tuned", say=console.say)
     console.say(aligned(scoring.table(), width=8))
-    scores = {}
+    sums = {}
     for name in names:
-        scores[name] = scoring.scores(tuned=name == "tuned", say=console.say)
-        console.say(f"{name:<8}{scores[name].words()}")
+        sums[name] = scoring.sums(tuned=name == "tuned", say=console.say)
+        console.say(f"{name:<8}{Scores.of(sums[name].sum(axis=0)).words()}")
     if scoring.runtime.rank == 0:
-        write_json(target, _content(config, scoring, scores))
+        found = SideBySide.of(sums, scoring.rows.sides)
+        console.say(found.table())
+        facts = {"answers": found.answers, **scoring.facts(), "weights": config.weights}
+        write_json(target, {**found.as_dict(), **facts})
         console.say(f"written {target}")
     scoring.runtime.leave()
 
@@ -71,28 +72,6 @@ def _writable(output_dir: str) -> Path:
             f"output_dir={output_dir}: cannot be written to. Give another folder for evaluate.json."
         )
     return folder
-
-
-def _content(config: EvaluateConfig, scoring: "Scoring", scores: "Mapping[str, Scores]") -> dict[str, Any]:
-    """The numbers of the first weights by plain names, and of each by its own where there are two."""
-    rows = scoring.rows
-    first = next(iter(scores.values()))
-    sides = {f"{name}_{key}": n for name, each in scores.items() for key, n in each.as_dict().items()}
-    return {
-        **first.as_dict(),
-        **(sides if len(scores) > 1 else {}),
-        "rows": len(rows),
-        "tokens": int(rows.lengths.sum(dtype="int64")),
-        "trained_tokens": rows.num_trained,
-        "weights": config.weights,
-        "run": str(config.folder),
-        "dataset": config.dataset.eval_path or config.dataset.path,
-        "rows_are": scoring.rows_are,
-        "hash": rows.fingerprint,
-        "precision": scoring.choices.precision,
-        "attention": scoring.choices.attention,
-        "packing": config.batching.packing,
-    }
 
 
 def _manifest(folder: Path) -> dict[str, Any]:

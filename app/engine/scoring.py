@@ -9,7 +9,7 @@ from typing import Any
 
 from app.batch import Batch
 from app.config.evaluation import holds_out
-from app.config.rules import CHAT_FORMATS
+from app.config.rules import CHAT_FORMATS, trains_answers
 from app.config.schema import RunConfig
 from app.data.labels import labels_of
 from app.data.layout import Layout
@@ -18,7 +18,7 @@ from app.data.prepare import rows_to_score
 from app.data.report import split_lines
 from app.data.rows import TokenRows
 from app.engine.choices import Choices, choose
-from app.engine.evaluation import Scores, score
+from app.engine.evaluation import Sums, score_rows
 from app.engine.ground import attention_needs, layout_of, require_known_ids
 from app.engine.limits import within_positions
 from app.engine.proofs import prove_on
@@ -75,12 +75,29 @@ class Scoring:
             return "these are not the same rows as the run held out"
         return f"these are all rows of {self.run.dataset.path}: nothing is held out of them"
 
-    def scores(self, *, tuned: bool, say: Say) -> Scores:
-        """Of the tuned model, or of its base; one of them in memory at a time."""
+    def sums(self, *, tuned: bool, say: Say) -> Sums:
+        """Of each row, by the tuned model or by its base; one of them in memory at a time."""
         trainee = self.trainee(tuned=tuned)
         device = self.runtime.device
         prove_on(trainee, crowded_batch(self.rows, self.layout).to(device))
-        return score(trainee, self._batches(say), self.runtime)
+        answers = trains_answers(self.run.dataset)
+        return score_rows(trainee, self._batches(say), self.runtime, len(self.rows), answers=answers)
+
+    def facts(self) -> dict[str, Any]:
+        """What was scored, and how."""
+        dataset = self.run.dataset
+        return {
+            "rows": len(self.rows),
+            "tokens": int(self.rows.lengths.sum(dtype="int64")),
+            "trained_tokens": self.rows.num_trained,
+            "run": str(self.folder),
+            "dataset": dataset.eval_path or dataset.path,
+            "rows_are": self.rows_are,
+            "hash": self.rows.fingerprint,
+            "precision": self.choices.precision,
+            "attention": self.choices.attention,
+            "packing": self.run.batching.packing,
+        }
 
     def trainee(self, *, tuned: bool) -> Trainee:
         """The tuned model, or its base, as training held it."""
