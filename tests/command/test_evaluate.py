@@ -129,7 +129,7 @@ def by_two_processes(zygote: Zygote, folder: Path, run: Path) -> dict[str, Any]:
         folder, 2, f"run={run}", "output_dir=scores", "batching.tokens=64", module="app.evaluate"
     )
     assert (first.code, first.stderr, second.code, second.stderr) == (0, "", 0, "")
-    assert "tuned   loss" in first.stdout
+    assert "[95% intervals: 2,000 draws of 12 rows]" in first.stdout
     assert second.stdout == ""
     scores: dict[str, Any] = json.loads((folder / "scores" / "evaluate.json").read_text())
     return scores
