@@ -56,6 +56,15 @@ class Batch:
     num_labels: int  # targets that are not IGNORE
     num_tokens: int  # tokens without padding
     documents: Documents | None = None
+    samples: tuple[int, ...] = ()  # of an evaluation: which row of the data each document is
+
+    @property
+    def starts(self) -> list[int]:
+        """The flat index (r * S + s) at which each document begins; `lengths` says where it ends."""
+        rows, width = self.ids.shape
+        return (
+            list(accumulate(self.lengths[:-1], initial=0)) if rows == 1 else [r * width for r in range(rows)]
+        )
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`; host values stay."""

@@ -3,15 +3,17 @@
 python -m app.evaluate run=runs/mine                      the rows that the run held out
 python -m app.evaluate run=runs/mine dataset=messages dataset.path=new.jsonl
 python -m app.evaluate run=runs/mine weights=both         the tuned model and its base, side by side
+python -m app.evaluate run=runs/mine harness=arc_easy     tasks of lm-evaluation-harness, where it is installed
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from app.config.command import run_command
 from app.config.evaluation import EvaluateConfig, evaluate_config
+from app.engine.harness import lay_harness, require_harness, table
 from app.engine.world import world
 from app.errors import ConfigError, EnvironmentProblem
 from app.launch.agent import launch, processes_to_start
@@ -23,32 +25,55 @@ from app.record.lines import aligned
 from app.record.manifest import read_manifest
 from app.record.terminal import open_console
 
-if TYPE_CHECKING:
-    from app.engine.evaluation import Scores
-    from app.engine.scoring import Scoring
-
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
 
 
-def evaluate(config: EvaluateConfig, console: Console) -> None:
+def score(config: EvaluateConfig, names: Sequence[str], console: Console) -> None:
     """From a checked config to evaluate.json."""
     _check_parts(config)
     target = _writable(config.output_dir) / "evaluate.json"
-    names = ("tuned", "base") if config.weights == "both" else (config.weights,)
     console.say(f"run     {config.folder}, {' and '.join(names)}")
+    from app.engine.evaluation import Scores
     from app.engine.scoring import lay_scoring
+    from app.engine.side_by_side import SideBySide
 
     hashes = _manifest(config.folder).get("hashes", {})
     scoring = lay_scoring(config, config.folder, hashes, tuned=names[0] == "tuned", say=console.say)
     console.say(aligned(scoring.table(), width=8))
-    scores = {}
+    sums = {}
     for name in names:
-        scores[name] = scoring.scores(tuned=name == "tuned", say=console.say)
-        console.say(f"{name:<8}{scores[name].words()}")
+        sums[name] = scoring.sums(tuned=name == "tuned", say=console.say)
+        if len(names) > 1:  # the first may be long before the second
+            console.say(f"{name:<8}{Scores.of(sums[name].sum(axis=0)).words()}")
     if scoring.runtime.rank == 0:
-        write_json(target, _content(config, scoring, scores))
+        found = SideBySide.of(sums, scoring.rows.sides)
+        console.say(found.table())
+        facts = {"answers": found.answers, **scoring.facts(), "weights": config.weights}
+        write_json(target, {**found.as_dict(), **facts})
         console.say(f"written {target}")
     scoring.runtime.leave()
+
+
+def ask(config: EvaluateConfig, names: Sequence[str], console: Console) -> None:
+    """From a checked config to harness.json."""
+    require_harness(config.harness)
+    target = _writable(config.output_dir) / "harness.json"
+    from app.engine.subject import lay_subject
+    from app.model.tokenizer import load_tokenizer
+
+    console.say(f"run     {config.folder}, {' and '.join(names)}\nharness {', '.join(config.harness)}")
+    harness = lay_harness(config.harness, config.harness_limit, chat=config.harness_chat)
+    tokenizer = load_tokenizer(config.model, needs_template=config.harness_chat)
+    hashes = _manifest(config.folder).get("hashes", {})
+    subject = lay_subject(config, config.folder, hashes, tuned=names[0] == "tuned")
+    sides = {
+        name: harness.figures(subject.trainee(tuned=name == "tuned"), tokenizer, config.eval.rows)
+        for name in names
+    }
+    console.say(table(sides))
+    facts = {**harness.facts(), "run": str(config.folder), "precision": subject.choices.precision}
+    write_json(target, {**sides, **facts})
+    console.say(f"written {target}")
 
 
 def _check_parts(config: EvaluateConfig) -> None:
@@ -73,28 +98,6 @@ def _writable(output_dir: str) -> Path:
     return folder
 
 
-def _content(config: EvaluateConfig, scoring: "Scoring", scores: "Mapping[str, Scores]") -> dict[str, Any]:
-    """The numbers of the first weights by plain names, and of each by its own where there are two."""
-    rows = scoring.rows
-    first = next(iter(scores.values()))
-    sides = {f"{name}_{key}": n for name, each in scores.items() for key, n in each.as_dict().items()}
-    return {
-        **first.as_dict(),
-        **(sides if len(scores) > 1 else {}),
-        "rows": len(rows),
-        "tokens": int(rows.lengths.sum(dtype="int64")),
-        "trained_tokens": rows.num_trained,
-        "weights": config.weights,
-        "run": str(config.folder),
-        "dataset": config.dataset.eval_path or config.dataset.path,
-        "rows_are": scoring.rows_are,
-        "hash": rows.fingerprint,
-        "precision": scoring.choices.precision,
-        "attention": scoring.choices.attention,
-        "packing": config.batching.packing,
-    }
-
-
 def _manifest(folder: Path) -> dict[str, Any]:
     return read_manifest(folder / "manifest.json")
 
@@ -104,7 +107,9 @@ def _command(arguments: Sequence[str]) -> int:
     count = processes_to_start(config.launch)
     if count:
         return launch(count, ["-m", "app.evaluate", *arguments])
-    evaluate(config, open_console() if world().is_first else SilentConsole())
+    names = ("tuned", "base") if config.weights == "both" else (config.weights,)
+    begin = ask if config.harness else score
+    begin(config, names, open_console() if world().is_first else SilentConsole())
     return 0
 
 

@@ -17,6 +17,7 @@ ONE_GPU = "needs a GPU"
 TWO_GPUS = "needs two GPUs"
 FLASH_ATTENTION = "needs flash-attn, which not every GPU host has"
 ORDINARY_USER = "needs an ordinary user: file permissions do not bind root"
+HARNESS = "needs lm_eval, an extra: pip install -e '.[lm-eval]'"
 PACKAGE_INDEX = "needs the package index that pip is set up for: nothing answers there"
 OTHER_PYTHON = "needs .venv, as scripts/test makes it: another interpreter may have other versions"
 
@@ -27,6 +28,7 @@ requires_gpu = pytest.mark.gpu
 requires_two_gpus = pytest.mark.gpu(num=2)
 requires_flash_attention = pytest.mark.skipif("not has_module('flash_attn')", reason=FLASH_ATTENTION)
 requires_ordinary_user = pytest.mark.skipif("user_id() == 0", reason=ORDINARY_USER)
+requires_harness = pytest.mark.skipif("not has_module('lm_eval')", reason=HARNESS)
 requires_package_index = pytest.mark.skipif("not package_index()", reason=PACKAGE_INDEX)
 
 requires_pinned_environment = pytest.mark.skipif("not in_venv()", reason=OTHER_PYTHON)

@@ -1,19 +1,19 @@
 """What app.evaluate can be told: a run, and on top of its run.yaml what may be otherwise when it is scored."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from app.config.finished import Changes, changed, checked, finished_folder, plain, read_changes, settled
 from app.config.load import read_run
-from app.config.schema import DatasetConfig, RunConfig, choice
+from app.config.schema import DatasetConfig, RunConfig, choice, number
 from app.errors import ConfigError
 
 MAY_CHANGE = (
     *("run", "weights", "output_dir", "cache_dir", "dataset", "attention", "precision"),
     *("batching.packing", "batching.tokens", "eval.rows", "launch.threads", "launch.num_processes"),
-    *("model.path", "model.chat_template"),
+    *("model.path", "model.chat_template", "harness", "harness_limit", "harness_chat"),
 )
 _WEIGHTS = "because the weights are those of the run; weights=tuned, base or both chooses between them"
 WHY_NOT = {
@@ -42,6 +42,9 @@ class EvaluateConfig(RunConfig):
 
     run: str
     weights: str = choice("tuned", "base", "both", default="tuned")
+    harness: list[str] = field(default_factory=list)  # tasks of lm-evaluation-harness, instead of rows
+    harness_limit: int | None = number(None, at_least=1)  # rows of each task
+    harness_chat: bool = False  # its questions through the chat template
 
     @property
     def folder(self) -> Path:
@@ -53,15 +56,19 @@ def evaluate_config(
     arguments: Sequence[str], choices_of: Callable[[Path], Mapping[str, Any]]
 ) -> EvaluateConfig:
     """From the command line; `choices_of` says what was chosen for the machine when the run in a folder was made."""
-    changes = read_changes(arguments, EvaluateConfig, MAY_CHANGE, WHY_NOT)
+    changes = read_changes([_listed(text) for text in arguments], EvaluateConfig, MAY_CHANGE, WHY_NOT)
     folder = finished_folder(changes.values.get("run"))
     # the kernel of attention may be another on this machine: only precision decides the number
     kept = {name: kind for name, kind in choices_of(folder).items() if name == "precision"}
     own = plain(settled(read_run(folder / "run.yaml"), kept))
     given = {**_OVER, "output_dir": str(folder), "model.tokenizer": str(folder / "final"), **changes.values}
     data = changed(own, Changes(changes.choices, given))
-    data["dataset"] = _rows_to_score(own["dataset"], data["dataset"], changes)
+    if changes.values.get("harness"):
+        _require_harness_alone(changes)
+    else:
+        data["dataset"] = _rows_to_score(own["dataset"], data["dataset"], changes)
     config = checked(data, EvaluateConfig)
+    _require_tasks_for_text(config)
     if "model.path" in changes:
         _require_base_by_path(config)
     return config
@@ -70,6 +77,37 @@ def evaluate_config(
 def holds_out(dataset: DatasetConfig) -> bool:
     """Whether the rows to score are a part that is held out, or named for it."""
     return any(getattr(dataset, name) != nothing for name, nothing in _HELD_OUT.items())
+
+
+def _listed(text: str) -> str:
+    """`harness=a,b` would be a sweep."""
+    key, _, value = text.partition("=")
+    return f"{key}=[{value}]" if key == "harness" and value and value[0] not in "[\"'" else text
+
+
+def _require_harness_alone(changes: Changes) -> None:
+    idle = [
+        key
+        for key in (*changes.choices, *changes.values)
+        if key.partition(".")[0] in {"dataset", "batching", "attention"} or key == "launch.num_processes"
+    ]
+    if idle:
+        raise ConfigError(
+            f"{' and '.join(idle)} would change nothing: the tasks of harness= bring rows of their own, asked by one "
+            f"process with transformers' own attention. Leave {'it' if len(idle) == 1 else 'them'} out."
+        )
+
+
+def _require_tasks_for_text(config: EvaluateConfig) -> None:
+    if not config.harness and (config.harness_limit is not None or config.harness_chat):
+        raise ConfigError(
+            "harness_limit and harness_chat say how tasks are asked, and there are none. Give harness=TASK."
+        )
+    if config.harness and config.task.kind != "causal":
+        raise ConfigError(
+            f"harness={','.join(config.harness)}: its tasks are for models that write text, and this run was tuned "
+            f"with task={config.task.kind}. Leave harness out."
+        )
 
 
 def _require_base_by_path(config: EvaluateConfig) -> None:

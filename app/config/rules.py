@@ -6,7 +6,7 @@ Each rule is a pure function from the run to its problems; all of them are repor
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from app.config.schema import RunConfig
+from app.config.schema import DatasetConfig, RunConfig
 
 Rule = Callable[[RunConfig], Iterator[str]]
 
@@ -19,6 +19,11 @@ TRAIN_ON = {
     "prompt_completion": ("auto", "completion", "all"),
     "text": ("auto", "all"),
 }
+
+
+def trains_answers(dataset: DatasetConfig) -> bool:
+    """Whether what is trained of a row answers what stands before it; else it is the whole row."""
+    return dataset.format != "text" and dataset.train_on != "all"
 
 
 def problems_of(run: RunConfig) -> list[str]:

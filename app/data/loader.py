@@ -6,7 +6,7 @@ cursor of a checkpoint is one integer, and continuing costs nothing.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -86,7 +86,8 @@ def eval_batches(rows: TokenRows, layout: Layout, processes: int = 1, rank: int 
     size = layout.units_per_batch
     for start in range(rank * size, len(units), processes * size):
         chosen = [units[i] for i in range(start, min(start + size, len(units)))]
-        yield layout.batch(rows, chosen, units.most_documents, epoch=0)
+        batch = layout.batch(rows, chosen, units.most_documents, epoch=0)
+        yield replace(batch, samples=tuple(int(i) for unit in chosen for i in unit))
 
 
 def crowded_batch(rows: TokenRows, layout: Layout) -> Batch:

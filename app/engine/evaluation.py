@@ -4,12 +4,30 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from app.batch import Batch
 from app.engine.runtime import Runtime
 from app.model.trainee import Trainee
 from app.record.metrics import finite_or_none
+
+Sums = NDArray[np.float64]  # [..., 5]: of each row, or of several together
+LOSS, LABELS, HITS, ANSWERS, EXACT = range(5)
+
+
+def figures(sums: Sums) -> dict[str, NDArray[np.float64]]:
+    """What the sums say. NaN where there is nothing to divide by: rows without answers have no exact match."""
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        loss = sums[..., LOSS] / sums[..., LABELS]
+        return {
+            "eval_loss": loss,
+            "perplexity": np.exp(loss),
+            "token_accuracy": sums[..., HITS] / sums[..., LABELS],
+            "exact_match": sums[..., EXACT] / sums[..., ANSWERS],
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +36,13 @@ class Scores:
 
     loss: float  # the mean, in nats
     token_accuracy: float  # the share that the model would have chosen, all before it being given
+    exact_match: float = math.nan  # the share of answers that it would have given, token for token, if asked
+
+    @classmethod
+    def of(cls, sums: Sums) -> "Scores":
+        """From the sums over all rows."""
+        known = figures(sums)
+        return cls(*(float(known[key]) for key in ("eval_loss", "token_accuracy", "exact_match")))
 
     @property
     def perplexity(self) -> float:
@@ -27,35 +52,107 @@ class Scores:
         except OverflowError:
             return math.inf
 
+    def line(self) -> dict[str, float]:
+        """For a line of metrics; what has no meaning for these rows is left out."""
+        exact = {} if math.isnan(self.exact_match) else {"exact_match": self.exact_match}
+        return {"eval_loss": self.loss, **exact}
+
     def as_dict(self) -> dict[str, float | None]:
         """For json, which has neither infinity nor NaN."""
-        known = {"eval_loss": self.loss, "perplexity": self.perplexity, "token_accuracy": self.token_accuracy}
+        known = {
+            "eval_loss": self.loss,
+            "perplexity": self.perplexity,
+            "token_accuracy": self.token_accuracy,
+            "exact_match": self.exact_match,
+        }
         return {key: finite_or_none(value) for key, value in known.items()}
 
     def words(self) -> str:
         """For people."""
-        return f"loss {self.loss:.4f} | perplexity {self.perplexity:.4g} | token accuracy {self.token_accuracy:.2%}"
+        shares = [f"token accuracy {self.token_accuracy:.2%}"]
+        if not math.isnan(self.exact_match):
+            shares.append(f"exact match {self.exact_match:.2%}")
+        return " | ".join([f"loss {self.loss:.4f}", f"perplexity {self.perplexity:.4g}", *shares])
 
 
-def score(trainee: Trainee, batches: Iterable[Batch], runtime: Runtime) -> Scores:
-    """Over the batches of all processes. Sums are float64, and divided once."""
-    loss = torch.zeros((), dtype=torch.float64, device=runtime.device)
-    hits = torch.zeros((), dtype=torch.int64, device=runtime.device)
-    labels = 0
+def score(trainee: Trainee, batches: Iterable[Batch], runtime: Runtime, *, answers: bool = False) -> Scores:
+    """Over the batches of all processes. `answers`: what is trained are answers, which can be right as a whole."""
+    _, found = _of_documents(trainee, batches, runtime.device, answers=answers)
+    return Scores.of(np.array(runtime.peers.totals(found.sum(axis=0).tolist())))
+
+
+def score_rows(
+    trainee: Trainee, batches: Iterable[Batch], runtime: Runtime, rows: int, *, answers: bool
+) -> Sums:
+    """The sums of each of `rows` rows, on every process in their order, whoever scored them."""
+    total = np.zeros((rows, 5))
+    mine = _of_documents(trainee, batches, runtime.device, answers=answers)
+    for samples, found in runtime.peers.collected(mine):
+        total[samples] = found
+    return total
+
+
+def _of_documents(
+    trainee: Trainee, batches: Iterable[Batch], device: torch.device, *, answers: bool
+) -> tuple[NDArray[np.int64], Sums]:
+    """Which row each document is, and its sums. They stay on the device until all batches are through."""
+    samples: list[int] = []
+    counts, sums = [np.zeros((2, 0))], [torch.zeros(3, 0, dtype=torch.float64, device=device)]
     mode = trainee.training
     trainee.eval()
     try:
         for batch in batches:
-            losses, right = trainee.scores(batch.to(runtime.device))
-            loss += losses.double().sum()
-            hits += right.sum()
-            labels += batch.num_labels
+            losses, right = trainee.scores(batch.to(device))
+            places = _Places.of(batch, answers=answers)
+            samples += batch.samples
+            counts.append(np.stack([places.labels, places.answers]))
+            sums.append(places.sums(losses[: batch.num_labels], right[: batch.num_labels]))
     finally:
         trainee.train(mode)
-    loss_sum, hits_sum, count = runtime.peers.totals([loss.item(), hits.item(), labels])
-    return Scores(loss_sum / max(count, 1.0), hits_sum / max(count, 1.0))
+    loss, hits, exact = torch.cat(sums, dim=1).cpu().numpy()
+    labels, answered = np.concatenate(counts, axis=1)
+    return np.array(samples, np.int64), np.stack([loss, labels, hits, answered, exact], axis=1)
 
 
-def mean_loss(trainee: Trainee, batches: Iterable[Batch], runtime: Runtime) -> float:
-    """What an evaluation during training reports."""
-    return score(trainee, batches, runtime).loss
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Of a batch: the document that each label belongs to, and the answer.
+
+    An answer is a stretch of trained tokens that nothing interrupts, its end token included: greedy generation writes
+    exactly these if each of them is the likeliest after those before it, so that one pass over the row tells it.
+    """
+
+    document: Tensor  # of each label
+    answer: Tensor  # of each label
+    document_of: Tensor  # of each answer
+    labels: NDArray[np.int64]  # of each document
+    answers: NDArray[np.int64]  # of each document
+
+    @classmethod
+    def of(cls, batch: Batch, *, answers: bool) -> "_Places":
+        flat = batch.label_rows[: batch.num_labels].numpy()
+        document = np.searchsorted(batch.starts, flat, side="right") - 1
+        # the last token of a document predicts nothing, so that labels of two documents never touch
+        begins = np.diff(flat, prepend=-2) != 1 if answers else np.zeros(len(flat), np.bool_)
+        document_of = document[begins]
+        size = len(batch.lengths)
+        return cls(
+            torch.from_numpy(document),
+            torch.from_numpy(np.cumsum(begins) - 1),
+            torch.from_numpy(document_of),
+            np.bincount(document, minlength=size),
+            np.bincount(document_of, minlength=size),
+        )
+
+    def sums(self, losses: Tensor, right: Tensor) -> Tensor:
+        """[3, documents]: loss, right tokens, right answers."""
+        device, size = losses.device, len(self.labels)
+        document = self.document.to(device, non_blocking=True)
+        found = torch.zeros(3, size, dtype=torch.float64, device=device)
+        found[0].index_add_(0, document, losses.double())
+        found[1].index_add_(0, document, right.double())
+        if len(self.document_of):
+            wrong = torch.zeros(len(self.document_of), dtype=torch.int64, device=device)
+            wrong.index_add_(0, self.answer.to(device, non_blocking=True), (~right).long())
+            found[2].index_add_(0, self.document_of.to(device, non_blocking=True), (wrong == 0).double())
+        return found

@@ -11,7 +11,7 @@ from app.batch import Batch
 from app.config.schema import CheckpointConfig, EvalConfig, TrainingConfig
 from app.data.loader import Loader
 from app.engine.checkpoint import Checkpoints
-from app.engine.evaluation import mean_loss
+from app.engine.evaluation import score
 from app.engine.progress import Progress
 from app.engine.runtime import Runtime
 from app.engine.signals import START_ME_AGAIN, StopRequest
@@ -50,6 +50,9 @@ class Parts:
     checkpoints: Checkpoints
     journal: Journal
     show_samples: Callable[[int], None]
+    answers: bool = (
+        False  # whether what is trained are answers, which an evaluation can find right as a whole
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +161,14 @@ class Loop:
         )
 
     def _evaluate_if_due(self) -> bool:
-        if self.parts.eval_batches is None or not (self._at_end() or self._due(self._rhythm.eval.every)):
+        parts, step = self.parts, self.progress.step
+        if parts.eval_batches is None or not (self._at_end() or self._due(self._rhythm.eval.every)):
             return False
         started = time.perf_counter()
-        loss = mean_loss(self.parts.stepper.trainee, self.parts.eval_batches(), self.parts.runtime)
-        improved = self.progress.note_eval(loss, self._rhythm.eval.min_delta)
-        step = self.progress.step
-        self.parts.journal.evaluation({"step": step, "epoch": self.parts.plan.epoch(step), "eval_loss": loss})
-        self.parts.show_samples(step)
+        scores = score(parts.stepper.trainee, parts.eval_batches(), parts.runtime, answers=parts.answers)
+        improved = self.progress.note_eval(scores.loss, self._rhythm.eval.min_delta)
+        parts.journal.evaluation({"step": step, "epoch": parts.plan.epoch(step), **scores.line()})
+        parts.show_samples(step)
         self._window.started += time.perf_counter() - started  # training speed is of training
         return improved
 

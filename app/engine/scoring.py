@@ -9,7 +9,7 @@ from typing import Any
 
 from app.batch import Batch
 from app.config.evaluation import holds_out
-from app.config.rules import CHAT_FORMATS
+from app.config.rules import CHAT_FORMATS, trains_answers
 from app.config.schema import RunConfig
 from app.data.labels import labels_of
 from app.data.layout import Layout
@@ -17,18 +17,16 @@ from app.data.loader import crowded_batch, eval_batches
 from app.data.prepare import rows_to_score
 from app.data.report import split_lines
 from app.data.rows import TokenRows
-from app.engine.choices import Choices, choose
-from app.engine.evaluation import Scores, score
+from app.engine.choices import choose
+from app.engine.evaluation import Sums, score_rows
 from app.engine.ground import attention_needs, layout_of, require_known_ids
 from app.engine.limits import within_positions
 from app.engine.proofs import prove_on
-from app.engine.runtime import Runtime, start
-from app.errors import CheckpointError
-from app.model.build import ModelSections, plan_model
-from app.model.fingerprint import base_fingerprint
-from app.model.load import load_trainee, reads_base, weights_of
+from app.engine.runtime import start
+from app.engine.subject import Subject, sections_of
+from app.model.build import plan_model
+from app.model.load import weights_of
 from app.model.tokenizer import load_tokenizer
-from app.model.trainee import Trainee
 from app.record.console import Pace
 from app.record.lines import duration
 
@@ -37,17 +35,12 @@ _SECONDS_BETWEEN_WORDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Scoring:
-    """The rows to score, and how. `hashes` are those of the run's manifest."""
+class Scoring(Subject):
+    """The rows to score, and how."""
 
-    folder: Path  # of the run
-    run: RunConfig
-    hashes: Mapping[str, Any]
     rows: TokenRows
     told: list[str]  # of the rows, for people
     layout: Layout
-    choices: Choices
-    runtime: Runtime
 
     @property
     def rows_are(self) -> str:
@@ -75,33 +68,29 @@ class Scoring:
             return "these are not the same rows as the run held out"
         return f"these are all rows of {self.run.dataset.path}: nothing is held out of them"
 
-    def scores(self, *, tuned: bool, say: Say) -> Scores:
-        """Of the tuned model, or of its base; one of them in memory at a time."""
+    def sums(self, *, tuned: bool, say: Say) -> Sums:
+        """Of each row, by the tuned model or by its base; one of them in memory at a time."""
         trainee = self.trainee(tuned=tuned)
         device = self.runtime.device
         prove_on(trainee, crowded_batch(self.rows, self.layout).to(device))
-        return score(trainee, self._batches(say), self.runtime)
+        answers = trains_answers(self.run.dataset)
+        return score_rows(trainee, self._batches(say), self.runtime, len(self.rows), answers=answers)
 
-    def trainee(self, *, tuned: bool) -> Trainee:
-        """The tuned model, or its base, as training held it."""
-        sections = self.sections(tuned=tuned)
-        self.require_same_base(tuned=tuned)
-        return load_trainee(self.folder, sections, self.runtime.device, self.run.seed, tuned=tuned)
-
-    def sections(self, *, tuned: bool) -> ModelSections:
-        """What decides how it is built; its model's path is the local folder of the weights that are read."""
-        return _sections(self.run, self.folder, self.choices, tuned=tuned)
-
-    def require_same_base(self, *, tuned: bool) -> None:
-        """An adapter on another base would have a loss too, only not that of the run."""
-        expected = self.hashes.get("base")
-        if expected is None or not reads_base(self.folder, tuned=tuned):
-            return
-        if base_fingerprint(self.sections(tuned=tuned).model) != expected:
-            raise CheckpointError(
-                f"model.path={self.run.model.path}: the weights there are not the base of run={self.folder}: their "
-                "hash is not the one in its manifest.json. Give model.path=DIR of the base that was tuned."
-            )
+    def facts(self) -> dict[str, Any]:
+        """What was scored, and how."""
+        dataset = self.run.dataset
+        return {
+            "rows": len(self.rows),
+            "tokens": int(self.rows.lengths.sum(dtype="int64")),
+            "trained_tokens": self.rows.num_trained,
+            "run": str(self.folder),
+            "dataset": dataset.eval_path or dataset.path,
+            "rows_are": self.rows_are,
+            "hash": self.rows.fingerprint,
+            "precision": self.choices.precision,
+            "attention": self.choices.attention,
+            "packing": self.run.batching.packing,
+        }
 
     def _batches(self, say: Say) -> Iterator[Batch]:
         """This process's share of the rows; now and then it says how far it is."""
@@ -124,7 +113,7 @@ def lay_scoring(run: RunConfig, folder: Path, hashes: Mapping[str, Any], *, tune
     rows, counts, notes = rows_to_score(read.dataset, tokenizer, run.cache_dir)
     choices = choose(run.precision, run.attention, partial(attention_needs, read), {})
     runtime = start(run.launch, choices.precision, run.seed)
-    sections = _sections(run, folder, choices, tuned=tuned)
+    sections = sections_of(run, folder, choices, tuned=tuned)
     require_known_ids(run.model, [rows], plan_model(sections).vocabulary)
     return Scoring(
         folder=folder,
@@ -135,16 +124,4 @@ def lay_scoring(run: RunConfig, folder: Path, hashes: Mapping[str, Any], *, tune
         layout=layout_of(read, run.eval.rows, tokenizer, labels_of(run.task, tokenizer, run.seed)),
         choices=choices,
         runtime=runtime,
-    )
-
-
-def _sections(run: RunConfig, folder: Path, choices: Choices, *, tuned: bool) -> ModelSections:
-    return ModelSections(
-        model=weights_of(folder, run.model, tuned=tuned),
-        task=run.task,
-        adapter=run.adapter,
-        quantization=run.quantization,
-        attention=choices.attention,
-        precision=choices.precision,
-        recompute=False,
     )

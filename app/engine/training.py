@@ -3,6 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
+from app.config.rules import trains_answers
 from app.config.schema import RunConfig
 from app.engine.checkpoint import Checkpoints
 from app.engine.finish import finish
@@ -107,4 +108,5 @@ def _parts(
         checkpoints=checkpoints,
         journal=record,
         show_samples=sampler(*samples) if world().is_first else lambda _step: None,
+        answers=trains_answers(run.dataset),
     )

@@ -23,6 +23,13 @@ def aligned(rows: Sequence[tuple[str, str]], width: int = 0) -> str:
     return "\n".join(f"{name:<{width}}{value}".replace("\n", "\n" + " " * width) for name, value in rows)
 
 
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Cells one below the other, each column as wide as its longest."""
+    widths = [max(map(len, column)) + 3 for column in zip(*rows, strict=True)]
+    lines = ["".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
+
+
 def step_parts(values: Mapping[str, Any], seconds_left: float | None) -> list[str]:
     """What is known of a step, each with its name; a number that is missing is left out."""
     parts = [text(values[key]) for key, text in _STEP_PARTS.items() if values.get(key) is not None]

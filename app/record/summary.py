@@ -14,6 +14,7 @@ RESULT_KEYS = (
     "train_loss_first",
     "train_loss_last",
     "eval_loss",
+    "exact_match",
     "tokens_per_second",
     "peak_memory_bytes",
     "final",
@@ -32,7 +33,7 @@ class Summary:
             self._known.setdefault("train_loss_first", values["loss"])
             self._known["train_loss_last"] = values["loss"]
             self._known["steps"] = values["step"]
-        for key in ("eval_loss", "tokens_per_second", "peak_memory_bytes"):
+        for key in ("eval_loss", "exact_match", "tokens_per_second", "peak_memory_bytes"):
             if key in values:
                 self._known[key] = values[key]
 

@@ -18,7 +18,8 @@ from tests.runs import Ended, Zygote, metrics
 
 FEW = (*(text for text in SMALL if not text.startswith("eval.")), "eval.samples=0", "training.max_steps=4")
 RATES = {"lora": "optimizer.lr=2e-2", "qlora": "optimizer.lr=2e-2", "full": "optimizer.lr=1e-2"}
-KEYS = ["eval_loss", "perplexity", "token_accuracy"]
+FIGURES = ["eval_loss", "perplexity", "token_accuracy", "exact_match"]
+KEYS = [*FIGURES, *(f"{key}_interval" for key in FIGURES)]
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +44,12 @@ def score(zygote: Zygote, folder: Path, run: Path, *given: str) -> tuple[dict[st
     return scores, ended
 
 
+def last_evaluation(run: Path) -> dict[str, float]:
+    return [line for line in metrics(run) if "eval_loss" in line][-1]
+
+
 def eval_loss(run: Path) -> float:
-    return float([line["eval_loss"] for line in metrics(run) if "eval_loss" in line][-1])
+    return last_evaluation(run)["eval_loss"]
 
 
 @pytest.mark.parametrize("recipe", ["lora", "qlora", "full"])
@@ -61,16 +66,29 @@ def test_it_is_the_last_evaluation_of_the_run_and_the_base_beside_it(
     (run / "evaluate.json").unlink()
 
     assert scores["eval_loss"] == scores["tuned_eval_loss"] == pytest.approx(eval_loss(run), rel=1e-6)
-    assert list(scores)[:9] == [*KEYS, *(f"{side}_{key}" for side in ("tuned", "base") for key in KEYS)]
+    assert scores["exact_match"] == scores["tuned_exact_match"] == last_evaluation(run)["exact_match"]
+    assert list(scores)[: 4 * len(KEYS)] == [
+        f"{side}{key}" for side in ("", "tuned_", "base_", "difference_") for key in KEYS
+    ]
+    for key in FIGURES:
+        assert scores[f"difference_{key}"] == scores[f"tuned_{key}"] - scores[f"base_{key}"]
+        for side in ("tuned", "base", "difference"):
+            low, high = scores[f"{side}_{key}_interval"]
+            assert low <= scores[f"{side}_{key}"] <= high
+            assert low < high
     # one seed draws one base: kept beside an adapter, drawn again for a whole model; in four bits it is only near
     base, _ = score(zygote, tmp_path, made("lora" if recipe == "full" else "full"), "weights=base")
     assert scores["base_eval_loss"] == pytest.approx(
         base["eval_loss"], rel=5e-2 if recipe == "qlora" else 1e-6
     )
     assert scores["tuned_token_accuracy"] > scores["base_token_accuracy"]
-    assert (scores["rows"], scores["trained_tokens"], scores["rows_are"]) == (12, 45, "held_out")
+    assert (scores["rows"], scores["trained_tokens"], scores["answers"]) == (12, 45, 15)
+    assert scores["rows_are"] == "held_out"
     assert "these are the rows that the run held out" in ended.stdout
     assert f"tuned   loss {scores['eval_loss']:.4f} | perplexity " in ended.stdout
+    heading, loss, *_ = ended.stdout.splitlines()[-7:]
+    assert heading.split() == ["base", "tuned", "difference"]
+    assert loss.startswith(f"loss             {scores['base_eval_loss']:.4f} [")
     assert f"written {run / 'evaluate.json'}" in ended.stdout
 
 
@@ -99,7 +117,10 @@ def test_batch_size_packing_order_and_processes_change_nothing(
 def same_numbers(scores: dict[str, Any], expected: dict[str, Any]) -> None:
     assert scores["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
     assert scores["token_accuracy"] == expected["token_accuracy"] > 0
-    assert scores["rows"] == expected["rows"]
+    assert scores["exact_match"] == expected["exact_match"]
+    for key in KEYS:
+        assert scores[key] == pytest.approx(expected[key], rel=1e-5)
+    assert (scores["rows"], scores["answers"]) == (expected["rows"], expected["answers"])
 
 
 def by_two_processes(zygote: Zygote, folder: Path, run: Path) -> dict[str, Any]:
@@ -108,7 +129,7 @@ def by_two_processes(zygote: Zygote, folder: Path, run: Path) -> dict[str, Any]:
         folder, 2, f"run={run}", "output_dir=scores", "batching.tokens=64", module="app.evaluate"
     )
     assert (first.code, first.stderr, second.code, second.stderr) == (0, "", 0, "")
-    assert "tuned   loss" in first.stdout
+    assert "[95% intervals: 2,000 draws of 12 rows]" in first.stdout
     assert second.stdout == ""
     scores: dict[str, Any] = json.loads((folder / "scores" / "evaluate.json").read_text())
     return scores
@@ -124,6 +145,12 @@ def test_another_dataset_is_scored_whole_and_this_is_said(
     assert "these are all rows of new.jsonl: nothing is held out of them" in ended.stdout
     assert (scores["rows"], scores["rows_are"], scores["dataset"]) == (20, "other", "new.jsonl")
     assert (scores["weights"], scores["precision"]) == ("base", "bf16")
+    assert (scores["answers"], scores["exact_match"]) == (20, 0.0)
+    (tmp_path / "book.txt").write_text("One line after another.\n" * 200)
+    given = ("dataset=text", "dataset.path=book.txt", "dataset.max_length=64")
+    scores, ended = score(zygote, tmp_path, made("lora"), *given)
+    assert (scores["answers"], scores["exact_match"], scores["exact_match_interval"]) == (0, None, None)
+    assert "exact match" not in ended.stdout
     _, ended = score(zygote, tmp_path, made("lora"), "dataset=sample", "dataset.max_length=64", "eval.rows=9")
     assert "these are not the same rows as the run held out" in ended.stdout
     own = ("dataset.eval_path=asset:sample/train.jsonl", "dataset.eval_max_rows=90")

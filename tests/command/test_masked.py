@@ -104,6 +104,8 @@ def test_eval_loss_does_not_depend_on_packing(folder: Path, zygote: Zygote) -> N
         unchanged = ("training.max_steps=1", "optimizer.lr=1e-12")
         ended = zygote.run(folder, *SMALL, f"output_dir={name}", layout, *unchanged)
         assert ended.code == 0, ended.stderr
-        found += [line["eval_loss"] for line in metrics(folder / name) if "eval_loss" in line]
+        evaluations = [line for line in metrics(folder / name) if "eval_loss" in line]
+        assert not [line for line in evaluations if "exact_match" in line], "hidden tokens are no answer"
+        found += [line["eval_loss"] for line in evaluations]
     assert len(found) == 2
     assert found[0] == pytest.approx(found[1], rel=1e-6)

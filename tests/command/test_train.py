@@ -17,7 +17,7 @@ from tests.runs import Zygote, metrics, result
 STEP_KEYS = ["step", "epoch", "loss", "lr", "grad_norm", "tokens", "trained_tokens"]
 STEP_KEYS += ["tokens_per_second", "peak_memory_bytes"]
 RESULT_KEYS = ["status", "objective", "steps", "train_loss_first", "train_loss_last", "eval_loss"]
-RESULT_KEYS += ["tokens_per_second", "peak_memory_bytes", "final"]
+RESULT_KEYS += ["exact_match", "tokens_per_second", "peak_memory_bytes", "final"]
 FILES = ["base", "checkpoints", "final", "log.txt", "manifest.json", "metrics.jsonl", "result.json"]
 FILES += ["run.yaml", "samples.jsonl"]
 
@@ -57,7 +57,10 @@ def test_the_output_folder_is_what_others_read(zygote: Zygote, tmp_path: Path) -
     steps = [line for line in metrics(run) if "loss" in line]
     assert [list(line) for line in steps] == [STEP_KEYS] * 4
     assert [line["step"] for line in metrics(run) if "eval_loss" in line] == [2, 4]
+    evaluations = [line for line in metrics(run) if "eval_loss" in line]
+    assert [list(line) for line in evaluations] == [["step", "epoch", "eval_loss", "exact_match"]] * 2
     assert list(result(run)) == RESULT_KEYS
+    assert result(run)["exact_match"] == evaluations[-1]["exact_match"]
     assert result(run)["final"] == str(run / "final")
     assert result(run)["objective"] == min(line["eval_loss"] for line in metrics(run) if "eval_loss" in line)
     assert yaml.safe_load((run / "run.yaml").read_text())["training"]["max_steps"] == 4

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -11,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from app.data.layout import Layout, Packed, Padded
 from app.data.loader import Loader, eval_batches
 from app.data.prepare import Data
-from app.engine.evaluation import Scores, mean_loss, score
+from app.engine.evaluation import Scores, score
 from app.engine.runtime import Runtime
 from tests.engine.conftest import small_run, stepper_of
 
@@ -32,7 +33,6 @@ def test_any_batch_size_gives_the_same_scores_and_they_are_the_plain_means(
     scores = [score(trainee, eval_batches(rows, layout), runtime) for layout in layouts]
     losses = [each.loss for each in scores]
     assert losses == pytest.approx([losses[0]] * len(layouts), rel=1e-6)
-    assert mean_loss(trainee, eval_batches(rows, layouts[0]), runtime) == losses[0]
     assert trainee.training, "training goes on with dropout"
 
     trainee.eval()
@@ -58,8 +58,23 @@ def test_two_processes_see_every_row_once(data: Data) -> None:
 
 def test_scores_that_json_cannot_have_are_null() -> None:
     assert Scores(1.0, 0.5).perplexity == pytest.approx(math.e)
-    ruined = Scores(1000.0, 0.0)
+    ruined = Scores(1000.0, 0.0, 1.0)
     assert ruined.perplexity == math.inf
     assert "perplexity inf" in ruined.words()
-    assert ruined.as_dict() == {"eval_loss": 1000.0, "perplexity": None, "token_accuracy": 0.0}
+    assert ruined.as_dict() == {
+        "eval_loss": 1000.0,
+        "perplexity": None,
+        "token_accuracy": 0.0,
+        "exact_match": 1.0,
+    }
     assert json.dumps(Scores(math.nan, 0.0).as_dict(), allow_nan=False)
+
+
+def test_what_has_no_answers_says_nothing_of_them() -> None:
+    of_text = Scores.of(np.array([6.0, 4.0, 3.0, 0.0, 0.0]))
+    assert of_text.line() == {"eval_loss": 1.5}
+    assert of_text.as_dict()["exact_match"] is None
+    assert of_text.words() == "loss 1.5000 | perplexity 4.482 | token accuracy 75.00%"
+    of_chats = Scores.of(np.array([6.0, 4.0, 3.0, 8.0, 2.0]))
+    assert of_chats.line() == {"eval_loss": 1.5, "exact_match": 0.25}
+    assert of_chats.words().endswith("token accuracy 75.00% | exact match 25.00%")

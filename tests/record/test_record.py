@@ -71,6 +71,7 @@ def test_a_run_leaves_the_files_that_others_read(folder: RunFolder) -> None:
         "train_loss_first": STEP["loss"],
         "train_loss_last": 0.5,
         "eval_loss": 1.25,
+        "exact_match": None,
         "tokens_per_second": 1234.5,
         "peak_memory_bytes": 1073741824,
         "final": str(folder.final),
