@@ -5,6 +5,7 @@ Conditions are texts that pytest evaluates when a test's turn comes, so that col
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -18,6 +19,7 @@ TWO_GPUS = "needs two GPUs"
 FLASH_ATTENTION = "needs flash-attn, which not every GPU host has"
 ORDINARY_USER = "needs an ordinary user: file permissions do not bind root"
 PACKAGE_INDEX = "needs the package index that pip is set up for: nothing answers there"
+CHROMIUM = "needs Chromium to look at pages: apt-get install chromium"
 OTHER_PYTHON = "needs .venv, as scripts/test makes it: another interpreter may have other versions"
 
 # On a host with a GPU any other skip in the gpu tier is a failure.
@@ -27,6 +29,7 @@ requires_gpu = pytest.mark.gpu
 requires_two_gpus = pytest.mark.gpu(num=2)
 requires_flash_attention = pytest.mark.skipif("not has_module('flash_attn')", reason=FLASH_ATTENTION)
 requires_ordinary_user = pytest.mark.skipif("user_id() == 0", reason=ORDINARY_USER)
+requires_chromium = pytest.mark.skipif("not program('chromium')", reason=CHROMIUM)
 requires_package_index = pytest.mark.skipif("not package_index()", reason=PACKAGE_INDEX)
 
 requires_pinned_environment = pytest.mark.skipif("not in_venv()", reason=OTHER_PYTHON)
@@ -57,6 +60,7 @@ def names_of_conditions() -> dict[str, Any]:
         "num_gpus": num_gpus,
         "has_module": importlib.util.find_spec,
         "user_id": os.geteuid,
+        "program": shutil.which,
         "package_index": package_index,
         "in_venv": in_venv,
     }

@@ -7,8 +7,6 @@ from pathlib import Path
 from app.config.command import parse_command
 from app.errors import ConfigError
 
-_GIVE = "Give run=DIR, sweep=DIR or runs=DIR1,DIR2"
-
 
 @dataclass(kw_only=True, slots=True)
 class ReportConfig:
@@ -62,14 +60,9 @@ def _problems(config: ReportConfig) -> Iterator[str]:
     named = {"run": config.run, "sweep": config.sweep, "runs": config.runs}
     given = {key: text for key, text in named.items() if text is not None}
     if not given:
-        yield f"run has no value. {_GIVE}."
+        yield "run has no value. Give run=DIR, sweep=DIR or runs=DIR1,DIR2."
     if len(given) > 1:
         shown = " and ".join(f"{key}={text}" for key, text in given.items())
         yield f"{shown} each say whose page it is. Keep one."
-    for key, text in given.items():
-        if not text:
-            yield f"{key}= names no folder. {_GIVE}."
     if config.runs and len(folders_in(config.runs)) < 2:
         yield f"runs={config.runs}: a comparison needs two folders at least. For the page of one run give run=DIR."
-    if config.to == "":
-        yield "to= names no file. Give to=FILE, or leave it out."

@@ -113,7 +113,14 @@ def _lengths(lengths: Mapping[str, Any]) -> Html | None:
     edges = [number(each) for each in _texts(lengths.get("edges"))]
     counts = [number(each) for each in _texts(lengths.get("samples"))]
     known = [each for each in edges if each is not None]
-    if not counts or None in counts or len(known) != len(edges) or len(edges) != len(counts) + 1:
+    rising = all(start < end for start, end in pairwise(known))
+    if (
+        not counts
+        or None in counts
+        or len(known) != len(counts) + 1
+        or len(edges) != len(known)
+        or not rising
+    ):
         return None
     across = Axis(known[0], known[-1], axis_of(known).ticks)
     across = Axis(
