@@ -82,7 +82,5 @@ def test_lengths_are_counted_where_they_belong(lengths: list[int]) -> None:
     counted = preview(rows, NEXT_TOKENS, Letters())["lengths"]
     edges, samples = counted["edges"], counted["samples"]
     assert len(samples) <= 32
-    assert samples == [
-        sum(start <= n < end for n in lengths) for start, end in pairwise(edges)
-    ]
+    assert samples == [sum(start <= n < end for n in lengths) for start, end in pairwise(edges)]
     assert sum(samples) == len(lengths)

@@ -1,12 +1,13 @@
 """Axes hold their numbers, and what stands beside them is true and can be told apart."""
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.page.axis import axis_of, steps_axis
+from app.page.axis import Words, axis_of, steps_axis
 from app.page.figures import figure, memory, number, quantity
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False, min_value=-1e149, max_value=1e149)
@@ -15,9 +16,7 @@ NUMBERS = st.floats(allow_nan=False, allow_infinity=False, min_value=-1e149, max
 @given(
     st.lists(NUMBERS, max_size=30), st.booleans(), st.booleans(), st.sampled_from([figure, quantity, memory])
 )
-def test_every_number_has_a_place(
-    values: list[float], may_log: bool, from_zero: bool, words: "type[str]"
-) -> None:
+def test_every_number_has_a_place(values: list[float], may_log: bool, from_zero: bool, words: Words) -> None:
     axis = axis_of(values, words, may_log=may_log, from_zero=from_zero)
     assert axis.low < axis.high
     assert all(-1e-6 <= axis.share(value) <= 1 + 1e-6 for value in values)
@@ -49,7 +48,7 @@ def test_steps_are_whole(steps: list[int]) -> None:
         ([90.0, 100.0], {"from_zero": True}, ["0", "25", "50", "75", "100"]),
     ],
 )
-def test_ticks_are_round(values: list[float], options: dict[str, bool], told: list[str]) -> None:
+def test_ticks_are_round(values: list[float], options: dict[str, Any], told: list[str]) -> None:
     assert [text for _, text in axis_of(values, **options).ticks] == told
 
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,7 +59,8 @@ def test_the_same_run_twice(tmp_path: Path) -> None:
 def test_runs_of_which_little_is_left(tmp_path: Path) -> None:
     broken = made_run(tmp_path / "broken", result={})
     whole = made_run(tmp_path / "whole", lines_of([1.0]))
-    for wrong in ({}, [], {"packages": 3, "hardware": None, "program": [], "hashes": "x"}):
+    manifests: list[Any] = [{}, [], {"packages": 3, "hardware": None, "program": [], "hashes": "x"}]
+    for wrong in manifests:
         (broken / "manifest.json").write_text(json.dumps(wrong))
         for pair in ([broken, broken], [whole, broken]):
             page = read(comparison_page(pair))
