@@ -75,7 +75,7 @@ def chart_figure(
         "figure",
         element("figcaption", title, keys(series)),
         drawn,
-        [element("p", remark, class_="remark") for remark in remarks],
+        element("p", " ".join(remarks), class_="remark") if remarks else None,
         class_="chart wide" if wide else "chart",
     )
 

@@ -65,12 +65,11 @@ th{font-weight:600;color:var(--soft);font-size:.82rem}
 tbody th{font-weight:400;font-size:.9rem;white-space:nowrap}.facts th{width:1%;padding-right:1.4rem}
 tr:last-child>*{border-bottom:0}
 .facts td{overflow-wrap:anywhere}
-.number{white-space:nowrap}
-.number{text-align:right}
+.number{white-space:nowrap;text-align:right}
 .heat{width:auto}.heat td{text-align:center;min-width:4.6rem;padding:.5rem .6rem;border:2px solid var(--card);
 background:color-mix(in srgb,var(--s2) calc(var(--heat)*1%),var(--card));border-radius:.4rem}
 .heat .best{outline:2px solid var(--ink);outline-offset:-3px}
-.heat th{border:0;padding-right:.7rem;vertical-align:middle;text-align:center}
+.heat th{border:0;white-space:normal;padding-right:.7rem;vertical-align:middle;text-align:center}
 .heat th:first-child{text-align:left}
 .legend{display:flex;flex-wrap:wrap;gap:.1rem 1rem;margin:0 0 .8rem}
 pre{margin:.35rem 0 .2rem;padding:.65rem .85rem;background:var(--code);border-radius:.5rem;overflow-x:auto;

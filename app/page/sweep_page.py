@@ -88,10 +88,10 @@ def _best(sweep: KeptSweep) -> Child:
 def _leaderboard(sweep: KeptSweep, target: Path) -> Child:
     if not sweep.trials:
         return None
-    head = ("rank", "trial", *sweep.keys, "objective", "steps", "tokens/s", "time", "status")
-    first = 2 + len(sweep.keys)
+    head = ("rank", "trial", "objective", *sweep.keys, "steps", "tokens/s", "time", "status")
+    first = 3 + len(sweep.keys)
     rows = [_row(rank, trial, sweep, target) for rank, trial in enumerate(sweep.ranked(), 1)]
-    return table(head, rows, numbers=(first, first + 1, first + 2, first + 3))
+    return table(head, rows, numbers=(2, first, first + 1, first + 2))
 
 
 def _row(rank: int, trial: KeptTrial, sweep: KeptSweep, target: Path) -> tuple[Child, ...]:
@@ -99,8 +99,8 @@ def _row(rank: int, trial: KeptTrial, sweep: KeptSweep, target: Path) -> tuple[C
     return (
         str(rank) if trial.objective is not None else NOTHING,
         _link(trial, target),
-        *(element("code", trial.values.get(key, "")) for key in sweep.keys),
         NOTHING if trial.objective is None else figure(trial.objective),
+        *(element("code", trial.values.get(key, "")) for key in sweep.keys),
         whole(trial.steps) or NOTHING,
         NOTHING if speed is None else quantity(speed),
         duration(seconds) if seconds else NOTHING,

@@ -38,8 +38,8 @@ def test_it_ranks_as_the_sweep_itself(tmp_path: Path) -> None:
     outcomes = [Outcome(**{**each, "seconds": 61.0}) for each in GRID]
     page = page_of(made_sweep(tmp_path / "sweep", GRID))
     assert [int(row[1]) for row in rows(page)] == [each.number for each in ranked(outcomes)]
-    assert rows(page)[0] == ["1", "2", "1e-3", "16", "3.25", "9", "5.0k", "0:01:01", "finished"]
-    assert rows(page)[-1] == ["-", "3", "1e-1", "4", "-", "9", "5.0k", "0:01:01", "failed"]
+    assert rows(page)[0] == ["1", "2", "3.25", "1e-3", "16", "9", "5.0k", "0:01:01", "finished"]
+    assert rows(page)[-1] == ["-", "3", "-", "1e-1", "4", "9", "5.0k", "0:01:01", "failed"]
     winner = best(outcomes)
     assert winner is not None
     command = section(page, "Best").one("pre", "command").text
