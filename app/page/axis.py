@@ -10,6 +10,7 @@ _TICKS = 5
 _MARGIN = 0.06  # of the range, so that no line runs along the edge
 _FLAT = 1e-9  # a range smaller than this part of its numbers is none
 _LOG_FROM = 20.0  # times the smallest, before distances on a linear axis hide what is small
+_SMALLEST = 1e-150  # what is closer to zero is drawn as zero: quotients of it would be no numbers
 Words = Callable[[float], str]
 
 
@@ -25,7 +26,8 @@ class Axis:
     def share(self, value: float) -> float:
         """0 at the beginning of the axis, 1 at its end."""
         if self.log:
-            return math.log(value / self.low) / math.log(self.high / self.low)
+            begin = math.log(self.low)
+            return (math.log(value) - begin) / (math.log(self.high) - begin)
         return (value - self.low) / (self.high - self.low)
 
 
@@ -35,12 +37,13 @@ def axis_of(
     """Holds all `values`; logarithmic only where it may be, all are positive and they lie far apart."""
     known = list(values)
     low, high = min(known, default=0.0), max(known, default=1.0)
-    if may_log and low > 0 and high / low >= _LOG_FROM:
+    if may_log and low > _SMALLEST and high / low >= _LOG_FROM:
         return _log_axis(low, high, words)
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
-    if high - low <= _FLAT * max(abs(low), abs(high)):
-        half = abs(high) * 0.1 or 0.5
+    size = max(abs(low), abs(high))
+    if high - low <= max(_FLAT * size, _SMALLEST):
+        half = size * 0.1 if size > _SMALLEST else 0.5
         low, high = low - half, high + half
     else:
         margin = (high - low) * _MARGIN
@@ -76,7 +79,8 @@ def _linear_ticks(low: float, high: float) -> list[float]:
     rough = (high - low) / _TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(part * power for part in (1, 2, 2.5, 5, 10) if part * power >= rough * 0.99)
-    return [count * step for count in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    ticks = [count * step for count in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    return [tick for tick in ticks if low <= tick <= high]  # rounding may put one just outside
 
 
 def _told(ticks: list[float], words: Words) -> tuple[tuple[float, str], ...]:

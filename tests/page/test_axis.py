@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from app.page.axis import Words, axis_of, steps_axis
@@ -13,6 +13,10 @@ from app.page.figures import figure, memory, number, quantity
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False, min_value=-1e149, max_value=1e149)
 
 
+@example([658.0, 1.0275948198428358e-288], True, False, figure)
+@example([1e149, 1e-149], True, False, figure)
+@example([5e-324], False, True, figure)
+@example([1e-9], False, False, figure)
 @given(
     st.lists(NUMBERS, max_size=30), st.booleans(), st.booleans(), st.sampled_from([figure, quantity, memory])
 )
