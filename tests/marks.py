@@ -5,6 +5,7 @@ Conditions are texts that pytest evaluates when a test's turn comes, so that col
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -19,6 +20,7 @@ FLASH_ATTENTION = "needs flash-attn, which not every GPU host has"
 ORDINARY_USER = "needs an ordinary user: file permissions do not bind root"
 HARNESS = "needs lm_eval, an extra: pip install -e '.[lm-eval]'"
 PACKAGE_INDEX = "needs the package index that pip is set up for: nothing answers there"
+CHROMIUM = "needs Chromium to look at pages: apt-get install chromium"
 OTHER_PYTHON = "needs .venv, as scripts/test makes it: another interpreter may have other versions"
 
 # On a host with a GPU any other skip in the gpu tier is a failure.
@@ -29,6 +31,7 @@ requires_two_gpus = pytest.mark.gpu(num=2)
 requires_flash_attention = pytest.mark.skipif("not has_module('flash_attn')", reason=FLASH_ATTENTION)
 requires_ordinary_user = pytest.mark.skipif("user_id() == 0", reason=ORDINARY_USER)
 requires_harness = pytest.mark.skipif("not has_module('lm_eval')", reason=HARNESS)
+requires_chromium = pytest.mark.skipif("not program('chromium')", reason=CHROMIUM)
 requires_package_index = pytest.mark.skipif("not package_index()", reason=PACKAGE_INDEX)
 
 requires_pinned_environment = pytest.mark.skipif("not in_venv()", reason=OTHER_PYTHON)
@@ -59,6 +62,7 @@ def names_of_conditions() -> dict[str, Any]:
         "num_gpus": num_gpus,
         "has_module": importlib.util.find_spec,
         "user_id": os.geteuid,
+        "program": shutil.which,
         "package_index": package_index,
         "in_venv": in_venv,
     }

@@ -25,7 +25,7 @@ group=choice takes one of these (* unless you choose), key=value sets one key of
 
 {groups}
 
-Then: python -m app.generate, app.evaluate, app.reproduce run=DIR.
+Then: python -m app.generate, app.evaluate, app.report, app.reproduce run=DIR.
 Keys are explained in docs/config.md, data in docs/data.md.
 """
 

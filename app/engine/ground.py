@@ -161,13 +161,20 @@ def table(run: RunConfig, ground: Ground) -> list[tuple[str, str]]:
 
 def _step_words(batching: BatchingConfig, ground: Ground) -> str:
     loader, tokens = ground.loader, ground.data.report.train.tokens
+    fill = _fill(batching, ground)
     count = loader.units_per_step
     shared = f", shared by {ground.runtime.processes} processes" if ground.runtime.processes > 1 else ""
     name = loader.unit_name.removesuffix("s") if count == 1 else loader.unit_name
-    if batching.packing:
-        full = tokens / (loader.num_units * batching.tokens)
-        return f"{count} {name} of {batching.tokens} tokens, {full:.1%} full{shared}"
+    if fill is not None:
+        return f"{count} {name} of {batching.tokens} tokens, {fill:.1%} full{shared}"
     return f"{count} {name}, about {tokens / loader.num_units * count:,.0f} tokens{shared}"
+
+
+def _fill(batching: BatchingConfig, ground: Ground) -> float | None:
+    """How much of the bins is tokens; rows have no fixed size."""
+    if not batching.packing:
+        return None
+    return ground.data.report.train.tokens / (ground.loader.num_units * batching.tokens)
 
 
 def facts(run: RunConfig, ground: Ground) -> dict[str, Any]:
@@ -184,6 +191,10 @@ def facts(run: RunConfig, ground: Ground) -> dict[str, Any]:
             "steps": ground.plan.steps,
             "weights": ground.counts.total,
             "trained_weights": ground.counts.trained,
+            "units": ground.loader.num_units,
+            "units_per_step": ground.loader.units_per_step,
+            "unit_name": ground.loader.unit_name,
+            "fill": _fill(run.batching, ground),
             "data": ground.data.report.as_dict(),
         },
         "hardware": hardware(),

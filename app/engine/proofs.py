@@ -5,16 +5,16 @@ import torch
 from app.batch import Batch
 from app.data.loader import Loader
 from app.model.probe import check_packing
+from app.model.proof import Proof
 from app.model.trainee import Trainee
 
 
-def prove(trainee: Trainee, loader: Loader, device: torch.device) -> None:
+def prove(trainee: Trainee, loader: Loader, device: torch.device) -> list[Proof]:
     """The head gives the model's own logits, and packed documents those of separate ones; else the run is refused."""
     fullest = max(loader.batches(0), key=lambda batch: batch.num_tokens)  # some may be empty
-    prove_on(trainee, fullest.to(device))
+    return prove_on(trainee, fullest.to(device))
 
 
-def prove_on(trainee: Trainee, batch: Batch) -> None:
+def prove_on(trainee: Trainee, batch: Batch) -> list[Proof]:
     """The same on one batch."""
-    trainee.check_head(batch)
-    check_packing(trainee, batch)
+    return [trainee.check_head(batch), *check_packing(trainee, batch)]

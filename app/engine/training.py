@@ -1,5 +1,7 @@
 """A run from its configuration to its finished folder: the assembly. Each line needs only the lines above it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -11,17 +13,21 @@ from app.engine.ground import Ground, facts, lay_ground, layout_of, table
 from app.engine.identity import identity
 from app.engine.limits import within_positions
 from app.engine.loop import Loop, Parts, Rhythm
+from app.engine.preview import preview
 from app.engine.progress import Progress
 from app.engine.proofs import prove
 from app.engine.samples import sampler
 from app.engine.signals import listening
 from app.engine.step import Stepper
 from app.engine.world import world
+from app.errors import AppError
 from app.model.build import base_path, build_trainee, unpacked_base
 from app.model.fingerprint import base_fingerprint
 from app.model.save import save_base
 from app.model.trainee import Trainee
 from app.optim.optimizers import build_optimizer
+from app.page.run_page import run_page
+from app.page.writing import written_page
 from app.record.console import Console
 from app.record.folder import RunFolder
 from app.record.follower import Follower
@@ -37,7 +43,7 @@ def train_in(folder: RunFolder, run: RunConfig, console: Console) -> int:
     trainee = build_trainee(
         ground.sections, ground.runtime.device, run.seed, base_path(run.model, folder.base)
     )
-    prove(trainee, ground.loader, ground.runtime.device)
+    proofs = prove(trainee, ground.loader, ground.runtime.device)
     stepper = _stepper(run, ground, trainee)
     same = identity(run, ground.data.train, ground.loader, trainee, ground.plan.steps)
     checkpoints = Checkpoints(folder.checkpoints, run.checkpoint, same, asdict(ground.choices))
@@ -46,6 +52,7 @@ def train_in(folder: RunFolder, run: RunConfig, console: Console) -> int:
     with listening() as request, _opened(folder, run, ground, console) as record:
         record.rewind(progress.step if ground.save else -1)
         record.table(table(run, ground))
+        record.add_facts(proofs=[asdict(proof) for proof in proofs])
         if world().is_first:
             _tell_base(run, ground, trainee, record)
         record.begin(ground.plan.steps, progress.step)
@@ -77,12 +84,24 @@ def _stepper(run: RunConfig, ground: Ground, trainee: Trainee) -> Stepper:
     return stepper
 
 
-def _opened(folder: RunFolder, run: RunConfig, ground: Ground, console: Console) -> Record | Follower:
-    """The first process writes for all; each other one has a log."""
+@contextmanager
+def _opened(
+    folder: RunFolder, run: RunConfig, ground: Ground, console: Console
+) -> Iterator[Record | Follower]:
+    """The first process writes for all, at last a page of how it ended; each other one has a log."""
     here = world()
-    if here.is_first:
-        return Record.open(folder, run.tracker, asdict(run), facts(run, ground), console)
-    return Follower(folder, here.rank)
+    if not here.is_first:
+        with Follower(folder, here.rank) as follower:
+            yield follower
+        return
+    record = Record.open(folder, run.tracker, asdict(run), facts(run, ground), console)
+    try:
+        with record:
+            record.preview(preview(ground.data.train, ground.labels, ground.tokenizer))
+            yield record
+    finally:
+        with suppress(AppError):  # how the run ended is told already
+            record.message(written_page(folder.report, lambda: run_page(folder.path)))
 
 
 def _tell_base(run: RunConfig, ground: Ground, trainee: Trainee, record: Record | Follower) -> None:

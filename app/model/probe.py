@@ -16,6 +16,7 @@ from torch import Tensor
 from app.batch import Batch, Documents
 from app.errors import EnvironmentProblem
 from app.model.attention import NAME, right_own
+from app.model.proof import Proof
 from app.model.trainee import Trainee
 
 _DOCUMENTS = 4
@@ -39,11 +40,11 @@ class _Outcome:
         }
 
 
-def check_packing(trainee: Trainee, batch: Batch) -> None:
+def check_packing(trainee: Trainee, batch: Batch) -> list[Proof]:
     """Refuse to train packed when `batch`'s documents give anything else for being packed."""
     documents = [] if batch.documents is None else _pieces(batch)
     if len(documents) < 2:
-        return
+        return []
     mode = trainee.training
     trainee.eval()
     with trainee.arithmetic(batch.ids.device):
@@ -51,14 +52,19 @@ def check_packing(trainee: Trainee, batch: Batch) -> None:
         found = _packed(trainee, documents).distances(own)
         allowed = _EXACT if _is_exact(trainee, own) else _rounding(trainee, documents, own)
     trainee.train(mode)
-    for what, error in found.items():
-        if not error <= allowed[what]:
+    proofs = [
+        Proof(f"{what} of packed documents against separate ones", error, allowed[what])
+        for what, error in found.items()
+    ]
+    for what, proof in zip(found, proofs, strict=True):
+        if not proof.holds:
             kind = trainee.language_model.config.model_type
             raise EnvironmentProblem(
                 f"batching.packing=true: a model of kind {kind} gives another {what} when documents are packed "
-                f"(relative difference {error:.1e}, allowed {allowed[what]:.1e}), so it would be trained wrongly. "
-                "Set batching.packing=false."
+                f"(relative difference {proof.difference:.1e}, allowed {proof.allowed:.1e}), so it would be trained "
+                "wrongly. Set batching.packing=false."
             )
+    return proofs
 
 
 def _pieces(batch: Batch) -> list[Tensor]:

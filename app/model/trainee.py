@@ -11,6 +11,7 @@ from app.batch import Batch
 from app.errors import EnvironmentProblem
 from app.model.head import Head, chunk_rows, head_parameters, own_head, token_loss_sum, token_scores
 from app.model.positions import first_position
+from app.model.proof import Proof
 
 _HEAD_TOLERANCE = 1e-5  # of the largest logit, in float32
 
@@ -79,7 +80,7 @@ class Trainee(nn.Module):
         return logits[0].argmax(-1).cpu()
 
     @torch.no_grad()
-    def check_head(self, batch: Batch) -> None:
+    def check_head(self, batch: Batch) -> Proof:
         """Refuse a kind whose logits are not its head applied to its backbone's output."""
         lm = self.language_model
         ids = batch.ids[:1, :_CHECKED]
@@ -90,13 +91,15 @@ class Trainee(nn.Module):
         hidden = lm.base_model(input_ids=ids, position_ids=positions, use_cache=False)[0]
         ours = self.head(hidden[0]).float()
         self.train(mode)
-        error = (own - ours).abs().max() / own.abs().max().clamp_min(torch.finfo(own.dtype).tiny)
-        if not error <= _HEAD_TOLERANCE:
+        error = float((own - ours).abs().max() / own.abs().max().clamp_min(torch.finfo(own.dtype).tiny))
+        proof = Proof("logits through our head against the model's own", error, _HEAD_TOLERANCE)
+        if not proof.holds:
             raise EnvironmentProblem(
                 f"model.path: a model of kind {lm.config.model_type} computes its logits in a way that this "
                 f"program does not follow (relative difference {error:.1e}), so its loss would be wrong. "
                 "Choose another model."
             )
+        return proof
 
 
 _CHECKED = 64  # tokens

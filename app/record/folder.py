@@ -55,6 +55,16 @@ class RunFolder:
         return self.path / "samples.jsonl"
 
     @property
+    def preview(self) -> Path:
+        """A few training rows as text, with what is trained of them."""
+        return self.path / "preview.json"
+
+    @property
+    def report(self) -> Path:
+        """The page for people."""
+        return self.path / "report.html"
+
+    @property
     def result(self) -> Path:
         """How it ended; absent while it runs."""
         return self.path / "result.json"

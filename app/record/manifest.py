@@ -106,6 +106,7 @@ def _describe(before: dict[str, Any]) -> dict[str, Any]:
     start = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command_line": sys.orig_argv,
+        "folder": str(Path.cwd()),
         "host": platform.node(),
         "process": os.getpid(),
         "git": here["program"]["git"],

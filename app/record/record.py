@@ -64,6 +64,10 @@ class Record:
         """What is known only by now, into the manifest."""
         self._manifest.add(facts)
 
+    def preview(self, rows: Mapping[str, Any]) -> None:
+        """What is trained of a few rows; for people, so a run does not depend on it."""
+        write_json(self.folder.preview, masked(rows))
+
     def begin(self, total: int, done: int = 0) -> None:
         """The run has `total` steps, `done` of them before this start: from now on progress is shown."""
         self._total = total

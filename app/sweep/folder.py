@@ -71,6 +71,11 @@ class SweepFolder:
         """What the sweep is and how its trials ended."""
         return self.path / _CONTENT
 
+    @property
+    def report(self) -> Path:
+        """The same as a page for people."""
+        return self.path / "report.html"
+
     def read(self) -> dict[str, Any]:
         """What an earlier start wrote; nothing if there was none."""
         if not self.content.exists():

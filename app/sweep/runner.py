@@ -9,6 +9,9 @@ from pathlib import Path
 from hydra.core.override_parser.types import Quote, QuotedString
 
 from app.engine.signals import CTRL_C, START_ME_AGAIN, StopRequest, listening
+from app.page.sweep_page import sweep_page
+from app.page.trials import read_sweep
+from app.page.writing import written_page
 from app.record.folder import user_of
 from app.record.lines import aligned, duration
 from app.record.summary import read_result
@@ -139,6 +142,8 @@ class Runner:
         if winner:
             text = f"trial {winner['number']}, {winner['folder']}\n{winner['line']}"
             self._screen.say("\n" + aligned([("best", text), ("all", str(self._folder.content))]))
+        if self._ended:
+            self._screen.say(written_page(self._folder.report, self._page))
         is_whole = self._proposer.next(self._ended) is None and STOPPED not in self._statuses()
         if request.exit_code is not None and not is_whole:
             self._screen.say("stopped; the same command goes on from here")
@@ -149,6 +154,11 @@ class Runner:
                 f"{failed} of {len(self._ended)} trials failed; the same command tries them again"
             )
         return SOME_FAILED if failed else 0
+
+    def _page(self) -> str:
+        sweep = read_sweep(self._folder.path)
+        assert sweep is not None, "it has just been written"
+        return sweep_page(sweep, self._folder.report)
 
     def _statuses(self) -> list[str]:
         return [each.status for each in self._ended]

@@ -18,8 +18,8 @@ STEP_KEYS = ["step", "epoch", "loss", "lr", "grad_norm", "tokens", "trained_toke
 STEP_KEYS += ["tokens_per_second", "peak_memory_bytes"]
 RESULT_KEYS = ["status", "objective", "steps", "train_loss_first", "train_loss_last", "eval_loss"]
 RESULT_KEYS += ["exact_match", "tokens_per_second", "peak_memory_bytes", "final"]
-FILES = ["base", "checkpoints", "final", "log.txt", "manifest.json", "metrics.jsonl", "result.json"]
-FILES += ["run.yaml", "samples.jsonl"]
+FILES = ["base", "checkpoints", "final", "log.txt", "manifest.json", "metrics.jsonl", "preview.json"]
+FILES += ["report.html", "result.json", "run.yaml", "samples.jsonl"]
 
 
 def test_the_default_run_learns_within_a_minute_and_says_what_to_do_next(
@@ -35,10 +35,12 @@ def test_the_default_run_learns_within_a_minute_and_says_what_to_do_next(
     assert outcome["steps"] == 397
     lines = metrics(run)
     assert sum(line["tokens"] for line in lines[-2:] if "loss" in line) == 100_502
-    table = ended.stdout.splitlines()[-8:-3]
+    table = ended.stdout.splitlines()[-9:-4]
     assert table[0].split() == ["held", "out", "expected", "before", "after", "step", "397"]
-    last = ended.stdout.splitlines()[-2:]
+    last = ended.stdout.splitlines()[-3:]
     assert str(run / "final") in last[0]
+    assert last[2] == f"report  {run}/report.html"
+    assert f">python -m app.train output_dir={run}</pre>" in (run / "report.html").read_text()
     assert last[1] == f'try it  {sys.executable} -m app.generate run={run} prompt="..."'
     answer = run_app(
         f"run={run}", "prompt=Give the opposite of cold.", "max_new_tokens=8", module="app.generate"

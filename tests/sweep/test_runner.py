@@ -91,6 +91,7 @@ def test_all_is_well(tmp_path: Path) -> None:
         "1-seed=1.txt",
         "2-seed=2",
         "2-seed=2.txt",
+        "report.html",
         "sweep.json",
     ]
 

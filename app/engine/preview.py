@@ -1,0 +1,79 @@
+"""A few training rows as people read them, with what the model must predict of them, and how long all rows are."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.data.labels import Labels
+from app.data.rows import TokenRows
+
+_ROWS = 4
+_STRETCHES = 200  # of a row
+_LONGEST = 160  # tokens of a stretch that are shown, half from its beginning and half from its end
+_BARS = 32
+
+
+def preview(rows: TokenRows, labels: Labels, tokenizer: Any) -> dict[str, Any]:
+    """Rows from the whole of the data, not only its beginning."""
+    chosen = np.linspace(0, len(rows) - 1, min(_ROWS, len(rows))).astype(int).tolist()
+    return {
+        "marked": "hidden in the first epoch, to be predicted" if labels.both_ways else "to be predicted",
+        "rows": [_row(rows, i, _marked(rows, i, labels), tokenizer) for i in chosen],
+        "lengths": _lengths(rows.lengths),
+    }
+
+
+def _marked(rows: TokenRows, i: int, labels: Labels) -> NDArray[np.bool_]:
+    if not labels.both_ways:
+        return rows.trained(i)
+    drawn = np.zeros(len(rows.ids(i)), bool)
+    drawn[labels.of(rows, i, epoch=0).at] = True
+    return drawn
+
+
+def _row(rows: TokenRows, i: int, marked: NDArray[np.bool_], tokenizer: Any) -> dict[str, Any]:
+    ids = rows.ids(i).tolist()
+    edges = [0, *(np.flatnonzero(np.diff(marked)) + 1).tolist(), len(ids)]
+    pieces = []
+    for start, end in list(pairwise(edges))[:_STRETCHES]:
+        text = "".join(_texts(ids, start, end, tokenizer))
+        pieces.append({"text": text, "trained": bool(marked[start])})
+    if len(edges) - 1 > _STRETCHES:
+        pieces.append({"text": f" … ({len(ids) - edges[_STRETCHES]:,} more tokens)", "trained": False})
+    return {
+        "place": rows.place(i),
+        "tokens": len(ids),
+        "trained_tokens": int(marked.sum()),
+        "pieces": pieces,
+    }
+
+
+def _texts(ids: list[int], start: int, end: int, tokenizer: Any) -> Iterator[str]:
+    """Of a stretch; the middle of a long one is left out, and that is said."""
+    left_out = end - start - _LONGEST
+    if left_out <= 0:
+        yield _text(ids, start, end, tokenizer)
+        return
+    yield _text(ids, start, start + _LONGEST // 2, tokenizer)
+    yield f" … ({left_out:,} tokens) … "
+    yield _text(ids, end - _LONGEST // 2, end, tokenizer)
+
+
+def _text(ids: list[int], start: int, end: int, tokenizer: Any) -> str:
+    """With the token before it where that can be taken off again: some tokenizers drop the space they begin with."""
+    alone: str = tokenizer.decode(ids[start:end])
+    if start == 0:
+        return alone
+    before: str = tokenizer.decode(ids[start - 1 : start])
+    both: str = tokenizer.decode(ids[start - 1 : end])
+    return both.removeprefix(before) if both.startswith(before) else alone
+
+
+def _lengths(lengths: NDArray[np.int32]) -> dict[str, list[int]]:
+    """Samples in classes of equal width."""
+    width = max(1, -(-int(lengths.max()) // _BARS))
+    counts = np.bincount(np.maximum(lengths - 1, 0) // width)
+    return {"edges": [1 + width * at for at in range(len(counts) + 1)], "samples": counts.tolist()}

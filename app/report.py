@@ -1,0 +1,97 @@
+"""A page for people about a run, a sweep, or several runs: one HTML file that needs nothing else.
+
+python -m app.report run=runs/mine                    runs/mine/report.html, as each run writes it at its end
+python -m app.report sweep=runs/sweep-lr-d45e4692     the leaderboard, and what the swept values did
+python -m app.report runs=runs/a,runs/b to=a-b.html   curves over each other, and what differs
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from app.config.command import run_command
+from app.config.reporting import ReportConfig, report_config
+from app.errors import ConfigError
+from app.page.document import GENERATOR
+from app.page.kept import is_run
+from app.page.trials import read_sweep
+from app.record.console import Console
+from app.record.files import write_text
+from app.record.terminal import open_console
+
+# the pages are imported inside functions: a mistake in the command line must not cost the reading of YAML
+
+_SWEEP = "sweep.json"
+
+
+def report(config: ReportConfig, console: Console) -> None:
+    """From a checked config to a file."""
+    problems = [*_folder_problems(config), *_target_problems(config)]
+    if problems:
+        raise ConfigError(problems)
+    write_text(config.target, _page(config))
+    console.say(f"report  {config.target}")
+
+
+def _page(config: ReportConfig) -> str:
+    folders = [folder for _, folder in config.given]
+    if config.run is not None:
+        from app.page.run_page import run_page
+
+        return run_page(folders[0])
+    if config.runs is not None:
+        from app.page.comparison_page import comparison_page
+
+        return comparison_page(folders)
+    from app.page.sweep_page import sweep_page
+
+    sweep = read_sweep(folders[0])
+    assert sweep is not None, "checked before"
+    return sweep_page(sweep, config.target)
+
+
+def _folder_problems(config: ReportConfig) -> Iterator[str]:
+    for named, folder in config.given:
+        is_sweep = (folder / _SWEEP).is_file()
+        if not folder.is_dir():
+            yield f"{named}: there is no such folder. Give the output_dir of a run or a sweep."
+        elif config.sweep is None and not is_run(folder):
+            instead = f"Give sweep={folder}" if is_sweep else "Give the output_dir of a run"
+            yield f"{named}: there is no run in it. {instead}."
+        elif config.sweep is not None and not is_sweep:
+            instead = f"Give run={folder}" if is_run(folder) else "Give the output_dir of a sweep"
+            yield f"{named}: there is no {_SWEEP} in it. {instead}."
+        elif config.sweep is not None and read_sweep(folder) is None:
+            yield f"{named}: its {_SWEEP} cannot be read. Start the command of the sweep again: it is written anew."
+
+
+def _target_problems(config: ReportConfig) -> Iterator[str]:
+    target = config.target
+    if target.is_dir():
+        yield f"to={target}: this is a folder. Give a file in it, such as to={target / 'report.html'}."
+    elif config.to is not None and not target.parent.is_dir():
+        yield f"to={target}: there is no folder {target.parent}. Make it, or give another file."
+    elif target.parent.is_dir() and not os.access(target.parent, os.W_OK):
+        yield f"to={target}: {target.parent} cannot be written to. Give to=FILE in another folder."
+    elif target.exists() and not _is_ours(target):
+        yield f"to={target}: there is something else already. Move it away, or give another file."
+
+
+def _is_ours(file: Path) -> bool:
+    """A page that this command made may be made anew."""
+    with file.open("rb") as content:
+        return f'content="{GENERATOR}"'.encode() in content.read(1024)
+
+
+def _command(arguments: Sequence[str]) -> int:
+    report(report_config(arguments), open_console())
+    return 0
+
+
+def main() -> None:
+    """Exit codes as of app.train."""
+    run_command(_command)
+
+
+if __name__ == "__main__":
+    main()

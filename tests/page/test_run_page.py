@@ -1,0 +1,270 @@
+"""The page of a run, whatever state its folder is in."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.page.kept import read_kept
+from app.page.run_page import run_page
+from app.record import lock
+from tests.page.folders import MANIFEST, SETTINGS, jsonl, lines_of, made_run, result_of, sample, step
+from tests.page.reading import Element, chart, drawn, read, section
+from tests.page.test_html import HOSTILE
+
+LINES = [*lines_of([4.0, 3.0, 2.5]), {"step": 3, "epoch": 0.03, "eval_loss": 2.75}]
+
+
+def page_of(folder: Path) -> Element:
+    return read(run_page(folder))
+
+
+def tiles(page: Element) -> dict[str, str]:
+    return {tile.one("span").text: tile.one("b").text for tile in page.all("div", "tile")}
+
+
+def notes(page: Element) -> list[str]:
+    return [each.text for each in page.all("div", "note")]
+
+
+def test_a_finished_run(tmp_path: Path) -> None:
+    page = page_of(made_run(tmp_path / "mine", LINES))
+    assert page.one("h1").text == "mine"
+    assert page.one("head").one("title").text == "mine: finished"
+    assert "LoRA, rank 32 of asset:tiny with random weights" in page.text
+    assert notes(page) == []
+    assert tiles(page) == {
+        "objective": "2.75",
+        "training loss": "4 → 2.5",
+        "held-out loss, last": "2.75",
+        "steps of 100": "3",
+        "tokens a second": "5.2k",
+        "peak memory": "548 MB",
+        "time": "0:01:30",
+    }
+    loss = chart(page, "Loss")
+    assert [y for _, y in drawn(loss, "c0")[0]] == pytest.approx([4.0, 3.0, 2.5], rel=1e-4)
+    assert drawn(loss, "c1") == [[pytest.approx((3.0, 2.75), abs=1e-2)]]
+    for title, value in (
+        ("Learning rate", 1e-3),
+        ("Gradient", 1.25),
+        ("Tokens", 5200.0),
+        ("Peak memory", 548e6),
+    ):
+        assert [y for _, y in drawn(chart(page, title))[0]] == pytest.approx([value] * 3, rel=1e-4)
+    assert [cell.text for cell in section(page, "Self-checks").all("td")] == [
+        "holds",
+        "logits of packed documents",
+        "1.5e-6",
+        "1e-5",
+    ]
+    commands = [each.text for each in page.all("pre", "command")]
+    assert commands == [
+        f"python -m app.reproduce run={tmp_path / 'mine'}",
+        "python -m app.train optimizer.lr=1e-3 'dataset.path=a b.jsonl'",
+    ]
+    assert "156 bins an epoch, 1 a step, 99.1% full." in page.text
+    assert "210 (21%)" in page.text
+    assert [mark.text for mark in section(page, "Data").all("mark")] == ["marked: to be predicted", "hi<end>"]
+    assert [bar.one("title").text for bar in section(page, "Data").all("rect", "bar")] == [
+        "1 to 2 tokens: 4 samples",
+        "3 to 4 tokens: 60 samples",
+        "5 to 6 tokens: 24 samples",
+    ]
+    assert "with changes that are in no commit" in section(page, "Environment").text
+    assert "lr: 0.001" in section(page, "Configuration").text
+    assert "predicted" not in section(page, "Memory").text
+
+
+def test_answers_before_and_after(tmp_path: Path) -> None:
+    samples = [
+        sample(0, "2+2?", "4", "fish"),
+        sample(0, "Name?", "Ada", "Ada"),
+        sample(50, "2+2?", "4", "5"),
+        sample(100, "2+2?", "4", " 4\n"),
+        sample(100, "Name?", "Ada", "Bob"),
+    ]
+    page = section(page_of(made_run(tmp_path / "mine", LINES, samples=samples)), "Answers")
+    assert "As expected: 1 of 2 before training, 1 of 2 after step 100." in page.text
+    first, second = page.all("div", "sample")
+    assert [each.text for each in first.all("div", "text")] == ["2+2?", "4", "fish", "4"]
+    assert [each.text for each in second.all("div", "text")] == ["Name?", "Ada", "Ada", "Bob"]
+    assert [each.text for each in first.all("div", "right")] == ["after step 100 ✓4"]
+    assert [each.text for each in second.all("div", "right")] == ["before training ✓Ada"]
+
+
+def test_answers_of_one_step_alone(tmp_path: Path) -> None:
+    page = page_of(made_run(tmp_path / "mine", LINES, samples=[sample(30, "2+2?", "4", "")] * 2))
+    assert "As expected: 0 of 2 after step 30." in page.text
+    assert [each.text for each in page.all("div", "sample")] == [
+        "prompt2+2?expected4after step 30(nothing)"
+    ] * 2
+
+
+def test_everything_hostile_is_text(tmp_path: Path) -> None:
+    settings = {**SETTINGS, "model": {"path": HOSTILE}, "dataset": {"path": HOSTILE}}
+    hostile: dict[str, Any] = json.loads(json.dumps(MANIFEST).replace("box", "BOX"))
+    hostile["starts"][0].update(
+        host=HOSTILE, command_line=["python", "-m", "app.train", HOSTILE], folder=HOSTILE
+    )
+    hostile["choices"] = {HOSTILE: HOSTILE}
+    hostile["packages"] = {HOSTILE: HOSTILE}
+    hostile["hashes"] = {HOSTILE: HOSTILE}
+    hostile["proofs"] = [{"what": HOSTILE, "difference": 1, "allowed": 2}, {"what": HOSTILE}]
+    hostile["counts"]["data"]["notes"] = [HOSTILE]
+    hostile["counts"]["data"]["train"]["source"] = HOSTILE
+    folder = made_run(
+        tmp_path / "a<b>&'\"",
+        LINES,
+        result=result_of(LINES, "failed", error=HOSTILE),
+        samples=[sample(1, HOSTILE, HOSTILE, HOSTILE)],
+        settings=settings,
+        manifest=hostile,
+        preview={
+            "marked": HOSTILE,
+            "rows": [{"place": HOSTILE, "pieces": [{"text": HOSTILE, "trained": True}]}],
+        },
+    )
+    page = page_of(folder)
+    assert not any(page.all(tag) for tag in ("script", "img", "b>", "iframe", "object", "a"))
+    assert page.one("h1").text == "a<b>&'\""
+    assert page.text.count("onerror") >= 18
+    assert not any("onerror" in name for each in page.all("p") for name in each.attributes)
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        ("failed", "It failed. error: no memory"),
+        ("stopped", "resume=auto"),
+        ("dry_run", None),
+    ],
+)
+def test_how_it_ended_is_said(tmp_path: Path, status: str, said: str | None) -> None:
+    error = {"error": "error: no memory"} if status == "failed" else {}
+    page = page_of(made_run(tmp_path / "mine", LINES, result=result_of(LINES, status, **error)))
+    assert [said in note for note in notes(page)] == [True] if said else notes(page) == []
+    assert page.one("div", "top").one("span").text == status.replace("_", " ")
+
+
+def test_a_run_without_a_result_is_at_work_or_was_killed(tmp_path: Path) -> None:
+    folder = made_run(tmp_path / "mine", LINES, result={})
+    killed = page_of(folder)
+    assert killed.one("div", "top").one("span").text == "unfinished"
+    assert "was killed" in notes(killed)[0]
+    held = lock.take(folder / ".lock")
+    try:
+        running = page_of(folder)
+    finally:
+        lock.release(folder / ".lock", held)
+    assert running.one("div", "top").one("span").text == "still running"
+    assert "still at work" in notes(running)[0]
+
+
+def test_a_torn_line_and_files_that_are_none_are_told(tmp_path: Path) -> None:
+    folder = made_run(tmp_path / "mine", LINES)
+    (folder / "metrics.jsonl").write_text(jsonl(LINES) + 'rubbish\n{"step": 4, "lo')
+    (folder / "result.json").write_text("{")
+    (folder / "manifest.json").write_text("[1]")
+    (folder / "preview.json").write_text("\x00")
+    (folder / "run.yaml").write_text("a: [")
+    page = page_of(folder)
+    text = "\n".join(notes(page))
+    assert "metrics.jsonl: 2 lines are torn or unreadable and left out." in text
+    for name in ("result.json", "manifest.json", "preview.json", "run.yaml"):
+        assert f"{name} cannot be read" in text
+    assert len(drawn(chart(page, "Loss"))[0]) == 3
+
+
+def test_an_empty_run_has_a_page(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "metrics.jsonl").touch()
+    page = page_of(folder)
+    assert "Nothing has been logged." in page.text
+    assert tiles(page) == {}
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "result.json", "preview.json", "evaluate.json"])
+def test_other_types_than_expected_break_nothing(tmp_path: Path, name: str) -> None:
+    """Every value of a file replaced by each kind of wrong one."""
+    folder = made_run(tmp_path / "mine", LINES)
+    (folder / "evaluate.json").write_text(
+        json.dumps({"base_eval_loss": 1, "tuned_eval_loss": 2, "eval_loss": 2})
+    )
+    values = json.loads((folder / name).read_text())
+    for wrong in (None, "text", 7, -1.5, True, [], {}, [None], [[1]], {"a": {"b": 1}}):
+        (folder / name).write_text(json.dumps(_everywhere(values, wrong)))
+        read(run_page(folder))
+        for key in values:
+            (folder / name).write_text(json.dumps({**values, key: wrong}))
+            read(run_page(folder))
+
+
+def _everywhere(values: Any, wrong: Any) -> Any:
+    if isinstance(values, dict):
+        return {key: _everywhere(inner, wrong) for key, inner in values.items()}
+    if isinstance(values, list):
+        return [_everywhere(inner, wrong) for inner in values]
+    return wrong
+
+
+def test_metrics_that_are_no_numbers_are_gaps(tmp_path: Path) -> None:
+    lines = [
+        step(1, 3.0),
+        step(2, None),
+        step(3, 2.0, lr="fast", grad_norm=[1]),
+        {"step": 10**400, "loss": 1.0},
+    ]
+    folder = made_run(tmp_path / "mine", result={"status": "finished"})
+    (folder / "metrics.jsonl").write_text(
+        jsonl(lines) + '{"step": 4, "loss": NaN}\n{"step": 5, "loss": -Infinity}\n'
+    )
+    page = page_of(folder)
+    assert "3 of 5 lines have no number for train" in chart(page, "Loss").text
+    assert "1 of 3 lines have no number for lr" in chart(page, "Learning rate").text
+
+
+def test_fifty_thousand_lines_stay_below_a_megabyte(tmp_path: Path) -> None:
+    lines = []
+    for at in range(1, 50_001):
+        lines.append(
+            step(at, 2 + math.sin(at / 50) + 1 / at, grad_norm=1 + at % 7, tokens_per_second=5000 + at % 100)
+        )
+        if at % 50 == 0:
+            lines.append({"step": at, "epoch": at / 100, "eval_loss": 2 + 1 / at})
+    lines[31_000]["loss"] = 77.0
+    page = run_page(made_run(tmp_path / "mine", lines))
+    assert len(page.encode()) < 1_000_000
+    faint = drawn(chart(read(page), "Loss"), class_="faint")
+    assert max(y for _, y in faint[0]) == pytest.approx(77.0, rel=1e-4)
+
+
+def test_time_is_that_of_the_starts_without_what_lay_between(tmp_path: Path) -> None:
+    starts = [{"time": f"2026-01-02T0{hour}:00:00+00:00"} for hour in (1, 5)]
+    folder = made_run(tmp_path / "mine", LINES, manifest={**MANIFEST, "starts": starts})
+    spoken = ("02:00:00+01:00", "02:10:00+01:00", "06:00:30+01:00", "06:20:00+01:00")
+    (folder / "log.txt").write_text("".join(f"2026-01-02 {time}  said\n" for time in spoken))
+    assert read_kept(folder).seconds() == (10 + 20) * 60
+
+
+def test_a_secret_of_the_environment_is_not_on_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_API_KEY", "horse-battery-staple")
+    samples = [sample(1, "the horse-battery-staple", "x", "horse-battery-staple")]
+    page = run_page(made_run(tmp_path / "mine", LINES, samples=samples))
+    assert "horse-battery" not in page
+    assert "the ***" in page
+
+
+def test_a_launched_run_shows_no_command_that_would_not_repeat_it(tmp_path: Path) -> None:
+    """Our own launcher hands the settings over in a file, so the processes have no words of their own."""
+    start = {**MANIFEST["starts"][0], "command_line": ["python", "-u", "-m", "app.train"]}
+    several = {**MANIFEST, "starts": [start], "choices": {**MANIFEST["choices"], "processes": 2}}
+    page = page_of(made_run(tmp_path / "mine", LINES, manifest=several))
+    assert [each.text for each in page.all("pre", "command")] == [
+        f"python -m app.reproduce run={tmp_path / 'mine'}"
+    ]
