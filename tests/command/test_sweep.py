@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from app.config.load import compose_run
 from tests.command.test_resume import SMALL, has_reached
 from tests.conftest import RunApp
 from tests.runs import Ended, Running, Zygote, metrics, numbers, result
@@ -159,7 +160,7 @@ def test_a_search_goes_on_after_a_kill_with_what_it_had_proposed(zygote: Zygote,
     assert [trial["status"] for trial in trials] == ["finished"] * 3
     assert len({trial["values"]["optimizer.lr"] for trial in trials}) == 3
     assert trials[0]["values"] == {
-        "optimizer.lr": 0.004,
+        "optimizer.lr": compose_run(["recipe=lora"]).optimizer.lr,
         "adapter.dropout": 0.0,
         "schedule.warmup_fraction": 0.03,
     }

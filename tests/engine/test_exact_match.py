@@ -94,7 +94,7 @@ def learnt(data: Data) -> tuple[Trainee, Runtime]:
     runtime = start(run.launch, "fp32", seed=0)
     stepper = stepper_of(run, runtime)
     loader = Loader(data.eval, Padded(10, pad_id=0), Share(1), seed=0)
-    for step in range(16):
+    for step in range(28):
         stepper.run(loader.batches(step), 1e-2)
     return stepper.trainee, runtime
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from app.config.load import compose_run
 from app.errors import ConfigError
 from app.sweep.expansion import settings_of
 from app.sweep.preset import SweepConfig
@@ -55,6 +56,10 @@ def ended(proposer: Search, objective: Objective = valley, before: Sequence[Outc
     return found
 
 
+def rate_of(recipe: str) -> float:
+    return compose_run([f"recipe={recipe}"]).optimizer.lr
+
+
 def told(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     return [asdict(each) for each in outcomes]
 
@@ -64,7 +69,7 @@ def test_the_first_trial_is_the_run_without_the_sweep_and_the_others_lie_in_the_
     assert found[0].overrides == (
         "seed=1",
         "recipe=lora",
-        "optimizer.lr=0.004",
+        f"optimizer.lr={rate_of('lora')}",
         "adapter.r=32",
         "schedule.warmup_fraction=0.03",
     )
@@ -90,9 +95,9 @@ def test_a_swept_setting_is_searched_too_and_each_choice_has_its_own_rate() -> N
     for each in found:
         values = values_of(each.swept)
         rates[values["recipe"]].append(values["optimizer.lr"])
-    assert found[0].overrides == ("recipe=full", "optimizer.lr=0.003")
-    assert all(0.0015 <= rate <= 0.006 for rate in rates["full"])
-    assert all(0.002 <= rate <= 0.008 for rate in rates["lora"])
+    assert found[0].overrides == ("recipe=full", f"optimizer.lr={rate_of('full')}")
+    for recipe, found_rates in rates.items():
+        assert all(rate_of(recipe) / 2 <= rate <= rate_of(recipe) * 2 for rate in found_rates)
     assert rates["lora"]
 
 

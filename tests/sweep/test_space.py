@@ -172,7 +172,7 @@ def test_multiples_are_of_the_run_without_them() -> None:
 
 
 def test_values_of_a_run() -> None:
-    run = compose_run(["model.architecture.vocab_size=99"])
+    run = compose_run(["model.weights=random", "model.architecture.vocab_size=99"])
     assert value_in(run, "adapter.r") == run.adapter.r
     assert value_in(run, "optimizer") == run.optimizer.kind
     assert value_in(run, "model.architecture.vocab_size") == 99
