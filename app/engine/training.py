@@ -5,6 +5,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
+from app.config import garbage
 from app.config.rules import trains_answers
 from app.config.schema import RunConfig
 from app.engine.checkpoint import Checkpoints
@@ -58,6 +59,7 @@ def train_in(folder: RunFolder, run: RunConfig, console: Console) -> int:
         record.begin(ground.plan.steps, progress.step)
         rhythm = Rhythm(run.training, run.eval, run.checkpoint, run.record.every)
         loop = Loop(_parts(run, ground, stepper, checkpoints, record), rhythm, progress)
+        garbage.look_as_usual()
         if progress.step == 0:
             loop.parts.show_samples(0)
         ended = loop.fit(request)
