@@ -120,8 +120,8 @@ class Launched:
     def last_line(self) -> str:
         return self._said.read_text().splitlines()[-1]
 
-    def ended(self) -> tuple[int, str]:
-        return self.process.wait(timeout=60), self._errors.read_text()
+    def ended(self, within: float = 60) -> tuple[int, str]:
+        return self.process.wait(timeout=within), self._errors.read_text()
 
 
 def test_the_launcher_passes_signals_on_and_tells_a_death_once(
