@@ -49,7 +49,8 @@ def reproduce(config: ReproduceConfig, console: Console) -> int:
     code = train(run)
     found = of_lines(lines, read_lines(after.metrics))
     if code and found.last_step != last:
-        return code  # somebody asked it to stop
+        console.say(f"stopped, not compared: give another output_dir, or remove {after.path}, to begin again")
+        return code
     agrees = found.within(config.tolerance) and found.last_step == last
     console.say(aligned([("result", _verdict(found, agrees, last))], width=8))
     write_json(after.path / "reproduce.json", _result(config, found, agrees, [*programs, *content]))

@@ -13,7 +13,9 @@ from typing import NoReturn
 import hydra
 from omegaconf import DictConfig
 
+from app.config import garbage
 from app.config.arguments import is_sweep
+from app.config.commands import how_to_go_on, how_to_go_on_elsewhere
 from app.config.groups import CONF
 from app.config.help import asks_for_help, help_text
 from app.config.load import VERSION_BASE, checked_arguments, load_run, store_schema
@@ -22,7 +24,13 @@ from app.config.schema import RunConfig
 from app.engine.world import world
 from app.errors import AppError, ConfigError
 from app.launch.agent import processes_to_start, train_in_processes
-from app.launch.worker import fail_as_one_of_several, failing_once, require_named_folder, run_given
+from app.launch.worker import (
+    fail_as_one_of_several,
+    failing_once,
+    go_on_given,
+    require_named_folder,
+    run_given,
+)
 from app.record.console import Console
 from app.record.folder import RunFolder
 from app.record.follower import SilentConsole
@@ -31,24 +39,26 @@ from app.record.terminal import open_console
 
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
 
+_typed: list[str] = []  # the words of the command line, which Hydra's function is not given
 
-def train(run: RunConfig) -> int:
-    """From a checked config to a finished folder; returns the exit code."""
+
+def train(run: RunConfig, go_on: str = "") -> int:
+    """From a checked config to a finished folder; returns the exit code. `go_on`: how to continue if it is stopped."""
     _check_parts(run)
     count = processes_to_start(run.launch)
     if count:
-        return train_in_processes(count, run)
+        return train_in_processes(count, run, go_on)
     if not world().is_first:
-        return _train_in(RunFolder.joined(run.output_dir), run, SilentConsole())
+        return _train_in(RunFolder.joined(run.output_dir), run, SilentConsole(), go_on)
     with RunFolder.claim(run.output_dir, run.resume) as folder:
-        return _train_in(folder, run, open_console())
+        return _train_in(folder, run, open_console(), go_on)
 
 
-def _train_in(folder: RunFolder, run: RunConfig, console: Console) -> int:
+def _train_in(folder: RunFolder, run: RunConfig, console: Console, go_on: str) -> int:
     console.say(f"output  {folder.path}")  # what comes next takes seconds to load
     from app.engine.training import train_in
 
-    return train_in(folder, run, console)
+    return train_in(folder, run, console, go_on)
 
 
 def _check_parts(run: RunConfig) -> None:
@@ -73,13 +83,17 @@ def _under_hydra(config: DictConfig) -> float | None:
     """Returns the objective, as sweepers that drive Hydra expect it."""
     try:
         run = load_run(config)
-        code = train(run)
+        code = train(run, _how_to_go_on(run))
     except AppError as problem:  # caught here, because Hydra would put a line of its own before the message
         _leave(problem)
     if code:
         sys.exit(code)
     objective: float | None = read_result(run.output_dir).get("objective")
     return objective
+
+
+def _how_to_go_on(run: RunConfig) -> str:
+    return how_to_go_on_elsewhere() if world().is_joined else how_to_go_on(_typed, run.output_dir)
 
 
 def _leave(problem: AppError) -> NoReturn:
@@ -90,6 +104,7 @@ def _leave(problem: AppError) -> NoReturn:
 
 def main() -> None:
     """Exit codes: 0 done, 1 our fault, 2 the user's, 3 a trial failed, 75 saved (start me again), 130 Ctrl-C."""
+    garbage.look_seldom()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # a fault of ours keeps its whole traceback
     # threads that wait without end for each other make two runs on one machine four times slower, not two
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -106,7 +121,7 @@ def main() -> None:
 def _dispatch(arguments: list[str]) -> None:
     given = run_given()
     if given is not None:
-        sys.exit(train(given))
+        sys.exit(train(given, go_on_given()))
     if asks_for_help(arguments):
         sys.stdout.write(help_text())
         return
@@ -114,6 +129,7 @@ def _dispatch(arguments: list[str]) -> None:
         from app.sweep.command import sweep
 
         sys.exit(sweep(arguments, _check_parts))
+    _typed[:] = arguments
     sys.argv[1:] = checked_arguments(arguments)
     require_named_folder(sys.argv[1:])
     store_schema()

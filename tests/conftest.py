@@ -11,6 +11,7 @@ import pytest
 
 from tests import marks
 from tests.global_state import restored
+from tests.runs import Zygote
 
 REPO = Path(__file__).parent.parent
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "WANDB_MODE": "offline"}
@@ -50,11 +51,23 @@ def _clean_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+def _environment_of_processes() -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(DROPPED) and k not in RANKS}
+    return kept | OFFLINE | {"PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """One serves all tests of a worker."""
+    served = Zygote(_environment_of_processes())
+    yield served
+    served.close()
+
+
 @pytest.fixture
 def app_env(_clean_process: None) -> dict[str, str]:
     """The environment for a process of ours: offline, one thread, an empty cache, no settings of the user."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(DROPPED) and k not in RANKS}
-    return kept | OFFLINE | {"PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    return _environment_of_processes()
 
 
 @pytest.fixture

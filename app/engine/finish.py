@@ -1,9 +1,6 @@
 """The end of a run: the weights as files, the result, and what to do next."""
 
-import shutil
-import sys
-from pathlib import Path
-
+from app.config.commands import python
 from app.config.schema import RunConfig
 from app.engine.checkpoint import Checkpoints, load_weights
 from app.engine.files import whole_folder
@@ -17,27 +14,9 @@ from app.record.follower import Follower
 from app.record.record import Record
 
 
-def finish(
-    run: RunConfig, ground: Ground, loop: Loop, record: Record | Follower, stopped_by: int | None
-) -> int:
+def finish(run: RunConfig, ground: Ground, loop: Loop, record: Record | Follower) -> int:
     """Write what came out; returns the exit code."""
-    parts, progress = loop.parts, loop.progress
-    known = {
-        "objective": progress.last_loss if progress.best_loss is None else progress.best_loss,
-        "steps": progress.step,
-        "train_loss_first": progress.first_loss,
-        "train_loss_last": progress.last_loss,
-        "eval_loss": progress.last_eval_loss,
-        "tokens_per_second": loop.tokens_per_second,
-        "peak_memory_bytes": parts.runtime.peak_memory_bytes(),
-    }
-    if stopped_by is not None:
-        record.message(
-            f"stopped after step {progress.step}, which is saved. Go on with the same command and "
-            f"output_dir={record.folder.path} resume=auto"
-        )
-        record.finish("stopped", **known)
-        return stopped_by
+    parts, progress, known = loop.parts, loop.progress, _known(loop)
     if run.checkpoint.final == "best":
         _take_best(parts.checkpoints, progress, parts.stepper.trainee, record)
     if parts.runtime.rank == 0:
@@ -50,6 +29,27 @@ def finish(
     record.message(_closing_words(what, record, known, progress))
     record.finish("finished", final=str(record.folder.final), **known)
     return 0
+
+
+def stop(loop: Loop, record: Record | Follower, go_on: str) -> int:
+    """The same for a run that was asked to stop, and has saved; `go_on` tells how to continue it."""
+    record.message(f"stopped after step {loop.progress.step}, which is saved. {go_on}".rstrip())
+    record.finish("stopped", **_known(loop))
+    assert loop.stopped_by is not None
+    return loop.stopped_by
+
+
+def _known(loop: Loop) -> dict[str, float | None]:
+    progress = loop.progress
+    return {
+        "objective": progress.last_loss if progress.best_loss is None else progress.best_loss,
+        "steps": progress.step,
+        "train_loss_first": progress.first_loss,
+        "train_loss_last": progress.last_loss,
+        "eval_loss": progress.last_eval_loss,
+        "tokens_per_second": loop.tokens_per_second,
+        "peak_memory_bytes": loop.parts.runtime.peak_memory_bytes(),
+    }
 
 
 def _take_best(
@@ -71,14 +71,5 @@ def _closing_words(
         f"done    {progress.step} steps, loss {progress.first_loss:.4f} -> {progress.last_loss:.4f}{evaluated}, "
         f"{speed:,.0f} tokens/s\n"
         f"{what:<7} {record.folder.final}\n"
-        f'try it  {_python()} -m app.generate run={record.folder.path} prompt="..."'
+        f'try it  {python()} -m app.generate run={record.folder.path} prompt="..."'
     )
-
-
-def _python() -> str:
-    """As it must be typed here: the program's interpreter need not be the one of the shell."""
-    if shutil.which("python") == sys.executable:
-        return "python"
-    here = Path.cwd()
-    own = Path(sys.executable)
-    return str(own.relative_to(here)) if own.is_relative_to(here) else str(own)

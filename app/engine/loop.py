@@ -12,6 +12,7 @@ from app.config.schema import CheckpointConfig, EvalConfig, TrainingConfig
 from app.data.loader import Loader
 from app.engine.checkpoint import Checkpoints
 from app.engine.evaluation import score
+from app.engine.pace import Course, Pace
 from app.engine.progress import Progress
 from app.engine.runtime import Runtime
 from app.engine.signals import START_ME_AGAIN, StopRequest
@@ -27,8 +28,8 @@ class Journal(Protocol):
     def message(self, text: str) -> None:
         """A remark for whoever watches."""
 
-    def step(self, values: dict[str, float | int]) -> None:
-        """A line of metrics."""
+    def step(self, values: dict[str, float | int], seconds_left: float | None) -> None:
+        """A line of metrics, and how long the rest takes."""
 
     def evaluation(self, values: dict[str, float | int]) -> None:
         """A line of an evaluation."""
@@ -50,9 +51,8 @@ class Parts:
     checkpoints: Checkpoints
     journal: Journal
     show_samples: Callable[[int], None]
-    answers: bool = (
-        False  # whether what is trained are answers, which an evaluation can find right as a whole
-    )
+    answers: bool = False  # whether trained are answers, which an evaluation can find right as a whole
+    eval_size: float = 0.0  # tokens of an evaluation over those of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,7 @@ class Loop:
         self._rhythm = rhythm
         self.progress = progress
         self._window = _Window()
+        self._pace = Pace(_course(parts, rhythm, progress))
         self._tokens, self._seconds = 0, 0.0
         self.stopped_by: int | None = None  # the exit code that was asked for
         self._skipped: list[Tensor] = []  # flags that nobody has read yet: reading them waits for the device
@@ -169,7 +170,9 @@ class Loop:
         improved = self.progress.note_eval(scores.loss, self._rhythm.eval.min_delta)
         parts.journal.evaluation({"step": step, "epoch": parts.plan.epoch(step), **scores.line()})
         parts.show_samples(step)
-        self._window.started += time.perf_counter() - started  # training speed is of training
+        seconds = time.perf_counter() - started
+        self._pace.evaluated(seconds)
+        self._window.started += seconds  # training speed is of training
         return improved
 
     def _report(self, result: StepResult) -> None:
@@ -193,7 +196,8 @@ class Loop:
                 "trained_tokens": progress.trained_tokens,
                 "tokens_per_second": self._window.tokens / seconds,
                 "peak_memory_bytes": int(runtime.peers.highest(runtime.peak_memory_bytes())),
-            }
+            },
+            self._pace.seconds_left(progress.step),
         )
         self._window = _Window()
 
@@ -228,4 +232,20 @@ class Loop:
         self._count_skipped()
         self.parts.journal.sync()
         self.parts.checkpoints.save(self.progress, self.parts.stepper, self.parts.runtime.peers)
-        self._window.started += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self._pace.saved(seconds, planned=self._at_end() or self._due(self._rhythm.checkpoint.every))
+        self._window.started += seconds
+
+
+def _course(parts: Parts, rhythm: Rhythm, progress: Progress) -> Course:
+    """Of this start: it may be told to stop before the end of the run."""
+    total, stop = parts.plan.steps, rhythm.training.stop_after
+    end = stop if stop is not None and progress.step < stop < total else total
+    return Course(
+        end=end,
+        eval_every=rhythm.eval.every,
+        save_every=rhythm.checkpoint.every,
+        evaluates=parts.eval_batches is not None,
+        evaluates_at_end=end == total,
+        eval_size=parts.eval_size,
+    )

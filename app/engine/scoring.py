@@ -21,13 +21,13 @@ from app.engine.choices import choose
 from app.engine.evaluation import Sums, score_rows
 from app.engine.ground import attention_needs, layout_of, require_known_ids
 from app.engine.limits import within_positions
+from app.engine.pace import Course, Pace
 from app.engine.proofs import prove_on
 from app.engine.runtime import start
 from app.engine.subject import Subject, sections_of
 from app.model.build import plan_model
 from app.model.load import weights_of
 from app.model.tokenizer import load_tokenizer
-from app.record.console import Pace
 from app.record.lines import duration
 
 Say = Callable[[str], None]
@@ -95,7 +95,7 @@ class Scoring(Subject):
     def _batches(self, say: Say) -> Iterator[Batch]:
         """This process's share of the rows; now and then it says how far it is."""
         total = int(self.rows.lengths.sum(dtype="int64"))
-        pace, told = Pace(total), time.monotonic()
+        pace, told = Pace(Course(end=total)), time.monotonic()
         done, left = 0, pace.seconds_left(0)
         for batch in eval_batches(self.rows, self.layout, self.runtime.processes, self.runtime.rank):
             yield batch

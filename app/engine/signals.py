@@ -1,5 +1,6 @@
 """Being asked to stop: finish the step, save, and leave with a code that says what to do."""
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from types import FrameType
 
 START_ME_AGAIN = 75
 CTRL_C = 130
+HEARD = "\nCtrl-C: this step is finished and saved; once more ends at once, without saving\n"
 CODES = {signal.SIGTERM: START_ME_AGAIN, signal.SIGUSR1: START_ME_AGAIN, signal.SIGINT: CTRL_C}
 
 
@@ -19,8 +21,8 @@ class StopRequest:
 
 
 @contextmanager
-def listening() -> Iterator[StopRequest]:
-    """Signals set the request; a second Ctrl-C stops at once.
+def listening(*, speaks: bool = False) -> Iterator[StopRequest]:
+    """Signals set the request; a second Ctrl-C stops at once. A step may be long: who `speaks` answers the first.
 
     Who was asked is ending: asked again, by each launcher that passes the signal on, it must not die on the way.
     """
@@ -29,6 +31,8 @@ def listening() -> Iterator[StopRequest]:
     def note(number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT and request.exit_code is not None:
             raise KeyboardInterrupt
+        if number == signal.SIGINT and speaks:
+            os.write(2, HEARD.encode())  # no stream: the signal may have come while one was being written
         request.exit_code = CODES[signal.Signals(number)]
 
     before = {number: signal.signal(number, note) for number in CODES}

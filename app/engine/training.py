@@ -5,10 +5,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
+from app.config import garbage
 from app.config.rules import trains_answers
 from app.config.schema import RunConfig
 from app.engine.checkpoint import Checkpoints
-from app.engine.finish import finish
+from app.engine.finish import finish, stop
 from app.engine.ground import Ground, facts, lay_ground, layout_of, table
 from app.engine.identity import identity
 from app.engine.limits import within_positions
@@ -34,8 +35,8 @@ from app.record.follower import Follower
 from app.record.record import Record
 
 
-def train_in(folder: RunFolder, run: RunConfig, console: Console) -> int:
-    """Returns the exit code."""
+def train_in(folder: RunFolder, run: RunConfig, console: Console, go_on: str) -> int:
+    """Returns the exit code. `go_on` is for who stops the run: how to continue it."""
     run = within_positions(run, console.say)
     ground = lay_ground(run, folder.checkpoints, console.say)
     if run.dry_run:
@@ -49,7 +50,7 @@ def train_in(folder: RunFolder, run: RunConfig, console: Console) -> int:
     checkpoints = Checkpoints(folder.checkpoints, run.checkpoint, same, asdict(ground.choices))
     peers = ground.runtime.peers
     progress = checkpoints.load(ground.save, stepper, peers) if ground.save else Progress()
-    with listening() as request, _opened(folder, run, ground, console) as record:
+    with listening(speaks=world().is_first) as request, _opened(folder, run, ground, console) as record:
         record.rewind(progress.step if ground.save else -1)
         record.table(table(run, ground))
         record.add_facts(proofs=[asdict(proof) for proof in proofs])
@@ -57,11 +58,13 @@ def train_in(folder: RunFolder, run: RunConfig, console: Console) -> int:
             _tell_base(run, ground, trainee, record)
         record.begin(ground.plan.steps, progress.step)
         rhythm = Rhythm(run.training, run.eval, run.checkpoint, run.record.every)
-        loop = Loop(_parts(run, ground, stepper, checkpoints, record), rhythm, progress)
+        parts = _parts(run, ground, stepper, checkpoints, record)
         if progress.step == 0:
-            loop.parts.show_samples(0)
+            parts.show_samples(0)
+        garbage.look_as_usual()
+        loop = Loop(parts, rhythm, progress)  # its clock begins here
         ended = loop.fit(request)
-        code = finish(run, ground, loop, record, stopped_by=None if ended else loop.stopped_by)
+        code = finish(run, ground, loop, record) if ended else stop(loop, record, go_on)
         ground.runtime.leave()
     return code
 
@@ -128,4 +131,13 @@ def _parts(
         journal=record,
         show_samples=sampler(*samples) if world().is_first else lambda _step: None,
         answers=trains_answers(run.dataset),
+        eval_size=_eval_size(ground),
     )
+
+
+def _eval_size(ground: Ground) -> float:
+    """Tokens of an evaluation over those of a step."""
+    if ground.data.eval is None:
+        return 0.0
+    of_a_step = ground.data.train.lengths.sum() / ground.plan.steps_per_epoch
+    return float(ground.data.eval.lengths.sum() / of_a_step)

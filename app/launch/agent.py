@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -22,7 +22,7 @@ from app.engine.signals import CODES
 from app.engine.world import world
 from app.errors import ConfigError
 from app.launch.failures import FOLDER, Failure, account_of, first_of, left_by
-from app.launch.worker import RUN
+from app.launch.worker import GO_ON, RUN
 
 _GRACE = 20  # seconds for the others after one has failed
 _SAVED = frozenset(CODES.values())  # the processes have said what there is to say
@@ -46,20 +46,21 @@ def processes_to_start(launch: LaunchConfig) -> int:
     return wanted if wanted > 1 else 0
 
 
-def train_in_processes(count: int, run: RunConfig) -> int:
+def train_in_processes(count: int, run: RunConfig, go_on: str) -> int:
     """`app.train` for this very run: what a clock or an environment decided is decided once, for all."""
-    return launch(count, ["-m", "app.train"], run)
+    settings = OmegaConf.to_yaml(OmegaConf.create(asdict(run)))
+    return launch(count, ["-m", "app.train"], {RUN: settings, GO_ON: go_on})
 
 
-def launch(count: int, program: Sequence[str], run: RunConfig | None = None) -> int:
+def launch(count: int, program: Sequence[str], files: Mapping[str, str] | None = None) -> int:
     """`python program` in `count` processes; returns the exit code of the first that failed, else 0."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what is to be told, we tell
     with tempfile.TemporaryDirectory(prefix="app-launch-") as name, _passed_on() as asked:
-        if run is not None:
-            (Path(name) / RUN).write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(run))))
+        for file, text in (files or {}).items():
+            (Path(name) / file).write_text(text)
         os.environ[FOLDER] = name
         try:
             elastic_launch(_settings(count, name), sys.executable)("-u", *program)

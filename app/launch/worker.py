@@ -14,13 +14,18 @@ from app.engine.world import world
 from app.errors import AppError, ConfigError
 from app.launch.failures import FOLDER, leave_failure
 
-RUN = "run.yaml"
+RUN, GO_ON = "run.yaml", "go_on.txt"
 
 
 def run_given() -> RunConfig | None:
     """The run that our launcher started this process for."""
     folder = os.environ.get(FOLDER)
     return None if folder is None else read_run(Path(folder) / RUN)
+
+
+def go_on_given() -> str:
+    """How to continue that run: its command is known to the launcher alone."""
+    return (Path(os.environ[FOLDER]) / GO_ON).read_text()
 
 
 def require_named_folder(overrides: Sequence[str]) -> None:

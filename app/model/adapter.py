@@ -1,8 +1,6 @@
 """Adapters on the linear layers of a frozen base, and the proof that exactly they are trained."""
 
-import contextlib
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -10,6 +8,7 @@ from torch import nn
 from app.config.schema import AdapterConfig
 from app.config.suggest import did_you_mean
 from app.errors import ConfigError
+from app.model.lean_peft import lean_peft
 from app.model.tasks import Task
 
 ALL_LINEAR = "all-linear"
@@ -28,19 +27,19 @@ def _none(_config: AdapterConfig, _task: Task, lm: Any, _base_path: str) -> nn.M
 
 
 def _lora(config: AdapterConfig, task: Task, lm: Any, base_path: str) -> nn.Module:
-    from peft import LoraConfig, get_peft_model
-
     layers = layers_to_adapt(config.targets, lm)
     lm.name_or_path = base_path  # PEFT writes this down as the adapter's base
-    lora = LoraConfig(
-        task_type=task.peft_type,
-        r=config.r,
-        lora_alpha=config.alpha,
-        lora_dropout=config.dropout,
-        target_modules=_short_names(layers, lm),
-        fan_in_fan_out=any(_is_conv1d(lm.get_submodule(layer)) for layer in layers),
-    )
-    with quiet_peft():
+    with lean_peft():
+        from peft import LoraConfig, get_peft_model
+
+        lora = LoraConfig(
+            task_type=task.peft_type,
+            r=config.r,
+            lora_alpha=config.alpha,
+            lora_dropout=config.dropout,
+            target_modules=_short_names(layers, lm),
+            fan_in_fan_out=any(_is_conv1d(lm.get_submodule(layer)) for layer in layers),
+        )
         network = get_peft_model(lm, lora)
     _prove_trained(network, layers)
     result: nn.Module = network
@@ -48,14 +47,6 @@ def _lora(config: AdapterConfig, task: Task, lm: Any, base_path: str) -> nn.Modu
 
 
 ADAPTERS: dict[str, Callable[[AdapterConfig, Task, Any, str], nn.Module]] = {"none": _none, "lora": _lora}
-
-
-@contextlib.contextmanager
-def quiet_peft() -> Iterator[None]:
-    """PEFT asks transformers for a name that transformers has since changed: nothing that a user could mend."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
-        yield
 
 
 def layers_to_adapt(targets: list[str], lm: Any) -> list[str]:

@@ -9,10 +9,10 @@ import torch
 
 from app.config.schema import ModelConfig, QuantizationConfig
 from app.errors import CheckpointError
-from app.model.adapter import quiet_peft
 from app.model.attention import right_own
 from app.model.build import ModelSections, build_base
 from app.model.dtypes import DTYPES
+from app.model.lean_peft import lean_peft
 from app.model.quantize import packing_of
 from app.model.source import fetch_folder, gist, require_weights
 from app.model.tasks import Task
@@ -135,11 +135,12 @@ def _load(
 
 
 def _with_adapter(lm: Any, final: Path) -> Any:
-    from peft import PeftModel
     from safetensors import SafetensorError
 
     try:
-        with quiet_peft():
+        with lean_peft():
+            from peft import PeftModel
+
             return PeftModel.from_pretrained(lm, str(final)).eval()
     except (OSError, ValueError, RuntimeError, SafetensorError) as fault:
         raise CheckpointError(f"the adapter in {final} cannot be loaded ({gist(fault)}).") from fault

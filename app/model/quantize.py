@@ -83,6 +83,8 @@ def _none(_config: QuantizationConfig, _compute: torch.dtype) -> None:
 
 
 def _nf4(config: QuantizationConfig, compute: torch.dtype) -> FourBit:
+    import bitsandbytes  # noqa: F401  from here on PEFT must look for its layers: model.lean_peft
+
     return FourBit("nf4", config.double_quant, compute)
 
 

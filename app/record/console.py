@@ -1,12 +1,11 @@
 """What is shown: a progress bar on a terminal, else lines. It is never a reason to stop a run."""
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TextIO
 
-from app.record.lines import Sample, printable, samples_text, step_line, step_parts
+from app.record.lines import Sample, printable, samples_text, step_line
 
 
 class Console(Protocol):
@@ -18,8 +17,8 @@ class Console(Protocol):
     def say(self, text: str) -> None:
         """One message."""
 
-    def step(self, values: Mapping[str, Any]) -> None:
-        """The numbers of one step."""
+    def step(self, values: Mapping[str, Any], seconds_left: float | None = None) -> None:
+        """The numbers of one step, and how long the rest takes."""
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         """What the model answers by now."""
@@ -33,21 +32,20 @@ class PlainConsole:
 
     def __init__(self, stream: "SafeStream") -> None:
         self._stream = stream
-        self._pace = Pace()
+        self._total: int | None = None
 
-    def begin(self, total: int, done: int) -> None:
-        """From here on the time left is known."""
-        self._pace = Pace(total, done)
+    def begin(self, total: int, done: int) -> None:  # noqa: ARG002  a line has no bar to move
+        """From here on each line tells its place in the run."""
+        self._total = total
 
     def say(self, text: str) -> None:
         """As it is."""
         self._stream.write(f"{printable(text)}\n")
         self._stream.flush()
 
-    def step(self, values: Mapping[str, Any]) -> None:
+    def step(self, values: Mapping[str, Any], seconds_left: float | None = None) -> None:
         """With the place in the run and the time left."""
-        left = self._pace.seconds_left(values["step"])
-        self.say(step_line(values, self._pace.total, left))
+        self.say(step_line(values, self._total, seconds_left))
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         """One below the other."""
@@ -55,25 +53,6 @@ class PlainConsole:
 
     def close(self) -> None:
         """Nothing to leave behind."""
-
-
-class Pace:
-    """How long the rest takes, from the steps since the first that was seen: that one had to warm up."""
-
-    def __init__(self, total: int | None = None, done: int = 0) -> None:
-        self.total = total
-        self.done = done
-        self._since: tuple[int, float] | None = None
-
-    def seconds_left(self, step: int) -> float | None:
-        """None as long as nothing can be said."""
-        now = time.monotonic()
-        if self._since is None:
-            self._since = (step, now)
-        first, start = self._since
-        if self.total is None or step <= first:
-            return None
-        return (self.total - step) * (now - start) / (step - first)
 
 
 class SafeStream:
@@ -123,8 +102,3 @@ class SafeStream:
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nothing, self._stream.fileno())
             os.close(nothing)
-
-
-def step_numbers(values: Mapping[str, Any], pace: Pace) -> str:
-    """The numbers of a step without its place, which a bar shows."""
-    return " | ".join(step_parts(values, pace.seconds_left(values["step"])))

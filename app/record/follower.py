@@ -45,7 +45,7 @@ class Follower:
     def rewind(self, step: int) -> None:
         """So is what is taken back."""
 
-    def step(self, values: Mapping[str, float | int | None]) -> None:
+    def step(self, values: Mapping[str, float | int | None], seconds_left: float | None = None) -> None:
         """And each line of metrics."""
 
     def evaluation(self, values: Mapping[str, float | int | None]) -> None:
@@ -71,7 +71,7 @@ class SilentConsole:
     def say(self, text: str) -> None:
         """Nothing is shown."""
 
-    def step(self, values: Mapping[str, Any]) -> None:
+    def step(self, values: Mapping[str, Any], seconds_left: float | None = None) -> None:
         """Nothing is shown."""
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:

@@ -9,8 +9,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from app.record.console import Pace, SafeStream, step_numbers
-from app.record.lines import Sample, printable
+from app.record.console import SafeStream
+from app.record.lines import Sample, printable, step_parts
 
 _SECONDS_BETWEEN_DRAWINGS = 0.1
 
@@ -27,12 +27,12 @@ class LiveConsole:
             console=self._terminal,
             auto_refresh=False,
         )
-        self._pace = Pace()
+        self._total: int | None = None
         self._drawn = 0.0
 
     def begin(self, total: int, done: int) -> None:
         """The bar appears."""
-        self._pace = Pace(total, done)
+        self._total = total
         self._progress.add_task("", total=total, completed=done, numbers="")
         self._progress.start()
 
@@ -40,13 +40,13 @@ class LiveConsole:
         """Above the bar."""
         self._terminal.print(Text(printable(text)), soft_wrap=True)
 
-    def step(self, values: Mapping[str, Any]) -> None:
+    def step(self, values: Mapping[str, Any], seconds_left: float | None = None) -> None:
         """Moves the bar."""
-        numbers = step_numbers(values, self._pace)
+        numbers = " | ".join(step_parts(values, seconds_left))
         for task in self._progress.task_ids:
             self._progress.update(task, completed=values["step"], numbers=numbers)
         now = time.monotonic()
-        if now - self._drawn >= _SECONDS_BETWEEN_DRAWINGS or values["step"] == self._pace.total:
+        if now - self._drawn >= _SECONDS_BETWEEN_DRAWINGS or values["step"] == self._total:
             self._progress.refresh()
             self._drawn = now
 

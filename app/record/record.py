@@ -90,11 +90,11 @@ class Record:
         """Names and values in two columns, as the run starts with."""
         self.message(aligned(rows))
 
-    def step(self, values: Mapping[str, float | int | None]) -> None:
-        """The numbers of one step; metrics.jsonl keeps their order."""
+    def step(self, values: Mapping[str, float | int | None], seconds_left: float | None = None) -> None:
+        """The numbers of one step; metrics.jsonl keeps their order. How long the rest takes is for the screen."""
         self._metrics.write(values)
         self._summary.see(values)
-        self._console.step(values)
+        self._console.step(values, seconds_left)
         self._write_log(step_line(values, self._total, None))
         self._track(values)
 

@@ -10,8 +10,13 @@ from app.record.console import Console, PlainConsole, SafeStream
 def open_console(stream: TextIO | None = None) -> Console:
     """The one that suits the stream (standard output if none is given)."""
     safe = SafeStream(stream or sys.stdout)
-    if safe.isatty() and os.environ.get("TERM") != "dumb":
+    if safe.isatty() and can_move():
         from app.record.live import LiveConsole
 
         return LiveConsole(safe)
     return PlainConsole(safe)
+
+
+def can_move() -> bool:
+    """Whether a terminal obeys when it is told to go back in a line: TERM says what it is."""
+    return os.environ.get("TERM", "") not in {"", "dumb", "unknown"}

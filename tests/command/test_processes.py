@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -92,14 +93,14 @@ class Launched:
     """The real command: one process that starts the others."""
 
     def __init__(self, folder: Path, environment: dict[str, str], *arguments: str) -> None:
-        self._errors = folder / "launched.txt"
-        with self._errors.open("w") as errors:
+        self._errors, self._said = folder / "launched.txt", folder / "said.txt"
+        with self._errors.open("w") as errors, self._said.open("w") as said:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "app.train", *arguments],
                 env=environment,
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+                stdout=said,
                 stderr=errors,
             )
 
@@ -116,8 +117,11 @@ class Launched:
                 return int(pid)
         raise AssertionError(rank)
 
-    def ended(self) -> tuple[int, str]:
-        return self.process.wait(timeout=60), self._errors.read_text()
+    def last_line(self) -> str:
+        return self._said.read_text().splitlines()[-1]
+
+    def ended(self, within: float = 60) -> tuple[int, str]:
+        return self.process.wait(timeout=within), self._errors.read_text()
 
 
 def test_the_launcher_passes_signals_on_and_tells_a_death_once(
@@ -133,6 +137,7 @@ def test_the_launcher_passes_signals_on_and_tells_a_death_once(
     first.until(run, 3)
     first.process.send_signal(signal.SIGTERM)
     assert first.ended() == (75, "")
+    assert shlex.split(first.last_line())[1:] == ["-m", "app.train", *launched_with]
     assert result(run)["status"] == "stopped"
 
     second = Launched(tmp_path, app_env, *launched_with)

@@ -3,7 +3,9 @@
 import json
 import os
 import random
+import shlex
 import signal
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from app.engine.signals import HEARD
 from tests.runs import Zygote, metrics, numbers, result
 
 SMALL = (
@@ -102,16 +105,22 @@ def test_asked_to_stop_it_saves_and_continues_the_same(
     zygote: Zygote, tmp_path: Path, number: int, code: int
 ) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    command = (*SMALL, "checkpoint.every=0", "training.max_steps=10")
+    (tmp_path / "a b").mkdir()
+    command = (*SMALL, "checkpoint.every=0", "training.max_steps=10", "cache_dir='a b'")
     assert zygote.run(tmp_path, *command, f"output_dir={whole}").code == 0
-    run = zygote.start(tmp_path, *command, f"output_dir={stopped}")
+    run = zygote.start(tmp_path, *command, f"+output_dir={stopped}")
     run.until(lambda: len(metrics(stopped)) >= 3)
     ended = run.stop(number)
     assert ended.code == code, ended.stderr
     assert "Traceback" not in ended.stderr
-    assert "resume=auto" in ended.stdout
+    assert (number == signal.SIGINT) == (HEARD in ended.stderr)
     assert result(stopped)["status"] == "stopped"
-    assert zygote.run(tmp_path, *command, f"output_dir={stopped}", "resume=auto").code == 0
+    said = ended.stdout.splitlines()
+    assert said[-2].endswith("which is saved. To go on:")
+    python, *words = shlex.split(said[-1])
+    assert words == ["-m", "app.train", *command, f"output_dir={stopped}", "resume=auto"]
+    assert python in ("python", sys.executable)
+    assert zygote.run(tmp_path, *words[2:]).code == 0
     same_ending(whole, stopped)
 
 

@@ -12,6 +12,7 @@ from app.data.layout import Padded
 from app.data.loader import Loader, eval_batches
 from app.data.prepare import Data
 from app.engine.checkpoint import Checkpoints
+from app.engine.evaluation import score
 from app.engine.loop import Loop, Parts, Rhythm
 from app.engine.progress import Progress
 from app.engine.runtime import Runtime
@@ -26,6 +27,7 @@ class Notebook:
     """A journal that remembers."""
 
     steps: list[dict[str, Any]] = field(default_factory=list)
+    left: list[float | None] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)
@@ -34,8 +36,9 @@ class Notebook:
     def message(self, text: str) -> None:
         self.messages.append(text)
 
-    def step(self, values: Any) -> None:
+    def step(self, values: Any, seconds_left: float | None) -> None:
         self.steps.append(dict(values))
+        self.left.append(seconds_left)
 
     def sync(self) -> None:
         self.synced += 1
@@ -158,3 +161,39 @@ def test_an_adapter_that_no_gradient_reaches_is_named(make_loop: MakeLoop, half:
     ):
         loop.fit(StopRequest())
     assert loop.progress.step == step
+
+
+@pytest.mark.parametrize("stop_after", [None, 7])
+def test_the_time_left_is_the_time_that_passes(
+    make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, stop_after: int | None
+) -> None:
+    """With a clock that moves by 2 seconds a step, 30 an evaluation and 11 a save."""
+    now, lines = [100.0], []
+
+    def costs(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*given: Any, **named: Any) -> Any:
+            now[0] += seconds
+            return function(*given, **named)
+
+        return timed
+
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("app.engine.loop.score", costs(30.0, score))
+    run = small_run(
+        "record.every=1", "eval.every=4", "checkpoint.every=5", f"training.stop_after={stop_after or 'null'}"
+    )
+    loop, notebook = make_loop(run, 10)
+    monkeypatch.setattr(loop.parts.stepper, "run", costs(2.0, loop.parts.stepper.run))
+    monkeypatch.setattr(loop.parts.checkpoints, "save", costs(11.0, loop.parts.checkpoints.save))
+    write = notebook.step
+
+    def step(values: Any, seconds_left: float | None) -> None:
+        write(values, seconds_left)
+        lines.append(now[0])
+
+    monkeypatch.setattr(notebook, "step", step)
+    loop.fit(StopRequest())
+    known = slice(5, None)  # from here on one evaluation and one save have been measured
+    assert len(notebook.left) == (stop_after or 10)
+    assert notebook.left[0] is None
+    assert notebook.left[known] == pytest.approx([now[0] - at for at in lines[known]])

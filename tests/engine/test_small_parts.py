@@ -17,7 +17,7 @@ from app.engine.choices import choose
 from app.engine.ground import attention_needs
 from app.engine.progress import Progress
 from app.engine.runtime import start
-from app.engine.signals import listening
+from app.engine.signals import HEARD, listening
 from app.engine.steps import plan_steps
 from app.errors import ConfigError
 from app.model.attention import BACKENDS, Needs
@@ -134,9 +134,10 @@ def test_a_signal_asks_and_once_it_has_nothing_but_ctrl_c_kills_who_ends(number:
     assert signal.getsignal(signal.SIGINT) is before[signal.SIGINT]
 
 
-def test_a_second_ctrl_c_does_not_wait() -> None:
-    with listening() as request:
+def test_a_second_ctrl_c_does_not_wait(capfd: pytest.CaptureFixture[str]) -> None:
+    with listening(speaks=True) as request:
         os.kill(os.getpid(), signal.SIGINT)
         assert request.exit_code == 130
+        assert capfd.readouterr().err == HEARD
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)

@@ -1,0 +1,67 @@
+"""A command that the documents show, with what takes long cut short after its words were read as they are.
+
+python -m tests.docs.quickly app.train recipe=full
+"""
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from app.config.schema import RunConfig
+
+ROWS, EVAL_ROWS, STEPS, ANSWER = 120, 16, 2, 4
+
+
+def main() -> None:
+    sys.argv = sys.argv[1:]
+    command = importlib.import_module(sys.argv[0])
+    if sys.argv[0] in SHORTENED:
+        SHORTENED[sys.argv[0]](command)
+    command.main()
+
+
+def _train(command: Any) -> None:
+    """Two steps on a few rows; the trials of a sweep are forks, and as short."""
+    from app.sweep import process
+    from tests.command.forked_trials import Fork
+
+    vars(process)["Popen"] = Fork
+    load: Callable[[Any], RunConfig] = command.load_run
+    command.load_run = lambda config: _short(load(config))
+
+
+def _short(run: RunConfig) -> RunConfig:
+    data, training, answers = run.dataset, run.training, run.eval
+    return replace(
+        run,
+        dataset=replace(
+            data, max_rows=_least(data.max_rows, ROWS), eval_max_rows=_least(data.eval_max_rows, EVAL_ROWS)
+        ),
+        training=replace(training, max_steps=_least(training.max_steps, STEPS)),
+        eval=replace(
+            answers, samples=min(answers.samples, 1), sample_tokens=min(answers.sample_tokens, ANSWER)
+        ),
+        launch=replace(run.launch, threads=1),
+    )
+
+
+def _generate(command: Any) -> None:
+    read = command.generate_config
+
+    def short(arguments: Any) -> Any:
+        config = read(arguments)
+        return replace(config, max_new_tokens=min(config.max_new_tokens, ANSWER))
+
+    command.generate_config = short
+
+
+def _least(given: int | None, at_most: int) -> int:
+    return at_most if given is None else min(given, at_most)
+
+
+SHORTENED: dict[str, Callable[[Any], None]] = {"app.train": _train, "app.generate": _generate}
+
+if __name__ == "__main__":
+    main()

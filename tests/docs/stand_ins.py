@@ -1,0 +1,62 @@
+"""The files that the documents speak of: small, real, and there before a command is typed."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from app.assets import ROOT
+
+ROWS = 60
+
+
+def rows_of_the_sample() -> list[dict[str, list[dict[str, str]]]]:
+    lines = (ROOT / "sample" / "train.jsonl").read_text().splitlines()[:ROWS]
+    return [json.loads(line) for line in lines]
+
+
+def _chat(path: Path) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows_of_the_sample()))
+
+
+def _tables(folder: Path) -> None:
+    """With the answers in a column of another name."""
+    folder.mkdir()
+    for part in range(2):
+        rows = [f'"What is {n} and {part}?","{n + part}"' for n in range(ROWS)]
+        (folder / f"part-{part}.csv").write_text("\n".join(["instruction,answer", *rows]) + "\n")
+
+
+def _books(folder: Path) -> None:
+    folder.mkdir()
+    texts = [turn["content"] for row in rows_of_the_sample() for turn in row["messages"]]
+    for name in ("one", "two"):
+        (folder / f"{name}.txt").write_text("\n".join(texts * 20))
+
+
+def _questions(path: Path) -> None:
+    asked = [{"messages": [row["messages"][0]]} for row in rows_of_the_sample()[:2]]
+    path.write_text("".join(json.dumps(row) + "\n" for row in asked))
+
+
+STAND_INS: dict[str, Callable[[Path], None]] = {
+    "chat.jsonl": _chat,
+    "new.jsonl": _chat,
+    "questions.jsonl": _questions,
+    "data": _tables,
+    "books": _books,
+}
+
+
+def lay_out(folder: Path) -> None:
+    """Every stand-in, in an empty folder."""
+    for name, make in STAND_INS.items():
+        make(folder / name)
+
+
+def finished_run(prepared: Path, folder: Path, command: str) -> None:
+    """runs/mine, where a command is about a run that the document has not made, and models/mine likewise."""
+    wanted = {"runs/mine": prepared / "runs" / "mine", "models/mine": prepared / "models" / "mine"}
+    for name, source in wanted.items():
+        if (f"run={name}" in command or f"path={name}" in command) and not (folder / name).exists():
+            shutil.copytree(source, folder / name)

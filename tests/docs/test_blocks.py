@@ -1,0 +1,98 @@
+"""The commands of a text are found as they stand there, and marks that mean nothing are told."""
+
+import pytest
+
+from tests.docs.blocks import Command, commands_in, commands_of, documents
+from tests.docs.conftest import Shell
+
+TEXT = """# Title
+
+Some `code`, and a list:
+
+- an entry
+
+      that is no block of its own
+
+<!-- needs network: model=llama, git clone -->
+
+    git clone here && cd it
+    python -m app.train recipe=full   # a remark
+
+    python -m app.train \\
+      model=llama seed=1
+    # only a remark
+
+Text.
+
+    from peft import PeftModel
+    x = 1
+
+<!-- needs gpu -->
+
+```bash
+torchrun -m app.train
+```
+
+<!-- not a command -->
+
+    a + b
+
+```
+printed, not typed
+```
+
+```
+$ python -m app.train seed=x
+error: seed
+  two lines
+$ python -m app.train -m seed=1,2
+some lines
+$ echo $?
+3
+```
+"""
+
+
+def test_commands_are_found_with_their_place_needs_and_what_is_printed() -> None:
+    assert commands_in(TEXT, "x.md") == [
+        Command("x.md:11", "git clone here && cd it", "network"),
+        Command("x.md:12", "python -m app.train recipe=full   # a remark"),
+        Command("x.md:14", "python -m app.train   model=llama seed=1", "network"),
+        Command("x.md:26", "torchrun -m app.train", "gpu"),
+        Command("x.md:38", "python -m app.train seed=x", None, 2, "error: seed\n  two lines"),
+        Command("x.md:41", "python -m app.train -m seed=1,2", None, 3, "some lines"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("<!-- needs luck -->\n\n    python", "x.md:1: needs luck: one of network"),
+        ("<!-- needs network: qwen -->\n\n    python", "x.md:3: no command has 'qwen' in it"),
+        (
+            "<!-- needs network -->\n\ntext\n\n    python",
+            "x.md:3: a mark stands before something that is no block",
+        ),
+        ("<!-- needs gpu -->\n\n```\nprinted\n```", "x.md:4: a mark without commands"),
+    ],
+)
+def test_marks_that_mean_nothing_are_told(text: str, told: str) -> None:
+    with pytest.raises(AssertionError, match=told):
+        commands_in(text, "x.md")
+
+
+def test_every_document_is_read_and_most_of_what_it_shows_is_typed() -> None:
+    found = {path.name: commands_of(path) for path in documents()}
+    assert {"README.md", "data.md", "sweeps.md", "cpu.md"} <= found.keys()
+    commands = [command for several in found.values() for command in several]
+    assert sum(command.needs is None for command in commands) > len(commands) / 2
+
+
+def test_what_is_typed_is_what_runs(shell: Shell) -> None:
+    """Through bash and the scripts: a wrong word, a failing command and a command nobody has are noticed."""
+    wrong = shell.type("scripts/train optimizer.lrr=1")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert "error: optimizer.lrr is not a key. Did you mean optimizer.lr?" in wrong.stderr
+    assert shell.type(".venv/bin/python -m app.generate run=runs/none prompt=x").returncode == 2
+    assert shell.type("python -m app.trian").returncode == 1
+    assert shell.type("python other.py").returncode == 99
