@@ -31,9 +31,9 @@ def finish(run: RunConfig, ground: Ground, loop: Loop, record: Record | Follower
     return 0
 
 
-def stop(loop: Loop, record: Record | Follower, go_on: str) -> int:
-    """The same for a run that was asked to stop, and has saved; `go_on` tells how to continue it."""
-    record.message(f"stopped after step {loop.progress.step}, which is saved. {go_on}".rstrip())
+def stop(loop: Loop, record: Record | Follower) -> int:
+    """The same for a run that was asked to stop, and has saved."""
+    record.message(f"stopped after step {loop.progress.step}, which is saved.")
     record.finish("stopped", **_known(loop))
     assert loop.stopped_by is not None
     return loop.stopped_by

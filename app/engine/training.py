@@ -64,8 +64,10 @@ def train_in(folder: RunFolder, run: RunConfig, console: Console, go_on: str) ->
         garbage.look_as_usual()
         loop = Loop(parts, rhythm, progress)  # its clock begins here
         ended = loop.fit(request)
-        code = finish(run, ground, loop, record) if ended else stop(loop, record, go_on)
+        code = finish(run, ground, loop, record) if ended else stop(loop, record)
         ground.runtime.leave()
+    if go_on and not ended:
+        record.message(go_on)  # the last line of all: it is to be copied
     return code
 
 

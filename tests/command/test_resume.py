@@ -116,7 +116,8 @@ def test_asked_to_stop_it_saves_and_continues_the_same(
     assert (number == signal.SIGINT) == (HEARD in ended.stderr)
     assert result(stopped)["status"] == "stopped"
     said = ended.stdout.splitlines()
-    assert said[-2].endswith("which is saved. To go on:")
+    assert said[-4].endswith("which is saved.")
+    assert said[-3:-1] == [f"report  {stopped / 'report.html'}", "To go on:"]
     python, *words = shlex.split(said[-1])
     assert words == ["-m", "app.train", *command, f"output_dir={stopped}", "resume=auto"]
     assert python in ("python", sys.executable)

@@ -1,6 +1,7 @@
 """The files that the documents speak of: small, real, and there before a command is typed."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -55,8 +56,10 @@ def lay_out(folder: Path) -> None:
 
 
 def finished_run(prepared: Path, folder: Path, command: str) -> None:
-    """runs/mine, where a command is about a run that the document has not made, and models/mine likewise."""
-    wanted = {"runs/mine": prepared / "runs" / "mine", "models/mine": prepared / "models" / "mine"}
+    """runs/mine, where a command is about a run that the document has not made; others of its kind likewise."""
+    wanted = {name: prepared / "runs" / "mine" for name in ("runs/mine", "runs/other")}
+    wanted["models/mine"] = prepared / "models" / "mine"
     for name, source in wanted.items():
-        if (f"run={name}" in command or f"path={name}" in command) and not (folder / name).exists():
+        about = re.search(rf"(run|runs|path)=([^ ]+,)*{name}\b", command)
+        if about and not (folder / name).exists():
             shutil.copytree(source, folder / name)

@@ -25,6 +25,7 @@ from tests.docs.conftest import Shell
 
 NOT_TYPED = {
     "scripts/test": "this test is a part of it",
+    "python -m scripts.make_assets": "tests/assets types it, without the half hour of the weights and their gate",
 }
 TRAINS = re.compile(r"(.*/)?scripts/train|scripts/cluster/\w+\.sh|app\.train|app-finetune")
 ADVICE = (
@@ -98,4 +99,6 @@ def runs_of(text: str) -> list[RunConfig]:
 
 
 def test_what_is_not_typed_is_there() -> None:
-    assert all((REPO / name).is_file() for name in NOT_TYPED)
+    for name in NOT_TYPED:
+        path = REPO / name.removeprefix("python -m ").replace(".", "/")
+        assert path.is_file() or (path / "__main__.py").is_file()
