@@ -57,7 +57,7 @@ def lay_out(folder: Path) -> None:
 
 def finished_run(prepared: Path, folder: Path, command: str) -> None:
     """runs/mine, where a command is about a run that the document has not made; others of its kind likewise."""
-    wanted = {name: prepared / "runs" / "mine" for name in ("runs/mine", "runs/other")}
+    wanted = dict.fromkeys(("runs/mine", "runs/other"), prepared / "runs" / "mine")
     wanted["models/mine"] = prepared / "models" / "mine"
     for name, source in wanted.items():
         about = re.search(rf"(run|runs|path)=([^ ]+,)*{name}\b", command)

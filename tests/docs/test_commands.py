@@ -18,7 +18,7 @@ from app.config.schema import RunConfig
 from app.errors import AppError
 from app.sweep.checking import checked_runs
 from app.sweep.expansion import settings_of
-from app.sweep.proposers import PROPOSERS
+from app.sweep.proposers import Grid
 from tests.conftest import REPO
 from tests.docs.blocks import Command, commands_of, documents
 from tests.docs.conftest import Shell
@@ -95,7 +95,7 @@ def runs_of(text: str) -> list[RunConfig]:
         return [compose_run(settings)]
     found, problems = settings_of(sweep_overrides_of(settings))
     assert not problems, problems
-    return checked_runs(PROPOSERS["grid"](found).fixed, [], lambda _run: None)
+    return checked_runs(Grid(found).points, [], lambda _run: None)
 
 
 def test_what_is_not_typed_is_there() -> None:
