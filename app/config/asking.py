@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from app.config.command import parse_command
 from app.config.schema import number
-from app.errors import ConfigError
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,11 +37,7 @@ class GenerateConfig:
 
 def generate_config(arguments: Sequence[str]) -> GenerateConfig:
     """From the command line, with everything that is wrong with it."""
-    config = parse_command(arguments, GenerateConfig)
-    problems = list(_problems(config))
-    if problems:
-        raise ConfigError(problems)
-    return config
+    return parse_command(arguments, GenerateConfig, _problems)
 
 
 def _problems(config: GenerateConfig) -> Iterator[str]:

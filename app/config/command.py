@@ -1,7 +1,7 @@
 """The commands that are not `app.train`: key=value against a small schema of their own, and how they end."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from app.config.platforms import require_platform
@@ -12,8 +12,10 @@ from app.errors import AppError, ConfigError
 Section = TypeVar("Section")
 
 
-def parse_command(arguments: Sequence[str], schema: type[Section]) -> Section:
-    """`key=value ...` as a `schema` object. A value is all text after the first `=`: prompts need no quoting rules."""
+def parse_command(
+    arguments: Sequence[str], schema: type[Section], problems_of: Callable[[Section], Iterable[str]]
+) -> Section:
+    """`key=value ...` as a sound `schema` object. A value is all text after the first `=`: prompts need no quotes."""
     data: dict[str, Any] = {}
     problems = []
     for argument in arguments:
@@ -24,7 +26,11 @@ def parse_command(arguments: Sequence[str], schema: type[Section]) -> Section:
             problems.append(f"{argument!r} is not key=value. Keys: {', '.join(kinds(schema))}.")
     if problems:
         raise ConfigError(problems)
-    return typed(schema, data)
+    config = typed(schema, data)
+    problems = list(problems_of(config))
+    if problems:
+        raise ConfigError(problems)
+    return config
 
 
 def run_command(

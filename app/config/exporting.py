@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.config.finished import Changes, changed, checked, finished_folder, plain, read_changes, settled
-from app.config.load import read_run
+from app.config.finished import Changes, changed, finished_folder, plain, read_changes, settled
+from app.config.load import checked, read_run
 from app.config.schema import RunConfig, choice, number
 from app.errors import ConfigError
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
@@ -11,12 +11,9 @@ from omegaconf import OmegaConf
 from app.config.groups import choices_by_group
 from app.config.load import resolved, section_of
 from app.config.overrides import check_overrides
-from app.config.rules import problems_of
 from app.config.schema import AttentionConfig, PrecisionConfig, RunConfig
-from app.config.strict import is_key, kinds, typed
+from app.config.strict import is_key, kinds
 from app.errors import CheckpointError, ConfigError
-
-Config = TypeVar("Config", bound=RunConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +28,7 @@ class Changes:
 
 
 def read_changes(
-    arguments: Sequence[str], schema: type[Config], may: Sequence[str], why_not: Mapping[str, str]
+    arguments: Sequence[str], schema: type[RunConfig], may: Sequence[str], why_not: Mapping[str, str]
 ) -> Changes:
     """Checked as app.train checks its own. Of `schema` only what `may` names, or lies in a section that it names, is
     taken: the rest would change nothing, so it is refused, with the reason that `why_not` has for its section.
@@ -94,15 +91,6 @@ def changed(data: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
     for key, value in changes.values.items():
         OmegaConf.update(config, key, value, merge=True)
     return resolved(config)
-
-
-def checked(data: Mapping[str, Any], schema: type[Config]) -> Config:
-    """Typed, and no rule broken."""
-    config = typed(schema, data)
-    problems = problems_of(config)
-    if problems:
-        raise ConfigError(problems)
-    return config
 
 
 def as_run(config: RunConfig) -> RunConfig:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -24,6 +24,8 @@ from app.errors import CheckpointError, ConfigError
 
 VERSION_BASE = "1.3"
 
+Run = TypeVar("Run", bound=RunConfig)
+
 
 def load_run(config: DictConfig) -> RunConfig:
     """The typed run. The plain container is read into the schema anew: Hydra lets `+key=...` past its own check."""
@@ -32,11 +34,16 @@ def load_run(config: DictConfig) -> RunConfig:
 
 def checked_run(data: Mapping[str, Any]) -> RunConfig:
     """Plain data, as it stands in a run.yaml, as a typed run that broke no rule."""
-    run = typed(RunConfig, data)
-    problems = problems_of(run)
+    return checked(data, RunConfig)
+
+
+def checked(data: Mapping[str, Any], schema: type[Run]) -> Run:
+    """The same of a command's own keys beside those of a run."""
+    config = typed(schema, data)
+    problems = problems_of(config)
     if problems:
         raise ConfigError(problems)
-    return run
+    return config
 
 
 def read_run(file: Path) -> RunConfig:

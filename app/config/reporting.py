@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.config.command import parse_command
-from app.errors import ConfigError
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,11 +34,7 @@ class ReportConfig:
 
 def report_config(arguments: Sequence[str]) -> ReportConfig:
     """From the command line, with everything that is wrong with it."""
-    config = parse_command(arguments, ReportConfig)
-    problems = list(_problems(config))
-    if problems:
-        raise ConfigError(problems)
-    return config
+    return parse_command(arguments, ReportConfig, _problems)
 
 
 def folders_in(text: str) -> list[str]:

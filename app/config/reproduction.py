@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.config.finished import Changes, changed, checked, plain, read_changes, run_folder, settled
-from app.config.load import read_run
+from app.config.finished import Changes, changed, plain, read_changes, run_folder, settled
+from app.config.load import checked, read_run
 from app.config.schema import RunConfig, number
 
 MAY_CHANGE = (

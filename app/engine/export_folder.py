@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from app.engine.files import is_disk_full
+from app.engine.files import is_disk_full, renamed_into_place
 from app.errors import ConfigError, EnvironmentProblem
 from app.record.files import flush
 
@@ -35,19 +35,10 @@ def require_target(given: str, target: Path) -> None:
 @contextmanager
 def written_aside(target: Path) -> Iterator[Path]:
     """A folder that becomes `target` when all of it is on the disk, and vanishes on any fault."""
-    aside = target.with_name(f".writing-{target.name}")
-    shutil.rmtree(aside, ignore_errors=True)
     try:
-        aside.mkdir(parents=True)
-        yield aside
-        for file in (*aside.rglob("*"), aside):
-            flush(file)
-        if target.exists():
-            shutil.rmtree(target)
-        aside.rename(target)
-        flush(target.parent)
+        with renamed_into_place(target, _flush_all) as aside:
+            yield aside
     except BaseException as fault:
-        shutil.rmtree(aside, ignore_errors=True)
         if is_disk_full(fault):
             raise EnvironmentProblem(
                 f"to={target}: the disk is full, nothing was exported. Free space, or give a folder on another disk."
@@ -84,6 +75,11 @@ def write_plain_json(path: Path, value: Any) -> None:
 def existing(target: Path) -> Path:
     """The folder in which the first new one will be made."""
     return next(folder for folder in (target, *target.parents) if folder.exists())
+
+
+def _flush_all(folder: Path) -> None:
+    for file in (*folder.rglob("*"), folder):
+        flush(file)
 
 
 def _has_only_failed(target: Path, names: list[str]) -> bool:

@@ -4,7 +4,7 @@ import errno
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,20 +18,30 @@ _ASIDE = ".writing-"
 
 
 @contextmanager
-def whole_folder(target: Path) -> Iterator[Path]:
-    """A folder to write into that becomes `target` when all of it is on the disk, and vanishes on any fault."""
+def renamed_into_place(target: Path, seal: Callable[[Path], None]) -> Iterator[Path]:
+    """A folder to write into that becomes `target` once `seal` put it on the disk, and vanishes on any fault."""
     aside = target.with_name(_ASIDE + target.name)
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
         yield aside
-        _seal(aside)
+        seal(aside)
         if target.exists():
             shutil.rmtree(target)
         aside.rename(target)
         flush(target.parent)
-    except BaseException as fault:
+    except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """The same for what a run saves, with the hashes that `damage` compares."""
+    try:
+        with renamed_into_place(target, _seal) as aside:
+            yield aside
+    except BaseException as fault:
         if is_disk_full(fault):
             raise EnvironmentProblem(
                 f"the disk is full: {target} could not be written. What was saved before is intact. "

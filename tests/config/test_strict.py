@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from app.config.asking import GenerateConfig
-from app.config.command import parse_command
+from app.config.asking import generate_config
 from app.config.load import checked_run, compose_run, read_run
 from app.config.schema import RunConfig
 from app.config.strict import leaf_keys
@@ -122,20 +121,20 @@ def test_a_run_yaml_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None
 
 def test_a_prompt_is_taken_as_it_stands() -> None:
     prompt = "a=b, c: ${HOME} 'x' \"y\" [z] \\n"
-    config = parse_command([f"prompt={prompt}", "run=r", "system=null"], GenerateConfig)
+    config = generate_config([f"prompt={prompt}", "run=r", "system=null"])
     assert (config.prompt, config.system, config.temperature) == (prompt, None, 0.0)
 
 
 def test_a_command_tells_all_that_is_wrong_with_its_arguments() -> None:
     with pytest.raises(ConfigError) as refusal:
-        parse_command(["rum=r", "temperature=-1", "seed=x"], GenerateConfig)
+        generate_config(["rum=r", "temperature=-1", "seed=x"])
     assert refusal.value.problems == (
         "rum is not a key. Did you mean run?",
         "temperature=-1.0 must be at least 0.",
         "seed=x: expected a whole number.",
     )
     with pytest.raises(ConfigError, match=r"'hello' is not key=value. Keys: run, model, prompt, "):
-        parse_command(["hello"], GenerateConfig)
+        generate_config(["hello"])
 
 
 def test_every_key_of_a_run_has_a_place_in_the_schema() -> None:
