@@ -12,23 +12,23 @@ class BadRows:
     def __init__(self, on_bad_row: str, counts: Counts) -> None:
         self._fatal = on_bad_row == "error"
         self._counts = counts
-        self._found: dict[str, list[str]] = {}  # places by reason, since the whole file may have the same one
 
     def add(self, place: str, reason: str) -> None:
         """One bad row."""
         self._counts.bad(place, reason)
-        if self._fatal:
-            self._found.setdefault(reason, []).append(place)
 
     def stop_if_any(self) -> None:
         """DataError with the first few, if they are an error."""
-        if not self._found:
-            return
-        problems = [_problem(reason, places) for reason, places in list(self._found.items())[:_SHOWN]]
+        if self._fatal and self._counts.bad_rows:
+            raise DataError(bad_row_problems(self._counts))
+
+
+def bad_row_problems(counts: Counts) -> list[str]:
+    """Each reason once, since all rows may have the same one; none if no row is bad."""
+    problems = [
+        f"{counts.bad_first[reason]}{f' and {rows - 1:,} more rows' if rows > 1 else ''}: {reason}"
+        for reason, rows in list(counts.bad_by_reason.items())[:_SHOWN]
+    ]
+    if problems:
         problems[-1] += " (dataset.on_bad_row=skip leaves bad rows out)"
-        raise DataError(problems)
-
-
-def _problem(reason: str, places: list[str]) -> str:
-    more = f" and {len(places) - 1} more rows" if len(places) > 1 else ""
-    return f"{places[0]}{more}: {reason}"
+    return problems

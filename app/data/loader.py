@@ -48,12 +48,12 @@ class Loader:
         """The micro-batches of this process at `step`, counted from 0 over all epochs."""
         share = self._share
         units, chosen = self._chosen(step)
-        lengths = [int(self._rows.lengths[unit].sum()) for unit in chosen]
-        by_length = [chosen[i] for i in np.argsort([-n for n in lengths], kind="stable")]
-        parts = _even_parts(by_length, share.micro_batches * share.processes)
+        work = [_attention_work(self._rows.lengths[unit]) for unit in chosen]
+        hardest_first = [chosen[i] for i in np.argsort([-n for n in work], kind="stable")]
+        parts = _even_parts(hardest_first, share.micro_batches * share.processes)
         return [
             self._layout.batch(self._rows, part, units.most_documents, step // self.steps_per_epoch)
-            for part in parts[share.rank :: share.processes]
+            for part in _dealt(parts, share)
         ]
 
     def places(self, step: int) -> list[str]:
@@ -97,7 +97,19 @@ def crowded_batch(rows: TokenRows, layout: Layout) -> Batch:
     return layout.batch(rows, [units[most]], units.most_documents, epoch=0)
 
 
+def _attention_work(lengths: NDArray[np.int32]) -> int:
+    """Each token looks at those before it in its row. All else costs the same for equal bins."""
+    return int(np.square(lengths, dtype=np.int64).sum())
+
+
+def _dealt(parts: list[list[Unit]], share: Share) -> list[list[Unit]]:
+    """Ours of the parts, which begin with the hardest: dealt there and back, so that no process has all the hard ones."""
+    rounds = [parts[start : start + share.processes] for start in range(0, len(parts), share.processes)]
+    return [part[share.rank if at % 2 == 0 else -1 - share.rank] for at, part in enumerate(rounds)]
+
+
 def _even_parts(chosen: list[Unit], parts: int) -> list[list[Unit]]:
-    """Consecutive parts that differ by at most one unit; some are empty in the last step of an epoch."""
-    bounds = [len(chosen) * i // parts for i in range(parts + 1)]
+    """Consecutive parts that differ by at most one unit, the larger first; some are empty in the last step of an epoch."""
+    size, more = divmod(len(chosen), parts)
+    bounds = [size * i + min(i, more) for i in range(parts + 1)]
     return [chosen[start:end] for start, end in pairwise(bounds)]

@@ -28,7 +28,7 @@ def fit(sample: Sample, max_length: int, policy: str, place: str, counts: Counts
             f"{place}: {length:,} tokens, more than dataset.max_length={max_length}; raise it, or set"
             " dataset.on_overflow=truncate or drop"
         )
-    counts.over_long += 1
+    counts.too_long(length)
     kept = POLICIES[policy](sample, max_length)
     if not kept:
         counts.dropped += 1
@@ -42,12 +42,12 @@ def fit(sample: Sample, max_length: int, policy: str, place: str, counts: Counts
     return kept
 
 
-def check_share(counts: Counts, on_overflow: str, max_length: int, fmt: str) -> None:
-    """DataError if `auto` dropped so much that it is more likely a mistake."""
-    made = counts.samples + counts.dropped
+def too_many_dropped(counts: Counts, on_overflow: str, max_length: int, fmt: str) -> str | None:
+    """What is wrong if `auto` dropped so much that it is more likely a mistake."""
+    made = counts.samples + counts.held_out + counts.left_over + counts.dropped
     if on_overflow != "auto" or fmt == "text" or counts.dropped <= _MOST * made:
-        return
-    raise DataError(
+        return None
+    return (
         f"dataset.max_length={max_length}: {counts.dropped:,} of {made:,} samples of {counts.source}"
         f" ({counts.dropped / made:.1%}) are longer, the longest {counts.longest:,} tokens; raise it, or"
         " choose their fate: dataset.on_overflow=truncate or drop"

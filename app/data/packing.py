@@ -36,6 +36,32 @@ def plan_bins(lengths: NDArray[Any], capacity: int) -> tuple[Indices, Indices]:
     return _deal(_fill(counts, capacity), lengths, counts)
 
 
+def least_bins(lengths: NDArray[Any], capacity: int) -> int:
+    """No plan needs fewer bins than this: all tokens over the capacity, and the bound L2 of Martello and Toth.
+
+    L2 takes the rows of at least `small` tokens. Those of more than half a bin need one each; those of more than
+    `capacity - small` share it with nothing. The others of at least `small` fill what the rest leave, at best to the brim.
+    """
+    if not len(lengths):
+        return 0
+    counts = np.bincount(lengths, minlength=capacity + 1)
+    rows = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])  # [n]: rows shorter than n
+    tokens = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts * np.arange(capacity + 1))])
+    half = capacity // 2
+    small = np.arange(half + 1)
+    big = rows[-1] - rows[half + 1]
+    shared = rows[capacity - small + 1] - rows[half + 1]
+    room = shared * capacity - (tokens[capacity - small + 1] - tokens[half + 1])
+    beyond = tokens[half + 1] - tokens[small] - room
+    return int((big + np.maximum(0, -(-beyond // capacity))).max())
+
+
+def beyond_least(bins: int, least: int) -> str:
+    """For people: how far a plan is from `least_bins`."""
+    more = bins - least
+    return f"{more:,} more than the provable least of {least:,}" if more else "provably the fewest"
+
+
 class _Shelves:
     """Groups of equal bins, by the room left in them."""
 

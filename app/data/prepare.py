@@ -1,6 +1,8 @@
 """From `dataset` to token rows: those to train on, those held out, and what became of every row."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from app.data.report import Counts, DataReport
 from app.data.rows import TokenRows
 from app.data.shapes import Source
 from app.data.sources import eval_source, train_source
+from app.data.stops import stops, unstopped
 from app.data.stream import write_rows
 from app.data.tokenizer import Tokenizer, check_tokenizer
 from app.errors import DataError
@@ -28,14 +31,23 @@ class Data:
     report: DataReport
 
 
-def prepare(config: DatasetConfig, tokenizer: Tokenizer, cache_dir: str) -> Data:
-    """Token rows of both splits, from the cache if nothing that decides them has changed."""
+Judge = Callable[[Source, Counts], None]  # is told of each source what became of its rows
+
+
+def prepare(config: DatasetConfig, tokenizer: Tokenizer, cache_dir: str, judge: Judge | None = None) -> Data:
+    """Token rows of both splits, from the cache if nothing that decides them has changed.
+
+    `judge` decides whether a source will do; unless given, it is a DataError with all that is wrong with it.
+    """
     check_tokenizer(tokenizer, config.format)
+    rows_of = partial(
+        _rows, config=config, tokenizer=tokenizer, cache_dir=cache_dir, judge=judge or _judge(config)
+    )
     held = eval_source(config)
-    train, counts = _rows(train_source(config), config.max_rows, config, tokenizer, cache_dir)
+    train, counts = rows_of(train_source(config), config.max_rows)
     report = DataReport(counts, notes=_notes(config, tokenizer))
     if held is not None:
-        chosen, report.eval = _rows(held, config.eval_max_rows, config, tokenizer, cache_dir)
+        chosen, report.eval = rows_of(held, config.eval_max_rows)
         report.shared = int(np.isin(chosen.digests, train.digests).sum())
         return Data(train, chosen, report)
     if config.eval_fraction > 0:
@@ -48,14 +60,15 @@ def rows_to_score(
 ) -> tuple[TokenRows, Counts, list[str]]:
     """The rows that a training holds out, without reading those it trains on; all rows where nothing is held out."""
     check_tokenizer(tokenizer, config.format)
+    rows_of = partial(_rows, config=config, tokenizer=tokenizer, cache_dir=cache_dir, judge=_judge(config))
     notes = _notes(config, tokenizer)
     held = eval_source(config)
     if held is not None:
-        return *_rows(held, config.eval_max_rows, config, tokenizer, cache_dir), notes
+        return *rows_of(held, config.eval_max_rows), notes
     if config.eval_fraction == 0:
         limit = min((n for n in (config.max_rows, config.eval_max_rows) if n is not None), default=None)
-        return *_rows(train_source(config), limit, config, tokenizer, cache_dir), notes
-    rows, counts = _rows(train_source(config), config.max_rows, config, tokenizer, cache_dir)
+        return *rows_of(train_source(config), limit), notes
+    rows, counts = rows_of(train_source(config), config.max_rows)
     data = _parted(rows, config, DataReport(counts))
     if data.eval is None or data.report.eval is None:
         raise DataError(
@@ -65,8 +78,22 @@ def rows_to_score(
     return data.eval, data.report.eval, notes
 
 
+def _judge(config: DatasetConfig) -> Judge:
+    def stop_if_wrong(source: Source, counts: Counts) -> None:
+        problems = list(stops(config, source, counts))
+        if problems:
+            raise DataError(problems)
+
+    return stop_if_wrong
+
+
 def _rows(
-    source: Source, max_rows: int | None, config: DatasetConfig, tokenizer: Tokenizer, cache_dir: str
+    source: Source,
+    max_rows: int | None,
+    config: DatasetConfig,
+    tokenizer: Tokenizer,
+    cache_dir: str,
+    judge: Judge,
 ) -> tuple[TokenRows, Counts]:
     """The rows of one source. `max_rows` holds for rows read, and for the samples that they become."""
     key = cache_key(source.fingerprint(), tokenizer, _settings(config, max_rows))
@@ -75,11 +102,13 @@ def _rows(
     )
     counts = Counts(**told)
     counts.source = source.name  # the entry may have been made of a copy that lay elsewhere
+    judge(source, counts)
     return _first(rows, max_rows, counts), counts
 
 
 def _settings(config: DatasetConfig, max_rows: int | None) -> dict[str, Any]:
-    fields = {name: getattr(config, name) for name in _DECIDING}
+    """What decides the rows of an entry. Whether something in it stops a run is judged anew each time."""
+    fields = {name: getattr(unstopped(config), name) for name in _DECIDING}
     columns = {name: getattr(config.columns, name) for name in (*FORMATS[config.format].needs, "input")}
     return {**fields, "columns": columns, "max_rows": max_rows}
 

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 MAX_PLACES = 20
+_MAX_REASONS = 20
+_STEP = 64  # tokens between two classes of over-long samples; more where they are very long
 
 
 @dataclass(slots=True)
@@ -18,12 +20,17 @@ class Counts:
     rows_lost: int = 0  # good rows whose samples were all dropped as over-long
     bad_rows: int = 0
     bad_places: list[str] = field(default_factory=list)  # the first MAX_PLACES
+    bad_by_reason: dict[str, int] = field(default_factory=dict)  # of the first _MAX_REASONS
+    bad_first: dict[str, str] = field(default_factory=dict)  # by reason, the first place
     first_problem: str = ""
     samples: int = 0
     tokens: int = 0
     trained_tokens: int = 0
     longest: int = 0  # tokens of the longest sample, before anything was cut
     over_long: int = 0  # samples longer than dataset.max_length
+    over_long_up_to: dict[str, int] = field(
+        default_factory=dict
+    )  # how many, by the end of a class of lengths
     dropped: int = 0
     truncated: int = 0
     split: int = 0
@@ -41,8 +48,18 @@ class Counts:
         """Count a bad row, and keep the first places."""
         self.bad_rows += 1
         self.first_problem = self.first_problem or f"{place}: {reason}"
+        if reason in self.bad_by_reason or len(self.bad_by_reason) < _MAX_REASONS:
+            self.bad_by_reason[reason] = self.bad_by_reason.get(reason, 0) + 1
+            self.bad_first.setdefault(reason, place)
         if len(self.bad_places) < MAX_PLACES:
             self.bad_places.append(place)
+
+    def too_long(self, length: int) -> None:
+        """Count an over-long sample; its class says which dataset.max_length would keep it."""
+        self.over_long += 1
+        width = max(_STEP, (1 << length.bit_length()) >> 4)
+        end = str(-(-length // width) * width)  # a text, as it comes back from a file
+        self.over_long_up_to[end] = self.over_long_up_to.get(end, 0) + 1
 
 
 @dataclass(slots=True)

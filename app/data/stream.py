@@ -9,13 +9,12 @@ from app.config.schema import DatasetConfig
 from app.data.bad_rows import BadRows
 from app.data.encoding import Encoder, Sample
 from app.data.formats import read_row
-from app.data.overflow import check_share, fit, policy_for
+from app.data.overflow import fit, policy_for
 from app.data.rendering import Drafts, Renderer
 from app.data.report import Counts
 from app.data.shapes import Broken, Draft, Located, Row, RowProblem, Source
 from app.data.storage import RowWriter, digest
 from app.data.tokenizer import Tokenizer
-from app.errors import DataError
 
 _ROWS = 512  # of one batch,
 _CHARS = 1 << 21  # or fewer if they are long
@@ -28,7 +27,7 @@ log = logging.getLogger(__name__)
 def write_rows(
     source: Source, max_rows: int | None, config: DatasetConfig, tokenizer: Tokenizer, writer: RowWriter
 ) -> Counts:
-    """Write the token rows of the first `max_rows` rows; DataError if none is left."""
+    """Write the token rows of the first `max_rows` rows."""
     counts = Counts(source=source.name, files_left_out=list(source.left_out))
     stream = _Stream(config, tokenizer, writer, counts)
     told = time.monotonic()
@@ -37,19 +36,7 @@ def write_rows(
         if time.monotonic() - told > _EVERY:
             told = time.monotonic()
             log.info("%s: %d rows read, %d tokens", source.name, counts.rows_read, counts.tokens)
-    check_share(counts, config.on_overflow, config.max_length, config.format)
-    _check_any(source, counts, config.max_length)
     return counts
-
-
-def _check_any(source: Source, counts: Counts, max_length: int) -> None:
-    named = f"{source.key}={source.name}"
-    if not counts.rows_read:
-        raise DataError(f"{named}: has no rows")
-    if not counts.samples:
-        why = f"; {counts.bad_rows:,} bad, the first {counts.first_problem}" if counts.bad_rows else ""
-        long = f"; {counts.dropped:,} longer than dataset.max_length={max_length}" if counts.dropped else ""
-        raise DataError(f"{named}: of {counts.rows_read:,} rows none can be trained on{why}{long}")
 
 
 class _Stream:

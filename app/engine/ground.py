@@ -15,6 +15,7 @@ from app.config.schema import BatchingConfig, ModelConfig, RunConfig, ScheduleCo
 from app.data.labels import Labels, labels_of
 from app.data.layout import Layout, Packed, Padded
 from app.data.loader import Loader, Share, eval_batches
+from app.data.packing import beyond_least, least_bins
 from app.data.prepare import Data, prepare
 from app.data.rows import TokenRows
 from app.engine.checkpoint import choices_of, find_checkpoint
@@ -166,7 +167,8 @@ def _step_words(batching: BatchingConfig, ground: Ground) -> str:
     shared = f", shared by {ground.runtime.processes} processes" if ground.runtime.processes > 1 else ""
     name = loader.unit_name.removesuffix("s") if count == 1 else loader.unit_name
     if fill is not None:
-        return f"{count} {name} of {batching.tokens} tokens, {fill:.1%} full{shared}"
+        bound = beyond_least(loader.num_units, _least(batching, ground) or 0)
+        return f"{count} {name} of {batching.tokens} tokens, {fill:.1%} full ({bound}){shared}"
     return f"{count} {name}, about {tokens / loader.num_units * count:,.0f} tokens{shared}"
 
 
@@ -175,6 +177,11 @@ def _fill(batching: BatchingConfig, ground: Ground) -> float | None:
     if not batching.packing:
         return None
     return ground.data.report.train.tokens / (ground.loader.num_units * batching.tokens)
+
+
+def _least(batching: BatchingConfig, ground: Ground) -> int | None:
+    """Bins that the best plan would need at least."""
+    return least_bins(ground.data.train.lengths, batching.tokens) if batching.packing else None
 
 
 def facts(run: RunConfig, ground: Ground) -> dict[str, Any]:
@@ -195,6 +202,7 @@ def facts(run: RunConfig, ground: Ground) -> dict[str, Any]:
             "units_per_step": ground.loader.units_per_step,
             "unit_name": ground.loader.unit_name,
             "fill": _fill(run.batching, ground),
+            "least_units": _least(run.batching, ground),
             "data": ground.data.report.as_dict(),
         },
         "hardware": hardware(),

@@ -101,6 +101,9 @@ def _filling(run: KeptRun) -> Iterator[str]:
         return
     name = str(counts.get("unit_name", "units"))
     full = "" if fill is None else f", {fill:.1%} full"
+    least = number(counts.get("least_units"))
+    if least is not None:
+        full += f", {units - least:,.0f} more than provably needed" if units > least else ", provably the fewest"
     yield f"{units:,.0f} {name} an epoch, {per_step:,.0f} a step{full}."
 
 

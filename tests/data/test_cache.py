@@ -19,7 +19,7 @@ from app.data import cache, stream
 from app.data.cache import cached_rows
 from app.data.prepare import prepare
 from app.data.storage import RowWriter, disk_explained
-from app.errors import EnvironmentProblem
+from app.errors import DataError, EnvironmentProblem
 from tests.data.small import LINES, chat, config, tokenizer, write_chats
 
 DATA = Path(cache.__file__).parent
@@ -62,8 +62,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "max_length": {"max_length": 100},
     "max_rows": {"max_rows": 1},
     "train_on": {"train_on": "last"},
-    "on_overflow": {"on_overflow": "drop"},
-    "on_bad_row": {"on_bad_row": "skip"},
+    "on_overflow": {"on_overflow": "truncate"},
     "on_unstable_template": {"on_unstable_template": "last"},
 }
 
@@ -73,6 +72,30 @@ def test_what_decides_the_tokens_decides_the_entry(rows: Path, tmp_path: Path, n
     prepare(config(rows), tokenizer(), str(tmp_path))
     prepare(config(rows, **CHANGES[name]), tokenizer(), str(tmp_path))
     assert len(entries(tmp_path)) == 2
+
+
+def test_what_only_stops_a_run_decides_no_entry(rows: Path, tmp_path: Path) -> None:
+    """So what app.check has tokenised, going past what it found, is there for the run."""
+    for name in ("on_bad_row", "on_overflow", "on_unstable_template"):
+        prepare(config(rows, **{name: "error"}), tokenizer(), str(tmp_path))
+    prepare(config(rows, on_bad_row="skip", on_overflow="drop"), tokenizer(), str(tmp_path))
+    assert len(entries(tmp_path)) == 1
+
+
+def test_an_entry_made_with_less_care_stops_a_run_that_takes_more(tmp_path: Path) -> None:
+    thought = chat("Hi", "<think>hm</think>Hello", "And?", "<think>oh</think>Bye")
+    bad = [{"role": "nobody", "content": ""}]
+    rows = write_chats(tmp_path / "a.jsonl", bad, chat("Hi", "x" * 999), thought, bad)
+    prepare(config(rows, on_bad_row="skip", on_overflow="drop"), tokenizer("thinking"), str(tmp_path))
+    careful = config(rows, on_bad_row="error", on_overflow="error", on_unstable_template="error")
+    with pytest.raises(DataError) as error:
+        prepare(careful, tokenizer("thinking"), str(tmp_path))
+    role, length, template = error.value.problems
+    assert role.startswith("a.jsonl:1 and 1 more rows: message 0 has the role 'nobody'")
+    assert role.endswith("(dataset.on_bad_row=skip leaves bad rows out)")
+    assert "1 samples are longer than dataset.max_length=200, the longest" in length
+    assert "the chat template rewrites earlier turns of 1 conversations" in template
+    assert len(entries(tmp_path)) == 1
 
 
 def test_columns_and_format_decide_the_entry(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.batch import Batch, Documents
-from app.data.layout import Packed
+from app.data.layout import Packed, Padded, Units
 from app.data.loader import Loader, Share, eval_batches
 from app.data.rows import TokenRows
 
@@ -98,3 +98,63 @@ def test_moving_a_packed_batch_moves_its_bounds() -> None:
     batch = layout.batch(rows_of([5]), [np.array([0])], 2, epoch=0).to(torch.device("meta"))
     assert documents(batch).bounds.device.type == "meta"
     assert documents(batch).lengths == (5, 3)
+
+
+STEPS = st.tuples(
+    st.lists(st.integers(2, 20), min_size=1, max_size=60), st.integers(1, 4), st.integers(1, 4), st.booleans()
+)
+
+
+@given(STEPS)
+def test_processes_share_the_rows_of_a_step_and_none_has_much_more_to_do(
+    case: tuple[list[int], int, int, bool],
+) -> None:
+    lengths, micro, processes, packed = case
+    rows = rows_of(lengths)
+    layout = Packed(24, pad_id=0, longest=20) if packed else Padded(2, pad_id=0)
+    alone = Loader(rows, layout, Share(micro * processes), seed=0)
+    ranks = [Loader(rows, layout, Share(micro, processes, rank), seed=0) for rank in range(processes)]
+    for step in range(alone.steps_per_epoch):
+        whole = alone.batches(step)
+        shares = [loader.batches(step) for loader in ranks]
+        assert [len(share) for share in shares] == [micro] * processes
+        every = [sorted(batch.lengths) for share in shares for batch in share]
+        assert sorted(every) == sorted(sorted(batch.lengths) for batch in whole), "the same micro-batches"
+        if packed:
+            work = [sum(n * n for batch in share for n in batch.lengths) for share in shares]
+            hardest = max(sum(n * n for n in batch.lengths) for batch in whole)
+            assert max(work) - min(work) <= hardest
+
+
+def test_bins_are_dealt_there_and_back_by_what_attention_costs() -> None:
+    """Bins of one row each: 8 to 1 tokens cost 64 to 1, dealt 8 5 4 1 and 7 6 3 2."""
+    rows = rows_of([1, 2, 3, 4, 5, 6, 7, 8])
+    layout = Packed(8, pad_id=0, longest=8)
+    units = Units(np.arange(8), np.arange(8), 2)
+    shares = []
+    for rank in (0, 1):
+        loader = Loader(rows, layout, Share(4, 2, rank), seed=0)
+        loader._epoch = 0, units, np.arange(8)
+        shares.append([batch.lengths for batch in loader.batches(0)])
+    assert shares == [[(8,), (5,), (4,), (1,)], [(7,), (6,), (3,), (2,)]]
+
+
+def test_many_short_rows_are_less_work_than_one_long() -> None:
+    """Bins of equal tokens: the long row comes first."""
+    rows = rows_of([4, 4, 4, 4, 16])
+    loader = Loader(rows, Packed(16, pad_id=0, longest=16), Share(1, 2, rank=0), seed=0)
+    assert [batch.lengths for batch in loader.batches(0)] == [(16,)]
+
+
+@given(st.lists(st.integers(2, 20), min_size=1, max_size=60), st.integers(0, 40))
+def test_going_on_needs_the_number_of_the_step_alone(lengths: list[int], step: int) -> None:
+    """A loader that has come to a step, and one that begins there, give the same."""
+
+    def made() -> Loader:
+        return Loader(rows_of(lengths), Packed(24, pad_id=0, longest=20), Share(2), seed=1)
+
+    through = made()
+    for each in range(step):
+        through.batches(each)
+    pairs = zip(through.batches(step), made().batches(step), strict=True)
+    assert all(a.lengths == b.lengths and torch.equal(a.ids, b.ids) for a, b in pairs)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.data.encoding import Sample
-from app.data.overflow import POLICIES, check_share, fit, policy_for
+from app.data.overflow import POLICIES, fit, policy_for, too_many_dropped
 from app.data.report import Counts
 from app.errors import DataError
 
@@ -77,12 +77,24 @@ def test_counts_add_up(lengths: list[int], first: int, max_length: int, policy: 
 
 def test_auto_calls_many_dropped_rows_an_error() -> None:
     few, many = Counts(samples=95, dropped=5), Counts(source="a.jsonl", samples=94, dropped=6, longest=1234)
-    check_share(few, "auto", 8, "messages")
-    check_share(many, "drop", 8, "messages")
-    check_share(many, "auto", 8, "text")
-    with pytest.raises(DataError) as error:
-        check_share(many, "auto", 8, "messages")
-    assert str(error.value) == (
+    assert too_many_dropped(few, "auto", 8, "messages") is None
+    assert too_many_dropped(many, "drop", 8, "messages") is None
+    assert too_many_dropped(many, "auto", 8, "text") is None
+    assert too_many_dropped(many, "auto", 8, "messages") == (
         "dataset.max_length=8: 6 of 100 samples of a.jsonl (6.0%) are longer, the longest 1,234 tokens;"
         " raise it, or choose their fate: dataset.on_overflow=truncate or drop"
     )
+    many.held_out, many.left_over = 20, 6
+    assert too_many_dropped(many, "auto", 8, "messages") is None, "what is held out was good too"
+
+
+@given(st.lists(st.integers(1, 3_000_000), min_size=1, max_size=30))
+def test_over_long_samples_are_counted_by_how_long_they_are(lengths: list[int]) -> None:
+    """In classes narrow enough to say which dataset.max_length would keep them, and few enough to be kept."""
+    counts = Counts()
+    for length in lengths:
+        counts.too_long(length)
+    assert counts.over_long == sum(counts.over_long_up_to.values()) == len(lengths)
+    for length in lengths:
+        end = min(int(end) for end in counts.over_long_up_to if int(end) >= length)
+        assert length <= end <= max(length + 63, length * 9 / 8)
