@@ -103,13 +103,13 @@ def _attention_work(lengths: NDArray[np.int32]) -> int:
 
 
 def _dealt(parts: list[list[Unit]], share: Share) -> list[list[Unit]]:
-    """Ours of the parts, which begin with the hardest: dealt there and back, so that no process has all the hard ones."""
+    """Ours of the parts, hardest first: dealt there and back, so that no process has the harder one of each round."""
     rounds = [parts[start : start + share.processes] for start in range(0, len(parts), share.processes)]
     return [part[share.rank if at % 2 == 0 else -1 - share.rank] for at, part in enumerate(rounds)]
 
 
 def _even_parts(chosen: list[Unit], parts: int) -> list[list[Unit]]:
-    """Consecutive parts that differ by at most one unit, the larger first; some are empty in the last step of an epoch."""
+    """Consecutive parts, the larger by at most one unit first; some are empty in the last step of an epoch."""
     size, more = divmod(len(chosen), parts)
     bounds = [size * i + min(i, more) for i in range(parts + 1)]
     return [chosen[start:end] for start, end in pairwise(bounds)]

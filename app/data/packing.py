@@ -39,8 +39,8 @@ def plan_bins(lengths: NDArray[Any], capacity: int) -> tuple[Indices, Indices]:
 def least_bins(lengths: NDArray[Any], capacity: int) -> int:
     """No plan needs fewer bins than this: all tokens over the capacity, and the bound L2 of Martello and Toth.
 
-    L2 takes the rows of at least `small` tokens. Those of more than half a bin need one each; those of more than
-    `capacity - small` share it with nothing. The others of at least `small` fill what the rest leave, at best to the brim.
+    L2 takes the rows of at least `small` tokens. Those of more than half a bin need one each, and those of more
+    than `capacity - small` share it with none. The others fill what the rest leave, at best to the brim.
     """
     if not len(lengths):
         return 0

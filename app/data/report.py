@@ -6,7 +6,7 @@ from typing import Any
 
 MAX_PLACES = 20
 _MAX_REASONS = 20
-_STEP = 64  # tokens between two classes of over-long samples; more where they are very long
+_STEP = 8  # tokens between two classes of over-long samples; a 32nd of their length where that is more
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class Counts:
     def too_long(self, length: int) -> None:
         """Count an over-long sample; its class says which dataset.max_length would keep it."""
         self.over_long += 1
-        width = max(_STEP, (1 << length.bit_length()) >> 4)
+        width = max(_STEP, (1 << length.bit_length()) >> 6)
         end = str(-(-length // width) * width)  # a text, as it comes back from a file
         self.over_long_up_to[end] = self.over_long_up_to.get(end, 0) + 1
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from app.config.schema import RunConfig
+from app.config.schema import ModelConfig, RunConfig
 from app.model.positions import first_position
-from app.model.source import positions_of
+from app.model.source import config_numbers, positions_of
 from app.model.tasks import TASKS
 from app.model.weights import build_on_meta
 
@@ -13,11 +13,18 @@ from app.model.weights import build_on_meta
 def within_positions(run: RunConfig, say: Callable[[str], None]) -> RunConfig:
     """The run with rows no longer than the model has positions for; what is longer is over-long as any other row."""
     positions = positions_of(run.model)
-    if positions is not None:
-        positions -= first_position(build_on_meta(run.model, TASKS[run.task.kind], "eager"))
-    if positions is None or run.dataset.max_length <= positions:
+    if positions is None or run.dataset.max_length <= positions - _most_unused(run.model, positions):
+        return run
+    positions -= first_position(build_on_meta(run.model, TASKS[run.task.kind], "eager"))
+    if run.dataset.max_length <= positions:
         return run
     say(
         f"note    dataset.max_length={run.dataset.max_length} -> {positions}: the model has no more positions"
     )
     return replace(run, dataset=replace(run.dataset, max_length=positions))
+
+
+def _most_unused(model: ModelConfig, positions: int) -> int:
+    """Where counting begins is never beyond this: a model need not be built to know that rows fit."""
+    padding = config_numbers(model).get("pad_token_id", positions)
+    return 0 if padding is None else int(padding) + 1

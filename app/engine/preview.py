@@ -9,20 +9,21 @@ from numpy.typing import NDArray
 
 from app.data.labels import Labels
 from app.data.rows import TokenRows
+from app.data.survey import histogram
 
 _ROWS = 4
 _STRETCHES = 200  # of a row
 _LONGEST = 160  # tokens of a stretch that are shown, half from its beginning and half from its end
-_BARS = 32
 
 
-def preview(rows: TokenRows, labels: Labels, tokenizer: Any) -> dict[str, Any]:
-    """Rows from the whole of the data, not only its beginning."""
-    chosen = np.linspace(0, len(rows) - 1, min(_ROWS, len(rows))).astype(int).tolist()
+def preview(rows: TokenRows, labels: Labels, tokenizer: Any, *, first: bool = False) -> dict[str, Any]:
+    """Rows from the whole of the data, not only its beginning; or the `first`."""
+    count = min(_ROWS, len(rows))
+    chosen = range(count) if first else np.linspace(0, len(rows) - 1, count).astype(int).tolist()
     return {
         "marked": "hidden in the first epoch, to be predicted" if labels.both_ways else "to be predicted",
         "rows": [_row(rows, i, _marked(rows, i, labels), tokenizer) for i in chosen],
-        "lengths": _lengths(rows.lengths),
+        "lengths": histogram(rows.lengths),
     }
 
 
@@ -70,10 +71,3 @@ def _text(ids: list[int], start: int, end: int, tokenizer: Any) -> str:
     before: str = tokenizer.decode(ids[start - 1 : start])
     both: str = tokenizer.decode(ids[start - 1 : end])
     return both.removeprefix(before) if both.startswith(before) else alone
-
-
-def _lengths(lengths: NDArray[np.int32]) -> dict[str, list[int]]:
-    """Samples in classes of equal width."""
-    width = max(1, -(-int(lengths.max()) // _BARS))
-    counts = np.bincount(np.maximum(lengths - 1, 0) // width)
-    return {"edges": [1 + width * at for at in range(len(counts) + 1)], "samples": counts.tolist()}

@@ -1,7 +1,9 @@
 """Where a model comes from: a local folder or a snapshot of a hub repository; one message when it is not there."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from app.assets import locate
 from app.config.schema import ModelConfig
@@ -40,14 +42,19 @@ def folder_at_hand(config: ModelConfig) -> Path | None:
     return Path(cached) if (Path(cached) / "config.json").is_file() else None
 
 
+def config_numbers(config: ModelConfig) -> Mapping[str, Any]:
+    """What stands in the config.json of the model, or would for random weights."""
+    if config.weights == "random":
+        return config.architecture
+    folder = fetch_folder(config, config.path, with_weights=False)
+    require_config(folder, config.path)
+    numbers: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return numbers
+
+
 def positions_of(config: ModelConfig) -> int | None:
     """The longest row that the model's config.json knows positions for; None where it does not say."""
-    if config.weights == "random":
-        numbers = config.architecture
-    else:
-        folder = fetch_folder(config, config.path, with_weights=False)
-        require_config(folder, config.path)
-        numbers = json.loads((folder / "config.json").read_text())
+    numbers = config_numbers(config)
     positions = numbers.get("max_position_embeddings") or numbers.get("n_positions")
     return positions if isinstance(positions, int) else None
 

@@ -51,7 +51,8 @@ svg text{font-size:11.5px;fill:var(--soft);font-variant-numeric:tabular-nums}
 .faint{stroke-width:1.2;opacity:.45}
 .dot{fill:var(--c)}.mean{stroke-width:2.4}
 .gap{stroke:var(--bad);stroke-width:1.6}
-.bar{fill:var(--s0)}
+.bar{fill:var(--s0)}.bar.over{fill:var(--s1)}
+.advice{padding:.65rem 0;border-top:1px solid var(--line)}.advice:first-of-type{border-top:0;padding-top:0}
 .at rect{fill:transparent}.at line{stroke:var(--soft);visibility:hidden}.at circle{fill:var(--c);visibility:hidden}
 .at:hover line,.at:hover circle{visibility:visible}
 .pick{stroke:var(--card);stroke-width:1.5}.pick.best{stroke:var(--ink);stroke-width:2.2}

@@ -46,8 +46,8 @@ def data(run: KeptRun) -> Child:
         [element("p", text, class_="remark") for text in (*_filling(run), *notes)],
     )
     return joined(
-        element("div", counts, _lengths(section_of(run.preview, "lengths")), class_="charts"),
-        _preview(run.preview),
+        element("div", counts, lengths_chart(section_of(run.preview, "lengths")), class_="charts"),
+        samples_shown(run.preview),
     )
 
 
@@ -103,7 +103,9 @@ def _filling(run: KeptRun) -> Iterator[str]:
     full = "" if fill is None else f", {fill:.1%} full"
     least = number(counts.get("least_units"))
     if least is not None:
-        full += f", {units - least:,.0f} more than provably needed" if units > least else ", provably the fewest"
+        full += (
+            f", {units - least:,.0f} more than provably needed" if units > least else ", provably the fewest"
+        )
     yield f"{units:,.0f} {name} an epoch, {per_step:,.0f} a step{full}."
 
 
@@ -111,8 +113,8 @@ def _texts(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _lengths(lengths: Mapping[str, Any]) -> Html | None:
-    """How many samples have how many tokens."""
+def lengths_chart(lengths: Mapping[str, Any], over_long: float = 0.0) -> Html | None:
+    """How many samples have how many tokens; those that are too long in a bar of their own beyond the last."""
     edges = [number(each) for each in _texts(lengths.get("edges"))]
     counts = [number(each) for each in _texts(lengths.get("samples"))]
     known = [each for each in edges if each is not None]
@@ -125,27 +127,41 @@ def _lengths(lengths: Mapping[str, Any]) -> Html | None:
         or not rising
     ):
         return None
-    across = Axis(known[0], known[-1], axis_of(known).ticks)
-    across = Axis(
-        across.low, across.high, tuple(t for t in across.ticks if across.low <= t[0] <= across.high)
-    )
-    up = axis_of([each or 0.0 for each in counts], lambda n: f"{n:,.0f}", from_zero=True)
-    bars = []
-    for (start, end), count in zip(pairwise(known), counts, strict=True):
-        left, share = across.share(start), up.share(count or 0.0)
-        told = element("title", f"{start:,.0f} to {end - 1:,.0f} tokens: {count or 0:,.0f} samples")
+    bars = [
+        (start, end, count or 0.0, f"{start:,.0f} to {end - 1:,.0f} tokens", "bar")
+        for (start, end), count in zip(pairwise(known), counts, strict=True)
+    ]
+    if over_long:
+        width = max(known[-1] - known[-2], (known[-1] - known[0]) / 20)
+        bars.append((known[-1], known[-1] + width, over_long, "over-long", "bar over"))
+    remarks = [f"The last bar: {over_long:,.0f} over-long samples, of any length."] if over_long else []
+    return _bars("Samples by their length in tokens", bars, remarks)
+
+
+_Bar = tuple[float, float, float, str, str]  # from, to, how many, in words, class
+
+
+def _bars(title: str, bars: list[_Bar], remarks: list[str]) -> Html:
+    edges = [bars[0][0], *(end for _, end, *_ in bars)]
+    ticks = tuple(tick for tick in axis_of(edges).ticks if edges[0] <= tick[0] <= edges[-1])
+    across = Axis(edges[0], edges[-1], ticks)
+    up = axis_of([count for _, _, count, *_ in bars], lambda n: f"{n:,.0f}", from_zero=True)
+    drawn = []
+    for start, end, count, words, paint in bars:
+        left, share = across.share(start), up.share(count)
         width = max(across.share(end) - left - 0.002, 0.001)
-        bars.append(
+        told = element("title", f"{words}: {count:,.0f} samples")
+        drawn.append(
             element(
                 "rect", told, x=percent(left), y=percent(1 - share), width=percent(width), height=percent(share),
-                class_="bar",
+                class_=paint,
             )
         )  # fmt: skip
-    title = "Samples by their length in tokens"
-    return chart_figure(title, [], plot(title, across, up, frame(across, up), bars), [], wide=False)
+    return chart_figure(title, [], plot(title, across, up, frame(across, up), drawn), remarks, wide=False)
 
 
-def _preview(preview: Mapping[str, Any]) -> Html | None:
+def samples_shown(preview: Mapping[str, Any]) -> Html | None:
+    """A few rows with what is trained of them marked."""
     rows = [row for row in _texts(preview.get("rows")) if isinstance(row, Mapping)]
     if not rows:
         return None

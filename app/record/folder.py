@@ -24,6 +24,7 @@ _NAMES = {
     "final",
     "base",
 }
+_BEFORE_A_RUN = {"check.json", "check.html"}  # what app.check leaves in the folder of a run to come
 
 
 @dataclass(slots=True)
@@ -181,7 +182,7 @@ def _names_in(path: Path) -> list[str]:
         names = sorted(entry.name for entry in path.iterdir())
     except FileNotFoundError:
         return []
-    return [name for name in names if name != _LOCK and not is_partial(name)]
+    return [name for name in names if name not in {_LOCK, *_BEFORE_A_RUN} and not is_partial(name)]
 
 
 def _in_use(output_dir: str, user: str) -> str:

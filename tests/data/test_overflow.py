@@ -97,4 +97,4 @@ def test_over_long_samples_are_counted_by_how_long_they_are(lengths: list[int]) 
     assert counts.over_long == sum(counts.over_long_up_to.values()) == len(lengths)
     for length in lengths:
         end = min(int(end) for end in counts.over_long_up_to if int(end) >= length)
-        assert length <= end <= max(length + 63, length * 9 / 8)
+        assert length <= end <= length + max(7, length / 32)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from app.page.check_page import check_page
 from app.page.comparison_page import comparison_page
 from app.page.run_page import run_page
 from app.page.sweep_page import sweep_page
@@ -12,6 +13,7 @@ from app.page.trials import read_sweep
 from tests.marks import requires_chromium
 from tests.page.browser import looked_at
 from tests.page.folders import made_run, made_sweep, result_of, sample, step, trial
+from tests.page.test_check_page import FACTS
 from tests.page.test_html import HOSTILE
 
 pytestmark = requires_chromium
@@ -42,6 +44,8 @@ def pages(folder: Path) -> dict[str, Path]:
         "run": run_page(run),
         "sweep": sweep_page(sweep, folder / "sweep.html"),
         "comparison": comparison_page([run, other]),
+        "check": check_page({"data": FACTS}),
+        "check-spoilt": check_page({"data": {**FACTS, "source": LONG, "stops": [LONG], "notes": [HOSTILE]}}),
     }
     for name, text in made.items():
         (folder / f"{name}.html").write_text(text)
@@ -65,7 +69,7 @@ def test_pages_ask_for_nothing_fit_a_phone_and_can_be_read(tmp_path: Path, dark:
         assert (sum(page["background"]) < 150) == dark, page["background"]
         assert page["worst"][0] >= 4.5, (name, page["worst"])
         assert page["faint"][0] >= 3, (name, page["faint"])
-        assert page["longest"] > shown[name][1] / 3 or name.startswith("sweep"), name
+        assert page["longest"] > shown[name][1] / 3 or name.startswith(("sweep", "check")), name
 
 
 def test_the_measure_would_notice(tmp_path: Path) -> None:

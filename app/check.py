@@ -1,0 +1,90 @@
+"""Look through what a run would learn from, before it is started. Takes what app.train takes; loads no weights.
+
+python -m app.check data dataset=messages dataset.path=chat.jsonl
+python -m app.check data dataset=text dataset.path=books/ output_dir=runs/look   check.json and check.html there too
+python -m app.check                                                              every check that there is
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from app.config import garbage
+from app.config.checking import CheckConfig, check_config
+from app.config.command import run_command
+from app.config.help import asks_for_help
+from app.config.schema import RunConfig
+from app.engine.world import world
+from app.errors import ConfigError
+from app.launch.agent import processes_to_start
+from app.record.console import Console
+from app.record.files import write_json, write_text, writing
+from app.record.terminal import open_console
+
+# torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
+
+STOPS = 2  # the exit code where a run with these settings would stop
+
+
+def check(config: CheckConfig, console: Console) -> int:
+    """From a checked config to what was found, shown and written; returns the exit code."""
+    _check_parts(config.run)
+    if config.folder is not None:
+        with writing(config.folder):
+            config.folder.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {name: _CHECKS[name](config.run, console) for name in config.checks}
+    if config.folder is not None:
+        _write(config.folder, found, console)
+    stops = [problem for each in found.values() for problem in each["stops"]]
+    if stops:
+        sys.stderr.write(ConfigError(stops).report() + "\na run with these settings stops there\n")
+    return STOPS if stops else 0
+
+
+def _data(run: RunConfig, console: Console) -> dict[str, Any]:
+    from app.engine.data_check import check_data
+    from app.record.survey_screen import show_survey
+
+    processes = world().size if world().is_joined else processes_to_start(run.launch) or 1
+    facts = check_data(run, processes, console.say).facts()
+    show_survey(facts)
+    return facts
+
+
+def _write(folder: Path, found: dict[str, Any], console: Console) -> None:
+    from app.page.check_page import check_page
+
+    write_json(folder / "check.json", found)
+    write_text(folder / "check.html", check_page(found))
+    console.say(f"written {folder / 'check.json'} and check.html")
+
+
+def _check_parts(run: RunConfig) -> None:
+    """What each part can say in milliseconds, all problems together."""
+    from app.data import sources
+    from app.model import templates
+
+    problems = [*sources.check(run.dataset), *templates.check(run.model)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _command(arguments: Sequence[str]) -> int:
+    garbage.look_seldom()
+    if asks_for_help(arguments):
+        sys.stdout.write(f"{__doc__}\nThe settings are those of app.train: python -m app.train --help\n")
+        return 0
+    config = check_config(arguments)
+    return check(config, open_console()) if world().is_first else 0
+
+
+def main() -> None:
+    """Exit codes: 0 a run would go on, 2 it would stop at what was told, or the settings are wrong."""
+    run_command(_command)
+
+
+_CHECKS = {"data": _data}
+
+if __name__ == "__main__":
+    main()

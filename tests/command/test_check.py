@@ -1,0 +1,119 @@
+"""app.check as a process: what is shown, written and returned is what a run would find."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.command.test_resume import SMALL
+from tests.conftest import RunApp
+from tests.data.small import chat, write_chats
+from tests.page.reading import read
+from tests.runs import Zygote
+
+KEYS = (
+    *(
+        "rows",
+        "bad_rows",
+        "overlong_rows",
+        "overlong_tokens",
+        "duplicate_rows",
+        "total_tokens",
+        "trained_tokens",
+    ),
+    *("bins", "fill", "lower_bound_bins", "steps", "format", "length_percentiles"),
+)
+
+
+def look(zygote: Zygote, folder: Path, *words: str) -> tuple[int, str, str]:
+    ended = zygote.run(folder, *words, module="app.check")
+    return ended.code, ended.stdout, ended.stderr
+
+
+def facts_in(folder: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads((folder / "check.json").read_text())["data"]
+    return facts
+
+
+def test_what_ships_is_looked_through_and_a_run_finds_the_same(zygote: Zygote, tmp_path: Path) -> None:
+    """In the same folder: what the check left there is in nobody's way."""
+    words = (*SMALL, "model.weights=random", f"cache_dir={tmp_path / 'cache'}", "output_dir=run")
+    code, said, wrong = look(zygote, tmp_path, "data", *words)
+    assert (code, wrong) == (0, "")
+    facts = facts_in(tmp_path / "run")
+    assert [key for key in KEYS if key not in facts] == []
+    assert facts["preview"]["rows"][0]["place"] == "train.jsonl:1"
+    assert f"{facts['bins']:,} bins of" in " ".join(said.split())
+    page = read((tmp_path / "run" / "check.html").read_text())
+    assert page.all("span", "badge")[0].text == "nothing stops a run"
+    entries = sorted((tmp_path / "cache" / "tokens").iterdir())
+
+    ended = zygote.run(tmp_path, *words, "dry_run=true")
+    assert (ended.code, ended.stderr) == (0, "")
+    counts = json.loads((tmp_path / "run" / "manifest.json").read_text())["counts"]
+    assert (facts["steps"], facts["bins"]) == (counts["steps"], counts["units"])
+    assert (facts["fill"], facts["lower_bound_bins"]) == (counts["fill"], counts["least_units"])
+    assert facts["total_tokens"] == counts["data"]["train"]["tokens"]
+    assert sorted((tmp_path / "cache" / "tokens").iterdir()) == entries, "nothing was tokenised twice"
+    assert f"% full ({'provably' if counts['units'] == counts['least_units'] else ''}" in ended.stdout
+
+
+def test_bad_rows_are_told_with_places_and_the_code_is_that_of_the_run(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    good = [chat(f"What is {n}?", f"It is {n}") for n in range(40)]
+    bad = [{"role": "asistant", "content": "x"}]
+    write_chats(tmp_path / "a.jsonl", *good[:20], bad, *good[20:], bad)
+    words = ("dataset=messages", "dataset.path=a.jsonl", f"cache_dir={tmp_path / 'cache'}")
+    code, said, wrong = look(zygote, tmp_path, "data", *words, "output_dir=look")
+    assert code == 2
+    assert wrong.startswith("error: a.jsonl:21 and 1 more rows: message 0 has the role 'asistant'")
+    assert wrong.endswith("a run with these settings stops there\n")
+    facts = facts_in(tmp_path / "look")
+    assert (facts["rows"], facts["bad_rows"], facts["bad_places"]) == (42, 2, ["a.jsonl:21", "a.jsonl:42"])
+    assert "a.jsonl:21 and 1 more row:" in " ".join(said.split())
+    trained = zygote.run(tmp_path, *words, "output_dir=run")
+    assert trained.code == 2
+    assert trained.stderr == wrong.removesuffix("a run with these settings stops there\n")
+
+    code, _, wrong = look(zygote, tmp_path, "data", *words, "dataset.on_bad_row=skip")
+    assert (code, wrong) == (0, "")
+
+
+def test_without_a_folder_nothing_is_written_and_without_a_word_all_is_checked(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    write_chats(tmp_path / "a.jsonl", chat("Hi", "Hello"), chat("Hi", "Hello"))
+    cache = tmp_path / "cache"
+    words = ("dataset=messages", "dataset.path=a.jsonl", f"cache_dir={cache}")
+    code, said, wrong = look(zygote, tmp_path, *words)
+    assert (code, wrong) == (0, "")
+    assert "1 duplicate;" in said
+    assert sorted(entry.name for entry in tmp_path.iterdir() if entry.is_dir()) == ["cache"]
+
+
+WRONG = {
+    "datta": "error: 'datta' is neither a check nor key=value. Did you mean data? Checks: data; no word means all.\n",
+    "data dataset.path=nowhere.jsonl": "error: dataset.path=nowhere.jsonl: no such file or folder in",
+    "data dataset.max_lenght=3": "error: dataset.max_lenght is not a key. Did you mean dataset.max_length?",
+    "data -m seed=1,2": "error: -m starts a sweep, and this is one run. Leave it out.",
+    "data --cfg job": "error: --cfg",
+    "dataset=messages data": "error: 'data' is not an override.",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_is_mistyped_is_told_before_torch_is_loaded(run_app: RunApp, words: str, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise RuntimeError('torch was imported')")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ""), str(Path(__file__).parents[2])])
+    ended = run_app(*words.split(), module="app.check", env={"PYTHONPATH": path})
+    assert ended.stderr.startswith(WRONG[words]), ended.stderr
+    assert (ended.returncode, ended.stdout) == (2, "")
+
+
+def test_help(run_app: RunApp) -> None:
+    ended = run_app("--help", module="app.check")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "python -m app.check data" in ended.stdout
