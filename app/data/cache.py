@@ -28,6 +28,7 @@ CODE_VERSION = 1  # raise it when a library or the file format changes what an e
 DECIDING = (  # modules whose text is a part of every key: a change there may change tokens, places, counts
     *(
         "bad_rows",
+        "decoding",
         "encoding",
         "files",
         "formats",
@@ -38,7 +39,7 @@ DECIDING = (  # modules whose text is a part of every key: a change there may ch
         "report",
         "rows",
     ),
-    *("shapes", "sources", "storage", "stream", "tokenizer"),
+    *("shapes", "sources", "storage", "stream", "tables", "tokenizer"),
 )
 _ABANDONED = 24 * 3600  # seconds after which a half-written entry belongs to nobody
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY)

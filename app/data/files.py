@@ -1,19 +1,19 @@
 """Files to rows, each with its place. Not through `datasets`, which forgets the line of a row."""
 
-import csv
 import gzip
 import hashlib
 import io
 import json
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from app.data.json_array import read_json
+from app.data.decoding import LOOK, not_utf8, nul_in, other_encoding
+from app.data.json_array import beyond_reading, read_json
 from app.data.shapes import Broken, Located
+from app.data.tables import read_csv, read_parquet
 from app.errors import DataError, EnvironmentProblem
 
 TEXT_COLUMN = "text"
@@ -21,14 +21,28 @@ TEXT_COLUMN = "text"
 
 def read_file(path: Path, name: str) -> Iterator[Located]:
     """Every row of one file; `name` is what places call it."""
-    read = READERS[extension(path)]
+    kind = extension(path)
     try:
         with _open(path) as packed:
             is_gzip = path.suffix.lower() == ".gz"
             stream = io.BufferedReader(gzip.GzipFile(fileobj=packed)) if is_gzip else packed
-            yield from read(stream, name)
+            if kind in _TEXT_TABLES and (problem := other_encoding(stream.peek(LOOK))):
+                raise DataError(f"{name}: {problem}")
+            yield from _some_whole(READERS[kind](stream, name), name, is_text=kind in TEXT_FILES)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{name}: not a whole gzip file: {error}") from error
+
+
+def _some_whole(rows: Iterable[Located], name: str, *, is_text: bool) -> Iterator[Located]:
+    """The rows; DataError if none of them is one, because that is no bad row but another kind of file."""
+    broken, first, whole = 0, "", is_text  # a file of text is one row
+    for place, row in rows:
+        whole = whole or not isinstance(row, Broken)
+        if isinstance(row, Broken) and not whole:
+            broken, first = broken + 1, first or f"{place}: {row.reason}"
+        yield place, row
+    if broken and not whole:
+        raise DataError(f"{name}: none of its {broken:,} rows can be read; {first}")
 
 
 def extension(path: Path) -> str:
@@ -64,20 +78,29 @@ def _read_jsonl(stream: BinaryIO, name: str) -> Iterator[Located]:
 
 def _parse_line(line: bytes) -> dict[str, object] | Broken:
     try:
-        value = json.loads(line)
+        value = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        return Broken(f"not UTF-8 at byte {error.start + 1} of the line; save the file as UTF-8")
-    except json.JSONDecodeError as error:
-        return Broken(f"column {error.colno}: {error.msg}; each line must be one JSON object")
+        return Broken(not_utf8(error))
+    except (ValueError, RecursionError) as error:
+        return Broken(_not_json(line, error))
     if not isinstance(value, dict):
         return Broken(f"each line must be one JSON object, this one is {kind_of(value)}")
     return value
 
 
+def _not_json(line: bytes, error: ValueError | RecursionError) -> str:
+    if b"\0" in line:
+        return f"{nul_in(line)}; each line must be one JSON object"
+    if isinstance(error, json.JSONDecodeError):
+        return f"column {error.colno}: {error.msg}; each line must be one JSON object"
+    return beyond_reading(error)
+
+
 def kind_of(value: object) -> str:
     """A value's type in words that hold for JSON, CSV and Parquet alike."""
-    names = {str: "text", list: "a list", dict: "an object", bool: "true or false", type(None): "null"}
-    return names.get(type(value), f"a {type(value).__name__}")
+    if value != value:  # noqa: PLR0124  what tables have in an empty cell of a column of numbers
+        return "NaN"
+    return _KINDS.get(type(value), f"a {type(value).__name__}")
 
 
 def _read_json(stream: BinaryIO, name: str) -> Iterator[Located]:
@@ -101,78 +124,32 @@ def _decode(content: bytes, name: str) -> str:
         raise DataError(f"{name}:{line}: not UTF-8; save the file as UTF-8") from error
 
 
-def _read_csv(stream: BinaryIO, name: str, delimiter: str) -> Iterator[Located]:
-    csv.field_size_limit(sys.maxsize)  # a long answer is no mistake; the default stops at 131072 characters
-    with io.TextIOWrapper(stream, "utf-8-sig", newline="") as lines:
-        yield from _records(lines, name, delimiter)
-
-
-def _records(lines: Iterable[str], name: str, delimiter: str) -> Iterator[Located]:
-    reader = csv.reader(lines, delimiter=delimiter, strict=True)
-    header: list[str] = []
-    while True:
-        place = f"{name}:{reader.line_num + 1}"
-        try:
-            fields = next(reader, None)
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise DataError(f"{place}: cannot be read as CSV in UTF-8: {error}") from error
-        if fields is None:
-            return
-        if not header:
-            header = _header(fields, place)
-        elif fields:  # blank lines are no rows
-            yield place, _record(header, fields)
-
-
-def _header(fields: list[str], place: str) -> list[str]:
-    if not fields or len(set(fields)) < len(fields):
-        raise DataError(f"{place}: the first line must name the columns, each once; found {fields}")
-    return fields
-
-
-def _record(header: list[str], fields: list[str]) -> dict[str, object] | Broken:
-    if len(fields) != len(header):
-        return Broken(f"has {len(fields)} fields where the first line names {len(header)} columns")
-    return dict(zip(header, fields, strict=True))
-
-
-def _read_parquet(stream: BinaryIO, name: str) -> Iterator[Located]:
-    import pyarrow  # slow to import, and only needed here
-    import pyarrow.parquet
-
-    seekable = (
-        io.BytesIO(stream.read()) if isinstance(stream, io.BufferedReader) and _is_gzip(stream) else stream
-    )
-    try:
-        row = 0
-        for batch in pyarrow.parquet.ParquetFile(seekable).iter_batches(1024):
-            for record in batch.to_pylist():
-                yield f"{name} row {row}", record
-                row += 1
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{name}: cannot be read as Parquet: {error}") from error
-
-
-def _is_gzip(stream: io.BufferedReader) -> bool:
-    return isinstance(stream.raw, gzip.GzipFile)
-
-
 def _read_text(stream: BinaryIO, name: str) -> Iterator[Located]:
     content = stream.read()
+    problem = other_encoding(content[:LOOK]) or nul_in(content)
+    if problem:
+        yield name, Broken(problem)
+        return
     try:
         yield name, {TEXT_COLUMN: content.decode("utf-8-sig")}
     except UnicodeDecodeError as error:
-        yield name, Broken(f"not UTF-8 at byte {error.start + 1}; save the file as UTF-8")
+        line = content.count(b"\n", 0, error.start) + 1
+        yield name, Broken(f"not UTF-8 at byte {error.start + 1}, in line {line}; save the file as UTF-8")
 
 
+_KINDS: dict[type, str] = {
+    **{str: "text", list: "a list", dict: "an object", bool: "true or false", type(None): "null"},
+    **{int: "a number", float: "a number", bytes: "bytes"},
+}
 READERS: dict[str, Callable[[BinaryIO, str], Iterator[Located]]] = {
     ".jsonl": _read_jsonl,
     ".ndjson": _read_jsonl,
     ".json": _read_json,
-    ".csv": partial(_read_csv, delimiter=","),
-    ".tsv": partial(_read_csv, delimiter="\t"),
-    ".parquet": _read_parquet,
+    ".csv": partial(read_csv, delimiter=","),
+    ".tsv": partial(read_csv, delimiter="\t"),
+    ".parquet": read_parquet,
     ".txt": _read_text,
     ".md": _read_text,
 }
 TEXT_FILES = (".txt", ".md")
+_TEXT_TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")

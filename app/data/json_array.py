@@ -73,6 +73,15 @@ def _value(text: str, at: int, name: str) -> tuple[object, int]:
         return _decode(text, at)
     except json.JSONDecodeError as error:
         raise _malformed(text, error.pos, name, error.msg) from error
+    except (ValueError, RecursionError) as error:
+        raise _malformed(text, at, name, beyond_reading(error)) from error
+
+
+def beyond_reading(error: ValueError | RecursionError) -> str:
+    """Why valid JSON cannot be read all the same."""
+    if isinstance(error, RecursionError):
+        return "lists or objects in it are nested too deeply"
+    return "holds a number of more than 4,300 digits; if it is none, put it in quotes"
 
 
 def _malformed(text: str, at: int, name: str, expected: str) -> DataError:

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from app.data.decoding import printable
+
 Row = dict[str, Any]
 Message = dict[str, Any]
 Span = tuple[int, int]  # first character, and the one after the last
@@ -21,6 +23,9 @@ Located = tuple[str, Row | Broken]  # the place ("train.jsonl:17") and what is t
 
 class RowProblem(Exception):  # noqa: N818 (caught where the place is known; never reaches the user as it is)
     """One row that cannot be trained on; the message says why, the catcher says where."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(printable(reason))
 
 
 class Source(Protocol):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from app.assets import locate
 from app.config.schema import DatasetConfig
+from app.data.decoding import printable
 from app.data.files import READERS, TEXT_FILES, extension, hash_files, read_file
 from app.data.hub import HubRows, SavedRows, is_saved_dataset
 from app.data.shapes import Located, Source
@@ -29,7 +30,14 @@ class FileRows:
     def rows(self) -> Iterator[Located]:
         """Every row of every file."""
         for path, name in self.files:
-            yield from read_file(path, name)
+            try:
+                yield from read_file(path, name)
+            except DataError as error:
+                raise DataError([f"{problem}; {self._advice()}" for problem in error.problems]) from error
+
+    def _advice(self) -> str:
+        where = "given by" if len(self.files) == 1 else "or leave it out of"
+        return f"mend the file, {where} {self.key}={self.name}"
 
     def fingerprint(self) -> str:
         """A hash of the bytes and the shown names."""
@@ -96,7 +104,7 @@ def _is_hub_id(path: str) -> bool:
 def _find_files(path: str, key: str, fmt: str) -> FileRows:
     place = _local(path)
     if place.is_file():
-        return FileRows(path, key, ((_readable(place, key), place.name),))
+        return FileRows(path, key, ((_readable(place, key), printable(place.name)),))
     if place.is_dir():
         return _folder(path, place, key, fmt)
     if glob.has_magic(path):
@@ -118,7 +126,7 @@ def _matches(path: str, place: Path, key: str) -> FileRows:
     files = [file for file in found if not _is_hidden(file.relative_to(root))]
     if not files:
         raise DataError(f"{key}={path}: the pattern matches no file")
-    shown = [file.relative_to(root).as_posix() for file in files]
+    shown = [printable(file.relative_to(root).as_posix()) for file in files]
     return FileRows(
         path, key, tuple((_readable(file, key), name) for file, name in zip(files, shown, strict=True))
     )
@@ -148,8 +156,10 @@ def _folder(path: str, place: Path, key: str, fmt: str) -> FileRows:
             f"{key}={path}: holds text files and tables; choose with a pattern, such as {key}='{path}/*.txt'"
         )
     chosen = tables or known
-    left_out = tuple(shown[file].as_posix() for file in visible if file not in set(chosen))
-    return FileRows(path, key, tuple((file, shown[file].as_posix()) for file in chosen), left_out)
+    left_out = tuple(printable(shown[file].as_posix()) for file in visible if file not in set(chosen))
+    return FileRows(
+        path, key, tuple((file, printable(shown[file].as_posix())) for file in chosen), left_out
+    )
 
 
 def _missing(path: str, place: Path, key: str) -> str:

@@ -139,8 +139,8 @@ def test_a_csv_row_with_a_field_too_many(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('q,a\n1,"2\n', r"r\.csv:2: cannot be read as CSV in UTF-8: unexpected end of data"),
-        (b"q,a\n1,\xff\n", r"cannot be read as CSV in UTF-8"),
+        ('q,a\n1,"2\n', r"r\.csv:2: cannot be read as CSV: a quote .* is never closed"),
+        (b"q,a\n1,\xff\n", r"none of its 1 rows can be read; r\.csv:2: not UTF-8"),
         ("q,q\n1,2\n", r"r\.csv:1: the first line must name the columns, each once"),
     ],
 )
@@ -166,7 +166,7 @@ def test_a_text_file_is_one_document(tmp_path: Path, name: str) -> None:
 
 def test_text_that_is_none(tmp_path: Path) -> None:
     [(place, row)] = read(saved(tmp_path, "r.txt", b"ab\xff"))
-    assert (place, row) == ("r.txt", Broken("not UTF-8 at byte 3; save the file as UTF-8"))
+    assert (place, row) == ("r.txt", Broken("not UTF-8 at byte 3, in line 1; save the file as UTF-8"))
 
 
 @pytest.mark.parametrize("name", ["r.jsonl.gz", "r.parquet.gz", "r.txt.gz", "r.csv.gz"])

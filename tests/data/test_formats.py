@@ -59,7 +59,7 @@ def test_what_says_nothing_is_no_reason_to_refuse(empty: dict[str, Any]) -> None
         ({"content": ""}, "message 1 has no role; allowed: system, user, assistant, tool"),
         ({"from": "gpt", "value": ""}, "rename them to role and content"),
         ({"role": "user"}, "message 1: content must be text, found null"),
-        ({"role": "user", "content": 7}, "message 1: content must be text, found a int"),
+        ({"role": "user", "content": 7}, "message 1: content must be text, found a number"),
         (
             {"role": "user", "content": [{"type": "text"}]},
             "content in parts (images, audio) is not supported yet",
