@@ -1,7 +1,8 @@
 """Token rows under a name made of everything that decided them, so that nothing is tokenised twice.
 
 An entry is written aside, synced and renamed, so it is there whole or not at all. It is verified whenever it
-is opened, and made again if it fails. Of several processes that need the same entry one makes it.
+is opened, and made again if it fails. Of several processes that need the same entry one makes it, and the others
+say that they wait. What a killed one left is cleared away by the next that makes an entry.
 """
 
 import contextlib
@@ -9,7 +10,9 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
+import platform
 import shutil
 import time
 import uuid
@@ -17,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from app.data.rows import TokenRows
 from app.data.storage import RowWriter, Told, disk_explained, open_rows
@@ -41,8 +44,10 @@ DECIDING = (  # modules whose text is a part of every key: a change there may ch
     ),
     *("shapes", "sources", "storage", "stream", "tables", "tokenizer"),
 )
-_ABANDONED = 24 * 3600  # seconds after which a half-written entry belongs to nobody
+_ABANDONED = 24 * 3600  # seconds after which a half-written entry belongs to nobody, if no lock says so before
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY)
+_HERE = hashlib.sha256(platform.node().encode()).hexdigest()[:8]  # this machine
+log = logging.getLogger(__name__)
 
 
 def cache_key(content: str, tokenizer: Tokenizer, settings: Mapping[str, Any]) -> str:
@@ -63,10 +68,10 @@ def cached_rows(cache_dir: str, key: str, write: Callable[[RowWriter], Told]) ->
     entry = Path(cache_dir).expanduser() / "tokens" / key
     found = open_rows(entry)
     if found is None:
-        with _alone(entry, cache_dir):
+        with _alone(entry, cache_dir) as alone:
             found = open_rows(entry)  # another process may have made it while this one waited
             if found is None:
-                _make(entry, cache_dir, write)
+                _make(entry, cache_dir, write, alone=alone)
                 found = open_rows(entry)
     if found is None:
         raise EnvironmentProblem(
@@ -77,16 +82,32 @@ def cached_rows(cache_dir: str, key: str, write: Callable[[RowWriter], Told]) ->
 
 
 @contextlib.contextmanager
-def _alone(entry: Path, cache_dir: str) -> Iterator[None]:
+def _alone(entry: Path, cache_dir: str) -> Iterator[bool]:
     """One process at a time makes an entry; all of them where a file system knows no locks, which only costs time."""
-    locks = entry.parent.with_name("locks")
     with disk_explained(cache_dir):
-        locks.mkdir(parents=True, exist_ok=True)
-        lock = (locks / entry.name).open("wb")
+        path = _lock_of(entry)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.open("wb")
     with lock:
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        yield _locked(lock, cache_dir)
+
+
+def _lock_of(entry: Path) -> Path:
+    return entry.parent.with_name("locks") / entry.name
+
+
+def _locked(lock: BinaryIO, cache_dir: str) -> bool:
+    """False where a file system knows no locks; else true, once nobody else has this one."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        log.info("cache_dir=%s: another process is preparing the same rows; waiting for it", cache_dir)
+    except OSError:
+        return False
+    with contextlib.suppress(OSError):  # at once, if it is ours already
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return True
+    return False
 
 
 @cache
@@ -101,10 +122,10 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _make(entry: Path, cache_dir: str, write: Callable[[RowWriter], Told]) -> None:
+def _make(entry: Path, cache_dir: str, write: Callable[[RowWriter], Told], *, alone: bool) -> None:
     with disk_explained(cache_dir):
         entry.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(entry.parent)
+        _sweep(entry, alone=alone)
         aside = _aside(entry)
         aside.mkdir()
     try:
@@ -117,7 +138,7 @@ def _make(entry: Path, cache_dir: str, write: Callable[[RowWriter], Told]) -> No
 
 
 def _aside(entry: Path) -> Path:
-    return entry.with_name(f"{entry.name[:8]}-{uuid.uuid4().hex}.part")
+    return entry.with_name(f"{entry.name}.{_HERE}.{uuid.uuid4().hex[:12]}.part")
 
 
 def _put(aside: Path, entry: Path) -> None:
@@ -138,9 +159,25 @@ def _put(aside: Path, entry: Path) -> None:
         os.close(handle)
 
 
-def _sweep(folder: Path) -> None:
+def _sweep(entry: Path, *, alone: bool) -> None:
     """Remove what killed writers left."""
-    for part in folder.glob("*.part"):
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - part.stat().st_mtime > _ABANDONED:
+    for part in entry.parent.glob("*.part"):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
+            key, _, rest = part.name.partition(".")
+            # the lock of another machine may be unknown here, so only what was written on this one goes at once
+            if rest.partition(".")[0] == _HERE:
+                dead = alone if key == entry.name else _is_free(entry.with_name(key), held)
+            else:
+                dead = False
+            if dead or time.time() - part.stat().st_mtime > _ABANDONED:
                 shutil.rmtree(part, ignore_errors=True)
+
+
+def _is_free(entry: Path, held: contextlib.ExitStack) -> bool:
+    """Whether no living process makes an entry; its lock is kept until `held` ends."""
+    lock = held.enter_context(_lock_of(entry).open("rb+"))
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

@@ -1,6 +1,7 @@
 """The files of token rows: written in one pass, checksummed, mapped back."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -19,18 +20,20 @@ _TOKENS, _TRAINED, _PLACES, _INDEX = "tokens.bin", "trained.bin", "places.bin", 
 _FILES = (_TOKENS, _TRAINED, _PLACES, _INDEX)
 _META = "meta.json"
 _BLOCK = 1 << 24
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Told = dict[str, Any]  # what there is to say about the rows, as JSON
 
 
 @contextlib.contextmanager
-def disk_explained(cache_dir: str) -> Iterator[None]:
+def disk_explained(cache_dir: str, needed: int = 0) -> Iterator[None]:
     """A full disk, or a folder that may not be written to, as something that the user can mend."""
     try:
         yield
     except OSError as error:
+        more = f"; it needs more than {needed:,} bytes" if needed and error.errno in _FULL else ""
         raise EnvironmentProblem(
-            f"cache_dir={cache_dir}: cannot write the token cache: {error.strerror}; make room there, or set"
+            f"cache_dir={cache_dir}: cannot write the token cache: {error.strerror}{more}; make room there, or set"
             " cache_dir to another folder"
         ) from error
 
@@ -44,6 +47,7 @@ class RowWriter:
         self._checksums = dict.fromkeys(_FILES, 0)
         self._num_tokens = 0
         self._num_chars = 0
+        self._num_bytes = 0
         with contextlib.ExitStack() as stack, disk_explained(cache_dir):
             self._files = {name: stack.enter_context((folder / name).open("wb")) for name in _FILES}
             self._closing = stack.pop_all()
@@ -55,7 +59,8 @@ class RowWriter:
         self._num_chars += len(shown)
         labels = int(np.count_nonzero(trained))
         entry = (self._num_tokens, self._num_chars, labels, digest(ids), digest(trained), side)
-        with disk_explained(self._cache_dir):
+        self._num_bytes += ids.nbytes + trained.nbytes + len(shown) + ENTRY.itemsize
+        with disk_explained(self._cache_dir, self._num_bytes):
             self._write(_TOKENS, ids.astype("<i4", copy=False).tobytes())
             self._write(_TRAINED, trained.tobytes())
             self._write(_PLACES, shown)
@@ -63,7 +68,7 @@ class RowWriter:
 
     def finish(self, told: Told) -> None:
         """When this returns everything is on the disk, `told` and the checksums last."""
-        with disk_explained(self._cache_dir):
+        with disk_explained(self._cache_dir, self._num_bytes):
             for file in self._files.values():
                 _sync_file(file)
             with (self._folder / _META).open("wb") as meta:
@@ -73,7 +78,7 @@ class RowWriter:
 
     def close(self) -> None:
         """Close the files, finished or not."""
-        with disk_explained(self._cache_dir):
+        with disk_explained(self._cache_dir, self._num_bytes):
             self._closing.close()
 
     def _write(self, name: str, content: bytes) -> None:

@@ -3,6 +3,7 @@
 import ast
 import errno
 import fcntl
+import json
 import os
 import resource
 import subprocess
@@ -20,6 +21,7 @@ from app.data.cache import cached_rows
 from app.data.prepare import prepare
 from app.data.storage import RowWriter, disk_explained
 from app.errors import DataError, EnvironmentProblem
+from tests.data.killed_preparation import MOMENTS
 from tests.data.small import LINES, chat, config, tokenizer, write_chats
 
 DATA = Path(cache.__file__).parent
@@ -239,6 +241,107 @@ def test_what_a_killed_writer_left_goes_after_a_day(tmp_path: Path) -> None:
     assert [entry.name for entry in entries(tmp_path)] == ["b.part", "key"]
 
 
+def test_a_preparation_that_is_killed_is_never_believed_and_leaves_nothing(tmp_path: Path) -> None:
+    rows = write_chats(tmp_path / "a.jsonl", *(chat("Hi", f"Hello {n}") for n in range(1500)))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.data.killed_preparation", str(rows), str(tmp_path / "cache")],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
+    )
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [moment for moment, *_ in found] == list(MOMENTS)
+    for moment, status, left, same, after in found:
+        assert status == "ended with -9", moment
+        assert [name.endswith(".part") for name in left] == [moment != "in place"], (moment, left)
+        assert same, moment
+        assert len(after) == 1, (moment, after)
+        assert not after[0].endswith(".part"), moment
+
+
+def test_what_a_living_process_or_another_machine_writes_stays(tmp_path: Path) -> None:
+    """Only a lock of this machine says that a writer is dead before a day has passed."""
+    (tmp_path / "locks").mkdir()
+    parts = {
+        name: tmp_path / "tokens" / name
+        for name in (f"busy.{cache._HERE}.1.part", f"dead.{cache._HERE}.2.part", "far.0badc0de.3.part")
+    }
+    for name, part in parts.items():
+        part.mkdir(parents=True)
+        (tmp_path / "locks" / name.partition(".")[0]).touch()
+    with (tmp_path / "locks" / "busy").open() as busy:
+        fcntl.flock(busy, fcntl.LOCK_EX)
+        cached_rows(str(tmp_path), "key", write_three)
+    left = [entry.name for entry in entries(tmp_path)]
+    assert left == [f"busy.{cache._HERE}.1.part", "far.0badc0de.3.part", "key"]
+
+
+@pytest.mark.parametrize("what", ["rows", "tokenizer", "template"])
+def test_one_byte_makes_another_entry(rows: Path, tmp_path: Path, what: str) -> None:
+    """Neither size nor time shows the change."""
+    before = prepare(config(rows), tokenizer(), str(tmp_path)).train.fingerprint
+    stat, made = rows.stat(), tokenizer()
+    if what == "rows":
+        rows.write_text(rows.read_text().replace("Hello", "Hullo"))
+        os.utime(rows, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        assert (rows.stat().st_size, rows.stat().st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+    elif what == "template":
+        made.chat_template = made.chat_template.replace("assistant\n", "assistanx\n")
+        assert len(made.chat_template) == len(tokenizer().chat_template)
+        assert made.chat_template != tokenizer().chat_template
+    else:
+        text = made.backend_tokenizer.to_str().replace("[INST]", "[INSU]")
+        assert len(text) == len(made.backend_tokenizer.to_str())
+        made._tokenizer = type(made.backend_tokenizer).from_str(text)
+    again = prepare(config(rows), made, str(tmp_path)).train.fingerprint
+    assert len(entries(tmp_path)) == 2
+    if what == "rows":
+        assert again != before
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Path:
+    """A file system of one megabyte, where this machine lets a process have one of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    tried = subprocess.run(
+        ["unshare", "-rm", "mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)], capture_output=True
+    )
+    if tried.returncode:
+        pytest.skip(f"no file system of one's own here: {tried.stderr.decode().strip()}")
+    return folder
+
+
+def test_a_disk_that_fills_up(small_disk: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\n".join(LINES * 5000))
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from app.data.prepare import prepare\n"
+        "from app.errors import EnvironmentProblem\n"
+        "from tests.data.small import config, tokenizer\n"
+        "try:\n"
+        f"    prepare(config({str(tmp_path / 'a.txt')!r}, 'text'), tokenizer(None), {str(small_disk)!r})\n"
+        "except EnvironmentProblem as problem:\n"
+        f"    print(list(Path({str(small_disk)!r}, 'tokens').iterdir()))\n"
+        "    sys.exit(str(problem))\n"
+    )
+    mount = f"mount -t tmpfs -o size=1m none {small_disk} && exec "
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", f'{mount} "$0" -c "$1"', sys.executable, code],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    said = f"cache_dir={small_disk}: cannot write the token cache: No space left on device; it needs more than "
+    assert done.stderr.strip().startswith(said), done.stderr
+    assert int(done.stderr.removeprefix(said).split()[0].replace(",", "")) > 1 << 19
+    assert done.stderr.strip().endswith(" bytes; make room there, or set cache_dir to another folder")
+    assert done.stdout.strip() == "[]", "what was begun does not keep the disk full"
+
+
 def test_a_full_disk_names_the_cache() -> None:
     said = r"^cache_dir=/c: cannot write the token cache: No space left"
     with (
@@ -269,7 +372,7 @@ def test_a_write_that_fails_half_way(tmp_path: Path) -> None:
     )
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 4096
     assert done.stderr.strip().endswith("make room there, or set cache_dir to another folder"), done.stderr
-    assert f"cache_dir={tmp_path}/cache: cannot write the token cache: File too large" in done.stderr
+    assert f"cache_dir={tmp_path}/cache: cannot write the token cache: File too large; it needs" in done.stderr
     assert entries(tmp_path / "cache") == []
 
 
