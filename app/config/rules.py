@@ -3,19 +3,22 @@
 Each rule is a pure function from the run to its problems; all of them are reported together.
 """
 
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 from app.config.schema import DatasetConfig, RunConfig
 
 Rule = Callable[[RunConfig], Iterator[str]]
 
-CHAT_FORMATS = ("messages", "instruction")  # rendered by a chat template
+_LIST_PATH = re.compile(r"[^*]+\.\*(\.[^*]+)?")
+
+CHAT_FORMATS = ("messages", "sharegpt", "instruction", "question_answer")  # rendered by a chat template
 
 # what `dataset.train_on` can mean for rows of each format
 TRAIN_ON = {
-    "messages": ("auto", "assistant", "last", "all"),
-    "instruction": ("auto", "assistant", "last", "all"),
+    **dict.fromkeys(CHAT_FORMATS, ("auto", "assistant", "last", "all")),
     "prompt_completion": ("auto", "completion", "all"),
     "text": ("auto", "all"),
 }
@@ -68,6 +71,16 @@ def _hidden_tokens_are_of_text(run: RunConfig) -> Iterator[str]:
         )
     if run.task.mask_share <= 0:
         yield f"task.mask_share={run.task.mask_share:g} hides nothing. Set task.mask_share=0.15."
+
+
+def _one_list_makes_rows(run: RunConfig) -> Iterator[str]:
+    starred = {name: path for name, path in asdict(run.dataset.columns).items() if path and "*" in path}
+    for name, path in starred.items():
+        if not _LIST_PATH.fullmatch(path):
+            yield f"dataset.columns.{name}={path}: a * stands for each element of a list, as in instances.*.output."
+    if len({path.partition(".*")[0] for path in starred.values()}) > 1:
+        given = " ".join(f"dataset.columns.{name}={path}" for name, path in starred.items())
+        yield f"{given}: the elements of one list make the rows. Let every * stand behind the same column."
 
 
 def _only_text_splits(run: RunConfig) -> Iterator[str]:
@@ -153,6 +166,7 @@ RULES: tuple[Rule, ...] = (
     _rows_fit_their_bins,
     _trained_part_fits_the_format,
     _hidden_tokens_are_of_text,
+    _one_list_makes_rows,
     _only_text_splits,
     _one_source_of_eval_rows,
     _best_needs_eval_rows,

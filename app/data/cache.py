@@ -30,7 +30,6 @@ DECIDING = (  # modules whose text is a part of every key: a change there may ch
         "bad_rows",
         "encoding",
         "files",
-        "formats",
         "hub",
         "json_array",
         "overflow",
@@ -38,7 +37,17 @@ DECIDING = (  # modules whose text is a part of every key: a change there may ch
         "report",
         "rows",
     ),
-    *("shapes", "sources", "storage", "stream", "tokenizer"),
+    *(
+        "formats/chats",
+        "formats/columns",
+        "formats/conversation",
+        "formats/documents",
+        "formats/questions",
+        "formats/table",
+        "formats/tools",
+        "formats/unfold",
+    ),
+    *("script", "shapes", "sources", "storage", "stream", "tokenizer"),
 )
 _ABANDONED = 24 * 3600  # seconds after which a half-written entry belongs to nobody
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY)

@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from app.config.rules import CHAT_FORMATS
 from app.config.schema import DatasetConfig
 from app.data.cache import cache_key, cached_rows
-from app.data.formats import FORMATS
+from app.data.formats.table import fields_of
 from app.data.report import Counts, DataReport
 from app.data.rows import TokenRows
 from app.data.shapes import Source
@@ -80,13 +81,13 @@ def _rows(
 
 def _settings(config: DatasetConfig, max_rows: int | None) -> dict[str, Any]:
     fields = {name: getattr(config, name) for name in _DECIDING}
-    columns = {name: getattr(config.columns, name) for name in (*FORMATS[config.format].needs, "input")}
+    columns = {name: getattr(config.columns, name) for name in fields_of(config.format)}
     return {**fields, "columns": columns, "max_rows": max_rows}
 
 
 def _notes(config: DatasetConfig, tokenizer: Tokenizer) -> list[str]:
     """What the rows do not show."""
-    if config.format in ("messages", "instruction") and "strftime_now" in str(tokenizer.chat_template):
+    if config.format in CHAT_FORMATS and "strftime_now" in str(tokenizer.chat_template):
         return ["the chat template writes a date: that of the day on which the rows were tokenised"]
     return []
 

@@ -118,7 +118,9 @@ def test_the_code_decides_the_entry() -> None:
         found.add(module)
         for node in ast.walk(ast.parse((DATA / f"{module}.py").read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("app.data."):
-                wanted |= {(node.module or "").removeprefix("app.data.")} - found
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                modules = [name.removeprefix("app.data.").replace(".", "/") for name in (*names, node.module)]
+                wanted |= {name for name in modules if (DATA / f"{name}.py").is_file()} - found
     assert set(cache.DECIDING) == found
 
 
