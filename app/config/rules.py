@@ -21,6 +21,7 @@ TRAIN_ON = {
     **dict.fromkeys(CHAT_FORMATS, ("auto", "assistant", "last", "all")),
     "prompt_completion": ("auto", "completion", "all"),
     "text": ("auto", "all"),
+    "auto": ("auto", "assistant", "last", "completion", "all"),  # asked again once the rows are known
 }
 
 
@@ -64,7 +65,7 @@ def _trained_part_fits_the_format(run: RunConfig) -> Iterator[str]:
 def _hidden_tokens_are_of_text(run: RunConfig) -> Iterator[str]:
     if run.task.kind != "masked":
         return
-    if run.dataset.format != "text":
+    if run.dataset.format not in ("text", "auto"):
         yield (
             f"dataset.format={run.dataset.format}: task=masked finds hidden tokens of plain text. "
             "Set dataset=text dataset.path=FILE, or task=causal."
@@ -84,7 +85,7 @@ def _one_list_makes_rows(run: RunConfig) -> Iterator[str]:
 
 
 def _only_text_splits(run: RunConfig) -> Iterator[str]:
-    if run.dataset.on_overflow == "split" and run.dataset.format != "text":
+    if run.dataset.on_overflow == "split" and run.dataset.format not in ("text", "auto"):
         yield (
             f"dataset.on_overflow=split would tear a row of dataset.format={run.dataset.format} apart. "
             "Choose drop, truncate or error."

@@ -85,7 +85,7 @@ class DatasetConfig:
 
     path: str = MISSING
     format: str = choice(
-        *("messages", "sharegpt", "instruction", "question_answer", "prompt_completion", "text")
+        *("auto", "messages", "sharegpt", "instruction", "question_answer", "prompt_completion", "text")
     )
     split: str = MISSING
     hub_config: str | None = None

@@ -1,5 +1,6 @@
 """From `dataset` to token rows: those to train on, those held out, and what became of every row."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,12 +30,12 @@ class Data:
     report: DataReport
 
 
-def prepare(config: DatasetConfig, tokenizer: Tokenizer, cache_dir: str) -> Data:
-    """Token rows of both splits, from the cache if nothing that decides them has changed."""
+def prepare(config: DatasetConfig, tokenizer: Tokenizer, cache_dir: str, notes: Sequence[str] = ()) -> Data:
+    """Token rows of both splits, from the cache if nothing that decides them has changed. `notes` is told with them."""
     check_tokenizer(tokenizer, config.format)
     held = eval_source(config)
     train, counts = _rows(train_source(config), config.max_rows, config, tokenizer, cache_dir)
-    report = DataReport(counts, notes=_notes(config, tokenizer))
+    report = DataReport(counts, notes=[*notes, *_notes(config, tokenizer)])
     if held is not None:
         chosen, report.eval = _rows(held, config.eval_max_rows, config, tokenizer, cache_dir)
         report.shared = int(np.isin(chosen.digests, train.digests).sum())

@@ -11,6 +11,7 @@ from app.engine.checkpoint import Checkpoints
 from app.engine.finish import finish
 from app.engine.ground import Ground, facts, lay_ground, layout_of, table
 from app.engine.identity import identity
+from app.engine.known_format import with_format
 from app.engine.limits import within_positions
 from app.engine.loop import Loop, Parts, Rhythm
 from app.engine.preview import preview
@@ -36,8 +37,8 @@ from app.record.record import Record
 
 def train_in(folder: RunFolder, run: RunConfig, console: Console) -> int:
     """Returns the exit code."""
-    run = within_positions(run, console.say)
-    ground = lay_ground(run, folder.checkpoints, console.say)
+    run, notes = with_format(within_positions(run, console.say))
+    ground = lay_ground(run, folder.checkpoints, console.say, notes)
     if run.dry_run:
         return _told_only(folder, run, ground, console)
     trainee = build_trainee(

@@ -68,6 +68,7 @@ def test_no_rule_is_without_a_test(rule: Any) -> None:
     [
         {},
         {"dataset.on_overflow": "split", **TEXT},
+        {"dataset.format": "auto", "dataset.on_overflow": "split", "dataset.train_on": "completion"},
         {"dataset.columns.input": "a.*.input", "dataset.columns.output": "a.*.output"},
         {"dataset.eval_fraction": 0.1, **NO_EVAL},
         {"checkpoint.final": "best", "eval.patience": 3},

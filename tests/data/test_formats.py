@@ -35,7 +35,7 @@ def problem(row: dict[str, Any], fmt: str = "messages", **names: str | None) -> 
 
 def test_the_table_has_what_the_schema_allows() -> None:
     [field] = [field for field in fields(DatasetConfig) if field.name == "format"]
-    assert set(FORMATS) == set(field.metadata[CHOICES])
+    assert {"auto", *FORMATS} == set(field.metadata[CHOICES])
     known = {field.name for field in fields(Columns)}
     assert {name for fmt in FORMATS for name in fields_of(fmt)} == known
 
