@@ -3,21 +3,25 @@
 Each rule is a pure function from the run to its problems; all of them are reported together.
 """
 
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 from app.config.schema import DatasetConfig, RunConfig
 
 Rule = Callable[[RunConfig], Iterator[str]]
 
-CHAT_FORMATS = ("messages", "instruction")  # rendered by a chat template
+_LIST_PATH = re.compile(r"[^*]+\.\*(\.[^*]+)?")
+
+CHAT_FORMATS = ("messages", "sharegpt", "instruction", "question_answer")  # rendered by a chat template
 
 # what `dataset.train_on` can mean for rows of each format
 TRAIN_ON = {
-    "messages": ("auto", "assistant", "last", "all"),
-    "instruction": ("auto", "assistant", "last", "all"),
+    **dict.fromkeys(CHAT_FORMATS, ("auto", "assistant", "last", "all")),
     "prompt_completion": ("auto", "completion", "all"),
     "text": ("auto", "all"),
+    "auto": ("auto", "assistant", "last", "completion", "all"),  # asked again once the rows are known
 }
 
 
@@ -61,7 +65,7 @@ def _trained_part_fits_the_format(run: RunConfig) -> Iterator[str]:
 def _hidden_tokens_are_of_text(run: RunConfig) -> Iterator[str]:
     if run.task.kind != "masked":
         return
-    if run.dataset.format != "text":
+    if run.dataset.format not in ("text", "auto"):
         yield (
             f"dataset.format={run.dataset.format}: task=masked finds hidden tokens of plain text. "
             "Set dataset=text dataset.path=FILE, or task=causal."
@@ -70,8 +74,18 @@ def _hidden_tokens_are_of_text(run: RunConfig) -> Iterator[str]:
         yield f"task.mask_share={run.task.mask_share:g} hides nothing. Set task.mask_share=0.15."
 
 
+def _one_list_makes_rows(run: RunConfig) -> Iterator[str]:
+    starred = {name: path for name, path in asdict(run.dataset.columns).items() if path and "*" in path}
+    for name, path in starred.items():
+        if not _LIST_PATH.fullmatch(path):
+            yield f"dataset.columns.{name}={path}: a * stands for each element of a list, as in instances.*.output."
+    if len({path.partition(".*")[0] for path in starred.values()}) > 1:
+        given = " ".join(f"dataset.columns.{name}={path}" for name, path in starred.items())
+        yield f"{given}: the elements of one list make the rows. Let every * stand behind the same column."
+
+
 def _only_text_splits(run: RunConfig) -> Iterator[str]:
-    if run.dataset.on_overflow == "split" and run.dataset.format != "text":
+    if run.dataset.on_overflow == "split" and run.dataset.format not in ("text", "auto"):
         yield (
             f"dataset.on_overflow=split would tear a row of dataset.format={run.dataset.format} apart. "
             "Choose drop, truncate or error."
@@ -153,6 +167,7 @@ RULES: tuple[Rule, ...] = (
     _rows_fit_their_bins,
     _trained_part_fits_the_format,
     _hidden_tokens_are_of_text,
+    _one_list_makes_rows,
     _only_text_splits,
     _one_source_of_eval_rows,
     _best_needs_eval_rows,

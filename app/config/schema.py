@@ -62,12 +62,18 @@ class ModelConfig:
 
 @dataclass(kw_only=True, slots=True)
 class Columns:
-    """Which column of the data has what; only those of the chosen format are read."""
+    """Which column of the data has what; only those of the chosen format are read. Null: nobody reads it."""
 
     messages: str = MISSING
+    conversations: str = MISSING
+    tools: str | None = MISSING
+    system: str | None = MISSING
     instruction: str = MISSING
-    input: str = MISSING
+    input: str | None = MISSING
     output: str = MISSING
+    history: str | None = MISSING
+    question: str = MISSING
+    answer: str = MISSING
     prompt: str = MISSING
     completion: str = MISSING
     text: str = MISSING
@@ -78,7 +84,9 @@ class DatasetConfig:
     """Where the rows are, what shape they have, and what is trained of them."""
 
     path: str = MISSING
-    format: str = choice("messages", "instruction", "prompt_completion", "text")
+    format: str = choice(
+        *("auto", "messages", "sharegpt", "instruction", "question_answer", "prompt_completion", "text")
+    )
     split: str = MISSING
     hub_config: str | None = None
     revision: str | None = None

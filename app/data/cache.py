@@ -34,7 +34,6 @@ DECIDING = (  # modules whose text is a part of every key: a change there may ch
         "decoding",
         "encoding",
         "files",
-        "formats",
         "hub",
         "json_array",
         "overflow",
@@ -42,9 +41,21 @@ DECIDING = (  # modules whose text is a part of every key: a change there may ch
         "report",
         "rows",
     ),
-    *("shapes", "sources", "storage", "stream", "tables", "tokenizer"),
+    *(
+        "formats/chats",
+        "formats/columns",
+        "formats/conversation",
+        "formats/documents",
+        "formats/questions",
+        "formats/table",
+        "formats/tools",
+        "formats/unfold",
+    ),
+    *("script", "shapes", "sources", "storage", "stream", "tables", "tokenizer"),
 )
-_ABANDONED = 24 * 3600  # seconds after which a half-written entry belongs to nobody, if no lock says so before
+_ABANDONED = (
+    24 * 3600
+)  # seconds after which a half-written entry belongs to nobody, if no lock says so before
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY)
 _HERE = hashlib.sha256(platform.node().encode()).hexdigest()[:8]  # this machine
 log = logging.getLogger(__name__)

@@ -138,8 +138,14 @@ def _read_text(stream: BinaryIO, name: str) -> Iterator[Located]:
 
 
 _KINDS: dict[type, str] = {
-    **{str: "text", list: "a list", dict: "an object", bool: "true or false", type(None): "null"},
-    **{int: "a number", float: "a number", bytes: "bytes"},
+    str: "text",
+    list: "a list",
+    dict: "an object",
+    bool: "true or false",
+    type(None): "null",
+    int: "a number",
+    float: "a number",
+    bytes: "bytes",
 }
 READERS: dict[str, Callable[[BinaryIO, str], Iterator[Located]]] = {
     ".jsonl": _read_jsonl,

@@ -1,15 +1,16 @@
 """From `dataset` to token rows: those to train on, those held out, and what became of every row."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from app.config.rules import CHAT_FORMATS
 from app.config.schema import DatasetConfig
 from app.data.cache import cache_key, cached_rows
-from app.data.formats import FORMATS
+from app.data.formats.table import fields_of
 from app.data.report import Counts, DataReport
 from app.data.rows import TokenRows
 from app.data.shapes import Source
@@ -34,10 +35,17 @@ class Data:
 Judge = Callable[[Source, Counts], None]  # is told of each source what became of its rows
 
 
-def prepare(config: DatasetConfig, tokenizer: Tokenizer, cache_dir: str, judge: Judge | None = None) -> Data:
+def prepare(
+    config: DatasetConfig,
+    tokenizer: Tokenizer,
+    cache_dir: str,
+    notes: Sequence[str] = (),
+    judge: Judge | None = None,
+) -> Data:
     """Token rows of both splits, from the cache if nothing that decides them has changed.
 
-    `judge` decides whether a source will do; unless given, it is a DataError with all that is wrong with it.
+    `notes` are told with them. `judge` decides whether a source will do; unless given, it is a DataError with all that
+    is wrong with it.
     """
     check_tokenizer(tokenizer, config.format)
     rows_of = partial(
@@ -45,7 +53,7 @@ def prepare(config: DatasetConfig, tokenizer: Tokenizer, cache_dir: str, judge: 
     )
     held = eval_source(config)
     train, counts = rows_of(train_source(config), config.max_rows)
-    report = DataReport(counts, notes=_notes(config, tokenizer))
+    report = DataReport(counts, notes=[*notes, *_notes(config, tokenizer)])
     if held is not None:
         chosen, report.eval = rows_of(held, config.eval_max_rows)
         report.shared = int(np.isin(chosen.digests, train.digests).sum())
@@ -109,13 +117,13 @@ def _rows(
 def _settings(config: DatasetConfig, max_rows: int | None) -> dict[str, Any]:
     """What decides the rows of an entry. Whether something in it stops a run is judged anew each time."""
     fields = {name: getattr(unstopped(config), name) for name in _DECIDING}
-    columns = {name: getattr(config.columns, name) for name in (*FORMATS[config.format].needs, "input")}
+    columns = {name: getattr(config.columns, name) for name in fields_of(config.format)}
     return {**fields, "columns": columns, "max_rows": max_rows}
 
 
 def _notes(config: DatasetConfig, tokenizer: Tokenizer) -> list[str]:
     """What the rows do not show."""
-    if config.format in ("messages", "instruction") and "strftime_now" in str(tokenizer.chat_template):
+    if config.format in CHAT_FORMATS and "strftime_now" in str(tokenizer.chat_template):
         return ["the chat template writes a date: that of the day on which the rows were tokenised"]
     return []
 

@@ -4,13 +4,17 @@ A template is only ever asked to write prefixes of the conversation: what it add
 beyond what asks for that turn, is what the model must learn.
 """
 
+import json
+import re
 from dataclasses import dataclass
 
-from jinja2.exceptions import TemplateError
-
+from app.data.script import Script, common_start, script_of
 from app.data.shapes import Conversation, Document, Draft, Message, RowProblem, Span
 from app.data.tokenizer import Tokenizer
 from app.errors import DataError
+
+# a thought that was not thought, as templates write it for a model that is not to think; what asks may open it already
+_EMPTY_THOUGHT = re.compile(r"\s*([<\[]\|?\w+\|?[>\]])?\s*[<\[]\|?/\w+\|?[>\]]\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +23,7 @@ class Drafts:
 
     samples: list[Draft]
     unstable: bool = False  # the template rewrites earlier turns
-    unseen: int = 0  # messages of which the template writes nothing
+    unseen: int = 0  # messages, and lists of tools, of which the template writes nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +31,17 @@ class _Turn:
     text: str  # the conversation up to and with this turn
     span: Span
 
+    def stands_in(self, whole: str) -> bool:
+        """Whether the turn is there with all before it; what follows its end is of no importance."""
+        return whole.startswith(self.text[: self.span[1]])
+
 
 class Renderer:
     """Applies one chat template under one `dataset.train_on` and `dataset.on_unstable_template`."""
 
     def __init__(self, tokenizer: Tokenizer, train_on: str, on_unstable: str) -> None:
         self._tokenizer = tokenizer
+        self._eos = str(tokenizer.special_tokens_map.get("eos_token", ""))
         self._train_on = train_on
         self._on_unstable = on_unstable
 
@@ -41,13 +50,12 @@ class Renderer:
         if isinstance(content, Document):
             return Drafts([self._document(content)])
         assert self._train_on in ("auto", "assistant", "last", "all"), self._train_on
-        messages = content.messages
-        whole = self._render(messages)
-        unseen = sum(m["role"] != "assistant" and m["content"].strip() not in whole for m in messages)
+        script = script_of(content, self._tokenizer)
+        whole, unseen = script.whole, _unseen(script)
         if self._train_on == "all":
-            return Drafts([Draft(whole, ((0, len(whole)),), raw=False)], unseen=unseen)
-        turns = self._turns(messages, whole)
-        if all(whole.startswith(turn.text) for turn in turns):
+            return Drafts([Draft(whole, _all_but(script, content), raw=False)], unseen=unseen)
+        turns = [self._turn(script, index) for index in self._trained(content)]
+        if all(turn.stands_in(whole) for turn in turns):
             spans = tuple(turn.span for turn in turns)
             return Drafts([Draft(whole, spans, raw=False)], unseen=unseen)
         return Drafts(self._unstable(turns, place), unstable=True, unseen=unseen)
@@ -57,37 +65,47 @@ class Renderer:
         start = 0 if self._train_on == "all" else document.answer
         return Draft(document.text, ((start, len(document.text)),), raw=True)
 
-    def _turns(self, messages: list[Message], whole: str) -> list[_Turn]:
-        at = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    def _trained(self, content: Conversation) -> list[int]:
+        """The messages that are trained."""
+        said = [m["role"] for m in content.messages]
+        for index, trained in content.marks.items():
+            if trained and said[index] != "assistant":
+                raise RowProblem(
+                    f"message {index} is of {said[index]} and has train=true, but"
+                    f" dataset.train_on={self._train_on} trains answers of the assistant only"
+                )
+        at = [index for index, role in enumerate(said) if role == "assistant"]
         if not at:
             raise RowProblem(
                 f"has no assistant message: dataset.train_on={self._train_on} trains nothing of it"
             )
         wanted = at[-1:] if self._train_on == "last" else at
-        return [self._turn(messages, index, whole) for index in wanted]
+        kept = [index for index in wanted if content.marks.get(index, True)]
+        if not kept:
+            raise RowProblem(
+                f"has no assistant message to train under dataset.train_on={self._train_on}: train=false or"
+                f" weight=0 takes out message {', '.join(map(str, wanted))}"
+            )
+        return kept
 
-    def _turn(self, messages: list[Message], index: int, whole: str) -> _Turn:
-        last = index == len(messages) - 1
-        through = whole if last else self._render(messages[: index + 1])
-        start = self._asking(messages[:index], through)
+    def _turn(self, script: Script, index: int) -> _Turn:
+        through = script.prefix(index + 1)
+        start = _start(script, index, through)
         if start is None:
             raise RowProblem(
                 f"the chat template rewrites what comes before message {index} once it is answered,"
                 " so what is the answer cannot be told"
             )
-        return _Turn(
-            through, (start, max(start, len(through.rstrip())))
-        )  # white space after the turn's end is no answer
+        text = self._unclosed(script, index, through)
+        return _Turn(text, (start, max(start, len(text.rstrip()))))  # white space after the end is no answer
 
-    def _asking(self, before: list[Message], through: str) -> int | None:
-        """How many characters of `through` ask for the turn; None if it does not begin by asking."""
-        if not before:
-            return 0
-        prompt = self._render(before, ask=True)
-        if through.startswith(prompt):
-            return len(prompt)
-        prompt = self._render(before)  # the template asks with more than it writes before an answer
-        return len(prompt) if through.startswith(prompt) else None
+    def _unclosed(self, script: Script, index: int, through: str) -> str:
+        """Without the token that closes a conversation, where the turn has an end of its own and the talk goes on."""
+        if script.whole.startswith(through):
+            return through
+        shorter = through.rstrip().removesuffix(self._eos).rstrip()
+        has_end = not shorter.endswith(_said(script.messages[index]))
+        return shorter if has_end and script.whole.startswith(shorter) else through
 
     def _unstable(self, turns: list[_Turn], place: str) -> list[Draft]:
         if self._on_unstable == "error":
@@ -98,10 +116,70 @@ class Renderer:
         kept = turns if self._on_unstable == "expand" else turns[-1:]
         return [Draft(turn.text, (turn.span,), raw=False) for turn in kept]
 
-    def _render(self, messages: list[Message], *, ask: bool = False) -> str:
-        try:
-            return self._tokenizer.apply_chat_template([messages], tokenize=False, add_generation_prompt=ask)[
-                0
-            ]
-        except TemplateError as error:
-            raise RowProblem(f"the chat template refuses the conversation: {error}") from error
+
+def _start(script: Script, index: int, through: str) -> int | None:
+    """The first character of `through` that is the answer's; None if it does not begin with what was asked."""
+    if index == 0:  # nobody asked
+        return len(_shared(script.head(0), through))
+    prompt = script.prefix(index, ask=True)
+    start = len(prompt)
+    if not through.startswith(prompt):
+        before = script.prefix(index)  # the template asks with more than it writes before an answer
+        if not through.startswith(before):
+            return None
+        start = max(len(before), len(_shared(prompt, script.head(index), through)))
+    return start + _empty_thought(script, index, start, through[start:])
+
+
+def _shared(*texts: str) -> str:
+    """How they all begin. A space before a word is a part of it."""
+    return common_start(*texts).rstrip(" ")
+
+
+def _empty_thought(script: Script, index: int, start: int, answer: str) -> int:
+    """How many characters of an answer the template writes for one without thoughts, which nobody has to learn."""
+    said = _said(script.messages[index])
+    if said and answer.lstrip().startswith(said):
+        return 0
+    head = script.head(index)[start:]
+    if answer.startswith(head) and _EMPTY_THOUGHT.fullmatch(head):
+        return len(head)
+    return 0
+
+
+def _said(message: Message) -> str:
+    return (message["content"] or "").strip()
+
+
+def _all_but(script: Script, content: Conversation) -> tuple[Span, ...]:
+    """Everything but the messages that are taken out."""
+    spans: list[Span] = []
+    start = 0
+    for index in sorted(index for index, trained in content.marks.items() if not trained):
+        before, through = script.prefix(index), script.prefix(index + 1)
+        if not through.startswith(before) or not script.whole.startswith(through):
+            raise RowProblem(
+                f"message {index} is taken out of training, but the chat template writes it elsewhere once the"
+                " conversation goes on"
+            )
+        spans.append((start, len(before)))
+        start = len(through)
+    spans.append((start, len(script.whole)))
+    return tuple((first, end) for first, end in spans if end > first)
+
+
+def _unseen(script: Script) -> int:
+    """Messages of which the template writes nothing, and tools that it does not name."""
+    whole = script.whole
+    lost = sum(not _is_in(whole, _said(m)) for m in script.messages if m["role"] != "assistant")
+    names = [tool["function"]["name"] for tool in script.tools or ()]
+    return lost + (not all(name in whole for name in names))
+
+
+def _is_in(whole: str, said: str) -> bool:
+    """As it stands, or as JSON, which is how some templates show what a tool returned."""
+    return (
+        said in whole
+        or json.dumps(said, ensure_ascii=False)[1:-1] in whole
+        or json.dumps(said)[1:-1] in whole
+    )

@@ -1,7 +1,7 @@
 """What a row is on its way: what a file holds, what it means, and the text whose tokens are trained."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from app.data.decoding import printable
@@ -55,6 +55,8 @@ class Conversation:
     """Messages for the chat template, checked."""
 
     messages: list[Message]
+    tools: list[dict[str, Any]] | None = None  # that it may call, as the template wants them
+    marks: Mapping[int, bool] = field(default_factory=dict)  # messages that say whether they are trained
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,9 +157,7 @@ def _folder(path: str, place: Path, key: str, fmt: str) -> FileRows:
         )
     chosen = tables or known
     left_out = tuple(printable(shown[file].as_posix()) for file in visible if file not in set(chosen))
-    return FileRows(
-        path, key, tuple((file, printable(shown[file].as_posix())) for file in chosen), left_out
-    )
+    return FileRows(path, key, tuple((file, printable(shown[file].as_posix())) for file in chosen), left_out)
 
 
 def _missing(path: str, place: Path, key: str) -> str:

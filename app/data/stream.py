@@ -8,7 +8,8 @@ from itertools import islice
 from app.config.schema import DatasetConfig
 from app.data.bad_rows import BadRows
 from app.data.encoding import Encoder, Sample
-from app.data.formats import read_row
+from app.data.formats.table import fields_of, read_row
+from app.data.formats.unfold import unfolded
 from app.data.overflow import fit, policy_for
 from app.data.rendering import Drafts, Renderer
 from app.data.report import Counts
@@ -31,7 +32,8 @@ def write_rows(
     counts = Counts(source=source.name, files_left_out=list(source.left_out))
     stream = _Stream(config, tokenizer, writer, counts)
     told = time.monotonic()
-    for batch in stream.batches(islice(source.rows(), max_rows)):
+    rows = unfolded(source.rows(), config.columns, fields_of(config.format))
+    for batch in stream.batches(islice(rows, max_rows)):
         stream.write(batch)
         if time.monotonic() - told > _EVERY:
             told = time.monotonic()

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from app.config.rules import CHAT_FORMATS
 from app.data.shapes import Message
 from app.errors import ConfigError
 
@@ -59,7 +60,12 @@ class Tokenizer(Protocol):
         """Tokens that were added to the trained vocabulary."""
 
     def apply_chat_template(
-        self, conversation: list[list[Message]], *, tokenize: bool, add_generation_prompt: bool
+        self,
+        conversation: list[list[Message]],
+        *,
+        tools: list[dict[str, Any]] | None,
+        tokenize: bool,
+        add_generation_prompt: bool,
     ) -> list[str]:
         """Each conversation as text."""
 
@@ -71,7 +77,7 @@ def check_tokenizer(tokenizer: Tokenizer, fmt: str) -> None:
             "model.tokenizer: only tokenizers of the fast kind (tokenizer.json) are supported: the others"
             " cannot tell which characters a token stands for"
         )
-    if fmt in ("messages", "instruction"):
+    if fmt in CHAT_FORMATS:
         if tokenizer.chat_template is None:
             raise ConfigError(
                 f"model.chat_template: the tokenizer has none, and dataset.format={fmt} needs one;"

@@ -113,7 +113,7 @@ def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> Da
 
     tokenizer = load_tokenizer(run.model, needs_template=run.dataset.format in CHAT_FORMATS)
     labels = labels_of(run.task, tokenizer, run.seed)
-    data = prepare(unstopped(run.dataset), tokenizer, run.cache_dir, judge)
+    data = prepare(unstopped(run.dataset), tokenizer, run.cache_dir, judge=judge)
     found += _unknown_ids(run, data)
     share = Share(run.batching.accumulation, processes)
     loader = Loader(data.train, layout_of(run, run.batching.rows, tokenizer, labels), share, run.seed)

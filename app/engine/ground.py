@@ -72,11 +72,13 @@ def layout_of(run: RunConfig, rows: int, tokenizer: Any, labels: Labels) -> Layo
     return Padded(rows, pad_id, labels)
 
 
-def lay_ground(run: RunConfig, checkpoints: Path, say: Callable[[str], None]) -> Ground:
-    """Tokenizer, data, machine, plan: each line needs only those above it."""
+def lay_ground(
+    run: RunConfig, checkpoints: Path, say: Callable[[str], None], notes: Sequence[str] = ()
+) -> Ground:
+    """Tokenizer, data, machine, plan: each line needs only those above it. `notes` is told with the data."""
     tokenizer = load_tokenizer(run.model, needs_template=run.dataset.format in CHAT_FORMATS)
     labels = labels_of(run.task, tokenizer, run.seed)
-    data = prepare(run.dataset, tokenizer, run.cache_dir)
+    data = prepare(run.dataset, tokenizer, run.cache_dir, notes)
     save, remarks = find_checkpoint(checkpoints, run.resume, tidy=world().is_first)
     for remark in remarks:
         say(remark)
@@ -190,6 +192,7 @@ def facts(run: RunConfig, ground: Ground) -> dict[str, Any]:
         "seed": run.seed,
         "choices": {
             **asdict(ground.choices),
+            "format": run.dataset.format,
             "device": ground.runtime.device.type,
             "threads": ground.runtime.threads,
             "processes": ground.runtime.processes,

@@ -7,6 +7,7 @@ import torch
 from app.config.rules import CHAT_FORMATS
 from app.config.schema import RunConfig
 from app.data.prepare import Data, prepare
+from app.engine.known_format import with_format
 from app.engine.limits import within_positions
 from app.engine.runtime import default_device
 from app.model.fingerprint import base_fingerprint
@@ -35,7 +36,7 @@ def content_hashes(data: Data, tokenizer: Any) -> dict[str, str | None]:
 
 def origin_now(run: RunConfig) -> dict[str, Any]:
     """The same of a run that is about to start on this machine, in the words of a manifest."""
-    run = within_positions(run, lambda _note: None)
+    run, _ = with_format(within_positions(run, lambda _note: None))
     tokenizer = load_tokenizer(run.model, needs_template=run.dataset.format in CHAT_FORMATS)
     data = prepare(run.dataset, tokenizer, run.cache_dir)
     if run.model.weights == "pretrained":

@@ -20,6 +20,7 @@ from app.data.rows import TokenRows
 from app.engine.choices import choose
 from app.engine.evaluation import Sums, score_rows
 from app.engine.ground import attention_needs, layout_of, require_known_ids
+from app.engine.known_format import with_format
 from app.engine.limits import within_positions
 from app.engine.pace import Course, Pace
 from app.engine.proofs import prove_on
@@ -109,7 +110,8 @@ class Scoring(Subject):
 def lay_scoring(run: RunConfig, folder: Path, hashes: Mapping[str, Any], *, tuned: bool, say: Say) -> Scoring:
     """Tokenizer, rows, machine: each line needs only those above it. `tuned`: of the weights that come first."""
     read = within_positions(replace(run, model=weights_of(folder, run.model, tuned=tuned)), say)
-    tokenizer = load_tokenizer(run.model, needs_template=run.dataset.format in CHAT_FORMATS)
+    read, why = with_format(read)
+    tokenizer = load_tokenizer(run.model, needs_template=read.dataset.format in CHAT_FORMATS)
     rows, counts, notes = rows_to_score(read.dataset, tokenizer, run.cache_dir)
     choices = choose(run.precision, run.attention, partial(attention_needs, read), {})
     runtime = start(run.launch, choices.precision, run.seed)
@@ -120,7 +122,7 @@ def lay_scoring(run: RunConfig, folder: Path, hashes: Mapping[str, Any], *, tune
         run=replace(run, dataset=read.dataset),
         hashes=hashes,
         rows=rows,
-        told=[*split_lines("scored", counts), *notes],
+        told=[*split_lines("scored", counts), *why, *notes],
         layout=layout_of(read, run.eval.rows, tokenizer, labels_of(run.task, tokenizer, run.seed)),
         choices=choices,
         runtime=runtime,

@@ -12,6 +12,7 @@ from app.engine.checkpoint import Checkpoints
 from app.engine.finish import finish, stop
 from app.engine.ground import Ground, facts, lay_ground, layout_of, table
 from app.engine.identity import identity
+from app.engine.known_format import with_format
 from app.engine.limits import within_positions
 from app.engine.loop import Loop, Parts, Rhythm
 from app.engine.preview import preview
@@ -37,8 +38,8 @@ from app.record.record import Record
 
 def train_in(folder: RunFolder, run: RunConfig, console: Console, go_on: str) -> int:
     """Returns the exit code. `go_on` is for who stops the run: how to continue it."""
-    run = within_positions(run, console.say)
-    ground = lay_ground(run, folder.checkpoints, console.say)
+    run, notes = with_format(within_positions(run, console.say))
+    ground = lay_ground(run, folder.checkpoints, console.say, notes)
     if run.dry_run:
         return _told_only(folder, run, ground, console)
     trainee = build_trainee(

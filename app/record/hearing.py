@@ -1,4 +1,4 @@
-"""What rooms without a console have to say while they work (data that takes minutes) is said by the one of the command."""
+"""What rooms without a console say while they work (data that takes minutes), said by the one of the command."""
 
 import logging
 

@@ -46,7 +46,12 @@ def test_the_second_waits_and_says_so(zygote: Zygote, tmp_path: Path) -> None:
     assert parts(tmp_path) == {begun}, "the second one begins nothing"
     os.kill(first.pid, signal.SIGCONT)
     seen: set[str] = set()
-    first.until(lambda: bool(seen.update(parts(tmp_path)) or len(entries(tmp_path)) == 1 and not parts(tmp_path)))
+
+    def is_made() -> bool:
+        seen.update(parts(tmp_path))
+        return len(entries(tmp_path)) == 1 and not parts(tmp_path)
+
+    first.until(is_made)
     made = entries(tmp_path)
     for run in (first, second):
         ended = run.wait()

@@ -38,20 +38,45 @@ def test_everything_at_once_is_counted_and_said_once(zygote: Zygote, tmp_path: P
     write_chats(tmp_path / "held.jsonl", *held, chat("More", "than wanted"))
     (tmp_path / "template").write_text(TEMPLATE)
     given = ("dataset=messages", f"dataset.path={rows}", "dataset.eval_fraction=0", "dataset.on_bad_row=skip")
-    more = ("dataset.max_length=128", "batching.tokens=128", "dataset.on_overflow=drop", "dataset.eval_path=held.jsonl", "model.chat_template=template")
+    more = (
+        "dataset.max_length=128",
+        "batching.tokens=128",
+        "dataset.on_overflow=drop",
+        "dataset.eval_path=held.jsonl",
+        "model.chat_template=template",
+    )
     limits = ("dataset.max_rows=null", "dataset.eval_max_rows=2", "dry_run=true", "output_dir=run")
     ended = zygote.run(tmp_path, *SMALL, *given, *more, *limits, COLUMNS="300")
     assert ended.code == 0, ended.stderr
     counts: dict[str, Any] = json.loads((tmp_path / "run" / "manifest.json").read_text())["counts"]["data"]
     train, held_out = counts["train"], counts["eval"]
     expected = {
-        **{"rows_read": 34, "rows_kept": 28, "rows_lost": 2, "bad_rows": 4, "samples": 30},
-        **{"over_long": 2, "dropped": 2, "truncated": 0, "split": 0, "unstable": 2, "expanded_into": 4},
-        **{"unseen": 1, "left_over": 0, "held_out": 0, "files_left_out": ["notes.pdf"]},
+        "rows_read": 34,
+        "rows_kept": 28,
+        "rows_lost": 2,
+        "bad_rows": 4,
+        "samples": 30,
+        "over_long": 2,
+        "dropped": 2,
+        "truncated": 0,
+        "split": 0,
+        "unstable": 2,
+        "expanded_into": 4,
+        "unseen": 1,
+        "left_over": 0,
+        "held_out": 0,
+        "files_left_out": ["notes.pdf"],
     }
     assert {name: train[name] for name in expected} == expected
     assert train["bad_places"] == [f"rows.jsonl:{n}" for n in range(31, 35)]
-    expected = {"rows_read": 2, "rows_kept": 2, "samples": 2, "unstable": 1, "expanded_into": 2, "left_over": 1}
+    expected = {
+        "rows_read": 2,
+        "rows_kept": 2,
+        "samples": 2,
+        "unstable": 1,
+        "expanded_into": 2,
+        "left_over": 1,
+    }
     assert {name: held_out[name] for name in expected} == expected
     assert counts["shared"] == 1
     said = " ".join(ended.stdout.split())
@@ -76,7 +101,10 @@ GOOD = json.dumps({"messages": chat("Hi", "Hello")}).encode() + b"\n"
     ("content", "message"),
     [
         ((GOOD * 3).decode().encode("utf-16"), "rows.jsonl: is UTF-16, expected UTF-8"),
-        (GOOD + b'{"\\ud800\\u001b[31m": 1}\n', "columns found: \\ud800\\x1b[31m; set dataset.columns.messages=NAME"),
+        (
+            GOOD + b'{"\\ud800\\u001b[31m": 1}\n',
+            "columns found: \\ud800\\x1b[31m; set dataset.columns.messages=NAME",
+        ),
         (GOOD + b"\0\0\n", "rows.jsonl:2: byte 1 is NUL"),
     ],
     ids=["utf-16", "half-a-character", "nul"],

@@ -23,7 +23,7 @@ CHOICES = {group: names for group, names in choices_by_group().items() if group 
 FREE = ("experiment", "debug")  # may set any key
 MAIN = ("model", "recipe", "dataset", "optimizer")
 OF_RECIPES = ("adapter", "quantization")  # chosen by a recipe; alone they would contradict it
-NEEDS_PATH = ("messages", "instruction", "prompt_completion", "text")
+NEEDS_PATH = ("auto", "messages", "sharegpt", "instruction", "question_answer", "prompt_completion", "text")
 
 
 def test_no_file_got_lost() -> None:
@@ -62,8 +62,10 @@ def covering() -> list[dict[str, str]]:
         }
         free = number % 3 == 0
         turn |= best
-        if turn["dataset"] != "text":  # hidden tokens are those of plain text
-            turn["task"] = "causal"
+        texts = sum(run["dataset"] == "text" for run in chosen)
+        turn["task"] = "causal"
+        if turn["dataset"] == "text":  # hidden tokens are those of plain text
+            turn["task"] = CHOICES["task"][texts % len(CHOICES["task"])]
         chosen.append({group: name for group, name in turn.items() if free or group not in FREE})
     return chosen
 

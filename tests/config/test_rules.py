@@ -20,6 +20,12 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"task.kind": "masked", **TEXT}, "task.mask_share=0 hides nothing"),
     ({"dataset.train_on": "completion"}, "train_on=completion means nothing for dataset.format=messages"),
     ({"dataset.train_on": "last", **TEXT}, "dataset.format=text. Choose auto or all"),
+    ({"dataset.columns.output": "*.output"}, "dataset.columns.output=*.output: a * stands for each element"),
+    ({"dataset.columns.output": "a.*.b.*"}, "dataset.columns.output=a.*.b.*: a * stands for each element"),
+    (
+        {"dataset.columns.input": "a.*.input", "dataset.columns.output": "b.*.output"},
+        "dataset.columns.input=a.*.input dataset.columns.output=b.*.output: the elements of one list",
+    ),
     ({"dataset.on_overflow": "split"}, "dataset.on_overflow=split would tear"),
     ({"dataset.eval_fraction": 0.1}, "dataset.eval_fraction=0.1 both choose the held-out rows"),
     ({"dataset.eval_split": "test"}, "dataset.eval_split=test both choose the held-out rows"),
@@ -62,6 +68,8 @@ def test_no_rule_is_without_a_test(rule: Any) -> None:
     [
         {},
         {"dataset.on_overflow": "split", **TEXT},
+        {"dataset.format": "auto", "dataset.on_overflow": "split", "dataset.train_on": "completion"},
+        {"dataset.columns.input": "a.*.input", "dataset.columns.output": "a.*.output"},
         {"dataset.eval_fraction": 0.1, **NO_EVAL},
         {"checkpoint.final": "best", "eval.patience": 3},
         {"adapter.kind": "none", "adapter.r": 0, "adapter.targets": []},

@@ -40,7 +40,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("adapter.targets", "q_proj", "adapter.targets=q_proj: expected a list like [a, b]."),
     ("adapter.targets", ["q_proj", None], "adapter.targets=[q_proj, null]: expected a list like [a, b]."),
     ("model.architecture", 3, "model.architecture=3: expected a mapping like {a: 1, b: 2}."),
-    ("dataset.format", "messagess", "dataset.format=messagess is none of messages, instruction, "),
+    ("dataset.format", "messagess", "dataset.format=messagess is none of auto, messages, sharegpt, "),
     ("dataset.format", "messagess", "Did you mean messages?"),
     ("checkpoint.final", "first", "checkpoint.final=first is none of last, best."),
     ("optimizer.kind", "adamv", "Did you mean adamw?"),

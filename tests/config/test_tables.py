@@ -8,7 +8,7 @@ import pytest
 from app.config.groups import choices_by_group
 from app.config.rules import CHAT_FORMATS, TRAIN_ON
 from app.config.schema import CHOICES, DatasetConfig
-from app.data.formats import FORMATS
+from app.data.formats.table import FORMATS
 from app.data.labels import LABELS
 from app.data.overflow import POLICIES
 from app.model.adapter import ADAPTERS
@@ -47,7 +47,7 @@ def choices_of(name: str) -> tuple[str, ...]:
 
 
 def test_dataset_choices_are_what_the_data_can_do() -> None:
-    assert set(choices_of("format")) == set(FORMATS) == set(TRAIN_ON)
+    assert set(choices_of("format")) == {"auto", *FORMATS} == set(TRAIN_ON)
     assert set(choices_of("on_overflow")) == {"auto", "error", *POLICIES}
     assert set(choices_of("train_on")) == {part for parts in TRAIN_ON.values() for part in parts}
     assert set(CHAT_FORMATS) <= set(FORMATS)

@@ -1,6 +1,6 @@
 """Preparations that are killed at a named moment, each in a process of its own (a fork: imports cost seconds).
 
-    python -m tests.data.killed_preparation ROWS CACHE      one JSON line per moment
+python -m tests.data.killed_preparation ROWS CACHE      one JSON line per moment
 """
 
 import json
@@ -82,13 +82,13 @@ def _at_sync(number: int, *, after: bool = False) -> Patch:
             last and _die()
             sync(handle)
 
-        os.fsync = dying
+        vars(os)["fsync"] = dying
 
     return patch
 
 
 def _at_rename() -> None:
-    pathlib.Path.rename = _die  # type: ignore[method-assign]
+    pathlib.Path.rename = _die  # type: ignore[method-assign, assignment]
 
 
 MOMENTS: dict[str, Patch] = {

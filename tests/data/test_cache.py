@@ -142,8 +142,10 @@ def test_the_code_decides_the_entry() -> None:
         module = wanted.pop()
         found.add(module)
         for node in ast.walk(ast.parse((DATA / f"{module}.py").read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("app.data."):
-                wanted |= {(node.module or "").removeprefix("app.data.")} - found
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("app.data."):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                modules = [name.removeprefix("app.data.").replace(".", "/") for name in (*names, node.module)]
+                wanted |= {name for name in modules if (DATA / f"{name}.py").is_file()} - found
     assert set(cache.DECIDING) == found
 
 
@@ -335,7 +337,9 @@ def test_a_disk_that_fills_up(small_disk: Path, tmp_path: Path) -> None:
         text=True,
         cwd=Path(__file__).parents[2],
     )
-    said = f"cache_dir={small_disk}: cannot write the token cache: No space left on device; it needs more than "
+    said = (
+        f"cache_dir={small_disk}: cannot write the token cache: No space left on device; it needs more than "
+    )
     assert done.stderr.strip().startswith(said), done.stderr
     assert int(done.stderr.removeprefix(said).split()[0].replace(",", "")) > 1 << 19
     assert done.stderr.strip().endswith(" bytes; make room there, or set cache_dir to another folder")
@@ -372,7 +376,9 @@ def test_a_write_that_fails_half_way(tmp_path: Path) -> None:
     )
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 4096
     assert done.stderr.strip().endswith("make room there, or set cache_dir to another folder"), done.stderr
-    assert f"cache_dir={tmp_path}/cache: cannot write the token cache: File too large; it needs" in done.stderr
+    assert (
+        f"cache_dir={tmp_path}/cache: cannot write the token cache: File too large; it needs" in done.stderr
+    )
     assert entries(tmp_path / "cache") == []
 
 

@@ -1,21 +1,33 @@
 """What a row means, and what is said about one that means nothing."""
 
+import json
 from dataclasses import fields
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
+from app.config.groups import CONF
 from app.config.schema import CHOICES, Columns, DatasetConfig
-from app.data.formats import FORMATS, ROLES, read_row
+from app.data.formats.conversation import ROLES
+from app.data.formats.table import FORMATS, fields_of, read_row
 from app.data.shapes import Conversation, Document, RowProblem
 from tests.data.small import chat, config
 
+CALL = {"name": "add", "arguments": {"a": 1, "b": "é"}}
+ADD = {"name": "add", "description": "Adds.", "parameters": {}}
+TOOL = {"type": "function", "function": ADD}
 
-def columns(**names: str) -> Columns:
+
+def columns(**names: str | None) -> Columns:
     return config("x", columns=names).columns
 
 
-def problem(row: dict[str, Any], fmt: str = "messages", **names: str) -> str:
+def read(row: dict[str, Any], fmt: str = "messages", **names: str | None) -> Any:
+    return read_row(row, fmt, columns(**names))
+
+
+def problem(row: dict[str, Any], fmt: str = "messages", **names: str | None) -> str:
     with pytest.raises(RowProblem) as found:
         read_row(row, fmt, columns(**names))
     return str(found.value)
@@ -23,27 +35,208 @@ def problem(row: dict[str, Any], fmt: str = "messages", **names: str) -> str:
 
 def test_the_table_has_what_the_schema_allows() -> None:
     [field] = [field for field in fields(DatasetConfig) if field.name == "format"]
-    assert tuple(FORMATS) == field.metadata[CHOICES]
+    assert {"auto", *FORMATS} == set(field.metadata[CHOICES])
     known = {field.name for field in fields(Columns)}
-    assert all(set(shape.needs) <= known for shape in FORMATS.values())
+    assert {name for fmt in FORMATS for name in fields_of(fmt)} == known
+
+
+def test_a_column_is_called_what_it_holds_unless_it_is_told() -> None:
+    """Any other name must be there, so what may be absent has the name of its field."""
+    policy = OmegaConf.load(CONF / "dataset" / "_policy.yaml")
+    assert all(name == field for field, name in policy.columns.items())
 
 
 def test_messages() -> None:
     said = [{"role": role, "content": role} for role in ROLES]
-    assert read_row({"messages": said, "id": 3}, "messages", columns()) == Conversation(said)
-    assert read_row({"chat": said}, "messages", columns(messages="chat")) == Conversation(said)
+    assert read({"messages": said, "id": 3}) == Conversation(said)
+    assert read({"chat": said}, messages="chat") == Conversation(said)
+
+
+def test_roles_that_others_call_otherwise() -> None:
+    said = [
+        {"role": "developer", "content": "a"},
+        {"role": "function", "name": "add", "content": "3"},
+    ]
+    assert read({"messages": said}).messages == [
+        {"role": "system", "content": "a"},
+        {"role": "tool", "content": "3", "name": "add"},
+    ]
 
 
 def test_what_a_table_fills_up_with_null_is_absent() -> None:
     filled = {"role": "user", "content": "hi", "name": None, "tool_calls": None}
-    row = {"messages": [filled], "tools": None}
-    assert read_row(row, "messages", columns()) == Conversation([{"role": "user", "content": "hi"}])
+    row = {"messages": [filled], "tools": None, "system": None}
+    assert read(row) == Conversation(chat("hi"))
 
 
 @pytest.mark.parametrize("empty", [{"tool_calls": []}, {"function_call": {}}, {"weight": 1}, {"weight": 1.0}])
 def test_what_says_nothing_is_no_reason_to_refuse(empty: dict[str, Any]) -> None:
-    message = {"role": "user", "content": "hi", **empty}
-    assert read_row({"messages": [message]}, "messages", columns()) == Conversation([message])
+    assert read({"messages": [{**chat("hi")[0], **empty}]}) == Conversation(chat("hi"))
+
+
+def test_what_else_a_message_has_is_for_the_template() -> None:
+    said = [{"role": "user", "content": "hi", "name": "Ann"}, {**chat("", "b")[1], "reasoning_content": "hm"}]
+    assert read({"messages": said}).messages == said
+
+
+def test_content_in_parts() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert read({"messages": [{"role": "user", "content": parts}]}).messages == chat("a\nb")
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"type": "image_url", "image_url": {}}, "of type 'image_url'"),
+        ({"type": "input_audio"}, "of type 'input_audio'"),
+        ({"type": "text"}, "an object without text"),
+        ({}, "an object without text"),
+        ("a", "text without text"),
+    ],
+)
+def test_parts_that_are_no_text(part: object, said: str) -> None:
+    told = problem({"messages": [{"role": "user", "content": [part]}]})
+    assert told.startswith(f"message 0: a part of its content is {said}; only parts like")
+
+
+@pytest.mark.parametrize(
+    "calling",
+    [
+        {"content": None, "tool_calls": [{"type": "function", "function": CALL}]},
+        {"content": "", "tool_calls": [{"function": {**CALL, "arguments": json.dumps(CALL["arguments"])}}]},
+        {"tool_calls": [CALL]},
+        {"function_call": {**CALL, "arguments": '{"a": 1, "b": "\\u00e9"}'}},
+    ],
+)
+def test_calls_of_tools_are_brought_into_one_form(calling: dict[str, Any]) -> None:
+    [_, said] = read({"messages": [*chat("1 + 2?"), {"role": "assistant", **calling}]}).messages
+    assert said == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": CALL}],
+    }
+    arguments = said["tool_calls"][0]["function"]["arguments"]
+    assert [str(arguments), "x" + arguments, arguments + "x"] == [
+        '{"a": 1, "b": "é"}',
+        'x{"a": 1, "b": "é"}',
+        '{"a": 1, "b": "é"}x',
+    ]
+
+
+def test_a_call_keeps_its_id_and_what_is_said_with_it() -> None:
+    calling = {"role": "assistant", "content": "Let me see.", "tool_calls": [{"id": "c1", "function": CALL}]}
+    returned = {"role": "tool", "tool_call_id": "c1", "content": {"sum": "é"}}
+    [said, answer] = read({"messages": [calling, returned]}).messages
+    assert (said["content"], said["tool_calls"][0]["id"]) == ("Let me see.", "c1")
+    assert answer == {"role": "tool", "tool_call_id": "c1", "content": '{"sum": "é"}'}
+
+
+@pytest.mark.parametrize(
+    ("calling", "said"),
+    [
+        ({"tool_calls": "add"}, "message 0: tool_calls must be a list, found text"),
+        ({"tool_calls": [3]}, "message 0: tool call 0 must be an object with a function that has name"),
+        ({"tool_calls": [{"function": {}}]}, "message 0: tool call 0 must be an object with a function"),
+        (
+            {"tool_calls": [CALL, {**CALL, "arguments": "{a: 1}"}]},
+            "message 0: tool call 1: arguments is no JSON: Expecting property name",
+        ),
+        (
+            {"tool_calls": [{**CALL, "arguments": "[1]"}]},
+            "message 0: tool call 0: arguments must be an object, found a list",
+        ),
+        ({"role": "user", "tool_calls": [CALL]}, "message 0 calls tools, but is of user, not of assistant"),
+    ],
+)
+def test_calls_that_cannot_be_used(calling: dict[str, Any], said: str) -> None:
+    assert said in problem({"messages": [{"role": "assistant", "content": "", **calling}]})
+
+
+@pytest.mark.parametrize(
+    "tools", [[TOOL], [ADD], json.dumps([TOOL]), [{**TOOL, "function": {**ADD, "strict": None}}]]
+)
+def test_tools(tools: object) -> None:
+    assert read({"messages": chat("a"), "tools": tools}).tools == [TOOL]
+    assert read({"messages": chat("a"), "functions": tools}, tools="functions").tools == [TOOL]
+    assert read({"messages": chat("a"), "tools": tools}, tools=None).tools is None
+
+
+@pytest.mark.parametrize("nothing", [None, [], "", "[]"])
+def test_no_tools(nothing: object) -> None:
+    assert read({"messages": chat("a"), "tools": nothing}).tools is None
+
+
+@pytest.mark.parametrize(
+    ("tools", "said"),
+    [
+        ("add", "column 'tools' is no JSON: Expecting value at character 1"),
+        ({}, "column 'tools' must be a list of tools, found an object"),
+        ([TOOL, "add"], "column 'tools': tool 1 must be an object with a name"),
+        ([{"type": "function"}], "column 'tools': tool 0 must be an object with a name"),
+    ],
+)
+def test_tools_that_cannot_be_used(tools: object, said: str) -> None:
+    assert said in problem({"messages": chat("a"), "tools": tools})
+
+
+def test_a_system_column_opens_the_conversation() -> None:
+    opened = chat("a", "b", system="Be brief.")
+    for row, fmt in (
+        ({"messages": chat("a", "b")}, "messages"),
+        ({"messages": opened}, "messages"),
+        ({"instruction": "a", "output": "b"}, "instruction"),
+        ({"question": "a", "answer": "b"}, "question_answer"),
+    ):
+        assert read({**row, "system": "Be brief."}, fmt) == Conversation(opened)
+    assert read({"messages": chat("a", "b"), "system": " "}) == Conversation(chat("a", "b"))
+    told = problem({"messages": opened, "system": "Be long."})
+    assert "a system message and another text in column 'system'; set dataset.columns.system=null" in told
+    assert read({"messages": opened, "system": "Be long."}, system=None) == Conversation(opened)
+    assert "column 'system' must be text, found a list" in problem({"messages": opened, "system": []})
+
+
+def test_marks_follow_their_message_when_a_system_line_comes_before_it() -> None:
+    said = [*chat("a"), {**chat("", "b")[1], "train": False}]
+    assert read({"messages": said, "system": "Be brief."}).marks == {2: False}
+
+
+@pytest.mark.parametrize(
+    ("mark", "expected"),
+    [
+        ({}, {}),
+        ({"weight": 1}, {}),
+        ({"weight": 0}, {1: False}),
+        ({"weight": 0.0, "train": False}, {1: False}),
+        ({"train": False}, {1: False}),
+        ({"train": True, "weight": 1}, {1: True}),
+        ({"train": None, "weight": None}, {}),
+    ],
+)
+def test_marks_of_messages(mark: dict[str, Any], expected: dict[int, bool]) -> None:
+    made = read({"messages": [*chat("a"), {**chat("", "b")[1], **mark}]})
+    assert made == Conversation(chat("a", "b"), marks=expected)
+    turn = {"from": "gpt", "value": "b", **mark}
+    made = read({"conversations": [{"from": "human", "value": "a"}, turn]}, "sharegpt")
+    assert made == Conversation(chat("a", "b"), marks=expected)
+
+
+@pytest.mark.parametrize(
+    ("mark", "said"),
+    [
+        (
+            {"weight": 0.5},
+            "message 0: weight must be 0 (not trained) or 1 (trained), found 0.5; weights between",
+        ),
+        ({"weight": 2}, "message 0: weight must be 0 (not trained) or 1 (trained), found 2"),
+        ({"weight": "1"}, "message 0: weight must be 0 (not trained) or 1 (trained), found '1'"),
+        ({"weight": float("nan")}, "message 0: weight must be 0 (not trained) or 1 (trained), found nan"),
+        ({"train": "no"}, "message 0: train must be true or false, found text"),
+        ({"train": 0}, "message 0: train must be true or false, found a number"),
+        ({"train": True, "weight": 0}, "message 0 has train=true and weight=0: which of them?"),
+    ],
+)
+def test_marks_that_cannot_be_meant(mark: dict[str, Any], said: str) -> None:
+    assert said in problem({"messages": [{"role": "assistant", "content": "b", **mark}]})
 
 
 @pytest.mark.parametrize(
@@ -56,19 +249,13 @@ def test_what_says_nothing_is_no_reason_to_refuse(empty: dict[str, Any]) -> None
         ),
         ({"role": "Human", "content": ""}, "message 1 has the role 'Human'; allowed: system"),
         ({"role": 3, "content": ""}, "message 1 has the role 3"),
+        ({"role": ["user"], "content": ""}, "message 1 has the role ['user']"),
         ({"content": ""}, "message 1 has no role; allowed: system, user, assistant, tool"),
-        ({"from": "gpt", "value": ""}, "rename them to role and content"),
+        ({"from": "gpt", "value": ""}, "set dataset.format=sharegpt"),
         ({"role": "user"}, "message 1: content must be text, found null"),
+        ({"role": "assistant", "content": None}, "message 1: content must be text, found null"),
         ({"role": "user", "content": 7}, "message 1: content must be text, found a number"),
-        (
-            {"role": "user", "content": [{"type": "text"}]},
-            "content in parts (images, audio) is not supported yet",
-        ),
-        (
-            {"role": "assistant", "tool_calls": [{}]},
-            "message 1 has 'tool_calls': calls of tools are not supported",
-        ),
-        ({"role": "user", "content": "", "weight": 0}, "message 1 has 'weight': weights of messages are not"),
+        ({"role": "user", "content": {"a": 1}}, "message 1: content must be text, found an object"),
         ("hi", "message 1 must be an object with role and content, found text"),
     ],
 )
@@ -82,10 +269,48 @@ def test_a_message_that_cannot_be_used(message: object, said: str) -> None:
 )
 def test_messages_that_are_no_list(found: object, said: str) -> None:
     assert problem({"messages": found}) == f"column 'messages' must be a list of messages, {said}"
+    told = problem({"conversations": found}, "sharegpt")
+    assert told == f"column 'conversations' must be a list of messages, {said}"
 
 
-def test_tools_are_refused() -> None:
-    assert "not supported yet" in problem({"messages": chat("a", "b"), "tools": [{"name": "f"}]})
+def test_sharegpt() -> None:
+    turns = [
+        {"from": "system", "value": "s"},
+        {"from": "human", "value": "1 + 2?"},
+        {"from": "function_call", "value": json.dumps(CALL)},
+        {"from": "observation", "value": "3"},
+        {"from": "gpt", "value": "Three."},
+    ]
+    row = {"conversations": turns, "tools": json.dumps([ADD])}
+    made = read(row, "sharegpt")
+    calls = [{"type": "function", "function": CALL}]
+    assert made.messages == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "1 + 2?"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "Three."},
+    ]
+    assert made.tools == [TOOL]
+    two = [{"from": "function_call", "value": json.dumps([CALL, CALL])}]
+    assert read({"turns": two}, "sharegpt", conversations="turns").messages[0]["tool_calls"] == calls * 2
+
+
+@pytest.mark.parametrize(
+    ("turn", "said"),
+    [
+        ("hi", "message 0 must be an object with from and value, found text"),
+        ({"value": "a"}, "message 0 has no from; allowed: human, user, gpt, assistant"),
+        ({"role": "user", "content": "a"}, "set dataset.format=messages"),
+        ({"from": "Human", "value": "a"}, "message 0 is from 'Human'; allowed: human, user"),
+        ({"from": ["human"], "value": "a"}, "message 0 is from ['human']; allowed"),
+        ({"from": "human"}, "message 0: content must be text, found null"),
+        ({"from": "function_call", "value": "add(1)"}, "message 0: the function_call is no JSON"),
+        ({"from": "function_call", "value": "3"}, "message 0: tool call 0 must be an object"),
+    ],
+)
+def test_a_turn_that_cannot_be_used(turn: object, said: str) -> None:
+    assert said in problem({"conversations": [turn]}, "sharegpt")
 
 
 @pytest.mark.parametrize(
@@ -98,35 +323,63 @@ def test_tools_are_refused() -> None:
     ],
 )
 def test_instruction(row: dict[str, Any], asked: str) -> None:
-    assert read_row(row, "instruction", columns()) == Conversation(chat(asked, "3"))
+    assert read(row, "instruction") == Conversation(chat(asked, "3"))
 
 
 def test_instruction_with_columns_of_other_names() -> None:
     row = {"q": "add", "context": "1, 2", "a": "3"}
     names = {"instruction": "q", "input": "context", "output": "a"}
-    assert read_row(row, "instruction", columns(**names)) == Conversation(chat("add\n\n1, 2", "3"))
+    assert read(row, "instruction", **names) == Conversation(chat("add\n\n1, 2", "3"))
     wrong = problem(row, "instruction", **{**names, "input": "contxt"})
     assert "set dataset.columns.input=context" in wrong  # a name that was given must be there
+    assert read(row, "instruction", **{**names, "input": None}) == Conversation(chat("add", "3"))
+
+
+def test_instruction_after_earlier_turns() -> None:
+    row = {"instruction": "c", "input": "x", "output": "d", "history": [["a", "b"]], "system": "s"}
+    assert read(row, "instruction") == Conversation(chat("a", "b", "c\n\nx", "d", system="s"))
+    assert read({**row, "history": []}, "instruction").messages == chat("c\n\nx", "d", system="s")
+    assert read(row, "instruction", history=None).messages == chat("c\n\nx", "d", system="s")
+
+
+@pytest.mark.parametrize("history", ["a", ["a"], [["a"]], [["a", None]], [["a", "b", "c"]], {}])
+def test_a_history_that_is_none(history: object) -> None:
+    row = {"instruction": "c", "output": "d", "history": history}
+    assert problem(row, "instruction").startswith("column 'history'")
+
+
+def test_question_answer() -> None:
+    assert read({"question": "a", "answer": "b"}, "question_answer") == Conversation(chat("a", "b"))
+    assert "column 'answer' must be text" in problem({"question": "a", "answer": 3}, "question_answer")
 
 
 def test_prompt_completion() -> None:
     row = {"prompt": "2 + 2 =", "completion": " 4"}
-    assert read_row(row, "prompt_completion", columns()) == Document("2 + 2 = 4", answer=7)
+    assert read(row, "prompt_completion") == Document("2 + 2 = 4", answer=7)
 
 
 def test_text() -> None:
-    assert read_row({"body": "ab"}, "text", columns(text="body")) == Document("ab", answer=0)
+    assert read({"body": "ab"}, "text", text="body") == Document("ab", answer=0)
     assert problem({"text": " \n"}, "text") == "column 'text' is empty"
     assert problem({"text": None}, "text") == "column 'text' must be text, found null"
+
+
+def test_a_path_leads_into_a_column() -> None:
+    row = {"a": [{"b": "first"}, {"b": "second"}], "c": {"d": "deep"}, "c.d": "flat"}
+    assert read(row, "text", text="a.1.b") == Document("second")
+    assert read(row, "text", text="c.d") == Document("flat")  # a column of just this name comes first
+    assert read({"c": row["c"]}, "text", text="c.d") == Document("deep")
+    for path in ("a.2.b", "a.x.b", "a.1.c", "a.1.b.0", "a.-1.b"):
+        assert f"needs a column {path!r}; columns found: a, c, c.d" in problem(row, "text", text=path)
 
 
 @pytest.mark.parametrize(
     ("row", "fmt", "said"),
     [
         (
-            {"conversations": [], "id": 1},
+            {"dialogue": [], "id": 1},
             "messages",
-            "dataset.format=messages needs a column 'messages'; columns found: conversations, id;"
+            "dataset.format=messages needs a column 'messages'; columns found: dialogue, id;"
             " set dataset.columns.messages=NAME",
         ),
         ({"message": []}, "messages", "set dataset.columns.messages=message"),

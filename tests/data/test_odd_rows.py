@@ -1,4 +1,4 @@
-"""Whatever files may hold: it works, or one message says file, row, expectation and key; a skip is counted and listed."""
+"""Whatever files hold: it works, or one message says file, row, expectation and key; a skip is counted and listed."""
 
 import gzip
 import json
@@ -62,7 +62,9 @@ ENCODINGS = [
         ":5002: not UTF-8 (the byte 0xe9)",
         (5001, 1),
     ),
-    Case("latin-1-head.csv", b"prompt,\xe9\na,b\n", ":1: the first line must name the columns, each once; not"),
+    Case(
+        "latin-1-head.csv", b"prompt,\xe9\na,b\n", ":1: the first line must name the columns, each once; not"
+    ),
     Case("latin-1.json", b"[\n" + raw_row(b"\xe9") + b"]", ":2: not UTF-8"),
     Case("latin-1.txt", b"Rain\ncaf\xe9", ": not UTF-8 at byte 9, in line 2"),
     Case("utf-16.jsonl", (GOOD * 2).encode("utf-16"), UTF16),
@@ -81,7 +83,9 @@ ENCODINGS = [
     Case("crlf.jsonl", GOODS.replace(b"\n", b"\r\n") * 2, 2),
     Case("crlf.csv", PAIR.replace(b"\n", b"\r\n") + b"a,b\r\nc,d\r\n", 2),
     Case("cr.csv", PAIR.replace(b"\n", b"\r") + b"a,b\rc,d\r", 2),
-    Case("cr.jsonl", GOODS.replace(b"\n", b"\r") * 2, ":1: column 94: Extra data; each line must be one JSON"),
+    Case(
+        "cr.jsonl", GOODS.replace(b"\n", b"\r") * 2, ":1: column 94: Extra data; each line must be one JSON"
+    ),
 ]
 CHARACTERS = [
     Case("nul.jsonl", GOODS + raw_row(b"a\0b"), ":2: byte 85 is NUL, which no text has", (1, 1)),
@@ -98,13 +102,22 @@ CHARACTERS = [
     Case("escape-key.jsonl", rb'{"\u001b[31m": 1}' + b"\n", r"columns found: \x1b[31m; set"),
     Case("long.jsonl", GOODS + raw_row(b"x" * (1 << 20)), 2),
     Case("long.csv", PAIR + b"a," + b"x" * (1 << 20) + b"\n", 1),
-    Case("digits.jsonl", GOODS + b'{"n": %s}\n' % (b"9" * 5000), ":2: holds a number of more than 4,300", (1, 1)),
+    Case(
+        "digits.jsonl",
+        GOODS + b'{"n": %s}\n' % (b"9" * 5000),
+        ":2: holds a number of more than 4,300",
+        (1, 1),
+    ),
     Case("digits.json", b'[{"n": %s}]' % (b"9" * 5000), ":1: column 2: not valid JSON: holds a number of"),
     Case("deep.jsonl", GOODS + b"[" * 200_000 + b"\n", ":2: lists or objects in it are nested too", (1, 1)),
     Case("deep.json", b"[" * 200_000, ":1: column 2: not valid JSON: lists or objects in it are nested"),
 ]
 CELLS = [
-    Case("nan.jsonl", b'{"prompt": "a", "completion": NaN}\n', ":1: column 'completion' must be text, found NaN"),
+    Case(
+        "nan.jsonl",
+        b'{"prompt": "a", "completion": NaN}\n',
+        ":1: column 'completion' must be text, found NaN",
+    ),
     Case("nan-beside.jsonl", GOODS.replace(b"}\n", b', "score": NaN}\n'), 1),
     Case("nan.csv", PAIR + b"a,nan\nb,\n,c\n", 3),  # a table of text has empty text, and no NaN
     Case(
@@ -112,10 +125,23 @@ CELLS = [
         table(prompt=["a", "b"], completion=[float("nan"), 1.0]),
         " row 0: column 'completion' must be text, found NaN",
     ),
-    Case("null.parquet", table(prompt=["a", None], completion=["b", "c"]), " row 1: column 'prompt' must", (1, 1)),
-    Case("number.jsonl", b'{"prompt": "a", "completion": 5}\n', ":1: column 'completion' must be text, found a numb"),
+    Case(
+        "null.parquet",
+        table(prompt=["a", None], completion=["b", "c"]),
+        " row 1: column 'prompt' must",
+        (1, 1),
+    ),
+    Case(
+        "number.jsonl",
+        b'{"prompt": "a", "completion": 5}\n',
+        ":1: column 'completion' must be text, found a numb",
+    ),
     Case("number-said.jsonl", GOODS + talk({"role": "user", "content": 5}, ANSWER), "found a number", (1, 1)),
-    Case("bytes.parquet", table(prompt=[b"a"], completion=["b"]), " row 0: column 'prompt' must be text, found bytes"),
+    Case(
+        "bytes.parquet",
+        table(prompt=[b"a"], completion=["b"]),
+        " row 0: column 'prompt' must be text, found bytes",
+    ),
     Case(
         "latin-1.parquet",
         table(prompt=pyarrow.array([b"a", b"\xe9", b"c"]).view(pyarrow.string()), completion=["x", "y", "z"]),
@@ -124,11 +150,20 @@ CELLS = [
     ),
 ]
 CONVERSATIONS = [
-    Case("none.jsonl", GOODS + talk(), ":2: column 'messages' must be a list of messages, found an empty", (1, 1)),
+    Case(
+        "none.jsonl",
+        GOODS + talk(),
+        ":2: column 'messages' must be a list of messages, found an empty",
+        (1, 1),
+    ),
     Case("no-words.jsonl", talk({"role": "user", "content": ""}, {"role": "assistant", "content": ""}), 1),
-    Case("no-answer.jsonl", GOODS + talk(USER), ":2: has no assistant message: dataset.train_on=auto", (1, 1)),
+    Case(
+        "no-answer.jsonl", GOODS + talk(USER), ":2: has no assistant message: dataset.train_on=auto", (1, 1)
+    ),
     Case("two-users.jsonl", talk(USER, USER, ANSWER), 1),
-    Case("two-users.jsonl", GOODS + talk(USER, USER, ANSWER), ":2: the chat template refuses", (1, 1), "gemma"),
+    Case(
+        "two-users.jsonl", GOODS + talk(USER, USER, ANSWER), ":2: the chat template refuses", (1, 1), "gemma"
+    ),
     Case("answer-first.jsonl", talk(ANSWER, USER, ANSWER), 1),
     Case("answer-first.jsonl", GOODS + talk(ANSWER, USER, ANSWER), ":2: the chat template", (1, 1), "gemma"),
 ]
@@ -147,7 +182,9 @@ FILES = [
     Case("no-rows.parquet", table(prompt=pyarrow.array([], pyarrow.string())), "has no rows"),
     Case("blank-lines-first.csv", b"\n\n" + PAIR + b"a,b\n", 1),
     Case("after.jsonl", GOODS + GOODS[:-1] + b" xx\n", ":2: column 94: Extra data", (1, 1)),
-    Case("after.json", b"[" + GOODS + b"] xx", ":2: column 3: not valid JSON: expected nothing after the array"),
+    Case(
+        "after.json", b"[" + GOODS + b"] xx", ":2: column 3: not valid JSON: expected nothing after the array"
+    ),
     Case("cut.jsonl", GOODS + GOODS[:40], ":2: column ", (1, 1)),
     Case("cut.json", b"[" + GOODS + b"," + GOODS[:40], ":2: column "),
     Case("cut.jsonl.gz", gzip.compress(GOODS * 1000)[:-20], ": not a whole gzip file"),
@@ -155,11 +192,21 @@ FILES = [
     Case("not.parquet", b"nothing of the kind", ": cannot be read as Parquet"),
     Case("cut.parquet", table(prompt=["a"], completion=["b"])[:-9], ": cannot be read as Parquet"),
     Case("damaged.parquet", damaged(table(prompt=["a"], completion=["b"])), ": cannot be read as Parquet"),
-    Case("ragged.csv", PAIR + b"a,b\na\na,b,c\nd,e\n", ":3: has 1 fields where the first line names 2", (2, 2)),
-    Case("open-quote.csv", PAIR + b'a,b\nc,"d\ne,f\n', ':3: cannot be read as CSV: a quote (") that opens in this'),
+    Case(
+        "ragged.csv", PAIR + b"a,b\na\na,b,c\nd,e\n", ":3: has 1 fields where the first line names 2", (2, 2)
+    ),
+    Case(
+        "open-quote.csv",
+        PAIR + b'a,b\nc,"d\ne,f\n',
+        ':3: cannot be read as CSV: a quote (") that opens in this',
+    ),
     Case("inner-quote.csv", PAIR + b'a,"b"c\n', ":2: cannot be read as CSV: ',' expected after"),
     Case("all-broken.jsonl", b"{\n" * 3, ": none of its 3 rows can be read; all-broken.jsonl:1: column 2"),
-    Case("numbers.json", b"[1, 2]", ": none of its 2 rows can be read; numbers.json:1: each row must be a JSON object"),
+    Case(
+        "numbers.json",
+        b"[1, 2]",
+        ": none of its 2 rows can be read; numbers.json:1: each row must be a JSON object",
+    ),
 ]
 CASES = [*ENCODINGS, *CHARACTERS, *CELLS, *CONVERSATIONS, *FILES]
 IDS = [f"{case.name}-{case.kind}" for case in CASES]
@@ -193,7 +240,11 @@ def test_a_bad_row_is_an_error(tmp_path: Path, case: Case) -> None:
         assert len(prepared(tmp_path, case, "error").train) == case.error
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if isinstance(case.error, str)], ids=lambda case: f"{case.name}-{case.kind}")
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if isinstance(case.error, str)],
+    ids=lambda case: f"{case.name}-{case.kind}",
+)
 def test_a_bad_row_is_skipped_and_counted_and_a_bad_file_is_not(tmp_path: Path, case: Case) -> None:
     if not isinstance(case.skip, tuple):
         assert isinstance(case.error, str)

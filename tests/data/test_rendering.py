@@ -74,10 +74,9 @@ def test_a_turn_after_the_last_answer_is_read_only() -> None:
 
 
 def test_a_conversation_may_begin_with_the_assistant() -> None:
-    [[first, _]] = labels("chatml", [*chat("x", "Hello")[1:], *TALK[:2]])
-    assert (
-        first == "assistant\nHello<|im_end|>"
-    )  # no one asked, so the header is learned too; the first token never
+    assert labels("chatml", [*chat("x", "Hello")[1:], *TALK[:2]]) == [
+        ["Hello<|im_end|>", "Rain is wet.<|im_end|>"]
+    ]
 
 
 def test_white_space_of_an_answer_is_trained_but_not_what_follows_its_end() -> None:
@@ -129,7 +128,9 @@ def test_a_template_that_asks_with_more_than_it_writes() -> None:
     made = tokenizer("chatml")
     made.chat_template = TEMPLATES["chatml"].replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
     [draft] = Renderer(made, "auto", "error").drafts(Conversation(TALK[:2]), "").samples
-    assert trained(draft) == ["<|im_start|>assistant\nRain is wet.<|im_end|>"]
+    assert trained(draft) == ["Rain is wet.<|im_end|>"]
+    [draft] = Renderer(made, "auto", "error").drafts(Conversation(chat("Hi", "<thin> ice")), "").samples
+    assert trained(draft) == ["<thin> ice<|im_end|>"]  # and not what answer and question have in common
 
 
 def test_a_template_without_a_way_to_ask() -> None:

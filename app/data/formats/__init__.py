@@ -1,0 +1,1 @@
+"""What a row means, one module a shape; `table` knows them all."""

@@ -1,0 +1,168 @@
+"""`dataset.format=auto`: which format the first rows have, and why; an error where that is not one thing."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import islice
+from typing import Any
+
+from app.config.schema import Columns, DatasetConfig
+from app.data.files import kind_of
+from app.data.formats.columns import has, value
+from app.data.formats.table import FORMATS
+from app.data.formats.unfold import unfolded
+from app.data.shapes import Broken, Row
+from app.data.sources import train_source
+from app.errors import DataError
+
+LOOKED_AT = 200  # rows
+_ENOUGH = 0.9  # of them must fit: a bad row is told with its place when it is read
+_SHOWN = 12  # names
+_LINE = "\n    "
+
+_SAYS = ("content", "tool_calls", "function_call")  # at least one of them is in a message
+_CHATS = {"messages": "objects with role and content", "sharegpt": "objects with from and value"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A format, and the columns that it would read; `fits` of the rows have them."""
+
+    format: str
+    columns: tuple[str, ...]
+    fits: int
+    field: str | None = None  # of dataset.columns, where the column is called otherwise
+
+    @property
+    def typed(self) -> str:
+        """What to type to choose it."""
+        named = f" dataset.columns.{self.field}={self.columns[0]}" if self.field else ""
+        return f"dataset.format={self.format}{named}"
+
+    def reason(self, count: int) -> str:
+        """Why it was chosen of `count` rows."""
+        many = len(self.columns) > 1
+        share = "all" if self.fits == count else f"{self.fits:,}"
+        of = "the only row" if count == 1 else f"{share} of the first {count:,} rows"
+        what = (
+            f"column{'s' * many} {' and '.join(self.columns)} hold{'s' * (not many)} {_wanted(self.format)}"
+        )
+        return f"{what} in {of}"
+
+
+def recognised(config: DatasetConfig) -> tuple[DatasetConfig, list[str]]:
+    """The section with a format that is known, and what to tell about how it became known."""
+    if config.format != "auto":
+        return config, []
+    source = train_source(config)
+    named = f"{source.key}={source.name}"
+    rows = _first_rows(named, unfolded(source.rows(), config.columns, tuple(f.name for f in fields(Columns))))
+    fitting = [found for found in _candidates(rows, config.columns) if found.fits >= _ENOUGH * len(rows)]
+    if not fitting:
+        raise DataError(_unknown(named, rows, config.columns))
+    if len(fitting) > 1:
+        begin = f"{named}: dataset.format=auto finds {len(fitting)} ways to read these rows. Type the one you mean:"
+        raise DataError(_LINE.join([begin, *(f"{c.typed}   ({c.reason(len(rows))})" for c in fitting)]))
+    [found] = fitting
+    columns = replace(config.columns, **({found.field: found.columns[0]} if found.field else {}))
+    return replace(config, format=found.format, columns=columns), [_told(found, rows, columns)]
+
+
+def _first_rows(named: str, found: Iterator[tuple[str, Row | Broken]]) -> list[Row]:
+    looked_at = list(islice(found, LOOKED_AT))
+    rows = [row for _, row in looked_at if not isinstance(row, Broken)]
+    if not looked_at:
+        raise DataError(f"{named}: has no rows")
+    for place, broken in looked_at[:1]:
+        if not rows and isinstance(broken, Broken):
+            raise DataError(f"{named}: none of its first rows can be read; {place}: {broken.reason}")
+    return rows
+
+
+def _candidates(rows: Sequence[Row], columns: Columns) -> Iterator[_Candidate]:
+    for fmt, shape in FORMATS.items():
+        names = tuple(getattr(columns, field) for field in shape.needs)
+        usual = _Candidate(
+            fmt, names, sum(all(_fits(fmt, value(row, name)) for name in names) for row in rows)
+        )
+        yield usual
+        if fmt in _CHATS and usual.fits < _ENOUGH * len(
+            rows
+        ):  # conversations show by themselves, whatever the name
+            yield from _renamed(rows, fmt, shape.needs[0], usual.columns[0])
+
+
+def _renamed(rows: Sequence[Row], fmt: str, field: str, usual: str) -> Iterator[_Candidate]:
+    for name in _names(rows):
+        if name != usual:
+            yield _Candidate(fmt, (name,), sum(_fits(fmt, row.get(name)) for row in rows), field)
+
+
+def _fits(fmt: str, found: Any) -> bool:
+    """Whether a column that the format needs can be this."""
+    if fmt not in _CHATS:
+        return isinstance(found, str)
+    return isinstance(found, list) and bool(found) and all(_is_said(fmt, each) for each in found)
+
+
+def _is_said(fmt: str, each: Any) -> bool:
+    """Whether it is a message; tables fill absent keys with null."""
+    if not isinstance(each, dict):
+        return False
+    given = {key for key, inner in each.items() if inner is not None}
+    if fmt == "sharegpt":
+        return {"from", "value"} <= given
+    return "role" in given and not given.isdisjoint(_SAYS)
+
+
+def _wanted(fmt: str) -> str:
+    return f"lists of {_CHATS[fmt]}" if fmt in _CHATS else "text"
+
+
+def _told(found: _Candidate, rows: Sequence[Row], columns: Columns) -> str:
+    given = [name for field in FORMATS[found.format].may if (name := getattr(columns, field))]
+    may = [name for name in given if any(has(row, name) for row in rows)]
+    read = {*found.columns, *may}
+    unread = [name for name in _names(rows) if name not in read | {path.partition(".")[0] for path in read}]
+    also = f"; also read: {_listed(may)}" if may else ""
+    rest = f"; not read: {_listed(unread)}" if unread else ""
+    return f"dataset.format=auto: taken as {found.typed}, because {found.reason(len(rows))}{also}{rest}"
+
+
+def _unknown(named: str, rows: Sequence[Row], columns: Columns) -> str:
+    """What is there, and what each format lacks."""
+    shown = [f"{name} ({_kind(rows, name)})" for name in _names(rows)]
+    begin = f"{named}: dataset.format=auto knows no format for these rows; columns found: {_listed(shown) or 'none'}"
+    wants = [_lacking(fmt, rows, columns) for fmt in FORMATS]
+    return _LINE.join([begin, *wants, *_nested(rows)])
+
+
+def _lacking(fmt: str, rows: Sequence[Row], columns: Columns) -> str:
+    wants = []
+    for field in FORMATS[fmt].needs:
+        name = getattr(columns, field)
+        there = sum(_fits(fmt, value(row, name)) for row in rows)
+        state = f"{there:,} of {len(rows):,} rows have it" if there else f"else dataset.columns.{field}=NAME"
+        wants.append(f"{name} ({state})")
+    return f"dataset.format={fmt} wants {_wanted(fmt)} in {' and '.join(wants)}"
+
+
+def _nested(rows: Sequence[Row]) -> Iterator[str]:
+    """Lists whose elements could be rows."""
+    for name, found in rows[0].items():
+        if isinstance(found, list) and found and isinstance(found[0], dict):
+            keys = [str(key) for key in found[0]]
+            example = f"dataset.columns.output={name}.*.{keys[-1] if keys else 'KEY'}"
+            yield f"{name} holds lists of objects with {_listed(keys)}: {example} would make a row of each"
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(str(name) for row in rows for name in row))
+
+
+def _kind(rows: Sequence[Row], name: str) -> str:
+    return kind_of(next((row[name] for row in rows if row.get(name) is not None), None))
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

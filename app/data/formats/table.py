@@ -1,0 +1,65 @@
+"""What a row means: a conversation or a document. `FORMATS` has one entry for each shape of row."""
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from app.config.schema import Columns
+from app.data.formats import chats, documents, questions
+from app.data.formats.columns import has
+from app.data.shapes import Conversation, Document, Row, RowProblem
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """Fields of `dataset.columns`: those that every row `needs`, and those that it `may` have as well."""
+
+    needs: tuple[str, ...]
+    may: tuple[str, ...]
+    read: Callable[[Row, Columns], Conversation | Document]
+
+
+FORMATS: dict[str, Format] = {
+    "messages": Format(("messages",), ("tools", "system"), chats.messages),
+    "sharegpt": Format(("conversations",), ("tools", "system"), chats.sharegpt),
+    "instruction": Format(("instruction", "output"), ("input", "history", "system"), questions.instruction),
+    "question_answer": Format(("question", "answer"), ("system",), questions.question_answer),
+    "prompt_completion": Format(("prompt", "completion"), (), documents.prompt_completion),
+    "text": Format(("text",), (), documents.document),
+}
+
+
+def read_row(row: Row, fmt: str, columns: Columns) -> Conversation | Document:
+    """The meaning of one row; RowProblem says what is wrong with it."""
+    for field in _expected(fmt, columns):
+        if not has(row, getattr(columns, field)):
+            raise RowProblem(_wrong_columns(row, field, fmt, columns))
+    return FORMATS[fmt].read(row, columns)
+
+
+def fields_of(fmt: str) -> tuple[str, ...]:
+    """The fields of `dataset.columns` that decide what rows of a format mean."""
+    return (*FORMATS[fmt].needs, *FORMATS[fmt].may)
+
+
+def _expected(fmt: str, columns: Columns) -> list[str]:
+    """What must be there: what is needed, and what was asked for by a name of its own."""
+    given = [field for field in FORMATS[fmt].may if getattr(columns, field) not in (None, field)]
+    return [*FORMATS[fmt].needs, *given]
+
+
+def _wrong_columns(row: Row, field: str, fmt: str, columns: Columns) -> str:
+    name = getattr(columns, field)
+    found = ", ".join(map(str, row)) or "none"
+    fitting = [
+        other
+        for other, shape in FORMATS.items()
+        if all(has(row, getattr(columns, needed)) for needed in shape.needs)
+    ]
+    advice = f"set dataset.columns.{field}=NAME"
+    near = difflib.get_close_matches(name, list(map(str, row)), n=1)
+    if near:
+        advice = f"set dataset.columns.{field}={near[0]}"
+    elif fitting:
+        advice += f", or dataset.format={fitting[0]}, which these columns fit"
+    return f"dataset.format={fmt} needs a column {name!r}; columns found: {found}; {advice}"

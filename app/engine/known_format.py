@@ -1,0 +1,23 @@
+"""What `dataset.format=auto` means, before anything is made that depends on it."""
+
+from dataclasses import replace
+from typing import TypeVar
+
+from app.config.rules import problems_of
+from app.config.schema import RunConfig
+from app.data.formats.recognise import recognised
+from app.errors import ConfigError
+
+Run = TypeVar("Run", bound=RunConfig)
+
+
+def with_format(run: Run) -> tuple[Run, list[str]]:
+    """The run with rows of a known format, which run.yaml keeps, and what to tell; ConfigError if it breaks a rule."""
+    dataset, notes = recognised(run.dataset)
+    if not notes:
+        return run, notes
+    known = replace(run, dataset=dataset)
+    problems = problems_of(known)
+    if problems:
+        raise ConfigError([*problems[:-1], f"{problems[-1]} ({notes[0]})"])
+    return known, notes

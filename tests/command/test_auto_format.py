@@ -1,0 +1,89 @@
+"""`dataset=auto` from the command line: what it meant is told, kept, and what later commands go by."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from app.config.load import read_run
+from tests.command.test_resume import SMALL
+from tests.runs import Zygote, numbers
+
+ROWS = (
+    "dataset=auto",
+    "dataset.path=rows.jsonl",
+    "dataset.eval_path=null",
+    "dataset.eval_fraction=0.2",
+    "precision=fp32",
+    "eval.every=0",
+)
+FEW = (*SMALL, *ROWS, "training.max_steps=4", "output_dir=run")
+WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
+RECOGNISED = (
+    "dataset.format=auto: taken as dataset.format=sharegpt dataset.columns.conversations=talk, because"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    talks = [
+        [{"from": "human", "value": f"Say {n} {word}"}, {"from": "gpt", "value": word}]
+        for n in range(12)
+        for word in WORDS
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"talk": talk}) + "\n" for talk in talks))
+    return tmp_path
+
+
+def test_what_was_recognised_is_kept(zygote: Zygote, folder: Path) -> None:
+    whole = zygote.run(folder, *FEW[:-1], "output_dir=whole")
+    assert whole.code == 0, whole.stderr
+    assert RECOGNISED in " ".join(whole.stdout.split())
+    manifest = json.loads((folder / "whole" / "manifest.json").read_text())
+    assert manifest["choices"]["format"] == "sharegpt"
+    assert manifest["counts"]["data"]["notes"][0].startswith(RECOGNISED)
+    kept = read_run(folder / "whole" / "run.yaml").dataset
+    assert (kept.format, kept.columns.conversations) == ("sharegpt", "talk")
+    half = zygote.run(folder, *FEW, "training.stop_after=2")
+    assert half.code == 75, half.stderr
+    rest = zygote.run(folder, *FEW, "resume=auto")
+    assert rest.code == 0, rest.stderr
+    assert numbers(folder / "run") == numbers(folder / "whole")
+
+    scored = zygote.run(folder, "run=run", "precision=fp32", module="app.evaluate")
+    assert scored.code == 0, scored.stderr
+    assert "these are the rows that the run held out" in " ".join(scored.stdout.split())
+    other = ("dataset=auto", "dataset.path=rows.jsonl", "dataset.max_length=64", "output_dir=other")
+    scored = zygote.run(folder, "run=run", *other, "precision=fp32", module="app.evaluate")
+    assert scored.code == 0, scored.stderr
+    assert RECOGNISED in " ".join(scored.stdout.split())
+    asked = zygote.run(folder, "run=run", "prompt=Say 3 two", "max_new_tokens=2", module="app.generate")
+    assert asked.code == 0, asked.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "row", "said"),
+    [
+        (
+            "dataset.train_on=completion",
+            None,
+            "dataset.train_on=completion means nothing for dataset.format=sharegpt. Choose auto or assistant",
+        ),
+        ("dataset.on_overflow=split", None, "would tear a row of dataset.format=sharegpt apart"),
+        (
+            "seed=0",
+            {"text": "a", "question": "a", "answer": "b"},
+            "Type the one you mean: dataset.format=question",
+        ),
+        ("seed=0", {"words": "a"}, "knows no format for these rows; columns found: words (text)"),
+    ],
+)
+def test_what_it_cannot_mean_is_the_users_to_mend(
+    zygote: Zygote, folder: Path, given: str, row: dict[str, str] | None, said: str
+) -> None:
+    if row is not None:
+        (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    refused = zygote.run(folder, *FEW, given)
+    assert refused.code == 2
+    assert said in " ".join(refused.stderr.split())
+    assert not (folder / "run").exists()

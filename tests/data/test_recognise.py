@@ -1,0 +1,180 @@
+"""`dataset.format=auto`: what is recognised, why, and what is said where it is not one thing."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config.schema import DatasetConfig
+from app.data.formats.recognise import LOOKED_AT, recognised
+from app.data.formats.table import FORMATS
+from app.errors import DataError
+from tests.data.small import chat, config, write_jsonl
+
+TURNS = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+CALLING = [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
+ROWS: dict[str, dict[str, Any]] = {
+    "messages": {"messages": chat("a", "b")},
+    "sharegpt": {"conversations": TURNS},
+    "instruction": {"instruction": "a", "input": "", "output": "b"},
+    "question_answer": {"question": "a", "answer": "b"},
+    "prompt_completion": {"prompt": "a", "completion": "b"},
+    "text": {"text": "a"},
+}
+
+
+def auto(path: Path, rows: list[Any], **columns: str) -> tuple[DatasetConfig, str]:
+    settings = config(write_jsonl(path / "a.jsonl", rows), "auto", columns=columns)
+    found, [note] = recognised(settings)
+    return found, note
+
+
+def refusal(path: Path, rows: list[Any], **columns: str) -> list[str]:
+    with pytest.raises(DataError) as found:
+        auto(path, rows, **columns)
+    [problem] = found.value.problems
+    assert problem.startswith(f"dataset.path={path}/a.jsonl: ")
+    return problem.removeprefix(f"dataset.path={path}/a.jsonl: ").split("\n    ")
+
+
+def test_every_format_has_a_row_here() -> None:
+    assert set(ROWS) == set(FORMATS)
+
+
+@pytest.mark.parametrize("fmt", ROWS)
+def test_each_format_is_recognised(tmp_path: Path, fmt: str) -> None:
+    found, note = auto(tmp_path, [ROWS[fmt]] * 3)
+    assert found == config(tmp_path / "a.jsonl", fmt)
+    assert note.startswith(f"dataset.format=auto: taken as dataset.format={fmt}, because column")
+    assert "all of the first 3 rows" in note
+
+
+def test_what_was_chosen_is_left_alone(tmp_path: Path) -> None:
+    settings = config(tmp_path / "no such file", "text")
+    assert recognised(settings) == (settings, [])
+
+
+def test_what_is_read_and_what_is_not_is_told(tmp_path: Path) -> None:
+    _, note = auto(
+        tmp_path, [{**ROWS["messages"], "id": 1, "tools": []}, {**ROWS["messages"], "source": "x"}]
+    )
+    assert note == (
+        "dataset.format=auto: taken as dataset.format=messages, because column messages holds lists of objects with"
+        " role and content in all of the first 2 rows; also read: tools; not read: id, source"
+    )
+
+
+def test_conversations_show_whatever_the_column_is_called(tmp_path: Path) -> None:
+    found, note = auto(tmp_path, [{"conversations": chat("a", "b")}])
+    assert (found.format, found.columns.messages) == ("messages", "conversations")
+    assert "taken as dataset.format=messages dataset.columns.messages=conversations, because" in note
+    found, _ = auto(tmp_path, [{"dialogue": TURNS, "messages": "3"}])
+    assert (found.format, found.columns.conversations) == ("sharegpt", "dialogue")
+    found, _ = auto(tmp_path, [{"talk": [*chat("a"), *CALLING]}])
+    assert (found.format, found.columns.messages) == ("messages", "talk")
+
+
+def test_the_column_that_the_config_names_comes_first(tmp_path: Path) -> None:
+    row = {"messages": chat("a", "b"), "rejected": chat("a", "c")}
+    found, note = auto(tmp_path, [row])
+    assert found.columns.messages == "messages"
+    assert note.endswith("not read: rejected")
+    assert auto(tmp_path, [row], messages="rejected")[0].columns.messages == "rejected"
+
+
+def test_columns_that_the_config_names(tmp_path: Path) -> None:
+    row = {"instruction": "a", "context": "", "response": "b"}
+    found, note = auto(tmp_path, [row], input="context", output="response")
+    assert (found.format, found.columns.output) == ("instruction", "response")
+    assert "columns instruction and response hold text" in note
+    assert note.endswith("; also read: context")
+
+
+def test_rows_in_lists_and_behind_paths(tmp_path: Path) -> None:
+    row = {"instruction": "a", "instances": [{"input": "", "output": "b"}] * 2}
+    found, note = auto(tmp_path, [row], input="instances.*.input", output="instances.*.output")
+    assert found.format == "instruction"
+    assert note.endswith("in all of the first 2 rows; also read: instances.*.input")
+    assert auto(tmp_path, [row], output="instances.1.output")[0].format == "instruction"
+
+
+def test_a_few_bad_rows_do_not_hide_the_format(tmp_path: Path) -> None:
+    rows = [*[ROWS["messages"]] * 9, {"messages": "x"}]
+    assert "in 9 of the first 10 rows" in auto(tmp_path, rows)[1]
+    lines = refusal(tmp_path, [*rows, {"messages": "x"}])
+    assert (
+        "dataset.format=messages wants lists of objects with role and content in messages (9 of 11 rows have it)"
+        in lines
+    )
+
+
+def test_only_the_first_rows_are_looked_at(tmp_path: Path) -> None:
+    found, note = auto(tmp_path, [ROWS["text"]] * LOOKED_AT + [ROWS["messages"]] * 9 * LOOKED_AT)
+    assert found.format == "text"
+    assert f"in all of the first {LOOKED_AT} rows" in note
+
+
+def test_more_than_one_way_to_read_rows_is_an_error(tmp_path: Path) -> None:
+    first, *ways = refusal(tmp_path, [{**ROWS["instruction"], "text": "a b"}])
+    assert first == "dataset.format=auto finds 2 ways to read these rows. Type the one you mean:"
+    assert ways == [
+        "dataset.format=instruction   (columns instruction and output hold text in the only row)",
+        "dataset.format=text   (column text holds text in the only row)",
+    ]
+    _, *ways = refusal(tmp_path, [{"chosen": chat("a", "b"), "rejected": chat("a", "c")}])
+    assert [way.partition("   ")[0] for way in ways] == [
+        f"dataset.format=messages dataset.columns.messages={name}" for name in ("chosen", "rejected")
+    ]
+
+
+def test_rows_of_no_format(tmp_path: Path) -> None:
+    row = {"instruction": "a", "instances": [{"input": "", "output": "b"}], "n": 3}
+    first, *lines = refusal(tmp_path, [row])
+    assert first == (
+        "dataset.format=auto knows no format for these rows; columns found: instruction (text), instances (a list),"
+        " n (a number)"
+    )
+    assert lines == [
+        "dataset.format=messages wants lists of objects with role and content in messages"
+        " (else dataset.columns.messages=NAME)",
+        "dataset.format=sharegpt wants lists of objects with from and value in conversations"
+        " (else dataset.columns.conversations=NAME)",
+        "dataset.format=instruction wants text in instruction (1 of 1 rows have it)"
+        " and output (else dataset.columns.output=NAME)",
+        "dataset.format=question_answer wants text in question (else dataset.columns.question=NAME)"
+        " and answer (else dataset.columns.answer=NAME)",
+        "dataset.format=prompt_completion wants text in prompt (else dataset.columns.prompt=NAME)"
+        " and completion (else dataset.columns.completion=NAME)",
+        "dataset.format=text wants text in text (else dataset.columns.text=NAME)",
+        "instances holds lists of objects with input, output: dataset.columns.output=instances.*.output"
+        " would make a row of each",
+    ]
+
+
+def test_many_columns_are_not_all_listed(tmp_path: Path) -> None:
+    first, *_ = refusal(tmp_path, [{f"c{n}": n for n in range(30)}])
+    assert first.endswith("c10 (a number), c11 (a number) and 18 more")
+
+
+def test_lists_that_only_look_like_conversations(tmp_path: Path) -> None:
+    for found in (
+        [],
+        ["a"],
+        [{"role": "author"}],
+        [*chat("a"), 3],
+        [{"role": None, "content": "a"}],
+        TURNS[0],
+    ):
+        assert refusal(tmp_path, [{"messages": found}])[0].startswith("dataset.format=auto knows no format")
+
+
+def test_a_file_without_rows(tmp_path: Path) -> None:
+    assert refusal(tmp_path, []) == ["has no rows"]
+    (tmp_path / "b.jsonl").write_text("{\n{\n")
+    with pytest.raises(DataError, match=r"none of its 2 rows can be read; b\.jsonl:1: column 2: "):
+        recognised(config(tmp_path / "b.jsonl", "auto"))
+
+
+def test_text_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Rain falls.")
+    assert recognised(config(tmp_path, "auto"))[0].format == "text"
