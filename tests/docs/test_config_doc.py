@@ -62,5 +62,7 @@ def test_every_choice_of_every_group_is_told() -> None:
         if folder.is_dir()
     }
     left_out = {"parallel": files["parallel"], "model": {"folder"}}  # one choice; model.path= chooses it
-    missing = {group: names - told.get(group, set()) - left_out.get(group, set()) for group, names in files.items()}
+    missing = {
+        group: names - told.get(group, set()) - left_out.get(group, set()) for group, names in files.items()
+    }
     assert {group: names for group, names in missing.items() if names} == {}
