@@ -183,3 +183,31 @@ def test_given_interpreter_is_used_as_it_is(clone: Clone) -> None:
     assert "trained:a=1" in out
     assert not (clone.root / ".venv").exists()
     assert clone.run("train", APP_PYTHON="no-such-python")[0] == 1
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["of-another-checkout", "that-leads-nowhere"])
+def test_a_link_is_left_alone(clone: Clone, tmp_path: Path, whole: bool) -> None:
+    """What it leads to is another checkout's, whose packages are not ours to replace."""
+    theirs = tmp_path / "theirs"
+    if whole:
+        theirs.mkdir()
+        (theirs / "pyvenv.cfg").write_text("version = 3.11.0\n")
+        (theirs / "installed-core").write_text("of another checkout\n")
+    before = {file: file.read_text() for file in theirs.glob("*")}
+    (clone.root / ".venv").symlink_to(theirs)
+    code, out, err = clone.run("train")
+    assert (code, out) == (1, "")
+    assert f"{clone.root / '.venv'} is a link: remove it, or set APP_PYTHON=" in err
+    assert clone.installations() == []
+    assert {file: file.read_text() for file in theirs.glob("*")} == before
+
+
+def test_what_this_checkout_installed_may_lie_elsewhere(clone: Clone, tmp_path: Path) -> None:
+    clone.run("train")
+    venv = clone.root / ".venv"
+    venv.rename(tmp_path / "on another disk")
+    venv.symlink_to(tmp_path / "on another disk")
+    code, out, err = clone.run("train", "a=1")
+    assert (code, err) == (0, "")
+    assert "trained:a=1" in out
+    assert len(clone.installations()) == 2
