@@ -19,6 +19,7 @@ TWO_GPUS = "needs two GPUs"
 FLASH_ATTENTION = "needs flash-attn, which not every GPU host has"
 ORDINARY_USER = "needs an ordinary user: file permissions do not bind root"
 HARNESS = "needs lm_eval, an extra: pip install -e '.[lm-eval]'"
+TRL = "needs TRL, an extra: pip install -e '.[bench]'"
 PACKAGE_INDEX = "needs the package index that pip is set up for: nothing answers there"
 CHROMIUM = "needs Chromium to look at pages: apt-get install chromium"
 OTHER_PYTHON = "needs .venv, as scripts/test makes it: another interpreter may have other versions"
@@ -31,6 +32,7 @@ requires_two_gpus = pytest.mark.gpu(num=2)
 requires_flash_attention = pytest.mark.skipif("not has_module('flash_attn')", reason=FLASH_ATTENTION)
 requires_ordinary_user = pytest.mark.skipif("user_id() == 0", reason=ORDINARY_USER)
 requires_harness = pytest.mark.skipif("not has_module('lm_eval')", reason=HARNESS)
+requires_trl = pytest.mark.skipif("not has_module('trl')", reason=TRL)
 requires_chromium = pytest.mark.skipif("not program('chromium')", reason=CHROMIUM)
 requires_package_index = pytest.mark.skipif("not package_index()", reason=PACKAGE_INDEX)
 

@@ -87,15 +87,7 @@ def lay_ground(
     share = Share(run.batching.accumulation, runtime.processes, runtime.rank)
     layout = layout_of(run, run.batching.rows, tokenizer, labels)
     loader = Loader(data.train, layout, share, run.seed)
-    sections = ModelSections(
-        model=run.model,
-        task=run.task,
-        adapter=run.adapter,
-        quantization=run.quantization,
-        attention=choices.attention,
-        precision=choices.precision,
-        recompute=run.training.recompute,
-    )
+    sections = sections_of(run, choices)
     counts = plan_model(sections)
     require_known_ids(run.model, [data.train, data.eval], counts.vocabulary)
     ground = Ground(
@@ -126,6 +118,19 @@ def _shared(run: RunConfig, ground: Ground, checkpoints: Path) -> dict[str, Any]
         "attention": ground.choices.attention,
         "the code of app": __version__,
     }
+
+
+def sections_of(run: RunConfig, choices: Choices) -> ModelSections:
+    """What decides which model is built."""
+    return ModelSections(
+        model=run.model,
+        task=run.task,
+        adapter=run.adapter,
+        quantization=run.quantization,
+        attention=choices.attention,
+        precision=choices.precision,
+        recompute=run.training.recompute,
+    )
 
 
 def attention_needs(run: RunConfig, precision: str) -> Needs:

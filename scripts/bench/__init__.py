@@ -1,1 +1,1 @@
-"""Measurements against other programs; run by hand."""
+"""Measurements: this program against others, and what a machine can do. Run by hand (docs/benchmarks/README.md)."""

@@ -1,0 +1,93 @@
+"""What a measurement depends on besides its contest: hardware, versions, commit; and what the hardware could do."""
+
+import platform
+import resource
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import app
+from app.record.manifest import git_state, versions
+from scripts.bench.contest import Contest
+
+_PEERS = ("trl", "liger-kernel", "unsloth", "triton", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "flash-attn")
+# Dense bf16, from the vendor's data sheets, in 1e12 operations per second. The first that is part of the name counts.
+PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "L4": 121.0, "4090": 165.0}
+
+
+def here(device: torch.device) -> dict[str, Any]:
+    """For each line."""
+    git = git_state(Path(app.__file__).parent)
+    return {
+        "hardware": hardware(device),
+        "versions": {"python": platform.python_version(), **versions(), **_installed(_PEERS)},
+        "commit": None if git is None else git["commit"],
+        "dirty": None if git is None else git["dirty"],
+    }
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """Name and size."""
+    if device.type == "cuda":
+        facts = torch.cuda.get_device_properties(device)
+        return {"name": facts.name, "memory_bytes": facts.total_memory, "cuda": torch.version.cuda}
+    return {
+        "name": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "kernels": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
+
+
+def _installed(names: tuple[str, ...]) -> dict[str, str]:
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def peak_tflops(contest: Contest, device: torch.device) -> float | None:
+    """In bf16; unknown where nobody told."""
+    if contest.peak_tflops is not None:
+        return contest.peak_tflops
+    if device.type != "cuda" or contest.precision != "bf16":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
+
+
+def matrix_weights(network: nn.Module) -> int:
+    """Weights that each token is multiplied by: linear layers and the head, packed or not; without adapters."""
+    return sum(
+        layer.in_features * layer.out_features
+        for name, layer in network.named_modules()
+        if hasattr(layer, "in_features")
+        and hasattr(layer, "out_features")
+        and isinstance(getattr(layer, "weight", None), torch.Tensor)
+        and not hasattr(layer, "base_layer")
+        and "lora_" not in name
+    )
+
+
+def mfu(contest: Contest, weights: int, tokens_per_second: float, peak: float | None) -> float | None:
+    """4 operations for each weight and token where it is frozen, 6 where it is trained; recomputing is not work."""
+    if peak is None:
+        return None
+    operations = (6 if contest.method == "full" else 4) * weights
+    return operations * tokens_per_second / (peak * 1e12)
+
+
+def process_peak_bytes() -> int:
+    """The most memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

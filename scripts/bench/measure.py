@@ -1,0 +1,125 @@
+"""One measurement, in a process of its own.
+
+python -m scripts.bench.measure CONTEST.json RESULT.json
+"""
+
+import sys
+import time
+import warnings
+from datetime import UTC, datetime
+from math import isfinite
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from app.record.files import write_json
+from scripts.bench.contest import Contest, contest_of
+from scripts.bench.frameworks import framework_of
+
+
+def main() -> None:
+    """The result is written only when there is one; what went wrong is on standard error."""
+    contest = contest_of(Path(sys.argv[1]).read_text())
+    warnings.simplefilter("ignore")
+    write_json(Path(sys.argv[2]), measured(contest))
+
+
+def measured(contest: Contest) -> dict[str, Any]:
+    """Build, train, read the clock."""
+    import torch
+
+    from scripts.bench.clock import Clock
+
+    begun = time.perf_counter()
+    framework = framework_of(contest.framework)
+    contender = framework.build(contest, framework.settings)
+    device = torch.device(contest.device)
+    clock = Clock(device, contest.warm_up)
+    start_seconds = time.perf_counter() - begun
+    contender.train(clock)
+    return {**_who(contest), **_result(contest, contender, clock), "start_seconds": round(start_seconds, 3)}
+
+
+def _who(contest: Contest) -> dict[str, Any]:
+    return {**asked(contest), "time": datetime.now(UTC).isoformat(timespec="seconds")}
+
+
+def asked(contest: Contest) -> dict[str, Any]:
+    """What of a contest is in every line, also that of a contender that did not start."""
+    names = ("framework", "model", "method", "device", "precision", "mix", "length", "tokens_per_step")
+    more = ("accumulation", "steps", "warm_up", "seed", "threads", "recompute", "rank", "settings", "turn")
+    return {name: getattr(contest, name) for name in (*names, *more)}
+
+
+def _result(contest: Contest, contender: Any, clock: Any) -> dict[str, Any]:
+    from scripts.bench.machine import here, matrix_weights, mfu, peak_tflops
+    from scripts.bench.prepared import positions_in
+    from scripts.bench.workload import digest, sizes_of, workload
+
+    vocabulary = contender.network.get_input_embeddings().num_embeddings
+    steps = workload(contest, vocabulary)
+    counted = steps[contest.warm_up :]
+    sizes, seconds = sizes_of(counted), clock.step_seconds
+    assert len(clock.losses) == len(steps), f"{len(clock.losses)} steps were made, not {len(steps)}"
+    rate = sizes.tokens / sum(seconds)
+    weights = matrix_weights(contender.network)
+    trained = sum(p.numel() for p in contender.network.parameters() if p.requires_grad)
+    positions = sum(positions_in(step, contender.layout, contest.bin_tokens) for step in counted)
+    return {
+        "tokens_per_second": round(rate, 2),
+        "nonpad_tokens": sizes.tokens,
+        "trained_tokens": sizes.trained,
+        "documents": sizes.documents,
+        "positions": positions,
+        "fill": round(sizes.tokens / positions, 4),
+        "seconds": round(sum(seconds), 4),
+        "step_seconds": _spread(seconds),
+        "cpu_seconds": round(clock.cpu_seconds, 3),
+        "first_step_seconds": round(clock.first_step, 3),
+        **_memory(clock),
+        "mfu": mfu(contest, weights, rate, peak_tflops(contest, clock.device)),
+        "losses": [round(loss, 7) if isfinite(loss) else None for loss in clock.losses],
+        "matrix_weights": weights,
+        "trained_weights": trained,
+        "attention": contender.attention,
+        "layout": contender.layout,
+        "workload": digest(steps),
+        **here(clock.device),
+    }
+
+
+def _spread(seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    tenth = (len(ordered) - 1) / 10
+    values = {
+        "mean": mean(ordered),
+        "median": median(ordered),
+        "p10": ordered[round(tenth)],
+        "p90": ordered[round(9 * tenth)],
+    }
+    return {name: round(value, 5) for name, value in values.items()}
+
+
+def _memory(clock: Any) -> dict[str, int | None]:
+    """`peak_memory_bytes` is that of the measured steps on a GPU, of the whole process on a CPU."""
+    import torch
+
+    from scripts.bench.machine import process_peak_bytes
+
+    if not clock.on_gpu:
+        return {
+            "peak_memory_bytes": process_peak_bytes(),
+            "peak_reserved_bytes": None,
+            "peak_memory_bytes_of_all": None,
+        }
+    allocated = torch.cuda.max_memory_allocated(clock.device)
+    reserved = torch.cuda.max_memory_reserved(clock.device)
+    return {
+        "peak_memory_bytes": allocated,
+        "peak_reserved_bytes": max(reserved, clock.peak_before[1]),
+        "peak_memory_bytes_of_all": max(allocated, clock.peak_before[0]),
+    }
+
+
+if __name__ == "__main__":
+    main()

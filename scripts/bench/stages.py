@@ -1,0 +1,219 @@
+"""The stages of gpu_host.sh: what to measure on a GPU host, most valuable first, each stage within minutes.
+
+python -m scripts.bench.stages STAGE --out DIR
+
+DIR/STAGE.jsonl has the lines, each written as it is found; DIR/STAGE.log what the programs said. An item that
+crashes or takes too long is a line with `error`, and the next one follows.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = os.environ.get("APP_PYTHON", sys.executable)
+_LEAST = 10.0  # seconds that an item must have left to be begun
+_SPARE = 5.0  # that train.py gets to write its last line
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where, and whether only to see that everything runs."""
+
+    device: str
+    tiny: bool
+    out: Path  # of this stage's lines
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """`command` is told `--deadline` where it can keep one itself. Other codes than `known` are crashes."""
+
+    name: str
+    command: list[str]
+    keeps_deadline: bool = False
+    known: tuple[int, ...] = (0,)
+
+
+def micro(setting: Setting) -> list[Item]:
+    """Single operations. What decides most comes first."""
+    items = []
+    for name in ("attention", "gemm", "adapter", "nf4", "head"):
+        command = [
+            PYTHON,
+            "-m",
+            "scripts.bench.micro",
+            name,
+            "--device",
+            setting.device,
+            "--out",
+            str(setting.out),
+        ]
+        items.append(Item(name, [*command, *(["--tiny"] if setting.tiny else [])]))
+    return items
+
+
+def ours(setting: Setting) -> list[Item]:
+    """This program alone: its figures, then its switches one by one."""
+    switches = "bare,ours_varlen,ours_flash,ours_sdpa,ours_recompute,ours_adamw_8bit,ours_padded"
+    return [
+        _train(setting, "8b lora", "llama_8b", "lora", "ours_recompute,ours"),
+        _train(setting, "8b qlora", "llama_8b", "qlora", "ours_recompute,ours"),
+        _train(setting, "1b lora", "llama_1b", "lora", "ours,bare"),
+        _train(setting, "8b full", "llama_8b", "full", "ours:training.recompute=true,optimizer=adamw_8bit"),
+        _train(setting, "1b lora, switches", "llama_1b", "lora", f"ours,{switches}"),
+        _train(setting, "1b full", "llama_1b", "full", "ours"),
+        _train(setting, "8b lora, 8192", "llama_8b", "lora", "ours_recompute", "--length", "8192"),
+    ]
+
+
+def peers(setting: Setting) -> list[Item]:
+    """The same work by others, all layers recomputed by all where the model is large."""
+    return [
+        _train(setting, "1b lora", "llama_1b", "lora", "ours,trl_fair,trl,trl_default"),
+        _train(setting, "8b lora", "llama_8b", "lora", "ours,trl_fair,trl_fair_liger", "--recompute"),
+        _train(setting, "1b lora, kernels", "llama_1b", "lora", "ours,trl_fair_liger,unsloth,plain"),
+        _train(setting, "8b qlora", "llama_8b", "qlora", "ours,trl_fair,unsloth", "--recompute"),
+        _train(
+            setting, "8b lora, as it comes", "llama_8b", "lora", "ours,trl_default,unsloth", "--recompute"
+        ),
+    ]
+
+
+def large(setting: Setting) -> list[Item]:
+    """70 billion weights on one card: the smallest peak, then the speed."""
+    small = ("--set", "optimizer=paged_adamw_8bit")
+    tokens = "--tokens-per-step"
+    return [
+        _train(setting, "70b, small", "llama_70b", "qlora", "ours", "--recompute", tokens, "2048", *small),
+        _train(setting, "70b, fast", "llama_70b", "qlora", "ours", "--recompute", tokens, "16384"),
+    ]
+
+
+def tests(setting: Setting) -> list[Item]:
+    """The gpu tier."""
+    chosen = ["-k", "nf4_survives"] if setting.tiny else []
+    return [Item("gpu tier", ["bash", str(ROOT / "scripts" / "test"), "gpu", "-v", *chosen])]
+
+
+STAGES: dict[str, Callable[[Setting], list[Item]]] = {
+    "tests": tests,
+    "micro": micro,
+    "ours": ours,
+    "peers": peers,
+    "70b": large,
+}
+_ON_GPU = (
+    "--mix",
+    "long",
+    "--length",
+    "2048",
+    "--tokens-per-step",
+    "16384",
+    "--steps",
+    "6",
+    "--warm-up",
+    "4",
+)
+_TINY = (
+    "--mix",
+    "short",
+    "--length",
+    "32",
+    "--tokens-per-step",
+    "64",
+    "--steps",
+    "1",
+    "--warm-up",
+    "1",
+    "--threads",
+    "1",
+)
+_DIFFER, _INCOMPLETE = 1, 3  # of train.py, which has written why
+
+
+def _train(setting: Setting, name: str, model: str, method: str, frameworks: str, *options: str) -> Item:
+    """`options` come after the usual ones and before those that make everything small."""
+    command = [PYTHON, "-m", "scripts.bench.train", "--device", setting.device, "--rounds", "1"]
+    chosen = ["--model", "tiny" if setting.tiny else model, "--method", method, "--frameworks", frameworks]
+    sizes = [*_ON_GPU, *options, *(_TINY if setting.tiny else ())]
+    return Item(
+        name,
+        [*command, *chosen, *sizes, "--out", str(setting.out)],
+        keeps_deadline=True,
+        known=(0, _DIFFER, _INCOMPLETE),
+    )
+
+
+def main() -> None:
+    """One stage."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("stage", choices=STAGES)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to see whether everything runs")
+    parser.add_argument("--seconds", type=float, default=450, help="for the whole stage")
+    parser.add_argument("--out", type=Path, required=True, help="a folder")
+    told = parser.parse_args()
+    told.out.mkdir(parents=True, exist_ok=True)
+    lines, log = told.out / f"{told.stage}.jsonl", told.out / f"{told.stage}.log"
+    ends = time.monotonic() + told.seconds
+    for item in STAGES[told.stage](Setting(told.device, told.tiny, lines)):
+        begun = time.monotonic()
+        left = ends - begun
+        found = run(item, left, log) if left >= _LEAST else {"error": "no time was left for it"}
+        took = round(time.monotonic() - begun, 1)
+        _append(lines, {"stage": told.stage, "item": item.name, **found, "took_seconds": took, "end": True})
+        print(f"{told.stage}: {item.name}: {found.get('error', 'done')}, {took} s", flush=True)
+
+
+def run(item: Item, seconds: float, log: Path) -> dict[str, Any]:
+    """The code it ended with and its last words; `error` where it did not end as it should."""
+    command = list(item.command)
+    if item.keeps_deadline:
+        command += ["--deadline", f"{seconds - _SPARE:.0f}"]
+    with log.open("a", encoding="utf-8") as file:
+        file.write(f"$ {' '.join(command)}\n")
+        file.flush()
+        begun = file.tell()
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+        )
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # what it started too: a GPU must be free for the next one
+            process.wait()
+            return {"error": f"stopped after {seconds:.0f} s", "said": _last_words(log, begun)}
+    said = _last_words(log, begun)
+    if code not in item.known:
+        return {"returncode": code, "error": f"exit code {code}: {said}", "said": said}
+    return {"returncode": code, "said": said}
+
+
+def _last_words(log: Path, begun: int) -> str:
+    """The last line that is not empty, without colours."""
+    with log.open("rb") as file:
+        file.seek(begun)
+        text = file.read().decode(errors="replace")
+    written = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip()]
+    return written[-1][:300] if written else ""
+
+
+def _append(file: Path, line: dict[str, Any]) -> None:
+    with file.open("a", encoding="utf-8") as opened:
+        opened.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()

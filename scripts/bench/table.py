@@ -1,0 +1,211 @@
+"""Measurements as Markdown tables, with the goals they are held against, and as a picture.
+
+python scripts/bench/table.py FILE.jsonl...                                     prints them
+python scripts/bench/table.py --into docs/benchmarks/cpu.md --plot docs/benchmarks/cpu.svg FILE.jsonl...
+
+`--into` puts them between the lines `<!-- measured -->` and `<!-- /measured -->` of a document.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a script, or as a module
+
+from scripts.bench.agreement import allowed_at, furthest
+from scripts.bench.bars import picture
+from scripts.bench.goals import goals_for
+
+Line = dict[str, Any]
+BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
+_SAME = (
+    "model",
+    "method",
+    "device",
+    "precision",
+    "mix",
+    "length",
+    "tokens_per_step",
+    "accumulation",
+    "recompute",
+)
+_MORE = ("rank", "threads", "workload")
+_GIB = 2**30
+
+
+def main() -> None:
+    """Read, group, write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--into", type=Path, help="a document")
+    parser.add_argument("--plot", type=Path, help="an SVG file")
+    told = parser.parse_args()
+    lines = [json.loads(text) for file in told.files for text in file.read_text().splitlines()]
+    text = "\n".join(report(lines))
+    if told.into:
+        told.into.write_text(put_into(told.into.read_text(), text))
+    else:
+        print(text)
+    if told.plot:
+        told.plot.write_text(picture({_title(group[0]): rates(group) for group in groups(lines)}))
+
+
+def put_into(document: str, text: str) -> str:
+    """The document with `text` between the marks."""
+    before, begin, rest = document.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise SystemExit(f"the document needs the lines {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n\n{text}\n{END}{after}"
+
+
+def report(lines: list[Line]) -> list[str]:
+    """All tables, then what was not measured."""
+    found = [row for group in groups(lines) for row in _training(group)]
+    found += [row for rows in _by(lines, ("item",), "milliseconds").values() for row in _operations(rows)]
+    found += [
+        row for rows in _by(lines, ("item",), "forward_milliseconds").values() for row in _operations(rows)
+    ]
+    failed = dict.fromkeys(f"- {_name(line)}: {line['error']}" for line in lines if "error" in line)
+    return [*found, *(["Not measured:", "", *failed, ""] if failed else [])]
+
+
+def groups(lines: Iterable[Line]) -> list[list[Line]]:
+    """Training measurements that did the same work on the same hardware."""
+    return list(_by(lines, (*_SAME, *_MORE), "tokens_per_second").values())
+
+
+def _by(lines: Iterable[Line], keys: tuple[str, ...], measured: str) -> dict[str, list[Line]]:
+    found: dict[str, list[Line]] = {}
+    for line in lines:
+        if measured in line:
+            same = json.dumps([line[key] for key in keys] + [line["hardware"]["name"]])
+            found.setdefault(same, []).append(line)
+    return found
+
+
+def _name(line: Line) -> str:
+    return " ".join(
+        str(line[key]) for key in ("stage", "item", "framework", "model", "method", "name") if key in line
+    )
+
+
+def _contenders(group: list[Line]) -> dict[str, list[Line]]:
+    found: dict[str, list[Line]] = {}
+    for line in group:
+        found.setdefault(line["framework"], []).append(line)
+    return found
+
+
+def rates(group: list[Line]) -> dict[str, float]:
+    """The median of all rounds, for each contender."""
+    return {
+        name: median(line["tokens_per_second"] for line in its) for name, its in _contenders(group).items()
+    }
+
+
+def _training(group: list[Line]) -> list[str]:
+    by_name, speeds, first = _contenders(group), rates(group), group[0]
+    far = furthest({name: its[0]["losses"] for name, its in by_name.items()})
+    rows = [
+        _contender_row(name, its, speeds, far.get(name), by_name.get("ours", []))
+        for name, its in by_name.items()
+    ]
+    worst = max(far.values(), default=0.0)
+    agree = "agree" if worst <= allowed_at(first["precision"]) else "**DO NOT AGREE**"
+    return [
+        f"### {_title(first)}",
+        "",
+        f"{_where(first)}. {len(by_name[first['framework']])} rounds of {first['steps']} steps; losses {agree}.",
+        "",
+        f"| {' | '.join(_COLUMNS)} |",
+        f"|{'---|' * len(_COLUMNS)}",
+        *rows,
+        "",
+        *(f"- {words}" for words in goals_for(first, speeds)),
+        "",
+    ]
+
+
+def _title(line: Line) -> str:
+    recompute = ", all layers recomputed" if line["recompute"] else ""
+    return f"{line['model']}, {line['method']}, {line['mix']}, {line['tokens_per_step']:,} tokens a step{recompute}"
+
+
+def _where(line: Line) -> str:
+    versions = line["versions"]
+    told = ", ".join(
+        f"{name} {versions[name]}" for name in ("torch", "transformers", "peft", "trl") if name in versions
+    )
+    threads = f", {line['threads']} threads" if line["device"] == "cpu" else ""
+    return (
+        f"{line['hardware']['name']}{threads}, {line['precision']}; {told}; commit {str(line['commit'])[:10]}"
+    )
+
+
+_COLUMNS = (
+    *("", "tokens/s", "lowest to highest", "ours is faster by", "by CPU time"),
+    *("fill", "peak GiB", "MFU", "first step", "losses differ"),
+)
+
+
+def _contender_row(
+    name: str, its: list[Line], speeds: dict[str, float], far: float | None, ours: list[Line]
+) -> str:
+    found = [line["tokens_per_second"] for line in its]
+    memory = max(line["peak_memory_bytes"] for line in its) / _GIB
+    faster = f"{speeds['ours'] / speeds[name]:.2f}" if "ours" in speeds else ""
+    by_cpu = ""
+    if ours and its[0]["device"] == "cpu":
+        by_cpu = f"{_cpu_seconds(its) / _cpu_seconds(ours):.2f}"
+    share = its[0]["mfu"]
+    cells = [
+        f"`{name}`",
+        f"{speeds[name]:,.0f}",
+        f"{min(found):,.0f} to {max(found):,.0f}",
+        faster,
+        by_cpu,
+        f"{its[0]['fill']:.0%}",
+        f"{memory:.2f}",
+        "" if share is None else f"{share:.1%}",
+        f"{median(line['first_step_seconds'] for line in its):.2f} s",
+        "" if far is None else f"{far:.0e}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _cpu_seconds(lines: list[Line]) -> float:
+    return median(float(line["cpu_seconds"]) for line in lines)
+
+
+_ABOUT = {"stage", "item", "hardware", "versions", "commit", "dirty", "error"}
+
+
+def _operations(rows: list[Line]) -> list[str]:
+    """A column for each thing that was told."""
+    names = list(dict.fromkeys(name for row in rows for name in row if name not in _ABOUT))
+    return [
+        f"### {rows[0]['item']}, {rows[0]['hardware']['name']}",
+        "",
+        f"| {' | '.join(name.replace('_', ' ') for name in names)} |",
+        f"|{'---|' * len(names)}",
+        *(f"| {' | '.join(_cell(row.get(name)) for name in names)} |" for row in rows),
+        "",
+    ]
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    text = " x ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""Training speed of this program and of others: the same weights, documents and steps, a process for each measurement.
+
+python scripts/bench/train.py --frameworks ours,trl --device cpu --out FILE.jsonl
+
+A line of JSON for each measurement; the contenders take turns. Ends with 1 if the losses of the first ten steps differ,
+with 3 if a contender did not start or did not finish (a line with `error` says why).
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a script, or as a module
+
+from scripts.bench.agreement import allowed_at, furthest
+from scripts.bench.contest import Contest
+from scripts.bench.frameworks import FRAMEWORKS, framework_of, is_framework
+from scripts.bench.measure import asked
+from scripts.bench.shapes import METHODS, SHAPES
+from scripts.bench.workload import MIXES
+
+ROOT = Path(__file__).resolve().parents[2]
+DIFFER, INCOMPLETE = 1, 3
+Line = dict[str, Any]
+
+
+def main() -> None:
+    """Measure, write, compare."""
+    told = _told(sys.argv[1:])
+    contest = _contest(told)
+    ends = time.monotonic() + told.deadline
+    told.out.parent.mkdir(parents=True, exist_ok=True)
+    lines = []
+    with told.out.open("a", encoding="utf-8") as file:
+        for each in in_turn(contest, told.frameworks, told.rounds):
+            line = measured(each, min(told.limit, ends - time.monotonic()))
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            lines.append(line)
+            print(_words(line), flush=True)
+    sys.exit(verdict(lines, contest.precision))
+
+
+def _told(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add(
+        "--frameworks",
+        type=_frameworks,
+        default=["ours", "trl"],
+        help=f"of {', '.join(FRAMEWORKS)}, ours:KEY=VALUE",
+    )
+    add("--model", choices=SHAPES, default="tiny")
+    add("--method", choices=METHODS, default="lora")
+    add("--device", choices=["cpu", "cuda"], default="cpu")
+    add("--precision", choices=["fp32", "bf16"], help="fp32 on a CPU, bf16 on a GPU")
+    add("--mix", choices=MIXES, default="chat", help="lengths of documents")
+    add("--length", type=int, default=512, help="no document is longer")
+    add("--tokens-per-step", type=int, default=2048)
+    add("--accumulation", type=int, default=1, help="micro-batches of a step")
+    add("--steps", type=int, default=8, help="measured")
+    add("--warm-up", type=int, default=2, help="steps before them")
+    add("--rounds", type=int, default=2, help="of turns: A B C, A B C")
+    add("--seed", type=int, default=0)
+    add("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    add("--rank", type=int, default=16, help="of adapters; alpha is twice as much")
+    add("--recompute", action="store_true", help="all layers, for all contenders")
+    add("--peak-tflops", type=float, help="of the device, for mfu, where it is not known")
+    add("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of app.train for all contenders")
+    add("--limit", type=float, default=3600, help="seconds for one measurement")
+    add("--deadline", type=float, default=1e9, help="seconds for all of them")
+    add("--out", type=Path, required=True, help="lines are appended to it")
+    told = parser.parse_args(arguments)
+    if told.tokens_per_step % told.accumulation:
+        parser.error("--tokens-per-step must be a multiple of --accumulation")
+    return told
+
+
+def _frameworks(text: str) -> list[str]:
+    names = split_names(text)
+    wrong = [name for name in names if not is_framework(name)]
+    if wrong:
+        raise argparse.ArgumentTypeError(
+            f"{', '.join(wrong)}: choose of {', '.join(FRAMEWORKS)}, ours:KEY=VALUE"
+        )
+    return names
+
+
+def split_names(text: str) -> list[str]:
+    """At commas; one within `ours:key=value,key=value` joins two of its settings."""
+    names: list[str] = []
+    for part in text.split(","):
+        if names and "=" in part and ":" not in part and names[-1].startswith("ours:"):
+            names[-1] += f",{part}"
+        else:
+            names.append(part)
+    return names
+
+
+def _contest(told: argparse.Namespace) -> Contest:
+    return Contest(
+        framework="",
+        model=told.model,
+        method=told.method,
+        device=told.device,
+        precision=told.precision or ("fp32" if told.device == "cpu" else "bf16"),
+        mix=told.mix,
+        length=told.length,
+        tokens_per_step=told.tokens_per_step,
+        accumulation=told.accumulation,
+        steps=told.steps,
+        warm_up=told.warm_up,
+        seed=told.seed,
+        threads=told.threads,
+        recompute=told.recompute,
+        rank=told.rank,
+        peak_tflops=told.peak_tflops,
+        settings=tuple(told.set),
+    )
+
+
+def in_turn(contest: Contest, frameworks: list[str], rounds: int) -> Iterator[Contest]:
+    """A B C, A B C: a busy machine is busy for all of them."""
+    for turn in range(rounds):
+        for framework in frameworks:
+            yield contest.of(framework, turn)
+
+
+def measured(contest: Contest, seconds: float) -> Line:
+    """The line of one measurement, by a process that has nothing of the ones before."""
+    missing = framework_of(contest.framework).requires(contest)
+    if missing:
+        return {**asked(contest), "error": f"needs {' and '.join(missing)}", "missing": True}
+    if seconds <= 0:
+        return {**asked(contest), "error": "no time was left for it"}
+    with tempfile.TemporaryDirectory() as folder:
+        told, result = Path(folder) / "contest.json", Path(folder) / "result.json"
+        told.write_text(contest.as_json())
+        problem = _run(contest, [str(told), str(result)], seconds)
+        if result.exists():
+            found: Line = json.loads(result.read_text())
+            return found
+    return {**asked(contest), "error": problem}
+
+
+def _run(contest: Contest, arguments: list[str], seconds: float) -> str:
+    """What went wrong, in a line, where something did."""
+    python = os.environ.get("APP_PYTHON", sys.executable)
+    try:
+        done = subprocess.run(
+            [python, "-m", "scripts.bench.measure", *arguments],
+            cwd=ROOT,
+            env=os.environ | _environment(contest),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"stopped after {seconds:.0f} s"
+    said = [line for line in done.stdout.splitlines() if line.strip()]
+    print(
+        "\n".join(said[-12:]) if done.returncode else "", file=sys.stderr, end="\n" if done.returncode else ""
+    )
+    return f"exit code {done.returncode}: {said[-1].strip() if said else 'it said nothing'}"
+
+
+def _environment(contest: Contest) -> dict[str, str]:
+    """Offline, on the threads that were asked for, and on a CPU with no GPU in sight."""
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if contest.device == "cpu" else {}
+    return {
+        "PYTHONPATH": os.pathsep.join(path),
+        "OMP_NUM_THREADS": str(contest.threads),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "UNSLOTH_DISABLE_STATISTICS": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        **hidden,
+    }
+
+
+def _words(line: Line) -> str:
+    name = f"{line['framework']:14} {line['model']} {line['method']}"
+    if "error" in line:
+        return f"{name}  {line['error']}"
+    share = "" if line["mfu"] is None else f"  MFU {line['mfu']:.1%}"
+    memory = line["peak_memory_bytes"] / 2**30
+    return f"{name}  {line['tokens_per_second']:10,.0f} tokens/s{share}  {memory:.2f} GiB  loss {line['losses'][-1]}"
+
+
+def verdict(lines: list[Line], precision: str) -> int:
+    """The exit code, with the reasons on standard error."""
+    whole: dict[str, list[Line]] = {}
+    for line in lines:
+        if "error" not in line:
+            whole.setdefault(line["framework"], []).append(line)
+    for name, found in list(whole.items())[1:]:
+        first = next(iter(whole.values()))
+        ratio = _rate(first) / _rate(found)
+        print(f"{first[0]['framework']} is {ratio:.2f} times as fast as {name}")
+    errors = {line["framework"]: line["error"] for line in lines if "error" in line}
+    for name, error in errors.items():
+        print(f"not measured: {name}: {error}", file=sys.stderr)
+    far = furthest({name: found[0]["losses"] for name, found in whole.items()}) if whole else {}
+    allowed = allowed_at(precision)
+    for name, difference in far.items():
+        if difference > allowed:
+            print(f"losses differ: {name} by {difference:.1e} (at most {allowed:.0e})", file=sys.stderr)
+    if any(difference > allowed for difference in far.values()):
+        return DIFFER
+    return INCOMPLETE if errors else 0
+
+
+def _rate(lines: list[Line]) -> float:
+    return median(float(line["tokens_per_second"]) for line in lines)
+
+
+if __name__ == "__main__":
+    main()

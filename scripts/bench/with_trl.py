@@ -1,0 +1,217 @@
+"""TRL's SFTTrainer on the same documents: as it comes, with its packing, with our attention, with Liger's kernels.
+
+What costs time and is not training is off: logging, saving, progress bars. Its entropy and accuracy metrics have no
+switch. The documents of a step are dealt to it, so that a step is the same for all; its collator makes the batches.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from app.batch import Documents
+from app.config.schema import OptimizerConfig
+from app.model.attention import register
+from app.model.tokenizer import load_tokenizer
+from scripts.bench.clock import Clock
+from scripts.bench.prepared import PACKED, PADDED, Prepared, ids_of, labels_of, network_of
+from scripts.bench.workload import Bin
+
+_THEIRS = "sdpa"  # what transformers takes where flash-attn is not installed
+_OPTIMIZERS = {
+    "adamw": "adamw_torch_fused",
+    "adamw_8bit": "adamw_bnb_8bit",
+}  # others have the same name there
+
+
+class Trl:
+    """One of its variants."""
+
+    def __init__(self, prepared: Prepared, network: Any, attention: str, layout: str, **config: Any) -> None:
+        self._prepared = prepared
+        self.attention = attention
+        self.layout = layout
+        self.network: nn.Module = network
+        self._config = config
+
+    def train(self, clock: Clock) -> None:
+        """Its own loop; the end of each step is told by a callback."""
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = self._trainer(folder)
+            losses: list[Any] = []
+            micro_step = trainer.training_step
+
+            def noted(*args: Any, **options: Any) -> Any:
+                losses.append(micro_step(*args, **options))
+                return losses[-1]
+
+            def mark() -> None:
+                clock.mark(torch.stack(losses).sum())
+                losses.clear()
+
+            trainer.training_step = noted
+            trainer.add_callback(_marking(clock.begin, mark))
+            trainer.train()
+            clock.end()
+
+    def _trainer(self, folder: str) -> Any:
+        from datasets import Dataset, disable_progress_bars
+        from transformers import PrinterCallback
+        from trl import SFTConfig, SFTTrainer
+
+        disable_progress_bars()
+        contest, run = self._prepared.contest, self._prepared.run
+        bins = [packed for step in self._prepared.steps for packed in step]
+        rows, plan = _joined(bins) if self.layout == PACKED else _apart(bins)
+        settings = {
+            "output_dir": folder,
+            "packing": self.layout == PACKED,
+            "dataset_kwargs": {"skip_prepare_dataset": True},
+            "max_length": contest.bin_tokens,
+            "gradient_accumulation_steps": contest.accumulation,
+            "max_steps": len(self._prepared.steps),
+            "gradient_checkpointing": contest.recompute,
+            "bf16": self._prepared.choices.precision == "bf16",
+            "use_cpu": contest.device == "cpu",
+            "max_grad_norm": run.training.clip,
+            "logging_strategy": "no",
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "seed": run.seed,
+            **_optimizer(run.optimizer),
+            **self._config,
+        }
+        trainer = SFTTrainer(
+            model=self.network,
+            args=SFTConfig(**settings),
+            train_dataset=Dataset.from_list(rows),
+            # the shipped one: all that is asked of it is a token to pad with
+            processing_class=load_tokenizer(run.model, needs_template=False),
+        )
+        trainer.remove_callback(PrinterCallback)
+        _deal(trainer, plan)
+        return trainer
+
+
+def _optimizer(settings: OptimizerConfig) -> dict[str, Any]:
+    return {
+        "learning_rate": settings.lr,
+        "lr_scheduler_type": "constant",
+        "weight_decay": settings.weight_decay,
+        "adam_beta1": settings.beta1,
+        "adam_beta2": settings.beta2,
+        "adam_epsilon": settings.eps,
+        "optim": _OPTIMIZERS.get(settings.kind, settings.kind),
+    }
+
+
+def _joined(bins: list[Bin]) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """A row for each bin, as its own packing makes them, and the rows of each micro-batch."""
+    rows = [
+        {
+            "input_ids": torch.cat(ids_of(packed)).tolist(),
+            "labels": torch.cat(labels_of(packed)).tolist(),
+            "seq_lengths": [len(each) for each in packed],
+        }
+        for packed in bins
+    ]
+    return rows, [[i] for i in range(len(bins))]
+
+
+def _apart(bins: list[Bin]) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """A row for each document."""
+    rows: list[dict[str, Any]] = []
+    plan: list[list[int]] = []
+    for packed in bins:
+        plan.append(list(range(len(rows), len(rows) + len(packed))))
+        pairs = zip(ids_of(packed), labels_of(packed), strict=True)
+        rows += [{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in pairs]
+    return rows, plan
+
+
+class _Dealt(BatchSampler):
+    """The given rows in the given batches, where the trainer would draw them at random."""
+
+    def __init__(self, plan: list[list[int]]) -> None:
+        super().__init__(SequentialSampler(range(sum(map(len, plan)))), max(map(len, plan)), drop_last=False)
+        self._plan = plan
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from self._plan
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+
+def _deal(trainer: Any, plan: list[list[int]]) -> None:
+    def loader() -> Any:
+        rows = trainer._remove_unused_columns(trainer.train_dataset, description="Training")
+        pinned = trainer.args.dataloader_pin_memory and trainer.args.device.type == "cuda"
+        return trainer.accelerator.prepare(
+            DataLoader(rows, batch_sampler=_Dealt(plan), collate_fn=trainer.data_collator, pin_memory=pinned)
+        )
+
+    trainer.get_train_dataloader = loader
+
+
+def _marking(begin: Any, mark: Any) -> Any:
+    from transformers import TrainerCallback
+
+    class Marking(TrainerCallback):  # type: ignore[misc]  # the package has no types
+        def on_train_begin(self, *_state: Any, **_options: Any) -> None:
+            begin()
+
+        def on_step_end(self, *_state: Any, **_options: Any) -> None:
+            mark()
+
+    return Marking()
+
+
+class _Fair(Trl):
+    """Its packing with our attention, which must be told where documents begin."""
+
+    def _trainer(self, folder: str) -> Any:
+        trainer = super()._trainer(folder)
+        collate = trainer.data_collator
+
+        def with_documents(rows: list[dict[str, Any]]) -> dict[str, Any]:
+            lengths = [length for row in rows for length in row["seq_lengths"]]
+            return {**collate(rows), "documents": Documents.of(lengths)}
+
+        trainer.data_collator = with_documents
+        return trainer
+
+
+def packed(prepared: Prepared) -> Trl:
+    """With its packing; recomputation as everybody else's."""
+    return Trl(prepared, network_of(prepared, _THEIRS), _THEIRS, PACKED)
+
+
+def padded(prepared: Prepared) -> Trl:
+    """Without packing; recomputation as everybody else's."""
+    return Trl(prepared, network_of(prepared, _THEIRS), _THEIRS, PADDED)
+
+
+def default(prepared: Prepared) -> Trl:
+    """As it comes: padded rows, and all layers recomputed."""
+    return Trl(prepared, network_of(prepared, _THEIRS), _THEIRS, PADDED, gradient_checkpointing=True)
+
+
+def liger(prepared: Prepared) -> Trl:
+    """With its packing and Liger's kernels for norms, rotation and activation."""
+    return Trl(prepared, network_of(prepared, _THEIRS), _THEIRS, PACKED, use_liger_kernel=True)
+
+
+def fair(prepared: Prepared, **config: Any) -> Trl:
+    """With its packing and our attention, where otherwise the lack of flash-attn would be all that is measured."""
+    name = register(prepared.choices.attention)
+    return _Fair(prepared, network_of(prepared, name), prepared.choices.attention, PACKED, **config)
+
+
+def fair_liger(prepared: Prepared) -> Trl:
+    """All that helps it."""
+    return fair(prepared, use_liger_kernel=True)

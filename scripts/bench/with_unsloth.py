@@ -1,0 +1,87 @@
+"""Unsloth, where it starts: its model of the same weights, in TRL's trainer, packed, as its own guides have it.
+
+It replaces parts of transformers, PEFT and TRL as it is imported, so it comes first and never shares a process. It
+reads models from folders only: the random base is written to one.
+"""
+
+import tempfile
+from typing import Any
+
+import torch
+
+from app.model.adapter import layers_to_adapt
+from app.model.dtypes import DTYPES
+from app.model.tasks import TASKS
+from app.model.weights import draw_unpacked, load_base
+from scripts.bench.clock import Clock
+from scripts.bench.contest import Contest
+from scripts.bench.prepared import BASE, PACKED, Prepared, prepare
+from scripts.bench.with_trl import Trl
+
+
+class Unsloth:
+    """Its fused layers and kernels, with PEFT's adapters in them."""
+
+    layout = PACKED
+    attention = "its own"
+
+    def __init__(self, contest: Contest, settings: tuple[str, ...]) -> None:
+        import unsloth  # noqa: F401
+
+        prepared = prepare(contest, settings)
+        with tempfile.TemporaryDirectory() as folder:
+            names = _write_base(prepared, folder)
+            self.network: Any = _adapted(prepared, folder, names)
+        _start_like_ours(prepared, self.network)
+        self._trainer = Trl(prepared, self.network, self.attention, PACKED)
+
+    def train(self, clock: Clock) -> None:
+        """By TRL's trainer, as Unsloth has changed it."""
+        self._trainer.train(clock)
+
+
+def _write_base(prepared: Prepared, folder: str) -> list[str]:
+    """The weights that ours begins with; returns which layers get adapters."""
+    run, device = prepared.run, prepared.runtime.device
+    task, dtype = TASKS[run.task.kind], DTYPES[prepared.choices.precision].base
+    make = draw_unpacked if run.quantization.kind != "none" else load_base
+    lm = make(run.model, task, dtype, device, "sdpa", run.seed)
+    lm.save_pretrained(folder)
+    return sorted({name.rpartition(".")[2] for name in layers_to_adapt(run.adapter.targets, lm)})
+
+
+def _adapted(prepared: Prepared, folder: str, names: list[str]) -> Any:
+    from unsloth import FastLanguageModel
+
+    run, contest = prepared.run, prepared.contest
+    lm, _ = FastLanguageModel.from_pretrained(
+        folder,
+        max_seq_length=contest.bin_tokens,
+        dtype=DTYPES[prepared.choices.precision].base,
+        load_in_4bit=run.quantization.kind != "none",
+    )
+    return FastLanguageModel.get_peft_model(
+        lm,
+        r=run.adapter.r,
+        lora_alpha=run.adapter.alpha,
+        lora_dropout=0.0,
+        target_modules=names,
+        use_gradient_checkpointing="unsloth" if contest.recompute else False,
+        random_state=run.seed,
+    )
+
+
+def _start_like_ours(prepared: Prepared, network: Any) -> None:
+    """lora_A is drawn in the order of the layers, from the same seed, as `app.model.adapter` has it drawn."""
+    from app.model.adapter import attach
+    from app.model.weights import build_on_meta
+
+    run = prepared.run
+    with torch.device(prepared.runtime.device):
+        template = build_on_meta(run.model, TASKS[run.task.kind], "eager")
+        torch.manual_seed(run.seed)
+        drawn = dict(attach(run.adapter, TASKS[run.task.kind], template, BASE).named_parameters())
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if parameter.requires_grad and not drawn[name].is_meta:
+                parameter.copy_(drawn[name])

@@ -1,0 +1,131 @@
+"""The documents of every step, drawn once from a seed: every contender gets the same ones in the same steps."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scripts.bench.contest import Contest
+
+_SHORTEST = 8
+_PROMPT = 0.6  # of a document, not trained
+_LOOKAHEAD = 256  # rows that may be drawn forward to fill a bin up
+FIRST_ID = 3  # below are the tokens that pad and end
+
+
+@dataclass(frozen=True, slots=True)
+class Lognormal:
+    """Lengths of rows as chats have them: many short ones, a few at the limit."""
+
+    median: int
+    sigma: float
+
+
+MIXES = {"short": Lognormal(17, 0.3), "chat": Lognormal(120, 0.8), "long": Lognormal(490, 0.8)}
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One row, and which of its tokens are trained; never the first."""
+
+    ids: NDArray[np.int32]
+    trained: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+Bin = list[Document]  # one micro-batch
+Step = list[Bin]
+
+
+def workload(contest: Contest, vocabulary: int) -> list[Step]:
+    """Warm-up and measured steps."""
+    random = np.random.default_rng(contest.seed)
+    bins = _bins(_lengths(contest, random), contest.bin_tokens)
+    ids = _ids(vocabulary, random)
+    total = contest.warm_up + contest.steps
+    return [
+        [[_document(n, ids, random) for n in next(bins)] for _ in range(contest.accumulation)]
+        for _ in range(total)
+    ]
+
+
+def _lengths(contest: Contest, random: np.random.Generator) -> Iterator[int]:
+    law, longest = MIXES[contest.mix], min(contest.length, contest.bin_tokens)
+    while True:
+        drawn = random.lognormal(np.log(law.median), law.sigma, 4096)
+        yield from np.clip(drawn.astype(int), _SHORTEST, longest).tolist()
+
+
+def _bins(lengths: Iterator[int], tokens: int) -> Iterator[list[int]]:
+    """Rows in random order until one does not fit, then those of the next ones that fit best.
+
+    Nearly full, as a packer would have it, and mixed at random, as whoever pads would have it.
+    """
+    waiting: list[int] = []
+    while True:
+        room, chosen = tokens, []
+        while True:
+            length = waiting.pop(0) if waiting else next(lengths)
+            if length > room:
+                waiting.insert(0, length)
+                break
+            chosen.append(length)
+            room -= length
+        waiting += [next(lengths) for _ in range(_LOOKAHEAD - len(waiting))]
+        while fitting := [length for length in waiting if length <= room]:
+            best = max(fitting)
+            waiting.remove(best)
+            chosen.append(best)
+            room -= best
+        yield chosen
+
+
+def _ids(vocabulary: int, random: np.random.Generator) -> NDArray[np.float64]:
+    """How likely each id is, summed up: as words are, so that there is something to learn. Which is which is random."""
+    weights = random.permutation(1.0 / (np.arange(vocabulary - FIRST_ID) + 2.7))
+    summed: NDArray[np.float64] = np.cumsum(weights / weights.sum())
+    return summed
+
+
+def _document(length: int, ids: NDArray[np.float64], random: np.random.Generator) -> Document:
+    drawn = np.searchsorted(ids, random.random(length)).clip(max=len(ids) - 1) + FIRST_ID
+    trained = np.arange(length) >= max(1, round(_PROMPT * length))
+    return Document(drawn.astype(np.int32), trained)
+
+
+def digest(steps: list[Step]) -> str:
+    """Of all ids and labels, short."""
+    content = hashlib.sha256()
+    for document in documents(steps):
+        content.update(document.ids.tobytes() + document.trained.tobytes())
+    return content.hexdigest()[:16]
+
+
+def documents(steps: list[Step]) -> Iterator[Document]:
+    """All of them, in their order."""
+    for step in steps:
+        for packed in step:
+            yield from packed
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What some steps hold."""
+
+    tokens: int
+    trained: int
+    documents: int
+
+
+def sizes_of(steps: list[Step]) -> Sizes:
+    """Padding is not counted."""
+    found = list(documents(steps))
+    return Sizes(
+        tokens=sum(len(each) for each in found),
+        trained=sum(int(each.trained.sum()) for each in found),
+        documents=len(found),
+    )

@@ -1,0 +1,127 @@
+"""scripts/bench/gpu_host.sh: every stage, with tiny shapes on a CPU, so that a GPU needs no editing."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.bench.stages import STAGES, Item, Setting, run
+from tests.bench.conftest import Bench, lines_of
+from tests.conftest import REPO
+
+SCRIPT = str(REPO / "scripts" / "bench" / "gpu_host.sh")
+
+
+def stage(bench: Bench, name: str, *options: str, **env: str) -> list[dict[str, Any]]:
+    ended = bench.run(["bash", SCRIPT, "out", "--device", "cpu", "--tiny", *options, name], **env)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return lines_of(bench.folder / "out" / f"{name}.jsonl")
+
+
+def ends(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [line for line in lines if line.get("end")]
+
+
+def test_single_operations(bench: Bench) -> None:
+    lines = stage(bench, "micro")
+    assert [(line["item"], line["returncode"]) for line in ends(lines)] == [
+        (item, 0) for item in ("attention", "gemm", "adapter", "nf4", "head")
+    ]
+    found = [line for line in lines if "end" not in line]
+    wrong = {line["name"]: line["error"] for line in found if "error" in line}
+    assert wrong.keys() <= {"varlen", "flash"}, wrong
+    assert all("needs an NVIDIA GPU" in error for error in wrong.values())
+    assert all(line.keys() >= {"hardware", "versions", "commit"} for line in found)
+    attention = {line["name"]: line for line in found if line["item"] == "attention" and "error" not in line}
+    assert all(line["difference"] < 1e-5 > line["gradient_difference"] for line in attention.values())
+    assert {line["numbers"] for line in found if line["item"] == "gemm"} == {"run", "fp8", "fp8 slow sums"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["70b", "peers", pytest.param("ours", marks=pytest.mark.slow)],
+)
+def test_training(name: str, bench: Bench) -> None:
+    lines = stage(bench, name)
+    items = STAGES[name](Setting("cpu", tiny=True, out=Path()))
+    assert [line["item"] for line in ends(lines)] == [item.name for item in items]
+    assert all("error" not in line for line in ends(lines))
+    measured = [line for line in lines if "end" not in line]
+    assert {"ours"} <= {line["framework"].partition(":")[0] for line in measured if "error" not in line}
+    unable = {line["framework"]: line["error"] for line in measured if "error" in line}
+    assert not [name for name in unable if name == "bare" or name.startswith("plain")], unable
+    assert all("needs" in error for error in unable.values()), unable
+
+
+@pytest.mark.slow
+def test_the_gpu_tier(bench: Bench) -> None:
+    (line,) = stage(bench, "tests", APP_PYTHON=sys.executable)
+    assert line["returncode"] == 0, line
+    assert "skipped" in line["said"]
+
+
+def test_an_item_that_crashes_does_not_keep_the_next_one_from_running(tmp_path: Path) -> None:
+    code = "import sys; print('before'); sys.exit('out of memory')"
+    found = run(Item("a", [sys.executable, "-c", code]), 60, tmp_path / "log")
+    assert found == {"returncode": 1, "error": "exit code 1: out of memory", "said": "out of memory"}
+    assert run(Item("a", ["true"], known=(0, 3)), 60, tmp_path / "log")["returncode"] == 0
+
+
+def test_an_item_that_takes_too_long_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+    child = f"{sys.executable} -c 'import time; time.sleep(60)' & echo $! >{tmp_path / 'pid'}; wait"
+    begun = time.monotonic()
+    found = run(Item("a", ["bash", "-c", f"echo begun; {child}"]), 1.0, tmp_path / "log")
+    assert found == {"error": "stopped after 1 s", "said": "begun"}
+    assert time.monotonic() - begun < 10
+    pid = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
+        assert time.monotonic() < deadline, "it goes on"
+        time.sleep(0.02)
+
+
+def test_what_has_no_time_left_is_told(bench: Bench) -> None:
+    lines = stage(bench, "70b", "--seconds", "5")
+    assert {line["error"] for line in lines} == {"no time was left for it"}
+    assert len(lines) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("out",), ("out", "everything"), ("out", "--tiny"), ("out", "micro", "--seconds")]
+)
+def test_wrong_arguments_are_told_how_it_is_used(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    ended = subprocess.run(["bash", SCRIPT, *arguments], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert "gpu_host.sh OUT_DIR STAGE..." in ended.stderr
+
+
+STAND_IN = """#!/usr/bin/env bash
+case "$*" in
+  "-m pip "*) printf 'pip %s\\n' "${*:3}" >>"$CALLS"; while [[ $1 != --target ]]; do shift; done; mkdir -p "$2" ;;
+  *) printf 'stage %s PYTHONPATH=%s\\n' "$3" "$PYTHONPATH" >>"$CALLS" ;;
+esac
+"""
+
+
+def test_wheels_are_put_beside_the_packages_of_the_host_once(tmp_path: Path) -> None:
+    root, calls, site = tmp_path / "checkout", tmp_path / "calls", tmp_path / "site"
+    (root / "scripts" / "bench").mkdir(parents=True)
+    (root / ".whl").mkdir()
+    for name in ("trl-1.16.0-py3-none-any.whl", "torch-9.0-cp312.whl", "nvidia_cudnn-9.whl", "triton-9.whl"):
+        (root / ".whl" / name).touch()
+    script = root / "scripts" / "bench" / "gpu_host.sh"
+    script.write_text(Path(SCRIPT).read_text())
+    python = tmp_path / "python"
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    env = {"PATH": "/usr/bin:/bin", "APP_PYTHON": str(python), "BENCH_SITE": str(site), "CALLS": str(calls)}
+    for _ in range(2):
+        subprocess.run(["bash", str(script), str(tmp_path / "out"), "micro", "ours"], env=env, check=True)
+    first, *stages = calls.read_text().splitlines()
+    assert first.endswith(f"--target {site} .whl/trl-1.16.0-py3-none-any.whl")
+    assert "--no-index" in first
+    assert "--no-deps" in first
+    assert stages == [f"stage {name} PYTHONPATH={root}:{site}" for name in ("micro", "ours")] * 2

@@ -1,0 +1,68 @@
+"""The clock, the counts, the shapes."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from app.engine.choices import Choices
+from app.engine.ground import sections_of
+from app.model.build import plan_model
+from scripts.bench.clock import Clock
+from scripts.bench.machine import mfu, peak_tflops
+from scripts.bench.shapes import METHODS, SHAPES, run_of
+from tests.bench.test_workload import CONTEST
+
+
+def test_the_clock_tells_warm_up_and_steps_apart() -> None:
+    clock = Clock(torch.device("cpu"), warm_up=2)
+    clock.begin()
+    for pause in (0.05, 0.0, 0.02, 0.02):
+        time.sleep(pause)
+        clock.mark(torch.tensor(pause))
+    clock.end()
+    assert clock.losses == pytest.approx([0.05, 0, 0.02, 0.02])
+    assert clock.first_step >= 0.05
+    assert len(clock.step_seconds) == 2
+    assert all(0.02 <= seconds < 0.05 for seconds in clock.step_seconds)
+    assert 0 <= clock.cpu_seconds < 0.04, "sleeping is no work"
+
+
+def test_no_warm_up_counts_every_step() -> None:
+    clock = Clock(torch.device("cpu"), warm_up=0)
+    clock.begin()
+    clock.mark(1.0)
+    clock.end()
+    assert len(clock.step_seconds) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "billions"), [("llama_1b", 1.236), ("llama_8b", 8.030), ("llama_70b", 70.554)]
+)
+def test_shapes_are_those_of_the_models_that_they_are_named_for(shape: str, billions: float) -> None:
+    run = run_of(replace(CONTEST, model=shape, method="full", settings=()))
+    sections = sections_of(run, Choices(precision="bf16", attention="sdpa"))
+    assert plan_model(sections).total == pytest.approx(billions * 1e9, rel=1e-3)
+    assert run.model.weights == "random"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_shape_and_method_is_a_configuration(shape: str, method: str) -> None:
+    run = run_of(replace(CONTEST, model=shape, method=method, settings=("training.clip=0.5",)))
+    assert run.optimizer.kind == "adamw"
+    assert run.batching.tokens == 2048
+    assert (run.adapter.r == 16) == (method != "full")
+    assert run.training.clip == 0.5
+
+
+def test_work_is_four_operations_a_frozen_weight_and_six_a_trained_one() -> None:
+    assert mfu(CONTEST, 1_000_000, 1e6, 8.0) == pytest.approx(0.5)
+    assert mfu(replace(CONTEST, method="full"), 1_000_000, 1e6, 8.0) == pytest.approx(0.75)
+    assert mfu(CONTEST, 1_000_000, 1e6, None) is None
+
+
+def test_nobody_knows_what_a_cpu_can_do() -> None:
+    assert peak_tflops(CONTEST, torch.device("cpu")) is None
+    assert peak_tflops(replace(CONTEST, peak_tflops=0.2), torch.device("cpu")) == 0.2

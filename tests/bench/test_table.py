@@ -1,0 +1,128 @@
+"""scripts/bench/table.py: what the tables say."""
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.bench.bars import picture
+from scripts.bench.goals import goals_for
+from scripts.bench.table import BEGIN, END, groups, put_into, rates, report
+from tests.conftest import REPO
+
+
+def line(framework: str, rate: float, **other: Any) -> dict[str, Any]:
+    return {
+        "framework": framework,
+        "model": "tiny",
+        "method": "lora",
+        "device": "cpu",
+        "precision": "fp32",
+        "mix": "chat",
+        "length": 512,
+        "tokens_per_step": 2048,
+        "accumulation": 1,
+        "recompute": False,
+        "rank": 16,
+        "threads": 1,
+        "workload": "w",
+        "steps": 8,
+        "turn": 0,
+        "tokens_per_second": rate,
+        "cpu_seconds": 1e4 / rate,
+        "losses": [7.0, 6.0],
+        "fill": 0.98,
+        "peak_memory_bytes": 2**30,
+        "mfu": None,
+        "first_step_seconds": 0.5,
+        "hardware": {"name": "CPU"},
+        "versions": {"torch": "2.13"},
+        "commit": "c" * 40,
+        **other,
+    }
+
+
+ROUNDS = [line("ours", 100.0), line("trl", 40.0), line("ours", 120.0), line("trl", 50.0), line("ours", 90.0)]
+
+
+def cells(text: list[str], name: str) -> list[str]:
+    (row,) = [each for each in text if each.startswith(f"| `{name}`")]
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
+def test_the_median_of_the_rounds_counts() -> None:
+    (group,) = groups(ROUNDS)
+    assert rates(group) == {"ours": 100.0, "trl": 45.0}
+    text = report(ROUNDS)
+    assert cells(text, "ours")[:5] == ["`ours`", "100", "90 to 120", "1.00", "1.00"]
+    assert cells(text, "trl")[1:5] == ["45", "40 to 50", "2.22", "2.25"]
+    assert "- at least 1.5 times TRL, packed: 2.22, met" in text
+    assert not any("as it comes" in row for row in text), "it was not measured"
+
+
+def test_a_goal_that_was_missed_is_said() -> None:
+    assert goals_for(line("ours", 1), {"ours": 3.9, "trl_default": 1.0}) == [
+        "at least 4 times TRL as it comes: 3.90, **missed**"
+    ]
+    facts = line(
+        "ours", 1, model="llama_8b", device="cuda", tokens_per_step=16384, hardware={"name": "NVIDIA H200"}
+    )
+    assert goals_for(facts, {"ours": 15_001.0}) == ["at least 15,000 tokens/s: 15,001, met"]
+    assert goals_for(facts | {"hardware": {"name": "NVIDIA H100"}}, {"ours": 15_001.0}) == []
+    assert goals_for(facts, {"trl": 15_001.0}) == []
+
+
+def test_what_is_not_the_same_work_is_not_in_one_table() -> None:
+    apart = [line("trl", 1.0, **other) for other in ({"workload": "v"}, {"threads": 2}, {"method": "full"})]
+    assert len(groups([*ROUNDS, *apart, line("trl", 1.0, hardware={"name": "another"})])) == 5
+
+
+def test_losses_that_differ_are_said() -> None:
+    assert "losses agree" in "".join(report(ROUNDS))
+    text = report([*ROUNDS, line("plain", 50.0, losses=[7.0, 6.1])])
+    assert "DO NOT AGREE" in "".join(text)
+    assert cells(text, "plain")[-1] == "2e-02"
+
+
+def test_what_was_not_measured_is_said_once() -> None:
+    failed = {"framework": "unsloth", "model": "tiny", "method": "lora", "error": "needs a GPU"}
+    text = report([*ROUNDS, failed, failed, {"stage": "micro", "item": "gemm", "error": "exit code 1"}])
+    assert text[-4:] == ["", "- unsloth tiny lora: needs a GPU", "- micro gemm: exit code 1", ""]
+
+
+def test_operations_have_a_column_for_what_was_told() -> None:
+    common = {"stage": "micro", "item": "gemm", "hardware": {"name": "GPU"}}
+    text = report([{"name": "q|k|v", "shape": [1, 2], "milliseconds": 0.5, **common}])
+    assert text[0] == "### gemm, GPU"
+    assert "| q\\|k\\|v | 1 x 2 | 0.5 |" in text
+
+
+def test_the_document_keeps_what_is_around() -> None:
+    document = f"before\n{BEGIN}\nold\n{END}\nafter\n"
+    assert put_into(document, "new\n") == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
+    assert put_into(put_into(document, "newer\n"), "new\n") == put_into(document, "new\n")
+    with pytest.raises(SystemExit, match="needs the lines"):
+        put_into("without marks", "new")
+
+
+def test_the_picture_has_a_bar_for_each_contender() -> None:
+    drawn = ET.fromstring(picture({"a < b": {"ours": 100.0, "trl": 50.0}}))
+    bars = [each for each in drawn.iter() if each.tag.endswith("rect")]
+    assert [float(bar.get("width", 0)) for bar in bars] == pytest.approx([440.0, 220.0])
+    assert "a < b" in "".join(drawn.itertext())
+
+
+def test_it_runs_as_a_script(tmp_path: Path) -> None:
+    file, document, plot = tmp_path / "found.jsonl", tmp_path / "cpu.md", tmp_path / "cpu.svg"
+    file.write_text("".join(json.dumps(each) + "\n" for each in ROUNDS))
+    document.write_text(f"{BEGIN}\n{END}\n")
+    script = [sys.executable, str(REPO / "scripts" / "bench" / "table.py"), str(file)]
+    subprocess.run([*script, "--into", str(document), "--plot", str(plot)], cwd=tmp_path, check=True)
+    assert "| `ours` | 100 |" in document.read_text()
+    ET.parse(plot)
+    printed = subprocess.run(script, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    assert "| `trl` | 45 |" in printed

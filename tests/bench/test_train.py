@@ -1,0 +1,148 @@
+"""scripts/bench/train.py: the same work for all, a line for each measurement, nothing silent."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from scripts.bench.agreement import allowed_at, furthest
+from scripts.bench.train import DIFFER, INCOMPLETE, in_turn, split_names, verdict
+from tests.bench.conftest import Bench
+from tests.bench.test_workload import CONTEST
+from tests.conftest import REPO
+from tests.marks import requires_trl
+
+SHORT = ("--steps", "2", "--warm-up", "1", "--rounds", "1")
+PROMISED = {
+    *("framework", "model", "method", "device", "tokens_per_second", "nonpad_tokens", "trained_tokens"),
+    *("seconds", "peak_memory_bytes", "mfu", "losses", "versions", "commit"),
+    *("hardware", "peak_reserved_bytes", "first_step_seconds", "step_seconds"),
+}
+
+
+def test_all_do_the_same_work(bench: Bench) -> None:
+    names = ["ours", "ours_padded", "bare", "plain", "plain_padded"]
+    options = ("--steps", "2", "--warm-up", "8", "--rounds", "1", "--tokens-per-step", "100")
+    ended = bench.train("--frameworks", ",".join(names), *options)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    lines = bench.lines
+    assert [line["framework"] for line in lines] == names
+    assert all(line.keys() >= PROMISED for line in lines)
+    for same in (
+        "workload",
+        "trained_weights",
+        "matrix_weights",
+        "nonpad_tokens",
+        "trained_tokens",
+        "commit",
+    ):
+        assert len({line[same] for line in lines}) == 1, same
+    assert all(len(line["losses"]) == 10 for line in lines)
+    assert lines[0]["losses"][-1] != lines[0]["losses"][0], "nothing was trained"
+    for line in lines:
+        rate = line["nonpad_tokens"] / line["seconds"]
+        assert line["tokens_per_second"] == pytest.approx(rate, rel=1e-3)
+    assert {line["layout"] for line in lines} == {"bins", "packed", "padded"}
+    fill = {line["framework"]: line["fill"] for line in lines}
+    assert fill["plain"] == 1 >= fill["ours"] > fill["plain_padded"] == fill["ours_padded"]
+
+
+def test_contenders_take_turns() -> None:
+    turns = [(each.framework, each.turn) for each in in_turn(CONTEST, ["ours", "trl"], 2)]
+    assert turns == [("ours", 0), ("trl", 0), ("ours", 1), ("trl", 1)]
+
+
+@pytest.mark.parametrize("method", ["qlora", "full"])
+def test_every_method_is_the_same_work(method: str, bench: Bench) -> None:
+    ended = bench.train("--frameworks", "ours,plain", "--method", method, *SHORT)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    weights = {line["trained_weights"] for line in bench.lines}
+    assert len(weights) == 1
+    assert (weights.pop() > 2e6) == (method == "full")
+    assert {line["matrix_weights"] for line in bench.lines} == {4 * (4 * 192**2 + 3 * 192 * 512) + 192 * 1536}
+
+
+def test_accumulation_recomputation_and_a_switch_of_ours(bench: Bench) -> None:
+    names = "ours,plain_padded,ours:training.clip=1.5,optimizer.weight_decay=0"
+    ended = bench.train(
+        "--frameworks", names, "--accumulation", "2", "--recompute", *SHORT, "--peak-tflops", "1"
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert len(bench.lines) == 3
+    first = bench.lines[0]
+    assert first["mfu"] == pytest.approx(
+        4 * first["matrix_weights"] * first["tokens_per_second"] / 1e12, rel=1e-3
+    )
+
+
+def test_what_does_not_start_is_a_line_and_is_said(bench: Bench) -> None:
+    ended = bench.train("--frameworks", "unsloth,ours:attention=varlen,ours", *SHORT)
+    assert ended.returncode == INCOMPLETE
+    missing, crashed, whole = bench.lines
+    assert missing["missing"]
+    assert "the package unsloth" in missing["error"]
+    assert "attention=varlen needs" in crashed["error"]
+    assert "error" not in whole
+    assert "not measured: unsloth: needs a GPU" in ended.stderr
+    assert "not measured: ours:attention=varlen" in ended.stderr
+
+
+def test_no_time_left_is_a_line_too(bench: Bench) -> None:
+    assert bench.train("--frameworks", "ours", *SHORT, "--deadline", "0").returncode == INCOMPLETE
+    assert [line["error"] for line in bench.lines] == ["no time was left for it"]
+
+
+@pytest.mark.parametrize(
+    "options", [("--frameworks", "our"), ("--tokens-per-step", "97", "--accumulation", "2")]
+)
+def test_wrong_options_are_refused_before_anything_is_measured(
+    options: tuple[str, ...], bench: Bench
+) -> None:
+    ended = bench.train(*options)
+    assert ended.returncode == 2
+    assert not bench.out.exists()
+
+
+def test_the_parent_does_not_load_torch() -> None:
+    """Its memory would be counted as its children's peak."""
+    code = "import sys, scripts.bench.train; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0
+
+
+def _line(framework: str, *losses: float | None) -> dict[str, Any]:
+    return {"framework": framework, "tokens_per_second": 1.0, "losses": losses}
+
+
+def test_losses_that_differ_fail_the_comparison(capsys: pytest.CaptureFixture[str]) -> None:
+    same, other = _line("ours", 7.0, 6.0), _line("plain", 7.0, 6.0 * (1 + 2e-3))
+    assert verdict([same, _line("plain", 7.0, 6.0 * (1 + 5e-4))], "fp32") == 0
+    assert verdict([same, other], "fp32") == DIFFER
+    assert "losses differ: plain by 2.0e-03 (at most 1e-03)" in capsys.readouterr().err
+    assert verdict([same, other], "bf16") == 0
+    assert verdict([same, _line("plain", 7.0, None)], "bf16") == DIFFER
+    assert verdict([same, {"framework": "trl", "error": "crashed"}], "fp32") == INCOMPLETE
+
+
+def test_only_the_first_ten_losses_must_agree() -> None:
+    ours, theirs = [1.0] * 12, [1.0] * 10 + [2.0] * 2
+    assert furthest({"ours": ours, "plain": theirs}) == {"plain": 0.0}
+    assert furthest({"ours": ours, "plain": [*theirs[1:], 1.0]})["plain"] > allowed_at("bf16")
+
+
+def test_names_aresplit_names_at_commas_but_settings_stay_together() -> None:
+    assert split_names("ours,ours:a=1,b.c=2,plain,ours:d=x") == [
+        "ours",
+        "ours:a=1,b.c=2",
+        "plain",
+        "ours:d=x",
+    ]
+
+
+@requires_trl
+def test_trl_does_the_same_work(bench: Bench) -> None:
+    names = "ours,trl,trl_padded,trl_default,trl_fair"
+    bench.env.update(APP_PYTHON=sys.executable, PYTHONPATH=":".join(sys.path))
+    ended = bench.train("--frameworks", names, *SHORT, "--accumulation", "2")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert len(bench.lines) == 5

@@ -1,0 +1,81 @@
+"""The documents of a benchmark: what every contender is given."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from scripts.bench.contest import Contest, contest_of
+from scripts.bench.prepared import BINS, PACKED, PADDED, positions_in
+from scripts.bench.workload import FIRST_ID, MIXES, digest, documents, sizes_of, workload
+
+VOCABULARY = 1536
+CONTEST = Contest(
+    framework="ours",
+    model="tiny",
+    method="lora",
+    device="cpu",
+    precision="fp32",
+    mix="chat",
+    length=512,
+    tokens_per_step=4096,
+    accumulation=2,
+    steps=5,
+    warm_up=1,
+    seed=3,
+    threads=1,
+    recompute=False,
+    rank=16,
+    peak_tflops=None,
+    settings=("a=b",),
+)
+
+
+def test_a_contest_survives_the_way_to_another_process() -> None:
+    assert contest_of(CONTEST.as_json()) == CONTEST
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_bins_are_nearly_full_and_never_too_full(mix: str) -> None:
+    contest = replace(CONTEST, mix=mix)
+    steps = workload(contest, VOCABULARY)
+    assert [len(step) for step in steps] == [2] * 6
+    filled = [sum(map(len, packed)) for step in steps for packed in step]
+    assert max(filled) <= contest.bin_tokens
+    assert np.mean(filled) > 0.98 * contest.bin_tokens
+    assert max(map(len, documents(steps))) <= contest.length
+
+
+def test_lengths_have_the_median_of_their_mix() -> None:
+    lengths = [len(each) for each in documents(workload(replace(CONTEST, steps=40), VOCABULARY))]
+    assert np.median(lengths) == pytest.approx(MIXES["chat"].median, rel=0.15)
+    assert max(lengths) == CONTEST.length, "none was cut"
+
+
+def test_the_seed_alone_decides() -> None:
+    steps = workload(CONTEST, VOCABULARY)
+    assert digest(steps) == digest(workload(CONTEST, VOCABULARY))
+    assert digest(steps) != digest(workload(replace(CONTEST, seed=4), VOCABULARY))
+    more = workload(replace(CONTEST, steps=9), VOCABULARY)
+    assert digest(more[:6]) == digest(steps), "more steps would change the first ones"
+
+
+def test_ids_are_known_to_the_model_and_prompts_are_not_trained() -> None:
+    steps = workload(CONTEST, VOCABULARY)
+    ids = np.concatenate([each.ids for each in documents(steps)])
+    assert ids.min() >= FIRST_ID
+    assert ids.max() < VOCABULARY
+    assert not any(each.trained[0] for each in documents(steps))
+    sizes = sizes_of(steps)
+    assert sizes.tokens == len(ids)
+    assert sizes.trained / sizes.tokens == pytest.approx(0.4, abs=0.01)
+    counts = np.sort(np.bincount(ids))[::-1]
+    assert counts[0] > 5 * counts[100], "all tokens are alike: there is nothing to learn"
+
+
+def test_positions_count_what_is_computed() -> None:
+    step = workload(CONTEST, VOCABULARY)[0]
+    tokens = sizes_of([step]).tokens
+    assert positions_in(step, BINS, CONTEST.bin_tokens) == 4096
+    assert positions_in(step, PACKED, CONTEST.bin_tokens) == tokens
+    assert positions_in(step, PADDED, CONTEST.bin_tokens) == sum(len(b) * max(map(len, b)) for b in step)
