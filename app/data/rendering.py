@@ -24,6 +24,7 @@ class Drafts:
     samples: list[Draft]
     unstable: bool = False  # the template rewrites earlier turns
     unseen: int = 0  # messages, and lists of tools, of which the template writes nothing
+    shortened: int = 0  # trained answers of which the template leaves out a part
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,13 @@ class Renderer:
         whole, unseen = script.whole, _unseen(script)
         if self._train_on == "all":
             return Drafts([Draft(whole, _all_but(script, content), raw=False)], unseen=unseen)
-        turns = [self._turn(script, index) for index in self._trained(content)]
+        at = self._trained(content)
+        turns = [self._turn(script, index) for index in at]
+        cut = sum(not _is_whole(script.messages[i], turn.text) for i, turn in zip(at, turns, strict=True))
         if all(turn.stands_in(whole) for turn in turns):
             spans = tuple(turn.span for turn in turns)
-            return Drafts([Draft(whole, spans, raw=False)], unseen=unseen)
-        return Drafts(self._unstable(turns, place), unstable=True, unseen=unseen)
+            return Drafts([Draft(whole, spans, raw=False)], unseen=unseen, shortened=cut)
+        return Drafts(self._unstable(turns, place), unstable=True, unseen=unseen, shortened=cut)
 
     def _document(self, document: Document) -> Draft:
         assert self._train_on in ("auto", "completion", "all"), self._train_on
@@ -139,7 +142,7 @@ def _shared(*texts: str) -> str:
 def _empty_thought(script: Script, index: int, start: int, answer: str) -> int:
     """How many characters of an answer the template writes for one without thoughts, which nobody has to learn."""
     said = _said(script.messages[index])
-    if said and answer.lstrip().startswith(said):
+    if said and answer.lstrip().startswith(said) and not _EMPTY_THOUGHT.match(said):
         return 0
     head = script.head(index)[start:]
     if answer.startswith(head) and _EMPTY_THOUGHT.fullmatch(head):
@@ -148,7 +151,19 @@ def _empty_thought(script: Script, index: int, start: int, answer: str) -> int:
 
 
 def _said(message: Message) -> str:
-    return (message["content"] or "").strip()
+    return str(message.get("content", "")).strip()
+
+
+def _is_whole(message: Message, text: str) -> bool:
+    """Whether all that is thought and said is written, white space aside."""
+    for part in (_said(message), message.get("reasoning_content")):
+        if isinstance(part, str) and part not in text and _squeezed(part) not in _squeezed(text):
+            return False
+    return True
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
 
 
 def _all_but(script: Script, content: Conversation) -> tuple[Span, ...]:
@@ -157,10 +172,11 @@ def _all_but(script: Script, content: Conversation) -> tuple[Span, ...]:
     start = 0
     for index in sorted(index for index, trained in content.marks.items() if not trained):
         before, through = script.prefix(index), script.prefix(index + 1)
-        if not through.startswith(before) or not script.whole.startswith(through):
+        stays = through.startswith(before) and script.whole.startswith(through)
+        if not stays or not _is_in(through[len(before) :], _said(script.messages[index])):
             raise RowProblem(
-                f"message {index} is taken out of training, but the chat template writes it elsewhere once the"
-                " conversation goes on"
+                f"message {index} is taken out of training, but where the chat template writes it cannot be told"
+                " under dataset.train_on=all"
             )
         spans.append((start, len(before)))
         start = len(through)

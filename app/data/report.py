@@ -41,6 +41,7 @@ class Counts:
     glued: int = 0
     endless: int = 0
     unseen: int = 0
+    shortened: int = 0
     held_out: int = 0  # samples that dataset.eval_fraction took from here
     left_over: int = 0  # samples after the first dataset.max_rows or eval_max_rows
 
@@ -118,6 +119,8 @@ def _template_lines(c: Counts) -> Iterator[str]:
         yield f"the chat template rewrites earlier turns: {_many(c.unstable, 'conversation')} {fate}"
     if c.unseen:
         yield f"the chat template leaves out what {_many(c.unseen, 'message')} of system, user or tool say"
+    if c.shortened:
+        yield f"the chat template leaves out a part (of thoughts, say) of {_many(c.shortened, 'trained answer')}"
     if c.glued:
         yield f"in {_many(c.glued, 'sample')} a token holds both prompt and answer, and is not trained"
     if c.endless:

@@ -1,5 +1,7 @@
 """One conversation as its chat template writes it: whole, in prefixes, and with other words in place of an answer."""
 
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,30 +65,58 @@ def common_start(*texts: str) -> str:
 
 
 def script_of(conversation: Conversation, tokenizer: Tokenizer) -> Script:
-    """With all calls of tools in it. One who only calls says "", or null: templates differ in what they expect."""
-    script = Script(tokenizer, conversation.messages, conversation.tools)
-    calling = [index for index, message in enumerate(conversation.messages) if "tool_calls" in message]
-    if not calling or _lost_call(script, calling) is None:
-        return script
-    bare = [{**m, "content": m["content"] or None} if "tool_calls" in m else m for m in script.messages]
-    script = Script(tokenizer, bare, conversation.tools)
-    lost = _lost_call(script, calling)
-    if lost is not None:
-        raise RowProblem(
-            f"the chat template writes nothing of the tool call in message {lost}; give one that knows tools:"
-            " model.chat_template=FILE"
-        )
-    return script
+    """With all calls of tools in it, spelt in the first way that the template writes."""
+    messages, tools = conversation.messages, conversation.tools
+    calling = [index for index, message in enumerate(messages) if "tool_calls" in message]
+    if not calling:
+        return Script(tokenizer, messages, tools)
+    lost: int | None = None
+    refused: RowProblem | None = None
+    for spelt in _spellings(messages):
+        script = Script(tokenizer, spelt, tools)
+        try:
+            missing = next((index for index in calling if not _writes_calls(script, index)), None)
+        except RowProblem as problem:
+            refused = refused or problem
+            continue
+        if missing is None:
+            return script
+        lost = missing if lost is None else lost
+    if lost is None and refused is not None:
+        raise refused
+    raise RowProblem(
+        f"the chat template writes nothing of the tool call in message {lost}; give one that knows tools:"
+        " model.chat_template=FILE"
+    )
 
 
-def _lost_call(script: Script, calling: list[int]) -> int | None:
-    """The first message whose calls the template does not write."""
-    for index in calling:
-        names = [call["function"]["name"] for call in script.messages[index]["tool_calls"]]
-        added = script.added(index)
-        if not all(name in added for name in names):
-            return index
-    return None
+def _spellings(messages: list[Message]) -> Iterator[list[Message]]:
+    """Templates differ in what they expect of one who calls and says nothing, and of what is called with."""
+    for as_text in (False, True):
+        for absent in (False, True):
+            yield [_spelt(m, as_text, absent) if "tool_calls" in m else m for m in messages]
+
+
+def _spelt(message: Message, as_text: bool, absent: bool) -> Message:
+    kept = {key: value for key, value in message.items() if value or key != "content" or not absent}
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _arguments(call, as_text)}}
+        for call in message["tool_calls"]
+    ]
+    return {**kept, "tool_calls": calls}
+
+
+def _arguments(call: Message, as_text: bool) -> Any:
+    found = call["function"]["arguments"]
+    return json.dumps(found, ensure_ascii=False) if as_text else found
+
+
+def _writes_calls(script: Script, index: int) -> bool:
+    """Whether all calls of a message are there, and not in the spelling of Python."""
+    added = script.added(index)
+    called = [call["function"] for call in script.messages[index]["tool_calls"]]
+    python = [repr(call["arguments"]) for call in called if call["arguments"]]
+    return all(call["name"] in added for call in called) and not any(text in added for text in python)
 
 
 def _answer(word: str) -> Message:

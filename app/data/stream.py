@@ -103,6 +103,7 @@ class _Stream:
     def _keep(self, place: str, drafts: Drafts, made: list[Sample]) -> None:
         counts = self._counts
         counts.unseen += drafts.unseen
+        counts.shortened += drafts.shortened
         counts.unstable += drafts.unstable
         counts.expanded_into += (
             len(made) if drafts.unstable and self._config.on_unstable_template == "expand" else 0

@@ -7,19 +7,6 @@ from app.data.files import kind_of
 from app.data.shapes import Message, RowProblem
 
 
-class Arguments(dict[str, Any]):
-    """Of a call. Templates that want an object find one; those that write them as text get JSON, not Python."""
-
-    def __str__(self) -> str:
-        return json.dumps(self, ensure_ascii=False)
-
-    def __add__(self, other: str) -> str:
-        return f"{self}{other}"
-
-    def __radd__(self, other: str) -> str:
-        return f"{other}{self}"
-
-
 def read_tools(found: Any, column: str) -> list[dict[str, Any]] | None:
     """The tools of a row: a list, or JSON text of one."""
     if isinstance(found, str):
@@ -79,7 +66,7 @@ def _call(where: str, call: Any) -> Message:
     if not isinstance(arguments, dict | None):
         raise RowProblem(f"{where}: arguments must be an object, found {kind_of(arguments)}")
     named = {"id": call["id"]} if call.get("id") else {}
-    said = {"name": function["name"], "arguments": Arguments(arguments or {})}
+    said = {"name": function["name"], "arguments": arguments or {}}
     return {**named, "type": "function", "function": said}
 
 

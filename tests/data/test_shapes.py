@@ -1,0 +1,198 @@
+"""What is trained under every shape of chat template: to the token as golden/ has it, and for any conversation."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.data.encoding import Encoder
+from app.data.layout import Padded
+from app.data.loader import eval_batches
+from app.data.prepare import prepare
+from app.data.rendering import Renderer
+from app.data.shapes import RowProblem
+from tests.data.shapes import CASES, HERE, SHAPES, conversation, drafts, golden, labels, shaped
+from tests.data.small import chat, config, tokenizer, write_jsonl
+
+ANSWER = {"role": "assistant", "content": "b"}
+
+
+def test_every_shape_has_its_files() -> None:
+    assert {file.stem for file in (HERE / "templates").glob("*.jinja")} == set(SHAPES)
+    assert {file.stem for file in (HERE / "golden").glob("*.json")} == set(SHAPES)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_labels_are_those_that_were_read_and_found_right(name: str) -> None:
+    expected = json.loads(golden(name).read_text("utf-8"))
+    assert list(expected) == list(CASES)
+    for case, row in CASES.items():
+        assert labels(name, row) == expected[case], case
+
+
+def trained(name: str, row: dict[str, Any], train_on: str = "assistant") -> list[str]:
+    made = drafts(name, row, train_on)
+    return [draft.text[start:end] for draft in made.samples for start, end in draft.spans]
+
+
+words = st.text(st.characters(codec="utf-8", exclude_characters="<["), min_size=1, max_size=12).filter(
+    str.strip
+)
+said = st.lists(st.tuples(words, words, st.booleans()), min_size=1, max_size=3)
+
+
+@given(
+    name=st.sampled_from(sorted(SHAPES)),
+    turns=said,
+    system=st.none() | words,
+    more=st.none() | words,
+    last=st.booleans(),
+)
+def test_of_any_conversation_only_the_answers_are_trained(
+    name: str, turns: list[tuple[str, str, bool]], system: str | None, more: str | None, last: bool
+) -> None:
+    shape = SHAPES[name]
+    messages: list[dict[str, Any]] = chat(system=system) if system and shape.system else []
+    answers = []
+    for question, answer, train in turns:
+        messages += [*chat(question), {"role": "assistant", "content": answer, "train": train}]
+        answers.append((len(messages), answer, train))
+    messages += chat(more) if more else []
+    wanted = [each for each in (answers[-1:] if last else answers) if each[2]]
+    train_on = "last" if last else "assistant"
+    if not wanted:
+        with pytest.raises(RowProblem, match="no assistant message to train"):
+            drafts(name, {"messages": messages}, train_on)
+        return
+    for index, message in enumerate(messages):  # what is not said is what is meant
+        if message.get("train"):
+            messages[index] = {key: value for key, value in message.items() if key != "train"}
+    made = drafts(name, {"messages": messages}, train_on)
+    found = trained(name, {"messages": messages}, train_on)
+    for text, (_, answer, _) in zip(found, wanted, strict=True):
+        assert text.startswith(shape.lead)
+        end = next(end for end in (shape.last_end, shape.end) if end and text.endswith(end))
+        assert text.removeprefix(shape.lead).removesuffix(end).strip() == answer.strip()
+    plain = [{key: value for key, value in message.items() if key != "train"} for message in messages]
+    ends = [end for end, _, _ in wanted] if made.unstable else [len(messages)]
+    rendered = [shaped(name).apply_chat_template(plain[:end], tokenize=False) for end in ends]
+    assert [draft.text for draft in made.samples] == rendered
+    for draft, sample in zip(made.samples, Encoder(shaped(name)).encode(made.samples), strict=True):
+        assert shaped(name).decode(sample.ids) == draft.text
+        beginnings = (sample.ids == shaped(name).bos_token_id).sum() if shape.bos else 1
+        assert (beginnings, sample.trained[0], bool(sample.endless)) == (1, False, False)
+    assert (made.unseen, made.shortened) == (0, 0)
+
+
+arguments = st.dictionaries(
+    words, st.none() | st.integers() | words | st.lists(st.booleans(), max_size=2), max_size=3
+)
+
+
+@given(name=st.sampled_from(sorted(name for name in SHAPES if SHAPES[name].tools)), given_arguments=arguments)
+def test_of_any_call_its_arguments_are_trained_as_json(name: str, given_arguments: dict[str, Any]) -> None:
+    calling = {
+        "role": "assistant",
+        "tool_calls": [{"function": {"name": "add", "arguments": given_arguments}}],
+    }
+    row = {"messages": [*chat("a"), calling, {"role": "tool", "content": "3"}, ANSWER]}
+    call, answer = trained(name, row)
+    assert json.dumps(given_arguments, ensure_ascii=False) in call
+    assert call.endswith(SHAPES[name].end)
+    assert answer == f"b{SHAPES[name].end}"
+    [as_text] = [{**calling, "tool_calls": [{"name": "add", "arguments": json.dumps(given_arguments)}]}]
+    assert trained(name, {"messages": [*chat("a"), as_text, *row["messages"][2:]]}) == [call, answer]
+
+
+def test_tools_that_a_template_leaves_out_are_counted() -> None:
+    tools = [{"name": "subtract"}]
+    row = {"messages": chat("a", "b"), "tools": tools}
+    assert drafts("chatml", row).unseen == 1
+    assert drafts("tags_for_tools", row).unseen == 0
+
+
+def test_what_a_tool_returned_may_be_written_as_json() -> None:
+    returned = {"role": "tool", "content": 'say "three"\né'}
+    row = {"messages": [*CASES["tools"]["messages"][:2], returned, ANSWER]}
+    for name in ("headers_with_tools", "tags_for_tools"):
+        assert drafts(name, row).unseen == 0
+
+
+def test_thoughts_that_a_template_drops_are_counted() -> None:
+    row = CASES["thoughts"]
+    assert {name for name in SHAPES if drafts(name, row).shortened} == {"thoughts_dropped"}
+    apart = {"messages": [*chat("a"), {**ANSWER, "reasoning_content": "Hm."}]}
+    assert drafts("empty_thoughts", apart).shortened == 0
+    assert trained("empty_thoughts", apart) == ["<think>\nHm.\n</think>\n\nb<|im_end|>"]
+    assert drafts("chatml", apart).shortened == 1
+
+
+def test_an_answer_that_begins_like_an_empty_thought_is_trained() -> None:
+    thought = "<think>\n\n</think>\n\nb"
+    assert trained("chatml", {"messages": chat("a", thought)}) == [f"{thought}<|im_end|>"]
+    assert trained("empty_thoughts", {"messages": chat("a", thought)}) == [
+        "b<|im_end|>"
+    ]  # the template's own
+    assert trained("empty_thoughts", {"messages": chat("a", "")}) == ["<|im_end|>"]
+
+
+def test_an_assistant_that_speaks_first_is_trained_without_what_stands_before_it() -> None:
+    for name in ("tags_for_tools", "headers_with_tools", "empty_thoughts", "plain_words"):
+        shape = SHAPES[name]
+        assert trained(name, {"messages": [ANSWER]}) == [f"{shape.lead}b{shape.end}"]
+
+
+def test_what_is_marked_must_be_possible() -> None:
+    asked = {**chat("a")[0], "train": True}
+    with pytest.raises(
+        RowProblem, match=r"message 0 is of user and has train=true, but dataset\.train_on=assistant"
+    ):
+        drafts("chatml", {"messages": [asked, ANSWER]})
+    assert trained("chatml", {"messages": [asked, ANSWER]}, "all")
+    with pytest.raises(RowProblem, match="takes out message 1"):
+        drafts("chatml", {"messages": [*chat("a"), {**ANSWER, "weight": 0}]})
+    two = [*chat("a", "b", "c"), {**ANSWER, "weight": 0}]
+    with pytest.raises(
+        RowProblem, match=r"dataset\.train_on=last: train=false or weight=0 takes out message 3"
+    ):
+        drafts("chatml", {"messages": two}, "last")
+    assert trained("chatml", {"messages": two}) == ["b<|im_end|>"]
+
+
+def test_where_everything_is_trained_messages_can_be_taken_out() -> None:
+    row = {"messages": [{**m, "train": m["content"] != "c"} for m in chat("a", "b", "c", "d")]}
+    assert trained("chatml", row, "all") == [
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n",
+        "<|im_start|>assistant\nd<|im_end|>\n",
+    ]
+    opened = chat("a", "b", system="Be brief.")
+    for name in ("inst_system_in_last", "inst_system_in_first"):
+        with pytest.raises(
+            RowProblem, match="message 0 is taken out of training, but where the chat template"
+        ):
+            drafts(name, {"messages": [{**opened[0], "train": False}, *opened[1:]]}, "all")
+
+
+def test_a_template_that_writes_calls_as_python_is_refused() -> None:
+    made = tokenizer("chatml")
+    made.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{% if c.function.arguments is string %}{{ raise_exception('no object') }}{% endif %}"
+        "{{ c.function.name ~ c.function.arguments }}{% endfor %}{% endfor %}"
+    )
+    row = {"messages": CASES["tools"]["messages"]}
+    with pytest.raises(RowProblem, match="writes nothing of the tool call in message 1"):
+        Renderer(made, "assistant", "expand").drafts(conversation(row), "a.jsonl:1")
+
+
+def test_the_end_is_trained_where_it_also_pads(tmp_path: Path) -> None:
+    made = tokenizer("chatml")
+    made.pad_token = made.eos_token
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("a", "b" * n, "c", "d")} for n in (1, 40)])
+    rows = prepare(config(path), made, str(tmp_path / "cache")).train
+    [batch] = eval_batches(rows, Padded(2, made.pad_token_id), 1, 0)
+    assert (batch.targets[: batch.num_labels] == made.eos_token_id).sum() == 4
+    assert batch.num_labels == rows.num_trained
