@@ -16,6 +16,7 @@ from app.data.shapes import Source
 from app.data.stops import stops, unstopped
 from app.engine.advice import advice
 from app.engine.ground import layout_of, require_known_ids
+from app.engine.known_format import with_format
 from app.engine.limits import within_positions
 from app.engine.preview import preview
 from app.engine.steps import StepPlan, plan_steps
@@ -105,7 +106,7 @@ class DataCheck:
 
 def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> DataCheck:
     """Everything that a run with these settings, divided among `processes`, would know of its data."""
-    run = within_positions(run, say)
+    run, notes = with_format(within_positions(run, say))
     found: list[str] = []
 
     def judge(source: Source, counts: Counts) -> None:
@@ -113,7 +114,7 @@ def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> Da
 
     tokenizer = load_tokenizer(run.model, needs_template=run.dataset.format in CHAT_FORMATS)
     labels = labels_of(run.task, tokenizer, run.seed)
-    data = prepare(unstopped(run.dataset), tokenizer, run.cache_dir, judge=judge)
+    data = prepare(unstopped(run.dataset), tokenizer, run.cache_dir, notes, judge)
     found += _unknown_ids(run, data)
     share = Share(run.batching.accumulation, processes)
     loader = Loader(data.train, layout_of(run, run.batching.rows, tokenizer, labels), share, run.seed)

@@ -57,6 +57,10 @@ def test_what_was_recognised_is_kept(zygote: Zygote, folder: Path) -> None:
     scored = zygote.run(folder, "run=run", *other, "precision=fp32", module="app.evaluate")
     assert scored.code == 0, scored.stderr
     assert RECOGNISED in " ".join(scored.stdout.split())
+    checked = zygote.run(folder, "data", *ROWS[:4], "output_dir=check", module="app.check")
+    assert checked.code == 0, checked.stderr
+    assert RECOGNISED in " ".join(checked.stdout.split())
+    assert json.loads((folder / "check" / "check.json").read_text())["data"]["format"] == "sharegpt"
     asked = zygote.run(folder, "run=run", "prompt=Say 3 two", "max_new_tokens=2", module="app.generate")
     assert asked.code == 0, asked.stderr
 

@@ -173,6 +173,8 @@ def test_a_file_without_rows(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text("{\n{\n")
     with pytest.raises(DataError, match=r"none of its 2 rows can be read; b\.jsonl:1: column 2: "):
         recognised(config(tmp_path / "b.jsonl", "auto"))
+    [told] = refusal(tmp_path, [{"instances": []}], output="instances.*.output")
+    assert told.startswith("none of its first rows can be read; a.jsonl:1: column 'instances' must be a list")
 
 
 def test_text_files(tmp_path: Path) -> None:
