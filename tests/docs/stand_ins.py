@@ -35,6 +35,27 @@ def _books(folder: Path) -> None:
         (folder / f"{name}.txt").write_text("\n".join(texts * 20))
 
 
+def _turns(path: Path) -> None:
+    speakers = {"system": "system", "user": "human", "assistant": "gpt"}
+    talks = [
+        [{"from": speakers[turn["role"]], "value": turn["content"]} for turn in row["messages"]]
+        for row in rows_of_the_sample()
+    ]
+    path.write_text("".join(json.dumps({"conversations": turns}) + "\n" for turns in talks))
+
+
+def _sums(path: Path) -> None:
+    rows = [{"question": f"What is {n} and {n}?", "answer": str(n + n)} for n in range(ROWS)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _tasks(path: Path) -> None:
+    """Instructions with several things to do them to."""
+    examples = [[{"input": str(n + m), "output": str(2 * (n + m))} for m in range(2)] for n in range(ROWS)]
+    rows = [{"instruction": "Double it.", "instances": each} for each in examples]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def _questions(path: Path) -> None:
     asked = [{"messages": [row["messages"][0]]} for row in rows_of_the_sample()[:2]]
     path.write_text("".join(json.dumps(row) + "\n" for row in asked))
@@ -44,6 +65,9 @@ STAND_INS: dict[str, Callable[[Path], None]] = {
     "chat.jsonl": _chat,
     "new.jsonl": _chat,
     "questions.jsonl": _questions,
+    "rows.jsonl": _turns,
+    "sums.jsonl": _sums,
+    "tasks.jsonl": _tasks,
     "data": _tables,
     "books": _books,
 }
