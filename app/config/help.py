@@ -25,6 +25,7 @@ group=choice takes one of these (* unless you choose), key=value sets one key of
 
 {groups}
 
+Before: python -m app.check data, with the same words, looks through the data.
 Then: python -m app.generate, app.evaluate, app.report, app.reproduce run=DIR.
 Keys are explained in docs/config.md, data in docs/data.md.
 """

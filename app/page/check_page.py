@@ -86,7 +86,7 @@ def _rows(facts: Facts) -> Html:
             element("div", table(("", "train", "held out"), rows, numbers=(1, 2))),
             element(
                 "div",
-                lengths_chart(section_of(facts, "lengths"), number(facts.get("overlong_rows")) or 0.0),
+                lengths_chart(section_of(facts, "lengths"), number(facts.get("dropped")) or 0.0),
                 element("h3", "Tokens of a sample, before any was cut"),
                 lengths,
             ),

@@ -113,8 +113,8 @@ def _texts(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def lengths_chart(lengths: Mapping[str, Any], over_long: float = 0.0) -> Html | None:
-    """How many samples have how many tokens; those that are too long in a bar of their own beyond the last."""
+def lengths_chart(lengths: Mapping[str, Any], dropped: float = 0.0) -> Html | None:
+    """How many samples have how many tokens; those that were dropped as too long beyond the last."""
     edges = [number(each) for each in _texts(lengths.get("edges"))]
     counts = [number(each) for each in _texts(lengths.get("samples"))]
     known = [each for each in edges if each is not None]
@@ -131,10 +131,10 @@ def lengths_chart(lengths: Mapping[str, Any], over_long: float = 0.0) -> Html | 
         (start, end, count or 0.0, f"{start:,.0f} to {end - 1:,.0f} tokens", "bar")
         for (start, end), count in zip(pairwise(known), counts, strict=True)
     ]
-    if over_long:
+    if dropped:
         width = max(known[-1] - known[-2], (known[-1] - known[0]) / 20)
-        bars.append((known[-1], known[-1] + width, over_long, "over-long", "bar over"))
-    remarks = [f"The last bar: {over_long:,.0f} over-long samples, of any length."] if over_long else []
+        bars.append((known[-1], known[-1] + width, dropped, "over-long", "bar over"))
+    remarks = [f"The last bar: {dropped:,.0f} over-long samples, dropped."] if dropped else []
     return _bars("Samples by their length in tokens", bars, remarks)
 
 

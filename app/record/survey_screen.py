@@ -153,7 +153,7 @@ def _classes(lengths: Facts) -> list[tuple[str, int]]:
 
 
 def _beyond(facts: Facts) -> list[tuple[str, int]]:
-    number = facts["overlong_rows"]
+    number = facts["dropped"]  # what was cut off or split stands among the others
     return [(f">{facts['max_length']:,}", number)] if number else []
 
 

@@ -17,6 +17,7 @@ FACTS: dict[str, Any] = {
     "bad": [{"reason": "no role", "rows": 3, "first": "chat.jsonl:7"}],
     "overlong_rows": 12,
     "overlong_tokens": 3456,
+    "dropped": 12,
     "duplicate_rows": 5,
     "samples": 1185,
     "total_tokens": 40_000,
@@ -100,7 +101,7 @@ def test_over_long_samples_have_a_bar_of_their_own() -> None:
         "over-long: 12 samples",
     ]
     assert [bar.attributes["class"] for bar in bars] == ["bar", "bar", "bar over"]
-    assert len(chart(page_of(overlong_rows=0), "Samples by their length").all("rect")) == 2
+    assert len(chart(page_of(dropped=0), "Samples by their length").all("rect")) == 2
 
 
 def test_what_would_stop_a_run_comes_first() -> None:
@@ -118,7 +119,7 @@ def test_rows_held_out_of_the_training_rows_were_not_read_again() -> None:
 
 def test_of_nothing_there_is_a_page_too() -> None:
     nothing = dict.fromkeys(("fill", "padded_fill", "trained_share", "length_percentiles", "eval"))
-    page = page_of(**nothing, samples=0, bins=0, lower_bound_bins=0, epochs=0.0, overlong_rows=0, advice=[],
+    page = page_of(**nothing, samples=0, bins=0, lower_bound_bins=0, epochs=0.0, dropped=0, advice=[],
                    lengths={"edges": [1, 2], "samples": [0]}, preview={"marked": "", "rows": []})  # fmt: skip
     assert "bins full" not in tiles(page)
     assert "nothing stands out" in section(page, "Advice").text
