@@ -31,7 +31,7 @@ _OVER = {
     "launch.num_processes": 1,
     "model.chat_template": None,
 }
-_SOURCE = ("path", "split", "hub_config", "revision")
+_SOURCE = ("path", "mix", "split", "hub_config", "revision")
 _HELD_OUT: Mapping[str, Any] = {"eval_path": None, "eval_split": None, "eval_fraction": 0.0}
 _LIMITS: Mapping[str, Any] = {"max_rows": None, "eval_max_rows": None}
 
@@ -130,12 +130,14 @@ def _rows_to_score(own: dict[str, Any], given: dict[str, Any], changes: Changes)
     typed = {name for name in (*_HELD_OUT, *_LIMITS) if f"dataset.{name}" in changes}
     if "dataset" in changes.choices:
         another = any(own[name] != given.get(name) for name in _SOURCE)
-        forgotten = {"eval_fraction": 0.0} if another else {}
+        forgotten: dict[str, Any] = {"eval_fraction": 0.0} if another else {}
     elif any(own[name] != given[name] for name in (*_SOURCE, *_HELD_OUT)):
         forgotten = {**_HELD_OUT, **_LIMITS}
     else:
         _require_held_out(own, changes)
         forgotten = {}
+    if "dataset.path" in changes and own["mix"]:
+        forgotten = {**forgotten, "mix": {}}  # other rows in the place of a mix
     rows = {**given, **{name: nothing for name, nothing in forgotten.items() if name not in typed}}
     if "max_rows" in typed and (rows.get("eval_path") or rows.get("eval_split")):
         raise ConfigError(
@@ -150,5 +152,9 @@ def _require_held_out(own: Mapping[str, Any], changes: Changes) -> None:
     if nothing_held and "dataset.path" not in changes:
         raise ConfigError(
             f"run={changes.values['run']}: it held no rows out. Give dataset.path=FILE with rows to score "
-            f"(dataset.path={own['path']} scores those that it was trained on)."
+            + (
+                ""
+                if own["path"] is None
+                else f"(dataset.path={own['path']} scores those that it was trained on)."
+            )
         )

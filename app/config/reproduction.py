@@ -11,7 +11,7 @@ from app.config.schema import RunConfig, number
 
 MAY_CHANGE = (
     *("run", "output_dir", "steps", "tolerance", "anyway", "attention", "precision", "launch.threads"),
-    *("cache_dir", "dataset.path", "dataset.eval_path"),
+    *("cache_dir", "dataset.path", "dataset.mix", "dataset.eval_path"),
     *("model.path", "model.tokenizer", "model.chat_template"),
 )
 WHY_NOT = {"": "because a run is reproduced with its own settings; only its files may lie elsewhere"}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from app.config.mixes import key_of, mix_problems, sources_of
 from app.config.schema import DatasetConfig, RunConfig
 
 Rule = Callable[[RunConfig], Iterator[str]]
@@ -27,7 +28,8 @@ TRAIN_ON = {
 
 def trains_answers(dataset: DatasetConfig) -> bool:
     """Whether what is trained of a row answers what stands before it; else it is the whole row."""
-    return dataset.format != "text" and dataset.train_on != "all"
+    formats = {source.format for source in sources_of(dataset).values()}
+    return formats != {"text"} and dataset.train_on != "all"
 
 
 def problems_of(run: RunConfig) -> list[str]:
@@ -54,20 +56,23 @@ def _rows_fit_their_bins(run: RunConfig) -> Iterator[str]:
 
 
 def _trained_part_fits_the_format(run: RunConfig) -> Iterator[str]:
-    allowed = TRAIN_ON[run.dataset.format]
-    if run.dataset.train_on not in allowed:
-        yield (
-            f"dataset.train_on={run.dataset.train_on} means nothing for dataset.format={run.dataset.format}. "
-            f"Choose {' or '.join(allowed)}."
-        )
+    for name, source in sources_of(run.dataset).items():
+        allowed = TRAIN_ON.get(source.format, (source.train_on,))
+        if source.train_on not in allowed:
+            yield (
+                f"dataset.train_on={source.train_on} means nothing for {key_of(name)}.format={source.format}. "
+                f"Choose {' or '.join(allowed)}."
+            )
 
 
 def _hidden_tokens_are_of_text(run: RunConfig) -> Iterator[str]:
     if run.task.kind != "masked":
         return
-    if run.dataset.format not in ("text", "auto"):
+    for name, source in sources_of(run.dataset).items():
+        if source.format in ("text", "auto"):
+            continue
         yield (
-            f"dataset.format={run.dataset.format}: task=masked finds hidden tokens of plain text. "
+            f"{key_of(name)}.format={source.format}: task=masked finds hidden tokens of plain text. "
             "Set dataset=text dataset.path=FILE, or task=causal."
         )
     if run.task.mask_share <= 0:
@@ -85,11 +90,16 @@ def _one_list_makes_rows(run: RunConfig) -> Iterator[str]:
 
 
 def _only_text_splits(run: RunConfig) -> Iterator[str]:
-    if run.dataset.on_overflow == "split" and run.dataset.format not in ("text", "auto"):
-        yield (
-            f"dataset.on_overflow=split would tear a row of dataset.format={run.dataset.format} apart. "
-            "Choose drop, truncate or error."
-        )
+    for name, source in sources_of(run.dataset).items():
+        if source.on_overflow == "split" and source.format not in ("text", "auto"):
+            yield (
+                f"dataset.on_overflow=split would tear a row of {key_of(name)}.format={source.format} apart. "
+                "Choose drop, truncate or error."
+            )
+
+
+def _a_mix_is_whole(run: RunConfig) -> Iterator[str]:
+    yield from mix_problems(run.dataset, tuple(name for name in TRAIN_ON if name != "auto"))
 
 
 def _one_source_of_eval_rows(run: RunConfig) -> Iterator[str]:
@@ -169,6 +179,7 @@ RULES: tuple[Rule, ...] = (
     _hidden_tokens_are_of_text,
     _one_list_makes_rows,
     _only_text_splits,
+    _a_mix_is_whole,
     _one_source_of_eval_rows,
     _best_needs_eval_rows,
     _adapter_is_whole,

@@ -11,6 +11,7 @@ from omegaconf import MISSING
 
 CHOICES = "choices"
 LIMITS = "limits"
+SECTIONS = "sections"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +81,26 @@ class Columns:
 
 
 @dataclass(kw_only=True, slots=True)
-class DatasetConfig:
-    """Where the rows are, what shape they have, and what is trained of them."""
+class MixSource:
+    """One source of a mix. `weight` is how often an epoch has each of its rows; what is null is as for all sources."""
 
     path: str = MISSING
+    weight: float = number(1.0, at_least=0, at_most=1000)
+    max_rows: int | None = number(None, at_least=1)
+    format: str | None = None
+    columns: dict[str, Any] = field(default_factory=dict)
+    split: str | None = None
+    hub_config: str | None = None
+    revision: str | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class DatasetConfig:
+    """Where the rows are, what shape they have, and what is trained of them. `mix` is in place of `path`, by name."""
+
+    path: str | None = MISSING
+    # sections by names of the user's; Hydra, which would refuse to add to a typed mapping, is not told their type
+    mix: dict[str, Any] = field(default_factory=dict, metadata={SECTIONS: MixSource})
     format: str = choice(
         *("auto", "messages", "sharegpt", "instruction", "question_answer", "prompt_completion", "text")
     )
@@ -97,6 +114,7 @@ class DatasetConfig:
     on_bad_row: str = choice("error", "skip")
     on_unstable_template: str = choice("expand", "last", "error")
     max_rows: int | None = number(at_least=1)
+    deduplicate: bool = False
     eval_path: str | None = None
     eval_split: str | None = None
     eval_fraction: float = number(at_least=0, below=1)

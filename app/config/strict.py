@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_type_hints
 from omegaconf import MISSING
 
 from app.config.groups import choices_by_group
-from app.config.schema import CHOICES, LIMITS, Limits
+from app.config.schema import CHOICES, LIMITS, SECTIONS, Limits
 from app.config.suggest import did_you_mean, did_you_mean_key
 from app.config.values import converted, is_optional, shown
 from app.errors import ConfigError
@@ -61,6 +61,7 @@ def is_key(schema: type, key: str) -> bool:
 
 def _key_problems(root: Any, schema: Any, data: Mapping[str, Any], prefix: str) -> Iterator[str]:
     hints = get_type_hints(schema)
+    named = {each.name: each.metadata[SECTIONS] for each in fields(schema) if SECTIONS in each.metadata}
     for key, value in data.items():
         path = f"{prefix}{key}"
         if key not in hints:
@@ -69,8 +70,25 @@ def _key_problems(root: Any, schema: Any, data: Mapping[str, Any], prefix: str) 
             if isinstance(value, Mapping):
                 yield from _key_problems(root, hints[key], value, f"{path}.")
             else:
-                first = next(iter(get_type_hints(hints[key])))
-                yield f"{path}={shown(value)}: {path} is a section. Give its keys, such as {path}.{first}=..."
+                yield _no_section(path, value, hints[key])
+        elif key in named:
+            yield from _named_key_problems(named[key], value, path)
+
+
+def _named_key_problems(schema: Any, value: Any, path: str) -> Iterator[str]:
+    """Of sections by name; that `value` is no mapping at all is told with its type."""
+    for name, inner in value.items() if isinstance(value, Mapping) else ():
+        if not isinstance(inner, Mapping):
+            yield _no_section(f"{path}.{name}", inner, schema)
+            continue
+        for key in inner.keys() - get_type_hints(schema).keys():
+            known = [f"{path}.{name}.{each}" for each in get_type_hints(schema)]
+            yield f"{path}.{name}.{key} is not a key.{did_you_mean_key(f'{path}.{name}.{key}', known)}"
+
+
+def _no_section(path: str, value: Any, schema: Any) -> str:
+    first = next(iter(get_type_hints(schema)))
+    return f"{path}={shown(value)}: {path} is a section. Give its keys, such as {path}.{first}=..."
 
 
 @dataclass(slots=True)
@@ -95,9 +113,15 @@ class _Reading:
                     values[each.name] = self.section(kind, inner, f"{path}.")
             elif given == MISSING:
                 self._leave_out(path, each)
+            elif SECTIONS in each.metadata and isinstance(given, Mapping):
+                values[each.name] = self._named_sections(each.metadata[SECTIONS], given, path)
             else:
                 values[each.name] = self._value(path, given, kind, each)
         return None if self.problems else schema(**values)
+
+    def _named_sections(self, schema: Any, given: Mapping[str, Any], path: str) -> dict[str, Any]:
+        sections = {str(name): inner for name, inner in given.items() if isinstance(inner, Mapping)}
+        return {name: self.section(schema, inner, f"{path}.{name}.") for name, inner in sections.items()}
 
     def _leave_out(self, path: str, each: Field[Any]) -> None:
         if each.default_factory is NO_DEFAULT and each.default in (NO_DEFAULT, MISSING):

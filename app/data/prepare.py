@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from app.config.mixes import sources_of
 from app.config.rules import CHAT_FORMATS
 from app.config.schema import DatasetConfig
 from app.data.cache import cache_key, cached_rows
 from app.data.formats.table import fields_of
+from app.data.mixing import Pool, recount
 from app.data.report import Counts, DataReport
 from app.data.rows import TokenRows
 from app.data.shapes import Source
@@ -32,6 +34,7 @@ class Data:
     report: DataReport
 
 
+Prepared = tuple[TokenRows, Counts]
 Judge = Callable[[Source, Counts], None]  # is told of each source what became of its rows
 
 
@@ -47,43 +50,66 @@ def prepare(
     `notes` are told with them. `judge` decides whether a source will do; unless given, it is a DataError with all that
     is wrong with it.
     """
-    check_tokenizer(tokenizer, config.format)
-    rows_of = partial(
-        _rows, config=config, tokenizer=tokenizer, cache_dir=cache_dir, judge=judge or _judge(config)
-    )
+    rows_of = partial(_rows, tokenizer=tokenizer, cache_dir=cache_dir, judge=judge)
     held = eval_source(config)
-    train, counts = rows_of(train_source(config), config.max_rows)
-    report = DataReport(counts, notes=[*notes, *_notes(config, tokenizer)])
+    pool = _pool(config, rows_of)
+    report = DataReport(pool.total(), notes=[*notes, *_notes(config, tokenizer)])
     if held is not None:
-        chosen, report.eval = rows_of(held, config.eval_max_rows)
-        report.shared = int(np.isin(chosen.digests, train.digests).sum())
-        return Data(train, chosen, report)
+        chosen, report.eval = rows_of(held, config.eval_max_rows, config)
+        report.shared = int(np.isin(chosen.digests, pool.rows.digests).sum())
+        return _mixed(pool, chosen, report)
     if config.eval_fraction > 0:
-        return _parted(train, config, report)
-    return Data(train, None, report)
+        return _parted(pool, config, report)
+    return _mixed(pool, None, report)
 
 
 def rows_to_score(
     config: DatasetConfig, tokenizer: Tokenizer, cache_dir: str
 ) -> tuple[TokenRows, Counts, list[str]]:
     """The rows that a training holds out, without reading those it trains on; all rows where nothing is held out."""
-    check_tokenizer(tokenizer, config.format)
-    rows_of = partial(_rows, config=config, tokenizer=tokenizer, cache_dir=cache_dir, judge=_judge(config))
+    rows_of = partial(_rows, tokenizer=tokenizer, cache_dir=cache_dir, judge=None)
     notes = _notes(config, tokenizer)
     held = eval_source(config)
     if held is not None:
-        return *rows_of(held, config.eval_max_rows), notes
+        return *rows_of(held, config.eval_max_rows, config), notes
     if config.eval_fraction == 0:
-        limit = min((n for n in (config.max_rows, config.eval_max_rows) if n is not None), default=None)
-        return *rows_of(train_source(config), limit), notes
-    rows, counts = rows_of(train_source(config), config.max_rows)
-    data = _parted(rows, config, DataReport(counts))
+        pool = _pool(config, rows_of, most=config.eval_max_rows)
+        counts = pool.total()
+        return _first(pool.rows, config.eval_max_rows, counts), counts, notes
+    pool = _pool(config, rows_of)
+    number = len(pool.rows)
+    data = _parted(pool, config, DataReport(pool.total()))
     if data.eval is None or data.report.eval is None:
         raise DataError(
-            f"dataset.eval_fraction={config.eval_fraction} of {len(rows):,} samples holds none out, so there is "
+            f"dataset.eval_fraction={config.eval_fraction} of {number:,} samples holds none out, so there is "
             "nothing to score; set dataset.eval_fraction=0 to score all of them"
         )
     return data.eval, data.report.eval, notes
+
+
+def _pool(config: DatasetConfig, rows_of: Callable[..., Prepared], most: int | None = None) -> Pool:
+    """All sources, each from an entry of its own in the cache: a weight changes none of them. `most`: of each."""
+    sections = sources_of(config)
+    found = {
+        name: rows_of(train_source(section, name), _least(section.max_rows, most), section)
+        for name, section in sections.items()
+    }
+    weights = [config.mix[name].weight if name else 1.0 for name in sections]
+    return Pool.of(found, weights).without_equals(drop=config.deduplicate)
+
+
+def _least(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _mixed(pool: Pool, held: TokenRows | None, report: DataReport) -> Data:
+    """The rows of an epoch, by the weights."""
+    train, report.shares = pool.epoch()
+    if report.shares:
+        report.sources = dict(pool.counts)
+    report.train = pool.total()
+    recount(report.train, train)
+    return Data(train, held, report)
 
 
 def _judge(config: DatasetConfig) -> Judge:
@@ -101,16 +127,17 @@ def _rows(
     config: DatasetConfig,
     tokenizer: Tokenizer,
     cache_dir: str,
-    judge: Judge,
-) -> tuple[TokenRows, Counts]:
+    judge: Judge | None,
+) -> Prepared:
     """The rows of one source. `max_rows` holds for rows read, and for the samples that they become."""
+    check_tokenizer(tokenizer, config.format)
     key = cache_key(source.fingerprint(), tokenizer, _settings(config, max_rows))
     rows, told = cached_rows(
         cache_dir, key, lambda writer: asdict(write_rows(source, max_rows, config, tokenizer, writer))
     )
     counts = Counts(**told)
     counts.source = source.name  # the entry may have been made of a copy that lay elsewhere
-    judge(source, counts)
+    (judge or _judge(config))(source, counts)
     return _first(rows, max_rows, counts), counts
 
 
@@ -123,42 +150,34 @@ def _settings(config: DatasetConfig, max_rows: int | None) -> dict[str, Any]:
 
 def _notes(config: DatasetConfig, tokenizer: Tokenizer) -> list[str]:
     """What the rows do not show."""
-    if config.format in CHAT_FORMATS and "strftime_now" in str(tokenizer.chat_template):
+    chats = any(section.format in CHAT_FORMATS for section in sources_of(config).values())
+    if chats and "strftime_now" in str(tokenizer.chat_template):
         return ["the chat template writes a date: that of the day on which the rows were tokenised"]
     return []
 
 
-def _parted(rows: TokenRows, config: DatasetConfig, report: DataReport) -> Data:
+def _parted(pool: Pool, config: DatasetConfig, report: DataReport) -> Data:
     """Hold out by a hash of each row's tokens: a row stays on its side when others come or go."""
-    out = rows.sides < np.uint64(int(config.eval_fraction * 2**64))
+    out = pool.rows.sides < np.uint64(int(config.eval_fraction * 2**64))
     if not out.any():
         report.notes.append(
-            f"eval: dataset.eval_fraction={config.eval_fraction} of {len(rows):,} samples holds none out;"
+            f"eval: dataset.eval_fraction={config.eval_fraction} of {len(out):,} samples holds none out;"
             " there is no evaluation"
         )
-        return Data(rows, None, report)
+        return _mixed(pool, None, report)
     if out.all():
         raise DataError(
-            f"dataset.eval_fraction={config.eval_fraction} leaves none of {len(rows):,} samples to train on;"
+            f"dataset.eval_fraction={config.eval_fraction} leaves none of {len(out):,} samples to train on;"
             " lower it, or name the held-out rows with dataset.eval_path=FILE"
         )
-    train, held = rows.select(np.flatnonzero(~out)), rows.select(np.flatnonzero(out))
     report.eval = Counts(source=report.train.source)
-    report.train.held_out = len(held)
-    held = _first(held, config.eval_max_rows, report.eval)
-    _recount(report.train, train)
-    return Data(train, held, report)
+    held = _first(pool.rows.select(np.flatnonzero(out)), config.eval_max_rows, report.eval)
+    return _mixed(pool.held_out(out), held, report)
 
 
 def _first(rows: TokenRows, limit: int | None, counts: Counts) -> TokenRows:
     """At most `limit` rows, counted."""
     kept = rows if limit is None else rows.select(np.arange(min(limit, len(rows))))
-    counts.left_over = len(rows) - len(kept)
-    _recount(counts, kept)
+    counts.left_over += len(rows) - len(kept)
+    recount(counts, kept)
     return kept
-
-
-def _recount(counts: Counts, rows: TokenRows) -> None:
-    counts.samples = len(rows)
-    counts.tokens = int(rows.lengths.sum(dtype=np.int64))
-    counts.trained_tokens = rows.num_trained

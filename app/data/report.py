@@ -43,6 +43,8 @@ class Counts:
     unseen: int = 0
     shortened: int = 0
     held_out: int = 0  # samples that dataset.eval_fraction took from here
+    duplicates: int = 0  # samples whose tokens and mask an earlier one has
+    duplicates_dropped: int = 0
     left_over: int = 0  # samples after the first dataset.max_rows or eval_max_rows
 
     def bad(self, place: str, reason: str) -> None:
@@ -64,17 +66,30 @@ class Counts:
 
 
 @dataclass(slots=True)
+class Share:
+    """What an epoch has of one source of a mix."""
+
+    weight: float
+    samples: int  # that there are
+    drawn: int  # that an epoch has, some several times
+    tokens: int  # of those
+    trained_tokens: int
+
+
+@dataclass(slots=True)
 class DataReport:
-    """Both splits, and what holds for the data as a whole."""
+    """Both splits, and what holds for the data as a whole. Of a mix, `train` has the samples of an epoch."""
 
     train: Counts
     eval: Counts | None = None
     shared: int = 0  # eval samples that are also trained on
     notes: list[str] = field(default_factory=list)
+    sources: dict[str, Counts] = field(default_factory=dict)  # of a mix
+    shares: dict[str, Share] = field(default_factory=dict)  # the same names
 
     def lines(self) -> list[str]:
         """For people: one line for each split, and one for each thing that is not as it could be."""
-        lines = list(split_lines("train", self.train))
+        lines = list(_mix_lines(self)) if self.sources else list(split_lines("train", self.train))
         if self.eval is not None:
             lines += split_lines("eval", self.eval)
         if self.shared:
@@ -84,6 +99,18 @@ class DataReport:
     def as_dict(self) -> dict[str, Any]:
         """For the manifest."""
         return asdict(self)
+
+
+def _mix_lines(report: DataReport) -> Iterator[str]:
+    """What was lost is told with its source; the sum says only what an epoch has."""
+    for name, counts in report.sources.items():
+        yield from split_lines(f"train {name}", counts)
+        share = report.shares[name]
+        part = share.tokens / max(report.train.tokens, 1)
+        drawn = f"{_many(share.drawn, 'sample')} an epoch, {part:.1%} of its tokens"
+        yield f"train {name}: weight {share.weight:g}, {drawn}"
+    c = report.train
+    yield f"train: {_many(c.samples, 'sample')}, {_many(c.tokens, 'token')}, {c.trained_tokens:,} trained an epoch"
 
 
 def split_lines(split: str, c: Counts) -> Iterator[str]:
@@ -107,6 +134,13 @@ def _lost_lines(c: Counts) -> Iterator[str]:
         lost = f"; {_many(c.tokens_lost, 'token')} lost" if c.tokens_lost else ""
         longer = f"{_many(c.over_long, 'sample')} longer than dataset.max_length (the longest {c.longest:,})"
         yield f"{longer}: {told}{lost}"
+    if c.duplicates:
+        fate = (
+            "left out"
+            if c.duplicates_dropped
+            else "trained on again (dataset.deduplicate=true leaves them out)"
+        )
+        yield f"{_many(c.duplicates, 'sample')} equal to an earlier one: {fate}"
     if c.left_over:
         yield f"{_many(c.left_over, 'sample')} beyond the wanted number not used"
 

@@ -32,11 +32,21 @@ class Store:
 
 
 class TokenRows:
-    """Immutable; a selection shares the files of the whole."""
+    """Immutable; a selection shares the files of the whole, and a mix the files of its sources."""
 
-    def __init__(self, store: Store, chosen: NDArray[np.int64] | None = None) -> None:
-        self._store = store
-        self._chosen = np.arange(len(store.index)) if chosen is None else chosen
+    def __init__(self, *stores: Store, chosen: NDArray[np.int64] | None = None) -> None:
+        self._stores = stores
+        sizes = [0, *(len(store.index) for store in stores)]
+        self._firsts: NDArray[np.int64] = np.cumsum(sizes)  # of each store, counted through all of them
+        self._chosen = np.arange(self._firsts[-1]) if chosen is None else chosen
+
+    @classmethod
+    def joined(cls, parts: Sequence["TokenRows"]) -> "TokenRows":
+        """The rows of all parts, one part after the other."""
+        stores = [store for part in parts for store in part._stores]
+        before = np.cumsum([0, *(part._firsts[-1] for part in parts)])
+        chosen = [part._chosen + start for part, start in zip(parts, before, strict=False)]
+        return cls(*stores, chosen=np.concatenate(chosen))
 
     def __len__(self) -> int:
         return len(self._chosen)
@@ -44,24 +54,27 @@ class TokenRows:
     @cached_property
     def lengths(self) -> NDArray[np.int32]:
         """Tokens of each row."""
-        lengths = np.diff(self._store.starts)[self._chosen].astype(np.int32)
+        every = np.concatenate([np.diff(store.starts) for store in self._stores])
+        lengths = every[self._chosen].astype(np.int32)
         lengths.flags.writeable = False
         return lengths
 
     def ids(self, i: int) -> NDArray[np.int32]:
         """The tokens of row i, as a read-only view of the file."""
-        return self._store.tokens[self._extent(i)]
+        store, row = self._at(i)
+        return store.tokens[store.starts[row] : store.starts[row + 1]]
 
     def trained(self, i: int) -> NDArray[np.bool_]:
         """Which tokens of row i the model must predict; never the first."""
-        return self._store.trained[self._extent(i)]
+        store, row = self._at(i)
+        return store.trained[store.starts[row] : store.starts[row + 1]]
 
     def place(self, i: int) -> str:
         """Where row i came from: "train.jsonl:17", or "org/name[train] row 17"."""
-        row = self._chosen[i]
-        ends = self._store.index["place"]
+        store, row = self._at(i)
+        ends = store.index["place"]
         start = ends[row - 1] if row else 0
-        return self._store.places[start : ends[row]].tobytes().decode()
+        return store.places[start : ends[row]].tobytes().decode()
 
     @cached_property
     def num_trained(self) -> int:
@@ -71,12 +84,17 @@ class TokenRows:
     @cached_property
     def largest_id(self) -> int:
         """Of all tokens in the files, those of rows that were not chosen too."""
-        return int(self._store.tokens.max(initial=0))
+        return max(int(store.tokens.max(initial=0)) for store in self._stores)
 
     @property
     def digests(self) -> NDArray[np.uint64]:
         """A hash of each row's token ids."""
         return self._of_index("ids")
+
+    @property
+    def contents(self) -> NDArray[np.uint64]:
+        """A hash of each row's token ids and mask."""
+        return np.asarray(self.digests + self._of_index("mask") * np.uint64(0xC2B2AE3D27D4EB4F), np.uint64)
 
     @property
     def sides(self) -> NDArray[np.uint64]:
@@ -92,11 +110,14 @@ class TokenRows:
 
     def select(self, indices: Sequence[int] | NDArray[np.int64]) -> "TokenRows":
         """The rows at `indices`, in that order."""
-        return TokenRows(self._store, self._chosen[np.asarray(indices, np.int64)])
+        return TokenRows(*self._stores, chosen=self._chosen[np.asarray(indices, np.int64)])
 
-    def _extent(self, i: int) -> slice:
-        row = self._chosen[i]
-        return slice(self._store.starts[row], self._store.starts[row + 1])
+    def _at(self, i: int) -> tuple[Store, int]:
+        """Where row i is: its store, and its number there."""
+        row = int(self._chosen[i])
+        store = int(np.searchsorted(self._firsts, row, "right")) - 1 if len(self._stores) > 1 else 0
+        return self._stores[store], row - int(self._firsts[store])
 
     def _of_index(self, field: str) -> NDArray[Any]:
-        return np.ascontiguousarray(self._store.index[field])[self._chosen]
+        every = [np.ascontiguousarray(store.index[field]) for store in self._stores]
+        return (every[0] if len(every) == 1 else np.concatenate(every))[self._chosen]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.assets import locate
+from app.config.mixes import key_of, sources_of
 from app.config.schema import DatasetConfig
 from app.data.decoding import printable
 from app.data.files import READERS, TEXT_FILES, extension, hash_files, read_file
@@ -47,17 +48,17 @@ class FileRows:
 def check(config: DatasetConfig, *, training: bool = True) -> list[str]:
     """What is wrong with the paths, as far as a look at the disk can tell; of an evaluation, with the one it reads."""
     problems: list[str] = []
-    paths = {"dataset.path": config.path, "dataset.eval_path": config.eval_path}
+    named = {f"{key_of(name)}.path": (each.path, each.format) for name, each in sources_of(config).items()}
     if not training and config.eval_path is not None:
-        del paths["dataset.path"]
-    for key, path in paths.items():
+        named = {}
+    named["dataset.eval_path"] = (config.eval_path, config.format)
+    for key, (path, fmt) in named.items():
         try:
             if path is not None and not _is_hub_id(path) and not is_saved_dataset(_local(path)):
-                _find_files(path, key, config.format)
+                _find_files(path, key, fmt)
         except DataError as error:
             problems += error.problems
-    place = _local(config.path)
-    if config.eval_split and not config.eval_path and place.exists() and not is_saved_dataset(place):
+    if config.eval_split and not config.eval_path and _are_files(config.path):
         problems.append(
             f"dataset.eval_split={config.eval_split}: files have no splits; name the held-out rows with"
             " dataset.eval_path=FILE, or let dataset.eval_fraction choose them"
@@ -65,9 +66,18 @@ def check(config: DatasetConfig, *, training: bool = True) -> list[str]:
     return problems
 
 
-def train_source(config: DatasetConfig) -> Source:
-    """The rows of `dataset.path`."""
-    return _open(config.path, "dataset.path", config, config.split, config.revision)
+def train_source(config: DatasetConfig, name: str = "") -> Source:
+    """The rows of `dataset.path`; of the section of one source of a mix, by its `name`."""
+    return _open(_given(config), f"{key_of(name)}.path", config, config.split, config.revision)
+
+
+def _given(config: DatasetConfig) -> str:
+    assert config.path is not None, "a mix is opened source by source"
+    return config.path
+
+
+def _are_files(path: str | None) -> bool:
+    return path is not None and _local(path).exists() and not is_saved_dataset(_local(path))
 
 
 def eval_source(config: DatasetConfig) -> Source | None:
@@ -77,7 +87,7 @@ def eval_source(config: DatasetConfig) -> Source | None:
         revision = config.revision if config.eval_path == config.path else None
         return _open(config.eval_path, "dataset.eval_path", config, split, revision)
     if config.eval_split is not None:
-        return _open(config.path, "dataset.path", config, config.eval_split, config.revision)
+        return _open(_given(config), "dataset.path", config, config.eval_split, config.revision)
     return None
 
 

@@ -67,9 +67,8 @@ class DataCheck:
 
     @property
     def duplicates(self) -> int:
-        """Of all rows of the training source, those held out of it too: equal rows are on the same side."""
-        held = self.data.eval if self.data.report.train.held_out else None
-        return survey.equal_rows(self.data.train) + survey.equal_rows(held)
+        """Of all rows of the training sources, those held out of them too: equal rows are on the same side."""
+        return self.data.report.train.duplicates
 
     def _held(self, counts: Counts, rows: TokenRows) -> dict[str, Any]:
         return {

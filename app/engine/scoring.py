@@ -9,6 +9,7 @@ from typing import Any
 
 from app.batch import Batch
 from app.config.evaluation import holds_out
+from app.config.mixes import paths_of
 from app.config.rules import CHAT_FORMATS, trains_answers
 from app.config.schema import RunConfig
 from app.data.labels import labels_of
@@ -67,7 +68,7 @@ class Scoring(Subject):
             return "these are the very rows that the run was trained on: they say nothing of others"
         if holds_out(self.run.dataset):
             return "these are not the same rows as the run held out"
-        return f"these are all rows of {self.run.dataset.path}: nothing is held out of them"
+        return f"these are all rows of {paths_of(self.run.dataset)}: nothing is held out of them"
 
     def sums(self, *, tuned: bool, say: Say) -> Sums:
         """Of each row, by the tuned model or by its base; one of them in memory at a time."""
@@ -85,7 +86,7 @@ class Scoring(Subject):
             "tokens": int(self.rows.lengths.sum(dtype="int64")),
             "trained_tokens": self.rows.num_trained,
             "run": str(self.folder),
-            "dataset": dataset.eval_path or dataset.path,
+            "dataset": dataset.eval_path or paths_of(dataset),
             "rows_are": self.rows_are,
             "hash": self.rows.fingerprint,
             "precision": self.choices.precision,

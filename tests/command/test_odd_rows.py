@@ -14,7 +14,7 @@ from tests.runs import Zygote
 TEMPLATE = THINKING.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'tool' %}")
 BAD = [
     b'{"messages": [{"role": "robot", "content": "a"}]}\n' * 2,
-    b'{"messages": [{"role": "user", "content": "caf\xe9"}]}\n',
+    b'{"messages": [{"role": "user", "content": "\xe9t\xe9"}]}\n',
     b"\0" * 20 + b"\n",
 ]
 

@@ -76,6 +76,7 @@ RUNS = covering()
 @pytest.mark.parametrize("chosen", RUNS, ids=range(len(RUNS)))
 def test_choices_of_all_groups_go_together(chosen: dict[str, str]) -> None:
     path = ["dataset.path=rows.jsonl"] if chosen["dataset"] in NEEDS_PATH else []
+    path += ["dataset.mix.one.path=rows.jsonl"] if chosen["dataset"] == "mix" else []
     path += ["model.path=somewhere"] if chosen["model"] == "folder" else []
     run = compose_run([*(f"{group}={name}" for group, name in chosen.items()), *path])
     for group in ("optimizer", "schedule", "attention", "precision", "tracker"):

@@ -27,6 +27,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "dataset.columns.input=a.*.input dataset.columns.output=b.*.output: the elements of one list",
     ),
     ({"dataset.on_overflow": "split"}, "dataset.on_overflow=split would tear"),
+    ({"dataset.path": None}, "dataset.path=null names no rows"),
     ({"dataset.eval_fraction": 0.1}, "dataset.eval_fraction=0.1 both choose the held-out rows"),
     ({"dataset.eval_split": "test"}, "dataset.eval_split=test both choose the held-out rows"),
     ({"checkpoint.final": "best", **NO_EVAL}, "checkpoint.final=best needs held-out rows"),

@@ -1,0 +1,79 @@
+"""A mix through real runs: trained, told, scored again, swept."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.command.test_resume import SMALL
+from tests.command.test_wrong_inputs import refused
+from tests.data.small import chat, write_chats
+from tests.runs import Zygote, result
+
+MIX = ("dataset=mix", "dataset.mix.chat.path=chat.jsonl", "dataset.mix.code.path=code.jsonl")
+PLAIN = (
+    "dataset.max_rows=null",
+    "dataset.eval_fraction=0.2",
+    "dataset.eval_max_rows=null",
+    "training.max_steps=2",
+    "eval.samples=0",
+)
+
+
+def sources(folder: Path) -> None:
+    write_chats(folder / "chat.jsonl", *(chat("Hi", f"Hello {n}") for n in range(40)))
+    write_chats(folder / "code.jsonl", *(chat("Hi", f"Print {n}") for n in range(15)), chat("Hi", "Hello 1"))
+
+
+def test_a_mix_is_trained_and_told_and_its_held_out_rows_scored(zygote: Zygote, tmp_path: Path) -> None:
+    sources(tmp_path)
+    given = (*SMALL, *MIX, *PLAIN, "dataset.mix.code.weight=2.5", "output_dir=run")
+    ended = zygote.run(tmp_path, *given, COLUMNS="300")
+    assert ended.code == 0, ended.stderr
+    data = json.loads((tmp_path / "run" / "manifest.json").read_text())["counts"]["data"]
+    code = data["shares"]["code"]
+    held = {name: counts["held_out"] for name, counts in data["sources"].items()}
+    assert (data["sources"]["code"]["rows_read"], code["samples"]) == (16, 16 - held["code"])
+    assert code["drawn"] == 2 * code["samples"] + round(code["samples"] / 2)
+    assert data["train"]["samples"] == data["shares"]["chat"]["drawn"] + code["drawn"]
+    assert data["eval"]["samples"] == sum(held.values()) > 0
+    assert data["sources"]["code"]["duplicates"] == 1
+    said = " ".join(ended.stdout.split())
+    assert said.count(f"train code: weight 2.5, {code['drawn']} samples an epoch") == 1
+    assert said.count("train code: 1 sample equal to an earlier one: trained on again") == 1
+    scored = zygote.run(tmp_path, "run=run", module="app.evaluate")
+    assert scored.code == 0, scored.stderr
+    assert "these are the rows that the run held out" in scored.stdout
+    other = zygote.run(
+        tmp_path, "run=run", "dataset.path=code.jsonl", "output_dir=other", module="app.evaluate"
+    )
+    assert other.code == 0, other.stderr
+    assert "16 samples" in other.stdout
+
+
+def test_a_mix_that_cannot_be_is_refused_before_anything_is_loaded(zygote: Zygote, tmp_path: Path) -> None:
+    sources(tmp_path)
+    given = ("dataset.mix.code.path=cod.jsonl", "output_dir=run")
+    ended = zygote.run(tmp_path, *MIX[:2], *given)
+    refused(ended.code, ended.stdout, ended.stderr, "dataset.mix.code.path=cod.jsonl: no such file or folder")
+    assert "did you mean code.jsonl or chat.jsonl?" in ended.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_weights_are_swept(zygote: Zygote, tmp_path: Path) -> None:
+    sources(tmp_path)
+    given = (
+        *SMALL,
+        *MIX,
+        "dataset.max_rows=null",
+        "dry_run=true",
+        "dataset.mix.code.weight=0,2",
+        "output_dir=sweep",
+    )
+    ended = zygote.run(tmp_path, "-m", *given)
+    assert ended.code == 0, ended.stderr + ended.stdout
+    runs = sorted((tmp_path / "sweep").glob("*/manifest.json"))
+    counts = [json.loads(run.read_text())["counts"]["data"] for run in runs]
+    assert [sorted(each["sources"]) for each in counts] == [["chat"], ["chat", "code"]]
+    assert [result(run.parent)["status"] for run in runs] == ["dry_run"] * 2

@@ -1,0 +1,212 @@
+"""Several sources: shares that are exact, rows that never change sides, numbers that add up."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.config.schema import DatasetConfig, MixSource
+from app.data.mixing import total
+from app.data.prepare import Data, prepare
+from app.data.report import Counts
+from app.data.rows import TokenRows
+from app.errors import DataError
+from tests.data.small import chat, config, tokenizer, write_chats, write_jsonl
+from tests.data.test_rows import ROWS, written
+
+
+def talks(count: int, start: int = 0) -> list[list[dict[str, str]]]:
+    return [chat("Hi", f"Hello {n}") for n in range(start, start + count)]
+
+
+def mixed(folder: Path, mix: dict[str, dict[str, Any]], **changes: Any) -> Data:
+    return prepare(config_of(folder, mix, **changes), tokenizer(), str(folder / "cache"))
+
+
+def config_of(folder: Path, mix: dict[str, dict[str, Any]], **changes: Any) -> DatasetConfig:
+    parts = {name: MixSource(path=str(folder / f"{name}.jsonl"), **part) for name, part in mix.items()}
+    return replace(config("unused", **changes), path=None, mix=parts)
+
+
+def answers(rows: TokenRows | None) -> Counter[str]:
+    made = tokenizer()
+    return Counter() if rows is None else Counter(made.decode(rows.ids(i)) for i in range(len(rows)))
+
+
+def places(rows: TokenRows | None) -> list[str]:
+    return [] if rows is None else [rows.place(i) for i in range(len(rows))]
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    write_chats(tmp_path / "a.jsonl", *talks(40))
+    write_chats(tmp_path / "b.jsonl", *talks(20, start=100))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("weight", "each"), [(1, {1: 20}), (3, {3: 20}), (0.25, {1: 5}), (2.5, {2: 10, 3: 10}), (0.01, {})]
+)
+def test_a_weight_is_how_often_an_epoch_has_each_row(two: Path, weight: float, each: dict[int, int]) -> None:
+    data = mixed(two, {"a": {}, "b": {"weight": weight}})
+    times = Counter(places(data.train))
+    assert {times[f"a.jsonl:{n}"] for n in range(1, 41)} == {1}
+    assert Counter(n for place, n in times.items() if place.startswith("b")) == each
+    share = data.report.shares["b"]
+    assert (share.samples, share.drawn) == (20, sum(n * rows for n, rows in each.items()))
+    assert data.report.train.samples == len(data.train) == 40 + share.drawn
+    assert data.report.train.tokens == data.train.lengths.sum()
+    assert share.tokens + data.report.shares["a"].tokens == data.report.train.tokens
+    assert data.report.sources["b"].samples == 20
+
+
+def test_a_fraction_is_the_same_rows_each_time_and_nearly_so_when_rows_come(two: Path) -> None:
+    def drawn() -> set[str]:
+        return set(answers(mixed(two, {"a": {}, "b": {"weight": 0.5}}).train)) - all_of_a
+
+    all_of_a = set(answers(mixed(two, {"a": {}}).train))
+    before = drawn()
+    assert drawn() == before
+    write_chats(two / "b.jsonl", *talks(24, start=100))
+    after = drawn()
+    assert (len(before), len(after)) == (10, 12)
+    assert len(before & after) >= 8
+
+
+def test_weight_zero_is_not_even_read(two: Path) -> None:
+    (two / "b.jsonl").unlink()
+    data = mixed(two, {"a": {}, "b": {"weight": 0}})
+    assert list(data.report.sources) == ["a"]
+    assert len(data.train) == 40
+
+
+def test_a_source_alone_has_its_weight(two: Path) -> None:
+    assert len(mixed(two, {"b": {"weight": 2}}).train) == 40
+
+
+def test_a_weight_tokenises_nothing_anew(two: Path) -> None:
+    for weight in (1, 2, 0.5):
+        mixed(two, {"a": {}, "b": {"weight": weight}})
+    prepare(config(two / "a.jsonl"), tokenizer(), str(two / "cache"))  # nor does taking a source alone
+    assert len(list((two / "cache" / "tokens").iterdir())) == 2
+
+
+def test_caps_formats_and_columns_are_of_each_source(two: Path) -> None:
+    write_jsonl(two / "c.jsonl", [{"q": "two ", "a": f" and {n}"} for n in range(9)])
+    own = {"format": "prompt_completion", "columns": {"prompt": "q", "completion": "a"}, "max_rows": 4}
+    data = mixed(two, {"a": {"max_rows": 5}, "b": {}, "c": own}, max_rows=6)
+    assert Counter(place.partition(":")[0] for place in places(data.train)) == {
+        "a.jsonl": 5,
+        "b.jsonl": 6,
+        "c.jsonl": 4,
+    }
+    assert {name: counts.rows_read for name, counts in data.report.sources.items()} == {
+        "a": 5,
+        "b": 6,
+        "c": 4,
+    }
+    assert data.report.train.rows_read == 15
+    assert "two  and 3" in " ".join(answers(data.train))
+
+
+def test_what_is_wrong_with_a_source_is_told_with_its_key(two: Path) -> None:
+    write_jsonl(two / "c.jsonl", [])
+    with pytest.raises(DataError, match=r"dataset\.mix\.c\.path=.*c\.jsonl: has no rows"):
+        mixed(two, {"a": {}, "c": {}})
+    with pytest.raises(DataError, match=r"dataset\.mix\.d\.path=.*d\.jsonl: no such file"):
+        mixed(two, {"a": {}, "d": {}})
+
+
+def test_equal_samples_are_counted_and_dropped_only_if_asked(tmp_path: Path) -> None:
+    write_chats(tmp_path / "a.jsonl", *talks(10), *talks(3))
+    write_chats(tmp_path / "b.jsonl", *talks(5, start=8))
+    told = mixed(tmp_path, {"a": {}, "b": {}})
+    assert [counts.duplicates for counts in told.report.sources.values()] == [3, 2]
+    assert (len(told.train), told.report.train.duplicates_dropped) == (18, 0)
+    assert any("2 samples equal to an earlier one: trained on again" in line for line in told.report.lines())
+    data = mixed(tmp_path, {"a": {}, "b": {}}, deduplicate=True)
+    assert set(answers(data.train).values()) == {1}
+    assert places(data.train) == [f"a.jsonl:{n}" for n in range(1, 11)] + [f"b.jsonl:{n}" for n in (3, 4, 5)]
+    assert [counts.duplicates_dropped for counts in data.report.sources.values()] == [3, 2]
+    assert "train b: 2 samples equal to an earlier one: left out" in data.report.lines()
+
+
+def test_the_same_text_trained_differently_is_not_equal(tmp_path: Path) -> None:
+    rows = [{"prompt": "two", "completion": " and two"}, {"prompt": "two and", "completion": " two"}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    data = prepare(config(path, "prompt_completion", deduplicate=True), tokenizer(), str(tmp_path / "cache"))
+    assert np.array_equal(data.train.ids(0), data.train.ids(1))
+    assert len(data.train) == 2
+
+
+def test_a_row_never_changes_sides(two: Path) -> None:
+    """Not when rows are added, repeated, weighted, deduplicated, or come in another mix."""
+    sides: dict[str, str] = {}
+
+    def check(data: Data) -> None:
+        for side, rows in (("train", data.train), ("eval", data.eval)):
+            for text in answers(rows):
+                assert sides.setdefault(text, side) == side
+
+    more = {"eval_fraction": 0.3}
+    check(mixed(two, {"a": {}, "b": {}}, **more))
+    write_chats(two / "a.jsonl", *talks(30, start=500), *talks(40), *talks(40))
+    check(mixed(two, {"a": {}}, **more))
+    check(mixed(two, {"b": {"weight": 3}, "a": {"weight": 0.5}}, **more))
+    check(mixed(two, {"a": {}, "b": {}}, deduplicate=True, **more))
+    assert set(sides.values()) == {"train", "eval"}
+    assert len(sides) == 90
+
+
+def test_held_out_rows_have_no_weight(two: Path) -> None:
+    plain, weighted = (
+        mixed(two, {"a": {"weight": w}, "b": {"weight": w}}, eval_fraction=0.3) for w in (1, 4)
+    )
+    assert plain.eval is not None
+    assert weighted.eval is not None
+    assert plain.eval.fingerprint == weighted.eval.fingerprint
+    assert len(weighted.train) == 4 * len(plain.train)
+    held = [counts.held_out for counts in weighted.report.sources.values()]
+    assert sum(held) == len(weighted.eval) == weighted.report.train.held_out
+    assert [c.samples + h for c, h in zip(weighted.report.sources.values(), held, strict=True)] == [40, 20]
+
+
+def test_what_is_said_of_a_mix(two: Path) -> None:
+    report = mixed(two, {"a": {}, "b": {"weight": 2}}).report
+    assert report.lines() == [
+        "train a: 40 rows -> 40 samples, 830 tokens, 310 trained (37%)",
+        "train a: weight 1, 40 samples an epoch, 48.5% of its tokens",
+        "train b: 20 rows -> 20 samples, 440 tokens, 180 trained (41%)",
+        "train b: weight 2, 40 samples an epoch, 51.5% of its tokens",
+        "train: 80 samples, 1,710 tokens, 670 trained an epoch",
+    ]
+
+
+def test_joined_rows_are_those_of_the_parts(tmp_path: Path) -> None:
+    one, other = written(tmp_path / "one", ROWS), written(tmp_path / "other", ROWS[1:])
+    rows = TokenRows.joined([one.select([2, 0]), other, TokenRows.joined([other, one]).select([4, 1])])
+    expected = [ROWS[i] for i in (2, 0, 1, 2, 2, 2)]
+    assert [rows.place(i) for i in range(6)] == [place for place, _, _ in expected]
+    assert [rows.ids(i).tolist() for i in range(6)] == [ids for _, ids, _ in expected]
+    assert [rows.trained(i).tolist() for i in range(6)] == [
+        [bool(t) for t in mask] for _, _, mask in expected
+    ]
+    assert rows.lengths.tolist() == [len(ids) for _, ids, _ in expected]
+    assert rows.largest_id == 9
+    assert rows.fingerprint == rows.select(range(6)).fingerprint
+
+
+@given(st.lists(st.integers(0, 9), min_size=3, max_size=3), st.lists(st.text(max_size=3), max_size=5))
+def test_a_total_adds_up(numbers: list[int], reasons: list[str]) -> None:
+    parts = [Counts(source="x", rows_read=n, longest=n) for n in numbers]
+    for reason in reasons:
+        parts[len(reason) % 3].bad("place", reason)
+    summed = total(parts)
+    assert (summed.rows_read, summed.longest) == (sum(numbers), max(numbers))
+    assert (summed.bad_rows, summed.source) == (len(reasons), "x + x + x")
+    assert sum(summed.bad_by_reason.values()) == len(reasons)
