@@ -143,7 +143,7 @@ def _where(line: Line) -> str:
     told = ", ".join(
         f"{name} {versions[name]}" for name in ("torch", "transformers", "peft", "trl") if name in versions
     )
-    threads = f", {line['threads']} threads" if line["device"] == "cpu" else ""
+    threads = f", threads: {line['threads']}" if line["device"] == "cpu" else ""
     return (
         f"{line['hardware']['name']}{threads}, {line['precision']}; {told}; commit {str(line['commit'])[:10]}"
     )
