@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -42,7 +43,8 @@ def _parse(parse: Callable[[str], Override], text: str, schema: type) -> Overrid
     if text.startswith("~"):
         equals = "="
     if not equals or not key:
-        raise ConfigError(f"{text!r} is not an override. Write key=value or group=choice.")
+        meant = f" Did you mean run={text}?" if _is_run(text, schema) else ""
+        raise ConfigError(f"{text!r} is not an override. Write key=value or group=choice.{meant}")
     try:
         return parse(text)
     except HydraException as fault:
@@ -50,6 +52,11 @@ def _parse(parse: Callable[[str], Override], text: str, schema: type) -> Overrid
             return parse(f'{key}="{value}"')
         reason = " ".join(str(fault).splitlines()[0].split())
         raise ConfigError(f"{text!r} cannot be read: {reason}. Quote the value: '{key}=\"...\"'.") from None
+
+
+def _is_run(text: str, schema: type) -> bool:
+    """A folder, where the command is about one."""
+    return "run" in kinds(schema) and Path(text).expanduser().is_dir()
 
 
 def _problems(override: Override, text: str, schema: type) -> Iterator[str]:

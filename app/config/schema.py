@@ -119,6 +119,7 @@ class DatasetConfig:
     eval_split: str | None = None
     eval_fraction: float = number(at_least=0, below=1)
     eval_max_rows: int | None = number(at_least=1)
+    workers: int | None = number(at_least=1)
 
 
 @dataclass(kw_only=True, slots=True)

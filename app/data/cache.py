@@ -28,34 +28,37 @@ from app.data.tokenizer import Tokenizer
 from app.errors import EnvironmentProblem
 
 CODE_VERSION = 1  # raise it when a library or the file format changes what an entry means
-DECIDING = (  # modules whose text is a part of every key: a change there may change tokens, places, counts
-    *(
-        "bad_rows",
-        "decoding",
-        "encoding",
-        "files",
-        "hub",
-        "json_array",
-        "overflow",
-        "rendering",
-        "report",
-        "rows",
-    ),
-    *(
-        "formats/chats",
-        "formats/columns",
-        "formats/conversation",
-        "formats/documents",
-        "formats/questions",
-        "formats/table",
-        "formats/tools",
-        "formats/unfold",
-    ),
-    *("script", "shapes", "sources", "storage", "stream", "tables", "tokenizer"),
+# modules whose text is a part of every key: a change there may change tokens, places, counts
+DECIDING = (
+    "bad_rows",
+    "crew",
+    "decoding",
+    "encoding",
+    "files",
+    "formats/chats",
+    "formats/columns",
+    "formats/conversation",
+    "formats/documents",
+    "formats/questions",
+    "formats/table",
+    "formats/tools",
+    "formats/unfold",
+    "hub",
+    "json_array",
+    "making",
+    "overflow",
+    "rendering",
+    "report",
+    "rows",
+    "script",
+    "shapes",
+    "sources",
+    "storage",
+    "stream",
+    "tables",
+    "tokenizer",
 )
-_ABANDONED = (
-    24 * 3600
-)  # seconds after which a half-written entry belongs to nobody, if no lock says so before
+_ABANDONED = 24 * 3600  # seconds until a half-written entry belongs to nobody, where no lock says so before
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY)
 _HERE = hashlib.sha256(platform.node().encode()).hexdigest()[:8]  # this machine
 log = logging.getLogger(__name__)

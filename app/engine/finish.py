@@ -40,14 +40,16 @@ def stop(loop: Loop, record: Record | Follower) -> int:
 
 
 def _known(loop: Loop) -> dict[str, float | None]:
+    """What the lines of this start tell; a start that had nothing left to do has no speed of its own."""
     progress = loop.progress
+    speed = {"tokens_per_second": loop.tokens_per_second} if loop.tokens_per_second else {}
     return {
+        **speed,
         "objective": progress.last_loss if progress.best_loss is None else progress.best_loss,
         "steps": progress.step,
         "train_loss_first": progress.first_loss,
         "train_loss_last": progress.last_loss,
         "eval_loss": progress.last_eval_loss,
-        "tokens_per_second": loop.tokens_per_second,
         "peak_memory_bytes": loop.parts.runtime.peak_memory_bytes(),
     }
 
@@ -65,11 +67,11 @@ def _take_best(
 def _closing_words(
     what: str, record: Record | Follower, known: dict[str, float | None], progress: Progress
 ) -> str:
-    speed = known["tokens_per_second"]
+    speed = known.get("tokens_per_second")
     evaluated = "" if progress.last_eval_loss is None else f", eval loss {progress.last_eval_loss:.4f}"
     return (
-        f"done    {progress.step} steps, loss {progress.first_loss:.4f} -> {progress.last_loss:.4f}{evaluated}, "
-        f"{speed:,.0f} tokens/s\n"
+        f"done    {progress.step} steps, loss {progress.first_loss:.4f} -> {progress.last_loss:.4f}{evaluated}"
+        f"{f', {speed:,.0f} tokens/s' if speed else '; nothing was left to do'}\n"
         f"{what:<7} {record.folder.final}\n"
         f'try it  {python()} -m app.generate run={record.folder.path} prompt="..."'
     )

@@ -14,17 +14,32 @@ _WEIGHT_FILES = ["*.safetensors"]
 _NOT_OURS = ["original/*", "consolidated*", "onnx/*", "openvino/*"]
 
 
+def check(config: ModelConfig) -> list[str]:
+    """The problem with a `model.path` on this machine, told before anything is loaded."""
+    place = local_place(config.path)
+    is_there = config.weights == "random" or place.is_dir() or _can_be_remote(config.path)
+    return [] if is_there else [_no_folder(config.path)]
+
+
 def fetch_folder(config: ModelConfig, path: str, *, with_weights: bool) -> Path:
     """The folder that holds `path`: itself when it is local, else a snapshot of the hub repository."""
     place = local_place(path)
     if place.is_dir():
         return place
-    if place.is_file() or path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise EnvironmentProblem(
-            f"model.path={path}: there is no such folder. Give a folder with config.json, tokenizer.json and "
-            "*.safetensors, or a hub id like org/name."
-        )
+    if not _can_be_remote(path):
+        raise EnvironmentProblem(_no_folder(path))
     return _snapshot(config, path, with_weights=with_weights)
+
+
+def _can_be_remote(path: str) -> bool:
+    return not (local_place(path).is_file() or path.startswith((".", "/", "~")) or path.count("/") != 1)
+
+
+def _no_folder(path: str) -> str:
+    return (
+        f"model.path={path}: there is no such folder. Give a folder with config.json, tokenizer.json and "
+        "*.safetensors, or a hub id like org/name."
+    )
 
 
 def folder_at_hand(config: ModelConfig) -> Path | None:

@@ -87,6 +87,17 @@ def test_killed_three_times_and_resumed_it_gives_the_same_numbers(
     assert result(killed)["status"] == "finished"
 
 
+def test_a_finished_run_has_nothing_left_to_do_and_keeps_its_speed(zygote: Zygote, tmp_path: Path) -> None:
+    command = (*SMALL, "training.max_steps=2", f"output_dir={tmp_path / 'run'}", "resume=auto")
+    first, second = (zygote.run(tmp_path, *command) for _ in range(2))
+    assert (first.code, "nothing was left to do" in first.stdout) == (0, False)
+    assert (second.code, "; nothing was left to do\n" in second.stdout) == (0, True)
+    assert (
+        result(tmp_path / "run")["tokens_per_second"]
+        == [line for line in metrics(tmp_path / "run") if "loss" in line][-1]["tokens_per_second"]
+    )
+
+
 def test_eight_bit_states_are_saved_as_bytes(zygote: Zygote, tmp_path: Path) -> None:
     run = tmp_path / "run"
     ended = zygote.run(

@@ -44,6 +44,7 @@ EARLY = [
     ("launch.num_processes=all", "launch.num_processes=all: expected a whole number or auto."),
     ("launch.num_processes=0", "launch.num_processes=0 must be at least 1."),
     ("dataset.path=no/such.jsonl", "dataset.path=no/such.jsonl: no such file or folder"),
+    ("model.path=./no/such", "model.path=./no/such: there is no such folder. Give a folder with config.json"),
     ("model.chat_template=chatmll", "model.chat_template=chatmll is neither a file nor one of "),
     ("tracker=wandb", "tracker=wandb: no login was found"),
     ("output_dir=file", "output_dir=file: this is a file"),

@@ -101,6 +101,13 @@ def test_what_is_wrong_is_told_before_the_run_is_looked_for(given: str, message:
     assert message in problem
 
 
+def test_a_folder_without_its_key(tmp_path: Path) -> None:
+    (problem,) = refusals(tmp_path, str(tmp_path))
+    assert problem.endswith(
+        f"is not an override. Write key=value or group=choice. Did you mean run={tmp_path}?"
+    )
+
+
 def test_all_that_is_wrong_comes_together() -> None:
     assert len(refusals(Path("none"), "seed=3", "weihgts=both", "dataset=massages")) == 3
 

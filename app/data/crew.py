@@ -1,0 +1,166 @@
+"""The same work by several processes, each result in the place of what it was made of.
+
+A worker is an interpreter of its own that reads pickles and writes pickles. It has one item at a time, so that neither
+side waits for a full pipe of the other, and it ends with its pipe: none outlives a parent that was killed.
+"""
+
+import logging
+import os
+import pickle
+import select
+import subprocess
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import ExitStack, suppress
+from itertools import chain, islice
+from typing import Any, Generic, TypeVar
+
+from app.errors import EnvironmentProblem
+
+_ALONE = 4  # items that are done before it is worth a second to start others
+_MOST = 16  # the parent, which reads and writes, keeps no more of them busy
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Fault = tuple[BaseException | None, str]
+log = logging.getLogger(__name__)
+
+
+def in_order(
+    work: Callable[[Item], Result], items: Iterable[Item], count: int | None
+) -> Generator[Result, None, None]:
+    """`work` of each item, by this process until `count` others are ready; where there are few items it stays alone."""
+    count = min(len(os.sched_getaffinity(0)), _MOST) if count is None else count
+    left = iter(items)
+    yield from map(work, islice(left, _ALONE) if count > 1 else left)
+    with ExitStack() as ending:
+        crew: list[_Worker[Item, Result]] | None = None
+        for item in left:
+            crew = _started(work, count, ending) if crew is None else crew
+            if crew and all(worker.is_ready() for worker in crew):
+                yield from _dealt(crew, chain([item], left))
+            else:
+                yield work(item)
+
+
+def _started(work: Callable[[Item], Result], count: int, ending: ExitStack) -> "list[_Worker[Item, Result]]":
+    """None where the work cannot travel."""
+    try:
+        content = pickle.dumps(work, pickle.HIGHEST_PROTOCOL)
+    except Exception as fault:  # noqa: BLE001  whatever objects find to say against it
+        log.info("rows are prepared by one process: what prepares them cannot be copied (%s)", fault)
+        return []
+    return [ending.enter_context(_Worker[Item, Result](content)) for _ in range(count)]
+
+
+def _dealt(crew: "list[_Worker[Item, Result]]", items: Iterator[Item]) -> Iterator[Result]:
+    """In turn, so that results come in order; a worker has its next item before its result is used."""
+    busy: list[_Worker[Item, Result]] = []
+    for worker, item in zip(crew, items, strict=False):
+        worker.give(item)
+        busy.append(worker)
+    while busy:
+        worker = busy.pop(0)
+        result = worker.take()
+        for item in islice(items, 1):
+            worker.give(item)
+            busy.append(worker)
+        yield result
+
+
+class _Worker(Generic[Item, Result]):
+    def __init__(self, content: bytes) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "from app.data.crew import serve; serve()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the parent to hear
+            env=os.environ
+            | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        assert self._process.stdin
+        assert self._process.stdout
+        self._to, self._from = self._process.stdin, self._process.stdout
+        self._to.write(content)
+        self._to.flush()
+        self._ready = self._failed = False
+
+    def is_ready(self) -> bool:
+        """Whether it has loaded what it needs. Never waits; one that failed to load it never is."""
+        if not self._ready and not self._failed and select.select([self._from], [], [], 0)[0]:
+            try:
+                self.take()
+                self._ready = True
+            except Exception as fault:  # noqa: BLE001  a tokenizer with code of its own, for example
+                log.info("rows are prepared by one process: another one could not be started (%s)", fault)
+                self._failed = True
+        return self._ready
+
+    def give(self, item: Item) -> None:
+        """The next item; it must have none."""
+        with suppress(BrokenPipeError):  # `take` says what happened
+            pickle.dump(item, self._to, pickle.HIGHEST_PROTOCOL)
+            self._to.flush()
+
+    def take(self) -> Result:
+        """What it made of its item; what it failed of is raised here."""
+        try:
+            result, (fault, words) = pickle.load(self._from)
+        except (EOFError, pickle.UnpicklingError):
+            code = self._process.wait()
+            ended = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            raise EnvironmentProblem(
+                f"a process that prepares rows {ended}. Out of memory is the usual cause;"
+                " dataset.workers=1 prepares them with less."
+            ) from None
+        if fault is not None:
+            raise fault
+        if words:
+            raise RuntimeError(f"a process that prepares rows failed:\n{words}")
+        made: Result = result
+        return made
+
+    def __enter__(self) -> "_Worker[Item, Result]":
+        return self
+
+    def __exit__(self, *_fault: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._to, self._from):
+            with suppress(BrokenPipeError):
+                pipe.close()
+
+
+def serve() -> None:
+    """A worker, until its parent has no more for it."""
+    items, results = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a print somewhere would be read as a result
+    with suppress(EOFError, BrokenPipeError):
+        work, fault = _outcome(pickle.load, items)
+        _answer(results, None, fault)
+        while work is not None:
+            item = pickle.load(items)
+            _answer(results, *_outcome(work, item))
+
+
+def _outcome(work: Callable[[Any], Any], item: Any) -> tuple[Any, Fault]:
+    try:
+        return work(item), (None, "")
+    except Exception as fault:  # noqa: BLE001  it is the parent's to raise
+        return None, _portable(fault)
+
+
+def _portable(fault: Exception) -> Fault:
+    """The exception, or its words where it cannot travel."""
+    import traceback
+
+    try:
+        pickle.loads(pickle.dumps(fault))
+    except Exception:  # noqa: BLE001
+        return None, "".join(traceback.format_exception(fault))
+    return fault, ""
+
+
+def _answer(results: Any, made: Any, fault: Fault) -> None:
+    pickle.dump((made, fault), results, pickle.HIGHEST_PROTOCOL)
+    results.flush()

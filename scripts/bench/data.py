@@ -1,0 +1,251 @@
+"""Preparation of chat rows, ours against TRL's: rows a second, from a file to token ids and a mask of what is trained.
+
+python -m scripts.bench.data --rows 50000 --out FILE.jsonl     (needs the extra `bench`)
+
+Both read the same file, with the same tokenizer and template, and train answers only; each measurement is a process of
+its own, in turn, with empty caches. The clock runs from the file to rows that can be trained on, packing left out;
+imports and the tokenizer are loaded before. Exits with 1 unless ids and masks of all rows are the same.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scripts.bench.machine import here
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_LENGTH = 4096  # longer than any row: nothing is cut, by anyone
+_IGNORED = -100  # as its labels have it
+_OTHER_SIZE = 5  # a smaller set beside the whole one: rows of it are this many times fewer
+
+Row = tuple[NDArray[np.int32], NDArray[np.bool_]]
+Line = dict[str, Any]
+
+
+def main() -> int:
+    """The parent: one line of JSON for each measurement, and a verdict."""
+    told = _told()
+    if told.measure:
+        print(json.dumps(MEASURES[told.measure](told.chats, told.folder)))
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        chats = Path(folder) / "chats.jsonl"
+        write_chats(chats, told.rows)
+        small = Path(folder) / "fewer.jsonl"
+        write_chats(small, told.rows // _OTHER_SIZE)
+        lines = [
+            {"rows": told.rows // _OTHER_SIZE, **_measured("ours", small)},
+            *({"rows": told.rows, **_measured(name, chats)} for _ in range(told.rounds) for name in MEASURES),
+        ]
+    import torch
+
+    for line in lines:
+        line.update(here(torch.device("cpu")))
+    told.out.parent.mkdir(parents=True, exist_ok=True)
+    told.out.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return verdict(lines)
+
+
+def write_chats(path: Path, rows: int) -> None:
+    """Words of the sample data, as chats of one to three rounds, of lengths as chats have; the same everywhere."""
+    sample = ROOT / "app" / "assets" / "sample" / "train.jsonl"
+    turns = [
+        turn["content"] for line in sample.read_text().splitlines() for turn in json.loads(line)["messages"]
+    ]
+    words, random = " ".join(turns).split(), np.random.default_rng(0)
+    with path.open("w") as file:
+        for _ in range(rows):
+            messages = []
+            for _ in range(random.choice([1, 1, 1, 2, 3])):
+                for role, median_words in (("user", 27), ("assistant", 55)):
+                    count = int(np.clip(random.lognormal(np.log(median_words), 0.8), 1, 400))
+                    at = int(random.integers(len(words) - count))
+                    messages.append({"role": role, "content": " ".join(words[at : at + count])})
+            file.write(json.dumps({"messages": messages}) + "\n")
+
+
+def ours(chats: Path, folder: Path) -> Line:
+    """`dataset=messages`, cold; then again from the cache, as the next start finds it; then the loader's bins."""
+    from app.config.load import compose_run
+    from app.data.layout import Packed
+    from app.data.loader import Loader, Share
+    from app.data.prepare import prepare
+    from app.model.tokenizer import load_tokenizer
+
+    run = compose_run(
+        [
+            "dataset=messages",
+            f"dataset.path={chats}",
+            "dataset.eval_fraction=0",
+            f"dataset.max_length={MAX_LENGTH}",
+            f"batching.tokens={MAX_LENGTH}",
+        ]
+    )
+    tokenizer = load_tokenizer(run.model, needs_template=True)
+    cold = _Clock()
+    rows = prepare(run.dataset, tokenizer, str(folder / "cache")).train
+    found = cold.stop()
+    warm = _Clock()
+    prepare(run.dataset, tokenizer, str(folder / "cache"))
+    again = warm.stop()
+    planned = _Clock()
+    loader = Loader(rows, Packed(MAX_LENGTH, tokenizer.pad_token_id, MAX_LENGTH), Share(1), seed=0)
+    plan = planned.stop()
+    read = _Clock()
+    tokens = sum(batch.num_tokens for step in range(loader.steps_per_epoch) for batch in loader.batches(step))
+    bins = read.stop()
+    return {
+        **found,
+        "seconds_cached": again["seconds"],
+        "seconds_plan": plan["seconds"],
+        "loader_tokens_per_second": tokens / bins["seconds"],
+        "digest": _digest((rows.ids(i), rows.trained(i)) for i in range(len(rows))),
+    }
+
+
+def trl(chats: Path, folder: Path) -> Line:
+    """As shipped: one process."""
+    return _trl(chats, folder, None)
+
+
+def trl_parallel(chats: Path, folder: Path) -> Line:
+    """With as many processes as there are cores (`dataset_num_proc`)."""
+    return _trl(chats, folder, os.cpu_count())
+
+
+MEASURES: dict[str, Callable[[Path, Path], Line]] = {
+    "ours": ours,
+    "trl": trl,
+    "trl_parallel": trl_parallel,
+}
+
+
+def _trl(chats: Path, folder: Path, processes: int | None) -> Line:
+    from datasets import load_dataset
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    class Timed(SFTTrainer):  # type: ignore[misc]  # the package has no types
+        """Its own preparation, with a clock around it."""
+
+        found: Line
+
+        def _prepare_dataset(self, *given: Any, **named: Any) -> Any:
+            clock = _Clock()
+            prepared = super()._prepare_dataset(*given, **named)
+            type(self).found = clock.stop()
+            return prepared
+
+    base = str(ROOT / "app" / "assets" / "tiny")
+    reading = _Clock()
+    rows = load_dataset("json", data_files=str(chats), split="train", cache_dir=str(folder / "read"))
+    read = reading.stop()
+    trainer = Timed(
+        model=AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base)),
+        args=SFTConfig(
+            output_dir=str(folder / "out"),
+            assistant_only_loss=True,
+            max_length=None,  # else it would go over its rows twice more, to cut nothing
+            dataset_num_proc=processes,
+            report_to="none",
+            use_cpu=True,
+        ),
+        train_dataset=rows,
+        processing_class=AutoTokenizer.from_pretrained(base),
+    )
+    made = trainer.train_dataset.with_format("numpy")
+    ids, labels = made["input_ids"], made["labels"]
+    return {
+        **{key: Timed.found[key] + read[key] for key in read},
+        "digest": _digest(
+            (np.asarray(one, np.int32), np.asarray(label) != _IGNORED)
+            for one, label in zip(ids, labels, strict=True)
+        ),
+    }
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self._wall, self._cpu = time.perf_counter(), _cpu_seconds()
+
+    def stop(self) -> dict[str, float]:
+        return {
+            "seconds": time.perf_counter() - self._wall,
+            "cpu_seconds": _cpu_seconds() - self._cpu,
+        }
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of those it waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def _digest(rows: Iterator[Row]) -> str:
+    """Of all rows, in any order."""
+    found = sorted(hashlib.sha256(ids.tobytes() + mask.tobytes()).digest() for ids, mask in rows)
+    return hashlib.sha256(b"".join(found)).hexdigest()
+
+
+def _measured(name: str, chats: Path) -> Line:
+    with tempfile.TemporaryDirectory() as folder:
+        told = ["--measure", name, "--chats", str(chats), "--folder", folder]
+        done = subprocess.run(
+            [sys.executable, "-m", "scripts.bench.data", *told],
+            cwd=ROOT,
+            env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": folder},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+    line: Line = {"framework": name, **json.loads(done.stdout.splitlines()[-1])}
+    print(f"{name:13} {line['seconds']:6.1f} s, {line['cpu_seconds']:6.1f} s of CPU", flush=True)
+    return line
+
+
+def verdict(lines: list[Line]) -> int:
+    """In words; 1 where somebody made other rows."""
+    whole = [line for line in lines if line["rows"] == max(line["rows"] for line in lines)]
+    rates = {
+        name: median(line["rows"] / line["seconds"] for line in whole if line["framework"] == name)
+        for name in MEASURES
+    }
+    for name, rate in rates.items():
+        print(f"{name:13} {rate:8,.0f} rows/s, ours {rates['ours'] / rate:.2f}x")
+    few, many = lines[0], next(line for line in whole if line["framework"] == "ours")
+    print(
+        f"from the cache {few['seconds_cached']:.3f} s with {few['rows']:,} rows, {many['seconds_cached']:.3f} s with "
+        f"{many['rows']:,}; loader {many['loader_tokens_per_second']:,.0f} tokens/s"
+    )
+    same = len({line["digest"] for line in whole}) == 1
+    print("ids and masks are the same" if same else "ids or masks DIFFER")
+    return 0 if same else 1
+
+
+def _told() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, default=50_000)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("bench-data.jsonl"))
+    for name in ("--chats", "--folder"):
+        parser.add_argument(name, type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", choices=MEASURES, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
