@@ -1,6 +1,7 @@
 """`python -m app.train -m ...`: from the command line to the leaderboard."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from app.config.arguments import sweep_overrides_of
 from app.config.schema import RunConfig
@@ -9,7 +10,7 @@ from app.sweep.checking import checked_runs, wrong_overrides
 from app.sweep.expansion import Setting, settings_of
 from app.sweep.folder import SweepFolder, default_path, identity_of
 from app.sweep.preset import NO_PRESET, Preset, is_of_the_sweep, read_preset
-from app.sweep.proposers import PROPOSERS
+from app.sweep.proposers import PROPOSERS, Proposer
 from app.sweep.runner import Runner
 from app.sweep.space import Dimension, dimensions_in
 from app.sweep.varied import dimensions_of
@@ -17,8 +18,19 @@ from app.sweep.varied import dimensions_of
 _FOLDER = "output_dir"
 
 
-def sweep(arguments: Sequence[str], check_parts: Callable[[RunConfig], None]) -> int:
-    """All trials are checked (`check_parts` is the run's own check) before the first starts; returns the exit code."""
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A sweep whose trials, or the ends of what they may be, are known to be sound."""
+
+    proposer: Proposer
+    runs: Sequence[RunConfig]
+    place: str
+    identity: str
+    notes: Sequence[str]
+
+
+def planned(arguments: Sequence[str], check_parts: Callable[[RunConfig], None]) -> Plan:
+    """From the words of the command line; `check_parts` is the run's own check."""
     preset, space, settings = _read(sweep_overrides_of(arguments))
     of_trials = [setting for setting in settings if setting.key != _FOLDER]
     given = [text for setting in settings if setting.key == _FOLDER for text in setting.texts]
@@ -26,10 +38,15 @@ def sweep(arguments: Sequence[str], check_parts: Callable[[RunConfig], None]) ->
     proposer = PROPOSERS[preset.config.proposer].make(dimensions, preset.config)
     runs = checked_runs(proposer.points, given, check_parts)
     place = _one_folder(runs, given[-1]) if given else default_path(settings, preset)
-    identity = identity_of(of_trials, preset)
-    with SweepFolder.claim(place, identity) as folder:
+    return Plan(proposer, runs, place, identity_of(of_trials, preset), notes)
+
+
+def sweep(arguments: Sequence[str], check_parts: Callable[[RunConfig], None]) -> int:
+    """All trials are checked before the first starts; returns the exit code."""
+    plan = planned(arguments, check_parts)
+    with SweepFolder.claim(plan.place, plan.identity) as folder:
         command = ["python", "-m", "app.train", *arguments]
-        return Runner(folder, identity, proposer, command, notes).run()
+        return Runner(folder, plan.identity, plan.proposer, command, plan.notes).run()
 
 
 def _read(overrides: Sequence[str]) -> tuple[Preset, list[Dimension], list[Setting]]:

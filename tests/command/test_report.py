@@ -52,7 +52,10 @@ def test_a_run_ends_in_a_page_of_its_numbers(made: Callable[[], Path]) -> None:
     assert [each.text for each in checks.all("span", "badge")] == ["holds"] * 3
     proofs = json.loads((run / "manifest.json").read_text())["proofs"]
     assert all(0 <= proof["difference"] <= proof["allowed"] for proof in proofs)
-    assert "% full, provably the fewest." in section(page, "Data").text
+    counts = json.loads((run / "manifest.json").read_text())["counts"]
+    more = counts["units"] - counts["least_units"]
+    beyond = f"{more} more than provably needed" if more else "provably the fewest"
+    assert f"{counts['fill']:.1%} full, {beyond}." in section(page, "Data").text
     trained = [mark.text for mark in section(page, "Data").all("mark")[1:]]
     assert len(trained) >= 4
     assert all(text.endswith("<|end|>") for text in trained)

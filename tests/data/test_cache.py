@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.data import cache, stream
+from app.data import cache, making
 from app.data.cache import cached_rows
 from app.data.prepare import prepare
 from app.data.storage import RowWriter, disk_explained
@@ -50,7 +50,7 @@ def test_a_second_time_nothing_is_tokenised(
     rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = prepare(config(rows), tokenizer(), str(tmp_path))
-    monkeypatch.setattr(stream, "read_row", None)  # anything that asked for a row would fail
+    monkeypatch.setattr(making, "read_row", None)  # anything that asked for a row would fail
     copy = tmp_path / "copy" / "a.jsonl"
     copy.parent.mkdir()
     copy.write_bytes(rows.read_bytes())

@@ -1,6 +1,7 @@
 """A set that several processes prepared is the one that a single process prepares: the same bytes, the same counts."""
 
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,12 @@ from app.data.prepare import Data, prepare
 from tests.data.small import chat, config, tokenizer, write_jsonl
 
 ROWS = 3_000
-dealt = vars(crew)["_dealt"]
+dealt: Callable[..., Iterator[Any]] = vars(crew)["_dealt"]
 
 
 def some_rows() -> list[Any]:
     """Good ones, bad ones of several kinds, and some that are too long."""
-    draw, found = random.Random(0), []
+    draw, found = random.Random(0), list[Any]()
     for number in range(ROWS):
         words = " ".join(draw.choices(["abc", "where", "is", "the", "lamp"], k=draw.choice([3, 5, 9, 50])))
         found.append({"messages": chat(f"{number} {words}?", f"<think>hm</think>{words}", "and?", words)})
@@ -45,12 +46,17 @@ def files_of(folder: Path, workers: int | None) -> dict[str, bytes]:
 
 def test_the_bytes_do_not_depend_on_the_number_of_processes(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "_ROWS", 64)
-    given: list[int] = []
-    monkeypatch.setattr(crew, "_dealt", lambda workers, items: given.append(1) or dealt(workers, items))
+    helped: list[int] = []
+
+    def counted(workers: list[Any], items: Iterator[Any]) -> Iterator[Any]:
+        helped.append(len(workers))
+        return dealt(workers, items)
+
+    monkeypatch.setattr(crew, "_dealt", counted)
     path = write_jsonl(tmp_path / "rows.jsonl", some_rows())
     one, three = (prepared(tmp_path, path, workers) for workers in (1, 3))
     assert asdict(one.report.train) == asdict(three.report.train)
-    assert given == [1], "others have helped once"
+    assert helped == [3]
     assert one.report.train.bad_rows > 20
     assert one.report.train.truncated > 100
     assert one.report.train.unstable > 1_000

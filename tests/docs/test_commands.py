@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 
 from app.assets import PREFIX
-from app.config.arguments import is_sweep, sweep_overrides_of
+from app.config.arguments import is_sweep
 from app.config.asking import generate_config
 from app.config.load import compose_run
 from app.config.schema import RunConfig
 from app.errors import AppError
-from app.sweep.checking import checked_runs
-from app.sweep.expansion import settings_of
-from app.sweep.proposers import Grid
+from app.sweep.command import planned
 from tests.conftest import REPO
 from tests.docs.blocks import Command, commands_of, documents
 from tests.docs.conftest import Shell
@@ -78,7 +76,9 @@ def wrong_words(command: Command) -> str:
 
 def needs_network(run: RunConfig) -> bool:
     named = [run.model.path] if run.model.weights == "pretrained" else []
-    return any("/" in name and not name.startswith((PREFIX, "/", ".")) for name in [*named, run.dataset.path])
+    return any(
+        "/" in name and not name.startswith((PREFIX, "/", ".")) for name in [*named, run.dataset.path or ""]
+    )
 
 
 def runs_of(text: str) -> list[RunConfig]:
@@ -93,9 +93,7 @@ def runs_of(text: str) -> list[RunConfig]:
     settings = words[starts[-1] + 1 :]
     if not is_sweep(settings):
         return [compose_run(settings)]
-    found, problems = settings_of(sweep_overrides_of(settings))
-    assert not problems, problems
-    return checked_runs(Grid(found).points, [], lambda _run: None)
+    return list(planned(settings, lambda _run: None).runs)
 
 
 def test_what_is_not_typed_is_there() -> None:
