@@ -95,7 +95,8 @@ def _over_long(run: RunConfig, found: Found) -> Iterator[Advice]:
     elif run.dataset.on_overflow != "truncate":
         yield Advice(
             "dataset.on_overflow=truncate",
-            f"the model has no more positions, and {lost}: this keeps the beginning of each",
+            f"the model has no more positions, and {lost}: this keeps the beginning of each, without its end; or take "
+            "a model with more",
         )
 
 
