@@ -102,12 +102,12 @@ def _over_long(run: RunConfig, found: Found) -> Iterator[Advice]:
 
 def _duplicates(run: RunConfig, found: Found) -> Iterator[Advice]:
     report = found.data.report
-    if found.duplicates:
+    if found.duplicates and not run.dataset.deduplicate:
         samples = report.train.samples + report.train.held_out
         yield Advice(
-            "dataset.path=FILE",
+            "dataset.deduplicate=true",
             f"{_many(found.duplicates, 'sample')} of {samples:,} say what an earlier one says, token by token: each is "
-            "learned more often than the others; give a file without them, unless that is meant",
+            "learned more often than the others; leave them out, unless that is meant",
         )
     if report.shared:
         named = "eval_path" if run.dataset.eval_path is not None else "eval_split"
