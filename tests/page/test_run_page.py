@@ -78,6 +78,19 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert "predicted" not in section(page, "Memory").text
 
 
+@pytest.mark.parametrize(
+    ("least", "told"), [(156, "provably the fewest"), (154, "2 more than provably needed")]
+)
+def test_bins_are_told_beside_those_that_no_plan_can_do_without(
+    tmp_path: Path, least: int, told: str
+) -> None:
+    folder = made_run(tmp_path / "mine", LINES)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["counts"]["least_units"] = least
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert f"156 bins an epoch, 1 a step, 99.1% full, {told}." in page_of(folder).text
+
+
 def test_answers_before_and_after(tmp_path: Path) -> None:
     samples = [
         sample(0, "2+2?", "4", "fish"),
