@@ -21,6 +21,7 @@ class Made:
     unstable: bool = False
     unseen: int = 0
     shortened: int = 0
+    marked: int = 0
 
 
 class Maker:
@@ -62,7 +63,7 @@ def _made(place: str, drafts: Drafts, samples: Iterator[Sample]) -> Made:
     problem = _nothing_trained(drafts.samples, own)
     if problem:
         return Made(place, problem=problem)
-    return Made(place, own, "", drafts.unstable, drafts.unseen, drafts.shortened)
+    return Made(place, own, "", drafts.unstable, drafts.unseen, drafts.shortened, drafts.marked)
 
 
 def _nothing_trained(drafts: list[Draft], made: list[Sample]) -> str:

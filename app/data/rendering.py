@@ -6,7 +6,9 @@ beyond what asks for that turn, is what the model must learn.
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from app.data.script import Script, common_start, script_of
 from app.data.shapes import Conversation, Document, Draft, Message, RowProblem, Span
@@ -25,6 +27,7 @@ class Drafts:
     unstable: bool = False  # the template rewrites earlier turns
     unseen: int = 0  # messages, and lists of tools, of which the template writes nothing
     shortened: int = 0  # trained answers of which the template leaves out a part
+    marked: int = 0  # messages that say what the tokenizer takes for a special token
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,7 @@ class Renderer:
     def __init__(self, tokenizer: Tokenizer, train_on: str, on_unstable: str) -> None:
         self._tokenizer = tokenizer
         self._eos = str(tokenizer.special_tokens_map.get("eos_token", ""))
+        self._special = _any_of(tokenizer.special_tokens_map)
         self._train_on = train_on
         self._on_unstable = on_unstable
 
@@ -50,6 +54,10 @@ class Renderer:
         """The samples of one row. `place` is for the error that an unstable template may be."""
         if isinstance(content, Document):
             return Drafts([self._document(content)])
+        marked = sum(self._special.search(message["content"]) is not None for message in content.messages)
+        return replace(self._chat(content, place), marked=marked)
+
+    def _chat(self, content: Conversation, place: str) -> Drafts:
         assert self._train_on in ("auto", "assistant", "last", "all"), self._train_on
         script = script_of(content, self._tokenizer)
         whole, unseen = script.whole, _unseen(script)
@@ -118,6 +126,13 @@ class Renderer:
             )
         kept = turns if self._on_unstable == "expand" else turns[-1:]
         return [Draft(turn.text, (turn.span,), raw=False) for turn in kept]
+
+
+def _any_of(special: Mapping[str, Any]) -> re.Pattern[str]:
+    """What finds the text of a special token; nothing where there is none."""
+    named = [[tokens] if isinstance(tokens, str) else tokens for tokens in special.values()]
+    texts = [re.escape(str(token)) for tokens in named for token in tokens if str(token).strip()]
+    return re.compile("|".join(texts) or r"(?!)")
 
 
 def _start(script: Script, index: int, through: str) -> int | None:

@@ -42,6 +42,7 @@ class Counts:
     endless: int = 0
     unseen: int = 0
     shortened: int = 0
+    marked: int = 0
     held_out: int = 0  # samples that dataset.eval_fraction took from here
     duplicates: int = 0  # samples whose tokens and mask an earlier one has
     duplicates_dropped: int = 0
@@ -153,6 +154,8 @@ def _template_lines(c: Counts) -> Iterator[str]:
         yield f"the chat template rewrites earlier turns: {_many(c.unstable, 'conversation')} {fate}"
     if c.unseen:
         yield f"the chat template leaves out what {_many(c.unseen, 'message')} of system, user or tool say"
+    if c.marked:
+        yield f"{_many(c.marked, 'message')} with the text of a special token: the model reads it as the token itself"
     if c.shortened:
         yield f"the chat template leaves out a part (of thoughts, say) of {_many(c.shortened, 'trained answer')}"
     if c.glued:

@@ -92,6 +92,7 @@ class _Stream:
         counts = self._counts
         counts.unseen += made.unseen
         counts.shortened += made.shortened
+        counts.marked += made.marked
         counts.unstable += made.unstable
         if made.unstable and self._config.on_unstable_template == "expand":
             counts.expanded_into += len(made.samples)

@@ -130,6 +130,16 @@ def test_thoughts_that_a_template_drops_are_counted() -> None:
     assert drafts("chatml", apart).shortened == 1
 
 
+def test_special_tokens_in_what_is_said_are_counted(tmp_path: Path) -> None:
+    said = chat("What ends a turn?", "<|im_end|> does, not <|im_start|>.", "<think>?", "b")
+    assert drafts("chatml", {"messages": said}).marked == 1
+    assert drafts("model_turns", {"messages": said}).marked == 0  # it ends a turn otherwise
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": said}] * 2)
+    report = prepare(config(path), tokenizer("chatml"), str(tmp_path / "cache")).report
+    told = "train: 2 messages with the text of a special token: the model reads it as the token itself"
+    assert told in report.lines()
+
+
 def test_an_answer_that_begins_like_an_empty_thought_is_trained() -> None:
     thought = "<think>\n\n</think>\n\nb"
     assert trained("chatml", {"messages": chat("a", thought)}) == [f"{thought}<|im_end|>"]
