@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-Rates = Mapping[str, float]  # tokens a second of each contender
-_OURS = "ours"
+Ratios = Mapping[str, float]  # how many times as fast as each contender ours is
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +27,11 @@ class Goal:
         alike = all(getattr(self, name) in (None, facts[name]) for name in wanted)
         return alike and (self.card is None or self.card in facts["hardware"]["name"])
 
-    def said(self, rates: Rates) -> str | None:
+    def said(self, speed: float | None, ratios: Ratios) -> str | None:
         """A sentence; None where nothing was measured that it could be held against."""
-        if _OURS not in rates or (self.against is not None and self.against not in rates):
+        reached = ratios.get(self.against) if self.against else speed
+        if reached is None:
             return None
-        reached = rates[_OURS] / (rates[self.against] if self.against else 1.0)
         figure = f"{reached:.2f}" if self.against else f"{reached:,.0f}"
         return f"{self.words}: {figure}, {'met' if reached >= self.at_least else '**missed**'}"
 
@@ -70,6 +69,6 @@ GOALS = [
 ]
 
 
-def goals_for(facts: Mapping[str, Any], rates: Rates) -> list[str]:
-    """What can be said about these measurements."""
-    return [words for goal in GOALS if goal.fits(facts) and (words := goal.said(rates)) is not None]
+def goals_for(facts: Mapping[str, Any], speed: float | None, ratios: Ratios) -> list[str]:
+    """What can be said about these measurements; `speed` is that of ours."""
+    return [words for goal in GOALS if goal.fits(facts) and (words := goal.said(speed, ratios)) is not None]

@@ -110,6 +110,21 @@ def rates(group: list[Line]) -> dict[str, float]:
     }
 
 
+def ratios(group: list[Line]) -> dict[str, float]:
+    """How many times as fast as each contender ours is: the median over turns, each within itself."""
+    by_name = _contenders(group)
+    return {
+        name: median(_in_turns(by_name["ours"], its, "tokens_per_second"))
+        for name, its in by_name.items()
+        if "ours" in by_name
+    }
+
+
+def _in_turns(ours: list[Line], theirs: list[Line], key: str) -> list[float]:
+    """A turn that only one of them ended counts for nothing."""
+    return [a[key] / b[key] for a, b in zip(ours, theirs, strict=False)]
+
+
 def _training(group: list[Line]) -> list[str]:
     by_name, speeds, first = _contenders(group), rates(group), group[0]
     far = furthest({name: its[0]["losses"] for name, its in by_name.items()})
@@ -128,7 +143,7 @@ def _training(group: list[Line]) -> list[str]:
         f"|{'---|' * len(_COLUMNS)}",
         *rows,
         "",
-        *(f"- {words}" for words in goals_for(first, speeds)),
+        *(f"- {words}" for words in goals_for(first, speeds.get("ours"), ratios(group))),
         "",
     ]
 
@@ -160,10 +175,11 @@ def _contender_row(
 ) -> str:
     found = [line["tokens_per_second"] for line in its]
     memory = max(line["peak_memory_bytes"] for line in its) / _GIB
-    faster = f"{speeds['ours'] / speeds[name]:.2f}" if "ours" in speeds else ""
-    by_cpu = ""
+    faster = by_cpu = ""
+    if ours:
+        faster = f"{median(_in_turns(ours, its, 'tokens_per_second')):.2f}"
     if ours and its[0]["device"] == "cpu":
-        by_cpu = f"{_cpu_seconds(its) / _cpu_seconds(ours):.2f}"
+        by_cpu = f"{1 / median(_in_turns(ours, its, 'cpu_seconds')):.2f}"
     share = its[0]["mfu"]
     cells = [
         f"`{name}`",
@@ -178,10 +194,6 @@ def _contender_row(
         "" if far is None else f"{far:.0e}",
     ]
     return f"| {' | '.join(cells)} |"
-
-
-def _cpu_seconds(lines: list[Line]) -> float:
-    return median(float(line["cpu_seconds"]) for line in lines)
 
 
 _ABOUT = {"stage", "item", "hardware", "versions", "commit", "dirty", "error"}

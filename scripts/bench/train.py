@@ -83,6 +83,10 @@ def _told(arguments: list[str]) -> argparse.Namespace:
     told = parser.parse_args(arguments)
     if told.tokens_per_step % told.accumulation:
         parser.error("--tokens-per-step must be a multiple of --accumulation")
+    if told.length > told.tokens_per_step // told.accumulation:
+        parser.error(
+            "--length must not be more than a micro-batch holds: --tokens-per-step over --accumulation"
+        )
     return told
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from scripts.bench.bars import picture
 from scripts.bench.goals import goals_for
-from scripts.bench.table import BEGIN, END, groups, put_into, rates, report
+from scripts.bench.table import BEGIN, END, groups, put_into, rates, ratios, report
 from tests.conftest import REPO
 
 
@@ -57,23 +57,30 @@ def cells(text: list[str], name: str) -> list[str]:
 def test_the_median_of_the_rounds_counts() -> None:
     (group,) = groups(ROUNDS)
     assert rates(group) == {"ours": 100.0, "trl": 45.0}
+    assert ratios(group) == pytest.approx({"ours": 1.0, "trl": (100 / 40 + 120 / 50) / 2})
     text = report(ROUNDS)
     assert cells(text, "ours")[:5] == ["`ours`", "100", "90 to 120", "1.00", "1.00"]
-    assert cells(text, "trl")[1:5] == ["45", "40 to 50", "2.22", "2.25"]
-    assert "- at least 1.5 times TRL, packed: 2.22, met" in text
+    assert cells(text, "trl")[1:5] == ["45", "40 to 50", "2.45", "2.45"]
+    assert "- at least 1.5 times TRL, packed: 2.45, met" in text
     assert not any("as it comes" in row for row in text), "it was not measured"
 
 
+def test_a_slow_turn_is_slow_for_all() -> None:
+    lines = [line("ours", 100.0), line("trl", 50.0), line("ours", 10.0), line("trl", 5.0)]
+    assert ratios(lines) == {"ours": 1.0, "trl": 2.0}
+    assert ratios(lines[1:2]) == {}
+
+
 def test_a_goal_that_was_missed_is_said() -> None:
-    assert goals_for(line("ours", 1), {"ours": 3.9, "trl_default": 1.0}) == [
+    assert goals_for(line("ours", 1), 3.0, {"trl_default": 3.9}) == [
         "at least 4 times TRL as it comes: 3.90, **missed**"
     ]
     facts = line(
         "ours", 1, model="llama_8b", device="cuda", tokens_per_step=16384, hardware={"name": "NVIDIA H200"}
     )
-    assert goals_for(facts, {"ours": 15_001.0}) == ["at least 15,000 tokens/s: 15,001, met"]
-    assert goals_for(facts | {"hardware": {"name": "NVIDIA H100"}}, {"ours": 15_001.0}) == []
-    assert goals_for(facts, {"trl": 15_001.0}) == []
+    assert goals_for(facts, 15_001.0, {}) == ["at least 15,000 tokens/s: 15,001, met"]
+    assert goals_for(facts | {"hardware": {"name": "NVIDIA H100"}}, 15_001.0, {}) == []
+    assert goals_for(facts, None, {"trl": 15_001.0}) == []
 
 
 def test_what_is_not_the_same_work_is_not_in_one_table() -> None:

@@ -94,7 +94,8 @@ def test_no_time_left_is_a_line_too(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [("--frameworks", "our"), ("--tokens-per-step", "97", "--accumulation", "2")]
+    "options",
+    [("--frameworks", "our"), ("--tokens-per-step", "97", "--accumulation", "2"), ("--length", "97")],
 )
 def test_wrong_options_are_refused_before_anything_is_measured(
     options: tuple[str, ...], bench: Bench
