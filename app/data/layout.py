@@ -12,6 +12,7 @@ from app.data.collate import BinShape, collate_packed, collate_padded
 from app.data.labels import NEXT_TOKENS, Labels, read
 from app.data.packing import plan_bins
 from app.data.rows import TokenRows
+from app.data.stirring import stirred
 
 Unit = NDArray[np.int64]  # the rows that are never parted: one row, or those of a bin
 
@@ -43,8 +44,10 @@ class Layout(Protocol):
     def unit_name(self) -> str:
         """In the plural, for people."""
 
-    def units(self, rows: TokenRows, order: NDArray[np.int64]) -> Units:
-        """All rows, in units; `order` says which of equal rows come first."""
+    def units(
+        self, rows: TokenRows, order: NDArray[np.int64], stir: np.random.Generator | None = None
+    ) -> Units:
+        """All rows, in units; `order` says which of equal rows come first, `stir` who else may change places."""
 
     def batch(self, rows: TokenRows, units: Sequence[Unit], most_documents: int, epoch: int) -> Batch:
         """One micro-batch; of no units, one that trains nothing. `most_documents` is that of all its units."""
@@ -68,7 +71,12 @@ class Padded:
         """What `batching.rows` counts."""
         return "rows"
 
-    def units(self, rows: TokenRows, order: NDArray[np.int64]) -> Units:
+    def units(
+        self,
+        rows: TokenRows,
+        order: NDArray[np.int64],
+        stir: np.random.Generator | None = None,  # noqa: ARG002  rows are alone
+    ) -> Units:
         """One row each."""
         return Units(order, np.arange(len(rows)))
 
@@ -97,11 +105,19 @@ class Packed:
         """Of `batching.tokens` each."""
         return "bins"
 
-    def units(self, rows: TokenRows, order: NDArray[np.int64]) -> Units:
-        """The bins of a plan over rows in `order`: equal rows change places, so neighbours change with the order."""
+    def units(
+        self, rows: TokenRows, order: NDArray[np.int64], stir: np.random.Generator | None = None
+    ) -> Units:
+        """The bins of a plan over rows in `order`: stirred or not as many, of as many documents at most."""
         lengths = rows.lengths[order]
         placed, starts = plan_bins(lengths, self.tokens)
-        return Units(order[placed], starts, self._most_documents(lengths[placed], starts))
+        most = self._most_documents(lengths[placed], starts)
+        if stir is not None and len(starts) > 1:
+            most_room = (
+                most - np.diff(starts, append=len(placed))
+            ) * self.longest  # to be filled by documents
+            placed = stirred(placed, starts, lengths[placed], self.tokens, most_room, stir)
+        return Units(order[placed], starts, most)
 
     def batch(self, rows: TokenRows, units: Sequence[Unit], most_documents: int, epoch: int) -> Batch:
         """One bin, filled up to its full length."""

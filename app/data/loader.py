@@ -68,10 +68,13 @@ class Loader:
         ]
 
     def _order_of(self, epoch: int) -> tuple[Units, NDArray[np.int64]]:
-        """The units of an epoch and their order. Rows are shuffled before they are packed: new neighbours each time."""
+        """The units of an epoch and their order: rows have new neighbours in each."""
         if self._epoch is None or self._epoch[0] != epoch:
             random = np.random.default_rng([self._seed, epoch])
-            units = self._layout.units(self._rows, random.permutation(len(self._rows)))
+            stir = (
+                np.random.default_rng([self._seed, epoch, 1]) if epoch else None
+            )  # the first has no epoch before it
+            units = self._layout.units(self._rows, random.permutation(len(self._rows)), stir)
             self._epoch = epoch, units, random.permutation(len(units))
         return self._epoch[1:]
 

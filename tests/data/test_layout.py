@@ -51,7 +51,7 @@ def test_all_batches_of_all_epochs_have_one_shape(
 ) -> None:
     layout = Packed(tokens, pad_id=0, longest=min(longest, tokens))
     loader = Loader(rows_of(lengths), layout, Share(micro), seed=0)
-    batches = [b for step in range(2 * loader.steps_per_epoch) for b in loader.batches(step)]
+    batches = [b for step in range(3 * loader.steps_per_epoch) for b in loader.batches(step)]
     shapes = {(b.ids.shape, documents(b).bounds.shape, documents(b).longest) for b in batches}
     assert len(shapes) == 1
     for batch in batches:
