@@ -111,7 +111,7 @@ def ours(chats: Path, folder: Path) -> Line:
         "seconds_cached": again["seconds"],
         "seconds_plan": plan["seconds"],
         "loader_tokens_per_second": tokens / bins["seconds"],
-        "digest": _digest((rows.ids(i), rows.trained(i)) for i in range(len(rows))),
+        "digest": digest((rows.ids(i), rows.trained(i)) for i in range(len(rows))),
     }
 
 
@@ -169,7 +169,7 @@ def _trl(chats: Path, folder: Path, processes: int | None) -> Line:
     ids, labels = made["input_ids"], made["labels"]
     return {
         **{key: Timed.found[key] + read[key] for key in read},
-        "digest": _digest(
+        "digest": digest(
             (np.asarray(one, np.int32), np.asarray(label) != _IGNORED)
             for one, label in zip(ids, labels, strict=True)
         ),
@@ -193,7 +193,7 @@ def _cpu_seconds() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-def _digest(rows: Iterator[Row]) -> str:
+def digest(rows: Iterator[Row]) -> str:
     """Of all rows, in any order."""
     found = sorted(hashlib.sha256(ids.tobytes() + mask.tobytes()).digest() for ids, mask in rows)
     return hashlib.sha256(b"".join(found)).hexdigest()
