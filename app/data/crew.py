@@ -1,23 +1,26 @@
 """The same work by several processes, each result in the place of what it was made of.
 
-A worker is an interpreter of its own that reads pickles and writes pickles. It has one item at a time, so that neither
-side waits for a full pipe of the other, and it ends with its pipe: none outlives a parent that was killed.
+A worker is an interpreter of its own that reads pickles and writes pickles. It ends with its pipe: none outlives a
+parent that was killed.
 """
 
 import logging
 import os
 import pickle
-import select
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from itertools import chain, islice
-from typing import Any, Generic, TypeVar
+from queue import SimpleQueue
+from threading import Thread
+from typing import IO, Any, Generic, TypeVar
 
 from app.errors import EnvironmentProblem
 
 _ALONE = 4  # items that are done before it is worth a second to start others
+_AHEAD = 2  # items that a worker has
 _MOST = 16  # the parent, which reads and writes, keeps no more of them busy
 
 Item = TypeVar("Item")
@@ -54,13 +57,13 @@ def _started(work: Callable[[Item], Result], count: int, ending: ExitStack) -> "
 
 
 def _dealt(crew: "list[_Worker[Item, Result]]", items: Iterator[Item]) -> Iterator[Result]:
-    """In turn, so that results come in order; a worker has its next item before its result is used."""
-    busy: list[_Worker[Item, Result]] = []
-    for worker, item in zip(crew, items, strict=False):
+    """In turn, so that results come in order; a worker has its next item before it is done with the one before."""
+    busy: deque[_Worker[Item, Result]] = deque()
+    for worker, item in zip(crew * _AHEAD, items, strict=False):
         worker.give(item)
         busy.append(worker)
     while busy:
-        worker = busy.pop(0)
+        worker = busy.popleft()
         result = worker.take()
         for item in islice(items, 1):
             worker.give(item)
@@ -81,13 +84,14 @@ class _Worker(Generic[Item, Result]):
         assert self._process.stdin
         assert self._process.stdout
         self._to, self._from = self._process.stdin, self._process.stdout
+        self._arrived, self._listening = _listen(self._from)
         self._to.write(content)
         self._to.flush()
         self._ready = self._failed = False
 
     def is_ready(self) -> bool:
         """Whether it has loaded what it needs. Never waits; one that failed to load it never is."""
-        if not self._ready and not self._failed and select.select([self._from], [], [], 0)[0]:
+        if not self._ready and not self._failed and not self._arrived.empty():
             try:
                 self.take()
                 self._ready = True
@@ -97,22 +101,22 @@ class _Worker(Generic[Item, Result]):
         return self._ready
 
     def give(self, item: Item) -> None:
-        """The next item; it must have none."""
+        """Another item, to be done after those it has."""
         with suppress(BrokenPipeError):  # `take` says what happened
             pickle.dump(item, self._to, pickle.HIGHEST_PROTOCOL)
             self._to.flush()
 
     def take(self) -> Result:
-        """What it made of its item; what it failed of is raised here."""
-        try:
-            result, (fault, words) = pickle.load(self._from)
-        except (EOFError, pickle.UnpicklingError):
+        """What it made of its oldest item; what it failed of is raised here."""
+        told = self._arrived.get()
+        if told is None:
             code = self._process.wait()
             ended = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
             raise EnvironmentProblem(
                 f"a process that prepares rows {ended}. Out of memory is the usual cause;"
                 " dataset.workers=1 prepares them with less."
-            ) from None
+            )
+        result, (fault, words) = told
         if fault is not None:
             raise fault
         if words:
@@ -126,20 +130,38 @@ class _Worker(Generic[Item, Result]):
     def __exit__(self, *_fault: object) -> None:
         self._process.kill()
         self._process.wait()
+        self._listening.join()
         for pipe in (self._to, self._from):
             with suppress(BrokenPipeError):
                 pipe.close()
+
+
+def _listen(pipe: IO[bytes]) -> "tuple[SimpleQueue[Any], Thread]":
+    """What comes through a pipe, taken out of it at once: who writes never waits for who works. None is its end."""
+    arrived: SimpleQueue[Any] = SimpleQueue()
+
+    def listen() -> None:
+        with suppress(EOFError, OSError, pickle.UnpicklingError):
+            while True:
+                arrived.put(pickle.load(pipe))
+        arrived.put(None)
+
+    thread = Thread(target=listen, daemon=True)
+    thread.start()
+    return arrived, thread
 
 
 def serve() -> None:
     """A worker, until its parent has no more for it."""
     items, results = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a print somewhere would be read as a result
-    with suppress(EOFError, BrokenPipeError):
+    with suppress(BrokenPipeError):
         work, fault = _outcome(pickle.load, items)
         _answer(results, None, fault)
-        while work is not None:
-            item = pickle.load(items)
+        if work is None:
+            return
+        arrived, _ = _listen(items)
+        while (item := arrived.get()) is not None:
             _answer(results, *_outcome(work, item))
 
 
