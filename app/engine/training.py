@@ -8,6 +8,7 @@ from typing import Any
 from app.config import garbage
 from app.config.rules import trains_answers
 from app.config.schema import RunConfig
+from app.engine.anatomy import kept_bytes
 from app.engine.checkpoint import Checkpoints
 from app.engine.finish import finish, stop
 from app.engine.ground import Ground, facts, lay_ground, layout_of, table
@@ -65,6 +66,7 @@ def train_in(folder: RunFolder, run: RunConfig, console: Console, go_on: str) ->
         garbage.look_as_usual()
         loop = Loop(parts, rhythm, progress)  # its clock begins here
         ended = loop.fit(request)
+        record.add_facts(memory=kept_bytes(trainee, stepper.optimizer))
         code = finish(run, ground, loop, record) if ended else stop(loop, record)
         ground.runtime.leave()
     if go_on and not ended:

@@ -7,12 +7,20 @@ from pathlib import Path
 from app.page import run_data, run_origin
 from app.page.answers import answers
 from app.page.curves import curves
-from app.page.document import badge, document, facts_table, folded, note, section, tiles
+from app.page.document import badge, document, facts_table, folded, note, section, table, tiles
 from app.page.figures import duration, figure, memory, number, quantity, whole
 from app.page.html import Child, Html, element, joined
 from app.page.kept import RUNNING, UNFINISHED, KeptRun, read_kept, section_of
 
 KINDS = {"finished": "good", "failed": "bad", "stopped": "warn", "dry_run": "busy", RUNNING: "busy"}
+_PARTS = {
+    "frozen_weights": "frozen weights",
+    "quantization_constants": "constants of quantisation",
+    "trained_weights": "trained weights",
+    "gradients": "their gradients",
+    "optimizer_states": "optimizer states",
+    "all_else": "all else: activations, batches, libraries",
+}
 _WORDS = {"dry_run": "dry run", RUNNING: "still running"}
 
 
@@ -134,7 +142,7 @@ def _first_and_last(run: KeptRun) -> str | None:
 
 
 def _memory(run: KeptRun) -> Child:
-    """What was measured."""
+    """What was measured, and what of it is known to the byte."""
     peaks = [y for _, y in run.points("peak_memory_bytes") if y is not None]
     if not peaks:
         return None
@@ -143,7 +151,7 @@ def _memory(run: KeptRun) -> Child:
     weights, trained = (
         number(section_of(run.manifest, "counts").get(key)) for key in ("weights", "trained_weights")
     )
-    return facts_table(
+    measured = facts_table(
         [
             ("peak, measured", f"{memory(max(peaks))} {of}"),
             ("after the first step", memory(peaks[0])),
@@ -151,3 +159,17 @@ def _memory(run: KeptRun) -> Child:
             ("trained weights", f"{trained:,.0f} ({trained / weights:.1%})" if trained and weights else None),
         ]
     )
+    return element("div", measured, _anatomy(run, max(peaks)), class_="charts")
+
+
+def _anatomy(run: KeptRun, peak: float) -> Child:
+    """The parts that stay from step to step, beside the peak."""
+    parts = section_of(run.manifest, "memory")
+    known = {name: number(parts.get(name)) or 0.0 for name in parts}
+    if not known:
+        return None
+    known["all_else"] = max(0.0, peak - sum(known.values()))
+    rows = [
+        (_PARTS.get(name, name), memory(held), f"{held / peak:.1%}") for name, held in known.items() if held
+    ]
+    return table(("part of the peak", "bytes", "share"), rows, numbers=(1, 2))

@@ -72,6 +72,7 @@ def test_the_output_folder_is_what_others_read(zygote: Zygote, tmp_path: Path) -
     assert manifest["counts"]["data"]["train"]["samples"] == 90
     assert set(manifest["hashes"]) == {"train", "eval", "tokenizer", "base"}
     assert manifest["hashes"]["base"] is None, "its weights were drawn"
+    assert 0 < sum(manifest["memory"].values()) < result(run)["peak_memory_bytes"]
     assert set(manifest["hardware"]) == {"device", "gpu", "cpu"}
     assert len(list((run / "checkpoints").iterdir())) == 2
     everything = b"".join(f.read_bytes() for f in run.rglob("*") if f.is_file())

@@ -69,6 +69,13 @@ MANIFEST: dict[str, Any] = {
     "hardware": {"device": "cpu", "gpu": None, "cpu": "AVX2"},
     "hashes": {"train": "aa" * 32, "eval": "bb" * 32, "tokenizer": "cc" * 32, "base": None},
     "proofs": [{"what": "logits of packed documents", "difference": 1.5e-6, "allowed": 1e-5}],
+    "memory": {
+        "frozen_weights": 274_000_000,
+        "quantization_constants": 0,
+        "trained_weights": 2_000_000,
+        "gradients": 2_000_000,
+        "optimizer_states": 4_000_000,
+    },
 }
 PREVIEW = {
     "marked": "to be predicted",

@@ -60,6 +60,13 @@ def test_a_finished_run(tmp_path: Path) -> None:
         "1.5e-6",
         "1e-5",
     ]
+    assert [cell.text for cell in section(page, "Memory").all("td", "number")] == [
+        *("274 MB", "50.0%"),
+        *("2 MB", "0.4%"),
+        *("2 MB", "0.4%"),
+        *("4 MB", "0.7%"),
+        *("266 MB", "48.5%"),
+    ]
     commands = [each.text for each in page.all("pre", "command")]
     assert commands == [
         f"python -m app.reproduce run={tmp_path / 'mine'}",
