@@ -1,6 +1,7 @@
 """A set that several processes prepared is the one that a single process prepares: the same bytes, the same counts."""
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -12,8 +13,9 @@ from app.data import crew, stream
 from app.data.prepare import Data, prepare
 from tests.data.small import chat, config, tokenizer, write_jsonl
 
-ROWS = 3_000
+ROWS = 2_000
 dealt: Callable[..., Iterator[Any]] = vars(crew)["_dealt"]
+started: Callable[..., list[Any]] = vars(crew)["_started"]
 
 
 def some_rows() -> list[Any]:
@@ -52,12 +54,20 @@ def test_the_bytes_do_not_depend_on_the_number_of_processes(tmp_path: Path, monk
         helped.append(len(workers))
         return dealt(workers, items)
 
+    def patiently(*given: Any) -> list[Any]:
+        """However slow the machine is."""
+        workers, ended = started(*given), time.monotonic() + 120
+        while not all(worker.is_ready() for worker in workers) and time.monotonic() < ended:
+            time.sleep(0.01)
+        return workers
+
     monkeypatch.setattr(crew, "_dealt", counted)
+    monkeypatch.setattr(crew, "_started", patiently)
     path = write_jsonl(tmp_path / "rows.jsonl", some_rows())
     one, three = (prepared(tmp_path, path, workers) for workers in (1, 3))
     assert asdict(one.report.train) == asdict(three.report.train)
     assert helped == [3]
     assert one.report.train.bad_rows > 20
     assert one.report.train.truncated > 100
-    assert one.report.train.unstable > 1_000
+    assert one.report.train.unstable > 700
     assert files_of(tmp_path, 1) == files_of(tmp_path, 3)
