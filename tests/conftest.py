@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+import hypothesis
 import pytest
 
 from tests import marks
@@ -27,6 +28,10 @@ DROPPED = (
     "WANDB_",
 )
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+# Time of an example says more about a busy machine, or a first import, than about what is tested.
+hypothesis.settings.register_profile("ours", deadline=None)
+hypothesis.settings.load_profile("ours")
 
 os.environ.update(OFFLINE)  # here, because libraries read it once, when a test module imports them
 

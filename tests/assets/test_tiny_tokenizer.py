@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -53,13 +53,11 @@ def test_each_digit_is_a_token_of_its_own(tokenizer: Any) -> None:
     assert [tokenizer.decode([token]) for token in tokenizer("4096").input_ids] == list("4096")
 
 
-@settings(deadline=None)
 @given(text=PLAIN)
 def test_decoding_gives_the_text_back(tokenizer: Any, text: str) -> None:
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
-@settings(deadline=None)
 @given(talk=TALKS)
 def test_a_talk_is_its_messages_one_after_the_other(tokenizer: Any, talk: list[tuple[str, str]]) -> None:
     text = render(tokenizer, talk)
@@ -68,7 +66,6 @@ def test_a_talk_is_its_messages_one_after_the_other(tokenizer: Any, talk: list[t
     assert tokenizer.decode(ids) == text
 
 
-@settings(deadline=None)
 @given(talk=TALKS)
 def test_offsets_point_into_the_rendered_text(tokenizer: Any, talk: list[tuple[str, str]]) -> None:
     text = render(tokenizer, talk)
@@ -86,7 +83,6 @@ def test_offsets_point_into_the_rendered_text(tokenizer: Any, talk: list[tuple[s
     assert reached == len(text)
 
 
-@settings(deadline=None)
 @given(talk=TALKS)
 def test_the_template_marks_the_answers(tokenizer: Any, talk: list[tuple[str, str]]) -> None:
     messages = [{"role": role, "content": content} for role, content in talk]
