@@ -12,6 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from itertools import chain, islice
 from queue import SimpleQueue
 from threading import Thread
@@ -40,7 +41,7 @@ def in_order(
         crew: list[_Worker[Item, Result]] | None = None
         for item in left:
             crew = _started(work, count, ending) if crew is None else crew
-            if crew and all(worker.is_ready() for worker in crew):
+            if _is_ready(crew):
                 yield from _dealt(crew, chain([item], left))
             else:
                 yield work(item)
@@ -50,10 +51,22 @@ def _started(work: Callable[[Item], Result], count: int, ending: ExitStack) -> "
     """None where the work cannot travel."""
     try:
         content = pickle.dumps(work, pickle.HIGHEST_PROTOCOL)
-    except Exception as fault:  # noqa: BLE001  whatever objects find to say against it
+    except Exception as fault:  # noqa: BLE001  objects may raise anything here: one process can do the work
         log.info("rows are prepared by one process: what prepares them cannot be copied (%s)", fault)
         return []
     return [ending.enter_context(_Worker[Item, Result](content)) for _ in range(count)]
+
+
+def _is_ready(crew: "list[_Worker[Item, Result]]") -> bool:
+    """Whether all have loaded what they need; never waits. If one cannot, all are sent away, and it is said once."""
+    try:
+        return bool(crew) and all(worker.is_ready() for worker in crew)
+    except Exception as fault:  # noqa: BLE001  of whatever kind: one process can do the work
+        log.info("rows are prepared by one process: another one could not be started (%s)", fault)
+    for worker in crew:
+        worker.end()
+    crew.clear()
+    return False
 
 
 def _dealt(crew: "list[_Worker[Item, Result]]", items: Iterator[Item]) -> Iterator[Result]:
@@ -85,31 +98,31 @@ class _Worker(Generic[Item, Result]):
         assert self._process.stdout
         self._to, self._from = self._process.stdin, self._process.stdout
         self._arrived, self._listening = _listen(self._from)
-        self._to.write(content)
-        self._to.flush()
-        self._ready = self._failed = False
+        self._ready = False
+        self._send(content)
 
     def is_ready(self) -> bool:
-        """Whether it has loaded what it needs. Never waits; one that failed to load it never is."""
-        if not self._ready and not self._failed and not self._arrived.empty():
-            try:
-                self.take()
-                self._ready = True
-            except Exception as fault:  # noqa: BLE001  a tokenizer with code of its own, for example
-                log.info("rows are prepared by one process: another one could not be started (%s)", fault)
-                self._failed = True
+        """Whether it has loaded what it needs. Never waits; what it failed of is raised here."""
+        if not self._ready and not self._arrived.empty():
+            self.take()
+            self._ready = True
         return self._ready
 
     def give(self, item: Item) -> None:
         """Another item, to be done after those it has."""
+        self._send(pickle.dumps(item, pickle.HIGHEST_PROTOCOL))
+
+    def _send(self, content: bytes) -> None:
         with suppress(BrokenPipeError):  # `take` says what happened
-            pickle.dump(item, self._to, pickle.HIGHEST_PROTOCOL)
+            self._to.write(content)
             self._to.flush()
 
     def take(self) -> Result:
         """What it made of its oldest item; what it failed of is raised here."""
         told = self._arrived.get()
-        if told is None:
+        if isinstance(told, _End):
+            if told.fault is not None:
+                raise told.fault
             code = self._process.wait()
             ended = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
             raise EnvironmentProblem(
@@ -128,6 +141,10 @@ class _Worker(Generic[Item, Result]):
         return self
 
     def __exit__(self, *_fault: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Whatever it is doing; a second time changes nothing."""
         self._process.kill()
         self._process.wait()
         self._listening.join()
@@ -136,15 +153,25 @@ class _Worker(Generic[Item, Result]):
                 pipe.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _End:
+    """Nothing more comes; `fault` where what came could not be unpacked."""
+
+    fault: Exception | None = None
+
+
 def _listen(pipe: IO[bytes]) -> "tuple[SimpleQueue[Any], Thread]":
-    """What comes through a pipe, taken out of it at once: who writes never waits for who works. None is its end."""
+    """What comes through a pipe, taken out of it at once: who writes never waits for who works. Last, its `_End`."""
     arrived: SimpleQueue[Any] = SimpleQueue()
 
     def listen() -> None:
-        with suppress(EOFError, OSError, pickle.UnpicklingError):
+        try:
             while True:
                 arrived.put(pickle.load(pipe))
-        arrived.put(None)
+        except (EOFError, OSError, pickle.UnpicklingError):  # the other side has ended, perhaps in the middle
+            arrived.put(_End())
+        except Exception as fault:  # noqa: BLE001  whoever waits for it would wait for ever
+            arrived.put(_End(fault))
 
     thread = Thread(target=listen, daemon=True)
     thread.start()
@@ -161,14 +188,16 @@ def serve() -> None:
         if work is None:
             return
         arrived, _ = _listen(items)
-        while (item := arrived.get()) is not None:
+        while not isinstance(item := arrived.get(), _End):
             _answer(results, *_outcome(work, item))
+        if item.fault is not None:
+            _answer(results, None, _portable(item.fault))
 
 
 def _outcome(work: Callable[[Any], Any], item: Any) -> tuple[Any, Fault]:
     try:
         return work(item), (None, "")
-    except Exception as fault:  # noqa: BLE001  it is the parent's to raise
+    except Exception as fault:  # noqa: BLE001  of whatever kind, the parent raises it in the place of the result
         return None, _portable(fault)
 
 
@@ -178,7 +207,7 @@ def _portable(fault: Exception) -> Fault:
 
     try:
         pickle.loads(pickle.dumps(fault))
-    except Exception:  # noqa: BLE001
+    except Exception:  # noqa: BLE001  exceptions of libraries may raise anything when they are pickled
         return None, "".join(traceback.format_exception(fault))
     return fault, ""
 

@@ -22,7 +22,7 @@ class Square:
     def __init__(self) -> None:
         self.home = os.getpid()
 
-    def __call__(self, item: int | str) -> tuple[int, int]:
+    def __call__(self, item: "int | str | Homesick") -> tuple[int, int]:
         if item == "refuse":
             raise DataError(["file.jsonl:3 is wrong", "so is line 4"])
         if item == "break":
@@ -64,11 +64,11 @@ def _here_only(pid: int) -> Homesick:
     return Homesick()
 
 
-def once_others_help(last: int | str) -> list[tuple[int, int]]:
+def once_others_help(last: "int | str | Homesick") -> list[tuple[int, int]]:
     """Two workers on one small square after the other, until they are there; then the last item."""
     makers: set[int] = set()
 
-    def items() -> Iterator[int | str]:
+    def items() -> "Iterator[int | str | Homesick]":
         ended = time.monotonic() + 60
         while makers <= {os.getpid()} and time.monotonic() < ended:
             time.sleep(0.001)
@@ -157,6 +157,27 @@ def test_a_killed_worker_is_told_with_what_to_do() -> None:
 @pytest.mark.parametrize("work", [Stubborn(), Homesick()])
 def test_work_that_cannot_travel_is_done_here(work: Stubborn | Homesick) -> None:
     assert list(in_order(work, iter_slowly(150), 2)) == list(range(1, 151))
+
+
+def test_an_item_that_cannot_be_unpacked_there_is_told_and_nobody_waits() -> None:
+    with pytest.raises(ModuleNotFoundError, match="no such module there"):
+        once_others_help(Homesick())
+    assert workers() == []
+
+
+def test_a_process_that_does_not_start_is_told_once_and_the_work_is_done_here(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With more to be sent than a pipe holds: the sender hears that nobody reads."""
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    caplog.set_level("INFO")
+    work = Square()
+    vars(work)["ballast"] = "x" * (1 << 20)
+    found = list(in_order(work, iter_slowly(100), 3))
+    assert found == [(n * n, os.getpid()) for n in range(100)]
+    assert [record.message.partition(" (")[0] for record in caplog.records] == [
+        "rows are prepared by one process: another one could not be started"
+    ]
 
 
 def test_workers_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:
