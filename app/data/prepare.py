@@ -13,6 +13,7 @@ from app.config.schema import DatasetConfig
 from app.data.cache import cache_key, cached_rows
 from app.data.formats.table import fields_of
 from app.data.mixing import Pool, recount
+from app.data.overflow import policy_for
 from app.data.report import Counts, DataReport
 from app.data.rows import TokenRows
 from app.data.shapes import Source
@@ -35,7 +36,14 @@ class Data:
 
 
 Prepared = tuple[TokenRows, Counts]
-Judge = Callable[[Source, Counts], None]  # is told of each source what became of its rows
+Judge = Callable[[DatasetConfig, Source, Counts], None]  # is told of each source what became of its rows
+
+
+def stop_if_wrong(config: DatasetConfig, source: Source, counts: Counts) -> None:
+    """DataError with everything that keeps a run from going on."""
+    problems = list(stops(config, source, counts))
+    if problems:
+        raise DataError(problems)
 
 
 def prepare(
@@ -43,12 +51,11 @@ def prepare(
     tokenizer: Tokenizer,
     cache_dir: str,
     notes: Sequence[str] = (),
-    judge: Judge | None = None,
+    judge: Judge = stop_if_wrong,
 ) -> Data:
     """Token rows of both splits, from the cache if nothing that decides them has changed.
 
-    `notes` are told with them. `judge` decides whether a source will do; unless given, it is a DataError with all that
-    is wrong with it.
+    `notes` are told with them. `judge` decides whether a source will do.
     """
     rows_of = partial(_rows, tokenizer=tokenizer, cache_dir=cache_dir, judge=judge)
     held = eval_source(config)
@@ -67,7 +74,7 @@ def rows_to_score(
     config: DatasetConfig, tokenizer: Tokenizer, cache_dir: str
 ) -> tuple[TokenRows, Counts, list[str]]:
     """The rows that a training holds out, without reading those it trains on; all rows where nothing is held out."""
-    rows_of = partial(_rows, tokenizer=tokenizer, cache_dir=cache_dir, judge=None)
+    rows_of = partial(_rows, tokenizer=tokenizer, cache_dir=cache_dir, judge=stop_if_wrong)
     notes = _notes(config, tokenizer)
     held = eval_source(config)
     if held is not None:
@@ -112,22 +119,13 @@ def _mixed(pool: Pool, held: TokenRows | None, report: DataReport) -> Data:
     return Data(train, held, report)
 
 
-def _judge(config: DatasetConfig) -> Judge:
-    def stop_if_wrong(source: Source, counts: Counts) -> None:
-        problems = list(stops(config, source, counts))
-        if problems:
-            raise DataError(problems)
-
-    return stop_if_wrong
-
-
 def _rows(
     source: Source,
     max_rows: int | None,
     config: DatasetConfig,
     tokenizer: Tokenizer,
     cache_dir: str,
-    judge: Judge | None,
+    judge: Judge,
 ) -> Prepared:
     """The rows of one source. `max_rows` holds for rows read, and for the samples that they become."""
     check_tokenizer(tokenizer, config.format)
@@ -137,13 +135,14 @@ def _rows(
     )
     counts = Counts(**told)
     counts.source = source.name  # the entry may have been made of a copy that lay elsewhere
-    (judge or _judge(config))(source, counts)
+    judge(config, source, counts)
     return _first(rows, max_rows, counts), counts
 
 
 def _settings(config: DatasetConfig, max_rows: int | None) -> dict[str, Any]:
     """What decides the rows of an entry. Whether something in it stops a run is judged anew each time."""
     fields = {name: getattr(unstopped(config), name) for name in _DECIDING}
+    fields["on_overflow"] = policy_for(fields["on_overflow"], config.format)
     columns = {name: getattr(config.columns, name) for name in fields_of(config.format)}
     return {**fields, "columns": columns, "max_rows": max_rows}
 

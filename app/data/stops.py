@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from app.config.schema import DatasetConfig
 from app.data.bad_rows import bad_row_problems
-from app.data.overflow import policy_for, too_many_dropped
+from app.data.overflow import too_many_dropped
 from app.data.report import Counts
 from app.data.shapes import Source
 
@@ -31,7 +31,7 @@ def stops(config: DatasetConfig, source: Source, counts: Counts) -> Iterator[str
 
 def unstopped(config: DatasetConfig) -> DatasetConfig:
     """The same rows by settings that no row stops: what would, is left out and counted."""
-    policy = "drop" if config.on_overflow == "error" else policy_for(config.on_overflow, config.format)
+    policy = "drop" if config.on_overflow == "error" else config.on_overflow
     unstable = "expand" if config.on_unstable_template == "error" else config.on_unstable_template
     return replace(config, on_bad_row="skip", on_overflow=policy, on_unstable_template=unstable)
 

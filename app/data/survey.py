@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 
 from app.data.packing import least_bins, plan_bins
 from app.data.report import Counts
-from app.data.rows import TokenRows
 
 _PERCENTS = (5, 25, 50, 75, 90, 95, 99)
 _BARS = 32
@@ -22,11 +21,6 @@ class Packing:
     bins: int
     least: int
     fill: float | None  # nothing fills no bins
-
-
-def equal_rows(rows: TokenRows | None) -> int:
-    """Rows whose tokens are all those of an earlier one."""
-    return 0 if rows is None else len(rows) - len(np.unique(rows.digests))
 
 
 def packed(lengths: NDArray[np.int32], capacity: int) -> Packing:

@@ -65,11 +65,11 @@ def _bad_rows(run: RunConfig, found: Found) -> Iterator[Advice]:
     counts = found.data.report.train
     if counts.bad_rows > _BAD * counts.rows_read and run.dataset.on_bad_row == "skip":
         yield Advice(
-            f"dataset.path={run.dataset.path}",
+            "dataset.on_bad_row=error",
             f"{counts.bad_rows:,} of {counts.rows_read:,} rows are bad and left out, the first "
             f"{counts.first_problem}: mend them, or the column that is read",
         )
-    if counts.files_left_out:
+    if counts.files_left_out and run.dataset.path is not None:  # of a mix each source has its own
         yield Advice(
             f"dataset.path='{run.dataset.path}/*'",
             f"{_many(len(counts.files_left_out), 'file')} of the folder not read, the first "

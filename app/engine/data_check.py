@@ -1,14 +1,15 @@
 """What a run would learn from, looked through before it is started: no weights, and no row stops it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from app.config.rules import CHAT_FORMATS
-from app.config.schema import RunConfig
+from app.config.schema import DatasetConfig, RunConfig
 from app.data import survey
 from app.data.labels import labels_of
 from app.data.loader import Loader, Share
+from app.data.mixing import equal_to_earlier
 from app.data.prepare import Data, prepare
 from app.data.report import Counts
 from app.data.rows import TokenRows
@@ -74,7 +75,7 @@ class DataCheck:
         return {
             "source": counts.source,
             **_split(counts, rows),
-            "duplicate_rows": survey.equal_rows(rows),
+            "duplicate_rows": int(equal_to_earlier(rows).sum()),
             "also_trained_on": self.data.report.shared,
         }
 
@@ -108,8 +109,8 @@ def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> Da
     run, notes = with_format(within_positions(run, say))
     found: list[str] = []
 
-    def judge(source: Source, counts: Counts) -> None:
-        found.extend(stops(run.dataset, source, counts))
+    def judge(section: DatasetConfig, source: Source, counts: Counts) -> None:
+        found.extend(stops(replace(run.dataset, format=section.format), source, counts))
 
     tokenizer = load_tokenizer(run.model, needs_template=run.dataset.format in CHAT_FORMATS)
     labels = labels_of(run.task, tokenizer, run.seed)

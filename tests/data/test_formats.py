@@ -129,6 +129,10 @@ def test_a_call_keeps_its_id_and_what_is_said_with_it() -> None:
     ("calling", "said"),
     [
         ({"tool_calls": "add"}, "message 0: tool_calls must be a list, found text"),
+        (
+            {"tool_calls": 5, "function_call": {"name": "add"}},
+            "message 0: tool_calls must be a list, found a number",
+        ),
         ({"tool_calls": [3]}, "message 0: tool call 0 must be an object with a function that has name"),
         ({"tool_calls": [{"function": {}}]}, "message 0: tool call 0 must be an object with a function"),
         (

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from app.data import survey
 from app.data.layout import Padded
 from app.data.loader import Loader, Share
+from app.data.mixing import equal_to_earlier
 from app.data.prepare import prepare
 from app.data.report import Counts
 from tests.data.small import chat, config, tokenizer, write_chats
@@ -93,6 +94,5 @@ def test_equal_rows(tmp_path: Path) -> None:
     same, other = chat("Hi", "Hello"), chat("Hi", "Hello!")
     path = write_chats(tmp_path / "a.jsonl", same, other, same, same)
     data = prepare(config(path), tokenizer(), str(tmp_path))
-    assert survey.equal_rows(data.train) == 2
-    assert survey.equal_rows(data.train.select([0, 1])) == 0
-    assert survey.equal_rows(cast(Any, None)) == 0
+    assert equal_to_earlier(data.train).tolist() == [False, False, True, True]
+    assert not equal_to_earlier(data.train.select([0, 1])).any()

@@ -90,6 +90,22 @@ def test_over_long_rows_and_tokens_under_the_policy(
     assert sum(each["samples"] for each in facts["overlong_lengths"]) == 1
 
 
+def test_each_source_of_a_mix_is_judged_by_its_own_format(look: Look, tmp_path: Path) -> None:
+    """Text that is too long is split, and so loses nothing; conversations are dropped."""
+    write_chats(tmp_path / "a.jsonl", *[chat("Hi", "Hello there")] * 8, chat("Hi", "long " * 400))
+    (tmp_path / "b.txt").write_text("It was long ago. " * 400)
+    mix = (
+        "dataset=mix",
+        f"dataset.mix.a.path={tmp_path / 'a.jsonl'}",
+        f"dataset.mix.b.path={tmp_path / 'b.txt'}",
+    )
+    found = look(*mix, "dataset.mix.b.format=text", "dataset.mix.a.format=messages", "dataset.max_length=128")
+    (stopped,) = found.facts()["stops"]
+    assert "a.jsonl" in stopped
+    assert "dataset.max_length=128" in stopped
+    assert not any("None" in key for key in advised(found))
+
+
 def test_text_is_split_and_nothing_is_lost(look: Look, tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("Rain falls on the roof. " * 400)
     facts = look("dataset=text", f"dataset.path={tmp_path / 'book.txt'}", "dataset.max_length=64").facts()

@@ -39,10 +39,10 @@ def _without_nulls(value: Any) -> Any:
 def read_calls(index: int, message: Message) -> list[Message]:
     """The calls that message `index` makes."""
     found = message.get("tool_calls") or []
-    if message.get("function_call"):
-        found = [*found, message["function_call"]]
     if not isinstance(found, list):
         raise RowProblem(f"message {index}: tool_calls must be a list, found {kind_of(found)}")
+    if message.get("function_call"):
+        found = [*found, message["function_call"]]
     if found and message["role"] != "assistant":
         raise RowProblem(f"message {index} calls tools, but is of {message['role']}, not of assistant")
     return [_call(f"message {index}: tool call {at}", call) for at, call in enumerate(found)]
