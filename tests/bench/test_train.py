@@ -20,6 +20,8 @@ PROMISED = {
     *("hardware", "peak_reserved_bytes", "first_step_seconds", "step_seconds"),
 }
 
+ROUNDED = 0.000_06  # seconds are written with four digits
+
 
 def test_all_do_the_same_work(bench: Bench) -> None:
     names = ["ours", "ours_padded", "bare", "plain", "plain_padded"]
@@ -41,8 +43,8 @@ def test_all_do_the_same_work(bench: Bench) -> None:
     assert all(len(line["losses"]) == 10 for line in lines)
     assert lines[0]["losses"][-1] != lines[0]["losses"][0], "nothing was trained"
     for line in lines:
-        rate = line["nonpad_tokens"] / line["seconds"]
-        assert line["tokens_per_second"] == pytest.approx(rate, rel=1e-3)
+        fewest, most = (line["nonpad_tokens"] / (line["seconds"] + way * ROUNDED) for way in (1, -1))
+        assert fewest - 0.01 <= line["tokens_per_second"] <= most + 0.01
     assert {line["layout"] for line in lines} == {"bins", "packed", "padded"}
     fill = {line["framework"]: line["fill"] for line in lines}
     assert fill["plain"] == 1 >= fill["ours"] > fill["plain_padded"] == fill["ours_padded"]
