@@ -43,7 +43,7 @@ class Suggest:
     tokens: int = number(at_least=8)
     rows: int = number(at_least=1)
     length: int = number(at_least=2)
-    recompute: bool = MISSING
+    recompute: bool | int = number(at_least=0)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -214,13 +214,13 @@ class TrackerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class TrainingConfig:
-    """How long, and what happens to the gradient."""
+    """How long, and what happens to the gradient. `recompute`: all layers, none, or the first so many."""
 
     epochs: float = number(above=0)
     max_steps: int | None = number(at_least=1)
     stop_after: int | None = number(None, at_least=1)
     clip: float = number(at_least=0)
-    recompute: bool = MISSING
+    recompute: bool | int = number(at_least=0)
     max_bad_steps: int = number(at_least=1)
 
 

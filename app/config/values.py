@@ -90,6 +90,14 @@ def _true_or_false(value: Any) -> bool:
     raise ValueError
 
 
+def _true_or_false_or_how_many(value: Any) -> bool | int:
+    """Here 0 and 1 are counts."""
+    try:
+        return _whole_number(value)
+    except ValueError:
+        return _true_or_false(value)
+
+
 def _text(value: Any) -> str:
     # not numbers with a point or an exponent: `12e4567`, a revision, would silently become `inf`
     if isinstance(value, str | int) and not isinstance(value, bool):
@@ -114,6 +122,7 @@ _KINDS: dict[Any, tuple[Callable[[Any], Any], str]] = {
     int | str: (_whole_number_or_auto, "a whole number or auto"),
     float: (_number, "a number"),
     bool: (_true_or_false, "true or false"),
+    bool | int: (_true_or_false_or_how_many, "true, false or a whole number"),
     str: (_text, "text (in quotes, where it looks like something else)"),
     list[str]: (_texts, "a list like [a, b]"),
     dict[str, Any]: (_mapping, "a mapping like {a: 1, b: 2}"),

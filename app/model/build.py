@@ -12,7 +12,7 @@ from app.model.adapter import attach
 from app.model.attention import register
 from app.model.dtypes import DTYPES
 from app.model.quantize import FourBit, packing_of, require_quantizable
-from app.model.recompute import recompute
+from app.model.recompute import recompute, require_layers
 from app.model.source import local_place
 from app.model.tasks import TASKS
 from app.model.trainee import Trainee
@@ -43,7 +43,7 @@ class ModelSections:
     quantization: QuantizationConfig
     attention: str  # a key of BACKENDS
     precision: str  # a key of DTYPES
-    recompute: bool
+    recompute: bool | int  # all layers, none, or the first so many
 
     @property
     def keeps_random_base(self) -> bool:
@@ -62,8 +62,7 @@ def build_trainee(sections: ModelSections, device: torch.device, seed: int, base
     lm = build_base(sections, device, seed)
     torch.manual_seed(seed)  # the adapter starts the same whatever the base drew
     network = attach(sections.adapter, TASKS[sections.task.kind], lm, base_path)
-    if sections.recompute:
-        recompute(lm)
+    recompute(lm, sections.recompute)
     trainee = Trainee(network.to(device), DTYPES[sections.precision].compute)
     trainee.train()
     return trainee
@@ -100,6 +99,7 @@ def _not_about_masks(record: logging.LogRecord) -> bool:
 def plan_model(sections: ModelSections) -> ModelPlan:
     """Counts from a model without memory; also finds adapter targets that match nothing."""
     lm = build_on_meta(sections.model, TASKS[sections.task.kind], "eager")
+    require_layers(lm, sections.recompute)
     if sections.four_bit is not None:
         require_quantizable(sections.model, lm)
     network: Any = attach(sections.adapter, TASKS[sections.task.kind], lm, sections.model.path)

@@ -8,15 +8,35 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from app.errors import ConfigError
 
-def recompute(lm: nn.Module) -> int:
-    """Every repeated layer of a transformers model; returns how many there are."""
+
+def recompute(lm: nn.Module, wanted: bool | int) -> int:
+    """All repeated layers of a transformers model, none, or the first so many; returns how many they are.
+
+    The first ones: their inputs wait longest for the backward pass, whichever are chosen, and what the last ones keep
+    is let go before the first of them is computed again.
+    """
+    layers = _repeated(lm)
+    chosen = layers if wanted is True else layers[: int(wanted)]
+    for layer in chosen:
+        layer.forward = _recomputed(layer.forward)
+    return len(chosen)
+
+
+def require_layers(lm: nn.Module, wanted: bool | int) -> None:
+    """Refuse more layers than there are; `lm` may be on meta."""
+    there = len(_repeated(lm))
+    if wanted is not True and wanted > there:
+        raise ConfigError(
+            f"training.recompute={wanted}: this model has {there} layers. Give 0 to {there}, or true for all of them."
+        )
+
+
+def _repeated(lm: nn.Module) -> list[Any]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for layer in layers:
-        layer.forward = _recomputed(layer.forward)
-    return len(layers)
+    return [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:

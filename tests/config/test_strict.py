@@ -32,6 +32,9 @@ WRONG: list[tuple[str, Any, str]] = [
     ("schedule.final_fraction", 1.5, "schedule.final_fraction=1.5 must be at least 0 and at most 1."),
     ("dry_run", "maybe", "dry_run=maybe: expected true or false."),
     ("dry_run", 2, "dry_run=2: expected true or false."),
+    ("training.recompute", "some", "training.recompute=some: expected true, false or a whole number."),
+    ("training.recompute", 2.5, "training.recompute=2.5: expected true, false or a whole number."),
+    ("training.recompute", -1, "training.recompute=-1 must be at least 0."),
     ("output_dir", "", "output_dir= is empty. Give a value."),
     ("resume", "", "resume= is empty. Give a value, or resume=null."),
     ("resume", True, "resume=true: expected text (in quotes, where it looks like something else) or null."),
@@ -50,6 +53,12 @@ WRONG: list[tuple[str, Any, str]] = [
     ("dataset.clumns", {}, "dataset.clumns is not a key. Did you mean dataset.columns?"),
     ("lr", 1, "lr is not a key. Did you mean optimizer.lr?"),
 ]
+
+
+@pytest.mark.parametrize("given", [True, False, 0, 1, 7])
+def test_layers_to_recompute_are_counted_or_all(given: bool | int) -> None:
+    read = run_with({"training.recompute": given}).training.recompute
+    assert (read, type(read)) == (given, type(given))
 
 
 @pytest.mark.parametrize(("key", "value", "message"), WRONG, ids=[f"{k}={v}" for k, v, _ in WRONG])
