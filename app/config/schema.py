@@ -149,6 +149,7 @@ class AdapterConfig:
     alpha: float = number(0.0, at_least=0)
     dropout: float = number(0.0, at_least=0, below=1)
     targets: list[str] = field(default_factory=list)
+    fused: bool = False
 
 
 @dataclass(kw_only=True, slots=True)

@@ -54,7 +54,7 @@ def train_in(folder: RunFolder, run: RunConfig, console: Console, go_on: str) ->
     progress = checkpoints.load(ground.save, stepper, peers) if ground.save else Progress()
     with listening(speaks=world().is_first) as request, _opened(folder, run, ground, console) as record:
         record.rewind(progress.step if ground.save else -1)
-        record.table(table(run, ground))
+        record.table([*table(run, ground), *(("note", remark) for remark in trainee.fused.remarks())])
         record.add_facts(proofs=[asdict(proof) for proof in proofs])
         if world().is_first:
             _tell_base(run, ground, trainee, record)

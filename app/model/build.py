@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from app.config.schema import AdapterConfig, ModelConfig, QuantizationConfig, Ta
 from app.model.adapter import attach
 from app.model.attention import register
 from app.model.dtypes import DTYPES
+from app.model.fused import fuse
 from app.model.quantize import FourBit, packing_of, require_quantizable
 from app.model.recompute import recompute, require_layers
 from app.model.source import local_place
@@ -65,6 +67,8 @@ def build_trainee(sections: ModelSections, device: torch.device, seed: int, base
     recompute(lm, sections.recompute)
     trainee = Trainee(network.to(device), DTYPES[sections.precision].compute)
     trainee.train()
+    if sections.adapter.fused:
+        trainee.fused = fuse(network, partial(trainee.arithmetic, device))
     return trainee
 
 

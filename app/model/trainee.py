@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from app.batch import Batch
 from app.errors import EnvironmentProblem
+from app.model.fused import NOTHING_FUSED
 from app.model.head import Head, chunk_rows, head_parameters, own_head, token_loss_sum, token_scores
 from app.model.positions import first_position
 from app.model.proof import Proof
@@ -23,6 +24,7 @@ class Trainee(nn.Module):
         super().__init__()
         self.network = network
         self.compute = compute
+        self.fused = NOTHING_FUSED
         lm = self.language_model
         self.head: Head = own_head(lm)
         self._head_parameters = head_parameters(lm)

@@ -227,7 +227,13 @@ def model_config(kind: str = "llama", **given: Any) -> ModelConfig:
 
 def lora(**given: Any) -> AdapterConfig:
     """An adapter section."""
-    section: dict[str, Any] = {"kind": "lora", "r": 4, "alpha": 8.0, "targets": ["all-linear"]} | given
+    section: dict[str, Any] = {
+        "kind": "lora",
+        "r": 4,
+        "alpha": 8.0,
+        "targets": ["all-linear"],
+        "fused": True,
+    } | given
     return AdapterConfig(**section)
 
 

@@ -1,0 +1,64 @@
+"""Products with a frozen weight and with its transpose, for each way in which it is stored."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+
+class Frozen(Protocol):
+    """A linear layer that is not trained. Rows come in the dtype that is computed in."""
+
+    def product(self, rows: Tensor) -> Tensor:
+        """rows W^T + bias."""
+
+    def back(self, gradient: Tensor) -> Tensor:
+        """gradient W: what reaches the rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """As it is."""
+
+    layer: nn.Linear
+
+    def product(self, rows: Tensor) -> Tensor:
+        """One GEMM."""
+        bias = self.layer.bias
+        return F.linear(rows, self.layer.weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype))
+
+    def back(self, gradient: Tensor) -> Tensor:
+        """One GEMM."""
+        return gradient @ self.layer.weight.to(gradient.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class FourBits:
+    """Packed by bitsandbytes, and unpacked for each product."""
+
+    layer: Any
+
+    def product(self, rows: Tensor) -> Tensor:
+        """As the layer itself computes it."""
+        result: Tensor = self.layer(rows)
+        return result
+
+    def back(self, gradient: Tensor) -> Tensor:
+        """As bitsandbytes does in its own backward pass."""
+        from bitsandbytes.functional import dequantize_4bit
+
+        weight = self.layer.weight
+        unpacked: Tensor = dequantize_4bit(weight.data, weight.quant_state)
+        return gradient @ unpacked.to(gradient.dtype)
+
+
+FROZEN: dict[str, Callable[[Any], Frozen]] = {"Linear": Dense, "Linear4bit": FourBits}
+
+
+def frozen_of(layer: nn.Module) -> Frozen | None:
+    """None for a kind of layer that is computed in no way known here, or is trained."""
+    known = FROZEN.get(type(layer).__name__)
+    trained = any(parameter.requires_grad for parameter in layer.parameters())
+    return None if known is None or trained else known(layer)
