@@ -39,6 +39,18 @@ class Documents:
 
 
 @dataclass(frozen=True, slots=True)
+class Weights:
+    """How much each target of a batch counts in the loss."""
+
+    each: Tensor  # [N] float32
+    total: float  # a host value
+
+    def to(self, device: torch.device) -> "Weights":
+        """The same on `device`."""
+        return replace(self, each=self.each.to(device, non_blocking=True))
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One micro-batch: R rows of S positions.
 
@@ -57,6 +69,12 @@ class Batch:
     num_tokens: int  # tokens without padding
     documents: Documents | None = None
     samples: tuple[int, ...] = ()  # of an evaluation: which row of the data each document is
+    weights: Weights | None = None  # None: each label counts 1
+
+    @property
+    def label_weight(self) -> float:
+        """What the labels count together: the loss of a step is divided by that of all its batches."""
+        return float(self.num_labels) if self.weights is None else self.weights.total
 
     @property
     def starts(self) -> list[int]:
@@ -75,4 +93,5 @@ class Batch:
             label_rows=self.label_rows.to(device, non_blocking=True),
             targets=self.targets.to(device, non_blocking=True),
             documents=None if self.documents is None else self.documents.to(device),
+            weights=None if self.weights is None else self.weights.to(device),
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from app.batch import IGNORE, Batch, Documents
+from app.batch import IGNORE, Batch, Documents, Weights
 from app.data.labels import Labelled
 
 _MULTIPLE = 8  # row lengths that the matrix units of GPUs like; shorter rows are padded up to it
@@ -37,6 +37,7 @@ def collate_padded(rows: Sequence[Labelled], pad_id: int, *, isolate: bool = Fal
         num_labels=num_labels,
         num_tokens=sum(lengths),
         documents=_with_padding(lengths, width) if isolate else None,
+        weights=_weights(rows),
     )
 
 
@@ -81,7 +82,17 @@ def collate_packed(rows: Sequence[Labelled], pad_id: int, shape: BinShape) -> Ba
         num_labels=sum(len(t) for t in targets),
         num_tokens=used,
         documents=Documents.of(documents, shape.longest, shape.places),
+        weights=_weights(rows),
     )
+
+
+def _weights(rows: Sequence[Labelled]) -> Weights | None:
+    """Of all targets, if those of a single row count differently."""
+    if all(row.weights is None for row in rows):
+        return None
+    parts = [np.ones(len(row.targets), np.float32) if row.weights is None else row.weights for row in rows]
+    each = np.concatenate(parts)
+    return Weights(torch.from_numpy(each), float(each.sum(dtype=np.float64)))
 
 
 def _round_up(size: int) -> int:

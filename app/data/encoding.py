@@ -13,6 +13,7 @@ from app.errors import ConfigError
 
 Ids = NDArray[np.int32]
 Mask = NDArray[np.bool_]
+Weights = NDArray[np.float32]
 
 _PIECE = 1 << 18  # characters of a long document that are one text to the tokenizer
 _PIECES = 8  # tokenised at once: a token takes some hundred bytes until it is a number
@@ -27,6 +28,9 @@ class Sample:
     trained: Mask
     glued: bool = False  # a token reaches over the edge of what is trained, and so is not trained
     endless: bool = False  # what is trained ends in an ordinary token: the model will not learn to stop
+    weights: Weights | None = (
+        None  # how much each token counts, 0 where it is not trained; None: trained ones count 1
+    )
 
 
 class Encoder:
@@ -67,11 +71,14 @@ class Encoder:
         ids = _as_ids(encoding.ids)
         trained = np.zeros(len(ids), np.bool_)
         glued = False
-        for span in draft.spans:
+        weights = np.zeros(len(ids), np.float32) if draft.weights else None
+        for at, span in enumerate(draft.spans):
             first, stop, cut = _inside(encoding, len(ids), len(draft.text), span)
             trained[first:stop] = True
             glued = glued or cut
-        return self._raw(ids, trained, glued) if draft.raw else self._chat(ids, trained, glued)
+            if weights is not None:
+                weights[first:stop] = draft.weights[at]
+        return self._raw(ids, trained, glued) if draft.raw else self._chat(ids, trained, glued, weights)
 
     def _long(self, draft: Draft) -> Sample:
         """In pieces, so that memory does not grow with the document; all of it is trained."""
@@ -80,11 +87,13 @@ class Encoder:
         ids = np.concatenate([_as_ids(e.ids) for group in groups for e in self._encodings(group)])
         return self._raw(ids, np.ones(len(ids), np.bool_), glued=False)
 
-    def _chat(self, ids: Ids, trained: Mask, glued: bool) -> Sample:
+    def _chat(self, ids: Ids, trained: Mask, glued: bool, weights: Weights | None) -> Sample:
         trained[:1] = False
+        if weights is not None:
+            weights[:1] = 0.0
         last = np.flatnonzero(trained)[-1:]
         endless = any(int(token) not in self._special for token in ids[last])
-        return Sample(ids, trained, glued, endless)
+        return Sample(ids, trained, glued, endless, weights)
 
     def _raw(self, ids: Ids, trained: Mask, glued: bool) -> Sample:
         """A document with exactly one beginning and one end, whatever its text already has."""

@@ -22,6 +22,7 @@ class Labelled:
     ids: NDArray[np.int32]
     at: NDArray[np.int64]
     targets: NDArray[np.int32]
+    weights: NDArray[np.float32] | None = None  # how much each target counts; None: 1
 
 
 class Labels(Protocol):
@@ -43,16 +44,18 @@ class NextTokens:
 
     def of(self, rows: TokenRows, i: int, epoch: int) -> Labelled:  # noqa: ARG002  nothing is drawn
         """The row as it is."""
-        return next_tokens(rows.ids(i), rows.trained(i))
+        return next_tokens(rows.ids(i), rows.trained(i), rows.weights(i))
 
 
 NEXT_TOKENS = NextTokens()
 
 
-def next_tokens(ids: NDArray[np.int32], trained: NDArray[np.bool_]) -> Labelled:
+def next_tokens(
+    ids: NDArray[np.int32], trained: NDArray[np.bool_], weights: NDArray[np.float32] | None = None
+) -> Labelled:
     """The state before a trained token predicts it."""
     at = np.flatnonzero(trained)
-    return Labelled(ids, at - 1, ids[at])
+    return Labelled(ids, at - 1, ids[at], None if weights is None else weights[at])
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,8 @@ def recount(counts: Counts, rows: TokenRows) -> None:
     counts.samples = len(rows)
     counts.tokens = int(rows.lengths.sum(dtype=np.int64))
     counts.trained_tokens = rows.num_trained
+    counts.label_weight = rows.label_weight
+    counts.weighted_samples = rows.num_weighted
 
 
 def total(parts: Sequence[Counts]) -> Counts:
@@ -114,7 +116,7 @@ def total(parts: Sequence[Counts]) -> Counts:
 
 
 def _together(name: str, values: Sequence[Any]) -> Any:
-    if isinstance(values[0], int):
+    if isinstance(values[0], int | float):
         return max(values) if name == "longest" else sum(values)
     if isinstance(values[0], list):
         return [item for value in values for item in value][:MAX_PLACES]

@@ -60,12 +60,14 @@ def _drop(_sample: Sample, _max_length: int) -> list[Sample]:
 
 def _truncate(sample: Sample, max_length: int) -> list[Sample]:
     """Nothing, if all that is trained comes after the cut."""
-    kept = Sample(sample.ids[:max_length], sample.trained[:max_length])
+    weights = None if sample.weights is None else sample.weights[:max_length]
+    kept = Sample(sample.ids[:max_length], sample.trained[:max_length], weights=weights)
     return [kept] if kept.trained.any() else []
 
 
 def _split(sample: Sample, max_length: int) -> list[Sample]:
     """Pieces share one token, the first of the next, which is only read: each is trained exactly once."""
+    assert sample.weights is None, "only text is split, and its tokens all count alike"
     starts = range(0, len(sample.ids) - 1, max_length - 1)
     pieces = [slice(start, start + max_length) for start in starts]
     kept = [Sample(sample.ids[piece], sample.trained[piece].copy()) for piece in pieces]

@@ -6,7 +6,7 @@ beyond what asks for that turn, is what the model must learn.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from app.data.shapes import Conversation, Document, Draft, Message, RowProblem, 
 from app.data.tokenizer import Tokenizer
 from app.errors import DataError
 
+_Part = tuple[Span, float]  # characters, and the weight of their tokens
 # a thought that was not thought, as templates write it for a model that is not to think; what asks may open it already
 _EMPTY_THOUGHT = re.compile(r"\s*([<\[]\|?\w+\|?[>\]])?\s*[<\[]\|?/\w+\|?[>\]]\s*")
 
@@ -34,6 +35,7 @@ class Drafts:
 class _Turn:
     text: str  # the conversation up to and with this turn
     span: Span
+    weight: float  # of its tokens
 
     def stands_in(self, whole: str) -> bool:
         """Whether the turn is there with all before it; what follows its end is of no importance."""
@@ -62,13 +64,13 @@ class Renderer:
         script = script_of(content, self._tokenizer)
         whole, unseen = script.whole, _unseen(script)
         if self._train_on == "all":
-            return Drafts([Draft(whole, _all_but(script, content), raw=False)], unseen=unseen)
+            return Drafts([_of_parts(whole, _parts(script, content))], unseen=unseen)
         at = self._trained(content)
-        turns = [self._turn(script, index) for index in at]
+        turns = [self._turn(script, index, content.weights.get(index, 1.0)) for index in at]
         cut = sum(not _is_whole(script.messages[i], turn.text) for i, turn in zip(at, turns, strict=True))
         if all(turn.stands_in(whole) for turn in turns):
-            spans = tuple(turn.span for turn in turns)
-            return Drafts([Draft(whole, spans, raw=False)], unseen=unseen, shortened=cut)
+            parts = [(turn.span, turn.weight) for turn in turns]
+            return Drafts([_of_parts(whole, parts)], unseen=unseen, shortened=cut)
         return Drafts(self._unstable(turns, place), unstable=True, unseen=unseen, shortened=cut)
 
     def _document(self, document: Document) -> Draft:
@@ -79,10 +81,12 @@ class Renderer:
     def _trained(self, content: Conversation) -> list[int]:
         """The messages that are trained."""
         said = [m["role"] for m in content.messages]
-        for index, trained in content.marks.items():
-            if trained and said[index] != "assistant":
+        wishes = {index: "train=true" for index, trained in content.marks.items() if trained}
+        wishes |= {index: f"weight={weight:g}" for index, weight in content.weights.items()}
+        for index, wish in wishes.items():
+            if said[index] != "assistant":
                 raise RowProblem(
-                    f"message {index} is of {said[index]} and has train=true, but"
+                    f"message {index} is of {said[index]} and has {wish}, but"
                     f" dataset.train_on={self._train_on} trains answers of the assistant only"
                 )
         at = [index for index, role in enumerate(said) if role == "assistant"]
@@ -99,7 +103,7 @@ class Renderer:
             )
         return kept
 
-    def _turn(self, script: Script, index: int) -> _Turn:
+    def _turn(self, script: Script, index: int, weight: float) -> _Turn:
         through = script.prefix(index + 1)
         start = _start(script, index, through)
         if start is None:
@@ -108,7 +112,8 @@ class Renderer:
                 " so what is the answer cannot be told"
             )
         text = self._unclosed(script, index, through)
-        return _Turn(text, (start, max(start, len(text.rstrip()))))  # white space after the end is no answer
+        span = start, max(start, len(text.rstrip()))  # white space after the end is no answer
+        return _Turn(text, span, weight)
 
     def _unclosed(self, script: Script, index: int, through: str) -> str:
         """Without the token that closes a conversation, where the turn has an end of its own and the talk goes on."""
@@ -125,7 +130,7 @@ class Renderer:
                 " set dataset.on_unstable_template=expand (a sample for each turn) or last (one for the last)"
             )
         kept = turns if self._on_unstable == "expand" else turns[-1:]
-        return [Draft(turn.text, (turn.span,), raw=False) for turn in kept]
+        return [_of_parts(turn.text, [(turn.span, turn.weight)]) for turn in kept]
 
 
 def _any_of(special: Mapping[str, Any]) -> re.Pattern[str]:
@@ -181,22 +186,30 @@ def _squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-def _all_but(script: Script, content: Conversation) -> tuple[Span, ...]:
-    """Everything but the messages that are taken out."""
-    spans: list[Span] = []
+def _of_parts(text: str, parts: Sequence[_Part]) -> Draft:
+    """Weights are only told where one is not 1."""
+    weights = tuple(weight for _, weight in parts)
+    return Draft(text, tuple(span for span, _ in parts), False, weights if {*weights} - {1.0} else ())
+
+
+def _parts(script: Script, content: Conversation) -> list[_Part]:
+    """Everything but the messages that are taken out, each with its weight."""
+    parts: list[_Part] = []
     start = 0
-    for index in sorted(index for index, trained in content.marks.items() if not trained):
+    out = {index: 0.0 for index, trained in content.marks.items() if not trained}
+    for index, weight in sorted({**content.weights, **out}.items()):
         before, through = script.prefix(index), script.prefix(index + 1)
         stays = through.startswith(before) and script.whole.startswith(through)
         if not stays or not _is_in(through[len(before) :], _said(script.messages[index])):
+            wish = f"has weight={weight:g}" if weight else "is taken out of training"
             raise RowProblem(
-                f"message {index} is taken out of training, but where the chat template writes it cannot be told"
+                f"message {index} {wish}, but where the chat template writes it cannot be told"
                 " under dataset.train_on=all"
             )
-        spans.append((start, len(before)))
+        parts += [((start, len(before)), 1.0), ((len(before), len(through)), weight)]
         start = len(through)
-    spans.append((start, len(script.whole)))
-    return tuple((first, end) for first, end in spans if end > first)
+    parts.append(((start, len(script.whole)), 1.0))
+    return [((first, end), weight) for (first, end), weight in parts if end > first and weight]
 
 
 def _unseen(script: Script) -> int:

@@ -26,6 +26,10 @@ class Counts:
     samples: int = 0
     tokens: int = 0
     trained_tokens: int = 0
+    label_weight: float = (
+        0.0  # what the trained tokens count in the loss: 1 each, or the weights of their messages
+    )
+    weighted_samples: int = 0  # with a message whose weight is neither 0 nor 1
     longest: int = 0  # tokens of the longest sample, before anything was cut
     over_long: int = 0  # samples longer than dataset.max_length
     over_long_up_to: dict[str, int] = field(
@@ -120,8 +124,15 @@ def split_lines(split: str, c: Counts) -> Iterator[str]:
     read = f"{_many(c.rows_read, 'row')} -> " if c.rows_read else ""
     trained = f"{c.trained_tokens:,} trained ({share:.0%})"
     yield f"{split}: {read}{_many(c.samples, 'sample')}, {_many(c.tokens, 'token')}, {trained}"
-    for told in (*_lost_lines(c), *_template_lines(c)):
+    for told in (*_weight_lines(c), *_lost_lines(c), *_template_lines(c)):
         yield f"{split}: {told}"
+
+
+def _weight_lines(c: Counts) -> Iterator[str]:
+    if c.weighted_samples:
+        share = c.label_weight / max(c.trained_tokens, 1)
+        count = f"its trained tokens count as {c.label_weight:,.1f}, {share:.2f} each on average"
+        yield f"{_many(c.weighted_samples, 'sample')} with messages of another weight than 1: {count}"
 
 
 def _lost_lines(c: Counts) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -10,10 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 # Of each row: where its tokens and its place end, how many tokens are trained, hashes of its ids and of its
-# mask, and the hash that decides between training and evaluation.
+# mask (of the weights, where some are neither 0 nor 1), and the hash that decides between training and evaluation.
 ENTRY = np.dtype(
     [("tokens", "<i8"), ("place", "<i8"), ("labels", "<i8"), ("ids", "<u8"), ("mask", "<u8"), ("side", "<u8")]
 )
+
+# A stretch of trained tokens of one row that count neither 0 nor 1 in the loss.
+WEIGHED = np.dtype([("row", "<i8"), ("start", "<i4"), ("stop", "<i4"), ("weight", "<f4")])
 
 
 @dataclass(frozen=True)
@@ -24,11 +27,25 @@ class Store:
     trained: NDArray[np.bool_]
     places: NDArray[np.uint8]
     index: NDArray[np.void]  # of ENTRY
+    weighed: NDArray[np.void] = field(default_factory=lambda: np.empty(0, WEIGHED))  # by row and place
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
         """Where each row's tokens begin, and where the last one's end."""
         return np.concatenate([np.zeros(1, np.int64), self.index["tokens"]])
+
+    @cached_property
+    def weighed_rows(self) -> NDArray[np.int64]:
+        """Of each stretch, its row."""
+        return np.ascontiguousarray(self.weighed["row"])
+
+    @cached_property
+    def surplus(self) -> NDArray[np.float64]:
+        """By how much the trained tokens of each row count more than their number."""
+        more = (self.weighed["stop"] - self.weighed["start"]) * (
+            self.weighed["weight"].astype(np.float64) - 1
+        )
+        return np.asarray(np.bincount(self.weighed_rows, more, minlength=len(self.index)), np.float64)
 
 
 class TokenRows:
@@ -69,6 +86,19 @@ class TokenRows:
         store, row = self._at(i)
         return store.trained[store.starts[row] : store.starts[row + 1]]
 
+    def weights(self, i: int) -> NDArray[np.float32] | None:
+        """How much each token of row i counts in the loss, 0 where it is not trained; None: trained ones count 1."""
+        store, row = self._at(i)
+        if not len(store.weighed):
+            return None
+        first, end = np.searchsorted(store.weighed_rows, [row, row + 1])
+        if first == end:
+            return None
+        weights = self.trained(i).astype(np.float32)
+        for stretch in store.weighed[first:end]:
+            weights[stretch["start"] : stretch["stop"]] = stretch["weight"]
+        return weights
+
     def place(self, i: int) -> str:
         """Where row i came from: "train.jsonl:17", or "org/name[train] row 17"."""
         store, row = self._at(i)
@@ -82,6 +112,26 @@ class TokenRows:
         return int(self._of_index("labels").sum())
 
     @cached_property
+    def label_weight(self) -> float:
+        """What all trained tokens count together: their number, where no weight says otherwise."""
+        if not self._has_weights:
+            return float(self.num_trained)
+        surplus = np.concatenate([store.surplus for store in self._stores])
+        return self.num_trained + float(surplus[self._chosen].sum())
+
+    @property
+    def num_weighted(self) -> int:
+        """Rows with tokens that count neither 0 nor 1."""
+        if not self._has_weights:
+            return 0
+        every = [np.bincount(store.weighed_rows, minlength=len(store.index)) > 0 for store in self._stores]
+        return int(np.concatenate(every)[self._chosen].sum())
+
+    @property
+    def _has_weights(self) -> bool:
+        return any(len(store.weighed) for store in self._stores)
+
+    @cached_property
     def largest_id(self) -> int:
         """Of all tokens in the files, those of rows that were not chosen too."""
         return max(int(store.tokens.max(initial=0)) for store in self._stores)
@@ -93,7 +143,7 @@ class TokenRows:
 
     @property
     def contents(self) -> NDArray[np.uint64]:
-        """A hash of each row's token ids and mask."""
+        """A hash of each row's token ids, and of which are trained with which weight."""
         return np.asarray(self.digests + self._of_index("mask") * np.uint64(0xC2B2AE3D27D4EB4F), np.uint64)
 
     @property
@@ -103,7 +153,7 @@ class TokenRows:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of all token ids and masks, in their order."""
+        """A hash of all token ids, masks and weights, in their order."""
         content = hashlib.sha256(self._of_index("ids").tobytes())
         content.update(self._of_index("mask").tobytes())
         return content.hexdigest()

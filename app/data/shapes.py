@@ -57,6 +57,7 @@ class Conversation:
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None  # that it may call, as the template wants them
     marks: Mapping[int, bool] = field(default_factory=dict)  # messages that say whether they are trained
+    weights: Mapping[int, float] = field(default_factory=dict)  # those that count more or less than others
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +75,4 @@ class Draft:
     text: str
     spans: tuple[Span, ...]
     raw: bool
+    weights: tuple[float, ...] = ()  # of each span; none: each counts 1

@@ -13,11 +13,12 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from app.data.rows import ENTRY, Store, TokenRows
+from app.data.rows import ENTRY, WEIGHED, Store, TokenRows
 from app.errors import EnvironmentProblem
 
 _TOKENS, _TRAINED, _PLACES, _INDEX = "tokens.bin", "trained.bin", "places.bin", "index.bin"
 _FILES = (_TOKENS, _TRAINED, _PLACES, _INDEX)
+_WEIGHTS = "weights.bin"  # only where there are any but 0 and 1
 _META = "meta.json"
 _BLOCK = 1 << 24
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -45,6 +46,7 @@ class RowWriter:
         self._folder = folder
         self._cache_dir = cache_dir
         self._checksums = dict.fromkeys(_FILES, 0)
+        self._num_rows = 0
         self._num_tokens = 0
         self._num_chars = 0
         self._num_bytes = 0
@@ -52,19 +54,31 @@ class RowWriter:
             self._files = {name: stack.enter_context((folder / name).open("wb")) for name in _FILES}
             self._closing = stack.pop_all()
 
-    def add(self, place: str, ids: NDArray[np.int32], trained: NDArray[np.bool_], side: int) -> None:
+    def add(
+        self,
+        place: str,
+        ids: NDArray[np.int32],
+        trained: NDArray[np.bool_],
+        side: int,
+        weights: NDArray[np.float32] | None = None,
+    ) -> None:
         """One row; `side` is shared by the rows that must not be parted between training and evaluation."""
         shown = place.encode()
+        weighed = _weighed(self._num_rows, weights)
+        mask = trained if weights is None or not len(weighed) else weights
+        self._num_rows += 1
         self._num_tokens += len(ids)
         self._num_chars += len(shown)
         labels = int(np.count_nonzero(trained))
-        entry = (self._num_tokens, self._num_chars, labels, digest(ids), digest(trained), side)
-        self._num_bytes += ids.nbytes + trained.nbytes + len(shown) + ENTRY.itemsize
+        entry = (self._num_tokens, self._num_chars, labels, digest(ids), digest(mask), side)
+        self._num_bytes += ids.nbytes + trained.nbytes + len(shown) + ENTRY.itemsize + weighed.nbytes
         with disk_explained(self._cache_dir, self._num_bytes):
             self._write(_TOKENS, ids.astype("<i4", copy=False).tobytes())
             self._write(_TRAINED, trained.tobytes())
             self._write(_PLACES, shown)
             self._write(_INDEX, np.array([entry], ENTRY).tobytes())
+            if len(weighed):
+                self._write(_WEIGHTS, weighed.tobytes())
 
     def finish(self, told: Told) -> None:
         """When this returns everything is on the disk, `told` and the checksums last."""
@@ -82,8 +96,24 @@ class RowWriter:
             self._closing.close()
 
     def _write(self, name: str, content: bytes) -> None:
+        if name not in self._files:
+            self._files[name] = self._closing.enter_context((self._folder / name).open("wb"))
         self._files[name].write(content)
-        self._checksums[name] = zlib.crc32(content, self._checksums[name])
+        self._checksums[name] = zlib.crc32(content, self._checksums.get(name, 0))
+
+
+def _weighed(row: int, weights: NDArray[np.float32] | None) -> NDArray[np.void]:
+    """The stretches of a row whose weight is neither 0 nor 1."""
+    if weights is None:
+        return np.empty(0, WEIGHED)
+    inner = np.flatnonzero(weights[1:] != weights[:-1]) + 1
+    edges = np.concatenate([[0], inner, [len(weights)]])
+    of_each = weights[edges[:-1]]
+    other = np.flatnonzero((of_each != 0) & (of_each != 1))
+    found = np.empty(len(other), WEIGHED)
+    found["row"], found["weight"] = row, of_each[other]
+    found["start"], found["stop"] = edges[other], edges[other + 1]
+    return found
 
 
 def digest(values: NDArray[Any]) -> int:
@@ -95,14 +125,18 @@ def open_rows(folder: Path) -> tuple[TokenRows, Told] | None:
     """What a RowWriter finished, mapped; None if it is not there or not whole."""
     try:
         meta = json.loads((folder / _META).read_text("utf-8"))
-        whole = all(_checksum(folder / name) == meta["checksums"][name] for name in _FILES)
+        names = {*_FILES, *meta["checksums"]} & {*_FILES, _WEIGHTS}
+        whole = all(_checksum(folder / name) == meta["checksums"][name] for name in names)
     except (OSError, ValueError, KeyError, TypeError):
         return None
     if not whole:
         return None
     tokens, trained = _map(folder / _TOKENS, np.dtype("<i4")), _map(folder / _TRAINED, np.dtype(np.bool_))
     places, index = _map(folder / _PLACES, np.dtype("u1")), _map(folder / _INDEX, ENTRY)
-    return TokenRows(Store(tokens, trained, places, index)), meta["told"]
+    if _WEIGHTS not in names:
+        return TokenRows(Store(tokens, trained, places, index)), meta["told"]
+    weighed = _map(folder / _WEIGHTS, WEIGHED)
+    return TokenRows(Store(tokens, trained, places, index, weighed)), meta["told"]
 
 
 def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -111,7 +111,7 @@ class _Stream:
     def _write(self, place: str, part: Sample, last: Sample) -> None:
         # Samples of one conversation repeat each other, so they take the same side; pieces of a text do not.
         side = part if self._policy == "split" else last
-        self._writer.add(place, part.ids, part.trained, digest(side.ids))
+        self._writer.add(place, part.ids, part.trained, digest(side.ids), part.weights)
         self._counts.samples += 1
         self._counts.tokens += len(part.ids)
         self._counts.trained_tokens += int(part.trained.sum())

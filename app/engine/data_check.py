@@ -167,5 +167,15 @@ def _split(counts: Counts, rows: TokenRows) -> dict[str, Any]:
         "total_tokens": counts.tokens,
         "trained_tokens": counts.trained_tokens,
         "trained_share": counts.trained_tokens / counts.tokens if counts.tokens else None,
+        "weights": _weights(counts) if counts.weighted_samples else None,
         "longest": counts.longest,
+    }
+
+
+def _weights(counts: Counts) -> dict[str, Any]:
+    """What messages of other weights than 1 make of the trained tokens."""
+    return {
+        "samples": counts.weighted_samples,
+        "trained_tokens_count_as": counts.label_weight,
+        "share": counts.label_weight / counts.tokens,
     }

@@ -14,14 +14,14 @@ from app.engine.runtime import Runtime
 from app.model.trainee import Trainee
 from app.record.metrics import finite_or_none
 
-Sums = NDArray[np.float64]  # [..., 5]: of each row, or of several together
-LOSS, LABELS, HITS, ANSWERS, EXACT = range(5)
+Sums = NDArray[np.float64]  # [..., 6]: of each row, or of several together
+LOSS, LABELS, HITS, ANSWERS, EXACT, WEIGHT = range(6)  # losses and their weights; all others are counts
 
 
 def figures(sums: Sums) -> dict[str, NDArray[np.float64]]:
     """What the sums say. NaN where there is nothing to divide by: rows without answers have no exact match."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        loss = sums[..., LOSS] / sums[..., LABELS]
+        loss = sums[..., LOSS] / sums[..., WEIGHT]
         return {
             "eval_loss": loss,
             "perplexity": np.exp(loss),
@@ -85,7 +85,7 @@ def score_rows(
     trainee: Trainee, batches: Iterable[Batch], runtime: Runtime, rows: int, *, answers: bool
 ) -> Sums:
     """The sums of each of `rows` rows, on every process in their order, whoever scored them."""
-    total = np.zeros((rows, 5))
+    total = np.zeros((rows, 6))
     mine = _of_documents(trainee, batches, runtime.device, answers=answers)
     for samples, found in runtime.peers.collected(mine):
         total[samples] = found
@@ -97,7 +97,7 @@ def _of_documents(
 ) -> tuple[NDArray[np.int64], Sums]:
     """Which row each document is, and its sums. They stay on the device until all batches are through."""
     samples: list[int] = []
-    counts, sums = [np.zeros((2, 0))], [torch.zeros(3, 0, dtype=torch.float64, device=device)]
+    counts, sums = [np.zeros((3, 0))], [torch.zeros(3, 0, dtype=torch.float64, device=device)]
     mode = trainee.training
     trainee.eval()
     try:
@@ -105,13 +105,13 @@ def _of_documents(
             losses, right = trainee.scores(batch.to(device))
             places = _Places.of(batch, answers=answers)
             samples += batch.samples
-            counts.append(np.stack([places.labels, places.answers]))
+            counts.append(np.stack([places.labels, places.answers, places.weight]))
             sums.append(places.sums(losses[: batch.num_labels], right[: batch.num_labels]))
     finally:
         trainee.train(mode)
     loss, hits, exact = torch.cat(sums, dim=1).cpu().numpy()
-    labels, answered = np.concatenate(counts, axis=1)
-    return np.array(samples, np.int64), np.stack([loss, labels, hits, answered, exact], axis=1)
+    labels, answered, weight = np.concatenate(counts, axis=1)
+    return np.array(samples, np.int64), np.stack([loss, labels, hits, answered, exact, weight], axis=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +127,8 @@ class _Places:
     document_of: Tensor  # of each answer
     labels: NDArray[np.int64]  # of each document
     answers: NDArray[np.int64]  # of each document
+    weights: Tensor | None  # of each label; None: 1
+    weight: NDArray[np.float64]  # of each document's labels together
 
     @classmethod
     def of(cls, batch: Batch, *, answers: bool) -> "_Places":
@@ -136,20 +138,26 @@ class _Places:
         begins = np.diff(flat, prepend=-2) != 1 if answers else np.zeros(len(flat), np.bool_)
         document_of = document[begins]
         size = len(batch.lengths)
+        weights = None if batch.weights is None else batch.weights.each[: batch.num_labels]
         return cls(
             torch.from_numpy(document),
             torch.from_numpy(np.cumsum(begins) - 1),
             torch.from_numpy(document_of),
             np.bincount(document, minlength=size),
             np.bincount(document_of, minlength=size),
+            weights,
+            np.bincount(document, None if weights is None else weights.double().numpy(), size).astype(float),
         )
 
     def sums(self, losses: Tensor, right: Tensor) -> Tensor:
-        """[3, documents]: loss, right tokens, right answers."""
+        """[3, documents]: loss, by its weights; right tokens, right answers."""
         device, size = losses.device, len(self.labels)
         document = self.document.to(device, non_blocking=True)
         found = torch.zeros(3, size, dtype=torch.float64, device=device)
-        found[0].index_add_(0, document, losses.double())
+        losses = losses.double()
+        if self.weights is not None:
+            losses = losses * self.weights.to(device, non_blocking=True)
+        found[0].index_add_(0, document, losses)
         found[1].index_add_(0, document, right.double())
         if len(self.document_of):
             wrong = torch.zeros(len(self.document_of), dtype=torch.int64, device=device)

@@ -179,7 +179,7 @@ class Loop:
         """The only place where the host waits for the device."""
         runtime, progress = self.parts.runtime, self.progress
         self._count_skipped()
-        loss = runtime.peers.totals([float(result.loss_sum)])[0] / max(result.labels, 1)
+        loss = result.mean(runtime.peers.totals([float(result.loss_sum)])[0])
         seconds = time.perf_counter() - self._window.started
         self._tokens += self._window.tokens
         self._seconds += seconds

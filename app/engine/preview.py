@@ -22,32 +22,36 @@ def preview(rows: TokenRows, labels: Labels, tokenizer: Any, *, first: bool = Fa
     chosen = range(count) if first else np.linspace(0, len(rows) - 1, count).astype(int).tolist()
     return {
         "marked": "hidden in the first epoch, to be predicted" if labels.both_ways else "to be predicted",
-        "rows": [_row(rows, i, _marked(rows, i, labels), tokenizer) for i in chosen],
+        "rows": [_row(rows, i, _marks(rows, i, labels), tokenizer) for i in chosen],
         "lengths": histogram(rows.lengths),
     }
 
 
-def _marked(rows: TokenRows, i: int, labels: Labels) -> NDArray[np.bool_]:
+def _marks(rows: TokenRows, i: int, labels: Labels) -> NDArray[np.float32]:
+    """How much each token counts in the loss; 0: it is not to be predicted."""
     if not labels.both_ways:
-        return rows.trained(i)
-    drawn = np.zeros(len(rows.ids(i)), bool)
-    drawn[labels.of(rows, i, epoch=0).at] = True
+        weights = rows.weights(i)
+        return rows.trained(i).astype(np.float32) if weights is None else weights
+    drawn = np.zeros(len(rows.ids(i)), np.float32)
+    drawn[labels.of(rows, i, epoch=0).at] = 1.0
     return drawn
 
 
-def _row(rows: TokenRows, i: int, marked: NDArray[np.bool_], tokenizer: Any) -> dict[str, Any]:
+def _row(rows: TokenRows, i: int, marks: NDArray[np.float32], tokenizer: Any) -> dict[str, Any]:
     ids = rows.ids(i).tolist()
-    edges = [0, *(np.flatnonzero(np.diff(marked)) + 1).tolist(), len(ids)]
-    pieces = []
+    edges = [0, *(np.flatnonzero(np.diff(marks)) + 1).tolist(), len(ids)]
+    pieces: list[dict[str, Any]] = []
     for start, end in list(pairwise(edges))[:_STRETCHES]:
         text = "".join(_texts(ids, start, end, tokenizer))
-        pieces.append({"text": text, "trained": bool(marked[start])})
+        weight = float(f"{marks[start]:.6g}")  # as it was written: it is kept with 24 bits
+        other = {} if weight in (0.0, 1.0) else {"weight": weight}
+        pieces.append({"text": text, "trained": bool(weight), **other})
     if len(edges) - 1 > _STRETCHES:
         pieces.append({"text": f" … ({len(ids) - edges[_STRETCHES]:,} more tokens)", "trained": False})
     return {
         "place": rows.place(i),
         "tokens": len(ids),
-        "trained_tokens": int(marked.sum()),
+        "trained_tokens": int(np.count_nonzero(marks)),
         "pieces": pieces,
     }
 

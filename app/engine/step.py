@@ -1,4 +1,4 @@
-"""One optimizer step: the gradient of the mean over all trained tokens, however they are split."""
+"""One optimizer step: the gradient of the weighted mean over all trained tokens, however they are split."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +21,11 @@ class StepResult:
     skipped: Tensor  # true where the gradient was not finite, and nothing was changed
     labels: int  # over all processes
     tokens: int
+    weight: float  # of the labels together: their number, unless some count more or less
+
+    def mean(self, loss_sum: float) -> float:
+        """Of a sum over all processes."""
+        return loss_sum / (self.weight or 1.0)
 
 
 class Stepper:
@@ -42,15 +47,16 @@ class Stepper:
         """One step over all micro-batches of all processes."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        labels, tokens = (
-            int(n)
-            for n in self._runtime.peers.totals(
-                [sum(b.num_labels for b in batches), sum(b.num_tokens for b in batches)]
-            )
+        labels, tokens, weight = self._runtime.peers.totals(
+            [
+                sum(b.num_labels for b in batches),
+                sum(b.num_tokens for b in batches),
+                sum(b.label_weight for b in batches),
+            ]
         )
-        loss_sum = self._backward(batches, labels)
+        loss_sum = self._backward(batches, weight)
         norm, skipped = self._update()
-        return StepResult(loss_sum=loss_sum, grad_norm=norm, skipped=skipped, labels=labels, tokens=tokens)
+        return StepResult(loss_sum, norm, skipped, int(labels), int(tokens), weight)
 
     def rehearse(self, batch: Batch) -> None:
         """One backward pass that changes nothing, where there are several processes.
@@ -63,9 +69,9 @@ class Stepper:
             (loss * 0.0).backward()
             self.optimizer.zero_grad(set_to_none=True)
 
-    def _backward(self, batches: Sequence[Batch], labels: int) -> Tensor:
-        """Loss sums over the count of all processes; times their number, because data parallelism takes the mean."""
-        factor = self._runtime.processes / max(labels, 1)
+    def _backward(self, batches: Sequence[Batch], weight: float) -> Tensor:
+        """Loss sums over the weight of all processes; times their number, because data parallelism takes the mean."""
+        factor = self._runtime.processes / (weight or 1.0)
         total = torch.zeros((), device=self._runtime.device)
         self.optimizer.zero_grad(set_to_none=True)
         for batch in batches:

@@ -75,11 +75,16 @@ def chunk_rows(vocabulary: int) -> int:
 
 
 def token_loss_sum(
-    head: Head, rows: Tensor, targets: Tensor, parameters: list[nn.Parameter], chunk: int
+    head: Head,
+    rows: Tensor,
+    targets: Tensor,
+    parameters: list[nn.Parameter],
+    chunk: int,
+    weights: Tensor | None = None,
 ) -> Tensor:
-    """The sum of cross-entropies over all targets that are not IGNORE, in float32."""
+    """The sum of cross-entropies over all targets that are not IGNORE, each times its weight, in float32."""
     with _for_trained_head(rows, parameters) as given:
-        loss: Tensor = _ChunkedLoss.apply(head, chunk, targets, given, *parameters)  # type: ignore[no-untyped-call]
+        loss: Tensor = _ChunkedLoss.apply(head, chunk, targets, weights, given, *parameters)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -111,10 +116,22 @@ def _for_trained_head(rows: Tensor, parameters: list[nn.Parameter]) -> Iterator[
         yield rows
 
 
+def _summed(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+    if weights is None:
+        return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+    return (F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none") * weights).sum()
+
+
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, head: Head, chunk: int, targets: Tensor, rows: Tensor, *parameters: Tensor
+        ctx: Any,
+        head: Head,
+        chunk: int,
+        targets: Tensor,
+        weights: Tensor | None,
+        rows: Tensor,
+        *parameters: Tensor,
     ) -> Tensor:
         wants = any(ctx.needs_input_grad)
         total = torch.zeros((), dtype=torch.float32, device=rows.device)
@@ -124,9 +141,7 @@ class _ChunkedLoss(torch.autograd.Function):
             part = slice(start, start + chunk)
             piece = rows[part].detach().requires_grad_(wants)
             with torch.set_grad_enabled(wants):
-                loss = F.cross_entropy(
-                    head(piece).float(), targets[part], ignore_index=IGNORE, reduction="sum"
-                )
+                loss = _summed(head(piece).float(), targets[part], None if weights is None else weights[part])
             total += loss.detach()
             if row_gradient is not None:
                 found = torch.autograd.grad(loss, [piece, *parameters])
@@ -143,4 +158,4 @@ class _ChunkedLoss(torch.autograd.Function):
         scaled = (
             (g.float() * scale).to(g.dtype) for g in ctx.saved_tensors
         )  # a float16 scale could overflow
-        return None, None, None, *scaled
+        return None, None, None, None, *scaled

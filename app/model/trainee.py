@@ -38,10 +38,11 @@ class Trainee(nn.Module):
         return self.network if unwrap is None else unwrap()
 
     def forward(self, batch: Batch) -> tuple[Tensor, int]:
-        """The sum of the losses of all labelled tokens, and how many they are."""
+        """The sum of the losses of all labelled tokens, each times its weight, and how many they are."""
         with self.arithmetic(batch.ids.device):
             rows = self._labelled_rows(batch)
-            loss = token_loss_sum(self.head, rows, batch.targets, self._head_parameters, self._chunk)
+            weights = None if batch.weights is None else batch.weights.each
+            loss = token_loss_sum(self.head, rows, batch.targets, self._head_parameters, self._chunk, weights)
         return loss, batch.num_labels
 
     @torch.no_grad()

@@ -102,7 +102,12 @@ def _told(key: str, split: Facts) -> str:
     )  # held out of rows that were read for training
     if count is None or (is_part and count == "0"):
         return ""
-    return f"{count} ({share:.1%})" if key == "trained_tokens" and share is not None else count
+    if key != "trained_tokens" or share is None:
+        return count
+    weights = section_of(split, "weights")
+    sum_of, part = number(weights.get("trained_tokens_count_as")), number(weights.get("share"))
+    weighted = "" if sum_of is None or part is None else f", weighted {sum_of:,.1f} ({part:.1%})"
+    return f"{count} ({share:.1%}){weighted}"
 
 
 def _bad(facts: Facts) -> Html | None:

@@ -177,10 +177,11 @@ def samples_shown(preview: Mapping[str, Any]) -> Html | None:
 def _row(row: Mapping[str, Any]) -> Html:
     pieces = []
     for piece in _texts(row.get("pieces"))[:_PIECES]:
-        text, marked = (
-            (piece.get("text"), piece.get("trained")) if isinstance(piece, Mapping) else ("", False)
-        )
-        pieces.append(element("mark", str(text)) if marked else joined(str(text)))
+        known = piece if isinstance(piece, Mapping) else {}
+        text, weight = str(known.get("text", "")), number(known.get("weight"))
+        pieces.append(element("mark", text) if known.get("trained") else joined(text))
+        if weight is not None:
+            pieces.append(element("span", f" (weight {weight:g})", class_="soft"))
     tokens, trained = whole(row.get("tokens")), whole(row.get("trained_tokens"))
     place = f"{row.get('place', '')}, {tokens} tokens, {trained} of them marked"
     return element(

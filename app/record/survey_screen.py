@@ -86,7 +86,14 @@ def _held_of_train(held: Facts, more: str) -> str:
 def _tokens(facts: Facts) -> str:
     share = facts["trained_share"]
     trained = "" if share is None else f", {facts['trained_tokens']:,} trained ({share:.1%})"
-    return f"{facts['total_tokens']:,}{trained}"
+    return f"{facts['total_tokens']:,}{trained}{_weighted(facts.get('weights'))}"
+
+
+def _weighted(weights: Facts | None) -> str:
+    if weights is None:
+        return ""
+    count = f"{weights['trained_tokens_count_as']:,.1f} ({weights['share']:.1%})"
+    return f", which count as {count} by the weights in {_many(weights['samples'], 'sample')}"
 
 
 def _bad(split: Facts) -> Iterator[str]:
@@ -173,8 +180,14 @@ def _samples(facts: Facts, has_colour: bool) -> list[tuple[str, RenderableType]]
 def _sample(row: Facts, has_colour: bool) -> Text:
     return Text.assemble(
         *(
-            _marked(printable(piece["text"]), has_colour) if piece["trained"] else printable(piece["text"])
+            part
             for piece in row["pieces"]
+            for part in (
+                _marked(printable(piece["text"]), has_colour)
+                if piece["trained"]
+                else printable(piece["text"]),
+                (f"(weight {piece['weight']:g})" if "weight" in piece else "", "dim"),
+            )
         )
     )
 

@@ -1,6 +1,7 @@
 """What a row means, and what is said about one that means nothing."""
 
 import json
+import math
 from dataclasses import fields
 from typing import Any
 
@@ -204,6 +205,7 @@ def test_marks_follow_their_message_when_a_system_line_comes_before_it() -> None
         ({}, {}),
         ({"weight": 1}, {}),
         ({"weight": 0}, {1: False}),
+        ({"weight": 1.0}, {}),
         ({"weight": 0.0, "train": False}, {1: False}),
         ({"train": False}, {1: False}),
         ({"train": True, "weight": 1}, {1: True}),
@@ -219,18 +221,38 @@ def test_marks_of_messages(mark: dict[str, Any], expected: dict[int, bool]) -> N
 
 
 @pytest.mark.parametrize(
+    ("mark", "weight"),
+    [({"weight": 0.3}, 0.3), ({"weight": 2}, 2.0), ({"weight": 1e-6, "train": True}, 1e-6)],
+)
+def test_weights_of_messages(mark: dict[str, Any], weight: float) -> None:
+    marks = {2: True} if "train" in mark else {}
+    expected = Conversation(chat("a", "b", system="s"), marks=marks, weights={2: weight})
+    said = [*chat("a"), {**chat("", "b")[1], **mark}]
+    assert read({"messages": said, "system": "s"}) == expected
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", **mark}]
+    assert read({"conversations": turns, "system": "s"}, "sharegpt") == expected
+
+
+@pytest.mark.parametrize(
+    ("weight", "found"),
+    [
+        *[(bad, str(bad)) for bad in (-1, -0.5, 1e-7, 10**7, math.inf, -math.inf, math.nan, 10**400)],
+        *[("1", "text"), ("", "text"), (True, "true or false"), (False, "true or false"), ([1], "a list")],
+    ],
+)
+def test_weights_that_cannot_be_meant(weight: object, found: str) -> None:
+    said = problem({"messages": [*chat("a"), {"role": "assistant", "content": "b", "weight": weight}]})
+    assert "message 1: weight must be 0 (not trained) or a number from 1e-06 to 1,000,000" in said
+    assert said.endswith(f"found {found}")
+
+
+@pytest.mark.parametrize(
     ("mark", "said"),
     [
-        (
-            {"weight": 0.5},
-            "message 0: weight must be 0 (not trained) or 1 (trained), found 0.5; weights between",
-        ),
-        ({"weight": 2}, "message 0: weight must be 0 (not trained) or 1 (trained), found 2"),
-        ({"weight": "1"}, "message 0: weight must be 0 (not trained) or 1 (trained), found '1'"),
-        ({"weight": float("nan")}, "message 0: weight must be 0 (not trained) or 1 (trained), found nan"),
         ({"train": "no"}, "message 0: train must be true or false, found text"),
         ({"train": 0}, "message 0: train must be true or false, found a number"),
         ({"train": True, "weight": 0}, "message 0 has train=true and weight=0: which of them?"),
+        ({"train": False, "weight": 0.5}, "message 0 has train=false and weight=0.5: which of them?"),
     ],
 )
 def test_marks_that_cannot_be_meant(mark: dict[str, Any], said: str) -> None:

@@ -73,6 +73,20 @@ def test_bad_rows_are_gone_past_counted_and_said_to_stop_a_run(look: Look, tmp_p
     assert look(*words, "dataset.on_bad_row=skip").facts()["stops"] == []
 
 
+def test_weights_of_messages_are_summed(look: Look, tmp_path: Path) -> None:
+    plain = chat("Hi", "Hello there")
+    halved: list[Any] = [plain[0], {**plain[1], "weight": 0.5}]
+    path = write_chats(tmp_path / "a.jsonl", plain, halved, halved)
+    words = ("dataset=messages", f"dataset.path={path}", "dataset.eval_fraction=0")
+    facts = look(*words).facts()
+    assert facts["weights"] == {
+        "samples": 2,
+        "trained_tokens_count_as": facts["trained_tokens"] * 2 / 3,
+        "share": pytest.approx(facts["trained_share"] * 2 / 3),
+    }
+    assert look(*ALL_ROWS).facts()["weights"] is None
+
+
 @pytest.mark.parametrize(("policy", "lost"), [("drop", 1000), ("truncate", 744), ("error", 1000)])
 def test_over_long_rows_and_tokens_under_the_policy(
     look: Look, tmp_path: Path, policy: str, lost: int

@@ -71,10 +71,12 @@ def test_scores_that_json_cannot_have_are_null() -> None:
 
 
 def test_what_has_no_answers_says_nothing_of_them() -> None:
-    of_text = Scores.of(np.array([6.0, 4.0, 3.0, 0.0, 0.0]))
+    of_text = Scores.of(np.array([6.0, 4.0, 3.0, 0.0, 0.0, 4.0]))
     assert of_text.line() == {"eval_loss": 1.5}
     assert of_text.as_dict()["exact_match"] is None
     assert of_text.words() == "loss 1.5000 | perplexity 4.482 | token accuracy 75.00%"
-    of_chats = Scores.of(np.array([6.0, 4.0, 3.0, 8.0, 2.0]))
+    of_chats = Scores.of(np.array([6.0, 4.0, 3.0, 8.0, 2.0, 4.0]))
     assert of_chats.line() == {"eval_loss": 1.5, "exact_match": 0.25}
+    weighted = Scores.of(np.array([6.0, 4.0, 3.0, 8.0, 2.0, 12.0]))
+    assert (weighted.loss, weighted.token_accuracy, weighted.exact_match) == (0.5, 0.75, 0.25)
     assert of_chats.words().endswith("token accuracy 75.00% | exact match 25.00%")

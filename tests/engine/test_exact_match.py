@@ -127,7 +127,7 @@ def test_figures_and_intervals_depend_neither_on_batches_nor_on_the_order_of_row
     for rows in (data.eval, shuffled):
         for layout in layouts_of(int(rows.lengths.max())):
             sums = sums_of(trainee, rows, layout, runtime)
-            other = sums * [1.5, 1.0, 0.5, 1.0, 0.5]
+            other = sums * [1.5, 1.0, 0.5, 1.0, 0.5, 1.0]
             found.append(SideBySide.of({"tuned": sums, "base": other}, rows.sides).as_dict())
     assert found[0]["exact_match_interval"][0] < found[0]["exact_match"] < found[0]["exact_match_interval"][1]
     for other_way in found[1:]:

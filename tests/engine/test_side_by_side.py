@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from app.engine.evaluation import ANSWERS, EXACT, HITS, LABELS, LOSS, Sums
+from app.engine.evaluation import ANSWERS, EXACT, HITS, LABELS, LOSS, WEIGHT, Sums
 from app.engine.side_by_side import SideBySide
 
 KEYS = ["eval_loss", "perplexity", "token_accuracy", "exact_match"]
@@ -15,8 +15,9 @@ KEYS = ["eval_loss", "perplexity", "token_accuracy", "exact_match"]
 
 def sums_of(rows: int, loss: float, hits: float, exact: float, seed: int = 0) -> Sums:
     random = np.random.default_rng(seed)
-    sums = np.zeros((rows, 5))
+    sums = np.zeros((rows, 6))
     sums[:, LABELS] = random.integers(2, 9, size=rows)
+    sums[:, WEIGHT] = sums[:, LABELS]
     sums[:, LOSS] = sums[:, LABELS] * random.gamma(4.0, loss / 4, size=rows)
     sums[:, HITS] = random.binomial(sums[:, LABELS].astype(int), hits)
     sums[:, ANSWERS] = 1 + (random.random(rows) < 0.5)
@@ -71,7 +72,7 @@ def test_no_hit_at_all_is_no_proof_that_there_never_is_one() -> None:
 
 def test_what_has_no_answers_has_no_exact_match() -> None:
     sums = sums_of(50, 2.0, 0.4, 0.0)
-    sums[:, ANSWERS:] = 0
+    sums[:, [ANSWERS, EXACT]] = 0
     found = SideBySide.of({"tuned": sums, "base": sums}, sides(50))
     assert {value for key, value in found.as_dict().items() if "exact_match" in key} == {None}
     assert "exact" not in found.table()

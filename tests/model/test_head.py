@@ -79,17 +79,21 @@ def test_any_chunk_size_gives_the_same(kind: str, chunk: int) -> None:
     check_against_plain(chunked(trainee_of(kind), chunk))
 
 
-def test_equals_float64_arithmetic() -> None:
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("chunk", [4, 1000])
+def test_equals_float64_arithmetic(chunk: int, *, weighted: bool) -> None:
     lm = built("llama")
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(23, WIDTH, generator=generator).requires_grad_()
     targets = torch.randint(0, VOCABULARY, (23,), generator=generator)
     targets[::5] = IGNORE
     weight: nn.Parameter = lm.lm_head.weight
-    loss = token_loss_sum(own_head(lm), rows, targets, [weight], 4)
+    each = 10 ** torch.randn(23, generator=generator) if weighted else None
+    loss = token_loss_sum(own_head(lm), rows, targets, [weight], chunk, each)
     found = torch.autograd.grad(loss, [rows, weight])
     exact_rows, exact_weight = (t.detach().double().requires_grad_() for t in (rows, weight))
-    exact = F.cross_entropy(exact_rows @ exact_weight.T, targets, ignore_index=IGNORE, reduction="sum")
+    losses = F.cross_entropy(exact_rows @ exact_weight.T, targets, ignore_index=IGNORE, reduction="none")
+    exact = losses.sum() if each is None else (losses * each).sum()
     expected = torch.autograd.grad(exact, [exact_rows, exact_weight])
     assert distance(loss.detach(), exact.detach()) <= 1e-6
     assert distance(found, expected) <= 1e-6

@@ -92,6 +92,15 @@ def test_its_numbers_are_those_of_the_file() -> None:
     ]
 
 
+def test_weights_are_told_and_shown_with_what_they_are_of() -> None:
+    pieces = [{"text": "Hello", "trained": True, "weight": 0.3}]
+    rows = [{"place": "a:1", "tokens": 9, "trained_tokens": 4, "pieces": pieces}]
+    weights = {"samples": 7, "trained_tokens_count_as": 4000.5, "share": 0.1}
+    page = page_of(weights=weights, preview={"marked": "x", "rows": rows})
+    assert "10,000 (25.0%), weighted 4,000.5 (10.0%)" in section(page, "Rows").text
+    assert "Hello (weight 0.3)" in section(page, "First samples").text
+
+
 def test_over_long_samples_have_a_bar_of_their_own() -> None:
     figure = chart(page_of(), "Samples by their length")
     bars = figure.all("rect")

@@ -79,6 +79,17 @@ def test_without_colours_they_are_in_brackets(shown: Any, environment: dict[str,
     assert not re.search(r"\x1b\[[0-9;]*(3|4)[0-9]", text)
 
 
+def test_weights_are_told_and_stand_behind_what_they_are_of() -> None:
+    stream = io.StringIO()
+    pieces = [{"text": "Hi ", "trained": False}, {"text": "Hello", "trained": True, "weight": 0.3}]
+    rows = [{"place": "a:1", "tokens": 9, "trained_tokens": 4, "pieces": pieces}]
+    weights = {"samples": 1, "trained_tokens_count_as": 1.2, "share": 0.3}
+    show_survey({**FACTS, "weights": weights, "preview": {"marked": "x", "rows": rows}}, stream)
+    assert "Hi [[Hello]](weight 0.3)" in stream.getvalue()
+    words = " ".join(stream.getvalue().split())
+    assert "trained (25.0%), which count as 1.2 (30.0%) by the weights in 1 sample" in words
+
+
 def test_bars_are_as_long_as_their_counts(shown: Any) -> None:
     lines = ESCAPE.sub("", shown()).splitlines()
     lengths = {line.split()[0]: line.count("█") for line in lines if "█" in line}

@@ -13,6 +13,7 @@ from app.data.shapes import Conversation, Message, Row, RowProblem
 
 ROLES = ("system", "user", "assistant", "tool")
 _SAME_AS = {"developer": "system", "function": "tool"}  # names that the same roles had before or since
+_LEAST, _MOST = 1e-6, 1e6  # a weight beyond them is a mistake, and lost or overflows in half precision
 _READ = ("role", "content", "tool_calls", "function_call", "train", "weight")
 
 
@@ -20,16 +21,19 @@ def converse(said: Sequence[object], row: Row, columns: Columns) -> Conversation
     """The conversation of `said`, with the columns of the row that belong to it."""
     messages: list[Message] = []
     marks: dict[int, bool] = {}
+    weights: dict[int, float] = {}
     system = optional_text(row, columns.system)
     for index, given in enumerate(said):
-        message, mark = _message(index, given)
+        message, mark, weight = _message(index, given)
         if index == 0 and system.strip():
             messages = _opened(system, message, columns.system)
         if mark is not None:
             marks[len(messages)] = mark
+        if weight not in (0.0, 1.0):
+            weights[len(messages)] = weight
         messages.append(message)
     tools = None if columns.tools is None else read_tools(optional(row, columns.tools), columns.tools)
-    return Conversation(messages, tools, marks)
+    return Conversation(messages, tools, marks, weights)
 
 
 def _opened(system: str, first: Message, column: str | None) -> list[Message]:
@@ -44,8 +48,8 @@ def _opened(system: str, first: Message, column: str | None) -> list[Message]:
     )
 
 
-def _message(index: int, found: object) -> tuple[Message, bool | None]:
-    """The message, and whether it is marked as trained (True), not trained (False) or neither (None)."""
+def _message(index: int, found: object) -> tuple[Message, bool | None, float]:
+    """The message, whether it is marked as trained (True), not trained (False) or neither (None), and its weight."""
     if not isinstance(found, dict):
         raise RowProblem(f"message {index} must be an object with role and content, found {kind_of(found)}")
     given = {
@@ -61,7 +65,8 @@ def _message(index: int, found: object) -> tuple[Message, bool | None]:
     }
     if calls:
         message["tool_calls"] = calls
-    return message, _mark(index, given)
+    weight = _weight(index, given.get("weight"))
+    return message, _mark(index, given, weight), weight
 
 
 def _role(index: int, message: Message) -> str:
@@ -103,18 +108,27 @@ def _part(index: int, part: Any) -> str:
     )
 
 
-def _mark(index: int, given: Message) -> bool | None:
+def _mark(index: int, given: Message, weight: float) -> bool | None:
     """`train: false` or `weight: 0` takes a message out; `weight: 1` says nothing."""
-    train, weight = given.get("train"), given.get("weight")
+    train = given.get("train")
     if not isinstance(train, bool | None):
         raise RowProblem(f"message {index}: train must be true or false, found {kind_of(train)}")
-    if weight is not None and (not isinstance(weight, int | float) or weight not in (0, 1)):
-        raise RowProblem(
-            f"message {index}: weight must be 0 (not trained) or 1 (trained), found {weight!r}; weights between"
-            " them are not supported"
-        )
-    if train is not None and weight is not None and train != bool(weight):
+    if train is not None and "weight" in given and train != bool(weight):
         raise RowProblem(
             f"message {index} has train={json.dumps(train)} and weight={weight:g}: which of them?"
         )
     return False if weight == 0 else train
+
+
+def _weight(index: int, given: Any) -> float:
+    """How much each of its tokens counts in the loss."""
+    if given is None:
+        return 1.0
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    if not is_number or not (given == 0 or _LEAST <= given <= _MOST):
+        found = given if is_number else kind_of(given)
+        raise RowProblem(
+            f"message {index}: weight must be 0 (not trained) or a number from {_LEAST:g} to {_MOST:,.0f} (1 is that"
+            f" of other messages), found {found}"
+        )
+    return float(given)

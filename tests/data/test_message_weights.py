@@ -1,0 +1,262 @@
+"""What a message says it counts is what its tokens count, from the row to the batch; and nothing where none says so."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.batch import Batch
+from app.data.labels import NEXT_TOKENS
+from app.data.layout import Packed, Padded
+from app.data.prepare import Data, prepare
+from app.data.rows import TokenRows
+from app.data.storage import RowWriter, digest, open_rows
+from app.errors import DataError
+from tests.data.small import THINKING, chat, config, tokenizer, write_jsonl
+from tests.data.test_mixing import mixed
+
+LONG = ["What is the capital of France?", "Paris.", "Write one line about rain.", "Rain falls on the roof."]
+
+
+def weighed(*pairs: tuple[str, float | None]) -> list[dict[str, Any]]:
+    """Messages of user and assistant in turn, each with its weight or none."""
+    messages: list[dict[str, Any]] = [*chat(*(text for text, _ in pairs))]
+    for message, (_, weight) in zip(messages, pairs, strict=True):
+        message.update({} if weight is None else {"weight": weight})
+    return messages
+
+
+def prepared(folder: Path, rows: Sequence[Any], made: Any = None, name: str = "chat", **changes: Any) -> Data:
+    path = write_jsonl(folder / f"{name}.jsonl", [{"messages": row} for row in rows])
+    return prepare(config(path, **changes), made or tokenizer("chatml"), str(folder / "cache"))
+
+
+def told(made: Any, rows: TokenRows, i: int) -> list[tuple[str, float]]:
+    """Each stretch of tokens of one weight, and its text; what is not trained is left out."""
+    weights = rows.weights(i)
+    weights = rows.trained(i).astype(np.float32) if weights is None else weights
+    assert ((weights > 0) == rows.trained(i)).all()
+    edges = [0, *(np.flatnonzero(np.diff(weights)) + 1).tolist(), len(weights)]
+    parts = [(made.decode(rows.ids(i)[a:b]), float(weights[a])) for a, b in pairwise(edges)]
+    return [(text, pytest.approx(weight, rel=1e-7)) for text, weight in parts if weight]  # type: ignore[misc]
+
+
+TALK = weighed((LONG[0], None), (LONG[1], 0.3), (LONG[2], None), (LONG[3], 2.5))
+
+
+def test_each_answer_has_the_weight_of_its_message(tmp_path: Path) -> None:
+    made = tokenizer("chatml")
+    data = prepared(tmp_path, [TALK, chat(*LONG), [*TALK[:3], {**TALK[3], "weight": 0}]], made)
+    assert told(made, data.train, 0) == [
+        ("Paris.<|im_end|>", 0.3),
+        ("Rain falls on the roof.<|im_end|>", 2.5),
+    ]
+    assert data.train.weights(1) is None
+    assert told(made, data.train, 2) == [("Paris.<|im_end|>", 0.3)]
+    counts = data.report.train
+    first, second = (int((data.train.weights(0) == np.float32(w)).sum()) for w in (0.3, 2.5))  # type: ignore[union-attr]
+    whole = int(data.train.trained(1).sum())
+    assert whole == first + second
+    assert counts.trained_tokens == 2 * whole + first
+    assert counts.label_weight == pytest.approx(0.3 * 2 * first + 2.5 * second + whole, rel=1e-6)
+    assert counts.weighted_samples == 2
+    [line] = [line for line in data.report.lines() if "weight" in line]
+    count = f"its trained tokens count as {counts.label_weight:,.1f}"
+    assert line.startswith(f"train: 2 samples with messages of another weight than 1: {count}, ")
+
+
+def test_everything_else_counts_one_under_all(tmp_path: Path) -> None:
+    made = tokenizer("chatml")
+    talk = weighed((LONG[0], 0.5), (LONG[1], None), (LONG[2], 0), (LONG[3], 3))
+    rows = prepared(tmp_path, [talk], made, train_on="all").train
+    opened = "<|im_start|>"  # the very first token is never trained
+    assert told(made, rows, 0) == [
+        (f"user\n{LONG[0]}<|im_end|>\n", 0.5),
+        (f"{opened}assistant\nParis.<|im_end|>\n", 1.0),
+        (f"{opened}assistant\n{LONG[3]}<|im_end|>\n", 3.0),
+    ]
+
+
+def test_a_template_that_rewrites_earlier_turns_keeps_them(tmp_path: Path) -> None:
+    made = tokenizer("thinking")
+    assert made.chat_template == THINKING
+    said = ("a", "<think>x</think>b", "c", "<think>y</think>d", "e", "f")
+    talk = weighed(*zip(said, (None, 0.25, None, 4, None, 1), strict=True))
+    data = prepared(tmp_path, [talk], made)
+    assert data.report.train.expanded_into == 3
+    assert [told(made, data.train, i) for i in range(3)] == [
+        [("<think>x</think>b<|im_end|>", 0.25)],
+        [("<think>y</think>d<|im_end|>", 4.0)],
+        [("f<|im_end|>", 1.0)],
+    ]
+    assert [data.train.weights(i) is None for i in range(3)] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        (
+            weighed(("a", 0.5), ("b", None)),
+            "message 0 is of user and has weight=0.5, but dataset.train_on=auto trains",
+        ),
+        (weighed(("a", None), ("b", -0.5)), "message 1: weight must be 0"),
+    ],
+)
+def test_what_cannot_be_meant_is_told_with_its_place(tmp_path: Path, messages: Any, said: str) -> None:
+    with pytest.raises(DataError) as raised:
+        prepared(tmp_path, [chat("a", "b"), messages])
+    assert f"chat.jsonl:2: {said}" in str(raised.value)
+
+
+def test_a_cut_keeps_what_is_left(tmp_path: Path) -> None:
+    made = tokenizer("chatml")
+    rows = prepared(tmp_path, [TALK], made).train
+    ids, weights = rows.ids(0), rows.weights(0)
+    assert weights is not None
+    first, last = (np.flatnonzero(weights == np.float32(w)) for w in (0.3, 2.5))
+    cut = int(last[1])
+    shorter = prepared(tmp_path, [TALK], made, max_length=cut, on_overflow="truncate").train
+    assert shorter.ids(0).tolist() == ids[:cut].tolist()
+    assert shorter.weights(0).tolist() == weights[:cut].tolist()  # type: ignore[union-attr]
+    back = [TALK[0], {**TALK[1], "weight": 1}, *TALK[2:]]  # now the other weight is all behind the cut
+    plain = prepared(tmp_path, [back], made, max_length=int(first[-1]) + 1, on_overflow="truncate").train
+    assert plain.weights(0) is None
+    unweighted = prepared(
+        tmp_path, [chat(*LONG)], made, max_length=int(first[-1]) + 1, on_overflow="truncate"
+    ).train
+    assert plain.contents.tolist() == unweighted.contents.tolist()
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    [entry] = (folder / "cache" / "tokens").iterdir()
+    return {file.name: file.read_bytes() for file in entry.iterdir()}
+
+
+def test_weights_of_one_leave_no_trace(tmp_path: Path) -> None:
+    """Not in any file, nor in any hash."""
+    ones = weighed(*((text, (None, 1, None, 1.0)[at]) for at, text in enumerate(LONG)))
+    found = []
+    for name, rows in (("a", [chat(*LONG)] * 3), ("b", [ones] * 3)):
+        (tmp_path / name).mkdir()
+        data = prepared(tmp_path / name, rows)
+        found.append((data.train.fingerprint, files(tmp_path / name)))
+        assert data.report.train.weighted_samples == 0
+        assert data.report.train.label_weight == data.report.train.trained_tokens
+        assert not [line for line in data.report.lines() if "weight" in line]
+    assert sorted(found[0][1]) == ["index.bin", "meta.json", "places.bin", "tokens.bin", "trained.bin"]
+    assert found[0][0] == found[1][0]
+    for name in ("index.bin", "places.bin", "tokens.bin", "trained.bin"):
+        assert found[0][1][name] == found[1][1][name]
+
+
+def test_they_take_a_few_bytes_a_message_and_a_changed_one_is_noticed(tmp_path: Path) -> None:
+    data = prepared(tmp_path, [TALK, chat(*LONG)])
+    there = files(tmp_path)
+    assert len(there["weights.bin"]) == 2 * 20
+    [entry] = (tmp_path / "cache" / "tokens").iterdir()
+    checksums = json.loads(there["meta.json"])["checksums"]
+    assert sorted(checksums) == sorted(there.keys() - {"meta.json"})
+    (entry / "weights.bin").write_bytes(there["weights.bin"][:-4] + b"\0\0\0\0")
+    assert open_rows(entry) is None
+    (entry / "weights.bin").unlink()
+    assert open_rows(entry) is None
+    again = prepared(tmp_path, [TALK, chat(*LONG)])
+    assert again.train.fingerprint == data.train.fingerprint
+    assert files(tmp_path) == there
+
+
+def test_samples_of_other_weights_are_not_equal(tmp_path: Path) -> None:
+    other = [TALK[0], {**TALK[1], "weight": 0.4}, *TALK[2:]]
+    data = prepared(tmp_path, [TALK, other, TALK, chat(*LONG)], deduplicate=True)
+    assert data.report.train.duplicates == 1
+    assert len(data.train) == 3
+    assert len(set(data.train.contents.tolist())) == 3
+    assert len(set(data.train.digests.tolist())) == 1
+
+
+def test_several_processes_write_the_same_file(tmp_path: Path) -> None:
+    rows = [weighed((LONG[0], None), (f"{LONG[1]} {at}", (1, 0.5, 3)[at % 3])) for at in range(4000)]
+    found = []
+    for workers in (1, 2):
+        (tmp_path / str(workers)).mkdir()
+        prepared(tmp_path / str(workers), rows, workers=workers)
+        found.append(files(tmp_path / str(workers)))
+    assert found[0].keys() == found[1].keys()
+    assert found[0]["weights.bin"] == found[1]["weights.bin"]
+
+
+@given(
+    st.lists(
+        st.lists(st.sampled_from([0.0, 1.0, 0.5, 0.1, 7.0]), min_size=1, max_size=12).filter(any),
+        min_size=1,
+        max_size=5,
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_any_weights_come_back(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[list[float]], draw: Any
+) -> None:
+    folder = tmp_path_factory.mktemp("rows")
+    writer = RowWriter(folder, str(folder))
+    given_rows = [np.array(row, np.float32) for row in rows]
+    for number, weights in enumerate(given_rows):
+        ids = np.arange(len(weights), dtype=np.int32)
+        writer.add(f"f:{number}", ids, weights > 0, digest(ids), weights)
+    writer.finish({})
+    opened = open_rows(folder)
+    assert opened is not None
+    chosen = [draw.randrange(2 * len(rows)) for _ in range(4)]
+    view = TokenRows.joined([opened[0], opened[0]]).select(chosen)  # a mix of two
+    total = 0.0
+    for i, number in enumerate(chosen):
+        weights, found = given_rows[number % len(rows)], view.weights(i)
+        assert (found is None) == set(weights.tolist()).issubset({0.0, 1.0})
+        assert (view.trained(i) if found is None else found).tolist() == weights.tolist()
+        total += float(weights.sum(dtype=np.float64))
+    assert view.label_weight == pytest.approx(total, rel=1e-6)
+    assert view.num_weighted == sum(view.weights(i) is not None for i in range(4))
+
+
+def labels_of(batch: Batch) -> list[tuple[int, float]]:
+    weights = [1.0] * batch.num_labels if batch.weights is None else batch.weights.each.tolist()
+    assert batch.label_weight == pytest.approx(sum(weights), rel=1e-12)
+    return list(zip(batch.targets.tolist(), weights, strict=True))
+
+
+def test_batches_carry_them_only_where_there_are_any(tmp_path: Path) -> None:
+    made = tokenizer("chatml")
+    rows = prepared(tmp_path, [TALK, chat(*LONG), chat(*LONG[:2])], made).train
+    plain = prepared(tmp_path, [chat(*LONG)], made, name="plain").train
+    for layout in (Padded(4, pad_id=0), Packed(400, pad_id=0, longest=200)):
+        mixed = layout.batch(rows, [np.array([0]), np.array([1])], 4, epoch=0)
+        weights = rows.weights(0)
+        assert weights is not None
+        at = np.flatnonzero(weights)
+        of_first = list(zip(rows.ids(0)[at].tolist(), weights[at].tolist(), strict=True))
+        of_second = [(token, 1.0) for token in plain.ids(0)[plain.trained(0)].tolist()]
+        assert labels_of(mixed) == of_first + of_second
+        none = layout.batch(rows, [np.array([1]), np.array([2])], 4, epoch=0)
+        assert none.weights is None
+        assert none.label_weight == none.num_labels
+        assert layout.batch(rows, [], 4, epoch=0).label_weight == 0
+    assert NEXT_TOKENS.of(plain, 0, epoch=0).weights is None
+
+
+def test_a_mix_of_a_weighted_and_an_unweighted_source(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "w.jsonl", [{"messages": TALK}] * 2)
+    write_jsonl(tmp_path / "p.jsonl", [{"messages": chat(*LONG, "more", "no")}] * 3)
+    data = mixed(tmp_path, {"p": {}, "w": {"weight": 2.0}})
+    rows = data.train
+    assert [rows.weights(i) is None for i in range(7)] == [True] * 3 + [False] * 4
+    counts = data.report.sources
+    assert counts["p"].weighted_samples == 0
+    assert asdict(data.report.train)["weighted_samples"] == 4
+    twice = 2 * counts["w"].label_weight + counts["p"].label_weight
+    assert data.report.train.label_weight == pytest.approx(twice, rel=1e-12)
