@@ -15,11 +15,13 @@ Rule = Callable[[RunConfig], Iterator[str]]
 
 _LIST_PATH = re.compile(r"[^*]+\.\*(\.[^*]+)?")
 
-CHAT_FORMATS = ("messages", "sharegpt", "instruction", "question_answer")  # rendered by a chat template
+# rendered by a chat template
+CHAT_FORMATS = ("messages", "sharegpt", "instruction", "question_answer", "chat_completion")
 
 # what `dataset.train_on` can mean for rows of each format
 TRAIN_ON = {
     **dict.fromkeys(CHAT_FORMATS, ("auto", "assistant", "last", "all")),
+    "chat_completion": ("auto", "completion", "assistant", "last", "all"),
     "prompt_completion": ("auto", "completion", "all"),
     "text": ("auto", "all"),
     "auto": ("auto", "assistant", "last", "completion", "all"),  # asked again once the rows are known

@@ -102,7 +102,8 @@ class DatasetConfig:
     # sections by names of the user's; Hydra, which would refuse to add to a typed mapping, is not told their type
     mix: dict[str, Any] = field(default_factory=dict, metadata={SECTIONS: MixSource})
     format: str = choice(
-        *("auto", "messages", "sharegpt", "instruction", "question_answer", "prompt_completion", "text")
+        *("auto", "messages", "sharegpt", "instruction", "question_answer"),
+        *("prompt_completion", "chat_completion", "text"),
     )
     split: str = MISSING
     hub_config: str | None = None

@@ -26,9 +26,13 @@ class BadRows:
 def bad_row_problems(counts: Counts) -> list[str]:
     """Each reason once, since all rows may have the same one; none if no row is bad."""
     problems = [
-        f"{counts.bad_first[reason]}{f' and {rows - 1:,} more rows' if rows > 1 else ''}: {reason}"
+        f"{counts.bad_first[reason]}{_more(rows - 1)}: {reason}"
         for reason, rows in list(counts.bad_by_reason.items())[:_SHOWN]
     ]
     if problems:
         problems[-1] += " (dataset.on_bad_row=skip leaves bad rows out)"
     return problems
+
+
+def _more(rows: int) -> str:
+    return f" and {rows:,} more row{'s' * (rows > 1)}" if rows else ""

@@ -60,7 +60,8 @@ class Renderer:
         return replace(self._chat(content, place), marked=marked)
 
     def _chat(self, content: Conversation, place: str) -> Drafts:
-        assert self._train_on in ("auto", "assistant", "last", "all"), self._train_on
+        known = ("auto", "assistant", "last", "all", *(["completion"] if content.answer else []))
+        assert self._train_on in known, self._train_on
         script = script_of(content, self._tokenizer)
         whole, unseen = script.whole, _unseen(script)
         if self._train_on == "all":
@@ -80,19 +81,23 @@ class Renderer:
 
     def _trained(self, content: Conversation) -> list[int]:
         """The messages that are trained."""
+        first = content.answer if self._train_on in ("auto", "completion") else 0
         said = [m["role"] for m in content.messages]
         wishes = {index: "train=true" for index, trained in content.marks.items() if trained}
         wishes |= {index: f"weight={weight:g}" for index, weight in content.weights.items()}
         for index, wish in wishes.items():
-            if said[index] != "assistant":
+            if said[index] != "assistant" or index < first:
+                where = f"is of {said[index]}" if index >= first else "is in the prompt"
+                what = "the completion" if first else "answers of the assistant"
                 raise RowProblem(
-                    f"message {index} is of {said[index]} and has {wish}, but"
-                    f" dataset.train_on={self._train_on} trains answers of the assistant only"
+                    f"message {index} {where} and has {wish}, but"
+                    f" dataset.train_on={self._train_on} trains {what} only"
                 )
-        at = [index for index, role in enumerate(said) if role == "assistant"]
+        at = [index for index, role in enumerate(said) if role == "assistant" and index >= first]
         if not at:
+            where = " in its completion" if first else ""
             raise RowProblem(
-                f"has no assistant message: dataset.train_on={self._train_on} trains nothing of it"
+                f"has no assistant message{where}: dataset.train_on={self._train_on} trains nothing of it"
             )
         wanted = at[-1:] if self._train_on == "last" else at
         kept = [index for index in wanted if content.marks.get(index, True)]

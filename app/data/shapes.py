@@ -52,12 +52,13 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages for the chat template, checked."""
+    """Messages for the chat template, checked; the completion begins with message `answer`, where there is one."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None  # that it may call, as the template wants them
     marks: Mapping[int, bool] = field(default_factory=dict)  # messages that say whether they are trained
     weights: Mapping[int, float] = field(default_factory=dict)  # those that count more or less than others
+    answer: int = 0
 
 
 @dataclass(frozen=True, slots=True)

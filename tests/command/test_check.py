@@ -69,7 +69,7 @@ def test_bad_rows_are_told_with_places_and_the_code_is_that_of_the_run(
     words = ("dataset=messages", "dataset.path=a.jsonl", f"cache_dir={tmp_path / 'cache'}")
     code, said, wrong = look(zygote, tmp_path, "data", *words, "output_dir=look")
     assert code == 2
-    assert wrong.startswith("error: a.jsonl:21 and 1 more rows: message 0 has the role 'asistant'")
+    assert wrong.startswith("error: a.jsonl:21 and 1 more row: message 0 has the role 'asistant'")
     assert wrong.endswith("a run with these settings stops there\n")
     facts = facts_in(tmp_path / "look")
     assert (facts["rows"], facts["bad_rows"], facts["bad_places"]) == (42, 2, ["a.jsonl:21", "a.jsonl:42"])

@@ -23,7 +23,10 @@ CHOICES = {group: names for group, names in choices_by_group().items() if group 
 FREE = ("experiment", "debug")  # may set any key
 MAIN = ("model", "recipe", "dataset", "optimizer")
 OF_RECIPES = ("adapter", "quantization")  # chosen by a recipe; alone they would contradict it
-NEEDS_PATH = ("auto", "messages", "sharegpt", "instruction", "question_answer", "prompt_completion", "text")
+NEEDS_PATH = (
+    *("auto", "messages", "sharegpt", "instruction", "question_answer"),
+    *("prompt_completion", "chat_completion", "text"),
+)
 
 
 def test_no_file_got_lost() -> None:

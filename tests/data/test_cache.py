@@ -93,7 +93,7 @@ def test_an_entry_made_with_less_care_stops_a_run_that_takes_more(tmp_path: Path
     with pytest.raises(DataError) as error:
         prepare(careful, tokenizer("thinking"), str(tmp_path))
     role, length, template = error.value.problems
-    assert role.startswith("a.jsonl:1 and 1 more rows: message 0 has the role 'nobody'")
+    assert role.startswith("a.jsonl:1 and 1 more row: message 0 has the role 'nobody'")
     assert role.endswith("(dataset.on_bad_row=skip leaves bad rows out)")
     assert "1 samples are longer than dataset.max_length=200, the longest" in length
     assert "the chat template rewrites earlier turns of 1 conversations" in template

@@ -378,6 +378,56 @@ def test_prompt_completion() -> None:
     assert read(row, "prompt_completion") == Document("2 + 2 = 4", answer=7)
 
 
+ASKED = [{"role": "user", "content": "2 + 2?"}]
+SAID = [{"role": "assistant", "content": "4"}]
+
+
+def test_chat_completion() -> None:
+    row = {"prompt": ASKED, "completion": SAID, "tools": [ADD]}
+    assert read(row, "chat_completion") == Conversation([*ASKED, *SAID], [TOOL], answer=1)
+    opened = Conversation([*chat("2 + 2?", "4", system="Add.")], answer=2)
+    assert read({"prompt": ASKED, "completion": SAID, "system": "Add."}, "chat_completion") == opened
+    named = read({"p": ASKED, "c": SAID}, "chat_completion", prompt="p", completion="c")
+    assert named == Conversation([*ASKED, *SAID], answer=1)
+
+
+@pytest.mark.parametrize(
+    ("row", "fmt", "said"),
+    [
+        (
+            {"prompt": "2 + 2?", "completion": SAID},
+            "chat_completion",
+            "column 'prompt' must be a list of messages, found text; rows whose prompt and completion are both text"
+            " are dataset.format=prompt_completion",
+        ),
+        (
+            {"prompt": ASKED, "completion": "4"},
+            "chat_completion",
+            "column 'completion' must be a list of messages",
+        ),
+        ({"prompt": ASKED, "completion": []}, "chat_completion", "list of messages, found an empty list"),
+        (
+            {"prompt": ASKED, "completion": [SAID]},
+            "chat_completion",
+            "message 1 must be an object with role and",
+        ),
+        (
+            {"prompt": "2 + 2?", "completion": SAID},
+            "prompt_completion",
+            "column 'completion' must be text, found a list; prompts and completions that are lists of messages are"
+            " dataset.format=chat_completion",
+        ),
+        (
+            {"prompt": ASKED, "completion": SAID},
+            "prompt_completion",
+            "column 'prompt' must be text, found a list",
+        ),
+    ],
+)
+def test_prompts_and_completions_of_the_other_kind(row: dict[str, Any], fmt: str, said: str) -> None:
+    assert said in problem(row, fmt)
+
+
 def test_text() -> None:
     assert read({"body": "ab"}, "text", text="body") == Document("ab", answer=0)
     assert problem({"text": " \n"}, "text") == "column 'text' is empty"

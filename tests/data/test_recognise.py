@@ -19,6 +19,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "instruction": {"instruction": "a", "input": "", "output": "b"},
     "question_answer": {"question": "a", "answer": "b"},
     "prompt_completion": {"prompt": "a", "completion": "b"},
+    "chat_completion": {"prompt": chat("a"), "completion": chat("a", "b")[1:]},
     "text": {"text": "a"},
 }
 
@@ -127,6 +128,20 @@ def test_more_than_one_way_to_read_rows_is_an_error(tmp_path: Path) -> None:
     ]
 
 
+def test_messages_in_two_columns_are_one_way_to_read_them(tmp_path: Path) -> None:
+    """Each of the columns alone would be a conversation under another name."""
+    found, note = auto(tmp_path, [{**ROWS["chat_completion"], "tools": [], "id": 1}] * 2)
+    assert (found.format, found.columns) == ("chat_completion", config(tmp_path).columns)
+    assert note.endswith(
+        "columns prompt and completion hold lists of objects with role and content in all of the first 2 rows;"
+        " also read: tools; not read: id"
+    )
+    _, *ways = refusal(tmp_path, [{**ROWS["chat_completion"], "messages": chat("a", "b")}])
+    assert [way.split()[0] for way in ways] == ["dataset.format=messages", "dataset.format=chat_completion"]
+    first, *_ = refusal(tmp_path, [ROWS["prompt_completion"], ROWS["chat_completion"]])
+    assert first.startswith("dataset.format=auto knows no format for these rows")
+
+
 def test_rows_of_no_format(tmp_path: Path) -> None:
     row = {"instruction": "a", "instances": [{"input": "", "output": "b"}], "n": 3}
     first, *lines = refusal(tmp_path, [row])
@@ -145,6 +160,8 @@ def test_rows_of_no_format(tmp_path: Path) -> None:
         " and answer (else dataset.columns.answer=NAME)",
         "dataset.format=prompt_completion wants text in prompt (else dataset.columns.prompt=NAME)"
         " and completion (else dataset.columns.completion=NAME)",
+        "dataset.format=chat_completion wants lists of objects with role and content in prompt"
+        " (else dataset.columns.prompt=NAME) and completion (else dataset.columns.completion=NAME)",
         "dataset.format=text wants text in text (else dataset.columns.text=NAME)",
         "instances holds lists of objects with input, output: dataset.columns.output=instances.*.output"
         " would make a row of each",

@@ -69,6 +69,43 @@ def test_everything_is_trained_but_the_first_token(kind: str) -> None:
     assert labels(kind, messages, "all") == [[WHOLE[kind].removeprefix(first)]]
 
 
+def of_two_columns(
+    kind: str, prompt: list[dict[str, str]], completion: list[dict[str, str]], train_on: str = "auto"
+) -> list[list[str]]:
+    """The trained texts of each sample."""
+    talk = Conversation([*prompt, *completion], answer=len(prompt))
+    return [
+        trained(draft) for draft in Renderer(tokenizer(kind), train_on, "expand").drafts(talk, "").samples
+    ]
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_of_a_prompt_and_a_completion_the_completion_is_trained(kind: str) -> None:
+    """Which is what the template writes after what it asks with."""
+    made = tokenizer(kind)
+    asked = made.apply_chat_template(TALK[:3], tokenize=False, add_generation_prompt=True)
+    whole = made.apply_chat_template(TALK, tokenize=False)
+    assert of_two_columns(kind, TALK[:3], TALK[3:]) == [[whole[len(asked) :].rstrip()]]
+    assert of_two_columns(kind, TALK[:3], TALK[3:], "completion") == of_two_columns(kind, TALK[:3], TALK[3:])
+    with_a_question_between = of_two_columns(kind, TALK[:1], TALK[1:])
+    assert [text for sample in with_a_question_between for text in sample] == GOLDEN[kind]
+
+
+def test_what_else_can_be_trained_of_a_prompt_and_a_completion() -> None:
+    assert of_two_columns("chatml", TALK[:3], TALK[3:], "assistant") == [GOLDEN["chatml"]]
+    assert of_two_columns("chatml", TALK[:1], TALK[1:], "last") == [GOLDEN["chatml"][1:]]
+    [[everything]] = of_two_columns("chatml", TALK[:3], TALK[3:], "all")
+    assert everything == tokenizer("chatml").apply_chat_template(TALK, tokenize=False)
+    with pytest.raises(RowProblem, match="no assistant message in its completion: "):
+        of_two_columns("chatml", TALK[:2], TALK[2:3])
+    marked = Conversation(TALK, marks={1: True}, answer=2)
+    with pytest.raises(
+        RowProblem, match=r"message 1 is in the prompt and has train=true, .* the completion only"
+    ):
+        Renderer(tokenizer("chatml"), "auto", "expand").drafts(marked, "")
+    assert Renderer(tokenizer("chatml"), "assistant", "expand").drafts(marked, "").samples
+
+
 def test_a_turn_after_the_last_answer_is_read_only() -> None:
     assert labels("chatml", [*TALK, *chat("And now?")]) == [GOLDEN["chatml"]]
 

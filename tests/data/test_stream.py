@@ -124,6 +124,20 @@ def test_a_completion_that_is_one_token_with_its_prompt(tmp_path: Path) -> None:
     )
 
 
+def test_plain_prompts_among_lists_of_messages_are_bad_rows(tmp_path: Path) -> None:
+    """Joined as they are, or written by the template: one set has one of the two."""
+    plain = {"prompt": "Hi", "completion": "Hello"}
+    [asked, said] = chat("Hi", "Hello")
+    listed = {"prompt": [asked], "completion": [said]}
+    path = write_jsonl(tmp_path / "a.jsonl", [listed, plain, listed])
+    [problem] = problems(path, "chat_completion")
+    assert problem.startswith("a.jsonl:2: column 'prompt' must be a list of messages, found text")
+    data = read(path, "chat_completion", on_bad_row="skip")
+    assert (data.report.train.rows_kept, data.report.train.bad_places) == (2, ["a.jsonl:2"])
+    [problem] = problems(path, "prompt_completion")
+    assert problem.startswith("a.jsonl:1 and 1 more row: column 'prompt' must be text, found a list")
+
+
 def test_an_empty_completion_teaches_to_stop(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "two", "completion": ""}])
     assert read(path, "prompt_completion").report.train.trained_tokens == 1

@@ -69,7 +69,7 @@ def test_bad_rows_are_gone_past_counted_and_said_to_stop_a_run(look: Look, tmp_p
     assert [(each["rows"], each["first"]) for each in facts["bad"]] == [(2, "a.jsonl:1"), (1, "a.jsonl:603")]
     assert facts["bad_places"] == ["a.jsonl:1", "a.jsonl:602", "a.jsonl:603"]
     assert len(facts["stops"]) == 2
-    assert facts["stops"][0].startswith("a.jsonl:1 and 1 more rows: message 0 has the role 'nobody'")
+    assert facts["stops"][0].startswith("a.jsonl:1 and 1 more row: message 0 has the role 'nobody'")
     assert look(*words, "dataset.on_bad_row=skip").facts()["stops"] == []
 
 

@@ -1,5 +1,6 @@
-"""Rows that hold a conversation: OpenAI's messages, and ShareGPT's turns."""
+"""Rows that hold a conversation: OpenAI's messages, ShareGPT's turns, or messages in two columns."""
 
+from dataclasses import replace
 from typing import Any
 
 from app.config.schema import Columns
@@ -28,6 +29,22 @@ def sharegpt(row: Row, columns: Columns) -> Conversation:
     """`[{"from": ..., "value": ...}, ...]`."""
     turns = _listed(row, columns.conversations)
     return converse([_turn(index, turn) for index, turn in enumerate(turns)], row, columns)
+
+
+def chat_completion(row: Row, columns: Columns) -> Conversation:
+    """Messages to read, and messages to write after them; both are counted as one conversation."""
+    prompt, completion = (_side(row, column) for column in (columns.prompt, columns.completion))
+    talk = converse([*prompt, *completion], row, columns)
+    return replace(talk, answer=len(talk.messages) - len(completion))
+
+
+def _side(row: Row, column: str) -> list[Any]:
+    if isinstance(value(row, column), str):
+        raise RowProblem(
+            f"column {column!r} must be a list of messages, found text; rows whose prompt and completion are both"
+            " text are dataset.format=prompt_completion"
+        )
+    return _listed(row, column)
 
 
 def _listed(row: Row, column: str) -> list[Any]:

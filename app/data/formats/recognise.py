@@ -20,7 +20,12 @@ _SHOWN = 12  # names
 _LINE = "\n    "
 
 _SAYS = ("content", "tool_calls", "function_call")  # at least one of them is in a message
-_CHATS = {"messages": "objects with role and content", "sharegpt": "objects with from and value"}
+_CHATS = {
+    "messages": "objects with role and content",
+    "sharegpt": "objects with from and value",
+    "chat_completion": "objects with role and content",
+}
+_IN_ANY_COLUMN = ("messages", "sharegpt")  # conversations show by themselves, whatever the name
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,7 @@ def recognised(config: DatasetConfig) -> tuple[DatasetConfig, list[str]]:
     source = train_source(config)
     named = f"{source.key}={source.name}"
     rows = _first_rows(named, unfolded(source.rows(), config.columns, tuple(f.name for f in fields(Columns))))
-    fitting = [found for found in _candidates(rows, config.columns) if found.fits >= _ENOUGH * len(rows)]
+    fitting = _fitting(rows, config.columns)
     if not fitting:
         raise DataError(_unknown(named, rows, config.columns))
     if len(fitting) > 1:
@@ -78,6 +83,13 @@ def _first_rows(named: str, found: Iterator[tuple[str, Row | Broken]]) -> list[R
     return rows
 
 
+def _fitting(rows: Sequence[Row], columns: Columns) -> list[_Candidate]:
+    """The ways to read these rows. A column that has its usual name in one of them is not renamed for another."""
+    found = [each for each in _candidates(rows, columns) if each.fits >= _ENOUGH * len(rows)]
+    taken = {name for each in found if each.field is None for name in each.columns}
+    return [each for each in found if each.field is None or each.columns[0] not in taken]
+
+
 def _candidates(rows: Sequence[Row], columns: Columns) -> Iterator[_Candidate]:
     for fmt, shape in FORMATS.items():
         names = tuple(getattr(columns, field) for field in shape.needs)
@@ -85,9 +97,7 @@ def _candidates(rows: Sequence[Row], columns: Columns) -> Iterator[_Candidate]:
             fmt, names, sum(all(_fits(fmt, value(row, name)) for name in names) for row in rows)
         )
         yield usual
-        if fmt in _CHATS and usual.fits < _ENOUGH * len(
-            rows
-        ):  # conversations show by themselves, whatever the name
+        if fmt in _IN_ANY_COLUMN and usual.fits < _ENOUGH * len(rows):
             yield from _renamed(rows, fmt, shape.needs[0], usual.columns[0])
 
 

@@ -25,6 +25,7 @@ FORMATS: dict[str, Format] = {
     "instruction": Format(("instruction", "output"), ("input", "history", "system"), questions.instruction),
     "question_answer": Format(("question", "answer"), ("system",), questions.question_answer),
     "prompt_completion": Format(("prompt", "completion"), (), documents.prompt_completion),
+    "chat_completion": Format(("prompt", "completion"), ("tools", "system"), chats.chat_completion),
     "text": Format(("text",), (), documents.document),
 }
 
