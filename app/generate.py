@@ -17,7 +17,7 @@ from app.config.asking import GenerateConfig, generate_config
 from app.config.command import run_command
 from app.config.finished import finished_folder
 from app.config.load import read_run
-from app.config.rules import CHAT_FORMATS
+from app.config.rules import has_chats
 from app.config.schema import ModelConfig
 from app.errors import ConfigError
 from app.record.files import write_text
@@ -63,7 +63,7 @@ def _answerer(config: GenerateConfig) -> "Answerer":
         lm = load_tuned(
             folder, run.model, TASKS["causal"], adapter=config.adapter, quantization=run.quantization
         )
-        chat = run.dataset.format in CHAT_FORMATS
+        chat = has_chats(run.dataset)
     else:
         lm, tokenizer = load_any(ModelConfig(path=str(config.model), weights="pretrained"), TASKS["causal"])
         chat = bool(tokenizer.chat_template)

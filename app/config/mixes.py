@@ -35,6 +35,11 @@ def paths_of(dataset: DatasetConfig) -> str:
     return " + ".join(str(section.path) for section in sources_of(dataset).values())
 
 
+def formats_of(dataset: DatasetConfig) -> str:
+    """Of all sources, for people."""
+    return " + ".join(dict.fromkeys(section.format for section in sources_of(dataset).values()))
+
+
 def key_of(name: str) -> str:
     """Where the keys of a source begin."""
     return f"dataset.mix.{name}" if name else "dataset"
@@ -58,11 +63,6 @@ def mix_problems(dataset: DatasetConfig, formats: tuple[str, ...]) -> Iterator[s
         yield (
             f"dataset.eval_split={dataset.eval_split} says not of which source of dataset.mix. "
             "Set dataset.eval_path=FILE or dataset.eval_fraction=0.02."
-        )
-    if dataset.format not in formats:
-        yield (
-            f"dataset.format={dataset.format} looks at one source. Give dataset.format and, where they differ, "
-            f"dataset.mix.NAME.format: {', '.join(formats)}."
         )
     if not any(source.weight for source in dataset.mix.values()):
         yield "dataset.mix: every weight is 0, so nothing is trained on. Set dataset.mix.NAME.weight=1."

@@ -34,6 +34,13 @@ def trains_answers(dataset: DatasetConfig) -> bool:
     return formats != {"text"} and dataset.train_on != "all"
 
 
+def has_chats(dataset: DatasetConfig) -> bool:
+    """Whether a chat template writes any of the rows, held-out ones of a file of their own among them."""
+    formats = {source.format for source in sources_of(dataset).values()}
+    own = {dataset.format} if dataset.eval_path is not None else set()
+    return not formats.isdisjoint(CHAT_FORMATS) or not own.isdisjoint(CHAT_FORMATS)
+
+
 def problems_of(run: RunConfig) -> list[str]:
     """Every broken rule, in the order of RULES."""
     return [problem for rule in RULES for problem in rule(run)]
@@ -82,12 +89,25 @@ def _hidden_tokens_are_of_text(run: RunConfig) -> Iterator[str]:
 
 
 def _one_list_makes_rows(run: RunConfig) -> Iterator[str]:
-    starred = {name: path for name, path in asdict(run.dataset.columns).items() if path and "*" in path}
-    for name, path in starred.items():
+    shared = _starred(run.dataset, "dataset")
+    yield from _star_problems(shared)
+    for name, section in sources_of(run.dataset).items():
+        own = _starred(section, key_of(name))
+        if list(own.values()) != list(shared.values()):
+            yield from _star_problems(own)
+
+
+def _starred(section: DatasetConfig, key: str) -> dict[str, str]:
+    columns = asdict(section.columns).items()
+    return {f"{key}.columns.{name}": path for name, path in columns if path and "*" in path}
+
+
+def _star_problems(starred: dict[str, str]) -> Iterator[str]:
+    for key, path in starred.items():
         if not _LIST_PATH.fullmatch(path):
-            yield f"dataset.columns.{name}={path}: a * stands for each element of a list, as in instances.*.output."
+            yield f"{key}={path}: a * stands for each element of a list, as in instances.*.output."
     if len({path.partition(".*")[0] for path in starred.values()}) > 1:
-        given = " ".join(f"dataset.columns.{name}={path}" for name, path in starred.items())
+        given = " ".join(f"{key}={path}" for key, path in starred.items())
         yield f"{given}: the elements of one list make the rows. Let every * stand behind the same column."
 
 
@@ -101,7 +121,7 @@ def _only_text_splits(run: RunConfig) -> Iterator[str]:
 
 
 def _a_mix_is_whole(run: RunConfig) -> Iterator[str]:
-    yield from mix_problems(run.dataset, tuple(name for name in TRAIN_ON if name != "auto"))
+    yield from mix_problems(run.dataset, tuple(TRAIN_ON))
 
 
 def _one_source_of_eval_rows(run: RunConfig) -> Iterator[str]:

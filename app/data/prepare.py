@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from app.config.mixes import sources_of
-from app.config.rules import CHAT_FORMATS
+from app.config.rules import has_chats
 from app.config.schema import DatasetConfig
 from app.data.cache import cache_key, cached_rows
 from app.data.formats.table import fields_of
@@ -149,8 +149,7 @@ def _settings(config: DatasetConfig, max_rows: int | None) -> dict[str, Any]:
 
 def _notes(config: DatasetConfig, tokenizer: Tokenizer) -> list[str]:
     """What the rows do not show."""
-    chats = any(section.format in CHAT_FORMATS for section in sources_of(config).values())
-    if chats and "strftime_now" in str(tokenizer.chat_template):
+    if has_chats(config) and "strftime_now" in str(tokenizer.chat_template):
         return ["the chat template writes a date: that of the day on which the rows were tokenised"]
     return []
 

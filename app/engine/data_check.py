@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from app.config.rules import CHAT_FORMATS
+from app.config.mixes import formats_of
+from app.config.rules import has_chats
 from app.config.schema import DatasetConfig, RunConfig
 from app.data import survey
 from app.data.labels import labels_of
@@ -48,7 +49,7 @@ class DataCheck:
         train, held = self.data.report.train, self.data.report.eval
         return {
             "source": train.source,
-            "format": self.run.dataset.format,
+            "format": formats_of(self.run.dataset),
             "max_length": self.run.dataset.max_length,
             **_split(train, self.data.train),
             "duplicate_rows": self.duplicates,
@@ -112,7 +113,7 @@ def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> Da
     def judge(section: DatasetConfig, source: Source, counts: Counts) -> None:
         found.extend(stops(replace(run.dataset, format=section.format), source, counts))
 
-    tokenizer = load_tokenizer(run.model, needs_template=run.dataset.format in CHAT_FORMATS)
+    tokenizer = load_tokenizer(run.model, needs_template=has_chats(run.dataset))
     labels = labels_of(run.task, tokenizer, run.seed)
     data = prepare(unstopped(run.dataset), tokenizer, run.cache_dir, notes, judge)
     found += _unknown_ids(run, data)

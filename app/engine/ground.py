@@ -10,7 +10,8 @@ from typing import Any
 
 from app import __version__
 from app.batch import Batch
-from app.config.rules import CHAT_FORMATS
+from app.config.mixes import formats_of
+from app.config.rules import has_chats
 from app.config.schema import BatchingConfig, ModelConfig, RunConfig, ScheduleConfig
 from app.data.labels import Labels, labels_of
 from app.data.layout import Layout, Packed, Padded
@@ -76,7 +77,7 @@ def lay_ground(
     run: RunConfig, checkpoints: Path, say: Callable[[str], None], notes: Sequence[str] = ()
 ) -> Ground:
     """Tokenizer, data, machine, plan: each line needs only those above it. `notes` is told with the data."""
-    tokenizer = load_tokenizer(run.model, needs_template=run.dataset.format in CHAT_FORMATS)
+    tokenizer = load_tokenizer(run.model, needs_template=has_chats(run.dataset))
     labels = labels_of(run.task, tokenizer, run.seed)
     data = prepare(run.dataset, tokenizer, run.cache_dir, notes)
     save, remarks = find_checkpoint(checkpoints, run.resume, tidy=world().is_first)
@@ -197,7 +198,7 @@ def facts(run: RunConfig, ground: Ground) -> dict[str, Any]:
         "seed": run.seed,
         "choices": {
             **asdict(ground.choices),
-            "format": run.dataset.format,
+            "format": formats_of(run.dataset),
             "device": ground.runtime.device.type,
             "threads": ground.runtime.threads,
             "processes": ground.runtime.processes,

@@ -19,5 +19,5 @@ def with_format(run: Run) -> tuple[Run, list[str]]:
     known = replace(run, dataset=dataset)
     problems = problems_of(known)
     if problems:
-        raise ConfigError([*problems[:-1], f"{problems[-1]} ({notes[0]})"])
+        raise ConfigError([*problems[:-1], f"{problems[-1]} ({'; '.join(notes)})"])
     return known, notes

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from app.config.rules import CHAT_FORMATS
+from app.config.rules import has_chats
 from app.config.schema import RunConfig
 from app.data.prepare import Data, prepare
 from app.engine.known_format import with_format
@@ -37,7 +37,7 @@ def content_hashes(data: Data, tokenizer: Any) -> dict[str, str | None]:
 def origin_now(run: RunConfig) -> dict[str, Any]:
     """The same of a run that is about to start on this machine, in the words of a manifest."""
     run, _ = with_format(within_positions(run, lambda _note: None))
-    tokenizer = load_tokenizer(run.model, needs_template=run.dataset.format in CHAT_FORMATS)
+    tokenizer = load_tokenizer(run.model, needs_template=has_chats(run.dataset))
     data = prepare(run.dataset, tokenizer, run.cache_dir)
     if run.model.weights == "pretrained":
         fetch_folder(run.model, run.model.path, with_weights=True)

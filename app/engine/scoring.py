@@ -10,7 +10,7 @@ from typing import Any
 from app.batch import Batch
 from app.config.evaluation import holds_out
 from app.config.mixes import paths_of
-from app.config.rules import CHAT_FORMATS, trains_answers
+from app.config.rules import has_chats, trains_answers
 from app.config.schema import RunConfig
 from app.data.labels import labels_of
 from app.data.layout import Layout
@@ -112,7 +112,7 @@ def lay_scoring(run: RunConfig, folder: Path, hashes: Mapping[str, Any], *, tune
     """Tokenizer, rows, machine: each line needs only those above it. `tuned`: of the weights that come first."""
     read = within_positions(replace(run, model=weights_of(folder, run.model, tuned=tuned)), say)
     read, why = with_format(read)
-    tokenizer = load_tokenizer(run.model, needs_template=read.dataset.format in CHAT_FORMATS)
+    tokenizer = load_tokenizer(run.model, needs_template=has_chats(read.dataset))
     rows, counts, notes = rows_to_score(read.dataset, tokenizer, run.cache_dir)
     choices = choose(run.precision, run.attention, partial(attention_needs, read), {})
     runtime = start(run.launch, choices.precision, run.seed)

@@ -69,11 +69,21 @@ def test_a_source_without_weight_is_none() -> None:
             "dataset.on_overflow=split",
             "dataset.on_overflow=split would tear a row of dataset.mix.chat.format=messages",
         ),
+        (
+            "dataset.mix.code.columns={input: 'a.*.x', output: 'b.*.y'}",
+            "dataset.mix.code.columns.input=a.*.x dataset.mix.code.columns.output=b.*.y: the elements of one list",
+        ),
+        ("dataset.columns.output=a.*.b.*.c", "dataset.columns.output=a.*.b.*.c: a * stands for each element"),
         ("dataset.train_on=completion", "means nothing for dataset.mix.code.format=messages."),
     ],
 )
 def test_what_is_wrong_with_a_mix(given: str, message: str) -> None:
     assert any(problem.startswith(message) or message in problem for problem in problems(*TWO, given))
+
+
+@pytest.mark.parametrize("key", ["dataset.format", "dataset.mix.code.format"])
+def test_formats_of_a_mix_may_be_recognised(key: str) -> None:
+    assert compose_run([*TWO, f"{key}=auto"]).dataset.mix
 
 
 def test_all_problems_at_once() -> None:

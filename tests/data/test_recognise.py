@@ -1,11 +1,13 @@
 """`dataset.format=auto`: what is recognised, why, and what is said where it is not one thing."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from app.config.schema import DatasetConfig
+from app.config.mixes import sources_of
+from app.config.schema import DatasetConfig, MixSource
 from app.data.formats.recognise import LOOKED_AT, recognised
 from app.data.formats.table import FORMATS
 from app.errors import DataError
@@ -192,6 +194,71 @@ def test_a_file_without_rows(tmp_path: Path) -> None:
         recognised(config(tmp_path / "b.jsonl", "auto"))
     [told] = refusal(tmp_path, [{"instances": []}], output="instances.*.output")
     assert told.startswith("none of its first rows can be read; a.jsonl:1: column 'instances' must be a list")
+
+
+def mixed(path: Path, rows: dict[str, list[Any]], fmt: str = "auto", **changes: Any) -> DatasetConfig:
+    mix = {name: {"path": str(write_jsonl(path / f"{name}.jsonl", found))} for name, found in rows.items()}
+    for name, more in changes.pop("more", {}).items():
+        mix[name] |= more
+    shared = config(path, fmt, **changes)
+    return replace(shared, path=None, mix={name: MixSource(**each) for name, each in mix.items()})
+
+
+def test_each_source_of_a_mix_is_recognised_by_itself(tmp_path: Path) -> None:
+    rows = {"chat": [{"talk": TURNS}], "code": [ROWS["messages"]], "sums": [ROWS["question_answer"]]}
+    given = mixed(tmp_path, rows, more={"sums": {"format": "text", "columns": {"text": "answer"}}})
+    found, notes = recognised(given)
+    assert [note.partition(", because ")[0] for note in notes] == [
+        "dataset.mix.chat.format=auto: taken as dataset.mix.chat.format=sharegpt"
+        " dataset.mix.chat.columns.conversations=talk",
+        "dataset.mix.code.format=auto: taken as dataset.mix.code.format=messages",
+    ]
+    sections = sources_of(found)
+    assert [section.format for section in sections.values()] == ["sharegpt", "messages", "text"]
+    assert sections["chat"].columns.conversations == "talk"
+    assert sections["code"].columns.conversations == "conversations"
+    assert sections["sums"].columns.text == "answer"
+    assert recognised(found) == (found, [])  # nothing is left to look at
+
+
+def test_only_one_source_of_a_mix_may_be_left_open(tmp_path: Path) -> None:
+    rows = {"chat": [ROWS["messages"]], "code": [ROWS["sharegpt"]]}
+    found, [note] = recognised(mixed(tmp_path, rows, "messages", more={"code": {"format": "auto"}}))
+    assert note.startswith("dataset.mix.code.format=auto: taken as dataset.mix.code.format=sharegpt")
+    assert [section.format for section in sources_of(found).values()] == ["messages", "sharegpt"]
+
+
+def test_held_out_rows_beside_a_mix_are_recognised_too(tmp_path: Path) -> None:
+    held = write_jsonl(tmp_path / "held.jsonl", [{"said": chat("a", "b")}])
+    rows = {"chat": [ROWS["messages"]], "code": [ROWS["messages"]]}
+    found, notes = recognised(mixed(tmp_path, rows, eval_path=str(held)))
+    assert notes[-1].startswith(
+        "dataset.format=auto: taken as dataset.format=messages dataset.columns.messages=said"
+    )
+    assert (found.format, found.columns.messages) == ("messages", "said")
+    assert [section.columns.messages for section in sources_of(found).values()] == ["messages", "messages"]
+
+
+def test_all_sources_that_are_not_recognised_are_told_at_once(tmp_path: Path) -> None:
+    two = [{**ROWS["instruction"], "text": "a b"}]
+    with pytest.raises(DataError) as found:
+        recognised(mixed(tmp_path, {"chat": [{"n": 3}], "code": two, "good": [ROWS["text"]]}))
+    none, several = found.value.problems
+    assert none.startswith(
+        f"dataset.mix.chat.path={tmp_path}/chat.jsonl: dataset.mix.chat.format=auto knows no format for these rows"
+    )
+    assert (
+        "\n    dataset.mix.chat.format=text wants text in text (else dataset.mix.chat.columns.text=NAME)"
+        in none
+    )
+    begin, *ways = several.split("\n    ")
+    assert begin.startswith(
+        f"dataset.mix.code.path={tmp_path}/code.jsonl: dataset.mix.code.format=auto finds 2 ways"
+    )
+    assert [way.partition("   ")[0] for way in ways] == [
+        "dataset.mix.code.format=instruction",
+        "dataset.mix.code.format=text",
+    ]
 
 
 def test_text_files(tmp_path: Path) -> None:

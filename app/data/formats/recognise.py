@@ -5,13 +5,14 @@ from dataclasses import dataclass, fields, replace
 from itertools import islice
 from typing import Any
 
+from app.config.mixes import key_of, sources_of
 from app.config.schema import Columns, DatasetConfig
 from app.data.files import kind_of
 from app.data.formats.columns import has, value
 from app.data.formats.table import FORMATS
 from app.data.formats.unfold import unfolded
-from app.data.shapes import Broken, Row
-from app.data.sources import train_source
+from app.data.shapes import Broken, Row, Source
+from app.data.sources import eval_source, train_source
 from app.errors import DataError
 
 LOOKED_AT = 200  # rows
@@ -37,11 +38,10 @@ class _Candidate:
     fits: int
     field: str | None = None  # of dataset.columns, where the column is called otherwise
 
-    @property
-    def typed(self) -> str:
-        """What to type to choose it."""
-        named = f" dataset.columns.{self.field}={self.columns[0]}" if self.field else ""
-        return f"dataset.format={self.format}{named}"
+    def typed(self, key: str) -> str:
+        """What to type to choose it in the section `key`."""
+        named = f" {key}.columns.{self.field}={self.columns[0]}" if self.field else ""
+        return f"{key}.format={self.format}{named}"
 
     def reason(self, count: int) -> str:
         """Why it was chosen of `count` rows."""
@@ -55,21 +55,59 @@ class _Candidate:
 
 
 def recognised(config: DatasetConfig) -> tuple[DatasetConfig, list[str]]:
-    """The section with a format that is known, and what to tell about how it became known."""
-    if config.format != "auto":
-        return config, []
-    source = train_source(config)
+    """The section with formats that are known, and what to tell about how each became known.
+
+    Each source of a mix is looked at by itself, and so is a file of held-out rows beside it. DataError has the
+    problems of all.
+    """
+    found: dict[str, DatasetConfig] = {}
+    notes, problems = [], []
+    for name, section, source in _to_look_at(config):
+        try:
+            found[name], note = _recognised(section, source, key_of(name))
+            notes.append(note)
+        except DataError as error:
+            problems += error.problems
+    if problems:
+        raise DataError(problems)
+    mix = {
+        name: each
+        if name not in found
+        else replace(each, format=found[name].format, columns=_named(found[name]))
+        for name, each in config.mix.items()
+    }
+    return replace(found.get("", config), mix=mix), notes
+
+
+def _to_look_at(config: DatasetConfig) -> Iterator[tuple[str, DatasetConfig, Source]]:
+    """Where the rows of unknown formats are, under the name of their section."""
+    for name, section in sources_of(config).items():
+        if section.format == "auto":
+            yield name, section, train_source(section, name)
+    held = eval_source(config) if config.mix and config.format == "auto" else None
+    if held is not None:  # of one source, held-out rows are as those to train on
+        yield "", config, held
+
+
+def _named(section: DatasetConfig) -> dict[str, str]:
+    """The columns that its format needs; all of them, because other sources may have other names for the same."""
+    return {field: getattr(section.columns, field) for field in FORMATS[section.format].needs}
+
+
+def _recognised(config: DatasetConfig, source: Source, key: str) -> tuple[DatasetConfig, str]:
     named = f"{source.key}={source.name}"
     rows = _first_rows(named, unfolded(source.rows(), config.columns, tuple(f.name for f in fields(Columns))))
     fitting = _fitting(rows, config.columns)
     if not fitting:
-        raise DataError(_unknown(named, rows, config.columns))
+        raise DataError(_unknown(named, key, rows, config.columns))
     if len(fitting) > 1:
-        begin = f"{named}: dataset.format=auto finds {len(fitting)} ways to read these rows. Type the one you mean:"
-        raise DataError(_LINE.join([begin, *(f"{c.typed}   ({c.reason(len(rows))})" for c in fitting)]))
+        begin = (
+            f"{named}: {key}.format=auto finds {len(fitting)} ways to read these rows. Type the one you mean:"
+        )
+        raise DataError(_LINE.join([begin, *(f"{c.typed(key)}   ({c.reason(len(rows))})" for c in fitting)]))
     [found] = fitting
     columns = replace(config.columns, **({found.field: found.columns[0]} if found.field else {}))
-    return replace(config, format=found.format, columns=columns), [_told(found, rows, columns)]
+    return replace(config, format=found.format, columns=columns), _told(found, key, rows, columns)
 
 
 def _first_rows(named: str, found: Iterator[tuple[str, Row | Broken]]) -> list[Row]:
@@ -128,40 +166,41 @@ def _wanted(fmt: str) -> str:
     return f"lists of {_CHATS[fmt]}" if fmt in _CHATS else "text"
 
 
-def _told(found: _Candidate, rows: Sequence[Row], columns: Columns) -> str:
+def _told(found: _Candidate, key: str, rows: Sequence[Row], columns: Columns) -> str:
     given = [name for field in FORMATS[found.format].may if (name := getattr(columns, field))]
     may = [name for name in given if any(has(row, name) for row in rows)]
     read = {*found.columns, *may}
     unread = [name for name in _names(rows) if name not in read | {path.partition(".")[0] for path in read}]
     also = f"; also read: {_listed(may)}" if may else ""
     rest = f"; not read: {_listed(unread)}" if unread else ""
-    return f"dataset.format=auto: taken as {found.typed}, because {found.reason(len(rows))}{also}{rest}"
+    return f"{key}.format=auto: taken as {found.typed(key)}, because {found.reason(len(rows))}{also}{rest}"
 
 
-def _unknown(named: str, rows: Sequence[Row], columns: Columns) -> str:
+def _unknown(named: str, key: str, rows: Sequence[Row], columns: Columns) -> str:
     """What is there, and what each format lacks."""
     shown = [f"{name} ({_kind(rows, name)})" for name in _names(rows)]
-    begin = f"{named}: dataset.format=auto knows no format for these rows; columns found: {_listed(shown) or 'none'}"
-    wants = [_lacking(fmt, rows, columns) for fmt in FORMATS]
-    return _LINE.join([begin, *wants, *_nested(rows)])
+    found = _listed(shown) or "none"
+    begin = f"{named}: {key}.format=auto knows no format for these rows; columns found: {found}"
+    wants = [_lacking(fmt, key, rows, columns) for fmt in FORMATS]
+    return _LINE.join([begin, *wants, *_nested(key, rows)])
 
 
-def _lacking(fmt: str, rows: Sequence[Row], columns: Columns) -> str:
+def _lacking(fmt: str, key: str, rows: Sequence[Row], columns: Columns) -> str:
     wants = []
     for field in FORMATS[fmt].needs:
         name = getattr(columns, field)
         there = sum(_fits(fmt, value(row, name)) for row in rows)
-        state = f"{there:,} of {len(rows):,} rows have it" if there else f"else dataset.columns.{field}=NAME"
+        state = f"{there:,} of {len(rows):,} rows have it" if there else f"else {key}.columns.{field}=NAME"
         wants.append(f"{name} ({state})")
-    return f"dataset.format={fmt} wants {_wanted(fmt)} in {' and '.join(wants)}"
+    return f"{key}.format={fmt} wants {_wanted(fmt)} in {' and '.join(wants)}"
 
 
-def _nested(rows: Sequence[Row]) -> Iterator[str]:
+def _nested(key: str, rows: Sequence[Row]) -> Iterator[str]:
     """Lists whose elements could be rows."""
     for name, found in rows[0].items():
         if isinstance(found, list) and found and isinstance(found[0], dict):
-            keys = [str(key) for key in found[0]]
-            example = f"dataset.columns.output={name}.*.{keys[-1] if keys else 'KEY'}"
+            keys = [str(each) for each in found[0]]
+            example = f"{key}.columns.output={name}.*.{keys[-1] if keys else 'KEY'}"
             yield f"{name} holds lists of objects with {_listed(keys)}: {example} would make a row of each"
 
 
