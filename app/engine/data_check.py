@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from app.config.mixes import formats_of
+from app.config.mixes import formats_of, sources_of
 from app.config.rules import has_chats
 from app.config.schema import DatasetConfig, RunConfig
 from app.data import survey
@@ -59,6 +59,7 @@ class DataCheck:
             "length_percentiles": survey.percentiles(self.data.train.lengths, train),
             "lengths": survey.histogram(self.data.train.lengths),
             "overlong_lengths": survey.over_long(train),
+            "sources": self._sources(),
             "eval": None if held is None or self.data.eval is None else self._held(held, self.data.eval),
             "preview": self.preview,
             "notes": self.data.report.notes,
@@ -79,6 +80,31 @@ class DataCheck:
             "duplicate_rows": int(equal_to_earlier(rows).sum()),
             "also_trained_on": self.data.report.shared,
         }
+
+    def _sources(self) -> list[dict[str, Any]]:
+        """Of a mix, what was read of each, and what an epoch has of it: a row for each."""
+        report, sections = self.data.report, sources_of(self.run.dataset)
+        return [
+            {
+                "name": name,
+                "source": counts.source,
+                "format": sections[name].format,
+                "rows": counts.rows_read,
+                "bad_rows": counts.bad_rows,
+                "overlong_rows": counts.over_long,
+                "overlong_tokens": counts.tokens_lost,
+                "dropped": counts.dropped,
+                "duplicate_rows": counts.duplicates,
+                "held_out": counts.held_out,
+                "samples": counts.samples,
+                "weight": share.weight,
+                "drawn": share.drawn,
+                "tokens": share.tokens,
+                "trained_tokens": share.trained_tokens,
+                "share": share.tokens / max(report.train.tokens, 1),
+            }
+            for (name, counts), share in zip(report.sources.items(), report.shares.values(), strict=True)
+        ]
 
     def _packing(self) -> dict[str, Any]:
         return {

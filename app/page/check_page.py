@@ -21,6 +21,14 @@ _ROWS = (
     ("trained_tokens", "trained tokens"),
     ("longest", "longest sample, in tokens"),
 )
+_OF_SOURCE = (
+    ("rows", "rows"),
+    ("bad_rows", "bad"),
+    ("overlong_rows", "over-long"),
+    ("dropped", "dropped"),
+    ("duplicate_rows", "duplicates"),
+    ("held_out", "held out"),
+)
 Facts = Mapping[str, Any]
 
 
@@ -43,6 +51,7 @@ def check_page(found: Facts) -> str:
         tiles(_tiles(facts)),
         section("Advice", _advice(facts)),
         section("Rows and lengths", _rows(facts)),
+        section("Sources", _sources(facts)),
         section("Bad rows", _bad(facts)),
         section("Packing and steps", facts_table(_packing(facts))),
         section("First samples", samples_shown(section_of(facts, "preview"))),
@@ -108,6 +117,32 @@ def _told(key: str, split: Facts) -> str:
     sum_of, part = number(weights.get("trained_tokens_count_as")), number(weights.get("share"))
     weighted = "" if sum_of is None or part is None else f", weighted {sum_of:,.1f} ({part:.1%})"
     return f"{count} ({share:.1%}){weighted}"
+
+
+def _sources(facts: Facts) -> Html | None:
+    """Of a mix; as many columns as are needed to see which source weighs too much, and which one loses rows."""
+    given = facts.get("sources") or []
+    if not given:
+        return None
+    rows = [
+        [
+            element("b", str(each.get("name"))),
+            each.get("format"),
+            *(whole(each.get(key)) for key, _ in _OF_SOURCE),
+            _figure(each.get("weight"), "{:g}"),
+            *(whole(each.get(key)) for key in ("drawn", "tokens")),
+            _figure(each.get("share"), "{:.1%}"),
+        ]
+        for each in given
+    ]
+    head = ("source", "format", *(words for _, words in _OF_SOURCE))
+    in_an_epoch = ("weight", "samples an epoch", "tokens an epoch", "share")
+    return table((*head, *in_an_epoch), rows, numbers=range(2, len(head) + len(in_an_epoch)))
+
+
+def _figure(value: Any, form: str) -> str | None:
+    known = number(value)
+    return None if known is None else form.format(known)
 
 
 def _bad(facts: Facts) -> Html | None:

@@ -58,6 +58,7 @@ def _numbers(facts: Facts) -> list[tuple[str, RenderableType]]:
         ("rows", _rows(facts, f"{_many(facts['duplicate_rows'], 'duplicate')}")),
         ("tokens", _tokens(facts)),
         *(("" if at else "bad", text) for at, text in enumerate(_bad(facts))),
+        *(("" if at else "sources", text) for at, text in enumerate(_sources(facts))),
         ("packing", _packing(facts)),
         ("steps", _steps(facts)),
     ]
@@ -102,6 +103,17 @@ def _bad(split: Facts) -> Iterator[str]:
         yield f"{each['first']}{more}: {each['reason']}"
     if len(split["bad"]) > _REASONS:
         yield f"and {len(split['bad']) - _REASONS} more reasons"
+
+
+def _sources(facts: Facts) -> Iterator[str]:
+    for each in facts["sources"]:
+        lost = f", {_many(each['overlong_tokens'], 'token')} lost" if each["overlong_tokens"] else ""
+        long = f"{each['overlong_rows']:,} over-long ({each['dropped']:,} dropped{lost})"
+        counts = f"{each['bad_rows']:,} bad, {long}, {_many(each['duplicate_rows'], 'duplicate')}"
+        held = f", {each['held_out']:,} held out" if each["held_out"] else ""
+        yield f"{each['name']}: {_many(each['rows'], 'row')}: {counts}; {_many(each['samples'], 'sample')}{held}"
+        drawn = f"{_many(each['drawn'], 'sample')} and {_many(each['tokens'], 'token')} an epoch"
+        yield f"  weight {each['weight']:g}: {drawn}, {each['share']:.1%} of its tokens"
 
 
 def _packing(facts: Facts) -> str:

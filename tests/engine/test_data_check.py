@@ -118,6 +118,15 @@ def test_each_source_of_a_mix_is_judged_by_its_own_format(look: Look, tmp_path: 
     assert "a.jsonl" in stopped
     assert "dataset.max_length=128" in stopped
     assert not any("None" in key for key in advised(found))
+    facts = found.facts()
+    assert facts["format"] == "messages + text"
+    chats, text = facts["sources"]
+    assert (chats["name"], chats["rows"], chats["overlong_rows"], chats["dropped"]) == ("a", 9, 1, 1)
+    assert (chats["duplicate_rows"], chats["drawn"], chats["weight"]) == (7, 8, 1.0)
+    assert (text["rows"], text["overlong_rows"], text["dropped"]) == (1, 1, 0)
+    assert chats["tokens"] + text["tokens"] == facts["total_tokens"]
+    assert chats["share"] + text["share"] == pytest.approx(1)
+    assert look().facts()["sources"] == []
 
 
 def test_text_is_split_and_nothing_is_lost(look: Look, tmp_path: Path) -> None:

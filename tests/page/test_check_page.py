@@ -51,6 +51,26 @@ FACTS: dict[str, Any] = {
             }
         ],
     },
+    "sources": [
+        {
+            "name": name,
+            "source": f"{name}.jsonl",
+            "format": "messages",
+            "rows": rows,
+            "bad_rows": 3,
+            "overlong_rows": 12,
+            "overlong_tokens": 3456,
+            "dropped": 11,
+            "duplicate_rows": 1,
+            "held_out": 7,
+            "samples": 590,
+            "weight": weight,
+            "drawn": 1475,
+            "tokens": 30_000,
+            "share": share,
+        }
+        for name, rows, weight, share in (("chat", 900, 1.0, 0.25), ("code", 300, 2.5, 0.75))
+    ],
     "notes": ["the chat template writes a date"],
     "stops": [],
     "advice": [{"set": "dataset.max_length=128", "why": "keeps 99.2% of the samples whole"}],
@@ -141,3 +161,24 @@ def test_what_the_data_says_stays_text() -> None:
     page = read(check_page({"data": spoilt}))
     assert not {"script", "img", "iframe"} & {each.tag for each in page.all("body")[0].children}
     assert page.all("script") == page.all("img") == []
+
+
+def test_the_sources_of_a_mix_stand_side_by_side() -> None:
+    head, chat, code = section(page_of(), "Sources").all("tr")
+    told = [[cell.text for cell in row.all("td")] for row in (chat, code)]
+    assert dict(zip([cell.text for cell in head.all("th")], told[1], strict=True)) == {
+        "source": "code",
+        "format": "messages",
+        "rows": "300",
+        "bad": "3",
+        "over-long": "12",
+        "dropped": "11",
+        "duplicates": "1",
+        "held out": "7",
+        "weight": "2.5",
+        "samples an epoch": "1,475",
+        "tokens an epoch": "30,000",
+        "share": "75.0%",
+    }
+    assert told[0][-1] == "25.0%"
+    assert not [each for each in page_of(sources=[]).all("h2") if each.text == "Sources"]

@@ -44,6 +44,8 @@ SAID = (
     "1,200: 3 bad, 12 over-long (3,456 tokens lost), 5 duplicates; 1,185 samples",
     "40,000, 10,000 trained (25.0%)",
     "chat.jsonl:7 and 2 more rows: no role",
+    "chat: 900 rows: 3 bad, 12 over-long (11 dropped, 3,456 tokens lost), 1 duplicate; 590 samples, 7 held out",
+    "weight 2.5: 1,475 samples and 30,000 tokens an epoch, 75.0% of its tokens",
     "640 bins of 64 tokens, 97.66% full (2 more than the provable least); padded rows 55.0% full otherwise",
     "640 (1 epoch) of 1 bin, about 62 tokens, 16 trained",
     "2 also trained on",
