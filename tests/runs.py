@@ -99,23 +99,23 @@ class Zygote:
         return self.start(folder, *arguments, module=module, **env).wait()
 
     def start_together(
-        self, folder: Path, count: int, *arguments: str, module: str = "app.train"
+        self, folder: Path, count: int, *arguments: str, module: str = "app.train", **env: str
     ) -> list[Running]:
         """`count` processes of one run, as torchrun would start them."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **env}
         return [
             self.start(folder, *arguments, module=module, RANK=str(rank), LOCAL_RANK=str(rank), **shared)
             for rank in range(count)
         ]
 
     def run_together(
-        self, folder: Path, count: int, *arguments: str, module: str = "app.train"
+        self, folder: Path, count: int, *arguments: str, module: str = "app.train", **env: str
     ) -> list[Ended]:
-        return [run.wait() for run in self.start_together(folder, count, *arguments, module=module)]
+        return [run.wait() for run in self.start_together(folder, count, *arguments, module=module, **env)]
 
     def close(self) -> None:
         assert self.process.stdin is not None

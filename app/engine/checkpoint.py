@@ -104,7 +104,9 @@ class Checkpoints:
         if stepper.scaler is not None:
             stepper.scaler.load_state_dict(state["scaler"])
         _set_random_state(load_file(folder / _RANDOM), peers.rank)
-        return Progress(**state["progress"])
+        progress = Progress(**state["progress"])
+        stepper.depth = progress.depth
+        return progress
 
     def best(self, progress: Progress) -> Path | None:
         """The save of the best evaluation, if it is still there and whole."""

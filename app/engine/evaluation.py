@@ -11,6 +11,7 @@ from torch import Tensor
 
 from app.batch import Batch
 from app.engine.runtime import Runtime
+from app.engine.splitting import as_it_fits
 from app.model.trainee import Trainee
 from app.record.metrics import finite_or_none
 
@@ -102,11 +103,11 @@ def _of_documents(
     trainee.eval()
     try:
         for batch in batches:
-            losses, right = trainee.scores(batch.to(device))
-            places = _Places.of(batch, answers=answers)
-            samples += batch.samples
-            counts.append(np.stack([places.labels, places.answers, places.weight]))
-            sums.append(places.sums(losses[: batch.num_labels], right[: batch.num_labels]))
+            for part, (losses, right) in as_it_fits(batch, lambda each: trainee.scores(each.to(device))):
+                places = _Places.of(part, answers=answers)
+                samples += part.samples
+                counts.append(np.stack([places.labels, places.answers, places.weight]))
+                sums.append(places.sums(losses[: part.num_labels], right[: part.num_labels]))
     finally:
         trainee.train(mode)
     loss, hits, exact = torch.cat(sums, dim=1).cpu().numpy()

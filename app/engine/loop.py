@@ -123,9 +123,20 @@ class Loop:
         self.progress.trained_tokens += result.labels
         self._window.tokens += result.tokens
         self._skipped.append(result.skipped)
+        self._tell_splits()
         if self.progress.step <= LAST_STEP:
             self._check_flow(result)
         return result
+
+    def _tell_splits(self) -> None:
+        depth = self.parts.stepper.depth
+        if depth > self.progress.depth:
+            self.parts.journal.message(
+                f"step {self.progress.step}: out of memory, so micro-batches are split by documents from here on, into "
+                f"up to {2**depth} parts. The gradient is the same, nothing is left out. A smaller batching.tokens "
+                "(or batching.rows) with more batching.accumulation is faster"
+            )
+        self.progress.depth = depth
 
     def _check_flow(self, result: StepResult) -> None:
         """In the first steps: an adapter that gets no gradient is told now, not after the run."""
@@ -231,7 +242,9 @@ class Loop:
         started = time.perf_counter()
         self._count_skipped()
         self.parts.journal.sync()
-        self.parts.checkpoints.save(self.progress, self.parts.stepper, self.parts.runtime.peers)
+        peers = self.parts.runtime.peers
+        self.progress.depth = int(peers.highest(self.parts.stepper.depth))  # what the next step will begin with
+        self.parts.checkpoints.save(self.progress, self.parts.stepper, peers)
         seconds = time.perf_counter() - started
         self._pace.saved(seconds, planned=self._at_end() or self._due(self._rhythm.checkpoint.every))
         self._window.started += seconds

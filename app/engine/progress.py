@@ -19,6 +19,7 @@ class Progress:
     first_loss: float | None = None
     last_loss: float | None = None
     last_eval_loss: float | None = None
+    depth: int = 0  # how often micro-batches are halved since they did not fit into memory
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for json."""

@@ -1,8 +1,8 @@
 """The processes, the device, the threads: Accelerate, used for what it is good at and kept from the rest."""
 
-import contextlib
 import os
 import resource
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -12,6 +12,7 @@ from torch import nn
 
 from app.config.schema import LaunchConfig
 from app.engine.peers import Peers
+from app.engine.reduction import Alone, Reduction, Together
 from app.engine.world import world
 
 # Accelerate takes these over its arguments: it would divide our loss, or choose a precision of its own
@@ -38,27 +39,12 @@ class Runtime:
         """Of the whole run."""
         return self.peers.count
 
-    def shared(self, module: nn.Module) -> nn.Module:
-        """`module` with gradients that are means over all processes; call this one to train.
+    def reduction(self, parameters: Sequence[nn.Parameter]) -> Reduction:
+        """Gradients of `parameters` as sums over all processes; all begin with the values of the first one.
 
         What is frozen, and all buffers, are the same everywhere by construction and are not sent round.
         """
-        if self.processes == 1:
-            return module
-        frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
-        buffers = [name for name, _ in module.named_buffers()]
-        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-            module, [*frozen, *buffers]
-        )
-        prepared: nn.Module = self.accelerator.prepare_model(module)
-        return prepared
-
-    def reduced_after(self, shared: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Around forward and backward: gradients are sent round after the last micro-batch only."""
-        if last or self.processes == 1:
-            return contextlib.nullcontext()
-        waits: contextlib.AbstractContextManager[None] = self.accelerator.no_sync(shared)
-        return waits
+        return Alone(parameters) if self.processes == 1 else Together(parameters)
 
     def seed(self, seed: int) -> None:
         """Random numbers of this process's own: what it drops out is not what another one does."""
@@ -105,15 +91,12 @@ def start(launch: LaunchConfig, precision: str, seed: int) -> Runtime:
 
 
 def _accelerator() -> Any:
-    from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+    from accelerate import Accelerator, InitProcessGroupKwargs
 
     on_cpu = not torch.cuda.is_available()
     handlers: list[Any] = []
     if world().is_joined:
-        handlers = [
-            InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=_PATIENCE),
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
-        ]
+        handlers = [InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=_PATIENCE)]
     return Accelerator(
         cpu=on_cpu,  # without it, two processes on a machine without a GPU would each train alone
         mixed_precision="no",

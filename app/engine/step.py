@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 from app.batch import Batch
+from app.engine.anatomy import kept_bytes
 from app.engine.runtime import Runtime
+from app.engine.scarcity import does_not_fit, tried
+from app.engine.splitting import halves, split
 from app.model.trainee import Trainee
 from app.optim.skip import skips_on_device, step_unless
 
@@ -41,46 +44,66 @@ class Stepper:
         self._clip = clip
         self._parameters = list(trainee.trained().values())
         self._skips_on_device = skips_on_device(optimizer)
-        self._shared = runtime.shared(trainee)
+        self._reduction = runtime.reduction(self._parameters)
+        self.depth = 0  # how often micro-batches are halved, because they did not fit into memory
 
     def run(self, batches: Sequence[Batch], lr: float) -> StepResult:
         """One step over all micro-batches of all processes."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        labels, tokens, weight = self._runtime.peers.totals(
-            [
-                sum(b.num_labels for b in batches),
-                sum(b.num_tokens for b in batches),
-                sum(b.label_weight for b in batches),
-            ]
-        )
+        labels, tokens, weight = self._counted(batches)
         loss_sum = self._backward(batches, weight)
-        norm, skipped = self._update()
+        updated = tried(self._update)
+        if updated is None:
+            raise does_not_fit("the step of the optimizer", self._kept())
+        norm, skipped = updated
         return StepResult(loss_sum, norm, skipped, int(labels), int(tokens), weight)
 
-    def rehearse(self, batch: Batch) -> None:
-        """One backward pass that changes nothing, where there are several processes.
-
-        After the first one gradients are put into other buckets, in which sums round differently: a continued run
-        would otherwise begin with buckets that the uninterrupted one had left behind.
-        """
-        if self._runtime.processes > 1:
-            loss, _ = self._shared(batch.to(self._runtime.device))
-            (loss * 0.0).backward()
-            self.optimizer.zero_grad(set_to_none=True)
+    def _counted(self, batches: Sequence[Batch]) -> tuple[float, float, float]:
+        """Of all processes: labels, tokens, weight. The deepest split of any is that of all from here on."""
+        mine = (
+            sum(b.num_labels for b in batches),
+            sum(b.num_tokens for b in batches),
+            sum(b.label_weight for b in batches),
+            self.depth,
+        )
+        labels, tokens, weights, depths = zip(*self._runtime.peers.gathered(mine), strict=True)
+        self.depth = int(max(depths))
+        return sum(labels), sum(tokens), sum(weights)
 
     def _backward(self, batches: Sequence[Batch], weight: float) -> Tensor:
-        """Loss sums over the weight of all processes; times their number, because data parallelism takes the mean."""
-        factor = self._runtime.processes / (weight or 1.0)
+        """The gradient of all loss sums over the weight of all processes; done over in smaller parts if need be."""
+        self._reduction.begin()
+        while True:
+            total = tried(self._attempt, batches, weight)
+            if total is not None:
+                self._reduction.finish()
+                return total
+            self._deepen(batches)
+            self._reduction.begin_again()
+
+    def _attempt(self, batches: Sequence[Batch], weight: float) -> Tensor:
+        parts = [part for batch in batches for part in split(batch, self.depth)]
         total = torch.zeros((), device=self._runtime.device)
-        self.optimizer.zero_grad(set_to_none=True)
-        for batch in batches:
-            with self._runtime.reduced_after(self._shared, last=batch is batches[-1]):
-                loss, _ = self._shared(batch.to(self._runtime.device))
-                scaled = loss * factor
-                (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+        factor = 1.0 / (weight or 1.0)
+        for part in parts:
+            if part is parts[-1]:
+                self._reduction.expect_last()
+            loss, _ = self.trainee(part.to(self._runtime.device))
+            scaled = loss * factor
+            (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
             total += loss.detach()
         return total
+
+    def _deepen(self, batches: Sequence[Batch]) -> None:
+        """The others need no word of it: they wait in the reduction, and learn it with the next step's counts."""
+        if not any(halves(part) for batch in batches for part in split(batch, self.depth)):
+            longest = max(max(batch.lengths, default=0) for batch in batches)
+            raise does_not_fit(f"a document of {longest} tokens by itself", self._kept())
+        self.depth += 1
+
+    def _kept(self) -> dict[str, int]:
+        return kept_bytes(self.trainee, self.optimizer)
 
     def _update(self) -> tuple[Tensor, Tensor]:
         """Clip and step; leave everything as it is when the gradient is not finite."""

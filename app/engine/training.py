@@ -20,6 +20,7 @@ from app.engine.preview import preview
 from app.engine.progress import Progress
 from app.engine.proofs import prove
 from app.engine.samples import sampler
+from app.engine.scarcity import told_where_it_ends_a_run
 from app.engine.signals import listening
 from app.engine.step import Stepper
 from app.engine.world import world
@@ -37,6 +38,7 @@ from app.record.follower import Follower
 from app.record.record import Record
 
 
+@told_where_it_ends_a_run()
 def train_in(folder: RunFolder, run: RunConfig, console: Console, go_on: str) -> int:
     """Returns the exit code. `go_on` is for who stops the run: how to continue it."""
     run, notes = with_format(within_positions(run, console.say))
@@ -87,7 +89,6 @@ def _stepper(run: RunConfig, ground: Ground, trainee: Trainee) -> Stepper:
     optimizer = build_optimizer(run.optimizer, trainee)
     fp16 = ground.choices.precision == "fp16"
     stepper = Stepper(trainee, optimizer, ground.runtime, run.training.clip, fp16=fp16)
-    stepper.rehearse(ground.loader.batches(0)[0])
     ground.runtime.seed(run.seed)
     return stepper
 

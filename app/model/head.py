@@ -48,7 +48,11 @@ class _Given:
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
-        self.decoder = self
+
+    @property
+    def decoder(self) -> "_Given":
+        """No attribute: a cycle would keep the rows until Python looks for cycles."""
+        return self
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> "_Given":
         return self

@@ -1,0 +1,45 @@
+"""What happens when a device runs out of memory."""
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from app.errors import EnvironmentProblem
+
+Found = TypeVar("Found")
+
+
+def tried(work: Callable[..., Found], *given: Any) -> Found | None:
+    """What `work` returns, or None where it ran out of memory; by then all that it had made is let go."""
+    try:
+        return work(*given)
+    except torch.OutOfMemoryError:
+        pass  # nothing is done here: as long as the exception lives, so does all that its frames hold
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return None
+
+
+def does_not_fit(what: str, kept: Mapping[str, int]) -> EnvironmentProblem:
+    """`kept` is what stays in memory from step to step, by part."""
+    parts = ", ".join(f"{name.replace('_', ' ')} {size / 1e9:.2f} GB" for name, size in kept.items() if size)
+    beside = f" beside what stays from step to step ({parts})" if parts else ""
+    return EnvironmentProblem(
+        f"out of memory: {what} does not fit{beside}. Cheapest first: "
+        "training.recompute=true, a smaller dataset.max_length (with batching.tokens), optimizer=paged_adamw_8bit, "
+        "recipe=qlora. Checkpoints made before are kept: resume=auto goes on where the settings allow it; "
+        "docs/out-of-memory.md says which do."
+    )
+
+
+@contextmanager
+def told_where_it_ends_a_run() -> Iterator[None]:
+    """Around what is not made in parts: loading weights, proofs, a save."""
+    try:
+        yield
+    except torch.OutOfMemoryError as fault:
+        raise does_not_fit("what this run needs outside of its steps", {}) from fault

@@ -1,0 +1,74 @@
+"""A device that runs out of memory where a micro-batch has more tokens than it can hold.
+
+    python -m tests.scarcity WORDS...       app.train, with the limits of the environment
+
+TOKENS: how many it holds; WHERE: forward, backward or recomputed; RANKS: which processes ("01"); CALLS: attention
+layers that still fit at the beginning, whatever their size.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WHERE = ("forward", "backward", "recomputed")
+
+
+@dataclass
+class Scarce:
+    """How often memory did not suffice."""
+
+    times: int = 0
+    calls: int = 0
+
+    def out(self) -> None:
+        self.times += 1
+        raise torch.OutOfMemoryError("CUDA out of memory (not really)")
+
+
+@contextmanager
+def scarce(where: str, tokens: int, calls: int = 0) -> Iterator[Scarce]:
+    """Every Llama of this process; put back at the end."""
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    own, memory = LlamaAttention.forward, Scarce()
+    LlamaAttention.forward = _limited(own, where, tokens, calls, memory)
+    try:
+        yield memory
+    finally:
+        LlamaAttention.forward = own
+
+
+def _limited(own: Callable[..., Any], where: str, tokens: int, calls: int, memory: Scarce) -> Any:
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        memory.calls += 1
+        again = torch._C._current_graph_task_id() != -1  # within a backward pass
+        short = memory.calls > calls and hidden_states[..., 0].numel() > tokens
+        if short and where == ("recomputed" if again else "forward"):
+            memory.out()
+        out, *rest = own(self, hidden_states, *args, **kwargs)
+        if short and where == "backward" and out.requires_grad:
+            out.register_hook(lambda _gradient: memory.out())
+        return out, *rest
+
+    return forward
+
+
+def main() -> None:
+    """A run on a scarce device."""
+    from app import train
+
+    given = os.environ
+    if given.get("RANK", "0") not in given["RANKS"]:
+        train.main()
+        return
+    with scarce(given["WHERE"], int(given["TOKENS"]), int(given["CALLS"])):
+        train.main()
+
+
+if __name__ == "__main__":
+    main()
