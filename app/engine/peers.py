@@ -19,9 +19,9 @@ class Peers:
 
     def gathered(self, values: Sequence[float]) -> list[list[float]]:
         """The values of every process, in their order."""
-        mine = torch.tensor(values, dtype=torch.float64)
         if self.group is None:
-            return [mine.tolist()]
+            return [[float(value) for value in values]]
+        mine = torch.tensor(values, dtype=torch.float64)
         every = [torch.empty_like(mine) for _ in range(self.count)]
         torch.distributed.all_gather(every, mine, group=self.group)
         return [each.tolist() for each in every]
