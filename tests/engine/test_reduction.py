@@ -1,6 +1,7 @@
 """Buckets of gradients: sent once each, in one order, whatever a process has to make again."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from app.engine.reduction import Together
 
 
 @pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
+def group(tmp_path: Path) -> Iterator[None]:
     """Of this process alone; what many sum is asked in tests/command/test_processes.py."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
