@@ -11,29 +11,37 @@ from app.model.trainee import Trainee
 
 def kept_bytes(trainee: Trainee, optimizer: Optimizer) -> dict[str, int]:
     """Of this process, in bytes, by part. Gradients are there at the end of each step, as large as what is trained."""
-    trained = {id(parameter) for parameter in trainee.trained().values()}
-    weights = list(trainee.network.parameters())
-    frozen = [weight for weight in weights if id(weight) not in trained]
-    moving = [weight for weight in weights if id(weight) in trained]
+    kept = kept_tensors(trainee, optimizer)
+    found = {part: sum(tensor.numel() * tensor.element_size() for tensor in kept[part]) for part in kept}
     return {
-        "frozen_weights": _bytes([*frozen, *trainee.network.buffers()]),
-        "quantization_constants": _bytes(_constants(frozen)),
-        "trained_weights": _bytes(moving),
-        "gradients": _bytes(moving),
-        "optimizer_states": _bytes(_tensors(optimizer.state.values())),
+        "frozen_weights": found["frozen_weights"],
+        "quantization_constants": found["quantization_constants"],
+        "trained_weights": found["trained_weights"],
+        "gradients": found["trained_weights"],
+        "optimizer_states": found["optimizer_states"],
     }
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def kept_tensors(trainee: Trainee, optimizer: Optimizer) -> dict[str, list[Tensor]]:
+    """By part, without gradients."""
+    trained = {id(parameter) for parameter in trainee.trained().values()}
+    weights = list(trainee.network.parameters())
+    frozen = [weight for weight in weights if id(weight) not in trained]
+    return {
+        "frozen_weights": [*frozen, *trainee.network.buffers()],
+        "quantization_constants": list(_constants(frozen)),
+        "trained_weights": [weight for weight in weights if id(weight) in trained],
+        "optimizer_states": list(_tensors(optimizer.state.values())),
+    }
 
 
 def _constants(weights: Iterable[nn.Parameter]) -> Iterator[Tensor]:
     """What packed weights need to be unpacked."""
     for weight in weights:
         state = getattr(weight, "quant_state", None)
-        if state is not None:
-            yield from _tensors(state.as_dict(packed=False))
+        while state is not None:
+            yield from _tensors([state.absmax, state.code, state.offset])
+            state = state.state2
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

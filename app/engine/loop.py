@@ -177,6 +177,7 @@ class Loop:
         if parts.eval_batches is None or not (self._at_end() or self._due(self._rhythm.eval.every)):
             return False
         started = time.perf_counter()
+        parts.stepper.forget_gradients()
         scores = score(parts.stepper.trainee, parts.eval_batches(), parts.runtime, answers=parts.answers)
         improved = self.progress.note_eval(scores.loss, self._rhythm.eval.min_delta)
         parts.journal.evaluation({"step": step, "epoch": parts.plan.epoch(step), **scores.line()})

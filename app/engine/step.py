@@ -82,6 +82,11 @@ class Stepper:
             self._deepen(batches)
             self._reduction.begin_again()
 
+    def forget_gradients(self) -> None:
+        """Nothing reads them after a step; an evaluation has use for their memory."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
     def _attempt(self, batches: Sequence[Batch], weight: float) -> Tensor:
         parts = [part for batch in batches for part in split(batch, self.depth)]
         total = torch.zeros((), device=self._runtime.device)

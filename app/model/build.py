@@ -58,6 +58,12 @@ class ModelSections:
         dtypes = DTYPES[self.precision]
         return packing_of(self.quantization, dtypes.compute or dtypes.base)
 
+    @property
+    def base_dtype(self) -> torch.dtype:
+        """Of the base's weights, those beside packed ones included."""
+        frozen = self.adapter.kind != "none" or self.four_bit is not None
+        return DTYPES[self.precision].base if frozen else torch.float32
+
 
 def build_trainee(sections: ModelSections, device: torch.device, seed: int, base_path: str) -> Trainee:
     """Base weights, adapter, attention and loss, on `device`, ready for training."""
@@ -78,12 +84,11 @@ def build_base(sections: ModelSections, device: torch.device, seed: int) -> Any:
 
     transformers.logging.disable_progress_bar()  # one line of ours says what is loaded
     logging.getLogger("transformers.modeling_utils").addFilter(_not_about_masks)
-    attention, dtype = register(sections.attention), DTYPES[sections.precision].base
+    attention, dtype = register(sections.attention), sections.base_dtype
     task = TASKS[sections.task.kind]
     if sections.four_bit is not None:
         return load_packed(sections.model, task, sections.four_bit, dtype, device, attention, seed)
-    frozen = sections.adapter.kind != "none"
-    return load_base(sections.model, task, dtype if frozen else torch.float32, device, attention, seed)
+    return load_base(sections.model, task, dtype, device, attention, seed)
 
 
 def unpacked_base(sections: ModelSections, device: torch.device, seed: int) -> Any | None:

@@ -17,7 +17,7 @@ def recompute(lm: nn.Module, wanted: bool | int) -> int:
     The first ones: their inputs wait longest for the backward pass, whichever are chosen, and what the last ones keep
     is let go before the first of them is computed again.
     """
-    layers = _repeated(lm)
+    layers = repeated_layers(lm)
     chosen = layers if wanted is True else layers[: int(wanted)]
     for layer in chosen:
         layer.forward = _recomputed(layer.forward)
@@ -26,14 +26,15 @@ def recompute(lm: nn.Module, wanted: bool | int) -> int:
 
 def require_layers(lm: nn.Module, wanted: bool | int) -> None:
     """Refuse more layers than there are; `lm` may be on meta."""
-    there = len(_repeated(lm))
+    there = len(repeated_layers(lm))
     if wanted is not True and wanted > there:
         raise ConfigError(
             f"training.recompute={wanted}: this model has {there} layers. Give 0 to {there}, or true for all of them."
         )
 
 
-def _repeated(lm: nn.Module) -> list[Any]:
+def repeated_layers(lm: nn.Module) -> list[Any]:
+    """From the first to the last."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]

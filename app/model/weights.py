@@ -96,13 +96,13 @@ def _to_host(layer: nn.Module) -> None:
     layer.to("cpu")
 
 
-def build_on_meta(config: ModelConfig, task: Task, attention: str) -> Any:
+def build_on_meta(config: ModelConfig, task: Task, attention: str, dtype: torch.dtype = torch.float32) -> Any:
     """The same without memory, for counting: from its own config.json if it is at hand, else from the YAML."""
     folder = folder_at_hand(config) if config.weights == "pretrained" else None
     if folder is not None and local_place(config.path).is_dir():
         require_weights(folder, config.path)
     numbers = _numbers(config) if folder is None else _numbers_of(config, folder)
-    lm = _on_meta(config, task, numbers, torch.float32, attention)
+    lm = _on_meta(config, task, numbers, dtype, attention)
     require_structure(config, task, lm)
     return lm
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from app.batch import Batch
+from app.engine.counting import Event
 
 # How the bytes at the peak are divided; they add up to it.
 ANATOMY = (
@@ -16,8 +17,6 @@ ANATOMY = (
     "loss_head",  # logits and what is made of them
 )
 
-Event = tuple[int, int]  # which storage, and its bytes: above 0 as it comes, below as it goes
-
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -25,7 +24,9 @@ class Shape:
 
     rows: int
     width: int  # positions of each row
-    documents: tuple[int, ...]  # lengths of what lies side by side, filling included; () where rows are padded
+    documents: tuple[
+        int, ...
+    ]  # lengths of what lies side by side, filling included; () where rows are padded
     places: int  # for documents; 0 where rows are padded
     longest: int  # tokens of a document, as kernels are told
     label_rows: int  # rows that go through the head
@@ -56,7 +57,9 @@ class Shape:
 class MemoryPlan:
     """Bytes as `torch.cuda.max_memory_allocated` would count them; what allocator and driver need comes on top."""
 
-    phases: dict[str, int]  # the most while in it, in the order they are reached; evaluation and save come last
+    phases: dict[
+        str, int
+    ]  # the most while in it, in the order they are reached; save and evaluation come last
     peak_bytes: int
     peak_where: str  # one of the phases
     anatomy: dict[str, int]  # by ANATOMY
@@ -64,5 +67,5 @@ class MemoryPlan:
     host_bytes: int  # optimizer states that are paged to the host
     flops_per_token: float  # of training with nothing computed twice, over positions of the micro-batch
     flops: float  # of the step as it runs, all its micro-batches, what is computed again included
-    events: tuple[Event, ...] | None  # of the step, after what is kept; None where depth was extrapolated
+    events: tuple[Event, ...] | None  # of the step, what is kept first; None where depth was extrapolated
     traced_layers: int  # of the largest trace; all of them where nothing was extrapolated

@@ -19,10 +19,15 @@ NAME = "packed"
 
 def register(backend: str) -> str:
     """Make `backend` what models call, and return the name to load them with."""
+    return register_kernel(BACKENDS[backend].run, NAME)
+
+
+def register_kernel(kernel: Kernel, name: str) -> str:
+    """Make `kernel` what models call that are made with `name`."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, _as_transformers_calls_it(BACKENDS[backend].run))
-    return NAME
+    AttentionInterface.register(name, _as_transformers_calls_it(kernel))
+    return name
 
 
 def _as_transformers_calls_it(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:

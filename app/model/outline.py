@@ -1,0 +1,71 @@
+"""The network of a run without its weights: the same modules, on meta, of as many layers as are wanted."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from app.model.adapter import attach
+from app.model.build import ModelSections
+from app.model.quantize import require_quantizable, settle
+from app.model.recompute import repeated_layers
+from app.model.tasks import TASKS
+from app.model.weights import build_on_meta
+
+
+class Outline:
+    """Made once; gives networks that differ in depth."""
+
+    def __init__(self, sections: ModelSections, attention: str) -> None:
+        self._sections = sections
+        self._lm: Any = build_on_meta(
+            sections.model, TASKS[sections.task.kind], attention, sections.base_dtype
+        )
+        layers = repeated_layers(self._lm)
+        self.depth = len(layers)
+        self.alike = len({_likeness(layer) for layer in layers}) == 1
+
+    def network(self, depth: int) -> nn.Module:
+        """Packed and with an adapter, as the sections want it; no layer is recomputed yet."""
+        sections = self._sections
+        with torch.device("meta"):
+            lm = _of_depth(self._lm, depth)
+            if sections.four_bit is not None:
+                require_quantizable(sections.model, lm)
+                sections.four_bit.pack(lm.base_model)
+                settle(lm)
+            return attach(sections.adapter, TASKS[sections.task.kind], lm, sections.model.path)
+
+
+def _likeness(layer: nn.Module) -> tuple[Any, ...]:
+    """What makes two layers cost the same: a window may need a mask."""
+    weights = tuple((name, tuple(p.shape), p.dtype) for name, p in layer.named_parameters())
+    windows = tuple(getattr(part, "sliding_window", None) for part in layer.modules())
+    return (*weights, windows)
+
+
+def _of_depth(lm: Any, depth: int) -> Any:
+    """A copy with the first so many of its layers; the others are not copied."""
+    held = _layer_lists(lm)
+    whole = [(parent, name, layers) for parent, name, layers in held]
+    try:
+        for parent, name, layers in whole:
+            setattr(parent, name, layers[:depth])
+        shorter = copy.deepcopy(lm)
+    finally:
+        for parent, name, layers in whole:
+            setattr(parent, name, layers)
+    for config in {id(m.config): m.config for m in shorter.modules() if hasattr(m, "config")}.values():
+        config.num_hidden_layers = depth
+    return shorter
+
+
+def _layer_lists(lm: nn.Module) -> list[tuple[nn.Module, str, nn.ModuleList]]:
+    inside = {id(layer) for layer in repeated_layers(lm)}
+    return [
+        (parent, name, child)
+        for parent in lm.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, nn.ModuleList) and len(child) and all(id(each) in inside for each in child)
+    ]

@@ -1,0 +1,69 @@
+"""Multiplications and additions of the operations that a step consists of."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from app.plan import attention
+
+
+def _product_with_packed(given: Tensor, _packed: Tensor, shape: list[int], *_more: Any, **_named: Any) -> int:
+    return 2 * math.prod(given.shape[:-1]) * shape[0] * shape[1]
+
+
+def _document_on_cpu(
+    q: Tensor, _k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, **_: Any
+) -> int:  # noqa: ARG001
+    batch, heads, length, size = q.shape
+    pairs = length * (length + 1) // 2 if causal else length * length
+    return 2 * batch * heads * (size + v.shape[3]) * pairs
+
+
+def _document_on_cpu_backward(  # noqa: PLR0913, PLR0917  the operation's own arguments
+    _grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    _out: Tensor,
+    _sums: Tensor,
+    dropout: float,
+    causal: bool,
+    **_: Any,
+) -> int:
+    return _document_on_cpu(q, k, v, dropout, causal) * 5 // 2
+
+
+# by the full name of the operation; torch's own table knows the rest
+_FORMULAS: dict[str, Callable[..., int]] = {
+    "bitsandbytes::gemm_4bit": _product_with_packed,
+    "app_plan::attention": attention.flops,
+    "app_plan::attention_backward": attention.flops_of_backward,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _document_on_cpu,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _document_on_cpu_backward,
+}
+
+
+class FlopCounter:
+    """Told of every operation, adds up."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.repeated = 0  # of these, what had been computed before
+        self.again = False  # whether a layer's forward would be such
+        self.repeats = False  # whether one is running
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """One operation."""
+        packet = func._overloadpacket
+        own = _FORMULAS.get(packet._qualified_op_name)
+        if own is not None:
+            count = own(*args, **kwargs)
+        elif packet in flop_registry:
+            count = flop_registry[packet](*args, **kwargs, out_val=out)
+        else:
+            return
+        self.total += count
+        self.repeated += count if self.repeats else 0

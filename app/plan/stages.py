@@ -1,0 +1,92 @@
+"""Where in its step a traced trainee is: told to the counter by hooks that leave the graph alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from app.engine.counting import StorageCounter
+from app.model.recompute import recompute, repeated_layers
+from app.model.trainee import Trainee
+from app.plan.flops import FlopCounter
+
+FORWARD, HEAD, HEAD_BACKWARD, CLIP, OPTIMIZER = "forward", "head", "backward of the head", "clip", "optimizer"
+SAVE, EVALUATION = "save", "evaluation"
+TOP, LOWEST_KEPT, TOP_AGAIN, BOTTOM, BETWEEN = (
+    "backward, last layer",
+    "backward, first layer that keeps all",
+    "backward, last recomputed layer",
+    "backward, first layer",
+    "backward, layers between",
+)
+ORDER = (
+    *(FORWARD, HEAD, HEAD_BACKWARD, TOP, LOWEST_KEPT, BETWEEN, TOP_AGAIN, BOTTOM, CLIP, OPTIMIZER),
+    *(SAVE, EVALUATION),
+)
+
+
+def backward_of(layer: int, plain: int, recomputed: int) -> str:
+    """The first `recomputed` layers are computed again. Between these places nothing is larger than at both."""
+    places = {
+        plain + recomputed - 1: TOP,
+        recomputed - 1: TOP_AGAIN,
+        recomputed: LOWEST_KEPT,
+        0: BOTTOM,
+    }
+    if layer == plain + recomputed - 1:
+        return TOP
+    return places.get(layer, BETWEEN)
+
+
+def watch(
+    trainee: Trainee, optimizer: Optimizer, counter: StorageCounter, flops: FlopCounter, recomputed: int
+) -> None:
+    """Every stage enters itself; recomputes the first layers."""
+    lm = trainee.language_model
+    layers = repeated_layers(lm)
+    for at, layer in enumerate(layers):
+        name = backward_of(at, len(layers) - recomputed, recomputed)
+        layer.forward = _told_apart(layer.forward, flops)
+        layer.register_forward_hook(_before_backward(lambda name=name: counter.enter(name)))
+    recompute(lm, recomputed)
+
+    def begin(_module: Any, _args: Any) -> None:
+        flops.again = False
+        counter.enter(FORWARD)
+
+    def turn_back() -> None:
+        counter.enter(HEAD_BACKWARD)
+        flops.again = True
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: counter.enter(CLIP))
+
+    def reach_head(_module: Any, _args: Any, _out: Any) -> None:
+        if trainee.training:
+            counter.enter(HEAD)
+
+    trainee.register_forward_pre_hook(begin)
+    lm.base_model.register_forward_hook(reach_head)
+    trainee.register_forward_hook(_before_backward(turn_back))
+    optimizer.register_step_pre_hook(lambda *_: counter.enter(OPTIMIZER))
+
+
+def _before_backward(enter: Callable[[], None]) -> Callable[[Any, Any, Any], None]:
+    def hook(_module: Any, _args: Any, out: Any) -> None:
+        tensor = out[0] if isinstance(out, tuple) else out
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(lambda _gradient: enter())
+
+    return hook
+
+
+def _told_apart(forward: Callable[..., Any], flops: FlopCounter) -> Callable[..., Any]:
+    """What a layer computes once backward has begun, it computes again."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        flops.repeats = flops.again
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            flops.repeats = False
+
+    return run

@@ -1,0 +1,132 @@
+"""One step of the engine's own stepper, and an evaluation, on tensors without memory, every storage counted."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+
+from app.batch import Batch, Documents
+from app.config.schema import RunConfig
+from app.engine.anatomy import kept_tensors
+from app.engine.counting import Event, StorageCounter
+from app.engine.peers import Peers
+from app.engine.runtime import Runtime
+from app.engine.step import Stepper
+from app.model.dtypes import DTYPES
+from app.model.hidden import HIDDEN
+from app.model.outline import Outline
+from app.model.trainee import Trainee
+from app.optim.optimizers import build_optimizer
+from app.plan import stages
+from app.plan.attention import hidden_in_backward
+from app.plan.fakes import AnyNumber, Paged, materialise
+from app.plan.flops import FlopCounter
+from app.plan.gpu import AutocastOfCuda
+from app.plan.memory_plan import Shape
+from app.plan.replay import Replay
+
+_ALONE = Runtime(accelerator=None, device=torch.device("cpu"), peers=Peers(rank=0, count=1), threads=1)
+_HIDDEN = {**HIDDEN, "app_plan::attention_backward": hidden_in_backward}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is traced, but for its depth."""
+
+    run: RunConfig
+    precision: str
+    shape: Shape
+    evaluated: Shape
+    on_gpu: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Bytes by phase and kind of storage, at the instant of each phase at which most is alive."""
+
+    phases: dict[str, dict[str, int]]
+    kept: int
+    host: int
+    flops: int
+    repeated_flops: int
+    events: tuple[Event, ...]
+
+
+def trace(asked: Asked, outline: Outline, plain: int, recomputed: int) -> Trace:
+    """Of a model of so many layers that keep everything and so many, the first ones, that do not."""
+    run, flops, paged = asked.run, FlopCounter(), Paged()
+    network = outline.network(plain + recomputed)
+    with FakeTensorMode(allow_non_fake_inputs=True), AnyNumber():
+        materialise(network)
+        trainee = Trainee(network, DTYPES[asked.precision].compute).train()
+        optimizer = build_optimizer(run.optimizer, trainee)
+        paged.take_from(optimizer, on_gpu=asked.on_gpu)
+        _make_states(trainee, optimizer)
+        stepper = Stepper(trainee, optimizer, _ALONE, run.training.clip, fp16=asked.precision == "fp16")
+        counter = StorageCounter("cpu", _HIDDEN, flops)
+        for kind, tensors in kept_tensors(trainee, optimizer).items():
+            counter.hold(kind, tensors)
+        stages.watch(trainee, optimizer, counter, flops, recomputed)
+        batches = [_batch(asked.shape)] * min(asked.shape.micro_batches, 2)
+        evaluated = _batch(asked.evaluated)
+        given = [*_tensors(batches[0]), *_tensors(evaluated)]
+        if asked.on_gpu:
+            counter.hold("temporary", given)  # copies
+        else:
+            counter.ignore(given)
+        with counter, AutocastOfCuda() if asked.on_gpu else nullcontext():
+            result = stepper.run(batches, lr=1e-4)
+            length, done = len(counter.events), (flops.total, flops.repeated)
+            counter.enter(stages.SAVE)
+            gradients = [p.grad for p in trainee.trained().values() if p.grad is not None]
+            kinds = counter.kinds | {counter.serial_of(each): "gradients" for each in gradients}
+            gradients.clear()
+            counter.enter(stages.EVALUATION)
+            stepper.forget_gradients()
+            trainee.eval()
+            trainee.scores(evaluated)
+        events, marks = list(counter.events), list(counter.phases)
+        del result
+    sizes = {serial: size for serial, size in reversed(events) if size > 0}
+    return Trace(
+        phases=Replay(events, marks, kinds).phases(),
+        kept=sum(sizes.get(serial, 0) for serial, kind in kinds.items() if kind != "temporary"),
+        host=paged.host_bytes,
+        flops=done[0] // len(batches),
+        repeated_flops=done[1] // len(batches),
+        events=tuple(events[:length]),
+    )
+
+
+def _make_states(trainee: Trainee, optimizer: Optimizer) -> None:
+    """As after the first step: the second one is where the peak is."""
+    for parameter in trainee.trained().values():
+        parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _batch(shape: Shape) -> Batch:
+    """On the host, as a loader gives it."""
+    documents = None
+    if shape.documents:
+        bounds = torch.zeros(shape.places + 1, dtype=torch.int32)
+        documents = Documents(shape.documents, bounds, shape.longest)
+    return Batch(
+        ids=torch.zeros(shape.rows, shape.width, dtype=torch.int64),
+        positions=torch.zeros(shape.rows, shape.width, dtype=torch.int64),
+        label_rows=torch.zeros(shape.label_rows, dtype=torch.int64),
+        targets=torch.zeros(shape.label_rows, dtype=torch.int64),
+        lengths=shape.documents or (shape.width,) * shape.rows,
+        num_labels=shape.label_rows,
+        num_tokens=shape.tokens,
+        documents=documents,
+    )
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    bounds = [] if batch.documents is None else [batch.documents.bounds]
+    return [batch.ids, batch.positions, batch.label_rows, batch.targets, *bounds]
