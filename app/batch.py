@@ -84,6 +84,12 @@ class Batch:
             list(accumulate(self.lengths[:-1], initial=0)) if rows == 1 else [r * width for r in range(rows)]
         )
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that a device gets of it."""
+        bounds = [] if self.documents is None else [self.documents.bounds]
+        return [self.ids, self.positions, self.label_rows, self.targets, *bounds]
+
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`; host values stay."""
         return replace(

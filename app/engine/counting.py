@@ -1,4 +1,4 @@
-"""Bytes of tensors as they come and go: a mode that sees every storage that is made, of real tensors or of fake ones."""
+"""Bytes of tensors as they come and go: a mode that sees every storage that is made, of real tensors or fake ones."""
 
 from collections.abc import Callable, Iterable
 from functools import partial

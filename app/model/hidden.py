@@ -10,7 +10,7 @@ Hidden = Mapping[str, Callable[..., int]]  # full name of an operation -> bytes 
 _NESTED = 8  # bytes a block: the scales as they were, and once more with their offset
 
 
-def _unpacked_weight(  # noqa: PLR0913, PLR0917  the operation's own arguments
+def _unpacked_weight(
     given: Tensor,
     _packed: Tensor,
     shape: list[int],

@@ -36,7 +36,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _backward_shapes(  # noqa: PLR0913, PLR0917  the operation's own arguments
+def _backward_shapes(
     _grad: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, _sums: Tensor, _pairs: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -70,7 +70,7 @@ def _seen(length: int, rules: Rules) -> int:
     return causal if rules.causal else length * length if window == length else 2 * causal - length
 
 
-def hidden_in_backward(  # noqa: PLR0913, PLR0917  the operation's own arguments
+def hidden_in_backward(
     _grad: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, _sums: Tensor, _pairs: int
 ) -> int:
     """Bytes that are gone when it returns."""
@@ -85,7 +85,7 @@ def flops(q: Tensor, _k: Tensor, v: Tensor, pairs: int, **_out: Any) -> int:
     return 2 * q.shape[1] * (q.shape[3] + v.shape[3]) * pairs
 
 
-def flops_of_backward(  # noqa: PLR0913, PLR0917  the operation's own arguments
+def flops_of_backward(
     _grad: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, _sums: Tensor, pairs: int, **_more: Any
 ) -> int:
     """Five multiplications: the scores once more, and those of the gradients."""

@@ -23,10 +23,9 @@ class AnyNumber(TorchDispatchMode):
 def materialise(network: nn.Module) -> None:
     """Every parameter and buffer; tied ones stay tied."""
     made: dict[int, Any] = {}
-    code: dict[str, Tensor] = {}
     for module in network.modules():
-        if type(module).__name__ == "Linear4bit":
-            _packed(module, code)
+        if hasattr(module._parameters.get("weight"), "quant_type"):
+            _packed(module)
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.device.type == "meta":
                 module._parameters[name] = made.setdefault(id(parameter), _parameter_like(parameter))
@@ -39,7 +38,7 @@ def _parameter_like(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=parameter.requires_grad)
 
 
-def _packed(layer: Any, code: dict[str, Tensor]) -> None:
+def _packed(layer: Any) -> None:
     """What bitsandbytes leaves of a weight; its own class of parameter cannot be made of tensors without memory."""
     from bitsandbytes.functional import QuantState
 
@@ -57,12 +56,11 @@ def _packed(layer: Any, code: dict[str, Tensor]) -> None:
         "quant_type": given.quant_type,
     }
     if given.compress_statistics:
-        code.setdefault("of scales", empty(256))  # one for the whole process
         state["offset"] = empty(())
         state["state2"] = QuantState(
             absmax=empty(-(-blocks // _SECOND_BLOCK)),
             blocksize=_SECOND_BLOCK,
-            code=code["of scales"],
+            code=empty(256),
             dtype=torch.float32,
         )
     scales = empty(blocks, torch.uint8 if given.compress_statistics else torch.float32)

@@ -15,14 +15,14 @@ def _product_with_packed(given: Tensor, _packed: Tensor, shape: list[int], *_mor
 
 
 def _document_on_cpu(
-    q: Tensor, _k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, **_: Any
-) -> int:  # noqa: ARG001
+    q: Tensor, _k: Tensor, v: Tensor, _dropout: float = 0.0, causal: bool = False, **_: Any
+) -> int:
     batch, heads, length, size = q.shape
     pairs = length * (length + 1) // 2 if causal else length * length
     return 2 * batch * heads * (size + v.shape[3]) * pairs
 
 
-def _document_on_cpu_backward(  # noqa: PLR0913, PLR0917  the operation's own arguments
+def _document_on_cpu_backward(
     _grad: Tensor,
     q: Tensor,
     k: Tensor,

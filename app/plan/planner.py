@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from app.config.schema import AttentionConfig, PrecisionConfig, RunConfig
+from app.config.schema import PrecisionConfig, RunConfig
 from app.engine.choices import Choices
 from app.engine.ground import sections_of
 from app.engine.precision import choose_precision
@@ -20,12 +20,10 @@ def plan_memory(
     """Of one process. `device`: gpu or cpu; `exact` traces every layer; `choices` of a run that has made them."""
     choices = choices or _choices(run.precision, device)
     sections = sections_of(run, choices)
-    if device == "gpu":
-        name = register_kernel(attention.planned, attention.NAME)
-    else:
-        name = register(choices.attention)
+    on_gpu = device == "gpu"
+    name = register_kernel(attention.planned, attention.NAME) if on_gpu else register(choices.attention)
     evaluated = shape if run.batching.packing else replace(shape, rows=run.eval.rows)
-    asked = Asked(run, choices.precision, shape, evaluated, on_gpu=device == "gpu")
+    asked = Asked(run, choices.precision, shape, evaluated, on_gpu)
     return planned(asked, Outline(sections, name), sections.recompute, exact=exact)
 
 

@@ -4,7 +4,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
@@ -72,7 +71,7 @@ def trace(asked: Asked, outline: Outline, plain: int, recomputed: int) -> Trace:
         stages.watch(trainee, optimizer, counter, flops, recomputed)
         batches = [_batch(asked.shape)] * min(asked.shape.micro_batches, 2)
         evaluated = _batch(asked.evaluated)
-        given = [*_tensors(batches[0]), *_tensors(evaluated)]
+        given = [*batches[0].tensors, *evaluated.tensors]
         if asked.on_gpu:
             counter.hold("temporary", given)  # copies
         else:
@@ -125,8 +124,3 @@ def _batch(shape: Shape) -> Batch:
         num_tokens=shape.tokens,
         documents=documents,
     )
-
-
-def _tensors(batch: Batch) -> list[Tensor]:
-    bounds = [] if batch.documents is None else [batch.documents.bounds]
-    return [batch.ids, batch.positions, batch.label_rows, batch.targets, *bounds]

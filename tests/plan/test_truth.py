@@ -1,0 +1,55 @@
+"""The planned peak against the counted peak of a real step."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from app.optim.optimizers import OPTIMIZERS
+from app.plan.planner import plan_memory
+from tests.plan.truth import PACKED, PADDED, counted_peak, small_run
+
+NEAR = 4096
+RECIPES = ("full", "lora", "qlora")
+SHAPES = {"packed": PACKED, "padded": PADDED}
+
+
+def difference(layout: str, *overrides: str, micro_batches: int = 1) -> int:
+    run = small_run(f"batching.packing={str(layout == 'packed').lower()}", *overrides)
+    shape = replace(SHAPES[layout], micro_batches=micro_batches)
+    return plan_memory(run, shape, "cpu").peak_bytes - counted_peak(run, shape)
+
+
+@pytest.mark.parametrize(("recipe", "layout", "recompute"), [*product(RECIPES, SHAPES, ("0", "1", "true"))])
+def test_equals_a_real_step(recipe: str, layout: str, recompute: str) -> None:
+    assert abs(difference(layout, f"recipe={recipe}", f"training.recompute={recompute}")) <= NEAR
+
+
+@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
+def test_with_every_optimizer(optimizer: str) -> None:
+    assert abs(difference("packed", "recipe=full", f"optimizer={optimizer}")) <= NEAR
+
+
+@pytest.mark.parametrize(
+    ("recipe", "precision"), [("full", "bf16"), ("lora", "bf16"), ("qlora", "bf16"), ("lora", "fp16")]
+)
+def test_in_sixteen_bits(recipe: str, precision: str) -> None:
+    assert abs(difference("packed", f"recipe={recipe}", f"precision={precision}")) <= NEAR
+
+
+@pytest.mark.parametrize("recipe", ["full", "lora"])
+def test_with_gradients_of_the_micro_batch_before(recipe: str) -> None:
+    """Three cost what two cost."""
+    one = difference("packed", f"recipe={recipe}")
+    three = difference("packed", f"recipe={recipe}", micro_batches=3)
+    assert max(abs(one), abs(three)) <= NEAR
+
+
+@pytest.mark.parametrize("layout", SHAPES)
+def test_of_an_encoder(layout: str) -> None:
+    """Padding is a document of its own there."""
+    shapes = {"packed": PACKED, "padded": replace(PADDED, documents=(50, 14, 40, 24, 20, 44), places=6)}
+    packing = f"batching.packing={str(layout == 'packed').lower()}"
+    run = small_run("model=bert", "dataset=text", "dataset.path=none.txt", "recipe=full", packing)
+    shape = shapes[layout]
+    assert abs(plan_memory(run, shape, "cpu").peak_bytes - counted_peak(run, shape)) <= NEAR
