@@ -88,7 +88,8 @@ class Batch:
     def tensors(self) -> list[Tensor]:
         """All that a device gets of it."""
         bounds = [] if self.documents is None else [self.documents.bounds]
-        return [self.ids, self.positions, self.label_rows, self.targets, *bounds]
+        weights = [] if self.weights is None else [self.weights.each]
+        return [self.ids, self.positions, self.label_rows, self.targets, *bounds, *weights]
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`; host values stay."""

@@ -244,7 +244,9 @@ class Loop:
         self._count_skipped()
         self.parts.journal.sync()
         peers = self.parts.runtime.peers
-        self.progress.depth = int(peers.highest(self.parts.stepper.depth))  # what the next step will begin with
+        self.progress.depth = int(
+            peers.highest(self.parts.stepper.depth)
+        )  # what the next step will begin with
         self.parts.checkpoints.save(self.progress, self.parts.stepper, peers)
         seconds = time.perf_counter() - started
         self._pace.saved(seconds, planned=self._at_end() or self._due(self._rhythm.checkpoint.every))

@@ -14,6 +14,10 @@ def _product_with_packed(given: Tensor, _packed: Tensor, shape: list[int], *_mor
     return 2 * math.prod(given.shape[:-1]) * shape[0] * shape[1]
 
 
+def _product_added_in_place(_sum: Tensor, left: Tensor, right: Tensor, **_named: Any) -> int:
+    return 2 * left.shape[0] * left.shape[1] * right.shape[1]
+
+
 def _document_on_cpu(
     q: Tensor, _k: Tensor, v: Tensor, _dropout: float = 0.0, causal: bool = False, **_: Any
 ) -> int:
@@ -39,6 +43,7 @@ def _document_on_cpu_backward(
 # by the full name of the operation; torch's own table knows the rest
 _FORMULAS: dict[str, Callable[..., int]] = {
     "bitsandbytes::gemm_4bit": _product_with_packed,
+    "aten::addmm_": _product_added_in_place,
     "app_plan::attention": attention.flops,
     "app_plan::attention_backward": attention.flops_of_backward,
     "aten::_scaled_dot_product_flash_attention_for_cpu": _document_on_cpu,

@@ -31,6 +31,7 @@ class Shape:
     longest: int  # tokens of a document, as kernels are told
     label_rows: int  # rows that go through the head
     micro_batches: int = 1  # of one step and one process
+    weighted: bool = False  # whether labels count differently
 
     @property
     def tokens(self) -> int:
@@ -50,6 +51,7 @@ class Shape:
             longest=width if documents is None else documents.longest,
             label_rows=len(batch.label_rows),
             micro_batches=micro_batches,
+            weighted=batch.weights is not None,
         )
 
 

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
-from app.batch import Batch, Documents
+from app.batch import Batch, Documents, Weights
 from app.config.schema import RunConfig
 from app.engine.anatomy import kept_tensors
 from app.engine.counting import Event, StorageCounter
@@ -15,6 +15,7 @@ from app.engine.peers import Peers
 from app.engine.runtime import Runtime
 from app.engine.step import Stepper
 from app.model.dtypes import DTYPES
+from app.model.fused import fuse
 from app.model.hidden import HIDDEN
 from app.model.outline import Outline
 from app.model.trainee import Trainee
@@ -68,6 +69,8 @@ def trace(asked: Asked, outline: Outline, plain: int, recomputed: int) -> Trace:
         counter = StorageCounter("cpu", _HIDDEN, flops)
         for kind, tensors in kept_tensors(trainee, optimizer).items():
             counter.hold(kind, tensors)
+        if run.adapter.fused:
+            trainee.fused = fuse(network, None)
         stages.watch(trainee, optimizer, counter, flops, recomputed)
         batches = [_batch(asked.shape)] * min(asked.shape.micro_batches, 2)
         evaluated = _batch(asked.evaluated)
@@ -123,4 +126,5 @@ def _batch(shape: Shape) -> Batch:
         num_labels=shape.label_rows,
         num_tokens=shape.tokens,
         documents=documents,
+        weights=Weights(torch.ones(shape.label_rows), float(shape.label_rows)) if shape.weighted else None,
     )

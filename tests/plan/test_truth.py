@@ -45,6 +45,13 @@ def test_with_gradients_of_the_micro_batch_before(recipe: str) -> None:
     assert max(abs(one), abs(three)) <= NEAR
 
 
+@pytest.mark.parametrize("recipe", ["lora", "qlora"])
+def test_with_fused_layers(recipe: str) -> None:
+    fused, plain = (small_run(f"recipe={recipe}", f"adapter.fused={on}") for on in ("true", "false"))
+    assert abs(plan_memory(fused, PACKED, "cpu").peak_bytes - counted_peak(fused, PACKED)) <= NEAR
+    assert abs(plan_memory(plain, PACKED, "cpu").peak_bytes - counted_peak(plain, PACKED)) <= NEAR
+
+
 @pytest.mark.parametrize("layout", SHAPES)
 def test_of_an_encoder(layout: str) -> None:
     """Padding is a document of its own there."""

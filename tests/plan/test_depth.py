@@ -1,0 +1,131 @@
+"""Depth extrapolated from small traces against a trace of every layer, and the time that a plan takes."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from app.plan.memory_plan import MemoryPlan, Shape
+from app.plan.planner import plan_memory
+from tests.plan.truth import PACKED, small_run
+
+NEAR = 4096  # bytes: norms of gradients are stacked, and their stack is rounded up
+LARGE = Shape(1, 4096, (1024,) * 4, 6, 2048, 4096)
+
+
+def both(*overrides: str) -> tuple[MemoryPlan, MemoryPlan]:
+    run = small_run("model.architecture.num_hidden_layers=9", *overrides)
+    shape = replace(PACKED, micro_batches=run.batching.accumulation)
+    return plan_memory(run, shape), plan_memory(run, shape, exact=True)
+
+
+@pytest.mark.parametrize("recompute", ["0", "1", "4", "8", "true"])
+@pytest.mark.parametrize("recipe", ["full", "qlora"])
+def test_equals_the_trace_of_all_layers(recipe: str, recompute: str) -> None:
+    guess, whole = both(f"recipe={recipe}", f"training.recompute={recompute}", "precision=bf16")
+    assert whole.traced_layers == 9 > guess.traced_layers
+    assert guess.peak_where == whole.peak_where
+    assert guess.peak_bytes == whole.peak_bytes
+    assert guess.anatomy == whole.anatomy
+    assert (guess.flops, guess.flops_per_token) == (whole.flops, whole.flops_per_token)
+    assert (guess.kept_bytes, guess.host_bytes) == (whole.kept_bytes, whole.host_bytes)
+    apart = [abs(size - whole.phases[phase]) for phase, size in guess.phases.items()]
+    assert max(apart) <= NEAR
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "paged_adamw_8bit"])
+def test_with_other_optimizers_and_several_micro_batches(optimizer: str) -> None:
+    guess, whole = both("recipe=full", f"optimizer={optimizer}", "batching.accumulation=3")
+    assert guess.peak_bytes == whole.peak_bytes
+    assert (guess.kept_bytes, guess.host_bytes, guess.flops) == (
+        whole.kept_bytes,
+        whole.host_bytes,
+        whole.flops,
+    )
+
+
+def test_layers_that_differ_are_traced_one_by_one() -> None:
+    """A window needs a mask on a CPU."""
+    gemma = (
+        "model.architecture.model_type=gemma3_text",
+        "model.architecture.num_hidden_layers=8",
+        "+model.architecture.sliding_window=16",
+    )
+    plan = plan_memory(small_run(*gemma), PACKED, "cpu")
+    assert plan.traced_layers == 8
+    assert plan.events is not None
+
+
+def test_anatomy_adds_up_and_recomputation_saves_memory() -> None:
+    kept, again = (
+        plan_memory(small_run("recipe=lora", f"training.recompute={each}"), PACKED)
+        for each in ("false", "true")
+    )
+    for plan in (kept, again):
+        assert sum(plan.anatomy.values()) == plan.peak_bytes == max(plan.phases.values())
+    assert kept.peak_bytes > again.peak_bytes
+    assert kept.flops < again.flops
+    assert kept.flops_per_token == again.flops_per_token
+
+
+def test_events_lead_to_the_peak() -> None:
+    plan = plan_memory(small_run("recipe=qlora"), PACKED, exact=True)
+    assert plan.events is not None
+    current, step = 0, []
+    for _, size in plan.events:
+        current += size
+        step.append(current)
+    in_step = max(size for phase, size in plan.phases.items() if phase not in ("save", "evaluation"))
+    assert max(step) == in_step
+    assert min(step) >= 0
+
+
+def test_paged_states_lie_on_the_host() -> None:
+    """Those of a hundred thousand numbers and more."""
+    large = ("recipe=full", "model.architecture.vocab_size=4096")
+    paged, device = (
+        plan_memory(small_run(*large, f"optimizer={kind}"), PACKED)
+        for kind in ("paged_adamw_8bit", "adamw_8bit")
+    )
+    assert paged.host_bytes == 2 * 2 * 4096 * 128  # two bytes a number, of embedding and head
+    assert device.kept_bytes - paged.kept_bytes == paged.host_bytes
+    assert device.host_bytes == 0
+
+
+PROGRAM = """
+import resource
+from app.config.load import compose_run
+from app.plan.memory_plan import Shape
+from app.plan.planner import plan_memory
+run = compose_run({words!r})
+plan = plan_memory(run, Shape(1, 4096, (1024,) * 4, 6, 2048, 4096))
+used = resource.getrusage(resource.RUSAGE_SELF)
+print(plan.peak_bytes, used.ru_utime + used.ru_stime)
+"""
+SEVENTY = (
+    "hidden_size=8192",
+    "intermediate_size=28672",
+    "num_hidden_layers=80",
+    "num_attention_heads=64",
+)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "recipe", "between"),
+    [((), "lora", (16e9, 24e9)), (SEVENTY, "qlora", (40e9, 56e9))],
+    ids=["8B", "70B"],
+)
+def test_a_large_model_takes_seconds_imports_included(
+    architecture: tuple[str, ...], recipe: str, between: tuple[float, float]
+) -> None:
+    words = [
+        *("model=llama", "model.weights=random", f"recipe={recipe}", "training.recompute=true"),
+        *(f"model.architecture.{number}" for number in architecture),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(words=words)], capture_output=True, text=True, check=True
+    )
+    peak, seconds = done.stdout.split()[-2:]
+    assert between[0] < int(peak) < between[1]
+    assert float(seconds) < 20, "of processor time; promised are 10 s on two quiet cores"

@@ -1,0 +1,46 @@
+"""Arithmetic of a step against the closed form."""
+
+import pytest
+
+from app.plan.planner import plan_memory
+from tests.plan.truth import PACKED, PADDED, small_run
+
+HIDDEN, INNER, HEADS, SHARED, LAYERS, VOCABULARY = 128, 192, 4, 2, 3, 1024
+SIZE = HIDDEN // HEADS
+LINEAR = LAYERS * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * SHARED * SIZE + 3 * HIDDEN * INNER)
+FORWARD, WITH_BACKWARD = 2, 6  # multiplications and additions of a weight and a token
+
+
+def pairs(lengths: tuple[int, ...]) -> int:
+    return sum(n * (n + 1) // 2 for n in lengths)
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_full_fine_tuning_is_the_closed_form(layout: str, device: str) -> None:
+    shape = PACKED if layout == "packed" else PADDED
+    packing = f"batching.packing={str(layout == 'packed').lower()}"
+    plan = plan_memory(small_run("recipe=full", "training.recompute=false", packing), shape, device)
+    attention = LAYERS * (4 + 10) * HEADS * SIZE * pairs(shape.documents or (shape.width,) * shape.rows)
+    head = WITH_BACKWARD * VOCABULARY * HIDDEN * shape.label_rows
+    assert plan.flops == WITH_BACKWARD * LINEAR * shape.tokens + head + attention
+    assert plan.flops_per_token == pytest.approx(plan.flops / shape.tokens)
+
+
+def test_frozen_weights_have_no_gradient_of_their_own() -> None:
+    """Four for each weight and token; q, k and v of the first layer have no input that needs a gradient."""
+    plan = plan_memory(small_run("recipe=lora", "training.recompute=false", "adapter.r=1"), PACKED)
+    attention = LAYERS * (4 + 10) * HEADS * SIZE * pairs(PACKED.documents)
+    head = 4 * VOCABULARY * HIDDEN * PACKED.label_rows
+    base = 4 * LINEAR * PACKED.tokens
+    first = FORWARD * (HIDDEN * HIDDEN + 2 * HIDDEN * SHARED * SIZE) * PACKED.tokens
+    adapter = (
+        6 * LAYERS * (4 * HIDDEN + 2 * SHARED * SIZE + 2 * HIDDEN + 3 * (HIDDEN + INNER)) * PACKED.tokens
+    )
+    assert plan.flops == pytest.approx(base - first + head + attention + adapter, rel=0.002)
+
+
+def test_a_packed_base_does_the_same_arithmetic() -> None:
+    plain, packed = (plan_memory(small_run(f"recipe={kind}"), PACKED) for kind in ("lora", "qlora"))
+    assert plain.flops == packed.flops
+    assert plain.peak_bytes > packed.peak_bytes
