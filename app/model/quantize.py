@@ -17,6 +17,8 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 # Weights that share a scale. Where a row does not end with a block, bitsandbytes takes the wrong scales for the rest
 # on CPUs with AVX-512: the weights come back four times as far off as they should, without an error.
 _BLOCK = 64
+_SCALES_BLOCK = 256  # scales that share one in turn
+_CPU_PIECE = 1 << 20  # weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,11 @@ class FourBit:
         """Every plain linear layer inside `part`, in place; the unpacked weights are let go one by one."""
         for name, layer in list(part.named_modules()):
             if _is_linear(layer):
-                part.set_submodule(name, self._packed(layer))
+                self.pack_one(part, name)
+
+    def pack_one(self, part: nn.Module, name: str) -> None:
+        """The same for the layer of this name."""
+        part.set_submodule(name, self._packed(part.get_submodule(name)))
 
     def unpacked(self, weight: Tensor) -> Tensor:
         """A linear layer's weight [out, in] as the packed layer computes with it, in the dtype that it came in."""
@@ -71,11 +77,44 @@ class FourBit:
             device="meta",
         )
         as_made = {key: value for key, value in packed.weight.__dict__.items() if key != "data"}
-        packed.weight = Params4bit(weight.contiguous(), requires_grad=False, **as_made).to(weight.device)
+        data, as_made["quant_state"] = self._quantized(weight.contiguous())
+        packed.weight = Params4bit(
+            data, requires_grad=False, **as_made | {"bnb_quantized": True, "module": packed}
+        )
+        packed.quant_state = packed.weight.quant_state
         packed.weight._is_hf_initialized = True  # a parent's initialisation must not draw over the bytes
         packed.bias = layer.bias
         result: nn.Module = packed.requires_grad_(False)
         return result
+
+    def _quantized(self, weight: Tensor) -> tuple[Tensor, Any]:
+        """As bitsandbytes packs it, to the last bit. On a CPU it makes six copies on the way, so it gets pieces."""
+        from bitsandbytes.functional import QuantState, quantize_4bit, quantize_blockwise
+
+        limit = _CPU_PIECE if weight.device.type == "cpu" else weight.numel()
+        pieces = [
+            quantize_4bit(rows, blocksize=_BLOCK, compress_statistics=False, quant_type=self.quant_type)
+            for rows in weight.split(max(limit // weight.shape[1], 1))
+        ]
+        data, scales = (
+            torch.cat([packed for packed, _ in pieces]),
+            torch.cat([state.absmax for _, state in pieces]),
+        )
+        known: dict[str, Any] = {"absmax": scales}
+        if self.double_quant:
+            offset = scales.mean()
+            absmax, second = quantize_blockwise(scales - offset, blocksize=_SCALES_BLOCK)
+            known = {"absmax": absmax, "offset": offset, "state2": second}
+        first = pieces[0][1]
+        state = QuantState(
+            shape=weight.shape,
+            dtype=weight.dtype,
+            blocksize=_BLOCK,
+            code=first.code,
+            quant_type=self.quant_type,
+            **known,
+        )
+        return data, state
 
 
 def _none(_config: QuantizationConfig, _compute: torch.dtype) -> None:

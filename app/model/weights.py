@@ -1,5 +1,7 @@
 """The base model: loaded from safetensors, or built from the numbers in its YAML."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from app.config.suggest import did_you_mean
 from app.errors import ConfigError, EnvironmentProblem
 from app.model.drawing import draw
 from app.model.quantize import FourBit, linear_outside, require_quantizable, settle
+from app.model.shards import parameters_on_meta, read_shards
 from app.model.source import fetch_folder, folder_at_hand, gist, local_place, require_config, require_weights
 from app.model.support import require_kind, require_structure
 from app.model.tasks import Task
@@ -69,16 +72,20 @@ def read_packed(
     """The model of a local folder, each weight packed as it is read."""
     plan = _on_meta(config, task, _numbers_of(config, folder), dtype, attention)
     require_quantizable(config, plan)
-    quantization = four_bit.for_transformers(linear_outside(plan))
-    lm = read_weights(
-        config,
-        task,
-        folder,
-        dtype=dtype,
-        attn_implementation=attention,
-        device_map={"": device},
-        quantization_config=quantization,
-    )
+    with _readable(config, folder), parameters_on_meta():
+        lm = _from_config(config, task, _numbers_of(config, folder), dtype, attention)
+    with _readable(config, folder):
+        is_read = read_shards(lm, folder, four_bit, dtype, device)
+    if not is_read:
+        lm = read_weights(
+            config,
+            task,
+            folder,
+            dtype=dtype,
+            attn_implementation=attention,
+            device_map={"": device},
+            quantization_config=four_bit.for_transformers(linear_outside(plan)),
+        )
     settle(lm)
     return lm
 
@@ -180,9 +187,7 @@ def _from_config(config: ModelConfig, task: Task, numbers: Any, dtype: torch.dty
 
 def read_weights(config: ModelConfig, task: Task, folder: Path, **options: Any) -> Any:
     """The model of a local folder, every weight of it from there: transformers would make up the missing ones."""
-    from safetensors import SafetensorError
-
-    try:
+    with _readable(config, folder):
         lm, found = task.model_class.from_pretrained(
             str(folder),
             use_safetensors=True,
@@ -191,13 +196,6 @@ def read_weights(config: ModelConfig, task: Task, folder: Path, **options: Any) 
             output_loading_info=True,
             **options,
         )
-    except (OSError, ValueError, SafetensorError, RuntimeError) as fault:
-        if isinstance(fault, torch.OutOfMemoryError):
-            raise
-        raise EnvironmentProblem(
-            f"model.path={config.path}: {folder} cannot be loaded ({gist(fault)}). Download it again, or "
-            "give another model.path."
-        ) from fault
     missing = sorted(found["missing_keys"])
     if missing:
         raise EnvironmentProblem(
@@ -205,3 +203,18 @@ def read_weights(config: ModelConfig, task: Task, folder: Path, **options: Any) 
             f"({', '.join(missing[:3])}{', ...' if missing[3:] else ''}). Give the folder of {task.words}."
         )
     return lm
+
+
+@contextmanager
+def _readable(config: ModelConfig, folder: Path) -> Iterator[None]:
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError, RuntimeError) as fault:
+        if isinstance(fault, torch.OutOfMemoryError):
+            raise
+        raise EnvironmentProblem(
+            f"model.path={config.path}: {folder} cannot be loaded ({gist(fault)}). Download it again, or "
+            "give another model.path."
+        ) from fault
