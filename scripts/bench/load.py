@@ -31,10 +31,18 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("folder", type=Path)
-    add("--sizes", type=int, nargs=4, default=[12, 3072, 8192, 32000], help="layers, width, inner width, vocabulary")
+    add(
+        "--sizes",
+        type=int,
+        nargs=4,
+        default=[12, 3072, 8192, 32000],
+        help="layers, width, inner width, vocabulary",
+    )
     add("--shards", type=int, default=6)
     add("--reader", choices=READERS, help="measure this one, of what lies there already")
     return parser.parse_args()
@@ -59,7 +67,8 @@ def _write(folder: Path, layers: int, width: int, inner: int, vocabulary: int, *
     folder.mkdir(parents=True)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(str(folder))
-    names, places = list(shapes), {}
+    names = list(shapes)
+    places: dict[str, str] = {}
     generator = torch.Generator().manual_seed(0)
     for part in range(shards):
         file = f"model-{part + 1:05d}-of-{shards:05d}.safetensors"
@@ -81,7 +90,7 @@ def _measured(folder: Path, reader: str) -> dict[str, Any]:
     from app.model.tasks import TASKS
 
     if reader == "transformers":
-        weights.read_shards = lambda *_: False
+        vars(weights)["read_shards"] = lambda *_: False
     run = compose_run([f"model.path={folder}", "recipe=qlora", "model.tokenizer=asset:tiny"])
     four_bit = packing_of(run.quantization, torch.bfloat16)
     assert four_bit is not None
@@ -144,9 +153,7 @@ def _resident() -> int:
 
 
 def _bytes(lm: Any) -> int:
-    from app.engine.anatomy import kept_bytes  # noqa: F401
-
-    total = sum(p.numel() * p.element_size() for p in lm.parameters())
+    total: int = sum(p.numel() * p.element_size() for p in lm.parameters())
     for layer in lm.modules():
         state = getattr(getattr(layer, "weight", None), "quant_state", None)
         while state is not None:
@@ -156,10 +163,10 @@ def _bytes(lm: Any) -> int:
 
 
 def _digest(lm: Any) -> str:
+    import torch
+
     found = hashlib.sha256()
     for name, parameter in sorted(lm.named_parameters()):
-        import torch
-
         found.update(name.encode())
         found.update(parameter.detach().flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]

@@ -13,9 +13,8 @@ from app.engine.reduction import Together
 @pytest.fixture(autouse=True)
 def group(tmp_path: Path) -> Iterator[None]:
     """Of this process alone; what many sum is asked in tests/command/test_processes.py."""
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
-    )
+    meeting = f"file://{tmp_path / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
 

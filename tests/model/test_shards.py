@@ -51,7 +51,12 @@ def test_what_is_read_is_what_transformers_reads(
 ) -> None:
     folder = saved(kind, tmp_path)
     asked: list[bool] = []
-    monkeypatch.setattr(weights, "read_shards", lambda *given: asked.append(read_shards(*given)) or asked[-1])
+
+    def noted(*given: Any) -> bool:
+        asked.append(read_shards(*given))
+        return asked[-1]
+
+    monkeypatch.setattr(weights, "read_shards", noted)
     ours = load(folder, dtype)
     monkeypatch.setattr(weights, "read_shards", lambda *_: False)
     theirs = load(folder, dtype)
