@@ -56,6 +56,18 @@ class Loader:
             for part in _dealt(parts, share)
         ]
 
+    def largest(self) -> Batch:
+        """The micro-batch with the most labels, or of the longest rows, that an epoch can have."""
+        units, _ = self._order_of(0)
+        labels, lengths = self._rows.label_counts, self._rows.lengths
+        sizes = [
+            (int(lengths[unit].sum()), int(labels[unit].sum()))
+            for unit in map(units.__getitem__, range(len(units)))
+        ]
+        count = self._layout.units_per_batch
+        most = sorted(range(len(units)), key=lambda i: sizes[i] if count > 1 else sizes[i][1])[-count:]
+        return self._layout.batch(self._rows, [units[i] for i in most], units.most_documents, epoch=0)
+
     def places(self, step: int) -> list[str]:
         """Where the rows of `step` came from."""
         return [self._rows.place(int(i)) for unit in self._chosen(step)[1] for i in unit]

@@ -106,10 +106,15 @@ class TokenRows:
         start = ends[row - 1] if row else 0
         return store.places[start : ends[row]].tobytes().decode()
 
+    @property
+    def label_counts(self) -> NDArray[np.int64]:
+        """Trained tokens of each row."""
+        return self._of_index("labels")
+
     @cached_property
     def num_trained(self) -> int:
         """Trained tokens of all rows."""
-        return int(self._of_index("labels").sum())
+        return int(self.label_counts.sum())
 
     @cached_property
     def label_weight(self) -> float:

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 from weakref import ref
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -108,12 +107,3 @@ class StorageCounter(TorchDispatchMode):
             self.events.append((serial, size))
             self.current += size
             self.peak = max(self.peak, self.current)
-
-
-def counted(device: torch.device, held: dict[str, list[Tensor]], given: Iterable[Tensor]) -> StorageCounter:
-    """A counter that knows what is kept from step to step, and leaves out what the host gives to a step."""
-    counter = StorageCounter(device.type)
-    for kind, tensors in held.items():
-        counter.hold(kind, tensors)
-    counter.ignore(given)
-    return counter

@@ -6,17 +6,21 @@ from app.engine.checkpoint import Checkpoints, load_weights
 from app.engine.files import whole_folder
 from app.engine.ground import Ground
 from app.engine.loop import Loop
+from app.engine.memory import Predicted
 from app.engine.progress import Progress
 from app.model.save import save_model
 from app.model.trainee import Trainee
 from app.record.before_after import before_after
 from app.record.follower import Follower
+from app.record.lines import memory
 from app.record.record import Record
 
 
-def finish(run: RunConfig, ground: Ground, loop: Loop, record: Record | Follower) -> int:
+def finish(
+    run: RunConfig, ground: Ground, loop: Loop, record: Record | Follower, predicted: Predicted | None
+) -> int:
     """Write what came out; returns the exit code."""
-    parts, progress, known = loop.parts, loop.progress, _known(loop)
+    parts, progress, known = loop.parts, loop.progress, _known(loop, predicted)
     if run.checkpoint.final == "best":
         _take_best(parts.checkpoints, progress, parts.stepper.trainee, record)
     if parts.runtime.rank == 0:
@@ -31,15 +35,15 @@ def finish(run: RunConfig, ground: Ground, loop: Loop, record: Record | Follower
     return 0
 
 
-def stop(loop: Loop, record: Record | Follower) -> int:
+def stop(loop: Loop, record: Record | Follower, predicted: Predicted | None) -> int:
     """The same for a run that was asked to stop, and has saved."""
     record.message(f"stopped after step {loop.progress.step}, which is saved.")
-    record.finish("stopped", **_known(loop))
+    record.finish("stopped", **_known(loop, predicted))
     assert loop.stopped_by is not None
     return loop.stopped_by
 
 
-def _known(loop: Loop) -> dict[str, float | None]:
+def _known(loop: Loop, predicted: Predicted | None) -> dict[str, float | None]:
     """What the lines of this start tell; a start that had nothing left to do has no speed of its own."""
     progress = loop.progress
     speed = {"tokens_per_second": loop.tokens_per_second} if loop.tokens_per_second else {}
@@ -51,6 +55,8 @@ def _known(loop: Loop) -> dict[str, float | None]:
         "train_loss_last": progress.last_loss,
         "eval_loss": progress.last_eval_loss,
         "peak_memory_bytes": loop.parts.runtime.peak_memory_bytes(),
+        "memory_predicted_bytes": None if predicted is None else predicted.bytes,
+        "memory_measured_bytes": loop.memory.bytes,
     }
 
 
@@ -70,8 +76,16 @@ def _closing_words(
     speed = known.get("tokens_per_second")
     evaluated = "" if progress.last_eval_loss is None else f", eval loss {progress.last_eval_loss:.4f}"
     return (
+        f"{_memory_words(known)}"
         f"done    {progress.step} steps, loss {progress.first_loss:.4f} -> {progress.last_loss:.4f}{evaluated}"
         f"{f', {speed:,.0f} tokens/s' if speed else '; nothing was left to do'}\n"
         f"{what:<7} {record.folder.final}\n"
         f'try it  {python()} -m app.generate run={record.folder.path} prompt="..."'
     )
+
+
+def _memory_words(known: dict[str, float | None]) -> str:
+    predicted, measured = known["memory_predicted_bytes"], known["memory_measured_bytes"]
+    if predicted is None or measured is None:
+        return ""
+    return f"memory  {memory(predicted)} predicted, {memory(measured)} measured ({measured / predicted - 1:+.1%})\n"

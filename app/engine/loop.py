@@ -12,6 +12,7 @@ from app.config.schema import CheckpointConfig, EvalConfig, TrainingConfig
 from app.data.loader import Loader
 from app.engine.checkpoint import Checkpoints
 from app.engine.evaluation import score
+from app.engine.memory import Measured
 from app.engine.pace import Course, Pace
 from app.engine.progress import Progress
 from app.engine.runtime import Runtime
@@ -84,6 +85,7 @@ class Loop:
         self._pace = Pace(_course(parts, rhythm, progress))
         self._tokens, self._seconds = 0, 0.0
         self.stopped_by: int | None = None  # the exit code that was asked for
+        self.memory = Measured(parts.runtime, parts.plan.steps - progress.step)
         self._skipped: list[Tensor] = []  # flags that nobody has read yet: reading them waits for the device
 
     @property
@@ -117,7 +119,7 @@ class Loop:
     def _step(self) -> StepResult:
         at = self.progress.step
         lr = self.parts.learning_rate(at)
-        result = self.parts.stepper.run(self.parts.loader.batches(at), lr)
+        result = self.memory.run(self.parts.stepper, self.parts.loader.batches(at), lr)
         self.progress.step = at + 1
         self.progress.tokens += result.tokens
         self.progress.trained_tokens += result.labels

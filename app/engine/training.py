@@ -16,6 +16,7 @@ from app.engine.identity import identity
 from app.engine.known_format import with_format
 from app.engine.limits import within_positions
 from app.engine.loop import Loop, Parts, Rhythm
+from app.engine.memory import Forecast, Predict
 from app.engine.preview import preview
 from app.engine.progress import Progress
 from app.engine.proofs import prove
@@ -39,12 +40,15 @@ from app.record.record import Record
 
 
 @told_where_it_ends_a_run()
-def train_in(folder: RunFolder, run: RunConfig, console: Console, go_on: str) -> int:
-    """Returns the exit code. `go_on` is for who stops the run: how to continue it."""
+def train_in(
+    folder: RunFolder, run: RunConfig, console: Console, go_on: str, predict: Predict | None = None
+) -> int:
+    """Returns the exit code. `go_on` is for who stops the run: how to continue it; `predict` tells its memory."""
     run, notes = with_format(within_positions(run, console.say))
     ground = lay_ground(run, folder.checkpoints, console.say, notes)
+    forecast = _forecast(run, ground, predict)
     if run.dry_run:
-        return _told_only(folder, run, ground, console)
+        return _told_only(folder, run, ground, console, forecast)
     trainee = build_trainee(
         ground.sections, ground.runtime.device, run.seed, base_path(run.model, folder.base)
     )
@@ -56,7 +60,9 @@ def train_in(folder: RunFolder, run: RunConfig, console: Console, go_on: str) ->
     progress = checkpoints.load(ground.save, stepper, peers) if ground.save else Progress()
     with listening(speaks=world().is_first) as request, _opened(folder, run, ground, console) as record:
         record.rewind(progress.step if ground.save else -1)
-        record.table([*table(run, ground), *(("note", remark) for remark in trainee.fused.remarks())])
+        record.table(
+            [*table(run, ground), *forecast.rows(), *(("note", remark) for remark in trainee.fused.remarks())]
+        )
         record.add_facts(proofs=[asdict(proof) for proof in proofs])
         if world().is_first:
             _tell_base(run, ground, trainee, record)
@@ -68,18 +74,33 @@ def train_in(folder: RunFolder, run: RunConfig, console: Console, go_on: str) ->
         garbage.look_as_usual()
         loop = Loop(parts, rhythm, progress)  # its clock begins here
         ended = loop.fit(request)
-        record.add_facts(memory=kept_bytes(trainee, stepper.optimizer))
-        code = finish(run, ground, loop, record) if ended else stop(loop, record)
+        record.add_facts(memory=kept_bytes(trainee, stepper.optimizer), memory_plan=forecast.facts())
+        predicted = forecast.predicted
+        code = finish(run, ground, loop, record, predicted) if ended else stop(loop, record, predicted)
         ground.runtime.leave()
     if go_on and not ended:
         record.message(go_on)  # the last line of all: it is to be copied
     return code
 
 
-def _told_only(folder: RunFolder, run: RunConfig, ground: Ground, console: Console) -> int:
+def _forecast(run: RunConfig, ground: Ground, predict: Predict | None) -> Forecast:
+    """One process speaks for all: their micro-batches are alike. Where gradients are sent they stay between steps."""
+    if not world().is_first:
+        return Forecast.made(None)
+    several = ground.runtime.processes > 1
+    micro_batches = max(run.batching.accumulation, 2 if several else 1)
+    device = ground.runtime.device.type
+    return Forecast.made(predict, run, ground.choices, ground.loader.largest(), micro_batches, device)
+
+
+def _told_only(
+    folder: RunFolder, run: RunConfig, ground: Ground, console: Console, forecast: Forecast
+) -> int:
     with _opened(folder, run, ground, console) as record:
-        record.table([*table(run, ground), ("dry_run", "no weights were loaded")])
-        record.finish("dry_run")
+        record.table([*table(run, ground), *forecast.rows(), ("dry_run", "no weights were loaded")])
+        record.add_facts(memory_plan=forecast.facts())
+        predicted = forecast.predicted
+        record.finish("dry_run", memory_predicted_bytes=None if predicted is None else predicted.bytes)
         ground.runtime.leave()
     return 0
 

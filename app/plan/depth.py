@@ -13,6 +13,7 @@ from app.plan.stages import BETWEEN, ORDER
 from app.plan.trace import Asked, Trace, trace
 
 _FEW = 2  # layers of a sort: the first and the last are special
+_NOT_WORTH_TWO = 5  # layers: the small traces have as many together
 Numbers = dict[tuple[str, ...], int]
 
 
@@ -20,7 +21,7 @@ def planned(asked: Asked, outline: Outline, recompute: bool | int, *, exact: boo
     """By one trace where there are few layers, or where they differ."""
     recomputed = outline.depth if recompute is True else int(recompute)
     plain = outline.depth - recomputed
-    if exact or not outline.alike or (plain <= _FEW and recomputed <= _FEW):
+    if exact or not outline.alike or outline.depth <= _NOT_WORTH_TWO:
         found = trace(asked, outline, plain, recomputed)
         return _plan(asked, _numbers(found), found.events, outline.depth)
     return _extrapolated(asked, outline, plain, recomputed)
@@ -76,7 +77,7 @@ def _plan(
         phases=phases,
         peak_bytes=phases[where],
         peak_where=where,
-        anatomy=anatomies[where],
+        anatomies=anatomies,
         kept_bytes=numbers["kept",],
         host_bytes=numbers["host",],
         flops_per_token=(numbers["flops",] - numbers["repeated",]) / asked.shape.tokens,

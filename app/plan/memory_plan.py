@@ -64,10 +64,15 @@ class MemoryPlan:
     ]  # the most while in it, in the order they are reached; save and evaluation come last
     peak_bytes: int
     peak_where: str  # one of the phases
-    anatomy: dict[str, int]  # by ANATOMY
+    anatomies: dict[str, dict[str, int]]  # of each phase, by ANATOMY
     kept_bytes: int  # from one step to the next, gradients included
     host_bytes: int  # optimizer states that are paged to the host
     flops_per_token: float  # of training with nothing computed twice, over positions of the micro-batch
     flops: float  # of the step as it runs, all its micro-batches, what is computed again included
     events: tuple[Event, ...] | None  # of the step, what is kept first; None where depth was extrapolated
     traced_layers: int  # of the largest trace; all of them where nothing was extrapolated
+
+    @property
+    def anatomy(self) -> dict[str, int]:
+        """Of the peak, by ANATOMY; adds up to it."""
+        return self.anatomies[self.peak_where]

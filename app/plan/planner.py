@@ -15,16 +15,32 @@ from app.plan.trace import Asked
 
 
 def plan_memory(
-    run: RunConfig, shape: Shape, device: str = "gpu", *, exact: bool = False, choices: Choices | None = None
+    run: RunConfig,
+    shape: Shape,
+    device: str = "gpu",
+    *,
+    exact: bool = False,
+    choices: Choices | None = None,
+    steps_only: bool = False,
 ) -> MemoryPlan:
     """Of one process. `device`: gpu or cpu; `exact` traces every layer; `choices` of a run that has made them."""
     choices = choices or _choices(run.precision, device)
     sections = sections_of(run, choices)
     on_gpu = device == "gpu"
     name = register_kernel(attention.planned, attention.NAME) if on_gpu else register(choices.attention)
-    evaluated = shape if run.batching.packing else replace(shape, rows=run.eval.rows)
+    evaluated = None if steps_only else _evaluated(run, shape)
     asked = Asked(run, choices.precision, shape, evaluated, on_gpu)
     return planned(asked, Outline(sections, name), sections.recompute, exact=exact)
+
+
+def _evaluated(run: RunConfig, shape: Shape) -> Shape:
+    """Of an evaluation: the same bins, or other rows of the same length, all of them with as many labels."""
+    if run.batching.packing:
+        return shape
+    rows, places = run.eval.rows, 2 * run.eval.rows if shape.documents else 0
+    documents = (shape.width,) * rows if shape.documents else ()
+    labels = -(-shape.label_rows * rows // shape.rows)
+    return replace(shape, rows=rows, documents=documents, places=places, label_rows=labels)
 
 
 def _choices(precision: PrecisionConfig, device: str) -> Choices:

@@ -39,7 +39,7 @@ class Asked:
     run: RunConfig
     precision: str
     shape: Shape
-    evaluated: Shape
+    evaluated: Shape | None  # None: no evaluation is traced
     on_gpu: bool
 
 
@@ -73,8 +73,8 @@ def trace(asked: Asked, outline: Outline, plain: int, recomputed: int) -> Trace:
             trainee.fused = fuse(network, None)
         stages.watch(trainee, optimizer, counter, flops, recomputed)
         batches = [_batch(asked.shape)] * min(asked.shape.micro_batches, 2)
-        evaluated = _batch(asked.evaluated)
-        given = [*batches[0].tensors, *evaluated.tensors]
+        evaluated = None if asked.evaluated is None else _batch(asked.evaluated)
+        given = [*batches[0].tensors, *(evaluated.tensors if evaluated else [])]
         if asked.on_gpu:
             counter.hold("temporary", given)  # copies
         else:
@@ -86,10 +86,10 @@ def trace(asked: Asked, outline: Outline, plain: int, recomputed: int) -> Trace:
             gradients = [p.grad for p in trainee.trained().values() if p.grad is not None]
             kinds = counter.kinds | {counter.serial_of(each): "gradients" for each in gradients}
             gradients.clear()
-            counter.enter(stages.EVALUATION)
-            stepper.forget_gradients()
-            trainee.eval()
-            trainee.scores(evaluated)
+            if evaluated is not None:
+                counter.enter(stages.EVALUATION)
+                stepper.forget_gradients()
+                trainee.eval().scores(evaluated)
         events, marks = list(counter.events), list(counter.phases)
         del result
     sizes = {serial: size for serial, size in reversed(events) if size > 0}

@@ -17,6 +17,8 @@ RESULT_KEYS = (
     "exact_match",
     "tokens_per_second",
     "peak_memory_bytes",
+    "memory_predicted_bytes",
+    "memory_measured_bytes",
     "final",
 )
 
