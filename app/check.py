@@ -1,11 +1,13 @@
-"""Look through what a run would learn from, before it is started. Takes what app.train takes; loads no weights.
+"""Look at a run before it is started: its data, its memory. Takes what app.train takes; loads no weights.
 
 python -m app.check data dataset=messages dataset.path=chat.jsonl
+python -m app.check memory recipe=qlora model=llama hardware=rtx4090     whether it fits; exact=true traces every layer
 python -m app.check data dataset=text dataset.path=books/ output_dir=runs/look   check.json and check.html there too
 python -m app.check                                                              every check that there is
 """
 
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,11 +31,11 @@ STOPS = 2  # the exit code where a run with these settings would stop
 
 def check(config: CheckConfig, console: Console) -> int:
     """From a checked config to what was found, shown and written; returns the exit code."""
-    _check_parts(config.run)
+    _check_parts(config)
     if config.folder is not None:
         with writing(config.folder):
             config.folder.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {name: _CHECKS[name](config.run, console) for name in config.checks}
+    found: dict[str, Any] = {name: _CHECKS[name](config, console) for name in config.checks}
     if config.folder is not None:
         _write(config.folder, found, console)
     stops = [problem for each in found.values() for problem in each["stops"]]
@@ -42,14 +44,41 @@ def check(config: CheckConfig, console: Console) -> int:
     return STOPS if stops else 0
 
 
-def _data(run: RunConfig, console: Console) -> dict[str, Any]:
+def _data(config: CheckConfig, console: Console) -> dict[str, Any]:
     from app.engine.data_check import check_data
     from app.record.survey_screen import show_survey
 
-    processes = world().size if world().is_joined else processes_to_start(run.launch) or 1
-    facts = check_data(run, processes, console.say).facts()
+    facts = check_data(config.run, _processes(config.run), console.say).facts()
     show_survey(facts)
     return facts
+
+
+def _memory(config: CheckConfig, _console: Console) -> dict[str, Any]:
+    begun = time.perf_counter()
+    from app.plan.memory_check import check_memory
+    from app.record.memory_screen import show_memory, stop
+
+    facts = check_memory(
+        config.run,
+        config.overrides,
+        config.hardware,
+        exact=config.exact,
+        processes=_processes(config.run) if config.hardware is None else _asked(config.run),
+    )
+    facts["stops"] = [] if facts["fits"] else [stop(facts)]
+    facts["seconds"] = round(time.perf_counter() - begun, 2)
+    show_memory(facts)
+    return facts
+
+
+def _asked(run: RunConfig) -> int:
+    """On a machine that is not this one."""
+    count = run.launch.num_processes
+    return count if isinstance(count, int) else 1
+
+
+def _processes(run: RunConfig) -> int:
+    return world().size if world().is_joined else processes_to_start(run.launch) or 1
 
 
 def _write(folder: Path, found: dict[str, Any], console: Console) -> None:
@@ -60,12 +89,15 @@ def _write(folder: Path, found: dict[str, Any], console: Console) -> None:
     console.say(f"written {folder / 'check.json'} and check.html")
 
 
-def _check_parts(run: RunConfig) -> None:
+def _check_parts(config: CheckConfig) -> None:
     """What each part can say in milliseconds, all problems together."""
     from app.data import sources
-    from app.model import templates
+    from app.model import source, templates
 
-    problems = [*sources.check(run.dataset), *templates.check(run.model)]
+    run = config.run
+    problems = [*sources.check(run.dataset), *templates.check(run.model)] if "data" in config.checks else []
+    if "memory" in config.checks:
+        problems += source.check(run.model)
     if problems:
         raise ConfigError(problems)
 
@@ -84,7 +116,7 @@ def main() -> None:
     run_command(_command)
 
 
-_CHECKS = {"data": _data}
+_CHECKS = {"data": _data, "memory": _memory}
 
 if __name__ == "__main__":
     main()

@@ -21,6 +21,7 @@ from app.config.help import asks_for_help, help_text
 from app.config.load import VERSION_BASE, checked_arguments, load_run, store_schema
 from app.config.platforms import require_platform
 from app.config.schema import RunConfig
+from app.engine.segments import let_segments_grow
 from app.engine.world import world
 from app.errors import AppError, ConfigError
 from app.launch.agent import processes_to_start, train_in_processes
@@ -110,6 +111,7 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # a fault of ours keeps its whole traceback
     # threads that wait without end for each other make two runs on one machine four times slower, not two
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    let_segments_grow()
     try:
         require_platform()
         with failing_once():

@@ -5,21 +5,45 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.config.arguments import overrides_of, switches_of
+from app.config.hardware import GROUP, HardwareConfig, read_hardware
 from app.config.load import compose_run
+from app.config.overrides import check_overrides
 from app.config.schema import RunConfig
+from app.config.strict import typed
 from app.config.suggest import nearest
 from app.errors import ConfigError
 
-CHECKS = ("data",)  # without a word: all of them
+CHECKS = ("data", "memory")  # without a word: all of them
+_OWN = ("exact",)
 
 
 @dataclass(frozen=True, slots=True)
 class CheckConfig:
-    """`folder` is None where no output_dir was given: then nothing is written."""
+    """`folder` is None where no output_dir was given: then nothing is written. `overrides` are those of the run;
+    `hardware` is None for the machine at hand; `exact` traces every layer.
+    """
 
     checks: tuple[str, ...]
     run: RunConfig
     folder: Path | None
+    overrides: tuple[str, ...] = ()
+    hardware: HardwareConfig | None = None
+    exact: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class _Options:
+    """What app.check is told beside the run and the hardware."""
+
+    exact: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class _Known(RunConfig):
+    """Every key that may stand in the command line."""
+
+    hardware: HardwareConfig
+    exact: bool = False
 
 
 def check_config(arguments: Sequence[str]) -> CheckConfig:
@@ -36,10 +60,26 @@ def check_config(arguments: Sequence[str]) -> CheckConfig:
     switches = switches_of(rest)
     if switches:
         raise ConfigError(f"{' '.join(switches)} is a switch of app.train. Leave it out.")
-    run = compose_run(overrides)
-    given = any(text.lstrip("+").startswith("output_dir=") for text in overrides)
+    check_overrides(overrides, _Known)  # of all keys together, so that all misspelt ones are told at once
+    own = [text for text in overrides if _key(text) in _OWN]
+    of_hardware = [text for text in overrides if _key(text).partition(".")[0] == GROUP]
+    of_run = [text for text in overrides if text not in own and text not in of_hardware]
+    checks = CHECKS if word is None else (word,)
+    _require_memory(checks, [*own, *of_hardware])
+    run = compose_run(of_run)
+    given = any(_key(text) == "output_dir" for text in of_run)
     folder = Path(run.output_dir).expanduser() if given else None
-    return CheckConfig(CHECKS if word is None else (word,), run, folder)
+    options = typed(_Options, {_key(text): text.partition("=")[2] for text in own})
+    return CheckConfig(checks, run, folder, tuple(of_run), read_hardware(of_hardware), options.exact)
+
+
+def _require_memory(checks: Sequence[str], given: Sequence[str]) -> None:
+    if given and "memory" not in checks:
+        raise ConfigError(f"{' '.join(given)}: only app.check memory asks for it. Leave it out.")
+
+
+def _key(text: str) -> str:
+    return text.lstrip("+").partition("=")[0]
 
 
 def _is_bare(word: str) -> bool:

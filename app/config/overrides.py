@@ -65,6 +65,10 @@ def _problems(override: Override, text: str, schema: type) -> Iterator[str]:
         return
     if _is_of_a_sweep(key):
         yield f"{text}: a sweep is several runs, and -m starts those: python -m app.train -m {shlex.quote(text)} ..."
+    elif _is_of_a_check(key, schema):
+        yield (
+            f"{text}: {key} is asked by app.check, not by a run: python -m app.check memory {shlex.quote(text)} ..."
+        )
     elif override.is_delete():
         if key not in _CAN_BE_ABSENT:
             yield f"{text}: nothing can be taken out of a run.{_instead_of_taking_out(key, schema)}"
@@ -144,6 +148,10 @@ def _can_be_quoted(value: str) -> bool:
 
 def _is_of_a_sweep(key: str) -> bool:
     return key == "sweep" or key.startswith("sweep.")
+
+
+def _is_of_a_check(key: str, schema: type) -> bool:
+    return key.partition(".")[0] == "hardware" and "hardware" not in kinds(schema)
 
 
 def _is_hydra(key: str) -> bool:

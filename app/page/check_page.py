@@ -1,4 +1,4 @@
-"""The page of app.check: what a run would learn from, what would stop it, and what could be better."""
+"""The page of app.check: what a run would learn from and what it needs, what would stop it, what could be better."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,6 +7,7 @@ from app.page.document import badge, command, document, facts_table, note, secti
 from app.page.figures import number, whole
 from app.page.html import Child, Html, element, joined
 from app.page.kept import section_of
+from app.page.memory_section import memory_badge, memory_sections
 from app.page.run_data import lengths_chart, samples_shown
 
 _ROWS = (
@@ -34,28 +35,34 @@ Facts = Mapping[str, Any]
 
 def check_page(found: Facts) -> str:
     """From what check.json holds."""
-    facts = section_of(found, "data")
-    stops = facts.get("stops") or []
-    source = str(facts.get("source", ""))
+    facts, memory = section_of(found, "data"), section_of(found, "memory")
+    source = str(facts.get("source", "")) if facts else str(memory.get("subject", ""))
+    stops = any(part.get("stops") for part in (facts, memory))
     return document(
-        f"Data: {source}",
+        f"Check: {source}",
         element(
             "div",
             element("h1", source),
             badge("a run would stop", "bad") if stops else badge("nothing stops a run", "good"),
+            memory_badge(memory) if memory else None,
             class_="top",
         ),
-        element("p", f"dataset.format={facts.get('format')}, before any training", class_="soft small"),
-        [note("bad", str(problem)) for problem in stops],
-        [note("warn", str(text)) for text in facts.get("notes") or []],
-        tiles(_tiles(facts)),
-        section("Advice", _advice(facts)),
-        section("Rows and lengths", _rows(facts)),
-        section("Sources", _sources(facts)),
-        section("Bad rows", _bad(facts)),
-        section("Packing and steps", facts_table(_packing(facts))),
-        section("First samples", samples_shown(section_of(facts, "preview"))),
+        _of_data(facts) if facts else None,
+        memory_sections(memory),
     )
+
+
+def _of_data(facts: Facts) -> Iterator[Child]:
+    yield element("p", f"dataset.format={facts.get('format')}, before any training", class_="soft small")
+    yield [note("bad", str(problem)) for problem in facts.get("stops") or []]
+    yield [note("warn", str(text)) for text in facts.get("notes") or []]
+    yield tiles(_tiles(facts))
+    yield section("Advice", _advice(facts))
+    yield section("Rows and lengths", _rows(facts))
+    yield section("Sources", _sources(facts))
+    yield section("Bad rows", _bad(facts))
+    yield section("Packing and steps", facts_table(_packing(facts)))
+    yield section("First samples", samples_shown(section_of(facts, "preview")))
 
 
 def _tiles(facts: Facts) -> Iterator[tuple[str, str | None]]:

@@ -58,6 +58,10 @@ svg text{font-size:11.5px;fill:var(--soft);font-variant-numeric:tabular-nums}
 .pick{stroke:var(--card);stroke-width:1.5}.pick.best{stroke:var(--ink);stroke-width:2.2}
 .c0{--c:var(--s0)}.c1{--c:var(--s1)}.c2{--c:var(--s2)}.c3{--c:var(--s3)}
 .c4{--c:var(--s4)}.c5{--c:var(--s5)}.c6{--c:var(--s6)}.c7{--c:var(--s7)}
+.rest{--c:color-mix(in srgb,var(--soft) 45%,var(--card))}
+.stack{display:block;width:100%;height:2.2rem;margin-bottom:.8rem;background:var(--grid);border-radius:.4rem}
+.part{fill:var(--c);stroke:var(--card);stroke-width:1}.limit{stroke:var(--bad);stroke-width:3}
+.swatch{display:inline-block;width:.8rem;height:.8rem;border-radius:.2rem;background:var(--c);margin-right:.5rem}
 .remark{font-size:.82rem;color:var(--soft);margin:.2rem 0 0}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:.9rem;font-variant-numeric:tabular-nums}

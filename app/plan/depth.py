@@ -5,7 +5,7 @@ those that are computed again: the peak is the largest of these places, wherever
 everything recomputed have places of their own, so traces are of the same sort as what they are for.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from app.model.outline import Outline
 from app.plan.memory_plan import ANATOMY, MemoryPlan
@@ -29,18 +29,21 @@ def planned(asked: Asked, outline: Outline, recompute: bool | int, *, exact: boo
 
 def _extrapolated(asked: Asked, outline: Outline, plain: int, recomputed: int) -> MemoryPlan:
     few = _Depth(min(plain, _FEW), min(recomputed, _FEW))
-    base = _numbers(trace(asked, outline, few.plain, few.recomputed))
+    largest = trace(asked, outline, few.plain, few.recomputed)
+    base = _numbers(largest)
     result = dict(base)
     for more, steps in (
         (_Depth(few.plain + 1, few.recomputed), plain - few.plain),
         (_Depth(few.plain, few.recomputed + 1), recomputed - few.recomputed),
     ):
         if steps:
-            larger = _numbers(trace(asked, outline, more.plain, more.recomputed))
+            largest = trace(asked, outline, more.plain, more.recomputed)
+            larger = _numbers(largest)
             for name in {**base, **larger}:
                 slope = larger.get(name, 0) - base.get(name, 0)
                 result[name] = result.get(name, 0) + steps * slope
-    return _plan(asked, result, None, few.plain + few.recomputed + 1)
+    plan = _plan(asked, result, None, few.plain + few.recomputed + 1)
+    return replace(plan, few_events=largest.events)
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,9 +59,7 @@ class Shape:
 class MemoryPlan:
     """Bytes as `torch.cuda.max_memory_allocated` would count them; what allocator and driver need comes on top."""
 
-    phases: dict[
-        str, int
-    ]  # the most while in it, in the order they are reached; save and evaluation come last
+    phases: dict[str, int]  # the most while in it, in their order; save and evaluation come last
     peak_bytes: int
     peak_where: str  # one of the phases
     anatomies: dict[str, dict[str, int]]  # of each phase, by ANATOMY
@@ -71,6 +69,7 @@ class MemoryPlan:
     flops: float  # of the step as it runs, all its micro-batches, what is computed again included
     events: tuple[Event, ...] | None  # of the step, what is kept first; None where depth was extrapolated
     traced_layers: int  # of the largest trace; all of them where nothing was extrapolated
+    few_events: tuple[Event, ...] = ()  # those of the largest trace, where depth was extrapolated
 
     @property
     def anatomy(self) -> dict[str, int]:

@@ -17,7 +17,7 @@ _CLASSES = 12  # of lengths
 _BAR = 32  # characters of the longest
 _REASONS = 5
 _TRAINED = "black on green"
-_NARROW = 60  # columns; below, names stand above what they name
+NARROW = 60  # columns; below, names stand above what they name
 Facts = Mapping[str, Any]
 
 
@@ -25,14 +25,15 @@ def show_survey(facts: Facts, stream: TextIO | None = None) -> None:
     """All of it. Rich honours NO_COLOR and the width of the terminal."""
     safe = SafeStream(stream or sys.stdout)
     terminal = Terminal(file=cast(TextIO, safe), markup=False, highlight=False, emoji=False)
-    narrow = terminal.width < _NARROW
+    narrow = terminal.width < NARROW
     has_colour = terminal.color_system is not None and not terminal.no_color
     for rows in (_numbers(facts), _lengths(facts, terminal), _samples(facts, has_colour), _ends(facts)):
         if rows:
-            terminal.print(_stacked(rows) if narrow else _beside(rows))
+            terminal.print(stacked(rows) if narrow else beside(rows))
 
 
-def _beside(rows: Sequence[tuple[str, RenderableType]]) -> Table:
+def beside(rows: Sequence[tuple[str, RenderableType]]) -> Table:
+    """Names, and what they are to their right."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, min_width=8)
     table.add_column(overflow="fold")
@@ -41,7 +42,8 @@ def _beside(rows: Sequence[tuple[str, RenderableType]]) -> Table:
     return table
 
 
-def _stacked(rows: Sequence[tuple[str, RenderableType]]) -> Table:
+def stacked(rows: Sequence[tuple[str, RenderableType]]) -> Table:
+    """The same for narrow terminals."""
     table = Table.grid()
     table.add_column(overflow="fold")
     for name, value in rows:

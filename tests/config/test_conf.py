@@ -16,10 +16,9 @@ from app.config.schema import RunConfig
 from app.config.strict import is_key, leaf_keys
 
 FILES = sorted(CONF.rglob("*.yaml"))
-OF_RUNS = [
-    file for file in FILES if file.parent.name != "sweep"
-]  # those are read in tests/sweep/test_preset.py
-CHOICES = {group: names for group, names in choices_by_group().items() if group != "sweep"}  # of runs
+APART = ("sweep", "hardware")  # of no run: read in tests/sweep/test_preset.py and test_hardware.py
+OF_RUNS = [file for file in FILES if file.parent.name not in APART]
+CHOICES = {group: names for group, names in choices_by_group().items() if group not in APART}
 FREE = ("experiment", "debug")  # may set any key
 MAIN = ("model", "recipe", "dataset", "optimizer")
 OF_RECIPES = ("adapter", "quantization")  # chosen by a recipe; alone they would contradict it

@@ -22,7 +22,7 @@ REFUSED = [
     ("model@here=tiny", "model@here=tiny: model has one place in a run. Write model=..."),
     (
         "model=null",
-        "model=null: there is no such model. Choose one of bert, folder, llama, mistral, modernbert, qwen, tiny.",
+        "model=null: there is no such model. Choose one of bert, folder, llama, llama_70b, mistral, modernbert, qwen, tiny.",
     ),
     ("model=_hub", "model=_hub: there is no such model."),
     ("model=Llama", "Did you mean llama?"),

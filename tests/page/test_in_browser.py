@@ -13,6 +13,7 @@ from app.page.trials import read_sweep
 from tests.marks import requires_chromium
 from tests.page.browser import looked_at
 from tests.page.folders import made_run, made_sweep, result_of, sample, step, trial
+from tests.page.memory_facts import TOO_LARGE
 from tests.page.test_check_page import FACTS
 from tests.page.test_html import HOSTILE
 
@@ -45,6 +46,7 @@ def pages(folder: Path) -> dict[str, Path]:
         "sweep": sweep_page(sweep, folder / "sweep.html"),
         "comparison": comparison_page([run, other]),
         "check": check_page({"data": FACTS}),
+        "check-memory": check_page({"data": FACTS, "memory": TOO_LARGE}),
         "check-spoilt": check_page({"data": {**FACTS, "source": LONG, "stops": [LONG], "notes": [HOSTILE]}}),
     }
     for name, text in made.items():

@@ -1,0 +1,85 @@
+"""`hardware=NAME` of app.check: a file of conf/hardware, with what the command line changes of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from app.config import groups
+from app.config.schema import number
+from app.config.strict import typed
+from app.errors import ConfigError
+
+GROUP = "hardware"
+AUTO = "auto"
+
+
+@dataclass(kw_only=True, slots=True)
+class HardwareConfig:
+    """Facts of one GPU; `name` is that of its file, and `names` are what its driver calls it."""
+
+    name: str
+    label: str
+    names: list[str] = field(default_factory=list)
+    memory_gib: float = number(above=0)
+    bandwidth_gb: float = number(above=0)
+    bf16_tflops: float = number(above=0)
+    fp8_tflops: float | None = number(None, above=0)
+    capability: str | None = None
+    context_gib: float | None = number(None, at_least=0)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Root:
+    """So that messages name the keys as they are typed."""
+
+    hardware: HardwareConfig
+
+
+def read_hardware(words: Sequence[str]) -> HardwareConfig | None:
+    """From the overrides `hardware=...` and `hardware.KEY=...`, the last of each; None: the machine at hand."""
+    given = dict(_split(word) for word in words)
+    name = given.pop(GROUP, AUTO)
+    if name != AUTO:
+        return _read(name, _changes(given))
+    if given:
+        raise ConfigError(
+            f"{next(iter(given))} needs {GROUP}=NAME, which it changes. Choose one of {', '.join(named())}."
+        )
+    return None
+
+
+def every_hardware() -> list[HardwareConfig]:
+    """All GPUs that have a file."""
+    return [_read(name, {}) for name in named()]
+
+
+def named() -> list[str]:
+    """The names of the files, without the one that stands for whatever is present."""
+    return [name for name in groups.choices_by_group()[GROUP] if name != AUTO]
+
+
+def _read(name: str, changes: dict[str, Any]) -> HardwareConfig:
+    return typed(_Root, {GROUP: {**_facts(name), **changes}}).hardware
+
+
+def _split(word: str) -> tuple[str, str]:
+    key, _, value = word.lstrip("+").partition("=")
+    return key, value.strip("'\"")
+
+
+def _changes(given: dict[str, str]) -> dict[str, Any]:
+    changes: dict[str, Any] = {key.partition(".")[2]: value for key, value in given.items()}
+    return {key: None if value == "null" else value for key, value in changes.items()}
+
+
+def _facts(name: str) -> dict[str, Any]:
+    file = groups.CONF / GROUP / f"{name}.yaml"
+    try:
+        data = yaml.safe_load(file.read_text("utf-8"))
+    except yaml.YAMLError as fault:
+        raise ConfigError(f"{file}: {' '.join(str(fault).split())}") from fault
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file}: expected label:, memory_gib: and so on, as in the other files of the folder.")
+    return {"name": name, **data}

@@ -1,0 +1,154 @@
+"""The settings that bring a run into less memory: each is planned again, so that what it saves is no guess."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from app.config.load import compose_run
+from app.config.schema import RunConfig
+from app.errors import ConfigError
+from app.plan.machine import Machine
+from app.plan.memory_plan import MemoryPlan
+
+SPEED, NUMBERS, LEARNING = range(3)  # what a knob costs, the cheapest first
+WORDS = ("speed", "precision of the numbers", "what is learned")
+_SHORTEST = 256  # tokens of a row, below which nobody is sent
+_UNPACKED = 2.5  # bytes moved to unpack a 4-bit weight into bf16, beyond what computing with bf16 ones moves
+_HALF = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """What to type; `costs` is one of the above and `why` says it in words."""
+
+    overrides: tuple[str, ...]
+    costs: int
+    why: str
+
+
+def turned(overrides: Sequence[str], knobs: Sequence[Knob]) -> RunConfig | None:
+    """The run of a command line with knobs turned, as if they had been typed; None where they do not go with it."""
+    added = words_of(knobs)
+    keys = {_key(word) for word in added}
+    try:
+        return compose_run([*(word for word in overrides if _key(word) not in keys), *added])
+    except ConfigError:
+        return None
+
+
+def words_of(knobs: Sequence[Knob]) -> list[str]:
+    """What is typed for all of them; of a key that several set, the last."""
+    words: dict[str, str] = {}
+    for knob in knobs:
+        words |= {_key(word): word for word in knob.overrides}
+    return list(words.values())
+
+
+def _key(word: str) -> str:
+    return word.lstrip("+").partition("=")[0]
+
+
+def candidates(run: RunConfig) -> list[Knob]:
+    """All that change something of this run."""
+    return [knob for make in _KNOBS for knob in make(run)]
+
+
+def _recompute(run: RunConfig) -> Iterator[Knob]:
+    if run.training.recompute is not True:
+        yield Knob(
+            ("training.recompute=true",), SPEED, "what layers compute is computed again in backward: more arithmetic"
+        )
+
+
+def _smaller_bins(run: RunConfig) -> Iterator[Knob]:
+    batching, longest = run.batching, run.dataset.max_length
+    if batching.packing and batching.tokens > longest:
+        tokens = max(longest, batching.tokens // _HALF)
+        yield _divided(f"batching.tokens={tokens}", batching.accumulation * -(-batching.tokens // tokens))
+
+
+def _fewer_rows(run: RunConfig) -> Iterator[Knob]:
+    batching = run.batching
+    if not batching.packing and batching.rows > 1:
+        rows = batching.rows // _HALF
+        yield _divided(f"batching.rows={rows}", batching.accumulation * -(-batching.rows // rows))
+
+
+def _divided(smaller: str, accumulation: int) -> Knob:
+    why = "a step has as many tokens, in smaller micro-batches that keep a GPU less busy"
+    return Knob((smaller, f"batching.accumulation={accumulation}"), SPEED, why)
+
+
+def _states(run: RunConfig) -> Iterator[Knob]:
+    kind = run.optimizer.kind
+    if kind in ("adamw", "paged_adamw_32bit", "muon", "sgd") and run.adapter.kind == "none":
+        yield Knob(("optimizer=adamw_8bit",), NUMBERS, "the states of the optimizer are kept in 8 bits")
+    if kind in ("adamw", "adamw_8bit", "muon", "sgd"):
+        yield Knob(
+            ("optimizer=paged_adamw_8bit",),
+            NUMBERS,
+            "8 bits, and the states move to the host when the GPU is full, which takes time only then",
+        )
+
+
+def _four_bits(run: RunConfig) -> Iterator[Knob]:
+    if run.adapter.kind != "none" and run.quantization.kind == "none":
+        yield Knob(("recipe=qlora",), NUMBERS, "the frozen base has 4 bits a weight, unpacked at each use")
+    elif run.quantization.kind != "none" and not run.quantization.double_quant:
+        yield Knob(("quantization.double_quant=true",), NUMBERS, "the scales of the 4-bit weights have 8 bits")
+
+
+def _adapters(run: RunConfig) -> Iterator[Knob]:
+    if run.adapter.kind == "none":
+        yield Knob(("recipe=lora",), LEARNING, "adapters learn in place of the whole model")
+        yield Knob(("recipe=qlora",), LEARNING, "adapters learn, on a frozen base of 4 bits a weight")
+
+
+def _shorter_rows(run: RunConfig) -> Iterator[Knob]:
+    """Where a bin is larger than a row, the bin comes first."""
+    longest, batching = run.dataset.max_length // _HALF, run.batching
+    if longest < _SHORTEST or (batching.packing and batching.tokens > run.dataset.max_length):
+        return
+    words: tuple[str, ...] = (f"dataset.max_length={longest}",)
+    why = "longer rows are left out or cut (dataset.on_overflow)"
+    if batching.packing:
+        words, why = (*words, f"batching.tokens={longest}"), f"{why}, and a step has half as many tokens"
+    yield Knob(words, LEARNING, why)
+
+
+def _rank(run: RunConfig) -> Iterator[Knob]:
+    if run.adapter.kind != "none" and run.adapter.r > 8:
+        yield Knob(("adapter.r=8",), LEARNING, "adapters of a lower rank learn less")
+
+
+_KNOBS: tuple[Callable[[RunConfig], Iterator[Knob]], ...] = (
+    _recompute,
+    _smaller_bins,
+    _fewer_rows,
+    _states,
+    _four_bits,
+    _adapters,
+    _shorter_rows,
+    _rank,
+)
+
+
+def seconds_per_token(run: RunConfig, plan: MemoryPlan, tokens: int, machine: Machine) -> float:
+    """Of arithmetic, and of unpacking weights where the machine's bandwidth is known. Only its ratio means anything."""
+    rate = machine.flops_per_second or 1.0
+    seconds = plan.flops / rate
+    if machine.bytes_per_second and run.quantization.kind != "none":
+        uses = run.batching.accumulation * (2 + _recomputed_share(run))
+        seconds += uses * _packed_weights(run, plan) * _UNPACKED / machine.bytes_per_second
+    return seconds / (tokens * run.batching.accumulation)
+
+
+def _packed_weights(run: RunConfig, plan: MemoryPlan) -> float:
+    """From their constants: a scale for each 64, of 8 bits with double quantisation, else of 32."""
+    return plan.anatomy["quantization_constants"] * (63 if run.quantization.double_quant else 16)
+
+
+def _recomputed_share(run: RunConfig) -> float:
+    asked, layers = run.training.recompute, run.model.architecture.get("num_hidden_layers", 0)
+    if isinstance(asked, bool) or not layers:
+        return float(bool(asked))
+    return min(1.0, int(asked) / layers)

@@ -1,0 +1,98 @@
+"""A configuration planned and judged; and with knobs turned, planned and judged again."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from app.config.schema import RunConfig
+from app.engine.limits import within_positions
+from app.engine.segments import segments_grow
+from app.model.source import folder_at_hand
+from app.plan.knobs import Knob, candidates, seconds_per_token, turned, words_of
+from app.plan.lost import lost_bytes
+from app.plan.machine import Machine
+from app.plan.memory_plan import MemoryPlan, Shape
+from app.plan.planner import plan_memory
+from app.plan.verdict import Verdict, judge
+from app.plan.worst_case import worst_case
+
+_AS_FAST = 0.005  # a difference in time that is none
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """One configuration, its largest micro-batch, and whether that fits."""
+
+    run: RunConfig
+    shape: Shape
+    plan: MemoryPlan
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Turned:
+    """A knob and what it does. `slower_by` is a share of the time of a token: 0.33 is a third more."""
+
+    knob: Knob
+    saves_bytes: int
+    slower_by: float
+    fits: bool
+
+
+class Look:
+    """At runs of a command line, on one machine, in one of `processes`."""
+
+    def __init__(self, overrides: Sequence[str], machine: Machine, processes: int = 1) -> None:
+        self._overrides = overrides
+        self.machine = machine
+        self._processes = processes
+
+    def at(self, run: RunConfig, *, exact: bool = False) -> Looked:
+        """The largest micro-batch that its settings allow; `exact` traces every layer."""
+        run = within_positions(self._by_facts(run), lambda _: None)
+        shape = worst_case(run)
+        plan = plan_memory(run, shape, self.machine.device, exact=exact)
+        lost = lost_bytes(plan, grow=segments_grow()) if self.machine.device == "gpu" else 0
+        return Looked(run, shape, plan, judge(plan, self.machine, lost, self._processes))
+
+    def knobs(self, now: Looked) -> list[Turned]:
+        """Those that save memory, the cheapest first."""
+        found = [each for knob in candidates(now.run) if (each := self._turn(now, knob)) is not None]
+        return sorted(found, key=_cost)
+
+    def together(self, knobs: Sequence[Turned]) -> dict[str, Any] | None:
+        """One after the other, the cheapest first, until it fits."""
+        chosen: list[Knob] = []
+        for each in knobs:
+            run = turned(self._overrides, [*chosen, each.knob])
+            if run is None:
+                continue
+            chosen.append(each.knob)
+            verdict = self.at(run).verdict if len(chosen) > 1 else None
+            if verdict is not None and verdict.fits:
+                return {"override": " ".join(words_of(chosen)), "needed_bytes": verdict.needed_bytes}
+        return None
+
+    def _by_facts(self, run: RunConfig) -> RunConfig:
+        """A model whose files are not here, by the numbers of its YAML: as if its weights were to be drawn."""
+        model = run.model
+        another = any(word.lstrip("+").startswith("model.path=") for word in self._overrides)
+        if another or model.weights == "random" or "model_type" not in model.architecture:
+            return run
+        return run if folder_at_hand(model) else replace(run, model=replace(model, weights="random"))
+
+    def _turn(self, now: Looked, knob: Knob) -> Turned | None:
+        run = turned(self._overrides, [knob])
+        if run is None:
+            return None
+        new = self.at(run)
+        saved = now.verdict.needed_bytes - new.verdict.needed_bytes
+        slower = self._time(new) / self._time(now) - 1
+        return Turned(knob, saved, slower, new.verdict.fits) if saved > 0 else None
+
+    def _time(self, looked: Looked) -> float:
+        return seconds_per_token(looked.run, looked.plan, looked.shape.tokens, self.machine)
+
+
+def _cost(each: Turned) -> tuple[int, float, int]:
+    return each.knob.costs, max(0.0, each.slower_by - _AS_FAST), -each.saves_bytes

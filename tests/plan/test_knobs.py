@@ -1,0 +1,130 @@
+"""What a knob is said to save is what the planner says of the settings with it, and it is said as one would type it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from app.config.load import compose_run
+from app.plan.knobs import LEARNING, NUMBERS, SPEED, Knob, candidates, seconds_per_token, turned, words_of
+from app.plan.look import Look
+from tests.plan.facts import GPU, MIB, plan
+
+LLAMA = ["model=llama"]
+
+
+def offered(*words: str) -> dict[str, int]:
+    return {" ".join(knob.overrides): knob.costs for knob in candidates(compose_run(words))}
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (
+            ["model=llama"],
+            {
+                "batching.tokens=2048 batching.accumulation=2": SPEED,
+                "optimizer=paged_adamw_8bit": NUMBERS,
+                "recipe=qlora": NUMBERS,
+                "adapter.r=8": LEARNING,
+            },
+        ),
+        (
+            ["model=llama", "recipe=full", "training.recompute=false", "batching.tokens=2048"],
+            {
+                "training.recompute=true": SPEED,
+                "optimizer=adamw_8bit": NUMBERS,
+                "optimizer=paged_adamw_8bit": NUMBERS,
+                "recipe=lora": LEARNING,
+                "recipe=qlora": LEARNING,
+                "dataset.max_length=1024 batching.tokens=1024": LEARNING,
+            },
+        ),
+        (
+            ["model=llama", "recipe=qlora", "batching.packing=false", "batching.rows=5", "training.recompute=7"],
+            {
+                "training.recompute=true": SPEED,
+                "batching.rows=2 batching.accumulation=3": SPEED,
+                "dataset.max_length=1024": LEARNING,
+                "adapter.r=8": LEARNING,
+            },
+        ),
+        (
+            ["model=llama", "recipe=qlora", "quantization.double_quant=false", "batching.tokens=2048",
+             "dataset.max_length=400", "adapter.r=8"],
+            {"batching.tokens=1024 batching.accumulation=2": SPEED, "quantization.double_quant=true": NUMBERS},
+        ),
+    ],
+)  # fmt: skip
+def test_only_what_changes_something_is_offered(words: list[str], wanted: dict[str, int]) -> None:
+    assert offered(*words) == wanted
+    run = compose_run(words)
+    for knob in candidates(run):
+        other = turned(words, [knob])
+        assert other is not None, knob
+        assert other != run, knob
+
+
+def test_a_knob_takes_the_place_of_what_was_typed() -> None:
+    words = ["model=llama", "recipe=full", "batching.tokens=4096", "batching.accumulation=3"]
+    knobs = [Knob(("recipe=lora",), LEARNING, ""), Knob(("batching.tokens=2048", "batching.accumulation=6"), SPEED, "")]
+    run = turned(words, knobs)
+    assert run is not None
+    assert (run.adapter.kind, run.batching.tokens, run.batching.accumulation) == ("lora", 2048, 6)
+    assert words_of([*knobs, Knob(("batching.tokens=1",), SPEED, "")])[1:] == ["batching.tokens=1", "batching.accumulation=6"]
+    assert turned(words, [Knob(("adapter=none", "quantization=nf4"), SPEED, "")]) is None
+
+
+def test_time_is_arithmetic_and_what_four_bits_cost_to_unpack() -> None:
+    run = compose_run(["model=llama", "recipe=qlora", "batching.accumulation=2"])
+    weights = 63 * 100 * MIB
+    given = plan(quantization_constants=100, flops=3e15)
+    seconds = seconds_per_token(run, given, 1000, GPU) * 1000 * 2
+    assert seconds == pytest.approx(3e15 / 1e12 + 2 * 3 * weights * 2.5 / 1e11)  # 2 micro-batches, 3 uses in each
+    kept = replace(run, training=replace(run.training, recompute=8))
+    less = seconds - seconds_per_token(kept, given, 1000, GPU) * 1000 * 2
+    assert less == pytest.approx(2 * 0.75 * weights * 2.5 / 1e11)
+    assert seconds_per_token(run, given, 1000, replace(GPU, bytes_per_second=None)) == 3e15 / 1e12 / 2000
+
+
+# With the real planner, on the small model
+WORDS = ("model.weights=random", "recipe=full", "batching.tokens=512", "precision=bf16")
+
+
+@pytest.fixture(scope="module")
+def tried() -> Any:
+    look = Look(WORDS, replace(GPU, memory_bytes=30 * MIB, context_bytes=0))
+    now = look.at(compose_run(WORDS))
+    return look, now, look.knobs(now)
+
+
+def test_what_it_saves_is_the_difference_of_two_plans(tried: Any) -> None:
+    look, now, knobs = tried
+    assert {" ".join(each.knob.overrides) for each in knobs} >= {
+        "training.recompute=true",
+        "batching.tokens=256 batching.accumulation=2",
+        "optimizer=adamw_8bit",
+        "recipe=lora",
+    }
+    for each in knobs[:3]:
+        other = look.at(compose_run([*WORDS, *each.knob.overrides]))
+        assert each.saves_bytes == now.verdict.needed_bytes - other.verdict.needed_bytes > 0
+    assert [each.knob.costs for each in knobs] == sorted(each.knob.costs for each in knobs)
+
+
+def test_only_computing_again_is_slower(tried: Any) -> None:
+    slower = {each.knob.overrides[0]: each.slower_by for each in tried[2]}
+    assert 0.2 < slower["training.recompute=true"] < 0.34  # the backbone's forward once more, not the head's
+    assert slower["optimizer=adamw_8bit"] == 0
+    assert slower["recipe=lora"] < 0
+
+
+def test_where_one_is_not_enough_some_are(tried: Any) -> None:
+    look, now, knobs = tried
+    two = [each for each in knobs if each.knob.overrides[0] in ("training.recompute=true", "optimizer=adamw_8bit")]
+    both = look.at(turned(WORDS, [each.knob for each in two])).verdict.needed_bytes
+    machine = replace(look.machine, memory_bytes=round((both - now.verdict.margin_bytes) / 0.96))  # 3 % are margin
+    found = Look(WORDS, machine).together(two)
+    assert found is not None
+    assert found["override"] == "training.recompute=true optimizer=adamw_8bit"
+    assert look.together(two[:1]) is None
