@@ -77,11 +77,11 @@ class FourBit:
             device="meta",
         )
         as_made = {key: value for key, value in packed.weight.__dict__.items() if key != "data"}
-        data, as_made["quant_state"] = self._quantized(weight.contiguous())
-        packed.weight = Params4bit(
-            data, requires_grad=False, **as_made | {"bnb_quantized": True, "module": packed}
-        )
-        packed.quant_state = packed.weight.quant_state
+        data = weight.contiguous()
+        if not weight.is_meta:  # there it stays what it is, as bitsandbytes leaves it
+            data, packed.quant_state = self._quantized(data)
+            as_made |= {"quant_state": packed.quant_state, "bnb_quantized": True, "module": packed}
+        packed.weight = Params4bit(data, requires_grad=False, **as_made)
         packed.weight._is_hf_initialized = True  # a parent's initialisation must not draw over the bytes
         packed.bias = layer.bias
         result: nn.Module = packed.requires_grad_(False)
