@@ -58,9 +58,10 @@ def train(run: RunConfig, go_on: str = "") -> int:
 def _train_in(folder: RunFolder, run: RunConfig, console: Console, go_on: str) -> int:
     console.say(f"output  {folder.path}")  # what comes next takes seconds to load
     from app.engine.training import train_in
+    from app.plan.fewest import recompute_fewest
     from app.plan.prediction import predict
 
-    return train_in(folder, run, console, go_on, predict)
+    return train_in(folder, run, console, go_on, predict, recompute_fewest)
 
 
 def _check_parts(run: RunConfig) -> None:

@@ -21,6 +21,7 @@ from app.data.prepare import Data, prepare
 from app.data.rows import TokenRows
 from app.engine.checkpoint import choices_of, find_checkpoint
 from app.engine.choices import Choices, choose
+from app.engine.layers import layers_of
 from app.engine.origin import content_hashes, hardware
 from app.engine.runtime import Runtime, idle_gpus, start
 from app.engine.steps import StepPlan, plan_steps
@@ -130,7 +131,7 @@ def sections_of(run: RunConfig, choices: Choices) -> ModelSections:
         quantization=run.quantization,
         attention=choices.attention,
         precision=choices.precision,
-        recompute=run.training.recompute,
+        recompute=layers_of(run.training),
     )
 
 
@@ -198,6 +199,7 @@ def facts(run: RunConfig, ground: Ground) -> dict[str, Any]:
         "seed": run.seed,
         "choices": {
             **asdict(ground.choices),
+            "recompute": run.training.recompute,
             "format": formats_of(run.dataset),
             "device": ground.runtime.device.type,
             "threads": ground.runtime.threads,

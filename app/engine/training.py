@@ -2,18 +2,21 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
+from app.batch import Batch
 from app.config import garbage
 from app.config.rules import trains_answers
 from app.config.schema import RunConfig
 from app.engine.anatomy import kept_bytes
-from app.engine.checkpoint import Checkpoints
+from app.engine.checkpoint import Checkpoints, choices_of
 from app.engine.finish import finish, stop
 from app.engine.ground import Ground, facts, lay_ground, layout_of, table
 from app.engine.identity import identity
 from app.engine.known_format import with_format
+from app.engine.layers import AUTO, KEPT, Fewest, found_layers, kept_layers
 from app.engine.limits import within_positions
 from app.engine.loop import Loop, Parts, Rhythm
 from app.engine.memory import Forecast, Predict
@@ -41,11 +44,19 @@ from app.record.record import Record
 
 @told_where_it_ends_a_run()
 def train_in(
-    folder: RunFolder, run: RunConfig, console: Console, go_on: str, predict: Predict | None = None
+    folder: RunFolder,
+    run: RunConfig,
+    console: Console,
+    go_on: str,
+    predict: Predict | None = None,
+    fewest: Fewest | None = None,
 ) -> int:
-    """Returns the exit code. `go_on` is for who stops the run: how to continue it; `predict` tells its memory."""
+    """Returns the exit code. `go_on` is for who stops the run: how to continue it; `predict` tells its memory, `fewest`
+    how many layers must be recomputed.
+    """
     run, notes = with_format(within_positions(run, console.say))
     ground = lay_ground(run, folder.checkpoints, console.say, notes)
+    run, ground = _with_layers(run, ground, fewest, console)
     forecast = _forecast(run, ground, predict)
     if run.dry_run:
         return _told_only(folder, run, ground, console, forecast)
@@ -55,7 +66,7 @@ def train_in(
     proofs = prove(trainee, ground.loader, ground.runtime.device)
     stepper = _stepper(run, ground, trainee)
     same = identity(run, ground.data.train, ground.loader, trainee, ground.plan.steps)
-    checkpoints = Checkpoints(folder.checkpoints, run.checkpoint, same, asdict(ground.choices))
+    checkpoints = Checkpoints(folder.checkpoints, run.checkpoint, same, _choices(run, ground))
     peers = ground.runtime.peers
     progress = checkpoints.load(ground.save, stepper, peers) if ground.save else Progress()
     with listening(speaks=world().is_first) as request, _opened(folder, run, ground, console) as record:
@@ -83,14 +94,37 @@ def train_in(
     return code
 
 
+def _with_layers(
+    run: RunConfig, ground: Ground, fewest: Fewest | None, console: Console
+) -> tuple[RunConfig, Ground]:
+    """What training.recompute=auto means in this run, from its first start on."""
+    if run.training.recompute != AUTO or fewest is None:
+        return run, ground
+    layers = kept_layers(choices_of(ground.save))
+    if layers is None:
+        find = partial(fewest, run, ground.choices, *_largest(run, ground), ground.counts.layers)
+        layers, remark = found_layers(find, ground.runtime.peers, ground.counts.layers)
+        console.say(remark)
+    run = replace(run, training=replace(run.training, recompute=layers))
+    return run, replace(ground, sections=replace(ground.sections, recompute=layers))
+
+
+def _choices(run: RunConfig, ground: Ground) -> dict[str, str]:
+    """What a continued run keeps to."""
+    return {**asdict(ground.choices), KEPT: str(run.training.recompute)}
+
+
+def _largest(run: RunConfig, ground: Ground) -> tuple[Batch, int]:
+    """The micro-batch that needs most, and how many a step has. Gradients that are sent stay between steps."""
+    several = ground.runtime.processes > 1
+    return ground.loader.largest(), max(run.batching.accumulation, 2 if several else 1)
+
+
 def _forecast(run: RunConfig, ground: Ground, predict: Predict | None) -> Forecast:
-    """One process speaks for all: their micro-batches are alike. Where gradients are sent they stay between steps."""
+    """One process speaks for all: their micro-batches are alike."""
     if not world().is_first:
         return Forecast.made(None)
-    several = ground.runtime.processes > 1
-    micro_batches = max(run.batching.accumulation, 2 if several else 1)
-    device = ground.runtime.device.type
-    return Forecast.made(predict, run, ground.choices, ground.loader.largest(), micro_batches, device)
+    return Forecast.made(predict, run, ground.choices, *_largest(run, ground), ground.runtime.device.type)
 
 
 def _told_only(

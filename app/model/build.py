@@ -14,7 +14,7 @@ from app.model.attention import register
 from app.model.dtypes import DTYPES
 from app.model.fused import fuse
 from app.model.quantize import FourBit, packing_of, require_quantizable
-from app.model.recompute import recompute, require_layers
+from app.model.recompute import recompute, repeated_layers, require_layers
 from app.model.source import local_place
 from app.model.tasks import TASKS
 from app.model.trainee import Trainee
@@ -28,6 +28,7 @@ class ModelPlan:
     total: int
     trained: int
     vocabulary: int  # ids that the embedding has a row for
+    layers: int  # that can be recomputed
 
     @property
     def trained_share(self) -> float:
@@ -117,6 +118,7 @@ def plan_model(sections: ModelSections) -> ModelPlan:
         total=sum(n for n, _ in sizes),
         trained=sum(n for n, trains in sizes if trains),
         vocabulary=network.get_input_embeddings().num_embeddings,
+        layers=len(repeated_layers(lm)),
     )
 
 

@@ -17,33 +17,46 @@ _NOT_WORTH_TWO = 5  # layers: the small traces have as many together
 Numbers = dict[tuple[str, ...], int]
 
 
-def planned(asked: Asked, outline: Outline, recompute: bool | int, *, exact: bool) -> MemoryPlan:
-    """By one trace where there are few layers, or where they differ."""
-    recomputed = outline.depth if recompute is True else int(recompute)
-    plain = outline.depth - recomputed
-    if exact or not outline.alike or outline.depth <= _NOT_WORTH_TWO:
-        found = trace(asked, outline, plain, recomputed)
-        return _plan(asked, _numbers(found), found.events, outline.depth)
-    return _extrapolated(asked, outline, plain, recomputed)
+class Depths:
+    """Plans of one step that differ in how many layers are recomputed; what was traced for one serves the others."""
 
+    def __init__(self, asked: Asked, outline: Outline) -> None:
+        self._asked = asked
+        self._outline = outline
+        self._traces: dict[_Depth, Trace] = {}
 
-def _extrapolated(asked: Asked, outline: Outline, plain: int, recomputed: int) -> MemoryPlan:
-    few = _Depth(min(plain, _FEW), min(recomputed, _FEW))
-    largest = trace(asked, outline, few.plain, few.recomputed)
-    base = _numbers(largest)
-    result = dict(base)
-    for more, steps in (
-        (_Depth(few.plain + 1, few.recomputed), plain - few.plain),
-        (_Depth(few.plain, few.recomputed + 1), recomputed - few.recomputed),
-    ):
-        if steps:
-            largest = trace(asked, outline, more.plain, more.recomputed)
-            larger = _numbers(largest)
-            for name in {**base, **larger}:
-                slope = larger.get(name, 0) - base.get(name, 0)
-                result[name] = result.get(name, 0) + steps * slope
-    plan = _plan(asked, result, None, few.plain + few.recomputed + 1)
-    return replace(plan, few_events=largest.events)
+    def planned(self, recompute: bool | int, *, exact: bool = False) -> MemoryPlan:
+        """By one trace where there are few layers, or where they differ."""
+        depth = self._outline.depth
+        recomputed = depth if recompute is True else int(recompute)
+        whole = _Depth(depth - recomputed, recomputed)
+        if exact or not self._outline.alike or depth <= _NOT_WORTH_TWO:
+            found = self._trace(whole)
+            return _plan(self._asked, _numbers(found), found.events, depth)
+        return self._extrapolated(whole)
+
+    def _trace(self, depth: "_Depth") -> Trace:
+        if depth not in self._traces:
+            self._traces[depth] = trace(self._asked, self._outline, depth.plain, depth.recomputed)
+        return self._traces[depth]
+
+    def _extrapolated(self, whole: "_Depth") -> MemoryPlan:
+        few = _Depth(min(whole.plain, _FEW), min(whole.recomputed, _FEW))
+        largest = self._trace(few)
+        base = _numbers(largest)
+        result = dict(base)
+        for more, steps in (
+            (_Depth(few.plain + 1, few.recomputed), whole.plain - few.plain),
+            (_Depth(few.plain, few.recomputed + 1), whole.recomputed - few.recomputed),
+        ):
+            if steps:
+                largest = self._trace(more)
+                larger = _numbers(largest)
+                for name in {**base, **larger}:
+                    slope = larger.get(name, 0) - base.get(name, 0)
+                    result[name] = result.get(name, 0) + steps * slope
+        plan = _plan(self._asked, result, None, few.plain + few.recomputed + 1)
+        return replace(plan, few_events=largest.events)
 
 
 @dataclass(frozen=True, slots=True)

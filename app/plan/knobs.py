@@ -55,7 +55,9 @@ def candidates(run: RunConfig) -> list[Knob]:
 def _recompute(run: RunConfig) -> Iterator[Knob]:
     if run.training.recompute is not True:
         yield Knob(
-            ("training.recompute=true",), SPEED, "what layers compute is computed again in backward: more arithmetic"
+            ("training.recompute=true",),
+            SPEED,
+            "what layers compute is computed again in backward: more arithmetic",
         )
 
 
@@ -94,7 +96,9 @@ def _four_bits(run: RunConfig) -> Iterator[Knob]:
     if run.adapter.kind != "none" and run.quantization.kind == "none":
         yield Knob(("recipe=qlora",), NUMBERS, "the frozen base has 4 bits a weight, unpacked at each use")
     elif run.quantization.kind != "none" and not run.quantization.double_quant:
-        yield Knob(("quantization.double_quant=true",), NUMBERS, "the scales of the 4-bit weights have 8 bits")
+        yield Knob(
+            ("quantization.double_quant=true",), NUMBERS, "the scales of the 4-bit weights have 8 bits"
+        )
 
 
 def _adapters(run: RunConfig) -> Iterator[Knob]:

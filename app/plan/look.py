@@ -5,15 +5,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from app.config.schema import RunConfig
+from app.engine.ground import sections_of
+from app.engine.layers import AUTO
 from app.engine.limits import within_positions
-from app.engine.segments import segments_grow
+from app.model.build import plan_model
 from app.model.source import folder_at_hand
+from app.plan.fewest import fewest_on, judged
 from app.plan.knobs import Knob, candidates, seconds_per_token, turned, words_of
-from app.plan.lost import lost_bytes
 from app.plan.machine import Machine
 from app.plan.memory_plan import MemoryPlan, Shape
-from app.plan.planner import plan_memory
-from app.plan.verdict import Verdict, judge
+from app.plan.planner import plan_memory, planned_choices
+from app.plan.verdict import Verdict
 from app.plan.worst_case import worst_case
 
 _AS_FAST = 0.005  # a difference in time that is none
@@ -27,6 +29,7 @@ class Looked:
     shape: Shape
     plan: MemoryPlan
     verdict: Verdict
+    chosen: bool = False  # whether it was found here how many layers are recomputed
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +54,18 @@ class Look:
         """The largest micro-batch that its settings allow; `exact` traces every layer."""
         run = within_positions(self._by_facts(run), lambda _: None)
         shape = worst_case(run)
+        is_open = run.training.recompute == AUTO
+        if is_open:
+            run = self._with_fewest(run, shape)
         plan = plan_memory(run, shape, self.machine.device, exact=exact)
-        lost = lost_bytes(plan, grow=segments_grow()) if self.machine.device == "gpu" else 0
-        return Looked(run, shape, plan, judge(plan, self.machine, lost, self._processes))
+        return Looked(run, shape, plan, judged(plan, self.machine, self._processes), is_open)
+
+    def _with_fewest(self, run: RunConfig, shape: Shape) -> RunConfig:
+        """As many layers as a run on this machine would recompute."""
+        choices = planned_choices(run.precision, self.machine.device)
+        layers = plan_model(sections_of(run, choices)).layers
+        count, _ = fewest_on(self.machine, run, choices, shape, layers, self._processes)
+        return replace(run, training=replace(run.training, recompute=count))
 
     def knobs(self, now: Looked) -> list[Turned]:
         """Those that save memory, the cheapest first."""

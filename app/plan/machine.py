@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from app.config.hardware import HardwareConfig, every_hardware
@@ -25,6 +25,10 @@ class Machine:
     context_is_measured: bool
     flops_per_second: float | None = None
     bytes_per_second: float | None = None
+
+    def shared_by(self, processes: int) -> "Machine":
+        """For one of so many here: each has a GPU of its own, but a processor's memory is one."""
+        return self if self.device == "gpu" else replace(self, memory_bytes=self.memory_bytes // processes)
 
 
 def machine_of(hardware: HardwareConfig | None) -> Machine:

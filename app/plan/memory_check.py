@@ -109,6 +109,8 @@ def _turned(each: Turned) -> dict[str, Any]:
 
 
 def _notes(found: Looked, machine: Machine, processes: int) -> Iterator[str]:
+    if found.chosen:
+        yield f"training.recompute=auto means {found.run.training.recompute} layers here"
     if machine.device == "cpu":
         yield "on a processor the context is what this program has loaded, and nothing is known of the allocator"
         return

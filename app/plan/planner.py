@@ -5,11 +5,12 @@ from dataclasses import replace
 from app.config.schema import PrecisionConfig, RunConfig
 from app.engine.choices import Choices
 from app.engine.ground import sections_of
+from app.engine.layers import layers_of
 from app.engine.precision import choose_precision
 from app.model.attention import register, register_kernel
 from app.model.outline import Outline
 from app.plan import attention
-from app.plan.depth import planned
+from app.plan.depth import Depths
 from app.plan.memory_plan import MemoryPlan, Shape
 from app.plan.trace import Asked
 
@@ -24,13 +25,20 @@ def plan_memory(
     steps_only: bool = False,
 ) -> MemoryPlan:
     """Of one process. `device`: gpu or cpu; `exact` traces every layer; `choices` of a run that has made them."""
-    choices = choices or _choices(run.precision, device)
-    sections = sections_of(run, choices)
+    choices = choices or planned_choices(run.precision, device)
+    depths = depths_of(run, shape, device, choices, steps_only=steps_only)
+    return depths.planned(layers_of(run.training), exact=exact)
+
+
+def depths_of(
+    run: RunConfig, shape: Shape, device: str, choices: Choices, *, steps_only: bool = False
+) -> Depths:
+    """The same for any number of recomputed layers."""
     on_gpu = device == "gpu"
     name = register_kernel(attention.planned, attention.NAME) if on_gpu else register(choices.attention)
     evaluated = None if steps_only else _evaluated(run, shape)
     asked = Asked(run, choices.precision, shape, evaluated, on_gpu)
-    return planned(asked, Outline(sections, name), sections.recompute, exact=exact)
+    return Depths(asked, Outline(sections_of(run, choices), name))
 
 
 def _evaluated(run: RunConfig, shape: Shape) -> Shape:
@@ -43,7 +51,7 @@ def _evaluated(run: RunConfig, shape: Shape) -> Shape:
     return replace(shape, rows=rows, documents=documents, places=places, label_rows=labels)
 
 
-def _choices(precision: PrecisionConfig, device: str) -> Choices:
+def planned_choices(precision: PrecisionConfig, device: str) -> Choices:
     """What `auto` means there: a GPU that is planned for has bf16."""
     if device == "gpu":
         return Choices("bf16" if precision.kind == "auto" else precision.kind, "varlen")

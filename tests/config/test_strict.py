@@ -32,8 +32,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("schedule.final_fraction", 1.5, "schedule.final_fraction=1.5 must be at least 0 and at most 1."),
     ("dry_run", "maybe", "dry_run=maybe: expected true or false."),
     ("dry_run", 2, "dry_run=2: expected true or false."),
-    ("training.recompute", "some", "training.recompute=some: expected true, false or a whole number."),
-    ("training.recompute", 2.5, "training.recompute=2.5: expected true, false or a whole number."),
+    ("training.recompute", "some", "training.recompute=some: expected true, false, a whole number or auto."),
+    ("training.recompute", 2.5, "training.recompute=2.5: expected true, false, a whole number or auto."),
     ("training.recompute", -1, "training.recompute=-1 must be at least 0."),
     ("output_dir", "", "output_dir= is empty. Give a value."),
     ("resume", "", "resume= is empty. Give a value, or resume=null."),
@@ -55,8 +55,8 @@ WRONG: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize("given", [True, False, 0, 1, 7])
-def test_layers_to_recompute_are_counted_or_all(given: bool | int) -> None:
+@pytest.mark.parametrize("given", [True, False, 0, 1, 7, "auto"])
+def test_layers_to_recompute_are_counted_or_all(given: bool | int | str) -> None:
     read = run_with({"training.recompute": given}).training.recompute
     assert (read, type(read)) == (given, type(given))
 

@@ -1,0 +1,59 @@
+"""training.recompute=auto: as few layers as fit, and no fewer."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from app.plan.fewest import fewest, fewest_on, judged
+from app.plan.planner import depths_of, planned_choices
+from app.plan.verdict import Verdict
+from tests.plan.facts import GPU
+from tests.plan.truth import PACKED, small_run
+
+LAYERS = 9
+RUN = small_run("model.architecture.num_hidden_layers=9", "recipe=lora", "precision=bf16")
+CHOICES = planned_choices(RUN.precision, "gpu")
+
+
+@cache
+def needed() -> list[int]:
+    """Bytes with 0 to all layers recomputed, the margin of no memory at all among them."""
+    depths = depths_of(RUN, PACKED, "gpu", CHOICES)
+    none = replace(GPU, memory_bytes=0)
+    return [judged(depths.planned(count), none, 1).needed_bytes for count in range(LAYERS + 1)]
+
+
+def test_each_layer_more_saves_memory() -> None:
+    """The first one may not: what it computes again comes on top."""
+    _, *rest = needed()
+    assert sorted(rest, reverse=True) == rest
+    assert len(set(rest)) > LAYERS // 2
+
+
+@pytest.mark.parametrize("wanted", range(LAYERS + 1))
+def test_the_first_that_fits(wanted: int) -> None:
+    memory = round(needed()[wanted] / 0.97) + 1  # three per cent are the margin
+    machine = replace(GPU, memory_bytes=memory)
+    count, verdict = fewest_on(machine, RUN, CHOICES, PACKED, LAYERS, 1)
+    assert verdict.fits
+    assert count == next(n for n, size in enumerate(needed()) if size + round(0.03 * memory) <= memory)
+
+
+def test_all_of_them_where_nothing_fits() -> None:
+    machine = replace(GPU, memory_bytes=min(needed()) // 2)
+    count, verdict = fewest_on(machine, RUN, CHOICES, PACKED, LAYERS, 1)
+    assert (count, verdict.fits) == (LAYERS, False)
+
+
+@pytest.mark.parametrize("enough", range(34))
+def test_few_plans_are_asked_for(enough: int) -> None:
+    asked: list[int] = []
+
+    def at(count: int) -> Verdict:
+        asked.append(count)
+        return Verdict(0 if count >= enough else 2, 0, 0, 0, 0, 1)
+
+    count, verdict = fewest(32, at)
+    assert (count, verdict.fits) == (min(enough, 32), enough <= 32)
+    assert len(asked) <= 7
