@@ -47,6 +47,7 @@ DECIDING = (
     "json_array",
     "making",
     "overflow",
+    "pieces",
     "rendering",
     "report",
     "rows",
@@ -56,6 +57,7 @@ DECIDING = (
     "storage",
     "stream",
     "tables",
+    "text_file",
     "tokenizer",
 )
 _ABANDONED = 24 * 3600  # seconds until a half-written entry belongs to nobody, where no lock says so before

@@ -26,13 +26,13 @@ def _unmarked(start: bytes) -> str:
     return "UTF-16BE" if odd and all(odd) and not any(even) else ""
 
 
-def nul_in(line: bytes | str) -> str:
-    """Where the first NUL is, in words; empty if there is none."""
+def nul_in(line: bytes | str, before: int = 0) -> str:
+    """Where the first NUL is, in words; empty if there is none. `before`: how much came before the line."""
     at = line.find(b"\0") if isinstance(line, bytes) else line.find("\0")
     if at < 0:
         return ""
     unit = "byte" if isinstance(line, bytes) else "character"
-    return f"{unit} {at + 1} is NUL, which no text has: the file is damaged, or not text"
+    return f"{unit} {before + at + 1} is NUL, which no text has: the file is damaged, or not text"
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:

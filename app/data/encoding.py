@@ -1,12 +1,12 @@
 """Text to token ids and the mask of what is trained, in batches that keep the tokenizer's threads busy."""
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from app.data.pieces import PIECE, pieces
 from app.data.shapes import Draft, Span
 from app.data.tokenizer import Encoding, Tokenizer
 from app.errors import ConfigError
@@ -15,9 +15,7 @@ Ids = NDArray[np.int32]
 Mask = NDArray[np.bool_]
 Weights = NDArray[np.float32]
 
-_PIECE = 1 << 18  # characters of a long document that are one text to the tokenizer
-_PIECES = 8  # tokenised at once: a token takes some hundred bytes until it is a number
-_CUT = re.compile(r"(?<=\S)\n(?=\S)")  # a lone line break: byte-level tokenizers join nothing across it
+_PIECES = 8  # of a long document, tokenised at once: a token takes some hundred bytes until it is a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +67,8 @@ class Encoder:
 
     def _short(self, draft: Draft, encoding: Encoding) -> Sample:
         ids = _as_ids(encoding.ids)
+        if not (draft.first and draft.last):
+            return self._raw(draft, ids, np.ones(len(ids), np.bool_), glued=False)
         trained = np.zeros(len(ids), np.bool_)
         glued = False
         weights = np.zeros(len(ids), np.float32) if draft.weights else None
@@ -78,14 +78,16 @@ class Encoder:
             glued = glued or cut
             if weights is not None:
                 weights[first:stop] = draft.weights[at]
-        return self._raw(ids, trained, glued) if draft.raw else self._chat(ids, trained, glued, weights)
+        if draft.raw:
+            return self._raw(draft, ids, trained, glued)
+        return self._chat(ids, trained, glued, weights)
 
     def _long(self, draft: Draft) -> Sample:
         """In pieces, so that memory does not grow with the document; all of it is trained."""
-        texts = list(_pieces(draft.text))
+        texts = [piece for piece, _ in pieces(iter([draft.text]))]
         groups = (texts[at : at + _PIECES] for at in range(0, len(texts), _PIECES))
         ids = np.concatenate([_as_ids(e.ids) for group in groups for e in self._encodings(group)])
-        return self._raw(ids, np.ones(len(ids), np.bool_), glued=False)
+        return self._raw(draft, ids, np.ones(len(ids), np.bool_), glued=False)
 
     def _chat(self, ids: Ids, trained: Mask, glued: bool, weights: Weights | None) -> Sample:
         trained[:1] = False
@@ -95,16 +97,17 @@ class Encoder:
         endless = any(int(token) not in self._special for token in ids[last])
         return Sample(ids, trained, glued, endless, weights)
 
-    def _raw(self, ids: Ids, trained: Mask, glued: bool) -> Sample:
-        """A document with exactly one beginning and one end, whatever its text already has."""
-        opening, closing = self._opening, self._closing
+    def _raw(self, draft: Draft, ids: Ids, trained: Mask, glued: bool) -> Sample:
+        """A document with exactly one beginning and one end, whatever its text already has; or a piece of one."""
+        opening = self._opening if draft.first else self._opening[:0]
+        closing = self._closing if draft.last else self._closing[:0]
         if np.array_equal(ids[: len(opening)], opening):
             opening = opening[:0]
         if np.array_equal(ids[len(ids) - len(closing) :], closing):
             closing = closing[:0]
         ids = np.concatenate([opening, ids, closing])
         trained = np.concatenate([np.zeros(len(opening), np.bool_), trained, np.ones(len(closing), np.bool_)])
-        trained[:1] = False
+        trained[: int(draft.first)] = False
         return Sample(ids, trained, glued)
 
 
@@ -121,17 +124,7 @@ def _find(framed: Ids, inside: Ids) -> int:
 
 def _is_long(draft: Draft) -> bool:
     """Only plain text comes in files of any size; where characters decide what is trained, it stays whole."""
-    return draft.raw and len(draft.text) > _PIECE and draft.spans == ((0, len(draft.text)),)
-
-
-def _pieces(text: str) -> Iterator[str]:
-    at = 0
-    while len(text) - at > _PIECE:
-        end = at + _PIECE
-        cut = max((found.end() for found in _CUT.finditer(text, at + _PIECE // 2, end)), default=end)
-        yield text[at:cut]
-        at = cut
-    yield text[at:]
+    return draft.raw and len(draft.text) > PIECE and draft.spans == ((0, len(draft.text)),)
 
 
 def _inside(encoding: Encoding, num_tokens: int, num_chars: int, span: Span) -> tuple[int, int, bool]:

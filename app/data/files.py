@@ -14,9 +14,8 @@ from app.data.decoding import LOOK, not_utf8, nul_in, other_encoding
 from app.data.json_array import beyond_reading, read_json
 from app.data.shapes import Broken, Located
 from app.data.tables import read_csv, read_parquet
+from app.data.text_file import read_text
 from app.errors import DataError, EnvironmentProblem
-
-TEXT_COLUMN = "text"
 
 
 def read_file(path: Path, name: str) -> Iterator[Located]:
@@ -104,37 +103,16 @@ def kind_of(value: object) -> str:
 
 
 def _read_json(stream: BinaryIO, name: str) -> Iterator[Located]:
-    text = _decode(stream.read(), name)
-    rows = read_json(text, name)
+    rows = read_json(stream, name)
     if rows is None:  # several values one after the other: JSON Lines under the wrong name
-        yield from _read_jsonl(io.BytesIO(text.encode()), name)
+        stream.seek(0)
+        yield from _read_jsonl(stream, name)
         return
     for place, value in rows:
         if isinstance(value, dict):
             yield place, value
         else:
             yield place, Broken(f"each row must be a JSON object, this one is {kind_of(value)}")
-
-
-def _decode(content: bytes, name: str) -> str:
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{name}:{line}: not UTF-8; save the file as UTF-8") from error
-
-
-def _read_text(stream: BinaryIO, name: str) -> Iterator[Located]:
-    content = stream.read()
-    problem = other_encoding(content[:LOOK]) or nul_in(content)
-    if problem:
-        yield name, Broken(problem)
-        return
-    try:
-        yield name, {TEXT_COLUMN: content.decode("utf-8-sig")}
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        yield name, Broken(f"not UTF-8 at byte {error.start + 1}, in line {line}; save the file as UTF-8")
 
 
 _KINDS: dict[type, str] = {
@@ -154,8 +132,8 @@ READERS: dict[str, Callable[[BinaryIO, str], Iterator[Located]]] = {
     ".csv": partial(read_csv, delimiter=","),
     ".tsv": partial(read_csv, delimiter="\t"),
     ".parquet": read_parquet,
-    ".txt": _read_text,
-    ".md": _read_text,
+    ".txt": read_text,
+    ".md": read_text,
 }
 TEXT_FILES = (".txt", ".md")
 _TEXT_TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")

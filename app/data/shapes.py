@@ -18,6 +18,19 @@ class Broken:
     reason: str
 
 
+class Piece(dict[str, Any]):
+    """A row that is a part of a long text; the rows after it go on, until the last one."""
+
+    def __init__(self, column: str, text: str, *, first: bool, last: bool) -> None:
+        super().__init__({column: text})
+        self.first, self.last = first, last
+
+
+def goes_on(row: Row | Broken) -> bool:
+    """Whether it is a part of what the row before began."""
+    return isinstance(row, Piece) and not row.first
+
+
 Located = tuple[str, Row | Broken]  # the place ("train.jsonl:17") and what is there
 
 
@@ -71,9 +84,14 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """One sample before tokenisation. A raw one still needs the tokens that open and close a document."""
+    """One sample before tokenisation. A raw one still needs the tokens that open and close a document.
+
+    `first` and `last` are of a piece of a long text: it has the beginning, or the end.
+    """
 
     text: str
     spans: tuple[Span, ...]
     raw: bool
     weights: tuple[float, ...] = ()  # of each span; none: each counts 1
+    first: bool = True
+    last: bool = True

@@ -1,9 +1,12 @@
 """Rows of CSV and Parquet, each with its place."""
 
+import contextlib
 import csv
 import gzip
 import io
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
@@ -81,19 +84,17 @@ def read_parquet(stream: BinaryIO, name: str) -> Iterator[Located]:
     import pyarrow  # slow to import, and only needed here
     import pyarrow.parquet
 
-    seekable = (
-        io.BytesIO(stream.read()) if isinstance(stream, io.BufferedReader) and _is_gzip(stream) else stream
-    )
     row = 0
-    try:
-        file = pyarrow.parquet.ParquetFile(seekable, page_checksum_verification=True)
-        for batch in file.iter_batches(_RECORDS):
-            for record in _plain(batch):
-                yield f"{name} row {row}", record
-                row += 1
-    except (pyarrow.ArrowException, OSError) as error:  # damaged pages are an OSError
-        reason = printable(str(error))
-        raise DataError(f"{name}: cannot be read as Parquet, from row {row} on: {reason}") from error
+    with _seekable(stream) as opened:
+        try:
+            file = pyarrow.parquet.ParquetFile(opened, page_checksum_verification=True)
+            for batch in file.iter_batches(_RECORDS):
+                for record in _plain(batch):
+                    yield f"{name} row {row}", record
+                    row += 1
+        except (pyarrow.ArrowException, OSError) as error:  # damaged pages are an OSError
+            reason = printable(str(error))
+            raise DataError(f"{name}: cannot be read as Parquet, from row {row} on: {reason}") from error
 
 
 def _plain(batch: Any) -> list[Any]:
@@ -106,5 +107,12 @@ def _plain(batch: Any) -> list[Any]:
         return [record for row in range(len(batch)) for record in _plain(batch.slice(row, 1))]
 
 
-def _is_gzip(stream: io.BufferedReader) -> bool:
-    return isinstance(stream.raw, gzip.GzipFile)
+@contextlib.contextmanager
+def _seekable(stream: BinaryIO) -> Iterator[BinaryIO]:
+    """Parquet is read from its end, which gzip reaches only by unpacking all: on the disk, not in memory."""
+    if not (isinstance(stream, io.BufferedReader) and isinstance(stream.raw, gzip.GzipFile)):
+        yield stream
+        return
+    with tempfile.TemporaryFile() as unpacked:
+        shutil.copyfileobj(stream, unpacked)
+        yield unpacked

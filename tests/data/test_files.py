@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.data import json_array
 from app.data.files import read_file
 from app.data.json_array import read_json
 from app.data.shapes import Broken
@@ -85,9 +87,46 @@ def test_json_array_keeps_the_lines(tmp_path: Path, name: str, wrapped: bool) ->
 )
 def test_json_array_is_what_json_reads(rows: list[Any], wrapped: bool) -> None:
     text = json.dumps({"other": 1, "rows": rows} if wrapped else rows, indent=1)
-    found = read_json(text, "r.json")
+    found = read_json(io.BytesIO(text.encode()), "r.json")
     assert found is not None
     assert [row for _, row in found] == rows
+
+
+def outcome(text: str) -> list[tuple[str, object]] | str | None:
+    """The rows with their places, or what is said."""
+    try:
+        found = read_json(io.BytesIO(text.encode()), "r.json")
+        return None if found is None else list(found)
+    except DataError as error:
+        return str(error)
+
+
+@given(
+    rows=st.lists(
+        st.dictionaries(st.text(max_size=4), st.text() | st.lists(st.integers() | st.booleans())), max_size=6
+    ),
+    wrapped=st.booleans(),
+    indent=st.none() | st.integers(0, 2),
+    at=st.integers(0, 400),
+    typo=st.sampled_from(["", "}", '"', ",", "\\", "\n", "7", "x"]),
+)
+def test_json_is_the_same_however_little_is_read_at_once(
+    rows: list[Any], wrapped: bool, indent: int | None, at: int, typo: str
+) -> None:
+    """Also what is said of JSON that is none, with its line and column."""
+    content = {"other": 1.5, "rows": rows, "end": None} if wrapped else rows
+    text = json.dumps(content, indent=indent, ensure_ascii=False)
+    text = text[:at] + typo + text[at + 1 :] if typo else text
+    whole = outcome(text)
+    for block in (1, 3, 50):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(json_array, "_BLOCK", block)
+            assert outcome(text) == whole
+
+
+def test_json_lines_under_the_wrong_name(tmp_path: Path) -> None:
+    rows = read(saved(tmp_path, "r.json.gz", as_jsonl()))
+    assert rows == [("r.json.gz:1", ROWS[0]), ("r.json.gz:4", ROWS[1])]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,6 @@
 """The two splits, and what is told about them."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -202,45 +199,3 @@ def test_a_part_that_holds_nothing_cannot_be_scored(tmp_path: Path) -> None:
     path = write_chats(tmp_path / "a.jsonl", *talks(3))
     with pytest.raises(DataError, match=r"dataset\.eval_fraction=1e-09 of 3 samples holds none out"):
         scored(path, eval_fraction=1e-9)
-
-
-def peak_of(path: Path, cache: Path) -> tuple[int, int]:
-    """Megabytes at the most before and after the rows of `path` were prepared, in a process of its own."""
-    code = (
-        "import resource, sys, pyarrow\n"
-        "from app.data.prepare import prepare\n"
-        "from tests.data.small import config, tokenizer\n"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10\n"
-        "made = tokenizer()\n"
-        "prepare(config(sys.argv[1], max_rows=600, max_length=300), made, sys.argv[2])\n"
-        "before = peak()\n"
-        "prepare(config(sys.argv[1], max_length=300), made, sys.argv[2])\n"
-        "print(before, peak())\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path), str(cache)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"RAYON_NUM_THREADS": "1"},
-        check=True,
-    )
-    before, after = map(int, done.stdout.split())
-    return before, after
-
-
-def many_chats(path: Path, megabytes: int) -> Path:
-    answer = "The cat sleeps on the roof while rain falls. " * 12
-    with path.open("w") as file:
-        number = size = 0
-        while size < megabytes << 20:
-            row = {"messages": chat(f"Question {number}?", f"Answer {number}: {answer}")}
-            number, size = number + 1, size + file.write(json.dumps(row) + "\n")
-    return path
-
-
-@pytest.mark.parametrize(("megabytes", "most"), [(6, 16), pytest.param(500, 200, marks=pytest.mark.slow)])
-def test_memory_does_not_grow_with_the_rows(tmp_path: Path, megabytes: int, most: int) -> None:
-    """Held in memory, six megabytes of rows would take some forty, and be seen."""
-    before, after = peak_of(many_chats(tmp_path / "a.jsonl", megabytes), tmp_path / "cache")
-    assert after - before < most

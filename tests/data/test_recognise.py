@@ -197,7 +197,9 @@ def test_a_file_without_rows(tmp_path: Path) -> None:
 
 
 def mixed(path: Path, rows: dict[str, list[Any]], fmt: str = "auto", **changes: Any) -> DatasetConfig:
-    mix = {name: {"path": str(write_jsonl(path / f"{name}.jsonl", found))} for name, found in rows.items()}
+    mix: dict[str, dict[str, Any]] = {
+        name: {"path": str(write_jsonl(path / f"{name}.jsonl", found))} for name, found in rows.items()
+    }
     for name, more in changes.pop("more", {}).items():
         mix[name] |= more
     shared = config(path, fmt, **changes)

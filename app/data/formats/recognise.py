@@ -11,7 +11,7 @@ from app.data.files import kind_of
 from app.data.formats.columns import has, value
 from app.data.formats.table import FORMATS
 from app.data.formats.unfold import unfolded
-from app.data.shapes import Broken, Row, Source
+from app.data.shapes import Broken, Row, Source, goes_on
 from app.data.sources import eval_source, train_source
 from app.errors import DataError
 
@@ -61,7 +61,8 @@ def recognised(config: DatasetConfig) -> tuple[DatasetConfig, list[str]]:
     problems of all.
     """
     found: dict[str, DatasetConfig] = {}
-    notes, problems = [], []
+    notes: list[str] = []
+    problems: list[str] = []
     for name, section, source in _to_look_at(config):
         try:
             found[name], note = _recognised(section, source, key_of(name))
@@ -111,7 +112,7 @@ def _recognised(config: DatasetConfig, source: Source, key: str) -> tuple[Datase
 
 
 def _first_rows(named: str, found: Iterator[tuple[str, Row | Broken]]) -> list[Row]:
-    looked_at = list(islice(found, LOOKED_AT))
+    looked_at = [(place, row) for place, row in islice(found, LOOKED_AT) if not goes_on(row)]
     rows = [row for _, row in looked_at if not isinstance(row, Broken)]
     if not looked_at:
         raise DataError(f"{named}: has no rows")

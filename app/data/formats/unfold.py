@@ -7,7 +7,7 @@ from typing import Any
 from app.config.schema import Columns
 from app.data.files import kind_of
 from app.data.formats.columns import ABSENT, value
-from app.data.shapes import Broken, Located, Row
+from app.data.shapes import Broken, Located, Row, goes_on
 
 _EACH = ".*"
 
@@ -31,6 +31,8 @@ def _paths(columns: Columns, names: tuple[str, ...]) -> Iterator[str]:
 def _parts(place: str, row: Row | Broken, held: str) -> Iterator[Located]:
     if isinstance(row, Broken):
         yield place, row
+        return
+    if goes_on(row):  # a text has no lists: its first piece says so
         return
     found = value(row, held)
     if not isinstance(found, list) or not found:
