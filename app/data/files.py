@@ -1,7 +1,6 @@
 """Files to rows, each with its place. Not through `datasets`, which forgets the line of a row."""
 
 import gzip
-import hashlib
 import io
 import json
 import zlib
@@ -22,7 +21,7 @@ def read_file(path: Path, name: str) -> Iterator[Located]:
     """Every row of one file; `name` is what places call it."""
     kind = extension(path)
     try:
-        with _open(path) as packed:
+        with open_file(path) as packed:
             is_gzip = path.suffix.lower() == ".gz"
             stream = io.BufferedReader(gzip.GzipFile(fileobj=packed)) if is_gzip else packed
             if kind in _TEXT_TABLES and (problem := other_encoding(stream.peek(LOOK))):
@@ -50,17 +49,8 @@ def extension(path: Path) -> str:
     return bare.suffix.lower()
 
 
-def hash_files(files: Iterable[tuple[Path, str]]) -> str:
-    """A hash of the files' bytes and of the names they go by."""
-    digest = hashlib.sha256()
-    for path, name in files:
-        with _open(path) as stream:
-            content = hashlib.file_digest(stream, "sha256").hexdigest()
-        digest.update(f"{name}\0{content}\n".encode())
-    return digest.hexdigest()
-
-
-def _open(path: Path) -> io.BufferedReader:
+def open_file(path: Path) -> io.BufferedReader:
+    """Its bytes."""
     try:
         return path.open("rb")
     except PermissionError as error:

@@ -44,7 +44,7 @@ class Pool:
 
     def without_equals(self, *, drop: bool) -> "Pool":
         """Count rows that are equal to an earlier one, of whatever source; leave them out if asked."""
-        again = equal_to_earlier(self.rows)
+        again = self.rows.again
         for counts, number in zip(self.counts.values(), self._per_source(again), strict=True):
             counts.duplicates = number
             counts.duplicates_dropped = number if drop else 0
@@ -78,13 +78,6 @@ class Pool:
     def _per_source(self, chosen: NDArray[np.bool_]) -> list[int]:
         counted: list[int] = np.bincount(self.owner[chosen], minlength=len(self.counts)).tolist()
         return counted
-
-
-def equal_to_earlier(rows: TokenRows) -> NDArray[np.bool_]:
-    """Which rows have tokens and a mask that an earlier one has too."""
-    again = np.ones(len(rows), np.bool_)
-    again[np.unique(rows.contents, return_index=True)[1]] = False
-    return again
 
 
 def times(rows: TokenRows, chosen: NDArray[np.int64], weight: float) -> NDArray[np.int64]:

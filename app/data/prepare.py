@@ -17,6 +17,7 @@ from app.data.overflow import policy_for
 from app.data.report import Counts, DataReport
 from app.data.rows import TokenRows
 from app.data.shapes import Source
+from app.data.signatures import KnownFiles
 from app.data.sources import eval_source, train_source
 from app.data.stops import stops, unstopped
 from app.data.stream import write_rows
@@ -129,7 +130,7 @@ def _rows(
 ) -> Prepared:
     """The rows of one source. `max_rows` holds for rows read, and for the samples that they become."""
     check_tokenizer(tokenizer, config.format)
-    key = cache_key(source.fingerprint(), tokenizer, _settings(config, max_rows))
+    key = cache_key(source.fingerprint(KnownFiles(cache_dir)), tokenizer, _settings(config, max_rows))
     rows, told = cached_rows(
         cache_dir, key, lambda writer: asdict(write_rows(source, max_rows, config, tokenizer, writer))
     )

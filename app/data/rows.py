@@ -17,6 +17,7 @@ ENTRY = np.dtype(
 
 # A stretch of trained tokens of one row that count neither 0 nor 1 in the loss.
 WEIGHED = np.dtype([("row", "<i8"), ("start", "<i4"), ("stop", "<i4"), ("weight", "<f4")])
+_SORTED = 1 << 22  # rows
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Store:
     trained: NDArray[np.bool_]
     places: NDArray[np.uint8]
     index: NDArray[np.void]  # of ENTRY
+    again: NDArray[np.bool_]  # of each row, whether an earlier one is equal to it
+    largest_id: int
     weighed: NDArray[np.void] = field(default_factory=lambda: np.empty(0, WEIGHED))  # by row and place
 
     @cached_property
@@ -139,7 +142,7 @@ class TokenRows:
     @cached_property
     def largest_id(self) -> int:
         """Of all tokens in the files, those of rows that were not chosen too."""
-        return max(int(store.tokens.max(initial=0)) for store in self._stores)
+        return max(store.largest_id for store in self._stores)
 
     @property
     def digests(self) -> NDArray[np.uint64]:
@@ -149,7 +152,14 @@ class TokenRows:
     @property
     def contents(self) -> NDArray[np.uint64]:
         """A hash of each row's token ids, and of which are trained with which weight."""
-        return np.asarray(self.digests + self._of_index("mask") * np.uint64(0xC2B2AE3D27D4EB4F), np.uint64)
+        return _content(self.digests, self._of_index("mask"))
+
+    @property
+    def again(self) -> NDArray[np.bool_]:
+        """Which rows are equal to an earlier one."""
+        if len(self._stores) == 1 and np.array_equal(self._chosen, np.arange(len(self))):
+            return self._stores[0].again[: len(self)]
+        return equal_to_earlier(self.contents)
 
     @property
     def sides(self) -> NDArray[np.uint64]:
@@ -176,3 +186,23 @@ class TokenRows:
     def _of_index(self, field: str) -> NDArray[Any]:
         every = [np.ascontiguousarray(store.index[field]) for store in self._stores]
         return (every[0] if len(every) == 1 else np.concatenate(every))[self._chosen]
+
+
+def contents_of(index: NDArray[np.void]) -> NDArray[np.uint64]:
+    """A hash of each row's token ids and mask."""
+    return _content(index["ids"], index["mask"])
+
+
+def _content(ids: NDArray[np.uint64], mask: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    return np.asarray(ids + mask * np.uint64(0xC2B2AE3D27D4EB4F), np.uint64)
+
+
+def equal_to_earlier(contents: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Which of them were there before. Some millions at a time are sorted, equal ones together."""
+    again = np.ones(len(contents), np.bool_)
+    parts = np.uint64(1 + len(contents) // _SORTED)
+    part_of = contents % parts
+    for part in range(int(parts)):
+        at = np.flatnonzero(part_of == part)
+        again[at[np.unique(contents[at], return_index=True)[1]]] = False
+    return again

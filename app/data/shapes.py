@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from app.data.decoding import printable
+
+if TYPE_CHECKING:
+    from app.data.signatures import KnownFiles
 
 Row = dict[str, Any]
 Message = dict[str, Any]
@@ -59,7 +62,7 @@ class Source(Protocol):
     def rows(self) -> Iterator[Located]:
         """Every row with its place, from the beginning."""
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, known: "KnownFiles", /) -> str:
         """A hash of the content, and of the names that places are made of."""
 
 

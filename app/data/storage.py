@@ -5,22 +5,28 @@ import errno
 import hashlib
 import json
 import os
+import time
+import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from app.data.rows import ENTRY, WEIGHED, Store, TokenRows
+from app.data.rows import ENTRY, WEIGHED, Store, TokenRows, contents_of, equal_to_earlier
+from app.data.signatures import Signature, signature
 from app.errors import EnvironmentProblem
 
-_TOKENS, _TRAINED, _PLACES, _INDEX = "tokens.bin", "trained.bin", "places.bin", "index.bin"
-_FILES = (_TOKENS, _TRAINED, _PLACES, _INDEX)
+_TOKENS, _TRAINED, _PLACES = "tokens.bin", "trained.bin", "places.bin"
+_INDEX, _AGAIN = "index.bin", "again.bin"
+_FILES = (_TOKENS, _TRAINED, _PLACES, _INDEX, _AGAIN)
 _WEIGHTS = "weights.bin"  # only where there are any but 0 and 1
 _META = "meta.json"
 _BLOCK = 1 << 24
+_TICK = 0.004  # seconds in which the times of files may not move on
+_TICKS = 700  # as many make the coarsest
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Told = dict[str, Any]  # what there is to say about the rows, as JSON
@@ -50,6 +56,7 @@ class RowWriter:
         self._num_tokens = 0
         self._num_chars = 0
         self._num_bytes = 0
+        self._largest_id = 0
         with contextlib.ExitStack() as stack, disk_explained(cache_dir):
             self._files = {name: stack.enter_context((folder / name).open("wb")) for name in _FILES}
             self._closing = stack.pop_all()
@@ -69,6 +76,7 @@ class RowWriter:
         self._num_rows += 1
         self._num_tokens += len(ids)
         self._num_chars += len(shown)
+        self._largest_id = max(self._largest_id, int(ids.max(initial=0)))
         labels = int(np.count_nonzero(trained))
         entry = (self._num_tokens, self._num_chars, labels, digest(ids), digest(mask), side)
         self._num_bytes += ids.nbytes + trained.nbytes + len(shown) + ENTRY.itemsize + weighed.nbytes
@@ -83,12 +91,18 @@ class RowWriter:
     def finish(self, told: Told) -> None:
         """When this returns everything is on the disk, `told` and the checksums last."""
         with disk_explained(self._cache_dir, self._num_bytes):
+            self._files[_INDEX].flush()
+            index = _map(self._folder / _INDEX, ENTRY)
+            self._write(_AGAIN, equal_to_earlier(contents_of(index)).tobytes())
             for file in self._files.values():
                 _sync_file(file)
-            with (self._folder / _META).open("wb") as meta:
-                meta.write(json.dumps({"checksums": self._checksums, "told": told}, indent=1).encode())
-                _sync_file(meta)
             self.close()
+            signatures = _signatures(self._folder, self._files)
+            meta = self._folder / _META
+            if not _later(meta, signatures):
+                signatures = {}
+            facts = {"checksums": self._checksums, "largest_id": self._largest_id, "told": told}
+            _write_meta(meta, {**facts, "signatures": signatures})
 
     def close(self) -> None:
         """Close the files, finished or not."""
@@ -125,18 +139,69 @@ def open_rows(folder: Path) -> tuple[TokenRows, Told] | None:
     """What a RowWriter finished, mapped; None if it is not there or not whole."""
     try:
         meta = json.loads((folder / _META).read_text("utf-8"))
-        names = {*_FILES, *meta["checksums"]} & {*_FILES, _WEIGHTS}
-        whole = all(_checksum(folder / name) == meta["checksums"][name] for name in names)
+        if not _is_whole(folder, meta):
+            return None
+        largest_id, told = int(meta["largest_id"]), meta["told"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if not whole:
-        return None
-    tokens, trained = _map(folder / _TOKENS, np.dtype("<i4")), _map(folder / _TRAINED, np.dtype(np.bool_))
-    places, index = _map(folder / _PLACES, np.dtype("u1")), _map(folder / _INDEX, ENTRY)
-    if _WEIGHTS not in names:
-        return TokenRows(Store(tokens, trained, places, index)), meta["told"]
-    weighed = _map(folder / _WEIGHTS, WEIGHED)
-    return TokenRows(Store(tokens, trained, places, index, weighed)), meta["told"]
+    store = Store(
+        tokens=_map(folder / _TOKENS, np.dtype("<i4")),
+        trained=_map(folder / _TRAINED, np.dtype(np.bool_)),
+        places=_map(folder / _PLACES, np.dtype("u1")),
+        index=_map(folder / _INDEX, ENTRY),
+        again=_map(folder / _AGAIN, np.dtype(np.bool_)),
+        largest_id=largest_id,
+        weighed=_map(folder / _WEIGHTS, WEIGHED) if _WEIGHTS in _names(meta) else np.empty(0, WEIGHED),
+    )
+    return TokenRows(store), told
+
+
+def _is_whole(folder: Path, meta: dict[str, Any]) -> bool:
+    """By the signatures that its files had; if they have others, by their content, and the new ones are kept."""
+    names = _names(meta)
+    now = _signatures(folder, names)
+    if now == meta["signatures"]:
+        return True
+    if any(_checksum(folder / name) != meta["checksums"][name] for name in names):
+        return False
+    aside = folder / f"{_META}.{uuid.uuid4().hex[:12]}"
+    with contextlib.suppress(OSError):
+        try:
+            if _later(aside, now) and _signatures(folder, names) == now:
+                _write_meta(aside, {**meta, "signatures": now})
+                aside.replace(folder / _META)
+        finally:
+            aside.unlink(missing_ok=True)
+    return True
+
+
+def _names(meta: dict[str, Any]) -> list[str]:
+    """The files of an entry."""
+    return [*_FILES, *([_WEIGHTS] if _WEIGHTS in meta["checksums"] else [])]
+
+
+def _signatures(folder: Path, names: Iterable[str]) -> dict[str, Signature]:
+    return {name: signature((folder / name).stat()) for name in names}
+
+
+def _later(path: Path, signatures: dict[str, Signature]) -> bool:
+    """Whether the clock of the file system has moved on: what is written from now on gets other times.
+
+    `path` is a file to see it by.
+    """
+    newest = max(changed for _, _, changed, _ in signatures.values())
+    for _ in range(_TICKS):
+        path.touch()
+        if path.stat().st_ctime_ns > newest:
+            return True
+        time.sleep(_TICK)
+    return False
+
+
+def _write_meta(path: Path, facts: dict[str, Any]) -> None:
+    with path.open("wb") as meta:
+        meta.write(json.dumps(facts, indent=1).encode())
+        _sync_file(meta)
 
 
 def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -10,7 +10,6 @@ from app.config.schema import DatasetConfig, RunConfig
 from app.data import survey
 from app.data.labels import labels_of
 from app.data.loader import Loader, Share
-from app.data.mixing import equal_to_earlier
 from app.data.prepare import Data, prepare
 from app.data.report import Counts
 from app.data.rows import TokenRows
@@ -77,7 +76,7 @@ class DataCheck:
         return {
             "source": counts.source,
             **_split(counts, rows),
-            "duplicate_rows": int(equal_to_earlier(rows).sum()),
+            "duplicate_rows": int(rows.again.sum()),
             "also_trained_on": self.data.report.shared,
         }
 

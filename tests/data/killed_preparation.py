@@ -94,9 +94,9 @@ def _at_rename() -> None:
 MOMENTS: dict[str, Patch] = {
     "first row": _at_row(0),
     "row 700": _at_row(700),
-    **{f"sync {n}": _at_sync(n) for n in range(5)},  # four files, then what says that they are whole
+    **{f"sync {n}": _at_sync(n) for n in range(6)},  # five files, then what says that they are whole
     "whole but not in place": _at_rename,
-    "in place": _at_sync(5),
+    "in place": _at_sync(6),
 }
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
 import ast
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -16,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.data import cache, making
+from app.data import cache, making, signatures, storage
 from app.data.cache import cached_rows
 from app.data.prepare import prepare
 from app.data.storage import RowWriter, disk_explained
@@ -159,17 +161,22 @@ def test_a_change_of_code_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> No
     cache._code.cache_clear()
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "trained.bin", "places.bin", "index.bin", "meta.json"])
+@pytest.mark.parametrize(
+    "name", ["tokens.bin", "trained.bin", "places.bin", "index.bin", "again.bin", "meta.json"]
+)
 @pytest.mark.parametrize("damage", ["torn", "bit", "gone", "longer"])
 def test_a_damaged_entry_is_made_again(tmp_path: Path, name: str, damage: str) -> None:
+    """At once, and with the time of writing put back."""
     good, _ = cached_rows(str(tmp_path), "key", write_three)
     path = tmp_path / "tokens" / "key" / name
-    content = path.read_bytes()
+    content, stat = path.read_bytes(), path.stat()
     if damage == "gone":
         path.unlink()
     else:
-        flipped = content[:5] + bytes([content[5] ^ 64]) + content[6:]
-        path.write_bytes({"torn": content[:-3], "bit": flipped, "longer": content + b"\0"}[damage])
+        at = min(5, len(content) - 1)
+        flipped = content[:at] + bytes([content[at] ^ 64]) + content[at + 1 :]
+        path.write_bytes({"torn": content[:-2], "bit": flipped, "longer": content + b"\0"}[damage])
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     again, told = cached_rows(str(tmp_path), "key", write_three)
     assert again.fingerprint == good.fingerprint
     assert told == {"n": 3}
@@ -301,6 +308,55 @@ def test_one_byte_makes_another_entry(rows: Path, tmp_path: Path, what: str) -> 
     assert len(entries(tmp_path)) == 2
     if what == "rows":
         assert again != before
+
+
+def test_one_byte_of_a_file_that_is_known_makes_another_entry(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its hash is not taken from the record: the kernel has noted the change, whatever the other times say."""
+    monkeypatch.setattr(signatures, "_SETTLED", 0)
+    before = prepare(config(rows), tokenizer(), str(tmp_path)).train.fingerprint
+    stat = rows.stat()
+    time.sleep(0.05)  # longer than a tick of the clock that files have
+    rows.write_text(rows.read_text().replace("Hello", "Hullo"))
+    os.utime(rows, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert (rows.stat().st_size, rows.stat().st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+    assert prepare(config(rows), tokenizer(), str(tmp_path)).train.fingerprint != before
+    assert len(entries(tmp_path)) == 2
+
+
+def test_from_the_cache_no_content_is_read(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a start does not grow with the set: neither its files nor those of the entry are hashed."""
+    monkeypatch.setattr(signatures, "_SETTLED", 0)
+    first = prepare(config(rows), tokenizer(), str(tmp_path))
+    for name in ("tokens.bin", "trained.bin"):
+        content = tmp_path / "tokens" / entries(tmp_path)[0].name / name
+        assert content.stat().st_size > 0
+    monkeypatch.setattr(hashlib, "file_digest", None)
+    monkeypatch.setattr(storage, "_checksum", None)
+    again = prepare(config(rows), tokenizer(), str(tmp_path))
+    assert again.train.fingerprint == first.train.fingerprint
+    assert again.train.largest_id == max(int(again.train.ids(i).max()) for i in range(len(again.train)))
+
+
+def test_a_copy_of_an_entry_is_verified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files have other signatures, so their content decides; then their signatures are known."""
+    cached_rows(str(tmp_path / "a"), "key", write_three)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    summed: list[Path] = []
+    checksum = storage._checksum
+
+    def counted(path: Path) -> int:
+        summed.append(path)
+        return checksum(path)
+
+    monkeypatch.setattr(storage, "_checksum", counted)
+    for _ in range(3):
+        cached_rows(str(tmp_path / "b"), "key", never)
+    assert len(summed) == len(storage._FILES)
+    assert len(list((tmp_path / "b" / "tokens" / "key").iterdir())) == len(storage._FILES) + 1
 
 
 @pytest.fixture

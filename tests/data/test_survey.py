@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from app.data import survey
 from app.data.layout import Padded
 from app.data.loader import Loader, Share
-from app.data.mixing import equal_to_earlier
 from app.data.prepare import prepare
 from app.data.report import Counts
 from tests.data.small import chat, config, tokenizer, write_chats
@@ -94,5 +93,5 @@ def test_equal_rows(tmp_path: Path) -> None:
     same, other = chat("Hi", "Hello"), chat("Hi", "Hello!")
     path = write_chats(tmp_path / "a.jsonl", same, other, same, same)
     data = prepare(config(path), tokenizer(), str(tmp_path))
-    assert equal_to_earlier(data.train).tolist() == [False, False, True, True]
-    assert not equal_to_earlier(data.train.select([0, 1])).any()
+    assert data.train.again.tolist() == [False, False, True, True]
+    assert not data.train.select([0, 1]).again.any()

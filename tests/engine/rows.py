@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from app.data.rows import ENTRY, Store, TokenRows
+from app.data.rows import ENTRY, Store, TokenRows, contents_of, equal_to_earlier
 from app.data.storage import digest
 
 Row = tuple[Sequence[int], Sequence[bool]]  # its tokens, and which of them are trained
@@ -20,7 +20,9 @@ def token_rows(rows: Sequence[Row]) -> TokenRows:
     index["labels"] = [mask.sum() for mask in trained]
     for name, values in (("ids", ids), ("mask", trained), ("side", ids)):
         index[name] = [digest(row) for row in values]
-    return TokenRows(Store(np.concatenate(ids), np.concatenate(trained), np.zeros(0, np.uint8), index))
+    tokens, again = np.concatenate(ids), equal_to_earlier(contents_of(index))
+    largest = int(tokens.max(initial=0))
+    return TokenRows(Store(tokens, np.concatenate(trained), np.zeros(0, np.uint8), index, again, largest))
 
 
 def stretches(trained: NDArray[np.bool_]) -> list[slice]:

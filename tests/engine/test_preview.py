@@ -21,7 +21,8 @@ def rows_of(*rows: tuple[list[int], list[int]]) -> TokenRows:
     index["place"] = np.cumsum([len(place) for place in places])
     ids = np.array([token for row, _ in rows for token in row], np.int32)
     trained = np.array([flag for _, flags in rows for flag in flags], bool)
-    return TokenRows(Store(ids, trained, np.frombuffer("".join(places).encode(), np.uint8), index))
+    shown = np.frombuffer("".join(places).encode(), np.uint8)
+    return TokenRows(Store(ids, trained, shown, index, np.zeros(len(rows), bool), int(ids.max())))
 
 
 class Letters:
