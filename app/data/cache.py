@@ -1,8 +1,9 @@
 """Token rows under a name made of everything that decided them, so that nothing is tokenised twice.
 
-An entry is written aside, synced and renamed, so it is there whole or not at all. When it is opened, its files
-must have the signatures that they had, else their content is verified, and the entry made again if that fails. Of several processes that need the same entry one makes it, and the others
-say that they wait. What a killed one left is cleared away by the next that makes an entry.
+An entry is written aside, synced and renamed, so it is there whole or not at all. When it is opened, its files must
+have the signatures that they had, else their content is verified, and the entry made again if that fails. Of several
+processes that need the same entry one makes it, and the others say that they wait. What a killed one left is cleared
+away by the next that makes an entry.
 """
 
 import contextlib

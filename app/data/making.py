@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from app.config.schema import DatasetConfig
 from app.data.encoding import Encoder, Sample
-from app.data.formats.table import read_row
+from app.data.formats.table import empty_parts, read_row
 from app.data.pieces import PIECE
 from app.data.rendering import Drafts, Renderer
 from app.data.shapes import Broken, Draft, Located, Piece, Row, RowProblem, goes_on
@@ -23,6 +23,7 @@ class Made:
     unseen: int = 0
     shortened: int = 0
     marked: int = 0
+    empty: tuple[str, ...] = ()  # where words are missing
     first: bool = True
     last: bool = True
 
@@ -56,6 +57,9 @@ class Maker:
             drafts = self._renderer.drafts(content, place)
             if isinstance(row, Piece):
                 drafts = _of_piece(row, drafts, self._config.format)
+            else:
+                empty = empty_parts(row, content, self._config.format, self._config.columns)
+                drafts = replace(drafts, empty=tuple(empty))
             for draft in drafts.samples:
                 draft.text.encode()
         except RowProblem as problem:
@@ -78,7 +82,15 @@ def _made(place: str, row: Row | Broken, drafts: Drafts, samples: Iterator[Sampl
     problem = _nothing_trained(drafts.samples, own)
     if problem:
         return Made(place, problem=problem)
-    return Made(place, own, "", drafts.unstable, drafts.unseen, drafts.shortened, drafts.marked)
+    return Made(
+        place,
+        own,
+        unstable=drafts.unstable,
+        unseen=drafts.unseen,
+        shortened=drafts.shortened,
+        marked=drafts.marked,
+        empty=drafts.empty,
+    )
 
 
 def _nothing_trained(drafts: list[Draft], made: list[Sample]) -> str:

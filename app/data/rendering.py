@@ -28,6 +28,7 @@ class Drafts:
     unstable: bool = False  # the template rewrites earlier turns
     unseen: int = 0  # messages, and lists of tools, of which the template writes nothing
     shortened: int = 0  # trained answers of which the template leaves out a part
+    empty: tuple[str, ...] = ()  # where words are missing
     marked: int = 0  # messages that say what the tokenizer takes for a special token
 
 

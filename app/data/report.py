@@ -47,6 +47,7 @@ class Counts:
     unseen: int = 0
     shortened: int = 0
     marked: int = 0
+    empty: dict[str, int] = field(default_factory=dict)  # texts without a word, by where they should be
     held_out: int = 0  # samples that dataset.eval_fraction took from here
     duplicates: int = 0  # samples whose tokens and mask an earlier one has
     duplicates_dropped: int = 0
@@ -146,6 +147,9 @@ def _lost_lines(c: Counts) -> Iterator[str]:
         lost = f"; {_many(c.tokens_lost, 'token')} lost" if c.tokens_lost else ""
         longer = f"{_many(c.over_long, 'sample')} longer than dataset.max_length (the longest {c.longest:,})"
         yield f"{longer}: {told}{lost}"
+    if c.empty:
+        told = ", ".join(f"{number:,} in {where}" for where, number in c.empty.items())
+        yield f"texts that are empty or white space: {told}"
     if c.duplicates:
         fate = (
             "left out"

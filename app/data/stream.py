@@ -123,6 +123,8 @@ class _Stream:
         counts.unseen += made.unseen
         counts.shortened += made.shortened
         counts.marked += made.marked
+        for where in made.empty:
+            counts.empty[where] = counts.empty.get(where, 0) + 1
         counts.unstable += made.unstable
         if made.unstable and self._config.on_unstable_template == "expand":
             counts.expanded_into += len(made.samples)

@@ -184,6 +184,7 @@ def _split(counts: Counts, rows: TokenRows) -> dict[str, Any]:
             for reason, number in counts.bad_by_reason.items()
         ],
         "bad_places": counts.bad_places,
+        "empty": counts.empty,
         "overlong_rows": counts.over_long,
         "overlong_tokens": counts.tokens_lost,
         "dropped": counts.dropped,

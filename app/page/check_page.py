@@ -61,6 +61,7 @@ def _of_data(facts: Facts) -> Iterator[Child]:
     yield section("Rows and lengths", _rows(facts))
     yield section("Sources", _sources(facts))
     yield section("Bad rows", _bad(facts))
+    yield section("Empty texts", _empty(facts))
     yield section("Packing and steps", facts_table(_packing(facts)))
     yield section("First samples", samples_shown(section_of(facts, "preview")))
 
@@ -159,6 +160,15 @@ def _bad(facts: Facts) -> Html | None:
         for each in split.get("bad") or []
     ]
     return table(("first", "rows", "why"), rows, numbers=(1,)) if rows else None
+
+
+def _empty(facts: Facts) -> Html | None:
+    rows = [
+        (where, whole(texts))
+        for split in (facts, section_of(facts, "eval"))
+        for where, texts in section_of(split, "empty").items()
+    ]
+    return table(("where words are missing", "texts"), rows, numbers=(1,)) if rows else None
 
 
 def _packing(facts: Facts) -> Iterator[tuple[str, Child]]:

@@ -60,6 +60,7 @@ def _numbers(facts: Facts) -> list[tuple[str, RenderableType]]:
         ("rows", _rows(facts, f"{_many(facts['duplicate_rows'], 'duplicate')}")),
         ("tokens", _tokens(facts)),
         *(("" if at else "bad", text) for at, text in enumerate(_bad(facts))),
+        *_empty(facts, "empty"),
         *(("" if at else "sources", text) for at, text in enumerate(_sources(facts))),
         ("packing", _packing(facts)),
         ("steps", _steps(facts)),
@@ -71,7 +72,7 @@ def _numbers(facts: Facts) -> list[tuple[str, RenderableType]]:
         duplicates = f"{_many(held['duplicate_rows'], 'duplicate')}{shared}"
         of_train = held["source"] == facts["source"] and not held["rows"]
         told = _held_of_train(held, duplicates) if of_train else _rows(held, duplicates)
-        rows += [("eval", told), *(("eval bad", text) for text in _bad(held))]
+        rows += [("eval", told), *(("eval bad", text) for text in _bad(held)), *_empty(held, "eval empty")]
     rows += [("note", text) for text in facts["notes"]]
     return [(name, Text(printable(text))) for name, text in rows]
 
@@ -105,6 +106,12 @@ def _bad(split: Facts) -> Iterator[str]:
         yield f"{each['first']}{more}: {each['reason']}"
     if len(split["bad"]) > _REASONS:
         yield f"and {len(split['bad']) - _REASONS} more reasons"
+
+
+def _empty(split: Facts, name: str) -> Iterator[tuple[str, str]]:
+    """Texts without a word: no row is bad for it, and no model learns from it what was meant."""
+    if split["empty"]:
+        yield name, ", ".join(f"{number:,} in {where}" for where, number in split["empty"].items())
 
 
 def _sources(facts: Facts) -> Iterator[str]:

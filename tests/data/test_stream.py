@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.data import stream
+from app.data.formats.table import empty_parts, read_row
 from app.data.prepare import Data, prepare
 from app.errors import DataError
 from tests.data.small import chat, config, tokenizer, trained_texts, write_chats, write_jsonl
@@ -122,6 +123,24 @@ def test_a_completion_that_is_one_token_with_its_prompt(tmp_path: Path) -> None:
     assert (
         "train: in 1 sample a token holds both prompt and answer, and is not trained" in data.report.lines()
     )
+
+
+def test_texts_without_words_are_counted_and_said(tmp_path: Path) -> None:
+    """An empty cell of a table is empty text, which no row is refused for."""
+    path = tmp_path / "a.csv"
+    path.write_text("question,answer,system\nHi,Hello,\n,Hello,\nHi,,\nHi, ,\n,,\n")
+    data = read(path, "question_answer")
+    assert data.report.train.empty == {"column question": 2, "column answer": 3}
+    assert data.report.train.bad_rows == 0
+    told = "train: texts that are empty or white space: 2 in column question, 3 in column answer"
+    assert data.report.lines().count(told) == 1
+    calls = [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]
+    rows = [chat("Hi", ""), chat(" ", "Hello"), chat("Hi", "", "a", "b", system="")]
+    data = read(write_chats(tmp_path / "b.jsonl", *rows))
+    assert data.report.train.empty == {"messages of assistant": 2, "messages of user": 1}
+    row = {"messages": [*chat("Hi"), *calls, *chat("a", "b")]}
+    content = read_row(row, "messages", config("x").columns)
+    assert list(empty_parts(row, content, "messages", config("x").columns)) == []
 
 
 def test_plain_prompts_among_lists_of_messages_are_bad_rows(tmp_path: Path) -> None:

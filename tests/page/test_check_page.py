@@ -15,6 +15,7 @@ FACTS: dict[str, Any] = {
     "rows": 1200,
     "bad_rows": 3,
     "bad": [{"reason": "no role", "rows": 3, "first": "chat.jsonl:7"}],
+    "empty": {"column answer": 4, "messages of user": 1},
     "overlong_rows": 12,
     "overlong_tokens": 3456,
     "dropped": 12,
@@ -39,7 +40,7 @@ FACTS: dict[str, Any] = {
     "trained_tokens_per_step": 15.6,
     "length_percentiles": {"p5": 11, "p50": 30, "max": 900},
     "lengths": {"edges": [1, 33, 65], "samples": [700, 485]},
-    "eval": {"source": "held.jsonl", "rows": 20, "samples": 20, "also_trained_on": 2, "bad": []},
+    "eval": {"source": "held.jsonl", "rows": 20, "samples": 20, "also_trained_on": 2, "bad": [], "empty": {}},
     "preview": {
         "marked": "to be predicted",
         "rows": [
@@ -182,3 +183,9 @@ def test_the_sources_of_a_mix_stand_side_by_side() -> None:
     }
     assert told[0][-1] == "25.0%"
     assert not [each for each in page_of(sources=[]).all("h2") if each.text == "Sources"]
+
+
+def test_texts_without_words_are_told() -> None:
+    rows = [[cell.text for cell in row.all("td")] for row in section(page_of(), "Empty texts").all("tr")[1:]]
+    assert rows == [["column answer", "4"], ["messages of user", "1"]]
+    assert not [each for each in page_of(empty={}).all("h2") if each.text == "Empty texts"]

@@ -12,7 +12,15 @@ from tests.page.test_check_page import FACTS as PAGE_FACTS
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 FACTS: dict[str, Any] = {
     **PAGE_FACTS,
-    "eval": {**PAGE_FACTS, "rows": 20, "samples": 20, "duplicate_rows": 0, "also_trained_on": 2, "bad": []},
+    "eval": {
+        **PAGE_FACTS,
+        "rows": 20,
+        "samples": 20,
+        "duplicate_rows": 0,
+        "also_trained_on": 2,
+        "bad": [],
+        "empty": {},
+    },
 }
 
 
@@ -44,6 +52,7 @@ SAID = (
     "1,200: 3 bad, 12 over-long (3,456 tokens lost), 5 duplicates; 1,185 samples",
     "40,000, 10,000 trained (25.0%)",
     "chat.jsonl:7 and 2 more rows: no role",
+    "empty 4 in column answer, 1 in messages of user",
     "chat: 900 rows: 3 bad, 12 over-long (11 dropped, 3,456 tokens lost), 1 duplicate; 590 samples, 7 held out",
     "weight 2.5: 1,475 samples and 30,000 tokens an epoch, 75.0% of its tokens",
     "640 bins of 64 tokens, 97.66% full (2 more than the provable least); padded rows 55.0% full otherwise",

@@ -1,12 +1,12 @@
 """What a row means: a conversation or a document. `FORMATS` has one entry for each shape of row."""
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from app.config.schema import Columns
 from app.data.formats import chats, documents, questions
-from app.data.formats.columns import has
+from app.data.formats.columns import has, value
 from app.data.shapes import Conversation, Document, Row, RowProblem
 
 
@@ -19,6 +19,7 @@ class Format:
     read: Callable[[Row, Columns], Conversation | Document]
 
 
+_SPEAKING = ("user", "assistant")
 FORMATS: dict[str, Format] = {
     "messages": Format(("messages",), ("tools", "system"), chats.messages),
     "sharegpt": Format(("conversations",), ("tools", "system"), chats.sharegpt),
@@ -36,6 +37,19 @@ def read_row(row: Row, fmt: str, columns: Columns) -> Conversation | Document:
         if not has(row, getattr(columns, field)):
             raise RowProblem(_wrong_columns(row, field, fmt, columns))
     return FORMATS[fmt].read(row, columns)
+
+
+def empty_parts(row: Row, content: Conversation | Document, fmt: str, columns: Columns) -> Iterator[str]:
+    """Where there should be words and are none: columns that every row needs, or messages of one side."""
+    needed = {name: value(row, name) for name in (getattr(columns, field) for field in FORMATS[fmt].needs)}
+    yield from (
+        f"column {name}" for name, found in needed.items() if isinstance(found, str) and not found.strip()
+    )
+    if isinstance(content, Document) or any(isinstance(found, str) for found in needed.values()):
+        return
+    for message in content.messages:
+        if message["role"] in _SPEAKING and not message["content"].strip() and "tool_calls" not in message:
+            yield f"messages of {message['role']}"
 
 
 def fields_of(fmt: str) -> tuple[str, ...]:
