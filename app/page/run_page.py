@@ -19,6 +19,9 @@ _PARTS = {
     "trained_weights": "trained weights",
     "gradients": "their gradients",
     "optimizer_states": "optimizer states",
+    "saved_activations": "activations kept for the backward pass",
+    "temporary": "made and let go on the way",
+    "loss_head": "logits and what is made of them",
     "all_else": "all else: activations, batches, libraries",
 }
 _WORDS = {"dry_run": "dry run", RUNNING: "still running"}
@@ -153,13 +156,41 @@ def _memory(run: KeptRun) -> Child:
     )
     measured = facts_table(
         [
+            *_predicted(run),
             ("peak, measured", f"{memory(max(peaks))} {of}"),
             ("after the first step", memory(peaks[0])),
             ("weights", whole(weights)),
             ("trained weights", f"{trained:,.0f} ({trained / weights:.1%})" if trained and weights else None),
         ]
     )
-    return element("div", measured, _anatomy(run, max(peaks)), class_="charts")
+    tables = (measured, _anatomy(run, max(peaks)), _predicted_anatomy(run))
+    return element("div", *tables, class_="charts")
+
+
+def _predicted(run: KeptRun) -> Iterator[tuple[str, str | None]]:
+    """What the tensors of this program were to take at most, and what they took."""
+    predicted, measured = (
+        number(run.result.get(f"memory_{kind}_bytes")) for kind in ("predicted", "measured")
+    )
+    where = section_of(run.manifest, "memory_plan").get("where")
+    yield "predicted before the run", f"{memory(predicted)} ({where})" if predicted else None
+    yield (
+        "measured",
+        f"{memory(measured)} ({measured / predicted - 1:+.1%})" if predicted and measured else None,
+    )
+
+
+def _predicted_anatomy(run: KeptRun) -> Child:
+    """The whole of the predicted peak, by part."""
+    parts = section_of(run.manifest, "memory_plan", "anatomy")
+    known = {name: number(size) or 0.0 for name, size in parts.items()}
+    total = sum(known.values())
+    if not total:
+        return None
+    rows = [
+        (_PARTS.get(name, name), memory(size), f"{size / total:.1%}") for name, size in known.items() if size
+    ]
+    return table(("part of the predicted peak", "bytes", "share"), rows, numbers=(1, 2))
 
 
 def _anatomy(run: KeptRun, peak: float) -> Child:

@@ -9,6 +9,7 @@ import yaml
 from safetensors.torch import load_file
 
 from app.assets import ROOT
+from app.record.lines import memory
 from scripts.make_assets.scores import answered, held_out_chat, read_model
 from tests.command.test_resume import SMALL
 from tests.conftest import RunApp
@@ -17,7 +18,8 @@ from tests.runs import Zygote, metrics, result
 STEP_KEYS = ["step", "epoch", "loss", "lr", "grad_norm", "tokens", "trained_tokens"]
 STEP_KEYS += ["tokens_per_second", "peak_memory_bytes"]
 RESULT_KEYS = ["status", "objective", "steps", "train_loss_first", "train_loss_last", "eval_loss"]
-RESULT_KEYS += ["exact_match", "tokens_per_second", "peak_memory_bytes", "final"]
+RESULT_KEYS += ["exact_match", "tokens_per_second", "peak_memory_bytes"]
+RESULT_KEYS += ["memory_predicted_bytes", "memory_measured_bytes", "final"]
 FILES = ["base", "checkpoints", "final", "log.txt", "manifest.json", "metrics.jsonl", "preview.json"]
 FILES += ["report.html", "result.json", "run.yaml", "samples.jsonl"]
 
@@ -73,6 +75,11 @@ def test_the_output_folder_is_what_others_read(zygote: Zygote, tmp_path: Path) -
     assert set(manifest["hashes"]) == {"train", "eval", "tokenizer", "base"}
     assert manifest["hashes"]["base"] is None, "its weights were drawn"
     assert 0 < sum(manifest["memory"].values()) < result(run)["peak_memory_bytes"]
+    predicted, measured = (result(run)[f"memory_{kind}_bytes"] for kind in ("predicted", "measured"))
+    assert 0.8 * predicted < measured <= predicted, "of the fullest bin, and of that of the second step"
+    assert manifest["memory_plan"]["bytes"] == sum(manifest["memory_plan"]["anatomy"].values()) == predicted
+    told = f"{memory(predicted)} predicted, {memory(measured)} measured"
+    assert told in ended.stdout
     assert set(manifest["hardware"]) == {"device", "gpu", "cpu"}
     assert len(list((run / "checkpoints").iterdir())) == 2
     everything = b"".join(f.read_bytes() for f in run.rglob("*") if f.is_file())

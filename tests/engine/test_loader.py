@@ -130,3 +130,14 @@ def test_the_crowded_batch_has_most_rows(data: Data) -> None:
     bins = list(eval_batches(data.train, layout))
     assert len(crowded.lengths) == max(len(batch.lengths) for batch in bins) > 2
     assert len(crowded_batch(data.train, Padded(3, pad_id=0)).lengths) == 1
+
+
+def test_the_largest_micro_batch_of_an_epoch(
+    loader_of: Callable[..., Loader], packed_loader_of: Callable[..., Loader]
+) -> None:
+    packed, padded = packed_loader_of(tokens=256, micro_batches=2), loader_of(rows=4, micro_batches=2)
+    batches = [batch for step in range(packed.steps_per_epoch) for batch in packed.batches(step)]
+    assert packed.largest().num_labels == max(batch.num_labels for batch in batches)
+    batches = [batch for step in range(padded.steps_per_epoch) for batch in padded.batches(step)]
+    assert padded.largest().ids.numel() == max(batch.ids.numel() for batch in batches)
+    assert padded.largest().num_tokens >= max(batch.num_tokens for batch in batches)

@@ -85,6 +85,22 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert "predicted" not in section(page, "Memory").text
 
 
+def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> None:
+    plan = {
+        "bytes": 400_000_000,
+        "where": "head",
+        "anatomy": {"frozen_weights": 300_000_000, "loss_head": 100_000_000},
+    }
+    folder = made_run(tmp_path / "mine", LINES)
+    (folder / "manifest.json").write_text(json.dumps({**MANIFEST, "memory_plan": plan}))
+    figures = {"memory_predicted_bytes": 400_000_000, "memory_measured_bytes": 390_000_000}
+    (folder / "result.json").write_text(json.dumps(result_of(LINES, **figures)))
+    told = section(page_of(folder), "Memory").text
+    assert "400 MB (head)" in told
+    assert "390 MB (-2.5%)" in told
+    assert "logits and what is made of them100 MB25.0%" in told
+
+
 @pytest.mark.parametrize(
     ("least", "told"), [(156, "provably the fewest"), (154, "2 more than provably needed")]
 )

@@ -74,6 +74,8 @@ def test_a_run_leaves_the_files_that_others_read(folder: RunFolder) -> None:
         "exact_match": None,
         "tokens_per_second": 1234.5,
         "peak_memory_bytes": 1073741824,
+        "memory_predicted_bytes": None,
+        "memory_measured_bytes": None,
         "final": str(folder.final),
     }
     log = folder.log.read_text()
