@@ -24,7 +24,7 @@ class StorageCounter(TorchDispatchMode):
     def __init__(
         self, device: str, hidden: Hidden = HIDDEN, watch: Callable[[Any, Any, Any, Any], None] | None = None
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.kinds: dict[int, str] = {}  # of what is held
         self.phases: list[tuple[int, str]] = []  # from which event on

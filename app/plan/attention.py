@@ -59,7 +59,7 @@ def planned(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: Documents 
     device = q.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else v.dtype
     lengths = (q.shape[2],) * q.shape[0] if documents is None else documents.lengths
-    out, _ = _attention(q.to(dtype), k.to(dtype), v.to(dtype), sum(_seen(n, rules) for n in lengths))
+    out: Tensor = _attention(q.to(dtype), k.to(dtype), v.to(dtype), sum(_seen(n, rules) for n in lengths))[0]
     return out
 
 

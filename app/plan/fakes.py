@@ -13,6 +13,9 @@ _LEAST_PAGED = 1e5  # numbers; what is smaller stays on the device
 class AnyNumber(TorchDispatchMode):
     """Answers for tensors that have no numbers: optimizers ask one of theirs now and then, and shapes never do."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """A number where one is asked for."""
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -84,6 +87,6 @@ class Paged:
         if parameter.numel() < _LEAST_PAGED:
             return torch.zeros_like(parameter, dtype=dtype)
         self.host_bytes += parameter.numel() * dtype.itemsize
-        buffer: Any = torch.empty(parameter.shape, dtype=dtype, device="meta")
-        buffer.is_paged = True
+        buffer: Tensor = torch.empty(parameter.shape, dtype=dtype, device="meta")
+        buffer.is_paged = True  # type: ignore[attr-defined]
         return buffer

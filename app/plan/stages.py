@@ -1,6 +1,7 @@
 """Where in its step a traced trainee is: told to the counter by hooks that leave the graph alone."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def watch(
     for at, layer in enumerate(layers):
         name = backward_of(at, len(layers) - recomputed, recomputed)
         layer.forward = _told_apart(layer.forward, flops)
-        layer.register_forward_hook(_before_backward(lambda name=name: counter.enter(name)))
+        layer.register_forward_hook(_before_backward(partial(counter.enter, name)))
     recompute(lm, recomputed)
 
     def begin(_module: Any, _args: Any) -> None:

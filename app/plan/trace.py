@@ -84,7 +84,8 @@ def trace(asked: Asked, outline: Outline, plain: int, recomputed: int) -> Trace:
             length, done = len(counter.events), (flops.total, flops.repeated)
             counter.enter(stages.SAVE)
             gradients = [p.grad for p in trainee.trained().values() if p.grad is not None]
-            kinds = counter.kinds | {counter.serial_of(each): "gradients" for each in gradients}
+            serials = (counter.serial_of(each) for each in gradients)
+            kinds = counter.kinds | {serial: "gradients" for serial in serials if serial is not None}
             gradients.clear()
             if evaluated is not None:
                 counter.enter(stages.EVALUATION)

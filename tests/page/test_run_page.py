@@ -93,7 +93,7 @@ def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> N
     }
     folder = made_run(tmp_path / "mine", LINES)
     (folder / "manifest.json").write_text(json.dumps({**MANIFEST, "memory_plan": plan}))
-    figures = {"memory_predicted_bytes": 400_000_000, "memory_measured_bytes": 390_000_000}
+    figures: dict[str, Any] = {"memory_predicted_bytes": 400_000_000, "memory_measured_bytes": 390_000_000}
     (folder / "result.json").write_text(json.dumps(result_of(LINES, **figures)))
     told = section(page_of(folder), "Memory").text
     assert "400 MB (head)" in told

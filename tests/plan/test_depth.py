@@ -20,8 +20,21 @@ def both(*overrides: str) -> tuple[MemoryPlan, MemoryPlan]:
     return plan_memory(run, shape), plan_memory(run, shape, exact=True)
 
 
-@pytest.mark.parametrize("recompute", ["0", "1", "4", "8", "true"])
-@pytest.mark.parametrize("recipe", ["full", "qlora"])
+QUICK = [("full", "0"), ("full", "true"), ("qlora", "4"), ("lora", "true")]
+SLOW = [
+    ("full", "1"),
+    ("full", "4"),
+    ("full", "8"),
+    ("lora", "0"),
+    ("qlora", "0"),
+    ("qlora", "1"),
+    ("qlora", "8"),
+]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "recompute"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
 def test_equals_the_trace_of_all_layers(recipe: str, recompute: str) -> None:
     guess, whole = both(f"recipe={recipe}", f"training.recompute={recompute}", "precision=bf16")
     assert whole.traced_layers == 9 > guess.traced_layers
