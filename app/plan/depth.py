@@ -76,6 +76,7 @@ def _numbers(found: Trace) -> Numbers:
         ("host",): found.host,
         ("flops",): found.flops,
         ("repeated",): found.repeated_flops,
+        ("update",): found.update_flops,
     }
 
 
@@ -97,7 +98,7 @@ def _plan(
         kept_bytes=numbers["kept",],
         host_bytes=numbers["host",],
         flops_per_token=(numbers["flops",] - numbers["repeated",]) / asked.shape.tokens,
-        flops=float(numbers["flops",] * asked.shape.micro_batches),
+        flops=float(numbers["flops",] * asked.shape.micro_batches + numbers["update",]),
         events=events,
         traced_layers=depth,
     )

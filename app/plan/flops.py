@@ -57,6 +57,7 @@ class FlopCounter:
     def __init__(self) -> None:
         self.total = 0
         self.repeated = 0  # of these, what had been computed before
+        self.before_update = 0  # of these, what the optimizer has no part in
         self.again = False  # whether a layer's forward would be such
         self.repeats = False  # whether one is running
 

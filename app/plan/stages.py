@@ -56,6 +56,10 @@ def watch(
         flops.again = False
         counter.enter(FORWARD)
 
+    def begin_update(*_given: Any) -> None:
+        flops.before_update = flops.total
+        counter.enter(OPTIMIZER)
+
     def turn_back() -> None:
         counter.enter(HEAD_BACKWARD)
         flops.again = True
@@ -68,7 +72,7 @@ def watch(
     trainee.register_forward_pre_hook(begin)
     lm.base_model.register_forward_hook(reach_head)
     trainee.register_forward_hook(_before_backward(turn_back))
-    optimizer.register_step_pre_hook(lambda *_: counter.enter(OPTIMIZER))
+    optimizer.register_step_pre_hook(begin_update)
 
 
 def _before_backward(enter: Callable[[], None]) -> Callable[[Any, Any, Any], None]:

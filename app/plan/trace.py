@@ -50,8 +50,9 @@ class Trace:
     phases: dict[str, dict[str, int]]
     kept: int
     host: int
-    flops: int
+    flops: int  # of a micro-batch
     repeated_flops: int
+    update_flops: int
     events: tuple[Event, ...]
 
 
@@ -81,7 +82,8 @@ def trace(asked: Asked, outline: Outline, plain: int, recomputed: int) -> Trace:
             counter.ignore(given)
         with counter, AutocastOfCuda() if asked.on_gpu else nullcontext():
             result = stepper.run(batches, lr=1e-4)
-            length, done = len(counter.events), (flops.total, flops.repeated)
+            length = len(counter.events)
+            repeated, update = flops.repeated, flops.total - flops.before_update
             counter.enter(stages.SAVE)
             gradients = [p.grad for p in trainee.trained().values() if p.grad is not None]
             serials = (counter.serial_of(each) for each in gradients)
@@ -98,8 +100,9 @@ def trace(asked: Asked, outline: Outline, plain: int, recomputed: int) -> Trace:
         phases=Replay(events, marks, kinds).phases(),
         kept=sum(sizes.get(serial, 0) for serial, kind in kinds.items() if kind != "temporary"),
         host=paged.host_bytes,
-        flops=done[0] // len(batches),
-        repeated_flops=done[1] // len(batches),
+        flops=flops.before_update // len(batches),
+        repeated_flops=repeated // len(batches),
+        update_flops=update,
         events=tuple(events[:length]),
     )
 

@@ -1,5 +1,7 @@
 """Arithmetic of a step against the closed form."""
 
+from dataclasses import replace
+
 import pytest
 
 from app.plan.planner import plan_memory
@@ -44,3 +46,16 @@ def test_a_packed_base_does_the_same_arithmetic() -> None:
     plain, packed = (plan_memory(small_run(f"recipe={kind}"), PACKED) for kind in ("lora", "qlora"))
     assert plain.flops == packed.flops
     assert plain.peak_bytes > packed.peak_bytes
+
+
+def test_an_update_is_counted_once_and_is_no_arithmetic_of_tokens() -> None:
+    """Muon multiplies matrices; AdamW does not."""
+    one, three = (
+        plan_memory(small_run("recipe=full", "optimizer=muon"), replace(PACKED, micro_batches=count))
+        for count in (1, 3)
+    )
+    adamw = plan_memory(small_run("recipe=full"), PACKED)
+    update = one.flops - adamw.flops
+    assert update > 0
+    assert three.flops == 3 * adamw.flops + update
+    assert one.flops_per_token == three.flops_per_token == adamw.flops_per_token
