@@ -81,5 +81,7 @@ def _facts(name: str) -> dict[str, Any]:
     except yaml.YAMLError as fault:
         raise ConfigError(f"{file}: {' '.join(str(fault).split())}") from fault
     if not isinstance(data, dict):
-        raise ConfigError(f"{file}: expected label:, memory_gib: and so on, as in the other files of the folder.")
+        raise ConfigError(
+            f"{file}: expected label:, memory_gib: and so on, as in the other files of the folder."
+        )
     return {"name": name, **data}

@@ -8,7 +8,7 @@ _EXPANDABLE = "expandable_segments:True"
 
 
 def let_segments_grow() -> None:
-    """One stretch of memory that grows, in place of many of fixed size: what is freed fits the next request more often."""
+    """One stretch of memory that grows, in place of many of fixed size: what was freed fits more often."""
     if not any(name in os.environ for name in _VARIABLES):
         os.environ[_VARIABLES[0]] = _EXPANDABLE
 

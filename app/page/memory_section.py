@@ -73,8 +73,8 @@ def _bar(facts: Facts) -> Html | None:
     end = percent(room / whole)
     if needed > room:
         drawn.append(element("line", x1=end, x2=end, y1="0", y2="100%", class_="limit"))
-    told = f"{memory(needed)} needed of {memory(room)}"
-    bar = element("svg", *drawn, class_="stack", role="img", aria_label=told)
+    words = f"{memory(needed)} needed of {memory(room)}"
+    bar = element("svg", *drawn, class_="stack", role="img", aria_label=words)
     line = f"The line is where the {memory(room)} of {facts.get('label')} end." if needed > room else None
     return joined(bar, element("p", line, class_="remark") if line else None)
 

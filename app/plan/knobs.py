@@ -148,11 +148,11 @@ def seconds_per_token(run: RunConfig, plan: MemoryPlan, tokens: int, machine: Ma
 
 def _packed_weights(run: RunConfig, plan: MemoryPlan) -> float:
     """From their constants: a scale for each 64, of 8 bits with double quantisation, else of 32."""
-    return plan.anatomy["quantization_constants"] * (63 if run.quantization.double_quant else 16)
+    return plan.anatomy["quantization_constants"] * (63.0 if run.quantization.double_quant else 16.0)
 
 
 def _recomputed_share(run: RunConfig) -> float:
-    asked, layers = run.training.recompute, run.model.architecture.get("num_hidden_layers", 0)
+    asked, layers = run.training.recompute, int(run.model.architecture.get("num_hidden_layers", 0))
     if isinstance(asked, bool) or not layers:
         return float(bool(asked))
     return min(1.0, int(asked) / layers)

@@ -119,6 +119,6 @@ def _notes(found: Looked, machine: Machine, processes: int) -> Iterator[str]:
     if not segments_grow():
         yield "the environment switches expandable segments off; without them torch takes more"
     if processes > 1:
-        yield f"of each of {processes} processes: data parallelism divides rows, not memory; NCCL's buffers are in the margin"
+        yield f"each of {processes} processes needs as much: data parallelism divides rows, not the model"
     if found.plan.host_bytes:
         yield f"{found.plan.host_bytes / 1e9:.1f} GB of optimizer states lie in the memory of the host"

@@ -99,7 +99,9 @@ def speed(facts: Facts) -> str:
 def traced(facts: Facts) -> str:
     """How much of the model was."""
     return (
-        "every layer traced" if facts["exact"] else f"{facts['traced_layers']} layers traced, the others like them"
+        "every layer traced"
+        if facts["exact"]
+        else f"{facts['traced_layers']} layers traced, the others like them"
     )
 
 

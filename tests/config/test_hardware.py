@@ -27,7 +27,15 @@ def test_every_file_has_sound_facts() -> None:
         assert has_fp8 == (hardware.fp8_tflops is not None), hardware.name
         assert hardware.names, hardware.name
     sizes = [hardware.memory_gib for hardware in table.values()]
-    for nominal in (24, 32, 40, 48, 80, 141, 192):  # of each common size there is one, a bit less than it is sold as
+    for nominal in (
+        24,
+        32,
+        40,
+        48,
+        80,
+        141,
+        192,
+    ):  # of each common size there is one, a bit less than it is sold as
         assert any(0.85 * nominal < size < 1.01 * nominal for size in sizes), nominal
 
 
@@ -53,9 +61,9 @@ def test_without_a_name_it_is_the_machine_at_hand() -> None:
         (("hardware=h100", "hardware.memory_gib=much"), "hardware.memory_gib=much: expected a number."),
         (("hardware=h100", "hardware.memory_gib=0"), "hardware.memory_gib=0.0 must be above 0"),
         (("hardware.memory_gib=3",), "hardware.memory_gib needs hardware=NAME, which it changes."),
-        (("exat=true",), "exat is not a key. Did you mean exact?"),
+        (("exactt=true",), "exactt is not a key. Did you mean exact?"),
         (("exact=perhaps",), "exact=perhaps: expected true or false."),
-        (("exat=true", "sed=1", "hardware=h10"), "Did you mean seed? hardware=h10:"),
+        (("exactt=true", "sed=1", "hardware=h10"), "Did you mean seed? hardware=h10:"),
     ],
 )
 def test_what_is_mistyped_is_told_with_the_right_name(words: tuple[str, ...], told: str) -> None:
@@ -64,5 +72,5 @@ def test_what_is_mistyped_is_told_with_the_right_name(words: tuple[str, ...], to
 
 def test_it_belongs_to_the_look_at_memory_alone() -> None:
     assert "hardware=h100: only app.check memory asks for it." in refusal("data", "hardware=h100")
-    with pytest.raises(ConfigError, match="python -m app.check memory hardware=h100"):
+    with pytest.raises(ConfigError, match=r"python -m app\.check memory hardware=h100"):
         compose_run(["hardware=h100"])

@@ -22,14 +22,14 @@ REFUSED = [
     ("model@here=tiny", "model@here=tiny: model has one place in a run. Write model=..."),
     (
         "model=null",
-        "model=null: there is no such model. Choose one of bert, folder, llama, llama_70b, mistral, modernbert, qwen, tiny.",
+        "model=null: there is no such model. Choose one of bert, folder, llama, llama_70b, mistral, modernbert,",
     ),
     ("model=_hub", "model=_hub: there is no such model."),
     ("model=Llama", "Did you mean llama?"),
     ("recipe=loar", "recipe=loar: there is no such recipe. Did you mean lora?"),
     (
         "modl=llama",
-        "modl is neither a key nor a group. Did you mean model=bert|folder|llama|mistral|modernbert|qwen|tiny?",
+        "modl is neither a key nor a group. Did you mean model=bert|folder|llama|llama_70b|mistral|modernbert|qwen|tiny?",
     ),
     ("seed=1,2", "seed=1,2: several values are a sweep, which -m starts: python -m app.train -m seed=..."),
     ("recipe=full,lora", "recipe=full,lora: several values are a sweep"),

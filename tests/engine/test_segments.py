@@ -26,11 +26,13 @@ def test_they_grow_by_default() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("told", "grow"),
-    [("expandable_segments:False", False), ("max_split_size_mb:64, expandable_segments: true", True), ("", False)],
+    [
+        ("expandable_segments:False", False),
+        ("max_split_size_mb:64, expandable_segments: true", True),
+        ("", False),
+    ],
 )
-def test_what_the_user_says_stays(
-    monkeypatch: pytest.MonkeyPatch, name: str, told: str, grow: bool
-) -> None:
+def test_what_the_user_says_stays(monkeypatch: pytest.MonkeyPatch, name: str, told: str, grow: bool) -> None:
     monkeypatch.setenv(name, told)
     let_segments_grow()
     assert {each: os.environ[each] for each in NAMES if each in os.environ} == {name: told}

@@ -1,5 +1,6 @@
 """The memory on the page of app.check: its figures are those of check.json, and the bar has their proportions."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def test_the_bar_has_their_proportions_and_no_gap(facts: dict[str, Any], ends: f
         for each in bar.all("rect")
     ]
     assert len(edges) == 10  # no part of 0 bytes
-    for (start, width), (following, _) in zip(edges, edges[1:], strict=False):
+    for (start, width), (following, _) in pairwise(edges):
         assert start + width == pytest.approx(following, abs=0.02)
     assert sum(edges[-1]) == pytest.approx(100 * ends, abs=0.05)
     assert len(bar.all("line", "limit")) == (not facts["fits"])
@@ -66,7 +67,9 @@ def test_what_does_not_fit_is_said_first_and_what_brings_it_in() -> None:
     assert notes(page)[0] == "it needs 30.1 GB"
     assert "saves 10.9 GB, alone brings it in; as fast:" in section(page, "What brings").text
     together = {"override": "a=1 b=2", "needed_bytes": 9e9}
-    shown = section(page_of({**TOO_LARGE, "knobs": TOO_LARGE["knobs"][:1], "together": together}), "What brings")
+    shown = section(
+        page_of({**TOO_LARGE, "knobs": TOO_LARGE["knobs"][:1], "together": together}), "What brings"
+    )
     assert [each.text for each in shown.all("pre")] == ["training.recompute=true", "a=1 b=2"]
     assert "together 9.0 GB, which fits" in shown.text
 
@@ -80,6 +83,8 @@ def test_both_checks_share_a_page() -> None:
 
 
 def test_settings_stay_text_and_little_is_enough() -> None:
-    page = page_of({**MEMORY, "subject": HOSTILE, "notes": [HOSTILE], "label": HOSTILE, "peak_where": HOSTILE})
+    page = page_of(
+        {**MEMORY, "subject": HOSTILE, "notes": [HOSTILE], "label": HOSTILE, "peak_where": HOSTILE}
+    )
     assert page.all("script") == page.all("img") == []
     assert page_of({"peak_bytes": None, "anatomy": {}, "knobs": None}).all("h1")

@@ -1,6 +1,6 @@
 """The simulated allocator: exact where it can be worked out by hand, and never less than what lives."""
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,7 @@ MIB = 1 << 20
 A, B, C, D = range(4)
 
 # name: requests in MiB, what native segments and what expandable ones take
-BY_HAND = {
+BY_HAND: dict[str, tuple[list[tuple[int, float]], int, int]] = {
     "a byte takes a small page": ([(A, 1 / MIB)], 2, 2),
     "a small page holds two halves": ([(A, 1), (B, 1)], 2, 2),
     "small ones have a page of their own": ([(A, 1), (B, 2)], 22, 22),
@@ -31,7 +31,11 @@ BY_HAND = {
         80,
         80,
     ),
-    "a hole is taken before the end that can grow": ([(A, 16), (B, 4), (C, 5), (A, -16), (D, 12), (4, 15)], 52, 40),
+    "a hole is taken before the end that can grow": (
+        [(A, 16), (B, 4), (C, 5), (A, -16), (D, 12), (4, 15)],
+        52,
+        40,
+    ),
 }
 
 
@@ -87,7 +91,7 @@ def test_it_never_takes_less_than_lives_and_gives_no_byte_twice(
             allocator.free(which)
             del live[which]
         places = sorted(allocator.place(each) for each in live)
-        for (pool, start, held), (next_pool, next_start, _) in zip(places, places[1:], strict=False):
+        for (pool, start, held), (next_pool, next_start, _) in pairwise(places):
             assert pool != next_pool or start + held <= next_start
         assert sum(held for _, _, held in places) >= sum(live.values())
         assert allocator.footprint().reserved_bytes >= sum(held for _, _, held in places)

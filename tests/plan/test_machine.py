@@ -39,7 +39,9 @@ def test_a_gpu_is_known_by_what_its_driver_calls_it(name: str) -> None:
 
 
 def test_facts_of_the_table_become_bytes_and_rates() -> None:
-    machine = machine_of(read_hardware(["hardware=h100", "hardware.memory_gib=2", "hardware.context_gib=0.5"]))
+    machine = machine_of(
+        read_hardware(["hardware=h100", "hardware.memory_gib=2", "hardware.context_gib=0.5"])
+    )
     assert (machine.memory_bytes, machine.context_bytes, machine.context_is_measured) == (2**31, 2**29, True)
     assert (machine.flops_per_second, machine.bytes_per_second, machine.device) == (989e12, 3.35e12, "gpu")
     unmeasured = machine_of(read_hardware(["hardware=h100"]))

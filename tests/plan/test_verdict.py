@@ -38,7 +38,7 @@ def test_layers_that_were_not_traced_lose_a_share_more(grow: bool) -> None:
     traced = plan(frozen_weights=70, events=events)
     assert lost_bytes(traced, grow=grow) == few.lost_bytes
     deeper = plan(frozen_weights=1070, events=None, few_events=events)
-    assert lost_bytes(deeper, grow=grow) - few.lost_bytes == (30 if grow else 120) * MIB
+    assert lost_bytes(deeper, grow=grow) - few.lost_bytes == (40 if grow else 120) * MIB
     assert lost_bytes(replace(deeper, peak_bytes=0), grow=grow) == few.lost_bytes
 
 
@@ -56,12 +56,16 @@ def test_the_worst_micro_batch_is_what_the_settings_allow() -> None:
     assert (packed.rows, packed.width, packed.documents) == (1, 600, (256, 256, 88))
     assert (packed.label_rows, packed.longest, packed.tokens) == (600, 256, 600)
     padded = worst_case(
-        compose_run(["batching.packing=false", "batching.rows=3", "dataset.max_length=250", "batching.accumulation=5"])
+        compose_run(
+            ["batching.packing=false", "batching.rows=3", "dataset.max_length=250", "batching.accumulation=5"]
+        )
     )
     assert (padded.rows, padded.width, padded.documents) == (3, 256, ())
     assert (padded.label_rows, padded.micro_batches) == (750, 5)
     words = ["model=bert", "dataset=text", "dataset.path=x", "batching.tokens=1024", "task.mask_share=0.25"]
     hidden = worst_case(compose_run(words))
     assert (hidden.documents, hidden.label_rows) == ((512, 512), 258)
-    apart = worst_case(compose_run([*words, "batching.packing=false", "batching.rows=2", "dataset.max_length=60"]))
+    apart = worst_case(
+        compose_run([*words, "batching.packing=false", "batching.rows=2", "dataset.max_length=60"])
+    )
     assert (apart.width, apart.documents) == (64, (60, 4, 60, 4))

@@ -59,7 +59,9 @@ def test_without_colours_nothing_is_marked(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_does_not_fit_is_told_with_its_parts_and_the_cheapest_way_in() -> None:
     told = stop(TOO_LARGE)
-    assert told.startswith("it needs 30.1 GB of the 25.2 GB of RTX 4090: frozen weights 15.0 GB, trained weights 300")
+    assert told.startswith(
+        "it needs 30.1 GB of the 25.2 GB of RTX 4090: frozen weights 15.0 GB, trained weights 300"
+    )
     assert "margin 757 MB; the peak is in: backward." in told
     assert told.endswith("Set recipe=qlora, which saves 10.9 GB.")
     none = {**TOO_LARGE, "knobs": TOO_LARGE["knobs"][:1]}
