@@ -47,6 +47,7 @@ DECIDING = (
     "hub",
     "json_array",
     "making",
+    "mould",
     "overflow",
     "pieces",
     "rendering",
@@ -60,6 +61,9 @@ DECIDING = (
     "stream",
     "tables",
     "text_file",
+    "template_conditions",
+    "template_kinds",
+    "template_proof",
     "tokenizer",
 )
 _ABANDONED = 24 * 3600  # seconds until a half-written entry belongs to nobody, where no lock says so before

@@ -8,10 +8,13 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from app.data.mould import Mould, Moulds, is_plain, mould_of, stand_ins
 from app.data.script import Script, common_start, script_of
 from app.data.shapes import Conversation, Document, Draft, Message, RowProblem, Span
+from app.data.template_proof import only_writes
 from app.data.tokenizer import Tokenizer
 from app.errors import DataError
 
@@ -52,6 +55,10 @@ class Renderer:
         self._special = _any_of(tokenizer.special_tokens_map)
         self._train_on = train_on
         self._on_unstable = on_unstable
+        self._moulds = Moulds()
+        self._proved: dict[
+            frozenset[str], bool
+        ] = {}  # by roles, whether the template only writes what is said
 
     def drafts(self, content: Conversation | Document, place: str) -> Drafts:
         """The samples of one row. `place` is for the error that an unstable template may be."""
@@ -61,6 +68,44 @@ class Renderer:
         return replace(self._chat(content, place), marked=marked)
 
     def _chat(self, content: Conversation, place: str) -> Drafts:
+        return self._moulded(content, place) or self._rendered(content, place)
+
+    def _moulded(self, content: Conversation, place: str) -> Drafts | None:
+        """As `_rendered`, without rendering, where another conversation like it has been."""
+        if content.tools is not None or self._train_on == "all" or not is_plain(content.messages):
+            return None
+        roles = tuple(message["role"] for message in content.messages)
+        try:
+            at = tuple(self._trained(content))
+        except RowProblem:  # one of the template may come before it
+            return None
+        mould = self._moulds.find((roles, at), partial(self._mould, roles, at, content, place))
+        return None if mould is None else _filled(mould, content, at)
+
+    def _mould(self, roles: Sequence[str], at: Sequence[int], like: Conversation, place: str) -> Mould | None:
+        """None where what a message says may matter to more than itself; and if `like` comes out otherwise."""
+        if not self._only_writes(frozenset(roles)):
+            return None
+        script = Script(self._tokenizer, stand_ins(roles), None)
+        try:
+            spans = [self._turn(script, index, 1.0).span for index in at]
+            if _unseen(script) or not all(map(partial(_only_adds, script), at, spans)):
+                return None
+        except RowProblem:
+            return None
+        mould = mould_of(script.whole, spans)
+        return mould if mould and _filled(mould, like, at) == self._rendered(like, place) else None
+
+    def _only_writes(self, roles: frozenset[str]) -> bool:
+        if roles not in self._proved:
+            own = (
+                type(self._tokenizer).apply_chat_template.__module__ == "transformers.tokenization_utils_base"
+            )
+            template = self._tokenizer.chat_template
+            self._proved[roles] = own and isinstance(template, str) and only_writes(template, roles)
+        return self._proved[roles]
+
+    def _rendered(self, content: Conversation, place: str) -> Drafts:
         known = ("auto", "assistant", "last", "all", *(["completion"] if content.answer else []))
         assert self._train_on in known, self._train_on
         script = script_of(content, self._tokenizer)
@@ -137,6 +182,21 @@ class Renderer:
             )
         kept = turns if self._on_unstable == "expand" else turns[-1:]
         return [_of_parts(turn.text, [(turn.span, turn.weight)]) for turn in kept]
+
+
+def _filled(mould: Mould, content: Conversation, at: Sequence[int]) -> Drafts:
+    text, spans = mould.filled(content.messages)
+    weights = (content.weights.get(index, 1.0) for index in at)
+    return Drafts([_of_parts(text, list(zip(spans, weights, strict=True)))])
+
+
+def _only_adds(script: Script, index: int, span: Span) -> bool:
+    """Whether an answer is all that follows its prompt, without a thought before it, and stays as the talk goes on."""
+    through, prompt = script.prefix(index + 1), script.prefix(index, ask=True)
+    if index == 0 or not through.startswith(prompt) or not script.whole.startswith(through):
+        return False
+    thought = _EMPTY_THOUGHT.fullmatch(script.head(index)[len(prompt) :])
+    return span[0] == len(prompt) and thought is None and _is_whole(script.messages[index], through)
 
 
 def _any_of(special: Mapping[str, Any]) -> re.Pattern[str]:
