@@ -13,7 +13,7 @@ _TYPES = {  # tests of text that depend on nothing that it says
     **dict.fromkeys(("mapping", "none", "number", "boolean", "undefined", "callable"), False),
 }
 KEYS = ("role", "content")  # of a message
-MEMBERSHIP = ("in", "not" + "in")  # as jinja calls them
+MEMBERSHIP = ("in", "notin")  # as jinja calls them
 ABSENT = ("tools", "documents")  # variables that are None, unless a template sets them
 
 
