@@ -29,7 +29,8 @@ REFUSED = [
     ("recipe=loar", "recipe=loar: there is no such recipe. Did you mean lora?"),
     (
         "modl=llama",
-        "modl is neither a key nor a group. Did you mean model=bert|folder|llama|llama_70b|mistral|modernbert|qwen|tiny?",
+        "modl is neither a key nor a group. Did you mean "
+        "model=bert|folder|llama|llama_70b|mistral|modernbert|qwen|tiny?",
     ),
     ("seed=1,2", "seed=1,2: several values are a sweep, which -m starts: python -m app.train -m seed=..."),
     ("recipe=full,lora", "recipe=full,lora: several values are a sweep"),

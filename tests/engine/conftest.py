@@ -12,6 +12,7 @@ from app.config.schema import RunConfig
 from app.data.layout import Packed, Padded
 from app.data.loader import Loader, Share
 from app.data.prepare import Data, prepare
+from app.engine.layers import layers_of
 from app.engine.runtime import Runtime, start
 from app.engine.step import Stepper
 from app.model.attention import Needs, needs_of
@@ -70,7 +71,7 @@ def sections_of(run: RunConfig, attention: str = "sdpa") -> ModelSections:
         quantization=run.quantization,
         attention=attention,
         precision=run.precision.kind,
-        recompute=run.training.recompute,
+        recompute=layers_of(run.training),
     )
 
 
