@@ -62,14 +62,17 @@ class Batch:
 
     ids: Tensor  # [R, S] token ids
     positions: Tensor  # [R, S] position of each token within its document
-    label_rows: Tensor  # [N] flat index (r * S + s) of each hidden state that predicts a trained token
-    targets: Tensor  # [N] the token it must predict, IGNORE where the row only fills up
+    label_rows: (
+        Tensor  # [N] flat index (r * S + s) of each hidden state that predicts a trained token, or a class
+    )
+    targets: Tensor  # [N] the token or the class it must predict, IGNORE where the row only fills up
     lengths: tuple[int, ...]  # tokens of each document, without padding
     num_labels: int  # targets that are not IGNORE
     num_tokens: int  # tokens without padding
     documents: Documents | None = None
     samples: tuple[int, ...] = ()  # of an evaluation: which row of the data each document is
     weights: Weights | None = None  # None: each label counts 1
+    segments: Tensor | None = None  # [R, S] of pairs: 1 where the second side is, else 0
 
     @property
     def label_weight(self) -> float:
@@ -89,7 +92,8 @@ class Batch:
         """All that a device gets of it."""
         bounds = [] if self.documents is None else [self.documents.bounds]
         weights = [] if self.weights is None else [self.weights.each]
-        return [self.ids, self.positions, self.label_rows, self.targets, *bounds, *weights]
+        sides = [] if self.segments is None else [self.segments]
+        return [self.ids, self.positions, self.label_rows, self.targets, *bounds, *weights, *sides]
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`; host values stay."""
@@ -101,4 +105,5 @@ class Batch:
             targets=self.targets.to(device, non_blocking=True),
             documents=None if self.documents is None else self.documents.to(device),
             weights=None if self.weights is None else self.weights.to(device),
+            segments=None if self.segments is None else self.segments.to(device, non_blocking=True),
         )

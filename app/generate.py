@@ -4,6 +4,7 @@ python -m app.generate run=runs/mine prompt="What is the plural of goose?"
 python -m app.generate run=runs/mine                                  a conversation
 python -m app.generate run=runs/mine prompts=questions.jsonl output=answers.jsonl
 python -m app.generate run=runs/mine prompt="..." adapter=false       the base, for comparison
+python -m app.generate run=runs/labels prompt="..."                   of task=classification: the label, and how likely
 python -m app.generate model=Qwen/Qwen3-8B prompt="..." temperature=0.7
 """
 
@@ -13,12 +14,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.config.asking import GenerateConfig, generate_config
+from app.config.asking import GenerateConfig, class_problems, generate_config
 from app.config.command import run_command
 from app.config.finished import finished_folder
 from app.config.load import read_run
+from app.config.mixes import sources_of
 from app.config.rules import has_chats
-from app.config.schema import ModelConfig
+from app.config.schema import ModelConfig, RunConfig
 from app.errors import ConfigError
 from app.record.files import write_text
 from app.record.lines import printable
@@ -31,10 +33,17 @@ if TYPE_CHECKING:
 
 def generate(config: GenerateConfig) -> None:
     """From a checked config to answers."""
+    folder = None if config.run is None else finished_folder(config.run)
+    run = None if folder is None else read_run(folder / "run.yaml")
+    if folder is not None and run is not None and run.task.kind == "classification":
+        _classify(config, folder, run)
+        return
+    if config.second is not None:
+        raise ConfigError("second is for a run of task=classification on pairs of texts. Leave it out.")
     from app.data.prompts import asked, read_prompts
 
     questions = None if config.prompts is None else read_prompts(config.prompts, config.system)
-    answerer = _answerer(config)
+    answerer = _answerer(config, folder, run)
     if questions is not None:
         _answer_file(config, answerer, questions)
     elif config.prompt is not None:
@@ -44,9 +53,60 @@ def generate(config: GenerateConfig) -> None:
         _converse(config, answerer)
 
 
-def _answerer(config: GenerateConfig) -> "Answerer":
-    folder = None if config.run is None else finished_folder(config.run)
-    run = None if folder is None else read_run(folder / "run.yaml")
+def _classify(config: GenerateConfig, folder: Path, run: RunConfig) -> None:
+    """Labels with their probabilities."""
+    formats = {source.format for source in sources_of(run.dataset).values()}
+    columns, pair = run.dataset.columns, "text_pair" in formats
+    problems = list(class_problems(config, str(folder), pair))
+    if problems:
+        raise ConfigError(problems)
+    from app.data.prompts import read_examples
+
+    one = [config.prompt, *([config.second] if pair else [])]
+    fields = [columns.sentence1, columns.sentence2] if pair else [columns.text]
+    texts = [list(map(str, one))] if config.prompts is None else read_examples(config.prompts, fields)
+    from app.model.classifier import Classifier
+    from app.model.load import load_tuned, load_tuned_tokenizer
+    from app.model.tasks import task_of
+
+    tokenizer = load_tuned_tokenizer(folder / "final")
+    lm = load_tuned(
+        folder,
+        run.model,
+        task_of(run.task),
+        adapter=config.adapter,
+        quantization=run.quantization,
+        seed=run.seed,
+    )
+    classifier, cut = Classifier(lm, tokenizer, run.dataset.max_length), 0
+    lines = []
+    for each, (found, was_cut) in zip(texts, classifier.answers(texts), strict=True):
+        cut += was_cut
+        lines.append(_in_words(found) if config.prompts is None else _in_json(each, fields, found))
+    if config.output is None:
+        sys.stdout.writelines(lines)
+    else:
+        write_text(Path(config.output).expanduser(), "".join(lines))
+        sys.stderr.write(f"{config.output}\n")
+    if cut:
+        longest = f"dataset.max_length={run.dataset.max_length} of the run"
+        sys.stderr.write(f"cut off, as longer than {longest}: {cut} of {len(texts)}\n")
+
+
+def _in_words(found: dict[str, float]) -> str:
+    """The label by itself, then all of them."""
+    best = next(iter(found))
+    return f"{printable(best)}\n" + "".join(f"  {p:7.2%}  {printable(name)}\n" for name, p in found.items())
+
+
+def _in_json(texts: Sequence[str], fields: Sequence[str], found: dict[str, float]) -> str:
+    given = dict(zip(fields, texts, strict=True))
+    return (
+        json.dumps({**given, "label": next(iter(found)), "probabilities": found}, ensure_ascii=False) + "\n"
+    )
+
+
+def _answerer(config: GenerateConfig, folder: Path | None, run: RunConfig | None) -> "Answerer":
     if run is not None and run.task.kind != "causal":
         raise ConfigError(
             f"run={folder}: it was tuned with task={run.task.kind}, and such a model writes no text. "

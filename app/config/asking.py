@@ -14,6 +14,7 @@ class GenerateConfig:
     run: str | None = None
     model: str | None = None
     prompt: str | None = None
+    second: str | None = None  # of a pair, for a run that learnt labels of pairs
     prompts: str | None = None
     output: str | None = None
     system: str | None = None
@@ -35,6 +36,30 @@ class GenerateConfig:
         return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0, **limits}
 
 
+def class_problems(config: GenerateConfig, folder: str, pair: bool) -> Iterator[str]:
+    """What means nothing to a model that answers with a label."""
+    given = {
+        "system": config.system,
+        "chat": config.chat,
+        "temperature": config.temperature or None,
+        "max_new_tokens": None if config.max_new_tokens == GenerateConfig().max_new_tokens else "",
+    }
+    idle = [key for key, value in given.items() if value is not None]
+    if idle:
+        yield (
+            f"{' and '.join(idle)} would change nothing: run={folder} was tuned with task=classification, and answers "
+            "with a label. Leave it out."
+        )
+    if config.prompt is None and config.prompts is None:
+        yield (
+            f"prompt has no value. Give prompt=TEXT or prompts=FILE: run={folder} was tuned with task=classification, "
+            "which answers with a label and holds no conversation."
+        )
+    if config.prompt is not None and pair != (config.second is not None):
+        words = "give second=TEXT too" if pair else "leave second out"
+        yield f"run={folder} was tuned on {'pairs of texts' if pair else 'single texts'}: {words}."
+
+
 def generate_config(arguments: Sequence[str]) -> GenerateConfig:
     """From the command line, with everything that is wrong with it."""
     return parse_command(arguments, GenerateConfig, _problems)
@@ -47,6 +72,8 @@ def _problems(config: GenerateConfig) -> Iterator[str]:
         yield f"run={config.run} and model={config.model} both say whom to ask. Keep one."
     if config.prompt is not None and config.prompts is not None:
         yield f"prompt and prompts={config.prompts} both say what to ask. Keep one."
+    if config.second is not None and config.prompt is None:
+        yield "second is the other text of a pair. Give prompt=TEXT, the first, or leave second out."
     if config.output is not None and config.prompts is None:
         yield f"output={config.output} is for the answers to a file. Give prompts=FILE, or leave output out."
     if config.model is not None and not config.adapter:

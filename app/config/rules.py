@@ -10,6 +10,7 @@ from pathlib import Path
 
 from app.config.mixes import key_of, mix_problems, sources_of
 from app.config.schema import DatasetConfig, RunConfig
+from app.config.values import shown
 
 Rule = Callable[[RunConfig], Iterator[str]]
 
@@ -18,12 +19,15 @@ _LIST_PATH = re.compile(r"[^*]+\.\*(\.[^*]+)?")
 # rendered by a chat template
 CHAT_FORMATS = ("messages", "sharegpt", "instruction", "question_answer", "chat_completion")
 
+LABELLED_FORMATS = ("labelled_text", "text_pair")  # a text or two, and the class that they are of
+
 # what `dataset.train_on` can mean for rows of each format
 TRAIN_ON = {
     **dict.fromkeys(CHAT_FORMATS, ("auto", "assistant", "last", "all")),
     "chat_completion": ("auto", "completion", "assistant", "last", "all"),
     "prompt_completion": ("auto", "completion", "all"),
     "text": ("auto", "all"),
+    **dict.fromkeys(LABELLED_FORMATS, ("auto",)),
     "auto": ("auto", "assistant", "last", "completion", "all"),  # asked again once the rows are known
 }
 
@@ -31,7 +35,13 @@ TRAIN_ON = {
 def trains_answers(dataset: DatasetConfig) -> bool:
     """Whether what is trained of a row answers what stands before it; else it is the whole row."""
     formats = {source.format for source in sources_of(dataset).values()}
-    return formats != {"text"} and dataset.train_on != "all"
+    return not formats <= {"text", *LABELLED_FORMATS} and dataset.train_on != "all"
+
+
+def formats_for(task: str) -> tuple[str, ...]:
+    """Those whose rows a task can learn from; `dataset.format=auto` looks for no other."""
+    of_labels = task == "classification"
+    return tuple(fmt for fmt in TRAIN_ON if fmt != "auto" and (fmt in LABELLED_FORMATS) is of_labels)
 
 
 def has_chats(dataset: DatasetConfig) -> bool:
@@ -86,6 +96,36 @@ def _hidden_tokens_are_of_text(run: RunConfig) -> Iterator[str]:
         )
     if run.task.mask_share <= 0:
         yield f"task.mask_share={run.task.mask_share:g} hides nothing. Set task.mask_share=0.15."
+
+
+def _labels_are_of_classes(run: RunConfig) -> Iterator[str]:
+    is_of_labels = run.task.kind == "classification"
+    for name, source in sources_of(run.dataset).items():
+        given = f"{key_of(name)}.format={source.format}"
+        if is_of_labels and source.format not in (*LABELLED_FORMATS, "auto"):
+            yield (
+                f"{given}: task=classification learns labels, and such rows have none. Set dataset=labelled_text or "
+                "dataset=text_pair with dataset.path=FILE, or task=causal."
+            )
+        elif run.task.kind == "causal" and source.format in LABELLED_FORMATS:
+            yield (
+                f"{given}: its labels are learnt by task=classification alone, and this is task=causal. "
+                "Set task=classification, or dataset=text for the text without its labels."
+            )
+
+
+def _labels_are_classes(run: RunConfig) -> Iterator[str]:
+    labels = run.task.labels
+    if labels and run.task.kind != "classification":
+        yield (
+            f"task.labels={shown(labels)} means nothing for task={run.task.kind}. "
+            "Set task=classification, or leave it out."
+        )
+    elif len(labels) == 1:
+        yield f"task.labels={shown(labels)}: there is nothing to choose. Give two or more, or none: those of the rows."
+    elif len(set(labels)) < len(labels):
+        twice = sorted({label for label in labels if labels.count(label) > 1})
+        yield f"task.labels={shown(labels)} names {', '.join(twice)} more than once. Give each label once."
 
 
 def _one_list_makes_rows(run: RunConfig) -> Iterator[str]:
@@ -199,6 +239,8 @@ RULES: tuple[Rule, ...] = (
     _rows_fit_their_bins,
     _trained_part_fits_the_format,
     _hidden_tokens_are_of_text,
+    _labels_are_of_classes,
+    _labels_are_classes,
     _one_list_makes_rows,
     _only_text_splits,
     _a_mix_is_whole,

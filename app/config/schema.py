@@ -39,6 +39,7 @@ class Suggest:
     """What suits this model; recipes refer to these."""
 
     lr_full: float = number(above=0)
+    lr_full_by_task: dict[str, Any] = field(default_factory=dict)
     lr_adapter: float = number(above=0)
     tokens: int = number(at_least=8)
     rows: int = number(at_least=1)
@@ -78,6 +79,9 @@ class Columns:
     prompt: str = MISSING
     completion: str = MISSING
     text: str = MISSING
+    sentence1: str = MISSING
+    sentence2: str = MISSING
+    label: str = MISSING
 
 
 @dataclass(kw_only=True, slots=True)
@@ -103,7 +107,7 @@ class DatasetConfig:
     mix: dict[str, Any] = field(default_factory=dict, metadata={SECTIONS: MixSource})
     format: str = choice(
         *("auto", "messages", "sharegpt", "instruction", "question_answer"),
-        *("prompt_completion", "chat_completion", "text"),
+        *("prompt_completion", "chat_completion", "text", "labelled_text", "text_pair"),
     )
     split: str = MISSING
     hub_config: str | None = None
@@ -125,10 +129,15 @@ class DatasetConfig:
 
 @dataclass(kw_only=True, slots=True)
 class TaskConfig:
-    """What the model learns to predict; `mask_share` is the part of a row's tokens that is hidden from it."""
+    """What the model learns to predict.
+
+    `mask_share` is the part of a row's tokens that is hidden from it; `labels` are the names of all classes in their
+    order, none: those of the training rows, which run.yaml then has.
+    """
 
     kind: str = MISSING
     mask_share: float = number(0.0, at_least=0, at_most=1)
+    labels: list[str] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -40,6 +40,7 @@ DECIDING = (
     "formats/columns",
     "formats/conversation",
     "formats/documents",
+    "formats/labelled",
     "formats/questions",
     "formats/table",
     "formats/tools",

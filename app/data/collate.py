@@ -1,7 +1,9 @@
 """Token rows into one Batch, padded or packed."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -38,6 +40,7 @@ def collate_padded(rows: Sequence[Labelled], pad_id: int, *, isolate: bool = Fal
         num_tokens=sum(lengths),
         documents=_with_padding(lengths, width) if isolate else None,
         weights=_weights(rows),
+        segments=_segments(rows, [r * width for r in range(len(rows))], ids.shape),
     )
 
 
@@ -83,6 +86,7 @@ def collate_packed(rows: Sequence[Labelled], pad_id: int, shape: BinShape) -> Ba
         num_tokens=used,
         documents=Documents.of(documents, shape.longest, shape.places),
         weights=_weights(rows),
+        segments=_segments(rows, list(accumulate(lengths, initial=0)), (1, shape.tokens)),
     )
 
 
@@ -93,6 +97,17 @@ def _weights(rows: Sequence[Labelled]) -> Weights | None:
     parts = [np.ones(len(row.targets), np.float32) if row.weights is None else row.weights for row in rows]
     each = np.concatenate(parts)
     return Weights(torch.from_numpy(each), float(each.sum(dtype=np.float64)))
+
+
+def _segments(rows: Sequence[Labelled], starts: Sequence[int], shape: tuple[int, ...]) -> torch.Tensor | None:
+    """1 where the second side of each pair is; nothing where no row has sides."""
+    if all(row.second < 0 for row in rows):
+        return None
+    flat = np.zeros(math.prod(shape), np.int64)
+    for row, start in zip(rows, starts, strict=False):
+        if row.second >= 0:
+            flat[start + row.second : start + len(row.ids)] = 1
+    return torch.from_numpy(flat.reshape(shape))
 
 
 def _round_up(size: int) -> int:

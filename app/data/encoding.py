@@ -1,7 +1,8 @@
 """Text to token ids and the mask of what is trained, in batches that keep the tokenizer's threads busy."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from app.errors import ConfigError
 Ids = NDArray[np.int32]
 Mask = NDArray[np.bool_]
 Weights = NDArray[np.float32]
+Parts = NDArray[np.int8]
 
 _PIECES = 8  # of a long document, tokenised at once: a token takes some hundred bytes until it is a number
 
@@ -29,6 +31,9 @@ class Sample:
     weights: Weights | None = (
         None  # how much each token counts, 0 where it is not trained; None: trained ones count 1
     )
+    label: str | None = None  # of an example: the class to be predicted, in place of tokens
+    owner: Parts | None = None  # of an example: which text each token is of, -1 for what frames them
+    second: int = -1  # of a pair, for models that tell its sides apart: the first token of the second side
 
 
 class Encoder:
@@ -47,22 +52,35 @@ class Encoder:
 
     def encode(self, drafts: Sequence[Draft]) -> list[Sample]:
         """One sample for each draft. Its first token is never trained: nothing comes before it."""
+        if drafts and drafts[0].label is not None:  # then all are: a format has them or has not
+            return list(self._examples(drafts))
         short = [draft.text for draft in drafts if not _is_long(draft)]
         encodings = iter(self._encodings(short))
         return [
             self._long(draft) if _is_long(draft) else self._short(draft, next(encodings)) for draft in drafts
         ]
 
+    def _examples(self, drafts: Sequence[Draft]) -> Iterator[Sample]:
+        """As the tokenizer frames them by itself, which is how they will be asked about."""
+        tokenizer, first = self._tokenizer, drafts[0]
+        texts = [d.text if d.second is None else (d.text, d.second) for d in drafts]
+        encodings = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=True)
+        _require_same(
+            encodings[0], tokenizer(first.text, first.second, add_special_tokens=True, verbose=False)
+        )
+        has_sides = first.second is not None and "token_type_ids" in tokenizer.model_input_names
+        for draft, encoding in zip(drafts, encodings, strict=True):
+            owner = np.array([-1 if at is None else at for at in encoding.sequence_ids], np.int8)
+            second = _second_side(encoding.type_ids) if has_sides else -1
+            nothing = np.zeros(len(owner), np.bool_)
+            yield Sample(_as_ids(encoding.ids), nothing, label=draft.label, owner=owner, second=second)
+
     def _encodings(self, texts: list[str]) -> list[Encoding]:
         """Straight from the backend: the wrapper around it takes as long again."""
         if not texts:
             return []
         encodings = self._tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
-        told = self._tokenizer(texts[0], add_special_tokens=False, verbose=False)["input_ids"]
-        if encodings[0].ids != list(told):
-            raise ConfigError(
-                "model.tokenizer: it changes text before its fast backend sees it; not supported"
-            )
+        _require_same(encodings[0], self._tokenizer(texts[0], add_special_tokens=False, verbose=False))
         return encodings
 
     def _short(self, draft: Draft, encoding: Encoding) -> Sample:
@@ -109,6 +127,21 @@ class Encoder:
         trained = np.concatenate([np.zeros(len(opening), np.bool_), trained, np.ones(len(closing), np.bool_)])
         trained[: int(draft.first)] = False
         return Sample(ids, trained, glued)
+
+
+def _require_same(encoding: Encoding, told: Mapping[str, Any]) -> None:
+    if encoding.ids != list(told["input_ids"]):
+        raise ConfigError("model.tokenizer: it changes text before its fast backend sees it; not supported")
+
+
+def _second_side(types: Sequence[int]) -> int:
+    """Where the second side begins, which goes to the end."""
+    at = types.index(1) if 1 in types else len(types)
+    if list(types) != [0] * at + [1] * (len(types) - at):
+        raise ConfigError(
+            "model.tokenizer: it marks the sides of a pair otherwise than by 0 and 1; not supported"
+        )
+    return at
 
 
 def _as_ids(values: Sequence[int]) -> Ids:

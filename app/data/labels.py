@@ -1,4 +1,4 @@
-"""What a model must predict of a row: the next token of each, or tokens that were hidden from it."""
+"""What a model must predict of a row: the next token of each, tokens that were hidden from it, or its class."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ class Labelled:
     at: NDArray[np.int64]
     targets: NDArray[np.int32]
     weights: NDArray[np.float32] | None = None  # how much each target counts; None: 1
+    second: int = -1  # where the second side of a pair begins, for models that are told
 
 
 class Labels(Protocol):
@@ -90,11 +91,39 @@ class HiddenTokens:
         return seen
 
 
-def _causal(_config: TaskConfig, _tokenizer: Tokenizer, _seed: int) -> Labels:
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """The state of one token predicts the class: of the first where tokens see those after them, else of the last.
+
+    Of the last one that is no padding, to be exact: models of transformers look for that.
+    """
+
+    names: tuple[str, ...]
+    both_ways: bool
+    pad_id: int | None
+
+    def of(self, rows: TokenRows, i: int, epoch: int) -> Labelled:  # noqa: ARG002  nothing is drawn
+        """The row as it is."""
+        ids = rows.ids(i)
+        at = 0 if self.both_ways else self.last(ids)
+        target = self.names.index(rows.class_of(i))
+        return Labelled(ids, np.array([at]), np.array([target], np.int32), second=rows.second(i))
+
+    def last(self, ids: NDArray[np.int32]) -> int:
+        """The place of the last token; the first one's where all are padding."""
+        real = np.flatnonzero(ids != self.pad_id) if self.pad_id is not None else np.arange(len(ids))
+        return int(real[-1]) if len(real) else 0
+
+
+def _causal(_config: TaskConfig, _tokenizer: Tokenizer, _seed: int, _both_ways: bool) -> Labels:
     return NEXT_TOKENS
 
 
-def _masked(config: TaskConfig, tokenizer: Tokenizer, seed: int) -> Labels:
+def _classes(config: TaskConfig, tokenizer: Tokenizer, _seed: int, both_ways: bool) -> Labels:
+    return Classes(tuple(config.labels), both_ways, tokenizer.pad_token_id)
+
+
+def _masked(config: TaskConfig, tokenizer: Tokenizer, seed: int, _both_ways: bool) -> Labels:
     if tokenizer.mask_token_id is None:
         raise ConfigError(
             "task.kind=masked: the tokenizer has no mask token. Give the tokenizer of an encoder "
@@ -105,12 +134,16 @@ def _masked(config: TaskConfig, tokenizer: Tokenizer, seed: int) -> Labels:
     return HiddenTokens(config.mask_share, tokenizer.mask_token_id, np.array(special), ordinary, seed)
 
 
-LABELS: dict[str, Callable[[TaskConfig, Tokenizer, int], Labels]] = {"causal": _causal, "masked": _masked}
+LABELS: dict[str, Callable[[TaskConfig, Tokenizer, int, bool], Labels]] = {
+    "causal": _causal,
+    "masked": _masked,
+    "classification": _classes,
+}
 
 
-def labels_of(config: TaskConfig, tokenizer: Any, seed: int) -> Labels:
-    """Of a run's task."""
-    return LABELS[config.kind](config, tokenizer, seed)
+def labels_of(config: TaskConfig, tokenizer: Any, seed: int, *, both_ways: bool) -> Labels:
+    """Of a run's task, and a model whose tokens see those after them or do not."""
+    return LABELS[config.kind](config, tokenizer, seed, both_ways)
 
 
 def read(rows: TokenRows, units: Sequence[NDArray[np.int64]], labels: Labels, epoch: int) -> list[Labelled]:

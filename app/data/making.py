@@ -61,7 +61,7 @@ class Maker:
                 empty = empty_parts(row, content, self._config.format, self._config.columns)
                 drafts = replace(drafts, empty=tuple(empty))
             for draft in drafts.samples:
-                draft.text.encode()
+                f"{draft.text}{draft.second or ''}{draft.label or ''}".encode()
         except RowProblem as problem:
             return str(problem)
         except UnicodeEncodeError as error:  # JSON can say "\\ud800", which no text has
@@ -96,6 +96,10 @@ def _made(place: str, row: Row | Broken, drafts: Drafts, samples: Iterator[Sampl
 def _nothing_trained(drafts: list[Draft], made: list[Sample]) -> str:
     """Why a row teaches nothing; empty if each of its samples does."""
     for draft, sample in zip(drafts, made, strict=True):
+        if sample.label is not None:
+            if not len(sample.ids):
+                return "the tokenizer makes no token of it"
+            continue
         trained = int(sample.trained.sum())
         if not trained:
             return "no token of it is trained"

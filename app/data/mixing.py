@@ -96,6 +96,7 @@ def recount(counts: Counts, rows: TokenRows) -> None:
     counts.trained_tokens = rows.num_trained
     counts.label_weight = rows.label_weight
     counts.weighted_samples = rows.num_weighted
+    counts.classes = rows.class_counts()
 
 
 def total(parts: Sequence[Counts]) -> Counts:

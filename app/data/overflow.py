@@ -1,10 +1,12 @@
 """Samples longer than `dataset.max_length`: every policy counts what it does; nothing is cut silently."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
-from app.data.encoding import Mask, Sample
+from app.config.rules import LABELLED_FORMATS
+from app.data.encoding import Mask, Parts, Sample
 from app.data.report import Counts
 from app.errors import DataError
 
@@ -12,9 +14,11 @@ _MOST = 0.05  # of the samples may be dropped before `auto` calls it an error
 
 
 def policy_for(on_overflow: str, fmt: str) -> str:
-    """What `auto` stands for: text goes on in the next piece, a chat without its end is worth nothing."""
+    """What `auto` stands for: text goes on in the next piece, what a text is about shows early, and a chat without
+    its end is worth nothing.
+    """
     if on_overflow == "auto":
-        return "split" if fmt == "text" else "drop"
+        return "split" if fmt == "text" else "truncate" if fmt in LABELLED_FORMATS else "drop"
     assert on_overflow != "split" or fmt == "text", (on_overflow, fmt)
     return on_overflow
 
@@ -42,7 +46,8 @@ class LongText:
         self._rest = piece if self._rest is None else _joined(self._rest, piece)
         if self._policy == "split":
             return list(self._split())
-        if len(self._rest.ids) > self._max_length + 1:  # one more shows that it is too long
+        is_whole = self._rest.owner is not None  # an example is cut in the middle, where its texts end
+        if len(self._rest.ids) > self._max_length + 1 and not is_whole:  # one more shows that it is too long
             self._rest = _first(self._rest, self._max_length + 1)
         return []
 
@@ -103,13 +108,46 @@ def _drop(_sample: Sample, _max_length: int) -> list[Sample]:
 
 
 def _truncate(sample: Sample, max_length: int) -> list[Sample]:
-    """Nothing, if all that is trained comes after the cut."""
+    """Nothing, if all that is trained comes after the cut. An example keeps what frames its texts."""
+    if sample.owner is not None:
+        return _shortened(sample, sample.owner, max_length)
     kept = _first(sample, max_length)
     return [kept] if kept.trained.any() else []
 
 
 def _keep(sample: Sample, _max_length: int) -> list[Sample]:
     return [sample]
+
+
+def _shortened(sample: Sample, owner: Parts, max_length: int) -> list[Sample]:
+    """The ends of its texts cut off, that of the longer one first, as tokenizers do it."""
+    sizes = [int((owner == side).sum()) for side in (0, 1)]
+    room = max_length - int((owner < 0).sum())
+    if room < 1:
+        return []
+    kept = _shares(sizes, room)
+    stays = owner < 0
+    for side, number in enumerate(kept):
+        stays[np.flatnonzero(owner == side)[:number]] = True
+    second = sample.second
+    return [
+        replace(
+            sample,
+            ids=sample.ids[stays],
+            trained=sample.trained[stays],
+            owner=owner[stays],
+            second=int(stays[:second].sum()) if second >= 0 else second,
+        )
+    ]
+
+
+def _shares(sizes: list[int], room: int) -> list[int]:
+    """What each of two texts keeps."""
+    short = min(sizes)
+    long = max(short, room - short)
+    if short + long > room:
+        short, long = room // 2, room - room // 2
+    return [short, long] if sizes[0] <= sizes[1] else [long, short]
 
 
 POLICIES: dict[str, Callable[[Sample, int], list[Sample]]] = {

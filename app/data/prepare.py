@@ -1,7 +1,7 @@
 """From `dataset` to token rows: those to train on, those held out, and what became of every row."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,16 +14,17 @@ from app.data.cache import cache_key, cached_rows
 from app.data.formats.table import fields_of
 from app.data.mixing import Pool, recount
 from app.data.overflow import policy_for
-from app.data.report import Counts, DataReport
+from app.data.report import Counts, DataReport, in_words
 from app.data.rows import TokenRows
 from app.data.shapes import Source
 from app.data.signatures import KnownFiles
 from app.data.sources import eval_source, train_source
 from app.data.stops import stops, unstopped
 from app.data.stream import write_rows
-from app.data.tokenizer import Tokenizer, check_tokenizer
+from app.data.tokenizer import Tokenizer, check_tokenizer, parts_pairs
 from app.errors import DataError
 
+_RARE = 8  # rows of a label
 _DECIDING = ("format", "max_length", "train_on", "on_overflow", "on_bad_row", "on_unstable_template")
 
 
@@ -34,6 +35,7 @@ class Data:
     train: TokenRows
     eval: TokenRows | None
     report: DataReport
+    classes: tuple[str, ...] = ()  # of examples: all labels, in the order of the model's
 
 
 Prepared = tuple[TokenRows, Counts]
@@ -53,29 +55,35 @@ def prepare(
     cache_dir: str,
     notes: Sequence[str] = (),
     judge: Judge = stop_if_wrong,
+    classes: Sequence[str] = (),
 ) -> Data:
     """Token rows of both splits, from the cache if nothing that decides them has changed.
 
-    `notes` are told with them. `judge` decides whether a source will do.
+    `notes` are told with them. `judge` decides whether a source will do. `classes` are the labels that rows may have;
+    without any, all that the rows have from which the training ones are.
     """
-    rows_of = partial(_rows, tokenizer=tokenizer, cache_dir=cache_dir, judge=judge)
+    rows_of = partial(_rows, tokenizer=tokenizer, cache_dir=cache_dir, judge=judge, known=classes)
     held = eval_source(config)
     pool = _pool(config, rows_of)
+    known = tuple(classes or pool.rows.class_counts())
     report = DataReport(pool.total(), notes=[*notes, *_notes(config, tokenizer)])
     if held is not None:
-        chosen, report.eval = rows_of(held, config.eval_max_rows, config)
+        chosen, report.eval = rows_of(held, config.eval_max_rows, config, known=known)
         report.shared = int(np.isin(chosen.digests, pool.rows.digests).sum())
-        return _mixed(pool, chosen, report)
-    if config.eval_fraction > 0:
-        return _parted(pool, config, report)
-    return _mixed(pool, None, report)
+        data = _mixed(pool, chosen, report)
+    elif config.eval_fraction > 0:
+        data = _parted(pool, config, report)
+    else:
+        data = _mixed(pool, None, report)
+    report.notes += _class_notes(known, data.train)
+    return replace(data, classes=known)
 
 
 def rows_to_score(
-    config: DatasetConfig, tokenizer: Tokenizer, cache_dir: str
+    config: DatasetConfig, tokenizer: Tokenizer, cache_dir: str, classes: Sequence[str] = ()
 ) -> tuple[TokenRows, Counts, list[str]]:
     """The rows that a training holds out, without reading those it trains on; all rows where nothing is held out."""
-    rows_of = partial(_rows, tokenizer=tokenizer, cache_dir=cache_dir, judge=stop_if_wrong)
+    rows_of = partial(_rows, tokenizer=tokenizer, cache_dir=cache_dir, judge=stop_if_wrong, known=classes)
     notes = _notes(config, tokenizer)
     held = eval_source(config)
     if held is not None:
@@ -127,6 +135,7 @@ def _rows(
     tokenizer: Tokenizer,
     cache_dir: str,
     judge: Judge,
+    known: Sequence[str],
 ) -> Prepared:
     """The rows of one source. `max_rows` holds for rows read, and for the samples that they become."""
     check_tokenizer(tokenizer, config.format)
@@ -136,8 +145,25 @@ def _rows(
     )
     counts = Counts(**told)
     counts.source = source.name  # the entry may have been made of a copy that lay elsewhere
+    rows = _of_classes(rows, known, counts)
     judge(config, source, counts)
     return _first(rows, max_rows, counts), counts
+
+
+def _of_classes(rows: TokenRows, known: Sequence[str], counts: Counts) -> TokenRows:
+    """Without rows whose label nobody knows: these are bad."""
+    if not known or not rows.class_counts():
+        return rows
+    kept = rows.of_classes(known)
+    for i in np.flatnonzero(~kept):
+        named = in_words(known)
+        counts.bad(
+            rows.place(int(i)), f"label {rows.class_of(int(i))!r} is none of those that are learnt: {named}"
+        )
+    counts.rows_kept -= int((~kept).sum())
+    chosen = rows.select(np.flatnonzero(kept))
+    recount(counts, chosen)
+    return chosen
 
 
 def _settings(config: DatasetConfig, max_rows: int | None) -> dict[str, Any]:
@@ -150,9 +176,36 @@ def _settings(config: DatasetConfig, max_rows: int | None) -> dict[str, Any]:
 
 def _notes(config: DatasetConfig, tokenizer: Tokenizer) -> list[str]:
     """What the rows do not show."""
+    notes = []
     if has_chats(config) and "strftime_now" in str(tokenizer.chat_template):
-        return ["the chat template writes a date: that of the day on which the rows were tokenised"]
-    return []
+        notes.append("the chat template writes a date: that of the day on which the rows were tokenised")
+    has_pairs = any(section.format == "text_pair" for section in sources_of(config).values())
+    if has_pairs and not parts_pairs(tokenizer):
+        notes.append(
+            "the tokenizer puts nothing between the two texts of a pair: where one ends is for the model to find;"
+            " end the first with a line break, or whatever parts them"
+        )
+    return notes
+
+
+def _class_notes(known: Sequence[str], rows: TokenRows) -> list[str]:
+    """Labels that can hardly be learnt, and texts whose label is in doubt."""
+    if not known:
+        return []
+    counts = rows.class_counts()
+    notes = []
+    absent = [name for name in known if name not in counts]
+    if absent:
+        notes.append(f"no row that is trained on has the label {in_words(absent)}: it cannot be learnt")
+    rare = [f"{name} ({number})" for name, number in counts.items() if number < _RARE]
+    if rare:
+        notes.append(f"very few rows have the label {in_words(rare)}: expect little of it")
+    doubtful = len(np.unique(rows.contents)) - len(np.unique(rows.digests))
+    if doubtful:
+        notes.append(
+            f"texts with more than one label: {doubtful:,}; the model can only learn how often each is given"
+        )
+    return notes
 
 
 def _parted(pool: Pool, config: DatasetConfig, report: DataReport) -> Data:

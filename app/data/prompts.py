@@ -1,12 +1,13 @@
 """Prompts from a file: lines of text, or rows with a prompt or messages."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from app.config.suggest import nearest
 from app.data.files import READERS, extension, read_file
-from app.data.shapes import Broken, Message
+from app.data.formats.columns import value
+from app.data.shapes import Broken, Message, Row
 from app.errors import DataError
 
 _LINES = (".txt", ".md")
@@ -28,6 +29,38 @@ def read_prompts(given: str, system: str | None) -> list[list[Message]]:
     if not found:
         raise DataError(f"prompts={given}: it has no prompts.")
     return [_with_system(messages, system) for messages in found]
+
+
+def read_examples(given: str, fields: Sequence[str]) -> list[list[str]]:
+    """The texts to be labelled: of a line, or of the columns `fields` of a row; a single one may be called prompt."""
+    path = Path(given).expanduser()
+    if not path.is_file():
+        raise DataError(f"prompts={given}: no such file. Give a .txt with a text a line, or a .jsonl.")
+    if extension(path) in _LINES and len(fields) == 1:
+        found = [[messages[0]["content"]] for messages in _lines(path, given)]
+    elif extension(path) in READERS:
+        found = [_texts_of(place, row, given, fields) for place, row in read_file(path, given)]
+    else:
+        raise DataError(
+            f"prompts={given}: expected one of {', '.join(READERS)} with the columns {' and '.join(fields)}."
+        )
+    if not found:
+        raise DataError(f"prompts={given}: it has no prompts.")
+    return found
+
+
+def _texts_of(place: str, row: Row | Broken, name: str, fields: Sequence[str]) -> list[str]:
+    if isinstance(row, Broken):
+        raise DataError(f"prompts={name}: {place}: {row.reason}")
+    found = [value(row, field) for field in fields]
+    if len(fields) == 1 and not isinstance(found[0], str):
+        found = [row.get("prompt")]
+    if not all(isinstance(text, str) and text.strip() for text in found):
+        raise DataError(
+            f"prompts={name}: {place}: expected text in {' and '.join(fields)}; found columns "
+            f"{', '.join(row) or 'none'}."
+        )
+    return found
 
 
 def asked(prompt: str, system: str | None) -> list[Message]:

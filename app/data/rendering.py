@@ -13,7 +13,7 @@ from typing import Any
 
 from app.data.mould import Mould, Moulds, is_plain, mould_of, stand_ins
 from app.data.script import Script, common_start, script_of
-from app.data.shapes import Conversation, Document, Draft, Message, RowProblem, Span
+from app.data.shapes import Conversation, Document, Draft, Example, Message, RowProblem, Span
 from app.data.template_proof import only_writes
 from app.data.tokenizer import Tokenizer
 from app.errors import DataError
@@ -60,10 +60,12 @@ class Renderer:
             frozenset[str], bool
         ] = {}  # by roles, whether the template only writes what is said
 
-    def drafts(self, content: Conversation | Document, place: str) -> Drafts:
+    def drafts(self, content: Conversation | Document | Example, place: str) -> Drafts:
         """The samples of one row. `place` is for the error that an unstable template may be."""
         if isinstance(content, Document):
             return Drafts([self._document(content)])
+        if isinstance(content, Example):
+            return Drafts([Draft(content.text, (), raw=True, label=content.label, second=content.second)])
         marked = sum(self._special.search(message["content"]) is not None for message in content.messages)
         return replace(self._chat(content, place), marked=marked)
 

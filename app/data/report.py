@@ -1,11 +1,12 @@
 """What became of the rows: counted while they are read, told to people, kept in the manifest."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 MAX_PLACES = 20
 _MAX_REASONS = 20
+_MAX_CLASSES = 12
 _STEP = 8  # tokens between two classes of over-long samples; a 32nd of their length where that is more
 
 
@@ -52,6 +53,7 @@ class Counts:
     duplicates: int = 0  # samples whose tokens and mask an earlier one has
     duplicates_dropped: int = 0
     left_over: int = 0  # samples after the first dataset.max_rows or eval_max_rows
+    classes: dict[str, int] = field(default_factory=dict)  # of examples: samples by their label
 
     def bad(self, place: str, reason: str) -> None:
         """Count a bad row, and keep the first places."""
@@ -123,7 +125,7 @@ def split_lines(split: str, c: Counts) -> Iterator[str]:
     """For people: what is there, then what was lost on the way and what the chat template did."""
     share = c.trained_tokens / max(c.tokens, 1)
     read = f"{_many(c.rows_read, 'row')} -> " if c.rows_read else ""
-    trained = f"{c.trained_tokens:,} trained ({share:.0%})"
+    trained = classes_line(c.classes) if c.classes else f"{c.trained_tokens:,} trained ({share:.0%})"
     yield f"{split}: {read}{_many(c.samples, 'sample')}, {_many(c.tokens, 'token')}, {trained}"
     for told in (*_weight_lines(c), *_lost_lines(c), *_template_lines(c)):
         yield f"{split}: {told}"
@@ -134,6 +136,19 @@ def _weight_lines(c: Counts) -> Iterator[str]:
         share = c.label_weight / max(c.trained_tokens, 1)
         count = f"its trained tokens count as {c.label_weight:,.1f}, {share:.2f} each on average"
         yield f"{_many(c.weighted_samples, 'sample')} with messages of another weight than 1: {count}"
+
+
+def in_words(names: Sequence[str]) -> str:
+    """The first of a list."""
+    more = f" and {len(names) - _MAX_CLASSES:,} more" if len(names) > _MAX_CLASSES else ""
+    return ", ".join(names[:_MAX_CLASSES]) + more
+
+
+def classes_line(classes: Mapping[str, int]) -> str:
+    """How many samples each label has."""
+    shown = [f"{name} {number:,}" for name, number in list(classes.items())[:_MAX_CLASSES]]
+    more = len(classes) - len(shown)
+    return f"{_many(len(classes), 'label')}: {', '.join(shown)}{f' and {more:,} more' if more else ''}"
 
 
 def _lost_lines(c: Counts) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Token rows on disk, mapped into memory: what the loader takes from, row by row."""
 
 import hashlib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -10,14 +11,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 # Of each row: where its tokens and its place end, how many tokens are trained, hashes of its ids and of its
-# mask (of the weights, where some are neither 0 nor 1), and the hash that decides between training and evaluation.
+# mask (of the weights, where some are neither 0 nor 1), and the hash that decides between training and evaluation;
+# then, -1 where it has none, the number of its class in the store and the first token of the second side of a pair.
 ENTRY = np.dtype(
-    [("tokens", "<i8"), ("place", "<i8"), ("labels", "<i8"), ("ids", "<u8"), ("mask", "<u8"), ("side", "<u8")]
+    [
+        *(("tokens", "<i8"), ("place", "<i8"), ("labels", "<i8"), ("ids", "<u8"), ("mask", "<u8")),
+        *(("side", "<u8"), ("class", "<i4"), ("second", "<i4")),
+    ]
 )
 
 # A stretch of trained tokens of one row that count neither 0 nor 1 in the loss.
 WEIGHED = np.dtype([("row", "<i8"), ("start", "<i4"), ("stop", "<i4"), ("weight", "<f4")])
 _SORTED = 1 << 22  # rows
+
+
+_WHOLE = re.compile(r"[-+]?[0-9]{1,18}")
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,7 @@ class Store:
     again: NDArray[np.bool_]  # of each row, whether an earlier one is equal to it
     largest_id: int
     weighed: NDArray[np.void] = field(default_factory=lambda: np.empty(0, WEIGHED))  # by row and place
+    classes: tuple[str, ...] = ()  # names, by the numbers in the index
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
@@ -49,6 +58,14 @@ class Store:
             self.weighed["weight"].astype(np.float64) - 1
         )
         return np.asarray(np.bincount(self.weighed_rows, more, minlength=len(self.index)), np.float64)
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Classes in the order that a model has them: whole numbers by size, words by their characters."""
+    known = list(names)
+    if all(_WHOLE.fullmatch(name) for name in known):
+        return sorted(known, key=lambda name: (int(name), name))
+    return sorted(known)
 
 
 class TokenRows:
@@ -101,6 +118,42 @@ class TokenRows:
         for stretch in store.weighed[first:end]:
             weights[stretch["start"] : stretch["stop"]] = stretch["weight"]
         return weights
+
+    def class_of(self, i: int) -> str:
+        """The name of the class of row i, which is an example."""
+        store, row = self._at(i)
+        name: str = store.classes[store.index["class"][row]]
+        return name
+
+    def second(self, i: int) -> int:
+        """Where the second side of row i begins; -1 where models are told of no sides."""
+        store, row = self._at(i)
+        return int(store.index["second"][row])
+
+    def class_counts(self) -> dict[str, int]:
+        """Rows of each class that has any, in the order of `in_order`; nothing where rows are no examples."""
+        names, codes = self._classes
+        if not names:
+            return {}
+        counted: list[int] = np.bincount(codes, minlength=len(names)).tolist()
+        return {name: number for name, number in zip(names, counted, strict=True) if number}
+
+    def of_classes(self, known: Sequence[str]) -> NDArray[np.bool_]:
+        """Which rows are of one of these classes."""
+        names, codes = self._classes
+        return np.isin(codes, [at for at, name in enumerate(names) if name in set(known)])
+
+    @cached_property
+    def _classes(self) -> tuple[list[str], NDArray[np.int64]]:
+        """All names, whatever store has them, and for each row the number of its own."""
+        names = in_order({name for store in self._stores for name in store.classes})
+        every = [
+            np.array([names.index(name) for name in store.classes], np.int64)[store.index["class"]]
+            if store.classes
+            else np.full(len(store.index), -1, np.int64)
+            for store in self._stores
+        ]
+        return names, np.concatenate(every)[self._chosen]
 
     def place(self, i: int) -> str:
         """Where row i came from: "train.jsonl:17", or "org/name[train] row 17"."""

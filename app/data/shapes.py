@@ -86,6 +86,15 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
+class Example:
+    """A text, or two, of a class; tokenised as the tokenizer frames them by itself."""
+
+    text: str
+    label: str
+    second: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Draft:
     """One sample before tokenisation. A raw one still needs the tokens that open and close a document.
 
@@ -98,3 +107,5 @@ class Draft:
     weights: tuple[float, ...] = ()  # of each span; none: each counts 1
     first: bool = True
     last: bool = True
+    label: str | None = None  # of an example, of which nothing is trained token by token
+    second: str | None = None

@@ -9,6 +9,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -45,6 +46,14 @@ def disk_explained(cache_dir: str, needed: int = 0) -> Iterator[None]:
         ) from error
 
 
+@dataclass(frozen=True, slots=True)
+class Example:
+    """What a row has in place of trained tokens: its class, and where the second side of a pair begins, or -1."""
+
+    name: str
+    second: int
+
+
 class RowWriter:
     """Writes rows one after the other; memory does not grow with them."""
 
@@ -57,6 +66,7 @@ class RowWriter:
         self._num_chars = 0
         self._num_bytes = 0
         self._largest_id = 0
+        self._classes: dict[str, int] = {}  # the number of each name, as they came
         with contextlib.ExitStack() as stack, disk_explained(cache_dir):
             self._files = {name: stack.enter_context((folder / name).open("wb")) for name in _FILES}
             self._closing = stack.pop_all()
@@ -68,6 +78,7 @@ class RowWriter:
         trained: NDArray[np.bool_],
         side: int,
         weights: NDArray[np.float32] | None = None,
+        example: Example | None = None,
     ) -> None:
         """One row; `side` is shared by the rows that must not be parted between training and evaluation."""
         shown = place.encode()
@@ -77,8 +88,12 @@ class RowWriter:
         self._num_tokens += len(ids)
         self._num_chars += len(shown)
         self._largest_id = max(self._largest_id, int(ids.max(initial=0)))
-        labels = int(np.count_nonzero(trained))
-        entry = (self._num_tokens, self._num_chars, labels, digest(ids), digest(mask), side)
+        labels, meant = int(np.count_nonzero(trained)), digest(mask)
+        number, second = -1, -1
+        if example is not None:
+            labels, meant = 1, digest(np.frombuffer(f"{example.name} {example.second}".encode(), np.uint8))
+            number, second = self._classes.setdefault(example.name, len(self._classes)), example.second
+        entry = (self._num_tokens, self._num_chars, labels, digest(ids), meant, side, number, second)
         self._num_bytes += ids.nbytes + trained.nbytes + len(shown) + ENTRY.itemsize + weighed.nbytes
         with disk_explained(self._cache_dir, self._num_bytes):
             self._write(_TOKENS, ids.astype("<i4", copy=False).tobytes())
@@ -102,6 +117,7 @@ class RowWriter:
             if not _later(meta, signatures):
                 signatures = {}
             facts = {"checksums": self._checksums, "largest_id": self._largest_id, "told": told}
+            facts["classes"] = list(self._classes)
             _write_meta(meta, {**facts, "signatures": signatures})
 
     def close(self) -> None:
@@ -152,6 +168,7 @@ def open_rows(folder: Path) -> tuple[TokenRows, Told] | None:
         again=_map(folder / _AGAIN, np.dtype(np.bool_)),
         largest_id=largest_id,
         weighed=_map(folder / _WEIGHTS, WEIGHED) if _WEIGHTS in _names(meta) else np.empty(0, WEIGHED),
+        classes=tuple(meta["classes"]),
     )
     return TokenRows(store), told
 

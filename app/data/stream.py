@@ -16,7 +16,7 @@ from app.data.making import Made, Maker
 from app.data.overflow import LongText, fit, policy_for
 from app.data.report import Counts
 from app.data.shapes import Broken, Located, Row, Source, goes_on
-from app.data.storage import RowWriter, digest
+from app.data.storage import Example, RowWriter, digest
 from app.data.tokenizer import Tokenizer
 
 _ROWS = 512  # of one batch,
@@ -143,7 +143,8 @@ class _Stream:
     def _write(self, place: str, part: Sample, last: Sample) -> None:
         # Samples of one conversation repeat each other, so they take the same side; pieces of a text do not.
         side = part if self._policy == "split" else last
-        self._writer.add(place, part.ids, part.trained, digest(side.ids), part.weights)
+        example = None if part.label is None else Example(part.label, part.second)
+        self._writer.add(place, part.ids, part.trained, digest(side.ids), part.weights, example)
         self._counts.samples += 1
         self._counts.tokens += len(part.ids)
-        self._counts.trained_tokens += int(part.trained.sum())
+        self._counts.trained_tokens += int(part.trained.sum()) if example is None else 1

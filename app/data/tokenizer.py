@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from app.config.rules import CHAT_FORMATS
+from app.config.rules import CHAT_FORMATS, LABELLED_FORMATS
 from app.data.shapes import Message
 from app.errors import ConfigError
 
@@ -15,6 +15,14 @@ class Encoding(Protocol):
     def ids(self) -> list[int]:
         """Token ids."""
 
+    @property
+    def type_ids(self) -> list[int]:
+        """Of each token the side of a pair, as models count them."""
+
+    @property
+    def sequence_ids(self) -> list[int | None]:
+        """Of each token the text that it is of; None for what frames them."""
+
     def char_to_token(self, char_pos: int) -> int | None:
         """The token that holds a character, if one does."""
 
@@ -25,7 +33,9 @@ class Encoding(Protocol):
 class Backend(Protocol):
     """The Rust tokenizer inside."""
 
-    def encode_batch(self, input: Sequence[str], *, add_special_tokens: bool) -> list[Encoding]:
+    def encode_batch(
+        self, input: Sequence[str | tuple[str, str]], *, add_special_tokens: bool
+    ) -> list[Encoding]:
         """Many texts at once, on all threads."""
 
     def to_str(self) -> str:
@@ -39,8 +49,10 @@ class Tokenizer(Protocol):
     eos_token_id: int | None
     sep_token_id: int | None
     mask_token_id: int | None
+    pad_token_id: int | None
     chat_template: str | dict[str, str] | None
     all_special_ids: list[int]
+    model_input_names: list[str]
 
     @property
     def backend_tokenizer(self) -> Backend:
@@ -50,8 +62,10 @@ class Tokenizer(Protocol):
     def special_tokens_map(self) -> Mapping[str, Any]:
         """Which token plays which part."""
 
-    def __call__(self, text: str, *, add_special_tokens: bool, verbose: bool) -> Mapping[str, Any]:
-        """Tokens of one text."""
+    def __call__(
+        self, text: str, text_pair: str | None = None, *, add_special_tokens: bool, verbose: bool
+    ) -> Mapping[str, Any]:
+        """Tokens of one text, or of a pair."""
 
     def get_vocab(self) -> dict[str, int]:
         """Every token and its id."""
@@ -83,5 +97,12 @@ def check_tokenizer(tokenizer: Tokenizer, fmt: str) -> None:
                 f"model.chat_template: the tokenizer has none, and dataset.format={fmt} needs one;"
                 " set model.chat_template=FILE or one of the names that ship"
             )
-    elif tokenizer.eos_token_id is None and tokenizer.sep_token_id is None:
+    elif fmt not in LABELLED_FORMATS and tokenizer.eos_token_id is None and tokenizer.sep_token_id is None:
         raise ConfigError(f"model.tokenizer: it has no end-of-text token, and dataset.format={fmt} needs one")
+
+
+def parts_pairs(tokenizer: Tokenizer) -> bool:
+    """Whether something of the tokenizer's own stands between the texts of a pair."""
+    (encoding,) = tokenizer.backend_tokenizer.encode_batch([("a", "b")], add_special_tokens=True)
+    owners = encoding.sequence_ids
+    return None in owners[owners.index(0) : owners.index(1)]

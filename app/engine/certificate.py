@@ -22,7 +22,8 @@ from app.model.attention import right_own
 from app.model.build import ModelSections
 from app.model.dtypes import DTYPES
 from app.model.quantize import linear_outside
-from app.model.tasks import TASKS
+from app.model.tasks import task_of
+from app.model.trainee import Trainee
 from app.model.weights import build_on_meta
 
 _ROWS = 8
@@ -79,20 +80,10 @@ class Certificate:
 class Expected:
     """What the export must give: rows, and the logits of the run's own model."""
 
-    ids: list[Tensor]
-    at: list[Tensor]
+    rows: dict[str, Tensor]  # as files take them
     targets: list[Tensor]
     logits: list[Tensor]
     rows_are: str
-
-    def rows(self) -> dict[str, Tensor]:
-        """As files take them."""
-        pairs = enumerate(zip(self.ids, self.at, strict=True))
-        return {
-            f"{kind}.{i}": tensor
-            for i, both in pairs
-            for kind, tensor in zip(("ids", "at"), both, strict=True)
-        }
 
     def loss(self, logits: list[Tensor]) -> float:
         """The mean over all positions."""
@@ -118,13 +109,12 @@ def expected(scoring: Scoring) -> Expected:
     trainee = scoring.trainee(tuned=True).eval()
     reload.in_fp32(trainee)
     torch.set_float32_matmul_precision("highest")
-    ids, at, targets = _labelled(scoring)
-    rows = {f"ids.{i}": row for i, row in enumerate(ids)} | {f"at.{i}": row for i, row in enumerate(at)}
+    rows, targets = _labelled(scoring, trainee)
     found = reload.logits(trainee.language_model, rows, str(scoring.runtime.device))
     del trainee
     gc.collect()
     torch.cuda.empty_cache()
-    return Expected(ids, at, targets, [found[str(i)] for i in range(len(ids))], scoring.rows_are)
+    return Expected(rows, targets, [found[str(i)] for i in range(len(targets))], scoring.rows_are)
 
 
 def certify(
@@ -133,7 +123,7 @@ def certify(
     """`base` is what an adapter in `folder` is loaded onto."""
     with tempfile.TemporaryDirectory(prefix="certificate-") as place:
         plan = _plan(folder, base, scoring, Path(place))
-        save_file(want.rows(), plan["rows"])
+        save_file(want.rows, plan["rows"])
         failure = _run(plan, Path(place) / "plan.json")
         found = {} if failure else load_file(plan["out"])
     loss = want.loss(want.logits)
@@ -141,8 +131,8 @@ def certify(
         "tolerance": allowed.value,
         "tolerance_is": allowed.because,
         "loss_before": loss,
-        "rows": len(want.ids),
-        "positions": sum(len(at) for at in want.at),
+        "rows": len(want.targets),
+        "positions": sum(len(each) for each in want.targets),
         "rows_are": want.rows_are,
         "failure": failure,
     }
@@ -150,7 +140,7 @@ def certify(
         return Certificate(
             passed=False, difference=None, largest_difference=None, same_choice=None, loss_after=None, **known
         )
-    return _verdict(want, [found[str(i)] for i in range(len(want.ids))], known)
+    return _verdict(want, [found[str(i)] for i in range(len(want.targets))], known)
 
 
 def _verdict(want: Expected, found: list[Tensor], known: dict[str, Any]) -> Certificate:
@@ -170,26 +160,32 @@ def _finite(number: Tensor) -> float | None:
     return float(number) if bool(number.isfinite()) else None
 
 
-def _labelled(scoring: Scoring) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """The first short rows, else the shortest; of each the last positions that predict something."""
+def _labelled(scoring: Scoring, trainee: Trainee) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """The first short rows, else the shortest; of each the last positions that predict something, and what."""
     rows = scoring.rows
     order = np.argsort(np.where(rows.lengths <= _SHORT, 0, rows.lengths), kind="stable")
     batches = [
         scoring.layout.batch(rows, [order[i : i + 1]], 1, epoch=0) for i in range(min(_ROWS, len(order)))
     ]
-    return (
-        [batch.ids[0] for batch in batches],
-        [batch.label_rows[-_POSITIONS:] for batch in batches],
-        [batch.targets[-_POSITIONS:] for batch in batches],
-    )
+    given: dict[str, Tensor] = {}
+    for i, batch in enumerate(batches):
+        whole = slice(batch.lengths[0])  # what fills a bin up is no part of the row
+        given[f"ids.{i}"] = batch.ids[0, whole].contiguous()
+        if not trainee.pooled:
+            given[f"at.{i}"] = batch.label_rows[-_POSITIONS:]
+        if batch.segments is not None and trainee.takes_segments:
+            given[f"sides.{i}"] = batch.segments[0, whole].contiguous()
+    return given, [batch.targets[-_POSITIONS:] for batch in batches]
 
 
 def _plan(folder: Path, base: Path | None, scoring: Scoring, place: Path) -> dict[str, Any]:
     sections = scoring.sections(tuned=True)
-    lm = build_on_meta(sections.model, TASKS[sections.task.kind], "eager")
+    lm = build_on_meta(sections.model, task_of(sections.task), "eager")
     adapter = base is not None
+    own_classes = adapter and task_of(sections.task).pooled
     return {
-        "auto_class": TASKS[sections.task.kind].auto_class,
+        "config": str(folder) if own_classes else None,
+        "auto_class": task_of(sections.task).auto_class,
         "folder": str(folder),
         "base": str(base) if adapter else None,
         "dtype": plain_name(DTYPES[sections.precision].base) if adapter else "float32",
@@ -208,7 +204,7 @@ def four_bit_options(sections: ModelSections) -> dict[str, Any] | None:
     packing = sections.four_bit
     if packing is None:
         return None
-    lm = build_on_meta(sections.model, TASKS[sections.task.kind], "eager")
+    lm = build_on_meta(sections.model, task_of(sections.task), "eager")
     return {
         "load_in_4bit": True,
         "bnb_4bit_quant_type": packing.quant_type,

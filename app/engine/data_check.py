@@ -16,14 +16,15 @@ from app.data.rows import TokenRows
 from app.data.shapes import Source
 from app.data.stops import stops, unstopped
 from app.engine.advice import advice
-from app.engine.ground import layout_of, require_known_ids
+from app.engine.classes import with_classes
+from app.engine.ground import layout_of, require_known_ids, sees_both_ways
 from app.engine.known_format import with_format
 from app.engine.limits import within_positions
 from app.engine.preview import preview
 from app.engine.steps import StepPlan, plan_steps
 from app.errors import ConfigError
 from app.model.source import config_numbers, positions_of
-from app.model.tasks import TASKS
+from app.model.tasks import task_of
 from app.model.tokenizer import load_tokenizer
 from app.model.weights import build_on_meta
 
@@ -139,8 +140,12 @@ def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> Da
         found.extend(stops(replace(run.dataset, format=section.format), source, counts))
 
     tokenizer = load_tokenizer(run.model, needs_template=has_chats(run.dataset))
-    labels = labels_of(run.task, tokenizer, run.seed)
-    data = prepare(unstopped(run.dataset), tokenizer, run.cache_dir, notes, judge)
+    data = prepare(unstopped(run.dataset), tokenizer, run.cache_dir, notes, judge, run.task.labels)
+    try:
+        run = with_classes(run, data.classes)
+    except ConfigError as problem:
+        found += problem.problems
+    labels = labels_of(run.task, tokenizer, run.seed, both_ways=sees_both_ways(run))
     found += _unknown_ids(run, data)
     share = Share(run.batching.accumulation, processes)
     loader = Loader(data.train, layout_of(run, run.batching.rows, tokenizer, labels), share, run.seed)
@@ -166,7 +171,7 @@ def _unknown_ids(run: RunConfig, data: Data) -> list[str]:
     largest = max(rows.largest_id for rows in (data.train, data.eval) if rows is not None)
     if isinstance(told, int) and largest < told:
         return []
-    embeddings = build_on_meta(run.model, TASKS[run.task.kind], "eager").get_input_embeddings()
+    embeddings = build_on_meta(run.model, task_of(run.task), "eager").get_input_embeddings()
     try:
         require_known_ids(run.model, [data.train, data.eval], embeddings.num_embeddings)
     except ConfigError as problem:
@@ -195,6 +200,7 @@ def _split(counts: Counts, rows: TokenRows) -> dict[str, Any]:
         "trained_tokens": counts.trained_tokens,
         "trained_share": counts.trained_tokens / counts.tokens if counts.tokens else None,
         "weights": _weights(counts) if counts.weighted_samples else None,
+        "labels": counts.classes,
         "longest": counts.longest,
     }
 

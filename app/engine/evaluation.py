@@ -15,20 +15,38 @@ from app.engine.splitting import as_it_fits
 from app.model.trainee import Trainee
 from app.record.metrics import finite_or_none
 
-Sums = NDArray[np.float64]  # [..., 6]: of each row, or of several together
+# [..., 6]: of each row, or of several together. Of a classification there follow for each class how often it is true,
+# how often it was chosen, how often both.
+Sums = NDArray[np.float64]
 LOSS, LABELS, HITS, ANSWERS, EXACT, WEIGHT = range(6)  # losses and their weights; all others are counts
+_PLAIN = 6
 
 
 def figures(sums: Sums) -> dict[str, NDArray[np.float64]]:
     """What the sums say. NaN where there is nothing to divide by: rows without answers have no exact match."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         loss = sums[..., LOSS] / sums[..., WEIGHT]
+        if sums.shape[-1] > _PLAIN:
+            return {
+                "eval_loss": loss,
+                "accuracy": sums[..., HITS] / sums[..., LABELS],
+                "macro_f1": _macro_f1(sums[..., _PLAIN:]),
+            }
         return {
             "eval_loss": loss,
             "perplexity": np.exp(loss),
             "token_accuracy": sums[..., HITS] / sums[..., LABELS],
             "exact_match": sums[..., EXACT] / sums[..., ANSWERS],
         }
+
+
+def _macro_f1(counts: Sums) -> NDArray[np.float64]:
+    """The mean of the F1 of all classes that are true or were chosen at least once."""
+    true, chosen, both = np.split(counts, 3, axis=-1)
+    there = true + chosen
+    f1 = np.divide(2 * both, there, out=np.zeros_like(both), where=there > 0)
+    mean: NDArray[np.float64] = f1.sum(axis=-1) / (there > 0).sum(axis=-1)
+    return mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +56,20 @@ class Scores:
     loss: float  # the mean, in nats
     token_accuracy: float  # the share that the model would have chosen, all before it being given
     exact_match: float = math.nan  # the share of answers that it would have given, token for token, if asked
+    macro_f1: float = math.nan  # of classes; then the accuracy is that of documents, not of tokens
 
     @classmethod
     def of(cls, sums: Sums) -> "Scores":
         """From the sums over all rows."""
-        known = figures(sums)
-        return cls(*(float(known[key]) for key in ("eval_loss", "token_accuracy", "exact_match")))
+        known = {key: float(value) for key, value in figures(sums).items()}
+        if "macro_f1" in known:
+            return cls(known["eval_loss"], known["accuracy"], macro_f1=known["macro_f1"])
+        return cls(known["eval_loss"], known["token_accuracy"], known["exact_match"])
+
+    @property
+    def of_classes(self) -> bool:
+        """Whether it is classes that were chosen, one for a document."""
+        return not math.isnan(self.macro_f1)
 
     @property
     def perplexity(self) -> float:
@@ -55,11 +81,15 @@ class Scores:
 
     def line(self) -> dict[str, float]:
         """For a line of metrics; what has no meaning for these rows is left out."""
+        if self.of_classes:
+            return {"eval_loss": self.loss, "accuracy": self.token_accuracy, "macro_f1": self.macro_f1}
         exact = {} if math.isnan(self.exact_match) else {"exact_match": self.exact_match}
         return {"eval_loss": self.loss, **exact}
 
     def as_dict(self) -> dict[str, float | None]:
         """For json, which has neither infinity nor NaN."""
+        if self.of_classes:
+            return {key: finite_or_none(value) for key, value in self.line().items()}
         known = {
             "eval_loss": self.loss,
             "perplexity": self.perplexity,
@@ -70,49 +100,79 @@ class Scores:
 
     def words(self) -> str:
         """For people."""
+        if self.of_classes:
+            accuracy = f"accuracy {self.token_accuracy:.2%}"
+            return f"loss {self.loss:.4f} | {accuracy} | macro F1 {self.macro_f1:.2%}"
         shares = [f"token accuracy {self.token_accuracy:.2%}"]
         if not math.isnan(self.exact_match):
             shares.append(f"exact match {self.exact_match:.2%}")
         return " | ".join([f"loss {self.loss:.4f}", f"perplexity {self.perplexity:.4g}", *shares])
 
 
-def score(trainee: Trainee, batches: Iterable[Batch], runtime: Runtime, *, answers: bool = False) -> Scores:
+def score(
+    trainee: Trainee,
+    batches: Iterable[Batch],
+    runtime: Runtime,
+    *,
+    answers: bool = False,
+    classes: int = 0,
+) -> Scores:
     """Over the batches of all processes. `answers`: what is trained are answers, which can be right as a whole."""
-    _, found = _of_documents(trainee, batches, runtime.device, answers=answers)
+    _, found = _of_documents(trainee, batches, runtime.device, answers=answers, classes=classes)
     return Scores.of(np.array(runtime.peers.totals(found.sum(axis=0).tolist())))
 
 
 def score_rows(
-    trainee: Trainee, batches: Iterable[Batch], runtime: Runtime, rows: int, *, answers: bool
+    trainee: Trainee,
+    batches: Iterable[Batch],
+    runtime: Runtime,
+    rows: int,
+    *,
+    answers: bool,
+    classes: int = 0,
 ) -> Sums:
     """The sums of each of `rows` rows, on every process in their order, whoever scored them."""
-    total = np.zeros((rows, 6))
-    mine = _of_documents(trainee, batches, runtime.device, answers=answers)
+    total = np.zeros((rows, _PLAIN + 3 * classes))
+    mine = _of_documents(trainee, batches, runtime.device, answers=answers, classes=classes)
     for samples, found in runtime.peers.collected(mine):
         total[samples] = found
     return total
 
 
 def _of_documents(
-    trainee: Trainee, batches: Iterable[Batch], device: torch.device, *, answers: bool
+    trainee: Trainee, batches: Iterable[Batch], device: torch.device, *, answers: bool, classes: int
 ) -> tuple[NDArray[np.int64], Sums]:
     """Which row each document is, and its sums. They stay on the device until all batches are through."""
     samples: list[int] = []
+    pairs = [torch.zeros(2, 0, dtype=torch.long, device=device)]  # the true class and the chosen one
     counts, sums = [np.zeros((3, 0))], [torch.zeros(3, 0, dtype=torch.float64, device=device)]
     mode = trainee.training
     trainee.eval()
     try:
         for batch in batches:
-            for part, (losses, right) in as_it_fits(batch, lambda each: trainee.scores(each.to(device))):
+            for part, (losses, chosen) in as_it_fits(batch, lambda each: trainee.scores(each.to(device))):
+                number = part.num_labels
+                pair = torch.stack([part.targets[:number].to(device), chosen[:number]])
                 places = _Places.of(part, answers=answers)
                 samples += part.samples
                 counts.append(np.stack([places.labels, places.answers, places.weight]))
-                sums.append(places.sums(losses[: part.num_labels], right[: part.num_labels]))
+                sums.append(places.sums(losses[:number], pair[0] == pair[1]))
+                if classes:
+                    pairs.append(pair)
     finally:
         trainee.train(mode)
     loss, hits, exact = torch.cat(sums, dim=1).cpu().numpy()
     labels, answered, weight = np.concatenate(counts, axis=1)
-    return np.array(samples, np.int64), np.stack([loss, labels, hits, answered, exact, weight], axis=1)
+    plain = np.stack([loss, labels, hits, answered, exact, weight], axis=1)
+    return np.array(samples, np.int64), np.hstack([plain, *_by_class(torch.cat(pairs, dim=1), classes)])
+
+
+def _by_class(pairs: Tensor, classes: int) -> list[NDArray[np.float64]]:
+    """Of each document, which has one label, whether each class is true, chosen, both."""
+    if not classes:
+        return []
+    true, chosen = (np.eye(classes)[each] for each in pairs.cpu().numpy())
+    return [true, chosen, true * chosen]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,10 @@ from app.engine.files import MANIFEST, damage
 from app.engine.scoring import Say, Scoring
 from app.errors import CheckpointError, EnvironmentProblem
 from app.model.build import base_path
-from app.model.delta import read_deltas
+from app.model.delta import read_deltas, whole_weights
 from app.model.dtypes import DTYPES
 from app.model.merge import EXPORTED, Merge, merged_config, plan_merge
-from app.model.tasks import TASKS
+from app.model.tasks import task_of
 from app.record.card import Loading
 from app.record.lines import memory
 from app.record.masking import masked
@@ -67,7 +67,7 @@ class Export:
         for file in self.files:
             shutil.copyfile(file, folder / file.name)
         if self.merge is not None:
-            write_plain_json(folder / "config.json", merged_config(self.base, self.config.dtype))
+            write_plain_json(folder / "config.json", merged_config(self._numbers, self.config.dtype))
             return self.merge.write(folder, self.config.shard_gb * 1e9)
         if self.keeps_base:
             (folder / "base").mkdir()
@@ -76,7 +76,18 @@ class Export:
         adapter = json.loads((folder / _ADAPTER).read_text())
         named = base_path(self.config.model, self.config.target / "base")
         write_plain_json(folder / _ADAPTER, adapter | {"base_model_name_or_path": named})
-        return 0
+        return self._rounded_on_loading()
+
+    @property
+    def _numbers(self) -> Path:
+        """The folder whose config.json a whole model has; that of an adapter names its classes."""
+        final = self.config.folder / "final"
+        return final if (final / "config.json").is_file() else self.base
+
+    def _rounded_on_loading(self) -> int:
+        """Matrices of a head in fp32, which whoever loads the base in fewer digits rounds to as many."""
+        final = self.config.folder / "final"
+        return len(whole_weights(final)) // 2 if self._numbers == final else 0
 
     def certify(self, folder: Path, want: Expected, allowed: Tolerance) -> Certificate:
         """By a process that loads what was written to `folder`."""
@@ -101,8 +112,9 @@ def lay_export(config: ExportConfig, scoring: Scoring) -> Export:
     base = Path(sections.model.path)
     merge = None
     if config.kind == "merged":
-        deltas = read_deltas(final) if (final / _ADAPTER).is_file() else {}
-        merge = plan_merge(sections, deltas, config.dtype, scoring.runtime.device)
+        adapter = final if (final / _ADAPTER).is_file() else None
+        deltas = {} if adapter is None else read_deltas(adapter)
+        merge = plan_merge(sections, deltas, config.dtype, scoring.runtime.device, adapter)
     export = Export(config, scoring, tuple(_copied(config, final, base)), base, merge)
     _require_room(export)
     return export
@@ -115,7 +127,8 @@ def make_export(export: Export, card: str, facts: dict[str, Any], say: Say) -> C
         rounded = export.write(folder)
         say(f"written {memory(export.bytes)}; a fresh process loads it")
         want = expected(export.scoring)
-        certificate = export.certify(folder, want, tolerance(config.dtype, rounded))
+        dtype = config.dtype if export.merge else _name_of(export.scoring.choices.precision)
+        certificate = export.certify(folder, want, tolerance(dtype, rounded))
         if certificate.passed:
             (folder / CARD).write_text(card, encoding="utf-8")
         else:
@@ -126,10 +139,15 @@ def make_export(export: Export, card: str, facts: dict[str, Any], say: Say) -> C
     return certificate
 
 
+def _name_of(precision: str) -> str:
+    """Of the dtype that a frozen base is held in."""
+    return next(name for name, dtype in EXPORTED.items() if dtype == DTYPES[precision].base)
+
+
 def loading_of(export: Export) -> Loading:
     """How the card says that it is loaded."""
     sections = export.scoring.sections(tuned=True)
-    auto_class = TASKS[sections.task.kind].auto_class
+    auto_class = task_of(sections.task).auto_class
     if export.merge is not None:
         return Loading(auto_class, None, base_inside=False, dtype=plain_name(EXPORTED[export.config.dtype]))
     return Loading(
@@ -138,6 +156,7 @@ def loading_of(export: Export) -> Loading:
         base_inside=export.keeps_base,
         dtype=plain_name(DTYPES[sections.precision].base),
         four_bit=four_bit_options(sections),
+        own_classes=task_of(sections.task).pooled,
     )
 
 

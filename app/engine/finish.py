@@ -30,7 +30,7 @@ def finish(
         if answers:
             record.message(answers)
     what = "model" if run.adapter.kind == "none" else "adapter"
-    record.message(_closing_words(what, record, known, progress))
+    record.message(_closing_words(what, record, known, loop))
     record.finish("finished", final=str(record.folder.final), **known)
     return 0
 
@@ -70,11 +70,11 @@ def _take_best(
     record.message(f"final/ has the weights of step {progress.best_step}, the best evaluation")
 
 
-def _closing_words(
-    what: str, record: Record | Follower, known: dict[str, float | None], progress: Progress
-) -> str:
-    speed = known.get("tokens_per_second")
+def _closing_words(what: str, record: Record | Follower, known: dict[str, float | None], loop: Loop) -> str:
+    progress, speed = loop.progress, known.get("tokens_per_second")
     evaluated = "" if progress.last_eval_loss is None else f", eval loss {progress.last_eval_loss:.4f}"
+    if loop.scores is not None and loop.scores.of_classes:
+        evaluated += f", accuracy {loop.scores.token_accuracy:.2%}, macro F1 {loop.scores.macro_f1:.2%}"
     return (
         f"{_memory_words(known)}"
         f"done    {progress.step} steps, loss {progress.first_loss:.4f} -> {progress.last_loss:.4f}{evaluated}"

@@ -21,6 +21,7 @@ from app.data.prepare import Data, prepare
 from app.data.rows import TokenRows
 from app.engine.checkpoint import choices_of, find_checkpoint
 from app.engine.choices import Choices, choose
+from app.engine.classes import class_notes, with_classes
 from app.engine.layers import layers_of
 from app.engine.origin import content_hashes, hardware
 from app.engine.runtime import Runtime, idle_gpus, start
@@ -31,7 +32,7 @@ from app.model import quantize
 from app.model.attention import Needs, needs_of
 from app.model.build import ModelPlan, ModelSections, plan_model
 from app.model.dtypes import DTYPES
-from app.model.tasks import TASKS
+from app.model.tasks import task_of
 from app.model.tokenizer import load_tokenizer
 from app.model.weights import build_on_meta
 from app.optim import requirements
@@ -42,8 +43,9 @@ _OF_PROCESS = {"output_dir", "cache_dir", "launch"}  # compared by themselves, o
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What a run stands on. `save` is the checkpoint it continues from."""
+    """What a run stands on. `run` knows its labels now; `save` is the checkpoint it continues from."""
 
+    run: RunConfig
     tokenizer: Any
     data: Data
     labels: Labels
@@ -79,8 +81,9 @@ def lay_ground(
 ) -> Ground:
     """Tokenizer, data, machine, plan: each line needs only those above it. `notes` is told with the data."""
     tokenizer = load_tokenizer(run.model, needs_template=has_chats(run.dataset))
-    labels = labels_of(run.task, tokenizer, run.seed)
-    data = prepare(run.dataset, tokenizer, run.cache_dir, notes)
+    data = prepare(run.dataset, tokenizer, run.cache_dir, notes, classes=run.task.labels)
+    run = with_classes(run, data.classes)
+    labels = labels_of(run.task, tokenizer, run.seed, both_ways=sees_both_ways(run))
     save, remarks = find_checkpoint(checkpoints, run.resume, tidy=world().is_first)
     for remark in remarks:
         say(remark)
@@ -93,6 +96,7 @@ def lay_ground(
     counts = plan_model(sections)
     require_known_ids(run.model, [data.train, data.eval], counts.vocabulary)
     ground = Ground(
+        run=run,
         tokenizer=tokenizer,
         data=data,
         labels=labels,
@@ -137,9 +141,18 @@ def sections_of(run: RunConfig, choices: Choices) -> ModelSections:
 
 def attention_needs(run: RunConfig, precision: str) -> Needs:
     """What attention must do in this run, asked of its model without memory."""
-    task = TASKS[run.task.kind]
+    task = task_of(run.task)
     lm = build_on_meta(run.model, task, "eager")
-    return needs_of(lm, DTYPES[precision].compute, packed=run.batching.packing or task.both_ways)
+    packed = run.batching.packing or task.sees_both_ways(lm)
+    return needs_of(lm, DTYPES[precision].compute, packed=packed)
+
+
+def sees_both_ways(run: RunConfig) -> bool:
+    """Whether tokens of the run's model see those after them; the model is asked where its task does not say."""
+    task = task_of(run.task)
+    return task.sees_both_ways(
+        None if task.both_ways is not None else build_on_meta(run.model, task, "eager")
+    )
 
 
 def require_known_ids(model: ModelConfig, data: Sequence[TokenRows | None], vocabulary: int) -> None:
@@ -165,7 +178,15 @@ def table(run: RunConfig, ground: Ground) -> list[tuple[str, str]]:
         ("data", "\n".join(ground.data.report.lines())),
         ("steps", f"{plan.steps:,} ({epochs}) of {_step_words(run.batching, ground)}"),
         ("with", f"{run.optimizer.kind} lr {run.optimizer.lr:g}, {run.schedule.kind}, {choices}"),
-        *(("note", note) for note in (*remarks, *requirements.notes(run.optimizer, device), *idle_gpus())),
+        *(
+            ("note", note)
+            for note in (
+                *class_notes(run),
+                *remarks,
+                *requirements.notes(run.optimizer, device),
+                *idle_gpus(),
+            )
+        ),
     ]
 
 

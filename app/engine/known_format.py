@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import TypeVar
 
-from app.config.rules import problems_of
+from app.config.rules import formats_for, problems_of
 from app.config.schema import RunConfig
 from app.data.formats.recognise import recognised
 from app.errors import ConfigError
@@ -13,7 +13,7 @@ Run = TypeVar("Run", bound=RunConfig)
 
 def with_format(run: Run) -> tuple[Run, list[str]]:
     """The run with rows of a known format, which run.yaml keeps, and what to tell; ConfigError if it breaks a rule."""
-    dataset, notes = recognised(run.dataset)
+    dataset, notes = recognised(run.dataset, formats_for(run.task.kind))
     if not notes:
         return run, notes
     known = replace(run, dataset=dataset)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from app.config.schema import ModelConfig, RunConfig
 from app.model.positions import first_position
 from app.model.source import config_numbers, positions_of
-from app.model.tasks import TASKS
+from app.model.tasks import task_of
 from app.model.weights import build_on_meta
 
 
@@ -15,7 +15,7 @@ def within_positions(run: RunConfig, say: Callable[[str], None]) -> RunConfig:
     positions = positions_of(run.model)
     if positions is None or run.dataset.max_length <= positions - _most_unused(run.model, positions):
         return run
-    positions -= first_position(build_on_meta(run.model, TASKS[run.task.kind], "eager"))
+    positions -= first_position(build_on_meta(run.model, task_of(run.task), "eager"))
     if run.dataset.max_length <= positions:
         return run
     say(

@@ -11,7 +11,7 @@ from app.batch import Batch
 from app.config.schema import CheckpointConfig, EvalConfig, TrainingConfig
 from app.data.loader import Loader
 from app.engine.checkpoint import Checkpoints
-from app.engine.evaluation import score
+from app.engine.evaluation import Scores, score
 from app.engine.memory import Measured
 from app.engine.pace import Course, Pace
 from app.engine.progress import Progress
@@ -52,6 +52,7 @@ class Parts:
     checkpoints: Checkpoints
     journal: Journal
     show_samples: Callable[[int], None]
+    classes: int = 0  # of a classification
     answers: bool = False  # whether trained are answers, which an evaluation can find right as a whole
     eval_size: float = 0.0  # tokens of an evaluation over those of a step
 
@@ -84,6 +85,7 @@ class Loop:
         self._window = _Window()
         self._pace = Pace(_course(parts, rhythm, progress))
         self._tokens, self._seconds = 0, 0.0
+        self.scores: Scores | None = None  # of the last evaluation of this start
         self.stopped_by: int | None = None  # the exit code that was asked for
         self.memory = Measured(parts.runtime, parts.plan.steps - progress.step)
         self._skipped: list[Tensor] = []  # flags that nobody has read yet: reading them waits for the device
@@ -180,7 +182,9 @@ class Loop:
             return False
         started = time.perf_counter()
         parts.stepper.forget_gradients()
-        scores = score(parts.stepper.trainee, parts.eval_batches(), parts.runtime, answers=parts.answers)
+        trainee, batches = parts.stepper.trainee, parts.eval_batches()
+        scores = score(trainee, batches, parts.runtime, answers=parts.answers, classes=parts.classes)
+        self.scores = scores
         improved = self.progress.note_eval(scores.loss, self._rhythm.eval.min_delta)
         parts.journal.evaluation({"step": step, "epoch": parts.plan.epoch(step), **scores.line()})
         parts.show_samples(step)

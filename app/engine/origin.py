@@ -38,7 +38,7 @@ def origin_now(run: RunConfig) -> dict[str, Any]:
     """The same of a run that is about to start on this machine, in the words of a manifest."""
     run, _ = with_format(within_positions(run, lambda _note: None))
     tokenizer = load_tokenizer(run.model, needs_template=has_chats(run.dataset))
-    data = prepare(run.dataset, tokenizer, run.cache_dir)
+    data = prepare(run.dataset, tokenizer, run.cache_dir, classes=run.task.labels)
     if run.model.weights == "pretrained":
         fetch_folder(run.model, run.model.path, with_weights=True)
     hashes = {**content_hashes(data, tokenizer), "base": base_fingerprint(run.model)}

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from app.data.labels import Labels
+from app.data.labels import Classes, Labels
 from app.data.rows import TokenRows
 from app.data.survey import histogram
 
@@ -20,16 +20,18 @@ def preview(rows: TokenRows, labels: Labels, tokenizer: Any, *, first: bool = Fa
     """Rows from the whole of the data, not only its beginning; or the `first`."""
     count = min(_ROWS, len(rows))
     chosen = range(count) if first else np.linspace(0, len(rows) - 1, count).astype(int).tolist()
+    show = _example if isinstance(labels, Classes) else _row
+    hidden = labels.both_ways and not isinstance(labels, Classes)
     return {
-        "marked": "hidden in the first epoch, to be predicted" if labels.both_ways else "to be predicted",
-        "rows": [_row(rows, i, _marks(rows, i, labels), tokenizer) for i in chosen],
+        "marked": "hidden in the first epoch, to be predicted" if hidden else "to be predicted",
+        "rows": [show(rows, i, _marks(rows, i, labels), tokenizer) for i in chosen],
         "lengths": histogram(rows.lengths),
     }
 
 
 def _marks(rows: TokenRows, i: int, labels: Labels) -> NDArray[np.float32]:
     """How much each token counts in the loss; 0: it is not to be predicted."""
-    if not labels.both_ways:
+    if not labels.both_ways or isinstance(labels, Classes):
         weights = rows.weights(i)
         return rows.trained(i).astype(np.float32) if weights is None else weights
     drawn = np.zeros(len(rows.ids(i)), np.float32)
@@ -54,6 +56,13 @@ def _row(rows: TokenRows, i: int, marks: NDArray[np.float32], tokenizer: Any) ->
         "trained_tokens": int(np.count_nonzero(marks)),
         "pieces": pieces,
     }
+
+
+def _example(rows: TokenRows, i: int, marks: NDArray[np.float32], tokenizer: Any) -> dict[str, Any]:
+    """What is to be predicted stands behind the text, and is no part of it."""
+    row = _row(rows, i, marks, tokenizer)
+    label = {"text": rows.class_of(i), "trained": True}
+    return {**row, "trained_tokens": 1, "pieces": [*row["pieces"], {"text": "\n", "trained": False}, label]}
 
 
 def _texts(ids: list[int], start: int, end: int, tokenizer: Any) -> Iterator[str]:

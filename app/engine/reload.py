@@ -24,6 +24,8 @@ def load(plan: dict[str, Any]) -> Any:
         "trust_remote_code": plan["trust_remote_code"],
         "local_files_only": True,
     }
+    if plan["config"] is not None:
+        options["config"] = transformers.AutoConfig.from_pretrained(plan["config"], local_files_only=True)
     if plan["four_bit"] is not None:
         options["quantization_config"] = transformers.BitsAndBytesConfig(**plan["four_bit"])
     lm = getattr(transformers, plan["auto_class"]).from_pretrained(plan["base"] or plan["folder"], **options)
@@ -47,12 +49,19 @@ def in_fp32(network: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def logits(lm: Any, rows: dict[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
-    """Of each row `ids.N` at the positions `at.N`."""
+    """Of each row `ids.N` at the positions `at.N`; without positions there is one answer for a row.
+
+    `sides.N` tells the model of the two sides of a pair.
+    """
     found = {}
     for name in sorted(key for key in rows if key.startswith("ids.")):
         number = name.removeprefix("ids.")
-        ids, at = rows[name].long().to(device), rows[f"at.{number}"].long().to(device)
-        found[number] = lm(input_ids=ids[None], use_cache=False).logits[0, at].float().cpu().contiguous()
+        sides = rows.get(f"sides.{number}")
+        more = {} if sides is None else {"token_type_ids": sides.long().to(device)[None]}
+        answers = lm(input_ids=rows[name].long().to(device)[None], use_cache=False, **more).logits
+        at = rows.get(f"at.{number}")
+        chosen = answers if at is None else answers[0, at.long().to(device)]
+        found[number] = chosen.float().cpu().contiguous()
     return found
 
 

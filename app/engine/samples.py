@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from app.config.schema import EvalConfig
-from app.data.labels import Labels
+from app.data.labels import Classes, Labelled, Labels
 from app.data.rows import TokenRows
 from app.model.generation import end_ids, generate
 from app.model.trainee import Trainee
@@ -46,7 +46,7 @@ def sampler(
         return lambda _step: None
     chosen = np.linspace(0, len(rows) - 1, min(config.samples, len(rows))).astype(int).tolist()
     shown = Shown(rows, chosen, labels, tokenizer, config.sample_tokens)
-    ask = _filled if labels.both_ways else _answered
+    ask = _classified if isinstance(labels, Classes) else _filled if labels.both_ways else _answered
 
     def show(step: int) -> None:
         with trainee.arithmetic(trainee.language_model.device):
@@ -74,6 +74,34 @@ def _split(rows: TokenRows, i: int) -> tuple[list[int], list[int]]:
     untrained_after = np.flatnonzero(~trained[start:])
     end = start + int(untrained_after[0]) if len(untrained_after) else len(ids)
     return ids[:start].tolist(), ids[start:end].tolist()
+
+
+def _classified(shown: Shown, trainee: Trainee) -> list[Sample]:
+    """The likeliest class of each row, and how likely it is to the model."""
+    assert isinstance(shown.labels, Classes)
+    samples = []
+    mode = trainee.training
+    trainee.eval()
+    for i in shown.chosen:
+        row = shown.labels.of(shown.rows, i, epoch=0)
+        likelihoods = trainee.likelihoods(*_as_tensors(row))
+        best = int(likelihoods.argmax())
+        samples.append(
+            Sample(
+                prompt=shown.words(row.ids),
+                expected=shown.rows.class_of(i),
+                answer=shown.labels.names[best],
+                likelihood=float(likelihoods[best]),
+            )
+        )
+    trainee.train(mode)
+    return samples
+
+
+def _as_tensors(row: Labelled) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Ids, and the sides of a pair where there are any."""
+    ids = torch.from_numpy(row.ids.astype(np.int64))
+    return ids, None if row.second < 0 else (torch.arange(len(ids)) >= row.second).long()
 
 
 def _filled(shown: Shown, trainee: Trainee) -> list[Sample]:

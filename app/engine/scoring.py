@@ -20,7 +20,7 @@ from app.data.report import split_lines
 from app.data.rows import TokenRows
 from app.engine.choices import choose
 from app.engine.evaluation import Sums, score_rows
-from app.engine.ground import attention_needs, layout_of, require_known_ids
+from app.engine.ground import attention_needs, layout_of, require_known_ids, sees_both_ways
 from app.engine.known_format import with_format
 from app.engine.limits import within_positions
 from app.engine.pace import Course, Pace
@@ -76,7 +76,8 @@ class Scoring(Subject):
         device = self.runtime.device
         prove_on(trainee, crowded_batch(self.rows, self.layout).to(device))
         answers = trains_answers(self.run.dataset)
-        return score_rows(trainee, self._batches(say), self.runtime, len(self.rows), answers=answers)
+        rows, classes = len(self.rows), len(self.run.task.labels)
+        return score_rows(trainee, self._batches(say), self.runtime, rows, answers=answers, classes=classes)
 
     def facts(self) -> dict[str, Any]:
         """What was scored, and how."""
@@ -113,18 +114,19 @@ def lay_scoring(run: RunConfig, folder: Path, hashes: Mapping[str, Any], *, tune
     read = within_positions(replace(run, model=weights_of(folder, run.model, tuned=tuned)), say)
     read, why = with_format(read)
     tokenizer = load_tokenizer(run.model, needs_template=has_chats(read.dataset))
-    rows, counts, notes = rows_to_score(read.dataset, tokenizer, run.cache_dir)
+    rows, counts, notes = rows_to_score(read.dataset, tokenizer, run.cache_dir, run.task.labels)
     choices = choose(run.precision, run.attention, partial(attention_needs, read), {})
     runtime = start(run.launch, choices.precision, run.seed)
     sections = sections_of(run, folder, choices, tuned=tuned)
     require_known_ids(run.model, [rows], plan_model(sections).vocabulary)
+    labels = labels_of(run.task, tokenizer, run.seed, both_ways=sees_both_ways(read))
     return Scoring(
         folder=folder,
         run=replace(run, dataset=read.dataset),
         hashes=hashes,
         rows=rows,
         told=[*split_lines("scored", counts), *why, *notes],
-        layout=layout_of(read, run.eval.rows, tokenizer, labels_of(run.task, tokenizer, run.seed)),
+        layout=layout_of(read, run.eval.rows, tokenizer, labels),
         choices=choices,
         runtime=runtime,
     )

@@ -14,12 +14,14 @@ from app.engine.evaluation import ANSWERS, Sums, figures
 from app.record.lines import columns
 from app.record.metrics import finite_or_none
 
-_SHARES = ("token_accuracy", "exact_match")
+_SHARES = ("token_accuracy", "exact_match", "accuracy", "macro_f1")
 _WORDS: dict[str, tuple[str, Callable[[float], str]]] = {
     "eval_loss": ("loss", "{:.4f}".format),
     "perplexity": ("perplexity", "{:.4g}".format),
     "token_accuracy": ("token accuracy", "{:.2%}".format),
     "exact_match": ("exact match", "{:.2%}".format),
+    "accuracy": ("accuracy", "{:.2%}".format),
+    "macro_f1": ("macro F1", "{:.2%}".format),
 }
 _DIFFERENCE = "difference"
 
@@ -79,7 +81,9 @@ class SideBySide:
         order = [name for name in ("base", "tuned", _DIFFERENCE) if name in self.sides]
         lines = [["", *order]]
         for key, (word, form) in _WORDS.items():
-            if not all(math.isnan(self.sides[name][key].value) for name in order):
+            if key in self.sides[order[0]] and not all(
+                math.isnan(self.sides[name][key].value) for name in order
+            ):
                 forms = [_signed(form) if name == _DIFFERENCE else form for name in order]
                 lines.append(
                     [word, *(self.sides[name][key].words(f) for name, f in zip(order, forms, strict=True))]
@@ -95,7 +99,7 @@ class SideBySide:
 
 def _estimates(values: Mapping[str, Values], draws: Mapping[str, Values], count: int) -> Side:
     found = {}
-    for key in _WORDS:
+    for key in values:
         value = float(values[key])
         low, high = (math.nan, math.nan) if count < 2 or math.isnan(value) else interval(draws[key])
         if low == high and key in _SHARES and value in {0.0, 1.0}:
@@ -111,7 +115,7 @@ def _differences(
 ) -> Side:
     """Of each draw of rows, so that what makes rows hard for both cancels."""
     found = {}
-    for key in _WORDS:
+    for key in tuned:
         ours, theirs = tuned[key], base[key]
         with np.errstate(invalid="ignore"):  # of two infinities
             value, draws = ours.value - theirs.value, tuned_draws[key] - base_draws[key]

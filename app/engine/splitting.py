@@ -71,6 +71,7 @@ def _of_one_row(batch: Batch, first: int, last: int) -> Batch:
         batch,
         ids=batch.ids[:, columns],
         positions=batch.positions[:, columns],
+        segments=None if batch.segments is None else batch.segments[:, columns],
         documents=None if whole is None else Documents.of(lengths, whole.longest, len(whole.bounds) - 1),
     )
     return _with_labels(cut, batch, (first, last), inside, batch.label_rows - begin)
@@ -86,6 +87,7 @@ def _of_rows(batch: Batch, first: int, last: int) -> Batch:
         batch,
         ids=batch.ids[rows, columns],
         positions=batch.positions[rows, columns],
+        segments=None if batch.segments is None else batch.segments[rows, columns],
         documents=None if batch.documents is None else Documents.of(parts),
     )
     inside = (row >= first) & (row < last)

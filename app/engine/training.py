@@ -56,7 +56,7 @@ def train_in(
     """
     run, notes = with_format(within_positions(run, console.say))
     ground = lay_ground(run, folder.checkpoints, console.say, notes)
-    run, ground = _with_layers(run, ground, fewest, console)
+    run, ground = _with_layers(ground.run, ground, fewest, console)
     forecast = _forecast(run, ground, predict)
     if run.dry_run:
         return _told_only(folder, run, ground, console, forecast)
@@ -192,6 +192,7 @@ def _parts(
         journal=record,
         show_samples=sampler(*samples) if world().is_first else lambda _step: None,
         answers=trains_answers(run.dataset),
+        classes=len(run.task.labels),
         eval_size=_eval_size(ground),
     )
 

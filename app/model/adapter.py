@@ -8,7 +8,9 @@ from torch import nn
 from app.config.schema import AdapterConfig
 from app.config.suggest import did_you_mean
 from app.errors import ConfigError
+from app.model.head import is_of_backbone
 from app.model.lean_peft import lean_peft
+from app.model.pooled import head_modules
 from app.model.tasks import Task
 
 ALL_LINEAR = "all-linear"
@@ -28,6 +30,12 @@ def _none(_config: AdapterConfig, _task: Task, lm: Any, _base_path: str) -> nn.M
 
 def _lora(config: AdapterConfig, task: Task, lm: Any, base_path: str) -> nn.Module:
     layers = layers_to_adapt(config.targets, lm)
+    head = head_modules(lm) if task.pooled else []
+    whole = {
+        f"base_model.model.{name}.modules_to_save.default.{weight}"
+        for name in head
+        for weight, _ in lm.get_submodule(name).named_parameters()
+    }
     lm.name_or_path = base_path  # PEFT writes this down as the adapter's base
     with lean_peft():
         from peft import LoraConfig, get_peft_model
@@ -39,9 +47,10 @@ def _lora(config: AdapterConfig, task: Task, lm: Any, base_path: str) -> nn.Modu
             lora_dropout=config.dropout,
             target_modules=_short_names(layers, lm),
             fan_in_fan_out=any(_is_conv1d(lm.get_submodule(layer)) for layer in layers),
+            modules_to_save=sorted({name.rpartition(".")[2] for name in head}) or None,
         )
         network = get_peft_model(lm, lora)
-    _prove_trained(network, layers)
+    _prove_trained(network, {*_halves(layers), *whole})
     result: nn.Module = network
     return result
 
@@ -82,12 +91,11 @@ def _ending_in(target: str, linear: list[str]) -> list[str]:
 
 def _linear_layers(lm: Any) -> list[str]:
     """What stands outside the backbone is the head."""
-    inside = f"{lm.base_model_prefix}."
     unusable = _PARTS_OF_EXPERTS if _has_stacked_experts(lm) else frozenset()
     return [
         name
         for name, module in lm.named_modules()
-        if name.startswith(inside)
+        if is_of_backbone(lm, name)
         and (isinstance(module, nn.Linear) or _is_conv1d(module))
         and name.rpartition(".")[2] not in unusable
     ]
@@ -109,12 +117,13 @@ def _short_names(layers: list[str], lm: Any) -> list[str]:
     return short if set(meant) <= set(layers) else layers
 
 
-def _prove_trained(network: nn.Module, layers: list[str]) -> None:
-    """Trained are lora_A and lora_B of every chosen layer, and nothing else."""
+def _halves(layers: list[str]) -> set[str]:
+    return {f"base_model.model.{layer}.lora_{half}.default.weight" for layer in layers for half in ("A", "B")}
+
+
+def _prove_trained(network: nn.Module, expected: set[str]) -> None:
+    """Trained are lora_A and lora_B of every chosen layer, a new head as a whole, and nothing else."""
     trained = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
-    expected = {
-        f"base_model.model.{layer}.lora_{half}.default.weight" for layer in layers for half in ("A", "B")
-    }
     assert trained == expected, (
         f"trained but not meant: {trained - expected}; meant but not trained: {expected - trained}"
     )

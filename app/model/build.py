@@ -13,10 +13,11 @@ from app.model.adapter import attach
 from app.model.attention import register
 from app.model.dtypes import DTYPES
 from app.model.fused import fuse
+from app.model.pooled import keep_exact
 from app.model.quantize import FourBit, packing_of, require_quantizable
 from app.model.recompute import recompute, repeated_layers, require_layers
 from app.model.source import local_place
-from app.model.tasks import TASKS
+from app.model.tasks import task_of
 from app.model.trainee import Trainee
 from app.model.weights import build_on_meta, draw_unpacked, load_base, load_packed
 
@@ -70,9 +71,10 @@ def build_trainee(sections: ModelSections, device: torch.device, seed: int, base
     """Base weights, adapter, attention and loss, on `device`, ready for training."""
     lm = build_base(sections, device, seed)
     torch.manual_seed(seed)  # the adapter starts the same whatever the base drew
-    network = attach(sections.adapter, TASKS[sections.task.kind], lm, base_path)
+    network = attach(sections.adapter, task_of(sections.task), lm, base_path)
     recompute(lm, sections.recompute)
-    trainee = Trainee(network.to(device), DTYPES[sections.precision].compute)
+    pooled = task_of(sections.task).pooled
+    trainee = Trainee(network.to(device), DTYPES[sections.precision].compute, pooled=pooled)
     trainee.train()
     if sections.adapter.fused:
         trainee.fused = fuse(network, partial(trainee.arithmetic, device))
@@ -86,10 +88,14 @@ def build_base(sections: ModelSections, device: torch.device, seed: int) -> Any:
     transformers.logging.disable_progress_bar()  # one line of ours says what is loaded
     logging.getLogger("transformers.modeling_utils").addFilter(_not_about_masks)
     attention, dtype = register(sections.attention), sections.base_dtype
-    task = TASKS[sections.task.kind]
+    task = task_of(sections.task)
     if sections.four_bit is not None:
-        return load_packed(sections.model, task, sections.four_bit, dtype, device, attention, seed)
-    return load_base(sections.model, task, dtype, device, attention, seed)
+        lm = load_packed(sections.model, task, sections.four_bit, dtype, device, attention, seed)
+    else:
+        lm = load_base(sections.model, task, dtype, device, attention, seed)
+    if task.pooled:
+        keep_exact(lm)
+    return lm
 
 
 def unpacked_base(sections: ModelSections, device: torch.device, seed: int) -> Any | None:
@@ -97,7 +103,7 @@ def unpacked_base(sections: ModelSections, device: torch.device, seed: int) -> A
     if sections.four_bit is None:
         return None
     return draw_unpacked(
-        sections.model, TASKS[sections.task.kind], DTYPES[sections.precision].base, device, "eager", seed
+        sections.model, task_of(sections.task), DTYPES[sections.precision].base, device, "eager", seed
     )
 
 
@@ -108,11 +114,11 @@ def _not_about_masks(record: logging.LogRecord) -> bool:
 
 def plan_model(sections: ModelSections) -> ModelPlan:
     """Counts from a model without memory; also finds adapter targets that match nothing."""
-    lm = build_on_meta(sections.model, TASKS[sections.task.kind], "eager")
+    lm = build_on_meta(sections.model, task_of(sections.task), "eager")
     require_layers(lm, sections.recompute)
     if sections.four_bit is not None:
         require_quantizable(sections.model, lm)
-    network: Any = attach(sections.adapter, TASKS[sections.task.kind], lm, sections.model.path)
+    network: Any = attach(sections.adapter, task_of(sections.task), lm, sections.model.path)
     sizes = [(p.numel(), p.requires_grad) for p in network.parameters()]
     return ModelPlan(
         total=sum(n for n, _ in sizes),

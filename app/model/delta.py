@@ -13,13 +13,14 @@ from torch import Tensor
 from app.errors import CheckpointError
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
+_PREFIX = "base_model.model."
+WEIGHTS = "adapter_model.safetensors"
 # what would make the sum another one, with the value that does not
 _PLAIN = {
     "peft_type": "LORA",
     "use_dora": False,
     "lora_bias": False,
     "bias": "none",
-    "modules_to_save": None,
     "alpha_pattern": {},
     "target_parameters": None,
 }
@@ -45,8 +46,10 @@ def read_deltas(final: Path) -> dict[str, LowRank]:
     config = json.loads((final / "adapter_config.json").read_text())
     _require_plain(final, config)
     halves: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in load_file(str(final / "adapter_model.safetensors")).items():
+    for name, tensor in load_file(str(final / WEIGHTS)).items():
         known = _NAME.fullmatch(name)
+        if known is None and _is_whole(name, config):
+            continue
         if known is None:
             raise CheckpointError(_refusal(final, f"the tensor {name}"))
         halves.setdefault(known["module"], {})[known["half"]] = tensor
@@ -56,6 +59,22 @@ def read_deltas(final: Path) -> dict[str, LowRank]:
     return {
         module: LowRank(both["A"], both["B"], _scale(config, both["A"])) for module, both in halves.items()
     }
+
+
+def whole_weights(final: Path) -> dict[str, str]:
+    """What the adapter has in place of a weight of the base: by the name in the model, the name in its file."""
+    from safetensors import safe_open
+
+    config = json.loads((final / "adapter_config.json").read_text())
+    with safe_open(str(final / WEIGHTS), "pt") as content:
+        names = [name for name in content.keys() if _is_whole(name, config)]  # noqa: SIM118 (not a mapping)
+    return {name.removeprefix(_PREFIX): name for name in names}
+
+
+def _is_whole(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether a weight is of a module that was trained as a whole."""
+    parts = name.removeprefix(_PREFIX).split(".")[:-1]
+    return name.startswith(_PREFIX) and not set(parts).isdisjoint(config.get("modules_to_save") or ())
 
 
 def _scale(config: Mapping[str, Any], a: Tensor) -> float:

@@ -27,7 +27,7 @@ def own_head(lm: Any) -> Head:
     prefix: str = lm.base_model_prefix
 
     def head(rows: Tensor) -> Tensor:
-        stub = _Given(rows[None])
+        stub = Given(rows[None])
         lm.__dict__[prefix] = (
             stub  # setattr would refuse a non-module; an instance attribute wins over the module
         )
@@ -40,36 +40,43 @@ def own_head(lm: Any) -> Head:
     return head
 
 
-class _Given:
+class Given:
     """Stands in for the backbone and for its output: the hidden states it was made with, None for all else.
 
     Kinds ask for what the others do not have: router logits, cross attentions, a decoder inside the backbone.
     """
 
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, hidden: Tensor, pooled: Tensor | None = None) -> None:
         self.last_hidden_state = hidden
+        self._parts = (hidden,) if pooled is None else (hidden, pooled)
 
     @property
-    def decoder(self) -> "_Given":
+    def decoder(self) -> "Given":
         """No attribute: a cycle would keep the rows until Python looks for cycles."""
         return self
 
-    def __call__(self, *_args: Any, **_kwargs: Any) -> "_Given":
+    def __call__(self, *_args: Any, **_kwargs: Any) -> "Given":
+        """Whatever it is asked."""
         return self
 
     def __getitem__(self, index: int) -> Tensor:
-        return (self.last_hidden_state,)[index]
+        return self._parts[index]
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
             raise AttributeError(name)
 
 
+def is_of_backbone(lm: Any, name: str) -> bool:
+    """Whether a module or weight of this name is no part of the head; a pooler inside the backbone is."""
+    inside = f"{lm.base_model_prefix}."
+    return name.startswith(inside) and name.removeprefix(inside).partition(".")[0] != "pooler"
+
+
 def head_parameters(lm: Any) -> list[nn.Parameter]:
     """The trained parameters outside the backbone, each once; a head tied to the embedding counts."""
-    prefix = f"{lm.base_model_prefix}."
     named = lm.named_parameters(remove_duplicate=False)
-    outside = {id(p): p for name, p in named if not name.startswith(prefix) and p.requires_grad}
+    outside = {id(p): p for name, p in named if not is_of_backbone(lm, name) and p.requires_grad}
     return list(outside.values())
 
 
@@ -96,17 +103,17 @@ def token_loss_sum(
 def token_scores(
     head: Head, rows: Tensor, targets: Tensor, parameters: list[nn.Parameter], chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """Of each target its cross-entropy in float32, and whether no token has a larger logit; 0 and false for IGNORE."""
+    """Of each target its cross-entropy in float32, 0 for IGNORE, and the token of the largest logit."""
     losses = torch.empty(targets.shape, dtype=torch.float32, device=rows.device)
-    hits = torch.empty(targets.shape, dtype=torch.bool, device=rows.device)
+    chosen = torch.empty(targets.shape, dtype=torch.long, device=rows.device)
     with _for_trained_head(rows, parameters) as given:
         for start in range(0, given.shape[0], chunk):
             part = slice(start, start + chunk)
             logits = head(given[part]).float()
             losses[part] = F.cross_entropy(logits, targets[part], ignore_index=IGNORE, reduction="none")
-            hits[part] = logits.argmax(-1) == targets[part]
+            chosen[part] = logits.argmax(-1)
             del logits  # or two chunks would be alive while the next is made
-    return losses, hits
+    return losses, chosen
 
 
 @contextlib.contextmanager

@@ -15,10 +15,10 @@ from app.model.dtypes import DTYPES
 from app.model.lean_peft import lean_peft
 from app.model.quantize import packing_of
 from app.model.source import fetch_folder, gist, require_weights
-from app.model.tasks import Task
+from app.model.tasks import Task, task_of
 from app.model.tokenizer import load_tokenizer
 from app.model.trainee import Trainee
-from app.model.weights import read_packed, read_weights, stored_dtype
+from app.model.weights import drawing_by, read_packed, read_weights, stored_dtype
 
 _ADAPTER = "adapter_config.json"
 
@@ -30,8 +30,9 @@ def load_tuned(
     *,
     adapter: bool,
     quantization: QuantizationConfig | None = None,
+    seed: int = 0,
 ) -> Any:
-    """The tuned model of a run folder; `adapter=False` leaves the adapter off.
+    """The tuned model of a run folder; `adapter=False` leaves the adapter off. `seed` is that of the run.
 
     The base is quantised as it was in training: an adapter has learnt to make up for those very rounding errors.
     """
@@ -40,7 +41,7 @@ def load_tuned(
         if not adapter:
             raise CheckpointError(f"adapter=false: {final} is a whole model, its base is not in it.")
         return _load(final, str(final), model, task)
-    lm = _load(_base_folder(run, final, model), model.path, model, task, quantization)
+    lm = _load(_base_folder(run, final, model), model.path, model, task, quantization, seed)
     return _with_adapter(lm, final).get_base_model() if adapter else lm
 
 
@@ -73,7 +74,8 @@ def load_trainee(
     if _is_adapter(final):
         network.requires_grad_(False)  # as attaching an adapter did in training
         network = _with_adapter(network, final) if tuned else network
-    return Trainee(network.to(device), DTYPES[sections.precision].compute).eval()
+    pooled = task_of(sections.task).pooled
+    return Trainee(network.to(device), DTYPES[sections.precision].compute, pooled=pooled).eval()
 
 
 def load_any(model: ModelConfig, task: Task) -> tuple[Any, Any]:
@@ -96,7 +98,9 @@ def load_tuned_tokenizer(final: Path) -> Any:
 
 
 def _is_adapter_only(folder: Path) -> bool:
-    return (folder / _ADAPTER).is_file() and not (folder / "config.json").is_file()
+    """That of a classifier has a config.json too, with the names of the classes."""
+    weights = [file for file in folder.glob("*.safetensors") if file.name != "adapter_model.safetensors"]
+    return (folder / _ADAPTER).is_file() and not weights
 
 
 def _is_adapter(final: Path) -> bool:
@@ -116,7 +120,12 @@ def _base_folder(run: Path, final: Path, model: ModelConfig) -> Path:
 
 
 def _load(
-    folder: Path, path: str, model: ModelConfig, task: Task, quantization: QuantizationConfig | None = None
+    folder: Path,
+    path: str,
+    model: ModelConfig,
+    task: Task,
+    quantization: QuantizationConfig | None = None,
+    seed: int = 0,
 ) -> Any:
     from transformers import logging
 
@@ -124,12 +133,14 @@ def _load(
     require_weights(folder, path)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if quantization is None or quantization.kind == "none":
-        lm = read_weights(model, task, folder, dtype="auto", device_map={"": device})
+        with drawing_by(seed):
+            lm = read_weights(model, task, folder, dtype="auto", device_map={"": device})
     else:
-        dtype = stored_dtype(model, folder)
+        dtype = stored_dtype(model, task, folder)
         four_bit = packing_of(quantization, dtype)
         assert four_bit is not None
-        lm = read_packed(model, task, folder, four_bit, dtype, device, "eager")
+        with drawing_by(seed):
+            lm = read_packed(model, task, folder, four_bit, dtype, device, "eager")
     lm.set_attn_implementation(right_own(lm))
     return lm.eval()
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from app.errors import CheckpointError, ConfigError
 from app.model.build import ModelSections
-from app.model.delta import LowRank
+from app.model.delta import WEIGHTS, LowRank, whole_weights
 from app.model.dtypes import DTYPES
 from app.model.fingerprint import weight_files
 from app.model.quantize import FourBit, linear_inside
-from app.model.tasks import TASKS
+from app.model.tasks import task_of
 from app.model.weights import build_on_meta
 
 EXPORTED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -32,6 +32,7 @@ class Stored:
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    name: str  # in that file
 
     @property
     def is_float(self) -> bool:
@@ -87,10 +88,11 @@ class Merge:
         """As it is written, and whether that took some of its digits."""
         place = self.tensors[name]
         with safe_open(str(place.file), "pt") as file:
-            stored: Tensor = file.get_tensor(name)
+            stored: Tensor = file.get_tensor(place.name)
         if self._stays(name):
             return stored, False
-        exact = self._trained(name, stored.to(self.device, self.held))
+        held = self.held if place.name == name else torch.float32  # a head is, whatever the rest was held in
+        exact = self._trained(name, stored.to(self.device, held))
         result = exact.to(self.out)
         if not bool(result.isfinite().all()):
             cause = "is not finite" if not bool(exact.isfinite().all()) else f"does not fit into {self.out}"
@@ -141,13 +143,22 @@ _WIDTHS = {**_FLOATS, **dict.fromkeys(("I64", "U64"), 8), **dict.fromkeys(("I32"
 
 
 def plan_merge(
-    sections: ModelSections, deltas: Mapping[str, LowRank], dtype: str, device: torch.device
+    sections: ModelSections,
+    deltas: Mapping[str, LowRank],
+    dtype: str,
+    device: torch.device,
+    final: Path | None = None,
 ) -> Merge:
-    """Every weight that was packed or has an adapter found in the files of `sections.model.path`, or a refusal."""
+    """Every weight that was packed or has an adapter found in the files of `sections.model.path`, or a refusal.
+
+    `final` has the adapter, of which a head that was trained as a whole is taken.
+    """
     folder = Path(sections.model.path)
     _require_plain_weights(folder)
-    lm = build_on_meta(sections.model, TASKS[sections.task.kind], "eager")
+    lm = build_on_meta(sections.model, task_of(sections.task), "eager")
     tensors = stored_tensors(folder)
+    if final is not None and task_of(sections.task).pooled:
+        tensors = _with_head(lm, tensors, final)
     packed = linear_inside(lm) if sections.four_bit is not None else []
     names = _names_in_files(lm, {*packed, *deltas}, tensors, sections.model.path)
     frozen = sections.adapter.kind != "none"
@@ -167,13 +178,29 @@ def plan_merge(
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Of all weight files of a folder, in their order."""
-    found = {}
-    for file in weight_files(folder):
-        with safe_open(str(file), "pt") as content:
-            for name in content.keys():  # noqa: SIM118 (not a mapping)
-                described = content.get_slice(name)
-                found[name] = Stored(file, tuple(described.get_shape()), described.get_dtype())
-    return found
+    return {name: each for file in weight_files(folder) for name, each in _stored_in(file).items()}
+
+
+def _stored_in(file: Path) -> dict[str, Stored]:
+    with safe_open(str(file), "pt") as content:
+        described = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118 (not a mapping)
+        return {
+            name: Stored(file, tuple(each.get_shape()), each.get_dtype(), name)
+            for name, each in described.items()
+        }
+
+
+def _with_head(lm: Any, tensors: Mapping[str, Stored], final: Path) -> dict[str, Stored]:
+    """The backbone of the base with the head that the adapter brings, in place of whatever other head the base has."""
+    own = _stored_in(final / WEIGHTS)
+    inside = f"{lm.base_model_prefix}."
+    has_prefix = any(name.startswith(inside) for name in tensors)
+    known = lm.state_dict()
+    kept = {n: t for n, t in tensors.items() if n.startswith(inside) or not has_prefix or n in known}
+    for name, stored_as in whole_weights(final).items():
+        short = name.removeprefix(inside)
+        kept[short if short in kept else name] = own[stored_as]
+    return kept
 
 
 def merged_config(folder: Path, dtype: str) -> dict[str, Any]:

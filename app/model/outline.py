@@ -8,9 +8,10 @@ from torch import nn
 
 from app.model.adapter import attach
 from app.model.build import ModelSections
+from app.model.pooled import keep_exact
 from app.model.quantize import require_quantizable, settle
 from app.model.recompute import repeated_layers
-from app.model.tasks import TASKS
+from app.model.tasks import task_of
 from app.model.weights import build_on_meta
 
 
@@ -19,9 +20,7 @@ class Outline:
 
     def __init__(self, sections: ModelSections, attention: str) -> None:
         self._sections = sections
-        self._lm: Any = build_on_meta(
-            sections.model, TASKS[sections.task.kind], attention, sections.base_dtype
-        )
+        self._lm: Any = build_on_meta(sections.model, task_of(sections.task), attention, sections.base_dtype)
         layers = repeated_layers(self._lm)
         self.depth = len(layers)
         self.alike = len({_likeness(layer) for layer in layers}) == 1
@@ -35,7 +34,10 @@ class Outline:
                 require_quantizable(sections.model, lm)
                 sections.four_bit.pack(lm.base_model)
                 settle(lm)
-            return attach(sections.adapter, TASKS[sections.task.kind], lm, sections.model.path)
+            task = task_of(sections.task)
+            if task.pooled:
+                keep_exact(lm)
+            return attach(sections.adapter, task, lm, sections.model.path)
 
 
 def _likeness(layer: nn.Module) -> tuple[Any, ...]:

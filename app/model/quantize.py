@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from app.config.schema import ModelConfig, PrecisionConfig, QuantizationConfig
 from app.errors import ConfigError
+from app.model.head import is_of_backbone
 
 # As it is imported on a CPU with avx512_bf16, it looks for a kernel that nothing here uses, and tells of its absence.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -19,6 +20,7 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 _BLOCK = 64
 _SCALES_BLOCK = 256  # scales that share one in turn
 _CPU_PIECE = 1 << 20  # weights
+_POOLER = "pooler."  # of a backbone; it belongs to the head, which stays as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class FourBit:
     def pack(self, part: nn.Module) -> None:
         """Every plain linear layer inside `part`, in place; the unpacked weights are let go one by one."""
         for name, layer in list(part.named_modules()):
-            if _is_linear(layer):
+            if _is_linear(layer) and not name.startswith(_POOLER):
                 self.pack_one(part, name)
 
     def pack_one(self, part: nn.Module, name: str) -> None:
@@ -140,14 +142,14 @@ def packing_of(config: QuantizationConfig, compute: torch.dtype) -> FourBit | No
 
 def linear_outside(lm: Any) -> list[str]:
     """The head, and whatever else is linear beside the backbone."""
-    inside = f"{lm.base_model_prefix}."
-    return [name for name, layer in lm.named_modules() if _is_linear(layer) and not name.startswith(inside)]
+    linear = [name for name, layer in lm.named_modules() if _is_linear(layer)]
+    return [name for name in linear if not is_of_backbone(lm, name)]
 
 
 def linear_inside(lm: Any) -> list[str]:
     """What `pack` packs of an unpacked model."""
-    inside = f"{lm.base_model_prefix}."
-    return [name for name, layer in lm.named_modules() if _is_linear(layer) and name.startswith(inside)]
+    linear = [name for name, layer in lm.named_modules() if _is_linear(layer)]
+    return [name for name in linear if is_of_backbone(lm, name)]
 
 
 def settle(lm: Any) -> None:
@@ -162,7 +164,7 @@ def settle(lm: Any) -> None:
     for layer in lm.modules():
         if isinstance(layer, Linear4bit) and hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False
-    left = [name for name, layer in lm.base_model.named_modules() if _is_linear(layer)]
+    left = linear_inside(lm)
     assert not left, f"not quantised: {left}"
 
 
@@ -174,7 +176,7 @@ def require_quantizable(given: ModelConfig, lm: Any) -> None:
     if any(".experts." in f".{name}" for name, _ in lm.base_model.named_parameters()):
         _refuse(given, kind, "its experts are stacked, and stacked weights are not quantised yet")
     for name, layer in lm.base_model.named_modules():
-        if _is_linear(layer) and _inputs(layer) % _BLOCK:
+        if _is_linear(layer) and not name.startswith(_POOLER) and _inputs(layer) % _BLOCK:
             _refuse(given, kind, f"{name} has {_inputs(layer)} inputs, not a multiple of {_BLOCK}")
 
 

@@ -1,5 +1,6 @@
 """The finished model as files that the ordinary tools load."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,28 @@ from app.model.trainee import Trainee
 def save_model(trainee: Trainee, tokenizer: Any, folder: Path) -> None:
     """An adapter in PEFT's format, or a whole model in transformers' format, with the tokenizer beside it."""
     network: Any = trainee.network
+    lm = trainee.language_model
+    if (
+        trainee.pooled and lm.config.pad_token_id is None
+    ):  # without it transformers answers one text at a time
+        lm.config.pad_token_id = tokenizer.pad_token_id
     if trainee.network is trainee.language_model:
         _save_pretrained(network, folder)
     else:
         # "auto" would ask the hub about the vocabulary of the base
         network.save_pretrained(str(folder), save_embedding_layers=False)
+        if trainee.pooled:
+            _save_classes(lm, folder)
     tokenizer.save_pretrained(str(folder))
+
+
+def _save_classes(lm: Any, folder: Path) -> None:
+    """The configuration with which the base is loaded: names and number of the classes are nowhere else."""
+    numbers = copy.deepcopy(lm.config)
+    numbers.architectures = [type(lm).__name__]
+    if hasattr(numbers, "quantization_config"):  # how the base is held is for whoever loads it to say
+        del numbers.quantization_config
+    numbers.save_pretrained(str(folder))
 
 
 def save_base(trainee: Trainee, tokenizer: Any, folder: Path, unpacked: nn.Module | None = None) -> None:
@@ -26,9 +43,8 @@ def save_base(trainee: Trainee, tokenizer: Any, folder: Path, unpacked: nn.Modul
     """
     if unpacked is None:
         lm = trainee.language_model
-        plain = {
-            _without_adapter(name): tensor for name, tensor in lm.state_dict().items() if ".lora_" not in name
-        }
+        kept = {name: tensor for name, tensor in lm.state_dict().items() if _is_of_base(name)}
+        plain = {_without_adapter(name): tensor for name, tensor in kept.items()}
         _save_pretrained(lm, folder, state_dict=plain)
     else:
         _save_pretrained(unpacked, folder)
@@ -39,5 +55,9 @@ def _save_pretrained(lm: nn.Module, folder: Path, **options: Any) -> None:
     lm.save_pretrained(str(folder), **options)  # type: ignore[operator]
 
 
+def _is_of_base(name: str) -> bool:
+    return ".lora_" not in name and ".modules_to_save." not in name
+
+
 def _without_adapter(name: str) -> str:
-    return name.replace(".base_layer.", ".")
+    return name.replace(".base_layer.", ".").replace(".original_module.", ".")

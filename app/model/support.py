@@ -13,6 +13,7 @@ import torch
 from app.config.schema import ModelConfig
 from app.errors import ConfigError
 from app.model.head import own_head
+from app.model.pooled import pooled_head
 from app.model.tasks import TASKS, Task
 
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -49,13 +50,19 @@ def require_structure(config: ModelConfig, task: Task, lm: Any) -> None:
     _require_interface(refusal, type(lm))
     if lm.base_model is lm:
         refusal.raise_for("its backbone cannot be told from its head")
-    for module in lm.modules():
-        if getattr(module, "is_causal", not task.both_ways) is task.both_ways:
-            refusal.raise_for(
-                "its tokens see only those before them"
-                if task.both_ways
-                else "its tokens see the tokens after them"
-            )
+    ways = {
+        not module.is_causal
+        for module in lm.modules()
+        if isinstance(getattr(module, "is_causal", None), bool)
+    }
+    if task.both_ways is not None and (not task.both_ways) in ways:
+        refusal.raise_for(
+            "its tokens see only those before them"
+            if task.both_ways
+            else "its tokens see the tokens after them"
+        )
+    if len(ways) > 1:
+        refusal.raise_for("tokens see those after them in some of its layers and not in others")
     _require_head(refusal, lm)
 
 
@@ -88,6 +95,6 @@ def _require_head(refusal: _Refusal, lm: Any) -> None:
     row = torch.zeros(1, lm.config.hidden_size, dtype=lm.dtype, device=lm.device)
     try:
         with torch.no_grad():
-            own_head(lm)(row)
+            (pooled_head if refusal.task.pooled else own_head)(lm)(row)
     except _HEAD_FAULTS as fault:
         refusal.raise_for(f"its head does not work apart from its backbone: {fault}", fault)

@@ -1,7 +1,9 @@
 """What a model can be built to do: the class of transformers, and what that class must be like."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from app.config.schema import TaskConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,9 +13,11 @@ class Task:
     words: str  # of a model that can do it
     auto_class: str  # of transformers
     kinds: str  # transformers' table of the classes that have it, by configuration
-    both_ways: bool  # whether tokens see those after them
+    both_ways: bool | None  # whether tokens see those after them; None: either will do
     peft_type: str | None  # what PEFT writes down
     examples: str
+    pooled: bool = False  # one answer for a document, from one of its states
+    labels: tuple[str, ...] = ()  # what the answers are, where the run decides that
 
     @property
     def model_class(self) -> Any:
@@ -27,6 +31,24 @@ class Task:
         from transformers.models.auto import modeling_auto
 
         return kind in getattr(modeling_auto, f"{self.kinds}_NAMES")
+
+    def sees_both_ways(self, lm: Any) -> bool:
+        """Whether tokens of this model see those after them."""
+        if self.both_ways is not None:
+            return self.both_ways
+        return not any(getattr(module, "is_causal", False) for module in lm.modules())
+
+    def configured(self, numbers: Any) -> Any:
+        """A configuration of transformers with the answers of the run in it."""
+        if self.labels:
+            numbers.id2label = dict(enumerate(self.labels))
+            numbers.label2id = {label: at for at, label in enumerate(self.labels)}
+            numbers.problem_type = "single_label_classification"
+        if self.pooled and hasattr(numbers, "classifier_pooling"):
+            numbers.classifier_pooling = (
+                "cls"  # the classifier is new: nothing has learnt the mean of all tokens
+            )
+        return numbers
 
     def class_of(self, numbers: Any) -> Any | None:
         """The model class for a configuration of transformers, None where its kind has none."""
@@ -53,4 +75,18 @@ TASKS: dict[str, Task] = {
         peft_type=None,  # PEFT has no name for it
         examples="bert, roberta, modernbert, distilbert, electra",
     ),
+    "classification": Task(
+        words="a model with a head for classes",
+        auto_class="AutoModelForSequenceClassification",
+        kinds="MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+        both_ways=None,
+        peft_type="SEQ_CLS",
+        examples="bert, roberta, modernbert, distilbert, electra, llama, qwen3, mistral",
+        pooled=True,
+    ),
 }
+
+
+def task_of(config: TaskConfig) -> Task:
+    """Of a run, with its labels."""
+    return replace(TASKS[config.kind], labels=tuple(config.labels))

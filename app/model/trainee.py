@@ -11,6 +11,7 @@ from app.batch import Batch
 from app.errors import EnvironmentProblem
 from app.model.fused import NOTHING_FUSED
 from app.model.head import Head, chunk_rows, head_parameters, own_head, token_loss_sum, token_scores
+from app.model.pooled import class_loss_sum, class_scores, pooled_head, takes_segments
 from app.model.positions import first_position
 from app.model.proof import Proof
 
@@ -20,13 +21,15 @@ _HEAD_TOLERANCE = 1e-5  # of the largest logit, in float32
 class Trainee(nn.Module):
     """A language model with its loss. `network` is the model, or PEFT's wrapper round it."""
 
-    def __init__(self, network: nn.Module, compute: torch.dtype | None) -> None:
+    def __init__(self, network: nn.Module, compute: torch.dtype | None, *, pooled: bool = False) -> None:
         super().__init__()
         self.network = network
         self.compute = compute
         self.fused = NOTHING_FUSED
+        self.pooled = pooled  # one answer for a document
         lm = self.language_model
-        self.head: Head = own_head(lm)
+        self.head: Head = pooled_head(lm) if pooled else own_head(lm)
+        self.takes_segments = takes_segments(lm)
         self._head_parameters = head_parameters(lm)
         self.first_position = first_position(lm)
         self._chunk = chunk_rows(lm.config.get_text_config().vocab_size)
@@ -38,18 +41,22 @@ class Trainee(nn.Module):
         return self.network if unwrap is None else unwrap()
 
     def forward(self, batch: Batch) -> tuple[Tensor, int]:
-        """The sum of the losses of all labelled tokens, each times its weight, and how many they are."""
+        """The sum of the losses of all labelled tokens or documents, each times its weight, and how many they are."""
         with self.arithmetic(batch.ids.device):
             rows = self._labelled_rows(batch)
+            if self.pooled:
+                return class_loss_sum(self.head, rows, batch.targets), batch.num_labels
             weights = None if batch.weights is None else batch.weights.each
             loss = token_loss_sum(self.head, rows, batch.targets, self._head_parameters, self._chunk, weights)
         return loss, batch.num_labels
 
     @torch.no_grad()
     def scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Of each target of the batch its loss, and whether the model would have chosen it."""
+        """Of each target of the batch its loss, and what the model would have chosen."""
         with self.arithmetic(batch.ids.device):
             rows = self._labelled_rows(batch)
+            if self.pooled:
+                return class_scores(self.head, rows, batch.targets)
             return token_scores(self.head, rows, batch.targets, self._head_parameters, self._chunk)
 
     def _labelled_rows(self, batch: Batch) -> Tensor:
@@ -58,9 +65,14 @@ class Trainee(nn.Module):
             position_ids=batch.positions + self.first_position,
             use_cache=False,
             documents=batch.documents,
+            **self._sides(batch.segments),
         )[0]
         rows: Tensor = hidden.flatten(0, 1).index_select(0, batch.label_rows)
         return rows
+
+    def _sides(self, segments: Tensor | None) -> dict[str, Tensor]:
+        """For a backbone that is told of them."""
+        return {} if segments is None or not self.takes_segments else {"token_type_ids": segments}
 
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that change, by their name in the network; tied ones once."""
@@ -83,16 +95,21 @@ class Trainee(nn.Module):
         return logits[0].argmax(-1).cpu()
 
     @torch.no_grad()
+    def likelihoods(self, ids: Tensor, segments: Tensor | None) -> Tensor:
+        """Of one document the probability of each class."""
+        lm = self.language_model
+        given = {name: each[None].to(lm.device) for name, each in self._sides(segments).items()}
+        logits: Tensor = lm(input_ids=ids[None].to(lm.device), use_cache=False, **given).logits
+        return logits[0].float().softmax(-1).cpu()
+
+    @torch.no_grad()
     def check_head(self, batch: Batch) -> Proof:
         """Refuse a kind whose logits are not its head applied to its backbone's output."""
         lm = self.language_model
-        ids = batch.ids[:1, :_CHECKED]
-        positions = batch.positions[:1, :_CHECKED] + self.first_position
         mode = self.training
         self.eval()
-        own = lm(input_ids=ids, position_ids=positions, use_cache=False).logits[0].float()
-        hidden = lm.base_model(input_ids=ids, position_ids=positions, use_cache=False)[0]
-        ours = self.head(hidden[0]).float()
+        with self.arithmetic(batch.ids.device) if self.pooled else contextlib.nullcontext():
+            own, ours = self._pooled_logits(batch) if self.pooled else self._first_logits(batch)
         self.train(mode)
         error = float((own - ours).abs().max() / own.abs().max().clamp_min(torch.finfo(own.dtype).tiny))
         proof = Proof("logits through our head against the model's own", error, _HEAD_TOLERANCE)
@@ -104,5 +121,31 @@ class Trainee(nn.Module):
             )
         return proof
 
+    def _first_logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The model's own and ours, of the first tokens."""
+        lm = self.language_model
+        ids = batch.ids[:1, :_CHECKED]
+        positions = batch.positions[:1, :_CHECKED] + self.first_position
+        own = lm(input_ids=ids, position_ids=positions, use_cache=False).logits[0].float()
+        hidden = lm.base_model(input_ids=ids, position_ids=positions, use_cache=False)[0]
+        return own, self.head(hidden[0]).float()
+
+    def _pooled_logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The model's own of whole documents, positions and pooling its own; and ours, of the states that we take."""
+        lm = self.language_model
+        own, ours = [], []
+        for at, start, length in zip(batch.label_rows.tolist(), batch.starts, batch.lengths, strict=False):
+            ids = batch.ids.flatten()[start : start + length][None]
+            sides = None if batch.segments is None else batch.segments.flatten()[start : start + length][None]
+            own.append(lm(input_ids=ids, use_cache=False, **self._sides(sides)).logits[0])
+            hidden = lm.base_model(input_ids=ids, use_cache=False, **self._sides(sides))[0]
+            ours.append(
+                self.head(hidden[0, at - start][None])[0]
+            )  # alone: several would be rounded otherwise
+            if len(own) == _DOCUMENTS:
+                break
+        return torch.stack(own).float(), torch.stack(ours).float()
+
 
 _CHECKED = 64  # tokens
+_DOCUMENTS = 4

@@ -1,7 +1,8 @@
 """The base model: loaded from safetensors, or built from the numbers in its YAML."""
 
+import contextlib
+import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from app.config.schema import ModelConfig
 from app.config.suggest import did_you_mean
 from app.errors import ConfigError, EnvironmentProblem
 from app.model.drawing import draw
+from app.model.pooled import is_of_head
 from app.model.quantize import FourBit, linear_outside, require_quantizable, settle
 from app.model.shards import parameters_on_meta, read_shards
 from app.model.source import fetch_folder, folder_at_hand, gist, local_place, require_config, require_weights
@@ -24,14 +26,14 @@ def load_base(
 ) -> Any:
     """A causal language model of transformers on `device`, its weights in `dtype`."""
     if config.weights == "random":
-        lm = _random(config, task, _numbers(config), dtype, device, attention, seed)
+        lm = _random(config, task, _numbers(config, task), dtype, device, attention, seed)
     else:
         folder = fetch_folder(config, config.path, with_weights=True)
         require_weights(folder, config.path)
-        require_kind(config, task, _numbers_of(config, folder))
-        lm = read_weights(
-            config, task, folder, dtype=dtype, attn_implementation=attention, device_map={"": device}
-        )
+        require_kind(config, task, _numbers_of(config, task, folder))
+        options = {"dtype": dtype, "attn_implementation": attention, "device_map": {"": device}}
+        with drawing_by(seed):
+            lm = read_weights(config, task, folder, **options)
     require_structure(config, task, lm)
     return lm
 
@@ -47,7 +49,7 @@ def load_packed(
 ) -> Any:
     """The same with the backbone in 4 bits and the rest in `dtype`; the unpacked backbone never exists as a whole."""
     if config.weights == "random":
-        lm = _on_meta(config, task, _numbers(config), dtype, attention)
+        lm = _on_meta(config, task, _numbers(config, task), dtype, attention)
         require_quantizable(config, lm)
         draw(lm, device, seed, four_bit.pack)
         four_bit.pack(lm.base_model)  # what is linear beside the repeated layers
@@ -55,7 +57,8 @@ def load_packed(
     else:
         folder = fetch_folder(config, config.path, with_weights=True)
         require_weights(folder, config.path)
-        lm = read_packed(config, task, folder, four_bit, dtype, device, attention)
+        with drawing_by(seed):
+            lm = read_packed(config, task, folder, four_bit, dtype, device, attention)
     require_structure(config, task, lm)
     return lm
 
@@ -70,10 +73,10 @@ def read_packed(
     attention: str,
 ) -> Any:
     """The model of a local folder, each weight packed as it is read."""
-    plan = _on_meta(config, task, _numbers_of(config, folder), dtype, attention)
+    plan = _on_meta(config, task, _numbers_of(config, task, folder), dtype, attention)
     require_quantizable(config, plan)
     with _readable(config, folder), parameters_on_meta():
-        lm = _from_config(config, task, _numbers_of(config, folder), dtype, attention)
+        lm = _from_config(config, task, _numbers_of(config, task, folder), dtype, attention)
     with _readable(config, folder):
         is_read = read_shards(lm, folder, four_bit, dtype, device)
     if not is_read:
@@ -94,7 +97,7 @@ def draw_unpacked(
     config: ModelConfig, task: Task, dtype: torch.dtype, device: torch.device, attention: str, seed: int
 ) -> Any:
     """The base that load_packed packed, drawn once more and kept in host memory, for saving."""
-    lm = _on_meta(config, task, _numbers(config), dtype, attention)
+    lm = _on_meta(config, task, _numbers(config, task), dtype, attention)
     draw(lm, device, seed, _to_host)
     return lm.to("cpu")
 
@@ -108,7 +111,7 @@ def build_on_meta(config: ModelConfig, task: Task, attention: str, dtype: torch.
     folder = folder_at_hand(config) if config.weights == "pretrained" else None
     if folder is not None and local_place(config.path).is_dir():
         require_weights(folder, config.path)
-    numbers = _numbers(config) if folder is None else _numbers_of(config, folder)
+    numbers = _numbers(config, task) if folder is None else _numbers_of(config, task, folder)
     lm = _on_meta(config, task, numbers, dtype, attention)
     require_structure(config, task, lm)
     return lm
@@ -137,7 +140,7 @@ def _random(
         return _from_config(config, task, numbers, dtype, attention)
 
 
-def _numbers(config: ModelConfig) -> Any:
+def _numbers(config: ModelConfig, task: Task) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -149,7 +152,7 @@ def _numbers(config: ModelConfig) -> Any:
             f"{did_you_mean(kind, sorted(CONFIG_MAPPING))}"
         )
     try:
-        return AutoConfig.for_model(kind, **numbers)
+        return task.configured(AutoConfig.for_model(kind, **numbers))
     except (ValueError, TypeError, KeyError, StrictDataclassError) as fault:
         reason = gist(fault.__cause__ or fault)
         raise ConfigError(
@@ -157,13 +160,13 @@ def _numbers(config: ModelConfig) -> Any:
         ) from fault
 
 
-def _numbers_of(config: ModelConfig, folder: Path) -> Any:
+def _numbers_of(config: ModelConfig, task: Task, folder: Path) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     require_config(folder, config.path)
     try:
-        return AutoConfig.from_pretrained(
+        numbers = AutoConfig.from_pretrained(
             str(folder), trust_remote_code=config.trust_remote_code, local_files_only=True
         )
     except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as fault:
@@ -172,11 +175,25 @@ def _numbers_of(config: ModelConfig, folder: Path) -> Any:
             f"use ({gist(fault)}). Code that a model brings along is run only with "
             "model.trust_remote_code=true."
         ) from fault
+    _require_no_other_classes(config, task, numbers)
+    return task.configured(numbers)
 
 
-def stored_dtype(config: ModelConfig, folder: Path) -> torch.dtype:
+def _require_no_other_classes(config: ModelConfig, task: Task, numbers: Any) -> None:
+    """As many classes of other names would be taken for those of the run; one of another size is drawn anew."""
+    is_classifier = any("ForSequenceClassification" in name for name in numbers.architectures or ())
+    known = [str(numbers.id2label[at]) for at in sorted(numbers.id2label)] if is_classifier else []
+    if task.labels and len(known) == len(task.labels) and known != list(task.labels):
+        raise ConfigError(
+            f"model.path={config.path}: it has a classifier already, of {', '.join(known)}, and the labels of this run "
+            f"are {', '.join(task.labels)}. Give the model that it was made from, or rows with its labels and "
+            f"task.labels=[{','.join(known)}]."
+        )
+
+
+def stored_dtype(config: ModelConfig, task: Task, folder: Path) -> torch.dtype:
     """What the folder says its weights are in."""
-    return getattr(_numbers_of(config, folder), "dtype", None) or torch.float32
+    return getattr(_numbers_of(config, task, folder), "dtype", None) or torch.float32
 
 
 def _from_config(config: ModelConfig, task: Task, numbers: Any, dtype: torch.dtype, attention: str) -> Any:
@@ -185,9 +202,37 @@ def _from_config(config: ModelConfig, task: Task, numbers: Any, dtype: torch.dty
     )
 
 
+@contextlib.contextmanager
+def drawing_by(seed: int) -> Iterator[None]:
+    """Around a reading that may draw a head. What the rest of the program draws stays what it was."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        yield
+
+
+@contextlib.contextmanager
+def _without_reports() -> Iterator[None]:
+    """transformers warns of weights that it draws; what is drawn here is meant, and what is not is refused below."""
+    log = logging.getLogger("transformers.modeling_utils")
+    log.addFilter(_nothing)
+    try:
+        yield
+    finally:
+        log.removeFilter(_nothing)
+
+
+def _nothing(_record: logging.LogRecord) -> bool:
+    return False
+
+
 def read_weights(config: ModelConfig, task: Task, folder: Path, **options: Any) -> Any:
-    """The model of a local folder, every weight of it from there: transformers would make up the missing ones."""
-    with _readable(config, folder):
+    """The model of a local folder, every weight of it from there: transformers would make up the missing ones.
+
+    Only a head for the labels of a run is drawn, where the folder has none of its size: see `drawing_by`.
+    """
+    if task.pooled:
+        options |= {"config": _numbers_of(config, task, folder), "ignore_mismatched_sizes": True}
+    with _readable(config, folder), _without_reports() if task.pooled else contextlib.nullcontext():
         lm, found = task.model_class.from_pretrained(
             str(folder),
             use_safetensors=True,
@@ -196,7 +241,8 @@ def read_weights(config: ModelConfig, task: Task, folder: Path, **options: Any) 
             output_loading_info=True,
             **options,
         )
-    missing = sorted(found["missing_keys"])
+    odd = {*found["missing_keys"], *(each[0] for each in found.get("mismatched_keys", ()))}
+    missing = sorted(name for name in odd if not (task.pooled and is_of_head(lm, name)))
     if missing:
         raise EnvironmentProblem(
             f"model.path={config.path}: the weights in {folder} lack {len(missing)} of the model's tensors "
@@ -205,7 +251,7 @@ def read_weights(config: ModelConfig, task: Task, folder: Path, **options: Any) 
     return lm
 
 
-@contextmanager
+@contextlib.contextmanager
 def _readable(config: ModelConfig, folder: Path) -> Iterator[None]:
     from safetensors import SafetensorError
 

@@ -1,8 +1,10 @@
 """What the model answered first and what it answers now, prompt by prompt."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from app.page.figures import number
 from app.page.html import Child, Html, element, joined
 
 _MOST = 24
@@ -12,12 +14,12 @@ _Key = tuple[str, str, int]
 
 def answers(lines: Sequence[Mapping[str, Any]]) -> Child:
     """The first step that has answers beside the last one; None without any."""
-    by_step: dict[int, dict[_Key, str]] = {}
+    by_step: dict[int, dict[_Key, Answer]] = {}
     for line in lines:
         found = by_step.setdefault(line["step"], {})
         prompt, expected = str(line.get("prompt", "")), str(line.get("expected", ""))
         again = sum(key[:2] == (prompt, expected) for key in found)
-        found[prompt, expected, again] = str(line.get("answer", ""))
+        found[prompt, expected, again] = Answer.of(line)
     if not by_step:
         return None
     steps = sorted({min(by_step), max(by_step)})
@@ -31,6 +33,24 @@ def answers(lines: Sequence[Mapping[str, Any]]) -> Child:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the model said, and of a label how likely it was to it."""
+
+    text: str
+    likelihood: float | None = None
+
+    @classmethod
+    def of(cls, line: Mapping[str, Any]) -> "Answer":
+        """Of a line of samples.jsonl."""
+        return cls(str(line.get("answer", "")), number(line.get("likelihood")))
+
+    @property
+    def shown(self) -> str:
+        """For people."""
+        return self.text if self.likelihood is None else f"{self.text} ({self.likelihood:.0%})"
+
+
 def shortened(text: str) -> str:
     """Long texts by their beginning, with what is left out."""
     if len(text) <= _LONGEST:
@@ -38,9 +58,9 @@ def shortened(text: str) -> str:
     return f"{text[:_LONGEST]} … ({len(text) - _LONGEST:,} more characters)"
 
 
-def is_right(answer: str, expected: str) -> bool:
+def is_right(answer: Answer, expected: str) -> bool:
     """Whether they are the same but for space around them."""
-    return answer.strip() == expected.strip()
+    return answer.text.strip() == expected.strip()
 
 
 def moment(step: int) -> str:
@@ -48,7 +68,7 @@ def moment(step: int) -> str:
     return "before training" if step == 0 else f"after step {step:,}"
 
 
-def _told(step: int, found: Mapping[_Key, str]) -> str:
+def _told(step: int, found: Mapping[_Key, Answer]) -> str:
     right = sum(is_right(answer, key[1]) for key, answer in found.items())
     return f"{right} of {len(found)} {moment(step)}"
 
@@ -77,11 +97,11 @@ def asked(prompt: str, boxes: Sequence[Html]) -> Html:
     )
 
 
-def _sample(key: _Key, steps: Sequence[int], by_step: Mapping[int, Mapping[_Key, str]]) -> Html:
+def _sample(key: _Key, steps: Sequence[int], by_step: Mapping[int, Mapping[_Key, Answer]]) -> Html:
     prompt, expected, _ = key
     boxes = [box("expected", expected, None)]
     for step in steps:
         if key in by_step[step]:
             answer = by_step[step][key]
-            boxes.append(box(moment(step), answer, is_right(answer, expected)))
+            boxes.append(box(moment(step), answer.shown, is_right(answer, expected)))
     return asked(prompt, boxes)

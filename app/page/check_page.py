@@ -8,7 +8,7 @@ from app.page.figures import number, whole
 from app.page.html import Child, Html, element, joined
 from app.page.kept import section_of
 from app.page.memory_section import memory_badge, memory_sections
-from app.page.run_data import lengths_chart, samples_shown
+from app.page.run_data import labels_table, lengths_chart, samples_shown
 
 _ROWS = (
     ("rows", "rows read"),
@@ -60,6 +60,7 @@ def _of_data(facts: Facts) -> Iterator[Child]:
     yield section("Advice", _advice(facts))
     yield section("Rows and lengths", _rows(facts))
     yield section("Sources", _sources(facts))
+    yield section("Labels", labels_table(section_of(facts, "labels"), section_of(facts, "eval", "labels")))
     yield section("Bad rows", _bad(facts))
     yield section("Empty texts", _empty(facts))
     yield section("Packing and steps", facts_table(_packing(facts)))
@@ -71,7 +72,9 @@ def _tiles(facts: Facts) -> Iterator[tuple[str, str | None]]:
     yield "rows", whole(facts.get("rows"))
     yield "bad rows", whole(facts.get("bad_rows"))
     yield "tokens", whole(facts.get("total_tokens"))
-    yield "of them trained", None if share is None else f"{share:.1%}"
+    labels = section_of(facts, "labels")
+    yield "labels", whole(len(labels)) if labels else None
+    yield "of them trained", None if share is None or labels else f"{share:.1%}"
     yield "steps", whole(facts.get("steps"))
     yield "bins full", None if fill is None else f"{fill:.2%}"
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.page.answers import asked, box, is_right, moment
+from app.page.answers import Answer, asked, box, is_right, moment
 from app.page.curves import curves_of_several
 from app.page.document import document, folded, note, section, table
 from app.page.figures import NOTHING, duration, figure, memory, number, quantity, whole
@@ -147,10 +147,10 @@ def _answers(names: Sequence[str], runs: Sequence[KeptRun]) -> Child:
     return joined(shown[:4], folded(f"{len(shown) - 4} more", shown[4:]) if len(shown) > 4 else None)
 
 
-def _last_answers(run: KeptRun) -> dict[tuple[str, str], str]:
+def _last_answers(run: KeptRun) -> dict[tuple[str, str], Answer]:
     last = max((line["step"] for line in run.samples), default=None)
     return {
-        (str(line.get("prompt", "")), str(line.get("expected", ""))): str(line.get("answer", ""))
+        (str(line.get("prompt", "")), str(line.get("expected", ""))): Answer.of(line)
         for line in run.samples
         if line["step"] == last
     }
@@ -160,12 +160,12 @@ def _sample(
     key: tuple[str, str],
     names: Sequence[str],
     runs: Sequence[KeptRun],
-    last: Sequence[Mapping[tuple[str, str], str]],
+    last: Sequence[Mapping[tuple[str, str], Answer]],
 ) -> Html:
     prompt, expected = key
     boxes = [box("expected", expected, None)]
     for name, run, found in zip(names, runs, last, strict=True):
         if key in found:
             step = max(line["step"] for line in run.samples)
-            boxes.append(box(f"{name}, {moment(step)}", found[key], is_right(found[key], expected)))
+            boxes.append(box(f"{name}, {moment(step)}", found[key].shown, is_right(found[key], expected)))
     return asked(prompt, boxes)

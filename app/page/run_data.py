@@ -27,8 +27,9 @@ _COUNTS = (
     ("left_over", "left over by a limit of rows"),
     ("held_out", "held out of these"),
 )
-_SCORED = ("eval_loss", "perplexity", "token_accuracy", "exact_match")
+_SCORED = ("eval_loss", "perplexity", "token_accuracy", "exact_match", "accuracy", "macro_f1")
 _PIECES = 400
+_LABELS = 50
 
 
 def data(run: KeptRun) -> Child:
@@ -43,11 +44,26 @@ def data(run: KeptRun) -> Child:
         _source("train", train),
         _source("held out", held),
         table(("", "train", "held out"), _counts(train, held), numbers=(1, 2)) if train else None,
+        labels_table(section_of(train, "classes"), section_of(held, "classes")),
         [element("p", text, class_="remark") for text in (*_filling(run), *notes)],
     )
     return joined(
         element("div", counts, lengths_chart(section_of(run.preview, "lengths")), class_="charts"),
         samples_shown(run.preview),
+    )
+
+
+def labels_table(train: Mapping[str, Any], held: Mapping[str, Any]) -> Html | None:
+    """How many samples each label has; None where rows have none."""
+    names = [*train, *(name for name in held if name not in train)]
+    rows = [(name, whole(train.get(name, 0)), whole(held.get(name, 0))) for name in names[:_LABELS]]
+    left_out = f"{len(names) - _LABELS:,} more labels." if len(names) > _LABELS else None
+    if not rows:
+        return None
+    return element(
+        "div",
+        table(("label", "train", "held out"), rows, numbers=(1, 2)),
+        element("p", left_out, class_="remark") if left_out else None,
     )
 
 

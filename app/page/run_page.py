@@ -131,6 +131,9 @@ def _tiles(run: KeptRun) -> Iterator[tuple[str, str | None]]:
     yield "objective", None if objective is None else figure(objective)
     yield "training loss", _first_and_last(run)
     yield "held-out loss, last", None if evaluated is None else figure(evaluated)
+    for key, words in (("accuracy", "accuracy, last"), ("macro_f1", "macro F1, last")):
+        share = number(result.get(key))
+        yield words, None if share is None else f"{share:.2%}"
     yield f"steps of {whole(planned)}" if number(planned) else "steps", whole(steps)
     speed, seconds = number(result.get("tokens_per_second")), run.seconds()
     yield "tokens a second", None if speed is None else quantity(speed)

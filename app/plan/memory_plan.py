@@ -32,6 +32,7 @@ class Shape:
     label_rows: int  # rows that go through the head
     micro_batches: int = 1  # of one step and one process
     weighted: bool = False  # whether labels count differently
+    pairs: bool = False  # whether the model is told of the sides of pairs
 
     @property
     def tokens(self) -> int:
@@ -52,6 +53,7 @@ class Shape:
             label_rows=len(batch.label_rows),
             micro_batches=micro_batches,
             weighted=batch.weights is not None,
+            pairs=batch.segments is not None,
         )
 
 

@@ -18,6 +18,7 @@ from app.model.dtypes import DTYPES
 from app.model.fused import fuse
 from app.model.hidden import HIDDEN
 from app.model.outline import Outline
+from app.model.tasks import task_of
 from app.model.trainee import Trainee
 from app.optim.optimizers import build_optimizer
 from app.plan import stages
@@ -62,7 +63,8 @@ def trace(asked: Asked, outline: Outline, plain: int, recomputed: int) -> Trace:
     network = outline.network(plain + recomputed)
     with FakeTensorMode(allow_non_fake_inputs=True), AnyNumber():
         materialise(network)
-        trainee = Trainee(network, DTYPES[asked.precision].compute).train()
+        pooled = task_of(run.task).pooled
+        trainee = Trainee(network, DTYPES[asked.precision].compute, pooled=pooled).train()
         optimizer = build_optimizer(run.optimizer, trainee)
         paged.take_from(optimizer, on_gpu=asked.on_gpu)
         _make_states(trainee, optimizer)
@@ -131,4 +133,5 @@ def _batch(shape: Shape) -> Batch:
         num_tokens=shape.tokens,
         documents=documents,
         weights=Weights(torch.ones(shape.label_rows), float(shape.label_rows)) if shape.weighted else None,
+        segments=torch.zeros(shape.rows, shape.width, dtype=torch.int64) if shape.pairs else None,
     )

@@ -36,6 +36,8 @@ def _parts(width: int, longest: int) -> tuple[int, ...]:
 
 def _labelled(run: RunConfig, tokens: int, documents: int) -> int:
     """All of them where the next token is predicted: which are not trained, only data tells."""
+    if run.task.kind == "classification":
+        return documents
     if run.task.kind != "masked":
         return tokens
     return min(tokens, math.ceil(run.task.mask_share * tokens) + documents)

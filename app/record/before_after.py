@@ -14,13 +14,14 @@ def before_after(samples: Path) -> str | None:
     """A table of samples.jsonl, or None if the file does not tell both."""
     by_step: dict[int, list[Sample]] = {}
     for line in read_lines(samples) if samples.exists() else ():
-        sample = Sample(prompt=line["prompt"], expected=line["expected"], answer=line["answer"])
+        given = {key: line[key] for key in ("prompt", "expected", "answer", "likelihood") if key in line}
+        sample = Sample(**given)
         by_step.setdefault(line["step"], []).append(sample)
     last = max(by_step, default=0)
     if 0 not in by_step or last == 0:
         return None
     rows = [
-        (_end(before.prompt, _WIDTHS[0]), before.expected, before.answer, after.answer)
+        (_end(before.prompt, _WIDTHS[0]), before.expected, before.given, after.given)
         for before, after in zip(by_step[0], by_step[last], strict=False)
         if before.prompt == after.prompt
     ]

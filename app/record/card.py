@@ -17,12 +17,16 @@ _SETTINGS = {
     "training": ("epochs", "max_steps", "clip"),
     "batching": ("packing", "tokens", "rows", "accumulation"),
     "dataset": ("format", "train_on", "max_length", "on_overflow", "eval_fraction"),
-    "task": ("kind", "mask_share"),
+    "task": ("kind", "mask_share", "labels"),
     "precision": ("kind",),
 }
 _OF_SPLIT = ("source", "samples", "tokens", "trained_tokens", "dropped", "truncated", "bad_rows")
-_OF_RESULT = ("steps", "train_loss_first", "train_loss_last", "eval_loss")
-_PIPELINES = {"AutoModelForCausalLM": "text-generation", "AutoModelForMaskedLM": "fill-mask"}
+_OF_RESULT = ("steps", "train_loss_first", "train_loss_last", "eval_loss", "accuracy", "macro_f1")
+_PIPELINES = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForSequenceClassification": "text-classification",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +38,12 @@ class Loading:
     base_inside: bool  # it lies in base/ of the export
     dtype: str
     four_bit: Mapping[str, Any] | None = None  # arguments of BitsAndBytesConfig
+    own_classes: bool = False  # an adapter brings the config.json that names them
 
     def code(self) -> str:
         """Python that works in the folder of the card."""
         auto = ["AutoTokenizer", self.auto_class, *(["BitsAndBytesConfig"] if self.four_bit else [])]
+        auto += ["AutoConfig"] if self.own_classes else []
         lines = [
             f"from transformers import {', '.join(sorted(auto))}",
             "",
@@ -57,6 +63,9 @@ class Loading:
             arguments = ", ".join(f"{key}={value!r}" for key, value in self.four_bit.items())
             yield f"nf4 = BitsAndBytesConfig({arguments})"
             options += ", quantization_config=nf4"
+        if self.own_classes:
+            yield "classes = AutoConfig.from_pretrained(here)"
+            options += ", config=classes"
         yield f"base = {self.auto_class}.from_pretrained({place}, {options})"
 
 
@@ -122,7 +131,7 @@ def _settings(run: Mapping[str, Any]) -> Iterable[tuple[Any, ...]]:
     for section, keys in _SETTINGS.items():
         values = run.get(section, {})
         for key in ("kind",) if values.get("kind") == "none" else keys:
-            if values.get(key) is not None:
+            if values.get(key) not in (None, []):
                 yield f"{section}.{key}", values[key]
     yield "seed", run["seed"]
 
@@ -140,7 +149,7 @@ def _metrics(result: Mapping[str, Any]) -> Iterable[tuple[Any, ...]]:
         if result.get(key) is not None:
             yield key, result[key]
     loss = result.get("eval_loss")
-    if loss is not None and loss < 700:  # beyond, a double has no such number
+    if loss is not None and loss < 700 and "accuracy" not in result:  # beyond, a double has no such number
         yield "perplexity", math.exp(loss)
 
 

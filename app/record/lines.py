@@ -15,6 +15,12 @@ class Sample:
     prompt: str
     expected: str
     answer: str
+    likelihood: float | None = None  # of an answer that is a label
+
+    @property
+    def given(self) -> str:
+        """The answer, and how likely it was to the model."""
+        return self.answer if self.likelihood is None else f"{self.answer} ({self.likelihood:.0%})"
 
 
 def aligned(rows: Sequence[tuple[str, str]], width: int = 0) -> str:
@@ -51,7 +57,7 @@ def evaluation_line(values: Mapping[str, Any]) -> str:
 def samples_text(step: int, samples: Sequence[Sample]) -> str:
     """All samples, one below the other."""
     blocks = [
-        aligned([("prompt", each.prompt), ("expected", each.expected), ("answer", each.answer)])
+        aligned([("prompt", each.prompt), ("expected", each.expected), ("answer", each.given)])
         for each in samples
     ]
     return printable(f"samples at step {step}\n" + "\n\n".join(blocks))

@@ -56,7 +56,7 @@ class LiveConsole:
             "prompt", "expected", "answer", title=f"samples at step {step}", show_lines=True, expand=True
         )
         for each in samples:
-            table.add_row(*(Text(printable(text)) for text in (each.prompt, each.expected, each.answer)))
+            table.add_row(*(Text(printable(text)) for text in (each.prompt, each.expected, each.given)))
         self._terminal.print(table)
 
     def close(self) -> None:

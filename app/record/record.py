@@ -108,7 +108,8 @@ class Record:
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         """What the model answers by now. On the screen only between: the table of both ends has the rest."""
         for each in samples:
-            self._samples.write({"step": step, **asdict(each)})
+            known = {key: value for key, value in asdict(each).items() if value is not None}
+            self._samples.write({"step": step, **known})
         if samples:
             self._write_log(samples_text(step, samples))
         if samples and step not in {0, self._total}:

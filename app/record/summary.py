@@ -23,6 +23,9 @@ RESULT_KEYS = (
 )
 
 
+_OF_CLASSES = ("accuracy", "macro_f1")  # only there where labels are learnt
+
+
 class Summary:
     """Follows the lines of metrics.jsonl."""
 
@@ -35,7 +38,7 @@ class Summary:
             self._known.setdefault("train_loss_first", values["loss"])
             self._known["train_loss_last"] = values["loss"]
             self._known["steps"] = values["step"]
-        for key in ("eval_loss", "exact_match", "tokens_per_second", "peak_memory_bytes"):
+        for key in ("eval_loss", "exact_match", *_OF_CLASSES, "tokens_per_second", "peak_memory_bytes"):
             if key in values:
                 self._known[key] = values[key]
 

@@ -16,6 +16,7 @@ from app.record.lines import printable
 _CLASSES = 12  # of lengths
 _BAR = 32  # characters of the longest
 _REASONS = 5
+_LABELS = 24
 _TRAINED = "black on green"
 NARROW = 60  # columns; below, names stand above what they name
 Facts = Mapping[str, Any]
@@ -59,6 +60,7 @@ def _numbers(facts: Facts) -> list[tuple[str, RenderableType]]:
         ("data", f"{facts['source']}, {facts['format']}"),
         ("rows", _rows(facts, f"{_many(facts['duplicate_rows'], 'duplicate')}")),
         ("tokens", _tokens(facts)),
+        *_labels("labels", facts),
         *(("" if at else "bad", text) for at, text in enumerate(_bad(facts))),
         *_empty(facts, "empty"),
         *(("" if at else "sources", text) for at, text in enumerate(_sources(facts))),
@@ -72,7 +74,8 @@ def _numbers(facts: Facts) -> list[tuple[str, RenderableType]]:
         duplicates = f"{_many(held['duplicate_rows'], 'duplicate')}{shared}"
         of_train = held["source"] == facts["source"] and not held["rows"]
         told = _held_of_train(held, duplicates) if of_train else _rows(held, duplicates)
-        rows += [("eval", told), *(("eval bad", text) for text in _bad(held)), *_empty(held, "eval empty")]
+        bad = (("eval bad", text) for text in _bad(held))
+        rows += [("eval", told), *_labels("", held), *bad, *_empty(held, "eval empty")]
     rows += [("note", text) for text in facts["notes"]]
     return [(name, Text(printable(text))) for name, text in rows]
 
@@ -89,7 +92,8 @@ def _held_of_train(held: Facts, more: str) -> str:
 
 def _tokens(facts: Facts) -> str:
     share = facts["trained_share"]
-    trained = "" if share is None else f", {facts['trained_tokens']:,} trained ({share:.1%})"
+    is_learnt = share is not None and not facts.get("labels")
+    trained = f", {facts['trained_tokens']:,} trained ({share:.1%})" if is_learnt else ""
     return f"{facts['total_tokens']:,}{trained}{_weighted(facts.get('weights'))}"
 
 
@@ -98,6 +102,14 @@ def _weighted(weights: Facts | None) -> str:
         return ""
     count = f"{weights['trained_tokens_count_as']:,.1f} ({weights['share']:.1%})"
     return f", which count as {count} by the weights in {_many(weights['samples'], 'sample')}"
+
+
+def _labels(name: str, split: Facts) -> Iterator[tuple[str, str]]:
+    """How many samples each label has."""
+    counted = list(split.get("labels", {}).items())
+    if counted:
+        more = f" and {len(counted) - _LABELS:,} more" if len(counted) > _LABELS else ""
+        yield name, ", ".join(f"{label} {number:,}" for label, number in counted[:_LABELS]) + more
 
 
 def _bad(split: Facts) -> Iterator[str]:

@@ -22,9 +22,10 @@ CHOICES = {group: names for group, names in choices_by_group().items() if group 
 FREE = ("experiment", "debug")  # may set any key
 MAIN = ("model", "recipe", "dataset", "optimizer")
 OF_RECIPES = ("adapter", "quantization")  # chosen by a recipe; alone they would contradict it
+LABELLED = ("labelled_text", "text_pair")
 NEEDS_PATH = (
     *("auto", "messages", "sharegpt", "instruction", "question_answer"),
-    *("prompt_completion", "chat_completion", "text"),
+    *("prompt_completion", "chat_completion", "text", *LABELLED),
 )
 
 
@@ -67,7 +68,9 @@ def covering() -> list[dict[str, str]]:
         texts = sum(run["dataset"] == "text" for run in chosen)
         turn["task"] = "causal"
         if turn["dataset"] == "text":  # hidden tokens are those of plain text
-            turn["task"] = CHOICES["task"][texts % len(CHOICES["task"])]
+            turn["task"] = ("causal", "masked")[texts % 2]
+        if turn["dataset"] in LABELLED:  # and labels those of rows that have them
+            turn["task"] = "classification"
         chosen.append({group: name for group, name in turn.items() if free or group not in FREE})
     return chosen
 

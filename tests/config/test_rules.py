@@ -10,6 +10,7 @@ from tests.config.small import refusal_of, run_with
 
 NO_EVAL = {"dataset.eval_path": None}
 TEXT = {"dataset.format": "text"}
+LABELS = {"dataset.format": "labelled_text", "task.kind": "classification"}
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
     (
@@ -20,6 +21,28 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"task.kind": "masked", **TEXT}, "task.mask_share=0 hides nothing"),
     ({"dataset.train_on": "completion"}, "train_on=completion means nothing for dataset.format=messages"),
     ({"dataset.train_on": "last", **TEXT}, "dataset.format=text. Choose auto or all"),
+    (
+        {"task.kind": "classification"},
+        "dataset.format=messages: task=classification learns labels, and such rows",
+    ),
+    (
+        {"dataset.format": "labelled_text"},
+        "its labels are learnt by task=classification alone, and this is task=causal",
+    ),
+    (
+        {"task.labels": ["a", "b"]},
+        "task.labels=[a, b] means nothing for task=causal. Set task=classification",
+    ),
+    ({**LABELS, "task.labels": ["a"]}, "task.labels=[a]: there is nothing to choose"),
+    ({**LABELS, "task.labels": ["a", "b", "a"]}, "task.labels=[a, b, a] names a more than once"),
+    (
+        {**LABELS, "dataset.train_on": "all"},
+        "train_on=all means nothing for dataset.format=labelled_text. Choose auto",
+    ),
+    (
+        {**LABELS, "dataset.on_overflow": "split"},
+        "dataset.on_overflow=split would tear a row of dataset.format=label",
+    ),
     ({"dataset.columns.output": "*.output"}, "dataset.columns.output=*.output: a * stands for each element"),
     ({"dataset.columns.output": "a.*.b.*"}, "dataset.columns.output=a.*.b.*: a * stands for each element"),
     (

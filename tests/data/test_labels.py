@@ -123,4 +123,4 @@ def test_a_tokenizer_without_a_mask_token_is_refused() -> None:
         mask_token_id = None
 
     with pytest.raises(ConfigError, match=r"task\.kind=masked: the tokenizer has no mask token"):
-        labels_of(TaskConfig(kind="masked", mask_share=0.15), Plain(), 0)
+        labels_of(TaskConfig(kind="masked", mask_share=0.15), Plain(), 0, both_ways=True)

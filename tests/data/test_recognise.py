@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from app.config.mixes import sources_of
+from app.config.rules import formats_for
 from app.config.schema import DatasetConfig, MixSource
 from app.data.formats.recognise import LOOKED_AT, recognised
 from app.data.formats.table import FORMATS
@@ -23,12 +24,15 @@ ROWS: dict[str, dict[str, Any]] = {
     "prompt_completion": {"prompt": "a", "completion": "b"},
     "chat_completion": {"prompt": chat("a"), "completion": chat("a", "b")[1:]},
     "text": {"text": "a"},
+    "labelled_text": {"text": "a", "label": 1},
+    "text_pair": {"sentence1": "a", "sentence2": "b", "label": "yes"},
 }
 
 
 def auto(path: Path, rows: list[Any], **columns: str) -> tuple[DatasetConfig, str]:
     settings = config(write_jsonl(path / "a.jsonl", rows), "auto", columns=columns)
-    found, [note] = recognised(settings)
+    is_labelled = any("label" in row for row in rows if isinstance(row, dict))
+    found, [note] = recognised(settings, formats_for("classification" if is_labelled else "causal"))
     return found, note
 
 
@@ -50,6 +54,17 @@ def test_each_format_is_recognised(tmp_path: Path, fmt: str) -> None:
     assert found == config(tmp_path / "a.jsonl", fmt)
     assert note.startswith(f"dataset.format=auto: taken as dataset.format={fmt}, because column")
     assert "all of the first 3 rows" in note
+
+
+def test_labels_are_looked_for_only_where_they_are_learnt(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a", "label": "x"}])
+    assert recognised(config(path, "auto"))[0].format == "text"
+    bare = write_jsonl(tmp_path / "b.jsonl", [{"text": "a", "stars": 1}])
+    with pytest.raises(DataError) as found:
+        recognised(config(bare, "auto"), formats_for("classification"))
+    (problem,) = found.value.problems
+    assert "label (else dataset.columns.label=NAME)" in problem
+    assert "messages" not in problem
 
 
 def test_what_was_chosen_is_left_alone(tmp_path: Path) -> None:

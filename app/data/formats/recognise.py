@@ -6,9 +6,10 @@ from itertools import islice
 from typing import Any
 
 from app.config.mixes import key_of, sources_of
+from app.config.rules import formats_for
 from app.config.schema import Columns, DatasetConfig
 from app.data.files import kind_of
-from app.data.formats.columns import has, value
+from app.data.formats.columns import ABSENT, has, value
 from app.data.formats.table import FORMATS
 from app.data.formats.unfold import unfolded
 from app.data.shapes import Broken, Row, Source, goes_on
@@ -21,6 +22,7 @@ _SHOWN = 12  # names
 _LINE = "\n    "
 
 _SAYS = ("content", "tool_calls", "function_call")  # at least one of them is in a message
+_LABEL = "label"  # the field that need not hold text
 _CHATS = {
     "messages": "objects with role and content",
     "sharegpt": "objects with from and value",
@@ -54,18 +56,20 @@ class _Candidate:
         return f"{what} in {of}"
 
 
-def recognised(config: DatasetConfig) -> tuple[DatasetConfig, list[str]]:
+def recognised(
+    config: DatasetConfig, formats: Sequence[str] = formats_for("causal")
+) -> tuple[DatasetConfig, list[str]]:
     """The section with formats that are known, and what to tell about how each became known.
 
     Each source of a mix is looked at by itself, and so is a file of held-out rows beside it. DataError has the
-    problems of all.
+    problems of all. `formats` are those that it may be.
     """
     found: dict[str, DatasetConfig] = {}
     notes: list[str] = []
     problems: list[str] = []
     for name, section, source in _to_look_at(config):
         try:
-            found[name], note = _recognised(section, source, key_of(name))
+            found[name], note = _recognised(section, source, key_of(name), formats)
             notes.append(note)
         except DataError as error:
             problems += error.problems
@@ -95,12 +99,15 @@ def _named(section: DatasetConfig) -> dict[str, str]:
     return {field: getattr(section.columns, field) for field in FORMATS[section.format].needs}
 
 
-def _recognised(config: DatasetConfig, source: Source, key: str) -> tuple[DatasetConfig, str]:
+def _recognised(
+    config: DatasetConfig, source: Source, key: str, formats: Sequence[str]
+) -> tuple[DatasetConfig, str]:
     named = f"{source.key}={source.name}"
     rows = _first_rows(named, unfolded(source.rows(), config.columns, tuple(f.name for f in fields(Columns))))
-    fitting = _fitting(rows, config.columns)
+    formats = [fmt for fmt in FORMATS if fmt in formats]
+    fitting = _fitting(rows, config.columns, formats)
     if not fitting:
-        raise DataError(_unknown(named, key, rows, config.columns))
+        raise DataError(_unknown(named, key, rows, config.columns, formats))
     if len(fitting) > 1:
         begin = (
             f"{named}: {key}.format=auto finds {len(fitting)} ways to read these rows. Type the one you mean:"
@@ -122,19 +129,20 @@ def _first_rows(named: str, found: Iterator[tuple[str, Row | Broken]]) -> list[R
     return rows
 
 
-def _fitting(rows: Sequence[Row], columns: Columns) -> list[_Candidate]:
+def _fitting(rows: Sequence[Row], columns: Columns, formats: Sequence[str]) -> list[_Candidate]:
     """The ways to read these rows. A column that has its usual name in one of them is not renamed for another."""
-    found = [each for each in _candidates(rows, columns) if each.fits >= _ENOUGH * len(rows)]
+    found = [each for each in _candidates(rows, columns, formats) if each.fits >= _ENOUGH * len(rows)]
     taken = {name for each in found if each.field is None for name in each.columns}
     return [each for each in found if each.field is None or each.columns[0] not in taken]
 
 
-def _candidates(rows: Sequence[Row], columns: Columns) -> Iterator[_Candidate]:
-    for fmt, shape in FORMATS.items():
+def _candidates(rows: Sequence[Row], columns: Columns, formats: Sequence[str]) -> Iterator[_Candidate]:
+    for fmt in formats:
+        shape = FORMATS[fmt]
         names = tuple(getattr(columns, field) for field in shape.needs)
-        usual = _Candidate(
-            fmt, names, sum(all(_fits(fmt, value(row, name)) for name in names) for row in rows)
-        )
+        there = dict(zip(shape.needs, names, strict=True))
+        fits = sum(all(_fits(fmt, value(row, name), field) for field, name in there.items()) for row in rows)
+        usual = _Candidate(fmt, names, fits)
         yield usual
         if fmt in _IN_ANY_COLUMN and usual.fits < _ENOUGH * len(rows):
             yield from _renamed(rows, fmt, shape.needs[0], usual.columns[0])
@@ -146,8 +154,10 @@ def _renamed(rows: Sequence[Row], fmt: str, field: str, usual: str) -> Iterator[
             yield _Candidate(fmt, (name,), sum(_fits(fmt, row.get(name)) for row in rows), field)
 
 
-def _fits(fmt: str, found: Any) -> bool:
-    """Whether a column that the format needs can be this."""
+def _fits(fmt: str, found: Any, field: str = "") -> bool:
+    """Whether a column that the format needs can be this. What no label can be is told when the row is read."""
+    if field == _LABEL:
+        return found is not ABSENT and found is not None
     if fmt not in _CHATS:
         return isinstance(found, str)
     return isinstance(found, list) and bool(found) and all(_is_said(fmt, each) for each in found)
@@ -164,6 +174,8 @@ def _is_said(fmt: str, each: Any) -> bool:
 
 
 def _wanted(fmt: str) -> str:
+    if _LABEL in FORMATS[fmt].needs:
+        return "text and its label"
     return f"lists of {_CHATS[fmt]}" if fmt in _CHATS else "text"
 
 
@@ -177,12 +189,12 @@ def _told(found: _Candidate, key: str, rows: Sequence[Row], columns: Columns) ->
     return f"{key}.format=auto: taken as {found.typed(key)}, because {found.reason(len(rows))}{also}{rest}"
 
 
-def _unknown(named: str, key: str, rows: Sequence[Row], columns: Columns) -> str:
+def _unknown(named: str, key: str, rows: Sequence[Row], columns: Columns, formats: Sequence[str]) -> str:
     """What is there, and what each format lacks."""
     shown = [f"{name} ({_kind(rows, name)})" for name in _names(rows)]
     found = _listed(shown) or "none"
     begin = f"{named}: {key}.format=auto knows no format for these rows; columns found: {found}"
-    wants = [_lacking(fmt, key, rows, columns) for fmt in FORMATS]
+    wants = [_lacking(fmt, key, rows, columns) for fmt in formats]
     return _LINE.join([begin, *wants, *_nested(key, rows)])
 
 
@@ -190,7 +202,7 @@ def _lacking(fmt: str, key: str, rows: Sequence[Row], columns: Columns) -> str:
     wants = []
     for field in FORMATS[fmt].needs:
         name = getattr(columns, field)
-        there = sum(_fits(fmt, value(row, name)) for row in rows)
+        there = sum(_fits(fmt, value(row, name), field) for row in rows)
         state = f"{there:,} of {len(rows):,} rows have it" if there else f"else {key}.columns.{field}=NAME"
         wants.append(f"{name} ({state})")
     return f"{key}.format={fmt} wants {_wanted(fmt)} in {' and '.join(wants)}"

@@ -1,13 +1,13 @@
-"""What a row means: a conversation or a document. `FORMATS` has one entry for each shape of row."""
+"""What a row means: a conversation, a document or an example of a class. `FORMATS` has an entry for each shape."""
 
 import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from app.config.schema import Columns
-from app.data.formats import chats, documents, questions
+from app.data.formats import chats, documents, labelled, questions
 from app.data.formats.columns import has, value
-from app.data.shapes import Conversation, Document, Row, RowProblem
+from app.data.shapes import Conversation, Document, Example, Row, RowProblem
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class Format:
 
     needs: tuple[str, ...]
     may: tuple[str, ...]
-    read: Callable[[Row, Columns], Conversation | Document]
+    read: Callable[[Row, Columns], Conversation | Document | Example]
 
 
 _SPEAKING = ("user", "assistant")
@@ -28,10 +28,12 @@ FORMATS: dict[str, Format] = {
     "prompt_completion": Format(("prompt", "completion"), (), documents.prompt_completion),
     "chat_completion": Format(("prompt", "completion"), ("tools", "system"), chats.chat_completion),
     "text": Format(("text",), (), documents.document),
+    "labelled_text": Format(("text", "label"), (), labelled.labelled_text),
+    "text_pair": Format(("sentence1", "sentence2", "label"), (), labelled.text_pair),
 }
 
 
-def read_row(row: Row, fmt: str, columns: Columns) -> Conversation | Document:
+def read_row(row: Row, fmt: str, columns: Columns) -> Conversation | Document | Example:
     """The meaning of one row; RowProblem says what is wrong with it."""
     for field in _expected(fmt, columns):
         if not has(row, getattr(columns, field)):
@@ -39,13 +41,15 @@ def read_row(row: Row, fmt: str, columns: Columns) -> Conversation | Document:
     return FORMATS[fmt].read(row, columns)
 
 
-def empty_parts(row: Row, content: Conversation | Document, fmt: str, columns: Columns) -> Iterator[str]:
+def empty_parts(
+    row: Row, content: Conversation | Document | Example, fmt: str, columns: Columns
+) -> Iterator[str]:
     """Where there should be words and are none: columns that every row needs, or messages of one side."""
     needed = {name: value(row, name) for name in (getattr(columns, field) for field in FORMATS[fmt].needs)}
     yield from (
         f"column {name}" for name, found in needed.items() if isinstance(found, str) and not found.strip()
     )
-    if isinstance(content, Document) or any(isinstance(found, str) for found in needed.values()):
+    if not isinstance(content, Conversation) or any(isinstance(found, str) for found in needed.values()):
         return
     for message in content.messages:
         if message["role"] in _SPEAKING and not message["content"].strip() and "tool_calls" not in message:

@@ -1,0 +1,270 @@
+"""task=classification from the command line: a decoder and an encoder learn labels, and go the way of any other run."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.runs import Zygote, metrics, numbers
+
+GOOD, BAD = (
+    ("lovely", "great", "warm", "bright", "kind", "happy"),
+    ("awful", "cold", "rotten", "sad", "cruel", "dull"),
+)
+ALWAYS = (
+    "task=classification",
+    "precision=fp32",
+    "launch.threads=1",
+    "record.every=1",
+    "eval.samples=2",
+    "eval.every=0",
+)
+DECODER = (*ALWAYS, "dataset=labelled_text", "dataset.path=rows.jsonl", "recipe=lora")
+ENCODER = (
+    *ALWAYS,
+    "model=bert",
+    "model.weights=random",
+    "model.tokenizer=tokenizer",
+    "model.architecture.vocab_size=1600",
+    "model.architecture.hidden_size=64",
+    "model.architecture.intermediate_size=64",
+    "model.architecture.num_hidden_layers=2",
+    "model.architecture.num_attention_heads=4",
+    "dataset=text_pair",
+    "dataset.path=pairs.jsonl",
+    "dataset.max_length=48",
+    "batching.tokens=96",
+    "optimizer.lr=3e-3",
+)
+
+
+def review(choose: random.Random, number: int) -> dict[str, str]:
+    label = choose.choice(["good", "bad"])
+    word = choose.choice(GOOD if label == "good" else BAD)
+    place, end = choose.choice(["day", "house", "meal", "book"]), choose.choice(["left", "stayed", "slept"])
+    return {"text": f"The {place} number {number} was {word} and we {end}.", "label": label}
+
+
+def pair(choose: random.Random, number: int) -> dict[str, Any]:
+    """Whether the second side names what the first has: nothing that one side alone would tell."""
+    first, second = (choose.choice(["dog", "cat", "cow"]) for _ in range(2))
+    return {
+        "sentence1": f"{number}. I saw a {first}.",
+        "sentence2": f"A {second}?",
+        "label": int(first == second),
+    }
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def encoder_tokenizer(folder: Path) -> None:
+    """The small tokenizer with the frame of BERT's."""
+    from tokenizers.processors import TemplateProcessing
+
+    from app.config.load import compose_run
+    from app.model.tokenizer import load_tokenizer
+
+    tokenizer: Any = load_tokenizer(compose_run([]).model, needs_template=False)
+    tokenizer.add_special_tokens({"cls_token": "[CLS]", "sep_token": "[SEP]"})
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", tokenizer.cls_token_id), ("[SEP]", tokenizer.sep_token_id)],
+    )
+    tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    tokenizer.save_pretrained(str(folder))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("labels")
+    choose = random.Random(0)
+    write(folder / "rows.jsonl", [review(choose, i) for i in range(240)])
+    write(folder / "pairs.jsonl", [pair(choose, i) for i in range(120)])
+    encoder_tokenizer(folder / "tokenizer")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(zygote: Zygote, place: Path) -> Callable[[str], Path]:
+    """Each run once."""
+    given = {
+        "decoder": (*DECODER, "training.epochs=2"),
+        "encoder": (*ENCODER, "recipe=lora", "training.epochs=2"),
+        "full": (*ENCODER, "recipe=full", "training.epochs=1"),
+    }
+
+    def make(name: str) -> Path:
+        run = place / name
+        if not run.exists():
+            ended = zygote.run(place, *given[name], f"output_dir={name}")
+            assert ended.code == 0, ended.stdout + ended.stderr
+            (place / f"{name}.txt").write_text(ended.stdout)
+        return run
+
+    return make
+
+
+def asked(zygote: Zygote, place: Path, run: Path, *given: str) -> str:
+    ended = zygote.run(place, f"run={run}", *given, module="app.generate")
+    assert (ended.code, ended.stderr) == (0, "")
+    return ended.stdout
+
+
+def scored(zygote: Zygote, place: Path, run: Path, *given: str) -> dict[str, Any]:
+    ended = zygote.run(place, f"run={run}", "output_dir=scores", *given, module="app.evaluate")
+    assert (ended.code, ended.stderr) == (0, "")
+    found: dict[str, Any] = json.loads((place / "scores" / "evaluate.json").read_text())
+    return found
+
+
+def test_a_small_model_learns_labels_and_is_told_by_them(
+    zygote: Zygote, place: Path, made: Callable[[str], Path]
+) -> None:
+    run = made("decoder")
+    shown = (place / "decoder.txt").read_text()
+    assert "2 labels: bad " in shown
+    assert "the classifier, of 2 labels, is drawn from seed=0" in shown
+    result = json.loads((run / "result.json").read_text())
+    assert f", accuracy {result['accuracy']:.2%}, macro F1 {result['macro_f1']:.2%}" in shown
+    assert result["accuracy"] > 0.9
+    assert yaml.safe_load((run / "run.yaml").read_text())["task"]["labels"] == ["bad", "good"]
+    assert "accuracy" in (run / "report.html").read_text()
+    samples = (run / "samples.jsonl").read_text()
+    assert '"expected": "good"' in samples
+    assert '"likelihood": ' in samples
+
+    both = scored(zygote, place, run, "weights=both")
+    assert both["tuned_accuracy"] == result["accuracy"]
+    assert both["base_accuracy"] < 0.8, "a new classifier knows nothing"
+    assert both["difference_macro_f1_interval"][0] > 0
+    assert "perplexity" not in both
+    one = scored(zygote, place, run, "batching.packing=false", "eval.rows=3")
+    assert one["eval_loss"] == pytest.approx(both["eval_loss"], rel=1e-5)
+    assert (one["accuracy"], one["macro_f1"]) == (both["accuracy"], both["macro_f1"])
+
+    answer = asked(zygote, place, run, "prompt=The day number 7 was lovely and we left.")
+    assert answer.startswith("good\n")
+    known = [json.loads(line) for line in (place / "rows.jsonl").read_text().splitlines()[:8]]
+    write(place / "questions.jsonl", known)
+    lines = [json.loads(line) for line in asked(zygote, place, run, "prompts=questions.jsonl").splitlines()]
+    assert [line["label"] for line in lines] == [row["label"] for row in known]
+    assert sum(lines[0]["probabilities"].values()) == pytest.approx(1)
+
+
+def test_pairs_are_told_apart_by_an_encoder(zygote: Zygote, place: Path, made: Callable[[str], Path]) -> None:
+    run = made("encoder")
+    found = [line["loss"] for line in metrics(run) if "loss" in line]
+    assert sum(found[-5:]) < sum(found[:5])
+    assert yaml.safe_load((run / "run.yaml").read_text())["task"]["labels"] == ["0", "1"]
+    packed = scored(zygote, place, run)
+    padded = scored(zygote, place, run, "batching.packing=false")
+    assert packed["eval_loss"] == pytest.approx(padded["eval_loss"], rel=1e-5)
+    last = [line for line in metrics(run) if "eval_loss" in line][-1]
+    assert packed["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-5)
+
+    whole = asked(zygote, place, run, "prompt=I saw a dog.", "second=A dog?")
+    turned = asked(zygote, place, run, "prompt=A dog?", "second=I saw a dog.")
+    assert whole != turned
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("prompt=x", "temperature=0.5", "second=y"), "temperature would change nothing"),
+        (("prompt=x",), "was tuned on pairs of texts: give second=TEXT too"),
+        ((), "which answers with a label and holds no conversation"),
+    ],
+)
+def test_what_means_nothing_to_a_classifier_is_refused(
+    given: tuple[str, ...], message: str, zygote: Zygote, place: Path, made: Callable[[str], Path]
+) -> None:
+    ended = zygote.run(place, f"run={made('encoder')}", *given, module="app.generate")
+    assert ended.code == 2
+    assert message in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("decoder", "merged"), ("encoder", "adapter"), ("full", "merged")]
+)
+def test_an_export_is_the_same_classifier(
+    name: str, kind: str, zygote: Zygote, place: Path, made: Callable[[str], Path]
+) -> None:
+    run, out = made(name), place / f"out-{name}-{kind}"
+    ended = zygote.run(place, f"run={run}", f"to={out}", f"kind={kind}", module="app.export")
+    assert (ended.code, ended.stderr) == (0, ""), ended.stdout
+    proof = json.loads((out / "export.json").read_text())
+    assert proof["passed"]
+    assert proof["same_choice"] == 1.0
+    assert json.loads((out / "config.json").read_text())["label2id"]
+    card = (out / "README.md").read_text()
+    assert 'pipeline_tag: "text-classification"' in card
+    assert "AutoModelForSequenceClassification.from_pretrained(" in card
+    if kind == "adapter":
+        return
+    from transformers import AutoModelForSequenceClassification
+
+    _, found = AutoModelForSequenceClassification.from_pretrained(str(out), output_loading_info=True)
+    assert not found["missing_keys"]
+    assert not found["unexpected_keys"], "heads of other tasks stay behind"
+
+
+@pytest.mark.parametrize("recipe", ["full", "qlora"])
+def test_a_killed_run_goes_on_to_the_same_bits(
+    recipe: str, place: Path, tmp_path: Path, zygote: Zygote
+) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    few = (*ENCODER, f"recipe={recipe}", "training.max_steps=8", "checkpoint.every=2", "eval.every=3")
+    ended = zygote.run(place, *few, f"output_dir={whole}")
+    assert ended.code == 0, ended.stderr
+    run = zygote.start(place, *few, f"output_dir={killed}")
+    run.until(lambda: len([line for line in metrics(killed) if "loss" in line]) >= 4)
+    run.kill()
+    ended = zygote.run(place, *few, f"output_dir={killed}", "resume=auto")
+    assert ended.code == 0, ended.stderr
+    assert numbers(killed) == numbers(whole)
+
+
+def test_a_label_that_nobody_learns_is_a_bad_row(place: Path, tmp_path: Path, zygote: Zygote) -> None:
+    write(tmp_path / "held.jsonl", [{"text": "fine", "label": "good"}, {"text": "hm", "label": "odd"}])
+    given = (*DECODER, "dataset.eval_fraction=0", f"dataset.eval_path={tmp_path}/held.jsonl", "dry_run=true")
+    ended = zygote.run(place, *given, f"output_dir={tmp_path}/run")
+    assert ended.code == 2
+    assert "held.jsonl:2: label 'odd' is none of those that are learnt: bad, good" in ended.stderr
+    ended = zygote.run(place, *given, f"output_dir={tmp_path}/run", "dataset.on_bad_row=skip")
+    assert ended.code == 0, ended.stderr
+    assert "1 bad row skipped" in ended.stdout
+
+
+def test_the_check_shows_labels_and_warns_of_rare_ones(place: Path, tmp_path: Path, zygote: Zygote) -> None:
+    rows = [{"text": f"text {i}", "label": "often"} for i in range(30)] + [{"text": "one", "label": "rare"}]
+    write(tmp_path / "few.jsonl", [*rows, {"text": "text 3", "label": "rare"}])
+    ended = zygote.run(
+        place,
+        "data",
+        "task=classification",
+        "task.labels=[often,rare,never]",
+        "dataset=auto",
+        "dataset.eval_fraction=0",
+        f"dataset.path={tmp_path}/few.jsonl",
+        f"output_dir={tmp_path}/check",
+        module="app.check",
+    )
+    assert ended.code == 0, ended.stderr
+    shown = " ".join(ended.stdout.split())
+    assert (
+        "taken as dataset.format=labelled_text, because columns text and label hold text and its label"
+        in shown
+    )
+    assert "often 30, rare 2" in shown
+    assert "no row that is trained on has the label never" in shown
+    assert "very few rows have the label rare (2)" in shown
+    assert "texts with more than one label: 1" in shown
+    facts = json.loads((tmp_path / "check" / "check.json").read_text())["data"]
+    assert facts["labels"] == {"often": 30, "rare": 2}

@@ -1,0 +1,220 @@
+"""Rows with labels: what they mean, how they are framed and cut, and which labels there are."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
+
+from app.config.schema import TaskConfig
+from app.data.collate import BinShape, collate_packed, collate_padded
+from app.data.encoding import Encoder
+from app.data.labels import labels_of
+from app.data.overflow import POLICIES
+from app.data.prepare import Data, prepare, rows_to_score
+from app.data.rows import in_order
+from app.data.shapes import Draft
+from app.errors import DataError
+from tests.data.small import config, tokenizer, write_jsonl
+
+WORDS = st.lists(st.sampled_from(["rain", "cat", "the capital", "fifteen"]), min_size=1, max_size=12)
+
+
+def framing() -> Any:
+    """As BERT's: both sides framed, and told apart."""
+    made = tokenizer(None)
+    made.add_special_tokens({"cls_token": "[CLS]", "sep_token": "[SEP]"})
+    made.backend_tokenizer.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", made.cls_token_id), ("[SEP]", made.sep_token_id)],
+    )
+    made.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    return made
+
+
+def read(path: Path, fmt: str = "labelled_text", labels: tuple[str, ...] = (), **changes: Any) -> Data:
+    return prepare(config(path, fmt, **changes), tokenizer(None), str(path.parent / "cache"), classes=labels)
+
+
+def labelled(*pairs: tuple[str, Any]) -> list[dict[str, Any]]:
+    return [{"text": text, "label": label} for text, label in pairs]
+
+
+def reason(tmp_path: Path, label: Any) -> str:
+    with pytest.raises(DataError) as found:
+        read(write_jsonl(tmp_path / "a.jsonl", labelled(("rain", label))))
+    return found.value.problems[0]
+
+
+def test_labels_are_words_or_whole_numbers_whatever_the_file(tmp_path: Path) -> None:
+    rows = labelled(("rain", 10), ("cat", 9), ("two", "2"), ("one", 9))
+    as_json = read(write_jsonl(tmp_path / "a.jsonl", rows))
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["text", "label"])
+        writer.writeheader()
+        writer.writerows(rows)
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.table({"text": [r["text"] for r in rows], "label": [int(r["label"]) for r in rows]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    for data in (as_json, read(tmp_path / "a.csv"), read(tmp_path / "a.parquet")):
+        assert data.classes == ("2", "9", "10"), "numbers by size"
+        assert data.report.train.classes == {"2": 1, "9": 2, "10": 1}
+        assert [data.train.class_of(i) for i in range(4)] == ["10", "9", "2", "9"]
+        assert data.train.num_trained == data.report.train.trained_tokens == 4
+    assert read(write_jsonl(tmp_path / "b.jsonl", labelled(("a", True), ("b", False)))).classes == (
+        "false",
+        "true",
+    )
+    assert in_order({"b", "a", "B", "10"}) == ["10", "B", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("label", "why"),
+    [
+        (
+            0.5,
+            "column 'label' is 0.5, and a label is a word or a whole number: values between classes (regression)",
+        ),
+        ("4.5", "column 'label' is 4.5, and a label is a word or a whole number"),
+        (4.0, "or 4 in place of 4.0"),
+        (["a", "b"], "column 'label' is a list, and a text has one label here"),
+        (None, "column 'label' must be a label, a word or a whole number, found null"),
+        ("", "found empty"),
+        ("x" * 201, "has 201 characters: that is a text, no label"),
+    ],
+)
+def test_what_is_no_label_is_a_bad_row_with_its_place(tmp_path: Path, label: Any, why: str) -> None:
+    problem = reason(tmp_path, label)
+    assert problem.startswith("a.jsonl:1: ")
+    assert why in problem
+
+
+def test_texts_are_framed_as_the_tokenizer_does_it(tmp_path: Path) -> None:
+    made = framing()
+    rows = [{"sentence1": "rain on the roof", "sentence2": "the cat sleeps", "label": "yes"}]
+    rows.append({"sentence1": "two", "sentence2": "four five six", "label": "no"})
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    data = prepare(config(path, "text_pair"), made, str(tmp_path / "cache"))
+    labels = labels_of(TaskConfig(kind="classification", labels=["yes", "no"]), made, 0, both_ways=True)
+    found = [labels.of(data.train, i, 0) for i in range(2)]
+    for row, each in zip(rows, found, strict=True):
+        told = made(row["sentence1"], row["sentence2"])
+        assert each.ids.tolist() == told.input_ids
+        assert (np.arange(len(each.ids)) >= each.second).astype(int).tolist() == told.token_type_ids
+    assert [each.targets.tolist() for each in found] == [[0], [1]]
+    assert [each.at.tolist() for each in found] == [[0], [0]]
+
+    one, two = (len(each.ids) for each in found)
+    packed = collate_packed(found, 0, BinShape(one + two + 5, one + two, 4))
+    padded = collate_padded(found, 0)
+    assert packed.segments is not None
+    assert padded.segments is not None
+    sides = [[0] * each.second + [1] * (len(each.ids) - each.second) for each in found]
+    assert packed.segments[0].tolist() == [*sides[0], *sides[1], *[0] * 5]
+    assert [row[: len(side)] for row, side in zip(padded.segments.tolist(), sides, strict=True)] == sides
+    assert sum(sum(row) for row in padded.segments.tolist()) == sum(map(sum, sides)), "padding has no side"
+
+
+def test_the_last_real_token_is_pooled_where_tokens_see_only_those_before_them(tmp_path: Path) -> None:
+    made = tokenizer(None)
+    path = write_jsonl(tmp_path / "a.jsonl", labelled(("rain on the roof", "a"), ("rain<pad><pad>", "b")))
+    data = prepare(config(path, "labelled_text"), made, str(tmp_path / "cache"))
+    labels = labels_of(TaskConfig(kind="classification", labels=["a", "b"]), made, 0, both_ways=False)
+    first, second = (labels.of(data.train, i, 0) for i in range(2))
+    assert first.at.tolist() == [len(first.ids) - 1]
+    assert second.at.tolist() == [len(second.ids) - 3]
+    assert collate_padded([first, second], 0).segments is None
+
+
+@settings(deadline=None, max_examples=60)
+@given(first=WORDS, second=st.none() | WORDS, room=st.integers(4, 30))
+def test_what_is_too_long_is_cut_as_transformers_cuts_it(
+    first: list[str], second: list[str] | None, room: int
+) -> None:
+    made, texts = framing(), [" ".join(first), *([" ".join(second)] if second else [])]
+    draft = Draft(texts[0], (), raw=True, label="a", second=texts[1] if second else None)
+    (sample,) = Encoder(made).encode([draft])
+    if len(sample.ids) <= room:
+        return
+    (cut,) = POLICIES["truncate"](sample, room)
+    told = made(*texts, truncation=True, max_length=room)
+    assert cut.ids.tolist() == told.input_ids
+    if second:
+        assert (np.arange(len(cut.ids)) >= cut.second).astype(int).tolist() == told.token_type_ids
+
+
+def test_long_texts_are_cut_by_themselves_and_counted(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", labelled(("rain " * 80, "a"), ("cat", "b")))
+    data = read(path, max_length=20)
+    assert (data.report.train.truncated, data.report.train.dropped, len(data.train)) == (1, 0, 2)
+    assert data.train.lengths.tolist()[0] == 20
+
+
+def test_labels_are_those_of_all_rows_of_the_source_or_those_that_are_given(tmp_path: Path) -> None:
+    rows = [("rain", "b"), ("cat", "a"), ("roof", "c")]
+    path = write_jsonl(tmp_path / "a.jsonl", labelled(*rows))
+    held = write_jsonl(tmp_path / "held.jsonl", labelled(("x", "a"), ("y", "z")))
+    assert read(path).classes == ("a", "b", "c")
+    assert read(path, labels=("c", "b", "a")).classes == ("c", "b", "a")
+    with pytest.raises(DataError, match=r"a\.jsonl:3: label 'c' is none of those that are learnt: a, b"):
+        read(path, labels=("a", "b"))
+    with pytest.raises(
+        DataError, match=r"held\.jsonl:2: label 'z' is none of those that are learnt: a, b, c"
+    ):
+        read(path, eval_path=str(held))
+    data = read(path, eval_path=str(held), on_bad_row="skip")
+    assert data.eval is not None
+    assert data.report.eval is not None
+    assert (len(data.eval), data.report.eval.bad_rows, data.report.eval.classes) == (1, 1, {"a": 1})
+    scored, counts, _ = rows_to_score(
+        config(held, "labelled_text", on_bad_row="skip"), tokenizer(None), str(tmp_path / "cache"), ("a",)
+    )
+    assert (len(scored), counts.bad_rows) == (1, 1)
+    split = read(
+        write_jsonl(tmp_path / "many.jsonl", labelled(*((f"t {i}", i % 3) for i in range(60)))),
+        eval_fraction=0.3,
+    )
+    assert split.report.eval is not None
+    assert sum(split.report.train.classes.values()) + sum(split.report.eval.classes.values()) == 60
+
+
+def test_the_same_text_with_another_label_is_no_duplicate_and_is_told(tmp_path: Path) -> None:
+    rows = labelled(("rain", "a"), ("rain", "b"), ("cat", "a"), ("cat", "a"))
+    data = read(write_jsonl(tmp_path / "a.jsonl", rows), deduplicate=True)
+    assert data.report.train.duplicates_dropped == 1
+    assert len(data.train) == 3
+    assert any("texts with more than one label: 1" in note for note in data.report.notes)
+
+
+def test_a_mix_has_the_labels_of_all_its_sources(tmp_path: Path) -> None:
+    from app.config.schema import MixSource
+
+    one = write_jsonl(tmp_path / "a.jsonl", labelled(("rain", "b"), ("cat", "a")))
+    two = tmp_path / "b.jsonl"
+    two.write_text(json.dumps({"said": "roof", "label": "c"}) + "\n")
+    mix = {"x": MixSource(path=str(one)), "y": MixSource(path=str(two), columns={"text": "said"}, weight=2.0)}
+    section = config(one, "labelled_text")
+    section.path, section.mix = None, mix
+    data = prepare(section, tokenizer(None), str(tmp_path / "cache"))
+    assert data.classes == ("a", "b", "c")
+    assert [data.train.class_of(i) for i in range(4)] == ["b", "a", "c", "c"]
+    assert data.report.train.classes == {"a": 1, "b": 1, "c": 2}
+
+
+def test_a_pair_without_anything_between_is_told(tmp_path: Path) -> None:
+    rows = [{"sentence1": "rain", "sentence2": "cat", "label": at} for at in range(2)]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    plain = prepare(config(path, "text_pair"), tokenizer(None), str(tmp_path / "cache"))
+    framed = prepare(config(path, "text_pair"), framing(), str(tmp_path / "cache"))
+    told = "puts nothing between the two texts of a pair"
+    assert any(told in note for note in plain.report.notes)
+    assert not any(told in note for note in framed.report.notes)
+    assert plain.train.second(0) == -1
