@@ -42,7 +42,6 @@ def class_problems(config: GenerateConfig, folder: str, pair: bool) -> Iterator[
         "system": config.system,
         "chat": config.chat,
         "temperature": config.temperature or None,
-        "max_new_tokens": None if config.max_new_tokens == GenerateConfig().max_new_tokens else "",
     }
     idle = [key for key, value in given.items() if value is not None]
     if idle:

@@ -61,6 +61,20 @@ def _questions(path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in asked))
 
 
+def _reviews(path: Path) -> None:
+    words = {"good": ("lovely", "warm"), "bad": ("awful", "cold")}
+    rows = [(label, words[label][n % 2]) for n in range(ROWS) for label in words]
+    told = [f"The meal number {n} was {word}.,{label}" for n, (label, word) in enumerate(rows)]
+    path.write_text("\n".join(["text,label", *told]) + "\n")
+
+
+def _pairs(path: Path) -> None:
+    beasts = ("dog", "cat", "cow")
+    pairs = [(beasts[n % 3], beasts[n // 3 % 3]) for n in range(ROWS)]
+    rows = [{"premise": f"I saw a {a}.", "hypothesis": f"A {b}?", "label": int(a == b)} for a, b in pairs]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 STAND_INS: dict[str, Callable[[Path], None]] = {
     "chat.jsonl": _chat,
     "new.jsonl": _chat,
@@ -68,6 +82,8 @@ STAND_INS: dict[str, Callable[[Path], None]] = {
     "rows.jsonl": _turns,
     "sums.jsonl": _sums,
     "tasks.jsonl": _tasks,
+    "reviews.csv": _reviews,
+    "pairs.jsonl": _pairs,
     "data": _tables,
     "books": _books,
 }
