@@ -7,6 +7,7 @@ from typing import Protocol
 from app.config.rules import trains_answers
 from app.config.schema import RunConfig
 from app.data import survey
+from app.data.overflow import policy_for
 from app.data.prepare import Data
 from app.engine.steps import StepPlan
 
@@ -92,7 +93,7 @@ def _over_long(run: RunConfig, found: Found) -> Iterator[Advice]:
             f"dataset.max_length={kept}{bins}",
             f"keeps {then:.1%} of the samples whole, {limit} {now:.1%}{most}; {lost}",
         )
-    elif run.dataset.on_overflow != "truncate":
+    elif policy_for(run.dataset.on_overflow, run.dataset.format) != "truncate":
         yield Advice(
             "dataset.on_overflow=truncate",
             f"the model has no more positions, and {lost}: this keeps the beginning of each, without its end; or take "
