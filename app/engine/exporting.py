@@ -26,7 +26,7 @@ from app.errors import CheckpointError, EnvironmentProblem
 from app.model.build import base_path
 from app.model.delta import read_deltas, whole_weights
 from app.model.dtypes import DTYPES
-from app.model.merge import EXPORTED, Merge, merged_config, plan_merge
+from app.model.merge import EXPORTED, Merge, merged_config, plan_merge, stored_tensors
 from app.model.tasks import task_of
 from app.record.card import Loading
 from app.record.lines import memory
@@ -87,7 +87,10 @@ class Export:
     def _rounded_on_loading(self) -> int:
         """Matrices of a head in fp32, which whoever loads the base in fewer digits rounds to as many."""
         final = self.config.folder / "final"
-        return len(whole_weights(final)) // 2 if self._numbers == final else 0
+        if self._numbers != final:
+            return 0
+        stored = stored_tensors(final)
+        return sum(len(stored[name].shape) > 1 for name in whole_weights(final).values())
 
     def certify(self, folder: Path, want: Expected, allowed: Tolerance) -> Certificate:
         """By a process that loads what was written to `folder`."""
