@@ -37,7 +37,10 @@ def test_the_default_run_learns_within_a_minute_and_says_what_to_do_next(
     assert outcome["steps"] == 397
     lines = metrics(run)
     assert sum(line["tokens"] for line in lines[-2:] if "loss" in line) == 100_502
-    table = ended.stdout.splitlines()[-9:-4]
+    *table, told = ended.stdout.splitlines()[-10:-4]
+    assert told.startswith("memory  ")
+    assert "predicted" in told
+    assert "measured" in told
     assert table[0].split() == ["held", "out", "expected", "before", "after", "step", "397"]
     last = ended.stdout.splitlines()[-3:]
     assert str(run / "final") in last[0]
