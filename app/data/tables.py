@@ -60,7 +60,9 @@ def _header(fields: list[str], place: str) -> list[str]:
 
 def _record(header: list[str], fields: list[str]) -> dict[str, object] | Broken:
     if len(fields) != len(header):
-        return Broken(f"has {len(fields)} fields where the first line names {len(header)} columns")
+        return Broken(
+            f"has {len(fields)} field{'s' * (len(fields) != 1)} where the first line names {len(header)} columns"
+        )
     problem = _no_text(fields)
     return Broken(problem) if problem else dict(zip(header, fields, strict=True))
 

@@ -85,9 +85,9 @@ def _over_long(run: RunConfig, found: Found) -> Iterator[Advice]:
         return
     lost = f"{_many(counts.tokens_lost, 'token')} are lost now"
     kept = needed if found.positions is None else min(needed, found.positions)
-    if kept > limit:
+    then, now = (survey.share_within(length, lengths, counts) for length in (kept, limit))
+    if kept > limit and then > now:
         bins = f" batching.tokens={kept}" if run.batching.packing and kept > run.batching.tokens else ""
-        then, now = (survey.share_within(length, lengths, counts) for length in (kept, limit))
         most = "" if kept == needed else ", and the model has no more positions"
         yield Advice(
             f"dataset.max_length={kept}{bins}",

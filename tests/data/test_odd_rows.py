@@ -193,7 +193,7 @@ FILES = [
     Case("cut.parquet", table(prompt=["a"], completion=["b"])[:-9], ": cannot be read as Parquet"),
     Case("damaged.parquet", damaged(table(prompt=["a"], completion=["b"])), ": cannot be read as Parquet"),
     Case(
-        "ragged.csv", PAIR + b"a,b\na\na,b,c\nd,e\n", ":3: has 1 fields where the first line names 2", (2, 2)
+        "ragged.csv", PAIR + b"a,b\na\na,b,c\nd,e\n", ":3: has 1 field where the first line names 2", (2, 2)
     ),
     Case(
         "open-quote.csv",

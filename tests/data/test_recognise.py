@@ -185,6 +185,14 @@ def test_rows_of_no_format(tmp_path: Path) -> None:
     ]
 
 
+def test_a_column_of_the_right_name_that_holds_something_else_is_told(tmp_path: Path) -> None:
+    _, *lines = refusal(tmp_path, [{"question": "a", "answer": 3}, {"question": "b", "answer": 4}])
+    assert (
+        "dataset.format=question_answer wants text in question (2 of 2 rows have it) and answer"
+        " (it holds a number; else dataset.columns.answer=NAME)" in lines
+    )
+
+
 def test_many_columns_are_not_all_listed(tmp_path: Path) -> None:
     first, *_ = refusal(tmp_path, [{f"c{n}": n for n in range(30)}])
     assert first.endswith("c10 (a number), c11 (a number) and 18 more")

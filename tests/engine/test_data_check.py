@@ -129,6 +129,17 @@ def test_each_source_of_a_mix_is_judged_by_its_own_format(look: Look, tmp_path: 
     assert look().facts()["sources"] == []
 
 
+def test_a_length_that_keeps_no_more_is_not_advised(look: Look, tmp_path: Path) -> None:
+    """Rows that are longer by far than the model has positions."""
+    path = write_chats(tmp_path / "a.jsonl", *[chat("Hi", "Hello")] * 9, chat("Hi", "long " * 4000))
+    found = look(
+        "dataset=messages", f"dataset.path={path}", "dataset.on_overflow=drop", "dataset.max_length=256"
+    )
+    assert found.facts()["dropped"] == 1
+    assert not [key for key in advised(found) if "max_length" in key]
+    assert "dataset.on_overflow=truncate" in advised(found)
+
+
 def test_text_is_split_and_nothing_is_lost(look: Look, tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("Rain falls on the roof. " * 400)
     facts = look("dataset=text", f"dataset.path={tmp_path / 'book.txt'}", "dataset.max_length=64").facts()

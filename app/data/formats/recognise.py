@@ -203,9 +203,15 @@ def _lacking(fmt: str, key: str, rows: Sequence[Row], columns: Columns) -> str:
     for field in FORMATS[fmt].needs:
         name = getattr(columns, field)
         there = sum(_fits(fmt, value(row, name), field) for row in rows)
-        state = f"{there:,} of {len(rows):,} rows have it" if there else f"else {key}.columns.{field}=NAME"
-        wants.append(f"{name} ({state})")
+        wants.append(f"{name} ({_state(there, name, f'{key}.columns.{field}', rows)})")
     return f"{key}.format={fmt} wants {_wanted(fmt)} in {' and '.join(wants)}"
+
+
+def _state(there: int, name: str, key: str, rows: Sequence[Row]) -> str:
+    if there:
+        return f"{there:,} of {len(rows):,} rows have it"
+    other = next((value(row, name) for row in rows if has(row, name)), None)
+    return f"else {key}=NAME" if other is None else f"it holds {kind_of(other)}; else {key}=NAME"
 
 
 def _nested(key: str, rows: Sequence[Row]) -> Iterator[str]:
