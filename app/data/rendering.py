@@ -56,9 +56,8 @@ class Renderer:
         self._train_on = train_on
         self._on_unstable = on_unstable
         self._moulds = Moulds()
-        self._proved: dict[
-            frozenset[str], bool
-        ] = {}  # by roles, whether the template only writes what is said
+        # by roles, whether the template only writes what is said
+        self._proved: dict[frozenset[str], bool] = {}
 
     def drafts(self, content: Conversation | Document | Example, place: str) -> Drafts:
         """The samples of one row. `place` is for the error that an unstable template may be."""
@@ -100,11 +99,10 @@ class Renderer:
 
     def _only_writes(self, roles: frozenset[str]) -> bool:
         if roles not in self._proved:
-            own = (
-                type(self._tokenizer).apply_chat_template.__module__ == "transformers.tokenization_utils_base"
-            )
+            renders = type(self._tokenizer).apply_chat_template.__module__
+            plain = renders == "transformers.tokenization_utils_base"  # by nothing but the template
             template = self._tokenizer.chat_template
-            self._proved[roles] = own and isinstance(template, str) and only_writes(template, roles)
+            self._proved[roles] = plain and isinstance(template, str) and only_writes(template, roles)
         return self._proved[roles]
 
     def _rendered(self, content: Conversation, place: str) -> Drafts:
