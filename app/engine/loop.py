@@ -127,13 +127,12 @@ class Loop:
         self.progress.trained_tokens += result.labels
         self._window.tokens += result.tokens
         self._skipped.append(result.skipped)
-        self._tell_splits()
+        self._tell_splits(self.parts.stepper.depth)
         if self.progress.step <= LAST_STEP:
             self._check_flow(result)
         return result
 
-    def _tell_splits(self) -> None:
-        depth = self.parts.stepper.depth
+    def _tell_splits(self, depth: int) -> None:
         if depth > self.progress.depth:
             self.parts.journal.message(
                 f"step {self.progress.step}: out of memory, so micro-batches are split by documents from here on, into "
@@ -250,9 +249,7 @@ class Loop:
         self._count_skipped()
         self.parts.journal.sync()
         peers = self.parts.runtime.peers
-        self.progress.depth = int(
-            peers.highest(self.parts.stepper.depth)
-        )  # what the next step will begin with
+        self._tell_splits(int(peers.highest(self.parts.stepper.depth)))  # what the next step will begin with
         self.parts.checkpoints.save(self.progress, self.parts.stepper, peers)
         seconds = time.perf_counter() - started
         self._pace.saved(seconds, planned=self._at_end() or self._due(self._rhythm.checkpoint.every))
