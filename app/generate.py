@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 def generate(config: GenerateConfig) -> None:
     """From a checked config to answers."""
+    from app.data.prompts import asked, file_of, read_prompts
+
+    if config.prompts is not None:
+        file_of(config.prompts)
     folder = None if config.run is None else finished_folder(config.run)
     run = None if folder is None else read_run(folder / "run.yaml")
     if folder is not None and run is not None and run.task.kind == "classification":
@@ -40,8 +44,6 @@ def generate(config: GenerateConfig) -> None:
         return
     if config.second is not None:
         raise ConfigError("second is for a run of task=classification on pairs of texts. Leave it out.")
-    from app.data.prompts import asked, read_prompts
-
     questions = None if config.prompts is None else read_prompts(config.prompts, config.system)
     answerer = _answerer(config, folder, run)
     if questions is not None:

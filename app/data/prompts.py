@@ -13,11 +13,17 @@ from app.errors import DataError
 _LINES = (".txt", ".md")
 
 
-def read_prompts(given: str, system: str | None) -> list[list[Message]]:
-    """A conversation for each, ending with what is to be answered."""
+def file_of(given: str) -> Path:
+    """What `prompts=` names; refused where it is not there."""
     path = Path(given).expanduser()
     if not path.is_file():
         raise DataError(f"prompts={given}: no such file. Give a .txt with a prompt a line, or a .jsonl.")
+    return path
+
+
+def read_prompts(given: str, system: str | None) -> list[list[Message]]:
+    """A conversation for each, ending with what is to be answered."""
+    path = file_of(given)
     if extension(path) in _LINES:
         found = list(_lines(path, given))
     elif extension(path) in READERS:
@@ -33,9 +39,7 @@ def read_prompts(given: str, system: str | None) -> list[list[Message]]:
 
 def read_examples(given: str, fields: Sequence[str]) -> list[list[str]]:
     """The texts to be labelled: of a line, or of the columns `fields` of a row; a single one may be called prompt."""
-    path = Path(given).expanduser()
-    if not path.is_file():
-        raise DataError(f"prompts={given}: no such file. Give a .txt with a text a line, or a .jsonl.")
+    path = file_of(given)
     if extension(path) in _LINES and len(fields) == 1:
         found = [[messages[0]["content"]] for messages in _lines(path, given)]
     elif extension(path) in READERS:

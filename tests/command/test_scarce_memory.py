@@ -37,7 +37,8 @@ def test_one_of_two_processes_runs_out_of_memory(
     for ended in zygote.run_together(tmp_path, 2, *command, f"output_dir={scarce}", module=SCARCE, **given):
         assert (ended.code, ended.stderr) == (0, "")
     parts = [int(line.partition("up to ")[2].split()[0]) for line in told(scarce)]
-    assert parts[:1] == [2]
+    assert parts
+    assert parts[0] in (2, 4)
     assert parts == sorted(set(parts)), "each depth is told once, whichever process reached it first"
     assert told(enough) == []
     for mine, theirs in zip(metrics(enough), metrics(scarce), strict=True):

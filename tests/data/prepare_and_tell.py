@@ -5,8 +5,9 @@ workers had after each of the two.
 """
 
 import json
-import resource
 import sys
+import threading
+from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet  # noqa: F401  what is loaded when it is needed would be taken for growth
@@ -28,11 +29,44 @@ def words() -> Any:
     return made
 
 
-def most() -> list[int]:
-    """This process, and the largest of those that it started and that have ended."""
-    return [
-        resource.getrusage(who).ru_maxrss >> 10 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    ]
+def peak(pid: int | str) -> int:
+    """MB that a process had at most. What `getrusage` tells has the parent's in it, of the moment of the fork."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:  # it has ended
+        return 0
+    return next((int(line.split()[1]) >> 10 for line in lines if line.startswith("VmHWM")), 0)
+
+
+class Workers(threading.Thread):
+    """Looks at the processes that this one has started, until it is told to end."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.most = 0
+        self._ends = threading.Event()
+
+    def run(self) -> None:
+        while not self._ends.wait(0.01):
+            mine = [
+                child
+                for task in Path("/proc/self/task").iterdir()
+                for child in (task / "children").read_text().split()
+                if b"crew" in command(child)  # between fork and exec it is this program still
+            ]
+            self.most = max([self.most, *map(peak, mine)])
+
+    def end(self) -> int:
+        self._ends.set()
+        self.join()
+        return self.most
+
+
+def command(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def main() -> None:
@@ -40,10 +74,12 @@ def main() -> None:
     small, large, fmt, cache = sys.argv[1:]
     told = []
     for path in (small, large):
+        workers = Workers()
+        workers.start()
         report = prepare(
             config(path, fmt, max_length=300, workers=2, on_overflow="auto"), words(), cache
         ).report
-        told += most()
+        told += [peak("self"), workers.end()]
     print(json.dumps({"memory": told, "tokens": report.train.tokens}))
 
 

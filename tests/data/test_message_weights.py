@@ -21,6 +21,7 @@ from app.data.storage import RowWriter, digest, open_rows
 from app.errors import DataError
 from tests.data.small import THINKING, chat, config, tokenizer, write_jsonl
 from tests.data.test_mixing import mixed
+from tests.data.test_workers import unsigned
 
 LONG = ["What is the capital of France?", "Paris.", "Write one line about rain.", "Rain falls on the roof."]
 
@@ -136,7 +137,7 @@ def test_a_cut_keeps_what_is_left(tmp_path: Path) -> None:
 
 def files(folder: Path) -> dict[str, bytes]:
     [entry] = (folder / "cache" / "tokens").iterdir()
-    return {file.name: file.read_bytes() for file in entry.iterdir()}
+    return {file.name: unsigned(file) for file in entry.iterdir()}
 
 
 def test_weights_of_one_leave_no_trace(tmp_path: Path) -> None:
@@ -150,9 +151,10 @@ def test_weights_of_one_leave_no_trace(tmp_path: Path) -> None:
         assert data.report.train.weighted_samples == 0
         assert data.report.train.label_weight == data.report.train.trained_tokens
         assert not [line for line in data.report.lines() if "weight" in line]
-    assert sorted(found[0][1]) == ["index.bin", "meta.json", "places.bin", "tokens.bin", "trained.bin"]
+    kept = {"again.bin", "index.bin", "places.bin", "tokens.bin", "trained.bin"}
+    assert found[0][1].keys() == found[1][1].keys() == kept | {"meta.json"}
     assert found[0][0] == found[1][0]
-    for name in ("index.bin", "places.bin", "tokens.bin", "trained.bin"):
+    for name in kept:
         assert found[0][1][name] == found[1][1][name]
 
 
