@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from app.config.schema import QuantizationConfig
 from app.model.fused import adapted, fuse, gated
 from app.model.trainee import Trainee
-from tests.model.small import ALL_KINDS, batch_of, distance, documents_of, gradients, lora, trainee_of
+from tests.model.small import ALL_KINDS, distance, gradients, lora, trainee_of
+from tests.model.test_recompute import BATCH, saved_bytes
 
-BATCH = batch_of(documents_of((24, 9, 17)))
 NF4 = QuantizationConfig(kind="nf4", double_quant=True)
 LLAMAS = {"linear": 14, "gated": 2}  # of two layers
 
@@ -78,24 +78,8 @@ def test_a_llama_is_fused_whole() -> None:
 @pytest.mark.parametrize("quantization", [None, NF4], ids=["dense", "nf4"])
 def test_nothing_else_is_kept_for_backward(quantization: QuantizationConfig | None) -> None:
     given = {} if quantization is None else {"quantization": quantization}
-    fused, plain = (kept_bytes(each) for each in pair("llama", "bf16", **given))
+    fused, plain = (saved_bytes(each) for each in pair("llama", "bf16", **given))
     assert fused < 0.7 * plain
-
-
-def kept_bytes(trainee: Trainee) -> int:
-    """What the forward pass keeps, weights not counted."""
-    weights = {p.untyped_storage().data_ptr() for p in trainee.parameters()}
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        trainee(BATCH)
-    return sum(kept.values())
 
 
 def test_dropout_is_left_to_peft() -> None:
