@@ -1,5 +1,6 @@
 """Out of memory: the same gradient in smaller parts, no row lost, and a message where that does not help."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -114,6 +115,7 @@ def test_what_ran_out_of_memory_is_let_go(batches: list[Batch], runtime: Runtime
         return own(batch)
 
     stepper.trainee.forward = counting  # type: ignore[method-assign]
+    gc.collect()  # what other tests have left would go in between
     with scarce("backward", tokens=scanty(batches), calls=2) as memory:
         stepper.run(batches, lr=0.0)
     assert memory.times
@@ -122,8 +124,6 @@ def test_what_ran_out_of_memory_is_let_go(batches: list[Batch], runtime: Runtime
 
 
 def _alive() -> list[torch.Tensor]:
-    import gc
-
     return [each for each in gc.get_objects() if type(each) is torch.Tensor]
 
 
