@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from app.config.asking import GenerateConfig, class_problems, generate_config
 from app.config.command import run_command
 from app.config.finished import finished_folder
+from app.config.formats import has_chats
 from app.config.load import read_run
 from app.config.mixes import sources_of
-from app.config.rules import has_chats
 from app.config.schema import ModelConfig, RunConfig
 from app.errors import ConfigError
 from app.record.files import write_text

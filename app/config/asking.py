@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from app.config.command import parse_command
-from app.config.schema import number
+from app.config.fields import number
 
 
 @dataclass(kw_only=True, slots=True)

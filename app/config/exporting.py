@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from app.config.fields import choice, number
 from app.config.finished import Changes, changed, finished_folder, plain, read_changes, settled
 from app.config.load import checked, read_run
-from app.config.schema import RunConfig, choice, number
+from app.config.schema import RunConfig
 from app.errors import ConfigError
 
 MAY_CHANGE = (

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from app.config import groups
-from app.config.schema import number
+from app.config.fields import number
 from app.config.strict import typed
 from app.errors import ConfigError
 

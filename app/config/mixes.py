@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
-from app.config.schema import Columns, DatasetConfig, MixSource
+from app.config.dataset_schema import Columns, DatasetConfig, MixSource
 from app.config.suggest import did_you_mean_key
 
 

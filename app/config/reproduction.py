@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from app.config.fields import number
 from app.config.finished import Changes, changed, plain, read_changes, run_folder, settled
 from app.config.load import checked, read_run
-from app.config.schema import RunConfig, number
+from app.config.schema import RunConfig
 
 MAY_CHANGE = (
     *("run", "output_dir", "steps", "tolerance", "anyway", "attention", "precision", "launch.threads"),

@@ -3,52 +3,13 @@
 Each rule is a pure function from the run to its problems; all of them are reported together.
 """
 
-import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 
-from app.config.mixes import key_of, mix_problems, sources_of
-from app.config.schema import DatasetConfig, RunConfig
-from app.config.values import shown
+from app.config.data_rules import DATA_RULES
+from app.config.schema import RunConfig
 
 Rule = Callable[[RunConfig], Iterator[str]]
-
-_LIST_PATH = re.compile(r"[^*]+\.\*(\.[^*]+)?")
-
-# rendered by a chat template
-CHAT_FORMATS = ("messages", "sharegpt", "instruction", "question_answer", "chat_completion")
-
-LABELLED_FORMATS = ("labelled_text", "text_pair")  # a text or two, and the class that they are of
-
-# what `dataset.train_on` can mean for rows of each format
-TRAIN_ON = {
-    **dict.fromkeys(CHAT_FORMATS, ("auto", "assistant", "last", "all")),
-    "chat_completion": ("auto", "completion", "assistant", "last", "all"),
-    "prompt_completion": ("auto", "completion", "all"),
-    "text": ("auto", "all"),
-    **dict.fromkeys(LABELLED_FORMATS, ("auto",)),
-    "auto": ("auto", "assistant", "last", "completion", "all"),  # asked again once the rows are known
-}
-
-
-def trains_answers(dataset: DatasetConfig) -> bool:
-    """Whether what is trained of a row answers what stands before it; else it is the whole row."""
-    formats = {source.format for source in sources_of(dataset).values()}
-    return not formats <= {"text", *LABELLED_FORMATS} and dataset.train_on != "all"
-
-
-def formats_for(task: str) -> tuple[str, ...]:
-    """Those whose rows a task can learn from; `dataset.format=auto` looks for no other."""
-    of_labels = task == "classification"
-    return tuple(fmt for fmt in TRAIN_ON if fmt != "auto" and (fmt in LABELLED_FORMATS) is of_labels)
-
-
-def has_chats(dataset: DatasetConfig) -> bool:
-    """Whether a chat template writes any of the rows, held-out ones of a file of their own among them."""
-    formats = {source.format for source in sources_of(dataset).values()}
-    own = {dataset.format} if dataset.eval_path is not None else set()
-    return not formats.isdisjoint(CHAT_FORMATS) or not own.isdisjoint(CHAT_FORMATS)
 
 
 def problems_of(run: RunConfig) -> list[str]:
@@ -72,106 +33,6 @@ def _rows_fit_their_bins(run: RunConfig) -> Iterator[str]:
             f"{run.batching.tokens}). Set batching.tokens={run.dataset.max_length} or more, or "
             f"dataset.max_length={run.batching.tokens} or less."
         )
-
-
-def _trained_part_fits_the_format(run: RunConfig) -> Iterator[str]:
-    for name, source in sources_of(run.dataset).items():
-        allowed = TRAIN_ON.get(source.format, (source.train_on,))
-        if source.train_on not in allowed:
-            yield (
-                f"dataset.train_on={source.train_on} means nothing for {key_of(name)}.format={source.format}. "
-                f"Choose {' or '.join(allowed)}."
-            )
-
-
-def _hidden_tokens_are_of_text(run: RunConfig) -> Iterator[str]:
-    if run.task.kind != "masked":
-        return
-    for name, source in sources_of(run.dataset).items():
-        if source.format in ("text", "auto"):
-            continue
-        yield (
-            f"{key_of(name)}.format={source.format}: task=masked finds hidden tokens of plain text. "
-            "Set dataset=text dataset.path=FILE, or task=causal."
-        )
-    if run.task.mask_share <= 0:
-        yield f"task.mask_share={run.task.mask_share:g} hides nothing. Set task.mask_share=0.15."
-
-
-def _labels_are_of_classes(run: RunConfig) -> Iterator[str]:
-    is_of_labels = run.task.kind == "classification"
-    for name, source in sources_of(run.dataset).items():
-        given = f"{key_of(name)}.format={source.format}"
-        if is_of_labels and source.format not in (*LABELLED_FORMATS, "auto"):
-            yield (
-                f"{given}: task=classification learns labels, and such rows have none. Set dataset=labelled_text or "
-                "dataset=text_pair with dataset.path=FILE, or task=causal."
-            )
-        elif run.task.kind == "causal" and source.format in LABELLED_FORMATS:
-            yield (
-                f"{given}: its labels are learnt by task=classification alone, and this is task=causal. "
-                "Set task=classification, or dataset=text for the text without its labels."
-            )
-
-
-def _labels_are_classes(run: RunConfig) -> Iterator[str]:
-    labels = run.task.labels
-    if labels and run.task.kind != "classification":
-        yield (
-            f"task.labels={shown(labels)} means nothing for task={run.task.kind}. "
-            "Set task=classification, or leave it out."
-        )
-    elif len(labels) == 1:
-        yield f"task.labels={shown(labels)}: there is nothing to choose. Give two or more, or none: those of the rows."
-    elif len(set(labels)) < len(labels):
-        twice = sorted({label for label in labels if labels.count(label) > 1})
-        yield f"task.labels={shown(labels)} names {', '.join(twice)} more than once. Give each label once."
-
-
-def _one_list_makes_rows(run: RunConfig) -> Iterator[str]:
-    shared = _starred(run.dataset, "dataset")
-    yield from _star_problems(shared)
-    for name, section in sources_of(run.dataset).items():
-        own = _starred(section, key_of(name))
-        if list(own.values()) != list(shared.values()):
-            yield from _star_problems(own)
-
-
-def _starred(section: DatasetConfig, key: str) -> dict[str, str]:
-    columns = asdict(section.columns).items()
-    return {f"{key}.columns.{name}": path for name, path in columns if path and "*" in path}
-
-
-def _star_problems(starred: dict[str, str]) -> Iterator[str]:
-    for key, path in starred.items():
-        if not _LIST_PATH.fullmatch(path):
-            yield f"{key}={path}: a * stands for each element of a list, as in instances.*.output."
-    if len({path.partition(".*")[0] for path in starred.values()}) > 1:
-        given = " ".join(f"{key}={path}" for key, path in starred.items())
-        yield f"{given}: the elements of one list make the rows. Let every * stand behind the same column."
-
-
-def _only_text_splits(run: RunConfig) -> Iterator[str]:
-    for name, source in sources_of(run.dataset).items():
-        if source.on_overflow == "split" and source.format not in ("text", "auto"):
-            yield (
-                f"dataset.on_overflow=split would tear a row of {key_of(name)}.format={source.format} apart. "
-                "Choose drop, truncate or error."
-            )
-
-
-def _a_mix_is_whole(run: RunConfig) -> Iterator[str]:
-    yield from mix_problems(run.dataset, tuple(TRAIN_ON))
-
-
-def _one_source_of_eval_rows(run: RunConfig) -> Iterator[str]:
-    given = [
-        f"dataset.{name}={getattr(run.dataset, name)}"
-        for name in ("eval_path", "eval_split", "eval_fraction")
-        if getattr(run.dataset, name)
-    ]
-    if len(given) > 1:
-        yield f"{' and '.join(given)} both choose the held-out rows. Keep one; set the other to null or 0."
 
 
 def _best_needs_eval_rows(run: RunConfig) -> Iterator[str]:
@@ -235,16 +96,9 @@ def _resume_needs_its_folder(run: RunConfig) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
+    *DATA_RULES,
     _rows_fit_the_model,
     _rows_fit_their_bins,
-    _trained_part_fits_the_format,
-    _hidden_tokens_are_of_text,
-    _labels_are_of_classes,
-    _labels_are_classes,
-    _one_list_makes_rows,
-    _only_text_splits,
-    _a_mix_is_whole,
-    _one_source_of_eval_rows,
     _best_needs_eval_rows,
     _adapter_is_whole,
     _quantized_base_needs_an_adapter,

@@ -10,8 +10,8 @@ from typing import Any, TypeVar, get_type_hints
 
 from omegaconf import MISSING
 
+from app.config.fields import CHOICES, LIMITS, SECTIONS, Limits
 from app.config.groups import choices_by_group
-from app.config.schema import CHOICES, LIMITS, SECTIONS, Limits
 from app.config.suggest import did_you_mean, did_you_mean_key
 from app.config.values import converted, is_optional, shown
 from app.errors import ConfigError

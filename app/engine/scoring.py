@@ -9,8 +9,8 @@ from typing import Any
 
 from app.batch import Batch
 from app.config.evaluation import holds_out
+from app.config.formats import has_chats, trains_answers
 from app.config.mixes import paths_of
-from app.config.rules import has_chats, trains_answers
 from app.config.schema import RunConfig
 from app.data.labels import labels_of
 from app.data.layout import Layout

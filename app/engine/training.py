@@ -8,7 +8,7 @@ from typing import Any
 
 from app.batch import Batch
 from app.config import garbage
-from app.config.rules import trains_answers
+from app.config.formats import trains_answers
 from app.config.schema import RunConfig
 from app.engine.anatomy import kept_bytes
 from app.engine.checkpoint import Checkpoints, choices_of

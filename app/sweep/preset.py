@@ -10,7 +10,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from app.config import groups
-from app.config.schema import choice, number
+from app.config.fields import choice, number
 from app.config.strict import typed
 from app.config.suggest import did_you_mean
 from app.errors import ConfigError

@@ -31,8 +31,10 @@ def pins() -> dict[str, Version]:
 
 
 def asked_for() -> list[Requirement]:
+    """All but triton: a torch for CUDA pins it itself, and a pin of ours might not be the same."""
     lists = [PROJECT["dependencies"], *EXTRAS.values(), ["hatchling>=1.27,<2"]]
-    return [Requirement(line) for lines in lists for line in lines]
+    asked = [Requirement(line) for lines in lists for line in lines]
+    return [requirement for requirement in asked if requirement.name != "triton"]
 
 
 @pytest.mark.parametrize("requirement", asked_for(), ids=str)

@@ -1,0 +1,125 @@
+"""Rules about rows, their formats and what is learnt of them: see `config.rules`."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+
+from app.config.dataset_schema import DatasetConfig
+from app.config.formats import LABELLED_FORMATS, TRAIN_ON
+from app.config.mixes import key_of, mix_problems, sources_of
+from app.config.schema import RunConfig
+from app.config.values import shown
+
+_LIST_PATH = re.compile(r"[^*]+\.\*(\.[^*]+)?")
+
+
+def _trained_part_fits_the_format(run: RunConfig) -> Iterator[str]:
+    for name, source in sources_of(run.dataset).items():
+        allowed = TRAIN_ON.get(source.format, (source.train_on,))
+        if source.train_on not in allowed:
+            yield (
+                f"dataset.train_on={source.train_on} means nothing for {key_of(name)}.format={source.format}. "
+                f"Choose {' or '.join(allowed)}."
+            )
+
+
+def _hidden_tokens_are_of_text(run: RunConfig) -> Iterator[str]:
+    if run.task.kind != "masked":
+        return
+    for name, source in sources_of(run.dataset).items():
+        if source.format in ("text", "auto"):
+            continue
+        yield (
+            f"{key_of(name)}.format={source.format}: task=masked finds hidden tokens of plain text. "
+            "Set dataset=text dataset.path=FILE, or task=causal."
+        )
+    if run.task.mask_share <= 0:
+        yield f"task.mask_share={run.task.mask_share:g} hides nothing. Set task.mask_share=0.15."
+
+
+def _labels_are_of_classes(run: RunConfig) -> Iterator[str]:
+    is_of_labels = run.task.kind == "classification"
+    for name, source in sources_of(run.dataset).items():
+        given = f"{key_of(name)}.format={source.format}"
+        if is_of_labels and source.format not in (*LABELLED_FORMATS, "auto"):
+            yield (
+                f"{given}: task=classification learns labels, and such rows have none. Set dataset=labelled_text or "
+                "dataset=text_pair with dataset.path=FILE, or task=causal."
+            )
+        elif run.task.kind == "causal" and source.format in LABELLED_FORMATS:
+            yield (
+                f"{given}: its labels are learnt by task=classification alone, and this is task=causal. "
+                "Set task=classification, or dataset=text for the text without its labels."
+            )
+
+
+def _labels_are_classes(run: RunConfig) -> Iterator[str]:
+    labels = run.task.labels
+    if labels and run.task.kind != "classification":
+        yield (
+            f"task.labels={shown(labels)} means nothing for task={run.task.kind}. "
+            "Set task=classification, or leave it out."
+        )
+    elif len(labels) == 1:
+        yield f"task.labels={shown(labels)}: there is nothing to choose. Give two or more, or none: those of the rows."
+    elif len(set(labels)) < len(labels):
+        twice = sorted({label for label in labels if labels.count(label) > 1})
+        yield f"task.labels={shown(labels)} names {', '.join(twice)} more than once. Give each label once."
+
+
+def _one_list_makes_rows(run: RunConfig) -> Iterator[str]:
+    shared = _starred(run.dataset, "dataset")
+    yield from _star_problems(shared)
+    for name, section in sources_of(run.dataset).items():
+        own = _starred(section, key_of(name))
+        if list(own.values()) != list(shared.values()):
+            yield from _star_problems(own)
+
+
+def _starred(section: DatasetConfig, key: str) -> dict[str, str]:
+    columns = asdict(section.columns).items()
+    return {f"{key}.columns.{name}": path for name, path in columns if path and "*" in path}
+
+
+def _star_problems(starred: dict[str, str]) -> Iterator[str]:
+    for key, path in starred.items():
+        if not _LIST_PATH.fullmatch(path):
+            yield f"{key}={path}: a * stands for each element of a list, as in instances.*.output."
+    if len({path.partition(".*")[0] for path in starred.values()}) > 1:
+        given = " ".join(f"{key}={path}" for key, path in starred.items())
+        yield f"{given}: the elements of one list make the rows. Let every * stand behind the same column."
+
+
+def _only_text_splits(run: RunConfig) -> Iterator[str]:
+    for name, source in sources_of(run.dataset).items():
+        if source.on_overflow == "split" and source.format not in ("text", "auto"):
+            yield (
+                f"dataset.on_overflow=split would tear a row of {key_of(name)}.format={source.format} apart. "
+                "Choose drop, truncate or error."
+            )
+
+
+def _a_mix_is_whole(run: RunConfig) -> Iterator[str]:
+    yield from mix_problems(run.dataset, tuple(TRAIN_ON))
+
+
+def _one_source_of_eval_rows(run: RunConfig) -> Iterator[str]:
+    given = [
+        f"dataset.{name}={getattr(run.dataset, name)}"
+        for name in ("eval_path", "eval_split", "eval_fraction")
+        if getattr(run.dataset, name)
+    ]
+    if len(given) > 1:
+        yield f"{' and '.join(given)} both choose the held-out rows. Keep one; set the other to null or 0."
+
+
+DATA_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
+    _trained_part_fits_the_format,
+    _hidden_tokens_are_of_text,
+    _labels_are_of_classes,
+    _labels_are_classes,
+    _one_list_makes_rows,
+    _only_text_splits,
+    _a_mix_is_whole,
+    _one_source_of_eval_rows,
+)
