@@ -16,7 +16,7 @@ from yaml import YAMLError
 from app.assets import PREFIX
 from app.config import groups
 from app.config.arguments import overrides_of, switches_of
-from app.config.overrides import check_overrides
+from app.config.overrides import sort_overrides
 from app.config.rules import problems_of
 from app.config.schema import RunConfig
 from app.config.strict import key_problems, typed
@@ -58,14 +58,33 @@ def read_run(file: Path) -> RunConfig:
 
 def compose_run(overrides: Sequence[str]) -> RunConfig:
     """What `hydra.main` would hand over for these overrides, with every problem in one ConfigError."""
-    return _composed(with_any_model(check_overrides(overrides, RunConfig)))
+    return _composed(_checked_words(overrides))
 
 
 def checked_arguments(arguments: Sequence[str]) -> list[str]:
     """Command-line words as Hydra takes them; ConfigError with everything that is wrong with the run they describe."""
-    overrides = with_any_model(check_overrides(overrides_of(arguments), RunConfig))
+    overrides = _checked_words(overrides_of(arguments))
     _composed(overrides)
     return [*switches_of(arguments), *overrides]
+
+
+def _checked_words(overrides: Sequence[str]) -> list[str]:
+    """As `check_overrides`; where a word means nothing, the values of the others are looked at all the same."""
+    checked, problems = sort_overrides(overrides, RunConfig)
+    checked = with_any_model(checked)
+    if problems:
+        raise ConfigError([*problems, *_wrong_values(checked)])
+    return checked
+
+
+def _wrong_values(overrides: Sequence[str]) -> list[str]:
+    """Only what is told of a key that was given: all else may follow from what is missing."""
+    given = tuple(f"{text.lstrip('+').partition('=')[0]}=" for text in overrides)
+    try:
+        typed(RunConfig, _plain(compose_plain(overrides)))
+    except ConfigError as wrong:
+        return [problem for problem in wrong.problems if problem.startswith(given)]
+    return []
 
 
 def with_any_model(overrides: list[str]) -> list[str]:
@@ -115,9 +134,17 @@ def compose_plain(overrides: Sequence[str]) -> DictConfig:
             config = compose("config", overrides=list(overrides), return_hydra_config=True)
     except (HydraException, OmegaConfBaseException, YAMLError) as fault:
         raise ConfigError(_one_line(fault)) from fault
+    except ValueError as fault:  # of omegaconf, where a key lies inside what is a list
+        raise ConfigError(_no_place(overrides, fault)) from fault
     if config.hydra.mode == RunMode.MULTIRUN:
         raise ConfigError("hydra.mode=MULTIRUN: a sweep is started by -m on the command line alone.")
     return config
+
+
+def _no_place(overrides: Sequence[str], fault: ValueError) -> str:
+    """`check_overrides` lets keys through that lie in mappings of any shape."""
+    inside = [text.lstrip("+") for text in overrides if text.count(".", 0, text.find("=")) > 1]
+    return f"{', '.join(inside)}: one of these keys lies inside a list or a number ({fault}). Give the whole list anew."
 
 
 def store_schema() -> None:

@@ -20,6 +20,14 @@ _CAN_BE_ABSENT = ("experiment", "debug")  # groups without a choice unless one i
 
 def check_overrides(arguments: Sequence[str], schema: type) -> list[str]:
     """The overrides in a form that composes whatever the YAML has (`++`), or one ConfigError with every problem."""
+    checked, problems = sort_overrides(arguments, schema)
+    if problems:
+        raise ConfigError(problems)
+    return checked
+
+
+def sort_overrides(arguments: Sequence[str], schema: type) -> tuple[list[str], list[str]]:
+    """Those that can be composed, as above, and what is wrong with the others."""
     checked: list[str] = []
     problems: list[str] = []
     parse = OverridesParser.create().parse_override
@@ -33,9 +41,7 @@ def check_overrides(arguments: Sequence[str], schema: type) -> list[str]:
         problems += found
         if not found:
             checked.append(_composable(override, schema))
-    if problems:
-        raise ConfigError(problems)
-    return checked
+    return checked, problems
 
 
 def _parse(parse: Callable[[str], Override], text: str, schema: type) -> Override:

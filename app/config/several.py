@@ -41,7 +41,7 @@ def _run(overrides: Sequence[str], bases: dict[tuple[str, ...], DictConfig | Con
         for override in (parse(text) for text in overrides if text.startswith(_SETS_A_VALUE)):
             # what Hydra does itself with `++key=value`, after it has composed the choices
             OmegaConf.update(config, override.key_or_group, override.value(), merge=True, force_add=True)
-    except OmegaConfBaseException:
+    except (OmegaConfBaseException, ValueError):
         config = compose_plain(overrides)  # which words it as it does for a single run
     return composed_run(config, overrides)
 

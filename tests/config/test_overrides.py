@@ -8,6 +8,7 @@ from app.config.arguments import is_sweep, overrides_of, sweep_overrides_of, swi
 from app.config.load import checked_arguments, compose_run
 from app.config.overrides import check_overrides
 from app.config.schema import RunConfig
+from app.config.several import compose_runs
 from app.errors import ConfigError
 from tests.config.small import refusal_of
 
@@ -176,3 +177,37 @@ def test_the_program_runs_what_was_checked() -> None:
     """The words that Hydra gets give the same run as the words that were typed."""
     words = ["experiment=null", "output_dir=a=b", "model.architecture.new=1", "model.weights=random"]
     assert compose_run(checked_arguments(words)) == compose_run(words)
+
+
+def test_a_word_that_means_nothing_hides_no_wrong_value() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        compose_run(["optimizer.lrr=3", "optimizer.lr=-1", "adapter.r=x", "training.clip=1"])
+    assert list(refusal.value.problems) == [
+        "optimizer.lrr is not a key. Did you mean optimizer.lr?",
+        "adapter.r=x: expected a whole number.",
+        "optimizer.lr=-1.0 must be above 0.",
+    ]
+
+
+def test_what_may_follow_from_a_misspelt_word_is_not_told() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        compose_run(["dataset=messages", "dataset.pth=rows.jsonl", "batching.tokns=64"])
+    assert [problem.partition(" ")[0] for problem in refusal.value.problems] == [
+        "dataset.pth",
+        "batching.tokns",
+    ]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.architecture.some=[1]", "model.architecture.some.deeper=3"],
+        ["model.architecture.some.deeper=3", "model.architecture.some=[1]"],
+        ["model=llama", "model.architecture.eos_token_id.x=3"],
+    ],
+)
+def test_a_key_inside_a_list_is_refused_by_name(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"model\.architecture\.(some|eos_token_id)"):
+        compose_run(["model.weights=random", *words])
+    (found,) = compose_runs([["model.weights=random", *words]])
+    assert isinstance(found, ConfigError)
