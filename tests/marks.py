@@ -17,6 +17,7 @@ import pytest
 ONE_GPU = "needs a GPU"
 TWO_GPUS = "needs two GPUs"
 FLASH_ATTENTION = "needs flash-attn, which not every GPU host has"
+CUDNN_ATTENTION = "needs cuDNN's attention as torch 2.15 has it, on Hopper or Blackwell"
 ORDINARY_USER = "needs an ordinary user: file permissions do not bind root"
 HARNESS = "needs lm_eval, an extra: pip install -e '.[lm-eval]'"
 TRL = "needs TRL, an extra: pip install -e '.[bench]'"
@@ -25,11 +26,12 @@ CHROMIUM = "needs Chromium to look at pages: apt-get install chromium"
 OTHER_PYTHON = "needs .venv, as scripts/test makes it: another interpreter may have other versions"
 
 # On a host with a GPU any other skip in the gpu tier is a failure.
-ALLOWED_WITH_GPU = frozenset({TWO_GPUS, FLASH_ATTENTION, ORDINARY_USER})
+ALLOWED_WITH_GPU = frozenset({TWO_GPUS, FLASH_ATTENTION, CUDNN_ATTENTION, ORDINARY_USER})
 
 requires_gpu = pytest.mark.gpu
 requires_two_gpus = pytest.mark.gpu(num=2)
 requires_flash_attention = pytest.mark.skipif("not has_module('flash_attn')", reason=FLASH_ATTENTION)
+requires_cudnn_attention = pytest.mark.skipif("not has_cudnn_attention()", reason=CUDNN_ATTENTION)
 requires_ordinary_user = pytest.mark.skipif("user_id() == 0", reason=ORDINARY_USER)
 requires_harness = pytest.mark.skipif("not has_module('lm_eval')", reason=HARNESS)
 requires_trl = pytest.mark.skipif("not has_module('trl')", reason=TRL)
@@ -51,6 +53,15 @@ def in_venv() -> bool:
     return Path(sys.prefix) == Path(__file__).parent.parent / ".venv"
 
 
+def has_cudnn_attention() -> bool:
+    """What the backend itself says of this machine."""
+    import torch
+
+    from app.model.attention import cudnn
+
+    return num_gpus() > 0 and not cudnn.requires(torch.device("cuda"))
+
+
 @cache
 def package_index() -> bool:
     """Whether pip finds a package that no folder of wheels on this machine is likely to have."""
@@ -63,6 +74,7 @@ def names_of_conditions() -> dict[str, Any]:
     return {
         "num_gpus": num_gpus,
         "has_module": importlib.util.find_spec,
+        "has_cudnn_attention": has_cudnn_attention,
         "user_id": os.geteuid,
         "program": shutil.which,
         "package_index": package_index,

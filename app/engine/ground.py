@@ -144,7 +144,7 @@ def attention_needs(run: RunConfig, precision: str) -> Needs:
     task = task_of(run.task)
     lm = build_on_meta(run.model, task, "eager")
     packed = run.batching.packing or task.sees_both_ways(lm)
-    return needs_of(lm, DTYPES[precision].compute, packed=packed)
+    return needs_of(lm, DTYPES[precision].compute, packed=packed, longest=run.dataset.max_length)
 
 
 def sees_both_ways(run: RunConfig) -> bool:

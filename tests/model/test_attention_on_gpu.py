@@ -17,7 +17,7 @@ from app.model.build import build_trainee
 from app.model.trainee import Trainee
 from app.optim.optimizers import build_optimizer
 from tests.gpu import waiting_is_an_error
-from tests.marks import requires_flash_attention, requires_gpu
+from tests.marks import requires_cudnn_attention, requires_flash_attention, requires_gpu
 from tests.model import small
 from tests.model.stand_ins import NEEDS
 from tests.optim.small import section
@@ -28,6 +28,7 @@ LENGTHS = (2000, 1, 7, 64, 129, 513, 1024, 2, 300, 56)
 LONGEST = 2048
 PLAIN = Rules(causal=True, scale=None, dropout=0.0, window=None, softcap=None, sinks=None)
 RAGGED = [pytest.param("varlen"), pytest.param("flash", marks=requires_flash_attention)]
+ALL = [*RAGGED, pytest.param("cudnn", marks=requires_cudnn_attention)]  # it has no windows
 
 
 def gpu() -> torch.device:
@@ -98,13 +99,22 @@ def test_attention_to_both_sides(backend: str, window: int | None) -> None:
     check(backend, replace(PLAIN, causal=False, window=window), 2)
 
 
+@requires_cudnn_attention
+@pytest.mark.parametrize("key_heads", [1, 2, 8])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("size", [8, 64, 128])
+def test_cudnn_follows_the_definition(key_heads: int, causal: bool, size: int) -> None:
+    assert BACKENDS["cudnn"].requires(gpu()) == []
+    check("cudnn", replace(PLAIN, causal=causal, scale=0.2), key_heads, size)
+
+
 @requires_flash_attention
 @pytest.mark.parametrize("window", [None, 100])
 def test_soft_capping_of_flash(window: int | None) -> None:
     check("flash", replace(PLAIN, softcap=5.0, window=window), 2)
 
 
-@pytest.mark.parametrize("backend", RAGGED)
+@pytest.mark.parametrize("backend", ALL)
 def test_empty_documents_change_nothing(backend: str) -> None:
     inputs = heads(2, 64)
     few, many = (
@@ -144,6 +154,7 @@ def gradient(backend: str, kind: str, precision: str) -> dict[str, Tensor]:
     ("backend", "kind"),
     [
         *(("varlen", kind) for kind in ("llama", "qwen3", "mistral")),
+        *(pytest.param("cudnn", kind, marks=requires_cudnn_attention) for kind in ("llama", "qwen3")),
         *(
             pytest.param("flash", kind, marks=requires_flash_attention)
             for kind in ("llama", "qwen3", "mistral", "gemma2")
@@ -163,7 +174,7 @@ def stepper_with(backend: str) -> tuple[Stepper, Runtime]:
     return Stepper(trainee, optimizer, runtime, 1.0, fp16=False), runtime
 
 
-@pytest.mark.parametrize("backend", ["sdpa", *RAGGED])
+@pytest.mark.parametrize("backend", ["sdpa", *ALL])
 def test_packed_steps_do_not_wait_for_the_device(backend: str) -> None:
     stepper, runtime = stepper_with(backend)
     for step in range(3):
@@ -174,7 +185,7 @@ def test_packed_steps_do_not_wait_for_the_device(backend: str) -> None:
     assert all(bool(torch.isfinite(result.loss_sum)) for result in results)
 
 
-@pytest.mark.parametrize("backend", RAGGED)
+@pytest.mark.parametrize("backend", ALL)
 def test_memory_does_not_grow_from_step_to_step(backend: str) -> None:
     stepper, runtime = stepper_with(backend)
     reserved = []

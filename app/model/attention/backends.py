@@ -6,7 +6,7 @@ import torch
 
 from app.config.schema import AttentionConfig
 from app.errors import ConfigError
-from app.model.attention import flash, varlen
+from app.model.attention import cudnn, flash, varlen
 from app.model.attention.dense import sdpa
 from app.model.attention.ragged import cannot
 from app.model.attention.rules import Backend, Needs
@@ -14,9 +14,11 @@ from app.model.attention.rules import Backend, Needs
 BACKENDS: dict[str, Backend] = {
     "flash": Backend(run=flash.flash, requires=flash.requires, refuses=flash.refuses),
     "varlen": Backend(run=varlen.varlen, requires=varlen.requires, refuses=varlen.refuses),
+    "cudnn": Backend(run=cudnn.cudnn, requires=cudnn.requires, refuses=cudnn.refuses),
     "sdpa": Backend(run=sdpa, requires=lambda _device: []),
 }
-_PREFERRED = ("flash", "varlen", "sdpa")  # `auto` takes the first that can do it all: no layer gets another
+# `auto` takes the first that can do it all: no layer gets another. Not cudnn: no GPU has measured it here
+_PREFERRED = ("flash", "varlen", "sdpa")
 
 
 def select(config: AttentionConfig, device: torch.device, needs: Callable[[], Needs]) -> str:

@@ -9,8 +9,11 @@ from app.model.attention.rules import Needs
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
-def needs_of(lm: Any, compute: torch.dtype | None, *, packed: bool) -> Needs:
-    """`lm` may be on meta. What this does not see, a kernel refuses when it is asked for it."""
+def needs_of(lm: Any, compute: torch.dtype | None, *, packed: bool, longest: int | None = None) -> Needs:
+    """`lm` may be on meta. What this does not see, a kernel refuses when it is asked for it.
+
+    `longest`: no row has more tokens.
+    """
     config = lm.config
     key_size, value_size = _head_sizes(config)
     return Needs(
@@ -21,7 +24,17 @@ def needs_of(lm: Any, compute: torch.dtype | None, *, packed: bool) -> Needs:
         dropout=any(getattr(config, name, None) for name in _DROPOUTS),
         key_size=key_size,
         value_size=value_size,
+        window=_has_window(config, longest),
     )
+
+
+def _has_window(config: Any, longest: int | None) -> bool:
+    """That is smaller than the longest row."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if window is None or (kinds and "sliding_attention" not in kinds):
+        return False
+    return longest is None or window < longest
 
 
 def _head_sizes(config: Any) -> tuple[int, int]:

@@ -26,7 +26,9 @@ def gpu_lacking(device: torch.device) -> list[str]:
     return [] if torch.cuda.get_device_capability(device) >= _AMPERE else [ampere]
 
 
-def refusals(needs: Needs, *, softcap: bool = False, dropout: bool = False) -> list[str]:
+def refusals(
+    needs: Needs, *, softcap: bool = False, dropout: bool = False, largest: int = _LARGEST_HEAD
+) -> list[str]:
     """What of a run's needs such a kernel cannot do, in words; the keywords say what this one can."""
     size = needs.key_size
     asked = {
@@ -35,7 +37,7 @@ def refusals(needs: Needs, *, softcap: bool = False, dropout: bool = False) -> l
         "soft-capping": needs.softcap and not softcap,
         "attention sinks": needs.sinks,
         "dropout of attention weights": needs.dropout and not dropout,
-        f"heads of {size} numbers (multiples of 8 up to {_LARGEST_HEAD})": size % 8 or size > _LARGEST_HEAD,
+        f"heads of {size} numbers (multiples of 8 up to {largest})": size % 8 or size > largest,
         f"keys of {size} and values of {needs.value_size} numbers": size != needs.value_size,
     }
     return [words for words, wanted in asked.items() if wanted]

@@ -32,6 +32,7 @@ class Needs:
     dropout: bool
     key_size: int  # of one head, like its queries
     value_size: int
+    window: bool = False  # whether one cuts documents of this run
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Rules, Documents | None], Tensor]
