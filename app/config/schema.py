@@ -139,13 +139,17 @@ class TrackerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class TrainingConfig:
-    """How long, and what happens to the gradient. `recompute`: all layers, none, the first so many, or auto."""
+    """How long, and what happens to the gradient. `recompute`: all layers, none, the first so many, or auto.
+
+    `rehearse`: the largest micro-batch once through everything before the first step; `auto`: on a GPU.
+    """
 
     epochs: float = number(above=0)
     max_steps: int | None = number(at_least=1)
     stop_after: int | None = number(None, at_least=1)
     clip: float = number(at_least=0)
     recompute: bool | int | str = number(at_least=0)
+    rehearse: bool | str = MISSING
     max_bad_steps: int = number(at_least=1)
 
 

@@ -102,6 +102,10 @@ def _how_many_or_auto(value: Any) -> bool | int | str:
     return "auto" if value == "auto" else _true_or_false_or_how_many(value)
 
 
+def _true_or_false_or_auto(value: Any) -> bool | str:
+    return "auto" if value == "auto" else _true_or_false(value)
+
+
 def _text(value: Any) -> str:
     # not numbers with a point or an exponent: `12e4567`, a revision, would silently become `inf`
     if isinstance(value, str | int) and not isinstance(value, bool):
@@ -128,6 +132,7 @@ _KINDS: dict[Any, tuple[Callable[[Any], Any], str]] = {
     bool: (_true_or_false, "true or false"),
     bool | int: (_true_or_false_or_how_many, "true, false or a whole number"),
     bool | int | str: (_how_many_or_auto, "true, false, a whole number or auto"),
+    bool | str: (_true_or_false_or_auto, "true, false or auto"),
     str: (_text, "text (in quotes, where it looks like something else)"),
     list[str]: (_texts, "a list like [a, b]"),
     dict[str, Any]: (_mapping, "a mapping like {a: 1, b: 2}"),

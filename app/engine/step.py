@@ -12,6 +12,7 @@ from app.engine.runtime import Runtime
 from app.engine.scarcity import does_not_fit, tried
 from app.engine.splitting import halves, split
 from app.model.trainee import Trainee
+from app.optim.first_states import drop_states, make_states
 from app.optim.skip import skips_on_device, step_unless
 
 
@@ -81,6 +82,27 @@ class Stepper:
                 return total
             self._deepen(batches)
             self._reduction.begin_again()
+
+    def try_out(self, batches: Sequence[Batch]) -> None:
+        """Forward and backward as in a step, for the memory that they take: only the depth may change."""
+        _, _, weight = self._counted(batches)
+        self._backward(batches, weight)
+        self.depth = int(self._runtime.peers.highest(self.depth))
+        self.forget_gradients()
+
+    def make_states(self) -> None:
+        """Those that the first step would make, with the memory that it would take; no weight is changed."""
+        self._reduction.begin()
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if tried(make_states, self.optimizer) is None:
+            raise does_not_fit("the step of the optimizer", self._kept())
+        self.forget_gradients()
+
+    def drop_states(self) -> None:
+        """As before `make_states`."""
+        drop_states(self.optimizer)
 
     def forget_gradients(self) -> None:
         """Nothing reads them after a step; an evaluation has use for their memory."""

@@ -23,6 +23,7 @@ from app.engine.memory import Forecast, Predict
 from app.engine.preview import preview
 from app.engine.progress import Progress
 from app.engine.proofs import prove
+from app.engine.rehearsal import is_due, rehearse
 from app.engine.samples import sampler
 from app.engine.scarcity import told_where_it_ends_a_run
 from app.engine.signals import listening
@@ -80,6 +81,8 @@ def train_in(
         record.begin(ground.plan.steps, progress.step)
         rhythm = Rhythm(run.training, run.eval, run.checkpoint, run.record.every)
         parts = _parts(run, ground, stepper, checkpoints, record)
+        if is_due(run.training, ground.runtime.device) and progress.step < ground.plan.steps:
+            record.add_facts(rehearsal=asdict(rehearse(parts, progress, *_largest(run, ground))))
         if progress.step == 0:
             parts.show_samples(0)
         garbage.look_as_usual()

@@ -1,6 +1,7 @@
 """A small real run in memory: the shipped tokenizer and data, a Llama of two layers."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,15 @@ import torch
 from app.config.load import compose_run
 from app.config.schema import RunConfig
 from app.data.layout import Packed, Padded
-from app.data.loader import Loader, Share
+from app.data.loader import Loader, Share, eval_batches
 from app.data.prepare import Data, prepare
+from app.engine.checkpoint import Checkpoints
 from app.engine.layers import layers_of
+from app.engine.loop import Loop, Parts, Rhythm
+from app.engine.progress import Progress
 from app.engine.runtime import Runtime, start
 from app.engine.step import Stepper
+from app.engine.steps import StepPlan
 from app.model.attention import Needs, needs_of
 from app.model.build import ModelSections, build_trainee
 from app.model.dtypes import DTYPES
@@ -110,3 +115,55 @@ def packed_loader_of(data: Data) -> Callable[..., Loader]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
+
+
+@dataclass
+class Notebook:
+    """A journal that remembers."""
+
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    left: list[float | None] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)
+    synced: int = 0
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
+    def step(self, values: Any, seconds_left: float | None) -> None:
+        self.steps.append(dict(values))
+        self.left.append(seconds_left)
+
+    def sync(self) -> None:
+        self.synced += 1
+
+    def evaluation(self, values: Any) -> None:
+        self.evaluations.append(dict(values))
+
+
+MakeLoop = Callable[..., tuple[Loop, Notebook]]
+
+
+@pytest.fixture
+def make_loop(runtime: Runtime, loader_of: Callable[..., Loader], data: Data, folder: Path) -> MakeLoop:
+    def make(run: RunConfig, steps: int, lr: float = 1e-3) -> tuple[Loop, Notebook]:
+        loader, notebook = loader_of(8, 1), Notebook()
+        rows = data.eval
+        assert rows is not None
+        parts = Parts(
+            runtime=runtime,
+            plan=StepPlan(steps=steps, steps_per_epoch=loader.steps_per_epoch),
+            loader=loader,
+            eval_batches=lambda: eval_batches(rows, Padded(16, pad_id=0)),
+            stepper=stepper_of(run, runtime),
+            learning_rate=lambda _step: lr,
+            checkpoints=Checkpoints(folder, run.checkpoint, {}, {}),
+            journal=notebook,
+            show_samples=notebook.sampled.append,
+        )
+        return Loop(
+            parts, Rhythm(run.training, run.eval, run.checkpoint, run.record.every), Progress()
+        ), notebook
+
+    return make

@@ -1,77 +1,16 @@
 """What happens between steps: evaluation, patience, saves, lines, stops."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from app.config.schema import RunConfig
-from app.data.layout import Padded
-from app.data.loader import Loader, eval_batches
 from app.data.prepare import Data
-from app.engine.checkpoint import Checkpoints
 from app.engine.evaluation import score
-from app.engine.loop import Loop, Parts, Rhythm
-from app.engine.progress import Progress
-from app.engine.runtime import Runtime
 from app.engine.signals import StopRequest
-from app.engine.steps import StepPlan
 from app.errors import TrainingError
-from tests.engine.conftest import small_run, stepper_of
-
-
-@dataclass
-class Notebook:
-    """A journal that remembers."""
-
-    steps: list[dict[str, Any]] = field(default_factory=list)
-    left: list[float | None] = field(default_factory=list)
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
-    messages: list[str] = field(default_factory=list)
-    sampled: list[int] = field(default_factory=list)
-    synced: int = 0
-
-    def message(self, text: str) -> None:
-        self.messages.append(text)
-
-    def step(self, values: Any, seconds_left: float | None) -> None:
-        self.steps.append(dict(values))
-        self.left.append(seconds_left)
-
-    def sync(self) -> None:
-        self.synced += 1
-
-    def evaluation(self, values: Any) -> None:
-        self.evaluations.append(dict(values))
-
-
-MakeLoop = Callable[..., tuple[Loop, Notebook]]
-
-
-@pytest.fixture
-def make_loop(runtime: Runtime, loader_of: Callable[..., Loader], data: Data, folder: Path) -> MakeLoop:
-    def make(run: RunConfig, steps: int, lr: float = 1e-3) -> tuple[Loop, Notebook]:
-        loader, notebook = loader_of(8, 1), Notebook()
-        rows = data.eval
-        assert rows is not None
-        parts = Parts(
-            runtime=runtime,
-            plan=StepPlan(steps=steps, steps_per_epoch=loader.steps_per_epoch),
-            loader=loader,
-            eval_batches=lambda: eval_batches(rows, Padded(16, pad_id=0)),
-            stepper=stepper_of(run, runtime),
-            learning_rate=lambda _step: lr,
-            checkpoints=Checkpoints(folder, run.checkpoint, {}, {}),
-            journal=notebook,
-            show_samples=notebook.sampled.append,
-        )
-        return Loop(
-            parts, Rhythm(run.training, run.eval, run.checkpoint, run.record.every), Progress()
-        ), notebook
-
-    return make
+from tests.engine.conftest import MakeLoop, small_run
 
 
 def saved(folder: Path) -> list[int]:

@@ -7,12 +7,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from app.optim.first_states import drop_states, make_states
 from app.optim.optimizers import build_optimizer
+from app.optim.requirements import PAGED_KINDS
 from app.optim.skip import step_unless
 from app.optim.state import flatten, load_state
 from tests.gpu import waiting_is_an_error
 from tests.marks import requires_gpu
-from tests.optim.small import section
+from tests.optim.small import KINDS, section
 from tests.optim.test_skip import SKIPPING
 
 
@@ -68,3 +70,24 @@ def test_a_step_that_may_be_skipped_does_not_wait_for_the_device(kind: str) -> N
     with waiting_is_an_error():
         step_unless(optimizer, flag)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+@requires_gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_made_ahead_leave_no_trace(kind: str) -> None:
+    """To the bit, and paged memory is the same one afterwards."""
+    plain_model = large()
+    plain = build_optimizer(section(kind, weight_decay=0.1), plain_model)
+    expected = train(plain_model, plain, range(4))
+    model = large()
+    optimizer = build_optimizer(section(kind, weight_decay=0.1), model)
+    before = model.weight.detach().clone()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    make_states(optimizer)
+    assert torch.equal(model.weight, before)
+    drop_states(optimizer)
+    optimizer.zero_grad()
+    assert bool(optimizer.state) == (kind in PAGED_KINDS)
+    assert train(model, optimizer, range(4)) == expected
+    assert torch.equal(model.weight, plain_model.weight)
