@@ -170,8 +170,10 @@ def test_evaluation_gives_the_loss_of_training(adapter: Any) -> None:
 @pytest.mark.parametrize("adapter", [None, lora()], ids=["full", "lora"])
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 2e-2), ("fp16", 3e-3)])
 def test_half_precision_stays_near(precision: str, tolerance: float, adapter: Any) -> None:
-    exact = float(trainee_of("llama", adapter)(BATCH)[0].detach())
+    in_full = trainee_of("llama", adapter)
+    exact = float(in_full(BATCH)[0].detach())
     trainee = chunked(trainee_of("llama", adapter, precision), 7)  # several chunks share autocast's casts
+    trainee.load_state_dict(in_full.state_dict())  # not every torch draws the same numbers in every dtype
     loss, found = measured(trainee, lambda: trainee(BATCH)[0])
     assert loss == pytest.approx(exact, rel=tolerance)
     expected_loss, expected = measured(trainee, lambda: plain_loss(trainee, BATCH))

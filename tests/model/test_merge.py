@@ -66,7 +66,9 @@ class Tuned:
         place.mkdir()
         (place / "config.json").write_text(json.dumps(merged_config(self.weights, dtype)))
         self.plan(dtype).write(place, shard_bytes)
-        lm, found = task_of(self.kind).model_class.from_pretrained(str(place), output_loading_info=True)
+        lm, found = task_of(self.kind).model_class.from_pretrained(
+            str(place), output_loading_info=True, attn_implementation="eager"
+        )
         assert not found["missing_keys"]
         assert not found["unexpected_keys"]
         return lm.eval()
@@ -138,7 +140,11 @@ def test_merged_is_the_base_that_was_trained_against_and_the_adapter(
     expected = weights_of(run)
     assert distance({name: lm.get_parameter(name).detach() for name in expected}, expected) <= 1e-7
     with torch.no_grad():
-        base = task_of(kind).model_class.from_pretrained(str(run.base), dtype=torch.float32).eval()
+        base = (
+            task_of(kind)
+            .model_class.from_pretrained(str(run.base), dtype=torch.float32, attn_implementation="eager")
+            .eval()
+        )
     assert distance(logits(base), ours) > 1e-2
 
 
