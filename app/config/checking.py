@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.config.arguments import overrides_of, switches_of
-from app.config.hardware import GROUP, HardwareConfig, read_hardware
+from app.config.hardware import GROUP, HardwareConfig, lacking, read_hardware
 from app.config.load import compose_run
 from app.config.overrides import check_overrides
 from app.config.schema import RunConfig
@@ -70,7 +70,11 @@ def check_config(arguments: Sequence[str]) -> CheckConfig:
     given = any(_key(text) == "output_dir" for text in of_run)
     folder = Path(run.output_dir).expanduser() if given else None
     options = typed(_Options, {_key(text): text.partition("=")[2] for text in own})
-    return CheckConfig(checks, run, folder, tuple(of_run), read_hardware(of_hardware), options.exact)
+    hardware = read_hardware(of_hardware)
+    problems = [] if hardware is None else lacking(run.quantization, hardware)
+    if problems:
+        raise ConfigError(problems)
+    return CheckConfig(checks, run, folder, tuple(of_run), hardware, options.exact)
 
 
 def _require_memory(checks: Sequence[str], given: Sequence[str]) -> None:

@@ -8,9 +8,11 @@ import yaml
 
 from app.config import groups
 from app.config.fields import number
+from app.config.schema import QuantizationConfig
 from app.config.strict import typed
 from app.errors import ConfigError
 
+_FP8_FROM = (8, 9)  # compute capability: Ada, Hopper and what came after them
 GROUP = "hardware"
 AUTO = "auto"
 
@@ -53,6 +55,25 @@ def read_hardware(words: Sequence[str]) -> HardwareConfig | None:
 def every_hardware() -> list[HardwareConfig]:
     """All GPUs that have a file."""
     return [_read(name, {}) for name in named()]
+
+
+def lacking(quantization: QuantizationConfig, hardware: HardwareConfig) -> list[str]:
+    """What a run needs and this GPU does not have."""
+    if quantization.kind != "fp8" or _has_fp8(hardware):
+        return []
+    those = ", ".join(each.name for each in every_hardware() if _has_fp8(each))
+    has = "none of CUDA's" if hardware.capability is None else hardware.capability
+    return [
+        f"quantization.kind=fp8 needs an NVIDIA GPU of compute capability 8.9 or higher, and "
+        f"hardware={hardware.name} has {has}. Set quantization=none or nf4, or choose one of {those}."
+    ]
+
+
+def _has_fp8(hardware: HardwareConfig) -> bool:
+    if hardware.capability is None or hardware.fp8_tflops is None:
+        return False
+    major, _, minor = hardware.capability.partition(".")
+    return (int(major), int(minor or 0)) >= _FP8_FROM
 
 
 def named() -> list[str]:

@@ -66,8 +66,8 @@ def _adapter_is_whole(run: RunConfig) -> Iterator[str]:
 def _quantized_base_needs_an_adapter(run: RunConfig) -> Iterator[str]:
     if run.quantization.kind != "none" and run.adapter.kind == "none":
         yield (
-            f"quantization.kind={run.quantization.kind} needs adapter.kind=lora: four bits cannot be trained. "
-            "Choose recipe=qlora or set quantization=none."
+            f"quantization.kind={run.quantization.kind} needs adapter.kind=lora: a quantised base is frozen. "
+            "Choose recipe=lora or qlora, or set quantization=none."
         )
 
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,9 @@ class Certificate:
     positions: int
     rows_are: str
     failure: str | None = None
+    # where training computed with another base than whoever loads the export: the same rows as it had them
+    training_difference: float | None = None
+    training_loss: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For export.json."""
@@ -72,7 +75,15 @@ class Certificate:
         return (
             f"{verdict}: a fresh process differs by {self.difference:.1e} (tolerance {self.tolerance:.1e}, "
             f"{self.tolerance_is})\nloss {self.loss_before:.4f} -> {self.loss_after:.4f} at {self.positions} positions "
-            f"of {self.rows} rows ({self.rows_are}), same choice at {self.same_choice:.1%}"
+            f"of {self.rows} rows ({self.rows_are}), same choice at {self.same_choice:.1%}{self._in_training()}"
+        )
+
+    def _in_training(self) -> str:
+        if self.training_loss is None:
+            return ""
+        return (
+            f"\nthe base is loaded unquantised; on that of training the loss is {self.training_loss:.4f}, and logits "
+            f"differ by {self.training_difference:.1e}"
         )
 
 
@@ -143,6 +154,13 @@ def certify(
     return _verdict(want, [found[str(i)] for i in range(len(want.targets))], known)
 
 
+def beside_training(certificate: Certificate, want: Expected, trained: Expected) -> Certificate:
+    """With what the model of training gives for the same rows, where that is not what was exported."""
+    known, theirs = torch.cat(want.logits), torch.cat(trained.logits)
+    apart = (theirs - known).norm(dtype=torch.float64) / known.norm(dtype=torch.float64)
+    return replace(certificate, training_difference=_finite(apart), training_loss=want.loss(trained.logits))
+
+
 def _verdict(want: Expected, found: list[Tensor], known: dict[str, Any]) -> Certificate:
     ours, theirs = torch.cat(want.logits), torch.cat(found)
     difference = _finite((theirs - ours).norm(dtype=torch.float64) / ours.norm(dtype=torch.float64))
@@ -201,17 +219,10 @@ def _plan(folder: Path, base: Path | None, scoring: Scoring, place: Path) -> dic
 
 def four_bit_options(sections: ModelSections) -> dict[str, Any] | None:
     """What BitsAndBytesConfig is told, as plain values."""
-    packing = sections.four_bit
-    if packing is None:
+    if sections.packing is None:
         return None
     lm = build_on_meta(sections.model, task_of(sections.task), "eager")
-    return {
-        "load_in_4bit": True,
-        "bnb_4bit_quant_type": packing.quant_type,
-        "bnb_4bit_use_double_quant": packing.double_quant,
-        "bnb_4bit_compute_dtype": plain_name(packing.compute),
-        "llm_int8_skip_modules": linear_outside(lm),
-    }
+    return sections.packing.bitsandbytes(linear_outside(lm))
 
 
 def plain_name(dtype: torch.dtype) -> str:

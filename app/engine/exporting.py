@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from app.engine.certificate import (
     Certificate,
     Expected,
     Tolerance,
+    beside_training,
     certify,
     expected,
     four_bit_options,
@@ -27,6 +28,7 @@ from app.model.build import base_path
 from app.model.delta import read_deltas, whole_weights
 from app.model.dtypes import DTYPES
 from app.model.merge import EXPORTED, Merge, merged_config, plan_merge, stored_tensors
+from app.model.quantize import lack_of_machine, lasting
 from app.model.tasks import task_of
 from app.record.card import Loading
 from app.record.lines import memory
@@ -49,6 +51,7 @@ class Export:
     files: tuple[Path, ...]  # that are copied
     base: Path  # of a whole model: its own weights
     merge: Merge | None
+    trained: Scoring | None  # where training held the base otherwise than whoever loads it
 
     @property
     def keeps_base(self) -> bool:
@@ -111,6 +114,7 @@ def lay_export(config: ExportConfig, scoring: Scoring) -> Export:
             f"run={config.run}: {final}: {damaged}. Train it again, or take a copy of the run."
         )
     scoring.require_same_base(tuned=True)
+    scoring, trained = _as_it_is_used(scoring)
     sections = scoring.sections(tuned=True)
     base = Path(sections.model.path)
     merge = None
@@ -118,9 +122,19 @@ def lay_export(config: ExportConfig, scoring: Scoring) -> Export:
         adapter = final if (final / _ADAPTER).is_file() else None
         deltas = {} if adapter is None else read_deltas(adapter)
         merge = plan_merge(sections, deltas, config.dtype, scoring.runtime.device, adapter)
-    export = Export(config, scoring, tuple(_copied(config, final, base)), base, merge)
+    export = Export(config, scoring, tuple(_copied(config, final, base)), base, merge, trained)
     _require_room(export)
     return export
+
+
+def _as_it_is_used(scoring: Scoring) -> tuple[Scoring, Scoring | None]:
+    """What whoever loads the export has; and what training had, where that is another and can be computed here."""
+    run, device = scoring.run, scoring.runtime.device
+    later = lasting(run.quantization)
+    if later == run.quantization:
+        return scoring, None
+    used = replace(scoring, run=replace(run, quantization=later))
+    return used, scoring if lack_of_machine(run.quantization, device) is None else None
 
 
 def make_export(export: Export, card: str, facts: dict[str, Any], say: Say) -> Certificate:
@@ -132,6 +146,8 @@ def make_export(export: Export, card: str, facts: dict[str, Any], say: Say) -> C
         want = expected(export.scoring)
         dtype = config.dtype if export.merge else _name_of(export.scoring.choices.precision)
         certificate = export.certify(folder, want, tolerance(dtype, rounded))
+        if export.trained is not None:
+            certificate = beside_training(certificate, want, expected(export.trained))
         if certificate.passed:
             (folder / CARD).write_text(card, encoding="utf-8")
         else:

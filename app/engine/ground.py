@@ -89,6 +89,7 @@ def lay_ground(
         say(remark)
     choices = choose(run.precision, run.attention, partial(attention_needs, run), choices_of(save))
     runtime = start(run.launch, choices.precision, run.seed)
+    quantize.require_machine(run.quantization, runtime.device)
     share = Share(run.batching.accumulation, runtime.processes, runtime.rank)
     layout = layout_of(run, run.batching.rows, tokenizer, labels)
     loader = Loader(data.train, layout, share, run.seed)

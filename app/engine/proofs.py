@@ -1,9 +1,12 @@
 """What is proven of a model before its first step, on the data it will see."""
 
+from collections.abc import Sequence
+
 import torch
 
 from app.batch import Batch
 from app.data.loader import Loader
+from app.model import fp8
 from app.model.probe import check_packing
 from app.model.proof import Proof
 from app.model.trainee import Trainee
@@ -18,4 +21,18 @@ def prove(trainee: Trainee, loader: Loader, device: torch.device) -> list[Proof]
 def prove_on(trainee: Trainee, batch: Batch) -> list[Proof]:
     """The same on one batch. Fused layers were compared as they were put in: what did not hold is not there."""
     fused = [proof for proof in trainee.fused.proofs if proof.holds]
-    return [trainee.check_head(batch), *check_packing(trainee, batch), *fused]
+    rounding = fp8.prove(trainee.network)
+    with fp8.rows_as_they_are(trainee.network):
+        return [trainee.check_head(batch), *check_packing(trainee, batch), *fused, *rounding]
+
+
+def remarks_on(trainee: Trainee, proofs: Sequence[Proof]) -> list[str]:
+    """What is computed in another way than it could be, because it did not hold."""
+    failed = [proof for proof in proofs if not proof.holds]
+    return [
+        *trainee.fused.remarks(),
+        *(
+            f"{proof.what}, differs by {proof.difference:.1e} (allowed {proof.allowed:.1e}) and is not used"
+            for proof in failed
+        ),
+    ]

@@ -22,7 +22,7 @@ from app.engine.loop import Loop, Parts, Rhythm
 from app.engine.memory import Forecast, Predict
 from app.engine.preview import preview
 from app.engine.progress import Progress
-from app.engine.proofs import prove
+from app.engine.proofs import prove, remarks_on
 from app.engine.rehearsal import is_due, rehearse
 from app.engine.samples import sampler
 from app.engine.scarcity import told_where_it_ends_a_run
@@ -73,7 +73,7 @@ def train_in(
     with listening(speaks=world().is_first) as request, _opened(folder, run, ground, console) as record:
         record.rewind(progress.step if ground.save else -1)
         record.table(
-            [*table(run, ground), *forecast.rows(), *(("note", remark) for remark in trainee.fused.remarks())]
+            [*table(run, ground), *forecast.rows(), *(("note", each) for each in remarks_on(trainee, proofs))]
         )
         record.add_facts(proofs=[asdict(proof) for proof in proofs])
         if world().is_first:

@@ -12,9 +12,11 @@ from app.config.schema import AdapterConfig, ModelConfig, QuantizationConfig, Ta
 from app.model.adapter import attach
 from app.model.attention import register
 from app.model.dtypes import DTYPES
+from app.model.fp8 import rows_as_they_are
 from app.model.fused import fuse
+from app.model.packing import Packing
 from app.model.pooled import keep_exact
-from app.model.quantize import FourBit, packing_of, require_quantizable
+from app.model.quantize import packing_of, require_quantizable
 from app.model.recompute import recompute, repeated_layers, require_layers
 from app.model.source import local_place
 from app.model.tasks import task_of
@@ -55,7 +57,7 @@ class ModelSections:
         return self.model.weights == "random" and self.adapter.kind != "none"
 
     @property
-    def four_bit(self) -> FourBit | None:
+    def packing(self) -> Packing | None:
         """How the base is packed; its arithmetic is that of the precision."""
         dtypes = DTYPES[self.precision]
         return packing_of(self.quantization, dtypes.compute or dtypes.base)
@@ -63,7 +65,7 @@ class ModelSections:
     @property
     def base_dtype(self) -> torch.dtype:
         """Of the base's weights, those beside packed ones included."""
-        frozen = self.adapter.kind != "none" or self.four_bit is not None
+        frozen = self.adapter.kind != "none" or self.packing is not None
         return DTYPES[self.precision].base if frozen else torch.float32
 
 
@@ -77,7 +79,8 @@ def build_trainee(sections: ModelSections, device: torch.device, seed: int, base
     trainee = Trainee(network.to(device), DTYPES[sections.precision].compute, pooled=pooled)
     trainee.train()
     if sections.adapter.fused:
-        trainee.fused = fuse(network, partial(trainee.arithmetic, device))
+        with rows_as_they_are(network):
+            trainee.fused = fuse(network, partial(trainee.arithmetic, device))
     return trainee
 
 
@@ -89,8 +92,8 @@ def build_base(sections: ModelSections, device: torch.device, seed: int) -> Any:
     logging.getLogger("transformers.modeling_utils").addFilter(_not_about_masks)
     attention, dtype = register(sections.attention), sections.base_dtype
     task = task_of(sections.task)
-    if sections.four_bit is not None:
-        lm = load_packed(sections.model, task, sections.four_bit, dtype, device, attention, seed)
+    if sections.packing is not None:
+        lm = load_packed(sections.model, task, sections.packing, dtype, device, attention, seed)
     else:
         lm = load_base(sections.model, task, dtype, device, attention, seed)
     if task.pooled:
@@ -100,7 +103,7 @@ def build_base(sections: ModelSections, device: torch.device, seed: int) -> Any:
 
 def unpacked_base(sections: ModelSections, device: torch.device, seed: int) -> Any | None:
     """A random base as it was before it was quantised, or None if the trainee has it still."""
-    if sections.four_bit is None:
+    if sections.packing is None:
         return None
     return draw_unpacked(
         sections.model, task_of(sections.task), DTYPES[sections.precision].base, device, "eager", seed
@@ -116,8 +119,8 @@ def plan_model(sections: ModelSections) -> ModelPlan:
     """Counts from a model without memory; also finds adapter targets that match nothing."""
     lm = build_on_meta(sections.model, task_of(sections.task), "eager")
     require_layers(lm, sections.recompute)
-    if sections.four_bit is not None:
-        require_quantizable(sections.model, lm)
+    if sections.packing is not None:
+        require_quantizable(sections.model, lm, sections.packing)
     network: Any = attach(sections.adapter, task_of(sections.task), lm, sections.model.path)
     sizes = [(p.numel(), p.requires_grad) for p in network.parameters()]
     return ModelPlan(

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Hidden = Mapping[str, Callable[..., int]]  # full name of an operation -> bytes for its arguments
 
+_WIDE = 4  # bytes of a float32
 _NESTED = 8  # bytes a block: the scales as they were, and once more with their offset
 
 
@@ -28,4 +30,40 @@ def _unpacked_weight(
     return count * given.element_size() + scales
 
 
-HIDDEN: Hidden = {"bitsandbytes::gemm_4bit": _unpacked_weight}
+def _wide_rows(rows: Tensor) -> int:
+    """Rounded to e4m3 by way of float32."""
+    return rows.numel() * _WIDE
+
+
+def _wide_product(
+    rows: Tensor, _of_rows: Tensor, weight: Tensor, _of_weight: Tensor, dtype: torch.dtype, _fast: bool
+) -> int:
+    """Both sides in float32, and their product where another dtype is wanted."""
+    sums = 0 if dtype == torch.float32 else rows.shape[0] * weight.shape[0]
+    return (rows.numel() + weight.numel() + sums) * _WIDE
+
+
+def _narrow_product(
+    rows: Tensor, _of_rows: Tensor, weight: Tensor, _of_weight: Tensor, dtype: torch.dtype, _fast: bool
+) -> int:
+    """A GPU's products come in bf16."""
+    return 0 if dtype == torch.bfloat16 else rows.shape[0] * weight.shape[0] * torch.bfloat16.itemsize
+
+
+HIDDEN: Hidden = {
+    "bitsandbytes::gemm_4bit": _unpacked_weight,
+    "app_fp8::quantize_rows": _wide_rows,
+    "app_fp8::product": _wide_product,
+}
+
+
+def _nothing(_rows: Tensor) -> int:
+    """A kernel rounds rows as it reads them."""
+    return 0
+
+
+ON_GPU: Hidden = {
+    **HIDDEN,
+    "app_fp8::quantize_rows": _nothing,
+    "app_fp8::product": _narrow_product,
+}

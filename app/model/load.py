@@ -13,7 +13,7 @@ from app.model.attention import right_own
 from app.model.build import ModelSections, build_base
 from app.model.dtypes import DTYPES
 from app.model.lean_peft import lean_peft
-from app.model.quantize import packing_of
+from app.model.quantize import lasting, packing_of
 from app.model.source import fetch_folder, gist, require_weights
 from app.model.tasks import Task, task_of
 from app.model.tokenizer import load_tokenizer
@@ -34,7 +34,7 @@ def load_tuned(
 ) -> Any:
     """The tuned model of a run folder; `adapter=False` leaves the adapter off. `seed` is that of the run.
 
-    The base is quantised as it was in training: an adapter has learnt to make up for those very rounding errors.
+    The base is quantised as it was in training where an adapter has learnt to make up for those very rounding errors.
     """
     final = run / "final"
     if not _is_adapter(final):
@@ -132,15 +132,15 @@ def _load(
     logging.disable_progress_bar()
     require_weights(folder, path)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if quantization is None or quantization.kind == "none":
+    if quantization is None or lasting(quantization).kind == "none":
         with drawing_by(seed):
             lm = read_weights(model, task, folder, dtype="auto", device_map={"": device})
     else:
         dtype = stored_dtype(model, task, folder)
-        four_bit = packing_of(quantization, dtype)
-        assert four_bit is not None
+        packing = packing_of(quantization, dtype)
+        assert packing is not None
         with drawing_by(seed):
-            lm = read_packed(model, task, folder, four_bit, dtype, device, "eager")
+            lm = read_packed(model, task, folder, packing, dtype, device, "eager")
     lm.set_attn_implementation(right_own(lm))
     return lm.eval()
 

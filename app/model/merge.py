@@ -18,7 +18,8 @@ from app.model.build import ModelSections
 from app.model.delta import WEIGHTS, LowRank, whole_weights
 from app.model.dtypes import DTYPES
 from app.model.fingerprint import weight_files
-from app.model.quantize import FourBit, linear_inside
+from app.model.packing import Packing
+from app.model.quantize import linear_inside
 from app.model.tasks import task_of
 from app.model.weights import build_on_meta
 
@@ -49,9 +50,9 @@ class Merge:
 
     tensors: Mapping[str, Stored]
     deltas: Mapping[str, LowRank]
-    packed: frozenset[str]  # held in 4 bits during training
+    packed: frozenset[str]  # held in fewer bits during training
     transposed: frozenset[str]  # stored [in, out]
-    four_bit: FourBit | None
+    packing: Packing | None
     held: torch.dtype  # as training stored what it did not pack
     out: torch.dtype
     as_stored: re.Pattern[str] | None  # what transformers keeps in fp32 whatever it is asked for
@@ -108,8 +109,8 @@ class Merge:
         transposed = name in self.transposed
         weight = weight.T.contiguous() if transposed else weight
         if name in self.packed:
-            assert self.four_bit is not None
-            weight = self.four_bit.unpacked(weight.float())
+            assert self.packing is not None
+            weight = self.packing.unpacked(weight.float())
         if name in self.deltas:
             weight = weight.float() + self.deltas[name].whole(self.device)
         return weight.T.contiguous() if transposed else weight
@@ -159,7 +160,7 @@ def plan_merge(
     tensors = stored_tensors(folder)
     if final is not None and task_of(sections.task).pooled:
         tensors = _with_head(lm, tensors, final)
-    packed = linear_inside(lm) if sections.four_bit is not None else []
+    packed = linear_inside(lm) if sections.packing is not None else []
     names = _names_in_files(lm, {*packed, *deltas}, tensors, sections.model.path)
     frozen = sections.adapter.kind != "none"
     held = DTYPES[sections.precision].base if frozen else torch.float32
@@ -168,7 +169,7 @@ def plan_merge(
         deltas={names[layer]: delta for layer, delta in deltas.items()},
         packed=frozenset(names[layer] for layer in packed),
         transposed=frozenset(name for layer, name in names.items() if _is_conv1d(lm.get_submodule(layer))),
-        four_bit=sections.four_bit,
+        packing=sections.packing,
         held=held,
         out=EXPORTED[dtype],
         as_stored=_kept_in_fp32(lm, held),

@@ -30,10 +30,10 @@ class Outline:
         sections = self._sections
         with torch.device("meta"):
             lm = _of_depth(self._lm, depth)
-            if sections.four_bit is not None:
-                require_quantizable(sections.model, lm)
-                sections.four_bit.pack(lm.base_model)
-                settle(lm)
+            if sections.packing is not None:
+                require_quantizable(sections.model, lm, sections.packing)
+                sections.packing.pack(lm.base_model)
+                settle(lm, sections.packing)
             task = task_of(sections.task)
             if task.pooled:
                 keep_exact(lm)

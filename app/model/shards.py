@@ -1,4 +1,4 @@
-"""A base in 4 bits read file by file, each weight packed as it is read.
+"""A base in fewer bits read file by file, each weight packed as it is read.
 
 transformers packs as it reads too, but keeps every file mapped until the last one is through. Here no more than one
 file is open, so that the host needs the packed model and that file.
@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from app.model.quantize import FourBit, linear_inside
+from app.model.packing import Packing
+from app.model.quantize import linear_inside
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def read_shards(lm: Any, folder: Path, four_bit: FourBit, dtype: torch.dtype, device: torch.device) -> bool:
+def read_shards(lm: Any, folder: Path, packing: Packing, dtype: torch.dtype, device: torch.device) -> bool:
     """Fill `lm`, whose parameters are on meta; false, and nothing is done, where its names are not those of the files.
 
     transformers renames, splits and joins what some kinds have in their files, and knows which of them stay in float32.
@@ -34,7 +35,7 @@ def read_shards(lm: Any, folder: Path, four_bit: FourBit, dtype: torch.dtype, de
                 layer = name.removesuffix(".weight")
                 _put(lm, name, tensors.get_tensor(name), dtype, device, stays=layer not in packed)
                 if layer in packed:
-                    four_bit.pack_one(lm, layer)
+                    packing.pack_one(lm, layer)
     lm.tie_weights()
     lm.to(device)  # buffers
     _take_generation_settings(lm, folder)

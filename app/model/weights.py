@@ -13,8 +13,9 @@ from app.config.schema import ModelConfig
 from app.config.suggest import did_you_mean
 from app.errors import ConfigError, EnvironmentProblem
 from app.model.drawing import draw
+from app.model.packing import Packing
 from app.model.pooled import is_of_head
-from app.model.quantize import FourBit, linear_outside, require_quantizable, settle
+from app.model.quantize import linear_outside, require_quantizable, settle
 from app.model.shards import parameters_on_meta, read_shards
 from app.model.source import fetch_folder, folder_at_hand, gist, local_place, require_config, require_weights
 from app.model.support import require_kind, require_structure
@@ -41,24 +42,27 @@ def load_base(
 def load_packed(
     config: ModelConfig,
     task: Task,
-    four_bit: FourBit,
+    packing: Packing,
     dtype: torch.dtype,
     device: torch.device,
     attention: str,
     seed: int,
 ) -> Any:
-    """The same with the backbone in 4 bits and the rest in `dtype`; the unpacked backbone never exists as a whole."""
+    """The same with the backbone in fewer bits; unpacked it never exists as a whole. The rest is in `dtype`."""
+    lack = packing.missing(device)
+    if lack is not None:
+        raise ConfigError(lack)
     if config.weights == "random":
         lm = _on_meta(config, task, _numbers(config, task), dtype, attention)
-        require_quantizable(config, lm)
-        draw(lm, device, seed, four_bit.pack)
-        four_bit.pack(lm.base_model)  # what is linear beside the repeated layers
-        settle(lm)
+        require_quantizable(config, lm, packing)
+        draw(lm, device, seed, packing.pack)
+        packing.pack(lm.base_model)  # what is linear beside the repeated layers
+        settle(lm, packing)
     else:
         folder = fetch_folder(config, config.path, with_weights=True)
         require_weights(folder, config.path)
         with drawing_by(seed):
-            lm = read_packed(config, task, folder, four_bit, dtype, device, attention)
+            lm = read_packed(config, task, folder, packing, dtype, device, attention)
     require_structure(config, task, lm)
     return lm
 
@@ -67,29 +71,25 @@ def read_packed(
     config: ModelConfig,
     task: Task,
     folder: Path,
-    four_bit: FourBit,
+    packing: Packing,
     dtype: torch.dtype,
     device: torch.device,
     attention: str,
 ) -> Any:
     """The model of a local folder, each weight packed as it is read."""
     plan = _on_meta(config, task, _numbers_of(config, task, folder), dtype, attention)
-    require_quantizable(config, plan)
+    require_quantizable(config, plan, packing)
     with _readable(config, folder), parameters_on_meta():
         lm = _from_config(config, task, _numbers_of(config, task, folder), dtype, attention)
     with _readable(config, folder):
-        is_read = read_shards(lm, folder, four_bit, dtype, device)
+        is_read = read_shards(lm, folder, packing, dtype, device)
     if not is_read:
-        lm = read_weights(
-            config,
-            task,
-            folder,
-            dtype=dtype,
-            attn_implementation=attention,
-            device_map={"": device},
-            quantization_config=four_bit.for_transformers(linear_outside(plan)),
-        )
-    settle(lm)
+        told = packing.for_transformers(linear_outside(plan))
+        packs = {} if told is None else {"quantization_config": told}
+        options = {"dtype": dtype, "attn_implementation": attention, "device_map": {"": device}}
+        lm = read_weights(config, task, folder, **options, **packs)
+        packing.pack(lm.base_model)  # nothing is left where transformers did
+    settle(lm, packing)
     return lm
 
 

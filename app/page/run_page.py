@@ -87,8 +87,9 @@ def _tuning(run: KeptRun) -> str:
     if kind == "none":
         how = "full fine-tuning"
     else:
-        quantised = _of(run, "quantization", "kind") not in ("", "none")
-        how = f"{'QLoRA' if quantised else 'LoRA'}, rank {adapter.get('r')}"
+        base = _of(run, "quantization", "kind")
+        name = {"": "LoRA", "none": "LoRA", "nf4": "QLoRA"}.get(base, f"LoRA on an {base} base")
+        how = f"{name}, rank {adapter.get('r')}"
     drawn = " with random weights" if model.get("weights") == "random" else ""
     return f"{how} of {model.get('path')}{drawn}"
 

@@ -75,6 +75,7 @@ def _numbers(found: Trace) -> Numbers:
         ("kept",): found.kept,
         ("host",): found.host,
         ("flops",): found.flops,
+        ("fp8",): found.fp8_flops,
         ("repeated",): found.repeated_flops,
         ("update",): found.update_flops,
     }
@@ -99,6 +100,7 @@ def _plan(
         host_bytes=numbers["host",],
         flops_per_token=(numbers["flops",] - numbers["repeated",]) / asked.shape.tokens,
         flops=float(numbers["flops",] * asked.shape.micro_batches + numbers["update",]),
+        fp8_flops=float(numbers["fp8",] * asked.shape.micro_batches),
         events=events,
         traced_layers=depth,
     )

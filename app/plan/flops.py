@@ -14,6 +14,12 @@ def _product_with_packed(given: Tensor, _packed: Tensor, shape: list[int], *_mor
     return 2 * math.prod(given.shape[:-1]) * shape[0] * shape[1]
 
 
+def _product_in_fp8(
+    rows: Tensor, _of_rows: Tensor, weight: Tensor, _of_weight: Tensor, *_more: Any, **_named: Any
+) -> int:
+    return 2 * rows.shape[0] * rows.shape[1] * weight.shape[0]
+
+
 def _product_added_in_place(_sum: Tensor, left: Tensor, right: Tensor, **_named: Any) -> int:
     return 2 * left.shape[0] * left.shape[1] * right.shape[1]
 
@@ -40,9 +46,11 @@ def _document_on_cpu_backward(
     return _document_on_cpu(q, k, v, dropout, causal) * 5 // 2
 
 
+_FP8 = "app_fp8::product"
 # by the full name of the operation; torch's own table knows the rest
 _FORMULAS: dict[str, Callable[..., int]] = {
     "bitsandbytes::gemm_4bit": _product_with_packed,
+    _FP8: _product_in_fp8,
     "aten::addmm_": _product_added_in_place,
     "app_plan::attention": attention.flops,
     "app_plan::attention_backward": attention.flops_of_backward,
@@ -56,6 +64,7 @@ class FlopCounter:
 
     def __init__(self) -> None:
         self.total = 0
+        self.fp8 = 0  # of these, at the rate that a GPU has for fp8
         self.repeated = 0  # of these, what had been computed before
         self.before_update = 0  # of these, what the optimizer has no part in
         self.again = False  # whether a layer's forward would be such
@@ -72,4 +81,5 @@ class FlopCounter:
         else:
             return
         self.total += count
+        self.fp8 += count if packet._qualified_op_name == _FP8 else 0
         self.repeated += count if self.repeats else 0

@@ -8,6 +8,7 @@ from app.config.schema import RunConfig
 from app.errors import ConfigError
 from app.plan.machine import Machine
 from app.plan.memory_plan import MemoryPlan
+from app.plan.speed import seconds_of_arithmetic
 
 SPEED, NUMBERS, LEARNING = range(3)  # what a knob costs, the cheapest first
 WORDS = ("speed", "precision of the numbers", "what is learned")
@@ -95,7 +96,11 @@ def _states(run: RunConfig) -> Iterator[Knob]:
 def _four_bits(run: RunConfig) -> Iterator[Knob]:
     if run.adapter.kind != "none" and run.quantization.kind == "none":
         yield Knob(("recipe=qlora",), NUMBERS, "the frozen base has 4 bits a weight, unpacked at each use")
-    elif run.quantization.kind != "none" and not run.quantization.double_quant:
+    elif run.quantization.kind == "fp8":
+        yield Knob(
+            ("quantization=nf4",), NUMBERS, "4 bits a weight in place of two times 8, unpacked at each use"
+        )
+    elif run.quantization.kind == "nf4" and not run.quantization.double_quant:
         yield Knob(
             ("quantization.double_quant=true",), NUMBERS, "the scales of the 4-bit weights have 8 bits"
         )
@@ -138,8 +143,7 @@ _KNOBS: tuple[Callable[[RunConfig], Iterator[Knob]], ...] = (
 
 def seconds_per_token(run: RunConfig, plan: MemoryPlan, tokens: int, machine: Machine) -> float:
     """Of arithmetic, and of unpacking weights where the machine's bandwidth is known. Only its ratio means anything."""
-    rate = machine.flops_per_second or 1.0
-    seconds = plan.flops / rate
+    seconds = seconds_of_arithmetic(plan, machine)
     if machine.bytes_per_second and run.quantization.kind != "none":
         uses = run.batching.accumulation * (2 + _recomputed_share(run))
         seconds += uses * _packed_weights(run, plan) * _UNPACKED / machine.bytes_per_second

@@ -25,6 +25,7 @@ class Machine:
     context_is_measured: bool
     flops_per_second: float | None = None
     bytes_per_second: float | None = None
+    fp8_flops_per_second: float | None = None
 
     def shared_by(self, processes: int) -> "Machine":
         """For one of so many here: each has a GPU of its own, but a processor's memory is one."""
@@ -62,6 +63,7 @@ def _of_table(hardware: HardwareConfig, memory: int) -> Machine:
         context_is_measured=context is not None,
         flops_per_second=hardware.bf16_tflops * 1e12,
         bytes_per_second=hardware.bandwidth_gb * 1e9,
+        fp8_flops_per_second=None if hardware.fp8_tflops is None else hardware.fp8_tflops * 1e12,
     )
 
 

@@ -6,7 +6,9 @@ from typing import Any
 
 from app.config.hardware import HardwareConfig
 from app.config.schema import RunConfig
+from app.engine.runtime import default_device
 from app.engine.segments import segments_grow
+from app.model.quantize import require_machine
 from app.plan.knobs import WORDS
 from app.plan.look import Look, Looked, Turned
 from app.plan.machine import Machine, machine_of
@@ -25,6 +27,8 @@ def check_memory(
 ) -> dict[str, Any]:
     """All of `memory` but its `stops` and `seconds`. Knobs are tried where it does not fit."""
     machine = machine_of(hardware)
+    if hardware is None:
+        require_machine(run.quantization, default_device())
     look = Look(overrides, machine, processes)
     found = look.at(run, exact=exact)
     knobs = [] if found.verdict.fits else look.knobs(found)

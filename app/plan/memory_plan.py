@@ -69,6 +69,7 @@ class MemoryPlan:
     host_bytes: int  # optimizer states that are paged to the host
     flops_per_token: float  # of training with nothing computed twice, over positions of the micro-batch
     flops: float  # of the step as it runs: all micro-batches, what is computed again, the optimizer
+    fp8_flops: float  # of these, in fp8
     events: tuple[Event, ...] | None  # of the step, what is kept first; None where depth was extrapolated
     traced_layers: int  # of the largest trace; all of them where nothing was extrapolated
     few_events: tuple[Event, ...] = ()  # those of the largest trace, where depth was extrapolated

@@ -16,9 +16,16 @@ class Bound:
     tokens_per_second: float
 
 
+def seconds_of_arithmetic(plan: MemoryPlan, machine: Machine) -> float:
+    """Of a step. Without rates they are seconds of a machine with the rate 1: only their ratio means anything."""
+    rate = machine.flops_per_second or 1.0
+    in_fp8 = plan.fp8_flops / (machine.fp8_flops_per_second or rate)
+    return (plan.flops - plan.fp8_flops) / rate + in_fp8
+
+
 def bound(plan: MemoryPlan, shape: Shape, machine: Machine, precision: str) -> Bound | None:
     """None where the rate of the machine is not known."""
     if machine.flops_per_second is None or precision not in _RATED or not plan.flops:
         return None
-    seconds = plan.flops / machine.flops_per_second
+    seconds = seconds_of_arithmetic(plan, machine)
     return Bound(seconds, shape.tokens * shape.micro_batches / seconds)

@@ -16,7 +16,7 @@ from app.engine.runtime import Runtime
 from app.engine.step import Stepper
 from app.model.dtypes import DTYPES
 from app.model.fused import fuse
-from app.model.hidden import HIDDEN
+from app.model.hidden import HIDDEN, ON_GPU
 from app.model.outline import Outline
 from app.model.tasks import task_of
 from app.model.trainee import Trainee
@@ -30,7 +30,7 @@ from app.plan.memory_plan import Shape
 from app.plan.replay import Replay
 
 _ALONE = Runtime(accelerator=None, device=torch.device("cpu"), peers=Peers(rank=0, count=1), threads=1)
-_HIDDEN = {**HIDDEN, "app_plan::attention_backward": hidden_in_backward}
+_HIDDEN_ON_GPU = {**ON_GPU, "app_plan::attention_backward": hidden_in_backward}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,7 @@ class Trace:
     kept: int
     host: int
     flops: int  # of a micro-batch
+    fp8_flops: int  # of these
     repeated_flops: int
     update_flops: int
     events: tuple[Event, ...]
@@ -69,7 +70,7 @@ def trace(asked: Asked, outline: Outline, plain: int, recomputed: int) -> Trace:
         paged.take_from(optimizer, on_gpu=asked.on_gpu)
         _make_states(trainee, optimizer)
         stepper = Stepper(trainee, optimizer, _ALONE, run.training.clip, fp16=asked.precision == "fp16")
-        counter = StorageCounter("cpu", _HIDDEN, flops)
+        counter = StorageCounter("cpu", _HIDDEN_ON_GPU if asked.on_gpu else HIDDEN, flops)
         for kind, tensors in kept_tensors(trainee, optimizer).items():
             counter.hold(kind, tensors)
         if run.adapter.fused:
@@ -85,7 +86,7 @@ def trace(asked: Asked, outline: Outline, plain: int, recomputed: int) -> Trace:
         with counter, AutocastOfCuda() if asked.on_gpu else nullcontext():
             result = stepper.run(batches, lr=1e-4)
             length = len(counter.events)
-            repeated, update = flops.repeated, flops.total - flops.before_update
+            repeated, update, in_fp8 = flops.repeated, flops.total - flops.before_update, flops.fp8
             counter.enter(stages.SAVE)
             gradients = [p.grad for p in trainee.trained().values() if p.grad is not None]
             serials = (counter.serial_of(each) for each in gradients)
@@ -103,6 +104,7 @@ def trace(asked: Asked, outline: Outline, plain: int, recomputed: int) -> Trace:
         kept=sum(sizes.get(serial, 0) for serial, kind in kinds.items() if kind != "temporary"),
         host=paged.host_bytes,
         flops=flops.before_update // len(batches),
+        fp8_flops=in_fp8 // len(batches),
         repeated_flops=repeated // len(batches),
         update_flops=update,
         events=tuple(events[:length]),

@@ -92,10 +92,10 @@ def _measured(folder: Path, reader: str) -> dict[str, Any]:
     if reader == "transformers":
         vars(weights)["read_shards"] = lambda *_: False
     run = compose_run([f"model.path={folder}", "recipe=qlora", "model.tokenizer=asset:tiny"])
-    four_bit = packing_of(run.quantization, torch.bfloat16)
-    assert four_bit is not None
+    packing = packing_of(run.quantization, torch.bfloat16)
+    assert packing is not None
     _warm_up(folder)
-    given = (run.model, TASKS["causal"], four_bit, torch.bfloat16, torch.device("cpu"), register("sdpa"), 0)
+    given = (run.model, TASKS["causal"], packing, torch.bfloat16, torch.device("cpu"), register("sdpa"), 0)
     with _Peak() as peak:
         began = time.perf_counter()
         lm = weights.load_packed(*given)

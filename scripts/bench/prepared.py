@@ -68,9 +68,9 @@ def network_of(prepared: Prepared, attention: str) -> Any:
     """The very weights of our own model, adapters included, as transformers and PEFT compute with them."""
     run, device, seed = prepared.run, prepared.runtime.device, prepared.run.seed
     dtypes, task = DTYPES[prepared.choices.precision], TASKS[run.task.kind]
-    four_bit = packing_of(run.quantization, dtypes.compute or dtypes.base)
-    if four_bit is not None:
-        lm = load_packed(run.model, task, four_bit, dtypes.base, device, attention, seed)
+    packing = packing_of(run.quantization, dtypes.compute or dtypes.base)
+    if packing is not None:
+        lm = load_packed(run.model, task, packing, dtypes.base, device, attention, seed)
     else:
         dtype = dtypes.base if run.adapter.kind != "none" else torch.float32
         lm = load_base(run.model, task, dtype, device, attention, seed)

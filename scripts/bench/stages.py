@@ -69,6 +69,9 @@ def ours(setting: Setting) -> list[Item]:
     return [
         _train(setting, "8b lora", "llama_8b", "lora", "ours_recompute,ours"),
         _train(setting, "8b qlora", "llama_8b", "qlora", "ours_recompute,ours"),
+        _train(
+            setting, "8b lora, fp8", "llama_8b", "lora", "ours_recompute,ours", "--set", "quantization=fp8"
+        ),
         _train(setting, "1b lora", "llama_1b", "lora", "ours,bare"),
         _train(setting, "8b full", "llama_8b", "full", "ours:training.recompute=true,optimizer=adamw_8bit"),
         _train(setting, "1b lora, switches", "llama_1b", "lora", f"ours,{switches}"),

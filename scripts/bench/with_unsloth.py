@@ -58,7 +58,7 @@ def _adapted(prepared: Prepared, folder: str, names: list[str]) -> Any:
         folder,
         max_seq_length=contest.bin_tokens,
         dtype=DTYPES[prepared.choices.precision].base,
-        load_in_4bit=run.quantization.kind != "none",
+        load_in_4bit=run.quantization.kind == "nf4",
     )
     return FastLanguageModel.get_peft_model(
         lm,

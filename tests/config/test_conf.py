@@ -94,10 +94,13 @@ def test_the_runs_above_have_every_file() -> None:
     assert {group for group, _ in files - tried} == set(OF_RECIPES)
 
 
+BY_HAND = {"fp8"}  # for some GPUs only: it goes with recipe=lora
+
+
 def test_every_adapter_and_quantization_is_in_some_recipe() -> None:
     runs = [compose_run([f"recipe={recipe}"]) for recipe in CHOICES["recipe"]]
     assert {run.adapter.kind for run in runs} == set(CHOICES["adapter"])
-    assert {run.quantization.kind for run in runs} == set(CHOICES["quantization"])
+    assert {run.quantization.kind for run in runs} == set(CHOICES["quantization"]) - BY_HAND
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)

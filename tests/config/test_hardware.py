@@ -47,6 +47,18 @@ def test_one_is_named_and_its_facts_may_be_changed() -> None:
     assert read_hardware(["hardware=h100", "hardware.context_gib=null"]) == read_hardware(["hardware=h100"])
 
 
+def test_a_base_in_fp8_is_not_planned_for_a_gpu_without_it() -> None:
+    for name in ("a100", "mi300x"):
+        told = refusal("memory", "quantization=fp8", f"hardware={name}")
+        assert told.startswith(
+            "quantization.kind=fp8 needs an NVIDIA GPU of compute capability 8.9 or higher, and"
+        )
+        assert f"hardware={name} has {'8.0' if name == 'a100' else 'none'}" in told
+        assert "choose one of b200, h100, h200, l4," in told
+    for name in ("h200", "rtx4090"):
+        assert check_config(["memory", "quantization=fp8", f"hardware={name}"]).run.quantization.kind == "fp8"
+
+
 def test_without_a_name_it_is_the_machine_at_hand() -> None:
     assert check_config(["memory"]).hardware is None
     assert check_config(["hardware=auto"]).hardware is None

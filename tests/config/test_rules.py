@@ -61,7 +61,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"adapter.targets": []}, "adapter.targets is empty"),
     (
         {"quantization.kind": "nf4", "adapter.kind": "none"},
-        "quantization.kind=nf4 needs adapter.kind=lora: four bits cannot be trained. Choose recipe=qlora",
+        "quantization.kind=nf4 needs adapter.kind=lora: a quantised base is frozen. Choose recipe=lora or qlora",
     ),
     (
         {"model.weights": "random", "model.architecture": {}},

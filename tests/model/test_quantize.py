@@ -152,7 +152,7 @@ def test_a_folder_is_packed_as_it_is_read_like_its_layers_one_by_one(kind: str, 
     config = wide(path=str(tmp_path))
     whole = load_base(config, CAUSAL, torch.float32, CPU, register("sdpa"), 0)
     packing(torch.float32).pack(whole.base_model)
-    settle(whole)
+    settle(whole, packing(torch.float32))
     read = load_packed(config, CAUSAL, packing(torch.float32), torch.float32, CPU, register("sdpa"), 0)
     assert same(packed_bytes(read), packed_bytes(whole))
     with torch.no_grad():

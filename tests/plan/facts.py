@@ -22,6 +22,7 @@ def plan(**parts: Any) -> MemoryPlan:
         "host_bytes": 0,
         "flops_per_token": 1e6,
         "flops": 1e9,
+        "fp8_flops": 0.0,
         "events": (),
         "traced_layers": 2,
     }

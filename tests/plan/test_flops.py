@@ -60,6 +60,15 @@ def test_a_packed_base_does_the_same_arithmetic() -> None:
     assert plain.peak_bytes > packed.peak_bytes
 
 
+def test_a_base_in_fp8_does_the_same_arithmetic_and_most_of_it_in_fp8() -> None:
+    given = ("recipe=lora", "adapter.r=1", "training.recompute=false")
+    plain, eight = (plan_memory(small_run(*given, kind), PACKED) for kind in ("seed=1", "quantization=fp8"))
+    assert plain.flops == eight.flops
+    first = FORWARD * (HIDDEN * HIDDEN + 2 * HIDDEN * SHARED * SIZE) * PACKED.tokens
+    assert plain.fp8_flops == 0
+    assert eight.fp8_flops == 4 * LINEAR * PACKED.tokens - first
+
+
 def test_an_update_is_counted_once_and_is_no_arithmetic_of_tokens() -> None:
     """Muon multiplies matrices; AdamW does not."""
     one, three = (

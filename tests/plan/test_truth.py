@@ -59,6 +59,15 @@ def test_with_fused_layers(recipe: str) -> None:
     assert abs(plan_memory(plain, PACKED, "cpu").peak_bytes - counted_peak(plain, PACKED)) <= NEAR
 
 
+@pytest.mark.parametrize(
+    ("fused", "precision", "recompute"),
+    [("true", "fp32", "1"), ("false", "bf16", "0"), ("true", "bf16", "true")],
+)
+def test_on_a_base_in_fp8(fused: str, precision: str, recompute: str) -> None:
+    given = (f"adapter.fused={fused}", f"precision={precision}", f"training.recompute={recompute}")
+    assert abs(difference("packed", "recipe=lora", "quantization=fp8", *given)) <= NEAR
+
+
 @pytest.mark.parametrize("layout", SHAPES)
 def test_of_an_encoder(layout: str) -> None:
     """Padding is a document of its own there."""

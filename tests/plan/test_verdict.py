@@ -47,6 +47,10 @@ def test_a_bound_is_all_arithmetic_at_full_rate() -> None:
     found = bound(plan(flops=2e12), shape, GPU, "bf16")
     assert found is not None
     assert (found.step_seconds, found.tokens_per_second) == (2.0, 1024.0)
+    fast = replace(GPU, fp8_flops_per_second=2e12)
+    eight = bound(plan(flops=2e12, fp8_flops=1.5e12), shape, fast, "bf16")
+    assert eight is not None
+    assert eight.step_seconds == pytest.approx(1.25)
     assert bound(plan(), shape, replace(GPU, flops_per_second=None), "bf16") is None
     assert bound(plan(), shape, GPU, "fp32") is None  # the table has no rate of it
 

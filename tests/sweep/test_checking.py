@@ -36,8 +36,8 @@ def test_values_and_combinations_of_some_trials_come_together() -> None:
     problems = refusal_of("recipe=full,lora,lroa", "quantization=nf4,none", "seed=1,x")
     assert problems == [
         "recipe=lroa: there is no such recipe. Did you mean lora? Choose one of full, lora, qlora.",
-        "quantization.kind=nf4 needs adapter.kind=lora: four bits cannot be trained. Choose recipe=qlora or set "
-        "quantization=none. (trial 1: recipe=full quantization=nf4 seed=1)",
+        "quantization.kind=nf4 needs adapter.kind=lora: a quantised base is frozen. Choose recipe=lora or qlora, or "
+        "set quantization=none. (trial 1: recipe=full quantization=nf4 seed=1)",
         "seed=x: expected a whole number. (trial 2 and 3 more: recipe=full quantization=nf4 seed=x)",
     ]
 

@@ -54,7 +54,13 @@ class FourBits:
         return gradient @ unpacked.to(gradient.dtype)
 
 
-FROZEN: dict[str, Callable[[Any], Frozen]] = {"Linear": Dense, "Linear4bit": FourBits}
+def _itself(layer: Any) -> Frozen:
+    """A layer that has both products."""
+    found: Frozen = layer
+    return found
+
+
+FROZEN: dict[str, Callable[[Any], Frozen]] = {"Linear": Dense, "Linear4bit": FourBits, "Fp8Linear": _itself}
 
 
 def frozen_of(layer: nn.Module) -> Frozen | None:

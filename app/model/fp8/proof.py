@@ -1,0 +1,94 @@
+"""The proof of fp8 products on the device of a run: each size of layer against float32."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from app.errors import EnvironmentProblem
+from app.model.fp8.layer import Fp8Linear
+from app.model.fp8.operations import (
+    E4M3,
+    KERNELS,
+    product,
+    product_reference,
+    quantize_by_kernel,
+    quantize_reference,
+    quantize_rows,
+)
+from app.model.kernels import can_run
+from app.model.proof import Proof
+
+_ROWS = 32  # that a proof computes with
+# Of a product against the same numbers multiplied in float32: bf16 rounds to 0.002, and Hopper's fast sums keep 14
+# bits. What fp8 itself rounds away is 0.037.
+_ALLOWED = 0.02
+_EXACT = 1e-5
+_SAME = 1e-3  # of rows rounded twice: where a scale differs in its last bit a few numbers go the other way
+
+
+def prove(network: nn.Module) -> list[Proof]:
+    """Each size of layer on this device against the same numbers multiplied in float32; a difference is refused.
+
+    A kernel that rounds rows otherwise than torch, or does not start, is not used; that proof says so.
+    """
+    layers = {tuple(layer.weight.shape): layer for layer in network.modules() if isinstance(layer, Fp8Linear)}
+    kernels = list(_kernels_proven(layers.values()))
+    proofs = [proof for layer in layers.values() for proof in _proofs(layer)]
+    wrong = [proof for proof in proofs if not proof.holds]
+    if wrong:
+        raise EnvironmentProblem(
+            f"quantization.kind=fp8: {wrong[0].what} differs by {wrong[0].difference:.1e} (allowed "
+            f"{wrong[0].allowed:.1e}) on this device. Set quantization=none."
+        )
+    return [*kernels, *proofs]
+
+
+@torch.no_grad()
+def _kernels_proven(layers: Iterable[Fp8Linear]) -> Iterator[Proof]:
+    widths = {(part.shape[1], part.device) for each in layers for part in (each.weight, each.weight_back)}
+    for width, device in sorted(widths, key=str):
+        if KERNELS.used and can_run(device):
+            rows = _rows(width, device, torch.bfloat16)
+            try:
+                found, expected = (
+                    numbers.float() * scales
+                    for numbers, scales in (quantize_by_kernel(rows), quantize_reference(rows))
+                )
+                apart = float((found - expected).norm() / expected.norm())
+            except Exception:  # noqa: BLE001 (whatever a compiler says: torch's own way is there)
+                apart = float("nan")
+            proof = Proof(f"fp8 rows of {width} rounded by a kernel, against torch's own way", apart, _SAME)
+            KERNELS.used = proof.holds
+            yield proof
+
+
+def _rows(width: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Not at random: a run's random numbers must not depend on what was proven; each row of another size."""
+    places = torch.arange(_ROWS * width, device=device, dtype=torch.float32).view(_ROWS, width)
+    return (torch.sin(places) * (1 + places[:, :1] / width)).to(dtype)
+
+
+@torch.no_grad()
+def _proofs(layer: Fp8Linear) -> Iterator[Proof]:
+    device = layer.weight.device
+    dtype, allowed = (torch.bfloat16, _ALLOWED) if device.type == "cuda" else (torch.float32, _EXACT)
+    for words, weight, scales, fast in (
+        ("product", layer.weight, layer.scale, True),
+        ("product with the transposed", layer.weight_back, layer.scale_back, False),
+    ):
+        inputs = weight.shape[1]
+        rows = _rows(inputs, device, dtype)
+        expected = product_reference(
+            *quantize_reference(rows), weight.view(E4M3), scales, torch.float32, fast
+        )
+        try:
+            found = product(quantize_rows(rows), weight, scales, dtype, fast=fast).float()
+        except RuntimeError as fault:
+            raise EnvironmentProblem(
+                f"quantization.kind=fp8: torch {torch.__version__} cannot multiply {tuple(weight.shape)} in fp8 on "
+                f"this device ({' '.join(str(fault).split())[:200]}). Set quantization=none."
+            ) from fault
+        apart = float((found - expected).norm() / expected.norm())
+        size = f"{inputs} to {weight.shape[0]}"
+        yield Proof(f"fp8 {words} weight, {size}, against float32", apart, allowed)

@@ -1,0 +1,72 @@
+"""A run on a base in fp8 and what follows it: an evaluation on that base, everything else on the ordinary one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.command.test_export import FEW, RATE
+from tests.command.test_resume import SMALL, same_ending
+from tests.conftest import RunApp
+from tests.runs import Zygote, numbers, result
+
+FP8 = ("recipe=lora", "quantization=fp8")
+
+
+def told(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def test_from_training_to_an_export(zygote: Zygote, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended = zygote.run(tmp_path, *FEW, *FP8, RATE, "model.weights=random", f"output_dir={run}")
+    assert ended.code == 0, ended.stderr
+    assert "quantization=fp8: a CPU has no fp8" in " ".join((ended.stdout + ended.stderr).split())
+    manifest = told(run / "manifest.json")
+    proven = [proof["what"] for proof in manifest["proofs"] if proof["what"].startswith("fp8")]
+    assert proven.count("fp8 product weight, 64 to 128, against float32") == 1
+
+    for kind in ("adapter", "merged"):
+        ended = zygote.run(
+            tmp_path, f"run={run}", f"kind={kind}", f"to={tmp_path / kind}", module="app.export"
+        )
+        assert ended.code == 0, ended.stdout + ended.stderr
+        found = told(tmp_path / kind / "export.json")
+        assert found["passed"]
+        assert found["training_loss"] != found["loss_before"]
+        assert abs(found["training_loss"] - found["loss_before"]) < 0.05
+        assert 1e-3 < found["training_difference"] < 0.3
+        assert "on that of training the loss is" in " ".join((ended.stdout + ended.stderr).split())
+        assert "BitsAndBytes" not in (tmp_path / kind / "README.md").read_text()
+
+    ended = zygote.run(tmp_path, f"run={run}", module="app.evaluate")
+    assert ended.code == 0, ended.stderr
+    scored = told(run / "evaluate.json")["eval_loss"]
+    assert scored == pytest.approx(result(run)["eval_loss"], rel=1e-6), "as training held it"
+
+
+@pytest.mark.slow
+def test_a_continued_run_rounds_to_the_same_base(zygote: Zygote, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder, more in ((whole, ()), (parts, ("training.stop_after=7",)), (parts, ("resume=auto",))):
+        ended = zygote.run(tmp_path, *SMALL, *FP8, f"output_dir={folder}", *more)
+        assert ended.code in {0, 75}, ended.stderr
+    same_ending(whole, parts)
+    assert numbers(whole)
+
+
+@pytest.mark.slow
+def test_it_learns_as_on_the_ordinary_base(run_app: RunApp, tmp_path: Path) -> None:
+    """The gate: held-out loss within one per cent."""
+    losses = {}
+    for kind in ("none", "fp8"):
+        run = tmp_path / kind
+        ended = run_app(*GATE, f"quantization={kind}", f"output_dir={run}", timeout=900)
+        assert ended.returncode == 0, ended.stderr
+        losses[kind] = result(run)["eval_loss"]
+    assert losses["fp8"] == pytest.approx(losses["none"], rel=0.01), losses
+
+
+GATE = ("recipe=lora", "precision=fp32", "training.max_steps=100", "batching.accumulation=8")

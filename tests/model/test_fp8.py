@@ -1,0 +1,342 @@
+"""A base in fp8: its bytes, its products and what reaches the rows, all against float64; the whole model around it."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from app.config.schema import QuantizationConfig
+from app.errors import ConfigError, EnvironmentProblem
+from app.model import fp8
+from app.model.build import build_trainee, unpacked_base
+from app.model.fp8 import Fp8Linear, operations
+from app.model.fp8 import layer as layers
+from app.model.fp8.operations import E4M3, quantize_reference, quantize_rows
+from app.model.load import load_tuned
+from app.model.packing import Packing
+from app.model.quantize import lasting, notes, packing_of
+from app.model.save import save_base, save_model
+from app.model.tokenizer import load_tokenizer
+from app.model.trainee import Trainee
+from tests.marks import requires_gpu
+from tests.model.small import (
+    CAUSAL,
+    batch_of,
+    distance,
+    documents_of,
+    gradients,
+    lora,
+    model_config,
+    packed,
+    sections,
+    trainee_of,
+    wide_numbers,
+)
+
+CPU = torch.device("cpu")
+FP8 = QuantizationConfig(kind="fp8")
+DENSE = ("llama", "qwen2", "gemma2", "gpt2", "phi3")
+IDS = documents_of((10,))[0][None]
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def linear(outputs: int = 64, inputs: int = 256) -> tuple[Fp8Linear, Tensor, Tensor]:
+    """With the weight and the bias that it was made of."""
+    weight, bias = random(outputs, inputs), random(outputs, seed=1)
+    return Fp8Linear(weight, nn.Parameter(bias)), weight, bias
+
+
+def fp8_layers(network: nn.Module) -> dict[str, Fp8Linear]:
+    return {name: module for name, module in network.named_modules() if isinstance(module, Fp8Linear)}
+
+
+def eight(kind: str = "llama", precision: str = "fp32", **given: Any) -> Trainee:
+    return trainee_of(kind, given.pop("adapter", lora()), precision, quantization=FP8, **given)
+
+
+def test_a_row_is_rounded_to_the_nearest_of_e4m3_at_its_own_scale() -> None:
+    rows = random(8, 96) * torch.logspace(-6, 6, 8)[:, None]
+    found, scales = quantize_rows(rows)
+    assert (found.dtype, scales.dtype, scales.shape) == (E4M3, torch.float32, (8, 1))
+    assert torch.allclose(scales[:, 0], rows.abs().amax(1) / 448, rtol=1e-6)
+    back = found.double() * scales.double()
+    largest = rows.abs().amax(1, keepdim=True).double()
+    apart = (back - rows.double()).abs()
+    # half of the distance of neighbours: 2^-4 of a number, and the same everywhere among the subnormal ones
+    assert bool((apart <= torch.maximum(rows.double().abs() * 2**-4, largest / 448 * 2**-10) * 1.00001).all())
+    assert found.float().abs().amax(1).tolist() == [448.0] * 8
+
+
+def test_rows_of_zeros_are_zeros_and_what_is_not_finite_stays_so() -> None:
+    rows = torch.zeros(3, 16)
+    rows[1, 3], rows[2, 5] = float("nan"), float("inf")
+    found, scales = quantize_rows(rows)
+    assert not found[0].float().any()
+    assert bool(scales[0] > 0)
+    assert [bool((found[i].float() * scales[i]).isfinite().all()) for i in range(3)] == [True, False, False]
+
+
+def test_the_same_numbers_in_bf16_give_the_same_bytes() -> None:
+    rows = random(4, 64).bfloat16()
+    for narrow, wide in zip(quantize_rows(rows), quantize_rows(rows.float()), strict=True):
+        assert torch.equal(narrow.float(), wide.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_multiplies_what_was_rounded(dtype: torch.dtype) -> None:
+    """Against float64: nothing but the dtype of the answer is lost beside the rounding to fp8."""
+    layer, weight, bias = linear()
+    x = random(2, 5, 256, seed=2).to(dtype).requires_grad_()
+    out = layer(x)
+    given = random(2, 5, 64, seed=3).to(dtype)
+    out.backward(given)
+    assert (out.dtype, x.grad.dtype, x.grad.shape) == (dtype, dtype, x.shape)  # type: ignore[union-attr]
+
+    def rounded(rows: Tensor) -> Tensor:
+        found, scales = quantize_reference(rows)
+        return found.double() * scales.double()
+
+    expected = rounded(x.detach().flatten(0, 1)) @ rounded(weight).T + bias.double()
+    back = rounded(given.flatten(0, 1)) @ rounded(weight.T.contiguous()).T
+    allowed = 1e-6 if dtype == torch.float32 else 3e-3
+    assert distance(out.detach().flatten(0, 1), expected) <= allowed
+    assert distance(x.grad.flatten(0, 1), back) <= allowed  # type: ignore[union-attr]
+    assert all(parameter.grad is None for parameter in layer.parameters())
+
+
+def test_the_error_of_one_layer_is_that_of_fp8() -> None:
+    """0.026 for weights alone, 0.037 with the rows rounded too, on numbers like those of a model."""
+    weight, x = random(512, 1024), random(256, 1024, seed=1)
+    layer, exact = Fp8Linear(weight, None), x.double() @ weight.double().T
+    assert 0.025 < distance(x @ layer.unpacked(torch.float32).T, exact) < 0.028
+    assert 0.035 < distance(layer(x), exact) < 0.039
+    given = random(256, 512, seed=2)
+    assert 0.035 < distance(layer.back(given), given.double() @ weight.double()) < 0.039
+
+
+def test_both_copies_take_what_bf16_takes_and_are_bytes() -> None:
+    layer, weight, _ = linear()
+    held = [layer.weight, layer.weight_back]
+    assert sum(each.nbytes for each in held) == weight.bfloat16().nbytes
+    before = [each.clone() for each in held]
+    layer.to(torch.float16)
+    layer.float()
+    assert all(torch.equal(each, was) for each, was in zip(held, before, strict=True))
+
+
+def test_rows_that_several_layers_read_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def noted(rows: Tensor) -> tuple[Tensor, Tensor]:
+        asked.append(tuple(rows.shape))
+        return quantize_rows(rows)
+
+    one, two = linear()[0], linear(32)[0]
+    monkeypatch.setattr(layers, "quantize_rows", noted)
+    x = random(4, 256)
+    first = one.product(x)
+    two.product(x.view(2, 2, 256).flatten(0, 1))
+    assert asked == [(4, 256)], "a view made anew is the same rows"
+    x.mul_(2)
+    assert distance(one.product(x) - one.bias, 2 * (first - one.bias)) <= 1e-6
+    assert len(asked) == 2, "what was written to is other rows"
+    one.product(x.clone())
+    one.product(x[:2])
+    assert asked[2:] == [(4, 256), (2, 256)]
+    one.product(random(4, 256, seed=5))
+    gc.collect()
+    assert layers._SHARED._found is None, "nobody has those rows any more"
+
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_the_whole_backbone_is_in_fp8_and_the_head_is_not(kind: str) -> None:
+    trainee = eight(kind, "bf16")
+    found = fp8_layers(trainee.network)
+    plain = trainee_of(kind, lora(), "bf16", model=model_config(kind, architecture=wide_numbers(kind)))
+    known = dict(plain.language_model.base_model.named_modules())
+    expected = {n for n, m in known.items() if n.endswith("base_layer")}
+    inside = {n.split("base_model.model.", 1)[1].split(".", 1)[1] for n in found}
+    assert inside == expected
+    assert {p.dtype for p in trainee.trained().values()} == {torch.float32}
+    frozen = {p.dtype for p in trainee.network.parameters() if not p.requires_grad}
+    assert frozen == {torch.uint8, torch.bfloat16}
+    assert trainee.language_model.get_output_embeddings().weight.dtype == torch.bfloat16
+    assert list(trainee.trained()) == list(plain.trained()), "names stay PEFT's"
+    kinds = {type(m).__module__ for m in trainee.network.modules() if hasattr(m, "lora_A")}
+    assert kinds == {"peft.tuners.lora.layer"}
+
+
+def dequantised(trainee: Trainee, kind: str = "llama") -> Trainee:
+    """The same model in plain linear layers that have the rounded weights."""
+    model = model_config(kind, architecture=wide_numbers(kind))
+    plain = trainee_of(kind, lora(), model=model)
+    found, given = fp8_layers(trainee.network), dict(trainee.network.named_parameters())
+    for name, parameter in plain.network.named_parameters():
+        layer = found.get(name.removesuffix(".weight"))
+        source = given[name] if layer is None else layer.unpacked(torch.float32)
+        parameter.data = source.detach().to(parameter.dtype).clone()
+    return plain
+
+
+def outcome(trainee: Trainee, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    trainee.zero_grad()
+    loss = trainee(batch)[0]
+    loss.backward()
+    return loss.detach(), gradients(trainee)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_without_rounded_rows_it_is_the_model_of_the_rounded_weights(fused: bool) -> None:
+    trainee, batch = eight(adapter=lora(fused=fused)), batch_of(documents_of((12, 9)))
+    plain = outcome(dequantised(trainee), batch)
+    with fp8.rows_as_they_are(trainee.network):
+        exact = outcome(trainee, batch)
+    assert distance(exact[0], plain[0]) <= 1e-5
+    assert distance(exact[1], plain[1]) <= 1e-5
+    rounded = outcome(trainee, batch)
+    assert 1e-4 < distance(rounded[1], plain[1]) < 0.5
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_fused_layers_compute_what_peft_computes(precision: str) -> None:
+    batch = batch_of(documents_of((12, 9)))
+    fused, plain = (eight(precision=precision, adapter=lora(fused=f)) for f in (True, False))
+    assert (fused.fused.linear, fused.fused.gated) == (14, 2)
+    ours, theirs = outcome(fused, batch), outcome(plain, batch)
+    # a digit that is rounded the other way is a sixteenth of a number: not many of them are
+    assert distance(ours[0], theirs[0]) <= 1e-2
+    assert distance(ours[1], theirs[1]) <= (1e-2 if precision == "fp32" else 0.2)
+
+
+def test_packed_documents_give_the_gradients_of_padded_ones() -> None:
+    documents, trainee = documents_of((12, 9, 3)), eight()
+    with fp8.rows_as_they_are(trainee.network):
+        in_rows = outcome(trainee, batch_of(documents))
+        in_one = outcome(trainee, packed(documents, filling=4))
+    assert distance(in_one[1], in_rows[1]) <= 1e-6
+
+
+def test_recomputed_layers_give_the_same() -> None:
+    batch = batch_of(documents_of((12, 9)))
+    kept, again = (outcome(eight(recompute=flag), batch) for flag in (False, True))
+    assert kept[0].equal(again[0])
+    assert distance(again[1], kept[1]) <= 1e-6
+
+
+def test_an_adapter_is_saved_for_the_ordinary_base(tmp_path: Path) -> None:
+    model = model_config(architecture=wide_numbers("llama"))
+    parts = sections(model, lora(), quantization=FP8)
+    trainee = build_trainee(parts, CPU, 0, str(tmp_path / "base"))
+    optimizer = torch.optim.AdamW(trainee.trained().values(), lr=1e-2)
+    for seed in range(3):
+        trainee(batch_of(documents_of((8, 5), seed)))[0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    tokenizer = load_tokenizer(model, needs_template=True)
+    base = unpacked_base(parts, CPU, 0)
+    assert base is not None
+    save_base(trainee, tokenizer, tmp_path / "base", base)
+    save_model(trainee, tokenizer, tmp_path / "final")
+    with torch.no_grad():
+        trained = trainee.language_model.eval()(IDS).logits
+        later = load_tuned(tmp_path, model, CAUSAL, adapter=True, quantization=FP8)
+        plain = load_tuned(tmp_path, model, CAUSAL, adapter=True)
+        assert not fp8_layers(later)
+        assert later(IDS).logits.equal(plain(IDS).logits)
+        assert 1e-4 < distance(later(IDS).logits, trained) < 0.2
+    again = build_trainee(
+        sections(model_config(path=str(tmp_path / "base")), lora(), quantization=FP8), CPU, 0, "base"
+    )
+    ours, theirs = fp8_layers(trainee.network), fp8_layers(again.network)
+    assert ours.keys() == theirs.keys()
+    for name, layer in ours.items():
+        assert torch.equal(layer.weight, theirs[name].weight), name
+        assert torch.equal(layer.weight_back, theirs[name].weight_back), name
+
+
+def test_what_holds_after_training() -> None:
+    nf4 = QuantizationConfig(kind="nf4", double_quant=True)
+    assert [lasting(each).kind for each in (FP8, nf4, QuantizationConfig(kind="none"))] == [
+        "none", "nf4", "none",
+    ]  # fmt: skip
+
+
+def test_sizes_that_kernels_do_not_take_are_refused() -> None:
+    narrow = model_config(architecture=wide_numbers("llama", intermediate_size=120))
+    with pytest.raises(ConfigError, match=r"quantization.kind=fp8: .*120 outputs, not both multiples of 16"):
+        build_trainee(sections(narrow, lora(), quantization=FP8), CPU, 0, "base")
+
+
+def packing() -> Packing:
+    found = packing_of(FP8, torch.float32)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(("capability", "refused"), [((8, 0), True), ((8, 9), False), ((9, 0), False)])
+def test_a_gpu_without_fp8_is_refused(
+    capability: tuple[int, int], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA Card")
+    lack = packing().missing(torch.device("cuda", 0))
+    assert (lack is not None) == refused
+    if lack is not None:
+        assert lack.startswith(
+            "quantization.kind=fp8 needs an NVIDIA GPU of compute capability 8.9 or higher"
+        )
+        assert "this NVIDIA Card has 8.0. Set quantization=none" in lack
+
+
+def test_a_cpu_is_told_that_it_is_slow() -> None:
+    from app.config.schema import PrecisionConfig
+
+    fp32 = PrecisionConfig(kind="fp32")
+    assert notes(FP8, fp32, "fp32", "cuda") == []
+    (note,) = notes(FP8, fp32, "fp32", "cpu")
+    assert note.startswith("quantization=fp8: a CPU has no fp8")
+
+
+def test_products_are_proven_before_the_first_step() -> None:
+    proofs = fp8.prove(eight().network)
+    assert len(proofs) == 8, "q and o, k and v, gate and up, down: forward and back"
+    assert all(proof.holds for proof in proofs)
+    assert fp8.prove(trainee_of("llama", lora()).network) == []
+
+
+@pytest.mark.parametrize("wrong", ["scales", "layout", "raises"])
+def test_a_wrong_product_is_refused(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from app.model.fp8 import proof
+
+    network = nn.ModuleDict({"a": linear(64, 64)[0]})
+
+    def spoilt(rows: Any, weight: Tensor, scales: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
+        if wrong == "raises":
+            raise RuntimeError("Expected  both\ndimensions")
+        if wrong == "scales":
+            scales = scales.roll(1)
+        return operations.product(
+            rows, weight.T.contiguous() if wrong == "layout" else weight, scales, dtype, fast=fast
+        )
+
+    monkeypatch.setattr(proof, "product", spoilt)
+    with pytest.raises(
+        EnvironmentProblem, match=r"quantization.kind=fp8: .*Set quantization=none"
+    ) as refusal:
+        fp8.prove(network)
+    assert wrong != "raises" or "Expected both dimensions" in str(refusal.value)
+
+
+@requires_gpu
+def test_a_gpu_multiplies_what_the_cpu_multiplies() -> None:
+    layer, x = Fp8Linear(random(4096, 1024), None), random(300, 1024, seed=1)
+    here, there = layer(x), layer.cuda()(x.cuda().bfloat16())
+    assert distance(there.float().cpu(), here) < 0.01
+    given = random(300, 4096, seed=2)
+    assert distance(layer.back(given.cuda().bfloat16()).float().cpu(), layer.cpu().back(given)) < 0.01
