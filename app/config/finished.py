@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from app.config.groups import choices_by_group
 from app.config.load import resolved, section_of
 from app.config.overrides import check_overrides
-from app.config.schema import AttentionConfig, PrecisionConfig, RunConfig
+from app.config.schema import AttentionConfig, RunConfig
 from app.config.strict import is_key, kinds
 from app.errors import CheckpointError, ConfigError
 
@@ -75,7 +75,7 @@ def run_folder(given: str | None) -> Path:
 def settled(run: RunConfig, choices: Mapping[str, Any]) -> RunConfig:
     """The run with what was left to the machine as it was when the run was made; `choices` are of its manifest."""
     if run.precision.kind == "auto" and "precision" in choices:
-        run = replace(run, precision=PrecisionConfig(kind=choices["precision"]))
+        run = replace(run, precision=replace(run.precision, kind=choices["precision"]))
     if run.attention.kind == "auto" and "attention" in choices:
         run = replace(run, attention=AttentionConfig(kind=choices["attention"]))
     # on a CPU their number may move the last bits

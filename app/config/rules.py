@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from app.config.data_rules import DATA_RULES
+from app.config.full_rules import FULL_RULES
 from app.config.schema import RunConfig
 
 Rule = Callable[[RunConfig], Iterator[str]]
@@ -102,6 +103,7 @@ RULES: tuple[Rule, ...] = (
     _best_needs_eval_rows,
     _adapter_is_whole,
     _quantized_base_needs_an_adapter,
+    *FULL_RULES,
     _random_weights_need_numbers,
     _random_weights_read_no_folder,
     _resume_needs_its_folder,

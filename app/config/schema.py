@@ -95,6 +95,7 @@ class OptimizerConfig:
     beta2: float = number(0.0, at_least=0, below=1)
     eps: float = number(0.0, at_least=0)
     momentum: float = number(0.0, at_least=0, below=1)
+    in_backward: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -116,9 +117,10 @@ class AttentionConfig:
 
 @dataclass(kw_only=True, slots=True)
 class PrecisionConfig:
-    """In which numbers the arithmetic is done."""
+    """In which numbers the arithmetic is done, and in which the weights are held where the whole model is trained."""
 
     kind: str = MISSING
+    trained: str = choice("fp32", "bf16", default="fp32")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -7,17 +7,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from app.model.trainee import Trainee
+from app.optim.one_by_one import steps_in_backward
 
 
 def kept_bytes(trainee: Trainee, optimizer: Optimizer) -> dict[str, int]:
-    """Of this process, in bytes, by part. Gradients are there at the end of each step, as large as what is trained."""
+    """Of this process, in bytes, by part. Gradients are there at the end of each step, as large as what is trained;
+    none are where weights are stepped in the backward pass.
+    """
     kept = kept_tensors(trainee, optimizer)
     found = {part: sum(tensor.numel() * tensor.element_size() for tensor in kept[part]) for part in kept}
     return {
         "frozen_weights": found["frozen_weights"],
         "quantization_constants": found["quantization_constants"],
         "trained_weights": found["trained_weights"],
-        "gradients": found["trained_weights"],
+        "gradients": 0 if steps_in_backward(optimizer) else found["trained_weights"],
         "optimizer_states": found["optimizer_states"],
     }
 

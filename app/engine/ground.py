@@ -22,6 +22,7 @@ from app.data.rows import TokenRows
 from app.engine.checkpoint import choices_of, find_checkpoint
 from app.engine.choices import Choices, choose
 from app.engine.classes import class_notes, with_classes
+from app.engine.in_backward import require_alone, require_unscaled
 from app.engine.layers import layers_of
 from app.engine.origin import content_hashes, hardware
 from app.engine.runtime import Runtime, idle_gpus, start
@@ -80,6 +81,7 @@ def lay_ground(
     run: RunConfig, checkpoints: Path, say: Callable[[str], None], notes: Sequence[str] = ()
 ) -> Ground:
     """Tokenizer, data, machine, plan: each line needs only those above it. `notes` is told with the data."""
+    require_alone(run.optimizer, world().size)
     tokenizer = load_tokenizer(run.model, needs_template=has_chats(run.dataset))
     data = prepare(run.dataset, tokenizer, run.cache_dir, notes, classes=run.task.labels)
     run = with_classes(run, data.classes)
@@ -88,6 +90,7 @@ def lay_ground(
     for remark in remarks:
         say(remark)
     choices = choose(run.precision, run.attention, partial(attention_needs, run), choices_of(save))
+    require_unscaled(run.optimizer, choices.precision)
     runtime = start(run.launch, choices.precision, run.seed)
     quantize.require_machine(run.quantization, runtime.device)
     share = Share(run.batching.accumulation, runtime.processes, runtime.rank)
@@ -137,6 +140,7 @@ def sections_of(run: RunConfig, choices: Choices) -> ModelSections:
         attention=choices.attention,
         precision=choices.precision,
         recompute=layers_of(run.training),
+        trained=run.precision.trained,
     )
 
 

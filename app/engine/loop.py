@@ -229,7 +229,7 @@ class Loop:
                 places = self.parts.loader.places(step)
                 shown = ", ".join(places[:8]) + (f" and {len(places) - 8} more" if len(places) > 8 else "")
                 self.parts.journal.message(
-                    f"step {step + 1} skipped: its gradient is not finite. Its rows: {shown}"
+                    f"step {step + 1} {self.parts.stepper.skipping}. Its rows: {shown}"
                 )
         if (
             self.progress.skipped_in_a_row >= self._rhythm.training.max_bad_steps

@@ -1,6 +1,7 @@
 """One optimizer step: the gradient of the weighted mean over all trained tokens, however they are split."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -8,11 +9,13 @@ from torch import Tensor
 
 from app.batch import Batch
 from app.engine.anatomy import kept_bytes
+from app.engine.in_backward import in_backward
 from app.engine.runtime import Runtime
 from app.engine.scarcity import does_not_fit, tried
 from app.engine.splitting import halves, split
 from app.model.trainee import Trainee
 from app.optim.first_states import drop_states, make_states
+from app.optim.norm import total_norm
 from app.optim.skip import skips_on_device, step_unless
 
 
@@ -45,7 +48,8 @@ class Stepper:
         self._clip = clip
         self._parameters = list(trainee.trained().values())
         self._skips_on_device = skips_on_device(optimizer)
-        self._reduction = runtime.reduction(self._parameters)
+        self._in_backward = in_backward(self._parameters, optimizer)
+        self._reduction = self._in_backward or runtime.reduction(self._parameters)
         self.depth = 0  # how often micro-batches are halved, because they did not fit into memory
 
     def run(self, batches: Sequence[Batch], lr: float) -> StepResult:
@@ -80,25 +84,35 @@ class Stepper:
             if total is not None:
                 self._reduction.finish()
                 return total
-            self._deepen(batches)
             self._reduction.begin_again()
+            self._deepen(batches)
+
+    @property
+    def skipping(self) -> str:
+        """What happens in a step whose gradient is not finite, in words."""
+        if self._in_backward is None:
+            return "skipped: its gradient is not finite"
+        return "not made for weights whose gradient is not finite, others had been stepped by then"
 
     def try_out(self, batches: Sequence[Batch]) -> None:
         """Forward and backward as in a step, for the memory that they take: only the depth may change."""
         _, _, weight = self._counted(batches)
-        self._backward(batches, weight)
+        with nullcontext() if self._in_backward is None else self._in_backward.rehearsing():
+            self._backward(batches, weight)
         self.depth = int(self._runtime.peers.highest(self.depth))
         self.forget_gradients()
 
     def make_states(self) -> None:
         """Those that the first step would make, with the memory that it would take; no weight is changed."""
         self._reduction.begin()
-        for parameter in self._parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        if tried(make_states, self.optimizer) is None:
-            raise does_not_fit("the step of the optimizer", self._kept())
-        self.forget_gradients()
+        all_at_once = [self._parameters]
+        for together in all_at_once if self._in_backward is None else [[each] for each in self._parameters]:
+            for parameter in together:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            if tried(make_states, self.optimizer) is None:
+                raise does_not_fit("the step of the optimizer", self._kept())
+            self.forget_gradients()
 
     def drop_states(self) -> None:
         """As before `make_states`."""
@@ -134,10 +148,12 @@ class Stepper:
 
     def _update(self) -> tuple[Tensor, Tensor]:
         """Clip and step; leave everything as it is when the gradient is not finite."""
+        if self._in_backward is not None:
+            return self._in_backward.taken()
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = total_norm(gradients)
         if self._clip > 0:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip, norm)
         skipped = ~torch.isfinite(norm)

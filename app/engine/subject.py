@@ -59,6 +59,7 @@ def sections_of(run: RunConfig, folder: Path, choices: Choices, *, tuned: bool) 
         attention=choices.attention,
         precision=choices.precision,
         recompute=False,
+        trained=run.precision.trained,
     )
 
 

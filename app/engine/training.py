@@ -144,7 +144,7 @@ def _told_only(
 
 def _stepper(run: RunConfig, ground: Ground, trainee: Trainee) -> Stepper:
     """Ready for its first step, with random numbers that do not depend on what was built before."""
-    optimizer = build_optimizer(run.optimizer, trainee)
+    optimizer = build_optimizer(run.optimizer, trainee, run.seed)
     fp16 = ground.choices.precision == "fp16"
     stepper = Stepper(trainee, optimizer, ground.runtime, run.training.clip, fp16=fp16)
     ground.runtime.seed(run.seed)

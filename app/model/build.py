@@ -50,6 +50,7 @@ class ModelSections:
     attention: str  # a key of BACKENDS
     precision: str  # a key of DTYPES
     recompute: bool | int  # all layers, none, or the first so many
+    trained: str = "fp32"  # a key of DTYPES: how the weights are held where all of them are trained
 
     @property
     def keeps_random_base(self) -> bool:
@@ -66,7 +67,7 @@ class ModelSections:
     def base_dtype(self) -> torch.dtype:
         """Of the base's weights, those beside packed ones included."""
         frozen = self.adapter.kind != "none" or self.packing is not None
-        return DTYPES[self.precision].base if frozen else torch.float32
+        return DTYPES[self.precision].base if frozen else DTYPES[self.trained].base
 
 
 def build_trainee(sections: ModelSections, device: torch.device, seed: int, base_path: str) -> Trainee:

@@ -9,8 +9,8 @@ import torch
 class Dtypes:
     """`base` stores frozen weights, `compute` is what autocast works in; None: no autocast.
 
-    Trained weights are fp32: in bf16 most updates of a fine-tune are smaller than the spacing of the numbers and
-    would be lost.
+    Trained weights are fp32, or bf16 where `precision.trained` says so, and then rounded by chance
+    (`optim.rounding`): most updates of a fine-tune are smaller than the spacing of these numbers and would be lost.
     """
 
     base: torch.dtype

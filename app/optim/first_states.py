@@ -9,19 +9,29 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from app.optim.one_by_one import ordinary
 from app.optim.skip import skips_on_device, step_unless
 
 
 def make_states(optimizer: Optimizer) -> int:
     """Changes no parameter; returns how many have states. All that are to get some have a gradient, which is zero."""
-    if callable(getattr(optimizer, "init_state", None)):
-        _initialise(optimizer)
+    groups = [dict(group) for group in optimizer.param_groups]
+    _make(optimizer)
+    for group, before in zip(optimizer.param_groups, groups, strict=True):
+        group.update(before)  # no step was made, and none is counted
+    return len(optimizer.state)
+
+
+def _make(optimizer: Optimizer) -> None:
+    """One parameter at a time, if that is how it is stepped: its copies are part of what must fit."""
+    inner: Any = ordinary(optimizer)
+    if callable(getattr(inner, "init_state", None)) and (inner is optimizer or inner.is_paged):
+        _initialise(inner)
     elif skips_on_device(optimizer):
         device = optimizer.param_groups[0]["params"][0].device
         step_unless(optimizer, torch.ones((), device=device))
     else:
         _step_on_the_spot(optimizer)
-    return len(optimizer.state)
 
 
 def drop_states(optimizer: Optimizer) -> None:
@@ -35,7 +45,8 @@ def drop_states(optimizer: Optimizer) -> None:
 def _initialise(optimizer: Any) -> None:
     for at, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
-            optimizer.init_state(group, parameter, at, place)
+            if not optimizer.state[parameter]:
+                optimizer.init_state(group, parameter, at, place)
 
 
 def _step_on_the_spot(optimizer: Optimizer) -> None:

@@ -13,7 +13,7 @@ class MuonWithAdamW(Optimizer):
     """
 
     def __init__(self, muon: Muon, adamw: AdamW) -> None:
-        self._parts: tuple[Optimizer, Optimizer] = (muon, adamw)
+        self.parts: tuple[Optimizer, Optimizer] = (muon, adamw)
         self._num_matrix_groups = len(muon.param_groups)
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
         self._share()
@@ -21,7 +21,7 @@ class MuonWithAdamW(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Both parts; a closure makes no sense for two."""
         assert closure is None
-        for part in self._parts:
+        for part in self.parts:
             part.step()
         return None
 
@@ -32,7 +32,7 @@ class MuonWithAdamW(Optimizer):
 
     def _share(self) -> None:
         # Each part touches the state of its own parameters only, so one dictionary serves both.
-        muon, adamw = self._parts
+        muon, adamw = self.parts
         muon.state = adamw.state = self.state
         muon.param_groups = self.param_groups[: self._num_matrix_groups]
         adamw.param_groups = self.param_groups[self._num_matrix_groups :]

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,15 +12,22 @@ from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 from app.config.schema import OptimizerConfig
 from app.optim.groups import Trained, parameter_groups, trained_parameters
 from app.optim.muon import MuonWithAdamW
+from app.optim.one_by_one import OneByOne
 
 OptimizerKind = Callable[[OptimizerConfig, Sequence[Trained]], Optimizer]
 
 
-def build_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
-    """The optimizer of the model's trained parameters. The model must already be on its device."""
+def build_optimizer(config: OptimizerConfig, model: nn.Module, seed: int = 0) -> Optimizer:
+    """The optimizer of the model's trained parameters. The model must already be on its device.
+
+    Weights in bfloat16 are never stepped as they are: most updates would be lost. `seed` is for their rounding.
+    """
     trained = trained_parameters(model)
     assert trained, "the model has no trained parameter"
-    return OPTIMIZERS[config.kind](config, trained)
+    build = OPTIMIZERS[config.kind]
+    if config.in_backward or any(each.parameter.dtype == torch.bfloat16 for each in trained):
+        return OneByOne(partial(build, config), trained, seed, in_backward=config.in_backward)
+    return build(config, trained)
 
 
 def _adamw(config: OptimizerConfig, trained: Sequence[Trained]) -> AdamW:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from app.errors import CheckpointError
+from app.optim.one_by_one import ordinary
 
 StateDict = dict[str, Any]
 
@@ -42,7 +43,7 @@ def load_state(optimizer: Optimizer, tensors: dict[str, Tensor], plain: dict[str
             "resume: the checkpoint has the optimizer state of other trained parameters than this run's; "
             "type model=, adapter= and optimizer= as in the run.yaml it belongs to, or another output_dir"
         )
-    if getattr(optimizer, "is_paged", False):
+    if getattr(ordinary(optimizer), "is_paged", False):
         _load_paged(optimizer, saved)
     else:
         optimizer.load_state_dict(saved)
@@ -97,12 +98,13 @@ def _names(state_dict: StateDict) -> list[list[str]]:
     return [group["param_names"] for group in state_dict["param_groups"]]
 
 
-def _load_paged(optimizer: Any, saved: StateDict) -> None:
+def _load_paged(optimizer: Optimizer, saved: StateDict) -> None:
     """bitsandbytes loads into ordinary device memory, where paged states may not fit."""
-    optimizer.load_state_dict(saved, move_to_device=False)
+    paged: Any = ordinary(optimizer)
+    optimizer.load_state_dict(saved, move_to_device=False)  # type: ignore[call-arg]
     with torch.no_grad():
         for parameter, state in optimizer.state.items():
             for key in state.keys() & {"state1", "state2"}:
-                buffer = optimizer.get_state_buffer(parameter, dtype=state[key].dtype)
+                buffer = paged.get_state_buffer(parameter, dtype=state[key].dtype)
                 state[key] = buffer.copy_(state[key])
-    optimizer.to_gpu()
+    paged.to_gpu()

@@ -93,6 +93,23 @@ def _states(run: RunConfig) -> Iterator[Knob]:
         )
 
 
+def _narrow_weights(run: RunConfig) -> Iterator[Knob]:
+    if run.adapter.kind == "none" and run.precision.trained == "fp32":
+        why = "weights and gradients have 16 bits; weights are rounded by chance, so that nothing is lost on average"
+        yield Knob(("precision=bf16", "precision.trained=bf16"), NUMBERS, why)
+
+
+def _in_backward(run: RunConfig) -> Iterator[Knob]:
+    several = run.batching.accumulation > 1 or run.launch.num_processes != 1
+    if run.adapter.kind != "none" or run.optimizer.in_backward or several:
+        return
+    words, why = ("optimizer.in_backward=true",), "each gradient is let go as soon as its weight was stepped"
+    if run.training.clip == 0:
+        yield Knob(words, SPEED, why)
+    else:
+        yield Knob((*words, "training.clip=0"), LEARNING, f"{why}, so gradients are not clipped")
+
+
 def _four_bits(run: RunConfig) -> Iterator[Knob]:
     if run.adapter.kind != "none" and run.quantization.kind == "none":
         yield Knob(("recipe=qlora",), NUMBERS, "the frozen base has 4 bits a weight, unpacked at each use")
@@ -134,6 +151,8 @@ _KNOBS: tuple[Callable[[RunConfig], Iterator[Knob]], ...] = (
     _smaller_bins,
     _fewer_rows,
     _states,
+    _narrow_weights,
+    _in_backward,
     _four_bits,
     _adapters,
     _shorter_rows,

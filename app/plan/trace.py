@@ -20,6 +20,7 @@ from app.model.hidden import HIDDEN, ON_GPU
 from app.model.outline import Outline
 from app.model.tasks import task_of
 from app.model.trainee import Trainee
+from app.optim.one_by_one import ordinary
 from app.optim.optimizers import build_optimizer
 from app.plan import stages
 from app.plan.attention import hidden_in_backward
@@ -66,8 +67,8 @@ def trace(asked: Asked, outline: Outline, plain: int, recomputed: int) -> Trace:
         materialise(network)
         pooled = task_of(run.task).pooled
         trainee = Trainee(network, DTYPES[asked.precision].compute, pooled=pooled).train()
-        optimizer = build_optimizer(run.optimizer, trainee)
-        paged.take_from(optimizer, on_gpu=asked.on_gpu)
+        optimizer = build_optimizer(run.optimizer, trainee, run.seed)
+        paged.take_from(ordinary(optimizer), on_gpu=asked.on_gpu)
         _make_states(trainee, optimizer)
         stepper = Stepper(trainee, optimizer, _ALONE, run.training.clip, fp16=asked.precision == "fp16")
         counter = StorageCounter("cpu", _HIDDEN_ON_GPU if asked.on_gpu else HIDDEN, flops)

@@ -9,6 +9,7 @@ from app.config.rules import RULES, problems_of
 from tests.config.small import refusal_of, run_with
 
 NO_EVAL = {"dataset.eval_path": None}
+FULL = {"adapter.kind": "none"}
 TEXT = {"dataset.format": "text"}
 LABELS = {"dataset.format": "labelled_text", "task.kind": "classification"}
 
@@ -64,6 +65,33 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "quantization.kind=nf4 needs adapter.kind=lora: a quantised base is frozen. Choose recipe=lora or qlora",
     ),
     (
+        {"precision.trained": "bf16"},
+        "precision.trained=bf16 is for training whole models, and this run has adapter.kind=lora",
+    ),
+    (
+        {"precision.trained": "bf16", **FULL},
+        "precision.trained=bf16 goes with arithmetic in bf16, and this run has precision.kind=auto. Set precision=bf16",
+    ),
+    (
+        {"optimizer.in_backward": True},
+        "optimizer.in_backward=true saves the gradients of whole models, and this run has adapter.kind=lora",
+    ),
+    (
+        {"optimizer.in_backward": True, **FULL},
+        "as training.clip=1 would. Set training.clip=0, or optimizer.in_backward=false",
+    ),
+    (
+        {
+            "optimizer.in_backward": True,
+            **FULL,
+            "training.clip": 0,
+            "batching.accumulation": 4,
+            "precision.kind": "fp16",
+            "launch.num_processes": 2,
+        },
+        "as batching.accumulation=4 and precision=fp16 and launch.num_processes=2 would. Set batching.accumulation=1",
+    ),
+    (
         {"model.weights": "random", "model.architecture": {}},
         "model.weights=random needs model.architecture with model_type",
     ),
@@ -100,6 +128,8 @@ def test_no_rule_is_without_a_test(rule: Any) -> None:
         {"model.weights": "pretrained", "model.path": ".", "model.architecture": {}},
         {"dataset.max_length": 512, "batching.tokens": 512},
         {"resume": "auto"},
+        {"precision.trained": "bf16", "precision.kind": "bf16", **FULL},
+        {"optimizer.in_backward": True, "training.clip": 0, **FULL},
     ],
     ids=str,
 )

@@ -77,6 +77,7 @@ def sections_of(run: RunConfig, attention: str = "sdpa") -> ModelSections:
         attention=attention,
         precision=run.precision.kind,
         recompute=layers_of(run.training),
+        trained=run.precision.trained,
     )
 
 

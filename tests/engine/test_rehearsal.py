@@ -17,6 +17,7 @@ from tests.optim.small import KINDS
 from tests.scarcity import WHERE, scarce
 
 STEPS = 3
+LITTLE = ("precision=bf16", "precision.trained=bf16", "optimizer.in_backward=true", "training.clip=0")
 EVERYTHING = ("eval.every=2", "checkpoint.every=2", "checkpoint.keep=9", "record.every=1")
 
 
@@ -45,6 +46,9 @@ def ended(made: tuple[Loop, Notebook], folder: Path) -> tuple[list[Any], dict[st
     "settings",
     [
         *((f"optimizer={kind}", "recipe=full") for kind in KINDS),
+        *((f"optimizer={kind}", "recipe=full", *LITTLE) for kind in KINDS),
+        ("recipe=full", *LITTLE[:2]),
+        ("recipe=full", *LITTLE[2:]),
         ("recipe=lora", "adapter.dropout=0.2"),
         ("recipe=full", "precision=fp16"),
         ("recipe=qlora", "training.recompute=true"),

@@ -10,6 +10,7 @@ from torch import nn
 from app.optim.first_states import drop_states, make_states
 from app.optim.optimizers import build_optimizer
 from app.optim.requirements import PAGED_KINDS
+from app.optim.rounding import chance_of, round_into
 from app.optim.skip import step_unless
 from app.optim.state import flatten, load_state
 from tests.gpu import waiting_is_an_error
@@ -91,3 +92,56 @@ def test_states_made_ahead_leave_no_trace(kind: str) -> None:
     assert bool(optimizer.state) == (kind in PAGED_KINDS)
     assert train(model, optimizer, range(4)) == expected
     assert torch.equal(model.weight, plain_model.weight)
+
+
+@requires_gpu
+def test_rounding_on_the_device_is_right_on_average_and_waits_for_nobody() -> None:
+    exact = torch.full((1 << 20,), 1.001, device="cuda")
+    weight = torch.empty(exact.shape, dtype=torch.bfloat16, device="cuda")
+    again = torch.empty_like(weight)
+    torch.cuda.synchronize()
+    with waiting_is_an_error():
+        round_into(weight, exact, chance_of(exact.device, 1, 2, 3))
+        round_into(again, exact, chance_of(exact.device, 1, 2, 3))
+    assert torch.equal(weight, again)
+    assert sorted(weight.float().unique().tolist()) == [1.0, 1 + 1 / 128]
+    assert float(weight.double().mean()) == pytest.approx(float(exact[0].double()), abs=5 * 0.5 / 128 / 1024)
+    every = torch.arange(-(1 << 15), 1 << 15, device="cuda", dtype=torch.int32).to(torch.int16)
+    patterns = every.view(torch.bfloat16)
+    found = torch.empty_like(patterns)
+    round_into(found, patterns.float(), chance_of(exact.device, 0, 0, 0))
+    assert torch.equal(found[~patterns.isnan()].view(torch.int16), every[~patterns.isnan()])
+    assert found[patterns.isnan()].isnan().all()
+
+
+@requires_gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_optimizer_steps_weights_in_bfloat16(kind: str) -> None:
+    model = large().to(torch.bfloat16)
+    optimizer = build_optimizer(section(kind), model)
+    losses = []
+    for step in range(30):
+        x = torch.randn(64, 512, generator=torch.Generator().manual_seed(step)).cuda().bfloat16()
+        loss = (model(x) - x.flip(1)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert sum(losses[-5:]) < sum(losses[:5])
+
+
+@requires_gpu
+@pytest.mark.parametrize("kind", SKIPPING)
+def test_weights_in_bfloat16_are_stepped_without_waiting(kind: str) -> None:
+    model = large().to(torch.bfloat16)
+    optimizer = build_optimizer(section(kind), model)
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        flag = torch.zeros((), device="cuda")
+        torch.cuda.synchronize()
+        if optimizer.state:  # the first step makes the states
+            with waiting_is_an_error():
+                step_unless(optimizer, flag)
+        else:
+            step_unless(optimizer, flag)

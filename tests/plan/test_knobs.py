@@ -35,6 +35,8 @@ def offered(*words: str) -> dict[str, int]:
                 "training.recompute=true": SPEED,
                 "optimizer=adamw_8bit": NUMBERS,
                 "optimizer=paged_adamw_8bit": NUMBERS,
+                "precision=bf16 precision.trained=bf16": NUMBERS,
+                "optimizer.in_backward=true training.clip=0": LEARNING,
                 "recipe=lora": LEARNING,
                 "recipe=qlora": LEARNING,
                 "dataset.max_length=1024 batching.tokens=1024": LEARNING,

@@ -44,6 +44,30 @@ def test_in_sixteen_bits(recipe: str, precision: str) -> None:
     assert abs(difference("packed", f"recipe={recipe}", f"precision={precision}")) <= NEAR
 
 
+BF16 = ("precision=bf16", "precision.trained=bf16")
+AS_THEY_COME = ("optimizer.in_backward=true", "training.clip=0")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "muon", "adafactor"])
+@pytest.mark.parametrize(
+    "words", [BF16, AS_THEY_COME, BF16 + AS_THEY_COME], ids=["bf16", "in_backward", "both"]
+)
+def test_of_a_whole_model_in_little_memory(words: tuple[str, ...], optimizer: str) -> None:
+    recomputed = ("training.recompute=1",)
+    assert abs(difference("packed", "recipe=full", f"optimizer={optimizer}", *recomputed, *words)) <= NEAR
+
+
+def test_what_it_saves_at_the_end_of_a_step() -> None:
+    """Two bytes of a weight and two of its gradient; and then all of the gradient."""
+    plain, narrow, as_they_come = (
+        plan_memory(small_run("recipe=full", *words), PACKED, "cpu", steps_only=True)
+        for words in ((), BF16, BF16 + AS_THEY_COME)
+    )
+    weights = plain.anatomy["trained_weights"]
+    assert plain.kept_bytes - narrow.kept_bytes == pytest.approx(weights, rel=0.01)
+    assert narrow.kept_bytes - as_they_come.kept_bytes == pytest.approx(weights / 2, rel=0.01)
+
+
 @pytest.mark.parametrize("recipe", ["full", "lora"])
 def test_with_gradients_of_the_micro_batch_before(recipe: str) -> None:
     """Three cost what two cost."""

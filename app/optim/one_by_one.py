@@ -1,0 +1,149 @@
+"""An optimizer that is stepped one parameter at a time: so that what a step needs exists for one of them only.
+
+Weights in bfloat16 get a copy in float32 for as long as they are stepped, and are rounded back by chance
+(`optim.rounding`). To the optimizer inside nothing is in bfloat16: it is made for stand-ins in float32, which have a
+shape and no memory of their own between steps, so its states, and what loads them, are as they always are.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from app.optim.groups import Trained
+from app.optim.rounding import chance_of, round_into
+from app.optim.skip import skips_on_device, step_unless
+
+_STEPS = "steps_rounded"  # in the first group, for a state_dict has it then
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the optimizer inside has a parameter."""
+
+    exact: nn.Parameter  # the stand-in, or the parameter itself where it is float32 already
+    part: Optimizer
+    group: int
+    name: str
+
+
+class OneByOne(Optimizer):
+    """To the outside its groups and states are those of the optimizer inside, so checkpoints are too."""
+
+    def __init__(
+        self,
+        build: Callable[[Sequence[Trained]], Optimizer],
+        trained: Sequence[Trained],
+        seed: int,
+        *,
+        in_backward: bool,
+    ) -> None:
+        number = torch.zeros((), device=trained[0].parameter.device)
+        exact = [replace(each, parameter=_stand_in(each.parameter, number)) for each in trained]
+        self.inner = build(exact)
+        self.in_backward = in_backward  # whoever runs steps is to call `step_one` during the backward pass
+        self._seed = seed
+        super().__init__(self.inner.param_groups, {})
+        self._rounds = any(each.parameter.dtype == torch.bfloat16 for each in trained)
+        if self._rounds:
+            self.inner.param_groups[0][_STEPS] = 0
+        self._share()
+        real = {each.name: each.parameter for each in trained}
+        self._places = {real[place.name]: place for place in _places(self.inner)}
+        self._index = {parameter: at for at, parameter in enumerate(real.values())}
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What `optim.skip` asks."""
+        return skips_on_device(self.inner)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Every parameter that still has a gradient; then the step is over."""
+        assert closure is None
+        found_inf = getattr(self, "found_inf", None)
+        for parameter in self._places:
+            if parameter.grad is not None:
+                self.step_one(parameter, found_inf)
+        if self._rounds:
+            self.param_groups[0][_STEPS] += 1
+        return None
+
+    @torch.no_grad()
+    def step_one(self, parameter: nn.Parameter, found_inf: Tensor | None = None) -> None:
+        """Nothing of it changes where `found_inf` is 1, which only optimizers that skip on the device can be given."""
+        place = self._places[parameter]
+        if place.exact is parameter:
+            self._step_at(place, found_inf)
+            return
+        assert parameter.grad is not None
+        nothing = place.exact.data
+        try:
+            place.exact.data = parameter.detach().float()
+            place.exact.grad = parameter.grad.float()
+            if self.in_backward:
+                parameter.grad = None  # nobody reads it any more
+            self._step_at(place, found_inf)
+            place.exact.grad = None
+            step, index = self.param_groups[0][_STEPS], self._index[parameter]
+            round_into(parameter, place.exact, chance_of(parameter.device, self._seed, step, index))
+        finally:
+            place.exact.grad, place.exact.data = None, nothing
+
+    def _step_at(self, place: _Place, found_inf: Tensor | None) -> None:
+        """The optimizer inside sees this parameter only: it would look at each of them every time."""
+        part, group = place.part, self.param_groups[place.group]
+        groups = part.param_groups
+        part.param_groups = [{**group, "params": [place.exact], "param_names": [place.name]}]
+        try:
+            if found_inf is None:
+                part.step()
+            else:
+                step_unless(part, found_inf)
+        finally:
+            part.param_groups = groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of the real parameters."""
+        assert set_to_none
+        for parameter in self._places:
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the optimizer inside."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any], **how: Any) -> None:
+        """As the optimizer inside does it: states are in float32 whatever the weights are in."""
+        self.inner.load_state_dict(state_dict, **how)
+        self._share()
+
+    def _share(self) -> None:
+        self.state, self.param_groups = self.inner.state, self.inner.param_groups
+
+
+def ordinary(optimizer: Optimizer) -> Optimizer:
+    """The one of torch or bitsandbytes, be it inside or given as it is."""
+    return optimizer.inner if isinstance(optimizer, OneByOne) else optimizer
+
+
+def steps_in_backward(optimizer: Optimizer) -> bool:
+    """Whether it was built for that."""
+    return isinstance(optimizer, OneByOne) and optimizer.in_backward
+
+
+def _stand_in(parameter: nn.Parameter, number: Tensor) -> nn.Parameter:
+    """One number, seen as often as the parameter has numbers."""
+    return nn.Parameter(number.expand(parameter.shape)) if parameter.dtype == torch.bfloat16 else parameter
+
+
+def _places(optimizer: Optimizer) -> list[_Place]:
+    parts: Sequence[Optimizer] = getattr(optimizer, "parts", (optimizer,))
+    owners = {id(group): part for part in parts for group in part.param_groups}
+    return [
+        _Place(exact, owners[id(group)], at, name)
+        for at, group in enumerate(optimizer.param_groups)
+        for exact, name in zip(group["params"], group["param_names"], strict=True)
+    ]

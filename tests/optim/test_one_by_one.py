@@ -1,0 +1,160 @@
+"""Every optimizer on weights in bfloat16, and on one parameter at a time: nothing is lost but what rounding costs."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import Optimizer
+
+from app.engine.counting import StorageCounter
+from app.optim.one_by_one import OneByOne, ordinary, steps_in_backward
+from app.optim.optimizers import build_optimizer
+from app.optim.requirements import BITSANDBYTES_KINDS
+from app.optim.skip import skips_on_device, step_unless
+from tests.optim.small import KINDS, Regression, built, regression, section, train
+from tests.optim.test_skip import SKIPPING
+from tests.optim.test_state import equal, read, write
+
+
+def narrow(kind: str, seed: int = 0, **values: Any) -> tuple[Regression, Optimizer]:
+    model = regression(seed).to(torch.bfloat16)
+    return model, build_optimizer(section(kind, **values), model, seed=5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_optimizer_gets_weights_in_bfloat16(kind: str) -> None:
+    model, optimizer = narrow(kind)
+    assert isinstance(optimizer, OneByOne)
+    losses = train(model, optimizer, range(60))
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    states = [
+        each
+        for state in optimizer.state.values()
+        for each in state.values()
+        if isinstance(each, torch.Tensor)
+    ]
+    narrowest = {torch.float32, torch.uint8} if kind in BITSANDBYTES_KINDS else {torch.float32}
+    assert {each.dtype for each in states} <= narrowest
+
+
+def test_weights_in_float32_get_the_optimizer_as_it_is() -> None:
+    _, optimizer = built("adamw")
+    assert ordinary(optimizer) is optimizer
+    assert not steps_in_backward(optimizer)
+
+
+def drift(model: Regression, optimizer: Optimizer) -> float:
+    """How far 200 steps in one direction move the weights, over how far they would exactly."""
+    before = model.wide.weight.detach().double()
+    for _ in range(200):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    return float((before - model.wide.weight.detach().double()).mean()) / (200 * 1e-5)
+
+
+def test_updates_far_below_the_spacing_of_the_numbers_are_learnt() -> None:
+    """At a learning rate of 1e-5. Weights of 0.1 are 5e-4 apart in bfloat16; plainly rounded they stay as they are."""
+    exact = drift(*built("adamw", lr=1e-5))
+    ours = drift(*narrow("adamw", lr=1e-5))
+    plain_model = regression().to(torch.bfloat16)
+    plain = drift(
+        plain_model, torch.optim.AdamW(plain_model.parameters(), lr=1e-5, weight_decay=0, fused=True)
+    )
+    assert exact == pytest.approx(1, rel=0.01)
+    assert ours == pytest.approx(exact, rel=0.05)
+    assert plain < 0.2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_continued_from_files_equals_uninterrupted(kind: str, tmp_path: Path) -> None:
+    whole_model, whole = narrow(kind, weight_decay=0.01)
+    expected = train(whole_model, whole, range(8))
+    first_model, first = narrow(kind, weight_decay=0.01)
+    losses = train(first_model, first, range(4))
+    write(first, tmp_path)
+
+    second_model, second = narrow(kind, seed=1, weight_decay=0.01)
+    train(second_model, second, range(20, 23))
+    second_model.load_state_dict(first_model.state_dict())
+    read(second, tmp_path)
+    torch.rand(3)  # dropout's draws have no part in it
+    losses += train(second_model, second, range(4, 8))
+    assert losses == expected
+    assert equal(second_model.state_dict(), whole_model.state_dict())
+    assert equal(second.state_dict(), whole.state_dict())
+
+
+def test_the_seed_of_the_run_decides_the_roundings() -> None:
+    models = []
+    for seed in (0, 0, 1):
+        model = regression().to(torch.bfloat16)
+        train(model, build_optimizer(section("adamw", lr=1e-4), model, seed), range(3))
+        models.append(model)
+    assert equal(models[0].state_dict(), models[1].state_dict())
+    assert not equal(models[0].state_dict(), models[2].state_dict())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_after_the_other_is_the_same_as_all_together(kind: str) -> None:
+    """To the last bit, and what is saved of them is the same: a run may go on with the other."""
+    model, optimizer = built(kind, weight_decay=0.01)
+    apart_model, apart = built(kind, weight_decay=0.01, in_backward=True)
+    assert isinstance(apart, OneByOne)
+    assert train(apart_model, apart, range(6)) == train(model, optimizer, range(6))
+    assert equal(apart_model.state_dict(), model.state_dict())
+    assert equal(apart.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_learning_rate_of_the_groups_is_the_one_used(kind: str) -> None:
+    model, optimizer = narrow(kind)
+    train(model, optimizer, range(1))
+    before = deepcopy(model.state_dict())
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    train(model, optimizer, range(1, 2))
+    assert equal(model.state_dict(), before), "what is exact already is not rounded elsewhere"
+
+
+@pytest.mark.parametrize("kind", SKIPPING)
+def test_a_skipped_step_leaves_parameters_and_states_alone(kind: str) -> None:
+    model, optimizer = narrow(kind, weight_decay=0.1)
+    assert skips_on_device(optimizer)
+    train(model, optimizer, range(2))
+    before = deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    step_unless(optimizer, torch.ones(()))
+    assert equal((model.state_dict(), optimizer.state_dict()["state"]), before)
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - set(SKIPPING)))
+def test_who_cannot_skip_on_the_device_does_not_say_so(kind: str) -> None:
+    assert not skips_on_device(narrow(kind)[1])
+
+
+def test_copies_in_float32_exist_for_one_weight_at_a_time() -> None:
+    """Of the two matrices of 4096 numbers: a copy, its gradient, and what it takes to round it."""
+    model, optimizer = narrow("adamw")
+    train(model, optimizer, range(1))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    counter = StorageCounter("cpu")
+    counter.ignore(model.parameters())
+    counter.ignore(each for state in optimizer.state.values() for each in state.values())
+    with counter:
+        optimizer.step()
+    assert 2 * 4 * 4096 <= counter.peak < 2.5 * 4 * 4096
+    assert counter.current <= 512, "the number that stand-ins share"
+
+
+def test_clearing_the_gradients_clears_those_of_the_weights() -> None:
+    model, optimizer = narrow("adamw")
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
