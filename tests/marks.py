@@ -20,6 +20,7 @@ FLASH_ATTENTION = "needs flash-attn, which not every GPU host has"
 CUDNN_ATTENTION = "needs cuDNN's attention as torch 2.15 has it, on Hopper or Blackwell"
 ORDINARY_USER = "needs an ordinary user: file permissions do not bind root"
 HARNESS = "needs lm_eval, an extra: pip install -e '.[lm-eval]'"
+INTERPRETER = "needs Triton, an extra for CPUs, and no GPU: kernels would not be interpreted"
 TRL = "needs TRL, an extra: pip install -e '.[bench]'"
 PACKAGE_INDEX = "needs the package index that pip is set up for: nothing answers there"
 CHROMIUM = "needs Chromium to look at pages: apt-get install chromium"
@@ -34,6 +35,7 @@ requires_flash_attention = pytest.mark.skipif("not has_module('flash_attn')", re
 requires_cudnn_attention = pytest.mark.skipif("not has_cudnn_attention()", reason=CUDNN_ATTENTION)
 requires_ordinary_user = pytest.mark.skipif("user_id() == 0", reason=ORDINARY_USER)
 requires_harness = pytest.mark.skipif("not has_module('lm_eval')", reason=HARNESS)
+requires_interpreter = pytest.mark.skipif("not interprets_kernels()", reason=INTERPRETER)
 requires_trl = pytest.mark.skipif("not has_module('trl')", reason=TRL)
 requires_chromium = pytest.mark.skipif("not program('chromium')", reason=CHROMIUM)
 requires_package_index = pytest.mark.skipif("not package_index()", reason=PACKAGE_INDEX)
@@ -62,6 +64,11 @@ def has_cudnn_attention() -> bool:
     return num_gpus() > 0 and not cudnn.requires(torch.device("cuda"))
 
 
+def interprets_kernels() -> bool:
+    """Whether Triton's kernels run on the CPU here, as the first import of Triton decides for the process."""
+    return os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+
+
 @cache
 def package_index() -> bool:
     """Whether pip finds a package that no folder of wheels on this machine is likely to have."""
@@ -78,6 +85,7 @@ def names_of_conditions() -> dict[str, Any]:
         "user_id": os.geteuid,
         "program": shutil.which,
         "package_index": package_index,
+        "interprets_kernels": interprets_kernels,
         "in_venv": in_venv,
     }
 

@@ -7,6 +7,7 @@ import torch
 from app.batch import Batch
 from app.data.loader import Loader
 from app.model import fp8
+from app.model.head_proof import settle_head
 from app.model.probe import check_packing
 from app.model.proof import Proof
 from app.model.trainee import Trainee
@@ -23,14 +24,15 @@ def prove_on(trainee: Trainee, batch: Batch) -> list[Proof]:
     fused = [proof for proof in trainee.fused.proofs if proof.holds]
     rounding = fp8.prove(trainee.network)
     with fp8.rows_as_they_are(trainee.network):
-        return [trainee.check_head(batch), *check_packing(trainee, batch), *fused, *rounding]
+        head = [trainee.check_head(batch), *settle_head(trainee, batch)]
+        return [*head, *check_packing(trainee, batch), *trainee.unpacking.proofs, *fused, *rounding]
 
 
 def remarks_on(trainee: Trainee, proofs: Sequence[Proof]) -> list[str]:
     """What is computed in another way than it could be, because it did not hold."""
     failed = [proof for proof in proofs if not proof.holds]
     return [
-        *trainee.fused.remarks(),
+        *trainee.remarks(),
         *(
             f"{proof.what}, differs by {proof.difference:.1e} (allowed {proof.allowed:.1e}) and is not used"
             for proof in failed

@@ -15,6 +15,7 @@ from app.model.dtypes import DTYPES
 from app.model.fp8 import rows_as_they_are
 from app.model.fused import fuse
 from app.model.packing import Packing
+from app.model.fused.unpacking import share_scratch
 from app.model.pooled import keep_exact
 from app.model.quantize import packing_of, require_quantizable
 from app.model.recompute import recompute, repeated_layers, require_layers
@@ -60,8 +61,13 @@ class ModelSections:
     @property
     def packing(self) -> Packing | None:
         """How the base is packed; its arithmetic is that of the precision."""
+        return packing_of(self.quantization, self.computed_in)
+
+    @property
+    def computed_in(self) -> torch.dtype:
+        """What products are made in."""
         dtypes = DTYPES[self.precision]
-        return packing_of(self.quantization, dtypes.compute or dtypes.base)
+        return dtypes.compute or dtypes.base
 
     @property
     def base_dtype(self) -> torch.dtype:
@@ -80,6 +86,7 @@ def build_trainee(sections: ModelSections, device: torch.device, seed: int, base
     trainee = Trainee(network.to(device), DTYPES[sections.precision].compute, pooled=pooled)
     trainee.train()
     if sections.adapter.fused:
+        trainee.unpacking = share_scratch(network, sections.computed_in)
         with rows_as_they_are(network):
             trainee.fused = fuse(network, partial(trainee.arithmetic, device))
     return trainee

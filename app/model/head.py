@@ -94,7 +94,7 @@ def token_loss_sum(
     weights: Tensor | None = None,
 ) -> Tensor:
     """The sum of cross-entropies over all targets that are not IGNORE, each times its weight, in float32."""
-    with _for_trained_head(rows, parameters) as given:
+    with for_trained_head(rows, parameters) as given:
         loss: Tensor = _ChunkedLoss.apply(head, chunk, targets, weights, given, *parameters)  # type: ignore[no-untyped-call]
     return loss
 
@@ -106,7 +106,7 @@ def token_scores(
     """Of each target its cross-entropy in float32, 0 for IGNORE, and the token of the largest logit."""
     losses = torch.empty(targets.shape, dtype=torch.float32, device=rows.device)
     chosen = torch.empty(targets.shape, dtype=torch.long, device=rows.device)
-    with _for_trained_head(rows, parameters) as given:
+    with for_trained_head(rows, parameters) as given:
         for start in range(0, given.shape[0], chunk):
             part = slice(start, start + chunk)
             logits = head(given[part]).float()
@@ -117,7 +117,7 @@ def token_scores(
 
 
 @contextlib.contextmanager
-def _for_trained_head(rows: Tensor, parameters: list[nn.Parameter]) -> Iterator[Tensor]:
+def for_trained_head(rows: Tensor, parameters: list[nn.Parameter]) -> Iterator[Tensor]:
     """A trained head's gradient is a sum over all rows, made before any scale: float16 could not hold it."""
     device = rows.device.type
     if parameters and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from app.model.kernels import loss
+
 Hidden = Mapping[str, Callable[..., int]]  # full name of an operation -> bytes for its arguments
 
 _WIDE = 4  # bytes of a float32
@@ -52,6 +54,7 @@ def _narrow_product(
 
 HIDDEN: Hidden = {
     "bitsandbytes::gemm_4bit": _unpacked_weight,
+    "app_kernels::spend_logits": loss.hidden,
     "app_fp8::quantize_rows": _wide_rows,
     "app_fp8::product": _wide_product,
 }

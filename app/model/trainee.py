@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from app.batch import Batch
 from app.errors import EnvironmentProblem
 from app.model.fused import NOTHING_FUSED
+from app.model.fused.unpacking import Unpacking
 from app.model.head import Head, chunk_rows, head_parameters, own_head, token_loss_sum, token_scores
+from app.model.linear_head import LinearHead
 from app.model.pooled import class_loss_sum, class_scores, pooled_head, takes_segments
 from app.model.positions import first_position
 from app.model.proof import Proof
@@ -26,8 +28,11 @@ class Trainee(nn.Module):
         self.network = network
         self.compute = compute
         self.fused = NOTHING_FUSED
+        self.unpacking = Unpacking()
         self.pooled = pooled  # one answer for a document
         lm = self.language_model
+        self.linear: LinearHead | None = None  # a faster way, where it is proven: model.head_proof
+        self.head_remarks: tuple[str, ...] = ()
         self.head: Head = pooled_head(lm) if pooled else own_head(lm)
         self.takes_segments = takes_segments(lm)
         self._head_parameters = head_parameters(lm)
@@ -47,6 +52,8 @@ class Trainee(nn.Module):
             if self.pooled:
                 return class_loss_sum(self.head, rows, batch.targets), batch.num_labels
             weights = None if batch.weights is None else batch.weights.each
+            if self.linear is not None:
+                return self.linear.loss_sum(rows, batch.targets, weights), batch.num_labels
             loss = token_loss_sum(self.head, rows, batch.targets, self._head_parameters, self._chunk, weights)
         return loss, batch.num_labels
 
@@ -57,7 +64,13 @@ class Trainee(nn.Module):
             rows = self._labelled_rows(batch)
             if self.pooled:
                 return class_scores(self.head, rows, batch.targets)
+            if self.linear is not None:
+                return self.linear.scores(rows, batch.targets)
             return token_scores(self.head, rows, batch.targets, self._head_parameters, self._chunk)
+
+    def remarks(self) -> list[str]:
+        """On what is computed in a slower way than it could be."""
+        return [*self.fused.remarks(), *self.unpacking.remarks, *self.head_remarks]
 
     def _labelled_rows(self, batch: Batch) -> Tensor:
         hidden = self.language_model.base_model(

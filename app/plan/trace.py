@@ -4,6 +4,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
@@ -16,7 +17,10 @@ from app.engine.runtime import Runtime
 from app.engine.step import Stepper
 from app.model.dtypes import DTYPES
 from app.model.fused import fuse
+from app.model.fused.unpacking import share_scratch
 from app.model.hidden import HIDDEN, ON_GPU
+from app.model.kernels import as_on_gpu
+from app.model.linear_head import linear_head
 from app.model.outline import Outline
 from app.model.tasks import task_of
 from app.model.trainee import Trainee
@@ -63,10 +67,10 @@ def trace(asked: Asked, outline: Outline, plain: int, recomputed: int) -> Trace:
     """Of a model of so many layers that keep everything and so many, the first ones, that do not."""
     run, flops, paged = asked.run, FlopCounter(), Paged()
     network = outline.network(plain + recomputed)
-    with FakeTensorMode(allow_non_fake_inputs=True), AnyNumber():
+    ways = as_on_gpu() if asked.on_gpu else nullcontext()
+    with ways, FakeTensorMode(allow_non_fake_inputs=True), AnyNumber():
         materialise(network)
-        pooled = task_of(run.task).pooled
-        trainee = Trainee(network, DTYPES[asked.precision].compute, pooled=pooled).train()
+        trainee = _trainee(asked, network)
         optimizer = build_optimizer(run.optimizer, trainee, run.seed)
         paged.take_from(ordinary(optimizer), on_gpu=asked.on_gpu)
         _make_states(trainee, optimizer)
@@ -75,6 +79,7 @@ def trace(asked: Asked, outline: Outline, plain: int, recomputed: int) -> Trace:
         for kind, tensors in kept_tensors(trainee, optimizer).items():
             counter.hold(kind, tensors)
         if run.adapter.fused:
+            share_scratch(network, DTYPES[asked.precision].base, proven=False)
             trainee.fused = fuse(network, None)
         stages.watch(trainee, optimizer, counter, flops, recomputed)
         batches = [_batch(asked.shape)] * min(asked.shape.micro_batches, 2)
@@ -110,6 +115,14 @@ def trace(asked: Asked, outline: Outline, plain: int, recomputed: int) -> Trace:
         update_flops=update,
         events=tuple(events[:length]),
     )
+
+
+def _trainee(asked: Asked, network: nn.Module) -> Trainee:
+    """With the head that a run would prove."""
+    pooled = task_of(asked.run.task).pooled
+    trainee = Trainee(network, DTYPES[asked.precision].compute, pooled=pooled).train()
+    trainee.linear = None if pooled else linear_head(trainee.language_model)
+    return trainee
 
 
 def _make_states(trainee: Trainee, optimizer: Optimizer) -> None:

@@ -9,7 +9,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from scripts.bench.timing import Lines, Scale, milliseconds, rate
+from app.model.fused.frozen import Dense, FourBits, Frozen
+from app.model.kernels import can_run
+from app.model.kernels.nf4 import Packed, Scratch
+from scripts.bench.timing import NOT_HERE, Lines, Scale, milliseconds, rate
 
 TOKENS, RANK = 16384, 16
 # outputs x inputs
@@ -138,38 +141,66 @@ def _way(scale: Scale, layer: Adapted, way: str) -> dict[str, Any]:
     return {"milliseconds": milliseconds(call, scale.device)}
 
 
+UNPACKING = ("bitsandbytes", "plain", "kernel")  # who does it
+PRODUCTS = ("unpacked before", "bitsandbytes", "kernel")
+
+
 def nf4(scale: Scale, lines: Lines) -> None:
     """Unpacking alone, in bytes read and written; and a product that unpacks first against one that need not."""
     for name in ("8b gate", "8b q", "70b gate"):
         n, k = (scale.size(number) for number in LAYERS[name])
         for double in (True, False):
-            measure = partial(_unpacking, scale, n, k, double=double)
-            lines.attempt(name, measure, way="unpack", double_quant=double, shape=(n, k))
-        for packed in (False, True):
-            measure = partial(_multiplying, scale, n, k, packed=packed)
-            lines.attempt(name, measure, way="product", packed=packed, shape=(scale.size(TOKENS), n, k))
+            for by in UNPACKING:
+                measure = partial(_unpacking, scale, n, k, by, double=double)
+                lines.attempt(name, measure, way="unpack", by=by, double_quant=double, shape=(n, k))
+        for by in PRODUCTS:
+            measure = partial(_multiplying, scale, n, k, by)
+            lines.attempt(name, measure, way="product", by=by, shape=(scale.size(TOKENS), n, k))
 
 
-def _unpacking(scale: Scale, n: int, k: int, *, double: bool) -> dict[str, Any]:
-    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+def _unpacking(scale: Scale, n: int, k: int, by: str, *, double: bool) -> dict[str, Any]:
+    from bitsandbytes.functional import dequantize_4bit
 
-    weight = scale.random(n, k, std=0.02)
-    packed, state = quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=double)
-    took = milliseconds(lambda: dequantize_4bit(packed, state), scale.device)
+    from app.model.kernels.nf4 import unpack_plain
+
+    if by == "kernel" and not can_run(scale.device):
+        return {"milliseconds": None, "why": NOT_HERE}
+    weight = _packed_layer(scale, n, k, double=double).weight
+    packed, out = Packed.of(weight), scale.random(n, k)
+    ways: dict[str, Callable[[], Any]] = {
+        "bitsandbytes": lambda: dequantize_4bit(weight.data, weight.quant_state),
+        "plain": lambda: unpack_plain(packed, out),
+        "kernel": lambda: packed.into(out),
+    }
+    took = milliseconds(ways[by], scale.device)
     scales = 1 / 64 if double else 4 / 64  # bytes of each weight
-    moved = n * k * (0.5 + scales + weight.element_size())
+    moved = n * k * (0.5 + scales + out.element_size())
     return {"milliseconds": took, "gb_per_second": moved / took / 1e6}
 
 
-def _multiplying(scale: Scale, n: int, k: int, *, packed: bool) -> dict[str, Any]:
-    x = scale.random(scale.size(TOKENS), k)
-    layer = torch.nn.Linear(k, n, bias=False, device=scale.device, dtype=scale.dtype)
-    if packed:
-        from app.model.quantize import FourBit
-
-        holder = torch.nn.Sequential(layer)
-        FourBit("nf4", double_quant=True, compute=scale.dtype).pack(holder)
-        layer = holder[0]  # type: ignore[assignment]
+def _multiplying(scale: Scale, n: int, k: int, by: str) -> dict[str, Any]:
+    """Forward and the way back to the rows, as a fused layer makes them."""
+    if by == "kernel" and not can_run(scale.device):
+        return {"milliseconds": None, "why": NOT_HERE}
+    x, above = scale.random(scale.size(TOKENS), k), scale.random(scale.size(TOKENS), n)
+    frozen: Frozen
+    if by == "unpacked before":
+        layer = torch.nn.Linear(k, n, bias=False, device=scale.device, dtype=scale.dtype)
+        frozen = Dense(layer)
+    else:
+        packed = _packed_layer(scale, n, k, double=True)
+        packed.scratch = Scratch([packed.weight]) if by == "kernel" else None
+        frozen = FourBits(packed)
     with torch.no_grad():
-        took = milliseconds(lambda: layer(x), scale.device)
-    return {"milliseconds": took, "tflops": rate(2.0 * len(x) * n * k, took)}
+        took = milliseconds(lambda: (frozen.product(x), frozen.back(above)), scale.device)
+    return {"milliseconds": took, "tflops": rate(4.0 * len(x) * n * k, took)}
+
+
+def _packed_layer(scale: Scale, n: int, k: int, *, double: bool) -> Any:
+    from app.model.quantize import FourBit
+
+    layer = torch.nn.Linear(k, n, bias=False, device=scale.device, dtype=scale.dtype)
+    layer.weight.data.copy_(scale.random(n, k, std=0.02))
+    holder = torch.nn.Sequential(layer)
+    FourBit("nf4", double_quant=double, compute=scale.dtype).pack(holder)
+    return holder[0]

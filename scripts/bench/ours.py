@@ -8,6 +8,7 @@ from app.data.labels import next_tokens
 from app.engine.ground import sections_of
 from app.engine.step import Stepper
 from app.model.build import build_trainee
+from app.model.head_proof import settle_head
 from app.optim.optimizers import build_optimizer
 from scripts.bench.clock import Clock
 from scripts.bench.prepared import BASE, BINS, PAD, PADDED, Prepared
@@ -26,6 +27,7 @@ class Ours:
         self._stepper = Stepper(trainee, optimizer, prepared.runtime, run.training.clip, fp16=fp16)
         self._prepared = prepared
         self._collate = Collator(prepared)
+        settle_head(trainee, self._collate(prepared.steps[0][0]).to(prepared.runtime.device))
         self.network: nn.Module = trainee.network
         self.attention = prepared.choices.attention
         self.layout = BINS if run.batching.packing else PADDED

@@ -25,6 +25,7 @@ FAULTS = (
     KeyError,
     AppError,
 )
+NOT_HERE = "our kernels need Triton and an NVIDIA GPU"
 _SECONDS = {"cuda": 0.4, "cpu": 0.02}  # of repetitions
 _MOST, _WARM_UP = 50, 3
 

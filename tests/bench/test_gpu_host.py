@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from scripts.bench.stages import STAGES, Item, Setting, run
+from scripts.bench.timing import NOT_HERE
 from tests.bench.conftest import Bench, lines_of
 from tests.conftest import REPO
 
@@ -38,6 +39,17 @@ def test_single_operations(bench: Bench) -> None:
     attention = {line["name"]: line for line in found if line["item"] == "attention" and "error" not in line}
     assert all(line["difference"] < 1e-5 > line["gradient_difference"] for line in attention.values())
     assert {line["numbers"] for line in found if line["item"] == "gemm"} == {"run", "fp8", "fp8 slow sums"}
+    ours = {
+        (line["item"], line.get("by") or line.get("way")): line
+        for line in found
+        if line["item"] in ("nf4", "head")
+    }
+    assert {line["why"] for (_, way), line in ours.items() if "kernel" in way} == {NOT_HERE}
+    timed = {(item, way) for (item, way), line in ours.items() if line["milliseconds"] is not None}
+    assert timed == {
+        *(("nf4", by) for by in ("bitsandbytes", "plain", "unpacked before")),
+        *(("head", way) for way in ("own", "linear, plain")),
+    }
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from app.engine.peers import Peers
 from app.engine.runtime import Runtime
 from app.engine.step import Stepper
 from app.model.build import build_trainee
+from app.model.head_proof import settle_head
 from app.optim.optimizers import build_optimizer
 from app.plan.prediction import predict
 from tests.plan.truth import PACKED, batch_of, small_run
@@ -21,6 +22,7 @@ CHOICES = Choices("fp32", "sdpa")
 
 def stepper_of(run: RunConfig) -> Stepper:
     trainee = build_trainee(sections_of(run, CHOICES), torch.device("cpu"), run.seed, "nowhere")
+    settle_head(trainee, batch_of(PACKED))
     return Stepper(trainee, build_optimizer(run.optimizer, trainee), ALONE, run.training.clip, fp16=False)
 
 

@@ -13,6 +13,7 @@ from app.engine.peers import Peers
 from app.engine.runtime import Runtime
 from app.engine.step import Stepper
 from app.model.build import build_trainee
+from app.model.head_proof import settle_head
 from app.optim.optimizers import build_optimizer
 from app.plan.memory_plan import Shape
 
@@ -63,6 +64,7 @@ def counted_peak(run: RunConfig, shape: Shape) -> int:
     optimizer = build_optimizer(run.optimizer, trainee)
     alone = Runtime(None, torch.device("cpu"), Peers(0, 1), 1)
     stepper = Stepper(trainee, optimizer, alone, run.training.clip, fp16=run.precision.kind == "fp16")
+    settle_head(trainee, batch_of(shape))
     batches = [batch_of(shape) for _ in range(shape.micro_batches)]
     stepper.run(batches, 1e-3)
     stepper.forget_gradients()

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
@@ -36,22 +37,37 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class FourBits:
-    """Packed by bitsandbytes, and unpacked for each product."""
+    """Packed by bitsandbytes, and unpacked for each product: into room that all share where they were given it."""
 
     layer: Any
 
     def product(self, rows: Tensor) -> Tensor:
         """As the layer itself computes it."""
-        result: Tensor = self.layer(rows)
-        return result
+        weight = self._unpacked(rows)
+        if weight is None:
+            result: Tensor = self.layer(rows)
+            return result
+        bias = self.layer.bias
+        return F.linear(rows, weight, None if bias is None else bias.to(rows.dtype))
 
     def back(self, gradient: Tensor) -> Tensor:
         """As bitsandbytes does in its own backward pass."""
         from bitsandbytes.functional import dequantize_4bit
 
-        weight = self.layer.weight
-        unpacked: Tensor = dequantize_4bit(weight.data, weight.quant_state)
-        return gradient @ unpacked.to(gradient.dtype)
+        weight = self._unpacked(gradient)
+        if weight is None:
+            packed = self.layer.weight
+            weight = dequantize_4bit(packed.data, packed.quant_state).to(gradient.dtype)
+        return gradient @ weight
+
+    def _unpacked(self, rows: Tensor) -> Tensor | None:
+        """Where nobody keeps it: what is kept for a backward pass would be written over by then."""
+        scratch = getattr(self.layer, "scratch", None)
+        kept = torch.is_grad_enabled() and rows.requires_grad
+        if scratch is None or kept or torch.compiler.is_compiling():
+            return None
+        result: Tensor = scratch.unpacked(self.layer.weight, rows.dtype)
+        return result
 
 
 def _itself(layer: Any) -> Frozen:

@@ -1,0 +1,203 @@
+"""A head that is one linear layer: products of whole chunks, and logits that become their own gradient in place.
+
+What `model.head` does for any head, in fewer passes and with one chunk of logits instead of three. Whether a head is
+such is found by watching it, and proven before the first step (`model.head_proof`).
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from app.model.head import for_trained_head, head_parameters, own_head
+from app.model.kernels import taken_by
+from app.model.kernels.loss import spend
+
+_CHUNK_BYTES = 512 << 20  # of logits
+_LEAST_ROWS, _MOST_ROWS = 512, 4096
+
+# what a head may do beside one product with its weight
+_VIEWS = frozenset(
+    {"view", "_unsafe_view", "unsqueeze", "squeeze", "slice", "select", "t", "detach", "alias"}
+)
+_PRODUCTS = frozenset({"mm", "addmm"})
+
+
+@dataclass(frozen=True, slots=True)
+class LinearHead:
+    """`kernel`: whether a GPU spends the logits by its kernel; `chunk`: rows at once, None for what suits."""
+
+    layer: nn.Linear
+    kernel: bool = True
+    chunk: int | None = None
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """Of its weight and bias."""
+        return [parameter for parameter in self.layer.parameters() if parameter.requires_grad]
+
+    def without_kernel(self) -> "LinearHead":
+        """The same numbers in plain torch."""
+        return replace(self, kernel=False)
+
+    def uses_kernel(self, device: torch.device) -> bool:
+        """Whether logits there are spent by it."""
+        return self.kernel and taken_by(device)
+
+    def loss_sum(self, rows: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+        """The sum of cross-entropies over all targets that are not IGNORE, each times its weight, in float32."""
+        with for_trained_head(rows, self.trained) as given:
+            own = (self.layer.weight, self.layer.bias)
+            loss: Tensor = _LinearLoss.apply(self, targets, weights, given, *own)  # type: ignore[no-untyped-call]
+        return loss
+
+    @torch.no_grad()
+    def scores(self, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each target its cross-entropy in float32, 0 for IGNORE, and the token of the largest logit."""
+        losses = torch.empty(targets.shape, dtype=torch.float32, device=rows.device)
+        chosen = torch.empty(targets.shape, dtype=torch.long, device=rows.device)
+        with for_trained_head(rows, self.trained) as given, self.products(given) as products:
+            for part, _, logits in products.chunks(given):
+                chosen[part] = logits.argmax(-1)
+                losses[part] = spend(logits, targets[part], None, gradient=False, kernel=self.kernel)
+        return losses, chosen
+
+    @contextlib.contextmanager
+    def products(self, rows: Tensor) -> Iterator["_Products"]:
+        """Weight and bias as autocast would make them, and autocast off."""
+        kind, bias = rows.device.type, self.layer.bias
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
+        weight = self.layer.weight.detach().to(dtype)
+        size = self.chunk or rows_of_a_chunk(len(rows), len(weight), weight.element_size())
+        with torch.autocast(kind, enabled=False):
+            yield _Products(weight, None if bias is None else bias.detach().to(dtype), size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Products:
+    weight: Tensor
+    bias: Tensor | None
+    size: int  # rows at once
+
+    def chunks(self, rows: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Of each chunk its place, its rows in the dtype that is computed in, and its logits, all in one memory."""
+        room = self.weight.new_empty(min(self.size, len(rows)), len(self.weight))
+        for start in range(0, len(rows), self.size):
+            part = slice(start, start + self.size)
+            piece = rows[part].to(self.weight.dtype)
+            logits = room[: len(piece)]
+            if self.bias is None:
+                torch.mm(piece, self.weight.t(), out=logits)
+            else:
+                torch.addmm(self.bias, piece, self.weight.t(), out=logits)
+            yield part, piece, logits
+
+
+def rows_of_a_chunk(rows: int, vocabulary: int, number_bytes: int) -> int:
+    """As many as a bounded memory holds; all chunks alike, so that none is left with a few rows."""
+    most = max(_LEAST_ROWS, min(_MOST_ROWS, _CHUNK_BYTES // (number_bytes * vocabulary)))
+    chunks = max(1, -(-rows // most))
+    return max(1, -(-rows // chunks))
+
+
+def linear_head(lm: Any) -> LinearHead | None:
+    """None for a head that does more to its rows than one product, or has other trained parts."""
+    layer = lm.get_output_embeddings()
+    if type(layer) is not nn.Linear:
+        return None
+    own = {id(parameter) for parameter in layer.parameters()}
+    if any(id(parameter) not in own for parameter in head_parameters(lm)):
+        return None
+    row = layer.weight.detach().new_ones(1, layer.in_features)
+    with torch.no_grad(), _Watch(layer.weight) as watch:
+        own_head(lm)(row)
+    return LinearHead(layer) if watch.products == 1 and not watch.more else None
+
+
+class _Watch(TorchDispatchMode):
+    """Counts the products with a weight, and what is done beside them."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.products = self.more = 0
+        self._weight = weight.untyped_storage()._cdata
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._overloadpacket.__name__
+        given = (each for each in args if isinstance(each, Tensor))
+        if name in _PRODUCTS and any(each.untyped_storage()._cdata == self._weight for each in given):
+            self.products += 1
+        elif (
+            name not in _VIEWS and func.namespace != "prim"
+        ):  # tensors without memory are asked for their device
+            self.more += 1
+        return func(*args, **(kwargs or {}))
+
+
+class _LinearLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        head: LinearHead,
+        targets: Tensor,
+        weights: Tensor | None,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        of_rows, of_weight, of_bias = ctx.needs_input_grad[3:]
+        wanted = of_rows or of_weight or of_bias
+        total = torch.zeros((), dtype=torch.float32, device=rows.device)
+        ctx.found = found = [
+            torch.empty_like(rows) if of_rows else None,
+            torch.zeros_like(weight, dtype=torch.float32) if of_weight else None,
+            torch.zeros_like(weight[:, 0], dtype=torch.float32) if of_bias else None,
+        ]
+        ctx.dtypes = (rows.dtype, weight.dtype, None if bias is None else bias.dtype)
+        with head.products(rows) as products:
+            for part, piece, logits in products.chunks(rows):
+                each = None if weights is None else weights[part]
+                total += spend(logits, targets[part], each, gradient=wanted, kernel=head.kernel).sum()
+                _add_gradients(found, part, piece, logits, products.weight)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        found, ctx.found = ctx.found, None
+        if found is None:
+            raise RuntimeError("the gradients of this loss were given away: it goes backward once")
+        scaled = (
+            None if gradient is None else _scaled(gradient, upstream[0], dtype)
+            for gradient, dtype in zip(found, ctx.dtypes, strict=True)
+        )
+        return None, None, None, *scaled
+
+
+def _add_gradients(
+    found: list[Tensor | None], part: slice, piece: Tensor, logits: Tensor, weight: Tensor
+) -> None:
+    """Of one chunk, whose logits are their gradient by now; sums over chunks are in float32."""
+    of_rows, of_weight, of_bias = found
+    if of_rows is not None and of_rows.dtype == logits.dtype:
+        torch.mm(logits, weight, out=of_rows[part])
+    elif of_rows is not None:
+        of_rows[part] = logits @ weight
+    if of_weight is not None and logits.dtype == torch.float32:
+        of_weight.addmm_(logits.t(), piece)
+    elif of_weight is not None:
+        of_weight.add_(logits.t() @ piece)
+    if of_bias is not None:
+        of_bias.add_(logits.sum(0, dtype=torch.float32))
+
+
+def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """In place where it can be; a float16 scale could overflow."""
+    if gradient.dtype == torch.float32:
+        return gradient.mul_(scale).to(dtype)
+    return (gradient.float() * scale).to(dtype)

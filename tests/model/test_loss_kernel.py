@@ -1,0 +1,120 @@
+"""Logits spent in place, by the kernel and by plain torch, against float64."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from app.batch import IGNORE
+from app.model.kernels.loss import spend_plain
+from tests.marks import requires_gpu, requires_interpreter
+from tests.model.small import distance
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+ROUNDED = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+
+
+def given(
+    rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = (4 * torch.randn(rows, vocabulary, generator=generator)).to(dtype)
+    targets = torch.randint(vocabulary, (rows,), generator=generator)
+    targets[1::4] = IGNORE
+    logits[0, targets[0]] = 30.0  # as good as certain: its loss is all in the last digits
+    weights = torch.rand(rows, generator=generator) * 3
+    return logits.to(device), targets.to(device), weights.to(device)
+
+
+def exact(logits: Tensor, targets: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    leaf = logits.double().requires_grad_()
+    losses = F.cross_entropy(leaf, targets, ignore_index=IGNORE, reduction="none")
+    losses = losses if weights is None else losses * weights
+    return losses.detach(), torch.autograd.grad(losses.sum(), leaf)[0]
+
+
+def check(spend: Any, logits: Tensor, targets: Tensor, weights: Tensor | None) -> None:
+    wanted, gradient = exact(logits, targets, weights)
+    before = logits.clone()
+    losses = torch.full((len(logits),), float("nan"), device=logits.device)
+    spend(before, targets, weights, losses, gradient=False)
+    torch.testing.assert_close(losses.double(), wanted, rtol=2e-6, atol=2e-6)
+    losses.fill_(float("nan"))
+    spend(logits, targets, weights, losses, gradient=True)
+    torch.testing.assert_close(losses.double(), wanted, rtol=2e-6, atol=2e-6)
+    assert distance(logits.double(), gradient) <= ROUNDED[logits.dtype]
+    assert not logits[targets == IGNORE].any()
+    assert not losses[targets == IGNORE].any()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", ROUNDED, ids=str)
+@pytest.mark.parametrize("vocabulary", [37, 5000])
+def test_plain(vocabulary: int, dtype: torch.dtype, *, weighted: bool) -> None:
+    """Of 5000 logits a piece has 52 rows."""
+    logits, targets, weights = given(130, vocabulary, dtype, CPU)
+    check(spend_plain, logits, targets, weights if weighted else None)
+
+
+@requires_interpreter
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("vocabulary", [5, 1024, 19001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_the_kernel(vocabulary: int, dtype: torch.dtype, *, weighted: bool) -> None:
+    """19001 logits are three blocks, the last of them not full."""
+    from app.model.kernels.loss_triton import spend
+
+    logits, targets, weights = given(9, vocabulary, dtype, CPU)
+    check(spend, logits, targets, weights if weighted else None)
+
+
+@requires_interpreter
+def test_the_kernel_in_bf16() -> None:
+    """The interpreter cuts off where a GPU rounds."""
+    from app.model.kernels.loss_triton import spend
+
+    logits, targets, _ = given(9, 1000, torch.bfloat16, CPU)
+    wanted, gradient = exact(logits, targets, None)
+    losses = torch.empty(9)
+    spend(logits, targets, None, losses, gradient=True)
+    torch.testing.assert_close(losses.double(), wanted, rtol=2e-6, atol=2e-6)
+    assert distance(logits.double(), gradient) <= 8e-3
+
+
+@requires_interpreter
+def test_the_kernel_follows_the_rows_of_a_larger_memory() -> None:
+    from app.model.kernels.loss_triton import spend
+
+    room = torch.zeros(6, 100)
+    logits, targets, _ = given(6, 64, torch.float32, CPU)
+    room[:, :64] = logits
+    check(spend, room[:, :64], targets, None)
+    assert not room[:, 64:].any()
+
+
+@requires_gpu
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("vocabulary", [128256, 151936, 32000])
+@pytest.mark.parametrize("dtype", ROUNDED, ids=str)
+def test_the_kernel_on_a_gpu(vocabulary: int, dtype: torch.dtype, *, weighted: bool) -> None:
+    from app.model.kernels.loss_triton import spend
+
+    logits, targets, weights = given(96, vocabulary, dtype, GPU)
+    check(spend, logits, targets, weights if weighted else None)
+
+
+@requires_gpu
+def test_rows_whose_place_is_beyond_32_bits() -> None:
+    from app.model.kernels.loss_triton import spend
+
+    logits = torch.zeros(17000, 128256, dtype=torch.bfloat16, device=GPU)
+    logits[-1, 7] = 3.0
+    targets = torch.full((17000,), IGNORE, device=GPU)
+    targets[-1] = 7
+    wanted, gradient = exact(logits[-1:], targets[-1:], None)
+    losses = torch.empty(17000, device=GPU)
+    spend(logits, targets, None, losses, gradient=True)
+    torch.testing.assert_close(losses[-1:].double(), wanted, rtol=2e-6, atol=2e-6)
+    assert distance(logits[-1:].double(), gradient) <= ROUNDED[torch.bfloat16]
