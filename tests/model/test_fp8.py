@@ -333,10 +333,25 @@ def test_a_wrong_product_is_refused(wrong: str, monkeypatch: pytest.MonkeyPatch)
     assert wrong != "raises" or "Expected both dimensions" in str(refusal.value)
 
 
+def test_layouts_are_those_that_torch_asks_of_a_gpu() -> None:
+    """On meta it applies the rules of CUDA."""
+    layer = linear(64, 256)[0].to("meta")
+    for weight, scale in ((layer.weight, layer.scale), (layer.weight_back, layer.scale_back)):
+        outputs, inputs = weight.shape
+        rows = torch.empty(5, inputs, dtype=E4M3, device="meta")
+        of_rows = torch.empty(5, 1, device="meta")
+        out = operations._product_on_gpu(rows, of_rows, weight.view(E4M3), scale, torch.float32, True)
+        assert (out.shape, out.dtype) == ((5, outputs), torch.float32)
+        with pytest.raises(RuntimeError, match="col_major"):
+            operations._product_on_gpu(rows, of_rows, weight.view(E4M3).T, scale, torch.bfloat16, True)
+
+
 @requires_gpu
 def test_a_gpu_multiplies_what_the_cpu_multiplies() -> None:
-    layer, x = Fp8Linear(random(4096, 1024), None), random(300, 1024, seed=1)
-    here, there = layer(x), layer.cuda()(x.cuda().bfloat16())
-    assert distance(there.float().cpu(), here) < 0.01
-    given = random(300, 4096, seed=2)
-    assert distance(layer.back(given.cuda().bfloat16()).float().cpu(), layer.cpu().back(given)) < 0.01
+    layer = Fp8Linear(random(4096, 1024), None)
+    x, given = random(300, 1024, seed=1).bfloat16(), random(300, 4096, seed=2).bfloat16()
+    here, back = layer(x.float()), layer.back(given.float())
+    layer.cuda()
+    assert all(proof.holds for proof in fp8.prove(layer))
+    assert distance(layer(x.cuda()).float().cpu(), here) < 0.02
+    assert distance(layer.back(given.cuda()).float().cpu(), back) < 0.01, "with exact sums"

@@ -30,6 +30,14 @@ def offered(*words: str) -> dict[str, int]:
             },
         ),
         (
+            ["model=llama", "quantization=fp8", "training.recompute=true", "batching.tokens=2048", "adapter.r=8"],
+            {
+                "optimizer=paged_adamw_8bit": NUMBERS,
+                "quantization=nf4": NUMBERS,
+                "dataset.max_length=1024 batching.tokens=1024": LEARNING,
+            },
+        ),
+        (
             ["model=llama", "recipe=full", "training.recompute=false", "batching.tokens=2048"],
             {
                 "training.recompute=true": SPEED,

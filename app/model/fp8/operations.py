@@ -26,7 +26,7 @@ _OPERATIONS.define(
 
 def quantize_reference(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Rows [n, k] in e4m3, and the scale of each [n, 1]: what a number is to be multiplied with."""
-    wide = rows.to(torch.float32, copy=True)
+    wide = rows.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     largest = torch.linalg.vector_norm(wide, torch.inf, -1, keepdim=True).clamp_(min=_LEAST)
     # a number divided by a tensor, and a tensor by a number on a GPU, would be rounded twice: kernels do not
     wide.mul_(torch.full_like(largest, LARGEST).div_(largest)).clamp_(-LARGEST, LARGEST)
