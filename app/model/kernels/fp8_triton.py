@@ -2,6 +2,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Rows rounded to e4m3 in one launch, with what makes them. Imported late: triton may be missing.
 
+`silu_mul_quantize` and `norm_quantize` round rows as they are made; no layer calls them until a GPU shows that it pays.
+
 Each program has a whole row, so that its largest number and what is rounded with it are read once.
 """
 
@@ -50,6 +52,33 @@ def _gated(
     _round(h.to(tl.float32), known, out, scales, row, at, width, LEAST, LARGEST)
 
 
+@triton.jit
+def _normed(
+    rows,
+    gain,
+    normed,
+    out,
+    scales,
+    width,
+    EPS: tl.constexpr,
+    LEAST: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    known = at < width
+    x = tl.load(rows + row * width + at, mask=known, other=0.0).to(tl.float32)
+    w = tl.load(gain + at, mask=known, other=0.0)
+    kind = normed.dtype.element_ty
+    size = tl.sqrt_rn(tl.sum(x * x, axis=0) / width + EPS)
+    # as models of Llama's kind do it: rounded before the gain, and after it again
+    y = (x / size).to(kind).to(tl.float32)
+    h = (y * w.to(tl.float32)).to(kind)
+    tl.store(normed + row * width + at, h, mask=known)
+    _round(h.to(tl.float32), known, out, scales, row, at, width, LEAST, LARGEST)
+
+
 def quantize_rows(rows: Tensor, out: Tensor, scales: Tensor, least: float, largest: float) -> None:
     """Rows [n, k] into `out`, of the dtype that they are rounded to, and `scales` [n, 1]; all contiguous."""
     count, width = rows.shape
@@ -74,6 +103,35 @@ def silu_mul_quantize(
             out,
             scales,
             width,
+            LEAST=least,
+            LARGEST=largest,
+            BLOCK=block,
+            num_warps=_warps(block),
+        )
+
+
+def norm_quantize(
+    rows: Tensor,
+    gain: Tensor,
+    eps: float,
+    normed: Tensor,
+    out: Tensor,
+    scales: Tensor,
+    least: float,
+    largest: float,
+) -> None:
+    """The root-mean-square norm of rows into `normed`, and rounded as above."""
+    count, width = rows.shape
+    block = triton.next_power_of_2(width)
+    with torch.cuda.device_of(rows):
+        _normed[(count,)](
+            rows,
+            gain,
+            normed,
+            out,
+            scales,
+            width,
+            EPS=eps,
             LEAST=least,
             LARGEST=largest,
             BLOCK=block,
