@@ -1,6 +1,6 @@
 """The batch that data makes and that model and engine use: the one shape they agree on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -35,7 +35,11 @@ class Documents:
 
     def to(self, device: torch.device) -> "Documents":
         """The same with its bounds on `device`; host values stay."""
-        return replace(self, bounds=self.bounds.to(device, non_blocking=True))
+        return self.mapped(lambda bounds: bounds.to(device, non_blocking=True))
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> "Documents":
+        """The same with its tensors elsewhere; host values stay."""
+        return replace(self, bounds=change(self.bounds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +49,9 @@ class Weights:
     each: Tensor  # [N] float32
     total: float  # a host value
 
-    def to(self, device: torch.device) -> "Weights":
-        """The same on `device`."""
-        return replace(self, each=self.each.to(device, non_blocking=True))
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> "Weights":
+        """The same with its tensors elsewhere."""
+        return replace(self, each=change(self.each))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +100,22 @@ class Batch:
         return [self.ids, self.positions, self.label_rows, self.targets, *bounds, *weights, *sides]
 
     def to(self, device: torch.device) -> "Batch":
-        """The same batch on `device`; host values stay."""
+        """The same batch on `device`; host values stay. The host does not wait if it is pinned."""
+        return self.mapped(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> "Batch":
+        """The same in pages of the host that a GPU copies by itself."""
+        return self.mapped(Tensor.pin_memory)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        """The same with its tensors elsewhere; host values stay."""
         return replace(
             self,
-            ids=self.ids.to(device, non_blocking=True),
-            positions=self.positions.to(device, non_blocking=True),
-            label_rows=self.label_rows.to(device, non_blocking=True),
-            targets=self.targets.to(device, non_blocking=True),
-            documents=None if self.documents is None else self.documents.to(device),
-            weights=None if self.weights is None else self.weights.to(device),
-            segments=None if self.segments is None else self.segments.to(device, non_blocking=True),
+            ids=change(self.ids),
+            positions=change(self.positions),
+            label_rows=change(self.label_rows),
+            targets=change(self.targets),
+            documents=None if self.documents is None else self.documents.mapped(change),
+            weights=None if self.weights is None else self.weights.mapped(change),
+            segments=None if self.segments is None else change(self.segments),
         )

@@ -106,12 +106,11 @@ class InBackward:
     @torch.no_grad()
     def _take(self, parameter: nn.Parameter) -> None:
         """A gradient that is not finite leaves its own parameter as it is; others may have been stepped by then."""
-        gradient = parameter.grad
-        assert gradient is not None
         if self._rehearses:
             parameter.grad = None
             return
-        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        assert parameter.grad is not None
+        norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
         self._norms[parameter] = norm
         skipped = ~norm.isfinite()
         if self._skips_on_device:

@@ -10,6 +10,7 @@ from torch import Tensor
 from app.batch import Batch
 from app.config.schema import CheckpointConfig, EvalConfig, TrainingConfig
 from app.data.loader import Loader
+from app.engine.ahead import Ahead
 from app.engine.checkpoint import Checkpoints
 from app.engine.evaluation import Scores, score
 from app.engine.memory import Measured
@@ -82,6 +83,7 @@ class Loop:
         self.parts = parts
         self._rhythm = rhythm
         self.progress = progress
+        self._ahead = Ahead(parts.loader.batches, parts.runtime.device)
         self._window = _Window()
         self._pace = Pace(_course(parts, rhythm, progress))
         self._tokens, self._seconds = 0, 0.0
@@ -121,8 +123,10 @@ class Loop:
     def _step(self) -> StepResult:
         at = self.progress.step
         lr = self.parts.learning_rate(at)
-        result = self.memory.run(self.parts.stepper, self.parts.loader.batches(at), lr)
+        result = self.memory.run(self.parts.stepper, self._ahead.batches(at), lr)
         self.progress.step = at + 1
+        if not self._at_end():
+            self._ahead.prepare(at + 1)  # before anybody waits for the device
         self.progress.tokens += result.tokens
         self.progress.trained_tokens += result.labels
         self._window.tokens += result.tokens

@@ -92,7 +92,7 @@ def trainee_of(run: RunConfig) -> Trainee:
 
 def stepper_of(run: RunConfig, runtime: Runtime) -> Stepper:
     trainee = trainee_of(run)
-    optimizer = build_optimizer(run.optimizer, trainee)
+    optimizer = build_optimizer(run.optimizer, trainee, run.seed)
     return Stepper(trainee, optimizer, runtime, run.training.clip, fp16=run.precision.kind == "fp16")
 
 
