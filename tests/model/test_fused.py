@@ -13,7 +13,7 @@ from tests.model.small import ALL_KINDS, distance, gradients, lora, trainee_of
 from tests.model.test_recompute import BATCH, saved_bytes
 
 NF4 = QuantizationConfig(kind="nf4", double_quant=True)
-LLAMAS = {"linear": 14, "gated": 2}  # of two layers
+LLAMAS = {"linear": 14, "gated": 2, "shared": 2, "norms": 5}  # of two layers
 
 
 def pair(kind: str, precision: str = "fp32", **given: Any) -> tuple[Trainee, Trainee]:
@@ -70,9 +70,9 @@ def test_every_kind_is_fused_where_it_gives_the_same(kind: str) -> None:
 
 def test_a_llama_is_fused_whole() -> None:
     found = trainee_of("llama", lora()).fused
-    assert {"linear": found.linear, "gated": found.gated} == LLAMAS
-    # q and o, k and v, gate and up, down; the MLP
-    assert len(found.proofs) == 5
+    assert {each: getattr(found, each) for each in LLAMAS} == LLAMAS
+    # q and o, k and v, gate and up, down; the MLP; the norms; q, k and v together
+    assert len(found.proofs) == 7
 
 
 @pytest.mark.parametrize("quantization", [None, NF4], ids=["dense", "nf4"])
@@ -140,23 +140,27 @@ def _with_more(mlp: Any) -> Any:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_proof_sees_a_wrong_pass(part: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth too much anywhere: nothing is fused."""
-    real_product, real_gradients = adapted.product, adapted.gradients
+    real_products, real_gradients = adapted.products, adapted.gradients
+    factors = [1.1 if part == each else 1 for each in ("of_a", "of_b")]
 
-    def product(rows: Tensor, layer: Any) -> tuple[Tensor, Tensor]:
-        out, inner = real_product(rows, layer)
-        return out * (1.1 if part == "forward" else 1), inner
+    def products(rows: Tensor, layers: Any) -> tuple[list[Tensor], Tensor]:
+        outs, inner = real_products(rows, layers)
+        return [out * (1.1 if part == "forward" else 1) for out in outs], inner
 
-    def wrong(*given: Any, of_rows: bool) -> list[Tensor | None]:
-        names = ("of_x", "of_a", "of_b")
-        found = zip(names, real_gradients(*given, of_rows=of_rows), strict=True)
-        return [g * 1.1 if name == part and g is not None else g for name, g in found]
+    def wrong(*given: Any, of_rows: bool) -> tuple[Tensor | None, list[Any]]:
+        of_x, halves = real_gradients(*given, of_rows=of_rows)
+        if of_x is not None and part == "of_x":
+            of_x = of_x * 1.1
+        return of_x, [
+            tuple(each * factor for each, factor in zip(both, factors, strict=True)) for both in halves
+        ]
 
     for module in (adapted, gated):
-        monkeypatch.setattr(module, "product", product)
+        monkeypatch.setattr(module, "products", products)
         monkeypatch.setattr(module, "gradients", wrong)
     found = trainee_of("llama", lora(), precision).fused
-    assert (found.linear, found.gated) == (0, 0)
-    assert not any(proof.holds for proof in found.proofs)
+    assert (found.linear, found.gated, found.shared) == (0, 0, 0)
+    assert not any(proof.holds for proof in found.proofs if "Norm" not in proof.what)
 
 
 def test_a_trained_base_is_no_frozen_one() -> None:

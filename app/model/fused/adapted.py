@@ -1,9 +1,11 @@
-"""A frozen linear layer with its adapter: y = x W^T + bias + scale (x A^T) B^T.
+"""Frozen linear layers with their adapters: y = x W^T + bias + scale (x A^T) B^T, one or several of the same rows.
 
-Kept for the backward pass are x, which whoever made it keeps anyway, and the few numbers x A^T. PEFT's forward keeps x
-once more for each adapter in the dtype that is computed in, and makes the sum in three passes over y.
+Kept for the backward pass are x, or what it is made from again (`rows`), and the few numbers x A^T. PEFT's forward
+keeps x once more for each adapter in the dtype that is computed in, and makes the sum in three passes over y. Layers of
+the same rows multiply them by all their A at once, and their gradients reach the rows in one buffer.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from app.model.fused.frozen import Frozen
+from app.model.fused.frozen import Frozen, back_onto
+from app.model.fused.rows import Recipe, kept_rows, recipe_of, rows_again
+
+Halves = tuple[Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +30,18 @@ class Adapted:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rows in any leading shape."""
-        result: Tensor = _Linear.apply(x, self.a, self.b, self.frozen, self.scale)  # type: ignore[no-untyped-call]
-        return result
+        return together(x, (self,))[0]
+
+
+def together(x: Tensor, layers: Sequence[Adapted]) -> tuple[Tensor, ...]:
+    """The output of each layer, in one node of the graph."""
+    result: tuple[Tensor, ...] = _Together.apply(x, layers, recipe_of(x), *halves_of(layers))  # type: ignore[no-untyped-call]
+    return result
+
+
+def halves_of(layers: Iterable[Adapted]) -> list[Tensor]:
+    """A, B of each, as an autograd function takes them and returns their gradients."""
+    return [half for layer in layers for half in (layer.a, layer.b)]
 
 
 def computed_in(x: Tensor) -> torch.dtype:
@@ -35,43 +50,86 @@ def computed_in(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def product(rows: Tensor, layer: Adapted) -> tuple[Tensor, Tensor]:
-    """Of rows [n, in] in the dtype that is computed in: the layer's output, and rows A^T."""
-    inner = rows @ layer.a.to(rows.dtype).T
-    out = layer.frozen.product(rows)
-    return out.addmm_(inner, layer.b.to(rows.dtype).T, alpha=layer.scale), inner
+def products(rows: Tensor, layers: Sequence[Adapted]) -> tuple[list[Tensor], Tensor]:
+    """Of rows [n, in] in the dtype that is computed in: the layers' outputs, and rows A^T of all, side by side."""
+    inner = rows @ _stacked_a(layers, rows.dtype).T
+    outs = [
+        layer.frozen.product(rows).addmm_(part, layer.b.to(rows.dtype).T, alpha=layer.scale)
+        for layer, part in zip(layers, _split(inner, layers, dim=1), strict=True)
+    ]
+    return outs, inner
 
 
 def gradients(
-    gradient: Tensor, rows: Tensor, inner: Tensor, layer: Adapted, *, of_rows: bool
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Of the rows, where somebody waits for it, of A and of B."""
+    upstream: Sequence[Tensor | None], rows: Tensor, inner: Tensor, layers: Sequence[Adapted], *, of_rows: bool
+) -> tuple[Tensor | None, list[Halves]]:
+    """Of the rows, where somebody waits for it, and of A and B of each layer; None for an output nobody used."""
+    reached, of_b = zip(
+        *(
+            _through_b(gradient, part, layer)
+            for gradient, part, layer in zip(upstream, _split(inner, layers, dim=1), layers, strict=True)
+        ),
+        strict=True,
+    )
+    of_inner = reached[0] if len(reached) == 1 else torch.cat(reached, dim=1)
+    of_a = _split(of_inner.T @ rows, layers, dim=0)
+    halves = [
+        (None if gradient is None else a.to(layer.a.dtype), b)
+        for gradient, a, b, layer in zip(upstream, of_a, of_b, layers, strict=True)
+    ]
+    total = None
+    if of_rows:
+        for gradient, layer in zip(upstream, layers, strict=True):
+            total = total if gradient is None else back_onto(total, gradient, layer.frozen)
+    if total is not None:
+        total.addmm_(of_inner, _stacked_a(layers, rows.dtype))
+    return total, halves
+
+
+def _through_b(gradient: Tensor | None, inner: Tensor, layer: Adapted) -> tuple[Tensor, Tensor | None]:
+    """What reaches rows A^T, and the gradient of B."""
+    if gradient is None:
+        return torch.zeros_like(inner), None
     reached = (gradient @ layer.b.to(gradient.dtype)).mul_(layer.scale)
-    of_b = (gradient.T @ inner).mul_(layer.scale).to(layer.b.dtype)
-    of_a = (reached.T @ rows).to(layer.a.dtype)
-    if not of_rows:
-        return None, of_a, of_b
-    return layer.frozen.back(gradient).addmm_(reached, layer.a.to(gradient.dtype)), of_a, of_b
+    return reached, (gradient.T @ inner).mul_(layer.scale).to(layer.b.dtype)
 
 
-class _Linear(torch.autograd.Function):
+def _stacked_a(layers: Sequence[Adapted], dtype: torch.dtype) -> Tensor:
+    """Anew for each call: so it is never behind the parameters, and it is small."""
+    each = [layer.a.to(dtype) for layer in layers]
+    return each[0] if len(each) == 1 else torch.cat(each)
+
+
+def _split(stacked: Tensor, layers: Sequence[Adapted], dim: int) -> Sequence[Tensor]:
+    return stacked.split([layer.a.shape[0] for layer in layers], dim=dim)
+
+
+class _Together(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, frozen: Frozen, scale: float) -> Tensor:
-        dtype = computed_in(x)
-        rows = x.flatten(0, -2).to(dtype)
+    def forward(
+        ctx: Any, x: Tensor, layers: Sequence[Adapted], recipe: Recipe | None, *halves: Tensor
+    ) -> tuple[Tensor, ...]:
+        rows = x.flatten(0, -2).to(computed_in(x))
         with torch.autocast(x.device.type, enabled=False):
-            out, inner = product(rows, Adapted(frozen, a, b, scale))
-        ctx.save_for_backward(rows, inner, a, b)
-        ctx.frozen, ctx.scale, ctx.shape, ctx.dtype = frozen, scale, x.shape, x.dtype
-        return out.view(*x.shape[:-1], -1)
+            outs, inner = products(rows, layers)
+        ctx.save_for_backward(inner, *halves, *kept_rows(rows, recipe))
+        ctx.set_materialize_grads(False)
+        ctx.layers, ctx.shape, ctx.dtype = layers, x.shape, x.dtype
+        ctx.computed, ctx.form = rows.dtype, None if recipe is None else recipe.form
+        return tuple(out.view(*x.shape[:-1], -1) for out in outs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        rows, inner, a, b = ctx.saved_tensors
-        gradient = upstream[0].flatten(0, -2).to(rows.dtype)
-        layer = Adapted(ctx.frozen, a, b, ctx.scale)
-        with torch.autocast(gradient.device.type, enabled=False):
-            of_rows, of_a, of_b = gradients(gradient, rows, inner, layer, of_rows=ctx.needs_input_grad[0])
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        inner, *rest = ctx.saved_tensors
+        halves, kept = rest[: 2 * len(ctx.layers)], rest[2 * len(ctx.layers) :]
+        layers = [
+            Adapted(layer.frozen, a, b, layer.scale)
+            for layer, a, b in zip(ctx.layers, halves[::2], halves[1::2], strict=True)
+        ]
+        rows = rows_again(kept, ctx.form, ctx.computed)
+        given = [None if each is None else each.flatten(0, -2).to(ctx.computed) for each in upstream]
+        with torch.autocast(rows.device.type, enabled=False):
+            of_rows, of_halves = gradients(given, rows, inner, layers, of_rows=ctx.needs_input_grad[0])
         of_x = None if of_rows is None else of_rows.to(ctx.dtype).view(ctx.shape)
-        return of_x, of_a, of_b, None, None
+        return of_x, None, None, *(half for both in of_halves for half in both)

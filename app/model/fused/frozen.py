@@ -76,6 +76,15 @@ def _itself(layer: Any) -> Frozen:
     return found
 
 
+def back_onto(total: Tensor | None, gradient: Tensor, frozen: Frozen) -> Tensor:
+    """gradient W added to what already reached the same rows, in its place; None: nothing did."""
+    if total is None:
+        return frozen.back(gradient)
+    if isinstance(frozen, Dense):  # in the product itself, without a buffer of its own
+        return total.addmm_(gradient, frozen.layer.weight.to(gradient.dtype))
+    return total.add_(frozen.back(gradient))
+
+
 FROZEN: dict[str, Callable[[Any], Frozen]] = {"Linear": Dense, "Linear4bit": FourBits, "Fp8Linear": _itself}
 
 

@@ -1,6 +1,7 @@
 """A gated MLP whose three layers are adapted: down(act(gate(x)) * up(x)).
 
-Kept are x and the outputs of gate and up; what follows from them elementwise is computed again in the backward pass.
+Kept are x, or what it is made from again, and the outputs of gate and up; what follows from them elementwise is
+computed again in the backward pass.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from app.model.fused.adapted import Adapted, computed_in, gradients, product
+from app.model.fused.adapted import Adapted, computed_in, gradients, halves_of, products
+from app.model.fused.rows import Recipe, kept_rows, recipe_of, rows_again
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -27,47 +29,48 @@ class GatedMlp:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rows in any leading shape."""
-        halves = [half for layer in (self.gate, self.up, self.down) for half in (layer.a, layer.b)]
-        result: Tensor = _Gated.apply(x, self, *halves)  # type: ignore[no-untyped-call]
+        result: Tensor = _Gated.apply(x, self, recipe_of(x), *halves_of((self.gate, self.up, self.down)))  # type: ignore[no-untyped-call]
         return result
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mlp: GatedMlp, *_halves: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mlp: GatedMlp, recipe: Recipe | None, *_halves: Tensor) -> Tensor:
         rows = x.flatten(0, -2).to(computed_in(x))
         with torch.autocast(x.device.type, enabled=False):
-            gate, gate_inner = product(rows, mlp.gate)
-            up, up_inner = product(rows, mlp.up)
-            out, down_inner = product(mlp.act(gate).mul_(up), mlp.down)
-        ctx.save_for_backward(rows, gate, up, gate_inner, up_inner, down_inner)
+            (gate, up), inner = products(rows, (mlp.gate, mlp.up))
+            (out,), down_inner = products(mlp.act(gate).mul_(up), (mlp.down,))
+        ctx.save_for_backward(gate, up, inner, down_inner, *kept_rows(rows, recipe))
         ctx.mlp, ctx.shape, ctx.dtype = mlp, x.shape, x.dtype
+        ctx.form = None if recipe is None else recipe.form
         return out.view(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        rows, gate, up, gate_inner, up_inner, down_inner = ctx.saved_tensors
+        gate, up, inner, down_inner, *kept = ctx.saved_tensors
         mlp: GatedMlp = ctx.mlp
-        gradient = upstream[0].flatten(0, -2).to(rows.dtype)
-        wants = ctx.needs_input_grad[0]
+        gradient = upstream[0].flatten(0, -2).to(gate.dtype)
         with torch.autocast(gradient.device.type, enabled=False):
             opened, of_gate_by = _opened(mlp.act, gate)
-            of_inner, *of_down = gradients(gradient, opened * up, down_inner, mlp.down, of_rows=True)
-            assert of_inner is not None
-            of_up_rows = opened.mul_(of_inner)
-            of_gate_rows = of_gate_by(of_inner.mul_(up))
-            x_up, *of_up = gradients(of_up_rows, rows, up_inner, mlp.up, of_rows=wants)
-            x_gate, *of_gate = gradients(of_gate_rows, rows, gate_inner, mlp.gate, of_rows=wants)
-        of_x = None
-        if x_up is not None and x_gate is not None:
-            of_x = x_up.add_(x_gate).to(ctx.dtype).view(ctx.shape)
-        return of_x, None, *of_gate, *of_up, *of_down
+            of_hidden, of_down = gradients(
+                (gradient,), opened * up, down_inner, (mlp.down,), of_rows=True
+            )
+            assert of_hidden is not None
+            of_up = opened * of_hidden
+            of_gate = of_gate_by(of_hidden.mul_(up))
+            del opened, of_gate_by, of_hidden
+            rows = rows_again(kept, ctx.form, gate.dtype)
+            of_rows, of_both = gradients(
+                (of_gate, of_up), rows, inner, (mlp.gate, mlp.up), of_rows=ctx.needs_input_grad[0]
+            )
+        of_x = None if of_rows is None else of_rows.to(ctx.dtype).view(ctx.shape)
+        return of_x, None, None, *(half for both in (*of_both, *of_down) for half in both)
 
 
 def _opened(act: Activation, gate: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """act(gate), and from a gradient of it that of gate; any activation that autograd knows."""
+    """act(gate), not to be changed, and from a gradient of it that of gate; any activation that autograd knows."""
     with torch.enable_grad():
         leaf = gate.detach().requires_grad_()
         opened = act(leaf)
-    return opened.detach().clone(), lambda gradient: torch.autograd.grad(opened, leaf, gradient)[0]
+    return opened.detach(), lambda gradient: torch.autograd.grad(opened, leaf, gradient)[0]

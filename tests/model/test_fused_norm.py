@@ -1,0 +1,192 @@
+"""Norms that keep only their input, against the model's own; and layers that make a norm's output again."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from app.model.fused import fuse, norm
+from app.model.fused.norm import RootNorm, root_norm_of
+from app.model.trainee import Trainee
+from tests.model.small import distance, full, gradients, lora, trainee_of
+from tests.model.test_recompute import BATCH
+
+# rounds before it weighs; rounds after; multiplies by 1 + weight; over the numbers of a head
+NORMS = {"llama": "norm", "olmo2": "norm", "gemma2": "norm", "qwen3": "layers.0.self_attn.q_norm"}
+
+
+def norm_of(kind: str, name: str | None = None) -> nn.Module:
+    module: nn.Module = trainee_of(kind).language_model.base_model.get_submodule(name or NORMS[kind])
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(module.weight.shape, generator=generator)
+    module.weight.data = weight.to(module.weight.dtype)  # type: ignore[operator, assignment]
+    return module
+
+
+def ours(module: Any) -> Any:
+    found = root_norm_of(module, tells=False)
+    assert found is not None
+    return lambda x: found(x, module.weight)
+
+
+def outcome(forward: Any, module: Any, x: Tensor) -> list[Tensor]:
+    """Output and gradients of rows and weight."""
+    leaf = x.detach().clone().requires_grad_()
+    out = forward(leaf)
+    given = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    return [out.detach(), *torch.autograd.grad(out, [leaf, module.weight], given.to(out.dtype))]
+
+
+def rows(module: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(1, 256, module.weight.shape[0], generator=generator) + 0.2
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_in_fp32_it_is_the_models_own(kind: str) -> None:
+    module = norm_of(kind)
+    for found, expected in zip(
+        outcome(ours(module), module, rows(module)), outcome(module, module, rows(module)), strict=True
+    ):
+        assert distance(found, expected) <= 1e-6
+
+
+@pytest.mark.parametrize("weight", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", NORMS)
+def test_in_bf16_it_is_as_near_to_the_truth(kind: str, weight: torch.dtype) -> None:
+    module = norm_of(kind).to(weight)
+    x = rows(module).bfloat16()
+    expected = outcome(*in_float64(module), x.double())
+    for found, own, truth in zip(
+        outcome(ours(module), module, x), outcome(module, module, x), expected, strict=True
+    ):
+        assert found.dtype == own.dtype
+        assert distance(found, truth) <= 1.1 * distance(own, truth) + 1e-9
+
+
+def in_float64(module: Any) -> tuple[Any, Any]:
+    """The plain definition; kinds differ only in what they multiply by."""
+    exact = copy.deepcopy(module).double()
+    more = 1.0 if "Gemma" in type(module).__name__ else 0.0
+    eps = norm.eps_of(module)
+    return lambda x: x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * (exact.weight + more), exact
+
+
+class Centred(nn.Module):
+    """What a norm of another sort does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.eps = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - x.mean(-1, keepdim=True)
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+class WithGate(Centred):
+    """Takes more than rows."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * gate
+
+
+@pytest.mark.parametrize("module", [Centred(), WithGate(), nn.LayerNorm(8), nn.LayerNorm(8, bias=False)])
+def test_what_is_no_such_norm_is_left_alone(module: nn.Module) -> None:
+    assert root_norm_of(module, tells=True) is None
+    own = module.forward
+    assert fuse(module, None).norms == 0
+    assert module.forward == own
+
+
+def test_torchs_own_is_known() -> None:
+    assert root_norm_of(nn.RMSNorm(8, eps=1e-5), tells=True) is not None
+
+
+@pytest.mark.parametrize("part", ["again", "of_input"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_proof_sees_a_wrong_norm(part: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = getattr(RootNorm, part)
+    assert trainee_of("llama", lora(), precision).fused.norms == 5
+    monkeypatch.setattr(RootNorm, part, lambda *given: real(*given) * 1.1)
+    assert trainee_of("llama", lora(), precision).fused.norms == 0
+
+
+def kept_of(trainee: Trainee) -> tuple[set[int], list[int]]:
+    """Addresses of all that is kept for the backward pass, and of the outputs of the norms, in their order."""
+    kept: dict[int, Tensor] = {}
+    outputs: list[Tensor] = []  # alive, so that an address means one tensor
+    hooks = [
+        module.register_forward_hook(lambda _module, _given, out: outputs.append(out))
+        for module in trainee.network.modules()
+        if "Norm" in type(module).__name__
+    ]
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        trainee(BATCH)
+    for hook in hooks:
+        hook.remove()
+    return set(kept), [out.data_ptr() for out in outputs]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2"])
+def test_no_layer_keeps_what_a_norm_made(kind: str, precision: str) -> None:
+    """But the first, whose input nobody keeps."""
+    kept, outputs = kept_of(trainee_of(kind, lora(), precision))
+    before_a_layer = outputs[:-1]  # and before the head
+    assert [place for place, each in enumerate(before_a_layer) if each in kept] == [0]
+    kept, outputs = kept_of(trainee_of(kind, lora(fused=False), precision))
+    assert precision == "bf16" or kept.intersection(outputs[1:-1]), "in 16 bits PEFT keeps copies of them"
+
+
+@pytest.mark.parametrize("adapter", [lora, full], ids=["lora", "full"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3"])
+def test_trained_norms_get_their_gradients(kind: str, adapter: Any) -> None:
+    """Of an adapter's base too: the weight that a layer makes the norm's output with again is a trained one."""
+    results = []
+    for fused in (True, False):
+        trainee = trainee_of(kind, adapter() if adapter is full else lora(fused=fused))
+        for name, parameter in trainee.network.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad or "norm" in name)
+        if adapter is full and fused:
+            assert fuse(trainee.network, lambda of=trainee: of.arithmetic(torch.device("cpu"))).norms
+        loss = trainee(BATCH)[0]
+        loss.backward()
+        results.append((float(loss.detach()), gradients(trainee)))
+    (loss, found), (expected_loss, expected) = results
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    for name in expected:
+        assert distance(found[name], expected[name]) <= 2e-5, name
+
+
+def test_an_output_that_was_changed_is_kept() -> None:
+    """What its recipe says is no longer true."""
+    results = []
+    for fused in (True, False):
+        trainee = trainee_of("llama", lora(fused=fused))
+        for module in trainee.network.modules():
+            if type(module).__name__ == "LlamaRMSNorm":
+                module.register_forward_hook(lambda _module, _given, out: out.mul_(1.5))
+        trainee(BATCH)[0].backward()
+        results.append(gradients(trainee))
+    assert distance(*results) <= 1e-5
+
+
+def test_nothing_is_told_in_evaluation() -> None:
+    trainee = trainee_of("llama", lora())
+    outputs: list[Tensor] = []
+    trainee.network.get_submodule("base_model.model.model.norm").register_forward_hook(
+        lambda _module, _given, out: outputs.append(out)
+    )
+    with torch.no_grad():
+        trainee(BATCH)
+    trainee(BATCH)
+    assert [hasattr(out, "recipe") for out in outputs] == [False, True]
