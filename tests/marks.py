@@ -20,7 +20,8 @@ FLASH_ATTENTION = "needs flash-attn, which not every GPU host has"
 CUDNN_ATTENTION = "needs cuDNN's attention as torch 2.15 has it, on Hopper or Blackwell"
 ORDINARY_USER = "needs an ordinary user: file permissions do not bind root"
 HARNESS = "needs lm_eval, an extra: pip install -e '.[lm-eval]'"
-INTERPRETER = "needs Triton, an extra for CPUs, and no GPU: kernels would not be interpreted"
+TRITON = "needs Triton, which is there for x86-64 only"
+INTERPRETER = "needs Triton and no GPU: kernels would not be interpreted"
 TRL = "needs TRL, an extra: pip install -e '.[bench]'"
 PACKAGE_INDEX = "needs the package index that pip is set up for: nothing answers there"
 CHROMIUM = "needs Chromium to look at pages: apt-get install chromium"
@@ -35,6 +36,7 @@ requires_flash_attention = pytest.mark.skipif("not has_module('flash_attn')", re
 requires_cudnn_attention = pytest.mark.skipif("not has_cudnn_attention()", reason=CUDNN_ATTENTION)
 requires_ordinary_user = pytest.mark.skipif("user_id() == 0", reason=ORDINARY_USER)
 requires_harness = pytest.mark.skipif("not has_module('lm_eval')", reason=HARNESS)
+requires_triton = pytest.mark.skipif("not has_module('triton')", reason=TRITON)
 requires_interpreter = pytest.mark.skipif("not interprets_kernels()", reason=INTERPRETER)
 requires_trl = pytest.mark.skipif("not has_module('trl')", reason=TRL)
 requires_chromium = pytest.mark.skipif("not program('chromium')", reason=CHROMIUM)

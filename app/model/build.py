@@ -14,8 +14,8 @@ from app.model.attention import register
 from app.model.dtypes import DTYPES
 from app.model.fp8 import rows_as_they_are
 from app.model.fused import fuse
-from app.model.packing import Packing
 from app.model.fused.unpacking import share_scratch
+from app.model.packing import Packing
 from app.model.pooled import keep_exact
 from app.model.quantize import packing_of, require_quantizable
 from app.model.recompute import recompute, repeated_layers, require_layers

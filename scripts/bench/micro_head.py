@@ -25,8 +25,8 @@ OWN, PLAIN, KERNEL = "own", "linear, plain", "linear, kernel"
 
 def head(scale: Scale, lines: Lines) -> None:
     """With a frozen head, then with a trained one; then the pass over the logits alone."""
-    for name, sizes in MODELS.items():
-        shape = (scale.size(ROWS), *(scale.size(number) for number in sizes))
+    for name, (words, width) in MODELS.items():
+        shape = scale.size(ROWS), scale.size(words), scale.size(width)
         count, vocabulary, hidden = shape
         smaller = {max(8, chunk // scale.divisor) for chunk in CHUNKS}
         suits = {OWN: chunk_rows(vocabulary), PLAIN: rows_of_a_chunk(count, vocabulary, scale.dtype.itemsize)}

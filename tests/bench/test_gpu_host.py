@@ -40,7 +40,7 @@ def test_single_operations(bench: Bench) -> None:
     assert all(line["difference"] < 1e-5 > line["gradient_difference"] for line in attention.values())
     assert {line["numbers"] for line in found if line["item"] == "gemm"} == {"run", "fp8", "fp8 slow sums"}
     ours = {
-        (line["item"], line.get("by") or line.get("way")): line
+        (line["item"], str(line.get("by", line["way"]))): line
         for line in found
         if line["item"] in ("nf4", "head")
     }

@@ -16,6 +16,7 @@ from app.model import head_proof, linear_head
 from app.model.head import token_loss_sum, token_scores
 from app.model.head_proof import settle_head
 from app.model.kernels import as_on_gpu
+from app.model.kernels.loss import spend as spend_logits
 from app.model.linear_head import LinearHead, rows_of_a_chunk
 from tests.model.small import ALL_KINDS, KINDS, VOCABULARY, batch_of, distance, documents_of, lora, trainee_of
 from tests.model.test_head import BATCH, check_against_plain
@@ -93,7 +94,7 @@ def test_the_proof_refuses_what_only_looks_linear(kind: str, monkeypatch: pytest
 
 @pytest.mark.parametrize("fault", ["raises", "differs"])
 def test_a_kernel_that_fails_is_replaced_by_plain_torch(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = linear_head.spend
+    real = spend_logits
 
     def spend(logits: Tensor, *others: Any, kernel: bool, **given: Any) -> Tensor:
         if kernel and fault == "raises":
@@ -201,16 +202,11 @@ def test_takes_less_memory_than_the_general_way(*, trained: bool) -> None:
     own = 4 * (2 * rows.numel() + layer.weight.numel() * trained)
     assert ours <= logits + own + (64 << 10)
     assert general > 2 * logits
-    scored = [
-        lambda: LinearHead(layer, chunk=256).scores(rows, targets),
-        lambda: token_scores(layer, rows, targets, parameters, 256),
-    ]
-    sizes = []
-    for score in scored:
-        with counted(rows, targets, layer.weight) as counter:
-            score()
-        sizes.append(counter.peak)
-    assert sizes[0] <= sizes[1]
+    with counted(rows, targets, layer.weight) as scored:
+        LinearHead(layer, chunk=256).scores(rows, targets)
+    with counted(rows, targets, layer.weight) as generally:
+        token_scores(layer, rows, targets, parameters, 256)
+    assert scored.peak <= generally.peak
 
 
 @pytest.mark.parametrize("rows", [1, 512, 4097, 6528])

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from app.config.schema import QuantizationConfig
-from app.model.fused import unpacking
 from app.model.fused.unpacking import share_scratch
 from app.model.kernels import as_on_gpu, can_run
 from app.model.kernels.nf4 import Packed, Scratch, unpack_plain
@@ -141,7 +140,7 @@ def test_a_kernel_that_fails_is_left_alone(fault: str, monkeypatch: pytest.Monke
         unpack_plain(packed, out)
         out[0, 0] += 1
 
-    monkeypatch.setattr(unpacking.Packed, "into", into)
+    monkeypatch.setattr(Packed, "into", into)
     with as_on_gpu():
         trainee = trainee_of("llama", lora(), quantization=NF4)
     assert trainee.unpacking.proofs == ()

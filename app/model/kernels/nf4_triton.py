@@ -9,7 +9,7 @@ from torch import Tensor
 
 from app.model.kernels.nf4 import Packed
 
-_BLOCKS = 64  # of weights, for each program
+_BLOCKS = 32  # of weights, for each program: a thread then writes what it read, 16 bytes at once
 
 
 @triton.jit

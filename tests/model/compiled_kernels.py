@@ -1,0 +1,41 @@
+"""Run as a program, without the interpreter: compiles kernels for a GPU that need not be there, tells their stores."""
+
+import re
+import sys
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from app.batch import IGNORE
+from app.model.kernels import loss_triton, nf4_triton
+
+HOPPER = GPUTarget("cuda", 90, 32)
+
+
+def stores(kernel: Any, given: dict[str, str], constants: dict[str, Any], **options: Any) -> str:
+    names = kernel.arg_names
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in given}
+    source = ASTSource(
+        fn=kernel,
+        signature={name: given.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs=aligned,
+    )
+    assembly = triton.compile(source, target=HOPPER, options=options).asm
+    assert assembly["cubin"]
+    return " ".join(sorted(set(re.findall(r"st\.global[.\w]*|fma\.rn\.f32", assembly["ptx"]))))
+
+
+LOSS = {"logits": "*bf16", "targets": "*i64", "weights": "*fp32", "losses": "*fp32"}
+SIZES = {"stride": "i32", "vocabulary": "i32"}
+NF4 = {"packed": "*u8", "scales": "*u8", "code": "*fp32", "out": "*bf16", "count": "i32"}
+NESTED = dict.fromkeys(("second", "second_code", "offset"), "*fp32")
+
+for gradient in (True, False):
+    known = {"WEIGHTED": gradient, "GRADIENT": gradient, "IGNORED": IGNORE, "BLOCK": 8192}
+    sys.stdout.write(f"loss: {stores(loss_triton._spend, LOSS | SIZES, known, num_warps=16)}\n")
+known = {"NESTED": True, "HALF": 32, "SECOND": 256, "BLOCKS": nf4_triton._BLOCKS}
+found = stores(nf4_triton._unpack, NF4 | NESTED, known, num_warps=8, enable_fp_fusion=False)
+sys.stdout.write(f"nf4: {found}\n")
