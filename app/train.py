@@ -59,9 +59,10 @@ def _train_in(folder: RunFolder, run: RunConfig, console: Console, go_on: str) -
     console.say(f"output  {folder.path}")  # what comes next takes seconds to load
     from app.engine.training import train_in
     from app.plan.fewest import recompute_fewest
+    from app.plan.largest import largest_bins
     from app.plan.prediction import predict
 
-    return train_in(folder, run, console, go_on, predict, recompute_fewest)
+    return train_in(folder, run, console, go_on, predict, recompute_fewest, largest_bins)
 
 
 def _check_parts(run: RunConfig) -> None:

@@ -71,6 +71,7 @@ def evaluate_config(
         data["dataset"] = _rows_to_score(own["dataset"], data["dataset"], changes)
     config = checked(data, EvaluateConfig)
     _require_tasks_for_text(config)
+    _require_known_bins(config)
     if "model.path" in changes:
         _require_base_by_path(config)
     return config
@@ -97,6 +98,14 @@ def _require_harness_alone(changes: Changes) -> None:
         raise ConfigError(
             f"{' and '.join(idle)} would change nothing: the tasks of harness= bring rows of their own, asked by one "
             f"process with transformers' own attention. Leave {'it' if len(idle) == 1 else 'them'} out."
+        )
+
+
+def _require_known_bins(config: EvaluateConfig) -> None:
+    if config.batching.tokens == "auto":
+        raise ConfigError(
+            "batching.tokens=auto is found for training; an evaluation gives the same numbers with any bins. "
+            f"Give batching.tokens={max(config.model.suggest.tokens, config.dataset.max_length)}, or leave it out."
         )
 
 

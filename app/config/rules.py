@@ -27,8 +27,33 @@ def _rows_fit_the_model(run: RunConfig) -> Iterator[str]:
         )
 
 
+def _bins_can_be_found(run: RunConfig) -> Iterator[str]:
+    batching, longest = run.batching, run.dataset.max_length
+    if batching.tokens != "auto":
+        return
+    whole = run.model.suggest.tokens * batching.accumulation
+    if not batching.packing:
+        yield (
+            "batching.tokens=auto needs batching.packing=true: padded rows have no bins. "
+            "Set batching.packing=true, or batching.tokens to a number and batching.rows."
+        )
+    elif run.optimizer.in_backward:
+        yield (
+            "batching.tokens=auto divides a step into micro-batches, and optimizer.in_backward=true has one. "
+            "Set optimizer.in_backward=false, or batching.tokens to a number."
+        )
+    elif whole < longest:
+        yield (
+            f"batching.tokens=auto: a step has model.suggest.tokens={run.model.suggest.tokens} times "
+            f"batching.accumulation={batching.accumulation} tokens, too few for a row of dataset.max_length={longest}. "
+            f"Set batching.accumulation={-(-longest // run.model.suggest.tokens)} or dataset.max_length={whole}."
+        )
+
+
 def _rows_fit_their_bins(run: RunConfig) -> Iterator[str]:
-    if run.batching.packing and run.dataset.max_length > run.batching.tokens:
+    if run.batching.tokens == "auto":
+        return
+    if run.batching.packing and run.dataset.max_length > run.batching.bin_tokens:
         yield (
             f"dataset.max_length={run.dataset.max_length} is more than a bin holds (batching.tokens="
             f"{run.batching.tokens}). Set batching.tokens={run.dataset.max_length} or more, or "
@@ -99,6 +124,7 @@ def _resume_needs_its_folder(run: RunConfig) -> Iterator[str]:
 RULES: tuple[Rule, ...] = (
     *DATA_RULES,
     _rows_fit_the_model,
+    _bins_can_be_found,
     _rows_fit_their_bins,
     _best_needs_eval_rows,
     _adapter_is_whole,

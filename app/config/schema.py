@@ -59,9 +59,15 @@ class BatchingConfig:
     """How rows become micro-batches and micro-batches become optimizer steps."""
 
     packing: bool = MISSING
-    tokens: int = number(at_least=8)
+    tokens: int | str = number(at_least=8)
     rows: int = number(at_least=1)
     accumulation: int = number(at_least=1)
+
+    @property
+    def bin_tokens(self) -> int:
+        """Of a bin, once `auto` is settled (`engine.bins`)."""
+        assert isinstance(self.tokens, int), "batching.tokens=auto is not settled yet"
+        return self.tokens
 
 
 @dataclass(kw_only=True, slots=True)

@@ -87,7 +87,7 @@ def _over_long(run: RunConfig, found: Found) -> Iterator[Advice]:
     kept = needed if found.positions is None else min(needed, found.positions)
     then, now = (survey.share_within(length, lengths, counts) for length in (kept, limit))
     if kept > limit and then > now:
-        bins = f" batching.tokens={kept}" if run.batching.packing and kept > run.batching.tokens else ""
+        bins = f" batching.tokens={kept}" if run.batching.packing and kept > run.batching.bin_tokens else ""
         most = "" if kept == needed else ", and the model has no more positions"
         yield Advice(
             f"dataset.max_length={kept}{bins}",
@@ -196,10 +196,10 @@ def _filling(run: RunConfig, found: Found) -> Iterator[Advice]:
         if padded < _WASTED:
             yield Advice(
                 "batching.packing=true",
-                f"padded micro-batches are {padded:.0%} full, bins of {run.batching.tokens:,} tokens {fill:.1%}",
+                f"padded micro-batches are {padded:.0%} full, bins of {run.batching.bin_tokens:,} tokens {fill:.1%}",
             )
     elif fill < _FULL and found.packing.bins > 1:
-        larger = 2 * run.batching.tokens
+        larger = 2 * run.batching.bin_tokens
         then = survey.packed(lengths, larger).fill or 0.0
         if then > fill:
             yield Advice(f"batching.tokens={larger}", f"bins are {fill:.0%} full, these would be {then:.0%}")

@@ -17,6 +17,7 @@ from app.data.rows import TokenRows
 from app.data.shapes import Source
 from app.data.stops import stops, unstopped
 from app.engine.advice import advice
+from app.engine.bins import is_open, suggested, with_bins
 from app.engine.classes import with_classes
 from app.engine.ground import layout_of, require_known_ids, sees_both_ways
 from app.engine.known_format import with_format
@@ -110,7 +111,7 @@ class DataCheck:
     def _packing(self) -> dict[str, Any]:
         return {
             "packing": self.run.batching.packing,
-            "bin_tokens": self.run.batching.tokens,
+            "bin_tokens": self.run.batching.bin_tokens,
             "bins": self.packing.bins,
             "fill": self.packing.fill,
             "lower_bound_bins": self.packing.least,
@@ -135,6 +136,12 @@ class DataCheck:
 def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> DataCheck:
     """Everything that a run with these settings, divided among `processes`, would know of its data."""
     run, notes = with_format(within_positions(run, say))
+    if is_open(run):
+        run = with_bins(run, suggested(run))
+        notes = [
+            *notes,
+            f"batching.tokens=auto is found by a run; here bins have {run.batching.bin_tokens:,} tokens",
+        ]
     found: list[str] = []
 
     def judge(section: DatasetConfig, source: Source, counts: Counts) -> None:
@@ -155,7 +162,7 @@ def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> Da
     return DataCheck(
         run=run,
         data=data,
-        packing=survey.packed(lengths, max(run.batching.tokens, run.dataset.max_length)),
+        packing=survey.packed(lengths, max(run.batching.bin_tokens, run.dataset.max_length)),
         padded_fill=survey.padded_fill(lengths, run.batching.rows, rows_per_step),
         loader=loader,
         plan=plan_steps(run.training, loader.steps_per_epoch) if loader.num_units else None,

@@ -19,6 +19,7 @@ from app.data.loader import Loader, Share, eval_batches
 from app.data.packing import beyond_least, least_bins
 from app.data.prepare import Data, prepare
 from app.data.rows import TokenRows
+from app.engine.bins import Largest, settled_bins
 from app.engine.checkpoint import choices_of, find_checkpoint
 from app.engine.choices import Choices, choose
 from app.engine.classes import class_notes, with_classes
@@ -73,31 +74,39 @@ def layout_of(run: RunConfig, rows: int, tokenizer: Any, labels: Labels) -> Layo
     """Bins, or `rows` padded rows. Any pad token serves: padding is known by the lengths of rows, never by its id."""
     pad_id = 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
     if run.batching.packing:
-        return Packed(run.batching.tokens, pad_id, run.dataset.max_length, labels)
+        return Packed(run.batching.bin_tokens, pad_id, run.dataset.max_length, labels)
     return Padded(rows, pad_id, labels)
 
 
 def lay_ground(
-    run: RunConfig, checkpoints: Path, say: Callable[[str], None], notes: Sequence[str] = ()
+    run: RunConfig,
+    checkpoints: Path,
+    say: Callable[[str], None],
+    notes: Sequence[str] = (),
+    largest: Largest | None = None,
 ) -> Ground:
-    """Tokenizer, data, machine, plan: each line needs only those above it. `notes` is told with the data."""
+    """Tokenizer, data, machine, plan: each line needs only those above it. `notes` is told with the data; `largest`
+    finds bins where none are given.
+    """
     require_alone(run.optimizer, world().size)
     tokenizer = load_tokenizer(run.model, needs_template=has_chats(run.dataset))
     data = prepare(run.dataset, tokenizer, run.cache_dir, notes, classes=run.task.labels)
     run = with_classes(run, data.classes)
     labels = labels_of(run.task, tokenizer, run.seed, both_ways=sees_both_ways(run))
     save, remarks = find_checkpoint(checkpoints, run.resume, tidy=world().is_first)
-    for remark in remarks:
-        say(remark)
-    choices = choose(run.precision, run.attention, partial(attention_needs, run), choices_of(save))
+    kept = choices_of(save)
+    choices = choose(run.precision, run.attention, partial(attention_needs, run), kept)
     require_unscaled(run.optimizer, choices.precision)
     runtime = start(run.launch, choices.precision, run.seed)
     quantize.require_machine(run.quantization, runtime.device)
+    sections = sections_of(run, choices)
+    counts = plan_model(sections)
+    run, found = settled_bins(run, choices, counts.layers, kept, largest, runtime.peers)
+    for remark in (*remarks, *found):
+        say(remark)
     share = Share(run.batching.accumulation, runtime.processes, runtime.rank)
     layout = layout_of(run, run.batching.rows, tokenizer, labels)
     loader = Loader(data.train, layout, share, run.seed)
-    sections = sections_of(run, choices)
-    counts = plan_model(sections)
     require_known_ids(run.model, [data.train, data.eval], counts.vocabulary)
     ground = Ground(
         run=run,
@@ -203,7 +212,7 @@ def _step_words(batching: BatchingConfig, ground: Ground) -> str:
     name = loader.unit_name.removesuffix("s") if count == 1 else loader.unit_name
     if fill is not None:
         bound = beyond_least(loader.num_units, _least(batching, ground) or 0)
-        return f"{count} {name} of {batching.tokens} tokens, {fill:.1%} full ({bound}){shared}"
+        return f"{count} {name} of {batching.bin_tokens} tokens, {fill:.1%} full ({bound}){shared}"
     return f"{count} {name}, about {tokens / loader.num_units * count:,.0f} tokens{shared}"
 
 
@@ -211,12 +220,12 @@ def _fill(batching: BatchingConfig, ground: Ground) -> float | None:
     """How much of the bins is tokens; rows have no fixed size."""
     if not batching.packing:
         return None
-    return ground.data.report.train.tokens / (ground.loader.num_units * batching.tokens)
+    return ground.data.report.train.tokens / (ground.loader.num_units * batching.bin_tokens)
 
 
 def _least(batching: BatchingConfig, ground: Ground) -> int | None:
     """Bins that the best plan would need at least."""
-    return least_bins(ground.data.train.lengths, batching.tokens) if batching.packing else None
+    return least_bins(ground.data.train.lengths, batching.bin_tokens) if batching.packing else None
 
 
 def facts(run: RunConfig, ground: Ground) -> dict[str, Any]:
@@ -226,6 +235,7 @@ def facts(run: RunConfig, ground: Ground) -> dict[str, Any]:
         "choices": {
             **asdict(ground.choices),
             "recompute": run.training.recompute,
+            "tokens": run.batching.tokens if run.batching.packing else None,
             "format": formats_of(run.dataset),
             "device": ground.runtime.device.type,
             "threads": ground.runtime.threads,

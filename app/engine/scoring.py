@@ -54,7 +54,7 @@ class Scoring(Subject):
         """What is going to be scored, for people."""
         batching, held_rows = self.run.batching, self.run.eval.rows
         units = (
-            f"packed in bins of {batching.tokens} tokens"
+            f"packed in bins of {batching.bin_tokens} tokens"
             if batching.packing
             else f"{held_rows} rows at a time"
         )

@@ -11,6 +11,7 @@ from app.config import garbage
 from app.config.formats import trains_answers
 from app.config.schema import RunConfig
 from app.engine.anatomy import kept_bytes
+from app.engine.bins import KEPT_BINS, Largest
 from app.engine.checkpoint import Checkpoints, choices_of
 from app.engine.finish import finish, stop
 from app.engine.ground import Ground, facts, lay_ground, layout_of, table
@@ -51,12 +52,13 @@ def train_in(
     go_on: str,
     predict: Predict | None = None,
     fewest: Fewest | None = None,
+    largest: Largest | None = None,
 ) -> int:
     """Returns the exit code. `go_on` is for who stops the run: how to continue it; `predict` tells its memory, `fewest`
-    how many layers must be recomputed.
+    how many layers must be recomputed, `largest` how large bins may be.
     """
     run, notes = with_format(within_positions(run, console.say))
-    ground = lay_ground(run, folder.checkpoints, console.say, notes)
+    ground = lay_ground(run, folder.checkpoints, console.say, notes, largest)
     run, ground = _with_layers(ground.run, ground, fewest, console)
     forecast = _forecast(run, ground, predict)
     if run.dry_run:
@@ -114,7 +116,8 @@ def _with_layers(
 
 def _choices(run: RunConfig, ground: Ground) -> dict[str, str]:
     """What a continued run keeps to."""
-    return {**asdict(ground.choices), KEPT: str(run.training.recompute)}
+    bins = {KEPT_BINS: str(run.batching.tokens)} if run.batching.packing else {}
+    return {**asdict(ground.choices), KEPT: str(run.training.recompute), **bins}
 
 
 def _largest(run: RunConfig, ground: Ground) -> tuple[Batch, int]:

@@ -64,9 +64,9 @@ def _recompute(run: RunConfig) -> Iterator[Knob]:
 
 def _smaller_bins(run: RunConfig) -> Iterator[Knob]:
     batching, longest = run.batching, run.dataset.max_length
-    if batching.packing and batching.tokens > longest:
-        tokens = max(longest, batching.tokens // _HALF)
-        yield _divided(f"batching.tokens={tokens}", batching.accumulation * -(-batching.tokens // tokens))
+    if batching.packing and batching.bin_tokens > longest:
+        tokens = max(longest, batching.bin_tokens // _HALF)
+        yield _divided(f"batching.tokens={tokens}", batching.accumulation * -(-batching.bin_tokens // tokens))
 
 
 def _fewer_rows(run: RunConfig) -> Iterator[Knob]:
@@ -132,7 +132,7 @@ def _adapters(run: RunConfig) -> Iterator[Knob]:
 def _shorter_rows(run: RunConfig) -> Iterator[Knob]:
     """Where a bin is larger than a row, the bin comes first."""
     longest, batching = run.dataset.max_length // _HALF, run.batching
-    if longest < _SHORTEST or (batching.packing and batching.tokens > run.dataset.max_length):
+    if longest < _SHORTEST or (batching.packing and batching.bin_tokens > run.dataset.max_length):
         return
     words: tuple[str, ...] = (f"dataset.max_length={longest}",)
     why = "longer rows are left out or cut (dataset.on_overflow)"

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from app.config.schema import RunConfig
+from app.engine.bins import is_open, with_bins
 from app.engine.ground import sections_of
 from app.engine.layers import AUTO
 from app.engine.limits import within_positions
@@ -12,6 +13,7 @@ from app.model.build import plan_model
 from app.model.source import folder_at_hand
 from app.plan.fewest import fewest_on, judged
 from app.plan.knobs import Knob, candidates, seconds_per_token, turned, words_of
+from app.plan.largest import largest_on
 from app.plan.machine import Machine
 from app.plan.memory_plan import MemoryPlan, Shape
 from app.plan.planner import plan_memory, planned_choices
@@ -30,6 +32,13 @@ class Looked:
     plan: MemoryPlan
     verdict: Verdict
     chosen: bool = False  # whether it was found here how many layers are recomputed
+    chosen_bins: bool = False  # and how large bins are
+
+    @property
+    def bins(self) -> list[str]:
+        """What to type for bins as large."""
+        batching = self.run.batching
+        return [f"batching.tokens={batching.tokens}", f"batching.accumulation={batching.accumulation}"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +62,26 @@ class Look:
     def at(self, run: RunConfig, *, exact: bool = False) -> Looked:
         """The largest micro-batch that its settings allow; `exact` traces every layer."""
         run = within_positions(self._by_facts(run), lambda _: None)
+        layers_are_open = run.training.recompute == AUTO
+        if is_open(run):
+            return self._in_found_bins(run, exact=exact)
         shape = worst_case(run)
-        is_open = run.training.recompute == AUTO
-        if is_open:
+        if layers_are_open:
             run = self._with_fewest(run, shape)
         plan = plan_memory(run, shape, self.machine.device, exact=exact)
-        return Looked(run, shape, plan, judged(plan, self.machine, self._processes), is_open)
+        return Looked(run, shape, plan, judged(plan, self.machine, self._processes), layers_are_open)
+
+    def _in_found_bins(self, run: RunConfig, *, exact: bool) -> Looked:
+        """In the bins that a run on this machine would have, and with as many recomputed layers."""
+        choices = planned_choices(run.precision, self.machine.device)
+        layers = plan_model(sections_of(run, choices)).layers
+        found = largest_on(self.machine, run, choices, layers, self._processes)
+        layers_are_open = run.training.recompute == AUTO
+        run = replace(
+            with_bins(run, found.tokens), training=replace(run.training, recompute=found.recomputed)
+        )
+        seen = self.at(run, exact=True) if exact else Looked(run, worst_case(run), found.plan, found.verdict)
+        return replace(seen, chosen=layers_are_open, chosen_bins=True)
 
     def _with_fewest(self, run: RunConfig, shape: Shape) -> RunConfig:
         """As many layers as a run on this machine would recompute."""
@@ -72,11 +95,11 @@ class Look:
         found = [each for knob in candidates(now.run) if (each := self._turn(now, knob)) is not None]
         return sorted(found, key=_cost)
 
-    def together(self, knobs: Sequence[Turned]) -> dict[str, Any] | None:
+    def together(self, now: Looked, knobs: Sequence[Turned]) -> dict[str, Any] | None:
         """One after the other, the cheapest first, until it fits."""
         chosen: list[Knob] = []
         for each in knobs:
-            run = turned(self._overrides, [*chosen, each.knob])
+            run = turned(self.words(now), [*chosen, each.knob])
             if run is None:
                 continue
             chosen.append(each.knob)
@@ -93,8 +116,14 @@ class Look:
             return run
         return run if folder_at_hand(model) else replace(run, model=replace(model, weights="random"))
 
+    def words(self, now: Looked) -> list[str]:
+        """What was typed; bins that were found stay as they are while knobs are turned."""
+        open_keys = ("batching.tokens=", "batching.accumulation=") if now.chosen_bins else ()
+        typed = [word for word in self._overrides if not word.lstrip("+").startswith(open_keys)]
+        return [*typed, *now.bins] if now.chosen_bins else typed
+
     def _turn(self, now: Looked, knob: Knob) -> Turned | None:
-        run = turned(self._overrides, [knob])
+        run = turned(self.words(now), [knob])
         if run is None:
             return None
         new = self.at(run)

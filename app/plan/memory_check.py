@@ -43,7 +43,7 @@ def check_memory(
         **_judged(found.verdict),
         "bound": _bound(found, machine),
         "knobs": [_turned(each) for each in knobs],
-        "together": None if enough else look.together(knobs),
+        "together": None if enough else look.together(found, knobs),
         "processes": processes,
         "notes": list(_notes(found, machine, processes)),
     }
@@ -115,6 +115,8 @@ def _turned(each: Turned) -> dict[str, Any]:
 def _notes(found: Looked, machine: Machine, processes: int) -> Iterator[str]:
     if found.chosen:
         yield f"training.recompute=auto means {found.run.training.recompute} layers here"
+    if found.chosen_bins:
+        yield f"batching.tokens=auto means {' '.join(found.bins)} here"
     if machine.device == "cpu":
         yield "on a processor the context is what this program has loaded, and nothing is known of the allocator"
         return

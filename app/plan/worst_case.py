@@ -12,7 +12,7 @@ def worst_case(run: RunConfig) -> Shape:
     """A full bin of rows as long as they may be; or `batching.rows` of those, padded. No data is read."""
     longest, rows = run.dataset.max_length, run.batching.rows
     packed = run.batching.packing
-    width = run.batching.tokens if packed else -(-longest // _MULTIPLE) * _MULTIPLE
+    width = run.batching.bin_tokens if packed else -(-longest // _MULTIPLE) * _MULTIPLE
     documents: tuple[int, ...] = ()
     if packed:
         documents = _parts(width, longest)

@@ -55,6 +55,11 @@ def test_without_changes_it_is_the_run_at_its_place(run: Path) -> None:
     assert type(as_run(config)) is RunConfig
 
 
+def test_bins_of_an_evaluation_are_not_searched_for(run: Path) -> None:
+    (problem,) = refusals(run, "batching.tokens=auto")
+    assert "is found for training; an evaluation gives the same numbers with any bins" in problem
+
+
 def test_a_chosen_group_is_composed_against_the_model_of_the_run(run: Path) -> None:
     dataset = evaluation(run, "dataset=text", "dataset.path=book.txt").dataset
     assert (dataset.format, dataset.path, dataset.max_length) == ("text", "book.txt", 100)

@@ -100,6 +100,18 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "model.path=. would not be read, because model.weights=random",
     ),
     ({"resume": "no/such"}, "resume=no/such: there is no such folder"),
+    (
+        {"batching.tokens": "auto", "batching.packing": False},
+        "batching.tokens=auto needs batching.packing=true: padded rows have no bins",
+    ),
+    (
+        {"batching.tokens": "auto", "optimizer.in_backward": True, "training.clip": 0, **FULL},
+        "batching.tokens=auto divides a step into micro-batches, and optimizer.in_backward=true has one",
+    ),
+    (
+        {"batching.tokens": "auto", "dataset.max_length": 300},
+        "too few for a row of dataset.max_length=300. Set batching.accumulation=2 or dataset.max_length=256.",
+    ),
     ({"batching.tokens": 100}, "dataset.max_length=256 is more than a bin holds (batching.tokens=100)"),
 ]
 

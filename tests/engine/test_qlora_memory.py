@@ -38,7 +38,7 @@ def two_steps(run: RunConfig) -> Stepper:
         assert torch.cuda.max_memory_allocated() < 9e9, "the unpacked base was there as a whole"
     optimizer = build_optimizer(run.optimizer, trainee)
     stepper = Stepper(trainee, optimizer, runtime, run.training.clip, fp16=False)
-    half = run.batching.tokens // 2
+    half = run.batching.bin_tokens // 2
     batch = packed(documents_of((half, half)))
     before = [p.detach().clone() for p in trainee.trained().values()]
     for _ in range(2):

@@ -146,7 +146,7 @@ def test_where_one_is_not_enough_some_are(tried: Any) -> None:
     machine = replace(
         look.machine, memory_bytes=round((both - now.verdict.margin_bytes) / 0.96)
     )  # 3 % are margin
-    found = Look(WORDS, machine).together(two)
+    found = Look(WORDS, machine).together(now, two)
     assert found is not None
     assert found["override"] == "training.recompute=true optimizer=adamw_8bit"
-    assert look.together(two[:1]) is None
+    assert look.together(now, two[:1]) is None

@@ -1,0 +1,114 @@
+"""batching.tokens=auto: of all bins and all numbers of recomputed layers that fit, the pair that is fastest."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.engine.bins import ladder, step_tokens
+from app.plan.knobs import candidates, turned
+from app.plan.largest import Plans, Sized, fastest, largest_on
+from app.plan.look import Look
+from app.plan.planner import planned_choices
+from app.plan.verdict import judge
+from tests.plan.facts import GPU, MIB, plan
+from tests.plan.truth import SMALL, small_run
+
+LAYERS = 6
+WORDS = (
+    "model.architecture.num_hidden_layers=6",
+    *("recipe=lora", "precision=bf16", "training.recompute=auto"),
+    *("batching.tokens=auto", "batching.accumulation=8", "dataset.max_length=128"),
+)
+RUN = small_run(*WORDS)
+CHOICES = planned_choices(RUN.precision, "gpu")
+RUNGS = [2048, 1024, 512, 256, 128]
+
+
+@cache
+def plans() -> Plans:
+    return Plans(GPU, RUN, CHOICES, LAYERS, 1)
+
+
+class Made(Plans):
+    """Plans by a formula: a part that grows with the tokens and with the layers that keep all, peaks in two places,
+    and an allocator that is on no line.
+    """
+
+    def __init__(self, memory: float, odd: float, run: Any = RUN) -> None:
+        super().__init__(replace(GPU, memory_bytes=round(memory)), run, CHOICES, 32, 1)
+        self.odd = odd
+        self.asked: set[tuple[int, int]] = set()
+
+    def traced(self, tokens: int, recomputed: int) -> Sized:
+        self.asked.add((tokens, recomputed))
+        head = 1e6 + 1000 * tokens * (40 - recomputed)
+        backward = 2e6 + 9000 * tokens + 500 * tokens * (32 - recomputed)
+        lost = self.odd * 1e5 * -(-tokens // 300)
+        made = plan(saved_activations=max(head, backward) / MIB)
+        made = replace(made, phases={"head": round(head), "backward": round(backward)})
+        verdict = judge(made, self._machine, round(lost))
+        return Sized(tokens, recomputed, verdict, (100 + recomputed) * (1 + 256 / tokens), made)
+
+
+@given(st.floats(1e8, 3e8), st.floats(0, 40), st.sampled_from(["auto", "20"]))
+def test_nothing_that_fits_is_faster(memory: float, odd: float, asked: str) -> None:
+    run = replace(RUN, training=replace(RUN.training, recompute=asked if asked == "auto" else int(asked)))
+    made = Made(memory, odd, run)
+    counts = range(33) if asked == "auto" else [20]
+    every = [made.traced(tokens, count) for tokens in RUNGS for count in counts]
+    made.asked.clear()
+    found = fastest(made)
+    fitting = [each for each in every if each.verdict.fits]
+    assert found.verdict.fits == bool(fitting)
+    if fitting:
+        assert found.seconds <= min(each.seconds for each in fitting) * 1.05, "a few layers off at most"
+    else:
+        assert (found.tokens, found.recomputed) == (128, counts[-1])
+    sizes = {tokens for tokens, _ in made.asked}
+    assert odd > 1 or len(sizes) <= 4, "the ends of the ladder, and what is chosen"
+
+
+def test_the_ladder_divides_the_step() -> None:
+    assert ladder(RUN) == plans().rungs == RUNGS
+    assert step_tokens(RUN) == 2048
+
+
+@pytest.mark.parametrize("count", [3, LAYERS])
+def test_the_line_through_small_bins_holds(count: int) -> None:
+    """At each place of a step that counts; nothing recomputed and everything are traced as they are when chosen."""
+    line, traced = plans().estimated(1024, count), plans().traced(1024, count)
+    assert max(line.plan.phases.values()) == pytest.approx(traced.plan.peak_bytes, rel=0.02)
+    assert line.seconds == pytest.approx(traced.seconds, rel=5e-3)
+
+
+def test_where_nothing_fits_it_is_what_needs_least() -> None:
+    found = fastest(Made(1e6, 0))
+    assert (found.tokens, found.recomputed, found.verdict.fits) == (128, 32, False)
+    assert "does not fit even so" in found.words(RUN, 32, GPU)
+
+
+def test_a_processor_gets_no_larger_bins_than_the_model_suggests() -> None:
+    cpu = replace(GPU, device="cpu", memory_bytes=1 << 40)
+    run = replace(RUN, training=replace(RUN.training, recompute=0))
+    found = largest_on(cpu, run, planned_choices(RUN.precision, "cpu"), LAYERS, 1)
+    assert (found.tokens, found.recomputed) == (RUN.model.suggest.tokens, 0) == (256, 0)
+    assert "larger ones do not pay on a processor" in found.words(RUN, LAYERS, cpu)
+
+
+def test_a_look_finds_them_and_turns_knobs_on_them() -> None:
+    words = [word for word in SMALL if word != "precision=fp32"] + [*WORDS, "training.recompute=1"]
+    found = largest_on(GPU, small_run(*WORDS, "training.recompute=1"), CHOICES, LAYERS, 1)
+    look = Look(words, GPU)
+    now = look.at(small_run(*WORDS, "training.recompute=1"))
+    assert now.chosen_bins
+    assert now.bins == [f"batching.tokens={found.tokens}", f"batching.accumulation={2048 // found.tokens}"]
+    assert now.verdict.needed_bytes == found.verdict.needed_bytes
+    smaller = next(each for each in candidates(now.run) if each.overrides[0].startswith("batching.tokens="))
+    halved = turned(look.words(now), [smaller])
+    assert halved is not None
+    assert halved.batching.bin_tokens == found.tokens // 2
+    assert halved.batching.accumulation == 2 * now.run.batching.accumulation
