@@ -25,6 +25,7 @@ INTERPRETER = "needs Triton and no GPU: kernels would not be interpreted"
 TRL = "needs TRL, an extra: pip install -e '.[bench]'"
 PACKAGE_INDEX = "needs the package index that pip is set up for: nothing answers there"
 CHROMIUM = "needs Chromium to look at pages: apt-get install chromium"
+COMPILER = "needs a C compiler"
 OTHER_PYTHON = "needs .venv, as scripts/test makes it: another interpreter may have other versions"
 
 # On a host with a GPU any other skip in the gpu tier is a failure.
@@ -40,6 +41,7 @@ requires_triton = pytest.mark.skipif("not has_module('triton')", reason=TRITON)
 requires_interpreter = pytest.mark.skipif("not interprets_kernels()", reason=INTERPRETER)
 requires_trl = pytest.mark.skipif("not has_module('trl')", reason=TRL)
 requires_chromium = pytest.mark.skipif("not program('chromium')", reason=CHROMIUM)
+requires_compiler = pytest.mark.skipif("not program('cc')", reason=COMPILER)
 requires_package_index = pytest.mark.skipif("not package_index()", reason=PACKAGE_INDEX)
 
 requires_pinned_environment = pytest.mark.skipif("not in_venv()", reason=OTHER_PYTHON)

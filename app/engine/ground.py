@@ -19,6 +19,7 @@ from app.data.loader import Loader, Share, eval_batches
 from app.data.packing import beyond_least, least_bins
 from app.data.prepare import Data, prepare
 from app.data.rows import TokenRows
+from app.engine import taken
 from app.engine.bins import Largest, settled_bins
 from app.engine.checkpoint import choices_of, find_checkpoint
 from app.engine.choices import Choices, choose
@@ -94,6 +95,8 @@ def lay_ground(
     run = with_classes(run, data.classes)
     labels = labels_of(run.task, tokenizer, run.seed, both_ways=sees_both_ways(run))
     save, remarks = find_checkpoint(checkpoints, run.resume, tidy=world().is_first)
+    for note in taken.notes():  # asked before this process takes anything itself
+        say(f"memory  {note}")
     kept = choices_of(save)
     choices = choose(run.precision, run.attention, partial(attention_needs, run), kept)
     require_unscaled(run.optimizer, choices.precision)
@@ -199,6 +202,7 @@ def table(run: RunConfig, ground: Ground) -> list[tuple[str, str]]:
                 *remarks,
                 *requirements.notes(run.optimizer, device),
                 *idle_gpus(),
+                *taken.notes(),
             )
         ),
     ]
@@ -253,5 +257,6 @@ def facts(run: RunConfig, ground: Ground) -> dict[str, Any]:
             "data": ground.data.report.as_dict(),
         },
         "hardware": hardware(),
+        "memory_taken": None if (held := taken.taken_by_others()) is None else asdict(held),
         "hashes": content_hashes(ground.data, ground.tokenizer),
     }

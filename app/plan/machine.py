@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from app.config.hardware import HardwareConfig, every_hardware
+from app.engine.taken import taken_by_others
 
 _GIB = 1 << 30
 # CUDA's context, the kernels that are loaded, cuBLAS' workspaces; taken for a GPU of which it was not measured
 ASSUMED_CONTEXT = 800 << 20
+_LITTLE = 1 << 30
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -27,6 +29,11 @@ class Machine:
     bytes_per_second: float | None = None
     fp8_flops_per_second: float | None = None
 
+    def without(self, taken: int) -> "Machine":
+        """What others leave of it; a little that they hold goes without saying."""
+        label = self.label if taken < _LITTLE else f"{self.label}, of which others hold {taken / 1e9:.1f} GB"
+        return replace(self, label=label, memory_bytes=self.memory_bytes - taken)
+
     def shared_by(self, processes: int) -> "Machine":
         """For one of so many here: each has a GPU of its own, but a processor's memory is one."""
         return self if self.device == "gpu" else replace(self, memory_bytes=self.memory_bytes // processes)
@@ -42,9 +49,13 @@ def machine_of(hardware: HardwareConfig | None) -> Machine:
         return Machine("cpu", "the processor of this machine", "cpu", _host_memory(), _resident(), True)
     name, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
     known = known_as(name, every_hardware())
-    if known is None:
-        return Machine(name, name, "gpu", memory, ASSUMED_CONTEXT, False)
-    return _of_table(known, memory)
+    found = (
+        Machine(name, name, "gpu", memory, ASSUMED_CONTEXT, False)
+        if known is None
+        else _of_table(known, memory)
+    )
+    taken = taken_by_others()
+    return found if taken is None else found.without(taken.bytes)
 
 
 def known_as(name: str, table: Iterable[HardwareConfig]) -> HardwareConfig | None:

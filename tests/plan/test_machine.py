@@ -64,6 +64,7 @@ def test_a_gpu_that_is_present_has_the_memory_that_it_tells(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr("app.plan.machine.taken_by_others", lambda: None)
     known = machine_of(None)
     assert (known.name, known.memory_bytes, known.flops_per_second) == ("h100", 80 << 30, 989e12)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
