@@ -5,11 +5,13 @@ from functools import partial
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.model.hidden import HIDDEN, Hidden
 
+_ASKS_DEVICE = torch.ops.prim.device.default
 _BLOCK = 512  # what an allocator of CUDA rounds up to; the same everywhere, so that counts can be compared
 
 Event = tuple[int, int]  # which storage, and its bytes: above 0 as it comes, below as it goes
@@ -59,6 +61,10 @@ class StorageCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let it happen, and look at what came out."""
+        if (
+            func is _ASKS_DEVICE
+        ):  # of a tensor without memory: most of what autograd asks, and nothing is made
+            return args[0].device
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if isinstance(out, Tensor):

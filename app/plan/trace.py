@@ -20,12 +20,14 @@ from app.model.fused import fuse
 from app.model.fused.unpacking import share_scratch
 from app.model.hidden import HIDDEN, ON_GPU
 from app.model.kernels import as_on_gpu
+from app.model.lean_bitsandbytes import import_bitsandbytes
 from app.model.linear_head import linear_head
 from app.model.outline import Outline
 from app.model.tasks import task_of
 from app.model.trainee import Trainee
 from app.optim.one_by_one import ordinary
 from app.optim.optimizers import build_optimizer
+from app.optim.requirements import BITSANDBYTES_KINDS
 from app.plan import stages
 from app.plan.attention import hidden_in_backward
 from app.plan.fakes import AnyNumber, Paged, materialise
@@ -71,9 +73,7 @@ def trace(asked: Asked, outline: Outline, plain: int, recomputed: int) -> Trace:
     with ways, FakeTensorMode(allow_non_fake_inputs=True), AnyNumber():
         materialise(network)
         trainee = _trainee(asked, network)
-        optimizer = build_optimizer(run.optimizer, trainee, run.seed)
-        paged.take_from(ordinary(optimizer), on_gpu=asked.on_gpu)
-        _make_states(trainee, optimizer)
+        optimizer = _optimizer(asked, trainee, paged)
         stepper = Stepper(trainee, optimizer, _ALONE, run.training.clip, fp16=asked.precision == "fp16")
         counter = StorageCounter("cpu", _HIDDEN_ON_GPU if asked.on_gpu else HIDDEN, flops)
         for kind, tensors in kept_tensors(trainee, optimizer).items():
@@ -125,12 +125,17 @@ def _trainee(asked: Asked, network: nn.Module) -> Trainee:
     return trainee
 
 
-def _make_states(trainee: Trainee, optimizer: Optimizer) -> None:
-    """As after the first step: the second one is where the peak is."""
+def _optimizer(asked: Asked, trainee: Trainee, paged: Paged) -> Optimizer:
+    """With states as after the first step: the second one is where the peak is."""
+    if asked.run.optimizer.kind in BITSANDBYTES_KINDS:
+        import_bitsandbytes()
+    optimizer = build_optimizer(asked.run.optimizer, trainee, asked.run.seed)
+    paged.take_from(ordinary(optimizer), on_gpu=asked.on_gpu)
     for parameter in trainee.trained().values():
         parameter.grad = torch.empty_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    return optimizer
 
 
 def _batch(shape: Shape) -> Batch:
