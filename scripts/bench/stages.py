@@ -94,13 +94,22 @@ def peers(setting: Setting) -> list[Item]:
 
 
 def large(setting: Setting) -> list[Item]:
-    """70 billion weights on one card: the smallest peak, then the speed."""
-    small = ("--set", "optimizer=paged_adamw_8bit")
-    tokens = "--tokens-per-step"
+    """70 billion weights on one card, as the presets have it: the smallest peak, then the speed."""
+    small, fast = (_as_preset(f"llama_70b_{name}") for name in ("small", "16k"))
+    contenders = "ours,ours:training.recompute=64"
     return [
-        _train(setting, "70b, small", "llama_70b", "qlora", "ours", "--recompute", tokens, "2048", *small),
-        _train(setting, "70b, fast", "llama_70b", "qlora", "ours", "--recompute", tokens, "16384"),
+        _train(setting, "70b, small", "llama_70b", "qlora", "ours", "--recompute", *small),
+        _train(setting, "70b, fast", "llama_70b", "qlora", contenders, "--recompute", *fast),
     ]
+
+
+def _as_preset(name: str) -> list[str]:
+    """One micro-batch of an experiment of conf/; how many layers are recomputed is not in it."""
+    from app.config.load import compose_run
+
+    run = compose_run([f"experiment={name}", "dataset=messages", "dataset.path=none.jsonl"])
+    rank, optimizer = str(run.adapter.r), f"optimizer={run.optimizer.kind}"
+    return ["--tokens-per-step", str(run.batching.tokens), "--rank", rank, "--set", optimizer]
 
 
 def tests(setting: Setting) -> list[Item]:

@@ -1,0 +1,44 @@
+"""The presets for 70 billion weights keep what they promise, by the plan."""
+
+import pytest
+
+from app.config.hardware import every_hardware
+from app.config.load import compose_run
+from app.plan.look import Look, Looked
+from app.plan.machine import machine_of
+
+
+def planned(experiment: str, hardware: str) -> Looked:
+    words = [f"experiment={experiment}", "dataset=messages", "dataset.path=none.jsonl"]
+    (card,) = (each for each in every_hardware() if each.name == hardware)
+    return Look(words, machine_of(card)).at(compose_run(words))
+
+
+def test_the_small_one_needs_less_than_48_gb_and_fits_such_a_card() -> None:
+    found = planned("llama_70b_small", "a6000")
+    assert found.plan.peak_bytes < 46e9
+    assert found.verdict.reserved_bytes < 48e9
+    assert found.verdict.fits
+
+
+def test_both_learn_from_as_many_tokens_a_step() -> None:
+    small, large = (
+        compose_run([f"experiment=llama_70b_{name}", "dataset=messages", "dataset.path=none.jsonl"])
+        for name in ("small", "16k")
+    )
+    tokens = [run.batching.tokens * run.batching.accumulation for run in (small, large)]
+    assert tokens == [16384, 16384]
+    assert small.adapter == large.adapter
+    assert small.optimizer == large.optimizer
+
+
+@pytest.mark.slow
+def test_the_fast_one_fits_an_h200_and_recomputes_no_more_than_it_must() -> None:
+    found = planned("llama_70b_16k", "h200")
+    assert found.shape.width == 16384
+    assert found.verdict.fits
+    assert found.chosen
+    assert 0 < int(found.run.training.recompute) < 80
+    spare = found.verdict.memory_bytes - found.verdict.needed_bytes
+    a_layer = 4.5e9  # what one keeps that is not computed again, and a margin
+    assert spare < a_layer
