@@ -1,6 +1,7 @@
 """Norms that keep only their input, against the model's own; and layers that make a norm's output again."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,11 +18,11 @@ from tests.model.test_recompute import BATCH
 NORMS = {"llama": "norm", "olmo2": "norm", "gemma2": "norm", "qwen3": "layers.0.self_attn.q_norm"}
 
 
-def norm_of(kind: str, name: str | None = None) -> nn.Module:
-    module: nn.Module = trainee_of(kind).language_model.base_model.get_submodule(name or NORMS[kind])
+def norm_of(kind: str) -> Any:
+    module: Any = trainee_of(kind).language_model.base_model.get_submodule(NORMS[kind])
     generator = torch.Generator().manual_seed(2)
     weight = torch.randn(module.weight.shape, generator=generator)
-    module.weight.data = weight.to(module.weight.dtype)  # type: ignore[operator, assignment]
+    module.weight.data = weight.to(module.weight.dtype)
     return module
 
 
@@ -157,7 +158,7 @@ def test_trained_norms_get_their_gradients(kind: str, adapter: Any) -> None:
         for name, parameter in trainee.network.named_parameters():
             parameter.requires_grad_(parameter.requires_grad or "norm" in name)
         if adapter is full and fused:
-            assert fuse(trainee.network, lambda of=trainee: of.arithmetic(torch.device("cpu"))).norms
+            assert fuse(trainee.network, partial(trainee.arithmetic, torch.device("cpu"))).norms
         loss = trainee(BATCH)[0]
         loss.backward()
         results.append((float(loss.detach()), gradients(trainee)))

@@ -24,8 +24,10 @@ def test_groups_are_found_by_looking_on(kind: str) -> None:
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["k_proj"], ["v_proj", "o_proj", "up_proj"]])
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-def test_only_some_are_adapted(targets: list[str], recompute: bool) -> None:  # noqa: FBT001
-    fused, plain = (trainee_of("llama", lora(fused=f, targets=targets), recompute=recompute) for f in (True, False))
+def test_only_some_are_adapted(targets: list[str], recompute: bool) -> None:
+    fused, plain = (
+        trainee_of("llama", lora(fused=f, targets=targets), recompute=recompute) for f in (True, False)
+    )
     assert fused.fused.linear == 2 * len(targets)
     assert fused.fused.shared == (2 if len(targets) == 2 else 0)
     assert distance(outcome(fused)[1], outcome(plain)[1]) <= 1e-5
@@ -176,7 +178,7 @@ def test_nothing_outlives_the_forward_pass(calls: Any) -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-def test_no_tensor_is_left_after_a_step(recompute: bool) -> None:  # noqa: FBT001
+def test_no_tensor_is_left_after_a_step(recompute: bool) -> None:
     trainee = trainee_of("llama", lora(), recompute=recompute)
 
     def left() -> int:
@@ -191,8 +193,14 @@ def test_no_tensor_is_left_after_a_step(recompute: bool) -> None:  # noqa: FBT00
 
 def test_q_k_and_v_keep_one_product_with_all_their_a() -> None:
     """[rows, 3 r], and none of r for each."""
-    trainee, shapes = trainee_of("llama", lora(r=5)), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(tuple(t.shape)) or t, lambda t: t):
+    trainee = trainee_of("llama", lora(r=5))
+    shapes: list[tuple[int, ...]] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        shapes.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         trainee(BATCH)
     tokens = BATCH.ids.numel()
     widths = sorted(shape[1] for shape in shapes if shape[:1] == (tokens,) and shape[-1] % 5 == 0)
@@ -233,4 +241,8 @@ def test_gradients_survive_when_one_output_is_unused() -> None:
     assert x.grad is not None
     assert y.grad is not None
     assert distance(x.grad, y.grad) <= 1e-6
-    assert gradients(trainee)[next(n for n in gradients(trainee) if "layers.0" in n and "k_proj.lora_B" in n)].eq(0).all()
+    assert (
+        gradients(trainee)[next(n for n in gradients(trainee) if "layers.0" in n and "k_proj.lora_B" in n)]
+        .eq(0)
+        .all()
+    )

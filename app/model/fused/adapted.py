@@ -61,7 +61,12 @@ def products(rows: Tensor, layers: Sequence[Adapted]) -> tuple[list[Tensor], Ten
 
 
 def gradients(
-    upstream: Sequence[Tensor | None], rows: Tensor, inner: Tensor, layers: Sequence[Adapted], *, of_rows: bool
+    upstream: Sequence[Tensor | None],
+    rows: Tensor,
+    inner: Tensor,
+    layers: Sequence[Adapted],
+    *,
+    of_rows: bool,
 ) -> tuple[Tensor | None, list[Halves]]:
     """Of the rows, where somebody waits for it, and of A and B of each layer; None for an output nobody used."""
     reached, of_b = zip(
@@ -101,7 +106,7 @@ def _stacked_a(layers: Sequence[Adapted], dtype: torch.dtype) -> Tensor:
 
 
 def _split(stacked: Tensor, layers: Sequence[Adapted], dim: int) -> Sequence[Tensor]:
-    return stacked.split([layer.a.shape[0] for layer in layers], dim=dim)
+    return torch.split(stacked, [layer.a.shape[0] for layer in layers], dim)
 
 
 class _Together(torch.autograd.Function):

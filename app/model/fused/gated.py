@@ -53,9 +53,7 @@ class _Gated(torch.autograd.Function):
         gradient = upstream[0].flatten(0, -2).to(gate.dtype)
         with torch.autocast(gradient.device.type, enabled=False):
             opened, of_gate_by = _opened(mlp.act, gate)
-            of_hidden, of_down = gradients(
-                (gradient,), opened * up, down_inner, (mlp.down,), of_rows=True
-            )
+            of_hidden, of_down = gradients((gradient,), opened * up, down_inner, (mlp.down,), of_rows=True)
             assert of_hidden is not None
             of_up = opened * of_hidden
             of_gate = of_gate_by(of_hidden.mul_(up))

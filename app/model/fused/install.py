@@ -1,6 +1,6 @@
 """Which layers of a network are computed by hand-written passes, and the proof that they compute the same."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import wraps
@@ -154,7 +154,7 @@ def _outcome(forward: Forward, x: Tensor, piece: Piece) -> list[Tensor]:
     with torch.enable_grad():
         given = forward(leaf)
     outs = given if isinstance(given, tuple) else (given,)
-    found = torch.autograd.grad(sum(_some_loss(out) for out in outs), [leaf, *trained])
+    found = torch.autograd.grad([_some_loss(out) for out in outs], [leaf, *trained])
     return [each.detach().double() for each in (*outs, *found)]
 
 

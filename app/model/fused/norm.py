@@ -69,7 +69,7 @@ class RootNorm:
         """Of rows in any leading shape."""
         out, root = _Normed.apply(x, weight, self)  # type: ignore[no-untyped-call]
         if self.tells and x.requires_grad and torch.is_grad_enabled():
-            hang_on(out, self, x, root, weight)
+            hang_on(out, self.again, x, root, weight)
         result: Tensor = out
         return result
 
@@ -118,7 +118,7 @@ def root_norm_of(module: nn.Module, *, tells: bool) -> RootNorm | None:
     eps = eps_of(module)
     if not isinstance(eps, float) or not _has_one_weight(module) or not _takes_rows_alone(module):
         return None
-    with _disable_current_modes(), torch.no_grad(), warnings.catch_warnings():  # type: ignore[no-untyped-call]
+    with _disable_current_modes(), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own is slower with rows and weights of several dtypes
         found = [(_apart(module, RootNorm(way, eps, tells)), way) for way in WAYS]
     (exact, rounded), way = min(found, key=lambda each: (each[0][0] > _EXACT, each[0][1]))
@@ -131,14 +131,15 @@ def eps_of(module: nn.Module) -> Any:
 
 
 def _has_one_weight(module: nn.Module) -> bool:
-    given = [name for name, parameter in module._parameters.items() if parameter is not None]
-    return given == ["weight"] and module.weight.ndim == 1 and not module._modules and not module._buffers
+    given = {name: each for name, each in module._parameters.items() if each is not None}
+    alone = given.keys() == {"weight"} and not module._modules and not module._buffers
+    return alone and given["weight"].ndim == 1
 
 
 def _takes_rows_alone(module: nn.Module) -> bool:
     taken = inspect.signature(type(module).forward).parameters.values()
     required = [each for each in taken if each.default is inspect.Parameter.empty]
-    return len(required) == 2  # noqa: PLR2004  itself and the rows
+    return len(required) == 2  # itself and the rows
 
 
 def _apart(module: Any, norm: RootNorm) -> tuple[float, float]:

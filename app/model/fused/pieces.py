@@ -36,7 +36,9 @@ class Piece:
 def linear_pieces(network: nn.Module) -> list[Piece]:
     """Adapted layers, each by itself."""
     found = ((module, _adapted(module)) for module in network.modules())
-    return [_piece([module], adapted, [module], [adapted]) for module, adapted in found if adapted is not None]
+    return [
+        _piece([module], adapted, [module], [adapted]) for module, adapted in found if adapted is not None
+    ]
 
 
 def gated_pieces(network: nn.Module) -> list[Piece]:

@@ -4,19 +4,13 @@ A norm whose output is cheap to make again hangs a recipe on it. Who is given ju
 needs, which the norm itself keeps anyway, in place of the rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-
-class Form(Protocol):
-    """How rows are made again from the tensors of a recipe."""
-
-    def again(self, *tensors: Tensor) -> Tensor:
-        """The same numbers as the first time."""
+Form = Callable[..., Tensor]  # makes the same numbers again from the tensors of a recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,4 +40,4 @@ def kept_rows(rows: Tensor, recipe: Recipe | None) -> tuple[Tensor, ...]:
 
 def rows_again(kept: Sequence[Tensor], form: Form | None, dtype: torch.dtype) -> Tensor:
     """The rows [n, in] that this was kept for."""
-    return kept[0] if form is None else form.again(*kept).flatten(0, -2).to(dtype)
+    return kept[0] if form is None else form(*kept).flatten(0, -2).to(dtype)

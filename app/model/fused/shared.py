@@ -45,7 +45,8 @@ class Shared:
 
         @wraps(alone)
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if args or kwargs or not self._inside or not usable():
+            inside = self._inside and not x.is_inference()  # such a tensor does not tell when it is changed
+            if args or kwargs or not inside or not usable():
                 return alone(x, *args, **kwargs)
             return self._of(place, x)
 
@@ -99,5 +100,7 @@ def _watch(
         calls.clear()
 
     for child in children:
-        yield child.register_forward_pre_hook(lambda module, given: calls.append((module, given[0] if len(given) == 1 else given)))
+        yield child.register_forward_pre_hook(
+            lambda module, given: calls.append((module, given[0] if len(given) == 1 else given))
+        )
     yield parent.register_forward_hook(settle)
