@@ -47,8 +47,13 @@ def test_each_step_gets_its_own_whatever_was_prepared(loader_of: Callable[..., L
 def test_for_a_gpu_every_tensor_of_a_batch_is_pinned(
     monkeypatch: pytest.MonkeyPatch, packed_loader_of: Callable[..., Loader]
 ) -> None:
-    pinned = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor.clone())
+    pinned: list[torch.Tensor] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor)
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     (batch,) = Ahead(packed_loader_of(256, 1).batches, GPU).batches(0)
     assert len(pinned) == len(batch.tensors) == 5
     assert all(torch.equal(a, b) for a, b in zip(batch.tensors, batch.to(CPU).tensors, strict=True))
@@ -57,8 +62,12 @@ def test_for_a_gpu_every_tensor_of_a_batch_is_pinned(
 def test_nothing_is_made_for_after_the_end_and_a_stop_costs_nothing(make_loop: MakeLoop) -> None:
     made: list[int] = []
     loop, _ = make_loop(small_run("recipe=full", "training.stop_after=3", *QUIET), 5)
-    own = loop.parts.loader.batches
-    loop._ahead = Ahead(lambda step: made.append(step) or own(step), CPU)
+
+    def make(step: int) -> list[Batch]:
+        made.append(step)
+        return loop.parts.loader.batches(step)
+
+    loop._ahead = Ahead(make, CPU)
     loop.fit(StopRequest())
     assert made == [0, 1, 2, 3]
     loop.fit(StopRequest())
