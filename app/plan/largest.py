@@ -80,14 +80,15 @@ def _estimated_to_fit(plans: "Plans") -> Iterator[Sized]:
     """Of each size the fewest layers."""
     for tokens in plans.rungs:
         if not plans.is_beyond(tokens):
-            estimated = partial(plans.estimated, tokens)
-            count, verdict = fewest(
-                plans.most, lambda count, at=estimated: at(max(plans.least, count)).verdict
-            )
+            count, verdict = fewest(plans.most, partial(_verdict_at, plans, tokens))
             if verdict.fits:
                 yield plans.estimated(tokens, max(plans.least, count))
                 if plans.largest_is_best:
                     return
+
+
+def _verdict_at(plans: "Plans", tokens: int, count: int) -> Verdict:
+    return plans.estimated(tokens, max(plans.least, count)).verdict
 
 
 def _confirmed(plans: "Plans", estimated: Sized) -> Sized | None:
