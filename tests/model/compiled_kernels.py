@@ -9,7 +9,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from app.batch import IGNORE
-from app.model.kernels import loss_triton, nf4_triton
+from app.model.kernels import fp8_triton, loss_triton, nf4_triton
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
@@ -39,3 +39,14 @@ for gradient in (True, False):
 known = {"NESTED": True, "HALF": 32, "SECOND": 256, "BLOCKS": nf4_triton._BLOCKS}
 found = stores(nf4_triton._unpack, NF4 | NESTED, known, num_warps=8, enable_fp_fusion=False)
 sys.stdout.write(f"nf4: {found}\n")
+
+ROUNDED = {"out": "*fp8e4nv", "scales": "*fp32", "width": "i32"}
+MADE_OF = {
+    fp8_triton._rows: {"rows": "*bf16"},
+    fp8_triton._gated: {"gate": "*bf16", "up": "*bf16", "opened": "*bf16"},
+    fp8_triton._normed: {"rows": "*bf16", "gain": "*bf16", "normed": "*bf16"},
+}
+for kernel, given in MADE_OF.items():
+    more: dict[str, Any] = {"EPS": 1e-5} if "gain" in given else {}
+    more |= {"LEAST": 1e-12, "LARGEST": 448.0, "BLOCK": 4096}
+    sys.stdout.write(f"fp8: {stores(kernel, given | ROUNDED, more, num_warps=8)}\n")
