@@ -77,11 +77,12 @@ def test_the_ladder_divides_the_step() -> None:
     assert step_tokens(RUN) == 2048
 
 
-@pytest.mark.parametrize("count", [3, LAYERS])
-def test_the_line_through_small_bins_holds(count: int) -> None:
-    """At each place of a step that counts; nothing recomputed and everything are traced as they are when chosen."""
+@pytest.mark.parametrize(("count", "cautious"), [(3, 0.001), (LAYERS, 0.05)])
+def test_the_line_through_small_bins_holds(count: int, cautious: float) -> None:
+    """Where all layers are recomputed the peak has a place of its own: there the line is above it, never below."""
     line, traced = plans().estimated(1024, count), plans().traced(1024, count)
-    assert max(line.plan.phases.values()) == pytest.approx(traced.plan.peak_bytes, rel=0.02)
+    peak = max(line.plan.phases.values())
+    assert traced.plan.peak_bytes * 0.999 <= peak <= traced.plan.peak_bytes * (1 + cautious)
     assert line.seconds == pytest.approx(traced.seconds, rel=5e-3)
 
 
@@ -101,14 +102,14 @@ def test_a_processor_gets_no_larger_bins_than_the_model_suggests() -> None:
 
 def test_a_look_finds_them_and_turns_knobs_on_them() -> None:
     words = [word for word in SMALL if word != "precision=fp32"] + [*WORDS, "training.recompute=1"]
-    found = largest_on(GPU, small_run(*WORDS, "training.recompute=1"), CHOICES, LAYERS, 1)
     look = Look(words, GPU)
     now = look.at(small_run(*WORDS, "training.recompute=1"))
+    batching = now.run.batching
     assert now.chosen_bins
-    assert now.bins == [f"batching.tokens={found.tokens}", f"batching.accumulation={2048 // found.tokens}"]
-    assert now.verdict.needed_bytes == found.verdict.needed_bytes
+    assert now.verdict.fits
+    assert (batching.bin_tokens, batching.accumulation) == (2048, 1), "there is room"
+    assert now.bins == ["batching.tokens=2048", "batching.accumulation=1"]
     smaller = next(each for each in candidates(now.run) if each.overrides[0].startswith("batching.tokens="))
     halved = turned(look.words(now), [smaller])
     assert halved is not None
-    assert halved.batching.bin_tokens == found.tokens // 2
-    assert halved.batching.accumulation == 2 * now.run.batching.accumulation
+    assert (halved.batching.bin_tokens, halved.batching.accumulation) == (1024, 2)
