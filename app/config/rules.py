@@ -89,6 +89,15 @@ def _adapter_is_whole(run: RunConfig) -> Iterator[str]:
         yield "adapter.targets is empty. Set adapter.targets=[all-linear] or names of layers."
 
 
+def _offload_needs_recomputed_layers(run: RunConfig) -> Iterator[str]:
+    if run.training.offload and run.training.recompute in (False, 0):
+        yield (
+            "training.offload=true moves what recomputed layers keep, and training.recompute="
+            f"{str(run.training.recompute).lower()} recomputes none. Set training.recompute=true or "
+            "training.offload=false."
+        )
+
+
 def _quantized_base_needs_an_adapter(run: RunConfig) -> Iterator[str]:
     if run.quantization.kind != "none" and run.adapter.kind == "none":
         yield (
@@ -128,6 +137,7 @@ RULES: tuple[Rule, ...] = (
     _rows_fit_their_bins,
     _best_needs_eval_rows,
     _adapter_is_whole,
+    _offload_needs_recomputed_layers,
     _quantized_base_needs_an_adapter,
     *FULL_RULES,
     _random_weights_need_numbers,

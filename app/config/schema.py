@@ -150,6 +150,7 @@ class TrainingConfig:
     """How long, and what happens to the gradient. `recompute`: all layers, none, the first so many, or auto.
 
     `rehearse`: the largest micro-batch once through everything before the first step; `auto`: on a GPU.
+    `offload`: what recomputed layers keep waits in the memory of the host.
     """
 
     epochs: float = number(above=0)
@@ -158,6 +159,7 @@ class TrainingConfig:
     clip: float = number(at_least=0)
     recompute: bool | int | str = number(at_least=0)
     rehearse: bool | str = MISSING
+    offload: bool = MISSING
     max_bad_steps: int = number(at_least=1)
 
 

@@ -19,7 +19,7 @@ from app.data.loader import Loader, Share, eval_batches
 from app.data.packing import beyond_least, least_bins
 from app.data.prepare import Data, prepare
 from app.data.rows import TokenRows
-from app.engine import taken
+from app.engine import layers, taken
 from app.engine.bins import Largest, settled_bins
 from app.engine.checkpoint import choices_of, find_checkpoint
 from app.engine.choices import Choices, choose
@@ -153,6 +153,7 @@ def sections_of(run: RunConfig, choices: Choices) -> ModelSections:
         precision=choices.precision,
         recompute=layers_of(run.training),
         trained=run.precision.trained,
+        offload=run.training.offload,
     )
 
 
@@ -201,6 +202,7 @@ def table(run: RunConfig, ground: Ground) -> list[tuple[str, str]]:
                 *class_notes(run),
                 *remarks,
                 *requirements.notes(run.optimizer, device),
+                *layers.notes(run.training, device),
                 *idle_gpus(),
                 *taken.notes(),
             )

@@ -34,3 +34,12 @@ def found_layers(find: Callable[[], tuple[int, str]], peers: Peers, layers: int)
         except Exception as fault:  # noqa: BLE001  whatever a kind does in a trace, the run does not depend on it
             remark = f"no plan for this model ({type(fault).__name__}), so all {layers} layers are recomputed"
     return int(peers.highest(count if peers.rank == 0 else 0)), remark
+
+
+def notes(training: TrainingConfig, device: str) -> list[str]:
+    """What is true of these settings on `device` and that they do not say."""
+    if training.offload and device == "cpu":
+        return [
+            "training.offload=true: on a CPU the memory of the host is the same memory, so it saves nothing"
+        ]
+    return []

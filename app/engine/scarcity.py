@@ -30,9 +30,9 @@ def does_not_fit(what: str, kept: Mapping[str, int]) -> EnvironmentProblem:
     beside = f" beside what stays from step to step ({parts})" if parts else ""
     return EnvironmentProblem(
         f"out of memory: {what} does not fit{beside}. Cheapest first: "
-        "training.recompute=true, a smaller dataset.max_length (with batching.tokens), optimizer=paged_adamw_8bit, "
-        "recipe=qlora. Checkpoints made before are kept: resume=auto goes on where the settings allow it; "
-        "docs/out-of-memory.md says which do."
+        "training.recompute=true, training.offload=true, a smaller dataset.max_length (with batching.tokens), "
+        "optimizer=paged_adamw_8bit, recipe=qlora. Checkpoints made before are kept: resume=auto goes on where "
+        "the settings allow it; docs/out-of-memory.md says which do."
     )
 
 

@@ -15,6 +15,7 @@ from app.model.dtypes import DTYPES
 from app.model.fp8 import rows_as_they_are
 from app.model.fused import fuse
 from app.model.fused.unpacking import share_scratch
+from app.model.offload import Host
 from app.model.packing import Packing
 from app.model.pooled import keep_exact
 from app.model.quantize import packing_of, require_quantizable
@@ -52,6 +53,7 @@ class ModelSections:
     precision: str  # a key of DTYPES
     recompute: bool | int  # all layers, none, or the first so many
     trained: str = "fp32"  # a key of DTYPES: how the weights are held where all of them are trained
+    offload: bool = False  # whether what these keep waits on the host
 
     @property
     def keeps_random_base(self) -> bool:
@@ -81,7 +83,7 @@ def build_trainee(sections: ModelSections, device: torch.device, seed: int, base
     lm = build_base(sections, device, seed)
     torch.manual_seed(seed)  # the adapter starts the same whatever the base drew
     network = attach(sections.adapter, task_of(sections.task), lm, base_path)
-    recompute(lm, sections.recompute)
+    recompute(lm, sections.recompute, Host() if sections.offload else None)
     pooled = task_of(sections.task).pooled
     trainee = Trainee(network.to(device), DTYPES[sections.precision].compute, pooled=pooled)
     trainee.train()

@@ -9,18 +9,21 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from app.errors import ConfigError
+from app.model.offload import Host
 
 
-def recompute(lm: nn.Module, wanted: bool | int) -> int:
+def recompute(lm: nn.Module, wanted: bool | int, host: Host | None = None) -> int:
     """All repeated layers of a transformers model, none, or the first so many; returns how many they are.
 
     The first ones: their inputs wait longest for the backward pass, whichever are chosen, and what the last ones keep
-    is let go before the first of them is computed again.
+    is let go before the first of them is computed again. `host`: what these keep waits there, but for the last of
+    them, whose turn comes first.
     """
     layers = repeated_layers(lm)
     chosen = layers if wanted is True else layers[: int(wanted)]
-    for layer in chosen:
-        layer.forward = _recomputed(layer.forward)
+    for at, layer in enumerate(chosen):
+        own = _recomputed(layer.forward)
+        layer.forward = own if host is None or at == len(chosen) - 1 else _kept_on_host(own, host, at)
     return len(chosen)
 
 
@@ -49,3 +52,14 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     return again
+
+
+def _kept_on_host(forward: Callable[..., Any], host: Host, layer: int) -> Callable[..., Any]:
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        with host.keeps(layer):
+            return forward(*args, **kwargs)
+
+    return run

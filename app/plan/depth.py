@@ -41,7 +41,8 @@ class Depths:
         return self._traces[depth]
 
     def _extrapolated(self, whole: "_Depth") -> MemoryPlan:
-        few = _Depth(min(whole.plain, _FEW), min(whole.recomputed, _FEW))
+        second = self._asked.run.training.offload  # is special, too
+        few = _Depth(min(whole.plain, _FEW), min(whole.recomputed, _FEW + second))
         largest = self._trace(few)
         base = _numbers(largest)
         result = dict(base)
@@ -74,6 +75,7 @@ def _numbers(found: Trace) -> Numbers:
     return numbers | {
         ("kept",): found.kept,
         ("host",): found.host,
+        ("offloaded",): found.offloaded,
         ("flops",): found.flops,
         ("fp8",): found.fp8_flops,
         ("repeated",): found.repeated_flops,
@@ -98,6 +100,7 @@ def _plan(
         anatomies=anatomies,
         kept_bytes=numbers["kept",],
         host_bytes=numbers["host",],
+        offloaded_bytes=numbers["offloaded",],
         flops_per_token=(numbers["flops",] - numbers["repeated",]) / asked.shape.tokens,
         flops=float(numbers["flops",] * asked.shape.micro_batches + numbers["update",]),
         fp8_flops=float(numbers["fp8",] * asked.shape.micro_batches),

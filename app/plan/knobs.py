@@ -14,6 +14,8 @@ SPEED, NUMBERS, LEARNING = range(3)  # what a knob costs, the cheapest first
 WORDS = ("speed", "precision of the numbers", "what is learned")
 _SHORTEST = 256  # tokens of a row, below which nobody is sent
 _UNPACKED = 2.5  # bytes moved to unpack a 4-bit weight into bf16, beyond what computing with bf16 ones moves
+_OVER_THE_BUS = 50e9  # bytes a second, of PCIe 5 with pinned memory
+_IN_FORWARD = 0.25  # of the arithmetic, at least
 _HALF = 2
 
 
@@ -59,6 +61,15 @@ def _recompute(run: RunConfig) -> Iterator[Knob]:
             ("training.recompute=true",),
             SPEED,
             "what layers compute is computed again in backward: more arithmetic",
+        )
+
+
+def _offload(run: RunConfig) -> Iterator[Knob]:
+    if run.training.recompute is True and not run.training.offload:
+        yield Knob(
+            ("training.offload=true",),
+            SPEED,
+            "inputs of layers wait in the memory of the host, copied beside the arithmetic",
         )
 
 
@@ -148,6 +159,7 @@ def _rank(run: RunConfig) -> Iterator[Knob]:
 
 _KNOBS: tuple[Callable[[RunConfig], Iterator[Knob]], ...] = (
     _recompute,
+    _offload,
     _smaller_bins,
     _fewer_rows,
     _states,
@@ -161,12 +173,22 @@ _KNOBS: tuple[Callable[[RunConfig], Iterator[Knob]], ...] = (
 
 
 def seconds_per_token(run: RunConfig, plan: MemoryPlan, tokens: int, machine: Machine) -> float:
-    """Of arithmetic, and of unpacking weights where the machine's bandwidth is known. Only its ratio means anything."""
+    """Of arithmetic, of unpacking weights where the machine's bandwidth is known, and of what nothing goes on beside.
+
+    Only its ratio means anything.
+    """
     seconds = seconds_of_arithmetic(plan, machine)
     if machine.bytes_per_second and run.quantization.kind != "none":
         uses = run.batching.accumulation * (2 + _recomputed_share(run))
         seconds += uses * _packed_weights(run, plan) * _UNPACKED / machine.bytes_per_second
+    seconds += run.batching.accumulation * _waiting(plan, seconds / run.batching.accumulation)
     return seconds / (tokens * run.batching.accumulation)
+
+
+def _waiting(plan: MemoryPlan, seconds: float) -> float:
+    """For copies between device and host that take longer than the arithmetic beside them, of a micro-batch."""
+    once = plan.offloaded_bytes / _OVER_THE_BUS
+    return max(0.0, once - _IN_FORWARD * seconds) + max(0.0, once - (1 - _IN_FORWARD) * seconds)
 
 
 def _packed_weights(run: RunConfig, plan: MemoryPlan) -> float:

@@ -6,13 +6,14 @@ from typing import Any
 
 from app.config.hardware import HardwareConfig
 from app.config.schema import RunConfig
+from app.engine import layers
 from app.engine.runtime import default_device
 from app.engine.segments import segments_grow
 from app.model.quantize import require_machine
 from app.plan.knobs import WORDS
 from app.plan.look import Look, Looked, Turned
 from app.plan.machine import Machine, machine_of
-from app.plan.memory_plan import Shape
+from app.plan.memory_plan import MemoryPlan, Shape
 from app.plan.speed import bound
 from app.plan.verdict import Verdict
 
@@ -75,6 +76,7 @@ def _planned(found: Looked) -> dict[str, Any]:
         "anatomy": plan.anatomy,
         "kept_bytes": plan.kept_bytes,
         "host_bytes": plan.host_bytes,
+        "offloaded_bytes": plan.offloaded_bytes,
         "flops_per_token": plan.flops_per_token,
         "flops": plan.flops,
         "traced_layers": plan.traced_layers,
@@ -117,6 +119,7 @@ def _notes(found: Looked, machine: Machine, processes: int) -> Iterator[str]:
         yield f"training.recompute=auto means {found.run.training.recompute} layers here"
     if found.chosen_bins:
         yield f"batching.tokens=auto means {' '.join(found.bins)} here"
+    yield from layers.notes(found.run.training, machine.device)
     if machine.device == "cpu":
         yield "on a processor the context is what this program has loaded, and nothing is known of the allocator"
         return
@@ -126,5 +129,11 @@ def _notes(found: Looked, machine: Machine, processes: int) -> Iterator[str]:
         yield "the environment switches expandable segments off; without them torch takes more"
     if processes > 1:
         yield f"each of {processes} processes needs as much: data parallelism divides rows, not the model"
-    if found.plan.host_bytes:
-        yield f"{found.plan.host_bytes / 1e9:.1f} GB of optimizer states lie in the memory of the host"
+    yield from _on_the_host(found.plan)
+
+
+def _on_the_host(plan: MemoryPlan) -> Iterator[str]:
+    if plan.host_bytes:
+        yield f"{plan.host_bytes / 1e9:.1f} GB of optimizer states lie in the memory of the host"
+    if plan.offloaded_bytes:
+        yield f"{plan.offloaded_bytes / 1e9:.1f} GB of inputs of layers wait in the memory of the host"

@@ -72,6 +72,7 @@ class MemoryPlan:
     fp8_flops: float  # of these, in fp8
     events: tuple[Event, ...] | None  # of the step, what is kept first; None where depth was extrapolated
     traced_layers: int  # of the largest trace; all of them where nothing was extrapolated
+    offloaded_bytes: int = 0  # inputs of layers that wait on the host, of a micro-batch
     few_events: tuple[Event, ...] = ()  # those of the largest trace, where depth was extrapolated
 
     @property

@@ -8,28 +8,31 @@ import torch
 from torch.optim import Optimizer
 
 from app.engine.counting import StorageCounter
+from app.model.offload import Host
 from app.model.recompute import recompute, repeated_layers
 from app.model.trainee import Trainee
 from app.plan.flops import FlopCounter
 
 FORWARD, HEAD, HEAD_BACKWARD, CLIP, OPTIMIZER = "forward", "head", "backward of the head", "clip", "optimizer"
 SAVE, EVALUATION = "save", "evaluation"
-TOP, LOWEST_KEPT, TOP_AGAIN, BOTTOM, BETWEEN = (
+TOP, LOWEST_KEPT, TOP_AGAIN, SECOND, BOTTOM, BETWEEN = (
     "backward, last layer",
     "backward, first layer that keeps all",
     "backward, last recomputed layer",
+    "backward, second layer",  # told apart where inputs wait on the host: the lowest one beside which another is back
     "backward, first layer",
     "backward, layers between",
 )
 ORDER = (
-    *(FORWARD, HEAD, HEAD_BACKWARD, TOP, LOWEST_KEPT, BETWEEN, TOP_AGAIN, BOTTOM, CLIP, OPTIMIZER),
+    *(FORWARD, HEAD, HEAD_BACKWARD, TOP, LOWEST_KEPT, BETWEEN, TOP_AGAIN, SECOND, BOTTOM, CLIP, OPTIMIZER),
     *(SAVE, EVALUATION),
 )
 
 
-def backward_of(layer: int, plain: int, recomputed: int) -> str:
+def backward_of(layer: int, plain: int, recomputed: int, *, offloads: bool = False) -> str:
     """The first `recomputed` layers are computed again. Between these places nothing is larger than at both."""
-    places = {
+    second = {1: SECOND} if offloads and recomputed > 1 else {}
+    places = second | {
         plain + recomputed - 1: TOP,
         recomputed - 1: TOP_AGAIN,
         recomputed: LOWEST_KEPT,
@@ -41,16 +44,21 @@ def backward_of(layer: int, plain: int, recomputed: int) -> str:
 
 
 def watch(
-    trainee: Trainee, optimizer: Optimizer, counter: StorageCounter, flops: FlopCounter, recomputed: int
+    trainee: Trainee,
+    optimizer: Optimizer,
+    counter: StorageCounter,
+    flops: FlopCounter,
+    recomputed: int,
+    host: Host | None,
 ) -> None:
     """Every stage enters itself; recomputes the first layers."""
     lm = trainee.language_model
     layers = repeated_layers(lm)
     for at, layer in enumerate(layers):
-        name = backward_of(at, len(layers) - recomputed, recomputed)
+        name = backward_of(at, len(layers) - recomputed, recomputed, offloads=host is not None)
         layer.forward = _told_apart(layer.forward, flops)
         layer.register_forward_hook(_before_backward(partial(counter.enter, name)))
-    recompute(lm, recomputed)
+    recompute(lm, recomputed, host)
 
     def begin(_module: Any, _args: Any) -> None:
         flops.again = False

@@ -22,6 +22,7 @@ from app.model.hidden import HIDDEN, ON_GPU
 from app.model.kernels import as_on_gpu
 from app.model.lean_bitsandbytes import import_bitsandbytes
 from app.model.linear_head import linear_head
+from app.model.offload import Host
 from app.model.outline import Outline
 from app.model.tasks import task_of
 from app.model.trainee import Trainee
@@ -58,6 +59,7 @@ class Trace:
     phases: dict[str, dict[str, int]]
     kept: int
     host: int
+    offloaded: int  # inputs of layers, to the host
     flops: int  # of a micro-batch
     fp8_flops: int  # of these
     repeated_flops: int
@@ -81,7 +83,8 @@ def trace(asked: Asked, outline: Outline, plain: int, recomputed: int) -> Trace:
         if run.adapter.fused:
             share_scratch(network, DTYPES[asked.precision].base, proven=False)
             trainee.fused = fuse(network, None)
-        stages.watch(trainee, optimizer, counter, flops, recomputed)
+        host = Host("meta" if asked.on_gpu else "cpu") if run.training.offload else None
+        stages.watch(trainee, optimizer, counter, flops, recomputed, host)
         batches = [_batch(asked.shape)] * min(asked.shape.micro_batches, 2)
         evaluated = None if asked.evaluated is None else _batch(asked.evaluated)
         given = [*batches[0].tensors, *(evaluated.tensors if evaluated else [])]
@@ -109,6 +112,7 @@ def trace(asked: Asked, outline: Outline, plain: int, recomputed: int) -> Trace:
         phases=Replay(events, marks, kinds).phases(),
         kept=sum(sizes.get(serial, 0) for serial, kind in kinds.items() if kind != "temporary"),
         host=paged.host_bytes,
+        offloaded=0 if host is None else host.bytes,
         flops=flops.before_update // len(batches),
         fp8_flops=in_fp8 // len(batches),
         repeated_flops=repeated // len(batches),

@@ -61,6 +61,10 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"adapter.alpha": 0}, "adapter.alpha=0 must be above 0"),
     ({"adapter.targets": []}, "adapter.targets is empty"),
     (
+        {"training.recompute": 0, "training.offload": True},
+        "training.offload=true moves what recomputed layers keep, and training.recompute=0 recomputes none",
+    ),
+    (
         {"quantization.kind": "nf4", "adapter.kind": "none"},
         "quantization.kind=nf4 needs adapter.kind=lora: a quantised base is frozen. Choose recipe=lora or qlora",
     ),

@@ -58,6 +58,21 @@ def test_with_other_optimizers_and_several_micro_batches(optimizer: str) -> None
     )
 
 
+@pytest.mark.parametrize(("recipe", "recompute"), [("lora", "true"), ("full", "5")])
+def test_with_inputs_of_layers_on_the_host(recipe: str, recompute: str) -> None:
+    words = (f"recipe={recipe}", f"training.recompute={recompute}", "training.offload=true", "precision=bf16")
+    guess, whole = both(*words)
+    assert (guess.peak_where, guess.anatomy) == (whole.peak_where, whole.anatomy)
+    assert guess.offloaded_bytes == whole.offloaded_bytes > 0
+    here, _ = both(*words[:2], *words[3:])
+    layer = PACKED.tokens * 128 * (2 if recipe == "lora" else 4)  # the input of one
+    layers = 9 if recompute == "true" else int(recompute)
+    assert guess.offloaded_bytes == (layers - 1) * layer
+    embedded = 1  # what the first layer is given lives as long as the forward pass
+    assert here.phases["forward"] - guess.phases["forward"] == (layers - 1 - embedded) * layer
+    assert here.flops == guess.flops
+
+
 def test_layers_that_differ_are_traced_one_by_one() -> None:
     """A window needs a mask on a CPU."""
     gemma = (

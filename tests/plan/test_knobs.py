@@ -23,6 +23,7 @@ def offered(*words: str) -> dict[str, int]:
         (
             ["model=llama"],
             {
+                "training.offload=true": SPEED,
                 "batching.tokens=2048 batching.accumulation=2": SPEED,
                 "optimizer=paged_adamw_8bit": NUMBERS,
                 "recipe=qlora": NUMBERS,
@@ -62,7 +63,8 @@ def offered(*words: str) -> dict[str, int]:
         (
             ["model=llama", "recipe=qlora", "quantization.double_quant=false", "batching.tokens=2048",
              "dataset.max_length=400", "adapter.r=8"],
-            {"batching.tokens=1024 batching.accumulation=2": SPEED, "quantization.double_quant=true": NUMBERS},
+            {"training.offload=true": SPEED, "batching.tokens=1024 batching.accumulation=2": SPEED,
+             "quantization.double_quant=true": NUMBERS},
         ),
     ],
 )  # fmt: skip

@@ -16,7 +16,8 @@ def planned(experiment: str, hardware: str) -> Looked:
 
 def test_the_small_one_needs_less_than_48_gb_and_fits_such_a_card() -> None:
     found = planned("llama_70b_small", "a6000")
-    assert found.plan.peak_bytes < 46e9
+    assert found.plan.peak_bytes < 45e9
+    assert found.plan.offloaded_bytes > 2e9
     assert found.verdict.reserved_bytes < 48e9
     assert found.verdict.fits
 

@@ -100,3 +100,11 @@ def test_of_an_encoder(layout: str) -> None:
     run = small_run("model=bert", "dataset=text", "dataset.path=none.txt", "recipe=full", packing)
     shape = shapes[layout]
     assert abs(plan_memory(run, shape, "cpu").peak_bytes - counted_peak(run, shape)) <= NEAR
+
+
+@pytest.mark.parametrize(("recipe", "recompute"), [("lora", "true"), ("full", "2")])
+def test_with_inputs_of_layers_on_the_host(recipe: str, recompute: str) -> None:
+    """On a CPU that is the same memory, and the copies are counted like all else."""
+    words = (f"recipe={recipe}", f"training.recompute={recompute}", "training.offload=true")
+    assert abs(difference("packed", *words)) <= NEAR
+    assert abs(difference("packed", *words, "precision=bf16")) <= NEAR
