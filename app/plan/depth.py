@@ -24,6 +24,7 @@ class Depths:
         self._asked = asked
         self._outline = outline
         self._traces: dict[_Depth, Trace] = {}
+        self.layers = outline.depth
 
     def planned(self, recompute: bool | int, *, exact: bool = False) -> MemoryPlan:
         """By one trace where there are few layers, or where they differ."""

@@ -7,16 +7,16 @@ from typing import Any
 from app.config.schema import RunConfig
 from app.engine.bins import is_open, with_bins
 from app.engine.ground import sections_of
-from app.engine.layers import AUTO
+from app.engine.layers import AUTO, layers_of
 from app.engine.limits import within_positions
 from app.model.build import plan_model
 from app.model.source import folder_at_hand
-from app.plan.fewest import fewest_on, judged
+from app.plan.fewest import fewest, judged
 from app.plan.knobs import Knob, candidates, seconds_per_token, turned, words_of
 from app.plan.largest import largest_on
 from app.plan.machine import Machine
 from app.plan.memory_plan import MemoryPlan, Shape
-from app.plan.planner import plan_memory, planned_choices
+from app.plan.planner import depths_of, planned_choices
 from app.plan.verdict import Verdict
 from app.plan.worst_case import worst_case
 
@@ -66,10 +66,14 @@ class Look:
         if is_open(run):
             return self._in_found_bins(run, exact=exact)
         shape = worst_case(run)
-        if layers_are_open:
-            run = self._with_fewest(run, shape)
-        plan = plan_memory(run, shape, self.machine.device, exact=exact)
-        return Looked(run, shape, plan, judged(plan, self.machine, self._processes), layers_are_open)
+        depths = depths_of(
+            run, shape, self.machine.device, planned_choices(run.precision, self.machine.device)
+        )
+        if layers_are_open:  # as many layers as a run on this machine would recompute
+            count, _ = fewest(depths.layers, lambda tried: self._judged(depths.planned(tried)))
+            run = replace(run, training=replace(run.training, recompute=count))
+        plan = depths.planned(layers_of(run.training), exact=exact)
+        return Looked(run, shape, plan, self._judged(plan), layers_are_open)
 
     def _in_found_bins(self, run: RunConfig, *, exact: bool) -> Looked:
         """In the bins that a run on this machine would have, and with as many recomputed layers."""
@@ -83,12 +87,8 @@ class Look:
         seen = self.at(run, exact=True) if exact else Looked(run, worst_case(run), found.plan, found.verdict)
         return replace(seen, chosen=layers_are_open, chosen_bins=True)
 
-    def _with_fewest(self, run: RunConfig, shape: Shape) -> RunConfig:
-        """As many layers as a run on this machine would recompute."""
-        choices = planned_choices(run.precision, self.machine.device)
-        layers = plan_model(sections_of(run, choices)).layers
-        count, _ = fewest_on(self.machine, run, choices, shape, layers, self._processes)
-        return replace(run, training=replace(run.training, recompute=count))
+    def _judged(self, plan: MemoryPlan) -> Verdict:
+        return judged(plan, self.machine, self._processes)
 
     def knobs(self, now: Looked) -> list[Turned]:
         """Those that save memory, the cheapest first."""
