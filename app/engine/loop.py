@@ -90,6 +90,7 @@ class Loop:
         self.scores: Scores | None = None  # of the last evaluation of this start
         self.stopped_by: int | None = None  # the exit code that was asked for
         self.memory = Measured(parts.runtime, parts.plan.steps - progress.step)
+        self._made = progress.step - progress.skipped_steps  # steps that changed something, as far as flow is checked
         self._skipped: list[Tensor] = []  # flags that nobody has read yet: reading them waits for the device
 
     @property
@@ -132,8 +133,9 @@ class Loop:
         self._window.tokens += result.tokens
         self._skipped.append(result.skipped)
         self._tell_splits(self.parts.stepper.depth)
-        if self.progress.step <= LAST_STEP:
-            self._check_flow(result)
+        if self._made < LAST_STEP and not bool(result.skipped):
+            self._made += 1
+            self._check_flow()
         return result
 
     def _tell_splits(self, depth: int) -> None:
@@ -145,13 +147,9 @@ class Loop:
             )
         self.progress.depth = depth
 
-    def _check_flow(self, result: StepResult) -> None:
+    def _check_flow(self) -> None:
         """In the first steps: an adapter that gets no gradient is told now, not after the run."""
-        silent = (
-            []
-            if bool(result.skipped)
-            else silent_layers(self.parts.stepper.trainee.trained(), self.progress.step)
-        )
+        silent = silent_layers(self.parts.stepper.trainee.trained(), self._made)
         if silent:
             shown = ", ".join(silent[:3]) + (f" and {len(silent) - 3} more" if len(silent) > 3 else "")
             raise TrainingError(

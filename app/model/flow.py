@@ -4,13 +4,16 @@ from collections.abc import Mapping
 
 from torch import nn
 
-# B starts at zero, so A has no gradient before the second step
+# B starts at zero, so A has no gradient before B has moved
 _HALF_OF_STEP = {1: "lora_B", 2: "lora_A"}
 LAST_STEP = max(_HALF_OF_STEP)
 
 
 def silent_layers(trained: Mapping[str, nn.Parameter], step: int) -> list[str]:
-    """The adapted layers whose half that must move in `step` (1 or 2) has no gradient; reads the gradients."""
+    """The adapted layers whose half that must move in `step` (1 or 2) has no gradient; reads the gradients.
+
+    Counted are steps that changed something: one that was skipped left B at zero.
+    """
     half = _HALF_OF_STEP[step]
     return [
         name.removeprefix("base_model.model.").partition(f".{half}")[0]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from app.data.prepare import Data
 from app.engine.evaluation import score
@@ -136,3 +137,13 @@ def test_the_time_left_is_the_time_that_passes(
     assert len(notebook.left) == (stop_after or 10)
     assert notebook.left[0] is None
     assert notebook.left[known] == pytest.approx([now[0] - at for at in lines[known]])
+
+
+def test_a_step_that_was_skipped_accuses_no_adapter(make_loop: MakeLoop) -> None:
+    """Its B is still zero, so no gradient reaches A in the second step either."""
+    run = small_run("recipe=lora", "precision=fp16", "eval.every=0", "checkpoint.every=0", "record.every=1")
+    loop, notebook = make_loop(run, 6)
+    loop.parts.stepper.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    assert loop.fit(StopRequest()) is True
+    assert any("skipped" in message for message in notebook.messages), "nothing overflowed"
+    assert loop.progress.skipped_steps < 6
