@@ -21,12 +21,17 @@ def judged(plan: MemoryPlan, machine: Machine, processes: int) -> Verdict:
 
 
 def fewest(layers: int, at: Callable[[int], Verdict]) -> tuple[int, Verdict]:
-    """All of them where nothing fits. Each recomputed layer after the first saves memory, so halving finds it."""
+    """All of them where nothing fits. Each recomputed layer between the first and the last saves memory, so halving
+    finds it. The last is computed again at once and hardly saves any: where all do not fit, all but one may.
+    """
     low, high = 0, layers
     found = at(low)
     if found.fits:
         return low, found
     found = at(high)
+    if not found.fits and high > 1:
+        one_less = at(high - 1)
+        high, found = (high - 1, one_less) if one_less.fits else (high, found)
     while found.fits and high - low > 1:
         middle = (low + high) // 2
         tried = at(middle)

@@ -102,8 +102,8 @@ def trace(asked: Asked, outline: Outline, plain: int, recomputed: int) -> Trace:
             kinds = counter.kinds | {serial: "gradients" for serial in serials if serial is not None}
             gradients.clear()
             if evaluated is not None:
-                counter.enter(stages.EVALUATION)
                 stepper.forget_gradients()
+                counter.enter(stages.EVALUATION)
                 trainee.eval().scores(evaluated)
         events, marks = list(counter.events), list(counter.phases)
         del result
