@@ -79,7 +79,8 @@ def test_the_output_folder_is_what_others_read(zygote: Zygote, tmp_path: Path) -
     assert manifest["hashes"]["base"] is None, "its weights were drawn"
     assert 0 < sum(manifest["memory"].values()) < result(run)["peak_memory_bytes"]
     predicted, measured = (result(run)[f"memory_{kind}_bytes"] for kind in ("predicted", "measured"))
-    assert 0.8 * predicted < measured <= predicted, "of the fullest bin, and of that of the second step"
+    # of the bin with most labels, and of that of the second step: it may have a document more, each rounded up
+    assert 0.8 * predicted < measured <= predicted + 4096
     assert manifest["memory_plan"]["bytes"] == sum(manifest["memory_plan"]["anatomy"].values()) == predicted
     told = f"{memory(predicted)} predicted, {memory(measured)} measured"
     assert told in ended.stdout
