@@ -21,6 +21,7 @@ from app.config.help import asks_for_help, help_text
 from app.config.load import VERSION_BASE, checked_arguments, load_run, store_schema
 from app.config.platforms import require_platform
 from app.config.schema import RunConfig
+from app.engine.inductor_cache import keep_graphs
 from app.engine.segments import let_segments_grow
 from app.engine.world import world
 from app.errors import AppError, ConfigError
@@ -46,6 +47,7 @@ _typed: list[str] = []  # the words of the command line, which Hydra's function 
 def train(run: RunConfig, go_on: str = "") -> int:
     """From a checked config to a finished folder; returns the exit code. `go_on`: how to continue if it is stopped."""
     _check_parts(run)
+    keep_graphs(run)
     count = processes_to_start(run.launch)
     if count:
         return train_in_processes(count, run, go_on)

@@ -130,6 +130,28 @@ def _resume_needs_its_folder(run: RunConfig) -> Iterator[str]:
         )
 
 
+def _compiled_layers_have_one_shape(run: RunConfig) -> Iterator[str]:
+    if run.compile.kind == "none":
+        if run.compile.graphs:
+            yield "compile.graphs=true records what compile=blocks makes, and this is compile=none. Set compile=blocks."
+        return
+    if not run.batching.packing:
+        yield (
+            "compile=blocks makes one graph for one shape, and padded rows have many (batching.packing=false). "
+            "Set batching.packing=true, or compile=none."
+        )
+    if run.compile.graphs and run.training.recompute not in (False, 0):
+        yield (
+            f"compile.graphs=true records layers that keep what they computed (training.recompute="
+            f"{run.training.recompute}). Set training.recompute=0, or compile.graphs=false."
+        )
+    if run.compile.graphs and run.batching.accumulation > 1:
+        yield (
+            "compile.graphs=true: a recorded graph writes gradients to the same place each time (batching.accumulation="
+            f"{run.batching.accumulation}). Set batching.accumulation=1, or compile.graphs=false."
+        )
+
+
 RULES: tuple[Rule, ...] = (
     *DATA_RULES,
     _rows_fit_the_model,
@@ -143,4 +165,5 @@ RULES: tuple[Rule, ...] = (
     _random_weights_need_numbers,
     _random_weights_read_no_folder,
     _resume_needs_its_folder,
+    _compiled_layers_have_one_shape,
 )

@@ -130,6 +130,14 @@ class PrecisionConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class CompileConfig:
+    """Which parts torch's compiler makes. `graphs`: a GPU is sent their kernels as one recorded graph."""
+
+    kind: str = MISSING
+    graphs: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
 class ParallelConfig:
     """How several processes share the work."""
 
@@ -218,6 +226,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)

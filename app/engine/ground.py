@@ -34,6 +34,7 @@ from app.errors import ConfigError
 from app.model import quantize
 from app.model.attention import Needs, needs_of
 from app.model.build import ModelPlan, ModelSections, plan_model
+from app.model.compiling import require_compilable
 from app.model.dtypes import DTYPES
 from app.model.tasks import task_of
 from app.model.tokenizer import load_tokenizer
@@ -107,6 +108,7 @@ def lay_ground(
     run, found = settled_bins(run, choices, counts.layers, kept, largest, runtime.peers)
     for remark in (*remarks, *found):
         say(remark)
+    require_compilable(run.compile, runtime.device)
     share = Share(run.batching.accumulation, runtime.processes, runtime.rank)
     layout = layout_of(run, run.batching.rows, tokenizer, labels)
     loader = Loader(data.train, layout, share, run.seed)
@@ -154,6 +156,7 @@ def sections_of(run: RunConfig, choices: Choices) -> ModelSections:
         recompute=layers_of(run.training),
         trained=run.precision.trained,
         offload=run.training.offload,
+        compile=run.compile,
     )
 
 

@@ -73,7 +73,8 @@ class Measured:
     def run(self, stepper: Stepper, batches: Sequence[Batch], lr: float) -> StepResult:
         """A step."""
         self._steps += 1
-        if self._steps != self._counted_at or self._runtime.device.type != "cpu":
+        compiled = stepper.trainee.blocks is not None  # it makes storages that nobody is told of
+        if self._steps != self._counted_at or self._runtime.device.type != "cpu" or compiled:
             return stepper.run(batches, lr)
         counter = StorageCounter("cpu")
         for kind, tensors in kept_tensors(stepper.trainee, stepper.optimizer).items():

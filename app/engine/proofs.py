@@ -1,6 +1,7 @@
 """What is proven of a model before its first step, on the data it will see."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -10,6 +11,7 @@ from app.model import fp8
 from app.model.head_proof import settle_head
 from app.model.probe import check_packing
 from app.model.proof import Proof
+from app.model.settling import settle
 from app.model.trainee import Trainee
 
 
@@ -23,9 +25,16 @@ def prove_on(trainee: Trainee, batch: Batch) -> list[Proof]:
     """The same on one batch. Fused layers were compared as they were put in: what did not hold is not there."""
     fused = [proof for proof in trainee.fused.proofs if proof.holds]
     rounding = fp8.prove(trainee.network)
-    with fp8.rows_as_they_are(trainee.network):
+    with fp8.rows_as_they_are(trainee.network), _uncompiled(trainee):
         head = [trainee.check_head(batch), *settle_head(trainee, batch)]
-        return [*head, *check_packing(trainee, batch), *trainee.unpacking.proofs, *fused, *rounding]
+        found = [*head, *check_packing(trainee, batch), *trainee.unpacking.proofs, *fused, *rounding]
+    compiled = None if trainee.blocks is None else settle(trainee, trainee.blocks, batch)
+    return found if compiled is None else [*found, compiled]
+
+
+def _uncompiled(trainee: Trainee) -> AbstractContextManager[None]:
+    """Proofs look at shapes of their own."""
+    return nullcontext() if trainee.blocks is None else trainee.blocks.paused()
 
 
 def remarks_on(trainee: Trainee, proofs: Sequence[Proof]) -> list[str]:

@@ -1,16 +1,17 @@
 """The assembly of a trainable model, top to bottom."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from app.config.schema import AdapterConfig, ModelConfig, QuantizationConfig, TaskConfig
+from app.config.schema import AdapterConfig, CompileConfig, ModelConfig, QuantizationConfig, TaskConfig
 from app.model.adapter import attach
 from app.model.attention import register
+from app.model.compiling import compile_blocks
 from app.model.dtypes import DTYPES
 from app.model.fp8 import rows_as_they_are
 from app.model.fused import fuse
@@ -54,6 +55,7 @@ class ModelSections:
     recompute: bool | int  # all layers, none, or the first so many
     trained: str = "fp32"  # a key of DTYPES: how the weights are held where all of them are trained
     offload: bool = False  # whether what these keep waits on the host
+    compile: CompileConfig = field(default_factory=lambda: CompileConfig(kind="none"))
 
     @property
     def keeps_random_base(self) -> bool:
@@ -83,11 +85,13 @@ def build_trainee(sections: ModelSections, device: torch.device, seed: int, base
     lm = build_base(sections, device, seed)
     torch.manual_seed(seed)  # the adapter starts the same whatever the base drew
     network = attach(sections.adapter, task_of(sections.task), lm, base_path)
+    blocks = compile_blocks(lm, sections.compile, device)
     recompute(lm, sections.recompute, Host() if sections.offload else None)
     pooled = task_of(sections.task).pooled
     trainee = Trainee(network.to(device), DTYPES[sections.precision].compute, pooled=pooled)
     trainee.train()
-    if sections.adapter.fused:
+    trainee.blocks = blocks
+    if sections.adapter.fused and blocks is None:  # a compiler sees through no pass by hand
         trainee.unpacking = share_scratch(network, sections.computed_in)
         with rows_as_they_are(network):
             trainee.fused = fuse(network, partial(trainee.arithmetic, device))
@@ -100,7 +104,8 @@ def build_base(sections: ModelSections, device: torch.device, seed: int) -> Any:
 
     transformers.logging.disable_progress_bar()  # one line of ours says what is loaded
     logging.getLogger("transformers.modeling_utils").addFilter(_not_about_masks)
-    attention, dtype = register(sections.attention), sections.base_dtype
+    compiled_on = None if sections.compile.kind == "none" else device
+    attention, dtype = register(sections.attention, compiled_on), sections.base_dtype
     task = task_of(sections.task)
     if sections.packing is not None:
         lm = load_packed(sections.model, task, sections.packing, dtype, device, attention, seed)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from app.batch import Batch
 from app.errors import EnvironmentProblem
+from app.model.compiling import Blocks
 from app.model.fused import NOTHING_FUSED
 from app.model.fused.unpacking import Unpacking
 from app.model.head import Head, chunk_rows, head_parameters, own_head, token_loss_sum, token_scores
@@ -29,6 +30,7 @@ class Trainee(nn.Module):
         self.compute = compute
         self.fused = NOTHING_FUSED
         self.unpacking = Unpacking()
+        self.blocks: Blocks | None = None  # layers that are compiled
         self.pooled = pooled  # one answer for a document
         lm = self.language_model
         self.linear: LinearHead | None = None  # a faster way, where it is proven: model.head_proof
@@ -69,8 +71,9 @@ class Trainee(nn.Module):
             return token_scores(self.head, rows, batch.targets, self._head_parameters, self._chunk)
 
     def remarks(self) -> list[str]:
-        """On what is computed in a slower way than it could be."""
-        return [*self.fused.remarks(), *self.unpacking.remarks, *self.head_remarks]
+        """On what is computed in a slower way than it could be, or by other code than the model's own."""
+        compiled = self.blocks.remarks() if self.blocks else []
+        return [*self.fused.remarks(), *self.unpacking.remarks, *self.head_remarks, *compiled]
 
     def _labelled_rows(self, batch: Batch) -> Tensor:
         hidden = self.language_model.base_model(

@@ -116,6 +116,19 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         {"batching.tokens": "auto", "dataset.max_length": 300},
         "too few for a row of dataset.max_length=300. Set batching.accumulation=2 or dataset.max_length=256.",
     ),
+    (
+        {"compile.kind": "blocks", "batching.packing": False},
+        "compile=blocks makes one graph for one shape, and padded rows have many (batching.packing=false)",
+    ),
+    ({"compile.graphs": True}, "and this is compile=none. Set compile=blocks"),
+    (
+        {"compile.kind": "blocks", "compile.graphs": True, "training.recompute": 2},
+        "compile.graphs=true records layers that keep what they computed (training.recompute=2)",
+    ),
+    (
+        {"compile.kind": "blocks", "compile.graphs": True, "batching.accumulation": 4},
+        "Set batching.accumulation=1, or compile.graphs=false",
+    ),
     ({"batching.tokens": 100}, "dataset.max_length=256 is more than a bin holds (batching.tokens=100)"),
 ]
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from app.batch import IGNORE, Batch, Documents
-from app.config.schema import AdapterConfig, ModelConfig, QuantizationConfig, TaskConfig
+from app.config.schema import AdapterConfig, CompileConfig, ModelConfig, QuantizationConfig, TaskConfig
 from app.model.attention import register
 from app.model.build import ModelSections, build_trainee
 from app.model.tasks import TASKS, Task
@@ -254,6 +254,7 @@ def sections(
         attention="sdpa",
         precision=precision,
         recompute=given.get("recompute", False),
+        compile=given.get("compile") or CompileConfig(kind="none"),
     )
 
 

@@ -10,12 +10,15 @@ from app.model.attention import cudnn, flash, varlen
 from app.model.attention.dense import sdpa
 from app.model.attention.ragged import cannot
 from app.model.attention.rules import Backend, Needs
+from app.model.attention.split import split_on
 
 BACKENDS: dict[str, Backend] = {
-    "flash": Backend(run=flash.flash, requires=flash.requires, refuses=flash.refuses),
-    "varlen": Backend(run=varlen.varlen, requires=varlen.requires, refuses=varlen.refuses),
-    "cudnn": Backend(run=cudnn.cudnn, requires=cudnn.requires, refuses=cudnn.refuses),
-    "sdpa": Backend(run=sdpa, requires=lambda _device: []),
+    "flash": Backend(run=flash.flash, requires=flash.requires, refuses=flash.refuses, traced=flash.bound),
+    "varlen": Backend(
+        run=varlen.varlen, requires=varlen.requires, refuses=varlen.refuses, traced=varlen.bound
+    ),
+    "cudnn": Backend(run=cudnn.cudnn, requires=cudnn.requires, refuses=cudnn.refuses, traced=cudnn.bound),
+    "sdpa": Backend(run=sdpa, requires=lambda _device: [], traced=split_on),
 }
 # `auto` takes the first that can do it all: no layer gets another. Not cudnn: no GPU has measured it here
 _PREFERRED = ("flash", "varlen", "sdpa")

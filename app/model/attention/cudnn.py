@@ -44,7 +44,7 @@ def refuses(needs: Needs) -> list[str]:
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: Documents | None) -> Tensor:
     """With the operation of this torch."""
-    return _kernel()(q, k, v, rules, documents)
+    return bound(q.device)(q, k, v, rules, documents)
 
 
 def kernel_of(operation: Callable[..., Any], chosen: int) -> Kernel:
@@ -95,7 +95,8 @@ def _gpu(device: torch.device) -> list[str]:
 
 
 @cache
-def _kernel() -> Kernel:
+def bound(_device: torch.device) -> Kernel:
+    """To the function of this torch."""
     operation = _operation()
     assert operation is not None, "`requires` is asked before"
     return kernel_of(operation, _number())

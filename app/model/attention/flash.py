@@ -41,7 +41,7 @@ def refuses(needs: Needs) -> list[str]:
 
 def flash(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: Documents | None) -> Tensor:
     """With the package of this machine."""
-    return _kernel(q.device)(q, k, v, rules, documents)
+    return bound(q.device)(q, k, v, rules, documents)
 
 
 def kernel_of(function: Callable[..., Any]) -> Kernel:
@@ -72,7 +72,8 @@ def kernel_of(function: Callable[..., Any]) -> Kernel:
 
 
 @cache
-def _kernel(device: torch.device) -> Kernel:
+def bound(device: torch.device) -> Kernel:
+    """To the package of this machine."""
     function = _function(device)
     assert function is not None, "`requires` is asked before"
     return kernel_of(function)

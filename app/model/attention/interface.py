@@ -7,6 +7,7 @@ side by side in a row, or None when each row is one document followed by padding
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from app.batch import Documents
@@ -17,9 +18,12 @@ from app.model.attention.rules import Kernel, Rules
 NAME = "packed"
 
 
-def register(backend: str) -> str:
-    """Make `backend` what models call, and return the name to load them with."""
-    return register_kernel(BACKENDS[backend].run, NAME)
+def register(backend: str, compiled_on: torch.device | None = None) -> str:
+    """Make `backend` what models call, and return the name to load them with. `compiled_on`: their layers are."""
+    chosen = BACKENDS[backend]
+    if compiled_on is None or chosen.traced is None:
+        return register_kernel(chosen.run, NAME)
+    return register_kernel(chosen.traced(compiled_on), NAME)
 
 
 def register_kernel(kernel: Kernel, name: str) -> str:

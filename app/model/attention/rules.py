@@ -45,8 +45,10 @@ class Backend:
     `run` takes [B, H, S, D] (fewer heads for keys and values where they are shared) and returns the same shape: the
     documents of a packed row, of which B is 1, or padded rows when there are none. `requires` says what this machine
     lacks, `refuses` what of a run's needs it cannot do, both in words. Without `refuses` it is right for every model.
+    `traced` gives what compiled layers call in place of `run`: of `Documents` it reads what is the same in all batches.
     """
 
     run: Kernel
     requires: Callable[[torch.device], list[str]]
     refuses: Callable[[Needs], list[str]] | None = None
+    traced: Callable[[torch.device], Kernel] | None = None

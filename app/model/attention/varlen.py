@@ -34,7 +34,7 @@ def refuses(needs: Needs) -> list[str]:
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: Documents | None) -> Tensor:
     """With the function of this torch."""
-    return _kernel()(q, k, v, rules, documents)
+    return bound(q.device)(q, k, v, rules, documents)
 
 
 def kernel_of(function: Callable[..., Any]) -> Kernel:
@@ -60,7 +60,8 @@ def kernel_of(function: Callable[..., Any]) -> Kernel:
 
 
 @cache
-def _kernel() -> Kernel:
+def bound(_device: torch.device) -> Kernel:
+    """To the function of this torch."""
     function = _function()
     assert function is not None, "`requires` is asked before"
     return kernel_of(function)

@@ -1,0 +1,127 @@
+"""Attention document by document as one operation: where documents begin is read inside it, so a graph does not know.
+
+For a CPU, where reading costs nothing; on a GPU it would wait for the device in every layer.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.batch import Documents
+from app.errors import ConfigError
+from app.model.attention.dense import allowed, sdpa
+from app.model.attention.ragged import cannot, require_rules
+from app.model.attention.rules import Kernel, Rules
+
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def split_on(device: torch.device) -> Kernel:
+    """The kernel, where it can be used."""
+    if device.type != "cpu":
+        raise ConfigError(
+            "compile=blocks on a GPU needs attention to all documents in one call, and attention=sdpa makes one for "
+            "each. Set attention=varlen (or flash), or compile=none."
+        )
+    return split
+
+
+def split(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: Documents | None) -> Tensor:
+    """What `sdpa` computes, for plain rules."""
+    if documents is None:  # nothing that is compiled
+        return sdpa(q, k, v, rules, None)
+    require_rules("sdpa", rules)
+    if v.shape[-1] != q.shape[-1]:
+        raise ConfigError(cannot("sdpa", ["keys and values of two sizes in a compiled layer"]))
+    kind = q.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else v.dtype
+    window = rules.window if rules.window is not None and rules.window < documents.longest else None
+    out: Tensor = _split(
+        q.to(dtype), k.to(dtype), v.to(dtype), documents.bounds, rules.causal, rules.scale, window
+    )[0]
+    return out
+
+
+@torch.library.custom_op("app::split_attention", mutates_args=())
+def _split(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, causal: bool, scale: float | None, window: int | None
+) -> tuple[Tensor, Tensor]:
+    found = [
+        _FORWARD(q[part], k[part], v[part], 0.0, causal and mask is None, attn_mask=mask, scale=scale)
+        for part, mask in _parts(q, bounds, causal, window)
+    ]
+    out, sums = (torch.cat(each, dim=2).contiguous() for each in zip(*found, strict=True))
+    return out, sums
+
+
+@_split.register_fake
+def _split_shapes(
+    q: Tensor,
+    _k: Tensor,
+    _v: Tensor,
+    _bounds: Tensor,
+    _causal: bool,
+    _scale: float | None,
+    _window: int | None,
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("app::split_attention_backward", mutates_args=())
+def _back(  # noqa: PLR0913, PLR0917  all that the forward pass had
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    bounds: Tensor,
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    found = []
+    for part, mask in _parts(q, bounds, causal, window):
+        given = (each[part] for each in (grad, q, k, v, out, sums))
+        found.append(_BACKWARD(*given, 0.0, causal and mask is None, attn_mask=mask, scale=scale))
+    of_q, of_k, of_v = (torch.cat(each, dim=2).contiguous() for each in zip(*found, strict=True))
+    return of_q, of_k, of_v
+
+
+@_back.register_fake
+def _back_shapes(
+    _grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_more: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _parts(
+    q: Tensor, bounds: Tensor, causal: bool, window: int | None
+) -> Iterator[tuple[tuple[slice, slice, slice], Tensor | None]]:
+    """Where each document is in [B, H, T, ...], and what hides its keys beyond the window."""
+    everything = slice(None)
+    for start, end in pairwise(bounds.tolist()):
+        length = end - start
+        if not length:
+            continue
+        mask = None
+        if window is not None and length > window:
+            seen = allowed(length, Rules(causal, None, 0.0, window, None, None), q.device)
+            mask = torch.zeros(length, length, dtype=q.dtype).masked_fill_(~seen, -torch.inf)
+        yield (everything, everything, slice(start, end)), mask
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, bounds, *ctx.rules = inputs
+    ctx.save_for_backward(q, k, v, *output, bounds)
+
+
+def _gradients(ctx: Any, grad: Tensor, _of_sums: Tensor) -> tuple[Tensor | None, ...]:
+    return (*_back(grad, *ctx.saved_tensors, *ctx.rules), None, None, None, None)
+
+
+_split.register_autograd(_gradients, setup_context=_keep)
