@@ -33,6 +33,7 @@ def offered(*words: str) -> dict[str, int]:
         (
             ["model=llama", "quantization=fp8", "training.recompute=true", "batching.tokens=2048", "adapter.r=8"],
             {
+                "training.offload=true": SPEED,
                 "optimizer=paged_adamw_8bit": NUMBERS,
                 "quantization=nf4": NUMBERS,
                 "dataset.max_length=1024 batching.tokens=1024": LEARNING,
