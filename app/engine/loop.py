@@ -90,7 +90,8 @@ class Loop:
         self.scores: Scores | None = None  # of the last evaluation of this start
         self.stopped_by: int | None = None  # the exit code that was asked for
         self.memory = Measured(parts.runtime, parts.plan.steps - progress.step)
-        self._made = progress.step - progress.skipped_steps  # steps that changed something, as far as flow is checked
+        # steps that changed something, as far as flow is checked
+        self._made = progress.step - progress.skipped_steps
         self._skipped: list[Tensor] = []  # flags that nobody has read yet: reading them waits for the device
 
     @property
