@@ -32,19 +32,23 @@ class Scarce:
 
 @contextmanager
 def scarce(where: str, tokens: int, calls: int = 0) -> Iterator[Scarce]:
-    """Every Llama of this process; put back at the end."""
+    """Every Llama of this process; put back at the end.
+
+    The call is limited, not `forward`: a module of a run may have a forward of its own.
+    """
     from transformers.models.llama.modeling_llama import LlamaAttention
 
-    own, memory = LlamaAttention.forward, Scarce()
-    LlamaAttention.forward = _limited(own, where, tokens, calls, memory)
+    attention: Any = LlamaAttention
+    memory = Scarce()
+    attention.__call__ = _limited(attention.__call__, where, tokens, calls, memory)
     try:
         yield memory
     finally:
-        LlamaAttention.forward = own
+        del attention.__call__
 
 
 def _limited(own: Callable[..., Any], where: str, tokens: int, calls: int, memory: Scarce) -> Any:
-    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         memory.calls += 1
         again = torch._C._current_graph_task_id() != -1  # within a backward pass
         short = memory.calls > calls and hidden_states[..., 0].numel() > tokens
@@ -55,7 +59,7 @@ def _limited(own: Callable[..., Any], where: str, tokens: int, calls: int, memor
             out.register_hook(lambda _gradient: memory.out())
         return out, *rest
 
-    return forward
+    return call
 
 
 def main() -> None:

@@ -73,7 +73,7 @@ def test_the_output_folder_is_what_others_read(zygote: Zygote, tmp_path: Path) -
     assert yaml.safe_load((run / "run.yaml").read_text())["training"]["max_steps"] == 4
     manifest = json.loads((run / "manifest.json").read_text())
     chosen = {"precision": "fp32", "attention": "sdpa", "device": "cpu", "threads": 1, "processes": 1}
-    assert manifest["choices"] == {**chosen, "format": "messages", "recompute": False}
+    assert manifest["choices"] == {**chosen, "format": "messages", "recompute": False, "tokens": 64}
     assert manifest["counts"]["data"]["train"]["samples"] == 90
     assert set(manifest["hashes"]) == {"train", "eval", "tokenizer", "base"}
     assert manifest["hashes"]["base"] is None, "its weights were drawn"

@@ -61,7 +61,9 @@ def covering() -> list[dict[str, str]]:
         left -= pairs(best)
         number = len(chosen)
         turn = {
-            group: names[number % len(names)] for group, names in CHOICES.items() if group not in OF_RECIPES
+            group: names[(number // 3 if group in FREE else number) % len(names)]
+            for group, names in CHOICES.items()
+            if group not in OF_RECIPES
         }
         free = number % 3 == 0
         turn |= best
