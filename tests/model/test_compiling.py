@@ -231,6 +231,9 @@ def test_what_is_missing_is_told_before_weights_are_loaded(
     require_compilable(NONE, device)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"
+)  # inductor's own
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_real_code_has_the_numbers_too(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
