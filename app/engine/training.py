@@ -74,17 +74,15 @@ def train_in(
     progress = checkpoints.load(ground.save, stepper, peers) if ground.save else Progress()
     with listening(speaks=world().is_first) as request, _opened(folder, run, ground, console) as record:
         record.rewind(progress.step if ground.save else -1)
-        record.table(
-            [*table(run, ground), *forecast.rows(), *(("note", each) for each in remarks_on(trainee, proofs))]
-        )
+        remarks = [("note", each) for each in remarks_on(trainee, proofs)]
+        record.table([*table(run, ground), *forecast.rows(), *remarks])
         record.add_facts(proofs=[asdict(proof) for proof in proofs])
         if world().is_first:
             _tell_base(run, ground, trainee, record)
         record.begin(ground.plan.steps, progress.step)
         rhythm = Rhythm(run.training, run.eval, run.checkpoint, run.record.every)
         parts = _parts(run, ground, stepper, checkpoints, record)
-        if is_due(run.training, ground.runtime.device) and progress.step < ground.plan.steps:
-            record.add_facts(rehearsal=asdict(rehearse(parts, progress, *_largest(run, ground))))
+        _rehearse_if_due(run, ground, parts, progress, record)
         if progress.step == 0:
             parts.show_samples(0)
         garbage.look_as_usual()
@@ -97,6 +95,13 @@ def train_in(
     if go_on and not ended:
         record.message(go_on)  # the last line of all: it is to be copied
     return code
+
+
+def _rehearse_if_due(
+    run: RunConfig, ground: Ground, parts: Parts, progress: Progress, record: Record | Follower
+) -> None:
+    if is_due(run.training, ground.runtime.device) and progress.step < ground.plan.steps:
+        record.add_facts(rehearsal=asdict(rehearse(parts, progress, *_largest(run, ground))))
 
 
 def _with_layers(

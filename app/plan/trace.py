@@ -77,9 +77,7 @@ def trace(asked: Asked, outline: Outline, plain: int, recomputed: int) -> Trace:
         trainee = _trainee(asked, network)
         optimizer = _optimizer(asked, trainee, paged)
         stepper = Stepper(trainee, optimizer, _ALONE, run.training.clip, fp16=asked.precision == "fp16")
-        counter = StorageCounter("cpu", _HIDDEN_ON_GPU if asked.on_gpu else HIDDEN, flops)
-        for kind, tensors in kept_tensors(trainee, optimizer).items():
-            counter.hold(kind, tensors)
+        counter = _counter(asked, trainee, optimizer, flops)
         if run.adapter.fused:
             share_scratch(network, DTYPES[asked.precision].base, proven=False)
             trainee.fused = fuse(network, None)
@@ -119,6 +117,14 @@ def trace(asked: Asked, outline: Outline, plain: int, recomputed: int) -> Trace:
         update_flops=update,
         events=tuple(events[:length]),
     )
+
+
+def _counter(asked: Asked, trainee: Trainee, optimizer: Optimizer, flops: FlopCounter) -> StorageCounter:
+    """That knows what is there before the step."""
+    counter = StorageCounter("cpu", _HIDDEN_ON_GPU if asked.on_gpu else HIDDEN, flops)
+    for kind, tensors in kept_tensors(trainee, optimizer).items():
+        counter.hold(kind, tensors)
+    return counter
 
 
 def _trainee(asked: Asked, network: nn.Module) -> Trainee:
