@@ -17,6 +17,10 @@ _BLOCK = 512  # what an allocator of CUDA rounds up to; the same everywhere, so 
 Event = tuple[int, int]  # which storage, and its bytes: above 0 as it comes, below as it goes
 
 
+def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
 class StorageCounter(TorchDispatchMode):
     """Counts while it is entered; changes nothing that is computed.
 
@@ -24,7 +28,11 @@ class StorageCounter(TorchDispatchMode):
     """
 
     def __init__(
-        self, device: str, hidden: Hidden = HIDDEN, watch: Callable[[Any, Any, Any, Any], None] | None = None
+        self,
+        device: str,
+        hidden: Hidden = HIDDEN,
+        watch: Callable[[Any, Any, Any, Any], None] | None = None,
+        call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] = _called,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
@@ -34,6 +42,7 @@ class StorageCounter(TorchDispatchMode):
         self._device = device
         self._hidden = hidden
         self._watch = watch
+        self._call = call
         self._known: dict[int, tuple[int, Any]] = {}  # by the address of its C++ object
         self._serial = 0
 
@@ -66,7 +75,7 @@ class StorageCounter(TorchDispatchMode):
         ):  # of a tensor without memory: most of what autograd asks, and nothing is made
             return args[0].device
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = self._call(func, args, kwargs)
         if isinstance(out, Tensor):
             self._see(out)
         elif isinstance(out, list | tuple):

@@ -16,11 +16,13 @@ from app.model.weights import build_on_meta
 
 
 class Outline:
-    """Made once; gives networks that differ in depth."""
+    """Made once; gives networks that differ in depth. What `like` has of the same base is not made again."""
 
-    def __init__(self, sections: ModelSections, attention: str) -> None:
+    def __init__(self, sections: ModelSections, attention: str, like: "Outline | None" = None) -> None:
         self._sections = sections
-        self._lm: Any = build_on_meta(sections.model, task_of(sections.task), attention, sections.base_dtype)
+        self._made_of = (sections.model, sections.task, attention, sections.base_dtype)
+        known = like is not None and like._made_of == self._made_of
+        self._lm: Any = like._lm if like is not None and known else _base(sections, attention)
         layers = repeated_layers(self._lm)
         self.depth = len(layers)
         self.alike = len({_likeness(layer) for layer in layers}) == 1
@@ -38,6 +40,10 @@ class Outline:
             if task.pooled:
                 keep_exact(lm)
             return attach(sections.adapter, task, lm, sections.model.path)
+
+
+def _base(sections: ModelSections, attention: str) -> Any:
+    return build_on_meta(sections.model, task_of(sections.task), attention, sections.base_dtype)
 
 
 def _likeness(layer: nn.Module) -> tuple[Any, ...]:

@@ -22,23 +22,23 @@ class Depths:
 
     def __init__(self, asked: Asked, outline: Outline) -> None:
         self._asked = asked
-        self._outline = outline
+        self.outline = outline
         self._traces: dict[_Depth, Trace] = {}
         self.layers = outline.depth
 
     def planned(self, recompute: bool | int, *, exact: bool = False) -> MemoryPlan:
         """By one trace where there are few layers, or where they differ."""
-        depth = self._outline.depth
+        depth = self.outline.depth
         recomputed = depth if recompute is True else int(recompute)
         whole = _Depth(depth - recomputed, recomputed)
-        if exact or not self._outline.alike or depth <= _NOT_WORTH_TWO:
+        if exact or not self.outline.alike or depth <= _NOT_WORTH_TWO:
             found = self._trace(whole)
             return _plan(self._asked, _numbers(found), found.events, depth)
         return self._extrapolated(whole)
 
     def _trace(self, depth: "_Depth") -> Trace:
         if depth not in self._traces:
-            self._traces[depth] = trace(self._asked, self._outline, depth.plain, depth.recomputed)
+            self._traces[depth] = trace(self._asked, self.outline, depth.plain, depth.recomputed)
         return self._traces[depth]
 
     def _extrapolated(self, whole: "_Depth") -> MemoryPlan:

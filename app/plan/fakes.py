@@ -10,8 +10,15 @@ _SECOND_BLOCK = 256  # blocks of 64 weights whose scales share one in turn
 _LEAST_PAGED = 1e5  # numbers; what is smaller stays on the device
 
 
-class AnyNumber(TorchDispatchMode):
+def any_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Answers for tensors that have no numbers: optimizers ask one of theirs now and then, and shapes never do."""
+    if func is torch.ops.aten._local_scalar_dense.default:
+        return False if args[0].dtype == torch.bool else 1
+    return func(*args, **kwargs)
+
+
+class AnyNumber(TorchDispatchMode):
+    """The same where nothing is counted."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -20,9 +27,7 @@ class AnyNumber(TorchDispatchMode):
         """A number where one is asked for."""
         if func is torch.ops.prim.device.default:  # nothing below needs to be asked
             return args[0].device
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return False if args[0].dtype == torch.bool else 1
-        return func(*args, **(kwargs or {}))
+        return any_number(func, args, kwargs or {})
 
 
 def materialise(network: nn.Module) -> None:

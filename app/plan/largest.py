@@ -66,6 +66,11 @@ def largest_on(machine: Machine, run: RunConfig, choices: Choices, layers: int, 
 
 def fastest(plans: "Plans") -> Sized:
     """Estimates in the order of their speed are confirmed by traces, until no other can be faster."""
+    ideal = plans.traced(plans.rungs[0], plans.least)
+    if (
+        ideal.verdict.fits
+    ):  # the largest bins and the fewest layers: where they fit, nothing else need be traced
+        return ideal
     best: Sized | None = None
     for each in sorted(_estimated_to_fit(plans), key=lambda sized: (sized.seconds, -sized.tokens)):
         if best is not None and best.seconds <= each.seconds:

@@ -11,6 +11,7 @@ from app.engine.layers import AUTO, layers_of
 from app.engine.limits import within_positions
 from app.model.build import plan_model
 from app.model.source import folder_at_hand
+from app.plan.depth import Depths
 from app.plan.fewest import fewest, judged
 from app.plan.knobs import Knob, candidates, seconds_per_token, turned, words_of
 from app.plan.largest import largest_on
@@ -58,6 +59,7 @@ class Look:
         self._overrides = overrides
         self.machine = machine
         self._processes = processes
+        self._first: Depths | None = None
 
     def at(self, run: RunConfig, *, exact: bool = False) -> Looked:
         """The largest micro-batch that its settings allow; `exact` traces every layer."""
@@ -65,10 +67,9 @@ class Look:
         layers_are_open = run.training.recompute == AUTO
         if is_open(run):
             return self._in_found_bins(run, exact=exact)
-        shape = worst_case(run)
-        depths = depths_of(
-            run, shape, self.machine.device, planned_choices(run.precision, self.machine.device)
-        )
+        shape, device = worst_case(run), self.machine.device
+        depths = depths_of(run, shape, device, planned_choices(run.precision, device), like=self._first)
+        self._first = self._first or depths
         if layers_are_open:  # as many layers as a run on this machine would recompute
             count, _ = fewest(depths.layers, lambda tried: self._judged(depths.planned(tried)))
             run = replace(run, training=replace(run.training, recompute=count))

@@ -31,14 +31,21 @@ def plan_memory(
 
 
 def depths_of(
-    run: RunConfig, shape: Shape, device: str, choices: Choices, *, steps_only: bool = False
+    run: RunConfig,
+    shape: Shape,
+    device: str,
+    choices: Choices,
+    *,
+    steps_only: bool = False,
+    like: Depths | None = None,
 ) -> Depths:
-    """The same for any number of recomputed layers."""
+    """The same for any number of recomputed layers. `like` is of a similar run: less is to be made then."""
     on_gpu = device == "gpu"
     name = register_kernel(attention.planned, attention.NAME) if on_gpu else register(choices.attention)
     evaluated = None if steps_only else _evaluated(run, shape)
     asked = Asked(run, choices.precision, shape, evaluated, on_gpu)
-    return Depths(asked, Outline(sections_of(run, choices), name))
+    outline = Outline(sections_of(run, choices), name, None if like is None else like.outline)
+    return Depths(asked, outline)
 
 
 def _evaluated(run: RunConfig, shape: Shape) -> Shape:

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ from app.optim.optimizers import build_optimizer
 from app.optim.requirements import BITSANDBYTES_KINDS
 from app.plan import stages
 from app.plan.attention import hidden_in_backward
-from app.plan.fakes import AnyNumber, Paged, materialise
+from app.plan.fakes import AnyNumber, Paged, any_number, materialise
 from app.plan.flops import FlopCounter
 from app.plan.gpu import AutocastOfCuda
 from app.plan.memory_plan import Shape
@@ -69,29 +70,14 @@ class Trace:
 
 def trace(asked: Asked, outline: Outline, plain: int, recomputed: int) -> Trace:
     """Of a model of so many layers that keep everything and so many, the first ones, that do not."""
-    run, flops, paged = asked.run, FlopCounter(), Paged()
-    network = outline.network(plain + recomputed)
+    flops, network = FlopCounter(), outline.network(plain + recomputed)
     ways = as_on_gpu() if asked.on_gpu else nullcontext()
-    with ways, FakeTensorMode(allow_non_fake_inputs=True), AnyNumber():
-        materialise(network)
-        trainee = _trainee(asked, network)
-        optimizer = _optimizer(asked, trainee, paged)
-        stepper = Stepper(trainee, optimizer, _ALONE, run.training.clip, fp16=asked.precision == "fp16")
-        counter = _counter(asked, trainee, optimizer, flops)
-        if run.adapter.fused:
-            share_scratch(network, DTYPES[asked.precision].base, proven=False)
-            trainee.fused = fuse(network, None)
-        host = Host("meta" if asked.on_gpu else "cpu") if run.training.offload else None
-        stages.watch(trainee, optimizer, counter, flops, recomputed, host)
-        batches = [_batch(asked.shape)] * min(asked.shape.micro_batches, 2)
-        evaluated = None if asked.evaluated is None else _batch(asked.evaluated)
-        given = [*batches[0].tensors, *(evaluated.tensors if evaluated else [])]
-        if asked.on_gpu:
-            counter.hold("temporary", given)  # copies
-        else:
-            counter.ignore(given)
+    with ways, FakeTensorMode(allow_non_fake_inputs=True):
+        with AnyNumber():
+            ready = _ready(asked, network, recomputed, flops)
+        trainee, stepper, counter = ready.trainee, ready.stepper, ready.counter
         with counter, AutocastOfCuda() if asked.on_gpu else nullcontext():
-            result = stepper.run(batches, lr=1e-4)
+            result = stepper.run([ready.batch], lr=1e-4)
             length = len(counter.events)
             repeated, update, in_fp8 = flops.repeated, flops.total - flops.before_update, flops.fp8
             counter.enter(stages.SAVE)
@@ -99,29 +85,67 @@ def trace(asked: Asked, outline: Outline, plain: int, recomputed: int) -> Trace:
             serials = (counter.serial_of(each) for each in gradients)
             kinds = counter.kinds | {serial: "gradients" for serial in serials if serial is not None}
             gradients.clear()
-            if evaluated is not None:
+            if ready.evaluated is not None:
                 stepper.forget_gradients()
                 counter.enter(stages.EVALUATION)
-                trainee.eval().scores(evaluated)
+                trainee.eval().scores(ready.evaluated)
         events, marks = list(counter.events), list(counter.phases)
         del result
     sizes = {serial: size for serial, size in reversed(events) if size > 0}
     return Trace(
         phases=Replay(events, marks, kinds).phases(),
         kept=sum(sizes.get(serial, 0) for serial, kind in kinds.items() if kind != "temporary"),
-        host=paged.host_bytes,
-        offloaded=0 if host is None else host.bytes,
-        flops=flops.before_update // len(batches),
-        fp8_flops=in_fp8 // len(batches),
-        repeated_flops=repeated // len(batches),
+        host=ready.paged.host_bytes,
+        offloaded=0 if ready.host is None else ready.host.bytes,
+        flops=flops.before_update,
+        fp8_flops=in_fp8,
+        repeated_flops=repeated,
         update_flops=update,
         events=tuple(events[:length]),
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """What a step needs, and what looks at it."""
+
+    trainee: Trainee
+    stepper: Stepper
+    counter: StorageCounter
+    paged: Paged
+    host: Host | None
+    batch: Batch
+    evaluated: Batch | None
+
+
+def _ready(asked: Asked, network: nn.Module, recomputed: int, flops: FlopCounter) -> _Ready:
+    """After a first step."""
+    run, paged = asked.run, Paged()
+    materialise(network)
+    trainee = _trainee(asked, network)
+    optimizer = _optimizer(asked, trainee, paged)
+    stepper = Stepper(trainee, optimizer, _ALONE, run.training.clip, fp16=asked.precision == "fp16")
+    counter = _counter(asked, trainee, optimizer, flops)
+    if run.adapter.fused:
+        share_scratch(network, DTYPES[asked.precision].base, proven=False)
+        trainee.fused = fuse(network, None)
+    host = Host("meta" if asked.on_gpu else "cpu") if run.training.offload else None
+    stages.watch(trainee, optimizer, counter, flops, recomputed, host)
+    if asked.shape.micro_batches > 1:
+        trainee.register_forward_pre_hook(_leave_gradients)
+    batch = _batch(asked.shape)
+    evaluated = None if asked.evaluated is None else _batch(asked.evaluated)
+    given = [*batch.tensors, *(evaluated.tensors if evaluated else [])]
+    if asked.on_gpu:
+        counter.hold("temporary", given)  # copies
+    else:
+        counter.ignore(given)
+    return _Ready(trainee, stepper, counter, paged, host, batch, evaluated)
+
+
 def _counter(asked: Asked, trainee: Trainee, optimizer: Optimizer, flops: FlopCounter) -> StorageCounter:
     """That knows what is there before the step."""
-    counter = StorageCounter("cpu", _HIDDEN_ON_GPU if asked.on_gpu else HIDDEN, flops)
+    counter = StorageCounter("cpu", _HIDDEN_ON_GPU if asked.on_gpu else HIDDEN, flops, any_number)
     for kind, tensors in kept_tensors(trainee, optimizer).items():
         counter.hold(kind, tensors)
     return counter
@@ -146,6 +170,13 @@ def _optimizer(asked: Asked, trainee: Trainee, paged: Paged) -> Optimizer:
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return optimizer
+
+
+def _leave_gradients(trainee: nn.Module, _given: Any) -> None:
+    """Those of the micro-batches before: of several the last is traced, and none takes more."""
+    for parameter in trainee.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)
 
 
 def _batch(shape: Shape) -> Batch:

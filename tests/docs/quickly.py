@@ -10,8 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from app.config.schema import RunConfig
+from app.sweep.preset import Preset
 
 ROWS, EVAL_ROWS, STEPS, ANSWER = 120, 16, 2, 4
+TRIALS = 5  # of a search: its last one is the first that is chosen by those before
 
 
 def main() -> None:
@@ -24,12 +26,24 @@ def main() -> None:
 
 def _train(command: Any) -> None:
     """Two steps on a few rows; the trials of a sweep are forks, and as short."""
+    import app.sweep.command as sweep
     from app.sweep import process
     from tests.command.forked_trials import Fork
 
     vars(process)["Popen"] = Fork
+    vars(sweep)["read_preset"] = _of_few_trials(vars(sweep)["read_preset"])
     load: Callable[[Any], RunConfig] = command.load_run
     command.load_run = lambda config: _short(load(config))
+
+
+def _of_few_trials(read: Callable[[Any], Preset]) -> Callable[[Any], Preset]:
+    def short(words: Any) -> Preset:
+        preset = read(words)
+        if preset.config.trials is None:
+            return preset
+        return replace(preset, config=replace(preset.config, trials=min(preset.config.trials, TRIALS)))
+
+    return short
 
 
 def _short(run: RunConfig) -> RunConfig:

@@ -72,6 +72,11 @@ def test_nothing_that_fits_is_faster(memory: float, odd: float, asked: str) -> N
     assert odd > 1 or len(sizes) <= 4, "the ends of the ladder, and what is chosen"
 
 
+def test_where_there_is_room_nothing_else_is_traced() -> None:
+    made = Made(1e10, 0)
+    assert (fastest(made).tokens, made.asked) == (2048, {(2048, 0)})
+
+
 def test_the_ladder_divides_the_step() -> None:
     assert ladder(RUN) == plans().rungs == RUNGS
     assert step_tokens(RUN) == 2048
