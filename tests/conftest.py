@@ -25,6 +25,7 @@ DROPPED = (
     "PYTEST_",
     "PYTHON",
     "TORCHELASTIC_",
+    "TORCHINDUCTOR_",  # torch itself sets it in a process that has compiled
     "TRITON_INTERPRET",
     "WANDB_",
 )
