@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from app.batch import IGNORE, Batch
 from app.model.head import head_parameters, token_loss_sum
 from app.model.linear_head import LinearHead, linear_head
-from app.model.proof import Proof
+from app.model.proof import Proof, furthest, worst
 from app.model.trainee import Trainee
 
 _ROWS = 48
@@ -87,7 +87,7 @@ def _proof(trainee: Trainee, head: LinearHead, rows: Tensor, *, weighted: bool) 
     with trainee.arithmetic(rows.device):
         with torch.no_grad():
             largest = trainee.head(rows).float().abs().max().clamp_min(1e-6)
-        apart = max(
+        apart = worst(
             _difference(trainee, head, given.to(rows.dtype), weighted=weighted)
             for given in (rows, rows.float() * (_LARGE / largest))
         )
@@ -115,7 +115,7 @@ def _difference(trainee: Trainee, head: LinearHead, rows: Tensor, *, weighted: b
         lambda given: replace(head, chunk=_CHUNK).loss_sum(given, targets, weights),
     ]
     own, ours = (_outcome(way, rows, trained) for way in ways)
-    return max(_apart(a, b) for a, b in zip(ours, own, strict=True))
+    return furthest(ours, own)
 
 
 def _outcome(way: Any, rows: Tensor, trained: list[nn.Parameter]) -> list[Tensor]:
@@ -123,8 +123,3 @@ def _outcome(way: Any, rows: Tensor, trained: list[nn.Parameter]) -> list[Tensor
     with torch.enable_grad():
         loss = way(leaf)
     return [loss.detach(), *torch.autograd.grad(loss, [leaf, *trained])]
-
-
-def _apart(found: Tensor, wanted: Tensor) -> float:
-    tiny = torch.finfo(torch.float32).tiny
-    return float((found.float() - wanted.float()).norm() / wanted.float().norm().clamp_min(tiny))

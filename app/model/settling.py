@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from app.batch import Batch
 from app.model.compiling import Blocks, gist, timed
-from app.model.proof import Proof
+from app.model.proof import Proof, worst
 from app.model.trainee import Trainee
 
 _EXACT = 1e-4  # of the gradient's norm, in float32
@@ -30,7 +30,7 @@ def settle(trainee: Trainee, blocks: Blocks, batch: Batch) -> Proof | None:
         blocks.give_up(f"the compiler cannot do this model ({gist(fault)})")
         return None
     blocks.settled = True
-    found = max(abs(loss - expected) / max(abs(expected), 1e-30), own.difference)
+    found = worst([abs(loss - expected) / max(abs(expected), 1e-30), own.difference])
     compute = trainee.compute
     allowed = _EXACT if compute is None else _ROUNDINGS * torch.finfo(compute).eps
     proof = Proof("loss and gradient of compiled layers against their own", found, allowed)

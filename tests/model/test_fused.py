@@ -1,5 +1,6 @@
 """Adapter layers with gradients written by hand against the forward of PEFT, of which autograd makes the rest."""
 
+import math
 from typing import Any
 
 import pytest
@@ -137,20 +138,22 @@ def _with_more(mlp: Any) -> Any:
 
 
 @pytest.mark.parametrize("part", ["of_x", "of_a", "of_b", "forward"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_proof_sees_a_wrong_pass(part: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenth too much anywhere: nothing is fused."""
+@pytest.mark.parametrize(("precision", "spoilt"), [("fp32", 1.1), ("bf16", 1.1), ("fp32", math.nan)])
+def test_the_proof_sees_a_wrong_pass(
+    part: str, precision: str, spoilt: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenth too much anywhere, or what is not a number: nothing is fused."""
     real_products, real_gradients = adapted.products, adapted.gradients
-    factors = [1.1 if part == each else 1 for each in ("of_a", "of_b")]
+    factors = [spoilt if part == each else 1 for each in ("of_a", "of_b")]
 
     def products(rows: Tensor, layers: Any) -> tuple[list[Tensor], Tensor]:
         outs, inner = real_products(rows, layers)
-        return [out * (1.1 if part == "forward" else 1) for out in outs], inner
+        return [out * (spoilt if part == "forward" else 1) for out in outs], inner
 
     def wrong(*given: Any, of_rows: bool) -> tuple[Tensor | None, list[Any]]:
         of_x, halves = real_gradients(*given, of_rows=of_rows)
         if of_x is not None and part == "of_x":
-            of_x = of_x * 1.1
+            of_x = of_x * spoilt
         of_a, of_b = factors
         return of_x, [(of_a * a, of_b * b) for a, b in halves if a is not None and b is not None]
 

@@ -113,6 +113,13 @@ def test_a_kernel_that_fails_is_replaced_by_plain_torch(fault: str, monkeypatch:
     assert ("Failed to find C compiler." if fault == "raises" else "differs by 1.0e-02") in remark
 
 
+def test_gradients_that_are_no_numbers_are_seen_beside_a_right_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_head, "_scaled", lambda gradient, *_: gradient * float("nan"))
+    trainee = trainee_of("llama", lora())
+    assert settle_head(trainee, BATCH) == []
+    assert "the model's own way is taken" in trainee.remarks()[0]
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("adapter", [None, lora()], ids=["full", "lora"])
 def test_is_as_near_to_the_general_way_in_every_precision(precision: str, adapter: Any) -> None:
