@@ -108,6 +108,9 @@ def _to_host(layer: nn.Module) -> None:
 
 def build_on_meta(config: ModelConfig, task: Task, attention: str, dtype: torch.dtype = torch.float32) -> Any:
     """The same without memory, for counting: from its own config.json if it is at hand, else from the YAML."""
+    place = local_place(config.path)
+    if config.weights == "pretrained" and place.is_dir():
+        require_weights(place, config.path)
     lm = _on_meta(config, task, numbers_at_hand(config, task), dtype, attention)
     require_structure(config, task, lm)
     return lm
@@ -116,11 +119,7 @@ def build_on_meta(config: ModelConfig, task: Task, attention: str, dtype: torch.
 def numbers_at_hand(config: ModelConfig, task: Task) -> Any:
     """What transformers makes of its own config.json if that is at hand, else of the YAML."""
     folder = folder_at_hand(config) if config.weights == "pretrained" else None
-    if folder is None:
-        return _numbers(config, task)
-    if local_place(config.path).is_dir():
-        require_weights(folder, config.path)
-    return _numbers_of(config, task, folder)
+    return _numbers(config, task) if folder is None else _numbers_of(config, task, folder)
 
 
 def _on_meta(config: ModelConfig, task: Task, numbers: Any, dtype: torch.dtype, attention: str) -> Any:
