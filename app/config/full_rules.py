@@ -53,4 +53,16 @@ def _steps_in_backward_see_one_gradient(run: RunConfig) -> Iterator[str]:
         )
 
 
-FULL_RULES = (_narrow_weights_are_of_whole_models, _steps_in_backward_see_one_gradient)
+def _recorded_graphs_keep_gradients(run: RunConfig) -> Iterator[str]:
+    if run.parallel.kind == "zero2" and run.compile.graphs:
+        yield (
+            "compile.graphs=true writes gradients to the same place each time, and parallel=zero2 lets them go as they "
+            "are sent. Set compile.graphs=false, or parallel=auto."
+        )
+
+
+FULL_RULES = (
+    _narrow_weights_are_of_whole_models,
+    _steps_in_backward_see_one_gradient,
+    _recorded_graphs_keep_gradients,
+)

@@ -7,20 +7,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from app.model.trainee import Trainee
-from app.optim.one_by_one import steps_in_backward
+from app.optim.one_by_one import stepped_by, steps_in_backward
 
 
 def kept_bytes(trainee: Trainee, optimizer: Optimizer) -> dict[str, int]:
-    """Of this process, in bytes, by part. Gradients are there at the end of each step, as large as what is trained;
-    none are where weights are stepped in the backward pass.
+    """Of this process, in bytes, by part. Gradients are there at the end of each step, as large as what this process
+    steps; none are where weights are stepped in the backward pass.
     """
     kept = kept_tensors(trainee, optimizer)
-    found = {part: sum(tensor.numel() * tensor.element_size() for tensor in kept[part]) for part in kept}
+    found = {part: _bytes(kept[part]) for part in kept}
     return {
         "frozen_weights": found["frozen_weights"],
         "quantization_constants": found["quantization_constants"],
         "trained_weights": found["trained_weights"],
-        "gradients": 0 if steps_in_backward(optimizer) else found["trained_weights"],
+        "gradients": 0 if steps_in_backward(optimizer) else _bytes(stepped_by(optimizer)),
         "optimizer_states": found["optimizer_states"],
     }
 
@@ -36,6 +36,10 @@ def kept_tensors(trainee: Trainee, optimizer: Optimizer) -> dict[str, list[Tenso
         "trained_weights": [weight for weight in weights if id(weight) in trained],
         "optimizer_states": list(_tensors(optimizer.state.values())),
     }
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _constants(weights: Iterable[nn.Parameter]) -> Iterator[Tensor]:

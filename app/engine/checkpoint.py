@@ -12,19 +12,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from app.config.schema import CheckpointConfig
-from app.engine.files import damage, remove_leftovers, whole_folder
+from app.engine.files import (
+    aside_of,
+    damage,
+    remove_leftovers,
+    told_where_the_disk_is_full,
+    whole_folder,
+)
 from app.engine.peers import Peers
 from app.engine.progress import Progress
 from app.engine.step import Stepper
 from app.errors import CheckpointError
+from app.optim.parts import load_parts
 from app.optim.state import flatten, load_state
 
-_WEIGHTS, _OPTIMIZER, _RANDOM, _STATE = (
-    "weights.safetensors",
-    "optimizer.safetensors",
-    "random.safetensors",
-    "state.json",
-)
+_WEIGHTS, _RANDOM, _STATE = "weights.safetensors", "random.safetensors", "state.json"
+_States = tuple[Sequence[Mapping[str, Tensor]], Mapping[str, Tensor], Sequence[dict[str, Any]]]
 _NAME = re.compile(r"step-(\d{6,})$")
 
 
@@ -70,29 +73,42 @@ class Checkpoints:
         self._choices = dict(choices)
 
     def save(self, progress: Progress, stepper: Stepper, peers: Peers) -> None:
-        """Write one, whole or not at all, and drop those that are no longer kept; the first process does, for all."""
+        """Write one, whole or not at all, and drop those that are no longer kept. The first process does, for all; but
+        where each has states of its own, each writes these.
+        """
         random = peers.collected(_random_state())
-        if peers.rank == 0:
-            self._write(progress, stepper, random)
-
-    def _write(self, progress: Progress, stepper: Stepper, random: Sequence[Mapping[str, Tensor]]) -> None:
         target = self.folder / f"step-{progress.step:06d}"
         tensors, plain = flatten(stepper.optimizer.state_dict())
+        plains = peers.collected(plain) if stepper.divides else [plain]
+        if peers.rank == 0:
+            self._write(target, progress, stepper, (random, tensors, plains), peers)
+        elif stepper.divides:
+            peers.wait_for_all()  # the folder is there
+            with told_where_the_disk_is_full(target):
+                _save_tensors(tensors, aside_of(target) / _optimizer_file(peers.rank))
+            peers.wait_for_all()
+
+    def _write(
+        self, target: Path, progress: Progress, stepper: Stepper, states: _States, peers: Peers
+    ) -> None:
+        random, tensors, plains = states
         state = {
             "identity": self._identity,
             "choices": self._choices,
             "progress": progress.as_dict(),
-            "optimizer": plain,
+            "optimizer": plains[0],
+            "optimizers": plains[1:],  # of the other processes, where each has its own
             "scaler": None if stepper.scaler is None else stepper.scaler.state_dict(),
         }
         with whole_folder(target) as aside:
-            save_file(
-                {n: p.detach().cpu().contiguous() for n, p in stepper.trainee.trained().items()},
-                aside / _WEIGHTS,
-            )
-            save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, aside / _OPTIMIZER)
+            if stepper.divides:
+                peers.wait_for_all()  # they write beside what follows
+            _save_tensors(stepper.trainee.trained(), aside / _WEIGHTS)
+            _save_tensors(tensors, aside / _optimizer_file(0))
             save_file(_by_rank(random), aside / _RANDOM)
             (aside / _STATE).write_text(json.dumps(state))
+            if stepper.divides:
+                peers.wait_for_all()
         self._drop_old(progress)
 
     def load(self, folder: Path, stepper: Stepper, peers: Peers) -> Progress:
@@ -100,7 +116,12 @@ class Checkpoints:
         state = json.loads((folder / _STATE).read_text())
         self._require_same_run(folder, state["identity"])
         load_weights(folder, stepper.trainee.trained())
-        load_state(stepper.optimizer, load_file(folder / _OPTIMIZER), state["optimizer"])
+        plains = [state["optimizer"], *state.get("optimizers", ())]
+        if stepper.divides or len(plains) > 1:
+            files = [folder / _optimizer_file(rank) for rank in range(len(plains))]
+            load_parts(stepper.optimizer, files, plains)
+        else:
+            load_state(stepper.optimizer, load_file(folder / _optimizer_file(0)), plains[0])
         if stepper.scaler is not None:
             stepper.scaler.load_state_dict(state["scaler"])
         _set_random_state(load_file(folder / _RANDOM), peers.rank)
@@ -168,6 +189,14 @@ def _step_of(folder: Path) -> int:
     match = _NAME.search(folder.name)
     assert match, folder
     return int(match.group(1))
+
+
+def _optimizer_file(rank: int) -> str:
+    return "optimizer.safetensors" if rank == 0 else f"optimizer-{rank}.safetensors"
+
+
+def _save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+    save_file({name: each.detach().cpu().contiguous() for name, each in tensors.items()}, file)
 
 
 def _random_state() -> dict[str, Tensor]:

@@ -17,10 +17,15 @@ MANIFEST = "manifest.json"
 _ASIDE = ".writing-"
 
 
+def aside_of(target: Path) -> Path:
+    """Where it is written."""
+    return target.with_name(_ASIDE + target.name)
+
+
 @contextmanager
 def renamed_into_place(target: Path, seal: Callable[[Path], None]) -> Iterator[Path]:
     """A folder to write into that becomes `target` once `seal` put it on the disk, and vanishes on any fault."""
-    aside = target.with_name(_ASIDE + target.name)
+    aside = aside_of(target)
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
@@ -38,9 +43,15 @@ def renamed_into_place(target: Path, seal: Callable[[Path], None]) -> Iterator[P
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
     """The same for what a run saves, with the hashes that `damage` compares."""
+    with told_where_the_disk_is_full(target), renamed_into_place(target, _seal) as aside:
+        yield aside
+
+
+@contextmanager
+def told_where_the_disk_is_full(target: Path) -> Iterator[None]:
+    """Around what is written for it."""
     try:
-        with renamed_into_place(target, _seal) as aside:
-            yield aside
+        yield
     except BaseException as fault:
         if is_disk_full(fault):
             raise EnvironmentProblem(

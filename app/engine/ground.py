@@ -19,7 +19,7 @@ from app.data.loader import Loader, Share, eval_batches
 from app.data.packing import beyond_least, least_bins
 from app.data.prepare import Data, prepare
 from app.data.rows import TokenRows
-from app.engine import layers, taken
+from app.engine import divided, layers, taken
 from app.engine.bins import Largest, settled_bins
 from app.engine.checkpoint import choices_of, find_checkpoint
 from app.engine.choices import Choices, choose
@@ -101,7 +101,7 @@ def lay_ground(
     kept = choices_of(save)
     choices = choose(run.precision, run.attention, partial(attention_needs, run), kept)
     require_unscaled(run.optimizer, choices.precision)
-    runtime = start(run.launch, choices.precision, run.seed)
+    runtime = start(run.launch, choices.precision, run.seed, run.parallel.kind)
     quantize.require_machine(run.quantization, runtime.device)
     sections = sections_of(run, choices)
     counts = plan_model(sections)
@@ -207,6 +207,7 @@ def table(run: RunConfig, ground: Ground) -> list[tuple[str, str]]:
                 *requirements.notes(run.optimizer, device),
                 *layers.notes(run.training, device),
                 *idle_gpus(),
+                *divided.notes(run.parallel.kind, ground.runtime.processes),
                 *taken.notes(),
             )
         ),

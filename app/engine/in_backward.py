@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from app.batch import Batch
 from app.config.schema import OptimizerConfig
 from app.engine.scarcity import does_not_fit
 from app.errors import ConfigError
@@ -62,6 +63,10 @@ class InBackward:
         self._norms.clear()
         for parameter in self._parameters:
             parameter.grad = None
+
+    def rounds(self, batches: Sequence[Batch]) -> list[Sequence[Batch]]:
+        """One, and one micro-batch in it."""
+        return [batches]
 
     def begin_again(self) -> None:
         """As long as nothing has changed: a forward pass that did not fit is made in parts, whose gradients add up."""

@@ -150,7 +150,8 @@ class Loop:
 
     def _check_flow(self) -> None:
         """In the first steps: an adapter that gets no gradient is told now, not after the run."""
-        silent = silent_layers(self.parts.stepper.trainee.trained(), self._made)
+        found = silent_layers(self.parts.stepper.stepped(), self._made)
+        silent = [name for each in self.parts.runtime.peers.collected(found) for name in each]
         if silent:
             shown = ", ".join(silent[:3]) + (f" and {len(silent) - 3} more" if len(silent) > 3 else "")
             raise TrainingError(

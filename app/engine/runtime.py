@@ -2,7 +2,7 @@
 
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from app.config.schema import LaunchConfig
+from app.engine.divided import Divided
 from app.engine.peers import Peers
 from app.engine.reduction import Alone, Reduction, Together
 from app.engine.world import world
@@ -28,6 +29,7 @@ class Runtime:
     device: torch.device
     peers: Peers
     threads: int
+    parallel: str = "auto"  # a key of REDUCTIONS
 
     @property
     def rank(self) -> int:
@@ -44,7 +46,7 @@ class Runtime:
 
         What is frozen, and all buffers, are the same everywhere by construction and are not sent round.
         """
-        return Alone(parameters) if self.processes == 1 else Together(parameters)
+        return Alone(parameters) if self.processes == 1 else REDUCTIONS[self.parallel](parameters, self.peers)
 
     def seed(self, seed: int) -> None:
         """Random numbers of this process's own: what it drops out is not what another one does."""
@@ -63,6 +65,12 @@ class Runtime:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
+REDUCTIONS: dict[str, Callable[[Sequence[nn.Parameter], Peers], Reduction]] = {
+    "auto": lambda parameters, _peers: Together(parameters),
+    "zero2": lambda parameters, peers: Divided(parameters, peers.rank, peers.count),
+}
+
+
 def default_device() -> torch.device:
     """Where a process of this machine computes, before it has been given its own device."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -76,26 +84,28 @@ def idle_gpus() -> list[str]:
     return [f"{visible} GPUs are visible and {used} of them used; launch.num_processes=auto takes all"]
 
 
-def start(launch: LaunchConfig, precision: str, seed: int) -> Runtime:
+def start(launch: LaunchConfig, precision: str, seed: int, parallel: str = "auto") -> Runtime:
     """The runtime of this process, its threads and its random numbers set; returns when all processes are there."""
     for name in _HIJACKING:
         os.environ.pop(name, None)
-    accelerator = _accelerator()
     cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(launch.threads or max(1, cores // world().local_size))
+    threads = launch.threads or max(1, cores // world().local_size)
+    accelerator = _accelerator(threads)
+    torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     peers = Peers(accelerator.process_index, accelerator.num_processes, _host_group(accelerator))
-    runtime = Runtime(accelerator, accelerator.device, peers, torch.get_num_threads())
+    runtime = Runtime(accelerator, accelerator.device, peers, torch.get_num_threads(), parallel)
     runtime.seed(seed)
     return runtime
 
 
-def _accelerator() -> Any:
+def _accelerator(threads: int) -> Any:
     from accelerate import Accelerator, InitProcessGroupKwargs
 
     on_cpu = not torch.cuda.is_available()
     handlers: list[Any] = []
     if world().is_joined:
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # it would warn that nobody has said it
         handlers = [InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=_PATIENCE)]
     return Accelerator(
         cpu=on_cpu,  # without it, two processes on a machine without a GPU would each train alone

@@ -5,11 +5,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from app.batch import Batch
 from app.engine.anatomy import kept_bytes
 from app.engine.in_backward import in_backward
+from app.engine.reduction import Reduction
 from app.engine.runtime import Runtime
 from app.engine.scarcity import does_not_fit, tried
 from app.engine.splitting import halves, split
@@ -39,7 +40,14 @@ class Stepper:
     """Runs steps. `scaler` is there for fp16 only."""
 
     def __init__(
-        self, trainee: Trainee, optimizer: torch.optim.Optimizer, runtime: Runtime, clip: float, *, fp16: bool
+        self,
+        trainee: Trainee,
+        optimizer: torch.optim.Optimizer,
+        runtime: Runtime,
+        clip: float,
+        *,
+        fp16: bool,
+        reduction: Reduction | None = None,  # that of the runtime, if it has been made already
     ) -> None:
         self.trainee = trainee
         self.optimizer = optimizer
@@ -49,7 +57,8 @@ class Stepper:
         self._parameters = list(trainee.trained().values())
         self._skips_on_device = skips_on_device(optimizer)
         self._in_backward = in_backward(self._parameters, optimizer)
-        self._reduction = self._in_backward or runtime.reduction(self._parameters)
+        self._reduction = reduction or runtime.reduction(self._parameters)
+        self._sums = self._in_backward or self._reduction
         self.depth = 0  # how often micro-batches are halved, because they did not fit into memory
 
     def run(self, batches: Sequence[Batch], lr: float) -> StepResult:
@@ -77,14 +86,19 @@ class Stepper:
         return sum(labels), sum(tokens), sum(weights)
 
     def _backward(self, batches: Sequence[Batch], weight: float) -> Tensor:
-        """The gradient of all loss sums over the weight of all processes; done over in smaller parts if need be."""
-        self._reduction.begin()
+        """The gradient of all loss sums over the weight of all processes."""
+        self._sums.begin()
+        first, *others = (self._round(each, weight) for each in self._sums.rounds(batches))
+        return sum(others, start=first)
+
+    def _round(self, batches: Sequence[Batch], weight: float) -> Tensor:
+        """Those of some micro-batches; done over in smaller parts if need be."""
         while True:
             total = tried(self._attempt, batches, weight)
             if total is not None:
-                self._reduction.finish()
+                self._sums.finish()
                 return total
-            self._reduction.begin_again()
+            self._sums.begin_again()
             self._deepen(batches)
 
     @property
@@ -104,9 +118,10 @@ class Stepper:
 
     def make_states(self) -> None:
         """Those that the first step would make, with the memory that it would take; no weight is changed."""
-        self._reduction.begin()
-        all_at_once = [self._parameters]
-        for together in all_at_once if self._in_backward is None else [[each] for each in self._parameters]:
+        self._sums.begin()
+        self._reduction.gradients()  # where they have memory of their own, it is this
+        stepped = self._reduction.stepped
+        for together in [stepped] if self._in_backward is None else [[each] for each in stepped]:
             for parameter in together:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -117,6 +132,16 @@ class Stepper:
     def drop_states(self) -> None:
         """As before `make_states`."""
         drop_states(self.optimizer)
+
+    @property
+    def divides(self) -> bool:
+        """Whether other processes step a part of the weights, and keep the states of these."""
+        return len(self._reduction.stepped) < len(self._parameters)
+
+    def stepped(self) -> dict[str, nn.Parameter]:
+        """By this process, by their names."""
+        chosen = {id(parameter) for parameter in self._reduction.stepped}
+        return {name: each for name, each in self.trainee.trained().items() if id(each) in chosen}
 
     def forget_gradients(self) -> None:
         """Nothing reads them after a step; an evaluation has use for their memory."""
@@ -129,7 +154,7 @@ class Stepper:
         factor = 1.0 / (weight or 1.0)
         for part in parts:
             if part is parts[-1]:
-                self._reduction.expect_last()
+                self._sums.expect_last()
             loss, _ = self.trainee(part.to(self._runtime.device))
             scaled = loss * factor
             (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
@@ -150,12 +175,13 @@ class Stepper:
         """Clip and step; leave everything as it is when the gradient is not finite."""
         if self._in_backward is not None:
             return self._in_backward.taken()
+        gradients = self._reduction.gradients()
         if self.scaler is not None:
+            self._reduction.agree(gradients)
             self.scaler.unscale_(self.optimizer)
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        norm = total_norm(gradients)
+        norm = self._reduction.norm(total_norm(gradients))
         if self._clip > 0:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip, norm)
+            torch.nn.utils.clip_grads_with_norm_(self._reduction.stepped, self._clip, norm)
         skipped = ~torch.isfinite(norm)
         if self.scaler is not None:
             self.scaler.step(self.optimizer)
@@ -164,4 +190,5 @@ class Stepper:
             step_unless(self.optimizer, skipped.float())
         elif not bool(skipped):
             self.optimizer.step()
+        self._reduction.spread()
         return norm, skipped

@@ -152,9 +152,10 @@ def _told_only(
 
 def _stepper(run: RunConfig, ground: Ground, trainee: Trainee) -> Stepper:
     """Ready for its first step, with random numbers that do not depend on what was built before."""
-    optimizer = build_optimizer(run.optimizer, trainee, run.seed)
+    reduction = ground.runtime.reduction(list(trainee.trained().values()))
+    optimizer = build_optimizer(run.optimizer, trainee, run.seed, reduction.stepped)
     fp16 = ground.choices.precision == "fp16"
-    stepper = Stepper(trainee, optimizer, ground.runtime, run.training.clip, fp16=fp16)
+    stepper = Stepper(trainee, optimizer, ground.runtime, run.training.clip, fp16=fp16, reduction=reduction)
     ground.runtime.seed(run.seed)
     return stepper
 

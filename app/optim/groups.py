@@ -15,6 +15,7 @@ class Trained:
     parameter: nn.Parameter
     decays: bool
     is_hidden_matrix: bool  # 2-D, and neither an embedding nor the output head
+    place: int = 0  # among all that are trained, whoever steps them
 
 
 def trained_parameters(model: nn.Module) -> list[Trained]:
@@ -22,6 +23,7 @@ def trained_parameters(model: nn.Module) -> list[Trained]:
     embeddings = _ids(module for module in model.modules() if isinstance(module, nn.Embedding))
     ends = embeddings | _ids(_output_heads(model))
     norms = _ids(module for module in model.modules() if "norm" in type(module).__name__.lower())
+    trained = ((name, each) for name, each in model.named_parameters() if each.requires_grad)
     return [
         Trained(
             name=name,
@@ -31,9 +33,9 @@ def trained_parameters(model: nn.Module) -> list[Trained]:
             and id(parameter) not in embeddings | norms
             and not name.endswith("bias"),
             is_hidden_matrix=parameter.ndim == 2 and id(parameter) not in ends,
+            place=place,
         )
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
+        for place, (name, parameter) in enumerate(trained)
     ]
 
 

@@ -53,7 +53,12 @@ class OneByOne(Optimizer):
         self._share()
         real = {each.name: each.parameter for each in trained}
         self._places = {real[place.name]: place for place in _places(self.inner)}
-        self._index = {parameter: at for at, parameter in enumerate(real.values())}
+        self._index = {each.parameter: each.place for each in trained}
+
+    @property
+    def stepped(self) -> list[nn.Parameter]:
+        """The real parameters."""
+        return list(self._places)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -127,6 +132,13 @@ class OneByOne(Optimizer):
 def ordinary(optimizer: Optimizer) -> Optimizer:
     """The one of torch or bitsandbytes, be it inside or given as it is."""
     return optimizer.inner if isinstance(optimizer, OneByOne) else optimizer
+
+
+def stepped_by(optimizer: Optimizer) -> list[nn.Parameter]:
+    """The real parameters, not what stands in for them."""
+    if isinstance(optimizer, OneByOne):
+        return optimizer.stepped
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def steps_in_backward(optimizer: Optimizer) -> bool:

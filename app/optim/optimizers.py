@@ -17,12 +17,15 @@ from app.optim.one_by_one import OneByOne
 OptimizerKind = Callable[[OptimizerConfig, Sequence[Trained]], Optimizer]
 
 
-def build_optimizer(config: OptimizerConfig, model: nn.Module, seed: int = 0) -> Optimizer:
-    """The optimizer of the model's trained parameters. The model must already be on its device.
+def build_optimizer(
+    config: OptimizerConfig, model: nn.Module, seed: int = 0, stepped: Sequence[nn.Parameter] | None = None
+) -> Optimizer:
+    """The optimizer of the model's trained parameters, or of those `stepped` here. The model must be on its device.
 
     Weights in bfloat16 are never stepped as they are: most updates would be lost. `seed` is for their rounding.
     """
-    trained = trained_parameters(model)
+    chosen = None if stepped is None else {id(each) for each in stepped}
+    trained = [each for each in trained_parameters(model) if chosen is None or id(each.parameter) in chosen]
     assert trained, "the model has no trained parameter"
     build = OPTIMIZERS[config.kind]
     if config.in_backward or any(each.parameter.dtype == torch.bfloat16 for each in trained):

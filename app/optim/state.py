@@ -43,6 +43,11 @@ def load_state(optimizer: Optimizer, tensors: dict[str, Tensor], plain: dict[str
             "resume: the checkpoint has the optimizer state of other trained parameters than this run's; "
             "type model=, adapter= and optimizer= as in the run.yaml it belongs to, or another output_dir"
         )
+    load_nested(optimizer, saved)
+
+
+def load_nested(optimizer: Optimizer, saved: StateDict) -> None:
+    """As torch has it; what was paged is paged again."""
     if getattr(ordinary(optimizer), "is_paged", False):
         _load_paged(optimizer, saved)
     else:

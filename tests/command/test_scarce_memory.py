@@ -24,6 +24,7 @@ def told(run: Path) -> list[str]:
         ("backward", "1", "batching.packing=true"),
         ("forward", "0", "batching.packing=false"),
         ("recomputed", "01", "training.recompute=true"),
+        ("backward", "1", "parallel=zero2"),
     ],
 )
 def test_one_of_two_processes_runs_out_of_memory(

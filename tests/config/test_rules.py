@@ -129,6 +129,10 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         {"compile.kind": "blocks", "compile.graphs": True, "batching.accumulation": 4},
         "Set batching.accumulation=1, or compile.graphs=false",
     ),
+    (
+        {"compile.kind": "blocks", "compile.graphs": True, "parallel.kind": "zero2"},
+        "and parallel=zero2 lets them go as they are sent. Set compile.graphs=false, or parallel=auto",
+    ),
     ({"batching.tokens": 100}, "dataset.max_length=256 is more than a bin holds (batching.tokens=100)"),
 ]
 

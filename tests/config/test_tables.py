@@ -12,6 +12,7 @@ from app.config.groups import choices_by_group
 from app.data.formats.table import FORMATS
 from app.data.labels import LABELS
 from app.data.overflow import POLICIES
+from app.engine.runtime import REDUCTIONS
 from app.model.adapter import ADAPTERS
 from app.model.attention import BACKENDS
 from app.model.dtypes import DTYPES
@@ -32,7 +33,7 @@ from app.record.trackers import TRACKERS
         ("attention", (*BACKENDS, "auto")),
         ("precision", (*DTYPES, "auto")),
         ("quantization", QUANTIZATIONS),
-        ("parallel", ("auto",)),
+        ("parallel", REDUCTIONS),
         ("task", LABELS),
         ("task", TASKS),
     ],

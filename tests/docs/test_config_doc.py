@@ -61,7 +61,7 @@ def test_every_choice_of_every_group_is_told() -> None:
         for folder in CONF.iterdir()
         if folder.is_dir()
     }
-    left_out = {"parallel": files["parallel"], "model": {"folder"}}  # one choice; model.path= chooses it
+    left_out = {"model": {"folder"}}  # model.path= chooses it
     missing = {
         group: names - told.get(group, set()) - left_out.get(group, set()) for group, names in files.items()
     }

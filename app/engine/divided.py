@@ -1,0 +1,231 @@
+"""Gradients and optimizer states divided among processes, weights on each of them (what others call ZeRO, stage 2).
+
+Buckets of neighbouring parameters are dealt to the processes. Each micro-batch is a round: when a bucket is full its
+gradients go to the process that owns it, which adds them up, and are let go on the others. The optimizer of a process
+steps what the process owns; then each owner sends its weights to all. Whole parameters are owned, no slices of them, so
+every optimizer computes what it would with one process, and a checkpoint fits any number of them.
+
+As in `engine.reduction` buckets are sent in one order on every process, and a process that ran out of memory makes its
+round again without what was sent: the others wait for the rest. Its parts add up before they are sent, so for such
+a round it needs room for all gradients.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from app.batch import Batch
+from app.engine.reduction import BUCKET_BYTES, bytes_of, neighbours
+from app.errors import ConfigError
+from app.optim.norm import total_norm
+
+_EACH = 4  # buckets of a process at least, so that shares are about equal
+_ON_THE_WAY = 1  # buckets beside the one that is being filled
+
+
+def notes(parallel: str, processes: int) -> list[str]:
+    """A remark where there is nobody to divide with."""
+    if parallel != "zero2" or processes > 1:
+        return []
+    return ["parallel=zero2 divides nothing among one process; launch.num_processes=auto takes all GPUs"]
+
+
+class Wire(Protocol):
+    """What goes from process to process, in place. Both ways return what can be waited for."""
+
+    def reduce(self, tensor: Tensor, to: int) -> Any:
+        """The sum over all of them to one."""
+
+    def broadcast(self, tensor: Tensor, of: int) -> Any:
+        """To all of them."""
+
+    def total(self, tensor: Tensor) -> None:
+        """The sum to all of them; returns when it is there."""
+
+
+class _Between:
+    """Real processes."""
+
+    def reduce(self, tensor: Tensor, to: int) -> Any:
+        """Elsewhere `tensor` is spoilt."""
+        return torch.distributed.reduce(tensor, to, async_op=True)
+
+    def broadcast(self, tensor: Tensor, of: int) -> Any:
+        """In place."""
+        return torch.distributed.broadcast(tensor, of, async_op=True)
+
+    def total(self, tensor: Tensor) -> None:
+        """Of numbers on the device."""
+        torch.distributed.all_reduce(tensor)
+
+
+class Divided:
+    """How the gradients of several processes come together, each at its owner."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        rank: int,
+        processes: int,
+        wire: Wire | None = None,
+    ) -> None:
+        self._wire = wire or _Between()
+        self._parameters = parameters
+        self._buckets = [_Bucket(*each, rank) for each in dealt(parameters, processes)]
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self.stepped: Sequence[nn.Parameter] = [p for p in parameters if self._bucket_of[p].sums is not None]
+        self._on_the_way: deque[tuple[_Bucket, Tensor, Any]] = deque()
+        self._last = False
+        for parameter in parameters:
+            self._wire.broadcast(parameter.data, 0).wait()
+            parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    def begin(self) -> None:
+        """A step: sums begin at zero."""
+        for bucket in self._buckets:
+            bucket.begin()
+        self._begin_round()
+
+    def rounds(self, batches: Sequence[Batch]) -> list[Sequence[Batch]]:
+        """Each micro-batch by itself: no process keeps what it does not own."""
+        return [[batch] for batch in batches]
+
+    def begin_again(self) -> None:
+        """What was sent is right as it is."""
+        self._last = False
+        for parameter in self._parameters:
+            parameter.grad = None
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.parameters)
+
+    def expect_last(self) -> None:
+        """From here on full buckets are sent."""
+        self._last = True
+
+    def finish(self) -> None:
+        """Parameters that got no gradient here have none to add."""
+        for bucket in self._buckets:
+            self._send(bucket)
+        self._land(leave=0)
+        self._begin_round()
+
+    def gradients(self) -> list[Tensor]:
+        """The sums of what this process owns."""
+        return [gradient for bucket in self._buckets for gradient in bucket.attached()]
+
+    def agree(self, gradients: Sequence[Tensor]) -> None:
+        """Nothing is added where all is finite."""
+        whole = self.norm(total_norm(gradients))
+        gradients[0].add_(whole - whole)
+
+    def norm(self, own: Tensor) -> Tensor:
+        """The same on every process, to the last bit."""
+        squared = own.double().square()
+        self._wire.total(squared)
+        return squared.sqrt().to(own.dtype)
+
+    def spread(self) -> None:
+        """Of each owner to all."""
+        sent = [
+            self._wire.broadcast(parameter.data, bucket.owner)
+            for bucket in self._buckets
+            for parameter in bucket.parameters
+        ]
+        for each in sent:
+            each.wait()
+
+    def _begin_round(self) -> None:
+        for bucket in self._buckets:
+            bucket.is_sent = False
+        self.begin_again()
+
+    def _arrived(self, parameter: nn.Parameter) -> None:
+        bucket = self._bucket_of[parameter]
+        if bucket.is_sent:
+            parameter.grad = None  # made a second time
+        elif self._last:
+            bucket.missing -= 1
+            for each in self._buckets:  # in this order on every process, whatever fills up first
+                if each.missing > 0:
+                    return
+                self._send(each)
+
+    def _send(self, bucket: "_Bucket") -> None:
+        if bucket.is_sent:
+            return
+        self._land(leave=_ON_THE_WAY - 1)
+        whole = bucket.taken()
+        bucket.is_sent, bucket.missing = True, 0
+        self._on_the_way.append((bucket, whole, self._wire.reduce(whole, bucket.owner)))
+
+    def _land(self, leave: int) -> None:
+        while len(self._on_the_way) > leave:
+            bucket, whole, work = self._on_the_way.popleft()
+            work.wait()
+            bucket.add(whole)
+
+
+def dealt(parameters: Sequence[nn.Parameter], processes: int) -> list[tuple[list[nn.Parameter], int]]:
+    """Buckets in the order in which they are sent, and who owns each: the largest first, to who has least."""
+    whole = sum(bytes_of(parameter) for parameter in parameters)
+    buckets = neighbours(parameters, min(BUCKET_BYTES, whole // (_EACH * processes)))
+    if len(buckets) < processes:
+        raise ConfigError(
+            f"parallel=zero2 deals what is trained to {processes} processes, and there are {len(buckets)} tensors. "
+            f"Set parallel=auto, or launch.num_processes={len(buckets)} or less."
+        )
+    sizes = [sum(bytes_of(parameter) for parameter in bucket) for bucket in buckets]
+    owners, loads = [0] * len(buckets), [0] * processes
+    for at in sorted(range(len(buckets)), key=lambda i: -sizes[i]):
+        owners[at] = min(range(processes), key=lambda rank: loads[rank])
+        loads[owners[at]] += sizes[at]
+    return list(zip(buckets, owners, strict=True))
+
+
+class _Bucket:
+    """Of one owner; only there it has sums."""
+
+    def __init__(self, parameters: list[nn.Parameter], owner: int, rank: int) -> None:
+        self.parameters = parameters
+        self.owner = owner
+        self.is_sent = False
+        self.missing = len(parameters)
+        self._sizes = [parameter.numel() for parameter in parameters]
+        self.sums = self._zeros() if owner == rank else None
+
+    def begin(self) -> None:
+        if self.sums is not None:
+            self.sums.zero_()
+
+    def taken(self) -> Tensor:
+        """Gradients in one piece, which parameters no longer have."""
+        if len(self.parameters) == 1 and (only := self.parameters[0].grad) is not None:
+            whole = only.contiguous().view(-1)
+        elif any(parameter.grad is not None for parameter in self.parameters):
+            pieces = (p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters)
+            whole = torch.cat([piece.reshape(-1) for piece in pieces])
+        else:
+            whole = self._zeros()
+        for parameter in self.parameters:
+            parameter.grad = None
+        return whole
+
+    def add(self, whole: Tensor) -> None:
+        if self.sums is not None:
+            self.sums.add_(whole)
+
+    def attached(self) -> list[Tensor]:
+        if self.sums is None:
+            return []
+        pieces = self.sums.split(self._sizes)
+        gradients = [piece.view_as(p) for piece, p in zip(pieces, self.parameters, strict=True)]
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        return gradients
+
+    def _zeros(self) -> Tensor:
+        first = self.parameters[0]
+        return torch.zeros(sum(self._sizes), dtype=first.dtype, device=first.device)
