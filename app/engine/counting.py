@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from app.model.hidden import HIDDEN, Hidden
 
 _ASKS_DEVICE = torch.ops.prim.device.default
-_BLOCK = 512  # what an allocator of CUDA rounds up to; the same everywhere, so that counts can be compared
+BLOCK = 512  # what an allocator of CUDA rounds up to; the same everywhere, so that counts can be compared
 
 Event = tuple[int, int]  # which storage, and its bytes: above 0 as it comes, below as it goes
 
@@ -97,7 +97,7 @@ class StorageCounter(TorchDispatchMode):
         if known is not None:
             return known[0]
         size = storage.nbytes()
-        return self._keep_in_mind(storage, -(-size // _BLOCK) * _BLOCK) if size else None
+        return self._keep_in_mind(storage, -(-size // BLOCK) * BLOCK) if size else None
 
     def _keep_in_mind(self, storage: Any, size: int) -> int:
         self._serial += 1

@@ -68,13 +68,13 @@ class Divided:
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
+        shares: Sequence["Dealt"],
         rank: int,
-        processes: int,
         wire: Wire | None = None,
     ) -> None:
         self._wire = wire or _Between()
         self._parameters = parameters
-        self._buckets = [_Bucket(*each, rank) for each in dealt(parameters, processes)]
+        self._buckets = [_Bucket(*each, rank) for each in shares]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self.stepped: Sequence[nn.Parameter] = [p for p in parameters if self._bucket_of[p].sums is not None]
         self._on_the_way: deque[tuple[_Bucket, Tensor, Any]] = deque()
@@ -168,10 +168,18 @@ class Divided:
             bucket.add(whole)
 
 
-def dealt(parameters: Sequence[nn.Parameter], processes: int) -> list[tuple[list[nn.Parameter], int]]:
-    """Buckets in the order in which they are sent, and who owns each: the largest first, to who has least."""
+Dealt = tuple[list[nn.Parameter], int]  # a bucket and who owns it
+
+
+def bucket_bytes(parameters: Sequence[nn.Parameter], processes: int) -> int:
+    """At most, of a bucket of several tensors."""
     whole = sum(bytes_of(parameter) for parameter in parameters)
-    buckets = neighbours(parameters, min(BUCKET_BYTES, whole // (_EACH * processes)))
+    return min(BUCKET_BYTES, whole // (_EACH * processes))
+
+
+def dealt(parameters: Sequence[nn.Parameter], processes: int) -> list[Dealt]:
+    """Buckets in the order in which they are sent, and who owns each: the largest first, to who has least."""
+    buckets = neighbours(parameters, bucket_bytes(parameters, processes))
     if len(buckets) < processes:
         raise ConfigError(
             f"parallel=zero2 deals what is trained to {processes} processes, and there are {len(buckets)} tensors. "

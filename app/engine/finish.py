@@ -45,7 +45,10 @@ def stop(loop: Loop, record: Record | Follower, predicted: Predicted | None) -> 
 
 def _known(loop: Loop, predicted: Predicted | None) -> dict[str, float | None]:
     """What the lines of this start tell; a start that had nothing left to do has no speed of its own."""
-    progress = loop.progress
+    progress, peers = loop.progress, loop.parts.runtime.peers
+    measured = int(
+        peers.highest(loop.memory.bytes or 0)
+    )  # each process may have its own share of what is divided
     speed = {"tokens_per_second": loop.tokens_per_second} if loop.tokens_per_second else {}
     return {
         **speed,
@@ -56,7 +59,7 @@ def _known(loop: Loop, predicted: Predicted | None) -> dict[str, float | None]:
         "eval_loss": progress.last_eval_loss,
         "peak_memory_bytes": loop.parts.runtime.peak_memory_bytes(),
         "memory_predicted_bytes": None if predicted is None else predicted.bytes,
-        "memory_measured_bytes": loop.memory.bytes,
+        "memory_measured_bytes": measured or None,
     }
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from app.config.schema import LaunchConfig
-from app.engine.divided import Divided
+from app.engine.divided import Divided, dealt
 from app.engine.peers import Peers
 from app.engine.reduction import Alone, Reduction, Together
 from app.engine.world import world
@@ -67,7 +67,7 @@ class Runtime:
 
 REDUCTIONS: dict[str, Callable[[Sequence[nn.Parameter], Peers], Reduction]] = {
     "auto": lambda parameters, _peers: Together(parameters),
-    "zero2": lambda parameters, peers: Divided(parameters, peers.rank, peers.count),
+    "zero2": lambda parameters, peers: Divided(parameters, dealt(parameters, peers.count), peers.rank),
 }
 
 

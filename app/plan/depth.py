@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from app.model.outline import Outline
 from app.plan.memory_plan import ANATOMY, MemoryPlan
+from app.plan.share import DIVIDED, Division, Share
 from app.plan.stages import BETWEEN, ORDER
 from app.plan.trace import Asked, Trace, trace
 
@@ -20,8 +21,9 @@ Numbers = dict[tuple[str, ...], int]
 class Depths:
     """Plans of one step that differ in how many layers are recomputed; what was traced for one serves the others."""
 
-    def __init__(self, asked: Asked, outline: Outline) -> None:
+    def __init__(self, asked: Asked, outline: Outline, division: Division | None = None) -> None:
         self._asked = asked
+        self._division = division
         self.outline = outline
         self._traces: dict[_Depth, Trace] = {}
         self.layers = outline.depth
@@ -33,7 +35,7 @@ class Depths:
         whole = _Depth(depth - recomputed, recomputed)
         if exact or not self.outline.alike or depth <= _NOT_WORTH_TWO:
             found = self._trace(whole)
-            return _plan(self._asked, _numbers(found), found.events, depth)
+            return self._plan(_numbers(found), found, found.events, depth)
         return self._extrapolated(whole)
 
     def _trace(self, depth: "_Depth") -> Trace:
@@ -57,8 +59,16 @@ class Depths:
                 for name in {**base, **larger}:
                     slope = larger.get(name, 0) - base.get(name, 0)
                     result[name] = result.get(name, 0) + steps * slope
-        plan = _plan(self._asked, result, None, few.plain + few.recomputed + 1)
+        plan = self._plan(result, largest, None, few.plain + few.recomputed + 1)
         return replace(plan, few_events=largest.events)
+
+    def _plan(
+        self, numbers: Numbers, traced: Trace, events: tuple[tuple[int, int], ...] | None, depth: int
+    ) -> MemoryPlan:
+        if self._division is None or traced.states is None:
+            return _plan(self._asked, numbers, events, depth)
+        share = self._division.largest(traced.states)
+        return replace(_plan(self._asked, _divided(numbers, share), events, depth), divided=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +91,19 @@ def _numbers(found: Trace) -> Numbers:
         ("fp8",): found.fp8_flops,
         ("repeated",): found.repeated_flops,
         ("update",): found.update_flops,
+    }
+
+
+def _divided(numbers: Numbers, share: Share) -> Numbers:
+    """What one process keeps, in place of all."""
+    kept = dict(zip(DIVIDED, (share.gradients, share.states), strict=True))
+    own = {name: kept.get(name[-1], size) if len(name) > 1 else size for name, size in numbers.items()}
+    some_phase = next(name[0] for name in numbers if len(name) > 1)
+    others = sum(numbers.get((some_phase, kind), 0) - size for kind, size in kept.items())
+    return own | {
+        ("kept",): numbers["kept",] - others,
+        ("host",): share.host,
+        ("update",): round(numbers["update",] * share.part),
     }
 
 

@@ -43,7 +43,7 @@ def fewest_on(
     machine: Machine, run: RunConfig, choices: Choices, shape: Shape, layers: int, processes: int
 ) -> tuple[int, Verdict]:
     """Of this step."""
-    depths = depths_of(run, shape, machine.device, choices)
+    depths = depths_of(run, shape, machine.device, choices, processes=processes)
     return fewest(layers, lambda count: judged(depths.planned(count), machine, processes))
 
 

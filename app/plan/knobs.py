@@ -50,9 +50,17 @@ def _key(word: str) -> str:
     return word.lstrip("+").partition("=")[0]
 
 
-def candidates(run: RunConfig) -> list[Knob]:
+def candidates(run: RunConfig, processes: int = 1) -> list[Knob]:
     """All that change something of this run."""
-    return [knob for make in _KNOBS for knob in make(run)]
+    among = list(_divide(run)) if processes > 1 else []
+    return [*among, *(knob for make in _KNOBS for knob in make(run))]
+
+
+def _divide(run: RunConfig) -> Iterator[Knob]:
+    """Of adapters there is little to divide."""
+    if run.parallel.kind == "auto" and run.adapter.kind == "none":
+        why = "gradients and states are divided among the processes, and sent after every micro-batch"
+        yield Knob(("parallel=zero2",), SPEED, why)
 
 
 def _recompute(run: RunConfig) -> Iterator[Knob]:

@@ -136,7 +136,7 @@ class Plans:
         if tokens != self._lonely or len(self._anchors) < 2:
             return False
         found = self._on_the_line(tokens, self.most)
-        gradients = found.plan.anatomy["trained_weights"]
+        gradients = 0 if found.plan.divided else found.plan.anatomy["trained_weights"]
         return found.verdict.needed_bytes - gradients > found.verdict.memory_bytes
 
     def estimated(self, tokens: int, recomputed: int) -> Sized:
@@ -164,7 +164,8 @@ class Plans:
         run = with_bins(self._run, tokens)
         run = replace(run, training=replace(run.training, recompute=recomputed))
         if tokens not in self._depths:
-            self._depths[tokens] = depths_of(run, worst_case(run), self._machine.device, self._choices)
+            device, count = self._machine.device, self._processes
+            self._depths[tokens] = depths_of(run, worst_case(run), device, self._choices, processes=count)
         plan = self._depths[tokens].planned(recomputed)
         seconds = seconds_per_token(run, plan, tokens, self._machine) * (1 + _START / tokens)
         return Sized(tokens, recomputed, judged(plan, self._machine, self._processes), seconds, plan)

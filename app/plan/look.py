@@ -68,7 +68,14 @@ class Look:
         if is_open(run):
             return self._in_found_bins(run, exact=exact)
         shape, device = worst_case(run), self.machine.device
-        depths = depths_of(run, shape, device, planned_choices(run.precision, device), like=self._first)
+        depths = depths_of(
+            run,
+            shape,
+            device,
+            planned_choices(run.precision, device),
+            like=self._first,
+            processes=self._processes,
+        )
         self._first = self._first or depths
         if layers_are_open:  # as many layers as a run on this machine would recompute
             count, _ = fewest(depths.layers, lambda tried: self._judged(depths.planned(tried)))
@@ -93,7 +100,11 @@ class Look:
 
     def knobs(self, now: Looked) -> list[Turned]:
         """Those that save memory, the cheapest first."""
-        found = [each for knob in candidates(now.run) if (each := self._turn(now, knob)) is not None]
+        found = [
+            each
+            for knob in candidates(now.run, self._processes)
+            if (each := self._turn(now, knob)) is not None
+        ]
         return sorted(found, key=_cost)
 
     def together(self, now: Looked, knobs: Sequence[Turned]) -> dict[str, Any] | None:

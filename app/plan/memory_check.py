@@ -128,7 +128,12 @@ def _notes(found: Looked, machine: Machine, processes: int) -> Iterator[str]:
     if not segments_grow():
         yield "the environment switches expandable segments off; without them torch takes more"
     if processes > 1:
-        yield f"each of {processes} processes needs as much: data parallelism divides rows, not the model"
+        divides = (
+            "parallel=zero2 divides rows, gradients and states, not the weights"
+            if found.plan.divided
+            else "data parallelism divides rows, not the model"
+        )
+        yield f"each of {processes} processes needs as much: {divides}"
     yield from _on_the_host(found.plan)
 
 

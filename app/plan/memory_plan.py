@@ -73,6 +73,7 @@ class MemoryPlan:
     events: tuple[Event, ...] | None  # of the step, what is kept first; None where depth was extrapolated
     traced_layers: int  # of the largest trace; all of them where nothing was extrapolated
     offloaded_bytes: int = 0  # inputs of layers that wait on the host, of a micro-batch
+    divided: bool = False  # whether gradients and states are those of one of several processes
     few_events: tuple[Event, ...] = ()  # those of the largest trace, where depth was extrapolated
 
     @property

@@ -12,6 +12,7 @@ from app.model.outline import Outline
 from app.plan import attention
 from app.plan.depth import Depths
 from app.plan.memory_plan import MemoryPlan, Shape
+from app.plan.share import Division
 from app.plan.trace import Asked
 
 
@@ -23,10 +24,11 @@ def plan_memory(
     exact: bool = False,
     choices: Choices | None = None,
     steps_only: bool = False,
+    processes: int = 1,
 ) -> MemoryPlan:
     """Of one process. `device`: gpu or cpu; `exact` traces every layer; `choices` of a run that has made them."""
     choices = choices or planned_choices(run.precision, device)
-    depths = depths_of(run, shape, device, choices, steps_only=steps_only)
+    depths = depths_of(run, shape, device, choices, steps_only=steps_only, processes=processes)
     return depths.planned(layers_of(run.training), exact=exact)
 
 
@@ -38,14 +40,18 @@ def depths_of(
     *,
     steps_only: bool = False,
     like: Depths | None = None,
+    processes: int = 1,
 ) -> Depths:
     """The same for any number of recomputed layers. `like` is of a similar run: less is to be made then."""
     on_gpu = device == "gpu"
     name = register_kernel(attention.planned, attention.NAME) if on_gpu else register(choices.attention)
     evaluated = None if steps_only else _evaluated(run, shape)
-    asked = Asked(run, choices.precision, shape, evaluated, on_gpu)
     outline = Outline(sections_of(run, choices), name, None if like is None else like.outline)
-    return Depths(asked, outline)
+    divides = run.parallel.kind == "zero2" and processes > 1
+    division = Division(outline.network(outline.depth), processes) if divides else None
+    bucket = None if division is None else division.bucket_bytes
+    asked = Asked(run, choices.precision, shape, evaluated, on_gpu, bucket)
+    return Depths(asked, outline, division)
 
 
 def _evaluated(run: RunConfig, shape: Shape) -> Shape:

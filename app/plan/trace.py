@@ -13,7 +13,9 @@ from app.batch import Batch, Documents, Weights
 from app.config.schema import RunConfig
 from app.engine.anatomy import kept_tensors
 from app.engine.counting import Event, StorageCounter
+from app.engine.divided import Divided
 from app.engine.peers import Peers
+from app.engine.reduction import Alone, Reduction, neighbours
 from app.engine.runtime import Runtime
 from app.engine.step import Stepper
 from app.model.dtypes import DTYPES
@@ -37,6 +39,7 @@ from app.plan.flops import FlopCounter
 from app.plan.gpu import AutocastOfCuda
 from app.plan.memory_plan import Shape
 from app.plan.replay import Replay
+from app.plan.share import DIVIDED, Nowhere, States, states_of
 
 _ALONE = Runtime(accelerator=None, device=torch.device("cpu"), peers=Peers(rank=0, count=1), threads=1)
 _HIDDEN_ON_GPU = {**ON_GPU, "app_plan::attention_backward": hidden_in_backward}
@@ -51,6 +54,7 @@ class Asked:
     shape: Shape
     evaluated: Shape | None  # None: no evaluation is traced
     on_gpu: bool
+    bucket_bytes: int | None = None  # where gradients and states are divided among processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,7 @@ class Trace:
     fp8_flops: int  # of these
     repeated_flops: int
     update_flops: int
+    states: States | None  # where they are divided
     events: tuple[Event, ...]
 
 
@@ -89,9 +94,11 @@ def trace(asked: Asked, outline: Outline, plain: int, recomputed: int) -> Trace:
                 stepper.forget_gradients()
                 counter.enter(stages.EVALUATION)
                 trainee.eval().scores(ready.evaluated)
+        states = None if asked.bucket_bytes is None else states_of(stepper.optimizer)
         events, marks = list(counter.events), list(counter.phases)
         del result
     sizes = {serial: size for serial, size in reversed(events) if size > 0}
+    left_out = {serial for serial, kind in kinds.items() if states is not None and kind in DIVIDED}
     return Trace(
         phases=Replay(events, marks, kinds).phases(),
         kept=sum(sizes.get(serial, 0) for serial, kind in kinds.items() if kind != "temporary"),
@@ -101,7 +108,8 @@ def trace(asked: Asked, outline: Outline, plain: int, recomputed: int) -> Trace:
         fp8_flops=in_fp8,
         repeated_flops=repeated,
         update_flops=update,
-        events=tuple(events[:length]),
+        states=states,
+        events=tuple(event for event in events[:length] if event[0] not in left_out),
     )
 
 
@@ -124,14 +132,17 @@ def _ready(asked: Asked, network: nn.Module, recomputed: int, flops: FlopCounter
     materialise(network)
     trainee = _trainee(asked, network)
     optimizer = _optimizer(asked, trainee, paged)
-    stepper = Stepper(trainee, optimizer, _ALONE, run.training.clip, fp16=asked.precision == "fp16")
+    reduction = _reduction(asked, trainee)
+    fp16 = asked.precision == "fp16"
+    stepper = Stepper(trainee, optimizer, _ALONE, run.training.clip, fp16=fp16, reduction=reduction)
     counter = _counter(asked, trainee, optimizer, flops)
+    counter.hold("gradients", reduction.gradients())
     if run.adapter.fused:
         share_scratch(network, DTYPES[asked.precision].base, proven=False)
         trainee.fused = fuse(network, None)
     host = Host("meta" if asked.on_gpu else "cpu") if run.training.offload else None
     stages.watch(trainee, optimizer, counter, flops, recomputed, host)
-    if asked.shape.micro_batches > 1:
+    if asked.shape.micro_batches > 1 and asked.bucket_bytes is None:
         trainee.register_forward_pre_hook(_leave_gradients)
     batch = _batch(asked.shape)
     evaluated = None if asked.evaluated is None else _batch(asked.evaluated)
@@ -170,6 +181,16 @@ def _optimizer(asked: Asked, trainee: Trainee, paged: Paged) -> Optimizer:
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return optimizer
+
+
+def _reduction(asked: Asked, trainee: Trainee) -> Reduction:
+    """Of one process, which keeps all where gradients are divided: what is kept of it is known without a trace."""
+    parameters = list(trainee.trained().values())
+    if asked.bucket_bytes is None:
+        return Alone(parameters)
+    return Divided(
+        parameters, [(each, 0) for each in neighbours(parameters, asked.bucket_bytes)], 0, Nowhere()
+    )
 
 
 def _leave_gradients(trainee: nn.Module, _given: Any) -> None:

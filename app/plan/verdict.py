@@ -51,6 +51,6 @@ def bucket_bytes(plan: MemoryPlan, processes: int) -> int:
     """Data parallelism keeps all gradients in buckets from step to step; one process has none while it computes forward
     and makes them one by one. At most what is missing of them at the peak: as large as what is trained, in its type.
     """
-    if processes == 1:
+    if processes == 1 or plan.divided:
         return 0
     return max(0, plan.anatomy["trained_weights"] - plan.anatomy["gradients"])

@@ -42,8 +42,8 @@ class _Wire:
 
 
 def divided(network: nn.Module, processes: int = 1, rank: int = 0) -> tuple[Divided, _Wire]:
-    wire = _Wire()
-    made = Divided(list(network.parameters()), rank, processes, wire)
+    wire, parameters = _Wire(), list(network.parameters())
+    made = Divided(parameters, dealt(parameters, processes), rank, wire)
     wire.spread.clear()  # all begin with the weights of the first
     return made, wire
 
@@ -107,8 +107,8 @@ def test_a_pass_that_failed_midway_counts_once(layer: int) -> None:
 def test_what_got_no_gradient_is_sent_as_zeros() -> None:
     network = layers()
     unused = nn.Parameter(torch.ones(70))
-    wire = _Wire()
-    reduction = Divided([*network.parameters(), unused], 0, 1, wire)
+    wire, parameters = _Wire(), [*network.parameters(), unused]
+    reduction = Divided(parameters, dealt(parameters, 1), 0, wire)
     reduction.begin()
     reduction.expect_last()
     backward(network, 0)

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from app.plan.memory_plan import MemoryPlan, Shape
-from app.plan.planner import plan_memory
+from app.plan.planner import depths_of, plan_memory, planned_choices
+from app.plan.share import DIVIDED, Division
 from tests.plan.truth import PACKED, small_run
 
 NEAR = 4096  # bytes: norms of gradients are stacked, and their stack is rounded up
@@ -45,6 +46,22 @@ def test_equals_the_trace_of_all_layers(recipe: str, recompute: str) -> None:
     assert (guess.kept_bytes, guess.host_bytes) == (whole.kept_bytes, whole.host_bytes)
     apart = [abs(size - whole.phases[phase]) for phase, size in guess.phases.items()]
     assert max(apart) <= NEAR
+
+
+@pytest.mark.parametrize("words", [("recipe=full", "optimizer=paged_adamw_8bit"), ("recipe=lora",)])
+def test_of_one_process_of_several_that_divide(words: tuple[str, ...]) -> None:
+    """Buckets of equal layers begin at other tensors than in a trace of few, so one may be on its way or not."""
+    large = ("model.architecture.num_hidden_layers=9", "model.architecture.hidden_size=512")
+    run = small_run(*large, "model.architecture.intermediate_size=1024", "parallel=zero2", *words)
+    guess, whole = (plan_memory(run, PACKED, exact=exact, processes=4) for exact in (False, True))
+    outline = depths_of(run, PACKED, "gpu", planned_choices(run.precision, "gpu")).outline
+    assert abs(guess.peak_bytes - whole.peak_bytes) <= 2 * Division(outline.network(9), 4).bucket_bytes
+    for kind in DIVIDED:
+        assert guess.anatomy[kind] == whole.anatomy[kind]
+    assert (guess.kept_bytes, guess.host_bytes) == (whole.kept_bytes, whole.host_bytes)
+    alone = plan_memory(run, PACKED)
+    assert alone.host_bytes / 4 <= whole.host_bytes <= alone.host_bytes / 2
+    assert (alone.host_bytes > 0) == ("recipe=full" in words)
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "paged_adamw_8bit"])

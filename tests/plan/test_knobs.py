@@ -78,6 +78,17 @@ def test_only_what_changes_something_is_offered(words: list[str], wanted: dict[s
         assert other != run, knob
 
 
+def test_dividing_is_offered_where_there_is_somebody_to_divide_with() -> None:
+    def offered(processes: int, *words: str) -> bool:
+        found = candidates(compose_run(words), processes)
+        return ("parallel=zero2",) in [knob.overrides for knob in found]
+
+    assert offered(2, "recipe=full")
+    assert not offered(1, "recipe=full")
+    assert not offered(2, "recipe=lora"), "adapters have little to divide"
+    assert not offered(2, "recipe=full", "parallel=zero2")
+
+
 def test_a_knob_takes_the_place_of_what_was_typed() -> None:
     words = ["model=llama", "recipe=full", "batching.tokens=4096", "batching.accumulation=3"]
     knobs = [

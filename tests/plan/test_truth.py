@@ -7,7 +7,7 @@ import pytest
 
 from app.optim.optimizers import OPTIMIZERS
 from app.plan.planner import plan_memory
-from tests.plan.truth import PACKED, PADDED, counted_peak, small_run
+from tests.plan.truth import PACKED, PADDED, TOGETHER, counted_peak, small_run
 
 NEAR = 4096
 RECIPES = ("full", "lora", "qlora")
@@ -90,6 +90,32 @@ def test_with_fused_layers(recipe: str) -> None:
 def test_on_a_base_in_fp8(fused: str, precision: str, recompute: str) -> None:
     given = (f"adapter.fused={fused}", f"precision={precision}", f"training.recompute={recompute}")
     assert abs(difference("packed", "recipe=lora", "quantization=fp8", *given)) <= NEAR
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("recipe=full", "training.recompute=1"),
+        ("recipe=full", "optimizer=adamw_8bit"),
+        ("recipe=full", *BF16),
+        ("recipe=full", "optimizer=adafactor", "batching.packing=false"),
+        ("recipe=lora",),
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_of_one_process_of_several_that_divide(words: tuple[str, ...], micro_batches: int) -> None:
+    run = small_run("parallel=zero2", *words)
+    shape = replace(SHAPES["packed" if run.batching.packing else "padded"], micro_batches=micro_batches)
+    planned = plan_memory(run, shape, "cpu", processes=TOGETHER, steps_only=True)
+    counted = [counted_peak(run, shape, rank) for rank in range(TOGETHER)]
+    assert abs(planned.peak_bytes - max(counted)) <= NEAR
+    assert planned.divided
+    whole = plan_memory(run, shape, "cpu", steps_only=True)
+    kept = planned.anatomy["gradients"] + planned.anatomy["optimizer_states"]
+    assert kept < 0.5 * (
+        whole.kept_bytes - whole.anatomy["trained_weights"] - whole.anatomy["frozen_weights"]
+    )
 
 
 @pytest.mark.parametrize("layout", SHAPES)

@@ -28,6 +28,7 @@ def test_data_parallelism_keeps_the_gradients_that_are_not_there_at_the_peak() -
     assert [bucket_bytes(each, 1) for each in (early, late)] == [0, 0]
     assert [bucket_bytes(each, 2) for each in (early, late)] == [100 * MIB, 0]
     assert judge(early, GPU, 0, processes=2).needed_bytes - judge(early, GPU, 0).needed_bytes == 100 * MIB
+    assert bucket_bytes(replace(early, divided=True), 2) == 0, "sums are part of such a plan"
 
 
 @pytest.mark.parametrize("grow", [True, False])

@@ -8,14 +8,17 @@ from app.config.schema import RunConfig
 from app.engine.anatomy import kept_tensors
 from app.engine.choices import Choices
 from app.engine.counting import StorageCounter
+from app.engine.divided import Divided, dealt
 from app.engine.ground import sections_of
 from app.engine.peers import Peers
+from app.engine.reduction import Alone, Reduction
 from app.engine.runtime import Runtime
 from app.engine.step import Stepper
 from app.model.build import build_trainee
 from app.model.head_proof import settle_head
 from app.optim.optimizers import build_optimizer
 from app.plan.memory_plan import Shape
+from app.plan.share import Nowhere
 
 SMALL = (
     "model.weights=random",
@@ -31,6 +34,7 @@ SMALL = (
     "eval.rows=3",
     "optimizer=adamw",
 )
+TOGETHER = 3  # processes
 PACKED = Shape(1, 192, (100, 60, 32), 5, 128, 130)
 PADDED = Shape(3, 64, (), 0, 64, 110)
 
@@ -57,13 +61,18 @@ def batch_of(shape: Shape, vocabulary: int = 1024) -> Batch:
     )
 
 
-def counted_peak(run: RunConfig, shape: Shape) -> int:
-    """Of the second step: the first makes the optimizer's states."""
+def counted_peak(run: RunConfig, shape: Shape, rank: int | None = None) -> int:
+    """Of the second step: the first makes the optimizer's states. `rank`: of TOGETHER that divide them."""
     choices = Choices(run.precision.kind, run.attention.kind)
     trainee = build_trainee(sections_of(run, choices), torch.device("cpu"), run.seed, "nowhere")
-    optimizer = build_optimizer(run.optimizer, trainee)
+    parameters = list(trainee.trained().values())
+    reduction: Reduction = Alone(parameters)
+    if rank is not None:
+        reduction = Divided(parameters, dealt(parameters, TOGETHER), rank, Nowhere())
+    optimizer = build_optimizer(run.optimizer, trainee, stepped=reduction.stepped)
     alone = Runtime(None, torch.device("cpu"), Peers(0, 1), 1)
-    stepper = Stepper(trainee, optimizer, alone, run.training.clip, fp16=run.precision.kind == "fp16")
+    fp16 = run.precision.kind == "fp16"
+    stepper = Stepper(trainee, optimizer, alone, run.training.clip, fp16=fp16, reduction=reduction)
     settle_head(trainee, batch_of(shape))
     batches = [batch_of(shape) for _ in range(shape.micro_batches)]
     stepper.run(batches, 1e-3)
@@ -73,6 +82,8 @@ def counted_peak(run: RunConfig, shape: Shape) -> int:
         counter.hold(kind, tensors)
     for batch in batches:
         counter.ignore(batch.tensors)
+    counter.hold("gradients", reduction.gradients())
+    stepper.forget_gradients()
     with counter:
         stepper.run(batches, 1e-3)
     return counter.peak

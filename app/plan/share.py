@@ -1,0 +1,132 @@
+"""What one of several processes keeps where gradients and states are divided (`parallel=zero2`).
+
+A trace keeps all of both, and sends its gradients nowhere; the share of one process is put in place of what is kept
+here. Both are there from step to step, so nothing else depends on how many they are.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from app.engine.counting import BLOCK
+from app.engine.divided import bucket_bytes, dealt
+from app.engine.reduction import bytes_of
+
+DIVIDED = ("gradients", "optimizer_states")
+_LAYER = re.compile(r"\.\d+\.")
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """Of an optimizer, in bytes by the names of parameters: on the device, and paged to the host."""
+
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+    common: int  # of all of them together
+
+    def of(self, name: str) -> tuple[int, int]:
+        """A layer that was not traced has those of one that was."""
+        known = name if name in self.device else _any_layer(name)
+        return self.device[known], self.host[known]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Of the process that keeps most."""
+
+    gradients: int
+    states: int
+    host: int
+    part: float  # of all that is trained
+
+
+class Nowhere:
+    """What goes between processes, in a trace of one."""
+
+    def reduce(self, _tensor: Tensor, _to: int) -> Self:
+        """Its own is all."""
+        return self
+
+    def broadcast(self, _tensor: Tensor, _of: int) -> Self:
+        """All have it."""
+        return self
+
+    def wait(self) -> None:
+        """It was there at once."""
+
+    def total(self, _tensor: Tensor) -> None:
+        """As it is."""
+
+
+class Division:
+    """Of the trained parameters of a whole model, whose tensors need no memory, among so many processes."""
+
+    def __init__(self, network: nn.Module, processes: int) -> None:
+        trained = {name: each for name, each in network.named_parameters() if each.requires_grad}
+        parameters = list(trained.values())
+        self._names = {id(each): name for name, each in trained.items()}
+        self._processes = processes
+        self._whole = sum(map(bytes_of, parameters))
+        self._dealt = dealt(parameters, processes)
+        self.bucket_bytes = bucket_bytes(parameters, processes)
+
+    def largest(self, states: States) -> Share:
+        """By what is on the device."""
+        shares = (self._share(rank, states) for rank in range(self._processes))
+        return max(shares, key=lambda share: share.gradients + share.states)
+
+    def _share(self, rank: int, states: States) -> Share:
+        buckets = [bucket for bucket, owner in self._dealt if owner == rank]
+        found = [states.of(self._names[id(each)]) for bucket in buckets for each in bucket]
+        sizes = [sum(map(bytes_of, bucket)) for bucket in buckets]
+        return Share(
+            gradients=sum(map(_rounded, sizes)),
+            states=sum(device for device, _ in found) + states.common,
+            host=sum(host for _, host in found),
+            part=sum(sizes) / self._whole,
+        )
+
+
+def states_of(optimizer: Optimizer) -> States:
+    """Its parameters named as in the trainee's network; what several share is counted once."""
+    groups = optimizer.param_groups
+    named = ((n, p) for group in groups for n, p in zip(group["param_names"], group["params"], strict=True))
+    device: dict[str, int] = {}
+    host: dict[str, int] = {}
+    shared = _of_several(optimizer)
+    for full, parameter in named:
+        name = full.removeprefix("network.")
+        here = [
+            each
+            for each in _tensors(optimizer.state.get(parameter))
+            if each.untyped_storage()._cdata not in shared
+        ]
+        device[name] = sum(_rounded(each.untyped_storage().nbytes()) for each in here if not each.is_meta)
+        host[name] = sum(bytes_of(each) for each in here if each.is_meta)
+    for sizes in (device, host):
+        sizes |= {_any_layer(name): size for name, size in sizes.items()}
+    return States(device, host, sum(shared.values()))
+
+
+def _of_several(optimizer: Optimizer) -> dict[int, int]:
+    """Storages that states of more than one parameter have, and their bytes."""
+    storages = [each.untyped_storage() for state in optimizer.state.values() for each in _tensors(state)]
+    count = Counter(each._cdata for each in storages)
+    return {each._cdata: _rounded(each.nbytes()) for each in storages if count[each._cdata] > 1}
+
+
+def _any_layer(name: str) -> str:
+    return _LAYER.sub(".N.", name)
+
+
+def _rounded(size: int) -> int:
+    return -(-size // BLOCK) * BLOCK
+
+
+def _tensors(state: Any) -> list[Tensor]:
+    return [value for value in (state or {}).values() if isinstance(value, Tensor)]
