@@ -36,3 +36,9 @@ def furthest(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
 def _apart(found: Tensor, expected: Tensor) -> float:
     tiny = torch.finfo(torch.float32).tiny
     return float((found.float() - expected).norm() / expected.norm().clamp_min(tiny))
+
+
+def reason(fault: Exception) -> str:
+    """What was raised, in a line; a compiler's message begins with the place in its source."""
+    told = str(getattr(fault, "error_message", None) or fault).strip().partition("\n")[0][:200]
+    return f"{type(fault).__name__}: {told}"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from scripts.bench import micro_attention, micro_head, micro_linear
+from scripts.bench import micro_attention, micro_head, micro_linear, micro_rounding
 from scripts.bench.timing import Lines, Scale
 
 ITEMS: dict[str, Callable[[Scale, Lines], None]] = {
@@ -20,6 +20,7 @@ ITEMS: dict[str, Callable[[Scale, Lines], None]] = {
     "adapter": micro_linear.adapter,
     "nf4": micro_linear.nf4,
     "head": micro_head.head,
+    "rounding": micro_rounding.rounding,
 }
 
 

@@ -47,7 +47,7 @@ class Item:
 def micro(setting: Setting) -> list[Item]:
     """Single operations. What decides most comes first."""
     items = []
-    for name in ("attention", "gemm", "adapter", "nf4", "head"):
+    for name in ("attention", "gemm", "adapter", "nf4", "head", "rounding"):
         command = [
             PYTHON,
             "-m",

@@ -29,7 +29,7 @@ def ends(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_single_operations(bench: Bench) -> None:
     lines = stage(bench, "micro")
     assert [(line["item"], line["returncode"]) for line in ends(lines)] == [
-        (item, 0) for item in ("attention", "gemm", "adapter", "nf4", "head")
+        (item, 0) for item in ("attention", "gemm", "adapter", "nf4", "head", "rounding")
     ]
     found = [line for line in lines if "end" not in line]
     wrong = {line["name"]: line["error"] for line in found if "error" in line}
@@ -42,13 +42,14 @@ def test_single_operations(bench: Bench) -> None:
     ours = {
         (line["item"], str(line.get("by", line["way"]))): line
         for line in found
-        if line["item"] in ("nf4", "head")
+        if line["item"] in ("nf4", "head", "rounding")
     }
     assert {line["why"] for (_, way), line in ours.items() if "kernel" in way} == {NOT_HERE}
     timed = {(item, way) for (item, way), line in ours.items() if line["milliseconds"] is not None}
     assert timed == {
         *(("nf4", by) for by in ("bitsandbytes", "plain", "unpacked before")),
         *(("head", way) for way in ("own", "linear, plain")),
+        *(("rounding", way) for way in ("rounded alone", "apart")),
     }
 
 

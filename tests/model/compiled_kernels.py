@@ -44,9 +44,10 @@ ROUNDED = {"out": "*fp8e4nv", "scales": "*fp32", "width": "i32"}
 MADE_OF = {
     fp8_triton._rows: {"rows": "*bf16"},
     fp8_triton._gated: {"gate": "*bf16", "up": "*bf16", "opened": "*bf16"},
-    fp8_triton._normed: {"rows": "*bf16", "gain": "*bf16", "normed": "*bf16"},
+    fp8_triton._normed: {"rows": "*bf16", "gain": "*bf16", "normed": "*bf16", "roots": "*fp32"},
 }
+MORE: dict[Any, list[dict[str, Any]]] = {fp8_triton._normed: [{"EPS": 1e-5, "WAY": way} for way in range(3)]}
 for kernel, given in MADE_OF.items():
-    more: dict[str, Any] = {"EPS": 1e-5} if "gain" in given else {}
-    more |= {"LEAST": 1e-12, "LARGEST": 448.0, "BLOCK": 4096}
-    sys.stdout.write(f"fp8: {stores(kernel, given | ROUNDED, more, num_warps=8)}\n")
+    for more in MORE.get(kernel, [{}]):
+        constants = more | {"LEAST": 1e-12, "LARGEST": 448.0, "BLOCK": 4096}
+        sys.stdout.write(f"fp8: {stores(kernel, given | ROUNDED, constants, num_warps=8)}\n")

@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from app.model.fp8.epilogue import RootMeanSquare, SwiGlu
 from app.model.fp8.operations import E4M3, quantize_by_kernel, quantize_reference
+from app.model.kernels.norms import WAYS, root_of
 from tests.conftest import REPO
 from tests.marks import requires_gpu
 
@@ -34,9 +36,10 @@ opened, out, scales = torch.empty_like(gate), torch.empty_like(gate, dtype=torch
 fp8_triton.silu_mul_quantize(gate, up, opened, out, scales, 1e-12, 448.0)
 found["gated"] = (opened, out, scales)
 x, gain = given["normed"]
-normed, out, scales = torch.empty_like(x), torch.empty_like(x), torch.empty(len(x), 1)
-fp8_triton.norm_quantize(x, gain, 1e-5, normed, out, scales, 1e-12, 448.0)
-found["normed"] = (normed, out, scales)
+for way in range(3):
+    normed, out, roots, scales = torch.empty_like(x), torch.empty_like(x), torch.empty(2, 3, 1), torch.empty(6, 1)
+    fp8_triton.norm_quantize(x, gain, 1e-5, way, normed, roots, out, scales, 1e-12, 448.0)
+    found[f"normed {way}"] = (normed, roots, out, scales)
 torch.save(found, sys.argv[2])
 """
 
@@ -61,7 +64,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             "e4m3": (rows_of(96, torch.float32), E4M3),
             "not finite": (odd, torch.float32),
         },
-        "normed": (rows_of(72, torch.float32), rows_of(72, torch.float32)[4] / 100),
+        "normed": (rows_of(72, torch.float32).view(2, 3, 72), rows_of(72, torch.float32)[4] / 100),
         "gated": (rows_of(80, torch.float32).clamp(-30, 30), rows_of(80, torch.float32).flip(1)),
     }
     torch.save(given, folder / "given.pt")
@@ -125,41 +128,44 @@ def test_the_activation_is_multiplied_and_rounded_in_one_launch(found: dict[str,
     assert torch.equal(scales, known)
 
 
-def test_a_norm_is_rounded_in_one_launch(found: dict[str, Any]) -> None:
-    normed, out, scales = found["normed"]
-    x, gain = (each.double() for each in found["given"]["normed"])
-    expected = torch.nn.functional.rms_norm(x, x.shape[1:], gain, 1e-5)
+@pytest.mark.parametrize("way", range(len(WAYS)))
+def test_a_norm_is_rounded_in_one_launch(way: int, found: dict[str, Any]) -> None:
+    normed, roots, out, scales = found[f"normed {way}"]
+    x, gain = found["given"]["normed"]
+    more = 1.0 if way == 2 else 0.0
+    expected = torch.nn.functional.rms_norm(x.double(), x.shape[-1:], gain.double() + more, 1e-5)
     assert float((normed.double() - expected).norm() / expected.norm()) < 1e-6
-    again, known = scaled(normed)
-    assert torch.equal(out, again)
+    torch.testing.assert_close(roots, root_of(x, 1e-5), rtol=1e-6, atol=0)
+    assert torch.equal(normed, WAYS[way].weighted(x * roots, gain, x.dtype)), "so it can be made again"
+    again, known = scaled(normed.view(6, 72))
+    assert torch.equal(out.view(6, 72), again)
     assert torch.equal(scales, known)
 
 
 @requires_gpu
-def test_a_gpu_makes_rows_and_rounds_them() -> None:
-    """In bf16, whose casts the interpreter does otherwise; exp and sums may differ in the last bit before a cast."""
-    from app.model.kernels import fp8_triton
-
-    gate, up = (
-        rows_of(4096, torch.bfloat16).cuda().clamp(-30, 30),
-        rows_of(4096, torch.bfloat16).cuda().flip(1),
-    )
-    gain = up[4] / 100
-    made, out = torch.empty_like(gate), torch.empty_like(gate, dtype=E4M3)
-    scales = torch.empty(len(gate), 1, device="cuda")
-    ends: dict[str, Any] = {"out": out, "scales": scales, "least": 1e-12, "largest": 448.0}
-
-    def holds(expected: Tensor) -> None:
-        assert float((made.double() - expected.double()).norm() / expected.double().norm()) < 1e-3
-        again, known = quantize_reference(made)
-        assert torch.equal(out.float(), again.float())
-        assert torch.equal(scales, known)
-
-    fp8_triton.silu_mul_quantize(gate, up, opened=made, **ends)
-    holds(torch.nn.functional.silu(gate) * up)
-    fp8_triton.norm_quantize(gate, gain, 1e-5, normed=made, **ends)
-    wide = gate.float()
-    holds(gain * (wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt()).bfloat16())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", [SwiGlu(), *(RootMeanSquare(1e-5, way) for way in range(len(WAYS)))])
+def test_a_gpu_gives_what_two_launches_give(form: Any, dtype: torch.dtype) -> None:
+    """By the operations that layers call, so that a kernel that is not chosen is noticed."""
+    for width in (48, 4096, 14336, 53248):
+        x = rows_of(width, torch.float32).clamp(-30, 30).view(2, 3, width).to(dtype).cuda()
+        other = x[-1, -1].cos() if isinstance(form, RootMeanSquare) else x.flatten(0, 1).flip(1)
+        one = x if isinstance(form, RootMeanSquare) else x.flatten(0, 1)
+        found, plain = form.by_kernel(one, other), form.plain(one, other)
+        for ours, theirs in zip(
+            found[:-2], plain[:-2], strict=True
+        ):  # rows, and what a norm multiplied them by
+            assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+            assert float((ours.double() - theirs.double()).norm() / theirs.double().norm()) < 1e-3
+        again, known = quantize_reference(found[0].view(6, width))
+        assert torch.equal(found[-2].float(), again.float())
+        assert torch.equal(found[-1], known)
+        through = (
+            torch.ops.app_fp8.silu_mul_rounded(one, other)
+            if isinstance(form, SwiGlu)
+            else torch.ops.app_fp8.norm_rounded(one, other, form.eps, form.way)
+        )
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(through, found, strict=True))
 
 
 @requires_gpu

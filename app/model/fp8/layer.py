@@ -33,20 +33,34 @@ class _Shared:
         """Only rows of a forward pass: what goes back is made by kernels that may write in place."""
         if rows.is_inference() or torch.compiler.is_compiling():
             return quantize_rows(rows)
-        storage = rows.untyped_storage()
-        key = (rows.storage_offset(), rows.shape, rows.stride(), rows.dtype, rows._version)
-        if self._found is None or self._storage is None or self._storage() is not storage or self._key != key:
-            self._found = None  # before the next ones are made
-            self._found, self._key = quantize_rows(rows), key
-            self._storage = ref(storage, self._forget)
+        same = self._storage is not None and self._storage() is rows.untyped_storage()
+        if self._found is None or not same or self._key != _key_of(rows):
+            self.forget()
+            self.know(rows, quantize_rows(rows))
+            assert self._found is not None
         return self._found
 
-    def _forget(self, gone: ReferenceType[Any]) -> None:
-        if gone is self._storage:
-            self._storage = self._found = None
+    def know(self, rows: Tensor, rounded: tuple[Tensor, Tensor]) -> None:
+        """What these rows are rounded to."""
+        self._found, self._key = rounded, _key_of(rows)
+        self._storage = ref(rows.untyped_storage(), self._gone)
+
+    def forget(self) -> None:
+        """Before the next ones are made: so that there is room."""
+        self._storage = self._found = None
+
+    def _gone(self, storage: ReferenceType[Any]) -> None:
+        if storage is self._storage:
+            self.forget()
+
+
+def _key_of(rows: Tensor) -> tuple[Any, ...]:
+    return rows.storage_offset(), rows.shape, rows.stride(), rows.dtype, rows._version
 
 
 _SHARED = _Shared()
+# for who makes rows [n, k] and rounds them in one go: layers that are given them need not
+know, forget = _SHARED.know, _SHARED.forget
 
 
 class Fp8Linear(nn.Linear):
@@ -56,6 +70,7 @@ class Fp8Linear(nn.Linear):
     scale: Tensor
     scale_back: Tensor
     rounds_rows = True
+    given_by: Any = None  # a form of fp8.epilogue, where its rows come rounded
 
     def __init__(self, weight: Tensor, bias: nn.Parameter | None) -> None:
         """From [out, in]."""

@@ -7,13 +7,15 @@ from app.model.kernels import can_run
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
-_LEAST = 1e-12  # of the largest number of a row: one of zeros has a scale too
+LEAST = 1e-12  # of the largest number of a row: one of zeros has a scale too
 
 
 class _Kernels:
-    """Whether they are used where they can run; the proof of a run takes that away."""
+    """Whether they are used where they can run; the proof of a run takes that away, also from some alone."""
 
-    used = True
+    def __init__(self) -> None:
+        self.used = True
+        self.refused: set[str] = set()  # forms of fp8.epilogue, by name
 
 
 KERNELS = _Kernels()
@@ -27,7 +29,7 @@ _OPERATIONS.define(
 def quantize_reference(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Rows [n, k] in e4m3, and the scale of each [n, 1]: what a number is to be multiplied with."""
     wide = rows.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    largest = torch.linalg.vector_norm(wide, torch.inf, -1, keepdim=True).clamp_(min=_LEAST)
+    largest = torch.linalg.vector_norm(wide, torch.inf, -1, keepdim=True).clamp_(min=LEAST)
     # a number divided by a tensor, and a tensor by a number on a GPU, would be rounded twice: kernels do not
     wide.mul_(torch.full_like(largest, LARGEST).div_(largest)).clamp_(-LARGEST, LARGEST)
     return wide.to(E4M3), largest.mul_(1 / LARGEST)
@@ -65,7 +67,7 @@ def quantize_by_kernel(rows: Tensor) -> tuple[Tensor, Tensor]:
         return quantize_reference(rows)
     out = torch.empty_like(rows, dtype=E4M3)
     scales = rows.new_empty((rows.shape[0], 1), dtype=torch.float32)
-    fp8_triton.quantize_rows(rows, out, scales, _LEAST, LARGEST)
+    fp8_triton.quantize_rows(rows, out, scales, LEAST, LARGEST)
     return out, scales
 
 

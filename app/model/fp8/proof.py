@@ -1,11 +1,14 @@
 """The proof of fp8 products on the device of a run: each size of layer against float32."""
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from app.errors import EnvironmentProblem
+from app.model.fp8.epilogue import Form, SwiGlu
 from app.model.fp8.layer import Fp8Linear
 from app.model.fp8.operations import (
     E4M3,
@@ -17,9 +20,10 @@ from app.model.fp8.operations import (
     quantize_rows,
 )
 from app.model.kernels import can_run
-from app.model.proof import Proof
+from app.model.proof import Proof, furthest, reason
 
 _ROWS = 32  # that a proof computes with
+_SPREAD = 4.0  # of what is opened: so far that a gate is shut
 # Of a product against the same numbers multiplied in float32: bf16 rounds to 0.002, and Hopper's fast sums keep 14
 # bits. What fp8 itself rounds away is 0.037.
 _ALLOWED = 0.02
@@ -32,8 +36,9 @@ def prove(network: nn.Module) -> list[Proof]:
 
     A kernel that rounds rows otherwise than torch, or does not start, is not used; that proof says so.
     """
-    layers = {tuple(layer.weight.shape): layer for layer in network.modules() if isinstance(layer, Fp8Linear)}
-    kernels = list(_kernels_proven(layers.values()))
+    every = [module for module in network.modules() if isinstance(module, Fp8Linear)]
+    layers = {tuple(layer.weight.shape): layer for layer in every}
+    kernels = [*_kernels_proven(layers.values()), *_epilogues_proven(every, _dtype_of(network))]
     proofs = [proof for layer in layers.values() for proof in _proofs(layer)]
     wrong = [proof for proof in proofs if not proof.holds]
     if wrong:
@@ -50,17 +55,55 @@ def _kernels_proven(layers: Iterable[Fp8Linear]) -> Iterator[Proof]:
     for width, device in sorted(widths, key=str):
         if KERNELS.used and can_run(device):
             rows = _rows(width, device, torch.bfloat16)
-            try:
-                found, expected = (
-                    numbers.float() * scales
-                    for numbers, scales in (quantize_by_kernel(rows), quantize_reference(rows))
-                )
-                apart = float((found - expected).norm() / expected.norm())
-            except Exception:  # noqa: BLE001 (whatever a compiler says: torch's own way is there)
-                apart = float("nan")
-            proof = Proof(f"fp8 rows of {width} rounded by a kernel, against torch's own way", apart, _SAME)
+            proof = _of_kernel(f"fp8 rows of {width} rounded", partial(_rounding_apart, rows))
             KERNELS.used = proof.holds
             yield proof
+
+
+@torch.no_grad()
+def _epilogues_proven(layers: Iterable[Fp8Linear], dtype: torch.dtype) -> Iterator[Proof]:
+    """Each way to make rows and round them at once, at the widths where layers are given them so."""
+    asked = {(each.given_by, each.weight.shape[1], each.weight.device) for each in layers if each.given_by}
+    for form, width, device in sorted(asked, key=str):
+        if KERNELS.used and form.name not in KERNELS.refused and can_run(device):
+            rows = _rows(width, device, dtype)
+            other = rows.flip(1) if isinstance(form, SwiGlu) else rows[-1].cos()
+            what = f"fp8 {form.name} of {width} made and rounded"
+            proof = _of_kernel(what, partial(_making_apart, form, rows.mul_(_SPREAD), other))
+            KERNELS.refused |= set() if proof.holds else {form.name}
+            yield proof
+
+
+def _dtype_of(network: nn.Module) -> torch.dtype:
+    """Of what is not packed, and so of the rows."""
+    frozen = (each.dtype for each in network.parameters() if not each.requires_grad)
+    return next((dtype for dtype in frozen if dtype.is_floating_point), torch.bfloat16)
+
+
+def _of_kernel(what: str, apart: Callable[[], float]) -> Proof:
+    """One that does not start is not a number apart, and the proof says why."""
+    why = ""
+    try:
+        found = apart()
+    except Exception as fault:  # noqa: BLE001 (whatever a compiler says: torch's own way is there)
+        found, why = math.nan, f" ({reason(fault)})"
+    return Proof(f"{what} by a kernel, against torch's own way{why}", found, _SAME)
+
+
+def _rounding_apart(rows: Tensor) -> float:
+    return furthest([_meant(*quantize_by_kernel(rows))], [_meant(*quantize_reference(rows))])
+
+
+def _making_apart(form: Form, rows: Tensor, other: Tensor) -> float:
+    """What is rounded is compared with what was made: a last digit there may go the other way and be none here."""
+    made, *roots, out, scales = form.by_kernel(rows, other)
+    expected, *expected_roots, _, _ = form.plain(rows, other)
+    again = quantize_reference(made)
+    return furthest([made, *roots, _meant(out, scales)], [expected, *expected_roots, _meant(*again)])
+
+
+def _meant(rows: Tensor, scales: Tensor) -> Tensor:
+    return rows.float() * scales
 
 
 def _rows(width: int, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from app.model.fp8.epilogue import is_silu, opened_and_rounded, read_rounded
+from app.model.fp8.layer import Fp8Linear
 from app.model.fused.adapted import Adapted, computed_in, gradients, halves_of, products
 from app.model.fused.rows import Recipe, kept_rows, recipe_of, rows_again
 
@@ -32,6 +34,19 @@ class GatedMlp:
         result: Tensor = _Gated.apply(x, self, recipe_of(x), *halves_of((self.gate, self.up, self.down)))  # type: ignore[no-untyped-call]
         return result
 
+    @property
+    def reader(self) -> Fp8Linear | None:
+        """What multiplies its inner rows in fp8, where a kernel rounds them as it makes them."""
+        layer = self.down.frozen
+        return layer if isinstance(layer, Fp8Linear) and is_silu(self.act) else None
+
+    def opened(self, gate: Tensor, up: Tensor) -> Tensor:
+        """The inner rows."""
+        reader = self.reader
+        if reader is not None and read_rounded((reader,), gate):
+            return opened_and_rounded(gate, up)
+        return self.act(gate).mul_(up)
+
 
 class _Gated(torch.autograd.Function):
     @staticmethod
@@ -39,7 +54,7 @@ class _Gated(torch.autograd.Function):
         rows = x.flatten(0, -2).to(computed_in(x))
         with torch.autocast(x.device.type, enabled=False):
             (gate, up), inner = products(rows, (mlp.gate, mlp.up))
-            (out,), down_inner = products(mlp.act(gate).mul_(up), (mlp.down,))
+            (out,), down_inner = products(mlp.opened(gate, up), (mlp.down,))
         ctx.save_for_backward(gate, up, inner, down_inner, *kept_rows(rows, recipe))
         ctx.mlp, ctx.shape, ctx.dtype = mlp, x.shape, x.dtype
         ctx.form = None if recipe is None else recipe.form

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from app.model.fused.adapted import Adapted, computed_in, halves_of
 from app.model.fused.pieces import Piece, gated_pieces, linear_pieces, norm_pieces, shared_pieces
+from app.model.fused.readers import readers_watched
 from app.model.fused.shared import Shared
 from app.model.proof import Proof, furthest
 
@@ -54,7 +55,7 @@ def fuse(network: nn.Module, arithmetic: Callable[[], Any] | None, *, shared: bo
     rows alone, and keeps them.
     """
     linear, gated, norms = linear_pieces(network), gated_pieces(network), norm_pieces(network, tells=shared)
-    with (arithmetic or nullcontext)():
+    with (arithmetic or nullcontext)(), readers_watched(network, (piece.forward for piece in norms)):
         groups = shared_pieces(network, linear) if shared else []
     proofs = _proofs([*linear, *gated, *norms], arithmetic)
     linear, gated, norms = (_sound(pieces, proofs) for pieces in (linear, gated, norms))

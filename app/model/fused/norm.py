@@ -7,7 +7,7 @@ multiply by: which of the ways below is a module's is found by comparing.
 import copy
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 
+from app.model.fp8.epilogue import RootMeanSquare, normed_and_rounded, read_rounded
+from app.model.fp8.layer import Fp8Linear
 from app.model.fused.rows import hang_on
+from app.model.kernels.norms import WAYS, Way, root_of
 from app.model.proof import worst
 
 _ROWS = 8  # that are compared
@@ -31,34 +34,6 @@ _DTYPES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """How normalised numbers, in fp32, become those of a dtype, and the derivative of the one by the other."""
-
-    weighted: Callable[[Tensor, Tensor, torch.dtype], Tensor]
-    factor: Callable[[Tensor], Tensor]
-
-
-def _rounded_first(normal: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    return weight * normal.to(dtype)
-
-
-def _rounded_last(normal: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    return (weight * normal).to(dtype)
-
-
-def _one_more(normal: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    return (normal * (1.0 + weight.float())).to(dtype)
-
-
-# Llama, Mistral and Qwen; OLMo and gpt-oss; Gemma
-WAYS = (
-    Way(_rounded_first, Tensor.float),
-    Way(_rounded_last, Tensor.float),
-    Way(_one_more, lambda weight: 1.0 + weight.float()),
-)
-
-
-@dataclass(frozen=True, slots=True)
 class RootNorm:
     """One kind of norm. `tells`: whether a layer that is given its output may make that again."""
 
@@ -66,17 +41,23 @@ class RootNorm:
     eps: float
     tells: bool
 
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Of rows in any leading shape."""
-        out, root = _Normed.apply(x, weight, self)  # type: ignore[no-untyped-call]
+    def __call__(self, x: Tensor, weight: Tensor, readers: Sequence[Fp8Linear] = ()) -> Tensor:
+        """Of rows in any leading shape; `readers`: layers that will be given just these."""
+        rounds = bool(readers) and weight.dtype == x.dtype and read_rounded(readers, x)
+        out, root = _Normed.apply(x, weight, self, rounds)  # type: ignore[no-untyped-call]
         if self.tells and x.requires_grad and torch.is_grad_enabled():
             hang_on(out, self.again, x, root, weight)
         result: Tensor = out
         return result
 
+    @property
+    def form(self) -> RootMeanSquare:
+        """That rounds its output as well."""
+        return RootMeanSquare(self.eps, WAYS.index(self.way))
+
     def root(self, x: Tensor) -> Tensor:
         """What each row is multiplied by, in fp32."""
-        return x.float().pow(2).mean(-1, keepdim=True).add_(self.eps).rsqrt_()
+        return root_of(x, self.eps)
 
     def again(self, x: Tensor, root: Tensor, weight: Tensor) -> Tensor:
         """The output."""
@@ -91,12 +72,16 @@ class RootNorm:
 
 class _Normed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, norm: RootNorm) -> tuple[Tensor, Tensor]:
-        root = norm.root(x)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, norm: RootNorm, rounds: bool) -> tuple[Tensor, Tensor]:
+        if rounds:
+            out, root = normed_and_rounded(norm.form, x, weight)
+        else:
+            root = norm.root(x)
+            out = norm.again(x, root, weight)
         ctx.save_for_backward(x, root, weight)
         ctx.mark_non_differentiable(root)
         ctx.norm = norm
-        return norm.again(x, root, weight), root
+        return out, root
 
     @staticmethod
     @once_differentiable
@@ -108,7 +93,7 @@ class _Normed(torch.autograd.Function):
             of_weight = (gradient * normal).flatten(0, -2).sum(0).to(weight.dtype)
         if ctx.needs_input_grad[0]:
             of_x = ctx.norm.of_input(gradient, normal, root, weight).to(x.dtype)
-        return of_x, of_weight, None
+        return of_x, of_weight, None, None
 
 
 def root_norm_of(module: nn.Module, *, tells: bool) -> RootNorm | None:

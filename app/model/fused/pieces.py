@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from app.model.fp8.epilogue import SwiGlu
 from app.model.fused.adapted import Adapted, together
 from app.model.fused.frozen import frozen_of
 from app.model.fused.gated import GatedMlp
 from app.model.fused.norm import RootNorm, eps_of, root_norm_of
+from app.model.fused.readers import NormOf
 from app.model.fused.shared import same_rows
 
 
@@ -49,7 +51,10 @@ def gated_pieces(network: nn.Module) -> list[Piece]:
         act = getattr(module, "act_fn", None)
         gate, up, down = (_adapted(layer) for layer in layers)
         if act is not None and gate is not None and up is not None and down is not None:
-            pieces.append(_piece([module], GatedMlp(act, gate, up, down), layers, [gate, up, down]))
+            whole = GatedMlp(act, gate, up, down)
+            if whole.reader is not None:
+                whole.reader.given_by = SwiGlu()
+            pieces.append(_piece([module], whole, layers, [gate, up, down]))
     return pieces
 
 
@@ -77,12 +82,8 @@ def norm_pieces(network: nn.Module, *, tells: bool) -> list[Piece]:
             known[alike] = root_norm_of(module, tells=tells)
         norm = known[alike]
         if norm is not None:
-            pieces.append(Piece((module,), _with_weight_of(module, norm), (), lambda: True, alike))
+            pieces.append(Piece((module,), NormOf(module, norm), (), lambda: True, alike))
     return pieces
-
-
-def _with_weight_of(module: Any, norm: RootNorm) -> Callable[[Tensor], Tensor]:
-    return lambda x: norm(x, module.weight)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from torch import nn
 
 from app.model.kernels import taken_by
 from app.model.kernels.nf4 import Packed, Scratch
-from app.model.proof import Proof
+from app.model.proof import Proof, reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +39,15 @@ def _proven(weights: list[Any], dtype: torch.dtype) -> Unpacking:
     try:
         proofs = tuple(_proof(weight, dtype) for weight in {_kind(each): each for each in weights}.values())
     except Exception as fault:  # noqa: BLE001  whatever compilers and drivers raise
-        reason = str(fault).strip().partition("\n")[0][:200]
-        return _left_alone(f"{type(fault).__name__}: {reason}")
+        return _left_alone(reason(fault))
     wrong = [proof for proof in proofs if not proof.holds]
     if wrong:
         return _left_alone(f"{wrong[0].what}: {wrong[0].difference:.1e} of the weights differ")
     return Unpacking(proofs)
 
 
-def _left_alone(reason: str) -> Unpacking:
-    return Unpacking(
-        remarks=(f"weights of 4 bits are unpacked by bitsandbytes, not by our kernel: {reason}",)
-    )
+def _left_alone(why: str) -> Unpacking:
+    return Unpacking(remarks=(f"weights of 4 bits are unpacked by bitsandbytes, not by our kernel: {why}",))
 
 
 def _kind(weight: Any) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Rows rounded to e4m3 in one launch, with what makes them. Imported late: triton may be missing.
 
-`silu_mul_quantize` and `norm_quantize` round rows as they are made; no layer calls them until a GPU shows that it pays.
+`silu_mul_quantize` and `norm_quantize` round rows as they are made; the rows themselves are given too.
 
 Each program has a whole row, so that its largest number and what is rounded with it are read once.
 """
@@ -57,10 +57,12 @@ def _normed(
     rows,
     gain,
     normed,
+    roots,
     out,
     scales,
     width,
     EPS: tl.constexpr,
+    WAY: tl.constexpr,
     LEAST: tl.constexpr,
     LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -69,12 +71,19 @@ def _normed(
     at = tl.arange(0, BLOCK)
     known = at < width
     x = tl.load(rows + row * width + at, mask=known, other=0.0).to(tl.float32)
-    w = tl.load(gain + at, mask=known, other=0.0)
+    w = tl.load(gain + at, mask=known, other=0.0).to(tl.float32)
     kind = normed.dtype.element_ty
-    size = tl.sqrt_rn(tl.sum(x * x, axis=0) / width + EPS)
-    # as models of Llama's kind do it: rounded before the gain, and after it again
-    y = (x / size).to(kind).to(tl.float32)
-    h = (y * w.to(tl.float32)).to(kind)
+    root = tl.rsqrt(tl.sum(x * x, axis=0) / width + EPS)
+    tl.store(roots + row, root)
+    y = x * root
+    # kernels.norms.WAYS: rounded before the gain, and after it again; after it alone; one more than the gain
+    if WAY == 0:
+        y = y.to(kind).to(tl.float32) * w
+    elif WAY == 1:
+        y = y * w
+    else:
+        y = y * (1.0 + w)
+    h = y.to(kind)
     tl.store(normed + row * width + at, h, mask=known)
     _round(h.to(tl.float32), known, out, scales, row, at, width, LEAST, LARGEST)
 
@@ -114,24 +123,32 @@ def norm_quantize(
     rows: Tensor,
     gain: Tensor,
     eps: float,
+    way: int,
     normed: Tensor,
+    roots: Tensor,
     out: Tensor,
     scales: Tensor,
     least: float,
     largest: float,
 ) -> None:
-    """The root-mean-square norm of rows into `normed`, and rounded as above."""
-    count, width = rows.shape
+    """The root-mean-square norm of rows in any leading shape into `normed`, what each was multiplied by into `roots`.
+
+    Rounded as above. `way` is a place in kernels.norms.WAYS.
+    """
+    width = rows.shape[-1]
+    count = rows.numel() // width
     block = triton.next_power_of_2(width)
     with torch.cuda.device_of(rows):
         _normed[(count,)](
             rows,
             gain,
             normed,
+            roots,
             out,
             scales,
             width,
             EPS=eps,
+            WAY=way,
             LEAST=least,
             LARGEST=largest,
             BLOCK=block,
