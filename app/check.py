@@ -55,16 +55,17 @@ def _data(config: CheckConfig, console: Console) -> dict[str, Any]:
 
 def _memory(config: CheckConfig, _console: Console) -> dict[str, Any]:
     begun = time.perf_counter()
-    from app.plan.memory_check import check_memory
-    from app.record.memory_screen import show_memory, stop
+    with garbage.not_looked_for():
+        from app.plan.memory_check import check_memory
+        from app.record.memory_screen import show_memory, stop
 
-    facts = check_memory(
-        config.run,
-        config.overrides,
-        config.hardware,
-        exact=config.exact,
-        processes=_processes(config.run) if config.hardware is None else _asked(config.run),
-    )
+        facts = check_memory(
+            config.run,
+            config.overrides,
+            config.hardware,
+            exact=config.exact,
+            processes=_processes(config.run) if config.hardware is None else _asked(config.run),
+        )
     facts["stops"] = [] if facts["fits"] else [stop(facts)]
     facts["seconds"] = round(time.perf_counter() - begun, 2)
     show_memory(facts)
@@ -113,7 +114,10 @@ def _command(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Exit codes: 0 a run would go on, 2 it would stop at what was told, or the settings are wrong."""
-    run_command(_command)
+    try:
+        run_command(_command)
+    finally:
+        garbage.leave_lying()
 
 
 _CHECKS = {"data": _data, "memory": _memory}

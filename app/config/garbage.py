@@ -1,6 +1,8 @@
 """How often Python looks for garbage: seldom while a command loads, as usual while it works."""
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _USUAL = gc.get_threshold()
 
@@ -18,3 +20,24 @@ def look_as_usual() -> None:
     """From the first step on; what is there by now is not looked through again."""
     gc.freeze()
     gc.set_threshold(*_USUAL)
+
+
+@contextmanager
+def not_looked_for() -> Iterator[None]:
+    """Around what leaves next to none behind, and makes and drops objects by the million: a plan, 30 MB in all."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def leave_lying() -> None:
+    """Before a command ends that has closed its files.
+
+    Python looks through all objects several times as it ends, and takes modules apart one by one: more than a second
+    once torch is loaded, for memory that the system takes back at once.
+    """
+    gc.freeze()

@@ -8,12 +8,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _SECOND_BLOCK = 256  # blocks of 64 weights whose scales share one in turn
 _LEAST_PAGED = 1e5  # numbers; what is smaller stays on the device
+# Changes what it is given and takes nothing. torch knows no shapes of it and would compute in place of asking them, on
+# zeros of its own: a model's weights, gradients and states.
+_STEPS_IN_PLACE = torch.ops.aten._fused_sgd_
 
 
 def any_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Answers for tensors that have no numbers: optimizers ask one of theirs now and then, and shapes never do."""
     if func is torch.ops.aten._local_scalar_dense.default:
         return False if args[0].dtype == torch.bool else 1
+    if func._overloadpacket is _STEPS_IN_PLACE:
+        return None
     return func(*args, **kwargs)
 
 

@@ -28,8 +28,9 @@ def fewest(layers: int, at: Callable[[int], Verdict]) -> tuple[int, Verdict]:
     found = at(low)
     if found.fits:
         return low, found
+    is_hopeless = found.is_hopeless
     found = at(high)
-    if not found.fits and high > 1:
+    if not found.fits and high > 1 and not is_hopeless:
         one_less = at(high - 1)
         high, found = (high - 1, one_less) if one_less.fits else (high, found)
     while found.fits and high - low > 1:

@@ -71,6 +71,8 @@ def fastest(plans: "Plans") -> Sized:
         ideal.verdict.fits
     ):  # the largest bins and the fewest layers: where they fit, nothing else need be traced
         return ideal
+    if ideal.verdict.is_hopeless:
+        return plans.traced(plans.rungs[-1], plans.most)
     best: Sized | None = None
     for each in sorted(_estimated_to_fit(plans), key=lambda sized: (sized.seconds, -sized.tokens)):
         if best is not None and best.seconds <= each.seconds:
@@ -164,8 +166,9 @@ class Plans:
         run = with_bins(self._run, tokens)
         run = replace(run, training=replace(run.training, recompute=recomputed))
         if tokens not in self._depths:
-            device, count = self._machine.device, self._processes
-            self._depths[tokens] = depths_of(run, worst_case(run), device, self._choices, processes=count)
+            like = next(iter(self._depths.values()), None)
+            shape, device, count = worst_case(run), self._machine.device, self._processes
+            self._depths[tokens] = depths_of(run, shape, device, self._choices, like=like, processes=count)
         plan = self._depths[tokens].planned(recomputed)
         seconds = seconds_per_token(run, plan, tokens, self._machine) * (1 + _START / tokens)
         return Sized(tokens, recomputed, judged(plan, self._machine, self._processes), seconds, plan)

@@ -32,6 +32,7 @@ from app.model.trainee import Trainee
 from app.optim.one_by_one import ordinary
 from app.optim.optimizers import build_optimizer
 from app.optim.requirements import BITSANDBYTES_KINDS
+from app.optim.rounding import alike_left_out
 from app.plan import stages
 from app.plan.attention import hidden_in_backward
 from app.plan.fakes import AnyNumber, Paged, any_number, materialise
@@ -77,7 +78,7 @@ def trace(asked: Asked, outline: Outline, plain: int, recomputed: int) -> Trace:
     """Of a model of so many layers that keep everything and so many, the first ones, that do not."""
     flops, network = FlopCounter(), outline.network(plain + recomputed)
     ways = as_on_gpu() if asked.on_gpu else nullcontext()
-    with ways, FakeTensorMode(allow_non_fake_inputs=True):
+    with ways, alike_left_out(), FakeTensorMode(allow_non_fake_inputs=True):
         with AnyNumber():
             ready = _ready(asked, network, recomputed, flops)
         trainee, stepper, counter = ready.trainee, ready.stepper, ready.counter

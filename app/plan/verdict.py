@@ -10,7 +10,7 @@ _MARGIN = 0.03  # of the memory of the machine, for what no plan knows: other pr
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Of one process. `needed_bytes` is the sum of the others."""
+    """Of one process. `needed_bytes` is the sum of the first five."""
 
     peak_bytes: int  # what lives at most
     buckets_bytes: int  # gradients that data parallelism keeps where one process has none at its peak
@@ -18,6 +18,9 @@ class Verdict:
     context_bytes: int
     margin_bytes: int
     memory_bytes: int
+    kept_bytes: int = (
+        0  # of the peak, what is there whatever is recomputed and however small a micro-batch is
+    )
 
     @property
     def reserved_bytes(self) -> int:
@@ -34,6 +37,11 @@ class Verdict:
         """Into the whole memory of the machine."""
         return self.needed_bytes <= self.memory_bytes
 
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether weights, gradients and states alone are too much: then nothing else need be planned."""
+        return self.kept_bytes + self.context_bytes + self.margin_bytes > self.memory_bytes
+
 
 def judge(plan: MemoryPlan, machine: Machine, lost_bytes: int, processes: int = 1) -> Verdict:
     """`lost_bytes` are the allocator's."""
@@ -44,6 +52,7 @@ def judge(plan: MemoryPlan, machine: Machine, lost_bytes: int, processes: int = 
         context_bytes=machine.context_bytes,
         margin_bytes=round(_MARGIN * machine.memory_bytes),
         memory_bytes=machine.memory_bytes,
+        kept_bytes=plan.kept_bytes,
     )
 
 

@@ -58,3 +58,33 @@ def test_few_plans_are_asked_for(enough: int) -> None:
     count, verdict = fewest(32, at)
     assert (count, verdict.fits) == (min(enough, 32), enough <= 32)
     assert len(asked) <= 7
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_what_is_kept_anyway_decides_at_once(kept: int) -> None:
+    asked: list[int] = []
+
+    def at(count: int) -> Verdict:
+        asked.append(count)
+        return Verdict(2, 0, 0, 0, 0, 1, kept)
+
+    count, verdict = fewest(32, at)
+    assert (count, verdict.fits) == (32, False)
+    assert asked == ([0, 32] if kept > 1 else [0, 32, 31])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("recipe=full",), ("recipe=full", "optimizer.in_backward=true", "training.clip=0"), ("recipe=qlora",)],
+)
+def test_what_is_kept_is_the_same_of_all_and_in_every_peak(words: tuple[str, ...]) -> None:
+    """So where it alone is too much, no number of layers fits, nor bins of any size."""
+    run = small_run("model.architecture.num_hidden_layers=9", "precision=bf16", *words)
+    of_bins = [
+        depths_of(run, replace(LARGE, micro_batches=parts), "gpu", CHOICES, steps_only=True)
+        for parts in (1, 2)
+    ]
+    plans = [depths.planned(count) for depths in of_bins for count in (0, LAYERS)]
+    assert len({plan.kept_bytes for plan in plans}) == 1
+    assert all(plan.kept_bytes <= plan.peak_bytes for plan in plans)
+    assert plans[0].kept_bytes > 0

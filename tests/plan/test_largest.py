@@ -97,6 +97,18 @@ def test_where_nothing_fits_it_is_what_needs_least() -> None:
     assert "does not fit even so" in found.words(RUN, 32, GPU)
 
 
+def test_where_nothing_can_fit_little_is_traced() -> None:
+    class Heavy(Made):
+        def traced(self, tokens: int, recomputed: int) -> Sized:
+            sized = super().traced(tokens, recomputed)
+            return replace(sized, verdict=replace(sized.verdict, kept_bytes=2 * 10**6))
+
+    heavy = Heavy(1e6, 0)
+    found = fastest(heavy)
+    assert (found.tokens, found.recomputed, found.verdict.fits) == (128, 32, False)
+    assert heavy.asked == {(2048, 0), (128, 32)}
+
+
 def test_a_processor_gets_no_larger_bins_than_the_model_suggests() -> None:
     cpu = replace(GPU, device="cpu", memory_bytes=1 << 40)
     run = replace(RUN, training=replace(RUN.training, recompute=0))

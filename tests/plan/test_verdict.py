@@ -23,6 +23,13 @@ def test_it_fits_up_to_the_last_byte() -> None:
     assert not judge(replace(given, peak_bytes=given.peak_bytes + 1), GPU, 20 * MIB).fits
 
 
+def test_hopeless_is_what_no_smaller_micro_batch_brings_in() -> None:
+    room = 1000 - 50 - 30
+    for kept, is_hopeless in ((room, False), (room + 1, True)):
+        verdict = judge(plan(frozen_weights=2000, kept_bytes=kept * MIB), GPU, 0)
+        assert (verdict.fits, verdict.is_hopeless) == (False, is_hopeless)
+
+
 def test_data_parallelism_keeps_the_gradients_that_are_not_there_at_the_peak() -> None:
     early, late = plan(trained_weights=100), plan(trained_weights=100, gradients=100)
     assert [bucket_bytes(each, 1) for each in (early, late)] == [0, 0]
