@@ -65,6 +65,21 @@ def test_two_gpus_give_the_numbers_of_one(
     same_adapters(one, two, WEIGHTS[precision])
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("parallel", ["auto", "zero2"])
+def test_whole_models_have_the_numbers_of_one_gpu(
+    app_env: dict[str, str], tmp_path: Path, parallel: str, precision: str
+) -> None:
+    command = (*COMMON, *PLAIN, "recipe=full", f"precision={precision}", "training.max_steps=3")
+    one, two = (
+        trained(tmp_path, app_env, count, *command, f"parallel={parallel}", with_rate(count))
+        for count in (1, 2)
+    )
+    same_losses(one, two, LOSS[precision])
+    left, right = tensors(one), tensors(two)
+    assert distance(list(right.values()), list(left.values())) <= WEIGHTS[precision]
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_process_ends_the_other_and_the_run_goes_on(
     app_env: dict[str, str], tmp_path: Path, victim: int

@@ -64,8 +64,8 @@ def test_two_processes_give_the_numbers_of_one(
     ("recipe", "count", "more"),
     [
         ("lora", 2, "adapter.dropout=0.1"),
-        ("full", 3, "batching.packing=false"),
-        ("qlora", 2, "training.recompute=true"),
+        pytest.param("full", 3, "batching.packing=false", marks=pytest.mark.slow),
+        pytest.param("qlora", 2, "training.recompute=true", marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_process_ends_the_others_and_the_run_goes_on_to_the_last_bit(

@@ -25,7 +25,9 @@ def same_numbers(one: Path, two: Path, within: float = 1e-6) -> None:
             assert theirs[key] == pytest.approx(mine[key], rel=within), (mine["step"], key)
 
 
-@pytest.mark.parametrize(("recipe", "packing"), [("full", "true"), ("lora", "false")])
+@pytest.mark.parametrize(
+    ("recipe", "packing"), [("full", "true"), pytest.param("lora", "false", marks=pytest.mark.slow)]
+)
 def test_two_processes_give_the_numbers_of_one(
     zygote: Zygote, tmp_path: Path, recipe: str, packing: str
 ) -> None:
@@ -47,7 +49,7 @@ def test_two_processes_give_the_numbers_of_one(
     ("optimizer", "within"),
     [
         ("adamw", 1e-6),
-        ("adamw_8bit", 1e-5),  # coarse, as the next one is
+        pytest.param("adamw_8bit", 1e-5, marks=pytest.mark.slow),  # coarse, as the next one is
         pytest.param("muon", 1e-5, marks=pytest.mark.slow),
         pytest.param("adafactor", 1e-6, marks=pytest.mark.slow),
     ],
@@ -92,6 +94,7 @@ def test_a_killed_process_ends_the_others_and_the_run_goes_on_to_the_last_bit(
     same_ending(whole, killed)
 
 
+@pytest.mark.slow
 def test_what_overflows_in_fp16_is_skipped_by_both(zygote: Zygote, tmp_path: Path) -> None:
     """The scale follows what overflowed anywhere, so it must stay the same for all: a rate so high finds out."""
     rate = ("optimizer=sgd", "optimizer.lr=1000", "schedule=constant", "training.clip=0")

@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 
+from app.plan.depth import Depths
 from app.plan.fewest import fewest, fewest_on, judged
 from app.plan.planner import depths_of, planned_choices
 from app.plan.verdict import Verdict
@@ -18,11 +19,15 @@ CHOICES = planned_choices(RUN.precision, "gpu")
 
 
 @cache
+def depths() -> Depths:
+    return depths_of(RUN, LARGE, "gpu", CHOICES)
+
+
+@cache
 def needed() -> list[int]:
     """Bytes with 0 to all layers recomputed, the margin of no memory at all among them."""
-    depths = depths_of(RUN, LARGE, "gpu", CHOICES)
     none = replace(GPU, memory_bytes=0)
-    return [judged(depths.planned(count), none, 1).needed_bytes for count in range(LAYERS + 1)]
+    return [judged(depths().planned(count), none, 1).needed_bytes for count in range(LAYERS + 1)]
 
 
 def test_each_layer_more_saves_memory() -> None:
@@ -36,8 +41,10 @@ def test_each_layer_more_saves_memory() -> None:
 def test_the_first_that_fits(wanted: int) -> None:
     memory = round(needed()[wanted] / 0.97) + 1  # three per cent are the margin
     machine = replace(GPU, memory_bytes=memory)
-    count, verdict = fewest_on(machine, RUN, CHOICES, LARGE, LAYERS, 1)
+    count, verdict = fewest(LAYERS, lambda tried: judged(depths().planned(tried), machine, 1))
     assert verdict.fits
+    if wanted == LAYERS // 2:
+        assert (count, verdict) == fewest_on(machine, RUN, CHOICES, LARGE, LAYERS, 1)
     assert count == next(n for n, size in enumerate(needed()) if size + round(0.03 * memory) <= memory)
 
 
