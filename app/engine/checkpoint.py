@@ -77,16 +77,18 @@ class Checkpoints:
         where each has states of its own, each writes these.
         """
         random = peers.collected(_random_state())
+        if peers.rank > 0 and not stepper.divides:
+            return
         target = self.folder / f"step-{progress.step:06d}"
         tensors, plain = flatten(stepper.optimizer.state_dict())
         plains = peers.collected(plain) if stepper.divides else [plain]
         if peers.rank == 0:
             self._write(target, progress, stepper, (random, tensors, plains), peers)
-        elif stepper.divides:
-            peers.wait_for_all()  # the folder is there
-            with told_where_the_disk_is_full(target):
-                _save_tensors(tensors, aside_of(target) / _optimizer_file(peers.rank))
-            peers.wait_for_all()
+            return
+        peers.wait_for_all()  # the folder is there
+        with told_where_the_disk_is_full(target):
+            _save_tensors(tensors, aside_of(target) / _optimizer_file(peers.rank))
+        peers.wait_for_all()
 
     def _write(
         self, target: Path, progress: Progress, stepper: Stepper, states: _States, peers: Peers
