@@ -24,12 +24,16 @@ def look_as_usual() -> None:
 
 @contextmanager
 def not_looked_for() -> Iterator[None]:
-    """Around what leaves next to none behind, and makes and drops objects by the million: a plan, 30 MB in all."""
+    """Around what leaves next to none behind, and makes and drops objects by the million: a plan, 30 MB in all.
+
+    What is there at its end is not looked through later either.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
         if was_on:
             gc.enable()
 
