@@ -1,8 +1,9 @@
 """Bytes of tensors as they come and go: a mode that sees every storage that is made, of real tensors or fake ones."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -15,6 +16,28 @@ _ASKS_DEVICE = torch.ops.prim.device.default
 BLOCK = 512  # what an allocator of CUDA rounds up to; the same everywhere, so that counts can be compared
 
 Event = tuple[int, int]  # which storage, and its bytes: above 0 as it comes, below as it goes
+
+
+class Mark(NamedTuple):
+    """A moment of a counter."""
+
+    event: int
+    phase: int
+    serial: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a counter saw from a moment on, numbered as if nothing had been before."""
+
+    events: tuple[Event, ...]
+    phases: tuple[tuple[int, str], ...]
+    serials: int
+
+    def left(self) -> set[int]:
+        """What is there at its end and was not before; or is gone and was there, which is below 1."""
+        came = {serial for serial, size in self.events if size > 0}
+        return came ^ {serial for serial, size in self.events if size < 0}
 
 
 def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -63,6 +86,30 @@ class StorageCounter(TorchDispatchMode):
         """What comes now belongs to it."""
         self.phases.append((len(self.events), phase))
 
+    def mark(self) -> Mark:
+        """Now."""
+        return Mark(len(self.events), len(self.phases), self._serial)
+
+    def since(self, mark: Mark) -> Span:
+        """What was seen from then on."""
+        return Span(
+            tuple((serial - mark.serial, size) for serial, size in self.events[mark.event :]),
+            tuple((at - mark.event, phase) for at, phase in self.phases[mark.phase :]),
+            self._serial - mark.serial,
+        )
+
+    def repeat(self, span: Span, left: Mapping[int, Tensor]) -> None:
+        """As if it were seen once more. What is left of it are these tensors, which nobody has seen made."""
+        now = self.mark()
+        sizes: dict[int, int] = {}
+        for serial, size in span.events:
+            sizes[serial] = max(size, sizes.get(serial, 0))
+            self._count(now.serial + serial, size)
+        self.phases += [(now.event + at, phase) for at, phase in span.phases]
+        self._serial += span.serials
+        for serial, tensor in left.items():
+            self._remember(tensor.untyped_storage(), now.serial + serial, sizes[serial])
+
     def serial_of(self, tensor: Tensor) -> int | None:
         """Of its storage, by which events name it."""
         known = self._known.get(tensor.untyped_storage()._cdata)
@@ -101,10 +148,14 @@ class StorageCounter(TorchDispatchMode):
 
     def _keep_in_mind(self, storage: Any, size: int) -> int:
         self._serial += 1
-        serial, address = self._serial, storage._cdata
-        self._known[address] = serial, ref(storage, partial(self._gone, address, serial, size))
+        serial = self._serial
+        self._remember(storage, serial, size)
         self._count(serial, size)
         return serial
+
+    def _remember(self, storage: Any, serial: int, size: int) -> None:
+        address = storage._cdata
+        self._known[address] = serial, ref(storage, partial(self._gone, address, serial, size))
 
     def _gone(self, address: int, serial: int, size: int, _storage: Any) -> None:
         if self._known.get(address, (None,))[0] == serial:

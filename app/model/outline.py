@@ -19,7 +19,7 @@ class Outline:
     """Made once; gives networks that differ in depth. What `like` has of the same base is not made again."""
 
     def __init__(self, sections: ModelSections, attention: str, like: "Outline | None" = None) -> None:
-        self._sections = sections
+        self.sections = sections
         self._made_of = (sections.model, sections.task, attention, sections.base_dtype)
         known = like is not None and like._made_of == self._made_of
         self._lm: Any = like._lm if like is not None and known else _base(sections, attention)
@@ -29,7 +29,7 @@ class Outline:
 
     def network(self, depth: int) -> nn.Module:
         """Packed and with an adapter, as the sections want it; no layer is recomputed yet."""
-        sections = self._sections
+        sections = self.sections
         with torch.device("meta"):
             lm = _of_depth(self._lm, depth)
             if sections.packing is not None:

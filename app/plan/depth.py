@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from app.model.outline import Outline
 from app.plan.memory_plan import ANATOMY, MemoryPlan
+from app.plan.passes import KnownPasses
 from app.plan.share import DIVIDED, Division, Share
 from app.plan.stages import BETWEEN, ORDER
 from app.plan.trace import Asked, Trace, trace
@@ -21,11 +22,18 @@ Numbers = dict[tuple[str, ...], int]
 class Depths:
     """Plans of one step that differ in how many layers are recomputed; what was traced for one serves the others."""
 
-    def __init__(self, asked: Asked, outline: Outline, division: Division | None = None) -> None:
+    def __init__(
+        self,
+        asked: Asked,
+        outline: Outline,
+        division: Division | None = None,
+        like: "Depths | None" = None,
+    ) -> None:
         self._asked = asked
         self._division = division
         self.outline = outline
         self._traces: dict[_Depth, Trace] = {}
+        self._known: KnownPasses = KnownPasses() if like is None else like._known
         self.layers = outline.depth
 
     def planned(self, recompute: bool | int, *, exact: bool = False) -> MemoryPlan:
@@ -40,7 +48,7 @@ class Depths:
 
     def _trace(self, depth: "_Depth") -> Trace:
         if depth not in self._traces:
-            self._traces[depth] = trace(self._asked, self.outline, depth.plain, depth.recomputed)
+            self._traces[depth] = trace(self._asked, self.outline, depth.plain, depth.recomputed, self._known)
         return self._traces[depth]
 
     def _extrapolated(self, whole: "_Depth") -> MemoryPlan:

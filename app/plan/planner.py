@@ -51,7 +51,7 @@ def depths_of(
     division = Division(outline.network(outline.depth), processes) if divides else None
     bucket = None if division is None else division.bucket_bytes
     asked = Asked(run, choices.precision, shape, evaluated, on_gpu, bucket)
-    return Depths(asked, outline, division)
+    return Depths(asked, outline, division, like)
 
 
 def _evaluated(run: RunConfig, shape: Shape) -> Shape:

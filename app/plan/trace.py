@@ -1,7 +1,8 @@
 """One step of the engine's own stepper, and an evaluation, on tensors without memory, every storage counted."""
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from app.engine.divided import Divided
 from app.engine.peers import Peers
 from app.engine.reduction import Alone, Reduction, neighbours
 from app.engine.runtime import Runtime
-from app.engine.step import Stepper
 from app.model.dtypes import DTYPES
 from app.model.fused import fuse
 from app.model.fused.unpacking import share_scratch
@@ -39,6 +39,7 @@ from app.plan.fakes import AnyNumber, Paged, any_number, materialise
 from app.plan.flops import FlopCounter
 from app.plan.gpu import AutocastOfCuda
 from app.plan.memory_plan import Shape
+from app.plan.passes import KnownPasses, Passes, TracedStepper
 from app.plan.replay import Replay
 from app.plan.share import DIVIDED, Nowhere, States, states_of
 
@@ -74,13 +75,20 @@ class Trace:
     events: tuple[Event, ...]
 
 
-def trace(asked: Asked, outline: Outline, plain: int, recomputed: int) -> Trace:
-    """Of a model of so many layers that keep everything and so many, the first ones, that do not."""
+def trace(
+    asked: Asked, outline: Outline, plain: int, recomputed: int, known: KnownPasses | None = None
+) -> Trace:
+    """Of a model of so many layers that keep everything and so many, the first ones, that do not.
+
+    What is in `known` is not made again.
+    """
     flops, network = FlopCounter(), outline.network(plain + recomputed)
     ways = as_on_gpu() if asked.on_gpu else nullcontext()
     with ways, alike_left_out(), FakeTensorMode(allow_non_fake_inputs=True):
         with AnyNumber():
             ready = _ready(asked, network, recomputed, flops)
+            passes = _passes(asked, outline, (plain, recomputed), known)
+            ready.stepper.watched(ready.counter, flops, passes)
         trainee, stepper, counter = ready.trainee, ready.stepper, ready.counter
         with counter, AutocastOfCuda() if asked.on_gpu else nullcontext():
             result = stepper.run([ready.batch], lr=1e-4)
@@ -94,7 +102,7 @@ def trace(asked: Asked, outline: Outline, plain: int, recomputed: int) -> Trace:
             if ready.evaluated is not None:
                 stepper.forget_gradients()
                 counter.enter(stages.EVALUATION)
-                trainee.eval().scores(ready.evaluated)
+                passes.evaluate(counter, partial(trainee.eval().scores, ready.evaluated))
         states = None if asked.bucket_bytes is None else states_of(stepper.optimizer)
         events, marks = list(counter.events), list(counter.phases)
         del result
@@ -119,7 +127,7 @@ class _Ready:
     """What a step needs, and what looks at it."""
 
     trainee: Trainee
-    stepper: Stepper
+    stepper: TracedStepper
     counter: StorageCounter
     paged: Paged
     host: Host | None
@@ -135,7 +143,7 @@ def _ready(asked: Asked, network: nn.Module, recomputed: int, flops: FlopCounter
     optimizer = _optimizer(asked, trainee, paged)
     reduction = _reduction(asked, trainee)
     fp16 = asked.precision == "fp16"
-    stepper = Stepper(trainee, optimizer, _ALONE, run.training.clip, fp16=fp16, reduction=reduction)
+    stepper = TracedStepper(trainee, optimizer, _ALONE, run.training.clip, fp16=fp16, reduction=reduction)
     counter = _counter(asked, trainee, optimizer, flops)
     counter.hold("gradients", reduction.gradients())
     if run.adapter.fused:
@@ -153,6 +161,15 @@ def _ready(asked: Asked, network: nn.Module, recomputed: int, flops: FlopCounter
     else:
         counter.ignore(given)
     return _Ready(trainee, stepper, counter, paged, host, batch, evaluated)
+
+
+def _passes(asked: Asked, outline: Outline, depth: tuple[int, int], known: KnownPasses | None) -> Passes:
+    """Inputs that wait on the host are counted as they go there."""
+    run = asked.run
+    if known is None or asked.bucket_bytes is not None or run.optimizer.in_backward or run.training.offload:
+        return Passes()
+    built = replace(outline.sections, recompute=False)
+    return known.of(built, asked.shape, asked.evaluated, asked.on_gpu, depth)
 
 
 def _counter(asked: Asked, trainee: Trainee, optimizer: Optimizer, flops: FlopCounter) -> StorageCounter:

@@ -1,0 +1,128 @@
+"""Forward and backward of a step, and an evaluation: made in the trace of one optimizer, repeated in those of others.
+
+What an optimizer keeps was there before these passes, and what its update takes comes after them, so in them the same
+storages come and go in the same order. Not where weights are stepped within the backward pass.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.batch import Batch
+from app.engine.counting import Mark, Span, StorageCounter
+from app.engine.step import Stepper
+from app.plan.flops import FlopCounter
+
+
+@dataclass(frozen=True, slots=True)
+class _Gradient:
+    """What stands for it where it was not made."""
+
+    serial: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def made(self) -> Tensor:
+        """Without numbers."""
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Forward and backward."""
+
+    span: Span
+    loss: int  # the serial of its sum
+    gradients: tuple[_Gradient, ...]  # of all that is trained
+    flops: tuple[int, int, int]
+
+
+class Passes:
+    """Of one network and one shape."""
+
+    def __init__(self) -> None:
+        self._seen: _Seen | None = None
+        self._evaluation: Span | None = None
+
+    @property
+    def known(self) -> _Seen | None:
+        """What can be repeated: a trace was made to its end, and gradients and loss are all that was left."""
+        return None if self._evaluation is None else self._seen
+
+    def keep(self, seen: _Seen | None) -> None:
+        """What a trace has seen; None where it cannot be repeated."""
+        self._seen = seen
+
+    def evaluate(self, counter: StorageCounter, scores: Callable[[], Any]) -> None:
+        """Once."""
+        if self.known is not None and self._evaluation is not None:
+            counter.repeat(self._evaluation, {})
+            return
+        mark = counter.mark()
+        scores()
+        span = counter.since(mark)
+        if not span.left():
+            self._evaluation = span
+
+
+class TracedStepper(Stepper):
+    """The engine's own; forward and backward that are known already are repeated."""
+
+    def watched(self, counter: StorageCounter, flops: FlopCounter, passes: Passes) -> None:
+        """Before its step."""
+        self._counter, self._flops, self._passes = counter, flops, passes
+        known = passes.known
+        self._made = [] if known is None else [each.made() for each in known.gradients]
+        self._loss = torch.zeros(())
+
+    def _backward(self, batches: Sequence[Batch], weight: float) -> Tensor:
+        known, counter = self._passes.known, self._counter
+        if known is not None:
+            return self._repeated(known)
+        mark = counter.mark()
+        total = super()._backward(batches, weight)
+        self._passes.keep(self._seen_since(mark, total))
+        return total
+
+    def _seen_since(self, mark: Mark, loss: Tensor) -> _Seen | None:
+        """Unless more is left of it than loss and gradients, or less: parts of one storage cannot be told apart."""
+
+        def within(tensor: Tensor) -> int:
+            return (self._counter.serial_of(tensor) or 0) - mark.serial
+
+        span, flops = self._counter.since(mark), self._flops
+        given = [each.grad for each in self._parameters if each.grad is not None]
+        gradients = tuple(_Gradient(within(g), tuple(g.shape), g.stride(), g.dtype) for g in given)
+        left = sorted([within(loss), *(each.serial for each in gradients)])
+        if len(gradients) != len(self._parameters) or left != sorted(span.left()):
+            return None
+        return _Seen(span, within(loss), gradients, (flops.total, flops.fp8, flops.repeated))
+
+    def _repeated(self, known: _Seen) -> Tensor:
+        left = {known.loss: self._loss}
+        for parameter, gradient, made in zip(self._parameters, known.gradients, self._made, strict=True):
+            parameter.grad = made
+            left[gradient.serial] = made
+        self._counter.repeat(known.span, left)
+        self._made = []
+        self._flops.total, self._flops.fp8, self._flops.repeated = known.flops
+        return self._loss
+
+
+class KnownPasses:
+    """Those of several plans."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[Any, Passes]] = []
+
+    def of(self, *what: Any) -> Passes:
+        """By all that they depend on; new ones where nothing is known of it."""
+        for known, passes in self._found:
+            if known == what:
+                return passes
+        self._found.append((what, Passes()))
+        return self._found[-1][1]
