@@ -172,18 +172,19 @@ Dealt = tuple[list[nn.Parameter], int]  # a bucket and who owns it
 
 
 def bucket_bytes(parameters: Sequence[nn.Parameter], processes: int) -> int:
-    """At most, of a bucket of several tensors."""
+    """At most, of a bucket of several tensors; 0 where each must be by itself, so that all get one."""
     whole = sum(bytes_of(parameter) for parameter in parameters)
-    return min(BUCKET_BYTES, whole // (_EACH * processes))
+    limit = min(BUCKET_BYTES, whole // (_EACH * processes))
+    return limit if len(neighbours(parameters, limit)) >= processes else 0
 
 
 def dealt(parameters: Sequence[nn.Parameter], processes: int) -> list[Dealt]:
     """Buckets in the order in which they are sent, and who owns each: the largest first, to who has least."""
     buckets = neighbours(parameters, bucket_bytes(parameters, processes))
-    if len(buckets) < processes:
+    if len(parameters) < processes:
         raise ConfigError(
-            f"parallel=zero2 deals what is trained to {processes} processes, and there are {len(buckets)} tensors. "
-            f"Set parallel=auto, or launch.num_processes={len(buckets)} or less."
+            f"parallel=zero2 deals what is trained to {processes} processes, and there are {len(parameters)} tensors. "
+            f"Set parallel=auto, or launch.num_processes={len(parameters)} or less."
         )
     sizes = [sum(bytes_of(parameter) for parameter in bucket) for bucket in buckets]
     owners, loads = [0] * len(buckets), [0] * processes

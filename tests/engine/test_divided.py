@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -147,6 +147,7 @@ def test_a_process_steps_its_own_and_gets_the_others_from_their_owners() -> None
     assert sorted(owned[0] + owned[1]) == [0, 1, 2, 3]
 
 
+@example(sizes=[1, 1, 1, 1, 1, 1, 1, 41], processes=6, narrow=False)
 @given(
     sizes=st.lists(st.integers(1, 5000), min_size=8, max_size=60),
     processes=st.integers(1, 8),
