@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -34,23 +35,35 @@ def tensors(run: Path) -> dict[str, torch.Tensor]:
     return load_file(file)
 
 
-@pytest.mark.parametrize("packing", ["true", "false"])
-@pytest.mark.parametrize("recipe", ["full", "lora", "qlora"])
+def same_numbers(one: Path, two: Path, within: float = 1e-6) -> None:
+    for mine, theirs in zip(metrics(one), metrics(two), strict=True):
+        assert mine.keys() == theirs.keys()
+        for key in mine.keys() - {"tokens_per_second", "peak_memory_bytes"}:
+            assert theirs[key] == pytest.approx(mine[key], rel=within), (mine["step"], key)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "packing", "parallel"),
+    [
+        *product(("full", "lora", "qlora"), ("true", "false"), ("auto",)),
+        ("full", "true", "zero2"),
+        pytest.param("lora", "false", "zero2", marks=pytest.mark.slow),
+    ],
+)
 def test_two_processes_give_the_numbers_of_one(
-    zygote: Zygote, tmp_path: Path, recipe: str, packing: str
+    zygote: Zygote, tmp_path: Path, recipe: str, packing: str, parallel: str
 ) -> None:
     """Plain gradient descent: LoRA's B begins at zero, so what comes out is the sum of the gradients."""
     command = (*SMALL, *PLAIN, f"recipe={recipe}", f"batching.packing={packing}", "training.max_steps=3")
     one, two = tmp_path / "one", tmp_path / "two"
     for ended in (
         zygote.run(tmp_path, *command, with_rate(1), f"output_dir={one}"),
-        *zygote.run_together(tmp_path, 2, *command, with_rate(2), f"output_dir={two}"),
+        *zygote.run_together(
+            tmp_path, 2, *command, with_rate(2), f"parallel={parallel}", f"output_dir={two}"
+        ),
     ):
         assert (ended.code, ended.stderr) == (0, "")
-    for mine, theirs in zip(metrics(one), metrics(two), strict=True):
-        assert mine.keys() == theirs.keys()
-        for key in mine.keys() - {"tokens_per_second", "peak_memory_bytes"}:
-            assert theirs[key] == pytest.approx(mine[key], rel=1e-6), (mine["step"], key)
+    same_numbers(one, two)
     left, right = tensors(one), tensors(two)
     for half in ("lora_A", "lora_B") if recipe != "full" else ("",):
         chosen = [name for name in left if half in name]

@@ -1,4 +1,4 @@
-"""Gradients and states divided among processes: the numbers of one process, and saves that any number continues."""
+"""Gradients and states divided among processes: saves that any number continues, and what each keeps."""
 
 import json
 import os
@@ -10,39 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.command.test_processes import PLAIN, tensors, with_rate
+from tests.command.test_processes import same_numbers, with_rate
 from tests.command.test_resume import SMALL, has_reached, same_ending
-from tests.model.small import distance
-from tests.runs import Zygote, metrics
+from tests.runs import Zygote
 
 ZERO2 = "parallel=zero2"
-
-
-def same_numbers(one: Path, two: Path, within: float = 1e-6) -> None:
-    for mine, theirs in zip(metrics(one), metrics(two), strict=True):
-        assert mine.keys() == theirs.keys()
-        for key in mine.keys() - {"tokens_per_second", "peak_memory_bytes"}:
-            assert theirs[key] == pytest.approx(mine[key], rel=within), (mine["step"], key)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "packing"), [("full", "true"), pytest.param("lora", "false", marks=pytest.mark.slow)]
-)
-def test_two_processes_give_the_numbers_of_one(
-    zygote: Zygote, tmp_path: Path, recipe: str, packing: str
-) -> None:
-    command = (*SMALL, *PLAIN, f"recipe={recipe}", f"batching.packing={packing}", "training.max_steps=3")
-    one, two = tmp_path / "one", tmp_path / "two"
-    for ended in (
-        zygote.run(tmp_path, *command, with_rate(1), f"output_dir={one}"),
-        *zygote.run_together(tmp_path, 2, *command, ZERO2, with_rate(2), f"output_dir={two}"),
-    ):
-        assert (ended.code, ended.stderr) == (0, "")
-    same_numbers(one, two)
-    left, right = tensors(one), tensors(two)
-    for half in ("lora_A", "lora_B") if recipe == "lora" else ("",):
-        chosen = [name for name in left if half in name]
-        assert distance([right[n] for n in chosen], [left[n] for n in chosen]) <= 1e-6
 
 
 @pytest.mark.parametrize(
