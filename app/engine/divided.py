@@ -33,6 +33,15 @@ def notes(parallel: str, processes: int) -> list[str]:
     return ["parallel=zero2 divides nothing among one process; launch.num_processes=auto takes all GPUs"]
 
 
+def require_enough(tensors: int, processes: int) -> None:
+    """Refuse more processes than there are tensors to deal."""
+    if tensors < processes:
+        raise ConfigError(
+            f"parallel=zero2 deals what is trained to {processes} processes, and there are {tensors} tensors. "
+            f"Set parallel=auto, or launch.num_processes={tensors} or less."
+        )
+
+
 class Wire(Protocol):
     """What goes from process to process, in place. Both ways return what can be waited for."""
 
@@ -181,11 +190,7 @@ def bucket_bytes(parameters: Sequence[nn.Parameter], processes: int) -> int:
 def dealt(parameters: Sequence[nn.Parameter], processes: int) -> list[Dealt]:
     """Buckets in the order in which they are sent, and who owns each: the largest first, to who has least."""
     buckets = neighbours(parameters, bucket_bytes(parameters, processes))
-    if len(parameters) < processes:
-        raise ConfigError(
-            f"parallel=zero2 deals what is trained to {processes} processes, and there are {len(parameters)} tensors. "
-            f"Set parallel=auto, or launch.num_processes={len(parameters)} or less."
-        )
+    require_enough(len(parameters), processes)
     sizes = [sum(bytes_of(parameter) for parameter in bucket) for bucket in buckets]
     owners, loads = [0] * len(buckets), [0] * processes
     for at in sorted(range(len(buckets)), key=lambda i: -sizes[i]):

@@ -35,6 +35,7 @@ class ModelPlan:
     trained: int
     vocabulary: int  # ids that the embedding has a row for
     layers: int  # that can be recomputed
+    trained_tensors: int  # of which the trained weights are
 
     @property
     def trained_share(self) -> float:
@@ -143,6 +144,7 @@ def plan_model(sections: ModelSections) -> ModelPlan:
         trained=sum(n for n, trains in sizes if trains),
         vocabulary=network.get_input_embeddings().num_embeddings,
         layers=len(repeated_layers(lm)),
+        trained_tensors=sum(trains for _, trains in sizes),
     )
 
 

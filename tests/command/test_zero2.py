@@ -99,3 +99,17 @@ def test_each_process_keeps_and_saves_the_states_of_its_own(zygote: Zygote, tmp_
         for name in ("optimizer.safetensors", "optimizer-1.safetensors")
     ]
     assert sizes[0] == pytest.approx(sizes[1], rel=0.3)
+
+
+def test_more_processes_than_tensors_are_refused_before_weights_are_loaded(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    """Adapters of one layer are two."""
+    one_layer = ("model.architecture.num_hidden_layers=1", "adapter.targets=[q_proj]")
+    command = (*SMALL, *one_layer, "recipe=lora", ZERO2, "batching.accumulation=1", "output_dir=run")
+    first, *others = zygote.run_together(tmp_path, 3, *command)
+    assert [first.code, *(other.code for other in others)] == [2, 2, 2]
+    assert (
+        "deals what is trained to 3 processes, and there are 2 tensors. Set parallel=auto, or" in first.stderr
+    )
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
