@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from app.engine.reduction import bytes_of
 from app.model.trainee import Trainee
 from app.optim.one_by_one import stepped_by, steps_in_backward
 
@@ -15,12 +16,12 @@ def kept_bytes(trainee: Trainee, optimizer: Optimizer) -> dict[str, int]:
     steps; none are where weights are stepped in the backward pass.
     """
     kept = kept_tensors(trainee, optimizer)
-    found = {part: _bytes(kept[part]) for part in kept}
+    found = {part: sum(map(bytes_of, kept[part])) for part in kept}
     return {
         "frozen_weights": found["frozen_weights"],
         "quantization_constants": found["quantization_constants"],
         "trained_weights": found["trained_weights"],
-        "gradients": 0 if steps_in_backward(optimizer) else _bytes(stepped_by(optimizer)),
+        "gradients": 0 if steps_in_backward(optimizer) else sum(map(bytes_of, stepped_by(optimizer))),
         "optimizer_states": found["optimizer_states"],
     }
 
@@ -36,10 +37,6 @@ def kept_tensors(trainee: Trainee, optimizer: Optimizer) -> dict[str, list[Tenso
         "trained_weights": [weight for weight in weights if id(weight) in trained],
         "optimizer_states": list(_tensors(optimizer.state.values())),
     }
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _constants(weights: Iterable[nn.Parameter]) -> Iterator[Tensor]:

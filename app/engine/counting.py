@@ -13,9 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from app.model.hidden import HIDDEN, Hidden
 
 _ASKS_DEVICE = torch.ops.prim.device.default
-BLOCK = 512  # what an allocator of CUDA rounds up to; the same everywhere, so that counts can be compared
+_BLOCK = 512  # what an allocator of CUDA rounds up to; the same everywhere, so that counts can be compared
 
 Event = tuple[int, int]  # which storage, and its bytes: above 0 as it comes, below as it goes
+
+
+def rounded(size: int) -> int:
+    """Bytes that an allocator of CUDA takes for so many."""
+    return -(-size // _BLOCK) * _BLOCK
 
 
 class Mark(NamedTuple):
@@ -144,7 +149,7 @@ class StorageCounter(TorchDispatchMode):
         if known is not None:
             return known[0]
         size = storage.nbytes()
-        return self._keep_in_mind(storage, -(-size // BLOCK) * BLOCK) if size else None
+        return self._keep_in_mind(storage, rounded(size)) if size else None
 
     def _keep_in_mind(self, storage: Any, size: int) -> int:
         self._serial += 1

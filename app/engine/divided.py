@@ -108,7 +108,7 @@ class Divided:
         for parameter in self._parameters:
             parameter.grad = None
         for bucket in self._buckets:
-            bucket.missing = len(bucket.parameters)
+            bucket.missing = 0 if bucket.is_sent else len(bucket.parameters)
 
     def expect_last(self) -> None:
         """From here on full buckets are sent."""

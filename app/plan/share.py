@@ -13,7 +13,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from app.engine.counting import BLOCK
+from app.engine.counting import rounded
 from app.engine.divided import bucket_bytes, dealt
 from app.engine.reduction import bytes_of
 
@@ -85,7 +85,7 @@ class Division:
         found = [states.of(self._names[id(each)]) for bucket in buckets for each in bucket]
         sizes = [sum(map(bytes_of, bucket)) for bucket in buckets]
         return Share(
-            gradients=sum(map(_rounded, sizes)),
+            gradients=sum(map(rounded, sizes)),
             states=sum(device for device, _ in found) + states.common,
             host=sum(host for _, host in found),
             part=sum(sizes) / self._whole,
@@ -106,7 +106,7 @@ def states_of(optimizer: Optimizer) -> States:
             for each in _tensors(optimizer.state.get(parameter))
             if each.untyped_storage()._cdata not in shared
         ]
-        device[name] = sum(_rounded(each.untyped_storage().nbytes()) for each in here if not each.is_meta)
+        device[name] = sum(rounded(each.untyped_storage().nbytes()) for each in here if not each.is_meta)
         host[name] = sum(bytes_of(each) for each in here if each.is_meta)
     for sizes in (device, host):
         sizes |= {_any_layer(name): size for name, size in sizes.items()}
@@ -117,15 +117,11 @@ def _of_several(optimizer: Optimizer) -> dict[int, int]:
     """Storages that states of more than one parameter have, and their bytes."""
     storages = [each.untyped_storage() for state in optimizer.state.values() for each in _tensors(state)]
     count = Counter(each._cdata for each in storages)
-    return {each._cdata: _rounded(each.nbytes()) for each in storages if count[each._cdata] > 1}
+    return {each._cdata: rounded(each.nbytes()) for each in storages if count[each._cdata] > 1}
 
 
 def _any_layer(name: str) -> str:
     return _LAYER.sub(".N.", name)
-
-
-def _rounded(size: int) -> int:
-    return -(-size // BLOCK) * BLOCK
 
 
 def _tensors(state: Any) -> list[Tensor]:
