@@ -39,5 +39,11 @@ class CheckpointError(AppError):
     """A checkpoint or run folder that cannot be read, trusted or continued."""
 
 
+class Unfinished(AppError):  # noqa: N818 (no fault: what was saved goes on)
+    """A run that goes on when it is started again."""
+
+    exit_code = 75
+
+
 class TrainingError(AppError):
     """The training itself cannot go on: gradients that stay non-finite."""

@@ -54,10 +54,10 @@ def _steps_in_backward_see_one_gradient(run: RunConfig) -> Iterator[str]:
 
 
 def _recorded_graphs_keep_gradients(run: RunConfig) -> Iterator[str]:
-    if run.parallel.kind == "zero2" and run.compile.graphs:
+    if run.parallel.kind in {"zero2", "zero3"} and run.compile.graphs:
         yield (
-            "compile.graphs=true writes gradients to the same place each time, and parallel=zero2 lets them go as they "
-            "are sent. Set compile.graphs=false, or parallel=auto."
+            "compile.graphs=true writes gradients to the same place each time, and "
+            f"parallel={run.parallel.kind} lets them go as they are sent. Set compile.graphs=false, or parallel=auto."
         )
 
 

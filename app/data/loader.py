@@ -46,7 +46,13 @@ class Loader:
 
     def batches(self, step: int) -> list[Batch]:
         """The micro-batches of this process at `step`, counted from 0 over all epochs."""
-        share = self._share
+        return self._batches(step, self._share)
+
+    def batches_of_first(self, step: int) -> list[Batch]:
+        """Those of the first process."""
+        return self._batches(step, replace(self._share, rank=0))
+
+    def _batches(self, step: int, share: Share) -> list[Batch]:
         units, chosen = self._chosen(step)
         work = [_attention_work(self._rows.lengths[unit]) for unit in chosen]
         hardest_first = [chosen[i] for i in np.argsort([-n for n in work], kind="stable")]

@@ -3,10 +3,11 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from app.engine.reduction import bytes_of
+from app.model.packing import constants_of
 from app.model.trainee import Trainee
 from app.optim.one_by_one import stepped_by, steps_in_backward
 
@@ -16,7 +17,7 @@ def kept_bytes(trainee: Trainee, optimizer: Optimizer) -> dict[str, int]:
     steps; none are where weights are stepped in the backward pass.
     """
     kept = kept_tensors(trainee, optimizer)
-    found = {part: sum(map(bytes_of, kept[part])) for part in kept}
+    found = {part: sum(map(_here, kept[part])) for part in kept}
     return {
         "frozen_weights": found["frozen_weights"],
         "quantization_constants": found["quantization_constants"],
@@ -26,6 +27,11 @@ def kept_bytes(trainee: Trainee, optimizer: Optimizer) -> dict[str, int]:
     }
 
 
+def _here(tensor: Tensor) -> int:
+    """Nothing of a tensor that is away: `model.lending`."""
+    return bytes_of(tensor) if tensor.untyped_storage().nbytes() else 0
+
+
 def kept_tensors(trainee: Trainee, optimizer: Optimizer) -> dict[str, list[Tensor]]:
     """By part, without gradients."""
     trained = {id(parameter) for parameter in trainee.trained().values()}
@@ -33,19 +39,10 @@ def kept_tensors(trainee: Trainee, optimizer: Optimizer) -> dict[str, list[Tenso
     frozen = [weight for weight in weights if id(weight) not in trained]
     return {
         "frozen_weights": [*frozen, *trainee.network.buffers()],
-        "quantization_constants": list(_constants(frozen)),
+        "quantization_constants": [each for weight in frozen for each in constants_of(weight)],
         "trained_weights": [weight for weight in weights if id(weight) in trained],
         "optimizer_states": list(_tensors(optimizer.state.values())),
     }
-
-
-def _constants(weights: Iterable[nn.Parameter]) -> Iterator[Tensor]:
-    """What packed weights need to be unpacked."""
-    for weight in weights:
-        state = getattr(weight, "quant_state", None)
-        while state is not None:
-            yield from _tensors([state.absmax, state.code, state.offset])
-            state = state.state2
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

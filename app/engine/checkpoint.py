@@ -1,13 +1,16 @@
 """Saving a run so that it continues bit for bit, and finding the save that can be trusted."""
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -26,7 +29,8 @@ from app.errors import CheckpointError
 from app.optim.parts import load_parts
 from app.optim.state import flatten, load_state
 
-_WEIGHTS, _RANDOM, _STATE = "weights.safetensors", "random.safetensors", "state.json"
+_WEIGHTS, _OPTIMIZER = "weights", "optimizer"  # of each process that has some of its own
+_RANDOM, _STATE, _DEPTH = "random.safetensors", "state.json", "depth.json"
 _States = tuple[Sequence[Mapping[str, Tensor]], Mapping[str, Tensor], Sequence[dict[str, Any]]]
 _NAME = re.compile(r"step-(\d{6,})$")
 
@@ -87,7 +91,9 @@ class Checkpoints:
             return
         peers.wait_for_all()  # the folder is there
         with told_where_the_disk_is_full(target):
-            _save_tensors(tensors, aside_of(target) / _optimizer_file(peers.rank))
+            _save_tensors(tensors, aside_of(target) / _file_of(_OPTIMIZER, peers.rank))
+            if own := stepper.kept():
+                _save_tensors(own, aside_of(target) / _file_of(_WEIGHTS, peers.rank))
         peers.wait_for_all()
 
     def _write(
@@ -105,8 +111,8 @@ class Checkpoints:
         with whole_folder(target) as aside:
             if stepper.divides:
                 peers.wait_for_all()  # they write beside what follows
-            _save_tensors(stepper.trainee.trained(), aside / _WEIGHTS)
-            _save_tensors(tensors, aside / _optimizer_file(0))
+            _save_tensors(stepper.kept(), aside / _file_of(_WEIGHTS, 0))
+            _save_tensors(tensors, aside / _file_of(_OPTIMIZER, 0))
             save_file(_by_rank(random), aside / _RANDOM)
             (aside / _STATE).write_text(json.dumps(state))
             if stepper.divides:
@@ -120,16 +126,26 @@ class Checkpoints:
         load_weights(folder, stepper.trainee.trained())
         plains = [state["optimizer"], *state.get("optimizers", ())]
         if stepper.divides or len(plains) > 1:
-            files = [folder / _optimizer_file(rank) for rank in range(len(plains))]
+            files = [folder / _file_of(_OPTIMIZER, rank) for rank in range(len(plains))]
             load_parts(stepper.optimizer, files, plains)
         else:
-            load_state(stepper.optimizer, load_file(folder / _optimizer_file(0)), plains[0])
+            load_state(stepper.optimizer, load_file(folder / _file_of(_OPTIMIZER, 0)), plains[0])
         if stepper.scaler is not None:
             stepper.scaler.load_state_dict(state["scaler"])
         _set_random_state(load_file(folder / _RANDOM), peers.rank)
-        progress = Progress(**state["progress"])
-        stepper.depth = progress.depth
-        return progress
+        return Progress(**state["progress"])
+
+    def note_depth(self, depth: int) -> None:
+        """For the next start, from whichever save: what this one cannot do again, and so finds out too late."""
+        self.folder.mkdir(exist_ok=True)
+        aside = aside_of(self.folder / f"{os.getpid()}-{_DEPTH}")  # several may find it out at once
+        aside.write_text(json.dumps(depth))
+        aside.rename(self.folder / _DEPTH)
+
+    def noted_depth(self) -> int:
+        """0 where nothing was noted."""
+        file = self.folder / _DEPTH
+        return int(json.loads(file.read_text())) if file.is_file() else 0
 
     def best(self, progress: Progress) -> Path | None:
         """The save of the best evaluation, if it is still there and whole."""
@@ -156,16 +172,19 @@ class Checkpoints:
 
 
 def load_weights(folder: Path, weights: Mapping[str, nn.Parameter]) -> None:
-    """The trained weights of a save into the parameters of the same names."""
-    saved = load_file(folder / _WEIGHTS)
-    if saved.keys() != weights.keys():
-        odd = sorted(saved.keys() ^ weights.keys())[:3]
-        raise CheckpointError(
-            f"{folder} has other weights than this run trains (for instance {', '.join(odd)})."
-        )
-    with torch.no_grad():
+    """The trained weights of a save into the parameters of the same names, those that are away excepted."""
+    files = sorted(folder.glob(f"{_WEIGHTS}*.safetensors"))
+    with ExitStack() as opened, torch.no_grad():
+        saved = [opened.enter_context(safe_open(file, framework="pt")) for file in files]
+        file_of = {name: each for each in saved for name in each.keys()}  # noqa: SIM118  no dictionary
+        if file_of.keys() != weights.keys():
+            odd = sorted(file_of.keys() ^ weights.keys())[:3]
+            raise CheckpointError(
+                f"{folder} has other weights than this run trains (for instance {', '.join(odd)})."
+            )
         for name, parameter in weights.items():
-            parameter.copy_(saved[name])
+            if parameter.untyped_storage().nbytes():
+                parameter.copy_(file_of[name].get_tensor(name))
 
 
 def _trusted(folder: Path) -> Path:
@@ -193,8 +212,8 @@ def _step_of(folder: Path) -> int:
     return int(match.group(1))
 
 
-def _optimizer_file(rank: int) -> str:
-    return "optimizer.safetensors" if rank == 0 else f"optimizer-{rank}.safetensors"
+def _file_of(stem: str, rank: int) -> str:
+    return f"{stem}.safetensors" if rank == 0 else f"{stem}-{rank}.safetensors"
 
 
 def _save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:

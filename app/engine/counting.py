@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.model.hidden import HIDDEN, Hidden
+from app.model.lending import ROOM
 
 _ASKS_DEVICE = torch.ops.prim.device.default
 _BLOCK = 512  # what an allocator of CUDA rounds up to; the same everywhere, so that counts can be compared
@@ -71,7 +72,7 @@ class StorageCounter(TorchDispatchMode):
         self._hidden = hidden
         self._watch = watch
         self._call = call
-        self._known: dict[int, tuple[int, Any]] = {}  # by the address of its C++ object
+        self._known: dict[int, tuple[int, int, Any]] = {}  # by the address of its C++ object
         self._serial = 0
 
     def hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
@@ -128,15 +129,14 @@ class StorageCounter(TorchDispatchMode):
             return args[0].device
         kwargs = kwargs or {}
         out = self._call(func, args, kwargs)
-        if isinstance(out, Tensor):
-            self._see(out)
-        elif isinstance(out, list | tuple):
-            for each in out:
-                if isinstance(each, Tensor):
-                    self._see(each)
+        for each in out if isinstance(out, list | tuple) else (out,):
+            if isinstance(each, Tensor):
+                self._see(each)
         hidden = self._hidden.get(func._overloadpacket._qualified_op_name)
         if hidden is not None:
             self._pass(hidden(*args, **kwargs))
+        if func is ROOM:
+            self._resized(args[0])
         if self._watch is not None:
             self._watch(func, args, kwargs, out)
         return out
@@ -151,6 +151,13 @@ class StorageCounter(TorchDispatchMode):
         size = storage.nbytes()
         return self._keep_in_mind(storage, rounded(size)) if size else None
 
+    def _resized(self, tensor: Tensor) -> None:
+        """It had no memory, or has none any more."""
+        known = self._known.pop(tensor.untyped_storage()._cdata, None)
+        if known is not None:
+            self._count(known[0], -known[1])
+        self._see(tensor)
+
     def _keep_in_mind(self, storage: Any, size: int) -> int:
         self._serial += 1
         serial = self._serial
@@ -160,7 +167,7 @@ class StorageCounter(TorchDispatchMode):
 
     def _remember(self, storage: Any, serial: int, size: int) -> None:
         address = storage._cdata
-        self._known[address] = serial, ref(storage, partial(self._gone, address, serial, size))
+        self._known[address] = serial, size, ref(storage, partial(self._gone, address, serial, size))
 
     def _gone(self, address: int, serial: int, size: int, _storage: Any) -> None:
         if self._known.get(address, (None,))[0] == serial:

@@ -18,26 +18,31 @@ import torch
 from torch import Tensor, nn
 
 from app.batch import Batch
+from app.engine.peers import Peers
 from app.engine.reduction import BUCKET_BYTES, bytes_of, neighbours
 from app.errors import ConfigError
+from app.model.lending import Lending, deal
 from app.optim.norm import total_norm
 
 _EACH = 4  # buckets of a process at least, so that shares are about equal
 _ON_THE_WAY = 1  # buckets beside the one that is being filled
+DIVIDING = ("zero2", "zero3")  # of parallel.kind: who has its gradients and states divided
 
 
 def notes(parallel: str, processes: int) -> list[str]:
     """A remark where there is nobody to divide with."""
-    if parallel != "zero2" or processes > 1:
+    if parallel not in DIVIDING or processes > 1:
         return []
-    return ["parallel=zero2 divides nothing among one process; launch.num_processes=auto takes all GPUs"]
+    return [
+        f"parallel={parallel} divides nothing among one process; launch.num_processes=auto takes all GPUs"
+    ]
 
 
-def require_enough(tensors: int, processes: int) -> None:
+def require_enough(parallel: str, tensors: int, processes: int) -> None:
     """Refuse more processes than there are tensors to deal."""
-    if tensors < processes:
+    if parallel in DIVIDING and tensors < processes:
         raise ConfigError(
-            f"parallel=zero2 deals what is trained to {processes} processes, and there are {tensors} tensors. "
+            f"parallel={parallel} deals what is trained to {processes} processes, and there are {tensors} tensors. "
             f"Set parallel=auto, or launch.num_processes={tensors} or less."
         )
 
@@ -55,8 +60,11 @@ class Wire(Protocol):
         """The sum to all of them; returns when it is there."""
 
 
-class _Between:
+class Between:
     """Real processes."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
 
     def reduce(self, tensor: Tensor, to: int) -> Any:
         """Elsewhere `tensor` is spoilt."""
@@ -70,6 +78,10 @@ class _Between:
         """Of numbers on the device."""
         torch.distributed.all_reduce(tensor)
 
+    def highest(self, value: float) -> float:
+        """Of numbers on the host."""
+        return self._peers.highest(value)
+
 
 class Divided:
     """How the gradients of several processes come together, each at its owner."""
@@ -79,17 +91,20 @@ class Divided:
         parameters: Sequence[nn.Parameter],
         shares: Sequence["Dealt"],
         rank: int,
-        wire: Wire | None = None,
+        wire: Wire,
+        lending: Lending | None = None,  # of weights that other processes have while they need them
     ) -> None:
-        self._wire = wire or _Between()
+        self._wire = wire
         self._parameters = parameters
         self._buckets = [_Bucket(*each, rank) for each in shares]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self.stepped: Sequence[nn.Parameter] = [p for p in parameters if self._bucket_of[p].sums is not None]
         self._on_the_way: deque[tuple[_Bucket, Tensor, Any]] = deque()
         self._last = False
+        self._everywhere = {p for p in parameters if lending is None or not lending.is_lent(p)}
         for parameter in parameters:
-            self._wire.broadcast(parameter.data, 0).wait()
+            if parameter in self._everywhere:
+                self._wire.broadcast(parameter.data, 0).wait()
             parameter.register_post_accumulate_grad_hook(self._arrived)
 
     def begin(self) -> None:
@@ -142,6 +157,7 @@ class Divided:
             self._wire.broadcast(parameter.data, bucket.owner)
             for bucket in self._buckets
             for parameter in bucket.parameters
+            if parameter in self._everywhere
         ]
         for each in sent:
             each.wait()
@@ -187,16 +203,19 @@ def bucket_bytes(parameters: Sequence[nn.Parameter], processes: int) -> int:
     return limit if len(neighbours(parameters, limit)) >= processes else 0
 
 
-def dealt(parameters: Sequence[nn.Parameter], processes: int) -> list[Dealt]:
-    """Buckets in the order in which they are sent, and who owns each: the largest first, to who has least."""
-    buckets = neighbours(parameters, bucket_bytes(parameters, processes))
-    require_enough(len(parameters), processes)
-    sizes = [sum(bytes_of(parameter) for parameter in bucket) for bucket in buckets]
-    owners, loads = [0] * len(buckets), [0] * processes
-    for at in sorted(range(len(buckets)), key=lambda i: -sizes[i]):
-        owners[at] = min(range(processes), key=lambda rank: loads[rank])
-        loads[owners[at]] += sizes[at]
-    return list(zip(buckets, owners, strict=True))
+def dealt(parameters: Sequence[nn.Parameter], processes: int, lending: Lending | None = None) -> list[Dealt]:
+    """Buckets in the order in which they are sent, and who owns each: the largest first, to who has least. Whoever
+    keeps a weight that is lent owns its gradient, each of which is a bucket.
+    """
+    require_enough("zero2" if lending is None else "zero3", len(parameters), processes)
+    kept = {p: owner for p in parameters if lending and (owner := lending.owner_of(p)) is not None}
+    found = [([parameter], owner) for parameter, owner in kept.items()]
+    others = [parameter for parameter in parameters if parameter not in kept]
+    buckets = neighbours(others, bucket_bytes(others, processes))
+    sizes = {at: sum(bytes_of(parameter) for parameter in bucket) for at, bucket in enumerate(buckets)}
+    found += [(buckets[at], owner) for at, owner in sorted(deal(sizes, processes).items())]
+    place = {parameter: at for at, parameter in enumerate(reversed(parameters))}
+    return sorted(found, key=lambda each: place[each[0][-1]])  # as they fill up
 
 
 class _Bucket:

@@ -1,7 +1,7 @@
 """How good a model is on rows: sums over counts, the same for any batch size, packing, order or number of processes."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from app.batch import Batch
 from app.engine.runtime import Runtime
-from app.engine.splitting import as_it_fits
+from app.engine.scarcity import TooLargeTogether, tried
+from app.engine.splitting import as_it_fits, split
 from app.model.trainee import Trainee
 from app.record.metrics import finite_or_none
 
@@ -116,9 +117,14 @@ def score(
     *,
     answers: bool = False,
     classes: int = 0,
+    depth: int = 0,
 ) -> Scores:
-    """Over the batches of all processes. `answers`: what is trained are answers, which can be right as a whole."""
-    _, found = _of_documents(trainee, batches, runtime.device, answers=answers, classes=classes)
+    """Over the batches of all processes. `answers`: what is trained are answers, which can be right as a whole.
+
+    `depth`: how often batches are halved where all processes must make as many passes.
+    """
+    scored = _scored(trainee, batches, runtime, depth)
+    _, found = _of_documents(trainee, scored, runtime.device, answers=answers, classes=classes)
     return Scores.of(np.array(runtime.peers.totals(found.sum(axis=0).tolist())))
 
 
@@ -133,14 +139,38 @@ def score_rows(
 ) -> Sums:
     """The sums of each of `rows` rows, on every process in their order, whoever scored them."""
     total = np.zeros((rows, _PLAIN + 3 * classes))
-    mine = _of_documents(trainee, batches, runtime.device, answers=answers, classes=classes)
+    scored = _scored(trainee, batches, runtime, depth=0)
+    mine = _of_documents(trainee, scored, runtime.device, answers=answers, classes=classes)
     for samples, found in runtime.peers.collected(mine):
         total[samples] = found
     return total
 
 
+_Scored = Iterator[tuple[Batch, tuple[Tensor, Tensor]]]
+
+
+def _scored(trainee: Trainee, batches: Iterable[Batch], runtime: Runtime, depth: int) -> _Scored:
+    """Each batch, or parts of it, with losses and choices."""
+
+    def scores(batch: Batch) -> tuple[Tensor, Tensor]:
+        return trainee.scores(batch.to(runtime.device))
+
+    if trainee.lending is None:
+        for batch in batches:
+            yield from as_it_fits(batch, scores)
+        return
+    for part in runtime.peers.in_step(part for batch in batches for part in split(batch, depth)):
+        if part is None:
+            trainee.lending.serve()
+            continue
+        found = tried(scores, part)
+        if found is None:
+            raise TooLargeTogether("a batch of an evaluation", depth + 1)
+        yield part, found
+
+
 def _of_documents(
-    trainee: Trainee, batches: Iterable[Batch], device: torch.device, *, answers: bool, classes: int
+    trainee: Trainee, scored: _Scored, device: torch.device, *, answers: bool, classes: int
 ) -> tuple[NDArray[np.int64], Sums]:
     """Which row each document is, and its sums. They stay on the device until all batches are through."""
     samples: list[int] = []
@@ -149,16 +179,15 @@ def _of_documents(
     mode = trainee.training
     trainee.eval()
     try:
-        for batch in batches:
-            for part, (losses, chosen) in as_it_fits(batch, lambda each: trainee.scores(each.to(device))):
-                number = part.num_labels
-                pair = torch.stack([part.targets[:number].to(device), chosen[:number]])
-                places = _Places.of(part, answers=answers)
-                samples += part.samples
-                counts.append(np.stack([places.labels, places.answers, places.weight]))
-                sums.append(places.sums(losses[:number], pair[0] == pair[1]))
-                if classes:
-                    pairs.append(pair)
+        for part, (losses, chosen) in scored:
+            number = part.num_labels
+            pair = torch.stack([part.targets[:number].to(device), chosen[:number]])
+            places = _Places.of(part, answers=answers)
+            samples += part.samples
+            counts.append(np.stack([places.labels, places.answers, places.weight]))
+            sums.append(places.sums(losses[:number], pair[0] == pair[1]))
+            if classes:
+                pairs.append(pair)
     finally:
         trainee.train(mode)
     loss, hits, exact = torch.cat(sums, dim=1).cpu().numpy()

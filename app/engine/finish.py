@@ -23,9 +23,11 @@ def finish(
     parts, progress, known = loop.parts, loop.progress, _known(loop, predicted)
     if run.checkpoint.final == "best":
         _take_best(parts.checkpoints, progress, parts.stepper.trainee, record)
+    trainee = parts.stepper.trainee
+    state = trainee.state_on_host() if ground.sections.trains_base else None
     if parts.runtime.rank == 0:
         with whole_folder(record.folder.final) as aside:
-            save_model(parts.stepper.trainee, ground.tokenizer, aside)
+            save_model(trainee, ground.tokenizer, aside, state)
         answers = before_after(record.folder.samples)
         if answers:
             record.message(answers)

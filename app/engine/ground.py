@@ -105,8 +105,7 @@ def lay_ground(
     quantize.require_machine(run.quantization, runtime.device)
     sections = sections_of(run, choices)
     counts = plan_model(sections)
-    if run.parallel.kind == "zero2":
-        divided.require_enough(counts.trained_tensors, runtime.processes)
+    divided.require_enough(run.parallel.kind, counts.trained_tensors, runtime.processes)
     run, found = settled_bins(run, choices, counts.layers, kept, largest, runtime.peers)
     for remark in (*remarks, *found):
         say(remark)

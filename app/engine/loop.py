@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -185,8 +185,9 @@ class Loop:
             return False
         started = time.perf_counter()
         parts.stepper.forget_gradients()
-        trainee, batches = parts.stepper.trainee, parts.eval_batches()
-        scores = score(trainee, batches, parts.runtime, answers=parts.answers, classes=parts.classes)
+        stepper, batches = parts.stepper, parts.eval_batches()
+        of_whom: dict[str, Any] = {"answers": parts.answers, "classes": parts.classes, "depth": stepper.depth}
+        scores = score(stepper.trainee, batches, parts.runtime, **of_whom)
         self.scores = scores
         improved = self.progress.note_eval(scores.loss, self._rhythm.eval.min_delta)
         parts.journal.evaluation({"step": step, "epoch": parts.plan.epoch(step), **scores.line()})

@@ -1,12 +1,14 @@
 """What the processes of a run tell each other on the host: a few numbers, never through a device."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from app.errors import EnvironmentProblem
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,15 @@ class Peers:
         every: list[Any] = [None] * self.count
         torch.distributed.all_gather_object(every, value, group=self.group)
         return every
+
+    def in_step(self, items: Iterable[Item]) -> Iterator[Item | None]:
+        """As many on every process: None after the last where others have more."""
+        waiting = iter(items)
+        while True:
+            item = next(waiting, None)
+            if not self.highest(item is not None):
+                return
+            yield item
 
     def wait_for_all(self) -> None:
         """Nobody goes on before everybody is here."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 
@@ -9,6 +10,7 @@ from app.batch import Batch
 from app.data.loader import Loader
 from app.model import fp8
 from app.model.head_proof import settle_head
+from app.model.lending import whole
 from app.model.probe import check_packing
 from app.model.proof import Proof
 from app.model.settling import settle
@@ -17,14 +19,16 @@ from app.model.trainee import Trainee
 
 def prove(trainee: Trainee, loader: Loader, device: torch.device) -> list[Proof]:
     """The head gives the model's own logits, and packed documents those of separate ones; else the run is refused."""
-    fullest = max(loader.batches(0), key=lambda batch: batch.num_tokens)  # some may be empty
+    # where layers are lent, all processes make the same passes
+    batches = loader.batches(0) if trainee.lending is None else loader.batches_of_first(0)
+    fullest = max(batches, key=lambda batch: batch.num_tokens)  # some may be empty
     return prove_on(trainee, fullest.to(device))
 
 
 def prove_on(trainee: Trainee, batch: Batch) -> list[Proof]:
     """The same on one batch. Fused layers were compared as they were put in: what did not hold is not there."""
     fused = [proof for proof in trainee.fused.proofs if proof.holds]
-    rounding = fp8.prove(trainee.network)
+    rounding = fp8.prove(trainee.network, partial(whole, trainee.lending))
     with fp8.rows_as_they_are(trainee.network), _uncompiled(trainee):
         head = [trainee.check_head(batch), *settle_head(trainee, batch)]
         found = [*head, *check_packing(trainee, batch), *trainee.unpacking.proofs, *fused, *rounding]

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import torch
 
@@ -81,6 +82,7 @@ def _through(stepper: Stepper, batches: Sequence[Batch], parts: Parts) -> None:
     stepper.try_out(batches)
     if parts.eval_batches is not None:  # they come longest first
         few = islice(parts.eval_batches(), 1)
-        score(stepper.trainee, few, parts.runtime, answers=parts.answers, classes=parts.classes)
+        of_whom: dict[str, Any] = {"answers": parts.answers, "classes": parts.classes, "depth": stepper.depth}
+        score(stepper.trainee, few, parts.runtime, **of_whom)
     if is_fresh:
         stepper.drop_states()

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from app.config.schema import LaunchConfig
-from app.engine.divided import Divided, dealt
+from app.engine.divided import Between, Divided, dealt
 from app.engine.peers import Peers
 from app.engine.reduction import Alone, Reduction, Together
 from app.engine.world import world
+from app.model.lending import Lending
 
 # Accelerate takes these over its arguments: it would divide our loss, or choose a precision of its own
 _HIJACKING = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_MIXED_PRECISION")
@@ -41,12 +42,20 @@ class Runtime:
         """Of the whole run."""
         return self.peers.count
 
-    def reduction(self, parameters: Sequence[nn.Parameter]) -> Reduction:
+    def lending(self, *, trained: bool) -> Lending | None:
+        """How layers lie where their weights are divided among processes. `trained`: whether these are."""
+        if self.parallel != "zero3" or self.processes == 1:
+            return None
+        return Lending(Between(self.peers), self.rank, self.processes, trained=trained)
+
+    def reduction(self, parameters: Sequence[nn.Parameter], lending: Lending | None = None) -> Reduction:
         """Gradients of `parameters` as sums over all processes; all begin with the values of the first one.
 
-        What is frozen, and all buffers, are the same everywhere by construction and are not sent round.
+        What is frozen, lent, or a buffer is the same everywhere by construction and is not sent round.
         """
-        return Alone(parameters) if self.processes == 1 else REDUCTIONS[self.parallel](parameters, self.peers)
+        if self.processes == 1:
+            return Alone(parameters)
+        return REDUCTIONS[self.parallel](parameters, self.peers, lending)
 
     def seed(self, seed: int) -> None:
         """Random numbers of this process's own: what it drops out is not what another one does."""
@@ -65,9 +74,15 @@ class Runtime:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
-REDUCTIONS: dict[str, Callable[[Sequence[nn.Parameter], Peers], Reduction]] = {
-    "auto": lambda parameters, _peers: Together(parameters),
-    "zero2": lambda parameters, peers: Divided(parameters, dealt(parameters, peers.count), peers.rank),
+def _divided(parameters: Sequence[nn.Parameter], peers: Peers, lending: Lending | None) -> Reduction:
+    shares = dealt(parameters, peers.count, lending)
+    return Divided(parameters, shares, peers.rank, Between(peers), lending)
+
+
+REDUCTIONS: dict[str, Callable[[Sequence[nn.Parameter], Peers, Lending | None], Reduction]] = {
+    "auto": lambda parameters, _peers, _lending: Together(parameters),
+    "zero2": _divided,
+    "zero3": _divided,
 }
 
 
@@ -94,7 +109,9 @@ def start(launch: LaunchConfig, precision: str, seed: int, parallel: str = "auto
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     peers = Peers(accelerator.process_index, accelerator.num_processes, _host_group(accelerator))
-    runtime = Runtime(accelerator, accelerator.device, peers, torch.get_num_threads(), parallel)
+    # a CPU with a number is to torch another device than its tensors have, which would be copied
+    device = accelerator.device if accelerator.device.type != "cpu" else torch.device("cpu")
+    runtime = Runtime(accelerator, device, peers, torch.get_num_threads(), parallel)
     runtime.seed(seed)
     return runtime
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from app.errors import EnvironmentProblem
+from app.errors import EnvironmentProblem, Unfinished
 
 Found = TypeVar("Found")
 
@@ -34,6 +34,19 @@ def does_not_fit(what: str, kept: Mapping[str, int]) -> EnvironmentProblem:
         "optimizer=paged_adamw_8bit, recipe=qlora. Checkpoints made before are kept: resume=auto goes on where "
         "the settings allow it; docs/out-of-memory.md says which do."
     )
+
+
+class TooLargeTogether(Unfinished):
+    """A micro-batch that cannot be made again, because other processes are in the middle of it."""
+
+    def __init__(self, what: str, depth: int) -> None:
+        self.depth = depth  # how often the next start halves micro-batches
+        super().__init__(
+            f"out of memory: {what} does not fit, and with parallel=zero3 it cannot be made again while the other "
+            "processes are in the middle of it. Start the same run again with resume=auto: from its last checkpoint "
+            f"on micro-batches are split by documents then, into up to {2**depth} parts. The gradient is the same. A "
+            "smaller batching.tokens (or batching.rows) with more batching.accumulation is faster."
+        )
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from app.engine.anatomy import kept_bytes
 from app.engine.in_backward import in_backward
 from app.engine.reduction import Reduction
 from app.engine.runtime import Runtime
-from app.engine.scarcity import does_not_fit, tried
+from app.engine.scarcity import TooLargeTogether, does_not_fit, tried
 from app.engine.splitting import halves, split
 from app.model.trainee import Trainee
 from app.optim.first_states import drop_states, make_states
@@ -57,7 +57,7 @@ class Stepper:
         self._parameters = list(trainee.trained().values())
         self._skips_on_device = skips_on_device(optimizer)
         self._in_backward = in_backward(self._parameters, optimizer)
-        self._reduction = reduction or runtime.reduction(self._parameters)
+        self._reduction = reduction or runtime.reduction(self._parameters, trainee.lending)
         self._sums = self._in_backward or self._reduction
         self.depth = 0  # how often micro-batches are halved, because they did not fit into memory
 
@@ -98,8 +98,10 @@ class Stepper:
             if total is not None:
                 self._sums.finish()
                 return total
-            self._sums.begin_again()
             self._deepen(batches)
+            if self.trainee.lending is not None:
+                raise TooLargeTogether("a micro-batch", self.depth)
+            self._sums.begin_again()
 
     @property
     def skipping(self) -> str:
@@ -143,6 +145,14 @@ class Stepper:
         chosen = {id(parameter) for parameter in self._reduction.stepped}
         return {name: each for name, each in self.trainee.trained().items() if id(each) in chosen}
 
+    def kept(self) -> dict[str, nn.Parameter]:
+        """The trained weights that this process saves: all that it alone has, and what all have if it is the first."""
+        trained, lending, rank = self.trainee.trained(), self.trainee.lending, self._runtime.rank
+        if lending is None:
+            return trained
+        saver = {n: lending.owner_of(p) if lending.is_lent(p) else 0 for n, p in trained.items()}
+        return {name: trained[name] for name, who in saver.items() if who == rank}
+
     def forget_gradients(self) -> None:
         """Nothing reads them after a step; an evaluation has use for their memory."""
         for parameter in self._parameters:
@@ -150,6 +160,7 @@ class Stepper:
 
     def _attempt(self, batches: Sequence[Batch], weight: float) -> Tensor:
         parts = [part for batch in batches for part in split(batch, self.depth)]
+        self._serve_others(len(parts))
         total = torch.zeros((), device=self._runtime.device)
         factor = 1.0 / (weight or 1.0)
         for part in parts:
@@ -160,6 +171,13 @@ class Stepper:
             (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
             total += loss.detach()
         return total
+
+    def _serve_others(self, passes: int) -> None:
+        """First of all the passes of those who have more; gradients are sent in the last one."""
+        lending = self.trainee.lending
+        if lending is not None and self.depth:
+            for _ in range(passes, int(self._runtime.peers.highest(passes))):
+                lending.serve(backward=True)
 
     def _deepen(self, batches: Sequence[Batch]) -> None:
         """The others need no word of it: they wait in the reduction, and learn it with the next step's counts."""

@@ -1,6 +1,6 @@
 """A run from its configuration to its finished folder: the assembly. Each line needs only the lines above it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -26,13 +26,14 @@ from app.engine.progress import Progress
 from app.engine.proofs import prove, remarks_on
 from app.engine.rehearsal import is_due, rehearse
 from app.engine.samples import sampler
-from app.engine.scarcity import told_where_it_ends_a_run
+from app.engine.scarcity import TooLargeTogether, told_where_it_ends_a_run
 from app.engine.signals import listening
 from app.engine.step import Stepper
 from app.engine.world import world
 from app.errors import AppError
 from app.model.build import base_path, build_trainee, unpacked_base
 from app.model.fingerprint import base_fingerprint
+from app.model.lending import Lending
 from app.model.save import save_base
 from app.model.trainee import Trainee
 from app.optim.optimizers import build_optimizer
@@ -63,22 +64,24 @@ def train_in(
     forecast = _forecast(run, ground, predict)
     if run.dry_run:
         return _told_only(folder, run, ground, console, forecast)
-    trainee = build_trainee(
-        ground.sections, ground.runtime.device, run.seed, base_path(run.model, folder.base)
-    )
+    trainee = _trainee(run, ground, folder)
     proofs = prove(trainee, ground.loader, ground.runtime.device)
     stepper = _stepper(run, ground, trainee)
     same = identity(run, ground.data.train, ground.loader, trainee, ground.plan.steps)
     checkpoints = Checkpoints(folder.checkpoints, run.checkpoint, same, _choices(run, ground))
     peers = ground.runtime.peers
     progress = checkpoints.load(ground.save, stepper, peers) if ground.save else Progress()
-    with listening(speaks=world().is_first) as request, _opened(folder, run, ground, console) as record:
+    progress.depth = stepper.depth = max(progress.depth, checkpoints.noted_depth())
+    with (
+        listening(speaks=world().is_first) as request,
+        _opened(folder, run, ground, console) as record,
+        _noted(checkpoints),
+    ):
         record.rewind(progress.step if ground.save else -1)
         remarks = [("note", each) for each in remarks_on(trainee, proofs)]
         record.table([*table(run, ground), *forecast.rows(), *remarks])
         record.add_facts(proofs=[asdict(proof) for proof in proofs])
-        if world().is_first:
-            _tell_base(run, ground, trainee, record)
+        _tell_base(run, ground, trainee, record)
         record.begin(ground.plan.steps, progress.step)
         rhythm = Rhythm(run.training, run.eval, run.checkpoint, run.record.every)
         parts = _parts(run, ground, stepper, checkpoints, record)
@@ -150,9 +153,15 @@ def _told_only(
     return 0
 
 
+def _trainee(run: RunConfig, ground: Ground, folder: RunFolder) -> Trainee:
+    sections, runtime = ground.sections, ground.runtime
+    lending = runtime.lending(trained=sections.trains_base)
+    return build_trainee(sections, runtime.device, run.seed, base_path(run.model, folder.base), lending)
+
+
 def _stepper(run: RunConfig, ground: Ground, trainee: Trainee) -> Stepper:
     """Ready for its first step, with random numbers that do not depend on what was built before."""
-    reduction = ground.runtime.reduction(list(trainee.trained().values()))
+    reduction = ground.runtime.reduction(list(trainee.trained().values()), trainee.lending)
     optimizer = build_optimizer(run.optimizer, trainee, run.seed, reduction.stepped)
     fp16 = ground.choices.precision == "fp16"
     stepper = Stepper(trainee, optimizer, ground.runtime, run.training.clip, fp16=fp16, reduction=reduction)
@@ -180,12 +189,26 @@ def _opened(
             record.message(written_page(folder.report, lambda: run_page(folder.path)))
 
 
+@contextmanager
+def _noted(checkpoints: Checkpoints) -> Iterator[None]:
+    """What ran out of memory is made in smaller parts by the next start."""
+    try:
+        yield
+    except TooLargeTogether as fault:
+        checkpoints.note_depth(fault.depth)
+        raise
+
+
 def _tell_base(run: RunConfig, ground: Ground, trainee: Trainee, record: Record | Follower) -> None:
-    """By its hash; one that no file has is kept."""
+    """By its hash; one that no file has is kept. Layers that are lent come from all processes."""
+    is_kept = ground.sections.keeps_random_base and run.checkpoint.save_random_base and not ground.save
+    state = trainee.state_on_host() if is_kept and ground.sections.packing is None else None
+    if not world().is_first:
+        return
     record.add_facts(hashes={"base": base_fingerprint(run.model)})
-    if ground.sections.keeps_random_base and run.checkpoint.save_random_base and not ground.save:
+    if is_kept:
         unpacked = unpacked_base(ground.sections, ground.runtime.device, run.seed)
-        save_base(trainee, ground.tokenizer, record.folder.base, unpacked)
+        save_base(trainee, ground.tokenizer, record.folder.base, unpacked, state)
 
 
 def _parts(
@@ -202,11 +225,28 @@ def _parts(
         learning_rate=ground.learning_rate(run.schedule, run.optimizer.lr),
         checkpoints=checkpoints,
         journal=record,
-        show_samples=sampler(*samples) if world().is_first else lambda _step: None,
+        show_samples=_shown(stepper.trainee.lending, sampler(*samples)),
         answers=trains_answers(run.dataset),
         classes=len(run.task.labels),
         eval_size=_eval_size(ground),
     )
+
+
+def _shown(lending: Lending | None, show: Callable[[int], None]) -> Callable[[int], None]:
+    """The first process asks; with layers that are lent it cannot do so alone."""
+
+    def led(step: int) -> None:
+        assert lending is not None
+        with lending.led():
+            show(step)
+
+    def followed(_step: int) -> None:
+        if lending is not None:
+            lending.follow()
+
+    if not world().is_first:
+        return followed
+    return show if lending is None else led
 
 
 def _eval_size(ground: Ground) -> float:

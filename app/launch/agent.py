@@ -131,7 +131,7 @@ def _failures(failed: Any, folder: Path) -> list[Failure]:
 def _tell(failures: list[Failure], count: int, asked: list[int], folder: Path) -> int:
     """One message for what happened, however many processes it ended; none where it was asked for."""
     first = first_of(failures)
-    if first.code in _SAVED:
+    if first.code in _SAVED and not first.text:
         return first.code
     if asked and first.code == -asked[0]:
         return first.exit_code  # before it could do anything that is worth saving

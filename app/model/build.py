@@ -16,6 +16,8 @@ from app.model.dtypes import DTYPES
 from app.model.fp8 import rows_as_they_are
 from app.model.fused import fuse
 from app.model.fused.unpacking import share_scratch
+from app.model.held import Held
+from app.model.lending import Lending, whole
 from app.model.offload import Host
 from app.model.packing import Packing
 from app.model.pooled import keep_exact
@@ -77,13 +79,25 @@ class ModelSections:
     @property
     def base_dtype(self) -> torch.dtype:
         """Of the base's weights, those beside packed ones included."""
-        frozen = self.adapter.kind != "none" or self.packing is not None
-        return DTYPES[self.precision].base if frozen else DTYPES[self.trained].base
+        return DTYPES[self.trained].base if self.trains_base else DTYPES[self.precision].base
+
+    @property
+    def trains_base(self) -> bool:
+        """Not where an adapter is trained beside it."""
+        return self.adapter.kind == "none" and self.packing is None
 
 
-def build_trainee(sections: ModelSections, device: torch.device, seed: int, base_path: str) -> Trainee:
-    """Base weights, adapter, attention and loss, on `device`, ready for training."""
-    lm = build_base(sections, device, seed)
+def build_trainee(
+    sections: ModelSections,
+    device: torch.device,
+    seed: int,
+    base_path: str,
+    lending: Lending | None = None,
+) -> Trainee:
+    """Base weights, adapter, attention and loss, on `device`, ready for training. `lending`: layers of several
+    processes, of which each keeps a part.
+    """
+    lm = build_base(sections, device, seed, lending)
     torch.manual_seed(seed)  # the adapter starts the same whatever the base drew
     network = attach(sections.adapter, task_of(sections.task), lm, base_path)
     blocks = compile_blocks(lm, sections.compile, device)
@@ -91,29 +105,34 @@ def build_trainee(sections: ModelSections, device: torch.device, seed: int, base
     pooled = task_of(sections.task).pooled
     trainee = Trainee(network.to(device), DTYPES[sections.precision].compute, pooled=pooled)
     trainee.train()
-    trainee.blocks = blocks
+    trainee.blocks, trainee.lending = blocks, lending
     if sections.adapter.fused and blocks is None:  # a compiler sees through no pass by hand
-        trainee.unpacking = share_scratch(network, sections.computed_in)
+        present = partial(whole, lending)
+        trainee.unpacking = share_scratch(network, sections.computed_in, present)
         with rows_as_they_are(network):
-            trainee.fused = fuse(network, partial(trainee.arithmetic, device))
+            trainee.fused = fuse(network, partial(trainee.arithmetic, device), present=present)
     return trainee
 
 
-def build_base(sections: ModelSections, device: torch.device, seed: int) -> Any:
+def build_base(
+    sections: ModelSections, device: torch.device, seed: int, lending: Lending | None = None
+) -> Any:
     """The model without an adapter, its weights as training stores them and its attention ours."""
     import transformers
 
     transformers.logging.disable_progress_bar()  # one line of ours says what is loaded
     logging.getLogger("transformers.modeling_utils").addFilter(_not_about_masks)
     compiled_on = None if sections.compile.kind == "none" else device
-    attention, dtype = register(sections.attention, compiled_on), sections.base_dtype
+    held = Held(sections.base_dtype, device, register(sections.attention, compiled_on), lending)
     task = task_of(sections.task)
     if sections.packing is not None:
-        lm = load_packed(sections.model, task, sections.packing, dtype, device, attention, seed)
+        lm = load_packed(sections.model, task, sections.packing, held, seed)
     else:
-        lm = load_base(sections.model, task, dtype, device, attention, seed)
+        lm = load_base(sections.model, task, held, seed)
     if task.pooled:
         keep_exact(lm)
+    if lending is not None:
+        lending.settle(lm)
     return lm
 
 
@@ -121,9 +140,8 @@ def unpacked_base(sections: ModelSections, device: torch.device, seed: int) -> A
     """A random base as it was before it was quantised, or None if the trainee has it still."""
     if sections.packing is None:
         return None
-    return draw_unpacked(
-        sections.model, task_of(sections.task), DTYPES[sections.precision].base, device, "eager", seed
-    )
+    held = Held(DTYPES[sections.precision].base, device, "eager")
+    return draw_unpacked(sections.model, task_of(sections.task), held, seed)
 
 
 def _not_about_masks(record: logging.LogRecord) -> bool:

@@ -12,6 +12,7 @@ from app.errors import CheckpointError
 from app.model.attention import right_own
 from app.model.build import ModelSections, build_base
 from app.model.dtypes import DTYPES
+from app.model.held import Held
 from app.model.lean_peft import lean_peft
 from app.model.quantize import lasting, packing_of
 from app.model.source import fetch_folder, gist, require_weights
@@ -140,7 +141,7 @@ def _load(
         packing = packing_of(quantization, dtype)
         assert packing is not None
         with drawing_by(seed):
-            lm = read_packed(model, task, folder, packing, dtype, device, "eager")
+            lm = read_packed(model, task, folder, packing, Held(dtype, device, "eager"))
     lm.set_attn_implementation(right_own(lm))
     return lm.eval()
 

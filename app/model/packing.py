@@ -1,6 +1,7 @@
 """What all ways to hold a frozen base in fewer bits have in common: which layers they take, how they replace them."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -74,3 +75,11 @@ def weight_of(layer: Any) -> Tensor:
     """[out, in]."""
     weight: Tensor = layer.weight.detach()
     return weight if isinstance(layer, nn.Linear) else weight.T
+
+
+def constants_of(weight: Any) -> Iterator[Tensor]:
+    """What a packed weight needs to be unpacked, where it is no part of its layer."""
+    state = getattr(weight, "quant_state", None)
+    while state is not None:
+        yield from (each for each in (state.absmax, state.code, state.offset) if isinstance(each, Tensor))
+        state = state.state2

@@ -4,13 +4,17 @@ import copy
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from app.model.trainee import Trainee
 
+State = dict[str, Tensor]
 
-def save_model(trainee: Trainee, tokenizer: Any, folder: Path) -> None:
-    """An adapter in PEFT's format, or a whole model in transformers' format, with the tokenizer beside it."""
+
+def save_model(trainee: Trainee, tokenizer: Any, folder: Path, state: State | None = None) -> None:
+    """An adapter in PEFT's format, or a whole model in transformers' format, with the tokenizer beside it. `state`: the
+    tensors of a whole model that has not all of them here.
+    """
     network: Any = trainee.network
     lm = trainee.language_model
     if (
@@ -18,7 +22,7 @@ def save_model(trainee: Trainee, tokenizer: Any, folder: Path) -> None:
     ):  # without it transformers answers one text at a time
         lm.config.pad_token_id = tokenizer.pad_token_id
     if trainee.network is trainee.language_model:
-        _save_pretrained(network, folder)
+        _save_pretrained(network, folder, **({} if state is None else {"state_dict": state}))
     else:
         # "auto" would ask the hub about the vocabulary of the base
         network.save_pretrained(str(folder), save_embedding_layers=False)
@@ -36,14 +40,21 @@ def _save_classes(lm: Any, folder: Path) -> None:
     numbers.save_pretrained(str(folder))
 
 
-def save_base(trainee: Trainee, tokenizer: Any, folder: Path, unpacked: nn.Module | None = None) -> None:
+def save_base(
+    trainee: Trainee,
+    tokenizer: Any,
+    folder: Path,
+    unpacked: nn.Module | None = None,
+    state: State | None = None,
+) -> None:
     """A base of random weights, as it was before any adapter: nothing else could make it again.
 
     Of a quantised one the `unpacked` weights are kept: any tool reads them, and packed again they give the same bytes.
     """
     if unpacked is None:
         lm = trainee.language_model
-        kept = {name: tensor for name, tensor in lm.state_dict().items() if _is_of_base(name)}
+        known = lm.state_dict() if state is None else state
+        kept = {name: tensor for name, tensor in known.items() if _is_of_base(name)}
         plain = {_without_adapter(name): tensor for name, tensor in kept.items()}
         _save_pretrained(lm, folder, state_dict=plain)
     else:

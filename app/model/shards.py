@@ -1,7 +1,7 @@
-"""A base in fewer bits read file by file, each weight packed as it is read.
+"""A base read file by file, each weight packed, or let go where another process keeps it, as it is read.
 
 transformers packs as it reads too, but keeps every file mapped until the last one is through. Here no more than one
-file is open, so that the host needs the packed model and that file.
+file is open, so that the host needs what is kept and that file.
 """
 
 import json
@@ -10,16 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from app.model.held import Held
 from app.model.packing import Packing
 from app.model.quantize import linear_inside
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def read_shards(lm: Any, folder: Path, packing: Packing, dtype: torch.dtype, device: torch.device) -> bool:
+def read_shards(lm: Any, folder: Path, packing: Packing | None, held: Held) -> bool:
     """Fill `lm`, whose parameters are on meta; false, and nothing is done, where its names are not those of the files.
 
     transformers renames, splits and joins what some kinds have in their files, and knows which of them stay in float32.
@@ -28,16 +28,20 @@ def read_shards(lm: Any, folder: Path, packing: Packing, dtype: torch.dtype, dev
     files = _files(folder)
     if not _named_alike(lm, files) or _has_own_dtypes(lm):
         return False
-    packed = set(linear_inside(lm))
+    packed = set() if packing is None else set(linear_inside(lm))
     for file, names in files.items():
         with _opened(file) as tensors:
             for name in sorted(names):
                 layer = name.removesuffix(".weight")
-                _put(lm, name, tensors.get_tensor(name), dtype, device, stays=layer not in packed)
-                if layer in packed:
+                _put(lm, name, tensors.get_tensor(name), held, stays=layer not in packed)
+                if packing is not None and layer in packed:
                     packing.pack_one(lm, layer)
+                if held.lending is not None:
+                    held.lending.take(lm, name.rpartition(".")[0])
+    if packing is None:
+        lm.requires_grad_(True)
     lm.tie_weights()
-    lm.to(device)  # buffers
+    lm.to(held.device)  # buffers
     _take_generation_settings(lm, folder)
     left = [name for name, parameter in lm.named_parameters() if parameter.device.type == "meta"]
     assert not left, f"not read: {left[:3]}"
@@ -89,14 +93,15 @@ def _has_own_dtypes(lm: Any) -> bool:
     return any(getattr(lm, f"_keep_in_fp32_modules{kind}", None) for kind in ("", "_strict"))
 
 
-def _put(lm: Any, name: str, given: Tensor, dtype: torch.dtype, device: torch.device, *, stays: bool) -> None:
+def _put(lm: Any, name: str, given: Tensor, held: Held, *, stays: bool) -> None:
     """A copy, if it stays: what a file gives is a piece of it, mapped."""
     place, _, last = name.rpartition(".")
     owner: nn.Module = lm.get_submodule(place)
     expected = getattr(owner, last)
     if given.shape != expected.shape:
         raise ValueError(f"{name} is {tuple(given.shape)}, the model has {tuple(expected.shape)}")
-    value = given.to(device=device, dtype=dtype if given.is_floating_point() else given.dtype, copy=stays)
+    dtype = held.dtype if given.is_floating_point() else given.dtype
+    value = given.to(device=held.device, dtype=dtype, copy=stays)
     owner._parameters[last] = nn.Parameter(value, requires_grad=False)
 
 

@@ -13,6 +13,7 @@ from app.model.compiling import Blocks
 from app.model.fused import NOTHING_FUSED
 from app.model.fused.unpacking import Unpacking
 from app.model.head import Head, chunk_rows, head_parameters, own_head, token_loss_sum, token_scores
+from app.model.lending import Lending
 from app.model.linear_head import LinearHead
 from app.model.pooled import class_loss_sum, class_scores, pooled_head, takes_segments
 from app.model.positions import first_position
@@ -31,6 +32,7 @@ class Trainee(nn.Module):
         self.fused = NOTHING_FUSED
         self.unpacking = Unpacking()
         self.blocks: Blocks | None = None  # layers that are compiled
+        self.lending: Lending | None = None  # layers whose weights come as they are needed
         self.pooled = pooled  # one answer for a document
         lm = self.language_model
         self.linear: LinearHead | None = None  # a faster way, where it is proven: model.head_proof
@@ -94,13 +96,19 @@ class Trainee(nn.Module):
         """The parameters that change, by their name in the network; tied ones once."""
         return {name: p for name, p in self.network.named_parameters() if p.requires_grad}
 
+    def state_on_host(self) -> dict[str, Tensor] | None:
+        """Where layers are lent, all tensors of the language model, for the first process; None: they are all here."""
+        return None if self.lending is None else self.lending.state_on_host(self.language_model)
+
     @contextlib.contextmanager
     def arithmetic(self, device: torch.device) -> Iterator[None]:
         """Autocast of the run's precision. Our own: Accelerate's does nothing for fp16 on a CPU, silently."""
         if self.compute is None:
             yield
         else:
-            with torch.autocast(device.type, dtype=self.compute):
+            # what autocast remembers of a weight would outlive the layer that has borrowed it
+            remembers = self.lending is None
+            with torch.autocast(device.type, dtype=self.compute, cache_enabled=remembers):
                 yield
 
     @torch.no_grad()

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from app.config.schema import ModelConfig
 from app.config.suggest import did_you_mean
 from app.errors import ConfigError, EnvironmentProblem
 from app.model.drawing import draw
+from app.model.held import Held
+from app.model.lending import Lending
 from app.model.packing import Packing
 from app.model.pooled import is_of_head
 from app.model.quantize import linear_outside, require_quantizable, settle
@@ -23,82 +26,102 @@ from app.model.tasks import Task
 
 
 def load_base(
-    config: ModelConfig, task: Task, dtype: torch.dtype, device: torch.device, attention: str, seed: int
+    config: ModelConfig,
+    task: Task,
+    held: Held,
+    seed: int,
 ) -> Any:
-    """A causal language model of transformers on `device`, its weights in `dtype`."""
+    """A causal language model of transformers."""
     if config.weights == "random":
-        lm = _random(config, task, _numbers(config, task), dtype, device, attention, seed)
+        lm = _random(config, task, _numbers(config, task), held, seed)
     else:
         folder = fetch_folder(config, config.path, with_weights=True)
         require_weights(folder, config.path)
         require_kind(config, task, _numbers_of(config, task, folder))
-        options = {"dtype": dtype, "attn_implementation": attention, "device_map": {"": device}}
         with drawing_by(seed):
-            lm = read_weights(config, task, folder, **options)
+            lm = _read(config, task, folder, held)
     require_structure(config, task, lm)
     return lm
+
+
+def _read(config: ModelConfig, task: Task, folder: Path, held: Held) -> Any:
+    """Each weight let go as it is read, where others keep it. A kind that transformers renames is read as a whole."""
+    if held.lending is not None:
+        lm = _without_weights(config, task, folder, held)
+        held.lending.deal(lm)
+        with _readable(config, folder):
+            if read_shards(lm, folder, None, held):
+                return lm
+    return read_weights(config, task, folder, **_options(held))
+
+
+def _without_weights(config: ModelConfig, task: Task, folder: Path, held: Held) -> Any:
+    """The model of a local folder, with the buffers that it computes."""
+    with _readable(config, folder), parameters_on_meta():
+        return _from_config(config, task, _numbers_of(config, task, folder), held.dtype, held.attention)
+
+
+def _options(held: Held) -> dict[str, Any]:
+    """For transformers."""
+    return {"dtype": held.dtype, "attn_implementation": held.attention, "device_map": {"": held.device}}
 
 
 def load_packed(
     config: ModelConfig,
     task: Task,
     packing: Packing,
-    dtype: torch.dtype,
-    device: torch.device,
-    attention: str,
+    held: Held,
     seed: int,
 ) -> Any:
-    """The same with the backbone in fewer bits; unpacked it never exists as a whole. The rest is in `dtype`."""
-    lack = packing.missing(device)
+    """The same with the backbone in fewer bits; unpacked it never exists as a whole."""
+    lack = packing.missing(held.device)
     if lack is not None:
         raise ConfigError(lack)
     if config.weights == "random":
-        lm = _on_meta(config, task, _numbers(config, task), dtype, attention)
+        lm = _on_meta(config, task, _numbers(config, task), held.dtype, held.attention)
         require_quantizable(config, lm, packing)
-        draw(lm, device, seed, packing.pack)
+        if held.lending is not None:
+            held.lending.deal(lm)
+        draw(lm, held.device, seed, partial(_packed_and_lent, lm, packing, held.lending))
         packing.pack(lm.base_model)  # what is linear beside the repeated layers
         settle(lm, packing)
     else:
         folder = fetch_folder(config, config.path, with_weights=True)
         require_weights(folder, config.path)
         with drawing_by(seed):
-            lm = read_packed(config, task, folder, packing, dtype, device, attention)
+            lm = read_packed(config, task, folder, packing, held)
     require_structure(config, task, lm)
     return lm
 
 
-def read_packed(
-    config: ModelConfig,
-    task: Task,
-    folder: Path,
-    packing: Packing,
-    dtype: torch.dtype,
-    device: torch.device,
-    attention: str,
-) -> Any:
+def _packed_and_lent(lm: Any, packing: Packing, lending: Lending | None, layer: nn.Module) -> None:
+    packing.pack(layer)
+    if lending is not None:
+        lending.take_layer(lm, layer)
+
+
+def read_packed(config: ModelConfig, task: Task, folder: Path, packing: Packing, held: Held) -> Any:
     """The model of a local folder, each weight packed as it is read."""
-    plan = _on_meta(config, task, _numbers_of(config, task, folder), dtype, attention)
+    plan = _on_meta(config, task, _numbers_of(config, task, folder), held.dtype, held.attention)
     require_quantizable(config, plan, packing)
-    with _readable(config, folder), parameters_on_meta():
-        lm = _from_config(config, task, _numbers_of(config, task, folder), dtype, attention)
+    lm = _without_weights(config, task, folder, held)
+    if held.lending is not None:
+        held.lending.deal(lm)
     with _readable(config, folder):
-        is_read = read_shards(lm, folder, packing, dtype, device)
+        is_read = read_shards(lm, folder, packing, held)
     if not is_read:
         told = packing.for_transformers(linear_outside(plan))
         packs = {} if told is None else {"quantization_config": told}
-        options = {"dtype": dtype, "attn_implementation": attention, "device_map": {"": device}}
-        lm = read_weights(config, task, folder, **options, **packs)
+        lm = read_weights(config, task, folder, **_options(held), **packs)
         packing.pack(lm.base_model)  # nothing is left where transformers did
     settle(lm, packing)
     return lm
 
 
-def draw_unpacked(
-    config: ModelConfig, task: Task, dtype: torch.dtype, device: torch.device, attention: str, seed: int
-) -> Any:
+def draw_unpacked(config: ModelConfig, task: Task, held: Held, seed: int) -> Any:
     """The base that load_packed packed, drawn once more and kept in host memory, for saving."""
-    lm = _on_meta(config, task, _numbers(config, task), dtype, attention)
-    draw(lm, device, seed, _to_host)
+    lm = _on_meta(config, task, _numbers(config, task), held.dtype, held.attention)
+    draw(lm, held.device, seed, _to_host)
     return lm.to("cpu")
 
 
@@ -128,21 +151,13 @@ def _on_meta(config: ModelConfig, task: Task, numbers: Any, dtype: torch.dtype, 
         return _from_config(config, task, numbers, dtype, attention)
 
 
-def _random(
-    config: ModelConfig,
-    task: Task,
-    numbers: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-    attention: str,
-    seed: int,
-) -> Any:
+def _random(config: ModelConfig, task: Task, numbers: Any, held: Held, seed: int) -> Any:
     """The draws of the rest of the program stay what they were."""
     require_kind(config, task, numbers)
-    drawn_on = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=drawn_on), torch.device(device):
+    drawn_on = [held.device] if held.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=drawn_on), torch.device(held.device):
         torch.manual_seed(seed)
-        return _from_config(config, task, numbers, dtype, attention)
+        return _from_config(config, task, numbers, held.dtype, held.attention)
 
 
 def _numbers(config: ModelConfig, task: Task) -> Any:

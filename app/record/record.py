@@ -11,7 +11,7 @@ from typing import Any, Self
 from omegaconf import OmegaConf
 
 from app.config.schema import TrackerConfig
-from app.errors import AppError
+from app.errors import AppError, Unfinished
 from app.record.console import Console
 from app.record.files import append_text, sync, write_json, write_text, writing
 from app.record.folder import RunFolder
@@ -137,10 +137,10 @@ class Record:
     ) -> None:
         if self._finished:
             return
-        stopped = isinstance(fault, KeyboardInterrupt | SystemExit)
+        stopped = isinstance(fault, KeyboardInterrupt | SystemExit | Unfinished)
         # What it failed of may keep these from being written too, and must stay what is raised.
         with suppress(AppError):
-            if not stopped:
+            if not isinstance(fault, KeyboardInterrupt | SystemExit):
                 self._write_log(masked_text(_account_of(fault)))
         with suppress(AppError):
             self.finish("stopped" if stopped else "failed", error=_reason_of(fault))

@@ -86,6 +86,7 @@ def _measured(folder: Path, reader: str) -> dict[str, Any]:
     from app.config.load import compose_run
     from app.model import weights
     from app.model.attention import register
+    from app.model.held import Held
     from app.model.quantize import packing_of
     from app.model.tasks import TASKS
 
@@ -95,7 +96,8 @@ def _measured(folder: Path, reader: str) -> dict[str, Any]:
     packing = packing_of(run.quantization, torch.bfloat16)
     assert packing is not None
     _warm_up(folder)
-    given = (run.model, TASKS["causal"], packing, torch.bfloat16, torch.device("cpu"), register("sdpa"), 0)
+    held = Held(torch.bfloat16, torch.device("cpu"), register("sdpa"))
+    given = (run.model, TASKS["causal"], packing, held, 0)
     with _Peak() as peak:
         began = time.perf_counter()
         lm = weights.load_packed(*given)

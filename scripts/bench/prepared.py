@@ -14,6 +14,7 @@ from app.engine.ground import attention_needs
 from app.engine.runtime import Runtime, start
 from app.model.adapter import attach
 from app.model.dtypes import DTYPES
+from app.model.held import Held
 from app.model.quantize import packing_of
 from app.model.tasks import TASKS
 from app.model.weights import load_base, load_packed
@@ -70,10 +71,10 @@ def network_of(prepared: Prepared, attention: str) -> Any:
     dtypes, task = DTYPES[prepared.choices.precision], TASKS[run.task.kind]
     packing = packing_of(run.quantization, dtypes.compute or dtypes.base)
     if packing is not None:
-        lm = load_packed(run.model, task, packing, dtypes.base, device, attention, seed)
+        lm = load_packed(run.model, task, packing, Held(dtypes.base, device, attention), seed)
     else:
         dtype = dtypes.base if run.adapter.kind != "none" else torch.float32
-        lm = load_base(run.model, task, dtype, device, attention, seed)
+        lm = load_base(run.model, task, Held(dtype, device, attention), seed)
     torch.manual_seed(seed)
     network: Any = attach(run.adapter, task, lm, BASE).to(device)
     network.train()

@@ -11,6 +11,7 @@ import torch
 
 from app.model.adapter import layers_to_adapt
 from app.model.dtypes import DTYPES
+from app.model.held import Held
 from app.model.tasks import TASKS
 from app.model.weights import draw_unpacked, load_base
 from scripts.bench.clock import Clock
@@ -45,7 +46,7 @@ def _write_base(prepared: Prepared, folder: str) -> list[str]:
     run, device = prepared.run, prepared.runtime.device
     task, dtype = TASKS[run.task.kind], DTYPES[prepared.choices.precision].base
     make = draw_unpacked if run.quantization.kind != "none" else load_base
-    lm = make(run.model, task, dtype, device, "sdpa", run.seed)
+    lm = make(run.model, task, Held(dtype, device, "sdpa"), run.seed)
     lm.save_pretrained(folder)
     return sorted({name.rpartition(".")[2] for name in layers_to_adapt(run.adapter.targets, lm)})
 

@@ -16,6 +16,7 @@ from app.engine.runtime import start
 from app.engine.step import Stepper
 from app.model.attention import register, select
 from app.model.build import build_trainee
+from app.model.held import Held
 from app.model.tasks import TASKS
 from app.model.trainee import Trainee
 from app.model.weights import load_base
@@ -32,7 +33,7 @@ def run_on_a_saved_base(folder: Path, *overrides: str) -> RunConfig:
     """Random weights, drawn on the CPU wherever the run is going to be."""
     run = small_run("recipe=qlora", "model.architecture.initializer_range=0.2", *overrides)
     cpu, task = torch.device("cpu"), TASKS["causal"]
-    load_base(run.model, task, torch.float32, cpu, register("sdpa"), 0).save_pretrained(str(folder))
+    load_base(run.model, task, Held(torch.float32, cpu, register("sdpa")), 0).save_pretrained(str(folder))
     return replace(run, model=replace(run.model, path=str(folder), weights="pretrained"))
 
 

@@ -17,6 +17,7 @@ from app.config.schema import ModelConfig, TaskConfig
 from app.data.labels import Labelled
 from app.errors import ConfigError, EnvironmentProblem
 from app.model.attention import NAME, register
+from app.model.held import Held
 from app.model.pooled import head_modules
 from app.model.probe import check_packing
 from app.model.save import save_model
@@ -98,13 +99,13 @@ def test_a_new_classifier_depends_on_the_seed_alone_and_the_rest_is_that_of_the_
     tmp_path: Path,
 ) -> None:
     masked = TaskConfig(kind="masked")
-    base = load_base(model_config("bert"), task_of(masked), torch.float32, CPU, register("sdpa"), 5)
+    base = load_base(model_config("bert"), task_of(masked), Held(torch.float32, CPU, register("sdpa")), 5)
     base.save_pretrained(str(tmp_path))
     config = ModelConfig(path=str(tmp_path), weights="pretrained", architecture={})
 
     def drawn(seed: int) -> Any:
         torch.manual_seed(torch.seed() % 1000)  # whatever was drawn before
-        return load_base(config, task_of(CLASSES), torch.float32, CPU, register("sdpa"), seed)
+        return load_base(config, task_of(CLASSES), Held(torch.float32, CPU, register("sdpa")), seed)
 
     first, again, other = drawn(1), drawn(1), drawn(2)
     assert first.config.id2label == dict(enumerate(LABELS))

@@ -13,6 +13,7 @@ from app.config.schema import ModelConfig, PrecisionConfig, QuantizationConfig
 from app.errors import ConfigError
 from app.model.attention import register
 from app.model.build import ModelSections, build_trainee, plan_model, unpacked_base
+from app.model.held import Held
 from app.model.load import load_tuned
 from app.model.quantize import notes, packing_of, settle
 from app.model.save import save_base, save_model
@@ -95,7 +96,9 @@ def linear_in_backbone(kind: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("kind", DENSE)
 def test_the_whole_backbone_is_in_four_bits_and_the_head_is_not(kind: str) -> None:
-    lm = load_packed(wide(kind), CAUSAL, packing(torch.bfloat16), torch.bfloat16, CPU, register("sdpa"), 0)
+    lm = load_packed(
+        wide(kind), CAUSAL, packing(torch.bfloat16), Held(torch.bfloat16, CPU, register("sdpa")), 0
+    )
     layers = dict(packed_layers(lm))
     sizes = linear_in_backbone(kind)
     assert layers.keys() == sizes.keys()
@@ -119,7 +122,7 @@ def packing(compute: torch.dtype) -> Any:
 def test_without_double_quantisation_the_scales_are_floats() -> None:
     plain = packing_of(QuantizationConfig(kind="nf4", double_quant=False), torch.float32)
     assert plain is not None
-    lm = load_packed(wide(), CAUSAL, plain, torch.float32, CPU, register("sdpa"), 0)
+    lm = load_packed(wide(), CAUSAL, plain, Held(torch.float32, CPU, register("sdpa")), 0)
     assert {layer.weight.quant_state.nested for _, layer in packed_layers(lm)} == {False}
 
 
@@ -150,10 +153,10 @@ def test_a_random_base_is_drawn_and_saved_and_packed_again_to_the_same_bytes(
 def test_a_folder_is_packed_as_it_is_read_like_its_layers_one_by_one(kind: str, tmp_path: Path) -> None:
     built(kind, "eager", **wide_numbers(kind)).save_pretrained(str(tmp_path))
     config = wide(path=str(tmp_path))
-    whole = load_base(config, CAUSAL, torch.float32, CPU, register("sdpa"), 0)
+    whole = load_base(config, CAUSAL, Held(torch.float32, CPU, register("sdpa")), 0)
     packing(torch.float32).pack(whole.base_model)
     settle(whole, packing(torch.float32))
-    read = load_packed(config, CAUSAL, packing(torch.float32), torch.float32, CPU, register("sdpa"), 0)
+    read = load_packed(config, CAUSAL, packing(torch.float32), Held(torch.float32, CPU, register("sdpa")), 0)
     assert same(packed_bytes(read), packed_bytes(whole))
     with torch.no_grad():
         assert read.eval()(IDS).logits.equal(whole.eval()(IDS).logits)
@@ -164,7 +167,7 @@ def test_weights_of_a_bf16_folder_pack_to_the_same_bytes_in_fp32(tmp_path: Path)
     built("llama", "eager", torch.bfloat16, **wide_numbers("llama")).save_pretrained(str(tmp_path))
     config = wide(path=str(tmp_path))
     found = [
-        packed_bytes(load_packed(config, CAUSAL, packing(dtype), dtype, CPU, register("sdpa"), 0))
+        packed_bytes(load_packed(config, CAUSAL, packing(dtype), Held(dtype, CPU, register("sdpa")), 0))
         for dtype in (torch.float32, torch.bfloat16)
     ]
     assert same(*found)

@@ -14,6 +14,7 @@ from torch import Tensor
 from app.errors import EnvironmentProblem
 from app.model import weights
 from app.model.attention import register
+from app.model.held import Held
 from app.model.quantize import packing_of
 from app.model.shards import read_shards
 from app.model.weights import load_packed
@@ -35,7 +36,7 @@ def saved(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     four_bit = packing_of(NF4, dtype)
     assert four_bit is not None
-    return load_packed(wide(path=str(folder)), CAUSAL, four_bit, dtype, CPU, register("sdpa"), 0)
+    return load_packed(wide(path=str(folder)), CAUSAL, four_bit, Held(dtype, CPU, register("sdpa")), 0)
 
 
 def state(lm: Any) -> dict[str, Tensor]:

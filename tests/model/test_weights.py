@@ -13,6 +13,7 @@ from app.config.groups import CONF
 from app.errors import AppError, ConfigError, EnvironmentProblem
 from app.model.attention import NAME, register
 from app.model.build import base_path, build_trainee, plan_model
+from app.model.held import Held
 from app.model.load import load_tuned
 from app.model.save import save_model
 from app.model.tokenizer import load_tokenizer
@@ -44,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def load(config: Any, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
-    return load_base(config, CAUSAL, dtype, CPU, register("sdpa"), seed)
+    return load_base(config, CAUSAL, Held(dtype, CPU, register("sdpa")), seed)
 
 
 @pytest.mark.parametrize(

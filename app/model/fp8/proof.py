@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,15 +33,16 @@ _EXACT = 1e-5
 _SAME = 1e-3  # of rows rounded twice: where a scale differs in its last bit a few numbers go the other way
 
 
-def prove(network: nn.Module) -> list[Proof]:
-    """Each size of layer on this device against the same numbers multiplied in float32; a difference is refused.
+def prove(network: nn.Module, present: Callable[[nn.Module], Any] = nullcontext) -> list[Proof]:
+    """Each size of layer on this device against the same numbers multiplied in float32; a difference is refused. In
+    `present` a module has its weights.
 
     A kernel that rounds rows otherwise than torch, or does not start, is not used; that proof says so.
     """
     every = [module for module in network.modules() if isinstance(module, Fp8Linear)]
     layers = {tuple(layer.weight.shape): layer for layer in every}
     kernels = [*_kernels_proven(layers.values()), *_epilogues_proven(every, _dtype_of(network))]
-    proofs = [proof for layer in layers.values() for proof in _proofs(layer)]
+    proofs = [proof for layer in layers.values() for proof in _proofs(layer, present)]
     wrong = [proof for proof in proofs if not proof.holds]
     if wrong:
         raise EnvironmentProblem(
@@ -112,8 +115,13 @@ def _rows(width: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     return (torch.sin(places) * (1 + places[:, :1] / width)).to(dtype)
 
 
+def _proofs(layer: Fp8Linear, present: Callable[[nn.Module], Any]) -> list[Proof]:
+    with present(layer):
+        return list(_of_layer(layer))
+
+
 @torch.no_grad()
-def _proofs(layer: Fp8Linear) -> Iterator[Proof]:
+def _of_layer(layer: Fp8Linear) -> Iterator[Proof]:
     device = layer.weight.device
     dtype, allowed = (torch.bfloat16, _ALLOWED) if device.type == "cuda" else (torch.float32, _EXACT)
     for words, weight, scales, fast in (

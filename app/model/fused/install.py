@@ -13,6 +13,7 @@ from app.model.fused.adapted import Adapted, computed_in, halves_of
 from app.model.fused.pieces import Piece, gated_pieces, linear_pieces, norm_pieces, shared_pieces
 from app.model.fused.readers import readers_watched
 from app.model.fused.shared import Shared
+from app.model.fused.unpacking import Present
 from app.model.proof import Proof, furthest
 
 _ROWS = 8  # that a proof computes with
@@ -47,21 +48,27 @@ class Fused:
 NOTHING_FUSED = Fused(0, 0, 0, 0, ())
 
 
-def fuse(network: nn.Module, arithmetic: Callable[[], Any] | None, *, shared: bool = True) -> Fused:
+def fuse(
+    network: nn.Module,
+    arithmetic: Callable[[], Any] | None,
+    *,
+    shared: bool = True,
+    present: Present = nullcontext,
+) -> Fused:
     """Put in what gives the modules' own results, and leave alone what does not.
 
     `arithmetic` is entered for the comparison: autocast of the run's precision. None: nothing is compared, for a
-    network that has no numbers. Without `shared` no piece hands anything to another: every layer computes with its
-    rows alone, and keeps them.
+    network that has no numbers. In `present` a module has its weights. Without `shared` no piece hands anything to
+    another: every layer computes with its rows alone, and keeps them.
     """
     linear, gated, norms = linear_pieces(network), gated_pieces(network), norm_pieces(network, tells=shared)
     with (arithmetic or nullcontext)(), readers_watched(network, (piece.forward for piece in norms)):
         groups = shared_pieces(network, linear) if shared else []
-    proofs = _proofs([*linear, *gated, *norms], arithmetic)
+    proofs = _proofs([*linear, *gated, *norms], arithmetic, present)
     linear, gated, norms = (_sound(pieces, proofs) for pieces in (linear, gated, norms))
     whole = {module for piece in gated for module in piece.modules}
     groups = [piece for piece in groups if piece.parent not in whole]  # it calls none of its layers then
-    proofs |= _proofs(groups, arithmetic)
+    proofs |= _proofs(groups, arithmetic, present)
     groups = _sound(groups, proofs)
     for piece in (*linear, *gated, *norms):
         (module,) = piece.modules
@@ -71,13 +78,13 @@ def fuse(network: nn.Module, arithmetic: Callable[[], Any] | None, *, shared: bo
     return Fused(len(linear), len(gated), len(groups), len(norms), tuple(proofs.values()))
 
 
-def _proofs(pieces: Iterable[Piece], arithmetic: Callable[[], Any] | None) -> Proofs:
+def _proofs(pieces: Iterable[Piece], arithmetic: Callable[[], Any] | None, present: Present) -> Proofs:
     """One for pieces that are alike, each in an arithmetic of its own: autocast remembers weights that it cast."""
     if arithmetic is None:
         return {}
     proofs = {}
     for alike, piece in {each.alike: each for each in pieces}.items():
-        with arithmetic():
+        with arithmetic(), present(piece.modules[0]):
             proofs[alike] = _proof(piece)
     return proofs
 
