@@ -11,7 +11,7 @@ a round it needs room for all gradients.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -203,19 +203,27 @@ def bucket_bytes(parameters: Sequence[nn.Parameter], processes: int) -> int:
     return limit if len(neighbours(parameters, limit)) >= processes else 0
 
 
-def dealt(parameters: Sequence[nn.Parameter], processes: int, lending: Lending | None = None) -> list[Dealt]:
-    """Buckets in the order in which they are sent, and who owns each: the largest first, to who has least. Whoever
-    keeps a weight that is lent owns its gradient, each of which is a bucket.
-    """
-    require_enough("zero2" if lending is None else "zero3", len(parameters), processes)
-    kept = {p: owner for p in parameters if lending and (owner := lending.owner_of(p)) is not None}
-    found = [([parameter], owner) for parameter, owner in kept.items()]
-    others = [parameter for parameter in parameters if parameter not in kept]
-    buckets = neighbours(others, bucket_bytes(others, processes))
-    sizes = {at: sum(bytes_of(parameter) for parameter in bucket) for at, bucket in enumerate(buckets)}
-    found += [(buckets[at], owner) for at, owner in sorted(deal(sizes, processes).items())]
+def buckets(
+    parameters: Sequence[nn.Parameter], limit: int, kept: Container[nn.Parameter] = ()
+) -> list[list[nn.Parameter]]:
+    """In the order in which they fill up and are sent: each that is `kept` by itself, the others with neighbours."""
+    alone = [[parameter] for parameter in parameters if parameter in kept]
+    others = neighbours([parameter for parameter in parameters if parameter not in kept], limit)
     place = {parameter: at for at, parameter in enumerate(reversed(parameters))}
-    return sorted(found, key=lambda each: place[each[0][-1]])  # as they fill up
+    return sorted([*alone, *others], key=lambda bucket: place[bucket[-1]])
+
+
+def dealt(
+    parameters: Sequence[nn.Parameter], processes: int, kept: Mapping[nn.Parameter, int] | None = None
+) -> list[Dealt]:
+    """Buckets and who owns each: the largest first, to who has least. `kept`: whose some weights are already."""
+    kept = kept or {}
+    require_enough("zero3" if kept else "zero2", len(parameters), processes)
+    limit = bucket_bytes([parameter for parameter in parameters if parameter not in kept], processes)
+    found = buckets(parameters, limit, kept)
+    sizes = {at: sum(map(bytes_of, bucket)) for at, bucket in enumerate(found) if bucket[0] not in kept}
+    owners = deal(sizes, processes)
+    return [(each, owners[at] if at in owners else kept[each[0]]) for at, each in enumerate(found)]
 
 
 class _Bucket:

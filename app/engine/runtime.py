@@ -75,7 +75,9 @@ class Runtime:
 
 
 def _divided(parameters: Sequence[nn.Parameter], peers: Peers, lending: Lending | None) -> Reduction:
-    shares = dealt(parameters, peers.count, lending)
+    owners = {each: None if lending is None else lending.owner_of(each) for each in parameters}
+    kept = {each: owner for each, owner in owners.items() if owner is not None}
+    shares = dealt(parameters, peers.count, kept)
     return Divided(parameters, shares, peers.rank, Between(peers), lending)
 
 

@@ -9,7 +9,7 @@ All processes make the same passes in the same order, or wait for each other for
 that has nothing to compute in it, `led` and `follow` are passes that one process makes alone.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -46,8 +46,11 @@ class Wire(Protocol):
         """Of all processes' values."""
 
 
-@dataclass(slots=True)
-class _Lent:
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """A tensor, and the name of the module that has it."""
+
+    name: str
     tensor: Tensor
     size: int
     owner: int
@@ -55,7 +58,7 @@ class _Lent:
 
 @dataclass(slots=True)
 class _Layer:
-    lent: list[_Lent] = field(default_factory=list)
+    lent: list[Lent] = field(default_factory=list)
     coming: list[Any] | None = None  # what to wait for; None: it is away
     is_here: bool = False
 
@@ -70,7 +73,7 @@ class Lending:
         self._trained = trained
         self._owners: Mapping[str, int] = {}  # by the name of a module
         self._layers: list[_Layer] = []
-        self._modules: list[nn.Module] = []
+        self._modules: Sequence[nn.Module] = ()
         self._layer_of: dict[str, _Layer] = {}
         self._known: dict[int, tuple[int, Tensor]] = {}  # owners, by the address of a storage
         self._lent: set[int] = set()  # such addresses
@@ -79,21 +82,21 @@ class Lending:
     def deal(self, lm: nn.Module) -> None:
         """Decide who keeps what, by shapes alone: `lm` may be on meta."""
         self._owners = owners_of(lm, self._processes, trained=self._trained)
-        self._modules = repeated_layers(lm)
-        self._layers = [_Layer() for _ in self._modules]
-        places = dict(zip(self._modules, self._layers, strict=True))
+        modules = repeated_layers(lm)
+        self._layers = [_Layer() for _ in modules]
+        places = dict(zip(modules, self._layers, strict=True))
         for name, module in lm.named_modules():
             if module in places:
                 self._layer_of |= {
                     _joined(name, inside): places[module] for inside, _ in module.named_modules()
                 }
 
-    def take(self, lm: nn.Module, name: str) -> None:
-        """The tensors of the module of this name, as they are from now on: kept here, or let go."""
+    def take(self, name: str, module: nn.Module) -> None:
+        """The tensors of a module, known by its name as it was dealt: kept here from now on, or let go."""
         layer, owner = self._layer_of.get(name), self._owners.get(name)
         if owner is None:
             return
-        for tensor in held_by(lm.get_submodule(name)):
+        for tensor in held_by(module):
             size = tensor.numel() * tensor.element_size()
             storage = tensor.untyped_storage()
             if storage._cdata in self._known or tensor.is_meta:
@@ -101,7 +104,7 @@ class Lending:
             self._known[storage._cdata] = owner, tensor
             if layer is None or size < LEAST_BYTES:
                 continue
-            layer.lent.append(_Lent(tensor, size, owner))
+            layer.lent.append(Lent(name, tensor, size, owner))
             self._lent.add(storage._cdata)
             if owner != self.rank:
                 ROOM(tensor, 0)
@@ -109,16 +112,21 @@ class Lending:
     def take_layer(self, lm: nn.Module, layer: nn.Module) -> None:
         """The same of all of a layer."""
         place = next(name for name, module in lm.named_modules() if module is layer)
-        for inside, _ in list(layer.named_modules()):
-            self.take(lm, _joined(place, inside))
+        for inside, module in layer.named_modules():
+            self.take(_joined(place, inside), module)
 
     def settle(self, lm: nn.Module) -> None:
         """All that was not taken yet; from here on layers call for what they need."""
         if not self._layers:
             self.deal(lm)
-        for name, _ in list(lm.named_modules()):
-            self.take(lm, name)
-        for at, module in enumerate(self._modules):
+        for name, module in lm.named_modules():
+            self.take(name, module)
+        self.serve_layers(repeated_layers(lm))
+
+    def serve_layers(self, modules: Sequence[nn.Module]) -> None:
+        """These call for what they need."""
+        self._modules = modules
+        for at, module in enumerate(modules):
             module.register_forward_pre_hook(partial(self._begins, at))
             module.register_forward_hook(partial(self._ends, at))
 
@@ -126,6 +134,11 @@ class Lending:
         """Who keeps it, and steps it if it is trained; None for what came later, as adapters do."""
         known = self._known.get(weight.untyped_storage()._cdata)
         return None if known is None else known[0]
+
+    @property
+    def lent(self) -> list[Lent]:
+        """All that is."""
+        return [each for layer in self._layers for each in layer.lent]
 
     def is_lent(self, weight: Tensor) -> bool:
         """Whether it is let go where it is not kept."""

@@ -37,7 +37,8 @@ def read_shards(lm: Any, folder: Path, packing: Packing | None, held: Held) -> b
                 if packing is not None and layer in packed:
                     packing.pack_one(lm, layer)
                 if held.lending is not None:
-                    held.lending.take(lm, name.rpartition(".")[0])
+                    place = name.rpartition(".")[0]
+                    held.lending.take(place, lm.get_submodule(place))
     if packing is None:
         lm.requires_grad_(True)
     lm.tie_weights()
