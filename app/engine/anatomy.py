@@ -32,7 +32,7 @@ def _here(tensor: Tensor) -> int:
     return bytes_of(tensor) if tensor.untyped_storage().nbytes() else 0
 
 
-def kept_tensors(trainee: Trainee, optimizer: Optimizer) -> dict[str, list[Tensor]]:
+def kept_tensors(trainee: Trainee, optimizer: Optimizer | None) -> dict[str, list[Tensor]]:
     """By part, without gradients."""
     trained = {id(parameter) for parameter in trainee.trained().values()}
     weights = list(trainee.network.parameters())
@@ -41,7 +41,7 @@ def kept_tensors(trainee: Trainee, optimizer: Optimizer) -> dict[str, list[Tenso
         "frozen_weights": [*frozen, *trainee.network.buffers()],
         "quantization_constants": [each for weight in frozen for each in constants_of(weight)],
         "trained_weights": [weight for weight in weights if id(weight) in trained],
-        "optimizer_states": list(_tensors(optimizer.state.values())),
+        "optimizer_states": [] if optimizer is None else list(_tensors(optimizer.state.values())),
     }
 
 

@@ -16,6 +16,8 @@ from app.model.lending import ROOM
 _ASKS_DEVICE = torch.ops.prim.device.default
 _BLOCK = 512  # what an allocator of CUDA rounds up to; the same everywhere, so that counts can be compared
 
+BORROWED = "borrowed_weights"
+
 Event = tuple[int, int]  # which storage, and its bytes: above 0 as it comes, below as it goes
 
 
@@ -152,11 +154,11 @@ class StorageCounter(TorchDispatchMode):
         return self._keep_in_mind(storage, rounded(size)) if size else None
 
     def _resized(self, tensor: Tensor) -> None:
-        """It had no memory, or has none any more."""
+        """It had no memory and is borrowed, or has none any more."""
         known = self._known.pop(tensor.untyped_storage()._cdata, None)
         if known is not None:
             self._count(known[0], -known[1])
-        self._see(tensor)
+        self.hold(BORROWED, [tensor])
 
     def _keep_in_mind(self, storage: Any, size: int) -> int:
         self._serial += 1

@@ -27,6 +27,11 @@ class Outline:
         self.depth = len(layers)
         self.alike = len({_likeness(layer) for layer in layers}) == 1
 
+    def bare(self, depth: int) -> nn.Module:
+        """Neither packed nor with an adapter."""
+        found: nn.Module = _of_depth(self._lm, depth)
+        return found
+
     def network(self, depth: int) -> nn.Module:
         """Packed and with an adapter, as the sections want it; no layer is recomputed yet."""
         sections = self.sections

@@ -19,6 +19,7 @@ _PARTS = {
     "trained_weights": "trained weights",
     "gradients": "their gradients",
     "optimizer_states": "optimizer states",
+    "borrowed_weights": "weights that other processes keep, of layers that are computed",
     "saved_activations": "activations kept for the backward pass",
     "temporary": "made and let go on the way",
     "loss_head": "logits and what is made of them",

@@ -7,7 +7,9 @@ everything recomputed have places of their own, so traces are of the same sort a
 
 from dataclasses import dataclass, replace
 
+from app.engine.counting import BORROWED
 from app.model.outline import Outline
+from app.plan.lent import Kept
 from app.plan.memory_plan import ANATOMY, MemoryPlan
 from app.plan.passes import KnownPasses
 from app.plan.share import DIVIDED, Division, Share
@@ -32,7 +34,7 @@ class Depths:
         self._asked = asked
         self._division = division
         self.outline = outline
-        self._traces: dict[_Depth, Trace] = {}
+        self._traces: dict[tuple[_Depth, tuple[int, int] | None], Trace] = {}
         self._known: KnownPasses = KnownPasses() if like is None else like._known
         self.layers = outline.depth
 
@@ -42,14 +44,25 @@ class Depths:
         recomputed = depth if recompute is True else int(recompute)
         whole = _Depth(depth - recomputed, recomputed)
         if exact or not self.outline.alike or depth <= _NOT_WORTH_TWO:
-            found = self._trace(whole)
-            return self._plan(_numbers(found), found, found.events, depth)
+            return self._whole(whole)
         return self._extrapolated(whole)
 
-    def _trace(self, depth: "_Depth") -> Trace:
-        if depth not in self._traces:
-            self._traces[depth] = trace(self._asked, self.outline, depth.plain, depth.recomputed, self._known)
-        return self._traces[depth]
+    def _whole(self, depth: "_Depth") -> MemoryPlan:
+        """Of all layers at once, and where weights are divided of the process that keeps most."""
+        asked, division = self._asked, self._division
+        if asked.parts is not None and division is not None and division.owners is not None:
+            part = division.heaviest(), division.processes
+            asked = replace(asked, parts=replace(asked.parts, part=part))
+        found = self._trace(depth, asked)
+        plan = self._plan(_numbers(found), found, found.events, depth)
+        return replace(plan, divided=asked.parts is not None)
+
+    def _trace(self, depth: "_Depth", asked: Asked | None = None) -> Trace:
+        asked = asked or self._asked
+        known = depth, None if asked.parts is None else asked.parts.part
+        if known not in self._traces:
+            self._traces[known] = trace(asked, self.outline, depth.plain, depth.recomputed, self._known)
+        return self._traces[known]
 
     def _extrapolated(self, whole: "_Depth") -> MemoryPlan:
         second = self._asked.run.training.offload  # is special, too
@@ -67,16 +80,20 @@ class Depths:
                 for name in {**base, **larger}:
                     slope = larger.get(name, 0) - base.get(name, 0)
                     result[name] = result.get(name, 0) + steps * slope
-        plan = self._plan(result, largest, None, few.plain + few.recomputed + 1)
-        return replace(plan, few_events=largest.events)
+        plan = self._plan(result, largest, None, whole)
+        return replace(plan, few_events=largest.events, traced_layers=few.plain + few.recomputed + 1)
 
     def _plan(
-        self, numbers: Numbers, traced: Trace, events: tuple[tuple[int, int], ...] | None, depth: int
+        self, numbers: Numbers, traced: Trace, events: tuple[tuple[int, int], ...] | None, whole: "_Depth"
     ) -> MemoryPlan:
+        depth = whole.plain + whole.recomputed
         if self._division is None or traced.states is None:
             return _plan(self._asked, numbers, events, depth)
-        share = self._division.largest(traced.states)
-        return replace(_plan(self._asked, _divided(numbers, share), events, depth), divided=True)
+        share = self._division.largest(traced.states, traced.lent)
+        own = _divided(numbers, share)
+        if self._division.owners is not None:
+            own = _borrowed(own, share.weights, whole.recomputed)
+        return replace(_plan(self._asked, own, events, depth), divided=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +130,15 @@ def _divided(numbers: Numbers, share: Share) -> Numbers:
         ("host",): share.host,
         ("update",): round(numbers["update",] * share.part),
     }
+
+
+def _borrowed(numbers: Numbers, kept: Kept, recomputed: int) -> Numbers:
+    """With the weights that one process keeps, which need not come where their layer is wanted."""
+    known, own = kept.of_phases(recomputed), dict(numbers)
+    for phase in {name[0] for name in numbers if len(name) > 1}:
+        for kind, size in (*kept.kinds.items(), (BORROWED, -known.get(phase, 0))):
+            own[phase, kind] = own.get((phase, kind), 0) + size
+    return own | {("kept",): numbers["kept",] + sum(kept.kinds.values())}
 
 
 def _plan(

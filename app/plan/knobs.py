@@ -57,10 +57,16 @@ def candidates(run: RunConfig, processes: int = 1) -> list[Knob]:
 
 
 def _divide(run: RunConfig) -> Iterator[Knob]:
-    """Of adapters there is little to divide."""
+    """Of adapters there is little to divide, but the weights beside them."""
     if run.parallel.kind == "auto" and run.adapter.kind == "none":
         why = "gradients and states are divided among the processes, and sent after every micro-batch"
         yield Knob(("parallel=zero2",), SPEED, why)
+    if run.parallel.kind in {"auto", "zero2"}:
+        why = (
+            "weights of layers are divided too, and sent twice in every micro-batch: beside the arithmetic over "
+            "NVLink, for longer than it over PCIe"
+        )
+        yield Knob(("parallel=zero3",), SPEED, why)
 
 
 def _recompute(run: RunConfig) -> Iterator[Knob]:

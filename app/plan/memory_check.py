@@ -114,6 +114,13 @@ def _turned(each: Turned) -> dict[str, Any]:
     }
 
 
+_DIVIDED = {
+    "auto": "data parallelism divides rows, not the model",
+    "zero2": "parallel=zero2 divides rows, gradients and states, not the weights",
+    "zero3": "parallel=zero3 divides rows, gradients, states and the weights of layers, not those outside of them",
+}
+
+
 def _notes(found: Looked, machine: Machine, processes: int) -> Iterator[str]:
     if found.chosen:
         yield f"training.recompute=auto means {found.run.training.recompute} layers here"
@@ -128,12 +135,7 @@ def _notes(found: Looked, machine: Machine, processes: int) -> Iterator[str]:
     if not segments_grow():
         yield "the environment switches expandable segments off; without them torch takes more"
     if processes > 1:
-        divides = (
-            "parallel=zero2 divides rows, gradients and states, not the weights"
-            if found.plan.divided
-            else "data parallelism divides rows, not the model"
-        )
-        yield f"each of {processes} processes needs as much: {divides}"
+        yield f"each of {processes} processes needs as much: {_DIVIDED[found.run.parallel.kind]}"
     yield from _on_the_host(found.plan)
 
 

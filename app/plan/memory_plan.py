@@ -12,6 +12,7 @@ ANATOMY = (
     "trained_weights",
     "gradients",
     "optimizer_states",
+    "borrowed_weights",  # of layers that are computed, kept by other processes
     "saved_activations",  # kept from forward for backward
     "temporary",  # of forward, backward and optimizer; what is computed again counts here
     "loss_head",  # logits and what is made of them

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from app.config.schema import PrecisionConfig, RunConfig
+from app.config.schema import ParallelConfig, PrecisionConfig, RunConfig
 from app.engine.choices import Choices
+from app.engine.divided import DIVIDING
 from app.engine.ground import sections_of
 from app.engine.layers import layers_of
 from app.engine.precision import choose_precision
@@ -11,9 +12,10 @@ from app.model.attention import register, register_kernel
 from app.model.outline import Outline
 from app.plan import attention
 from app.plan.depth import Depths
+from app.plan.lent import Owners
 from app.plan.memory_plan import MemoryPlan, Shape
 from app.plan.share import Division
-from app.plan.trace import Asked
+from app.plan.trace import Asked, Parts
 
 
 def plan_memory(
@@ -47,11 +49,24 @@ def depths_of(
     name = register_kernel(attention.planned, attention.NAME) if on_gpu else register(choices.attention)
     evaluated = None if steps_only else _evaluated(run, shape)
     outline = Outline(sections_of(run, choices), name, None if like is None else like.outline)
-    divides = run.parallel.kind == "zero2" and processes > 1
-    division = Division(outline.network(outline.depth), processes) if divides else None
-    bucket = None if division is None else division.bucket_bytes
-    asked = Asked(run, choices.precision, shape, evaluated, on_gpu, bucket)
+    division = _division(run.parallel, outline, processes)
+    parts = None if division is None else _parts(division, outline)
+    asked = Asked(run, choices.precision, shape, evaluated, on_gpu, parts)
     return Depths(asked, outline, division, like)
+
+
+def _parts(division: Division, outline: Outline) -> Parts:
+    lends = division.owners is not None
+    return Parts(division.bucket_bytes, lends=lends, trained=outline.sections.trains_base)
+
+
+def _division(parallel: ParallelConfig, outline: Outline, processes: int) -> Division | None:
+    """Where there is something to divide."""
+    if parallel.kind not in DIVIDING or processes == 1:
+        return None
+    trained, bare = outline.sections.trains_base, outline.bare(outline.depth)
+    owners = Owners(bare, processes, trained=trained) if parallel.kind == "zero3" else None
+    return Division(outline.network(outline.depth), processes, owners)
 
 
 def _evaluated(run: RunConfig, shape: Shape) -> Shape:

@@ -1,10 +1,9 @@
-"""What one of several processes keeps where gradients and states are divided (`parallel=zero2`).
+"""What one of several processes keeps where gradients and states are divided (`parallel=zero2`, `zero3`).
 
 A trace keeps all of both, and sends its gradients nowhere; the share of one process is put in place of what is kept
 here. Both are there from step to step, so nothing else depends on how many they are.
 """
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,9 +15,9 @@ from torch.optim import Optimizer
 from app.engine.counting import rounded
 from app.engine.divided import bucket_bytes, dealt
 from app.engine.reduction import bytes_of
+from app.plan.lent import Kept, Owners, Sizes, any_layer
 
 DIVIDED = ("gradients", "optimizer_states")
-_LAYER = re.compile(r"\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ class States:
 
     def of(self, name: str) -> tuple[int, int]:
         """A layer that was not traced has those of one that was."""
-        known = name if name in self.device else _any_layer(name)
+        known = name if name in self.device else any_layer(name)
         return self.device[known], self.host[known]
 
 
@@ -43,6 +42,7 @@ class Share:
     states: int
     host: int
     part: float  # of all that is trained
+    weights: Kept  # of those that are lent
 
 
 class Nowhere:
@@ -68,23 +68,35 @@ class Nowhere:
 
 
 class Division:
-    """Of the trained parameters of a whole model, whose tensors need no memory, among so many processes."""
+    """Of the trained parameters of a whole model, whose tensors need no memory, among so many processes.
 
-    def __init__(self, network: nn.Module, processes: int) -> None:
+    `owners`: of weights that are lent.
+    """
+
+    def __init__(self, network: nn.Module, processes: int, owners: Owners | None = None) -> None:
         trained = {name: each for name, each in network.named_parameters() if each.requires_grad}
         parameters = list(trained.values())
+        kept = {} if owners is None else owners.of_trained(network)
+        self.processes = processes
+        self.owners = owners
         self._names = {id(each): name for name, each in trained.items()}
-        self._processes = processes
         self._whole = sum(map(bytes_of, parameters))
-        self._dealt = dealt(parameters, processes)
-        self.bucket_bytes = bucket_bytes(parameters, processes)
+        self._dealt = dealt(parameters, processes, kept)
+        self.bucket_bytes = bucket_bytes([each for each in parameters if each not in kept], processes)
 
-    def largest(self, states: States) -> Share:
-        """By what is on the device."""
-        shares = (self._share(rank, states) for rank in range(self._processes))
-        return max(shares, key=lambda share: share.gradients + share.states)
+    def largest(self, states: States, sizes: Sizes) -> Share:
+        """By what is on the device. `sizes`: of modules whose weights are lent."""
+        shares = (self._share(rank, states, sizes) for rank in range(self.processes))
+        return max(shares, key=lambda each: each.gradients + each.states + sum(each.weights.kinds.values()))
 
-    def _share(self, rank: int, states: States) -> Share:
+    def heaviest(self) -> int:
+        """Who keeps most, as far as it can be known without a trace: states are taken for twice the weights."""
+        loads = [0] * self.processes if self.owners is None else self.owners.loads(self.processes)
+        for bucket, owner in self._dealt:
+            loads[owner] += 3 * sum(map(bytes_of, bucket))
+        return loads.index(max(loads))
+
+    def _share(self, rank: int, states: States, sizes_of_modules: Sizes) -> Share:
         buckets = [bucket for bucket, owner in self._dealt if owner == rank]
         found = [states.of(self._names[id(each)]) for bucket in buckets for each in bucket]
         sizes = [sum(map(bytes_of, bucket)) for bucket in buckets]
@@ -93,6 +105,7 @@ class Division:
             states=sum(device for device, _ in found) + states.common,
             host=sum(host for _, host in found),
             part=sum(sizes) / self._whole,
+            weights=Kept({}, []) if self.owners is None else self.owners.kept(rank, sizes_of_modules),
         )
 
 
@@ -113,7 +126,7 @@ def states_of(optimizer: Optimizer) -> States:
         device[name] = sum(rounded(each.untyped_storage().nbytes()) for each in here if not each.is_meta)
         host[name] = sum(bytes_of(each) for each in here if each.is_meta)
     for sizes in (device, host):
-        sizes |= {_any_layer(name): size for name, size in sizes.items()}
+        sizes |= {any_layer(name): size for name, size in sizes.items()}
     return States(device, host, sum(shared.values()))
 
 
@@ -122,10 +135,6 @@ def _of_several(optimizer: Optimizer) -> dict[int, int]:
     storages = [each.untyped_storage() for state in optimizer.state.values() for each in _tensors(state)]
     count = Counter(each._cdata for each in storages)
     return {each._cdata: rounded(each.nbytes()) for each in storages if count[each._cdata] > 1}
-
-
-def _any_layer(name: str) -> str:
-    return _LAYER.sub(".N.", name)
 
 
 def _tensors(state: Any) -> list[Tensor]:

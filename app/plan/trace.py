@@ -1,5 +1,6 @@
 """One step of the engine's own stepper, and an evaluation, on tensors without memory, every storage counted."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,10 +14,10 @@ from torch.optim import Optimizer
 from app.batch import Batch, Documents, Weights
 from app.config.schema import RunConfig
 from app.engine.anatomy import kept_tensors
-from app.engine.counting import Event, StorageCounter
-from app.engine.divided import Divided
+from app.engine.counting import BORROWED, Event, StorageCounter
+from app.engine.divided import Divided, buckets, dealt
 from app.engine.peers import Peers
-from app.engine.reduction import Alone, Reduction, neighbours
+from app.engine.reduction import Alone, Reduction
 from app.engine.runtime import Runtime
 from app.model.dtypes import DTYPES
 from app.model.fused import fuse
@@ -24,6 +25,7 @@ from app.model.fused.unpacking import share_scratch
 from app.model.hidden import HIDDEN, ON_GPU
 from app.model.kernels import as_on_gpu
 from app.model.lean_bitsandbytes import import_bitsandbytes
+from app.model.lending import Lending
 from app.model.linear_head import linear_head
 from app.model.offload import Host
 from app.model.outline import Outline
@@ -38,12 +40,14 @@ from app.plan.attention import hidden_in_backward
 from app.plan.fakes import AnyNumber, Paged, any_number, materialise
 from app.plan.flops import FlopCounter
 from app.plan.gpu import AutocastOfCuda
+from app.plan.lent import Sizes, lend, sizes_of
 from app.plan.memory_plan import Shape
 from app.plan.passes import KnownPasses, Passes, TracedStepper
 from app.plan.replay import Replay
 from app.plan.share import DIVIDED, Nowhere, States, states_of
 
 _ALONE = Runtime(accelerator=None, device=torch.device("cpu"), peers=Peers(rank=0, count=1), threads=1)
+PASSING = ("temporary", BORROWED)  # kinds of what is not there from step to step
 _HIDDEN_ON_GPU = {**ON_GPU, "app_plan::attention_backward": hidden_in_backward}
 
 
@@ -56,7 +60,21 @@ class Asked:
     shape: Shape
     evaluated: Shape | None  # None: no evaluation is traced
     on_gpu: bool
-    bucket_bytes: int | None = None  # where gradients and states are divided among processes
+    parts: "Parts | None" = None  # where a model is divided among processes
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """How a model is divided: `lends`, its weights too.
+
+    `part`: rank and number of the process that is traced; None: one that keeps all gradients and states, and of weights
+    that are lent none.
+    """
+
+    bucket_bytes: int
+    lends: bool = False
+    trained: bool = False  # whether what is lent is trained
+    part: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +89,8 @@ class Trace:
     fp8_flops: int  # of these
     repeated_flops: int
     update_flops: int
-    states: States | None  # where they are divided
+    states: States | None  # where what a process keeps is put in place of them
+    lent: Sizes
     events: tuple[Event, ...]
 
 
@@ -83,10 +102,12 @@ def trace(
     What is in `known` is not made again.
     """
     flops, network = FlopCounter(), outline.network(plain + recomputed)
+    lends = asked.parts is not None and asked.parts.lends
+    bare = outline.bare(plain + recomputed) if lends else None
     ways = as_on_gpu() if asked.on_gpu else nullcontext()
     with ways, alike_left_out(), FakeTensorMode(allow_non_fake_inputs=True):
         with AnyNumber():
-            ready = _ready(asked, network, recomputed, flops)
+            ready = _ready(asked, network, bare, recomputed, flops)
             passes = _passes(asked, outline, (plain, recomputed), known)
             ready.stepper.watched(ready.counter, flops, passes)
         trainee, stepper, counter = ready.trainee, ready.stepper, ready.counter
@@ -103,14 +124,15 @@ def trace(
                 stepper.forget_gradients()
                 counter.enter(stages.EVALUATION)
                 passes.evaluate(counter, partial(trainee.eval().scores, ready.evaluated))
-        states = None if asked.bucket_bytes is None else states_of(stepper.optimizer)
+        of_all = asked.parts is not None and asked.parts.part is None
+        states = states_of(stepper.optimizer) if of_all else None
         events, marks = list(counter.events), list(counter.phases)
         del result
     sizes = {serial: size for serial, size in reversed(events) if size > 0}
     left_out = {serial for serial, kind in kinds.items() if states is not None and kind in DIVIDED}
     return Trace(
         phases=Replay(events, marks, kinds).phases(),
-        kept=sum(sizes.get(serial, 0) for serial, kind in kinds.items() if kind != "temporary"),
+        kept=sum(sizes.get(serial, 0) for serial, kind in kinds.items() if kind not in PASSING),
         host=ready.paged.host_bytes,
         offloaded=0 if ready.host is None else ready.host.bytes,
         flops=flops.before_update,
@@ -118,6 +140,7 @@ def trace(
         repeated_flops=repeated,
         update_flops=update,
         states=states,
+        lent=ready.lent,
         events=tuple(event for event in events[:length] if event[0] not in left_out),
     )
 
@@ -133,15 +156,19 @@ class _Ready:
     host: Host | None
     batch: Batch
     evaluated: Batch | None
+    lent: Sizes
 
 
-def _ready(asked: Asked, network: nn.Module, recomputed: int, flops: FlopCounter) -> _Ready:
+def _ready(
+    asked: Asked, network: nn.Module, bare: nn.Module | None, recomputed: int, flops: FlopCounter
+) -> _Ready:
     """After a first step."""
     run, paged = asked.run, Paged()
     materialise(network)
     trainee = _trainee(asked, network)
-    optimizer = _optimizer(asked, trainee, paged)
+    trainee.lending, lent = _lending(asked, trainee, bare)
     reduction = _reduction(asked, trainee)
+    optimizer = _optimizer(asked, trainee, paged, reduction.stepped)
     fp16 = asked.precision == "fp16"
     stepper = TracedStepper(trainee, optimizer, _ALONE, run.training.clip, fp16=fp16, reduction=reduction)
     counter = _counter(asked, trainee, optimizer, flops)
@@ -151,7 +178,7 @@ def _ready(asked: Asked, network: nn.Module, recomputed: int, flops: FlopCounter
         trainee.fused = fuse(network, None)
     host = Host("meta" if asked.on_gpu else "cpu") if run.training.offload else None
     stages.watch(trainee, optimizer, counter, flops, recomputed, host)
-    if asked.shape.micro_batches > 1 and asked.bucket_bytes is None:
+    if asked.shape.micro_batches > 1 and asked.parts is None:
         trainee.register_forward_pre_hook(_leave_gradients)
     batch = _batch(asked.shape)
     evaluated = None if asked.evaluated is None else _batch(asked.evaluated)
@@ -160,13 +187,13 @@ def _ready(asked: Asked, network: nn.Module, recomputed: int, flops: FlopCounter
         counter.hold("temporary", given)  # copies
     else:
         counter.ignore(given)
-    return _Ready(trainee, stepper, counter, paged, host, batch, evaluated)
+    return _Ready(trainee, stepper, counter, paged, host, batch, evaluated, lent)
 
 
 def _passes(asked: Asked, outline: Outline, depth: tuple[int, int], known: KnownPasses | None) -> Passes:
     """Inputs that wait on the host are counted as they go there."""
     run = asked.run
-    if known is None or asked.bucket_bytes is not None or run.optimizer.in_backward or run.training.offload:
+    if known is None or asked.parts is not None or run.optimizer.in_backward or run.training.offload:
         return Passes()
     built = replace(outline.sections, recompute=False)
     return known.of(built, asked.shape, asked.evaluated, asked.on_gpu, depth)
@@ -188,13 +215,22 @@ def _trainee(asked: Asked, network: nn.Module) -> Trainee:
     return trainee
 
 
-def _optimizer(asked: Asked, trainee: Trainee, paged: Paged) -> Optimizer:
+def _lending(asked: Asked, trainee: Trainee, bare: nn.Module | None) -> tuple[Lending | None, Sizes]:
+    """How layers lie, and how large they are."""
+    if asked.parts is None or bare is None:
+        return None, {}
+    kept = kept_tensors(trainee, None)
+    lending = lend(trainee.network, bare, Nowhere(), asked.parts.part, trained=asked.parts.trained)
+    return lending, sizes_of(lending, kept)
+
+
+def _optimizer(asked: Asked, trainee: Trainee, paged: Paged, stepped: Sequence[nn.Parameter]) -> Optimizer:
     """With states as after the first step: the second one is where the peak is."""
     if asked.run.optimizer.kind in BITSANDBYTES_KINDS:
         import_bitsandbytes()
-    optimizer = build_optimizer(asked.run.optimizer, trainee, asked.run.seed)
+    optimizer = build_optimizer(asked.run.optimizer, trainee, asked.run.seed, stepped)
     paged.take_from(ordinary(optimizer), on_gpu=asked.on_gpu)
-    for parameter in trainee.trained().values():
+    for parameter in stepped:
         parameter.grad = torch.empty_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -202,13 +238,17 @@ def _optimizer(asked: Asked, trainee: Trainee, paged: Paged) -> Optimizer:
 
 
 def _reduction(asked: Asked, trainee: Trainee) -> Reduction:
-    """Of one process, which keeps all where gradients are divided: what is kept of it is known without a trace."""
-    parameters = list(trainee.trained().values())
-    if asked.bucket_bytes is None:
+    """Of one process; where it stands for all it keeps every gradient: what is kept of it is known without a trace."""
+    parameters, parts, lending = list(trainee.trained().values()), asked.parts, trainee.lending
+    if parts is None:
         return Alone(parameters)
-    return Divided(
-        parameters, [(each, 0) for each in neighbours(parameters, asked.bucket_bytes)], 0, Nowhere()
-    )
+    owners = {each: None if lending is None else lending.owner_of(each) for each in parameters}
+    kept = {each: owner for each, owner in owners.items() if owner is not None}
+    if parts.part is None:
+        shares = [(each, 0) for each in buckets(parameters, parts.bucket_bytes, kept)]
+        return Divided(parameters, shares, 0, Nowhere(), lending)
+    rank, processes = parts.part
+    return Divided(parameters, dealt(parameters, processes, kept), rank, Nowhere(), lending)
 
 
 def _leave_gradients(trainee: nn.Module, _given: Any) -> None:

@@ -79,14 +79,15 @@ def test_only_what_changes_something_is_offered(words: list[str], wanted: dict[s
 
 
 def test_dividing_is_offered_where_there_is_somebody_to_divide_with() -> None:
-    def offered(processes: int, *words: str) -> bool:
-        found = candidates(compose_run(words), processes)
-        return ("parallel=zero2",) in [knob.overrides for knob in found]
+    def offered(processes: int, *words: str) -> list[str]:
+        found = [knob.overrides[0] for knob in candidates(compose_run(words), processes)]
+        return [each for each in found if each.startswith("parallel=")]
 
-    assert offered(2, "recipe=full")
-    assert not offered(1, "recipe=full")
-    assert not offered(2, "recipe=lora"), "adapters have little to divide"
-    assert not offered(2, "recipe=full", "parallel=zero2")
+    assert offered(2, "recipe=full") == ["parallel=zero2", "parallel=zero3"]
+    assert offered(1, "recipe=full") == []
+    assert offered(2, "recipe=lora") == ["parallel=zero3"], "adapters have little to divide"
+    assert offered(2, "recipe=full", "parallel=zero2") == ["parallel=zero3"]
+    assert offered(2, "recipe=full", "parallel=zero3") == []
 
 
 def test_a_knob_takes_the_place_of_what_was_typed() -> None:

@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 
+from app.model import lending
 from app.optim.optimizers import OPTIMIZERS
 from app.plan.planner import plan_memory
 from tests.plan.truth import PACKED, PADDED, TOGETHER, counted_peak, small_run
@@ -116,6 +117,37 @@ def test_of_one_process_of_several_that_divide(words: tuple[str, ...], micro_bat
     assert kept < 0.5 * (
         whole.kept_bytes - whole.anatomy["trained_weights"] - whole.anatomy["frozen_weights"]
     )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("recipe=full",),
+        ("recipe=full", "training.recompute=true"),
+        ("recipe=full", *BF16),
+        ("recipe=full", "optimizer=adafactor", "batching.packing=false", "training.recompute=1"),
+        ("recipe=lora",),
+        ("recipe=qlora", "training.recompute=true"),
+        ("recipe=qlora", "quantization=fp8", "batching.packing=false"),
+        ("recipe=lora", "model.architecture.num_hidden_layers=8"),
+        ("recipe=full", "model.architecture.num_hidden_layers=7", "training.recompute=4"),
+    ],
+    ids=" ".join,
+)
+def test_of_one_process_of_several_that_lend(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where depth is extrapolated layers come as a whole but for what is surely kept: never too little."""
+    monkeypatch.setattr(lending, "LEAST_BYTES", 4096)  # in four bits these are small
+    run = small_run("parallel=zero3", *words)
+    shape = SHAPES["packed" if run.batching.packing else "padded"]
+    planned = plan_memory(run, shape, "cpu", processes=TOGETHER, steps_only=True)
+    counted = max(counted_peak(run, shape, rank) for rank in range(TOGETHER))
+    layer = planned.anatomy["borrowed_weights"] / 2
+    above = layer if run.model.architecture["num_hidden_layers"] > 5 else NEAR
+    assert -NEAR <= planned.peak_bytes - counted <= above
+    assert planned.divided
+    exact = plan_memory(run, shape, "cpu", processes=TOGETHER, steps_only=True, exact=True)
+    assert abs(exact.peak_bytes - counted) <= NEAR
+    assert planned.anatomy["borrowed_weights"] > 0
 
 
 @pytest.mark.parametrize("layout", SHAPES)

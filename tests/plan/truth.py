@@ -1,5 +1,7 @@
 """A real second step of a small random model, counted, beside the plan of the same configuration."""
 
+from typing import Self
+
 import torch
 
 from app.batch import Batch, Documents
@@ -16,6 +18,7 @@ from app.engine.runtime import Runtime
 from app.engine.step import Stepper
 from app.model.build import build_trainee
 from app.model.head_proof import settle_head
+from app.model.lending import Lending
 from app.optim.optimizers import build_optimizer
 from app.plan.memory_plan import Shape
 from app.plan.share import Nowhere
@@ -35,6 +38,17 @@ SMALL = (
     "optimizer=adamw",
 )
 TOGETHER = 3  # processes
+
+
+class _Numbers(Nowhere):
+    """Weights that nobody sends are some numbers, or fused layers would not be proven."""
+
+    def broadcast(self, tensor: torch.Tensor, of: int) -> Self:
+        places = torch.arange(tensor.numel()).view_as(tensor)
+        tensor.copy_(places.cos().mul(0.1) if tensor.is_floating_point() else places % 48)
+        return super().broadcast(tensor, of)
+
+
 PACKED = Shape(1, 192, (100, 60, 32), 5, 128, 130)
 PADDED = Shape(3, 64, (), 0, 64, 110)
 
@@ -63,12 +77,16 @@ def batch_of(shape: Shape, vocabulary: int = 1024) -> Batch:
 
 def counted_peak(run: RunConfig, shape: Shape, rank: int | None = None) -> int:
     """Of the second step: the first makes the optimizer's states. `rank`: of TOGETHER that divide them."""
-    choices = Choices(run.precision.kind, run.attention.kind)
-    trainee = build_trainee(sections_of(run, choices), torch.device("cpu"), run.seed, "nowhere")
+    sections = sections_of(run, Choices(run.precision.kind, run.attention.kind))
+    lends = rank is not None and run.parallel.kind == "zero3"
+    lending = Lending(_Numbers(), rank or 0, TOGETHER, trained=sections.trains_base) if lends else None
+    trainee = build_trainee(sections, torch.device("cpu"), run.seed, "nowhere", lending)
     parameters = list(trainee.trained().values())
     reduction: Reduction = Alone(parameters)
     if rank is not None:
-        reduction = Divided(parameters, dealt(parameters, TOGETHER), rank, Nowhere())
+        owners = {each: None if lending is None else lending.owner_of(each) for each in parameters}
+        kept = {each: owner for each, owner in owners.items() if owner is not None}
+        reduction = Divided(parameters, dealt(parameters, TOGETHER, kept), rank, Nowhere(), lending)
     optimizer = build_optimizer(run.optimizer, trainee, stepped=reduction.stepped)
     alone = Runtime(None, torch.device("cpu"), Peers(0, 1), 1)
     fp16 = run.precision.kind == "fp16"
