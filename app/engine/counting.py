@@ -158,7 +158,10 @@ class StorageCounter(TorchDispatchMode):
         known = self._known.pop(tensor.untyped_storage()._cdata, None)
         if known is not None:
             self._count(known[0], -known[1])
-        self.hold(BORROWED, [tensor])
+        if tensor.untyped_storage().nbytes():
+            self.hold(BORROWED, [tensor])
+        else:
+            self.ignore([tensor])
 
     def _keep_in_mind(self, storage: Any, size: int) -> int:
         self._serial += 1

@@ -63,8 +63,9 @@ class Wire(Protocol):
 class Between:
     """Real processes."""
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: Peers, group: Any = None) -> None:
         self._peers = peers
+        self._group = group  # None: of all that is sent otherwise
 
     def reduce(self, tensor: Tensor, to: int) -> Any:
         """Elsewhere `tensor` is spoilt."""
@@ -72,7 +73,7 @@ class Between:
 
     def broadcast(self, tensor: Tensor, of: int) -> Any:
         """In place."""
-        return torch.distributed.broadcast(tensor, of, async_op=True)
+        return torch.distributed.broadcast(tensor, of, group=self._group, async_op=True)
 
     def total(self, tensor: Tensor) -> None:
         """Of numbers on the device."""

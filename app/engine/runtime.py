@@ -46,7 +46,9 @@ class Runtime:
         """How layers lie where their weights are divided among processes. `trained`: whether these are."""
         if self.parallel != "zero3" or self.processes == 1:
             return None
-        return Lending(Between(self.peers), self.rank, self.processes, trained=trained)
+        # Of their own: gradients are sent in another order beside weights where a process has none for some.
+        group = torch.distributed.new_group(timeout=_PATIENCE)
+        return Lending(Between(self.peers, group), self.rank, self.processes, trained=trained)
 
     def reduction(self, parameters: Sequence[nn.Parameter], lending: Lending | None = None) -> Reduction:
         """Gradients of `parameters` as sums over all processes; all begin with the values of the first one.

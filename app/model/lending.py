@@ -104,7 +104,8 @@ class Lending:
             self._known[storage._cdata] = owner, tensor
             if layer is None or size < LEAST_BYTES:
                 continue
-            layer.lent.append(Lent(name, tensor, size, owner))
+            flat = tensor.as_strided((tensor.numel(),), (1,))  # what is sent must be contiguous
+            layer.lent.append(Lent(name, flat, size, owner))
             self._lent.add(storage._cdata)
             if owner != self.rank:
                 ROOM(tensor, 0)
@@ -139,6 +140,11 @@ class Lending:
     def lent(self) -> list[Lent]:
         """All that is."""
         return [each for layer in self._layers for each in layer.lent]
+
+    @property
+    def away(self) -> list[Tensor]:
+        """What other processes keep."""
+        return [each.tensor for each in self.lent if each.owner != self.rank]
 
     def is_lent(self, weight: Tensor) -> bool:
         """Whether it is let go where it is not kept."""

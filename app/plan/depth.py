@@ -136,8 +136,9 @@ def _borrowed(numbers: Numbers, kept: Kept, recomputed: int) -> Numbers:
     """With the weights that one process keeps, which need not come where their layer is wanted."""
     known, own = kept.of_phases(recomputed), dict(numbers)
     for phase in {name[0] for name in numbers if len(name) > 1}:
-        for kind, size in (*kept.kinds.items(), (BORROWED, -known.get(phase, 0))):
+        for kind, size in kept.kinds.items():
             own[phase, kind] = own.get((phase, kind), 0) + size
+        own[phase, BORROWED] = max(0, own.get((phase, BORROWED), 0) - known.get(phase, 0))
     return own | {("kept",): numbers["kept",] + sum(kept.kinds.values())}
 
 

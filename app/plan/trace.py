@@ -202,6 +202,10 @@ def _passes(asked: Asked, outline: Outline, depth: tuple[int, int], known: Known
 def _counter(asked: Asked, trainee: Trainee, optimizer: Optimizer, flops: FlopCounter) -> StorageCounter:
     """That knows what is there before the step."""
     counter = StorageCounter("cpu", _HIDDEN_ON_GPU if asked.on_gpu else HIDDEN, flops, any_number)
+    if (
+        trainee.lending is not None
+    ):  # the step of the optimizer has touched them, which gives them memory here
+        counter.ignore(trainee.lending.away)
     for kind, tensors in kept_tensors(trainee, optimizer).items():
         counter.hold(kind, tensors)
     return counter

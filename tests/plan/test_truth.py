@@ -131,6 +131,7 @@ def test_of_one_process_of_several_that_divide(words: tuple[str, ...], micro_bat
         ("recipe=qlora", "quantization=fp8", "batching.packing=false"),
         ("recipe=lora", "model.architecture.num_hidden_layers=8"),
         ("recipe=full", "model.architecture.num_hidden_layers=7", "training.recompute=4"),
+        ("recipe=full", "model.architecture.num_hidden_layers=6", *BF16),
     ],
     ids=" ".join,
 )
