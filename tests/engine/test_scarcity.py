@@ -118,7 +118,7 @@ def test_an_evaluation_whose_passes_others_share_ends_and_says_whether_to_begin_
     with scarce("forward", tokens=batches[0].ids.numel() - 1), pytest.raises(TooLargeTogether) as fault:
         score(trainee, batches, runtime, depth=0)
     assert fault.value.depth == 1
-    with scarce("forward", tokens=3), pytest.raises(EnvironmentProblem, match="a document of .* by itself"):
+    with scarce("forward", tokens=3), pytest.raises(EnvironmentProblem, match=r"a document of .* by itself"):
         score(trainee, batches, runtime, depth=12)
 
 
