@@ -223,8 +223,9 @@ def dealt(
     limit = bucket_bytes([parameter for parameter in parameters if parameter not in kept], processes)
     found = buckets(parameters, limit, kept)
     sizes = {at: sum(map(bytes_of, bucket)) for at, bucket in enumerate(found) if bucket[0] not in kept}
-    owners = deal(sizes, processes)
-    return [(each, owners[at] if at in owners else kept[each[0]]) for at, each in enumerate(found)]
+    owners = deal(sizes, processes) | {at: kept[each[0]] for at, each in enumerate(found) if each[0] in kept}
+    require_enough("zero3" if kept else "zero2", len(set(owners.values())), processes)
+    return [(each, owners[at]) for at, each in enumerate(found)]
 
 
 class _Bucket:

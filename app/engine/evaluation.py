@@ -12,7 +12,7 @@ from torch import Tensor
 from app.batch import Batch
 from app.engine.runtime import Runtime
 from app.engine.scarcity import TooLargeTogether, tried
-from app.engine.splitting import as_it_fits, split
+from app.engine.splitting import as_it_fits, smaller_ones, split
 from app.model.trainee import Trainee
 from app.record.metrics import finite_or_none
 
@@ -165,6 +165,7 @@ def _scored(trainee: Trainee, batches: Iterable[Batch], runtime: Runtime, depth:
             continue
         found = tried(scores, part)
         if found is None:
+            smaller_ones(part)  # there are none: the next start would not fare better
             raise TooLargeTogether("a batch of an evaluation", depth + 1)
         yield part, found
 

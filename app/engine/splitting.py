@@ -42,10 +42,15 @@ def as_it_fits(batch: Batch, work: Callable[[Batch], Found]) -> Iterator[tuple[B
         if found is not None:
             yield part, found
             continue
-        smaller = halves(part)
-        if not smaller:
-            raise does_not_fit(f"a document of {part.num_tokens} tokens by itself, in an evaluation,", {})
-        waiting += reversed(smaller)
+        waiting += reversed(smaller_ones(part))
+
+
+def smaller_ones(part: Batch) -> list[Batch]:
+    """Of what an evaluation has no room for; a document by itself ends the run."""
+    smaller = halves(part)
+    if not smaller:
+        raise does_not_fit(f"a document of {part.num_tokens} tokens by itself, in an evaluation,", {})
+    return smaller
 
 
 def _middle(batch: Batch) -> int:

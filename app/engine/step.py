@@ -14,6 +14,7 @@ from app.engine.reduction import Reduction
 from app.engine.runtime import Runtime
 from app.engine.scarcity import TooLargeTogether, does_not_fit, tried
 from app.engine.splitting import halves, split
+from app.model.flow import lowest_reached
 from app.model.trainee import Trainee
 from app.optim.first_states import drop_states, make_states
 from app.optim.norm import total_norm
@@ -176,8 +177,9 @@ class Stepper:
         """First of all the passes of those who have more; gradients are sent in the last one."""
         lending = self.trainee.lending
         if lending is not None and self.depth:
+            lowest = lowest_reached(self.trainee.language_model)
             for _ in range(passes, int(self._runtime.peers.highest(passes))):
-                lending.serve(backward=True)
+                lending.serve(backward=True, lowest=lowest)
 
     def _deepen(self, batches: Sequence[Batch]) -> None:
         """The others need no word of it: they wait in the reduction, and learn it with the next step's counts."""

@@ -191,12 +191,18 @@ def _opened(
 
 @contextmanager
 def _noted(checkpoints: Checkpoints) -> Iterator[None]:
-    """What ran out of memory is made in smaller parts by the next start."""
+    """What ran out of memory is made in smaller parts by the next start. To the other processes it is a broken line."""
+    known = checkpoints.noted_depth()
     try:
         yield
     except TooLargeTogether as fault:
         checkpoints.note_depth(fault.depth)
         raise
+    except RuntimeError as fault:
+        depth = checkpoints.noted_depth()
+        if depth <= known:
+            raise
+        raise TooLargeTogether("a micro-batch of another process", depth) from fault
 
 
 def _tell_base(run: RunConfig, ground: Ground, trainee: Trainee, record: Record | Follower) -> None:

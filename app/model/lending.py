@@ -177,13 +177,13 @@ class Lending:
                     state |= {name: tensor.to("cpu", copy=True) for name, tensor in held.items()}
         return state
 
-    def serve(self, *, backward: bool = False) -> None:
-        """A pass of other processes."""
+    def serve(self, *, backward: bool = False, lowest: int = 0) -> None:
+        """A pass of other processes. `lowest`: the layer that a backward pass ends with."""
         for at in range(len(self._layers)):
             self._forward(at)
             self._after(at, keeps=backward)
         if backward:
-            for at in reversed(range(len(self._layers))):
+            for at in reversed(range(lowest, len(self._layers))):
                 self._backward(at)
             self._let_all_go()
 

@@ -47,10 +47,10 @@ def _numbers(groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def _renumbered(path: str, numbers: Mapping[int, int]) -> str | None:
-    """`state/3/exp_avg` with the new number; None for what is of no state here."""
+    """`state/3/exp_avg` with the new number; None for what is of no state here, as `state` alone is: it is empty."""
     kind, _, rest = path.partition("/")
     was, _, key = rest.partition("/")
-    return f"state/{numbers[int(was)]}/{key}" if kind == "state" and int(was) in numbers else None
+    return f"state/{numbers[int(was)]}/{key}" if kind == "state" and was and int(was) in numbers else None
 
 
 def _group(own: StateDict, group_of: Mapping[str, Mapping[str, Any]], first: Mapping[str, Any]) -> StateDict:

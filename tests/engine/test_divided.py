@@ -181,3 +181,12 @@ def test_what_cannot_be_divided_is_said() -> None:
         "parallel=zero2 divides nothing among one process; launch.num_processes=auto takes all GPUs"
     ]
     assert notes("zero2", 2) == notes("auto", 1) == []
+
+
+def test_whoever_keeps_no_weight_is_one_too_many() -> None:
+    """Weights are kept by layers: there may be fewer of these than tensors."""
+    parameters = list(layers().parameters())
+    kept = {parameter: at % 2 for at, parameter in enumerate(parameters)}
+    assert {owner for _, owner in dealt(parameters, 2, kept)} == {0, 1}
+    with pytest.raises(ConfigError, match=r"launch.num_processes=2 or less"):
+        dealt(parameters, 3, kept)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from app.config.schema import QuantizationConfig
 from app.model import lending as rooms
 from app.model.build import build_trainee
+from app.model.flow import lowest_reached
 from app.model.lending import Lending, deal, held_by
 from app.model.recompute import repeated_layers
 from app.model.trainee import Trainee
@@ -179,6 +180,22 @@ def test_every_process_sends_in_one_order_whether_it_computes_or_serves(adapter:
     assert orders[0][0] == orders[0][2], "a step"
     assert orders[0][1] == orders[0][3], "an evaluation"
     assert {of for _, _, of in orders[0][0]} == set(range(processes))
+
+
+def test_a_backward_pass_ends_where_nothing_below_is_trained() -> None:
+    adapter = lora(targets=["model.layers.2.mlp.up_proj", "model.layers.3.mlp.up_proj"])
+    borrowed, wire, _ = lent("llama", 0, adapter=adapter, layers=5)
+    assert borrowed.lending is not None
+    lowest = lowest_reached(borrowed.language_model)
+    assert lowest == 2
+    wire.sent.clear()
+    step(borrowed)
+    made = [*wire.sent]
+    wire.sent.clear()
+    borrowed.lending.serve(backward=True, lowest=lowest)
+    assert wire.sent == made
+    whole, _, _ = lent("llama", 0)
+    assert lowest_reached(whole.language_model) == 0, "an embedding is trained before any layer"
 
 
 def test_all_others_follow_passes_that_one_leads() -> None:

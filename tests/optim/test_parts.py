@@ -78,6 +78,16 @@ def test_they_go_on_as_if_nothing_had_happened(
     assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
+def test_an_optimizer_without_states_goes_on_too(tmp_path: Path) -> None:
+    model = network(torch.float32)
+    config = compose_run(["recipe=full", "optimizer=sgd", "optimizer.momentum=0"]).optimizer
+    every = [build_optimizer(config, model, 5, [*model.parameters()]) for _ in range(2)]
+    step(model, every[:1], 0)
+    files, plains = saved(every[:1], tmp_path)
+    load_parts(every[1], files, plains)
+    assert every[1].param_groups[0]["lr"] == every[0].param_groups[0]["lr"]
+
+
 def test_what_nobody_saved_is_missed(tmp_path: Path) -> None:
     model = network(torch.float32)
     first, second = optimizers("adamw", model, TWO)

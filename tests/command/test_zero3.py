@@ -1,0 +1,438 @@
+"""Weights divided among processes too: the numbers of one, saves that any number continues, and a run that goes on."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.command import test_masked, test_processes
+from tests.command.test_classification import DECODER, ENCODER, encoder_tokenizer, pair, review, write
+from tests.command.test_processes import same_numbers, tensors, with_rate
+from tests.command.test_resume import SMALL, has_reached, same_ending
+from tests.conftest import REPO, RunApp
+from tests.model.small import distance
+from tests.runs import Ended, Running, Zygote, metrics, result
+
+ZERO3 = "parallel=zero3"
+SCARCE = "tests.scarcity"
+# Tensors large enough to be lent. Held out is one batch, so that one process of several has none.
+WIDE = (
+    *SMALL,
+    "model.architecture.hidden_size=192",
+    "model.architecture.intermediate_size=512",
+    "dataset.eval_max_rows=2",
+)
+FULL = (*WIDE, "recipe=full", "training.max_steps=6", "checkpoint.every=2")
+# At a rate at which so wide a model learns: where the loss grows, roundings do too.
+PLAIN = tuple(text.replace("lr=0.5", "lr=0.05") for text in test_processes.PLAIN)
+PATIENCE = 100  # seconds: processes that do not make the same passes wait for ever
+
+
+def together(
+    zygote: Zygote, folder: Path, count: int, *arguments: str, module: str = "app.train", **env: str
+) -> list[Ended]:
+    """To the end, whatever that is."""
+    runs = zygote.start_together(folder, count, *arguments, module=module, **env)
+    with ended_at_last(runs):
+        return [run.wait() for run in runs]
+
+
+@contextlib.contextmanager
+def ended_at_last(runs: list[Running]) -> Any:
+    over = threading.Timer(PATIENCE, _kill, [runs])
+    over.start()
+    try:
+        yield
+    finally:
+        over.cancel()
+
+
+def _kill(runs: list[Running]) -> None:
+    for run in runs:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(run.pid, signal.SIGKILL)
+
+
+def codes(ended: list[Ended]) -> list[int]:
+    return [each.code for each in ended]
+
+
+def finished(zygote: Zygote, folder: Path, count: int, *arguments: str, **env: str) -> None:
+    ended = together(zygote, folder, count, *arguments, **env)
+    assert codes(ended) == [0] * count, ended
+
+
+def memory_of(run: Path) -> dict[str, int]:
+    found: dict[str, int] = json.loads((run / "manifest.json").read_text())["memory"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def one(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process."""
+    folder = tmp_path_factory.mktemp("one")
+    ended = zygote.run(folder, *FULL, with_rate(1), f"output_dir={folder / 'run'}")
+    assert ended.code == 0, ended.stderr
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def two(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of two that divide."""
+    folder = tmp_path_factory.mktemp("two")
+    finished(zygote, folder, 2, *FULL, ZERO3, with_rate(2), f"output_dir={folder / 'run'}")
+    return folder / "run"
+
+
+def test_two_processes_give_the_numbers_and_the_model_of_one(one: Path, two: Path) -> None:
+    same_numbers(one, two)
+    assert (two / "samples.jsonl").read_text() == (one / "samples.jsonl").read_text()
+    left, right = tensors(one), tensors(two)
+    assert left.keys() == right.keys()
+    assert distance(right, left) <= 1e-6
+
+
+@pytest.mark.slow
+def test_what_comes_out_loads_in_transformers(one: Path, two: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.arange(3, 40)[None]
+    plain = [AutoModelForCausalLM.from_pretrained(str(run / "final"))(ids).logits for run in (one, two)]
+    torch.testing.assert_close(plain[1], plain[0], rtol=1e-4, atol=1e-4)
+
+
+def test_each_process_keeps_its_share(one: Path, two: Path) -> None:
+    """Embedding and head are everywhere; gradients and states of all weights are divided."""
+    alone, shared = memory_of(one), memory_of(two)
+    for part in ("gradients", "optimizer_states"):
+        assert shared[part] == pytest.approx(alone[part] / 2, rel=0.1), part
+    everywhere = 2 * 1536 * 192 * 4
+    in_layers = alone["trained_weights"] - everywhere
+    assert shared["trained_weights"] - everywhere == pytest.approx(in_layers / 2, rel=0.1)
+
+    save = two / "checkpoints" / "step-000006"
+    saved = [load_file(save / name) for name in ("weights.safetensors", "weights-1.safetensors")]
+    assert not saved[0].keys() & saved[1].keys()
+    assert saved[0].keys() | saved[1].keys() == tensors(two).keys()
+    sizes = [sum(each.nbytes for name, each in of.items() if ".layers." in name) for of in saved]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.1)
+
+
+def test_a_killed_process_ends_the_others_and_the_run_goes_on_to_the_last_bit(
+    zygote: Zygote, tmp_path: Path, two: Path
+) -> None:
+    command = (*FULL, ZERO3, with_rate(2), f"output_dir={tmp_path / 'killed'}", "resume=auto")
+    killed_and_resumed(zygote, tmp_path, command, at=3)
+    same_ending(two, tmp_path / "killed")
+
+
+def killed_and_resumed(zygote: Zygote, folder: Path, command: tuple[str, ...], at: int) -> None:
+    runs = zygote.start_together(folder, 2, *command)
+    with ended_at_last(runs):
+        runs[0].until(partial(has_reached, folder / "killed", at))
+        os.kill(runs[1].pid, signal.SIGKILL)
+        assert 0 not in [run.wait().code for run in runs]
+    finished(zygote, folder, 2, *command)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["lora", "qlora"])
+def test_killed_with_adapters_it_goes_on_to_the_last_bit(zygote: Zygote, tmp_path: Path, recipe: str) -> None:
+    dropped = (f"recipe={recipe}", "adapter.dropout=0.1", "training.max_steps=6")
+    command = (*WIDE, *dropped, "checkpoint.every=2", ZERO3, "batching.accumulation=1")
+    finished(zygote, tmp_path, 2, *command, f"output_dir={tmp_path / 'whole'}")
+    again = (*command, f"output_dir={tmp_path / 'killed'}", "resume=auto")
+    killed_and_resumed(zygote, tmp_path, again, at=4)
+    same_ending(tmp_path / "whole", tmp_path / "killed")
+
+
+AUTO, ZERO2 = "parallel=auto", "parallel=zero2"
+
+
+def continued(
+    zygote: Zygote, folder: Path, command: tuple[str, ...], turns: tuple[tuple[int, str], ...], steps: int
+) -> None:
+    """Each turn makes a part of the steps."""
+    for at, (count, parallel) in enumerate(turns, 1):
+        stop = () if at == len(turns) else (f"training.stop_after={at * steps // len(turns)}",)
+        start = (*command, parallel, with_rate(count), f"output_dir={folder / 'parts'}", "resume=auto", *stop)
+        assert codes(together(zygote, folder, count, *start)) == [75 if stop else 0] * count
+
+
+def test_a_save_of_any_number_of_processes_is_continued_by_any(
+    zygote: Zygote, tmp_path: Path, one: Path
+) -> None:
+    continued(zygote, tmp_path, FULL, ((2, ZERO3), (1, AUTO), (2, ZERO3)), steps=6)
+    same_numbers(one, tmp_path / "parts")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optimizer", "within"), [("adamw", 1e-6), ("adamw_8bit", 1e-5), ("muon", 1e-5), ("adafactor", 1e-6)]
+)
+@pytest.mark.parametrize(
+    "turns",
+    [
+        ((2, ZERO3), (1, AUTO), (2, ZERO3)),
+        ((2, ZERO2), (2, ZERO3), (2, ZERO2)),
+        ((4, ZERO3), (2, ZERO3), (1, ZERO3)),
+    ],
+    ids=["with one", "with zero2", "of four"],
+)
+def test_states_of_all_kinds_are_continued(
+    zygote: Zygote, tmp_path: Path, optimizer: str, within: float, turns: tuple[tuple[int, str], ...]
+) -> None:
+    kind = (f"optimizer={optimizer}", "training.max_steps=3")
+    command = (*FULL, *(text for text in kind))
+    whole = zygote.run(tmp_path, *command, with_rate(1), f"output_dir={tmp_path / 'whole'}")
+    assert whole.code == 0, whole.stderr
+    continued(zygote, tmp_path, command, turns, steps=3)
+    same_numbers(tmp_path / "whole", tmp_path / "parts", within)
+
+
+def starts(
+    zygote: Zygote, folder: Path, count: int, command: tuple[str, ...], **limits: str
+) -> list[tuple[int, list[str]]]:
+    """How deep it was after each, and the saves, until the run is at its end."""
+    found: list[tuple[int, list[str]]] = []
+    run = folder / "scarce"
+    again = (*command, ZERO3, with_rate(count), f"output_dir={run}", "resume=auto")
+    for _ in range(4):
+        ended = together(zygote, folder, count, *again, module=SCARCE, **limits)
+        if codes(ended) == [0] * count:
+            return found
+        assert codes(ended) == [75] * count, "of the others as well: they know why"
+        assert "Traceback" not in "".join(each.stderr for each in ended)
+        rank = int(limits["RANKS"][0])
+        assert ended[rank].stderr.startswith("error: out of memory: a ")
+        assert "Start the same run again with resume=auto" in ended[rank].stderr
+        assert result(run)["status"] == "stopped"
+        noted = json.loads((run / "checkpoints" / "depth.json").read_text())
+        found.append((noted, sorted(each.name for each in (run / "checkpoints").glob("step-*"))))
+    raise AssertionError(found)
+
+
+def test_one_of_two_runs_out_of_memory_and_the_next_start_goes_on_in_parts(
+    zygote: Zygote, tmp_path: Path, one: Path
+) -> None:
+    limits = {"WHERE": "backward", "RANKS": "1", "TOKENS": "48", "CALLS": "26"}
+    ((depth, saves),) = starts(zygote, tmp_path, 2, FULL, **limits)
+    assert (depth, saves) == (1, ["step-000002"])
+    same_numbers(one, tmp_path / "scarce", 2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "more", "limits"),
+    [
+        (2, "recipe=full", {"WHERE": "backward", "RANKS": "1", "CALLS": "13"}),  # before anything is saved
+        (2, "recipe=full", {"WHERE": "forward", "RANKS": "1", "CALLS": "20"}),  # in the first evaluation
+        (2, "recipe=full", {"WHERE": "forward", "RANKS": "01", "CALLS": "22"}),
+        (2, "recipe=lora", {"WHERE": "forward", "RANKS": "0", "CALLS": "50"}),
+        (2, "training.recompute=true", {"WHERE": "recomputed", "RANKS": "1", "CALLS": "26"}),
+        (2, "training.rehearse=true", {"WHERE": "backward", "RANKS": "1", "CALLS": "13"}),
+        (3, "recipe=full", {"WHERE": "forward", "RANKS": "2", "CALLS": "22"}),
+    ],
+)
+def test_wherever_memory_ends_the_numbers_are_the_same(
+    zygote: Zygote, tmp_path: Path, count: int, more: str, limits: dict[str, str]
+) -> None:
+    """Bins have different numbers of documents, so one process has more parts of them than another."""
+    command = (*WIDE, *PLAIN, "recipe=full", more, "training.max_steps=4", "checkpoint.every=2")
+    more_rows = "dataset.eval_max_rows=12"
+    enough = (*command, more_rows, with_rate(count), f"output_dir={tmp_path / 'enough'}")
+    finished(zygote, tmp_path, count, *enough)
+    found = starts(zygote, tmp_path, count, (*command, more_rows), TOKENS="40", **limits)
+    assert [depth for depth, _ in found] == list(range(1, len(found) + 1)) != []
+    same_numbers(tmp_path / "enough", tmp_path / "scarce", 2e-6)
+
+
+@pytest.mark.slow
+def test_parts_of_another_process_end_where_its_own_backward_pass_does(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    """Nothing is trained below the last of four layers."""
+    last = ("model.architecture.num_hidden_layers=4", "adapter.targets=[model.layers.3.mlp.up_proj]")
+    command = (*WIDE, *PLAIN, "recipe=lora", *last, "training.max_steps=4")
+    finished(zygote, tmp_path, 2, *command, with_rate(2), f"output_dir={tmp_path / 'enough'}")
+    starts(zygote, tmp_path, 2, command, WHERE="forward", RANKS="1", TOKENS="40", CALLS="29")
+    same_numbers(tmp_path / "enough", tmp_path / "scarce", 2e-6)
+
+
+@pytest.mark.slow
+def test_the_launcher_tells_once_that_memory_ended(run_app: RunApp, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    from tests.scarcity import scarce\n"
+        "    scarcity = scarce('backward', tokens=48, calls=26)\n"
+        "    scarcity.__enter__()\n"
+    )
+    run = tmp_path / "run"
+    command = (*FULL, ZERO3, with_rate(2), "launch.num_processes=2", f"output_dir={run}", "resume=auto")
+    first = run_app(*command, env={"PYTHONPATH": f"{tmp_path}:{REPO}"})
+    assert first.returncode == 75
+    assert first.stderr.count("error: out of memory: a micro-batch does not fit") == 1
+    assert first.stderr.endswith("(process 1 of 2)\n")
+    assert first.stderr.count("\n") == 2
+    assert result(run)["status"] == "stopped"
+    second = run_app(*command, env={"PYTHONPATH": f"{tmp_path}:{REPO}"})
+    assert (second.returncode, second.stderr) == (0, "")
+    assert [line["step"] for line in metrics(run) if "loss" in line] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "held_out",
+    [
+        ("batching.packing=false", "eval.rows=4", "dataset.eval_max_rows=12"),  # three batches
+        ("batching.packing=false", "eval.rows=4", "dataset.eval_max_rows=4"),
+        ("dataset.eval_max_rows=12", "eval.samples=3"),
+        ("dataset.eval_max_rows=12", "eval.samples=0"),
+    ],
+)
+@pytest.mark.parametrize("count", [2, 3])
+def test_an_evaluation_is_that_of_one_process(
+    zygote: Zygote, tmp_path: Path, held_out: tuple[str, ...], count: int
+) -> None:
+    rate = {1: 6, 2: 3, 3: 2}
+    command = (*WIDE, *PLAIN, *held_out, "recipe=lora", "training.max_steps=2")
+    runs = tmp_path / "one", tmp_path / "some"
+    for run, number, parallel in zip(runs, (1, count), (AUTO, ZERO3), strict=True):
+        accumulation = f"batching.accumulation={rate[number]}"
+        finished(zygote, tmp_path, number, *command, parallel, accumulation, f"output_dir={run}")
+    same_numbers(*runs)
+    samples = [run / "samples.jsonl" for run in runs]
+    assert len({each.read_text() if each.exists() else "" for each in samples}) == 1
+
+
+@pytest.mark.slow
+def test_adapters_on_a_random_base_come_out_as_those_of_one_process(zygote: Zygote, tmp_path: Path) -> None:
+    """PEFT loads what comes out, on the base that is kept."""
+    command = (*WIDE, *PLAIN, "recipe=lora", "training.max_steps=3")
+    one, two = tmp_path / "one", tmp_path / "two"
+    finished(zygote, tmp_path, 1, *command, with_rate(1), f"output_dir={one}")
+    finished(zygote, tmp_path, 2, *command, ZERO3, with_rate(2), f"output_dir={two}")
+    left, right = (load_file(run / "base" / "model.safetensors") for run in (one, two))
+    assert left.keys() == right.keys()
+    assert all(left[name].equal(right[name]) for name in left)
+
+    from peft import AutoPeftModelForCausalLM
+
+    ids = torch.arange(3, 40)[None]
+    plain = [AutoPeftModelForCausalLM.from_pretrained(str(run / "final"))(ids).logits for run in (one, two)]
+    torch.testing.assert_close(plain[1], plain[0], rtol=1e-4, atol=1e-4)
+    exported = zygote.run(tmp_path, f"run={two}", "to=out", "kind=merged", module="app.export")
+    assert exported.code == 0, exported.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["full", "lora"])
+def test_the_best_weights_come_out(zygote: Zygote, tmp_path: Path, recipe: str) -> None:
+    """At a rate that ruins the model after a while."""
+    rate = ("optimizer.lr=0.05", "schedule=constant", "eval.every=1", "checkpoint.final=best")
+    command = (*WIDE, *rate, f"recipe={recipe}", "training.max_steps=8", "dataset.eval_max_rows=12")
+    one, two = tmp_path / "one", tmp_path / "two"
+    finished(zygote, tmp_path, 1, *command, with_rate(1), f"output_dir={one}")
+    finished(zygote, tmp_path, 2, *command, ZERO3, with_rate(2), f"output_dir={two}")
+    assert "the best evaluation" in (two / "log.txt").read_text()
+    assert distance(tensors(two), tensors(one)) <= 1e-4
+
+
+def with_labels(folder: Path) -> tuple[str, ...]:
+    choose = random.Random(0)
+    write(folder / "pairs.jsonl", [pair(choose, i) for i in range(60)])
+    encoder_tokenizer(folder / "tokenizer")
+    sizes = ("model.architecture.hidden_size=128", "model.architecture.intermediate_size=256")
+    return (*ENCODER, *sizes, "optimizer.lr=1e-3", "training.epochs=1")
+
+
+def with_reviews(folder: Path) -> tuple[str, ...]:
+    choose = random.Random(0)
+    write(folder / "rows.jsonl", [review(choose, i) for i in range(60)])
+    return (*DECODER, "training.max_steps=3")
+
+
+def with_hidden_tokens(folder: Path) -> tuple[str, ...]:
+    from app.config.load import compose_run
+    from app.model.tokenizer import load_tokenizer
+
+    tokenizer: Any = load_tokenizer(compose_run([]).model, needs_template=False)
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    tokenizer.save_pretrained(str(folder / "tokenizer"))
+    write(folder / "text.jsonl", [{"text": f"{i}. One two three four five six."} for i in range(60)])
+    sizes = ("model.architecture.hidden_size=128", "model.architecture.intermediate_size=256")
+    return (*test_masked.SMALL, *sizes, "training.max_steps=3")
+
+
+def small(_folder: Path) -> tuple[str, ...]:
+    return (*WIDE, "training.max_steps=3", "dataset.eval_max_rows=12")
+
+
+def with_files(_folder: Path) -> tuple[str, ...]:
+    """The model that ships."""
+    return (*(text for text in SMALL if not text.startswith("model.")), "training.max_steps=3")
+
+
+# The norm of a whole gradient is added up by who owns what: its last bit moves weights, which round in 16 bits.
+UNCLIPPED = "training.clip=0"
+WEIGHTS = ("frozen_weights", "trained_weights")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("base", "more"),
+    [
+        (small, ("recipe=qlora",)),
+        (small, ("recipe=qlora", "precision=bf16", "training.recompute=true")),
+        (small, ("recipe=lora", "quantization=fp8")),
+        (small, ("recipe=full", "precision=bf16", UNCLIPPED)),
+        (small, ("recipe=full", "precision=bf16", "precision.trained=bf16")),
+        (small, ("recipe=full", "precision=fp16", UNCLIPPED)),
+        (small, ("recipe=full", "training.recompute=true", "training.offload=true")),
+        (small, ("recipe=lora", "training.recompute=1", "adapter.dropout=0.1")),
+        (small, ("recipe=full", "batching.packing=false")),
+        (small, ("recipe=full", "training.rehearse=true")),
+        (small, ("recipe=full", "model.architecture.tie_word_embeddings=true")),
+        (with_files, ("recipe=full",)),
+        (with_files, ("recipe=qlora",)),
+        (small, ("recipe=lora", "compile=blocks", "eval.samples=0")),
+        (with_labels, ("recipe=full",)),
+        (with_labels, ("recipe=lora", "batching.packing=false")),
+        (with_reviews, ()),
+        (with_hidden_tokens, ()),
+    ],
+)
+def test_whatever_a_run_has_its_numbers_are_those_of_whole_models(
+    zygote: Zygote,
+    tmp_path: Path,
+    base: Callable[[Path], tuple[str, ...]],
+    more: tuple[str, ...],
+) -> None:
+    """zero2 adds gradients up in the same order, so that nothing but a weight that is not there would differ."""
+    command = (*base(tmp_path), *more, f"cache_dir={tmp_path / 'cache'}")
+    whole, lent = tmp_path / "zero2", tmp_path / "zero3"
+    for run in (whole, lent):
+        finished(zygote, tmp_path, 2, *command, f"parallel={run.name}", f"output_dir={run}")
+    same_numbers(whole, lent)
+    weights = [sum(memory_of(run)[part] for part in WEIGHTS) for run in (whole, lent)]
+    assert weights[1] < 0.96 * weights[0], "something is lent"
+
+
+@pytest.mark.slow
+def test_more_processes_than_there_is_to_keep_are_refused(zygote: Zygote, tmp_path: Path) -> None:
+    one_layer = ("model.architecture.num_hidden_layers=1", "adapter.targets=[q_proj]")
+    command = (*WIDE, *one_layer, "recipe=lora", ZERO3, "batching.accumulation=1", "output_dir=run")
+    ended = together(zygote, tmp_path, 3, *command)
+    assert codes(ended) == [2, 2, 2]
+    assert "parallel=zero3 deals what is trained to 3 processes, and there are 2 tensors." in ended[0].stderr
