@@ -21,7 +21,8 @@ from app.batch import Batch
 from app.engine.peers import Peers
 from app.engine.reduction import BUCKET_BYTES, bytes_of, neighbours
 from app.errors import ConfigError
-from app.model.lending import Lending, deal
+from app.model.dealing import deal
+from app.model.lending import Lending
 from app.optim.norm import total_norm
 
 _EACH = 4  # buckets of a process at least, so that shares are about equal

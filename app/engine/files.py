@@ -81,7 +81,10 @@ def damage(folder: Path) -> str | None:
 def remove_leftovers(folder: Path) -> None:
     """What a killed process was writing."""
     for leftover in folder.glob(f"{_ASIDE}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
 
 
 def is_disk_full(fault: BaseException) -> bool:

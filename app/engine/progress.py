@@ -25,6 +25,15 @@ class Progress:
         """Plain values, for json."""
         return asdict(self)
 
+    def remarks(self) -> list[str]:
+        """What a start is told of those before it."""
+        if not self.depth:
+            return []
+        parts = (
+            f"micro-batches are split by documents from the first step on, into up to {2**self.depth} parts"
+        )
+        return [f"{parts}: whole they did not fit in a start before"]
+
     def note_eval(self, loss: float, min_delta: float) -> bool:
         """Take in an evaluation; true when it is the best so far."""
         self.last_eval_loss = loss

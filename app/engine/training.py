@@ -69,16 +69,14 @@ def train_in(
     stepper = _stepper(run, ground, trainee)
     same = identity(run, ground.data.train, ground.loader, trainee, ground.plan.steps)
     checkpoints = Checkpoints(folder.checkpoints, run.checkpoint, same, _choices(run, ground))
-    peers = ground.runtime.peers
-    progress = checkpoints.load(ground.save, stepper, peers) if ground.save else Progress()
-    progress.depth = stepper.depth = max(progress.depth, checkpoints.noted_depth())
+    progress = _progress(ground, checkpoints, stepper)
     with (
         listening(speaks=world().is_first) as request,
         _opened(folder, run, ground, console) as record,
         _noted(checkpoints),
     ):
         record.rewind(progress.step if ground.save else -1)
-        remarks = [("note", each) for each in remarks_on(trainee, proofs)]
+        remarks = [("note", each) for each in (*remarks_on(trainee, proofs), *progress.remarks())]
         record.table([*table(run, ground), *forecast.rows(), *remarks])
         record.add_facts(proofs=[asdict(proof) for proof in proofs])
         _tell_base(run, ground, trainee, record)
@@ -187,6 +185,14 @@ def _opened(
     finally:
         with suppress(AppError):  # how the run ended is told already
             record.message(written_page(folder.report, lambda: run_page(folder.path)))
+
+
+def _progress(ground: Ground, checkpoints: Checkpoints, stepper: Stepper) -> Progress:
+    """Of the save that the run continues from; parts are as small as any start before has found necessary."""
+    peers = ground.runtime.peers
+    progress = checkpoints.load(ground.save, stepper, peers) if ground.save else Progress()
+    progress.depth = stepper.depth = max(progress.depth, checkpoints.noted_depth())
+    return progress
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from app.engine.counting import rounded
 from app.engine.reduction import bytes_of
-from app.model.lending import Lending, Wire, owners_of
+from app.model.dealing import owners_of
+from app.model.lending import Lending, Wire
 from app.model.recompute import repeated_layers
 from app.plan.stages import (
     BOTTOM,

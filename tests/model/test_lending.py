@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from app.config.schema import QuantizationConfig
 from app.model import lending as rooms
 from app.model.build import build_trainee
+from app.model.dealing import deal, held_by
 from app.model.flow import lowest_reached
-from app.model.lending import Lending, deal, held_by
+from app.model.lending import Lending
 from app.model.recompute import repeated_layers
 from app.model.trainee import Trainee
 from tests.model.small import (
