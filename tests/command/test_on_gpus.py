@@ -55,18 +55,22 @@ def same_adapters(one: Path, other: Path, tolerance: float) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("recipe", ["lora", "qlora"])
+@pytest.mark.parametrize("parallel", ["auto", "zero3"])
 def test_two_gpus_give_the_numbers_of_one(
-    app_env: dict[str, str], tmp_path: Path, recipe: str, precision: str
+    app_env: dict[str, str], tmp_path: Path, recipe: str, precision: str, parallel: str
 ) -> None:
     """Plain gradient descent: LoRA's B begins at zero, so what comes out is the sum of the gradients."""
     command = (*COMMON, *PLAIN, f"recipe={recipe}", f"precision={precision}", "training.max_steps=3")
-    one, two = (trained(tmp_path, app_env, count, *command, with_rate(count)) for count in (1, 2))
+    one, two = (
+        trained(tmp_path, app_env, count, *command, f"parallel={parallel}", with_rate(count))
+        for count in (1, 2)
+    )
     same_losses(one, two, LOSS[precision])
     same_adapters(one, two, WEIGHTS[precision])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("parallel", ["auto", "zero2"])
+@pytest.mark.parametrize("parallel", ["auto", "zero2", "zero3"])
 def test_whole_models_have_the_numbers_of_one_gpu(
     app_env: dict[str, str], tmp_path: Path, parallel: str, precision: str
 ) -> None:
