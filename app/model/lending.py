@@ -101,7 +101,7 @@ class Lending:
             if storage._cdata in self._known or tensor.is_meta:
                 continue
             self._known[storage._cdata] = owner, tensor
-            if layer is None or size < LEAST_BYTES:
+            if layer is None or size < LEAST_BYTES or storage.nbytes() != size:  # others have a part of it
                 continue
             flat = tensor.as_strided((tensor.numel(),), (1,))  # what is sent must be contiguous
             layer.lent.append(Lent(name, flat, size, owner))
@@ -202,8 +202,10 @@ class Lending:
             self.serve()
 
     def _begins(self, at: int, _module: nn.Module, _given: Any) -> None:
-        if at == 0 and self._leads:
-            self._wire.highest(1)
+        if at == 0:
+            self._goes_back = False  # a backward pass that failed has not come to its end
+            if self._leads:
+                self._wire.highest(1)
         self._forward(at)
 
     def _ends(self, at: int, _module: nn.Module, _given: Any, out: Any) -> None:

@@ -244,6 +244,33 @@ def test_no_more_than_two_layers_are_here(backward: bool) -> None:
     assert len(here) >= 6 * (1 + backward)
 
 
+def test_after_a_backward_pass_that_failed_midway_all_is_as_before() -> None:
+    borrowed, _, whole = lent("llama", 1, layers=4)
+    before = away(borrowed)
+    layer = repeated_layers(borrowed.language_model)[1]
+
+    def fails(*_given: Any) -> None:
+        raise RuntimeError("midway")
+
+    hook = layer.mlp.register_full_backward_pre_hook(fails)
+    with pytest.raises(RuntimeError, match="midway"):
+        step(borrowed)
+    hook.remove()
+    same(step(borrowed), step(whole))
+    assert away(borrowed) == before
+
+
+def test_a_piece_of_what_others_have_too_stays() -> None:
+    for rank in (0, 1):
+        lending = Lending(Sent(), rank, 2, trained=True)
+        lm = trainee_of("llama").language_model
+        layer = repeated_layers(lm)[0].self_attn.q_proj
+        layer.register_buffer("some", torch.ones(100)[:50])
+        lending.settle(lm)
+        assert bool(layer.weight.untyped_storage().nbytes()) == (lending.owner_of(layer.weight) == rank)
+        assert layer.some.untyped_storage().nbytes() == 400
+
+
 def test_the_state_of_all_comes_to_the_first_on_its_host() -> None:
     borrowed, _, whole = lent("gemma2", 0)
     assert borrowed.lending is not None
