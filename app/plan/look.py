@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from app.config.schema import RunConfig
@@ -13,6 +14,7 @@ from app.model.build import plan_model
 from app.model.source import folder_at_hand
 from app.plan.depth import Depths
 from app.plan.fewest import fewest, judged
+from app.plan.forked import shared_out
 from app.plan.knobs import Knob, candidates, seconds_per_token, turned, words_of
 from app.plan.largest import largest_on
 from app.plan.machine import Machine
@@ -100,12 +102,9 @@ class Look:
 
     def knobs(self, now: Looked) -> list[Turned]:
         """Those that save memory, the cheapest first."""
-        found = [
-            each
-            for knob in candidates(now.run, self._processes)
-            if (each := self._turn(now, knob)) is not None
-        ]
-        return sorted(found, key=_cost)
+        last_first = candidates(now.run, self._processes)[::-1]  # those of other models, which take longest
+        tried = shared_out(partial(self._turn, now), last_first)[::-1]
+        return sorted((each for each in tried if each is not None), key=_cost)
 
     def together(self, now: Looked, knobs: Sequence[Turned]) -> dict[str, Any] | None:
         """One after the other, the cheapest first, until it fits."""

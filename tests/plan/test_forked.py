@@ -1,0 +1,92 @@
+"""Work shared with a copy of this process: the same answers in the same order, whatever becomes of the copy."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from app.config.load import compose_run
+from app.plan import forked
+from app.plan.forked import shared_out
+from app.plan.look import Look
+from app.plan.machine import Machine
+
+
+@pytest.fixture(autouse=True)
+def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forked, "_can_fork", lambda: True)
+
+
+def no_copy_is_left() -> bool:
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return True
+    return False
+
+
+def slowly(item: int) -> tuple[int, int]:
+    time.sleep(0.02)
+    return item * item, os.getpid()
+
+
+def test_answers_are_in_order_and_of_both() -> None:
+    found = shared_out(slowly, range(20))
+    assert [square for square, _ in found] == [item * item for item in range(20)]
+    assert len({who for _, who in found}) == 2
+    assert os.getpid() in {who for _, who in found}
+    assert no_copy_is_left()
+
+
+@pytest.mark.parametrize("items", [0, 1])
+def test_so_few_are_done_here(items: int) -> None:
+    assert {who for _, who in shared_out(slowly, range(items))} <= {os.getpid()}
+
+
+def _raise() -> None:
+    raise ValueError("in the copy")
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("fails", [_raise, _kill])
+def test_what_a_copy_fails_at_is_done_here(fails: Callable[[], None]) -> None:
+    me = os.getpid()
+
+    def work(item: int) -> int:
+        time.sleep(0.02)
+        if os.getpid() != me:
+            fails()
+        return item + 1
+
+    assert shared_out(work, range(9)) == list(range(1, 10))
+    assert no_copy_is_left()
+
+
+def test_what_fails_here_fails() -> None:
+    me = os.getpid()
+
+    def work(item: int) -> int:
+        time.sleep(0.02)
+        if os.getpid() == me:
+            raise ValueError("here")
+        return item
+
+    with pytest.raises(ValueError, match="here"):
+        shared_out(work, range(9))
+    assert no_copy_is_left()
+
+
+def test_knobs_are_those_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["recipe=full", "model.weights=random", "training.recompute=false"]
+    machine = Machine("some", "some", "gpu", 10_000_000, 0, context_is_measured=True)
+    run = compose_run(words)
+    together, alone = Look(words, machine), Look(words, machine)
+    forks = together.knobs(together.at(run))
+    monkeypatch.setattr(forked, "_can_fork", lambda: False)
+    assert forks == alone.knobs(alone.at(run))
+    assert len(forks) > 3
