@@ -15,7 +15,7 @@ from app.engine.divided import Between, Divided, dealt
 from app.engine.peers import Peers
 from app.engine.reduction import Alone, Reduction, Together
 from app.engine.world import world
-from app.model.lending import Lending
+from app.model.lending import Lending, owned
 
 # Accelerate takes these over its arguments: it would divide our loss, or choose a precision of its own
 _HIJACKING = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_MIXED_PRECISION")
@@ -77,9 +77,7 @@ class Runtime:
 
 
 def _divided(parameters: Sequence[nn.Parameter], peers: Peers, lending: Lending | None) -> Reduction:
-    owners = {each: None if lending is None else lending.owner_of(each) for each in parameters}
-    kept = {each: owner for each, owner in owners.items() if owner is not None}
-    shares = dealt(parameters, peers.count, kept)
+    shares = dealt(parameters, peers.count, owned(lending, parameters))
     return Divided(parameters, shares, peers.rank, Between(peers), lending)
 
 

@@ -9,7 +9,7 @@ All processes make the same passes in the same order, or wait for each other for
 that has nothing to compute in it, `led` and `follow` are passes that one process makes alone.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -266,6 +266,13 @@ class Lending:
             if each.owner != self.rank:
                 ROOM(each.tensor, 0)
         layer.coming, layer.is_here = None, False
+
+
+def owned(lending: Lending | None, weights: Iterable[nn.Parameter]) -> dict[nn.Parameter, int]:
+    """Of these the ones that somebody keeps, and who."""
+    if lending is None:
+        return {}
+    return {each: owner for each in weights if (owner := lending.owner_of(each)) is not None}
 
 
 def whole(lending: Lending | None, module: nn.Module) -> Any:

@@ -25,7 +25,7 @@ from app.model.fused.unpacking import share_scratch
 from app.model.hidden import HIDDEN, ON_GPU
 from app.model.kernels import as_on_gpu
 from app.model.lean_bitsandbytes import import_bitsandbytes
-from app.model.lending import Lending
+from app.model.lending import Lending, owned
 from app.model.linear_head import linear_head
 from app.model.offload import Host
 from app.model.outline import Outline
@@ -246,8 +246,7 @@ def _reduction(asked: Asked, trainee: Trainee) -> Reduction:
     parameters, parts, lending = list(trainee.trained().values()), asked.parts, trainee.lending
     if parts is None:
         return Alone(parameters)
-    owners = {each: None if lending is None else lending.owner_of(each) for each in parameters}
-    kept = {each: owner for each, owner in owners.items() if owner is not None}
+    kept = owned(lending, parameters)
     if parts.part is None:
         shares = [(each, 0) for each in buckets(parameters, parts.bucket_bytes, kept)]
         return Divided(parameters, shares, 0, Nowhere(), lending)

@@ -18,7 +18,7 @@ from app.engine.runtime import Runtime
 from app.engine.step import Stepper
 from app.model.build import build_trainee
 from app.model.head_proof import settle_head
-from app.model.lending import Lending
+from app.model.lending import Lending, owned
 from app.optim.optimizers import build_optimizer
 from app.plan.memory_plan import Shape
 from app.plan.share import Nowhere
@@ -84,8 +84,7 @@ def counted_peak(run: RunConfig, shape: Shape, rank: int | None = None) -> int:
     parameters = list(trainee.trained().values())
     reduction: Reduction = Alone(parameters)
     if rank is not None:
-        owners = {each: None if lending is None else lending.owner_of(each) for each in parameters}
-        kept = {each: owner for each, owner in owners.items() if owner is not None}
+        kept = owned(lending, parameters)
         reduction = Divided(parameters, dealt(parameters, TOGETHER, kept), rank, Nowhere(), lending)
     optimizer = build_optimizer(run.optimizer, trainee, stepped=reduction.stepped)
     alone = Runtime(None, torch.device("cpu"), Peers(0, 1), 1)
