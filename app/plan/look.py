@@ -10,6 +10,7 @@ from app.engine.bins import is_open, with_bins
 from app.engine.ground import sections_of
 from app.engine.layers import AUTO, layers_of
 from app.engine.limits import within_positions
+from app.errors import ConfigError
 from app.model.build import plan_model
 from app.model.source import folder_at_hand
 from app.plan.depth import Depths
@@ -137,7 +138,10 @@ class Look:
         run = turned(self.words(now), [knob])
         if run is None:
             return None
-        new = self.at(run)
+        try:
+            new = self.at(run)
+        except ConfigError:  # of what only the model tells: fewer tensors than processes
+            return None
         saved = now.verdict.needed_bytes - new.verdict.needed_bytes
         slower = self._time(new) / self._time(now) - 1
         return Turned(knob, saved, slower, new.verdict.fits) if saved > 0 else None

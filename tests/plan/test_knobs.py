@@ -8,6 +8,7 @@ import pytest
 from app.config.load import compose_run
 from app.plan.knobs import LEARNING, NUMBERS, SPEED, Knob, candidates, seconds_per_token, turned, words_of
 from app.plan.look import Look
+from app.plan.machine import Machine
 from tests.plan.facts import GPU, MIB, plan
 
 LLAMA = ["model=llama"]
@@ -88,6 +89,14 @@ def test_dividing_is_offered_where_there_is_somebody_to_divide_with() -> None:
     assert offered(2, "recipe=lora") == ["parallel=zero3"], "adapters have little to divide"
     assert offered(2, "recipe=full", "parallel=zero2") == ["parallel=zero3"]
     assert offered(2, "recipe=full", "parallel=zero3") == []
+
+
+def test_dividing_is_left_out_where_there_are_fewer_tensors_than_processes() -> None:
+    words = ["recipe=lora", "adapter.targets=[q_proj]", "model.weights=random"]
+    look = Look(words, Machine("some", "some", "gpu", 10_000_000, 0, context_is_measured=True), processes=40)
+    found = look.knobs(look.at(compose_run(words)))
+    assert found
+    assert not any("parallel=zero3" in each.knob.overrides for each in found)
 
 
 def test_a_knob_takes_the_place_of_what_was_typed() -> None:
