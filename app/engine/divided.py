@@ -219,13 +219,13 @@ def dealt(
     parameters: Sequence[nn.Parameter], processes: int, kept: Mapping[nn.Parameter, int] | None = None
 ) -> list[Dealt]:
     """Buckets and who owns each: the largest first, to who has least. `kept`: whose some weights are already."""
-    kept = kept or {}
-    require_enough("zero3" if kept else "zero2", len(parameters), processes)
+    parallel, kept = ("zero2", {}) if kept is None else ("zero3", kept)
+    require_enough(parallel, len(parameters), processes)
     limit = bucket_bytes([parameter for parameter in parameters if parameter not in kept], processes)
     found = buckets(parameters, limit, kept)
     sizes = {at: sum(map(bytes_of, bucket)) for at, bucket in enumerate(found) if bucket[0] not in kept}
     owners = deal(sizes, processes) | {at: kept[each[0]] for at, each in enumerate(found) if each[0] in kept}
-    require_enough("zero3" if kept else "zero2", len(set(owners.values())), processes)
+    require_enough(parallel, len(set(owners.values())), processes)
     return [(each, owners[at]) for at, each in enumerate(found)]
 
 

@@ -77,7 +77,8 @@ class Runtime:
 
 
 def _divided(parameters: Sequence[nn.Parameter], peers: Peers, lending: Lending | None) -> Reduction:
-    shares = dealt(parameters, peers.count, owned(lending, parameters))
+    kept = None if lending is None else owned(lending, parameters)
+    shares = dealt(parameters, peers.count, kept)
     return Divided(parameters, shares, peers.rank, Between(peers), lending)
 
 

@@ -76,13 +76,13 @@ class Division:
     def __init__(self, network: nn.Module, processes: int, owners: Owners | None = None) -> None:
         trained = {name: each for name, each in network.named_parameters() if each.requires_grad}
         parameters = list(trained.values())
-        kept = {} if owners is None else owners.of_trained(network)
+        kept = None if owners is None else owners.of_trained(network)
         self.processes = processes
         self.owners = owners
         self._names = {id(each): name for name, each in trained.items()}
         self._whole = sum(map(bytes_of, parameters))
         self._dealt = dealt(parameters, processes, kept)
-        self.bucket_bytes = bucket_bytes([each for each in parameters if each not in kept], processes)
+        self.bucket_bytes = bucket_bytes([each for each in parameters if each not in (kept or {})], processes)
 
     def largest(self, states: States, sizes: Sizes) -> Share:
         """By what is on the device. `sizes`: of modules whose weights are lent."""
