@@ -79,6 +79,8 @@ def _checked_words(overrides: Sequence[str]) -> list[str]:
 
 def _wrong_values(overrides: Sequence[str]) -> list[str]:
     """Only what is told of a key that was given: all else may follow from what is missing."""
+    if not overrides:
+        return []
     given = tuple(f"{text.lstrip('+').partition('=')[0]}=" for text in overrides)
     try:
         typed(RunConfig, _plain(compose_plain(overrides)))

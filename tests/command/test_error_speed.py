@@ -1,11 +1,11 @@
 """What a misspelt name costs from the command line to the exit, beside the import of Hydra alone."""
 
-import os
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
 from statistics import median
 
 import pytest
@@ -18,10 +18,10 @@ OTHER_CONF = "from pathlib import Path; from app.config import groups; groups.CO
 
 def processor_seconds(words: list[str], folder: Path, env: dict[str, str]) -> float:
     """Of the process alone: the clock on the wall would count the other programs of a busy machine."""
-    before = os.times()
+    before = getrusage(RUSAGE_CHILDREN)
     subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True)
-    after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system
+    after = getrusage(RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 @pytest.fixture
@@ -42,6 +42,7 @@ def test_a_misspelt_name_costs_little_more_than_the_import_of_hydra(
         "key": ["-m", "app.train", "training.max_stps=3"],
         "group": ["-m", "app.train", "modl=llama"],
         "choice": ["-m", "app.train", "model=lllama"],
+        "key beside a value": ["-m", "app.train", "training.max_stps=3", "seed=4"],
         "YAML": ["-c", OTHER_CONF.format(str(misspelt_conf)) + run],
     }
     times: dict[str, list[float]] = {name: [] for name in commands}
@@ -51,7 +52,7 @@ def test_a_misspelt_name_costs_little_more_than_the_import_of_hydra(
     alone = median(times.pop("import hydra")[1:])  # the first round also compiles
     ratios = {name: median(taken[1:]) / alone for name, taken in times.items()}
     print(f"import hydra {alone:.2f} s; " + ", ".join(f"{n} {ratio:.2f}x" for n, ratio in ratios.items()))
-    most = {"key": 2.5, "group": 2.5, "choice": 2.5, "YAML": 3.0}
+    most = {"key": 2.0, "group": 2.0, "choice": 2.0, "key beside a value": 3.0, "YAML": 3.0}
     assert {name: ratio for name, ratio in ratios.items() if ratio > most[name]} == {}
 
 
