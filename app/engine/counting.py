@@ -40,6 +40,7 @@ class Span:
 
     events: tuple[Event, ...]
     phases: tuple[tuple[int, str], ...]
+    kinds: tuple[tuple[int, str], ...]  # of what was held meanwhile
     serials: int
 
     def left(self) -> set[int]:
@@ -103,6 +104,9 @@ class StorageCounter(TorchDispatchMode):
         return Span(
             tuple((serial - mark.serial, size) for serial, size in self.events[mark.event :]),
             tuple((at - mark.event, phase) for at, phase in self.phases[mark.phase :]),
+            tuple(
+                (serial - mark.serial, kind) for serial, kind in self.kinds.items() if serial > mark.serial
+            ),
             self._serial - mark.serial,
         )
 
@@ -114,6 +118,7 @@ class StorageCounter(TorchDispatchMode):
             sizes[serial] = max(size, sizes.get(serial, 0))
             self._count(now.serial + serial, size)
         self.phases += [(now.event + at, phase) for at, phase in span.phases]
+        self.kinds |= {now.serial + serial: kind for serial, kind in span.kinds}
         self._serial += span.serials
         for serial, tensor in left.items():
             self._remember(tensor.untyped_storage(), now.serial + serial, sizes[serial])

@@ -1,6 +1,7 @@
 """The network of a run without its weights: the same modules, on meta, of as many layers as are wanted."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ class Outline:
         self._lm: Any = like._lm if like is not None and known else _base(sections, attention)
         layers = repeated_layers(self._lm)
         self.depth = len(layers)
-        self.alike = len({_likeness(layer) for layer in layers}) == 1
+        self.alike = len({_likeness(layer) for layer in layers}) == 1 and not _names_one(sections)
 
     def bare(self, depth: int) -> nn.Module:
         """Neither packed nor with an adapter."""
@@ -46,9 +47,27 @@ class Outline:
                 keep_exact(lm)
             return attach(sections.adapter, task, lm, sections.model.path)
 
+    def trained(self, depth: int) -> dict[str, nn.Parameter]:
+        """What is trained of a network of so many layers, by name and in its order; of equal layers one is built."""
+        few = 1 if self.alike else depth
+        network = self.network(few)
+        trained = {name: each for name, each in network.named_parameters() if each.requires_grad}
+        return _with_more_layers(trained, _name_of_last_layer(network), depth - few)
+
+    @property
+    def of_any_recompute(self) -> ModelSections:
+        """What it is made of: no layer is recomputed yet."""
+        return replace(self.sections, recompute=False)
+
 
 def _base(sections: ModelSections, attention: str) -> Any:
     return build_on_meta(sections.model, task_of(sections.task), attention, sections.base_dtype)
+
+
+def _names_one(sections: ModelSections) -> bool:
+    """Whether adapters may be in some layers only, which `adapter.targets` gives by their numbers."""
+    parts = (part for target in sections.adapter.targets for part in target.split("."))
+    return sections.adapter.kind != "none" and any(map(str.isdecimal, parts))
 
 
 def _likeness(layer: nn.Module) -> tuple[Any, ...]:
@@ -72,6 +91,31 @@ def _of_depth(lm: Any, depth: int) -> Any:
     for config in {id(m.config): m.config for m in shorter.modules() if hasattr(m, "config")}.values():
         config.num_hidden_layers = depth
     return shorter
+
+
+def _name_of_last_layer(network: nn.Module) -> str:
+    last = repeated_layers(network)[-1]
+    name: str = next(name for name, module in network.named_modules() if module is last)
+    return name
+
+
+def _with_more_layers(trained: dict[str, nn.Parameter], last: str, count: int) -> dict[str, nn.Parameter]:
+    """As if so many layers like it came after the `last` one."""
+    before: dict[str, nn.Parameter] = {}
+    after = dict(trained)
+    of_last = [name for name in trained if name.startswith(f"{last}.")]
+    if not of_last:
+        return trained
+    while of_last[-1] not in before:
+        name = next(iter(after))
+        before[name] = after.pop(name)
+    stem, _, at = last.rpartition(".")
+    more = {
+        f"{stem}.{int(at) + step}{name.removeprefix(last)}": nn.Parameter(torch.empty_like(trained[name]))
+        for step in range(1, count + 1)
+        for name in of_last
+    }
+    return before | more | after
 
 
 def _layer_lists(lm: nn.Module) -> list[tuple[nn.Module, str, nn.ModuleList]]:

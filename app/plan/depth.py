@@ -5,16 +5,17 @@ those that are computed again: the peak is the largest of these places, wherever
 everything recomputed have places of their own, so traces are of the same sort as what they are for.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from app.engine.counting import BORROWED
 from app.model.outline import Outline
+from app.plan.known import Known
 from app.plan.lent import Kept
 from app.plan.memory_plan import ANATOMY, MemoryPlan
-from app.plan.passes import KnownPasses
 from app.plan.share import DIVIDED, Division, Share
-from app.plan.stages import BETWEEN, ORDER
-from app.plan.trace import Asked, Trace, trace
+from app.plan.stages import BETWEEN, EVALUATION, ORDER
+from app.plan.trace import PASSING, Asked, Trace, trace
 
 _FEW = 2  # layers of a sort: the first and the last are special
 _NOT_WORTH_TWO = 5  # layers: the small traces have as many together
@@ -29,13 +30,13 @@ class Depths:
         asked: Asked,
         outline: Outline,
         division: Division | None = None,
-        like: "Depths | None" = None,
+        known: Known | None = None,
     ) -> None:
         self._asked = asked
         self._division = division
         self.outline = outline
         self._traces: dict[tuple[_Depth, tuple[int, int] | None], Trace] = {}
-        self._known: KnownPasses = KnownPasses() if like is None else like._known
+        self.known = known or Known()
         self.layers = outline.depth
 
     def planned(self, recompute: bool | int, *, exact: bool = False) -> MemoryPlan:
@@ -47,10 +48,14 @@ class Depths:
             return self._whole(whole)
         return self._extrapolated(whole)
 
+    @property
+    def _lends(self) -> bool:
+        return self._asked.parts is not None and self._asked.parts.lends
+
     def _whole(self, depth: "_Depth") -> MemoryPlan:
         """Of all layers at once, and where weights are divided of the process that keeps most."""
         asked, division = self._asked, self._division
-        if asked.parts is not None and division is not None and division.owners is not None:
+        if asked.parts is not None and division is not None and self._lends:
             part = division.heaviest(), division.processes
             asked = replace(asked, parts=replace(asked.parts, part=part))
         found = self._trace(depth, asked)
@@ -61,7 +66,7 @@ class Depths:
         asked = asked or self._asked
         known = depth, None if asked.parts is None else asked.parts.part
         if known not in self._traces:
-            self._traces[known] = trace(asked, self.outline, depth.plain, depth.recomputed, self._known)
+            self._traces[known] = trace(asked, self.outline, depth.plain, depth.recomputed, self.known.passes)
         return self._traces[known]
 
     def _extrapolated(self, whole: "_Depth") -> MemoryPlan:
@@ -80,6 +85,8 @@ class Depths:
                 for name in {**base, **larger}:
                     slope = larger.get(name, 0) - base.get(name, 0)
                     result[name] = result.get(name, 0) + steps * slope
+        if self._lends:
+            result |= _evaluated(_numbers(largest))
         plan = self._plan(result, largest, None, whole)
         return replace(plan, few_events=largest.events, traced_layers=few.plain + few.recomputed + 1)
 
@@ -89,11 +96,9 @@ class Depths:
         depth = whole.plain + whole.recomputed
         if self._division is None or traced.states is None:
             return _plan(self._asked, numbers, events, depth)
-        share = self._division.largest(traced.states, traced.lent)
-        own = _divided(numbers, share)
-        if self._division.owners is not None:
-            own = _borrowed(own, share.weights, whole.recomputed)
-        return replace(_plan(self._asked, own, events, depth), divided=True)
+        shares = self._division.shares(traced.states, traced.lent)
+        own = [_borrowed(_divided(numbers, each), each.weights, whole.recomputed) for each in shares]
+        return replace(_plan(self._asked, _largest(own), events, depth), divided=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +124,11 @@ def _numbers(found: Trace) -> Numbers:
     }
 
 
+def _evaluated(numbers: Numbers) -> Numbers:
+    """What passes in one of lent weights, which depends on no depth: the smallest trace has no layer between others."""
+    return {name: size for name, size in numbers.items() if name[0] == EVALUATION and name[-1] in PASSING}
+
+
 def _divided(numbers: Numbers, share: Share) -> Numbers:
     """What one process keeps, in place of all."""
     kept = dict(zip(DIVIDED, (share.gradients, share.states), strict=True))
@@ -134,12 +144,24 @@ def _divided(numbers: Numbers, share: Share) -> Numbers:
 
 def _borrowed(numbers: Numbers, kept: Kept, recomputed: int) -> Numbers:
     """With the weights that one process keeps, which need not come where their layer is wanted."""
+    if not kept.layers:
+        return numbers
     known, own = kept.of_phases(recomputed), dict(numbers)
     for phase in {name[0] for name in numbers if len(name) > 1}:
         for kind, size in kept.kinds.items():
             own[phase, kind] = own.get((phase, kind), 0) + size
         own[phase, BORROWED] = max(0, own.get((phase, BORROWED), 0) - known.get(phase, 0))
     return own | {("kept",): numbers["kept",] + sum(kept.kinds.values())}
+
+
+def _largest(processes: Sequence[Numbers]) -> Numbers:
+    """Of each phase that of the process that needs most then: who keeps more borrows less."""
+    found = dict(max(processes, key=lambda numbers: numbers["kept",]))
+    for phase in {name[0] for name in found if len(name) > 1}:
+        of_phase = ({n: size for n, size in each.items() if n[0] == phase} for each in processes)
+        largest: Numbers = max(of_phase, key=lambda kinds: sum(kinds.values()))
+        found |= largest
+    return found
 
 
 def _plan(

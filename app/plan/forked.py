@@ -2,9 +2,10 @@
 
 import os
 import pickle
+import signal
 import warnings
 from collections.abc import Callable, Sequence
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, Generic, TypeVar
 
 import torch
 
@@ -22,15 +23,48 @@ def shared_out(work: Callable[[Item], Found], items: Sequence[Item]) -> list[Fou
     answers, answering = os.pipe()
     copy = _fork()
     if copy == 0:
-        _answer(work, items, waiting, answering)
+        _say(lambda: _done(work, items, os.fdopen(waiting, "rb", buffering=0)), answering)
     os.close(answering)
     try:
         with os.fdopen(answers, "rb") as told, os.fdopen(waiting, "rb", buffering=0) as left:
             found = _done(work, items, left)
-            found |= _told(told)
+            found |= _told(told) or {}
     finally:
         os.waitpid(copy, 0)
     return [found[at] if at in found else work(item) for at, item in enumerate(items)]
+
+
+class Begun(Generic[Found]):
+    """Work that a copy does before anybody knows whether it will be wanted."""
+
+    def __init__(self, work: Callable[[], Found]) -> None:
+        self._copy = 0
+        if _can_fork():
+            self._answers, answering = os.pipe()
+            self._copy = _fork()
+            if self._copy == 0:
+                _say(work, answering)
+            os.close(answering)
+
+    def found(self) -> Found | None:
+        """Waits for it, once; None where it failed, was dropped, or no copy could be made."""
+        if not self._copy:
+            return None
+        with os.fdopen(self._answers, "rb") as told:
+            found: Found | None = _told(told)
+        self._end()
+        return found
+
+    def drop(self) -> None:
+        """Nobody wants it any more."""
+        if self._copy:
+            os.kill(self._copy, signal.SIGKILL)
+            os.close(self._answers)
+            self._end()
+
+    def _end(self) -> None:
+        os.waitpid(self._copy, 0)
+        self._copy = 0
 
 
 def _can_fork() -> bool:
@@ -44,12 +78,12 @@ def _fork() -> int:
         return os.fork()
 
 
-def _answer(work: Callable[[Item], Found], items: Sequence[Item], waiting: int, answering: int) -> None:
-    """The copy, to its end; it says nothing, and leaves nothing to what runs when a process ends."""
+def _say(work: Callable[[], Any], answering: int) -> None:
+    """The copy, to its end; it says nothing else, and leaves nothing to what runs when a process ends."""
     try:
         torch.set_num_threads(1)
-        with os.fdopen(waiting, "rb", buffering=0) as left, os.fdopen(answering, "wb") as told:
-            pickle.dump(_done(work, items, left), told)
+        with os.fdopen(answering, "wb") as told:
+            pickle.dump(work(), told)
     finally:
         os._exit(0)
 
@@ -61,9 +95,9 @@ def _done(work: Callable[[Item], Found], items: Sequence[Item], left: BinaryIO) 
     return found
 
 
-def _told(told: BinaryIO) -> dict[int, Found]:
+def _told(told: BinaryIO) -> Any:
+    """None by a copy that came to no end."""
     try:
-        found: dict[int, Found] = pickle.load(told)
+        return pickle.load(told)
     except (EOFError, pickle.UnpicklingError):
-        return {}
-    return found
+        return None

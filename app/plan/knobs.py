@@ -27,6 +27,16 @@ class Knob:
     costs: int
     why: str
 
+    @property
+    def sets(self) -> set[str]:
+        """Keys and groups."""
+        return {_key(word) for word in self.overrides}
+
+    @property
+    def makes_another_network(self) -> bool:
+        """Of other modules."""
+        return not self.sets.isdisjoint(("recipe", "adapter.r"))
+
 
 def turned(overrides: Sequence[str], knobs: Sequence[Knob]) -> RunConfig | None:
     """The run of a command line with knobs turned, as if they had been typed; None where they do not go with it."""

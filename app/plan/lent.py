@@ -30,6 +30,7 @@ from app.plan.stages import (
 )
 
 _LAYER = re.compile(r"\.(\d+)\.")
+_OF_AN_ADAPTER = "base_model.model."  # goes before the names of what PEFT has wrapped
 _NOBODY = -1  # a process that keeps nothing
 
 Sizes = Mapping[str, Mapping[str, int]]  # bytes by kind, of each module by its name, of whichever layer
@@ -47,7 +48,8 @@ class Kept:
         top, again = len(self.layers) - 1, recomputed - 1
         going_back = {TOP: top, LOWEST_KEPT: recomputed, TOP_AGAIN: again, SECOND: 1, BOTTOM: 0}
         found = {phase: min(self._two(at), self._two(at - 1)) for phase, at in going_back.items()}
-        found |= dict.fromkeys((FORWARD, EVALUATION), min(self._two(at) for at in range(1, top + 1)))
+        going_up = [*(self._two(at) for at in range(1, top + 1)), self.layers[top]]
+        found |= dict.fromkeys((FORWARD, EVALUATION), min(going_up))
         return found | dict.fromkeys((HEAD, HEAD_BACKWARD), self.layers[top])
 
     def _two(self, at: int) -> int:
@@ -65,10 +67,10 @@ class Owners:
         }
         self._depth = len(repeated_layers(bare))
 
-    def of_trained(self, network: nn.Module) -> dict[nn.Parameter, int]:
-        """Whose trained parameters are already."""
-        named = ((_module(name), each) for name, each in _plain(network).named_parameters())
-        return {each: self._of[name] for name, each in named if name in self._of and each.requires_grad}
+    def of_trained(self, trained: Mapping[str, nn.Parameter]) -> dict[nn.Parameter, int]:
+        """Whose they are already."""
+        named = ((_module(name), each) for name, each in trained.items())
+        return {each: self._of[name] for name, each in named if name in self._of}
 
     def loads(self, processes: int) -> list[int]:
         """What each process keeps of layers, as they are before they are packed."""
@@ -127,7 +129,7 @@ def _plain(network: Any) -> Any:
 
 
 def _module(name: str) -> str:
-    return _without_adapter(name.rpartition(".")[0])
+    return _without_adapter(name.rpartition(".")[0].removeprefix(_OF_AN_ADAPTER))
 
 
 def _without_adapter(name: str) -> str:

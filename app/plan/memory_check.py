@@ -11,10 +11,11 @@ from app.engine.runtime import default_device
 from app.engine.segments import segments_grow
 from app.model.quantize import require_machine
 from app.plan.knobs import WORDS
-from app.plan.look import Look, Looked, Turned
+from app.plan.look import Look, Looked
 from app.plan.machine import Machine, machine_of
 from app.plan.memory_plan import MemoryPlan, Shape
 from app.plan.speed import bound
+from app.plan.turning import Turned, Turning
 from app.plan.verdict import Verdict
 
 
@@ -31,8 +32,10 @@ def check_memory(
     if hardware is None:
         require_machine(run.quantization, default_device())
     look = Look(overrides, machine, processes)
-    found = look.at(run, exact=exact)
-    knobs = [] if found.verdict.fits else look.knobs(found)
+    turning = Turning(look)
+    with turning.ahead(run):
+        found = look.at(run, exact=exact)
+        knobs = [] if found.verdict.fits else turning.knobs(found)
     enough = found.verdict.fits or any(each.fits for each in knobs)
     return {
         "hardware": machine.name,
@@ -44,7 +47,7 @@ def check_memory(
         **_judged(found.verdict),
         "bound": _bound(found, machine),
         "knobs": [_turned(each) for each in knobs],
-        "together": None if enough else look.together(found, knobs),
+        "together": None if enough else turning.together(found, knobs),
         "processes": processes,
         "notes": list(_notes(found, machine, processes)),
     }

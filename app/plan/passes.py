@@ -37,7 +37,9 @@ class _Seen:
 
     span: Span
     loss: int  # the serial of its sum
-    gradients: tuple[_Gradient, ...]  # of all that is trained
+    gradients: tuple[
+        _Gradient, ...
+    ]  # of all that is trained; none where they went into sums that were there before
     flops: tuple[int, int, int]
 
 
@@ -98,31 +100,17 @@ class TracedStepper(Stepper):
         given = [each.grad for each in self._parameters if each.grad is not None]
         gradients = tuple(_Gradient(within(g), tuple(g.shape), g.stride(), g.dtype) for g in given)
         left = sorted([within(loss), *(each.serial for each in gradients)])
-        if len(gradients) != len(self._parameters) or left != sorted(span.left()):
+        if len(gradients) not in (0, len(self._parameters)) or left != sorted(span.left()):
             return None
         return _Seen(span, within(loss), gradients, (flops.total, flops.fp8, flops.repeated))
 
     def _repeated(self, known: _Seen) -> Tensor:
         left = {known.loss: self._loss}
-        for parameter, gradient, made in zip(self._parameters, known.gradients, self._made, strict=True):
-            parameter.grad = made
-            left[gradient.serial] = made
+        if known.gradients:
+            for parameter, gradient, made in zip(self._parameters, known.gradients, self._made, strict=True):
+                parameter.grad = made
+                left[gradient.serial] = made
         self._counter.repeat(known.span, left)
         self._made = []
         self._flops.total, self._flops.fp8, self._flops.repeated = known.flops
         return self._loss
-
-
-class KnownPasses:
-    """Those of several plans."""
-
-    def __init__(self) -> None:
-        self._found: list[tuple[Any, Passes]] = []
-
-    def of(self, *what: Any) -> Passes:
-        """By all that they depend on; new ones where nothing is known of it."""
-        for known, passes in self._found:
-            if known == what:
-                return passes
-        self._found.append((what, Passes()))
-        return self._found[-1][1]

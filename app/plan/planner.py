@@ -12,6 +12,7 @@ from app.model.attention import register, register_kernel
 from app.model.outline import Outline
 from app.plan import attention
 from app.plan.depth import Depths
+from app.plan.known import Known
 from app.plan.lent import Owners
 from app.plan.memory_plan import MemoryPlan, Shape
 from app.plan.share import Division
@@ -49,10 +50,11 @@ def depths_of(
     name = register_kernel(attention.planned, attention.NAME) if on_gpu else register(choices.attention)
     evaluated = None if steps_only else _evaluated(run, shape)
     outline = Outline(sections_of(run, choices), name, None if like is None else like.outline)
-    division = _division(run.parallel, outline, processes)
+    known = Known() if like is None else like.known
+    division = _division(run.parallel, outline, processes, known)
     parts = None if division is None else _parts(division, outline)
     asked = Asked(run, choices.precision, shape, evaluated, on_gpu, parts)
-    return Depths(asked, outline, division, like)
+    return Depths(asked, outline, division, known)
 
 
 def _parts(division: Division, outline: Outline) -> Parts:
@@ -60,13 +62,17 @@ def _parts(division: Division, outline: Outline) -> Parts:
     return Parts(division.bucket_bytes, lends=lends, trained=outline.sections.trains_base)
 
 
-def _division(parallel: ParallelConfig, outline: Outline, processes: int) -> Division | None:
+def _division(parallel: ParallelConfig, outline: Outline, processes: int, known: Known) -> Division | None:
     """Where there is something to divide."""
     if parallel.kind not in DIVIDING or processes == 1:
         return None
-    trained, bare = outline.sections.trains_base, outline.bare(outline.depth)
-    owners = Owners(bare, processes, trained=trained) if parallel.kind == "zero3" else None
-    return Division(outline.network(outline.depth), processes, owners)
+
+    def make() -> Division:
+        bare, trained = outline.bare(outline.depth), outline.sections.trains_base
+        owners = Owners(bare, processes, trained=trained) if parallel.kind == "zero3" else None
+        return Division(outline.trained(outline.depth), processes, owners)
+
+    return known.divisions.of(make, outline.of_any_recompute, parallel.kind, processes)
 
 
 def _evaluated(run: RunConfig, shape: Shape) -> Shape:

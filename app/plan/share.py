@@ -36,7 +36,7 @@ class States:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Of the process that keeps most."""
+    """Of one process."""
 
     gradients: int
     states: int
@@ -68,15 +68,16 @@ class Nowhere:
 
 
 class Division:
-    """Of the trained parameters of a whole model, whose tensors need no memory, among so many processes.
+    """Of the trained parameters of a whole model, by name, among so many processes. None of them needs memory.
 
     `owners`: of weights that are lent.
     """
 
-    def __init__(self, network: nn.Module, processes: int, owners: Owners | None = None) -> None:
-        trained = {name: each for name, each in network.named_parameters() if each.requires_grad}
+    def __init__(
+        self, trained: Mapping[str, nn.Parameter], processes: int, owners: Owners | None = None
+    ) -> None:
         parameters = list(trained.values())
-        kept = None if owners is None else owners.of_trained(network)
+        kept = None if owners is None else owners.of_trained(trained)
         self.processes = processes
         self.owners = owners
         self._names = {id(each): name for name, each in trained.items()}
@@ -84,10 +85,9 @@ class Division:
         self._dealt = dealt(parameters, processes, kept)
         self.bucket_bytes = bucket_bytes([each for each in parameters if each not in (kept or {})], processes)
 
-    def largest(self, states: States, sizes: Sizes) -> Share:
-        """By what is on the device. `sizes`: of modules whose weights are lent."""
-        shares = (self._share(rank, states, sizes) for rank in range(self.processes))
-        return max(shares, key=lambda each: each.gradients + each.states + sum(each.weights.kinds.values()))
+    def shares(self, states: States, sizes: Sizes) -> list[Share]:
+        """Of each process. `sizes`: of modules whose weights are lent."""
+        return [self._share(rank, states, sizes) for rank in range(self.processes)]
 
     def heaviest(self) -> int:
         """Who keeps most, as far as it can be known without a trace: states are taken for twice the weights."""

@@ -40,9 +40,10 @@ from app.plan.attention import hidden_in_backward
 from app.plan.fakes import AnyNumber, Paged, any_number, materialise
 from app.plan.flops import FlopCounter
 from app.plan.gpu import AutocastOfCuda
+from app.plan.known import Shared
 from app.plan.lent import Sizes, lend, sizes_of
 from app.plan.memory_plan import Shape
-from app.plan.passes import KnownPasses, Passes, TracedStepper
+from app.plan.passes import Passes, TracedStepper
 from app.plan.replay import Replay
 from app.plan.share import DIVIDED, Nowhere, States, states_of
 
@@ -94,12 +95,10 @@ class Trace:
     events: tuple[Event, ...]
 
 
-def trace(
-    asked: Asked, outline: Outline, plain: int, recomputed: int, known: KnownPasses | None = None
-) -> Trace:
+def trace(asked: Asked, outline: Outline, plain: int, recomputed: int, known: Shared[Passes]) -> Trace:
     """Of a model of so many layers that keep everything and so many, the first ones, that do not.
 
-    What is in `known` is not made again.
+    Passes that are `known` are not made again.
     """
     flops, network = FlopCounter(), outline.network(plain + recomputed)
     lends = asked.parts is not None and asked.parts.lends
@@ -118,12 +117,13 @@ def trace(
             counter.enter(stages.SAVE)
             gradients = [p.grad for p in trainee.trained().values() if p.grad is not None]
             serials = (counter.serial_of(each) for each in gradients)
-            kinds = counter.kinds | {serial: "gradients" for serial in serials if serial is not None}
+            kinds = {serial: "gradients" for serial in serials if serial is not None}
             gradients.clear()
             if ready.evaluated is not None:
                 stepper.forget_gradients()
                 counter.enter(stages.EVALUATION)
                 passes.evaluate(counter, partial(trainee.eval().scores, ready.evaluated))
+            kinds |= counter.kinds
         of_all = asked.parts is not None and asked.parts.part is None
         states = states_of(stepper.optimizer) if of_all else None
         events, marks = list(counter.events), list(counter.phases)
@@ -190,13 +190,13 @@ def _ready(
     return _Ready(trainee, stepper, counter, paged, host, batch, evaluated, lent)
 
 
-def _passes(asked: Asked, outline: Outline, depth: tuple[int, int], known: KnownPasses | None) -> Passes:
+def _passes(asked: Asked, outline: Outline, depth: tuple[int, int], known: Shared[Passes]) -> Passes:
     """Inputs that wait on the host are counted as they go there."""
     run = asked.run
-    if known is None or asked.parts is not None or run.optimizer.in_backward or run.training.offload:
+    if run.optimizer.in_backward or run.training.offload:
         return Passes()
     built = replace(outline.sections, recompute=False)
-    return known.of(built, asked.shape, asked.evaluated, asked.on_gpu, depth)
+    return known.of(Passes, built, asked.shape, asked.evaluated, asked.on_gpu, asked.parts, depth)
 
 
 def _counter(asked: Asked, trainee: Trainee, optimizer: Optimizer, flops: FlopCounter) -> StorageCounter:

@@ -55,7 +55,7 @@ def test_of_one_process_of_several_that_divide(words: tuple[str, ...]) -> None:
     run = small_run(*large, "model.architecture.intermediate_size=1024", "parallel=zero2", *words)
     guess, whole = (plan_memory(run, PACKED, exact=exact, processes=4) for exact in (False, True))
     outline = depths_of(run, PACKED, "gpu", planned_choices(run.precision, "gpu")).outline
-    assert abs(guess.peak_bytes - whole.peak_bytes) <= 2 * Division(outline.network(9), 4).bucket_bytes
+    assert abs(guess.peak_bytes - whole.peak_bytes) <= 2 * Division(outline.trained(9), 4).bucket_bytes
     for kind in DIVIDED:
         assert guess.anatomy[kind] == whole.anatomy[kind]
     assert (guess.kept_bytes, guess.host_bytes) == (whole.kept_bytes, whole.host_bytes)

@@ -10,9 +10,10 @@ import pytest
 
 from app.config.load import compose_run
 from app.plan import forked
-from app.plan.forked import shared_out
+from app.plan.forked import Begun, shared_out
 from app.plan.look import Look
 from app.plan.machine import Machine
+from app.plan.turning import Turning
 
 
 def children() -> str:
@@ -79,12 +80,39 @@ def test_what_fails_here_fails() -> None:
         shared_out(work, range(9))
 
 
+def test_what_was_begun_is_found() -> None:
+    begun = Begun(os.getpid)
+    assert begun.found() not in (None, os.getpid())
+    assert begun.found() is None, "once"
+    begun.drop()
+
+
+def test_what_was_begun_is_dropped_at_once() -> None:
+    before = time.perf_counter()
+    Begun(lambda: time.sleep(60)).drop()
+    assert time.perf_counter() - before < 10
+
+
+@pytest.mark.parametrize("fails", [_raise, _kill])
+def test_what_was_begun_and_failed_is_not_found(fails: Callable[[], None]) -> None:
+    assert Begun(fails).found() is None
+
+
+def test_nothing_is_begun_where_no_copy_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forked, "_can_fork", lambda: False)
+    begun = Begun(os.getpid)
+    assert begun.found() is None
+    begun.drop()
+
+
 def test_knobs_are_those_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["recipe=full", "model.weights=random", "training.recompute=false"]
     machine = Machine("some", "some", "gpu", 10_000_000, 0, context_is_measured=True)
     run = compose_run(words)
     together, alone = Look(words, machine), Look(words, machine)
-    forks = together.knobs(together.at(run))
+    turning = Turning(together)
+    with turning.ahead(run):
+        forks = turning.knobs(together.at(run))
     monkeypatch.setattr(forked, "_can_fork", lambda: False)
-    assert forks == alone.knobs(alone.at(run))
+    assert forks == Turning(alone).knobs(alone.at(run))
     assert len(forks) > 3

@@ -1,14 +1,17 @@
 """What a knob is said to save is what the planner says of the settings with it, and it is said as one would type it."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from app.config.load import compose_run
+from app.config.schema import RunConfig
 from app.plan.knobs import LEARNING, NUMBERS, SPEED, Knob, candidates, seconds_per_token, turned, words_of
 from app.plan.look import Look
 from app.plan.machine import Machine
+from app.plan.turning import Turned, Turning, that_go_together
 from tests.plan.facts import GPU, MIB, plan
 
 LLAMA = ["model=llama"]
@@ -94,7 +97,7 @@ def test_dividing_is_offered_where_there_is_somebody_to_divide_with() -> None:
 def test_dividing_is_left_out_where_there_are_fewer_tensors_than_processes() -> None:
     words = ["recipe=lora", "adapter.targets=[q_proj]", "model.weights=random"]
     look = Look(words, Machine("some", "some", "gpu", 10_000_000, 0, context_is_measured=True), processes=40)
-    found = look.knobs(look.at(compose_run(words)))
+    found = Turning(look).knobs(look.at(compose_run(words)))
     assert found
     assert not any("parallel=zero3" in each.knob.overrides for each in found)
 
@@ -135,7 +138,7 @@ WORDS = ("model.weights=random", "recipe=full", "batching.tokens=512", "precisio
 def tried() -> Any:
     look = Look(WORDS, replace(GPU, memory_bytes=30 * MIB, context_bytes=0))
     now = look.at(compose_run(WORDS))
-    return look, now, look.knobs(now)
+    return look, now, Turning(look).knobs(now)
 
 
 def test_what_it_saves_is_the_difference_of_two_plans(tried: Any) -> None:
@@ -170,7 +173,66 @@ def test_where_one_is_not_enough_some_are(tried: Any) -> None:
     machine = replace(
         look.machine, memory_bytes=round((both - now.verdict.margin_bytes) / 0.96)
     )  # 3 % are margin
-    found = Look(WORDS, machine).together(now, two)
+    found = Turning(Look(WORDS, machine)).together(now, two)
     assert found is not None
     assert found["override"] == "training.recompute=true optimizer=adamw_8bit"
-    assert look.together(now, two[:1]) is None
+    assert Turning(look).together(now, two[:1]) is None
+
+
+def test_of_two_that_set_the_same_the_one_that_saves_more_is_taken() -> None:
+    def turns(*saved: tuple[str, int]) -> list[Turned]:
+        return [Turned(Knob((word,), NUMBERS, ""), saves, 0.0, fits=False) for word, saves in saved]
+
+    paged, narrow = ("optimizer=paged_adamw_8bit", 5), ("optimizer=adamw_8bit", 4)
+    shorter = ("training.max_steps=3", 1)
+
+    def words(*saved: tuple[str, int]) -> list[str]:
+        return [" ".join(knob.overrides) for knob in that_go_together(["recipe=full"], turns(*saved))]
+
+    assert words(paged, narrow, shorter) == [paged[0], shorter[0]]
+    assert words(narrow, shorter, paged) == [narrow[0], shorter[0], paged[0]], "the last one typed counts"
+    assert words(("recipe=lora", 8), ("recipe=full", 1)) == ["recipe=lora"]
+    with_adapters = ("optimizer.in_backward=true", 1)
+    assert words(("recipe=lora", 8), with_adapters) == ["recipe=lora"], "they do not go together"
+
+
+@pytest.mark.parametrize("enough", [0, 2, 3, 4, 5, 6, None])
+def test_as_few_as_fit_are_found_by_halving(enough: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of six knobs; where none of the sets fits, the largest is the only one that is looked at."""
+    six = [
+        "seed=1",
+        "dataset.max_length=64",
+        "training.clip=2",
+        "training.max_steps=3",
+        "eval.rows=2",
+        "optimizer=sgd",
+    ]
+    knobs = [Turned(Knob((word,), SPEED, ""), 1, 0.0, fits=False) for word in six]
+    asked = []
+
+    def at(self: Look, run: RunConfig) -> Any:
+        changed = [
+            run.seed == 1,
+            run.dataset.max_length == 64,
+            run.training.clip == 2,
+            run.training.max_steps == 3,
+            run.eval.rows == 2,
+            run.optimizer.kind == "sgd",
+        ]
+        asked.append(sum(changed))
+        assert changed == [place < sum(changed) for place in range(6)]
+        fits = enough is not None and sum(changed) >= enough
+        verdict = SimpleNamespace(needed_bytes=sum(changed), fits=fits)
+        return SimpleNamespace(
+            run=run, plan=plan(flops=1.0), shape=SimpleNamespace(tokens=1), verdict=verdict
+        )
+
+    monkeypatch.setattr(Look, "at", at)
+    now = SimpleNamespace(chosen_bins=False)
+    found = Turning(Look([], GPU)).together(now, knobs)  # type: ignore[arg-type]
+    if enough is None:
+        assert (found, asked) == (None, [6])
+    else:
+        wanted = max(enough, 2)  # one alone has been looked at
+        assert found == {"override": " ".join(six[:wanted]), "needed_bytes": wanted}
+        assert len(asked) <= 4

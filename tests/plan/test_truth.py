@@ -8,7 +8,8 @@ import pytest
 from app.model import lending
 from app.optim.optimizers import OPTIMIZERS
 from app.plan.planner import plan_memory
-from tests.plan.truth import PACKED, PADDED, TOGETHER, counted_peak, small_run
+from app.plan.stages import EVALUATION
+from tests.plan.truth import PACKED, PADDED, TOGETHER, counted_peak, counted_peaks, small_run
 
 NEAR = 4096
 RECIPES = ("full", "lora", "qlora")
@@ -140,15 +141,30 @@ def test_of_one_process_of_several_that_lend(words: tuple[str, ...], monkeypatch
     monkeypatch.setattr(lending, "LEAST_BYTES", 4096)  # in four bits these are small
     run = small_run("parallel=zero3", *words)
     shape = SHAPES["packed" if run.batching.packing else "padded"]
-    planned = plan_memory(run, shape, "cpu", processes=TOGETHER, steps_only=True)
-    counted = max(counted_peak(run, shape, rank) for rank in range(TOGETHER))
+    planned = plan_memory(run, shape, "cpu", processes=TOGETHER)
+    steps, evaluations = zip(*(counted_peaks(run, shape, rank) for rank in range(TOGETHER)), strict=True)
+    counted = max(steps)
     layer = planned.anatomy["borrowed_weights"] / 2
     above = layer if run.model.architecture["num_hidden_layers"] > 5 else NEAR
     assert -NEAR <= planned.peak_bytes - counted <= above
+    assert -NEAR <= planned.phases[EVALUATION] - max(evaluations) <= above
     assert planned.divided
     exact = plan_memory(run, shape, "cpu", processes=TOGETHER, steps_only=True, exact=True)
     assert abs(exact.peak_bytes - counted) <= NEAR
     assert planned.anatomy["borrowed_weights"] > 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("divided", ["auto", "zero2", "zero3"])
+def test_of_an_evaluation(divided: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lending, "LEAST_BYTES", 4096)
+    run = small_run(f"recipe={recipe}", f"parallel={divided}")
+    if divided == "auto":
+        counted, count = counted_peaks(run, PACKED)[1], 1
+    else:
+        counted, count = max(counted_peaks(run, PACKED, rank)[1] for rank in range(TOGETHER)), TOGETHER
+    planned = plan_memory(run, PACKED, "cpu", processes=count, exact=True).phases[EVALUATION]
+    assert abs(planned - counted) <= NEAR
 
 
 @pytest.mark.parametrize("layout", SHAPES)

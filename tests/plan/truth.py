@@ -41,11 +41,18 @@ TOGETHER = 3  # processes
 
 
 class _Numbers(Nowhere):
-    """Weights that nobody sends are some numbers, or fused layers would not be proven."""
+    """Weights that nobody sends are some numbers, or fused layers would not be proven; made in a first step."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     def broadcast(self, tensor: torch.Tensor, of: int) -> Self:
-        places = torch.arange(tensor.numel()).view_as(tensor)
-        tensor.copy_(places.cos().mul(0.1) if tensor.is_floating_point() else places % 48)
+        kind = tensor.shape, tensor.dtype
+        if kind not in self._made:
+            places = torch.arange(tensor.numel()).view_as(tensor)
+            numbers = places.cos().mul(0.1) if tensor.is_floating_point() else places % 48
+            self._made[kind] = numbers.to(tensor.dtype)
+        tensor.copy_(self._made[kind])
         return super().broadcast(tensor, of)
 
 
@@ -77,6 +84,11 @@ def batch_of(shape: Shape, vocabulary: int = 1024) -> Batch:
 
 def counted_peak(run: RunConfig, shape: Shape, rank: int | None = None) -> int:
     """Of the second step: the first makes the optimizer's states. `rank`: of TOGETHER that divide them."""
+    return counted_peaks(run, shape, rank)[0]
+
+
+def counted_peaks(run: RunConfig, shape: Shape, rank: int | None = None) -> tuple[int, int]:
+    """The same, and of an evaluation of as large a batch after it."""
     sections = sections_of(run, Choices(run.precision.kind, run.attention.kind))
     lends = rank is not None and run.parallel.kind == "zero3"
     lending = Lending(_Numbers(), rank or 0, TOGETHER, trained=sections.trains_base) if lends else None
@@ -103,4 +115,8 @@ def counted_peak(run: RunConfig, shape: Shape, rank: int | None = None) -> int:
     stepper.forget_gradients()
     with counter:
         stepper.run(batches, 1e-3)
-    return counter.peak
+        in_step = counter.peak
+        stepper.forget_gradients()
+        counter.peak = counter.current
+        trainee.eval().scores(batches[0])
+    return in_step, counter.peak

@@ -1,0 +1,132 @@
+"""The knobs that bring a run into less memory, each planned again, so that what it saves is no guess."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from app.config.schema import RunConfig
+from app.engine.bins import is_open
+from app.errors import ConfigError
+from app.plan.forked import Begun, shared_out
+from app.plan.knobs import Knob, candidates, seconds_per_token, turned, words_of
+from app.plan.look import Look, Looked
+
+_AS_FAST = 0.005  # a difference in time that is none
+
+
+@dataclass(frozen=True, slots=True)
+class Turned:
+    """A knob and what it does. `slower_by` is a share of the time of a token: 0.33 is a third more."""
+
+    knob: Knob
+    saves_bytes: int
+    slower_by: float
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """Settings that were planned and judged."""
+
+    needed_bytes: int
+    fits: bool
+    seconds: float  # of a token
+
+    @classmethod
+    def of(cls, looked: Looked, look: Look) -> "_Tried":
+        seconds = seconds_per_token(looked.run, looked.plan, looked.shape.tokens, look.machine)
+        return cls(looked.verdict.needed_bytes, looked.verdict.fits, seconds)
+
+
+class Turning:
+    """Of one command line."""
+
+    def __init__(self, look: Look) -> None:
+        self._look = look
+        self._ahead: Begun[dict[Knob, _Tried | None]] | None = None
+
+    @contextmanager
+    def ahead(self, run: RunConfig) -> Iterator[None]:
+        """While `run` itself is looked at, a copy of this process turns knobs that have nothing in common with it."""
+        if not is_open(run):  # else what is typed for them is not known yet
+            self._look.settled(run)  # loads what both need
+            knobs = [each for each in candidates(run) if each.makes_another_network]
+            self._ahead = Begun(partial(self._each_tried, list(self._look.overrides), knobs))
+        try:
+            yield
+        finally:
+            if self._ahead is not None:
+                self._ahead.drop()
+
+    def knobs(self, now: Looked) -> list[Turned]:
+        """Those that save memory, the cheapest first."""
+        knobs = candidates(now.run, self._look.processes)
+        left = [each for each in knobs if self._ahead is None or not each.makes_another_network]
+        left.reverse()  # those of other networks take longest
+        tried = dict(zip(left, shared_out(partial(self._tried, self.words(now)), left), strict=True))
+        if self._ahead is not None:
+            tried |= self._ahead.found() or {}
+        tried |= {each: self._tried(self.words(now), each) for each in knobs if each not in tried}
+        found = (_turned(each, tried[each], _Tried.of(now, self._look)) for each in knobs)
+        return sorted((each for each in found if each is not None), key=_cost)
+
+    def together(self, now: Looked, knobs: Sequence[Turned]) -> dict[str, Any] | None:
+        """As few as fit, the cheapest first; each of them saves memory, so halving finds them."""
+        words = self.words(now)
+        chosen = that_go_together(words, knobs)
+        alone, count = 1, len(chosen)
+        tried = self._tried(words, *chosen) if count > alone else None
+        while count - alone > 1 and tried is not None and tried.fits:
+            half = (alone + count) // 2
+            fewer = self._tried(words, *chosen[:half])
+            if fewer is not None and fewer.fits:
+                tried, count = fewer, half
+            else:
+                alone = half
+        if tried is None or not tried.fits:
+            return None
+        return {"override": " ".join(words_of(chosen[:count])), "needed_bytes": tried.needed_bytes}
+
+    def words(self, now: Looked) -> list[str]:
+        """What was typed; bins that were found stay as they are while knobs are turned."""
+        open_keys = ("batching.tokens=", "batching.accumulation=") if now.chosen_bins else ()
+        typed = [word for word in self._look.overrides if not word.lstrip("+").startswith(open_keys)]
+        return [*typed, *now.bins] if now.chosen_bins else typed
+
+    def _each_tried(self, words: Sequence[str], knobs: Sequence[Knob]) -> dict[Knob, _Tried | None]:
+        return {knob: self._tried(words, knob) for knob in knobs}
+
+    def _tried(self, words: Sequence[str], *knobs: Knob) -> _Tried | None:
+        """None where they do not go with what was typed."""
+        run = turned(words, knobs)
+        if run is None:
+            return None
+        try:
+            return _Tried.of(self._look.at(run), self._look)
+        except ConfigError:  # of what only the model tells: fewer tensors than processes
+            return None
+
+
+def that_go_together(words: Sequence[str], knobs: Sequence[Turned]) -> list[Knob]:
+    """In their order; of those that set the same, one takes the place of another only if it saves more."""
+    chosen: list[Turned] = []
+    for each in knobs:
+        is_less = any(
+            each.knob.sets == other.knob.sets and each.saves_bytes <= other.saves_bytes for other in chosen
+        )
+        if not is_less and turned(words, [*(other.knob for other in chosen), each.knob]) is not None:
+            chosen.append(each)
+    return [each.knob for each in chosen]
+
+
+def _turned(knob: Knob, tried: _Tried | None, now: _Tried) -> Turned | None:
+    saved = 0 if tried is None else now.needed_bytes - tried.needed_bytes
+    if tried is None or saved <= 0:
+        return None
+    return Turned(knob, saved, tried.seconds / now.seconds - 1, tried.fits)
+
+
+def _cost(each: Turned) -> tuple[int, float, int]:
+    return each.knob.costs, max(0.0, each.slower_by - _AS_FAST), -each.saves_bytes
