@@ -155,7 +155,8 @@ def plan_model(sections: ModelSections) -> ModelPlan:
     require_layers(lm, sections.recompute)
     if sections.packing is not None:
         require_quantizable(sections.model, lm, sections.packing)
-    network: Any = attach(sections.adapter, task_of(sections.task), lm, sections.model.path)
+    with torch.device("meta"):  # adapters of a large model would take a gigabyte, and seconds to draw
+        network: Any = attach(sections.adapter, task_of(sections.task), lm, sections.model.path)
     sizes = [(p.numel(), p.requires_grad) for p in network.parameters()]
     return ModelPlan(
         total=sum(n for n, _ in sizes),

@@ -5,17 +5,15 @@ from dataclasses import dataclass, replace
 
 from app.config.schema import RunConfig
 from app.engine.bins import is_open, with_bins
-from app.engine.ground import sections_of
 from app.engine.layers import AUTO, layers_of
 from app.engine.limits import within_positions
-from app.model.build import plan_model
 from app.model.source import folder_at_hand
 from app.plan.depth import Depths
 from app.plan.fewest import fewest, judged
 from app.plan.largest import largest_on
 from app.plan.machine import Machine
 from app.plan.memory_plan import MemoryPlan, Shape
-from app.plan.planner import depths_of, planned_choices
+from app.plan.planner import depths_of, outline_of, planned_choices
 from app.plan.verdict import Verdict
 from app.plan.worst_case import worst_case
 
@@ -76,7 +74,7 @@ class Look:
     def _in_found_bins(self, run: RunConfig, *, exact: bool) -> Looked:
         """In the bins that a run on this machine would have, and with as many recomputed layers."""
         choices = planned_choices(run.precision, self.machine.device)
-        layers = plan_model(sections_of(run, choices)).layers
+        layers = outline_of(run, self.machine.device, choices).depth
         found = largest_on(self.machine, run, choices, layers, self.processes)
         layers_are_open = run.training.recompute == AUTO
         run = replace(

@@ -46,15 +46,20 @@ def depths_of(
     processes: int = 1,
 ) -> Depths:
     """The same for any number of recomputed layers. `like` is of a similar run: less is to be made then."""
-    on_gpu = device == "gpu"
-    name = register_kernel(attention.planned, attention.NAME) if on_gpu else register(choices.attention)
     evaluated = None if steps_only else _evaluated(run, shape)
-    outline = Outline(sections_of(run, choices), name, None if like is None else like.outline)
+    outline = outline_of(run, device, choices, None if like is None else like.outline)
     known = Known() if like is None else like.known
     division = _division(run.parallel, outline, processes, known)
     parts = None if division is None else _parts(division, outline)
-    asked = Asked(run, choices.precision, shape, evaluated, on_gpu, parts)
+    asked = Asked(run, choices.precision, shape, evaluated, device == "gpu", parts)
     return Depths(asked, outline, division, known)
+
+
+def outline_of(run: RunConfig, device: str, choices: Choices, like: Outline | None = None) -> Outline:
+    """With the attention that is planned for there."""
+    on_gpu = device == "gpu"
+    name = register_kernel(attention.planned, attention.NAME) if on_gpu else register(choices.attention)
+    return Outline(sections_of(run, choices), name, like)
 
 
 def _parts(division: Division, outline: Outline) -> Parts:
