@@ -5,9 +5,12 @@ import pickle
 import signal
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, BinaryIO, Generic, TypeVar
 
 import torch
+
+_MOST = 4  # processes: each has some 300 MB of its own in the end, and there are ten settings at most
 
 Item = TypeVar("Item")
 Found = TypeVar("Found")
@@ -15,23 +18,24 @@ Found = TypeVar("Found")
 
 def shared_out(work: Callable[[Item], Found], items: Sequence[Item]) -> list[Found]:
     """`work` of each item, in their order. Whoever is free takes the next one; what a copy fails at is done here."""
-    if len(items) < 2 or not _can_fork():
-        return [work(item) for item in items]
     waiting, writing = os.pipe()
     os.write(writing, bytes(range(len(items))))
     os.close(writing)
-    answers, answering = os.pipe()
-    copy = _fork()
-    if copy == 0:
-        _say(lambda: _done(work, items, os.fdopen(waiting, "rb", buffering=0)), answering)
-    os.close(answering)
-    try:
-        with os.fdopen(answers, "rb") as told, os.fdopen(waiting, "rb", buffering=0) as left:
+    with os.fdopen(waiting, "rb", buffering=0) as left:
+        copies = [Begun(partial(_done, work, items, left)) for _ in range(_copies(len(items)))]
+        try:
             found = _done(work, items, left)
-            found |= _told(told) or {}
-    finally:
-        os.waitpid(copy, 0)
+            for copy in copies:
+                found |= copy.found() or {}
+        finally:
+            for copy in copies:
+                copy.drop()
     return [found[at] if at in found else work(item) for at, item in enumerate(items)]
+
+
+def _copies(items: int) -> int:
+    """One for each other core that has something to do."""
+    return max(0, min(items, len(os.sched_getaffinity(0)), _MOST) - 1)
 
 
 class Begun(Generic[Found]):

@@ -52,8 +52,7 @@ class Turning:
         """While `run` itself is looked at, a copy of this process turns knobs that have nothing in common with it."""
         if not is_open(run):  # else what is typed for them is not known yet
             self._look.settled(run)  # loads what both need
-            knobs = [each for each in candidates(run) if each.makes_another_network]
-            self._ahead = Begun(partial(self._each_tried, list(self._look.overrides), knobs))
+            self._ahead = self._begun(run, self._look.overrides)
         try:
             yield
         finally:
@@ -62,12 +61,11 @@ class Turning:
 
     def knobs(self, now: Looked) -> list[Turned]:
         """Those that save memory, the cheapest first."""
+        ahead = self._ahead or self._begun(now.run, self.words(now))
         knobs = candidates(now.run, self._look.processes)
-        left = [each for each in knobs if self._ahead is None or not each.makes_another_network]
-        left.reverse()  # those of other networks take longest
+        left = [each for each in reversed(knobs) if not each.makes_another_network]  # the longest first
         tried = dict(zip(left, shared_out(partial(self._tried, self.words(now)), left), strict=True))
-        if self._ahead is not None:
-            tried |= self._ahead.found() or {}
+        tried |= ahead.found() or {}
         tried |= {each: self._tried(self.words(now), each) for each in knobs if each not in tried}
         found = (_turned(each, tried[each], _Tried.of(now, self._look)) for each in knobs)
         return sorted((each for each in found if each is not None), key=_cost)
@@ -75,7 +73,7 @@ class Turning:
     def together(self, now: Looked, knobs: Sequence[Turned]) -> dict[str, Any] | None:
         """As few as fit, the cheapest first; each of them saves memory, so halving finds them."""
         words = self.words(now)
-        chosen = that_go_together(words, knobs)
+        chosen = that_go_together(words, knobs) if len(knobs) > 1 else []
         alone, count = 1, len(chosen)
         tried = self._tried(words, *chosen) if count > alone else None
         while count - alone > 1 and tried is not None and tried.fits:
@@ -95,6 +93,10 @@ class Turning:
         typed = [word for word in self._look.overrides if not word.lstrip("+").startswith(open_keys)]
         return [*typed, *now.bins] if now.chosen_bins else typed
 
+    def _begun(self, run: RunConfig, words: Sequence[str]) -> Begun[dict[Knob, _Tried | None]]:
+        knobs = [each for each in candidates(run) if each.makes_another_network]
+        return Begun(partial(self._each_tried, words, knobs))
+
     def _each_tried(self, words: Sequence[str], knobs: Sequence[Knob]) -> dict[Knob, _Tried | None]:
         return {knob: self._tried(words, knob) for knob in knobs}
 
@@ -111,14 +113,18 @@ class Turning:
 
 def that_go_together(words: Sequence[str], knobs: Sequence[Turned]) -> list[Knob]:
     """In their order; of those that set the same, one takes the place of another only if it saves more."""
-    chosen: list[Turned] = []
+    wanted: list[Turned] = []
     for each in knobs:
-        is_less = any(
-            each.knob.sets == other.knob.sets and each.saves_bytes <= other.saves_bytes for other in chosen
-        )
-        if not is_less and turned(words, [*(other.knob for other in chosen), each.knob]) is not None:
-            chosen.append(each)
-    return [each.knob for each in chosen]
+        alike = (other.saves_bytes for other in wanted if other.knob.sets == each.knob.sets)
+        if each.saves_bytes > max(alike, default=0):
+            wanted.append(each)
+    chosen = [each.knob for each in wanted]
+    if turned(words, chosen) is not None:
+        return chosen
+    chosen = []
+    for each in wanted:
+        chosen += [each.knob] if turned(words, [*chosen, each.knob]) is not None else []
+    return chosen
 
 
 def _turned(knob: Knob, tried: _Tried | None, now: _Tried) -> Turned | None:
