@@ -56,8 +56,8 @@ class Outline:
 
     @property
     def of_any_recompute(self) -> ModelSections:
-        """What it is made of: no layer is recomputed yet."""
-        return replace(self.sections, recompute=False)
+        """What it is made of: no layer is recomputed yet, and nothing waits on the host."""
+        return replace(self.sections, recompute=False, offload=False)
 
 
 def _base(sections: ModelSections, attention: str) -> Any:

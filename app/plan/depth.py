@@ -66,7 +66,7 @@ class Depths:
         asked = asked or self._asked
         known = depth, None if asked.parts is None else asked.parts.part
         if known not in self._traces:
-            self._traces[known] = trace(asked, self.outline, depth.plain, depth.recomputed, self.known.passes)
+            self._traces[known] = trace(asked, self.outline, depth.plain, depth.recomputed, self.known)
         return self._traces[known]
 
     def _extrapolated(self, whole: "_Depth") -> MemoryPlan:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from app.plan.passes import Passes
+from app.plan.passes import Evaluation, Passes
 from app.plan.share import Division
 
 Made = TypeVar("Made")
@@ -30,4 +30,5 @@ class Known:
     """Of several plans."""
 
     passes: Shared[Passes] = field(default_factory=Shared)
+    evaluations: Shared[Evaluation] = field(default_factory=Shared)
     divisions: Shared[Division] = field(default_factory=Shared)

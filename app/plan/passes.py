@@ -47,28 +47,25 @@ class Passes:
     """Of one network and one shape."""
 
     def __init__(self) -> None:
-        self._seen: _Seen | None = None
-        self._evaluation: Span | None = None
+        self.known: _Seen | None = None  # what can be repeated: gradients and loss are all that was left
 
-    @property
-    def known(self) -> _Seen | None:
-        """What can be repeated: a trace was made to its end, and gradients and loss are all that was left."""
-        return None if self._evaluation is None else self._seen
 
-    def keep(self, seen: _Seen | None) -> None:
-        """What a trace has seen; None where it cannot be repeated."""
-        self._seen = seen
+class Evaluation:
+    """Of one network and one shape, however much of it is recomputed in training."""
 
-    def evaluate(self, counter: StorageCounter, scores: Callable[[], Any]) -> None:
+    def __init__(self) -> None:
+        self._known: Span | None = None
+
+    def make(self, counter: StorageCounter, scores: Callable[[], Any]) -> None:
         """Once."""
-        if self.known is not None and self._evaluation is not None:
-            counter.repeat(self._evaluation, {})
+        if self._known is not None:
+            counter.repeat(self._known, {})
             return
         mark = counter.mark()
         scores()
         span = counter.since(mark)
         if not span.left():
-            self._evaluation = span
+            self._known = span
 
 
 class TracedStepper(Stepper):
@@ -87,7 +84,7 @@ class TracedStepper(Stepper):
             return self._repeated(known)
         mark = counter.mark()
         total = super()._backward(batches, weight)
-        self._passes.keep(self._seen_since(mark, total))
+        self._passes.known = self._seen_since(mark, total)
         return total
 
     def _seen_since(self, mark: Mark, loss: Tensor) -> _Seen | None:

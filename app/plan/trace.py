@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -40,10 +40,10 @@ from app.plan.attention import hidden_in_backward
 from app.plan.fakes import AnyNumber, Paged, any_number, materialise
 from app.plan.flops import FlopCounter
 from app.plan.gpu import AutocastOfCuda
-from app.plan.known import Shared
+from app.plan.known import Known
 from app.plan.lent import Sizes, lend, sizes_of
 from app.plan.memory_plan import Shape
-from app.plan.passes import Passes, TracedStepper
+from app.plan.passes import Evaluation, Passes, TracedStepper
 from app.plan.replay import Replay
 from app.plan.share import DIVIDED, Nowhere, States, states_of
 
@@ -95,10 +95,10 @@ class Trace:
     events: tuple[Event, ...]
 
 
-def trace(asked: Asked, outline: Outline, plain: int, recomputed: int, known: Shared[Passes]) -> Trace:
+def trace(asked: Asked, outline: Outline, plain: int, recomputed: int, known: Known) -> Trace:
     """Of a model of so many layers that keep everything and so many, the first ones, that do not.
 
-    Passes that are `known` are not made again.
+    Passes that are known are not made again.
     """
     flops, network = FlopCounter(), outline.network(plain + recomputed)
     lends = asked.parts is not None and asked.parts.lends
@@ -122,7 +122,8 @@ def trace(asked: Asked, outline: Outline, plain: int, recomputed: int, known: Sh
             if ready.evaluated is not None:
                 stepper.forget_gradients()
                 counter.enter(stages.EVALUATION)
-                passes.evaluate(counter, partial(trainee.eval().scores, ready.evaluated))
+                evaluation = _evaluation(asked, outline, plain + recomputed, known)
+                evaluation.make(counter, partial(trainee.eval().scores, ready.evaluated))
             kinds |= counter.kinds
         of_all = asked.parts is not None and asked.parts.part is None
         states = states_of(stepper.optimizer) if of_all else None
@@ -190,13 +191,17 @@ def _ready(
     return _Ready(trainee, stepper, counter, paged, host, batch, evaluated, lent)
 
 
-def _passes(asked: Asked, outline: Outline, depth: tuple[int, int], known: Shared[Passes]) -> Passes:
+def _passes(asked: Asked, outline: Outline, depth: tuple[int, int], known: Known) -> Passes:
     """Inputs that wait on the host are counted as they go there."""
     run = asked.run
     if run.optimizer.in_backward or run.training.offload:
         return Passes()
-    built = replace(outline.sections, recompute=False)
-    return known.of(Passes, built, asked.shape, asked.evaluated, asked.on_gpu, asked.parts, depth)
+    return known.passes.of(Passes, outline.of_any_recompute, asked.shape, asked.on_gpu, asked.parts, depth)
+
+
+def _evaluation(asked: Asked, outline: Outline, depth: int, known: Known) -> Evaluation:
+    built = outline.of_any_recompute
+    return known.evaluations.of(Evaluation, built, asked.evaluated, asked.on_gpu, asked.parts, depth)
 
 
 def _counter(asked: Asked, trainee: Trainee, optimizer: Optimizer, flops: FlopCounter) -> StorageCounter:
