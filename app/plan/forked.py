@@ -39,16 +39,21 @@ def _copies(items: int) -> int:
 
 
 class Begun(Generic[Found]):
-    """Work that a copy does before anybody knows whether it will be wanted."""
+    """Work that a copy of this process does beside it."""
 
     def __init__(self, work: Callable[[], Found]) -> None:
         self._copy = 0
-        if _can_fork():
-            self._answers, answering = os.pipe()
+        if not _can_fork():
+            return
+        self._answers, answering = os.pipe()
+        try:
             self._copy = _fork()
+        except OSError:  # no room for another process
+            os.close(self._answers)
+        else:
             if self._copy == 0:
                 _say(work, answering)
-            os.close(answering)
+        os.close(answering)
 
     def found(self) -> Found | None:
         """Waits for it, once; None where it failed, was dropped, or no copy could be made."""

@@ -33,9 +33,8 @@ def check_memory(
         require_machine(run.quantization, default_device())
     look = Look(overrides, machine, processes)
     turning = Turning(look)
-    with turning.ahead(run):
-        found = look.at(run, exact=exact)
-        knobs = [] if found.verdict.fits else turning.knobs(found)
+    found = look.at(run, exact=exact)
+    knobs = [] if found.verdict.fits else turning.knobs(found)
     enough = found.verdict.fits or any(each.fits for each in knobs)
     return {
         "hardware": machine.name,

@@ -1,15 +1,12 @@
 """The knobs that bring a run into less memory, each planned again, so that what it saves is no guess."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from app.config.schema import RunConfig
-from app.engine.bins import is_open
 from app.errors import ConfigError
-from app.plan.forked import Begun, shared_out
+from app.plan.forked import shared_out
 from app.plan.knobs import Knob, candidates, seconds_per_token, turned, words_of
 from app.plan.look import Look, Looked
 
@@ -45,28 +42,14 @@ class Turning:
 
     def __init__(self, look: Look) -> None:
         self._look = look
-        self._ahead: Begun[dict[Knob, _Tried | None]] | None = None
-
-    @contextmanager
-    def ahead(self, run: RunConfig) -> Iterator[None]:
-        """While `run` itself is looked at, a copy of this process turns knobs that have nothing in common with it."""
-        if not is_open(run):  # else what is typed for them is not known yet
-            self._look.settled(run)  # loads what both need
-            self._ahead = self._begun(run, self._look.overrides)
-        try:
-            yield
-        finally:
-            if self._ahead is not None:
-                self._ahead.drop()
 
     def knobs(self, now: Looked) -> list[Turned]:
         """Those that save memory, the cheapest first."""
-        ahead = self._ahead or self._begun(now.run, self.words(now))
         knobs = candidates(now.run, self._look.processes)
-        left = [each for each in reversed(knobs) if not each.makes_another_network]  # the longest first
-        tried = dict(zip(left, shared_out(partial(self._tried, self.words(now)), left), strict=True))
-        tried |= ahead.found() or {}
-        tried |= {each: self._tried(self.words(now), each) for each in knobs if each not in tried}
+        others = [each for each in knobs if each.makes_another_network]  # one process loads what these need
+        alone = [[each] for each in reversed(knobs) if each not in others]  # the longest first
+        found_by_all = shared_out(partial(self._each_tried, self.words(now)), [others, *alone])
+        tried = {knob: found for part in found_by_all for knob, found in part.items()}
         found = (_turned(each, tried[each], _Tried.of(now, self._look)) for each in knobs)
         return sorted((each for each in found if each is not None), key=_cost)
 
@@ -92,10 +75,6 @@ class Turning:
         open_keys = ("batching.tokens=", "batching.accumulation=") if now.chosen_bins else ()
         typed = [word for word in self._look.overrides if not word.lstrip("+").startswith(open_keys)]
         return [*typed, *now.bins] if now.chosen_bins else typed
-
-    def _begun(self, run: RunConfig, words: Sequence[str]) -> Begun[dict[Knob, _Tried | None]]:
-        knobs = [each for each in candidates(run) if each.makes_another_network]
-        return Begun(partial(self._each_tried, words, knobs))
 
     def _each_tried(self, words: Sequence[str], knobs: Sequence[Knob]) -> dict[Knob, _Tried | None]:
         return {knob: self._tried(words, knob) for knob in knobs}

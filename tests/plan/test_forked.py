@@ -105,14 +105,23 @@ def test_nothing_is_begun_where_no_copy_can_be_made(monkeypatch: pytest.MonkeyPa
     begun.drop()
 
 
+def test_where_there_is_no_room_for_a_process_all_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> int:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    open_before = len(list(Path("/proc/self/fd").iterdir()))
+    monkeypatch.setattr(os, "fork", refused)
+    assert Begun(os.getpid).found() is None
+    assert {who for _, who in shared_out(slowly, range(3))} == {os.getpid()}
+    assert len(list(Path("/proc/self/fd").iterdir())) == open_before
+
+
 def test_knobs_are_those_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["recipe=full", "model.weights=random", "training.recompute=false"]
     machine = Machine("some", "some", "gpu", 10_000_000, 0, context_is_measured=True)
     run = compose_run(words)
     together, alone = Look(words, machine), Look(words, machine)
-    turning = Turning(together)
-    with turning.ahead(run):
-        forks = turning.knobs(together.at(run))
+    forks = Turning(together).knobs(together.at(run))
     monkeypatch.setattr(forked, "_can_fork", lambda: False)
     assert forks == Turning(alone).knobs(alone.at(run))
     assert len(forks) > 3
