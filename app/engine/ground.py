@@ -27,7 +27,7 @@ from app.engine.classes import class_notes, with_classes
 from app.engine.in_backward import require_alone, require_unscaled
 from app.engine.layers import layers_of
 from app.engine.origin import content_hashes, hardware
-from app.engine.runtime import Runtime, idle_gpus, start
+from app.engine.runtime import Runtime, crowded_cores, idle_gpus, start
 from app.engine.steps import StepPlan, plan_steps
 from app.engine.world import world
 from app.errors import ConfigError
@@ -208,6 +208,7 @@ def table(run: RunConfig, ground: Ground) -> list[tuple[str, str]]:
                 *requirements.notes(run.optimizer, device),
                 *layers.notes(run.training, device),
                 *idle_gpus(),
+                *crowded_cores(),
                 *divided.notes(run.parallel.kind, ground.runtime.processes),
                 *taken.notes(),
             )

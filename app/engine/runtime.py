@@ -102,6 +102,17 @@ def idle_gpus() -> list[str]:
     return [f"{visible} GPUs are visible and {used} of them used; launch.num_processes=auto takes all"]
 
 
+def crowded_cores() -> list[str]:
+    """A remark where processes without GPUs are more than there are cores."""
+    cores, processes = len(os.sched_getaffinity(0)), world().local_size
+    if torch.cuda.is_available() or processes <= cores:
+        return []
+    return [
+        f"{processes} processes share {cores} core{'s' * (cores > 1)}, and so does all else on this machine; more "
+        f"processes than cores make nothing faster: launch.num_processes={cores}"
+    ]
+
+
 def start(launch: LaunchConfig, precision: str, seed: int, parallel: str = "auto") -> Runtime:
     """The runtime of this process, its threads and its random numbers set; returns when all processes are there."""
     for name in _HIJACKING:

@@ -35,7 +35,6 @@ def check_memory(
     turning = Turning(look)
     found = look.at(run, exact=exact)
     knobs = [] if found.verdict.fits else turning.knobs(found)
-    enough = found.verdict.fits or any(each.fits for each in knobs)
     return {
         "hardware": machine.name,
         "label": machine.label,
@@ -46,7 +45,7 @@ def check_memory(
         **_judged(found.verdict),
         "bound": _bound(found, machine),
         "knobs": [_turned(each) for each in knobs],
-        "together": None if enough else turning.together(found, knobs),
+        "together": turning.together(found, knobs),
         "processes": processes,
         "notes": list(_notes(found, machine, processes)),
     }

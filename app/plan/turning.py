@@ -7,10 +7,11 @@ from typing import Any
 
 from app.errors import ConfigError
 from app.plan.forked import shared_out
-from app.plan.knobs import Knob, candidates, seconds_per_token, turned, words_of
+from app.plan.knobs import LEARNING, Knob, candidates, seconds_per_token, turned, words_of
 from app.plan.look import Look, Looked
 
 _AS_FAST = 0.005  # a difference in time that is none
+_LITTLE = 0.01  # of what is too much
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,14 @@ class Turning:
         return sorted((each for each in found if each is not None), key=_cost)
 
     def together(self, now: Looked, knobs: Sequence[Turned]) -> dict[str, Any] | None:
-        """As few as fit, the cheapest first; each of them saves memory, so halving finds them."""
-        words = self.words(now)
+        """As few as fit, the cheapest first; each of them saves memory, so halving finds them.
+
+        Where one is enough alone, only of those that cost less; what saves next to nothing comes last.
+        """
+        words, little = self.words(now), _LITTLE * (now.verdict.needed_bytes - now.verdict.memory_bytes)
+        enough = min((each.knob.costs for each in knobs if each.fits), default=LEARNING + 1)
+        knobs = [each for each in knobs if each.knob.costs < enough]
+        knobs.sort(key=lambda each: each.saves_bytes < little)
         chosen = that_go_together(words, knobs) if len(knobs) > 1 else []
         alone, count = 1, len(chosen)
         tried = self._tried(words, *chosen) if count > alone else None

@@ -137,9 +137,9 @@ def stop(facts: Facts) -> str:
 
 
 def _way_in(facts: Facts) -> str:
+    if facts["together"]:  # which costs less than what is enough alone
+        return f"Set {facts['together']['override']}."
     enough: Sequence[Facts] = [knob for knob in facts["knobs"] if knob["fits"]]
     if enough:
         return f"Set {enough[0]['override']}, which saves {memory(enough[0]['saves_bytes'])}."
-    if facts["together"]:
-        return f"Set {facts['together']['override']}."
     return "No setting brings it in: choose a smaller model or more memory."

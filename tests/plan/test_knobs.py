@@ -179,6 +179,12 @@ def test_where_one_is_not_enough_some_are(tried: Any) -> None:
     assert Turning(look).together(now, two[:1]) is None
 
 
+def too_large_by(count: int) -> Any:
+    """What is looked at, as far as it matters here."""
+    verdict = SimpleNamespace(needed_bytes=1000 + count, memory_bytes=1000)
+    return SimpleNamespace(chosen_bins=False, verdict=verdict)
+
+
 def test_of_two_that_set_the_same_the_one_that_saves_more_is_taken() -> None:
     def turns(*saved: tuple[str, int]) -> list[Turned]:
         return [Turned(Knob((word,), NUMBERS, ""), saves, 0.0, fits=False) for word, saves in saved]
@@ -194,6 +200,47 @@ def test_of_two_that_set_the_same_the_one_that_saves_more_is_taken() -> None:
     assert words(("recipe=lora", 8), ("recipe=full", 1)) == ["recipe=lora"]
     with_adapters = ("optimizer.in_backward=true", 1)
     assert words(("recipe=lora", 8), with_adapters) == ["recipe=lora"], "they do not go together"
+
+
+def test_where_one_is_enough_only_what_costs_less_is_tried_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = {
+        "recipe=qlora": LEARNING,
+        "optimizer=sgd": NUMBERS,
+        "eval.rows=2": NUMBERS,
+        "seed=1": SPEED,
+        "seed=2": SPEED,
+    }
+
+    def asked(enough: str) -> list[str]:
+        seen: list[str] = []
+        monkeypatch.setattr(Turning, "_tried", lambda _self, _words, *knobs: seen.extend(words_of(knobs)))
+        knobs = [Turned(Knob((word,), cost, ""), 9, 0.0, fits=word == enough) for word, cost in costs.items()]
+        now = too_large_by(1)
+        assert Turning(Look(["recipe=full"], GPU)).together(now, knobs) is None
+        return seen
+
+    assert asked("recipe=qlora") == ["optimizer=sgd", "eval.rows=2", "seed=1"], (
+        "none that changes what is learned"
+    )
+    assert asked("optimizer=sgd") == [], "of two that set the same one is left, which was tried alone"
+    assert asked("seed=1") == [], "nothing costs less"
+
+
+def test_what_saves_next_to_nothing_is_taken_only_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = {"seed=1": 4, "eval.rows=2": 300, "training.clip=2": 200}
+
+    def found(needed: int) -> Any:
+        def tried(_self: Turning, _words: Any, *knobs: Knob) -> Any:
+            saves = sum(saved[word] for word in words_of(knobs))
+            return SimpleNamespace(fits=saves >= needed, needed_bytes=saves)
+
+        monkeypatch.setattr(Turning, "_tried", tried)
+        knobs = [Turned(Knob((word,), SPEED, ""), saves, 0.0, fits=False) for word, saves in saved.items()]
+        return Turning(Look([], GPU)).together(too_large_by(500), knobs)
+
+    assert found(500) == {"override": "eval.rows=2 training.clip=2", "needed_bytes": 500}
+    assert found(502) == {"override": "eval.rows=2 training.clip=2 seed=1", "needed_bytes": 504}
+    assert found(505) is None
 
 
 @pytest.mark.parametrize("enough", [0, 2, 3, 4, 5, 6, None])
@@ -228,8 +275,7 @@ def test_as_few_as_fit_are_found_by_halving(enough: int | None, monkeypatch: pyt
         )
 
     monkeypatch.setattr(Look, "at", at)
-    now = SimpleNamespace(chosen_bins=False)
-    found = Turning(Look([], GPU)).together(now, knobs)  # type: ignore[arg-type]
+    found = Turning(Look([], GPU)).together(too_large_by(1), knobs)
     if enough is None:
         assert (found, asked) == (None, [6])
     else:
