@@ -1,8 +1,9 @@
 """The knobs that bring a run into less memory, each planned again, so that what it saves is no guess."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from app.errors import ConfigError
@@ -55,27 +56,23 @@ class Turning:
         return sorted((each for each in found if each is not None), key=_cost)
 
     def together(self, now: Looked, knobs: Sequence[Turned]) -> dict[str, Any] | None:
-        """As few as fit, the cheapest first; each of them saves memory, so halving finds them.
+        """About as few as fit, the cheapest first: as many as save enough if savings add up, or more, found by halving.
 
         Where one is enough alone, only of those that cost less; what saves next to nothing comes last.
         """
-        words, little = self.words(now), _LITTLE * (now.verdict.needed_bytes - now.verdict.memory_bytes)
+        too_much = now.verdict.needed_bytes - now.verdict.memory_bytes
         enough = min((each.knob.costs for each in knobs if each.fits), default=LEARNING + 1)
         knobs = [each for each in knobs if each.knob.costs < enough]
-        knobs.sort(key=lambda each: each.saves_bytes < little)
-        chosen = that_go_together(words, knobs) if len(knobs) > 1 else []
-        alone, count = 1, len(chosen)
-        tried = self._tried(words, *chosen) if count > alone else None
-        while count - alone > 1 and tried is not None and tried.fits:
-            half = (alone + count) // 2
-            fewer = self._tried(words, *chosen[:half])
-            if fewer is not None and fewer.fits:
-                tried, count = fewer, half
-            else:
-                alone = half
-        if tried is None or not tried.fits:
+        knobs.sort(key=lambda each: each.saves_bytes < _LITTLE * too_much)
+        chosen = that_go_together(self.words(now), knobs) if len(knobs) > 1 else []
+        if len(chosen) < 2:
             return None
-        return {"override": " ".join(words_of(chosen[:count])), "needed_bytes": tried.needed_bytes}
+        found = _fewest(partial(self._first_tried, self.words(now), chosen), *_between(chosen, too_much))
+        if found is None:
+            return None
+        count, tried = found
+        words = words_of([each.knob for each in chosen[:count]])
+        return {"override": " ".join(words), "needed_bytes": tried.needed_bytes}
 
     def words(self, now: Looked) -> list[str]:
         """What was typed; bins that were found stay as they are while knobs are turned."""
@@ -85,6 +82,9 @@ class Turning:
 
     def _each_tried(self, words: Sequence[str], knobs: Sequence[Knob]) -> dict[Knob, _Tried | None]:
         return {knob: self._tried(words, knob) for knob in knobs}
+
+    def _first_tried(self, words: Sequence[str], chosen: Sequence[Turned], count: int) -> _Tried | None:
+        return self._tried(words, *(each.knob for each in chosen[:count]))
 
     def _tried(self, words: Sequence[str], *knobs: Knob) -> _Tried | None:
         """None where they do not go with what was typed."""
@@ -97,19 +97,44 @@ class Turning:
             return None
 
 
-def that_go_together(words: Sequence[str], knobs: Sequence[Turned]) -> list[Knob]:
+def _between(chosen: Sequence[Turned], too_much: int) -> tuple[int, int]:
+    """As many as are enough if savings add up, and all; one alone has been tried."""
+    saved = accumulate(each.saves_bytes for each in chosen)
+    estimated = next((count for count, size in enumerate(saved, start=1) if size >= too_much), len(chosen))
+    return max(2, estimated), len(chosen)
+
+
+def _fewest(tried: Callable[[int], _Tried | None], low: int, high: int) -> tuple[int, _Tried] | None:
+    """Both ends are looked at side by side."""
+    ends = shared_out(tried, sorted({low, high}))
+    fewest, most = ends[0], ends[-1]
+    if fewest is not None and fewest.fits:
+        return low, fewest
+    if most is None or not most.fits:
+        return None
+    while high - low > 1:
+        half = (low + high) // 2
+        fewer = tried(half)
+        if fewer is not None and fewer.fits:
+            high, most = half, fewer
+        else:
+            low = half
+    return high, most
+
+
+def that_go_together(words: Sequence[str], knobs: Sequence[Turned]) -> list[Turned]:
     """In their order; of those that set the same, one takes the place of another only if it saves more."""
     wanted: list[Turned] = []
     for each in knobs:
         alike = (other.saves_bytes for other in wanted if other.knob.sets == each.knob.sets)
         if each.saves_bytes > max(alike, default=0):
             wanted.append(each)
-    chosen = [each.knob for each in wanted]
-    if turned(words, chosen) is not None:
-        return chosen
-    chosen = []
+    if turned(words, [each.knob for each in wanted]) is not None:
+        return wanted
+    chosen: list[Turned] = []
     for each in wanted:
-        chosen += [each.knob] if turned(words, [*chosen, each.knob]) is not None else []
+        if turned(words, [other.knob for other in (*chosen, each)]) is not None:
+            chosen.append(each)
     return chosen
 
 

@@ -65,5 +65,7 @@ def test_what_does_not_fit_is_told_with_its_parts_and_the_cheapest_way_in() -> N
     assert "margin 757 MB; the peak is in: backward." in told
     assert told.endswith("Set recipe=qlora, which saves 10.9 GB.")
     none = {**TOO_LARGE, "knobs": TOO_LARGE["knobs"][:1]}
-    assert stop({**none, "together": {"override": "a=1 b=2", "needed_bytes": 1}}).endswith("Set a=1 b=2.")
+    together = {"override": "a=1 b=2", "needed_bytes": 1}
+    assert stop({**none, "together": together}).endswith("Set a=1 b=2.")
+    assert stop({**TOO_LARGE, "together": together}).endswith("Set a=1 b=2."), "it costs less"
     assert stop(none).endswith("choose a smaller model or more memory.")
