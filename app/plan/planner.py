@@ -73,8 +73,9 @@ def _division(parallel: ParallelConfig, outline: Outline, processes: int, known:
         return None
 
     def make() -> Division:
-        bare, trained = outline.bare(outline.depth), outline.sections.trains_base
-        owners = Owners(bare, processes, trained=trained) if parallel.kind == "zero3" else None
+        owners = None
+        if parallel.kind == "zero3":
+            owners = Owners(outline.bare(outline.depth), processes, trained=outline.sections.trains_base)
         return Division(outline.trained(outline.depth), processes, owners)
 
     return known.divisions.of(make, outline.of_any_recompute, parallel.kind, processes)
