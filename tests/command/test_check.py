@@ -141,11 +141,9 @@ def test_what_does_not_fit_ends_with_code_2_the_parts_and_a_way_in(zygote: Zygot
     assert wrong.startswith("error: it needs ")
     assert "optimizer states" in wrong
     assert wrong.endswith("a run with these settings stops there\n")
-    best = (
-        next((each["override"] for each in facts["knobs"] if each["fits"]), None)
-        or facts["together"]["override"]
-    )
-    assert f"Set {best}" in wrong
+    best, enough = facts["together"]["override"], [each for each in facts["knobs"] if each["fits"]]
+    assert f"Set {best}." in wrong
+    assert {each["costs"] for each in enough} <= {"what is learned"}, "or nothing would be tried together"
 
     named = {word.partition("=")[0] for word in best.split()}
     rest = [word for word in words if word.partition("=")[0] not in named]
