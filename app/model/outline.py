@@ -101,21 +101,18 @@ def _name_of_last_layer(network: nn.Module) -> str:
 
 def _with_more_layers(trained: dict[str, nn.Parameter], last: str, count: int) -> dict[str, nn.Parameter]:
     """As if so many layers like it came after the `last` one."""
-    before: dict[str, nn.Parameter] = {}
-    after = dict(trained)
     of_last = [name for name in trained if name.startswith(f"{last}.")]
     if not of_last:
         return trained
-    while of_last[-1] not in before:
-        name = next(iter(after))
-        before[name] = after.pop(name)
     stem, _, at = last.rpartition(".")
+    named = list(trained.items())
+    end = 1 + list(trained).index(of_last[-1])
     more = {
         f"{stem}.{int(at) + step}{name.removeprefix(last)}": nn.Parameter(torch.empty_like(trained[name]))
         for step in range(1, count + 1)
         for name in of_last
     }
-    return before | more | after
+    return {**dict(named[:end]), **more, **dict(named[end:])}
 
 
 def _layer_lists(lm: nn.Module) -> list[tuple[nn.Module, str, nn.ModuleList]]:

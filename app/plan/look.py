@@ -45,13 +45,9 @@ class Look:
         self.processes = processes
         self._first: Depths | None = None
 
-    def settled(self, run: RunConfig) -> RunConfig:
-        """With what the model says of it."""
-        return within_positions(self._by_facts(run), lambda _: None)
-
     def at(self, run: RunConfig, *, exact: bool = False) -> Looked:
         """The largest micro-batch that its settings allow; `exact` traces every layer."""
-        run = self.settled(run)
+        run = within_positions(self._by_facts(run), lambda _: None)
         layers_are_open = run.training.recompute == AUTO
         if is_open(run):
             return self._in_found_bins(run, exact=exact)

@@ -33,13 +33,11 @@ class _Gradient:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """Forward and backward."""
+    """Forward and backward. `gradients`: of all that is trained, or none: they went into sums of before."""
 
     span: Span
     loss: int  # the serial of its sum
-    gradients: tuple[
-        _Gradient, ...
-    ]  # of all that is trained; none where they went into sums that were there before
+    gradients: tuple[_Gradient, ...]
     flops: tuple[int, int, int]
 
 
