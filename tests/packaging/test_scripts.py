@@ -18,6 +18,7 @@ case "$*" in
   --version) echo "Python 3.11.0" ;;
   "-m venv "*) mkdir -p "$3/bin"; ln -s "$0" "$3/bin/python"; echo "version = 3.11.0" >"$3/pyvenv.cfg" ;;
   "-m pip install "*) echo "$*" >>"$PIP_CALLS"; {install} ;;
+  "-c import bitsandbytes"*) echo "${{PYTHONDONTWRITEBYTECODE-may}}" >>"$PIP_CALLS-compiled" ;;
   "-m app.train"*) shift 2; printf 'trained:%s\\n' "$PWD" "$@" ;;
 esac
 """
@@ -30,6 +31,7 @@ class Clone:
         self.root = folder / "my clone"
         self.bin = folder / "bin"
         self.calls = folder / "pip-calls"
+        self.compiled = folder / "pip-calls-compiled"
         self.elsewhere = folder / "some where"
         for path in (self.root, self.bin, self.elsewhere):
             path.mkdir()
@@ -89,6 +91,15 @@ def test_second_call_installs_nothing(clone: Clone) -> None:
     assert code == 0
     assert len(clone.installations()) == 2
     assert err == ""
+
+
+def test_what_runs_may_not_keep_is_compiled_by_the_installation(clone: Clone) -> None:
+    clone.run("train")
+    assert not clone.compiled.exists()  # the first run keeps what it compiles
+    with (clone.root / "constraints.txt").open("a") as file:
+        file.write("# changed\n")
+    clone.run("train", PYTHONDONTWRITEBYTECODE="1")
+    assert clone.compiled.read_text() == "may\n"
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
