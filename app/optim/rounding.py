@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -15,7 +16,17 @@ from torch import Tensor
 _HALF = 16  # bits
 _PIECE = 1 << 24  # numbers that are rounded at once: the random ones need memory of their own
 _NONE = 0x7FC00000  # of all that is not a number: to others a sum, or the loss of the lower half, would give a value
-_alike_are_left_out: ContextVar[bool] = ContextVar("alike_are_left_out", default=False)
+
+
+class Pieces(Enum):
+    """Of a weight, that are rounded."""
+
+    ALL = "all"
+    UNLIKE = "those that take and leave memory as no other does"
+    NONE = "none"
+
+
+_rounded: ContextVar[Pieces] = ContextVar("rounded", default=Pieces.ALL)
 
 
 @torch.no_grad()
@@ -40,21 +51,22 @@ def round_into(weight: Tensor, exact: Tensor, random: torch.Generator) -> None:
 
 
 @contextmanager
-def alike_left_out() -> Iterator[None]:
-    """Inside, pieces that take and leave memory as others do are not rounded: for tensors that have no numbers."""
-    before = _alike_are_left_out.set(True)
+def rounded(pieces: Pieces) -> Iterator[None]:
+    """Inside, only these are: for tensors that have no numbers."""
+    before = _rounded.set(pieces)
     try:
         yield
     finally:
-        _alike_are_left_out.reset(before)
+        _rounded.reset(before)
 
 
 def _starts(numbers: int) -> list[int]:
     """Of all pieces. The random numbers of one are there until those of the next are, so each second one takes the
     memory of the one before it: left out are pieces in pairs, and neither the first two nor the last.
     """
-    starts = list(range(0, numbers, _PIECE))
-    spare = (len(starts) - 3) // 2 * 2 if _alike_are_left_out.get() else 0
+    pieces = _rounded.get()
+    starts = list(range(0, 0 if pieces is Pieces.NONE else numbers, _PIECE))
+    spare = (len(starts) - 3) // 2 * 2 if pieces is Pieces.UNLIKE else 0
     return starts if spare <= 0 else starts[:2] + starts[2 + spare :]
 
 

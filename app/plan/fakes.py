@@ -46,11 +46,16 @@ def materialise(network: nn.Module) -> None:
                 module._parameters[name] = made.setdefault(id(parameter), _parameter_like(parameter))
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type == "meta":
-                module._buffers[name] = made.setdefault(id(buffer), torch.empty_like(buffer, device="cpu"))
+                module._buffers[name] = made.setdefault(id(buffer), _empty(buffer))
 
 
 def _parameter_like(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=parameter.requires_grad)
+    return nn.Parameter(_empty(parameter), requires_grad=parameter.requires_grad)
+
+
+def _empty(given: Tensor) -> Tensor:
+    """By numbers: a tensor on meta is none of ours, and what it is asked would be worked out each time."""
+    return torch.empty_strided(given.size(), given.stride(), dtype=given.dtype)
 
 
 def _packed(layer: Any) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from app.batch import Batch, Documents, Weights
@@ -34,7 +33,7 @@ from app.model.trainee import Trainee
 from app.optim.one_by_one import ordinary
 from app.optim.optimizers import build_optimizer
 from app.optim.requirements import BITSANDBYTES_KINDS
-from app.optim.rounding import alike_left_out
+from app.optim.rounding import Pieces, rounded
 from app.plan import stages
 from app.plan.attention import hidden_in_backward
 from app.plan.fakes import AnyNumber, Paged, any_number, materialise
@@ -44,6 +43,7 @@ from app.plan.known import Known
 from app.plan.lent import Sizes, lend, sizes_of
 from app.plan.memory_plan import Shape
 from app.plan.passes import Evaluation, Passes, TracedStepper
+from app.plan.remembering import RememberingFakes
 from app.plan.replay import Replay
 from app.plan.share import DIVIDED, Nowhere, States, states_of
 
@@ -104,7 +104,7 @@ def trace(asked: Asked, outline: Outline, plain: int, recomputed: int, known: Kn
     lends = asked.parts is not None and asked.parts.lends
     bare = outline.bare(plain + recomputed) if lends else None
     ways = as_on_gpu() if asked.on_gpu else nullcontext()
-    with ways, alike_left_out(), FakeTensorMode(allow_non_fake_inputs=True):
+    with ways, rounded(Pieces.UNLIKE), RememberingFakes():
         with AnyNumber():
             ready = _ready(asked, network, bare, recomputed, flops)
             passes = _passes(asked, outline, (plain, recomputed), known)
@@ -241,7 +241,8 @@ def _optimizer(asked: Asked, trainee: Trainee, paged: Paged, stepped: Sequence[n
     paged.take_from(ordinary(optimizer), on_gpu=asked.on_gpu)
     for parameter in stepped:
         parameter.grad = torch.empty_like(parameter)
-    optimizer.step()
+    with rounded(Pieces.NONE):  # which leaves nothing behind, and nobody counts here
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return optimizer
 

@@ -21,7 +21,7 @@ def events(numbers: int, *, left_out: bool) -> list[Event]:
         for _ in range(2):
             chance = rounding.chance_of(weight.device, 0, 0, 0)
             if left_out:
-                with rounding.alike_left_out():
+                with rounding.rounded(rounding.Pieces.UNLIKE):
                     rounding.round_into(weight, exact, chance)
             else:
                 rounding.round_into(weight, exact, chance)
@@ -62,7 +62,7 @@ def test_a_real_step_leaves_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(rounding, "_PIECE", 4)
     exact = torch.arange(37.0)
     weight = torch.zeros(37, dtype=torch.bfloat16)
-    with rounding.alike_left_out():
+    with rounding.rounded(rounding.Pieces.UNLIKE):
         rounding.round_into(weight, exact, rounding.chance_of(weight.device, 0, 0, 0))
     assert not torch.equal(weight.float(), exact)
     rounding.round_into(weight, exact, rounding.chance_of(weight.device, 0, 0, 0))

@@ -1,0 +1,180 @@
+"""Tensors without memory whose operations are worked out once.
+
+What comes out of an operation follows from the sizes, strides and types of what goes in, and the layers of a network
+ask the same again and again. torch remembers answers too, but to ask it costs more than the rest of a trace.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+
+class _Answer(Protocol):
+    """What an operation returns."""
+
+    def made(self, fakes: FakeTensorMode, given: Sequence[Tensor]) -> Any:
+        """For these tensors."""
+
+
+_ANSWERS: dict[tuple[Any, ...], _Answer] = {}  # of this process
+
+
+class RememberingFakes(FakeTensorMode):
+    """The same tensors as torch makes. Real ones may be given too, as a batch is."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.cache_enabled = False  # torch's own
+
+    def dispatch(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """One operation."""
+        kwargs = kwargs or {}
+        given: list[Tensor] = []
+        try:
+            question = (
+                func,
+                torch.get_default_dtype(),
+                *_parts(args, given),
+                *kwargs,
+                *_parts(kwargs.values(), given),
+            )
+            answer = _ANSWERS.get(question)
+        except TypeError:  # something else than numbers, names and tensors of ours
+            return super().dispatch(func, types, args, kwargs)
+        if answer is not None:
+            return answer.made(self, given)
+        out = super().dispatch(func, types, args, kwargs)
+        answer = _answer(out, given) if _depends_on_forms(func) else None
+        if answer is not None:
+            _ANSWERS[question] = answer
+        return out
+
+
+def _parts(values: Iterable[Any], given: list[Tensor]) -> tuple[Any, ...]:
+    """What is asked; its tensors are appended to `given`. 1, 1.0 and True are different questions."""
+    parts: list[Any] = []
+    for each in values:
+        if isinstance(each, Tensor):
+            parts.append(_form_of(each))
+            given.append(each)
+        elif isinstance(each, list | tuple):
+            parts.append((len(each), *_parts(each, given)))
+        else:
+            parts.append((type(each), each))
+    return tuple(parts)
+
+
+def _form_of(tensor: Any) -> tuple[Any, ...]:
+    if not _is_plain(tensor):
+        raise TypeError(f"{type(tensor)} is not remembered")
+    keys = torch._C._dispatch_keys(tensor).raw_repr()  # device, layout, and what is put off till it is read
+    return tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.fake_device, keys
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Of fake ones those that hold no number."""
+    return type(tensor) is FakeTensor and tensor.constant is None
+
+
+def _depends_on_forms(func: Any) -> bool:
+    """Not what gives a tensor another form in place, as some operations of others may."""
+    if not isinstance(func, OpOverload) or torch.Tag.inplace_view in func.tags:
+        return False
+    return func.namespace == "aten" or not func._schema.is_mutable
+
+
+def _answer(out: Any, given: Sequence[Tensor]) -> _Answer | None:
+    """None where it cannot be told from this one."""
+    if not isinstance(out, list | tuple):
+        return _of_one(out, given)
+    answers = [_of_one(each, given) for each in out]
+    own = [
+        _place(each)
+        for each, how in zip(out, answers, strict=True)
+        if isinstance(how, _Tensor) and how.base is None
+    ]
+    known = [each for each in answers if each is not None]
+    whole = len(known) == len(answers) and len(set(own)) == len(own)
+    return _Several(list if isinstance(out, list) else tuple, tuple(known)) if whole else None
+
+
+def _of_one(out: Any, given: Sequence[Tensor]) -> _Answer | None:
+    if out is None:
+        return _Nothing()
+    same = [at for at, each in enumerate(given) if each is out]
+    if same:
+        return _Given(same[0])
+    if not _is_plain(out) or out.requires_grad:
+        return None
+    bases = [at for at, each in enumerate(given) if _place(each) == _place(out)]
+    if len({id(given[at]) for at in bases}) > 1:
+        return None  # it is a part of one of them
+    base = bases[0] if bases else None
+    answer = _Tensor(base, out.size(), out.stride(), out.storage_offset(), out.dtype, out.fake_device)
+    again = answer.made(out.fake_mode, given)
+    alike = _form_of(again) == _form_of(out) and _bytes(again) == _bytes(out)
+    return answer if alike else None
+
+
+def _place(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+@dataclass(frozen=True, slots=True)
+class _Nothing:
+    def made(self, _fakes: FakeTensorMode, _given: Sequence[Tensor]) -> None:
+        """As the operation."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """One of what was given."""
+
+    at: int
+
+    def made(self, _fakes: FakeTensorMode, given: Sequence[Tensor]) -> Tensor:
+        """It."""
+        return given[self.at]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A new one, or a view of one that was given."""
+
+    base: int | None
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def made(self, fakes: FakeTensorMode, given: Sequence[Tensor]) -> Tensor:
+        """With a storage of its own, or that one's."""
+        if self.base is None:
+            inner = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+        else:
+            storage: Any = given[self.base].untyped_storage()
+            inner = torch.empty(0, dtype=self.dtype, device="meta")
+            inner.set_(storage, self.offset, self.size, self.stride)
+        return FakeTensor(fakes, inner, self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Several:
+    kind: type[list[Any]] | type[tuple[Any, ...]]
+    each: tuple[_Answer, ...]
+
+    def made(self, fakes: FakeTensorMode, given: Sequence[Tensor]) -> Any:
+        """All of them."""
+        return self.kind(one.made(fakes, given) for one in self.each)
