@@ -1,5 +1,6 @@
 """A network on meta gets tensors of the CPU, under fake tensors still without memory."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,26 +14,30 @@ _LEAST_PAGED = 1e5  # numbers; what is smaller stays on the device
 _STEPS_IN_PLACE = torch.ops.aten._fused_sgd_
 
 
-def any_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def any_number(call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Answers for tensors that have no numbers: optimizers ask one of theirs now and then, and shapes never do."""
     if func is torch.ops.aten._local_scalar_dense.default:
         return False if args[0].dtype == torch.bool else 1
     if func._overloadpacket is _STEPS_IN_PLACE:
         return None
-    return func(*args, **kwargs)
+    return call(func, args, kwargs)
 
 
 class AnyNumber(TorchDispatchMode):
     """The same where nothing is counted."""
 
-    def __init__(self) -> None:
+    def __init__(self, call: Call) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._call = call
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """A number where one is asked for."""
         if func is torch.ops.prim.device.default:  # nothing below needs to be asked
             return args[0].device
-        return any_number(func, args, kwargs or {})
+        return any_number(self._call, func, args, kwargs or {})
 
 
 def materialise(network: nn.Module) -> None:

@@ -4,7 +4,7 @@ What comes out of an operation follows from the sizes, strides and types of what
 ask the same again and again. torch remembers answers too, but to ask it costs more than the rest of a trace.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,18 +24,15 @@ class _Answer(Protocol):
 _ANSWERS: dict[tuple[Any, ...], _Answer] = {}  # of this process
 
 
-class RememberingFakes(FakeTensorMode):
-    """The same tensors as torch makes. Real ones may be given too, as a batch is."""
+class Remembering:
+    """Calls operations on the fake tensors of one mode."""
 
-    def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-        self.cache_enabled = False  # torch's own
+    def __init__(self, fakes: FakeTensorMode) -> None:
+        self._fakes = fakes
+        fakes.cache_enabled = False  # torch's own
 
-    def dispatch(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """One operation."""
-        kwargs = kwargs or {}
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As torch calls it."""
         given: list[Tensor] = []
         try:
             question = (
@@ -47,11 +44,14 @@ class RememberingFakes(FakeTensorMode):
             )
             answer = _ANSWERS.get(question)
         except TypeError:  # something else than numbers, names and tensors of ours
-            return super().dispatch(func, types, args, kwargs)
+            return func(*args, **kwargs)
         if answer is not None:
-            return answer.made(self, given)
-        out = super().dispatch(func, types, args, kwargs)
-        answer = _answer(out, given) if _depends_on_forms(func) else None
+            with torch._C._DisableTorchDispatch():
+                return answer.made(self._fakes, given)
+        out = func(*args, **kwargs)
+        if _depends_on_forms(func):
+            with torch._C._DisableTorchDispatch():
+                answer = _answer(out, given)
         if answer is not None:
             _ANSWERS[question] = answer
         return out

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from app.batch import Batch, Documents, Weights
@@ -36,14 +37,14 @@ from app.optim.requirements import BITSANDBYTES_KINDS
 from app.optim.rounding import Pieces, rounded
 from app.plan import stages
 from app.plan.attention import hidden_in_backward
-from app.plan.fakes import AnyNumber, Paged, any_number, materialise
+from app.plan.fakes import AnyNumber, Call, Paged, any_number, materialise
 from app.plan.flops import FlopCounter
 from app.plan.gpu import AutocastOfCuda
 from app.plan.known import Known
 from app.plan.lent import Sizes, lend, sizes_of
 from app.plan.memory_plan import Shape
 from app.plan.passes import Evaluation, Passes, TracedStepper
-from app.plan.remembering import RememberingFakes
+from app.plan.remembering import Remembering
 from app.plan.replay import Replay
 from app.plan.share import DIVIDED, Nowhere, States, states_of
 
@@ -104,9 +105,10 @@ def trace(asked: Asked, outline: Outline, plain: int, recomputed: int, known: Kn
     lends = asked.parts is not None and asked.parts.lends
     bare = outline.bare(plain + recomputed) if lends else None
     ways = as_on_gpu() if asked.on_gpu else nullcontext()
-    with ways, rounded(Pieces.UNLIKE), RememberingFakes():
-        with AnyNumber():
-            ready = _ready(asked, network, bare, recomputed, flops)
+    with ways, rounded(Pieces.UNLIKE), FakeTensorMode(allow_non_fake_inputs=True) as fakes:
+        call = Remembering(fakes)
+        with AnyNumber(call):
+            ready = _ready(asked, network, bare, recomputed, flops, call)
             passes = _passes(asked, outline, (plain, recomputed), known)
             ready.stepper.watched(ready.counter, flops, passes)
         trainee, stepper, counter = ready.trainee, ready.stepper, ready.counter
@@ -161,7 +163,12 @@ class _Ready:
 
 
 def _ready(
-    asked: Asked, network: nn.Module, bare: nn.Module | None, recomputed: int, flops: FlopCounter
+    asked: Asked,
+    network: nn.Module,
+    bare: nn.Module | None,
+    recomputed: int,
+    flops: FlopCounter,
+    call: Call,
 ) -> _Ready:
     """After a first step."""
     run, paged = asked.run, Paged()
@@ -172,7 +179,7 @@ def _ready(
     optimizer = _optimizer(asked, trainee, paged, reduction.stepped)
     fp16 = asked.precision == "fp16"
     stepper = TracedStepper(trainee, optimizer, _ALONE, run.training.clip, fp16=fp16, reduction=reduction)
-    counter = _counter(asked, trainee, optimizer, flops)
+    counter = _counter(asked, trainee, optimizer, flops, partial(any_number, call))
     counter.hold("gradients", reduction.gradients())
     if run.adapter.fused:
         share_scratch(network, DTYPES[asked.precision].base, proven=False)
@@ -204,9 +211,11 @@ def _evaluation(asked: Asked, outline: Outline, depth: int, known: Known) -> Eva
     return known.evaluations.of(Evaluation, built, asked.evaluated, asked.on_gpu, asked.parts, depth)
 
 
-def _counter(asked: Asked, trainee: Trainee, optimizer: Optimizer, flops: FlopCounter) -> StorageCounter:
+def _counter(
+    asked: Asked, trainee: Trainee, optimizer: Optimizer, flops: FlopCounter, call: Call
+) -> StorageCounter:
     """That knows what is there before the step."""
-    counter = StorageCounter("cpu", _HIDDEN_ON_GPU if asked.on_gpu else HIDDEN, flops, any_number)
+    counter = StorageCounter("cpu", _HIDDEN_ON_GPU if asked.on_gpu else HIDDEN, flops, call)
     if (
         trainee.lending is not None
     ):  # the step of the optimizer has touched them, which gives them memory here

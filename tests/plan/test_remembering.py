@@ -1,6 +1,7 @@
 """What is remembered of an operation is what torch would work out: form, storage, and which tensor it is."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from app.plan import remembering, trace
+from app.plan.fakes import AnyNumber
 from app.plan.planner import plan_memory
-from app.plan.remembering import RememberingFakes
+from app.plan.remembering import Remembering
 from tests.plan.truth import PACKED, PADDED, small_run
 
 Operation = Callable[[Tensor, Tensor], Any]
@@ -54,6 +56,12 @@ def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remembering, "_ANSWERS", {})
 
 
+@contextmanager
+def _remembering() -> Iterator[None]:
+    with FakeTensorMode() as fakes, AnyNumber(Remembering(fakes)):
+        yield
+
+
 def _seen(out: Any, given: tuple[Tensor, Tensor]) -> Any:
     """All that can be told of what came out."""
     if isinstance(out, list | tuple):
@@ -69,8 +77,8 @@ def _seen(out: Any, given: tuple[Tensor, Tensor]) -> Any:
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_the_second_time_is_as_the_first_and_as_torch(name: str) -> None:
     seen = []
-    for fakes in (FakeTensorMode(allow_non_fake_inputs=True), RememberingFakes(), RememberingFakes()):
-        with fakes, torch.no_grad():
+    for calls in (FakeTensorMode(), _remembering(), _remembering()):
+        with calls, torch.no_grad():
             given = torch.empty(8, 8), torch.empty(8, 8)
             seen.append([_seen(OPERATIONS[name](*given), given), *(_seen(each, given) for each in given)])
     assert seen[1] == seen[0]
@@ -80,7 +88,7 @@ def test_the_second_time_is_as_the_first_and_as_torch(name: str) -> None:
 def test_gradients_are_of_the_same_forms() -> None:
     found = []
     for _ in range(2):
-        with RememberingFakes():
+        with _remembering():
             weight = nn.Parameter(torch.empty(8, 8))
             F.silu(torch.empty(2, 8) @ weight).sum().backward()
             assert weight.grad is not None
@@ -92,7 +100,7 @@ def test_gradients_are_of_the_same_forms() -> None:
 
 def test_a_view_of_one_of_two_that_share_a_storage_is_not_remembered() -> None:
     """Which of them it is a view of cannot be told, and the next two may not share."""
-    with RememberingFakes():
+    with _remembering():
         one, other = torch.empty(4, 4), torch.empty(4, 4)
         assert remembering._of_one(one.view(-1), [one, other]) is not None
         assert remembering._of_one(one.view(-1), [one, one]) is not None
@@ -132,7 +140,7 @@ def test_a_plan_is_that_of_torchs_own_fakes(
     """To the last event, and the second one too, all of which is remembered."""
     run = small_run(f"recipe={recipe}", "precision=bf16", "optimizer=paged_adamw_8bit")
     plans = [plan_memory(run, shape, device) for _ in range(2)]
-    monkeypatch.setattr(trace, "RememberingFakes", lambda: FakeTensorMode(allow_non_fake_inputs=True))
+    monkeypatch.setattr(trace, "Remembering", lambda _: lambda func, args, kwargs: func(*args, **kwargs))
     own = plan_memory(run, shape, device)
     assert plans[0] == own
     assert plans[1] == own
