@@ -65,7 +65,9 @@ def _starts(numbers: int) -> list[int]:
     memory of the one before it: left out are pieces in pairs, and neither the first two nor the last.
     """
     pieces = _rounded.get()
-    starts = list(range(0, 0 if pieces is Pieces.NONE else numbers, _PIECE))
+    if pieces is Pieces.NONE:
+        return []
+    starts = list(range(0, numbers, _PIECE))
     spare = (len(starts) - 3) // 2 * 2 if pieces is Pieces.UNLIKE else 0
     return starts if spare <= 0 else starts[:2] + starts[2 + spare :]
 

@@ -113,7 +113,8 @@ def _of_one(out: Any, given: Sequence[Tensor]) -> _Answer | None:
         return _Given(same[0])
     if not _is_plain(out) or out.requires_grad:
         return None
-    bases = [at for at, each in enumerate(given) if _place(each) == _place(out)]
+    place = _place(out)
+    bases = [at for at, each in enumerate(given) if _place(each) == place]
     if len({id(given[at]) for at in bases}) > 1:
         return None  # it is a part of one of them
     base = bases[0] if bases else None

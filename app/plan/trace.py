@@ -216,9 +216,8 @@ def _counter(
 ) -> StorageCounter:
     """That knows what is there before the step."""
     counter = StorageCounter("cpu", _HIDDEN_ON_GPU if asked.on_gpu else HIDDEN, flops, call)
-    if (
-        trainee.lending is not None
-    ):  # the step of the optimizer has touched them, which gives them memory here
+    if trainee.lending is not None:
+        # the step of the optimizer has touched them, which gives them memory here
         counter.ignore(trainee.lending.away)
     for kind, tensors in kept_tensors(trainee, optimizer).items():
         counter.hold(kind, tensors)

@@ -67,3 +67,13 @@ def test_a_real_step_leaves_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None
     assert not torch.equal(weight.float(), exact)
     rounding.round_into(weight, exact, rounding.chance_of(weight.device, 0, 0, 0))
     assert torch.equal(weight.float(), exact)
+
+
+def test_none_leaves_a_weight_as_it_was() -> None:
+    weight, exact = torch.ones(8, dtype=torch.bfloat16), torch.full((8,), 3.0)
+    chance = torch.Generator().manual_seed(1)
+    with rounding.rounded(rounding.Pieces.NONE):
+        rounding.round_into(weight, exact, chance)
+    assert weight.eq(1).all()
+    rounding.round_into(weight, exact, chance)
+    assert weight.eq(3).all()
