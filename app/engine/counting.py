@@ -1,9 +1,8 @@
 """Bytes of tensors as they come and go: a mode that sees every storage that is made, of real tensors or fake ones."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
@@ -24,29 +23,6 @@ Event = tuple[int, int]  # which storage, and its bytes: above 0 as it comes, be
 def rounded(size: int) -> int:
     """Bytes that an allocator of CUDA takes for so many."""
     return -(-size // _BLOCK) * _BLOCK
-
-
-class Mark(NamedTuple):
-    """A moment of a counter."""
-
-    event: int
-    phase: int
-    serial: int
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """What a counter saw from a moment on, numbered as if nothing had been before."""
-
-    events: tuple[Event, ...]
-    phases: tuple[tuple[int, str], ...]
-    kinds: tuple[tuple[int, str], ...]  # of what was held meanwhile
-    serials: int
-
-    def left(self) -> set[int]:
-        """What is there at its end and was not before; or is gone and was there, which is below 1."""
-        came = {serial for serial, size in self.events if size > 0}
-        return came ^ {serial for serial, size in self.events if size < 0}
 
 
 def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -94,34 +70,6 @@ class StorageCounter(TorchDispatchMode):
     def enter(self, phase: str) -> None:
         """What comes now belongs to it."""
         self.phases.append((len(self.events), phase))
-
-    def mark(self) -> Mark:
-        """Now."""
-        return Mark(len(self.events), len(self.phases), self._serial)
-
-    def since(self, mark: Mark) -> Span:
-        """What was seen from then on."""
-        return Span(
-            tuple((serial - mark.serial, size) for serial, size in self.events[mark.event :]),
-            tuple((at - mark.event, phase) for at, phase in self.phases[mark.phase :]),
-            tuple(
-                (serial - mark.serial, kind) for serial, kind in self.kinds.items() if serial > mark.serial
-            ),
-            self._serial - mark.serial,
-        )
-
-    def repeat(self, span: Span, left: Mapping[int, Tensor]) -> None:
-        """As if it were seen once more. What is left of it are these tensors, which nobody has seen made."""
-        now = self.mark()
-        sizes: dict[int, int] = {}
-        for serial, size in span.events:
-            sizes[serial] = max(size, sizes.get(serial, 0))
-            self._count(now.serial + serial, size)
-        self.phases += [(now.event + at, phase) for at, phase in span.phases]
-        self.kinds |= {now.serial + serial: kind for serial, kind in span.kinds}
-        self._serial += span.serials
-        for serial, tensor in left.items():
-            self._remember(tensor.untyped_storage(), now.serial + serial, sizes[serial])
 
     def serial_of(self, tensor: Tensor) -> int | None:
         """Of its storage, by which events name it."""

@@ -1,8 +1,9 @@
-"""A plan for many layers from traces of few.
+"""A plan for many layers from a trace of few.
 
 At each place of a step, what is alive is affine in the number of layers that keep everything and in the number of
-those that are computed again: the peak is the largest of these places, wherever it moves to. Nothing recomputed and
-everything recomputed have places of their own, so traces are of the same sort as what they are for.
+those that are computed again: the peak is the largest of these places, wherever it moves to. A further layer adds what
+one adds that stands between others of its sort (`plan.middle`). Nothing recomputed and everything recomputed have
+places of their own, so a trace is of the same sort as what it is for.
 """
 
 from collections.abc import Sequence
@@ -10,16 +11,16 @@ from dataclasses import dataclass, replace
 
 from app.engine.counting import BORROWED
 from app.model.outline import Outline
+from app.plan.counts import Numbers, Trace
 from app.plan.known import Known
 from app.plan.lent import Kept
 from app.plan.memory_plan import ANATOMY, MemoryPlan
 from app.plan.share import DIVIDED, Division, Share
-from app.plan.stages import BETWEEN, EVALUATION, ORDER
-from app.plan.trace import PASSING, Asked, Trace, trace
+from app.plan.stages import ORDER
+from app.plan.trace import Asked, trace
+from app.plan.whose import AGAIN, PLAIN
 
-_FEW = 2  # layers of a sort: the first and the last are special
-_NOT_WORTH_TWO = 5  # layers: the small traces have as many together
-Numbers = dict[tuple[str, ...], int]
+_FEW = 3  # layers of a sort: the first and the last are special, and one stands for all between
 
 
 class Depths:
@@ -44,7 +45,7 @@ class Depths:
         depth = self.outline.depth
         recomputed = depth if recompute is True else int(recompute)
         whole = _Depth(depth - recomputed, recomputed)
-        if exact or not self.outline.alike or depth <= _NOT_WORTH_TWO:
+        if exact or not self.outline.alike or depth <= 2 * _FEW:
             return self._whole(whole)
         return self._extrapolated(whole)
 
@@ -59,7 +60,7 @@ class Depths:
             part = division.heaviest(), division.processes
             asked = replace(asked, parts=replace(asked.parts, part=part))
         found = self._trace(depth, asked)
-        plan = self._plan(_numbers(found), found, found.events, depth)
+        plan = self._plan(found.numbers, found, found.events, depth)
         return replace(plan, divided=asked.parts is not None)
 
     def _trace(self, depth: "_Depth", asked: Asked | None = None) -> Trace:
@@ -72,23 +73,14 @@ class Depths:
     def _extrapolated(self, whole: "_Depth") -> MemoryPlan:
         second = self._asked.run.training.offload  # is special, too
         few = _Depth(min(whole.plain, _FEW), min(whole.recomputed, _FEW + second))
-        largest = self._trace(few)
-        base = _numbers(largest)
-        result = dict(base)
-        for more, steps in (
-            (_Depth(few.plain + 1, few.recomputed), whole.plain - few.plain),
-            (_Depth(few.plain, few.recomputed + 1), whole.recomputed - few.recomputed),
-        ):
-            if steps:
-                largest = self._trace(more)
-                larger = _numbers(largest)
-                for name in {**base, **larger}:
-                    slope = larger.get(name, 0) - base.get(name, 0)
-                    result[name] = result.get(name, 0) + steps * slope
-        if self._lends:
-            result |= _evaluated(_numbers(largest))
-        plan = self._plan(result, largest, None, whole)
-        return replace(plan, few_events=largest.events, traced_layers=few.plain + few.recomputed + 1)
+        found = self._trace(few)
+        further = {PLAIN: whole.plain - few.plain, AGAIN: whole.recomputed - few.recomputed}
+        numbers = dict(found.numbers)
+        for sort, layers in further.items():
+            for name, size in found.more.get(sort, {}).items():
+                numbers[name] += layers * size
+        plan = self._plan(numbers, found, None, whole)
+        return replace(plan, few_events=found.events, traced_layers=few.plain + few.recomputed)
 
     def _plan(
         self, numbers: Numbers, traced: Trace, events: tuple[tuple[int, int], ...] | None, whole: "_Depth"
@@ -105,28 +97,6 @@ class Depths:
 class _Depth:
     plain: int
     recomputed: int
-
-
-def _numbers(found: Trace) -> Numbers:
-    """All that a plan is made of, by name. Places between others are no larger than both, and some depths lack them."""
-    numbers: Numbers = {
-        (phase, kind): size for phase, kinds in found.phases.items() for kind, size in kinds.items()
-    }
-    numbers = {name: size for name, size in numbers.items() if name[0] != BETWEEN}
-    return numbers | {
-        ("kept",): found.kept,
-        ("host",): found.host,
-        ("offloaded",): found.offloaded,
-        ("flops",): found.flops,
-        ("fp8",): found.fp8_flops,
-        ("repeated",): found.repeated_flops,
-        ("update",): found.update_flops,
-    }
-
-
-def _evaluated(numbers: Numbers) -> Numbers:
-    """What passes in one of lent weights, which depends on no depth: the smallest trace has no layer between others."""
-    return {name: size for name, size in numbers.items() if name[0] == EVALUATION and name[-1] in PASSING}
 
 
 def _divided(numbers: Numbers, share: Share) -> Numbers:

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import astuple, dataclass, replace
+from operator import add
 from typing import Any
 
 from torch import Tensor
@@ -59,16 +61,32 @@ _FORMULAS: dict[str, Callable[..., int]] = {
 }
 
 
+@dataclass(slots=True)
+class Flops:
+    """Of a micro-batch, and of the optimizer's step."""
+
+    passes: int = 0  # forward and backward
+    fp8: int = 0  # of these, at the rate that a GPU has for fp8
+    repeated: int = 0  # of these, what had been computed before
+    update: int = 0
+
+    def __add__(self, other: "Flops") -> "Flops":
+        return Flops(*map(add, astuple(self), astuple(other)))
+
+
 class FlopCounter:
-    """Told of every operation, adds up."""
+    """Told of every operation, adds up, apart for those whose turn it is."""
 
     def __init__(self) -> None:
-        self.total = 0
-        self.fp8 = 0  # of these, at the rate that a GPU has for fp8
-        self.repeated = 0  # of these, what had been computed before
-        self.before_update = 0  # of these, what the optimizer has no part in
-        self.again = False  # whether a layer's forward would be such
+        self.found: dict[int, Flops] = {}
+        self.turn = 0  # whose it is
+        self.updates = False  # whether weights are being changed
+        self.again = False  # whether a layer's forward had been computed before
         self.repeats = False  # whether one is running
+
+    def counted(self) -> dict[int, Flops]:
+        """So far."""
+        return {turn: replace(flops) for turn, flops in self.found.items()}
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """One operation."""
@@ -80,6 +98,10 @@ class FlopCounter:
             count = flop_registry[packet](*args, **kwargs, out_val=out)
         else:
             return
-        self.total += count
-        self.fp8 += count if packet._qualified_op_name == _FP8 else 0
-        self.repeated += count if self.repeats else 0
+        flops = self.found.setdefault(self.turn, Flops())
+        if self.updates:
+            flops.update += count
+            return
+        flops.passes += count
+        flops.fp8 += count if packet._qualified_op_name == _FP8 else 0
+        flops.repeated += count if self.repeats else 0

@@ -5,13 +5,11 @@ from dataclasses import dataclass
 from app.batch import Batch
 from app.engine.counting import Event
 
+# What is there from step to step.
+KEPT = ("frozen_weights", "quantization_constants", "trained_weights", "gradients", "optimizer_states")
 # How the bytes at the peak are divided; they add up to it.
 ANATOMY = (
-    "frozen_weights",
-    "quantization_constants",
-    "trained_weights",
-    "gradients",
-    "optimizer_states",
+    *KEPT,
     "borrowed_weights",  # of layers that are computed, kept by other processes
     "saved_activations",  # kept from forward for backward
     "temporary",  # of forward, backward and optimizer; what is computed again counts here
@@ -72,10 +70,10 @@ class MemoryPlan:
     flops: float  # of the step as it runs: all micro-batches, what is computed again, the optimizer
     fp8_flops: float  # of these, in fp8
     events: tuple[Event, ...] | None  # of the step, what is kept first; None where depth was extrapolated
-    traced_layers: int  # of the largest trace; all of them where nothing was extrapolated
+    traced_layers: int  # of the trace; all of them where nothing was extrapolated
     offloaded_bytes: int = 0  # inputs of layers that wait on the host, of a micro-batch
     divided: bool = False  # whether gradients and states are those of one of several processes
-    few_events: tuple[Event, ...] = ()  # those of the largest trace, where depth was extrapolated
+    few_events: tuple[Event, ...] = ()  # those of the trace, where depth was extrapolated
 
     @property
     def anatomy(self) -> dict[str, int]:

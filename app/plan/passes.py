@@ -4,17 +4,18 @@ What an optimizer keeps was there before these passes, and what its update takes
 storages come and go in the same order. Not where weights are stepped within the backward pass.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from app.batch import Batch
-from app.engine.counting import Mark, Span, StorageCounter
 from app.engine.step import Stepper
-from app.plan.flops import FlopCounter
+from app.plan.flops import FlopCounter, Flops
+from app.plan.middle import Middle
+from app.plan.whose import LayerCounter, Mark, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class _Seen:
     span: Span
     loss: int  # the serial of its sum
     gradients: tuple[_Gradient, ...]
-    flops: tuple[int, int, int]
+    flops: Mapping[int, Flops]
 
 
 class Passes:
@@ -54,7 +55,7 @@ class Evaluation:
     def __init__(self) -> None:
         self._known: Span | None = None
 
-    def make(self, counter: StorageCounter, scores: Callable[[], Any]) -> None:
+    def make(self, counter: LayerCounter, scores: Callable[[], Any]) -> None:
         """Once."""
         if self._known is not None:
             counter.repeat(self._known, {})
@@ -69,9 +70,11 @@ class Evaluation:
 class TracedStepper(Stepper):
     """The engine's own; forward and backward that are known already are repeated."""
 
-    def watched(self, counter: StorageCounter, flops: FlopCounter, passes: Passes) -> None:
+    def watched(
+        self, counter: LayerCounter, flops: FlopCounter, passes: Passes, among: Sequence[Middle]
+    ) -> None:
         """Before its step."""
-        self._counter, self._flops, self._passes = counter, flops, passes
+        self._counter, self._flops, self._passes, self._among = counter, flops, passes, among
         known = passes.known
         self._made = [] if known is None else [each.made() for each in known.gradients]
         self._loss = torch.zeros(())
@@ -85,6 +88,13 @@ class TracedStepper(Stepper):
         self._passes.known = self._seen_since(mark, total)
         return total
 
+    def _update(self) -> tuple[Tensor, Tensor]:
+        self._counter.follow({each.sort: each.trained for each in self._among})
+        try:
+            return super()._update()
+        finally:
+            self._counter.stop_following()
+
     def _seen_since(self, mark: Mark, loss: Tensor) -> _Seen | None:
         """Unless more is left of it than loss and gradients, or less: parts of one storage cannot be told apart."""
 
@@ -97,7 +107,7 @@ class TracedStepper(Stepper):
         left = sorted([within(loss), *(each.serial for each in gradients)])
         if len(gradients) not in (0, len(self._parameters)) or left != sorted(span.left()):
             return None
-        return _Seen(span, within(loss), gradients, (flops.total, flops.fp8, flops.repeated))
+        return _Seen(span, within(loss), gradients, flops.counted())
 
     def _repeated(self, known: _Seen) -> Tensor:
         left = {known.loss: self._loss}
@@ -107,5 +117,5 @@ class TracedStepper(Stepper):
                 left[gradient.serial] = made
         self._counter.repeat(known.span, left)
         self._made = []
-        self._flops.total, self._flops.fp8, self._flops.repeated = known.flops
+        self._flops.found = {turn: replace(flops) for turn, flops in known.flops.items()}
         return self._loss

@@ -1,4 +1,4 @@
-"""The plan of a run: its step traced on tensors without memory, the depth extrapolated from small traces."""
+"""The plan of a run: its step traced on tensors without memory, the depth extrapolated from one of few layers."""
 
 from dataclasses import replace
 
@@ -15,8 +15,9 @@ from app.plan.depth import Depths
 from app.plan.known import Known
 from app.plan.lent import Owners
 from app.plan.memory_plan import MemoryPlan, Shape
+from app.plan.parts import Parts
 from app.plan.share import Division
-from app.plan.trace import Asked, Parts
+from app.plan.trace import Asked
 
 
 def plan_memory(

@@ -5,7 +5,7 @@ here. Both are there from step to step, so nothing else depends on how many they
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -48,8 +48,12 @@ class Share:
 class Nowhere:
     """What goes between processes, in a trace of one."""
 
-    def reduce(self, _tensor: Tensor, _to: int) -> Self:
+    sees: Callable[[Tensor], None] | None = None  # what would be on its way to its owner
+
+    def reduce(self, tensor: Tensor, _to: int) -> Self:
         """Its own is all."""
+        if self.sees is not None:
+            self.sees(tensor)
         return self
 
     def broadcast(self, _tensor: Tensor, _of: int) -> Self:
@@ -115,7 +119,7 @@ def states_of(optimizer: Optimizer) -> States:
     named = ((n, p) for group in groups for n, p in zip(group["param_names"], group["params"], strict=True))
     device: dict[str, int] = {}
     host: dict[str, int] = {}
-    shared = _of_several(optimizer)
+    shared = of_several(optimizer)
     for full, parameter in named:
         name = full.removeprefix("network.")
         here = [
@@ -130,7 +134,7 @@ def states_of(optimizer: Optimizer) -> States:
     return States(device, host, sum(shared.values()))
 
 
-def _of_several(optimizer: Optimizer) -> dict[int, int]:
+def of_several(optimizer: Optimizer) -> dict[int, int]:
     """Storages that states of more than one parameter have, and their bytes."""
     storages = [each.untyped_storage() for state in optimizer.state.values() for each in _tensors(state)]
     count = Counter(each._cdata for each in storages)

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from app.engine.counting import StorageCounter
 from app.model.offload import Host
 from app.model.recompute import recompute, repeated_layers
 from app.model.trainee import Trainee
 from app.plan.flops import FlopCounter
+from app.plan.whose import LayerCounter
 
 FORWARD, HEAD, HEAD_BACKWARD, CLIP, OPTIMIZER = "forward", "head", "backward of the head", "clip", "optimizer"
 SAVE, EVALUATION = "save", "evaluation"
@@ -46,7 +46,7 @@ def backward_of(layer: int, plain: int, recomputed: int, *, offloads: bool = Fal
 def watch(
     trainee: Trainee,
     optimizer: Optimizer,
-    counter: StorageCounter,
+    counter: LayerCounter,
     flops: FlopCounter,
     recomputed: int,
     host: Host | None,
@@ -65,7 +65,7 @@ def watch(
         counter.enter(FORWARD)
 
     def begin_update(*_given: Any) -> None:
-        flops.before_update = flops.total
+        flops.updates = True
         counter.enter(OPTIMIZER)
 
     def turn_back() -> None:

@@ -14,10 +14,7 @@ from torch.optim import Optimizer
 from app.batch import Batch, Documents, Weights
 from app.config.schema import RunConfig
 from app.engine.anatomy import kept_tensors
-from app.engine.counting import BORROWED, Event, StorageCounter
-from app.engine.divided import Divided, buckets, dealt
 from app.engine.peers import Peers
-from app.engine.reduction import Alone, Reduction
 from app.engine.runtime import Runtime
 from app.model.dtypes import DTYPES
 from app.model.fused import fuse
@@ -25,9 +22,7 @@ from app.model.fused.unpacking import share_scratch
 from app.model.hidden import HIDDEN, ON_GPU
 from app.model.kernels import as_on_gpu
 from app.model.lean_bitsandbytes import import_bitsandbytes
-from app.model.lending import Lending, owned
 from app.model.linear_head import linear_head
-from app.model.offload import Host
 from app.model.outline import Outline
 from app.model.tasks import task_of
 from app.model.trainee import Trainee
@@ -37,19 +32,22 @@ from app.optim.requirements import BITSANDBYTES_KINDS
 from app.optim.rounding import Pieces, rounded
 from app.plan import stages
 from app.plan.attention import hidden_in_backward
+from app.plan.counts import Counted, Trace
 from app.plan.fakes import AnyNumber, Call, Paged, any_number, materialise
 from app.plan.flops import FlopCounter
 from app.plan.gpu import AutocastOfCuda
 from app.plan.known import Known
-from app.plan.lent import Sizes, lend, sizes_of
+from app.plan.lent import Sizes
 from app.plan.memory_plan import Shape
+from app.plan.middle import Middle, Waiting, give_what_is_kept, middles, take_turns
+from app.plan.parts import Parts, disown_gradients, lending_of, reduction_of
 from app.plan.passes import Evaluation, Passes, TracedStepper
 from app.plan.remembering import Remembering
-from app.plan.replay import Replay
-from app.plan.share import DIVIDED, Nowhere, States, states_of
+from app.plan.replay import Replay, Seen
+from app.plan.share import DIVIDED, Nowhere, states_of
+from app.plan.whose import NOBODY, LayerCounter
 
 _ALONE = Runtime(accelerator=None, device=torch.device("cpu"), peers=Peers(rank=0, count=1), threads=1)
-PASSING = ("temporary", BORROWED)  # kinds of what is not there from step to step
 _HIDDEN_ON_GPU = {**ON_GPU, "app_plan::attention_backward": hidden_in_backward}
 
 
@@ -62,38 +60,7 @@ class Asked:
     shape: Shape
     evaluated: Shape | None  # None: no evaluation is traced
     on_gpu: bool
-    parts: "Parts | None" = None  # where a model is divided among processes
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """How a model is divided: `lends`, its weights too.
-
-    `part`: rank and number of the process that is traced; None: one that keeps all gradients and states, and of weights
-    that are lent none.
-    """
-
-    bucket_bytes: int
-    lends: bool = False
-    trained: bool = False  # whether what is lent is trained
-    part: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """Bytes by phase and kind of storage, at the instant of each phase at which most is alive."""
-
-    phases: dict[str, dict[str, int]]
-    kept: int
-    host: int
-    offloaded: int  # inputs of layers, to the host
-    flops: int  # of a micro-batch
-    fp8_flops: int  # of these
-    repeated_flops: int
-    update_flops: int
-    states: States | None  # where what a process keeps is put in place of them
-    lent: Sizes
-    events: tuple[Event, ...]
+    parts: Parts | None = None  # where a model is divided among processes
 
 
 def trace(asked: Asked, outline: Outline, plain: int, recomputed: int, known: Known) -> Trace:
@@ -110,17 +77,14 @@ def trace(asked: Asked, outline: Outline, plain: int, recomputed: int, known: Kn
         with AnyNumber(call):
             ready = _ready(asked, network, bare, recomputed, flops, call)
             passes = _passes(asked, outline, (plain, recomputed), known)
-            ready.stepper.watched(ready.counter, flops, passes)
+            ready.stepper.watched(ready.counter, flops, passes, ready.among)
         trainee, stepper, counter = ready.trainee, ready.stepper, ready.counter
         with counter, AutocastOfCuda() if asked.on_gpu else nullcontext():
             result = stepper.run([ready.batch], lr=1e-4)
             length = len(counter.events)
-            repeated, update, in_fp8 = flops.repeated, flops.total - flops.before_update, flops.fp8
+            of_step = flops.counted()
             counter.enter(stages.SAVE)
-            gradients = [p.grad for p in trainee.trained().values() if p.grad is not None]
-            serials = (counter.serial_of(each) for each in gradients)
-            kinds = {serial: "gradients" for serial in serials if serial is not None}
-            gradients.clear()
+            kinds = _kinds_of_gradients(ready, divided=asked.parts is not None)
             if ready.evaluated is not None:
                 stepper.forget_gradients()
                 counter.enter(stages.EVALUATION)
@@ -129,23 +93,32 @@ def trace(asked: Asked, outline: Outline, plain: int, recomputed: int, known: Kn
             kinds |= counter.kinds
         of_all = asked.parts is not None and asked.parts.part is None
         states = states_of(stepper.optimizer) if of_all else None
-        events, marks = list(counter.events), list(counter.phases)
+        seen = Seen(list(counter.events), list(counter.phases), kinds, counter.owners(), list(counter.turns))
         del result
-    sizes = {serial: size for serial, size in reversed(events) if size > 0}
     left_out = {serial for serial, kind in kinds.items() if states is not None and kind in DIVIDED}
+    counted = Counted(
+        worst=Replay(seen).phases(),
+        kept=seen.held(),
+        flops=of_step,
+        on_host=ready.on_host(),
+        offloaded={} if ready.host is None else ready.host.offloaded(),
+    )
     return Trace(
-        phases=Replay(events, marks, kinds).phases(),
-        kept=sum(sizes.get(serial, 0) for serial, kind in kinds.items() if kind not in PASSING),
-        host=ready.paged.host_bytes,
-        offloaded=0 if ready.host is None else ready.host.bytes,
-        flops=flops.before_update,
-        fp8_flops=in_fp8,
-        repeated_flops=repeated,
-        update_flops=update,
+        numbers=counted.numbers(),
+        more={each.sort: counted.more(each.sort) for each in ready.among},
         states=states,
         lent=ready.lent,
-        events=tuple(event for event in events[:length] if event[0] not in left_out),
+        events=tuple(event for event in seen.events[:length] if event[0] not in left_out),
     )
+
+
+def _kinds_of_gradients(ready: "_Ready", *, divided: bool) -> dict[int, str]:
+    """Of those that are left after a step. A layer's are its own, but where they are parts of buckets."""
+    for middle in [] if divided else ready.among:
+        ready.counter.give(middle.sort, [each.grad for each in middle.trained if each.grad is not None])
+    given = (each.grad for each in ready.trainee.trained().values() if each.grad is not None)
+    serials = (ready.counter.serial_of(each) for each in given)
+    return {serial: "gradients" for serial in serials if serial is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +127,18 @@ class _Ready:
 
     trainee: Trainee
     stepper: TracedStepper
-    counter: StorageCounter
+    counter: LayerCounter
     paged: Paged
-    host: Host | None
+    host: Waiting | None
     batch: Batch
     evaluated: Batch | None
     lent: Sizes
+    among: list[Middle]
+
+    def on_host(self) -> dict[int, int]:
+        """Bytes of states: of all under nobody, and of each layer that stands for others."""
+        own = {each.sort: each.host_bytes(self.stepper.optimizer) for each in self.among}
+        return own | {NOBODY: self.paged.host_bytes}
 
 
 def _ready(
@@ -174,18 +153,25 @@ def _ready(
     run, paged = asked.run, Paged()
     materialise(network)
     trainee = _trainee(asked, network)
-    trainee.lending, lent = _lending(asked, trainee, bare)
-    reduction = _reduction(asked, trainee)
+    trainee.lending, lent = lending_of(asked.parts, trainee, bare)
+    wire = Nowhere()
+    reduction = reduction_of(asked.parts, trainee, wire)
     optimizer = _optimizer(asked, trainee, paged, reduction.stepped)
     fp16 = asked.precision == "fp16"
     stepper = TracedStepper(trainee, optimizer, _ALONE, run.training.clip, fp16=fp16, reduction=reduction)
     counter = _counter(asked, trainee, optimizer, flops, partial(any_number, call))
     counter.hold("gradients", reduction.gradients())
+    if asked.parts is not None:
+        disown_gradients(trainee, wire, counter)
     if run.adapter.fused:
         share_scratch(network, DTYPES[asked.precision].base, proven=False)
         trainee.fused = fuse(network, None)
-    host = Host("meta" if asked.on_gpu else "cpu") if run.training.offload else None
+    host = Waiting("meta" if asked.on_gpu else "cpu", counter) if run.training.offload else None
+    among = middles(trainee, recomputed)
+    give_what_is_kept(among, optimizer, counter)
     stages.watch(trainee, optimizer, counter, flops, recomputed, host)
+    for middle in among:
+        take_turns(middle, counter)
     if asked.shape.micro_batches > 1 and asked.parts is None:
         trainee.register_forward_pre_hook(_leave_gradients)
     batch = _batch(asked.shape)
@@ -195,7 +181,7 @@ def _ready(
         counter.hold("temporary", given)  # copies
     else:
         counter.ignore(given)
-    return _Ready(trainee, stepper, counter, paged, host, batch, evaluated, lent)
+    return _Ready(trainee, stepper, counter, paged, host, batch, evaluated, lent, among)
 
 
 def _passes(asked: Asked, outline: Outline, depth: tuple[int, int], known: Known) -> Passes:
@@ -213,9 +199,10 @@ def _evaluation(asked: Asked, outline: Outline, depth: int, known: Known) -> Eva
 
 def _counter(
     asked: Asked, trainee: Trainee, optimizer: Optimizer, flops: FlopCounter, call: Call
-) -> StorageCounter:
+) -> LayerCounter:
     """That knows what is there before the step."""
-    counter = StorageCounter("cpu", _HIDDEN_ON_GPU if asked.on_gpu else HIDDEN, flops, call)
+    hidden = _HIDDEN_ON_GPU if asked.on_gpu else HIDDEN
+    counter = LayerCounter("cpu", hidden, flops, call, flops=flops)
     if trainee.lending is not None:
         # the step of the optimizer has touched them, which gives them memory here
         counter.ignore(trainee.lending.away)
@@ -232,15 +219,6 @@ def _trainee(asked: Asked, network: nn.Module) -> Trainee:
     return trainee
 
 
-def _lending(asked: Asked, trainee: Trainee, bare: nn.Module | None) -> tuple[Lending | None, Sizes]:
-    """How layers lie, and how large they are."""
-    if asked.parts is None or bare is None:
-        return None, {}
-    kept = kept_tensors(trainee, None)
-    lending = lend(trainee.network, bare, Nowhere(), asked.parts.part, trained=asked.parts.trained)
-    return lending, sizes_of(lending, kept)
-
-
 def _optimizer(asked: Asked, trainee: Trainee, paged: Paged, stepped: Sequence[nn.Parameter]) -> Optimizer:
     """With states as after the first step: the second one is where the peak is."""
     if asked.run.optimizer.kind in BITSANDBYTES_KINDS:
@@ -253,19 +231,6 @@ def _optimizer(asked: Asked, trainee: Trainee, paged: Paged, stepped: Sequence[n
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return optimizer
-
-
-def _reduction(asked: Asked, trainee: Trainee) -> Reduction:
-    """Of one process; where it stands for all it keeps every gradient: what is kept of it is known without a trace."""
-    parameters, parts, lending = list(trainee.trained().values()), asked.parts, trainee.lending
-    if parts is None:
-        return Alone(parameters)
-    kept = owned(lending, parameters)
-    if parts.part is None:
-        shares = [(each, 0) for each in buckets(parameters, parts.bucket_bytes, kept)]
-        return Divided(parameters, shares, 0, Nowhere(), lending)
-    rank, processes = parts.part
-    return Divided(parameters, dealt(parameters, processes, kept), rank, Nowhere(), lending)
 
 
 def _leave_gradients(trainee: nn.Module, _given: Any) -> None:

@@ -1,4 +1,4 @@
-"""Depth extrapolated from small traces against a trace of every layer, and the time that a plan takes."""
+"""Depth extrapolated from a small trace against a trace of every layer, and the time that a plan takes."""
 
 import subprocess
 import sys
@@ -88,6 +88,18 @@ def test_with_inputs_of_layers_on_the_host(recipe: str, recompute: str) -> None:
     embedded = 1  # what the first layer is given lives as long as the forward pass
     assert here.phases["forward"] - guess.phases["forward"] == (layers - 1 - embedded) * layer
     assert here.flops == guess.flops
+
+
+@pytest.mark.parametrize("recompute", ["0", pytest.param("4", marks=pytest.mark.slow), "true"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_with_weights_stepped_in_the_backward_pass(recompute: str, precision: str) -> None:
+    """The norm of each gradient is kept: by its layer until the step is over, and after it."""
+    words = ("optimizer.in_backward=true", "training.clip=0", f"training.recompute={recompute}")
+    narrow = (f"precision={precision}", f"precision.trained={precision}")
+    guess, whole = both("recipe=full", *words, *narrow)
+    for phase in ("optimizer", "evaluation"):
+        assert abs(guess.phases[phase] - whole.phases[phase]) <= NEAR
+    assert (guess.peak_where, guess.anatomy) == (whole.peak_where, whole.anatomy)
 
 
 def test_layers_that_differ_are_traced_one_by_one() -> None:
