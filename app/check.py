@@ -54,17 +54,17 @@ def _data(config: CheckConfig, console: Console) -> dict[str, Any]:
 
 
 def _memory(config: CheckConfig, _console: Console) -> dict[str, Any]:
+    from app.plan.runs import Runs, with_each_knob
+
     begun = time.perf_counter()
-    with garbage.not_looked_for():
+    processes = _processes(config.run) if config.hardware is None else _asked(config.run)
+    likely = with_each_knob(config.overrides, config.run, processes)
+    with garbage.not_looked_for(), Runs.begun(likely) as runs:
         from app.plan.memory_check import check_memory
         from app.record.memory_screen import show_memory, stop
 
         facts = check_memory(
-            config.run,
-            config.overrides,
-            config.hardware,
-            exact=config.exact,
-            processes=_processes(config.run) if config.hardware is None else _asked(config.run),
+            config.run, config.overrides, config.hardware, exact=config.exact, processes=processes, runs=runs
         )
     facts["stops"] = [] if facts["fits"] else [stop(facts)]
     facts["seconds"] = round(time.perf_counter() - begun, 2)

@@ -3,12 +3,13 @@
 import os
 import pickle
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, BinaryIO, Generic, TypeVar
 
-import torch
+# torch is not imported here: a copy may be made before it is there
 
 _MOST = 4  # processes: each has some 300 MB of its own in the end, and there are ten settings at most
 
@@ -77,8 +78,9 @@ class Begun(Generic[Found]):
 
 
 def _can_fork() -> bool:
-    """Not beside a GPU: autograd has threads for it, which no copy has."""
-    return len(os.sched_getaffinity(0)) > 1 and not torch.cuda.is_available()
+    """Not beside a GPU once torch is there: autograd has threads for it, which no copy has."""
+    torch = sys.modules.get("torch")
+    return len(os.sched_getaffinity(0)) > 1 and (torch is None or not torch.cuda.is_available())
 
 
 def _fork() -> int:
@@ -90,7 +92,8 @@ def _fork() -> int:
 def _say(work: Callable[[], Any], answering: int) -> None:
     """The copy, to its end; it says nothing else, and leaves nothing to what runs when a process ends."""
     try:
-        torch.set_num_threads(1)
+        if "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(1)
         with os.fdopen(answering, "wb") as told:
             pickle.dump(work(), told)
     finally:

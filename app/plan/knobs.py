@@ -3,19 +3,11 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from app.config.load import compose_run
 from app.config.schema import RunConfig
-from app.errors import ConfigError
-from app.plan.machine import Machine
-from app.plan.memory_plan import MemoryPlan
-from app.plan.speed import seconds_of_arithmetic
 
 SPEED, NUMBERS, LEARNING = range(3)  # what a knob costs, the cheapest first
 WORDS = ("speed", "precision of the numbers", "what is learned")
 _SHORTEST = 256  # tokens of a row, below which nobody is sent
-_UNPACKED = 2.5  # bytes moved to unpack a 4-bit weight into bf16, beyond what computing with bf16 ones moves
-_OVER_THE_BUS = 50e9  # bytes a second, of PCIe 5 with pinned memory
-_IN_FORWARD = 0.25  # of the arithmetic, at least
 _HALF = 2
 
 
@@ -38,14 +30,11 @@ class Knob:
         return not self.sets.isdisjoint(("recipe", "adapter.r"))
 
 
-def turned(overrides: Sequence[str], knobs: Sequence[Knob]) -> RunConfig | None:
-    """The run of a command line with knobs turned, as if they had been typed; None where they do not go with it."""
+def turned(overrides: Sequence[str], knobs: Sequence[Knob]) -> tuple[str, ...]:
+    """A command line with knobs turned, as if they had been typed."""
     added = words_of(knobs)
     keys = {_key(word) for word in added}
-    try:
-        return compose_run([*(word for word in overrides if _key(word) not in keys), *added])
-    except ConfigError:
-        return None
+    return (*(word for word in overrides if _key(word) not in keys), *added)
 
 
 def words_of(knobs: Sequence[Knob]) -> list[str]:
@@ -194,34 +183,3 @@ _KNOBS: tuple[Callable[[RunConfig], Iterator[Knob]], ...] = (
     _shorter_rows,
     _rank,
 )
-
-
-def seconds_per_token(run: RunConfig, plan: MemoryPlan, tokens: int, machine: Machine) -> float:
-    """Of arithmetic, of unpacking weights where the machine's bandwidth is known, and of what nothing goes on beside.
-
-    Only its ratio means anything.
-    """
-    seconds = seconds_of_arithmetic(plan, machine)
-    if machine.bytes_per_second and run.quantization.kind != "none":
-        uses = run.batching.accumulation * (2 + _recomputed_share(run))
-        seconds += uses * _packed_weights(run, plan) * _UNPACKED / machine.bytes_per_second
-    seconds += run.batching.accumulation * _waiting(plan, seconds / run.batching.accumulation)
-    return seconds / (tokens * run.batching.accumulation)
-
-
-def _waiting(plan: MemoryPlan, seconds: float) -> float:
-    """For copies between device and host that take longer than the arithmetic beside them, of a micro-batch."""
-    once = plan.offloaded_bytes / _OVER_THE_BUS
-    return max(0.0, once - _IN_FORWARD * seconds) + max(0.0, once - (1 - _IN_FORWARD) * seconds)
-
-
-def _packed_weights(run: RunConfig, plan: MemoryPlan) -> float:
-    """From their constants: a scale for each 64, of 8 bits with double quantisation, else of 32."""
-    return plan.anatomy["quantization_constants"] * (63.0 if run.quantization.double_quant else 16.0)
-
-
-def _recomputed_share(run: RunConfig) -> float:
-    asked, layers = run.training.recompute, int(run.model.architecture.get("num_hidden_layers", 0))
-    if isinstance(asked, bool) or not layers:
-        return float(bool(asked))
-    return min(1.0, int(asked) / layers)

@@ -16,10 +16,10 @@ from app.engine.layers import AUTO
 from app.engine.world import world
 from app.plan.depth import Depths
 from app.plan.fewest import fewest, judged
-from app.plan.knobs import seconds_per_token
 from app.plan.machine import Machine, machine_of
 from app.plan.memory_plan import MemoryPlan
 from app.plan.planner import depths_of
+from app.plan.speed import seconds_per_token
 from app.plan.verdict import Verdict
 from app.plan.worst_case import worst_case
 

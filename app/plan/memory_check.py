@@ -14,6 +14,7 @@ from app.plan.knobs import WORDS
 from app.plan.look import Look, Looked
 from app.plan.machine import Machine, machine_of
 from app.plan.memory_plan import MemoryPlan, Shape
+from app.plan.runs import Runs
 from app.plan.speed import bound
 from app.plan.turning import Turned, Turning
 from app.plan.verdict import Verdict
@@ -26,13 +27,14 @@ def check_memory(
     *,
     exact: bool = False,
     processes: int = 1,
+    runs: Runs | None = None,
 ) -> dict[str, Any]:
-    """All of `memory` but its `stops` and `seconds`. Knobs are tried where it does not fit."""
+    """`memory` but its `stops` and `seconds`. Knobs are tried where it does not fit; `runs` may be on their way."""
     machine = machine_of(hardware)
     if hardware is None:
         require_machine(run.quantization, default_device())
     look = Look(overrides, machine, processes)
-    turning = Turning(look)
+    turning = Turning(look, runs)
     found = look.at(run, exact=exact)
     knobs = [] if found.verdict.fits else turning.knobs(found)
     return {

@@ -2,9 +2,13 @@
 
 from dataclasses import dataclass
 
+from app.config.schema import RunConfig
 from app.plan.machine import Machine
 from app.plan.memory_plan import MemoryPlan, Shape
 
+_UNPACKED = 2.5  # bytes moved to unpack a 4-bit weight into bf16, beyond what computing with bf16 ones moves
+_OVER_THE_BUS = 50e9  # bytes a second, of PCIe 5 with pinned memory
+_IN_FORWARD = 0.25  # of the arithmetic, at least
 _RATED = ("bf16", "fp16", "auto")  # precisions of which the table has the rate
 
 
@@ -29,3 +33,34 @@ def bound(plan: MemoryPlan, shape: Shape, machine: Machine, precision: str) -> B
         return None
     seconds = seconds_of_arithmetic(plan, machine)
     return Bound(seconds, shape.tokens * shape.micro_batches / seconds)
+
+
+def seconds_per_token(run: RunConfig, plan: MemoryPlan, tokens: int, machine: Machine) -> float:
+    """Of arithmetic, of unpacking weights where the machine's bandwidth is known, and of what nothing goes on beside.
+
+    Only its ratio means anything.
+    """
+    seconds = seconds_of_arithmetic(plan, machine)
+    if machine.bytes_per_second and run.quantization.kind != "none":
+        uses = run.batching.accumulation * (2 + _recomputed_share(run))
+        seconds += uses * _packed_weights(run, plan) * _UNPACKED / machine.bytes_per_second
+    seconds += run.batching.accumulation * _waiting(plan, seconds / run.batching.accumulation)
+    return seconds / (tokens * run.batching.accumulation)
+
+
+def _waiting(plan: MemoryPlan, seconds: float) -> float:
+    """For copies between device and host that take longer than the arithmetic beside them, of a micro-batch."""
+    once = plan.offloaded_bytes / _OVER_THE_BUS
+    return max(0.0, once - _IN_FORWARD * seconds) + max(0.0, once - (1 - _IN_FORWARD) * seconds)
+
+
+def _packed_weights(run: RunConfig, plan: MemoryPlan) -> float:
+    """From their constants: a scale for each 64, of 8 bits with double quantisation, else of 32."""
+    return plan.anatomy["quantization_constants"] * (63.0 if run.quantization.double_quant else 16.0)
+
+
+def _recomputed_share(run: RunConfig) -> float:
+    asked, layers = run.training.recompute, int(run.model.architecture.get("num_hidden_layers", 0))
+    if isinstance(asked, bool) or not layers:
+        return float(bool(asked))
+    return min(1.0, int(asked) / layers)

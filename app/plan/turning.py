@@ -8,8 +8,10 @@ from typing import Any
 
 from app.errors import ConfigError
 from app.plan.forked import shared_out
-from app.plan.knobs import LEARNING, Knob, candidates, seconds_per_token, turned, words_of
+from app.plan.knobs import LEARNING, Knob, candidates, turned, words_of
 from app.plan.look import Look, Looked
+from app.plan.runs import Runs
+from app.plan.speed import seconds_per_token
 
 _AS_FAST = 0.005  # a difference in time that is none
 _LITTLE = 0.01  # of what is too much
@@ -42,14 +44,16 @@ class _Tried:
 class Turning:
     """Of one command line."""
 
-    def __init__(self, look: Look) -> None:
+    def __init__(self, look: Look, runs: Runs | None = None) -> None:
         self._look = look
+        self._runs = runs or Runs()
 
     def knobs(self, now: Looked) -> list[Turned]:
         """Those that save memory, the cheapest first."""
         knobs = candidates(now.run, self._look.processes)
         others = [each for each in knobs if each.makes_another_network]  # one process loads what these need
         alone = [[each] for each in reversed(knobs) if each not in others]  # the longest first
+        self._runs.arrive()
         found_by_all = shared_out(partial(self._each_tried, self.words(now)), [others, *alone])
         tried = {knob: found for part in found_by_all for knob, found in part.items()}
         found = (_turned(each, tried[each], _Tried.of(now, self._look)) for each in knobs)
@@ -64,7 +68,7 @@ class Turning:
         enough = min((each.knob.costs for each in knobs if each.fits), default=LEARNING + 1)
         knobs = [each for each in knobs if each.knob.costs < enough]
         knobs.sort(key=lambda each: each.saves_bytes < _LITTLE * too_much)
-        chosen = that_go_together(self.words(now), knobs) if len(knobs) > 1 else []
+        chosen = that_go_together(self.words(now), knobs, self._runs) if len(knobs) > 1 else []
         if len(chosen) < 2:
             return None
         found = _fewest(partial(self._first_tried, self.words(now), chosen), *_between(chosen, too_much))
@@ -88,7 +92,7 @@ class Turning:
 
     def _tried(self, words: Sequence[str], *knobs: Knob) -> _Tried | None:
         """None where they do not go with what was typed."""
-        run = turned(words, knobs)
+        run = self._runs.of(turned(words, knobs))
         if run is None:
             return None
         try:
@@ -122,18 +126,18 @@ def _fewest(tried: Callable[[int], _Tried | None], low: int, high: int) -> tuple
     return high, most
 
 
-def that_go_together(words: Sequence[str], knobs: Sequence[Turned]) -> list[Turned]:
+def that_go_together(words: Sequence[str], knobs: Sequence[Turned], runs: Runs) -> list[Turned]:
     """In their order; of those that set the same, one takes the place of another only if it saves more."""
     wanted: list[Turned] = []
     for each in knobs:
         alike = (other.saves_bytes for other in wanted if other.knob.sets == each.knob.sets)
         if each.saves_bytes > max(alike, default=0):
             wanted.append(each)
-    if turned(words, [each.knob for each in wanted]) is not None:
+    if runs.of(turned(words, [each.knob for each in wanted])) is not None:
         return wanted
     chosen: list[Turned] = []
     for each in wanted:
-        if turned(words, [other.knob for other in (*chosen, each)]) is not None:
+        if runs.of(turned(words, [other.knob for other in (*chosen, each)])) is not None:
             chosen.append(each)
     return chosen
 

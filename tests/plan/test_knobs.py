@@ -1,5 +1,6 @@
 """What a knob is said to save is what the planner says of the settings with it, and it is said as one would type it."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,13 +10,19 @@ import pytest
 from app.config.load import compose_run
 from app.config.schema import RunConfig
 from app.plan import forked
-from app.plan.knobs import LEARNING, NUMBERS, SPEED, Knob, candidates, seconds_per_token, turned, words_of
+from app.plan.knobs import LEARNING, NUMBERS, SPEED, Knob, candidates, turned, words_of
 from app.plan.look import Look
 from app.plan.machine import Machine
+from app.plan.runs import Runs
+from app.plan.speed import seconds_per_token
 from app.plan.turning import Turned, Turning, that_go_together
 from tests.plan.facts import GPU, MIB, plan
 
 LLAMA = ["model=llama"]
+
+
+def run_of(words: Sequence[str], knobs: Sequence[Knob]) -> RunConfig | None:
+    return Runs().of(turned(words, knobs))
 
 
 def offered(*words: str) -> dict[str, int]:
@@ -78,7 +85,7 @@ def test_only_what_changes_something_is_offered(words: list[str], wanted: dict[s
     assert offered(*words) == wanted
     run = compose_run(words)
     for knob in candidates(run):
-        other = turned(words, [knob])
+        other = run_of(words, [knob])
         assert other is not None, knob
         assert other != run, knob
 
@@ -109,12 +116,12 @@ def test_a_knob_takes_the_place_of_what_was_typed() -> None:
         Knob(("recipe=lora",), LEARNING, ""),
         Knob(("batching.tokens=2048", "batching.accumulation=6"), SPEED, ""),
     ]
-    run = turned(words, knobs)
+    run = run_of(words, knobs)
     assert run is not None
     assert (run.adapter.kind, run.batching.tokens, run.batching.accumulation) == ("lora", 2048, 6)
     twice = words_of([*knobs, Knob(("batching.tokens=1",), SPEED, "")])
     assert twice == ["recipe=lora", "batching.tokens=1", "batching.accumulation=6"]
-    assert turned(words, [Knob(("adapter=none", "quantization=nf4"), SPEED, "")]) is None
+    assert run_of(words, [Knob(("adapter=none", "quantization=nf4"), SPEED, "")]) is None
 
 
 def test_time_is_arithmetic_and_what_four_bits_cost_to_unpack() -> None:
@@ -170,7 +177,7 @@ def test_where_one_is_not_enough_some_are(tried: Any) -> None:
         for each in knobs
         if each.knob.overrides[0] in ("training.recompute=true", "optimizer=adamw_8bit")
     ]
-    both = look.at(turned(WORDS, [each.knob for each in two])).verdict.needed_bytes
+    both = look.at(run_of(WORDS, [each.knob for each in two])).verdict.needed_bytes
     machine = replace(
         look.machine, memory_bytes=round((both - now.verdict.margin_bytes) / 0.96)
     )  # 3 % are margin
@@ -194,7 +201,9 @@ def test_of_two_that_set_the_same_the_one_that_saves_more_is_taken() -> None:
     shorter = ("training.max_steps=3", 1)
 
     def words(*saved: tuple[str, int]) -> list[str]:
-        return [" ".join(each.knob.overrides) for each in that_go_together(["recipe=full"], turns(*saved))]
+        return [
+            " ".join(each.knob.overrides) for each in that_go_together(["recipe=full"], turns(*saved), Runs())
+        ]
 
     assert words(paged, narrow, shorter) == [paged[0], shorter[0]]
     assert words(narrow, shorter, paged) == [narrow[0], shorter[0], paged[0]], "the last one typed counts"

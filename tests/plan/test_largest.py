@@ -13,6 +13,7 @@ from app.plan.knobs import candidates, turned
 from app.plan.largest import Plans, Sized, fastest, largest_on
 from app.plan.look import Look
 from app.plan.planner import planned_choices
+from app.plan.runs import Runs
 from app.plan.turning import Turning
 from app.plan.verdict import judge
 from tests.plan.facts import GPU, MIB, plan
@@ -128,6 +129,6 @@ def test_a_look_finds_them_and_turns_knobs_on_them() -> None:
     assert (batching.bin_tokens, batching.accumulation) == (2048, 1), "there is room"
     assert now.bins == ["batching.tokens=2048", "batching.accumulation=1"]
     smaller = next(each for each in candidates(now.run) if each.overrides[0].startswith("batching.tokens="))
-    halved = turned(Turning(look).words(now), [smaller])
+    halved = Runs().of(turned(Turning(look).words(now), [smaller]))
     assert halved is not None
     assert (halved.batching.bin_tokens, halved.batching.accumulation) == (1024, 2)

@@ -1,0 +1,66 @@
+"""Runs of command lines, each composed once: by a copy of this process, while it loads torch and transformers itself.
+
+What it loads takes seconds of one core. A machine has more, and composing a run takes a quarter of a second.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Self
+
+from app.config.load import compose_run
+from app.config.schema import RunConfig
+from app.errors import ConfigError
+from app.plan.forked import Begun
+from app.plan.knobs import candidates, turned
+
+Words = tuple[str, ...]
+_Found = dict[Words, RunConfig | None]
+
+
+class Runs:
+    """By what is typed for them."""
+
+    def __init__(self) -> None:
+        self._found: _Found = {}
+        self._begun: Begun[_Found] | None = None
+
+    @classmethod
+    @contextmanager
+    def begun(cls, lines: Sequence[Words]) -> Iterator[Self]:
+        """With these on their way; nobody waits for what was not asked for."""
+        runs = cls()
+        runs._begun = Begun(partial(_composed, lines))
+        try:
+            yield runs
+        finally:
+            runs._begun.drop()
+
+    def arrive(self) -> None:
+        """Waits for those on their way."""
+        if self._begun is not None:
+            self._found |= self._begun.found() or {}
+
+    def of(self, words: Words) -> RunConfig | None:
+        """None where they do not go together."""
+        if words not in self._found:
+            self._found |= _composed([words])
+        return self._found[words]
+
+
+def _composed(lines: Sequence[Words]) -> _Found:
+    return {words: _run(words) for words in lines}
+
+
+def _run(words: Words) -> RunConfig | None:
+    try:
+        return compose_run(words)
+    except ConfigError:
+        return None
+
+
+def with_each_knob(overrides: Sequence[str], run: RunConfig, processes: int) -> list[Words]:
+    """What may be asked for if a run does not fit; nothing where bins are to be found first, which it depends on."""
+    if not isinstance(run.batching.tokens, int):
+        return []
+    return [turned(overrides, [knob]) for knob in candidates(run, processes)]
