@@ -78,7 +78,7 @@ class Depths:
         numbers = dict(found.numbers)
         for sort, layers in further.items():
             for name, size in found.more.get(sort, {}).items():
-                numbers[name] += layers * size
+                numbers[name] = numbers.get(name, 0) + layers * size
         plan = self._plan(numbers, found, None, whole)
         return replace(plan, few_events=found.events, traced_layers=few.plain + few.recomputed)
 
