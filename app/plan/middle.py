@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from app.model.offload import Host
 from app.model.packing import constants_of
 from app.model.recompute import repeated_layers
 from app.model.trainee import Trainee
-from app.plan.share import of_several
+from app.plan.share import named_states, of_several
 from app.plan.whose import AGAIN, NOBODY, PLAIN, LayerCounter
 
 
@@ -37,12 +38,8 @@ class Middle:
 
     def states(self, optimizer: Optimizer) -> list[Tensor]:
         """Of its parameters."""
-        groups = optimizer.param_groups
-        named = (
-            (n, p) for group in groups for n, p in zip(group["param_names"], group["params"], strict=True)
-        )
-        own = [optimizer.state.get(p, {}) for name, p in named if name.startswith(f"{self.name}.")]
-        return [each for state in own for each in state.values() if isinstance(each, Tensor)]
+        own = (tensors for name, tensors in named_states(optimizer) if name.startswith(f"{self.name}."))
+        return list(chain.from_iterable(own))
 
     def host_bytes(self, optimizer: Optimizer) -> int:
         """Of states that are paged to the host."""

@@ -30,11 +30,13 @@ class Runs:
     def begun(cls, lines: Sequence[Words]) -> Iterator[Self]:
         """With these on their way; nobody waits for what was not asked for."""
         runs = cls()
-        runs._begun = Begun(partial(_composed, lines))
+        if lines:
+            runs._begun = Begun(partial(_composed, lines))
         try:
             yield runs
         finally:
-            runs._begun.drop()
+            if runs._begun is not None:
+                runs._begun.drop()
 
     def arrive(self) -> None:
         """Waits for those on their way."""

@@ -5,7 +5,7 @@ here. Both are there from step to step, so nothing else depends on how many they
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -115,23 +115,24 @@ class Division:
 
 def states_of(optimizer: Optimizer) -> States:
     """Its parameters named as in the trainee's network; what several share is counted once."""
-    groups = optimizer.param_groups
-    named = ((n, p) for group in groups for n, p in zip(group["param_names"], group["params"], strict=True))
     device: dict[str, int] = {}
     host: dict[str, int] = {}
     shared = of_several(optimizer)
-    for full, parameter in named:
+    for full, tensors in named_states(optimizer):
         name = full.removeprefix("network.")
-        here = [
-            each
-            for each in _tensors(optimizer.state.get(parameter))
-            if each.untyped_storage()._cdata not in shared
-        ]
+        here = [each for each in tensors if each.untyped_storage()._cdata not in shared]
         device[name] = sum(rounded(each.untyped_storage().nbytes()) for each in here if not each.is_meta)
         host[name] = sum(bytes_of(each) for each in here if each.is_meta)
     for sizes in (device, host):
         sizes |= {any_layer(name): size for name, size in sizes.items()}
     return States(device, host, sum(shared.values()))
+
+
+def named_states(optimizer: Optimizer) -> Iterator[tuple[str, list[Tensor]]]:
+    """Of each parameter, by its name in the trainee."""
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            yield name, _tensors(optimizer.state.get(parameter))
 
 
 def of_several(optimizer: Optimizer) -> dict[int, int]:
