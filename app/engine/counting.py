@@ -78,11 +78,13 @@ class StorageCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let it happen, and look at what came out."""
+        return self._looked_at(func, args, kwargs or {})
+
+    def _looked_at(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if (
             func is _ASKS_DEVICE
         ):  # of a tensor without memory: most of what autograd asks, and nothing is made
             return args[0].device
-        kwargs = kwargs or {}
         out = self._call(func, args, kwargs)
         for each in out if isinstance(out, list | tuple) else (out,):
             if isinstance(each, Tensor):

@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _SECOND_BLOCK = 256  # blocks of 64 weights whose scales share one in turn
 _LEAST_PAGED = 1e5  # numbers; what is smaller stays on the device
-# Changes what it is given and takes nothing. torch knows no shapes of it and would compute in place of asking them, on
-# zeros of its own: a model's weights, gradients and states.
-_STEPS_IN_PLACE = torch.ops.aten._fused_sgd_
+# Change what they are given and take nothing. Of the first torch knows no shapes and would compute in place of asking
+# them, on zeros of its own: a model's weights, gradients and states.
+_STEP_IN_PLACE = frozenset({"aten::_fused_sgd_", "bitsandbytes::optimizer_update_8bit_blockwise"})
 
 
 Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -21,7 +21,7 @@ def any_number(call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     """Answers for tensors that have no numbers: optimizers ask one of theirs now and then, and shapes never do."""
     if func is torch.ops.aten._local_scalar_dense.default:
         return False if args[0].dtype == torch.bool else 1
-    if func._overloadpacket is _STEPS_IN_PLACE:
+    if func._overloadpacket._qualified_op_name in _STEP_IN_PLACE:
         return None
     return call(func, args, kwargs)
 
@@ -32,6 +32,11 @@ class AnyNumber(TorchDispatchMode):
     def __init__(self, call: Call) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._call = call
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """See LayerCounter."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """A number where one is asked for."""

@@ -14,10 +14,37 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 
+class _Fakes:
+    """Makes the fake tensors of one mode. Its constructor takes a sixth of a trace to set what all of them share."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._common: dict[torch.device, dict[str, Any]] = {}
+        core = torch._C
+        warns = mode._allow_unsafe_data_ptr_access
+        self._guard = (
+            core._set_warn_deprecated_on_mutable_data_ptr if warns else core._set_throw_on_mutable_data_ptr
+        )
+
+    def fake(self, inner: Tensor, device: torch.device) -> Tensor:
+        """As FakeTensor(mode, inner, device)."""
+        common = self._common.get(device)
+        if common is None:
+            first = FakeTensor(self._mode, inner, device)
+            self._common[device] = dict(vars(first))
+            return first
+        made: Tensor = Tensor._make_subclass(
+            FakeTensor, inner, False, dispatch_device=True, device_for_backend_keys=device
+        )
+        self._guard(made)
+        vars(made).update(common)
+        return made
+
+
 class _Answer(Protocol):
     """What an operation returns."""
 
-    def made(self, fakes: FakeTensorMode, given: Sequence[Tensor]) -> Any:
+    def made(self, fakes: _Fakes, given: Sequence[Tensor]) -> Any:
         """For these tensors."""
 
 
@@ -27,9 +54,9 @@ _ANSWERS: dict[tuple[Any, ...], _Answer] = {}  # of this process
 class Remembering:
     """Calls operations on the fake tensors of one mode."""
 
-    def __init__(self, fakes: FakeTensorMode) -> None:
-        self._fakes = fakes
-        fakes.cache_enabled = False  # torch's own
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._fakes = _Fakes(mode)
+        mode.cache_enabled = False  # torch's own
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As torch calls it."""
@@ -51,7 +78,7 @@ class Remembering:
         out = func(*args, **kwargs)
         if _depends_on_forms(func):
             with torch._C._DisableTorchDispatch():
-                answer = _answer(out, given)
+                answer = _answer(self._fakes, out, given)
         if answer is not None:
             _ANSWERS[question] = answer
         return out
@@ -90,11 +117,11 @@ def _depends_on_forms(func: Any) -> bool:
     return func.namespace == "aten" or not func._schema.is_mutable
 
 
-def _answer(out: Any, given: Sequence[Tensor]) -> _Answer | None:
+def _answer(fakes: _Fakes, out: Any, given: Sequence[Tensor]) -> _Answer | None:
     """None where it cannot be told from this one."""
     if not isinstance(out, list | tuple):
-        return _of_one(out, given)
-    answers = [_of_one(each, given) for each in out]
+        return _of_one(fakes, out, given)
+    answers = [_of_one(fakes, each, given) for each in out]
     own = [
         _place(each)
         for each, how in zip(out, answers, strict=True)
@@ -105,7 +132,7 @@ def _answer(out: Any, given: Sequence[Tensor]) -> _Answer | None:
     return _Several(list if isinstance(out, list) else tuple, tuple(known)) if whole else None
 
 
-def _of_one(out: Any, given: Sequence[Tensor]) -> _Answer | None:
+def _of_one(fakes: _Fakes, out: Any, given: Sequence[Tensor]) -> _Answer | None:
     if out is None:
         return _Nothing()
     same = [at for at, each in enumerate(given) if each is out]
@@ -119,7 +146,7 @@ def _of_one(out: Any, given: Sequence[Tensor]) -> _Answer | None:
         return None  # it is a part of one of them
     base = bases[0] if bases else None
     answer = _Tensor(base, out.size(), out.stride(), out.storage_offset(), out.dtype, out.fake_device)
-    again = answer.made(out.fake_mode, given)
+    again = answer.made(fakes, given)
     alike = _form_of(again) == _form_of(out) and _bytes(again) == _bytes(out)
     return answer if alike else None
 
@@ -134,7 +161,7 @@ def _bytes(tensor: Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Nothing:
-    def made(self, _fakes: FakeTensorMode, _given: Sequence[Tensor]) -> None:
+    def made(self, _fakes: _Fakes, _given: Sequence[Tensor]) -> None:
         """As the operation."""
 
 
@@ -144,7 +171,7 @@ class _Given:
 
     at: int
 
-    def made(self, _fakes: FakeTensorMode, given: Sequence[Tensor]) -> Tensor:
+    def made(self, _fakes: _Fakes, given: Sequence[Tensor]) -> Tensor:
         """It."""
         return given[self.at]
 
@@ -160,7 +187,7 @@ class _Tensor:
     dtype: torch.dtype
     device: torch.device
 
-    def made(self, fakes: FakeTensorMode, given: Sequence[Tensor]) -> Tensor:
+    def made(self, fakes: _Fakes, given: Sequence[Tensor]) -> Tensor:
         """With a storage of its own, or that one's."""
         if self.base is None:
             inner = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
@@ -168,7 +195,7 @@ class _Tensor:
             storage: Any = given[self.base].untyped_storage()
             inner = torch.empty(0, dtype=self.dtype, device="meta")
             inner.set_(storage, self.offset, self.size, self.stride)
-        return FakeTensor(fakes, inner, self.device)
+        return fakes.fake(inner, self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +203,6 @@ class _Several:
     kind: type[list[Any]] | type[tuple[Any, ...]]
     each: tuple[_Answer, ...]
 
-    def made(self, fakes: FakeTensorMode, given: Sequence[Tensor]) -> Any:
+    def made(self, fakes: _Fakes, given: Sequence[Tensor]) -> Any:
         """All of them."""
         return self.kind(one.made(fakes, given) for one in self.each)

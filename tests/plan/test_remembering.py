@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from app.plan import remembering, trace
 from app.plan.fakes import AnyNumber
@@ -100,11 +100,30 @@ def test_gradients_are_of_the_same_forms() -> None:
 
 def test_a_view_of_one_of_two_that_share_a_storage_is_not_remembered() -> None:
     """Which of them it is a view of cannot be told, and the next two may not share."""
-    with _remembering():
+    with FakeTensorMode() as mode:
+        fakes = remembering._Fakes(mode)
         one, other = torch.empty(4, 4), torch.empty(4, 4)
-        assert remembering._of_one(one.view(-1), [one, other]) is not None
-        assert remembering._of_one(one.view(-1), [one, one]) is not None
-        assert remembering._of_one(one.view(-1), [one, one.t()]) is None
+        assert remembering._of_one(fakes, one.view(-1), [one, other]) is not None
+        assert remembering._of_one(fakes, one.view(-1), [one, one]) is not None
+        assert remembering._of_one(fakes, one.view(-1), [one, one.t()]) is None
+
+
+def test_a_fake_is_as_its_constructor_makes_it() -> None:
+    """What is copied from the first one is the same of every one; its memory and its memos are its own."""
+    mode = FakeTensorMode()
+    fakes = remembering._Fakes(mode)
+    for device in map(torch.device, ("cpu", "meta")):
+        mode.allow_meta = True
+        inner = [torch.empty_strided((2, 3), (4, 1), dtype=torch.bfloat16, device="meta") for _ in range(3)]
+        made: list[Any] = [fakes.fake(each, device) for each in inner]
+        whole = FakeTensor(mode, inner[0], device)
+        for each, own in zip(made, inner, strict=True):
+            assert (type(each), vars(each), each.device) == (FakeTensor, vars(whole), device)
+            assert each.untyped_storage()._cdata == own.untyped_storage()._cdata
+            assert torch._C._dispatch_keys(each) == torch._C._dispatch_keys(whole)
+            assert each.stride() == (4, 1)
+        made[1]._item_memo = 3
+        assert [each._item_memo for each in (made[0], made[2])] == [None, None]
 
 
 @pytest.fixture
