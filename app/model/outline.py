@@ -16,15 +16,18 @@ from app.model.tasks import task_of
 from app.model.weights import build_on_meta
 
 
-class Outline:
-    """Made once; gives networks that differ in depth. What `like` has of the same base is not made again."""
+def base_of(sections: ModelSections, attention: str) -> Any:
+    """Of all layers, neither packed nor with an adapter. Outlines that share it leave it as it is."""
+    return build_on_meta(sections.model, task_of(sections.task), attention, sections.base_dtype)
 
-    def __init__(self, sections: ModelSections, attention: str, like: "Outline | None" = None) -> None:
+
+class Outline:
+    """Made once of its base; gives networks that differ in depth."""
+
+    def __init__(self, sections: ModelSections, base: Any) -> None:
         self.sections = sections
-        self._made_of = (sections.model, sections.task, attention, sections.base_dtype)
-        known = like is not None and like._made_of == self._made_of
-        self._lm: Any = like._lm if like is not None and known else _base(sections, attention)
-        layers = repeated_layers(self._lm)
+        self._lm = base
+        layers = repeated_layers(base)
         self.depth = len(layers)
         self.alike = len({_likeness(layer) for layer in layers}) == 1 and not _names_one(sections)
 
@@ -58,10 +61,6 @@ class Outline:
     def of_any_recompute(self) -> ModelSections:
         """What it is made of: no layer is recomputed yet, and nothing waits on the host."""
         return replace(self.sections, recompute=False, offload=False)
-
-
-def _base(sections: ModelSections, attention: str) -> Any:
-    return build_on_meta(sections.model, task_of(sections.task), attention, sections.base_dtype)
 
 
 def _names_one(sections: ModelSections) -> bool:

@@ -30,14 +30,14 @@ class Depths:
         self,
         asked: Asked,
         outline: Outline,
-        division: Division | None = None,
-        known: Known | None = None,
+        division: Division | None,
+        known: Known,
     ) -> None:
         self._asked = asked
         self._division = division
         self.outline = outline
         self._traces: dict[tuple[_Depth, tuple[int, int] | None], Trace] = {}
-        self.known = known or Known()
+        self._known = known
         self.layers = outline.depth
 
     def planned(self, recompute: bool | int, *, exact: bool = False) -> MemoryPlan:
@@ -67,7 +67,7 @@ class Depths:
         asked = asked or self._asked
         known = depth, None if asked.parts is None else asked.parts.part
         if known not in self._traces:
-            self._traces[known] = trace(asked, self.outline, depth.plain, depth.recomputed, self.known)
+            self._traces[known] = trace(asked, self.outline, depth.plain, depth.recomputed, self._known)
         return self._traces[known]
 
     def _extrapolated(self, whole: "_Depth") -> MemoryPlan:

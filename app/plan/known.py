@@ -29,6 +29,7 @@ class Shared(Generic[Made]):
 class Known:
     """Of several plans."""
 
+    bases: Shared[Any] = field(default_factory=Shared)  # networks on meta, of all layers
     passes: Shared[Passes] = field(default_factory=Shared)
     evaluations: Shared[Evaluation] = field(default_factory=Shared)
     divisions: Shared[Division] = field(default_factory=Shared)

@@ -16,6 +16,7 @@ from app.engine.layers import AUTO
 from app.engine.world import world
 from app.plan.depth import Depths
 from app.plan.fewest import fewest, judged
+from app.plan.known import Known
 from app.plan.machine import Machine, machine_of
 from app.plan.memory_plan import MemoryPlan
 from app.plan.planner import depths_of
@@ -55,13 +56,15 @@ class Sized:
 def largest_bins(run: RunConfig, choices: Choices, layers: int) -> tuple[int, str]:
     """Of a run on this machine, and in words how that was found."""
     machine = machine_of(None).shared_by(world().local_size)
-    found = largest_on(machine, run, choices, layers, world().size)
+    found = largest_on(machine, run, choices, layers, world().size, Known())
     return found.tokens, found.words(run, layers, machine)
 
 
-def largest_on(machine: Machine, run: RunConfig, choices: Choices, layers: int, processes: int) -> Sized:
+def largest_on(
+    machine: Machine, run: RunConfig, choices: Choices, layers: int, processes: int, known: Known
+) -> Sized:
     """The fastest that fits; where nothing does, what needs least."""
-    return fastest(Plans(machine, run, choices, layers, processes))
+    return fastest(Plans(machine, run, choices, layers, processes, known))
 
 
 def fastest(plans: "Plans") -> Sized:
@@ -112,7 +115,7 @@ class Plans:
     """Of one run with bins of different sizes; traced as seldom as possible."""
 
     def __init__(
-        self, machine: Machine, run: RunConfig, choices: Choices, layers: int, processes: int
+        self, machine: Machine, run: RunConfig, choices: Choices, layers: int, processes: int, known: Known
     ) -> None:
         asked = run.training.recompute
         self.least, self.most = (0, layers) if asked == AUTO else (_count(asked, layers),) * 2
@@ -127,6 +130,7 @@ class Plans:
         self._lonely = step_tokens(run)
         self._anchors = [each for each in self.rungs if each != self._lonely][-2:]
         self._machine, self._run, self._choices, self._processes = machine, run, choices, processes
+        self._known = known
         self._depths: dict[int, Depths] = {}
 
     def fits(self, tokens: int, recomputed: int) -> bool:
@@ -166,9 +170,10 @@ class Plans:
         run = with_bins(self._run, tokens)
         run = replace(run, training=replace(run.training, recompute=recomputed))
         if tokens not in self._depths:
-            like = next(iter(self._depths.values()), None)
             shape, device, count = worst_case(run), self._machine.device, self._processes
-            self._depths[tokens] = depths_of(run, shape, device, self._choices, like=like, processes=count)
+            self._depths[tokens] = depths_of(
+                run, shape, device, self._choices, known=self._known, processes=count
+            )
         plan = self._depths[tokens].planned(recomputed)
         seconds = seconds_per_token(run, plan, tokens, self._machine) * (1 + _START / tokens)
         return Sized(tokens, recomputed, judged(plan, self._machine, self._processes), seconds, plan)

@@ -8,8 +8,8 @@ from app.engine.bins import is_open, with_bins
 from app.engine.layers import AUTO, layers_of
 from app.engine.limits import within_positions
 from app.model.source import folder_at_hand
-from app.plan.depth import Depths
 from app.plan.fewest import fewest, judged
+from app.plan.known import Known
 from app.plan.largest import largest_on
 from app.plan.machine import Machine
 from app.plan.memory_plan import MemoryPlan, Shape
@@ -43,7 +43,7 @@ class Look:
         self.overrides = overrides
         self.machine = machine
         self.processes = processes
-        self._first: Depths | None = None
+        self._known = Known()
 
     def at(self, run: RunConfig, *, exact: bool = False) -> Looked:
         """The largest micro-batch that its settings allow; `exact` traces every layer."""
@@ -57,10 +57,9 @@ class Look:
             shape,
             device,
             planned_choices(run.precision, device),
-            like=self._first,
+            known=self._known,
             processes=self.processes,
         )
-        self._first = self._first or depths
         if layers_are_open:  # as many layers as a run on this machine would recompute
             count, _ = fewest(depths.layers, lambda tried: self._judged(depths.planned(tried)))
             run = replace(run, training=replace(run.training, recompute=count))
@@ -70,8 +69,8 @@ class Look:
     def _in_found_bins(self, run: RunConfig, *, exact: bool) -> Looked:
         """In the bins that a run on this machine would have, and with as many recomputed layers."""
         choices = planned_choices(run.precision, self.machine.device)
-        layers = outline_of(run, self.machine.device, choices).depth
-        found = largest_on(self.machine, run, choices, layers, self.processes)
+        layers = outline_of(run, self.machine.device, choices, self._known).depth
+        found = largest_on(self.machine, run, choices, layers, self.processes, self._known)
         layers_are_open = run.training.recompute == AUTO
         run = replace(
             with_bins(run, found.tokens), training=replace(run.training, recompute=found.recomputed)

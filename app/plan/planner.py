@@ -1,6 +1,7 @@
 """The plan of a run: its step traced on tensors without memory, the depth extrapolated from one of few layers."""
 
 from dataclasses import replace
+from functools import partial
 
 from app.config.schema import ParallelConfig, PrecisionConfig, RunConfig
 from app.engine.choices import Choices
@@ -9,7 +10,7 @@ from app.engine.ground import sections_of
 from app.engine.layers import layers_of
 from app.engine.precision import choose_precision
 from app.model.attention import register, register_kernel
-from app.model.outline import Outline
+from app.model.outline import Outline, base_of
 from app.plan import attention
 from app.plan.depth import Depths
 from app.plan.known import Known
@@ -43,24 +44,28 @@ def depths_of(
     choices: Choices,
     *,
     steps_only: bool = False,
-    like: Depths | None = None,
+    known: Known | None = None,
     processes: int = 1,
 ) -> Depths:
-    """The same for any number of recomputed layers. `like` is of a similar run: less is to be made then."""
+    """The same for any number of recomputed layers. What is `known` of similar runs is not made again."""
+    known = known or Known()
     evaluated = None if steps_only else _evaluated(run, shape)
-    outline = outline_of(run, device, choices, None if like is None else like.outline)
-    known = Known() if like is None else like.known
+    outline = outline_of(run, device, choices, known)
     division = _division(run.parallel, outline, processes, known)
     parts = None if division is None else _parts(division, outline)
     asked = Asked(run, choices.precision, shape, evaluated, device == "gpu", parts)
     return Depths(asked, outline, division, known)
 
 
-def outline_of(run: RunConfig, device: str, choices: Choices, like: Outline | None = None) -> Outline:
+def outline_of(run: RunConfig, device: str, choices: Choices, known: Known) -> Outline:
     """With the attention that is planned for there."""
     on_gpu = device == "gpu"
     name = register_kernel(attention.planned, attention.NAME) if on_gpu else register(choices.attention)
-    return Outline(sections_of(run, choices), name, like)
+    sections = sections_of(run, choices)
+    base = known.bases.of(
+        partial(base_of, sections, name), sections.model, sections.task, name, sections.base_dtype
+    )
+    return Outline(sections, base)
 
 
 def _parts(division: Division, outline: Outline) -> Parts:

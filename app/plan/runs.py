@@ -5,6 +5,7 @@ What it loads takes seconds of one core. A machine has more, and composing a run
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Self
 
@@ -62,7 +63,7 @@ def _run(words: Words) -> RunConfig | None:
 
 
 def with_each_knob(overrides: Sequence[str], run: RunConfig, processes: int) -> list[Words]:
-    """What may be asked for if a run does not fit; nothing where bins are to be found first, which it depends on."""
+    """What may be asked for if a run does not fit: in bins that are still to be found, as if the smallest were."""
     if not isinstance(run.batching.tokens, int):
-        return []
+        run = replace(run, batching=replace(run.batching, tokens=run.dataset.max_length))
     return [turned(overrides, [knob]) for knob in candidates(run, processes)]

@@ -1,11 +1,12 @@
 """The knobs that bring a run into less memory, each planned again, so that what it saves is no guess."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
+from app.config.schema import RunConfig
 from app.errors import ConfigError
 from app.plan.forked import shared_out
 from app.plan.knobs import LEARNING, Knob, candidates, turned, words_of
@@ -54,7 +55,7 @@ class Turning:
         others = [each for each in knobs if each.makes_another_network]  # one process loads what these need
         alone = [[each] for each in reversed(knobs) if each not in others]  # the longest first
         self._runs.arrive()
-        found_by_all = shared_out(partial(self._each_tried, self.words(now)), [others, *alone])
+        found_by_all = shared_out(partial(self._each_tried, now), [others, *alone])
         tried = {knob: found for part in found_by_all for knob, found in part.items()}
         found = (_turned(each, tried[each], _Tried.of(now, self._look)) for each in knobs)
         return sorted((each for each in found if each is not None), key=_cost)
@@ -68,31 +69,37 @@ class Turning:
         enough = min((each.knob.costs for each in knobs if each.fits), default=LEARNING + 1)
         knobs = [each for each in knobs if each.knob.costs < enough]
         knobs.sort(key=lambda each: each.saves_bytes < _LITTLE * too_much)
-        chosen = that_go_together(self.words(now), knobs, self._runs) if len(knobs) > 1 else []
+        chosen = that_go_together(self._look.overrides, knobs, self._runs) if len(knobs) > 1 else []
         if len(chosen) < 2:
             return None
-        found = _fewest(partial(self._first_tried, self.words(now), chosen), *_between(chosen, too_much))
+        found = _fewest(partial(self._first_tried, now, chosen), *_between(chosen, too_much))
         if found is None:
             return None
         count, tried = found
         words = words_of([each.knob for each in chosen[:count]])
         return {"override": " ".join(words), "needed_bytes": tried.needed_bytes}
 
-    def words(self, now: Looked) -> list[str]:
-        """What was typed; bins that were found stay as they are while knobs are turned."""
-        open_keys = ("batching.tokens=", "batching.accumulation=") if now.chosen_bins else ()
-        typed = [word for word in self._look.overrides if not word.lstrip("+").startswith(open_keys)]
-        return [*typed, *now.bins] if now.chosen_bins else typed
+    def run(self, now: Looked, *knobs: Knob) -> RunConfig | None:
+        """None where they do not go with what was typed. Bins that were found stay as they are."""
+        run = self._runs.of(turned(self._look.overrides, knobs))
+        if run is None or not now.chosen_bins:
+            return run
+        set_by_knobs = {key for knob in knobs for key in knob.sets}
+        found: dict[str, Any] = {
+            "tokens": now.run.batching.tokens,
+            "accumulation": now.run.batching.accumulation,
+        }
+        kept = {name: size for name, size in found.items() if f"batching.{name}" not in set_by_knobs}
+        return replace(run, batching=replace(run.batching, **kept))
 
-    def _each_tried(self, words: Sequence[str], knobs: Sequence[Knob]) -> dict[Knob, _Tried | None]:
-        return {knob: self._tried(words, knob) for knob in knobs}
+    def _each_tried(self, now: Looked, knobs: Sequence[Knob]) -> dict[Knob, _Tried | None]:
+        return {knob: self._tried(now, knob) for knob in knobs}
 
-    def _first_tried(self, words: Sequence[str], chosen: Sequence[Turned], count: int) -> _Tried | None:
-        return self._tried(words, *(each.knob for each in chosen[:count]))
+    def _first_tried(self, now: Looked, chosen: Sequence[Turned], count: int) -> _Tried | None:
+        return self._tried(now, *(each.knob for each in chosen[:count]))
 
-    def _tried(self, words: Sequence[str], *knobs: Knob) -> _Tried | None:
-        """None where they do not go with what was typed."""
-        run = self._runs.of(turned(words, knobs))
+    def _tried(self, now: Looked, *knobs: Knob) -> _Tried | None:
+        run = self.run(now, *knobs)
         if run is None:
             return None
         try:

@@ -4,7 +4,7 @@ import pytest
 
 from app.config.load import compose_run
 from app.engine.ground import sections_of
-from app.model.outline import Outline
+from app.model.outline import Outline, base_of
 from app.plan.planner import planned_choices
 
 MASKED = ("model=bert", "task=masked", "dataset=text", "dataset.path=none.txt")
@@ -12,7 +12,8 @@ MASKED = ("model=bert", "task=masked", "dataset=text", "dataset.path=none.txt")
 
 def outline(*words: str) -> Outline:
     run = compose_run(["model.weights=random", "attention=sdpa", *words])
-    return Outline(sections_of(run, planned_choices(run.precision, "cpu")), "sdpa")
+    sections = sections_of(run, planned_choices(run.precision, "cpu"))
+    return Outline(sections, base_of(sections, "sdpa"))
 
 
 @pytest.mark.parametrize(
@@ -44,3 +45,17 @@ def test_layers_differ_where_a_target_is_in_one_of_them() -> None:
     assert outline("recipe=lora").alike
     assert outline("recipe=full", "adapter.targets=[layers.2.mlp.up_proj]").alike, "nothing is adapted"
     assert not outline("recipe=lora", "adapter.targets=[layers.2.mlp.up_proj]").alike
+
+
+def test_outlines_of_one_base_leave_it_as_it_is() -> None:
+    run = compose_run(["model.weights=random", "attention=sdpa", "recipe=qlora"])
+    sections = sections_of(run, planned_choices(run.precision, "cpu"))
+    base = base_of(sections, "sdpa")
+
+    def told() -> list[tuple[str, str]]:
+        return [(name, type(module).__name__) for name, module in base.named_modules()]
+
+    before, depth = told(), base.config.num_hidden_layers
+    Outline(sections, base).network(2)
+    Outline(sections, base).trained(depth)
+    assert (told(), base.config.num_hidden_layers) == (before, depth)

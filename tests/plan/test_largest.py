@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.engine.bins import ladder, step_tokens
-from app.plan.knobs import candidates, turned
+from app.plan.knobs import LEARNING, Knob, candidates
+from app.plan.known import Known
 from app.plan.largest import Plans, Sized, fastest, largest_on
 from app.plan.look import Look
 from app.plan.planner import planned_choices
-from app.plan.runs import Runs
 from app.plan.turning import Turning
 from app.plan.verdict import judge
 from tests.plan.facts import GPU, MIB, plan
@@ -32,7 +32,7 @@ RUNGS = [2048, 1024, 512, 256, 128]
 
 @cache
 def plans() -> Plans:
-    return Plans(GPU, RUN, CHOICES, LAYERS, 1)
+    return Plans(GPU, RUN, CHOICES, LAYERS, 1, Known())
 
 
 class Made(Plans):
@@ -41,7 +41,7 @@ class Made(Plans):
     """
 
     def __init__(self, memory: float, odd: float, run: Any = RUN) -> None:
-        super().__init__(replace(GPU, memory_bytes=round(memory)), run, CHOICES, 32, 1)
+        super().__init__(replace(GPU, memory_bytes=round(memory)), run, CHOICES, 32, 1, Known())
         self.odd = odd
         self.asked: set[tuple[int, int]] = set()
 
@@ -114,7 +114,7 @@ def test_where_nothing_can_fit_little_is_traced() -> None:
 def test_a_processor_gets_no_larger_bins_than_the_model_suggests() -> None:
     cpu = replace(GPU, device="cpu", memory_bytes=1 << 40)
     run = replace(RUN, training=replace(RUN.training, recompute=0))
-    found = largest_on(cpu, run, planned_choices(RUN.precision, "cpu"), LAYERS, 1)
+    found = largest_on(cpu, run, planned_choices(RUN.precision, "cpu"), LAYERS, 1, Known())
     assert (found.tokens, found.recomputed) == (RUN.model.suggest.tokens, 0) == (256, 0)
     assert "larger ones do not pay on a processor" in found.words(RUN, LAYERS, cpu)
 
@@ -129,6 +129,9 @@ def test_a_look_finds_them_and_turns_knobs_on_them() -> None:
     assert (batching.bin_tokens, batching.accumulation) == (2048, 1), "there is room"
     assert now.bins == ["batching.tokens=2048", "batching.accumulation=1"]
     smaller = next(each for each in candidates(now.run) if each.overrides[0].startswith("batching.tokens="))
-    halved = Runs().of(turned(Turning(look).words(now), [smaller]))
+    turning = Turning(look)
+    halved, narrow = (turning.run(now, each) for each in (smaller, Knob(("adapter.r=4",), LEARNING, "")))
     assert halved is not None
     assert (halved.batching.bin_tokens, halved.batching.accumulation) == (1024, 2)
+    assert narrow is not None
+    assert (narrow.batching, narrow.adapter.r) == (now.run.batching, 4), "bins that were found stay"

@@ -9,6 +9,7 @@ from app.engine.step import Stepper
 from app.model import lending
 from app.optim.optimizers import OPTIMIZERS
 from app.plan.depth import Depths
+from app.plan.known import Known
 from app.plan.memory_plan import MemoryPlan
 from app.plan.planner import depths_of, planned_choices
 from tests.plan.truth import PACKED, small_run
@@ -31,11 +32,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def depths(*words: str, like: Depths | None = None, device: str = "gpu", processes: int = 1) -> Depths:
+def depths(*words: str, known: Known | None = None, device: str = "gpu", processes: int = 1) -> Depths:
     run = small_run(*words)
     shape = replace(PACKED, micro_batches=run.batching.accumulation)
     choices = planned_choices(run.precision, device)
-    return depths_of(run, shape, device, choices, like=like, processes=processes)
+    return depths_of(run, shape, device, choices, known=known, processes=processes)
 
 
 def planned(depths: Depths, recompute: int) -> MemoryPlan:
@@ -54,12 +55,12 @@ def planned(depths: Depths, recompute: int) -> MemoryPlan:
     ],
 )
 def test_a_plan_is_the_same(words: tuple[str, ...], optimizer: str, made: list[int]) -> None:
-    first = depths("recipe=full", *words)
-    planned(first, 1)
+    known = Known()
+    planned(depths("recipe=full", *words, known=known), 1)
     asked = ("recipe=full", f"optimizer={optimizer}", *words)
     alone = planned(depths(*asked), 1)
     assert len(made) == 2
-    assert planned(depths(*asked, like=first), 1) == alone
+    assert planned(depths(*asked, known=known), 1) == alone
     assert alone.events
     assert len(made) == 2, "nothing was made a third time"
 
@@ -98,25 +99,27 @@ def test_of_other_runs_too(
 ) -> None:
     monkeypatch.setattr(lending, "LEAST_BYTES", 4096)
     processes = 2 if any(word.startswith("parallel=") for word in words) else 1
-    first = depths(*words, "optimizer=adamw_8bit", device=device, processes=processes)
+    known = Known()
+    first = depths(*words, "optimizer=adamw_8bit", known=known, device=device, processes=processes)
     planned(first, 2)
     alone = planned(depths(*words, "optimizer=adamw", device=device, processes=processes), 2)
     made_alone = len(made)
-    shared = planned(depths(*words, "optimizer=adamw", like=first, device=device, processes=processes), 2)
+    shared = planned(depths(*words, "optimizer=adamw", known=known, device=device, processes=processes), 2)
     assert shared == alone
     assert len(made) - made_alone == (0 if is_shared else 1)
 
 
 def test_another_shape_depth_arithmetic_or_division_is_made_anew(made: list[int]) -> None:
     words = ("recipe=full", "optimizer=adamw_8bit")
-    first = depths("recipe=full")
+    known = Known()
+    first = depths("recipe=full", known=known)
     planned(first, 1)
     others = [(*words, "batching.accumulation=2"), (*words, "precision=bf16")]
     for other in others:
-        assert planned(depths(*other, like=first), 1) == planned(depths(*other), 1)
+        assert planned(depths(*other, known=known), 1) == planned(depths(*other), 1)
     assert len(made) == 1 + 2 * len(others)
     made.clear()
-    divided = planned(depths(*words, "parallel=zero2", like=first, processes=2), 1)
+    divided = planned(depths(*words, "parallel=zero2", known=known, processes=2), 1)
     assert divided == planned(depths(*words, "parallel=zero2", processes=2), 1)
     assert planned(first, 2) == planned(depths("recipe=full"), 2)
     assert len(made) == 4
