@@ -18,12 +18,17 @@ Found = TypeVar("Found")
 
 
 def shared_out(work: Callable[[Item], Found], items: Sequence[Item]) -> list[Found]:
-    """`work` of each item, in their order. Whoever is free takes the next one; what a copy fails at is done here."""
+    """`work` of each item, in their order; what a copy fails at is done here.
+
+    Copies begin with the first ones, and whoever is free takes the next one: what is learned by the last ones is
+    learned here.
+    """
+    copies_wanted = _copies(len(items))
     waiting, writing = os.pipe()
-    os.write(writing, bytes(range(len(items))))
+    os.write(writing, bytes(range(copies_wanted, len(items))))
     os.close(writing)
     with os.fdopen(waiting, "rb", buffering=0) as left:
-        copies = [Begun(partial(_done, work, items, left)) for _ in range(_copies(len(items)))]
+        copies = [Begun(partial(_done, work, items, left, first)) for first in range(copies_wanted)]
         try:
             found = _done(work, items, left)
             for copy in copies:
@@ -36,7 +41,7 @@ def shared_out(work: Callable[[Item], Found], items: Sequence[Item]) -> list[Fou
 
 def _copies(items: int) -> int:
     """One for each other core that has something to do."""
-    return max(0, min(items, len(os.sched_getaffinity(0)), _MOST) - 1)
+    return max(0, min(items, len(os.sched_getaffinity(0)), _MOST) - 1) if _can_fork() else 0
 
 
 class Begun(Generic[Found]):
@@ -100,8 +105,10 @@ def _say(work: Callable[[], Any], answering: int) -> None:
         os._exit(0)
 
 
-def _done(work: Callable[[Item], Found], items: Sequence[Item], left: BinaryIO) -> dict[int, Found]:
-    found = {}
+def _done(
+    work: Callable[[Item], Found], items: Sequence[Item], left: BinaryIO, first: int | None = None
+) -> dict[int, Found]:
+    found = {} if first is None else {first: work(items[first])}
     while at := left.read(1):
         found[at[0]] = work(items[at[0]])
     return found

@@ -53,9 +53,13 @@ class Turning:
         """Those that save memory, the cheapest first."""
         knobs = candidates(now.run, self._look.processes)
         others = [each for each in knobs if each.makes_another_network]  # one process loads what these need
-        alone = [[each] for each in reversed(knobs) if each not in others]  # the longest first
+        parts = [others, *([each] for each in reversed(knobs) if each not in others)]  # the longest first
+        if any(each.costs < LEARNING for each in others):
+            parts[:2] = parts[
+                1::-1
+            ]  # a copy begins with the first, and what may go together is best known here
         self._runs.arrive()
-        found_by_all = shared_out(partial(self._each_tried, now), [others, *alone])
+        found_by_all = shared_out(partial(self._each_tried, now), parts)
         tried = {knob: found for part in found_by_all for knob, found in part.items()}
         found = (_turned(each, tried[each], _Tried.of(now, self._look)) for each in knobs)
         return sorted((each for each in found if each is not None), key=_cost)

@@ -41,6 +41,15 @@ def test_answers_are_in_order_and_of_both() -> None:
     assert os.getpid() in {who for _, who in found}
 
 
+def test_a_copy_begins_with_the_first() -> None:
+    def both_busy(item: int) -> int:
+        time.sleep(0.1)
+        return os.getpid() if item < 2 else 0
+
+    first, second, *_ = shared_out(both_busy, range(3))
+    assert first != os.getpid() == second
+
+
 @pytest.mark.parametrize("items", [0, 1])
 def test_so_few_are_done_here(items: int) -> None:
     assert {who for _, who in shared_out(slowly, range(items))} <= {os.getpid()}
