@@ -157,6 +157,9 @@ def test_killed_with_adapters_it_goes_on_to_the_last_bit(zygote: Zygote, tmp_pat
 
 
 AUTO, ZERO2 = "parallel=auto", "parallel=zero2"
+# It makes all directions of a gradient equally long, also those that are roundings, which are others in every order of
+# adding up: at its usual rate two whole models are as far from one (1.1e-5 after three steps) as two divided ones.
+MUON = "muon optimizer.lr=2e-4"
 
 
 def continued(
@@ -178,7 +181,7 @@ def test_a_save_of_any_number_of_processes_is_continued_by_any(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("optimizer", "within"), [("adamw", 1e-6), ("adamw_8bit", 1e-5), ("muon", 1e-5), ("adafactor", 1e-6)]
+    ("optimizer", "within"), [("adamw", 1e-6), ("adamw_8bit", 1e-5), (MUON, 5e-6), ("adafactor", 1e-6)]
 )
 @pytest.mark.parametrize(
     "turns",
@@ -192,8 +195,7 @@ def test_a_save_of_any_number_of_processes_is_continued_by_any(
 def test_states_of_all_kinds_are_continued(
     zygote: Zygote, tmp_path: Path, optimizer: str, within: float, turns: tuple[tuple[int, str], ...]
 ) -> None:
-    kind = (f"optimizer={optimizer}", "training.max_steps=3")
-    command = (*FULL, *(text for text in kind))
+    command = (*FULL, *f"optimizer={optimizer}".split(), "training.max_steps=3")
     whole = zygote.run(tmp_path, *command, with_rate(1), f"output_dir={tmp_path / 'whole'}")
     assert whole.code == 0, whole.stderr
     continued(zygote, tmp_path, command, turns, steps=3)
@@ -384,7 +386,8 @@ def with_files(_folder: Path) -> tuple[str, ...]:
     return (*(text for text in SMALL if not text.startswith("model.")), "training.max_steps=3")
 
 
-# The norm of a whole gradient is added up by who owns what: its last bit moves weights, which round in 16 bits.
+# The norm of a whole gradient is added up by who owns what: its last bit moves weights, which round in 16 bits, and in
+# the model that ships, which leaps from a loss of 9.5 to 5.6 in three steps, roundings leap as well.
 UNCLIPPED = "training.clip=0"
 WEIGHTS = ("frozen_weights", "trained_weights")
 
@@ -404,7 +407,7 @@ WEIGHTS = ("frozen_weights", "trained_weights")
         (small, ("recipe=full", "batching.packing=false")),
         (small, ("recipe=full", "training.rehearse=true")),
         (small, ("recipe=full", "model.architecture.tie_word_embeddings=true")),
-        (with_files, ("recipe=full",)),
+        (with_files, ("recipe=full", UNCLIPPED)),
         (with_files, ("recipe=qlora",)),
         (small, ("recipe=lora", "compile=blocks", "eval.samples=0")),
         (with_labels, ("recipe=full",)),
