@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from app.plan import experts
+
 _SECOND_BLOCK = 256  # blocks of 64 weights whose scales share one in turn
 _LEAST_PAGED = 1e5  # numbers; what is smaller stays on the device
 # Change what they are given and take nothing. Of the first torch knows no shapes and would compute in place of asking
@@ -21,8 +23,11 @@ def any_number(call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     """Answers for tensors that have no numbers: optimizers ask one of theirs now and then, and shapes never do."""
     if func is torch.ops.aten._local_scalar_dense.default:
         return False if args[0].dtype == torch.bool else 1
-    if func._overloadpacket._qualified_op_name in _STEP_IN_PLACE:
+    name = func._overloadpacket._qualified_op_name
+    if name in _STEP_IN_PLACE:
         return None
+    if name == experts.NAME:
+        return experts.grouped(call, func, args, kwargs)
     return call(func, args, kwargs)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from app.plan import attention
+from app.plan import attention, experts
 
 
 def _product_with_packed(given: Tensor, _packed: Tensor, shape: list[int], *_more: Any, **_named: Any) -> int:
@@ -54,6 +54,7 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     "bitsandbytes::gemm_4bit": _product_with_packed,
     _FP8: _product_in_fp8,
     "aten::addmm_": _product_added_in_place,
+    experts.NAME: experts.flops,
     "app_plan::attention": attention.flops,
     "app_plan::attention_backward": attention.flops_of_backward,
     "aten::_scaled_dot_product_flash_attention_for_cpu": _document_on_cpu,

@@ -9,7 +9,7 @@ import pytest
 from app.plan.memory_plan import MemoryPlan, Shape
 from app.plan.planner import depths_of, plan_memory, planned_choices
 from app.plan.share import DIVIDED, Division
-from tests.plan.truth import PACKED, small_run
+from tests.plan.truth import EXPERTS, PACKED, small_run
 
 NEAR = 4096  # bytes: norms of gradients are stacked, and their stack is rounded up
 LARGE = Shape(1, 4096, (1024,) * 4, 6, 2048, 4096)
@@ -100,6 +100,13 @@ def test_with_weights_stepped_in_the_backward_pass(recompute: str, precision: st
     for phase in ("optimizer", "evaluation"):
         assert abs(guess.phases[phase] - whole.phases[phase]) <= NEAR
     assert (guess.peak_where, guess.anatomy) == (whole.peak_where, whole.anatomy)
+
+
+def test_of_a_mixture_of_experts() -> None:
+    guess, whole = both(*EXPERTS, "recipe=full", "training.recompute=4")
+    assert guess.phases == whole.phases
+    assert guess.flops == whole.flops
+    assert guess.traced_layers == 6
 
 
 def test_layers_that_differ_are_traced_one_by_one() -> None:

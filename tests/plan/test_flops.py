@@ -8,8 +8,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from app.plan import experts
 from app.plan.planner import plan_memory
-from tests.plan.truth import PACKED, PADDED, small_run
+from tests.plan.truth import EXPERTS, PACKED, PADDED, small_run
 
 HIDDEN, INNER, HEADS, SHARED, LAYERS, VOCABULARY = 128, 192, 4, 2, 3, 1024
 SIZE = HIDDEN // HEADS
@@ -80,3 +81,31 @@ def test_an_update_is_counted_once_and_is_no_arithmetic_of_tokens() -> None:
     assert update > 0
     assert three.flops == 3 * adamw.flops + update
     assert one.flops_per_token == three.flops_per_token == adamw.flops_per_token
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_of_experts_those_that_a_token_is_sent_to(precision: str) -> None:
+    """Two of four, and a router that knows all four."""
+    words = ("recipe=full", "training.recompute=false", f"precision={precision}")
+    dense, sparse = (plan_memory(small_run(*words, *more), PACKED) for more in ((), EXPERTS))
+    more = LAYERS * (3 * HIDDEN * INNER + 4 * HIDDEN)
+    assert sparse.flops - dense.flops == WITH_BACKWARD * more * PACKED.tokens
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "inner"),
+    [
+        ((12, 8), (4, 8, 16), 8),
+        ((4, 16, 8), (8, 12), 8),
+        ((16, 12), (12, 8), 3),  # rows of each of four groups
+        ((4, 12, 8), (4, 8, 16), 8),
+    ],
+)
+def test_of_rows_in_groups_what_each_number_that_comes_out_takes(
+    left: tuple[int, ...], right: tuple[int, ...], inner: int
+) -> None:
+    a, b = torch.ones(left), torch.ones(right)
+    ends = None if a.ndim == b.ndim == 3 else torch.tensor([3, 6, 9, 12], dtype=torch.int32)
+    out = torch.nn.functional.grouped_mm(a, b, offs=ends)
+    assert out.unique().tolist() == [inner]
+    assert experts.flops(a, b) == FORWARD * out.numel() * inner

@@ -9,7 +9,7 @@ from app.model import lending
 from app.optim.optimizers import OPTIMIZERS
 from app.plan.planner import plan_memory
 from app.plan.stages import EVALUATION
-from tests.plan.truth import PACKED, PADDED, TOGETHER, counted_peak, counted_peaks, small_run
+from tests.plan.truth import EXPERTS, PACKED, PADDED, TOGETHER, counted_peak, counted_peaks, small_run
 
 NEAR = 4096
 RECIPES = ("full", "lora", "qlora")
@@ -175,6 +175,12 @@ def test_of_an_encoder(layout: str) -> None:
     run = small_run("model=bert", "dataset=text", "dataset.path=none.txt", "recipe=full", packing)
     shape = shapes[layout]
     assert abs(plan_memory(run, shape, "cpu").peak_bytes - counted_peak(run, shape)) <= NEAR
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("recipe", ["full", "lora"])
+def test_of_a_mixture_of_experts(recipe: str, precision: str) -> None:
+    assert abs(difference("packed", *EXPERTS, f"recipe={recipe}", f"precision={precision}")) <= NEAR
 
 
 @pytest.mark.parametrize(("recipe", "recompute"), [("lora", "true"), ("full", "2")])

@@ -37,6 +37,11 @@ SMALL = (
     "eval.rows=3",
     "optimizer=adamw",
 )
+EXPERTS = (
+    "model.architecture.model_type=mixtral",
+    "+model.architecture.num_local_experts=4",
+    "+model.architecture.num_experts_per_tok=2",
+)
 TOGETHER = 3  # processes
 
 
