@@ -55,9 +55,8 @@ class Turning:
         others = [each for each in knobs if each.makes_another_network]  # one process loads what these need
         parts = [others, *([each] for each in reversed(knobs) if each not in others)]  # the longest first
         if any(each.costs < LEARNING for each in others):
-            parts[:2] = parts[
-                1::-1
-            ]  # a copy begins with the first, and what may go together is best known here
+            # a copy begins with the first, and what may go together is best known here
+            parts[:2] = parts[1::-1]
         self._runs.arrive()
         found_by_all = shared_out(partial(self._each_tried, now), parts)
         tried = {knob: found for part in found_by_all for knob, found in part.items()}
