@@ -6,6 +6,7 @@ Nothing is installed here: the programs that they call are replaced by small one
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tests.conftest import REPO
 
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
-  "-c import sys; sys.exit"*) exit {wrong} ;;
+  "-c"*perf_counter*) echo {trial} ;;
   --version) echo "Python 3.11.0" ;;
   "-m venv "*) mkdir -p "$3/bin"; ln -s "$0" "$3/bin/python"; echo "version = 3.11.0" >"$3/pyvenv.cfg" ;;
   "-m pip install "*) echo "$*" >>"$PIP_CALLS"; {install} ;;
@@ -24,10 +25,22 @@ esac
 """
 
 
+def _tools(folder: Path) -> Path:
+    """What the scripts call, and no Python: that of this machine must not be found."""
+    folder.mkdir()
+    for place in reversed(os.environ["PATH"].split(":")):
+        for program in Path(place).glob("*"):
+            if not program.name.startswith("python"):
+                (folder / program.name).unlink(missing_ok=True)
+                (folder / program.name).symlink_to(program)
+    return folder
+
+
 class Clone:
     """A copy of the scripts in a folder with a space, with a pretended Python 3.11."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tools: Path) -> None:
+        self.tools = tools
         self.root = folder / "my clone"
         self.bin = folder / "bin"
         self.calls = folder / "pip-calls"
@@ -38,7 +51,7 @@ class Clone:
         shutil.copytree(REPO / "scripts", self.root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "constraints.txt"):
             shutil.copy(REPO / name, self.root)
-        self.program("python3.11", PYTHON.format(wrong=0, install="true"))
+        self.python("python3.11")
         for name in ("python3.12", "python3", "python"):
             self.program(name, "#!/bin/sh\nexit 127\n")
 
@@ -47,11 +60,15 @@ class Clone:
         path.write_text(text)
         path.chmod(0o755)
 
+    def python(self, name: str, *, trial: str = "4000 whole", install: str = "true") -> None:
+        """What answers `trial` where it is asked how fast it is, and installs by `install`."""
+        self.program(name, PYTHON.format(trial=trial, install=install))
+
     def start(self, script: str, *args: str, **env: str) -> "subprocess.Popen[str]":
         return subprocess.Popen(
             [str(self.root / "scripts" / script), *args],
             cwd=self.elsewhere,
-            env={"PATH": f"{self.bin}:{os.environ['PATH']}", "PIP_CALLS": str(self.calls), **env},
+            env={"PATH": f"{self.bin}:{self.tools}", "PIP_CALLS": str(self.calls), **env},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -62,13 +79,21 @@ class Clone:
         out, err = process.communicate(timeout=60)
         return process.returncode, out, err
 
+    def chosen(self) -> str:
+        return (self.root / ".venv/bin/python").readlink().name
+
     def installations(self) -> list[str]:
         return self.calls.read_text().splitlines() if self.calls.exists() else []
 
 
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _tools(tmp_path_factory.mktemp("path") / "tools")
+
+
 @pytest.fixture
-def clone(tmp_path: Path) -> Clone:
-    return Clone(tmp_path)
+def clone(tmp_path: Path, tools: Path) -> Clone:
+    return Clone(tmp_path, tools)
 
 
 def test_train_from_another_folder_passes_its_arguments_on(clone: Clone) -> None:
@@ -120,7 +145,7 @@ def test_tools_include_what_training_needs(clone: Clone) -> None:
 
 
 def test_failed_installation_shows_its_log_and_leaves_no_stamp(clone: Clone) -> None:
-    clone.program("python3.11", PYTHON.format(wrong=0, install="echo no space left; exit 1"))
+    clone.python("python3.11", install="echo no space left; exit 1")
     code, out, err = clone.run("train")
     assert code == 1
     assert out == ""
@@ -130,7 +155,7 @@ def test_failed_installation_shows_its_log_and_leaves_no_stamp(clone: Clone) -> 
 
 
 def test_interrupted_installation_is_begun_anew_by_the_next_call(clone: Clone) -> None:
-    clone.program("python3.11", PYTHON.format(wrong=0, install='echo "$$"; exec sleep 60'))
+    clone.python("python3.11", install='echo "$$"; exec sleep 60')
     process = clone.start("setup")
     while not clone.installations():
         assert process.poll() is None
@@ -138,7 +163,7 @@ def test_interrupted_installation_is_begun_anew_by_the_next_call(clone: Clone) -
     _, err = process.communicate(timeout=10)
     assert process.returncode == 130
     assert "interrupted" in err
-    clone.program("python3.11", PYTHON.format(wrong=0, install="true"))
+    clone.python("python3.11", install="true")
     code, _, err = clone.run("train")
     assert code == 0
     assert "setting up" in err, "a half-copied package must not pass for a whole one"
@@ -146,7 +171,7 @@ def test_interrupted_installation_is_begun_anew_by_the_next_call(clone: Clone) -
 
 
 def test_two_at_once_install_once(clone: Clone) -> None:
-    clone.program("python3.11", PYTHON.format(wrong=0, install="sleep 0.5"))
+    clone.python("python3.11", install="sleep 0.5")
     both = [clone.start("train"), clone.start("train")]
     errors = [process.communicate(timeout=60)[1] for process in both]
     assert [process.returncode for process in both] == [0, 0]
@@ -164,11 +189,47 @@ def test_moved_folder_gets_a_new_environment(clone: Clone) -> None:
 
 
 def test_without_a_suitable_python_the_versions_are_named(clone: Clone) -> None:
-    clone.program("python3.11", PYTHON.format(wrong=1, install="true"))
+    clone.program("python3.11", "#!/bin/sh\nexit 1\n")  # of another version
     code, _, err = clone.run("train")
     assert code == 1
     assert "error: Python 3.11 or 3.12 is needed" in err
     assert not (clone.root / ".venv/bin").exists()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "chosen"),
+    [
+        ("8000 whole", "4000 whole", "python3"),
+        ("4200 whole", "4000 whole", "python3.11"),
+        ("4000 whole", "8000 whole", "python3.11"),
+        ("4000 bare", "8000 whole", "python3"),
+    ],
+    ids=["the-quicker", "of-equals-the-first", "not-the-slower", "not-one-without-ensurepip"],
+)
+def test_the_quickest_python_is_taken(clone: Clone, first: str, second: str, chosen: str) -> None:
+    clone.python("python3.11", trial=first)
+    clone.python("python3", trial=second)
+    code, _, err = clone.run("train")
+    assert (code, clone.chosen()) == (0, chosen)
+    assert f"{clone.bin / chosen})" in err, "which one it is, is said"
+
+
+def test_a_python_that_makes_no_environments_names_the_package(clone: Clone) -> None:
+    clone.python("python3.11", trial="4000 bare")
+    code, _, err = clone.run("train")
+    assert code == 1
+    assert "apt install python3.11-venv" in err
+    assert not (clone.root / ".venv/bin").exists()
+
+
+def test_the_trial_of_a_python_runs_in_this_one() -> None:
+    """The tests above answer for it."""
+    text = (REPO / "scripts/setup").read_text()
+    trial = text.split("\ntrial='", 1)[1].split("'\n", 1)[0]
+    answer = subprocess.run([sys.executable, "-c", trial], capture_output=True, text=True, check=True)
+    micros, kind = answer.stdout.split()
+    assert int(micros) > 0
+    assert kind in ("whole", "bare")
 
 
 @pytest.mark.parametrize(
