@@ -54,12 +54,12 @@ def _data(config: CheckConfig, console: Console) -> dict[str, Any]:
 
 
 def _memory(config: CheckConfig, _console: Console) -> dict[str, Any]:
-    from app.plan.runs import Runs, with_each_knob
+    from app.plan.runs import Runs, likely
 
     begun = time.perf_counter()
     processes = _processes(config.run) if config.hardware is None else _asked(config.run)
-    likely = with_each_knob(config.overrides, config.run, processes)
-    with garbage.not_looked_for(), Runs.begun(likely) as runs:
+    ahead = likely(config.overrides, config.run, processes)
+    with garbage.not_looked_for(), Runs.begun(ahead) as runs:
         from app.plan.memory_check import check_memory
         from app.record.memory_screen import show_memory, stop
 

@@ -32,8 +32,8 @@ class Outline:
         self.alike = len({_likeness(layer) for layer in layers}) == 1 and not _names_one(sections)
 
     def bare(self, depth: int) -> nn.Module:
-        """Neither packed nor with an adapter."""
-        found: nn.Module = _of_depth(self._lm, depth)
+        """Neither packed nor with an adapter, to be looked at: of all layers it is the base itself."""
+        found: nn.Module = self._lm if depth == self.depth else _of_depth(self._lm, depth)
         return found
 
     def network(self, depth: int) -> nn.Module:

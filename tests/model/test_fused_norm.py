@@ -107,13 +107,56 @@ def test_torchs_own_is_known() -> None:
     assert root_norm_of(nn.RMSNorm(8, eps=1e-5), tells=True) is not None
 
 
+class Doubled(nn.RMSNorm):
+    """By an attribute of its own, which may be anything."""
+
+    def __init__(self, by: Any) -> None:
+        super().__init__(8, eps=1e-5)
+        self.by = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float(self.by)
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """Modules whose numbers are looked at."""
+    found: list[nn.Module] = []
+    real = norm._apart
+
+    def noted(module: nn.Module, norms: list[RootNorm]) -> list[tuple[float, float]]:
+        found.append(module)
+        return real(module, norms)
+
+    monkeypatch.setattr(norm, "_apart", noted)
+    monkeypatch.setattr(norm, "_ways", {})
+    return found
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_kind_is_looked_at_once(kind: str, compared: list[nn.Module]) -> None:
+    module = norm_of(kind)
+    first = root_norm_of(module, tells=False)
+    assert first == root_norm_of(copy.deepcopy(module), tells=False) is not None
+    assert compared == [module]
+
+
+@pytest.mark.parametrize("as_what", [float, torch.tensor])
+def test_what_differs_in_an_attribute_is_another_kind(as_what: Any, compared: list[nn.Module]) -> None:
+    assert root_norm_of(Doubled(as_what(1.0)), tells=False) is not None
+    assert root_norm_of(Doubled(as_what(2.0)), tells=False) is None
+    assert len(compared) == 2
+
+
 @pytest.mark.parametrize("part", ["again", "of_input"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_proof_sees_a_wrong_norm(part: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = getattr(RootNorm, part)
     assert trainee_of("llama", lora(), precision).fused.norms == 5
     monkeypatch.setattr(RootNorm, part, lambda *given: real(*given) * 1.1)
-    assert trainee_of("llama", lora(), precision).fused.norms == 0
+    for known in (norm._ways, {}):
+        monkeypatch.setattr(norm, "_ways", known)
+        assert trainee_of("llama", lora(), precision).fused.norms == 0
 
 
 def kept_of(trainee: Trainee) -> tuple[set[int], list[int]]:

@@ -8,7 +8,7 @@ import pytest
 from app.config.load import compose_run
 from app.plan import forked, runs
 from app.plan.knobs import candidates, turned
-from app.plan.runs import Runs, Words, with_each_knob
+from app.plan.runs import Runs, Words, likely
 
 WORDS = ["recipe=full", "model.weights=random"]
 FITTING: Words = ("recipe=lora", "output_dir=somewhere")
@@ -59,12 +59,40 @@ def test_what_a_copy_composed_is_not_composed_again(
 
 def test_the_knobs_of_a_run_are_composed_ahead() -> None:
     run = compose_run(WORDS)
-    assert with_each_knob(WORDS, run, 1) == [turned(WORDS, [knob]) for knob in candidates(run, 1)]
-    assert len(with_each_knob(WORDS, run, 2)) > len(with_each_knob(WORDS, run, 1)) > 5
+    alone = [turned(WORDS, [knob]) for knob in candidates(run, 1)]
+    assert len(alone) > 5
+    assert likely(WORDS, run, 1)[: len(alone)] == alone
     open_bins = [*WORDS, "batching.tokens=auto"]
     at_least = compose_run([*WORDS, f"batching.tokens={run.dataset.max_length}"])
-    guessed = with_each_knob(open_bins, compose_run(open_bins), 1)
-    assert guessed == [turned(open_bins, [knob]) for knob in candidates(at_least, 1)]
+    guessed = likely(open_bins, compose_run(open_bins), 1)
+    assert set(guessed) >= {turned(open_bins, [knob]) for knob in candidates(at_least, 1)}
+
+
+def test_what_goes_together_is_composed_ahead_once() -> None:
+    words = [*WORDS, "parallel=zero2", "training.recompute=true"]
+    sets = [frozenset(line) - frozenset(words) for line in likely(words, compose_run(words), 2)]
+    slower = {"parallel=zero3", "training.offload=true"}
+    for chosen in ([], ["optimizer=adamw_8bit"], ["precision=bf16", "precision.trained=bf16"]):
+        assert sets.count(frozenset({*slower, *chosen})) == 1
+    # of two that set the same the last one stays
+    assert sets.count(frozenset({*slower, "optimizer=paged_adamw_8bit"})) == 1
+    assert not [each for each in sets if {"optimizer=adamw_8bit", "optimizer=paged_adamw_8bit"} <= each]
+
+
+@pytest.mark.usefixtures("_with_and_without_a_copy")
+def test_the_order_of_words_means_nothing(composed: list[Words]) -> None:
+    words: Words = (
+        "recipe=full",
+        "precision=bf16",
+        "optimizer=adafactor",
+        "optimizer.lr=1e-4",
+        "precision.trained=bf16",
+    )
+    with Runs.begun([]) as found:
+        there = found.of(words)
+        assert found.of(words[::-1]) is there
+    assert compose_run(words[::-1]) == there is not None
+    assert composed == [words]
 
 
 def test_nothing_heavy_is_loaded_before_it_is_begun() -> None:
