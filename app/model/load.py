@@ -14,6 +14,7 @@ from app.model.build import ModelSections, build_base
 from app.model.dtypes import DTYPES
 from app.model.held import Held
 from app.model.lean_peft import lean_peft
+from app.model.lean_transformers import import_transformers
 from app.model.quantize import lasting, packing_of
 from app.model.source import fetch_folder, gist, require_weights
 from app.model.tasks import Task, task_of
@@ -93,6 +94,7 @@ def load_any(model: ModelConfig, task: Task) -> tuple[Any, Any]:
 
 def load_tuned_tokenizer(final: Path) -> Any:
     """The tokenizer that was saved with the weights, chat template included."""
+    import_transformers()
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(final), local_files_only=True)
