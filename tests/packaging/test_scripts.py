@@ -19,6 +19,7 @@ case "$*" in
   --version) echo "Python 3.11.0" ;;
   "-m venv "*) mkdir -p "$3/bin"; ln -s "$0" "$3/bin/python"; echo "version = 3.11.0" >"$3/pyvenv.cfg" ;;
   "-m pip install "*) echo "$*" >>"$PIP_CALLS"; {install} ;;
+  "-m compileall -q app") echo "$PWD" >>"$PIP_CALLS-compiled" ;;
   "-c import bitsandbytes"*) echo "${{PYTHONDONTWRITEBYTECODE-may}}" >>"$PIP_CALLS-compiled" ;;
   "-m app.train"*) shift 2; printf 'trained:%s\\n' "$PWD" "$@" ;;
 esac
@@ -124,7 +125,7 @@ def test_what_runs_may_not_keep_is_compiled_by_the_installation(clone: Clone) ->
     with (clone.root / "constraints.txt").open("a") as file:
         file.write("# changed\n")
     clone.run("train", PYTHONDONTWRITEBYTECODE="1")
-    assert clone.compiled.read_text() == "may\n"
+    assert clone.compiled.read_text() == f"may\n{clone.root}\n"
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
