@@ -20,11 +20,15 @@ def judged(plan: MemoryPlan, machine: Machine, processes: int) -> Verdict:
     return judge(plan, machine, lost, processes)
 
 
-def fewest(layers: int, at: Callable[[int], Verdict]) -> tuple[int, Verdict]:
+def fewest(layers: int, at: Callable[[int], Verdict], *, doubtful: bool = False) -> tuple[int, Verdict]:
     """All of them where nothing fits. Each recomputed layer between the first and the last saves memory, so halving
     finds it. The last is computed again at once and hardly saves any: where all do not fit, all but one may.
+
+    `doubtful`: that any number fits, so all of them are looked at first.
     """
     low, high = 0, layers
+    if doubtful and (found := at(high)).is_hopeless:
+        return high, found
     found = at(low)
     if found.fits:
         return low, found

@@ -61,14 +61,26 @@ def largest_bins(run: RunConfig, choices: Choices, layers: int) -> tuple[int, st
 
 
 def largest_on(
-    machine: Machine, run: RunConfig, choices: Choices, layers: int, processes: int, known: Known
+    machine: Machine,
+    run: RunConfig,
+    choices: Choices,
+    layers: int,
+    processes: int,
+    known: Known,
+    *,
+    doubtful: bool = False,
 ) -> Sized:
-    """The fastest that fits; where nothing does, what needs least."""
-    return fastest(Plans(machine, run, choices, layers, processes, known))
+    """The fastest that fits; where nothing does, what needs least. `doubtful`: that anything fits."""
+    return fastest(Plans(machine, run, choices, layers, processes, known), doubtful=doubtful)
 
 
-def fastest(plans: "Plans") -> Sized:
-    """Estimates in the order of their speed are confirmed by traces, until no other can be faster."""
+def fastest(plans: "Plans", *, doubtful: bool = False) -> Sized:
+    """Estimates in the order of their speed are confirmed by traces, until no other can be faster.
+
+    Where it is `doubtful` that anything fits, what needs least is looked at first.
+    """
+    if doubtful and (least := plans.traced(plans.rungs[-1], plans.most)).verdict.is_hopeless:
+        return least
     ideal = plans.traced(plans.rungs[0], plans.least)
     if (
         ideal.verdict.fits

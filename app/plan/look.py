@@ -44,9 +44,15 @@ class Look:
         self.machine = machine
         self.processes = processes
         self._known = Known()
+        self._doubtful = False  # whether one run of these had too much in weights, gradients and states alone
 
     def at(self, run: RunConfig, *, exact: bool = False) -> Looked:
         """The largest micro-batch that its settings allow; `exact` traces every layer."""
+        found = self._at(run, exact=exact)
+        self._doubtful |= found.verdict.is_hopeless
+        return found
+
+    def _at(self, run: RunConfig, *, exact: bool) -> Looked:
         run = within_positions(self._by_facts(run), lambda _: None)
         layers_are_open = run.training.recompute == AUTO
         if is_open(run):
@@ -61,7 +67,9 @@ class Look:
             processes=self.processes,
         )
         if layers_are_open:  # as many layers as a run on this machine would recompute
-            count, _ = fewest(depths.layers, lambda tried: self._judged(depths.planned(tried)))
+            count, _ = fewest(
+                depths.layers, lambda tried: self._judged(depths.planned(tried)), doubtful=self._doubtful
+            )
             run = replace(run, training=replace(run.training, recompute=count))
         plan = depths.planned(layers_of(run.training), exact=exact)
         return Looked(run, shape, plan, self._judged(plan), layers_are_open)
@@ -70,7 +78,9 @@ class Look:
         """In the bins that a run on this machine would have, and with as many recomputed layers."""
         choices = planned_choices(run.precision, self.machine.device)
         layers = outline_of(run, self.machine.device, choices, self._known).depth
-        found = largest_on(self.machine, run, choices, layers, self.processes, self._known)
+        found = largest_on(
+            self.machine, run, choices, layers, self.processes, self._known, doubtful=self._doubtful
+        )
         layers_are_open = run.training.recompute == AUTO
         run = replace(
             with_bins(run, found.tokens), training=replace(run.training, recompute=found.recomputed)

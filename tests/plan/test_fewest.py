@@ -65,6 +65,7 @@ def test_few_plans_are_asked_for(enough: int) -> None:
     count, verdict = fewest(32, at)
     assert (count, verdict.fits) == (min(enough, 32), enough <= 32)
     assert len(asked) <= 7
+    assert fewest(32, at, doubtful=True) == (count, verdict)
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2])
@@ -78,6 +79,9 @@ def test_what_is_kept_anyway_decides_at_once(kept: int) -> None:
     count, verdict = fewest(32, at)
     assert (count, verdict.fits) == (32, False)
     assert asked == ([0, 32] if kept > 1 else [0, 32, 31])
+    asked.clear()
+    assert fewest(32, at, doubtful=True) == (count, verdict)
+    assert asked == ([32] if kept > 1 else [32, 0, 32, 31])
 
 
 @pytest.mark.parametrize(

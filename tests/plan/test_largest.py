@@ -9,11 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.engine.bins import ladder, step_tokens
+from app.plan import depth
 from app.plan.knobs import LEARNING, Knob, candidates
 from app.plan.known import Known
 from app.plan.largest import Plans, Sized, fastest, largest_on
 from app.plan.look import Look
 from app.plan.planner import planned_choices
+from app.plan.trace import trace
 from app.plan.turning import Turning
 from app.plan.verdict import judge
 from tests.plan.facts import GPU, MIB, plan
@@ -109,6 +111,39 @@ def test_where_nothing_can_fit_little_is_traced() -> None:
     found = fastest(heavy)
     assert (found.tokens, found.recomputed, found.verdict.fits) == (128, 32, False)
     assert heavy.asked == {(2048, 0), (128, 32)}
+    heavy.asked.clear()
+    again = fastest(heavy, doubtful=True)
+    assert (again.tokens, again.recomputed, again.verdict) == (128, 32, found.verdict)
+    assert heavy.asked == {(128, 32)}
+
+
+@pytest.mark.parametrize("memory", [1e6, 1e8, 1e9, 1e10])
+def test_a_doubt_changes_nothing(memory: float) -> None:
+    found, other = fastest(Made(memory, 0)), fastest(Made(memory, 0), doubtful=True)
+    assert (found.tokens, found.recomputed, found.verdict) == (other.tokens, other.recomputed, other.verdict)
+
+
+@pytest.mark.parametrize("bins", [("batching.tokens=auto",), ()], ids=["bins-and-layers", "layers"])
+def test_after_too_much_a_look_begins_with_what_needs_least(
+    bins: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("model.architecture.num_hidden_layers=9", "training.recompute=auto", *bins)
+    first, second = small_run("optimizer=adamw", *words), small_run("optimizer=adamw_8bit", *words)
+    machine = replace(GPU, memory_bytes=1 << 20, context_bytes=0)
+    fresh = Look(words, machine).at(second)
+    asked: list[tuple[int, int]] = []
+
+    def noted(asked_for: Any, outline: Any, plain: int, recomputed: int, known: Known) -> Any:
+        asked.append((plain, recomputed))
+        return trace(asked_for, outline, plain, recomputed, known)
+
+    monkeypatch.setattr(depth, "trace", noted)
+    look = Look(words, machine)
+    assert look.at(first).verdict.is_hopeless
+    assert sorted(asked) == [(0, 3), (3, 0)]
+    asked.clear()
+    assert look.at(second) == fresh
+    assert asked == [(0, 3)]
 
 
 def test_a_processor_gets_no_larger_bins_than_the_model_suggests() -> None:
