@@ -19,7 +19,8 @@ def picture(
     marked: Callable[[str, str], bool] = lambda _title, name: name == "ours",
 ) -> str:
     """What each of a group has, group below group, each as wide as its largest."""
-    label = max(_LABEL, *(_LETTER * len(name) + 12 for sizes in groups.values() for name in sizes))
+    names = (name for sizes in groups.values() for name in sizes)
+    label = max([_LABEL, *(_LETTER * len(name) + 12 for name in names)])
     rows = (row for title, sizes in groups.items() for row in _rows(title, sizes, label, told, marked))
     return drawing(rows, _STYLE)
 

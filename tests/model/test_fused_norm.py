@@ -118,6 +118,21 @@ class Doubled(nn.RMSNorm):
         return super().forward(x) * float(self.by)
 
 
+class InParts(Doubled):
+    """Computes by a method that another kind may have of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.times() * super().forward(x)
+
+    def times(self) -> float:
+        return 1.0
+
+
+class InOtherParts(InParts):
+    def times(self) -> float:
+        return 2.0
+
+
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """Modules whose numbers are looked at."""
@@ -146,6 +161,12 @@ def test_what_differs_in_an_attribute_is_another_kind(as_what: Any, compared: li
     assert root_norm_of(Doubled(as_what(1.0)), tells=False) is not None
     assert root_norm_of(Doubled(as_what(2.0)), tells=False) is None
     assert len(compared) == 2
+
+
+@pytest.mark.usefixtures("compared")
+def test_a_kind_with_a_method_of_its_own_is_another() -> None:
+    assert root_norm_of(InParts(1.0), tells=False) is not None
+    assert root_norm_of(InOtherParts(1.0), tells=False) is None
 
 
 @pytest.mark.parametrize("part", ["again", "of_input"])

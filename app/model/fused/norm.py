@@ -32,9 +32,8 @@ _DTYPES = (
     (torch.float32, torch.bfloat16),
 )
 
-_ways: dict[
-    tuple[Any, ...] | None, Way | None
-] = {}  # that were found: a plan makes the same network a dozen times
+# that were found, by kind of norm: a plan makes the same network a dozen times
+_ways: dict[tuple[Any, ...] | None, Way | None] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +119,7 @@ def _kind_of(module: Any) -> tuple[Any, ...] | None:
     held = sorted((name, each) for name, each in vars(module).items() if not name.startswith("_"))
     if not all(isinstance(each, str | float | int | torch.Size | None) for _, each in held):
         return None
-    return type(module).forward, module.weight.shape, *held
+    return type(module), type(module).forward, module.weight.shape, *held
 
 
 def _way_of(module: nn.Module, eps: float) -> Way | None:
