@@ -15,6 +15,7 @@ from tests.global_state import restored
 from tests.runs import Zygote
 
 REPO = Path(__file__).parent.parent
+GPU_TESTS = REPO / "tests" / "gpu"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "WANDB_MODE": "offline"}
 # Of the developer's environment, what would change a run, or is a secret that no test needs.
 DROPPED = (
@@ -31,9 +32,12 @@ DROPPED = (
 )
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
+TIER = os.environ.get("APP_TEST_TIER", "quick")
+
 # Time of an example says more about a busy machine, or a first import, than about what is tested.
-hypothesis.settings.register_profile("ours", deadline=None)
-hypothesis.settings.load_profile("ours")
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=20)
+hypothesis.settings.register_profile("full", deadline=None, max_examples=200)
+hypothesis.settings.load_profile("full" if TIER == "full" else "quick")
 
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ["TRITON_INTERPRET"] = "1"  # Triton is imported by others too, and reads it as it is
@@ -108,10 +112,10 @@ def pytest_markeval_namespace() -> dict[str, Any]:
     return marks.names_of_conditions()
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest deselects by mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        marks.complete(item)
+        if GPU_TESTS in item.path.parents:
+            item.add_marker(marks.requires_gpu)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -119,7 +123,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     seed = getattr(terminalreporter.config.option, "randomly_seed", None)
     if seed is not None and {"failed", "error"} & terminalreporter.stats.keys():
         terminalreporter.write_line(f"the same order again: --randomly-seed={seed}")
-    if os.environ.get("APP_TEST_TIER") != "gpu":
+    if TIER != "gpu":
         return
     for test, reason, allowed in _skipped(terminalreporter):
         terminalreporter.write_line(
@@ -129,7 +133,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """With a GPU, a test of the gpu tier that does not run is a failure, or nobody would notice."""
-    if os.environ.get("APP_TEST_TIER") != "gpu" or session.exitstatus != pytest.ExitCode.OK:
+    if TIER != "gpu" or session.exitstatus != pytest.ExitCode.OK:
         return
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter and not all(allowed for _, _, allowed in _skipped(reporter)):

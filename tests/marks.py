@@ -31,8 +31,8 @@ OTHER_PYTHON = "needs .venv, as scripts/test makes it: another interpreter may h
 # On a host with a GPU any other skip in the gpu tier is a failure.
 ALLOWED_WITH_GPU = frozenset({TWO_GPUS, FLASH_ATTENTION, CUDNN_ATTENTION, ORDINARY_USER})
 
-requires_gpu = pytest.mark.gpu
-requires_two_gpus = pytest.mark.gpu(num=2)
+requires_gpu = pytest.mark.skipif("num_gpus() < 1", reason=ONE_GPU)
+requires_two_gpus = pytest.mark.skipif("num_gpus() < 2", reason=TWO_GPUS)
 requires_flash_attention = pytest.mark.skipif("not has_module('flash_attn')", reason=FLASH_ATTENTION)
 requires_cudnn_attention = pytest.mark.skipif("not has_cudnn_attention()", reason=CUDNN_ATTENTION)
 requires_ordinary_user = pytest.mark.skipif("user_id() == 0", reason=ORDINARY_USER)
@@ -92,13 +92,3 @@ def names_of_conditions() -> dict[str, Any]:
         "interprets_kernels": interprets_kernels,
         "in_venv": in_venv,
     }
-
-
-def complete(item: pytest.Item) -> None:
-    """Add the marks that follow from what a test says: a skip without GPU, `process` for whole programs."""
-    mark = item.get_closest_marker("gpu")
-    if mark is not None:
-        num = mark.kwargs.get("num", 1)
-        item.add_marker(pytest.mark.skipif(f"num_gpus() < {num}", reason=ONE_GPU if num == 1 else TWO_GPUS))
-    if {"run_app", "app_env"} & set(getattr(item, "fixturenames", ())):
-        item.add_marker(pytest.mark.process)

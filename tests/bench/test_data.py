@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 
 from app.assets import ROOT
 from scripts.bench import data
-from tests.marks import requires_trl
 
 ROWS = 40
 
@@ -51,14 +50,3 @@ def test_other_rows_are_no_contest(digest: str, code: int, capsys: pytest.Captur
     said = capsys.readouterr().out
     assert "ours 2.00x" in said
     assert "ours 4.00x" in said
-
-
-@requires_trl
-@pytest.mark.slow
-def test_all_make_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "out.jsonl"
-    monkeypatch.setattr("sys.argv", ["data", "--rows", "50", "--rounds", "1", "--out", str(out)])
-    assert data.main() == 0
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["framework"] for line in lines] == ["ours", "ours", "trl", "trl_parallel"]
-    assert all(line["versions"]["torch"] for line in lines)

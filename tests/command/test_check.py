@@ -167,23 +167,6 @@ def test_bare_it_looks_at_data_and_memory(zygote: Zygote, tmp_path: Path) -> Non
     assert facts["context_bytes"] > 50e6
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("model=llama", "recipe=qlora", "hardware=rtx4090"),
-        ("model=llama_70b", "recipe=qlora", "hardware=h100"),
-    ],
-)
-def test_it_takes_ten_seconds_imports_included(run_app: RunApp, words: tuple[str, ...]) -> None:
-    before = os.times()
-    ended = run_app("memory", *words, module="app.check")
-    after = os.times()
-    assert ended.returncode == 0, ended.stderr
-    spent = after.children_user + after.children_system - before.children_user - before.children_system
-    assert spent < 10
-
-
 WRONG = {
     "datta": "error: 'datta' is neither a check nor key=value. Did you mean data? Checks: data, memory; no word",
     "data dataset.path=nowhere.jsonl": "error: dataset.path=nowhere.jsonl: no such file or folder in",

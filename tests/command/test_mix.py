@@ -3,12 +3,10 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from tests.command.test_resume import SMALL
 from tests.command.test_wrong_inputs import refused
 from tests.data.small import chat, write_chats
-from tests.runs import Zygote, result
+from tests.runs import Zygote
 
 MIX = ("dataset=mix", "dataset.mix.chat.path=chat.jsonl", "dataset.mix.code.path=code.jsonl")
 PLAIN = (
@@ -58,22 +56,3 @@ def test_a_mix_that_cannot_be_is_refused_before_anything_is_loaded(zygote: Zygot
     refused(ended.code, ended.stdout, ended.stderr, "dataset.mix.code.path=cod.jsonl: no such file or folder")
     assert "did you mean code.jsonl or chat.jsonl?" in ended.stderr
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_weights_are_swept(zygote: Zygote, tmp_path: Path) -> None:
-    sources(tmp_path)
-    given = (
-        *SMALL,
-        *MIX,
-        "dataset.max_rows=null",
-        "dry_run=true",
-        "dataset.mix.code.weight=0,2",
-        "output_dir=sweep",
-    )
-    ended = zygote.run(tmp_path, "-m", *given)
-    assert ended.code == 0, ended.stderr + ended.stdout
-    runs = sorted((tmp_path / "sweep").glob("*/manifest.json"))
-    counts = [json.loads(run.read_text())["counts"]["data"] for run in runs]
-    assert [sorted(each["sources"]) for each in counts] == [["chat"], ["chat", "code"]]
-    assert [result(run.parent)["status"] for run in runs] == ["dry_run"] * 2

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.command.test_resume import SMALL, has_reached, same_ending
-from tests.conftest import REPO
 from tests.model.small import distance
-from tests.runs import Zygote, metrics, numbers, result
+from tests.runs import Zygote, metrics, result
 
 PLAIN = ("optimizer=sgd", "optimizer.momentum=0", "optimizer.lr=0.5", "training.clip=0", "schedule=constant")
 GONE = 137  # 128 + SIGKILL
@@ -42,17 +40,11 @@ def same_numbers(one: Path, two: Path, within: float = 1e-6) -> None:
             assert theirs[key] == pytest.approx(mine[key], rel=within), (mine["step"], key)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "packing", "parallel"),
-    [
-        *product(("full", "lora", "qlora"), ("true", "false"), ("auto",)),
-        ("full", "true", "zero2"),
-        pytest.param("lora", "false", "zero2", marks=pytest.mark.slow),
-    ],
-)
-def test_two_processes_give_the_numbers_of_one(
-    zygote: Zygote, tmp_path: Path, recipe: str, packing: str, parallel: str
-) -> None:
+def test_two_processes_give_the_numbers_of_one(zygote: Zygote, tmp_path: Path) -> None:
+    check_two_against_one(zygote, tmp_path, "full", "true", "auto")
+
+
+def check_two_against_one(zygote: Zygote, tmp_path: Path, recipe: str, packing: str, parallel: str) -> None:
     """Plain gradient descent: LoRA's B begins at zero, so what comes out is the sum of the gradients."""
     command = (*SMALL, *PLAIN, f"recipe={recipe}", f"batching.packing={packing}", "training.max_steps=3")
     one, two = tmp_path / "one", tmp_path / "two"
@@ -73,17 +65,7 @@ def test_two_processes_give_the_numbers_of_one(
     assert "shared by 2 processes" in (two / "log-rank-1.txt").read_text()
 
 
-@pytest.mark.parametrize(
-    ("recipe", "count", "more"),
-    [
-        ("lora", 2, "adapter.dropout=0.1"),
-        pytest.param("full", 3, "batching.packing=false", marks=pytest.mark.slow),
-        pytest.param("qlora", 2, "training.recompute=true", marks=pytest.mark.slow),
-    ],
-)
-def test_a_killed_process_ends_the_others_and_the_run_goes_on_to_the_last_bit(
-    zygote: Zygote, tmp_path: Path, recipe: str, count: int, more: str
-) -> None:
+def check_killed_and_resumed(zygote: Zygote, tmp_path: Path, recipe: str, count: int, more: str) -> None:
     command = (*SMALL, f"recipe={recipe}", more, "batching.accumulation=1", "training.epochs=1")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for ended in zygote.run_together(tmp_path, count, *command, f"output_dir={whole}"):
@@ -194,28 +176,3 @@ def test_a_foreign_launcher_needs_a_named_folder_and_decides_the_number(
     ended = zygote.run_together(tmp_path, 2, *SMALL, "output_dir=run", "launch.num_processes=3")[0]
     assert ended.code == 2
     assert "launch.num_processes=3, but this process was started as one of 2" in ended.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("starter", ["torchrun", "accelerate"])
-def test_the_ordinary_launchers_work(tmp_path: Path, app_env: dict[str, str], starter: str) -> None:
-    run = tmp_path / "run"
-    command = {
-        "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
-        "accelerate": ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2"],
-    }[starter]
-    command = [
-        *command,
-        *(["--mixed_precision=no", "--dynamo_backend=no"] if starter == "accelerate" else []),
-    ]
-    done = subprocess.run(
-        [sys.executable, *command, "-m", "app.train", *SMALL, "training.max_steps=2", f"output_dir={run}"],
-        env=app_env | {"PYTHONPATH": str(REPO)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stderr
-    assert len(numbers(run)) == 3
-    assert json.loads((run / "manifest.json").read_text())["choices"]["processes"] == 2

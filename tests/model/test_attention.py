@@ -14,7 +14,6 @@ from tests.model import small
 from tests.model.small import (
     ALL_KINDS,
     ENCODERS,
-    MORE_KINDS,
     batch_of,
     built,
     config_of,
@@ -81,12 +80,6 @@ def check_parity(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_equals_the_models_own_eager_attention_on_separate_documents(kind: str) -> None:
-    check_parity(kind)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", MORE_KINDS)
-def test_equals_the_models_own_eager_attention_for_more_kinds(kind: str) -> None:
     check_parity(kind)
 
 

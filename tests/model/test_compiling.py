@@ -250,20 +250,3 @@ def test_what_is_missing_is_told_before_weights_are_loaded(
     with pytest.raises((ConfigError, EnvironmentProblem), match=words):
         require_compilable(config, device)
     require_compilable(NONE, device)
-
-
-@pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"
-)  # inductor's own
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_real_code_has_the_numbers_too(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "BACKEND", "inductor")
-    given = METHODS[method]
-    expected = by_its_own(range(1, 3), **given)
-    trainee = small.trainee_of("llama", compile=BLOCKS, recompute=1, **given)
-    proof = settle(trainee, blocks_of(trainee), packed(0))
-    assert proof is not None, blocks_of(trainee).fault
-    for seed, wanted in enumerate(expected, 1):
-        assert furthest(outcome(trainee, packed(seed)), wanted) <= 1e-5
-    assert blocks_of(trainee).graphs == GRAPHS[method]

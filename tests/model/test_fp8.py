@@ -21,7 +21,6 @@ from app.model.quantize import lasting, notes, packing_of
 from app.model.save import save_base, save_model
 from app.model.tokenizer import load_tokenizer
 from app.model.trainee import Trainee
-from tests.marks import requires_gpu
 from tests.model.small import (
     CAUSAL,
     batch_of,
@@ -344,14 +343,3 @@ def test_layouts_are_those_that_torch_asks_of_a_gpu() -> None:
         assert (out.shape, out.dtype) == ((5, outputs), torch.float32)
         with pytest.raises(RuntimeError, match="col_major"):
             operations._product_on_gpu(rows, of_rows, weight.view(E4M3).T, scale, torch.bfloat16, True)
-
-
-@requires_gpu
-def test_a_gpu_multiplies_what_the_cpu_multiplies() -> None:
-    layer = Fp8Linear(random(4096, 1024), None)
-    x, given = random(300, 1024, seed=1).bfloat16(), random(300, 4096, seed=2).bfloat16()
-    here, back = layer(x.float()), layer.back(given.float())
-    layer.cuda()
-    assert all(proof.holds for proof in fp8.prove(layer))
-    assert distance(layer(x.cuda()).float().cpu(), here) < 0.02
-    assert distance(layer.back(given.cuda()).float().cpu(), back) < 0.01, "with exact sums"

@@ -15,7 +15,6 @@ from app.model.trainee import Trainee
 from tests.model.small import (
     ALL_KINDS,
     KINDS,
-    MORE_KINDS,
     VOCABULARY,
     WIDTH,
     batch_of,
@@ -63,13 +62,6 @@ def chunked(trainee: Trainee, rows: int) -> Trainee:
 @pytest.mark.parametrize("adapter", [None, lora()], ids=["full", "lora"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradient_equal_those_of_all_logits(kind: str, adapter: Any) -> None:
-    check_against_plain(chunked(trainee_of(kind, adapter), 7))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("adapter", [None, lora()], ids=["full", "lora"])
-@pytest.mark.parametrize("kind", MORE_KINDS)
-def test_loss_and_gradient_equal_those_of_all_logits_for_more_kinds(kind: str, adapter: Any) -> None:
     check_against_plain(chunked(trainee_of(kind, adapter), 7))
 
 

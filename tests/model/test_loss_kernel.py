@@ -9,7 +9,7 @@ from torch import Tensor
 
 from app.batch import IGNORE
 from app.model.kernels.loss import spend_plain
-from tests.marks import requires_gpu, requires_interpreter
+from tests.marks import requires_interpreter
 from tests.model.small import distance
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -92,29 +92,3 @@ def test_the_kernel_follows_the_rows_of_a_larger_memory() -> None:
     room[:, :64] = logits
     check(spend, room[:, :64], targets, None)
     assert not room[:, 64:].any()
-
-
-@requires_gpu
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("vocabulary", [128256, 151936, 32000])
-@pytest.mark.parametrize("dtype", ROUNDED, ids=str)
-def test_the_kernel_on_a_gpu(vocabulary: int, dtype: torch.dtype, *, weighted: bool) -> None:
-    from app.model.kernels.loss_triton import spend
-
-    logits, targets, weights = given(96, vocabulary, dtype, GPU)
-    check(spend, logits, targets, weights if weighted else None)
-
-
-@requires_gpu
-def test_rows_whose_place_is_beyond_32_bits() -> None:
-    from app.model.kernels.loss_triton import spend
-
-    logits = torch.zeros(17000, 128256, dtype=torch.bfloat16, device=GPU)
-    logits[-1, 7] = 3.0
-    targets = torch.full((17000,), IGNORE, device=GPU)
-    targets[-1] = 7
-    wanted, gradient = exact(logits[-1:], targets[-1:], None)
-    losses = torch.empty(17000, device=GPU)
-    spend(logits, targets, None, losses, gradient=True)
-    torch.testing.assert_close(losses[-1:].double(), wanted, rtol=2e-6, atol=2e-6)
-    assert distance(logits[-1:].double(), gradient) <= ROUNDED[torch.bfloat16]

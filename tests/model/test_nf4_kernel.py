@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from app.config.schema import QuantizationConfig
-from app.model.fused.unpacking import share_scratch
 from app.model.kernels import as_on_gpu, can_run
 from app.model.kernels.nf4 import Packed, Scratch, unpack_plain
 from app.model.quantize import FourBit
 from app.model.trainee import Trainee
-from tests.marks import requires_gpu, requires_interpreter
+from tests.marks import requires_interpreter
 from tests.model.small import distance, gradients, lora, trainee_of
 from tests.model.test_recompute import BATCH
 
@@ -149,36 +148,3 @@ def test_a_kernel_that_fails_is_left_alone(fault: str, monkeypatch: pytest.Monke
     assert ("Failed to find C compiler." if fault == "raises" else "of the weights differ") in remark
     assert not any(hasattr(layer, "scratch") for layer in trainee.network.modules())
     assert outcome(trainee)[0] > 0
-
-
-@requires_gpu
-@pytest.mark.parametrize("double", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", LLAMAS)
-def test_the_kernel_on_a_gpu(shape: tuple[int, int], dtype: torch.dtype, *, double: bool) -> None:
-    weight = packed_weight(*shape, dtype, "cuda", double=double)
-    found = torch.empty(shape, dtype=dtype, device="cuda")
-    Packed.of(weight).into(found)
-    assert torch.equal(found, of_bitsandbytes(weight))
-    packed, count = odd(Packed.of(weight))
-    part, plain = (torch.empty(count, dtype=dtype, device="cuda") for _ in range(2))
-    packed.into(part)
-    unpack_plain(packed, plain)
-    assert torch.equal(part, plain)
-
-
-@requires_gpu
-def test_products_on_a_gpu_against_float64() -> None:
-    from app.model.fused.frozen import FourBits
-
-    outputs, inputs = LLAMAS[1]
-    layer = nn.Sequential(nn.Linear(inputs, outputs, bias=False, device="cuda", dtype=torch.bfloat16))
-    FourBit("nf4", double_quant=True, compute=torch.bfloat16).pack(layer)
-    assert share_scratch(layer, torch.bfloat16).remarks == ()
-    weight = of_bitsandbytes(layer[0].weight).double()
-    rows = torch.randn(2048, inputs, device="cuda", dtype=torch.bfloat16)
-    above = torch.randn(2048, outputs, device="cuda", dtype=torch.bfloat16)
-    with torch.no_grad():
-        product, back = FourBits(layer[0]).product(rows), FourBits(layer[0]).back(above)
-    assert distance(product.double(), rows.double() @ weight.T) <= 4e-3
-    assert distance(back.double(), above.double() @ weight) <= 4e-3

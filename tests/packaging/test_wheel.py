@@ -95,20 +95,3 @@ def test_at_most_twelve_core_dependencies_each_with_a_lowest_version(metadata: M
     } <= {requirement.name for requirement in core}
     without = [r.name for r in core if not any(spec.operator == ">=" for spec in r.specifier)]
     assert not without, "a core dependency must state its lowest supported version"
-
-
-@pytest.mark.slow
-def test_installed_wheel_composes_its_configuration_from_any_folder(wheel: Path, tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(site)
-    asked = subprocess.run(
-        [sys.executable, "-m", "app.train", "dry_run=true", f"output_dir={tmp_path / 'run'}"],
-        cwd=tmp_path,
-        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert asked.returncode == 0, asked.stdout + asked.stderr

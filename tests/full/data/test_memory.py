@@ -80,7 +80,7 @@ GROWTH = 60  # MB, of the 100 by which the files differ
 SUM = 800  # of three processes, each with some 230 MB of libraries
 
 
-@pytest.mark.parametrize("kind", ["json", "jsonl", "txt", pytest.param("txt.gz", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["json", "jsonl", "txt", pytest.param("txt.gz")])
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, kind: str) -> None:
     """Files differ by more than may be held: held whole in any process, the larger one would be seen."""
     written, fmt = KINDS[kind]

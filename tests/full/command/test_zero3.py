@@ -102,7 +102,6 @@ def test_two_processes_give_the_numbers_and_the_model_of_one(one: Path, two: Pat
     assert distance(right, left) <= 1e-6
 
 
-@pytest.mark.slow
 def test_what_comes_out_loads_in_transformers(one: Path, two: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -145,7 +144,6 @@ def killed_and_resumed(zygote: Zygote, folder: Path, command: tuple[str, ...], a
     finished(zygote, folder, 2, *command)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["lora", "qlora"])
 def test_killed_with_adapters_it_goes_on_to_the_last_bit(zygote: Zygote, tmp_path: Path, recipe: str) -> None:
     dropped = (f"recipe={recipe}", "adapter.dropout=0.1", "training.max_steps=6")
@@ -179,7 +177,6 @@ def test_a_save_of_any_number_of_processes_is_continued_by_any(
     same_numbers(one, tmp_path / "parts")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "within"), [("adamw", 1e-6), ("adamw_8bit", 1e-5), (MUON, 5e-6), ("adafactor", 1e-6)]
 )
@@ -233,7 +230,6 @@ def test_one_of_two_runs_out_of_memory_and_the_next_start_goes_on_in_parts(
     same_numbers(one, tmp_path / "scarce", 2e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "more", "limits"),
     [
@@ -259,7 +255,6 @@ def test_wherever_memory_ends_the_numbers_are_the_same(
     same_numbers(tmp_path / "enough", tmp_path / "scarce", 2e-6)
 
 
-@pytest.mark.slow
 def test_parts_of_another_process_end_where_its_own_backward_pass_does(
     zygote: Zygote, tmp_path: Path
 ) -> None:
@@ -271,7 +266,6 @@ def test_parts_of_another_process_end_where_its_own_backward_pass_does(
     same_numbers(tmp_path / "enough", tmp_path / "scarce", 2e-6)
 
 
-@pytest.mark.slow
 def test_the_launcher_tells_once_that_memory_ended(run_app: RunApp, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"
@@ -293,7 +287,6 @@ def test_the_launcher_tells_once_that_memory_ended(run_app: RunApp, tmp_path: Pa
     assert [line["step"] for line in metrics(run) if "loss" in line] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "held_out",
     [
@@ -318,7 +311,6 @@ def test_an_evaluation_is_that_of_one_process(
     assert len({each.read_text() if each.exists() else "" for each in samples}) == 1
 
 
-@pytest.mark.slow
 def test_adapters_on_a_random_base_come_out_as_those_of_one_process(zygote: Zygote, tmp_path: Path) -> None:
     """PEFT loads what comes out, on the base that is kept."""
     command = (*WIDE, *PLAIN, "recipe=lora", "training.max_steps=3")
@@ -338,7 +330,6 @@ def test_adapters_on_a_random_base_come_out_as_those_of_one_process(zygote: Zygo
     assert exported.code == 0, exported.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["full", "lora"])
 def test_the_best_weights_come_out(zygote: Zygote, tmp_path: Path, recipe: str) -> None:
     """At a rate that ruins the model after a while."""
@@ -392,7 +383,6 @@ UNCLIPPED = "training.clip=0"
 WEIGHTS = ("frozen_weights", "trained_weights")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "more"),
     [
@@ -432,7 +422,6 @@ def test_whatever_a_run_has_its_numbers_are_those_of_whole_models(
     assert weights[1] < 0.96 * weights[0], "something is lent"
 
 
-@pytest.mark.slow
 def test_more_processes_than_there_is_to_keep_are_refused(zygote: Zygote, tmp_path: Path) -> None:
     one_layer = ("model.architecture.num_hidden_layers=1", "adapter.targets=[q_proj]")
     command = (*WIDE, *one_layer, "recipe=lora", ZERO3, "batching.accumulation=1", "output_dir=run")

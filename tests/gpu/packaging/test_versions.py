@@ -2,10 +2,7 @@
 
 import torch
 
-from tests.marks import requires_gpu
 
-
-@requires_gpu
 def test_nf4_survives_the_way_to_the_gpu_and_back() -> None:
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 

@@ -15,7 +15,6 @@ from app.plan.planner import depths_of, planned_choices
 from tests.plan.truth import PACKED, small_run
 
 BF16 = ("precision=bf16", "precision.trained=bf16")
-QUICK = {((), "adamw_8bit"), ((), "muon"), (BF16, "paged_adamw_8bit")}
 
 
 @pytest.fixture
@@ -49,10 +48,7 @@ def planned(depths: Depths, recompute: int) -> MemoryPlan:
 
 @pytest.mark.parametrize(
     ("words", "optimizer"),
-    [
-        pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
-        for case in product(((), BF16), sorted(OPTIMIZERS))
-    ],
+    list(product(((), BF16), sorted(OPTIMIZERS))),
 )
 def test_a_plan_is_the_same(words: tuple[str, ...], optimizer: str, made: list[int]) -> None:
     known = Known()
@@ -74,24 +70,20 @@ def test_a_plan_is_the_same(words: tuple[str, ...], optimizer: str, made: list[i
             "gpu",
             ("recipe=full", "model.architecture.tie_word_embeddings=true"),
             True,
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
-            "gpu", ("recipe=lora",), False, marks=pytest.mark.slow
-        ),  # gradients of q, k and v are parts of one
+        pytest.param("gpu", ("recipe=lora",), False),  # gradients of q, k and v are parts of one
         ("gpu", ("recipe=qlora",), False),  # packed weights are unpacked into room that stays
         ("gpu", ("recipe=full", "precision=fp16"), False),  # the scale of the loss is made on the way
         pytest.param(
             "gpu",
             ("recipe=full", "training.offload=true", "training.recompute=2"),
             False,
-            marks=pytest.mark.slow,
         ),
         ("gpu", ("recipe=full", "optimizer.in_backward=true", "training.clip=0"), False),
         ("gpu", ("recipe=full", "parallel=zero2"), True),
         ("gpu", ("recipe=lora", "parallel=zero2"), True),  # gradients are in sums that were there before
         ("gpu", ("recipe=full", "parallel=zero3", "training.recompute=2"), True),
-        pytest.param("gpu", ("recipe=lora", "parallel=zero3"), True, marks=pytest.mark.slow),
+        pytest.param("gpu", ("recipe=lora", "parallel=zero3"), True),
     ],
 )
 def test_of_other_runs_too(

@@ -46,7 +46,6 @@ def test_from_training_to_an_export(zygote: Zygote, tmp_path: Path) -> None:
     assert scored == pytest.approx(result(run)["eval_loss"], rel=1e-6), "as training held it"
 
 
-@pytest.mark.slow
 def test_a_continued_run_rounds_to_the_same_base(zygote: Zygote, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder, more in ((whole, ()), (parts, ("training.stop_after=7",)), (parts, ("resume=auto",))):
@@ -60,7 +59,6 @@ def test_a_continued_run_rounds_to_the_same_base(zygote: Zygote, tmp_path: Path)
 GATE = ("recipe=lora", "precision=fp32", "optimizer.lr=3e-4", "batching.accumulation=4", "eval.samples=0")
 
 
-@pytest.mark.slow
 def test_it_learns_nearly_as_on_the_ordinary_base(zygote: Zygote, tmp_path: Path) -> None:
     """One epoch of the small model: measured 1.4 % above the ordinary base, and 4.2 % on NF4 (docs/fp8.md)."""
     losses = {}

@@ -91,7 +91,7 @@ def whole(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize("python", ["forked", pytest.param("real", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("python", ["forked", "real"])
 def test_a_machine_that_dies_and_comes_back_changes_nothing(
     whole: Path, start: StartMachine, tmp_path: Path, forked: str, python: str
 ) -> None:
@@ -111,7 +111,7 @@ def test_a_machine_that_dies_and_comes_back_changes_nothing(
     assert processes_of(first.process.pid) == processes_of(again.process.pid) == []
 
 
-@pytest.mark.parametrize("python", ["forked", pytest.param("real", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("python", ["forked", "real"])
 def test_when_its_time_is_over_a_job_saves_and_goes_back_into_the_queue(
     whole: Path, submit: SubmitJob, tmp_path: Path, forked: str, python: str
 ) -> None:

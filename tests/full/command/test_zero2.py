@@ -21,9 +21,9 @@ ZERO2 = "parallel=zero2"
     ("optimizer", "within"),
     [
         ("adamw", 1e-6),
-        pytest.param("adamw_8bit", 1e-5, marks=pytest.mark.slow),  # coarse, as the next one is
-        pytest.param("muon", 1e-5, marks=pytest.mark.slow),
-        pytest.param("adafactor", 1e-6, marks=pytest.mark.slow),
+        pytest.param("adamw_8bit", 1e-5),  # coarse, as the next one is
+        pytest.param("muon", 1e-5),
+        pytest.param("adafactor", 1e-6),
     ],
 )
 def test_a_save_of_any_number_of_processes_is_continued_by_any(
@@ -49,7 +49,7 @@ def test_a_save_of_any_number_of_processes_is_continued_by_any(
     same_numbers(whole, parts, within)
 
 
-@pytest.mark.parametrize("recipe", ["full", pytest.param("lora", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", ["full", pytest.param("lora")])
 def test_a_killed_process_ends_the_others_and_the_run_goes_on_to_the_last_bit(
     zygote: Zygote, tmp_path: Path, recipe: str
 ) -> None:
@@ -66,7 +66,6 @@ def test_a_killed_process_ends_the_others_and_the_run_goes_on_to_the_last_bit(
     same_ending(whole, killed)
 
 
-@pytest.mark.slow
 def test_what_overflows_in_fp16_is_skipped_by_both(zygote: Zygote, tmp_path: Path) -> None:
     """The scale follows what overflowed anywhere, so it must stay the same for all: a rate so high finds out."""
     rate = ("optimizer=sgd", "optimizer.lr=1000", "schedule=constant", "training.clip=0")

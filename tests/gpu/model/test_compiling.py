@@ -16,12 +16,11 @@ from app.model.build import build_trainee
 from app.model.settling import settle
 from app.optim.optimizers import build_optimizer
 from tests.gpu import waiting_is_an_error
-from tests.marks import requires_cudnn_attention, requires_flash_attention, requires_gpu
+from tests.marks import requires_cudnn_attention, requires_flash_attention
 from tests.model import small
 from tests.optim.small import section
 
 pytestmark = [
-    requires_gpu,
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 

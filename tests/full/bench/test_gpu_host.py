@@ -55,7 +55,7 @@ def test_single_operations(bench: Bench) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["70b", "peers", pytest.param("ours", marks=pytest.mark.slow)],
+    ["70b", "peers", pytest.param("ours")],
 )
 def test_training(name: str, bench: Bench) -> None:
     lines = stage(bench, name)
@@ -69,7 +69,6 @@ def test_training(name: str, bench: Bench) -> None:
     assert all("needs" in error for error in unable.values()), unable
 
 
-@pytest.mark.slow
 def test_the_gpu_tier(bench: Bench) -> None:
     (line,) = stage(bench, "tests", APP_PYTHON=sys.executable)
     assert line["returncode"] == 0, line

@@ -14,7 +14,6 @@ from app.optim.rounding import chance_of, round_into
 from app.optim.skip import step_unless
 from app.optim.state import flatten, load_state
 from tests.gpu import waiting_is_an_error
-from tests.marks import requires_gpu
 from tests.optim.small import KINDS, section
 from tests.optim.test_skip import SKIPPING
 
@@ -37,7 +36,6 @@ def train(model: nn.Linear, optimizer: torch.optim.Optimizer, steps: range) -> l
     return losses
 
 
-@requires_gpu
 @pytest.mark.parametrize("kind", ["paged_adamw_8bit", "paged_adamw_32bit"])
 def test_paged_states_are_still_paged_after_loading_and_go_on_the_same(kind: str, tmp_path: Path) -> None:
     whole_model = large()
@@ -57,7 +55,6 @@ def test_paged_states_are_still_paged_after_loading_and_go_on_the_same(kind: str
     assert losses + train(model, again, range(3, 6)) == expected
 
 
-@requires_gpu
 @pytest.mark.parametrize("kind", SKIPPING)
 def test_a_step_that_may_be_skipped_does_not_wait_for_the_device(kind: str) -> None:
     model = large()
@@ -73,7 +70,6 @@ def test_a_step_that_may_be_skipped_does_not_wait_for_the_device(kind: str) -> N
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
 
 
-@requires_gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_made_ahead_leave_no_trace(kind: str) -> None:
     """To the bit, and paged memory is the same one afterwards."""
@@ -94,7 +90,6 @@ def test_states_made_ahead_leave_no_trace(kind: str) -> None:
     assert torch.equal(model.weight, plain_model.weight)
 
 
-@requires_gpu
 def test_rounding_on_the_device_is_right_on_average_and_waits_for_nobody() -> None:
     exact = torch.full((1 << 20,), 1.001, device="cuda")
     weight = torch.empty(exact.shape, dtype=torch.bfloat16, device="cuda")
@@ -114,7 +109,6 @@ def test_rounding_on_the_device_is_right_on_average_and_waits_for_nobody() -> No
     assert found[patterns.isnan()].isnan().all()
 
 
-@requires_gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_optimizer_steps_weights_in_bfloat16(kind: str) -> None:
     model = large().to(torch.bfloat16)
@@ -130,7 +124,6 @@ def test_every_optimizer_steps_weights_in_bfloat16(kind: str) -> None:
     assert sum(losses[-5:]) < sum(losses[:5])
 
 
-@requires_gpu
 @pytest.mark.parametrize("kind", SKIPPING)
 def test_weights_in_bfloat16_are_stepped_without_waiting(kind: str) -> None:
     model = large().to(torch.bfloat16)

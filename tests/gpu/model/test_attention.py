@@ -17,12 +17,10 @@ from app.model.build import build_trainee
 from app.model.trainee import Trainee
 from app.optim.optimizers import build_optimizer
 from tests.gpu import waiting_is_an_error
-from tests.marks import requires_cudnn_attention, requires_flash_attention, requires_gpu
+from tests.marks import requires_cudnn_attention, requires_flash_attention
 from tests.model import small
 from tests.model.stand_ins import NEEDS
 from tests.optim.small import section
-
-pytestmark = requires_gpu
 
 LENGTHS = (2000, 1, 7, 64, 129, 513, 1024, 2, 300, 56)
 LONGEST = 2048

@@ -1,0 +1,38 @@
+"""Compiled layers: the numbers of the layers' own forward, one graph for all that are alike, and no other later."""
+
+import pytest
+
+from app.model import compiling
+from app.model.settling import settle
+from tests.model import small
+from tests.model.test_compiling import (
+    BLOCKS,
+    GRAPHS,
+    METHODS,
+    blocks_of,
+    by_its_own,
+    furthest,
+    outcome,
+    packed,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"
+)  # inductor's own
+@pytest.mark.parametrize("method", METHODS)
+def test_real_code_has_the_numbers_too(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "BACKEND", "inductor")
+    given = METHODS[method]
+    expected = by_its_own(range(1, 3), **given)
+    trainee = small.trainee_of("llama", compile=BLOCKS, recompute=1, **given)
+    proof = settle(trainee, blocks_of(trainee), packed(0))
+    assert proof is not None, blocks_of(trainee).fault
+    for seed, wanted in enumerate(expected, 1):
+        assert furthest(outcome(trainee, packed(seed)), wanted) <= 1e-5
+    assert blocks_of(trainee).graphs == GRAPHS[method]
