@@ -48,7 +48,6 @@ DECIDING = (
     "hub",
     "json_array",
     "making",
-    "mould",
     "overflow",
     "pieces",
     "rendering",
@@ -57,14 +56,12 @@ DECIDING = (
     "script",
     "shapes",
     "signatures",
+    "skeleton",
     "sources",
     "storage",
     "stream",
     "tables",
     "text_file",
-    "template_conditions",
-    "template_kinds",
-    "template_proof",
     "tokenizer",
 )
 _ABANDONED = 24 * 3600  # seconds until a half-written entry belongs to nobody, where no lock says so before

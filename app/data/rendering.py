@@ -8,17 +8,18 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import repeat
 from typing import Any
 
-from app.data.mould import Mould, Moulds, is_plain, mould_of, stand_ins
 from app.data.script import Script, common_start, script_of
 from app.data.shapes import Conversation, Document, Draft, Example, Message, RowProblem, Span
-from app.data.template_proof import only_writes
+from app.data.skeleton import Skeleton, skeleton_of, stand_ins
 from app.data.tokenizer import Tokenizer
 from app.errors import DataError
 
 _Part = tuple[Span, float]  # characters, and the weight of their tokens
+_Pattern = tuple[tuple[str, ...], tuple[int, ...]]  # roles, and which messages are trained
+_MAX_PATTERNS = 4096
 # a thought that was not thought, as templates write it for a model that is not to think; what asks may open it already
 _EMPTY_THOUGHT = re.compile(r"\s*([<\[]\|?\w+\|?[>\]])?\s*[<\[]\|?/\w+\|?[>\]]\s*")
 
@@ -55,9 +56,7 @@ class Renderer:
         self._special = _any_of(tokenizer.special_tokens_map)
         self._train_on = train_on
         self._on_unstable = on_unstable
-        self._moulds = Moulds()
-        # by roles, whether the template only writes what is said
-        self._proved: dict[frozenset[str], bool] = {}
+        self._skeletons: dict[_Pattern, Skeleton | None] = {}
 
     def drafts(self, content: Conversation | Document | Example, place: str) -> Drafts:
         """The samples of one row. `place` is for the error that an unstable template may be."""
@@ -66,49 +65,45 @@ class Renderer:
         if isinstance(content, Example):
             return Drafts([Draft(content.text, (), raw=True, label=content.label, second=content.second)])
         marked = sum(self._special.search(message["content"]) is not None for message in content.messages)
-        return replace(self._chat(content, place), marked=marked)
-
-    def _chat(self, content: Conversation, place: str) -> Drafts:
-        return self._moulded(content, place) or self._rendered(content, place)
-
-    def _moulded(self, content: Conversation, place: str) -> Drafts | None:
-        """As `_rendered`, without rendering, where another conversation like it has been."""
-        if content.tools is not None or self._train_on == "all" or not is_plain(content.messages):
-            return None
-        roles = tuple(message["role"] for message in content.messages)
-        try:
-            at = tuple(self._trained(content))
-        except RowProblem:  # one of the template may come before it
-            return None
-        mould = self._moulds.find((roles, at), partial(self._mould, roles, at, content, place))
-        return None if mould is None else _filled(mould, content, at)
-
-    def _mould(self, roles: Sequence[str], at: Sequence[int], like: Conversation, place: str) -> Mould | None:
-        """None where what a message says may matter to more than itself; and if `like` comes out otherwise."""
-        if not self._only_writes(frozenset(roles)):
-            return None
-        script = Script(self._tokenizer, stand_ins(roles), None)
-        try:
-            spans = [self._turn(script, index, 1.0).span for index in at]
-            if _unseen(script) or not all(map(partial(_only_adds, script), at, spans)):
-                return None
-        except RowProblem:
-            return None
-        mould = mould_of(script.whole, spans)
-        return mould if mould and _filled(mould, like, at) == self._rendered(like, place) else None
-
-    def _only_writes(self, roles: frozenset[str]) -> bool:
-        if roles not in self._proved:
-            renders = type(self._tokenizer).apply_chat_template.__module__
-            plain = renders == "transformers.tokenization_utils_base"  # by nothing but the template
-            template = self._tokenizer.chat_template
-            self._proved[roles] = plain and isinstance(template, str) and only_writes(template, roles)
-        return self._proved[roles]
-
-    def _rendered(self, content: Conversation, place: str) -> Drafts:
         known = ("auto", "assistant", "last", "all", *(["completion"] if content.answer else []))
         assert self._train_on in known, self._train_on
         script = script_of(content, self._tokenizer)
+        drafts = self._filled(script, content) or self._rendered(script, content, place)
+        return replace(drafts, marked=marked)
+
+    def _filled(self, script: Script, content: Conversation) -> Drafts | None:
+        """As `_rendered`, without rendering prefixes; None where a skeleton does not give the text of this row.
+
+        Equal text is not enough: where a blank answer stands, or one that begins with what asks for it, only
+        prefixes tell. So blank messages have no skeleton, nor has a pattern where an answer is not all that follows
+        its prompt.
+        """
+        if content.tools is not None or self._train_on == "all" or not all(map(_is_plain, script.messages)):
+            return None
+        whole = script.whole
+        pattern = tuple(message["role"] for message in script.messages), tuple(self._trained(content))
+        if pattern not in self._skeletons:
+            if len(self._skeletons) >= _MAX_PATTERNS:
+                return None
+            self._skeletons[pattern] = self._skeleton(*pattern)
+        skeleton = self._skeletons[pattern]
+        text, spans = skeleton.filled(script.messages) if skeleton else ("", [])
+        if text != whole:
+            return None
+        weights = [content.weights.get(index, 1.0) for index in pattern[1]]
+        return Drafts([_of_parts(text, list(zip(spans, weights, strict=True)))])
+
+    def _skeleton(self, roles: Sequence[str], trained: Sequence[int]) -> Skeleton | None:
+        script = Script(self._tokenizer, stand_ins(roles), None)
+        try:
+            spans = [self._turn(script, index, 1.0).span for index in trained]
+            if _unseen(script) or not all(map(_only_adds, repeat(script), trained, spans)):
+                return None
+        except RowProblem:  # a template may refuse what the stand-ins say
+            return None
+        return skeleton_of(script.whole, spans)
+
+    def _rendered(self, script: Script, content: Conversation, place: str) -> Drafts:
         whole, unseen = script.whole, _unseen(script)
         if self._train_on == "all":
             return Drafts([_of_parts(whole, _parts(script, content))], unseen=unseen)
@@ -184,10 +179,9 @@ class Renderer:
         return [_of_parts(turn.text, [(turn.span, turn.weight)]) for turn in kept]
 
 
-def _filled(mould: Mould, content: Conversation, at: Sequence[int]) -> Drafts:
-    text, spans = mould.filled(content.messages)
-    weights = (content.weights.get(index, 1.0) for index in at)
-    return Drafts([_of_parts(text, list(zip(spans, weights, strict=True)))])
+def _is_plain(message: Message) -> bool:
+    """Whether there is nothing but a role and words."""
+    return message.keys() == {"role", "content"} and bool(message["content"].strip())
 
 
 def _only_adds(script: Script, index: int, span: Span) -> bool:

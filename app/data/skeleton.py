@@ -1,7 +1,10 @@
-"""The text of conversations that differ in nothing but their words, rendered once and filled in for each of them."""
+"""What a chat template writes for a pattern of roles, with holes for the words: spans found once, filled for each row.
+
+The filled text is only worth something where it equals what the template really writes for a row.
+"""
 
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -12,31 +15,29 @@ from app.data.shapes import Message, Span
 _LEFT, _OPEN, _SHUT, _RIGHT = "\N{EM SPACE}", "\U000f0000", "\U000f0001", "\N{EN SPACE}"
 _FIRST = 0x100000
 _HOLE = re.compile(f"({_LEFT}?){_OPEN}(.){_SHUT}({_RIGHT}?)")
-_CUTS: dict[tuple[bool, bool], Callable[[str], str]] = {  # by what is left of it
+_CUTS: dict[tuple[bool, bool], Callable[[str], str]] = {  # by which white space is left of it
     (True, True): str,
     (False, False): str.strip,
     (False, True): str.lstrip,
     (True, False): str.rstrip,
 }
-_MOST = 4096  # of kinds of conversation
-_PLAIN = {"role", "content"}
 
 
 @dataclass(frozen=True, slots=True)
-class Mould:
+class Skeleton:
     """Literal text, with a message between each two, and edges of spans as literal and place in it."""
 
     literals: tuple[str, ...]
     holes: tuple[tuple[int, Callable[[str], str]], ...]
     spans: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
 
-    def filled(self, messages: Sequence[Message]) -> tuple[str, tuple[Span, ...]]:
+    def filled(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
         """The text of a conversation, and the spans in it."""
         parts = [self.literals[0]]
         for (index, cut), literal in zip(self.holes, self.literals[1:], strict=True):
             parts += cut(messages[index]["content"]), literal
         begins = [0, *accumulate(map(len, parts))]
-        spans = tuple((begins[2 * at] + first, begins[2 * to] + end) for (at, first), (to, end) in self.spans)
+        spans = [(begins[2 * at] + first, begins[2 * to] + end) for (at, first), (to, end) in self.spans]
         return "".join(parts), spans
 
 
@@ -48,7 +49,7 @@ def stand_ins(roles: Sequence[str]) -> list[Message]:
     ]
 
 
-def mould_of(text: str, spans: Sequence[Span]) -> Mould | None:
+def skeleton_of(text: str, spans: Sequence[Span]) -> Skeleton | None:
     """From the text of stand-ins; None where a span begins or ends inside one of them."""
     found = list(_HOLE.finditer(text))
     borders = [0, *(edge for hole in found for edge in hole.span()), len(text)]
@@ -59,31 +60,8 @@ def mould_of(text: str, spans: Sequence[Span]) -> Mould | None:
     if len(known) < len(edges):
         return None
     pairs = tuple(zip(known[::2], known[1::2], strict=True))
-    return Mould(tuple(text[first:end] for first, end in literals), tuple(holes), pairs)
+    return Skeleton(tuple(text[first:end] for first, end in literals), tuple(holes), pairs)
 
 
 def _edge(at: int, literals: Sequence[Span]) -> tuple[int, int] | None:
     return next(((n, at - first) for n, (first, end) in enumerate(literals) if first <= at <= end), None)
-
-
-def is_plain(messages: Sequence[Message]) -> bool:
-    """Whether there is nothing but roles and words."""
-    return all(message.keys() == _PLAIN and message["content"].strip() for message in messages)
-
-
-class Moulds:
-    """Those that were made, by what kind of conversation they are of. One that comes but once is not worth it."""
-
-    def __init__(self) -> None:
-        self._known: dict[Hashable, Mould | None] = {}
-        self._met: set[Hashable] = set()
-
-    def find(self, kind: Hashable, make: Callable[[], Mould | None]) -> Mould | None:
-        """None where there is none, or not yet."""
-        if kind in self._known:
-            return self._known[kind]
-        if kind in self._met and len(self._known) < _MOST:
-            self._known[kind] = make()
-        elif len(self._met) < _MOST:
-            self._met.add(kind)
-        return self._known.get(kind)

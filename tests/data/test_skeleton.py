@@ -1,0 +1,162 @@
+"""What a skeleton gives is what prefixes give, whatever is said; and a plain row costs one rendering."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.assets import ROOT
+from app.data.rendering import Drafts, Renderer
+from app.data.shapes import Conversation, RowProblem
+from app.data.skeleton import skeleton_of, stand_ins
+from tests.data.shapes import SHAPES, shaped
+from tests.data.small import TEMPLATES, chat, tokenizer
+
+SHIPPED = sorted(file.stem for file in (ROOT / "templates").glob("*.jinja"))
+NAMES = [*SHAPES, *TEMPLATES, *SHIPPED]
+# those that close a conversation otherwise than it goes on, or open an answer otherwise than they ask for it
+WITHOUT = {"channels", "closed_at_the_end", "empty_thoughts", "thinking", "thoughts_of_last"}
+ODD = (
+    *(
+        "",
+        " ",
+        "\n",
+        "b",
+        " a",
+        "a ",
+        "\n\na\n",
+        "\u00a0a",
+        "\x1ca",
+        "a\u200b",
+        "e\u0301",
+        "'\"\\",
+        "{{ x }}",
+    ),
+    *(
+        "<think>",
+        "</think>",
+        "<think>\n\n</think>\n\nb",
+        "<think>x</think>y",
+        "a</think>",
+        "<|",
+        ">",
+        "[/INST]",
+    ),
+    *("<|im_end|>", "</s>", "<|end|>", "<|assistant|>", "<|im_start|>assistant\n", "assistant", "ASSISTANT:"),
+    *("\N{EM SPACE}a\N{EN SPACE}", "\U000f0000\U00100000\U000f0001", "\U00100001", "\U000f0000"),
+)
+words = st.sampled_from(ODD) | st.text(max_size=6) | st.lists(st.sampled_from(ODD), max_size=3).map("".join)
+
+
+def made(name: str) -> Any:
+    if name in SHAPES:
+        return shaped(name)
+    if name in TEMPLATES:
+        return tokenizer(name)
+    other = tokenizer("chatml")
+    other.chat_template = (ROOT / "templates" / f"{name}.jinja").read_text().rstrip("\n")
+    return other
+
+
+def outcome(renderer: Renderer, messages: list[dict[str, Any]], **more: Any) -> Drafts | str:
+    try:
+        return renderer.drafts(Conversation(messages, **more), "a.jsonl:1")
+    except RowProblem as problem:
+        return str(problem)
+
+
+def by_prefixes(renderer: Renderer, messages: list[dict[str, Any]], **more: Any) -> Drafts | str:
+    """A message with another key has no skeleton, and no template here reads this one."""
+    return outcome(renderer, [{**message, "unread": ""} for message in messages], **more)
+
+
+@settings(max_examples=20)  # each of them for every template
+@given(
+    said=st.lists(st.tuples(words, words), min_size=1, max_size=3),
+    system=st.none() | words,
+    marks=st.dictionaries(st.integers(0, 3), st.booleans(), max_size=2),
+    weights=st.dictionaries(st.integers(0, 3), st.sampled_from([0.5, 2.0]), max_size=2),
+    train_on=st.sampled_from(["assistant", "assistant", "last", "all"]),
+)
+def test_odd_words_are_trained_as_by_prefixes(
+    said: list[tuple[str, str]],
+    system: str | None,
+    marks: dict[int, bool],
+    weights: dict[int, float],
+    train_on: str,
+) -> None:
+    messages = chat(*(text for pair in said for text in pair), system=system)
+    more = {
+        "marks": {at: mark for at, mark in marks.items() if at < len(messages)},
+        "weights": {at: weight for at, weight in weights.items() if at < len(messages)},
+    }
+    for name in NAMES:
+        renderer = Renderer(made(name), train_on, "expand")
+        assert outcome(renderer, messages, **more) == by_prefixes(renderer, messages, **more), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_odd_answer_is_trained_as_by_prefixes(name: str) -> None:
+    renderer = Renderer(made(name), "assistant", "expand")
+    for odd in ODD:
+        for talk in (
+            chat("a", odd),
+            chat(odd, "b"),
+            chat("a", odd, "b", "c"),
+            chat("a", "b", odd, f"x{odd}"),
+        ):
+            assert outcome(renderer, talk) == by_prefixes(renderer, talk), (odd, talk)
+
+
+class Counted:
+    """A tokenizer that counts what it renders, and may render in a way of its own."""
+
+    def __init__(self, own: Any, was: str = "", becomes: str = "") -> None:
+        self._own, self._was, self._becomes = own, was, becomes
+        self.calls: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def apply_chat_template(self, conversation: Any, **given: Any) -> Any:
+        self.calls["rendered"] += 1
+        changed = [
+            [{**m, "content": m["content"].replace(self._was, self._becomes)} for m in c]
+            for c in conversation
+        ]
+        return self._own.apply_chat_template(changed if self._was else conversation, **given)
+
+    def since(self) -> int:
+        return self.calls.pop("rendered", 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_second_of_a_pattern_is_rendered_once(name: str) -> None:
+    counted = Counted(made(name))
+    renderer = Renderer(counted, "assistant", "expand")
+    assert isinstance(outcome(renderer, chat("a", "b", "c", "d")), Drafts)
+    counted.since()
+    outcome(renderer, chat("What?", "That.", "So?", "So."))
+    assert (counted.since() == 1) == (name not in WITHOUT)
+
+
+def test_a_renderer_that_changes_words_is_believed() -> None:
+    renderer = Renderer(Counted(tokenizer("chatml"), "x", "X"), "assistant", "expand")
+    outcome(renderer, chat("a", "b"))
+    drafts = outcome(renderer, chat("x", "x"))
+    assert isinstance(drafts, Drafts)
+    assert "X" in drafts.samples[0].text
+
+
+def test_a_span_that_begins_inside_a_message_has_no_skeleton() -> None:
+    [first, second] = stand_ins(["user", "assistant"])
+    text = f"u{first['content']}a{second['content']}e"
+    skeleton = skeleton_of(text, [(len(first["content"]) + 2, len(text))])
+    assert skeleton is not None
+    assert skeleton.filled(chat(" x ", "y\n")) == ("u x ay\ne", [(5, 8)])
+    assert skeleton_of(text, [(3, len(text))]) is None
+    stripped = skeleton_of(f"u{first['content'].strip()}{second['content'].lstrip()}", [])
+    assert stripped is not None
+    assert stripped.filled(chat(" x ", " y "))[0] == "uxy "
