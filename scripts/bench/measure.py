@@ -13,8 +13,7 @@ from statistics import mean, median
 from typing import Any
 
 from app.record.files import write_json
-from scripts.bench.contest import Contest, contest_of
-from scripts.bench.frameworks import framework_of
+from scripts.bench.contest import Contest, contest_of, framework_of
 
 
 def main() -> None:
@@ -28,7 +27,7 @@ def measured(contest: Contest) -> dict[str, Any]:
     """Build, train, read the clock."""
     import torch
 
-    from scripts.bench.clock import Clock
+    from scripts.bench.machine import Clock
 
     begun = time.perf_counter()
     framework = framework_of(contest.framework)
@@ -52,8 +51,8 @@ def asked(contest: Contest) -> dict[str, Any]:
 
 
 def _result(contest: Contest, contender: Any, clock: Any) -> dict[str, Any]:
+    from scripts.bench.loops import positions_in
     from scripts.bench.machine import here, matrix_weights, mfu, peak_tflops
-    from scripts.bench.prepared import positions_in
     from scripts.bench.workload import digest, sizes_of, workload
 
     vocabulary = contender.network.get_input_embeddings().num_embeddings

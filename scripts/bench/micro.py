@@ -6,21 +6,402 @@ A line of JSON for each measurement; what cannot be done here is a line with `er
 """
 
 import argparse
+import json
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import median
+from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
 
-from scripts.bench import micro_attention, micro_head, micro_linear, micro_rounding
-from scripts.bench.timing import Lines, Scale
+from app.batch import Documents
+from app.errors import AppError
+from app.model.attention import BACKENDS, Rules, sdpa
+from app.model.fp8.operations import quantize_rows
+from app.model.kernels import can_run
+from app.model.linear_head import LinearHead
+from scripts.bench.machine import here
+
+# What a kernel that this machine cannot do may raise; the next one is tried.
+FAULTS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    AssertionError,
+    KeyError,
+    AppError,
+)
+NO_KERNELS = "needs Triton and an NVIDIA GPU"
+REPEAT_SECONDS = {"cuda": 0.4, "cpu": 0.02}
+MAX_REPEATS, WARM_UP_CALLS = 50, 3
+
+TOKENS, RANK = 16384, 16
+LAYERS = {  # outputs x inputs
+    "8b gate": (14336, 4096),
+    "8b down": (4096, 14336),
+    "8b q": (4096, 4096),
+    "8b k": (1024, 4096),
+    "8b q|k|v": (6144, 4096),
+    "8b gate|up": (28672, 4096),
+    "8b head": (128256, 4096),
+    "1b gate": (8192, 2048),
+    "70b gate": (28672, 8192),
+}
+ADAPTED_LAYERS = ("8b gate", "8b down", "8b q", "1b gate")
+PACKED_LAYERS = ("8b gate", "8b q", "70b gate")
+WIDTHS = {"8b hidden": 4096, "8b inner": 14336, "70b hidden": 8192, "70b inner": 28672}
+
+LABELLED_ROWS = 6528  # of a bin of 16,384 tokens
+HEADS_OF_MODELS = {"8b": (128256, 4096), "1b": (128256, 2048)}
+
+CHECKED_TOKENS = 512
+QUERY_HEADS, KEY_HEADS, HEAD_SIZE = 32, 8, 128  # of Llama 8B
+RULES = Rules(causal=True, scale=None, dropout=0.0, window=None, softcap=None, sinks=None)
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Where and how large. `divisor` shrinks every size."""
+
+    device: torch.device
+    divisor: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What a run computes in."""
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    def size(self, number: int) -> int:
+        """A multiple of 64 still, as NF4 wants it."""
+        return max(64, number // self.divisor // 64 * 64)
+
+    def random(self, *shape: int, std: float = 1.0) -> Tensor:
+        """As large as real ones are: zeros compute faster, because they need less power."""
+        return torch.randn(shape, device=self.device, dtype=self.dtype) * std
+
+
+class Lines:
+    """Appended to a file, each at once."""
+
+    def __init__(self, file: Path, item: str, device: torch.device) -> None:
+        self._file = file
+        self._common = {"stage": "micro", "item": item, **here(device)}
+
+    def attempt(self, name: str, measure: Callable[[], dict[str, Any]], **known: Any) -> None:
+        """The line of one measurement; where it fails, a line that says why."""
+        try:
+            found = measure()
+        except FAULTS as fault:
+            found = {"error": f"{type(fault).__name__}: {fault}".splitlines()[0][:300]}
+        rounded = {key: _rounded(value) for key, value in found.items()}
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"name": name, **known, **rounded, **self._common}) + "\n")
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def milliseconds(call: Callable[[], Any], device: torch.device) -> float:
+    """The median of repeated calls, after some for warming up."""
+    for _ in range(WARM_UP_CALLS):
+        call()
+    once = _seconds(call, device)
+    repeats = max(3, min(MAX_REPEATS, int(REPEAT_SECONDS[device.type] / max(once, 1e-6))))
+    return 1e3 * median(_seconds(call, device) for _ in range(repeats))
+
+
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    if device.type != "cuda":
+        begun = time.perf_counter()
+        call()
+        return time.perf_counter() - begun
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    before.record()
+    call()
+    after.record()
+    torch.cuda.synchronize(device)
+    return float(before.elapsed_time(after)) / 1e3
+
+
+def tera_per_second(operations: float, milliseconds: float) -> float:
+    """In 1e12 operations a second."""
+    return operations / milliseconds / 1e9
+
+
+def gemm(scale: Scale, lines: Lines) -> None:
+    """Products in the precision of a run, then in fp8 with a scale for each row."""
+    for numbers, ready in (("run", _in_run_dtype), ("fp8", _in_fp8), ("fp8 slow sums", _in_fp8_exactly)):
+        for name, (n, k) in LAYERS.items():
+            shape = scale.size(TOKENS), scale.size(n), scale.size(k)
+            lines.attempt(name, partial(_product, scale, ready, shape), numbers=numbers, shape=shape)
+
+
+Shape = tuple[int, int, int]  # tokens, outputs, inputs
+
+
+def _product(
+    scale: Scale, ready: Callable[[Scale, Shape], Callable[[], Tensor]], shape: Shape
+) -> dict[str, Any]:
+    took = milliseconds(ready(scale, shape), scale.device)
+    tokens, n, k = shape
+    return {"milliseconds": took, "tflops": tera_per_second(2.0 * tokens * n * k, took)}
+
+
+def _in_run_dtype(scale: Scale, shape: Shape) -> Callable[[], Tensor]:
+    tokens, n, k = shape
+    return partial(F.linear, scale.random(tokens, k), scale.random(n, k, std=0.02))
+
+
+def _in_fp8(scale: Scale, shape: Shape, *, fast: bool = True) -> Callable[[], Tensor]:
+    tokens, n, k = shape
+    x, x_scale = rows_in_fp8(scale.random(tokens, k))
+    w, w_scale = rows_in_fp8(scale.random(n, k, std=0.02))
+    return partial(
+        torch._scaled_mm, x, w.t(), x_scale, w_scale.t(), out_dtype=torch.bfloat16, use_fast_accum=fast
+    )
+
+
+def _in_fp8_exactly(scale: Scale, shape: Shape) -> Callable[[], Tensor]:
+    return _in_fp8(scale, shape, fast=False)
+
+
+def rows_in_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 and the scale of each row, so that x is about the product of both."""
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    row = x.float().abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / largest
+    return (x.float() / row).to(torch.float8_e4m3fn), row
+
+
+def adapter(scale: Scale, lines: Lines) -> None:
+    """What an adapter costs beside its frozen layer, forward and backward."""
+    for name in ADAPTED_LAYERS:
+        tokens, n, k = scale.size(TOKENS), *(scale.size(number) for number in LAYERS[name])
+        for way in (frozen_alone, with_adapter):
+            tensors = (
+                scale.random(tokens, k),
+                scale.random(n, k, std=0.02),
+                scale.random(RANK, k, std=0.02),
+                scale.random(n, RANK, std=0.02),
+                scale.random(tokens, n),
+            )
+            measure = partial(_timed, partial(way, *tensors), scale.device)
+            lines.attempt(name, measure, way=way.__name__, rank=RANK, shape=(tokens, n, k))
+
+
+def frozen_alone(x: Tensor, w: Tensor, _a: Tensor, _b: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+    """Output and input gradient without an adapter."""
+    return x @ w.T, dy @ w
+
+
+def with_adapter(x: Tensor, w: Tensor, a: Tensor, b: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+    """Output and the gradients of x, A and B, with scaling 2."""
+    h = x @ a.T
+    y = (x @ w.T).addmm_(h, b.T, alpha=2.0)
+    dh = dy @ b * 2.0
+    dx = (dy @ w).addmm_(dh, a)
+    return y, dx, dh.T @ x, dy.T @ h * 2.0
+
+
+def _timed(call: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+    return {"milliseconds": milliseconds(call, device)}
+
+
+def nf4(scale: Scale, lines: Lines) -> None:
+    """Unpacking a weight by bitsandbytes into one buffer, and the forward product with and without it."""
+    for name in PACKED_LAYERS:
+        n, k = (scale.size(number) for number in LAYERS[name])
+        for double in (True, False):
+            unpack = partial(_unpacking, scale, n, k, double=double)
+            lines.attempt(name, unpack, way="unpack", double_quant=double, shape=(n, k))
+        for unpacked in (True, False):
+            way = "product alone" if unpacked else "unpack and product"
+            product = partial(_packed_product, scale, n, k, unpacked=unpacked)
+            lines.attempt(name, product, way=way, shape=(scale.size(TOKENS), n, k))
+
+
+def _unpack(scale: Scale, n: int, k: int, *, double: bool) -> Callable[[], Tensor]:
+    """Into one buffer on a GPU, as a run does it; bitsandbytes has no such operation on a CPU."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    packed, state = quantize_4bit(scale.random(n, k, std=0.02), quant_type="nf4", compress_statistics=double)
+    buffer = scale.random(n, k) if scale.device.type == "cuda" else None
+    return lambda: dequantize_4bit(packed, state, out=buffer)
+
+
+def _unpacking(scale: Scale, n: int, k: int, *, double: bool) -> dict[str, Any]:
+    took = milliseconds(_unpack(scale, n, k, double=double), scale.device)
+    bytes_per_scale = 1 / 64 if double else 4 / 64  # of each weight
+    moved = n * k * (0.5 + bytes_per_scale + scale.dtype.itemsize)
+    return {"milliseconds": took, "gb_per_second": moved / took / 1e6}
+
+
+def _packed_product(scale: Scale, n: int, k: int, *, unpacked: bool) -> dict[str, Any]:
+    x = scale.random(scale.size(TOKENS), k)
+    unpack = _unpack(scale, n, k, double=True)
+    weight = unpack()
+    call = partial(F.linear, x, weight) if unpacked else lambda: F.linear(x, unpack())
+    took = milliseconds(call, scale.device)
+    return {"milliseconds": took, "tflops": tera_per_second(2.0 * len(x) * n * k, took)}
+
+
+def head(scale: Scale, lines: Lines) -> None:
+    """Head and loss, forward and backward: all logits at once, in our chunks, and with our loss kernel."""
+    for name, sizes in HEADS_OF_MODELS.items():
+        rows, vocabulary, hidden = (scale.size(number) for number in (LABELLED_ROWS, *sizes))
+        for trained in (False, True):
+            for way in ("at once", "chunks", "kernel"):
+                measure = partial(_head_and_loss, scale, (rows, vocabulary, hidden), way, trained=trained)
+                lines.attempt(name, measure, way=way, trained=trained, shape=(rows, vocabulary, hidden))
+
+
+def _head_and_loss(scale: Scale, shape: Shape, way: str, *, trained: bool) -> dict[str, Any]:
+    if way == "kernel" and not can_run(scale.device):
+        return {"milliseconds": None, "why": NO_KERNELS}
+    count, vocabulary, hidden = shape
+    rows = scale.random(count, hidden).requires_grad_()
+    layer = torch.nn.Linear(hidden, vocabulary, bias=False, device="meta")
+    layer.weight = torch.nn.Parameter(scale.random(vocabulary, hidden, std=0.02), requires_grad=trained)
+    targets = torch.randint(vocabulary, (count,), device=scale.device)
+    linear = LinearHead(layer, way == "kernel")
+    wanted = [rows, *([layer.weight] if trained else [])]
+
+    def call() -> Any:
+        if way == "at once":
+            loss = F.cross_entropy(layer(rows).float(), targets, reduction="sum")
+        else:
+            loss = linear.loss_sum(rows, targets)
+        return torch.autograd.grad(loss, wanted)
+
+    on_gpu = scale.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(scale.device)
+    before = torch.cuda.memory_allocated(scale.device) if on_gpu else 0
+    took = milliseconds(call, scale.device)
+    peak = torch.cuda.max_memory_allocated(scale.device) - before if on_gpu else None
+    work = (6.0 if trained else 4.0) * count * vocabulary * hidden
+    return {"milliseconds": took, "tflops": tera_per_second(work, took), "peak_memory_bytes": peak}
+
+
+def rounding(scale: Scale, lines: Lines) -> None:
+    """Rows of activations rounded to fp8."""
+    for name, width in WIDTHS.items():
+        shape = scale.size(TOKENS), scale.size(width)
+        lines.attempt(name, partial(_rounded_rows, scale, shape), shape=shape)
+
+
+def _rounded_rows(scale: Scale, shape: tuple[int, int]) -> dict[str, Any]:
+    rows = scale.random(*shape)
+    took = milliseconds(lambda: quantize_rows(rows), scale.device)
+    return {"milliseconds": took, "gb_per_second": (rows.nbytes + rows.numel()) / took / 1e6}
+
+
+def attention(scale: Scale, lines: Lines) -> None:
+    """Every backend on one packed row: documents of up to 2,048 tokens, then one that is as long as the row."""
+    tokens = scale.size(TOKENS)
+    for name, lengths in {"many": lengths_in(tokens), "one": (tokens,)}.items():
+        documents = Documents.of(lengths).to(scale.device)
+        for backend in (*BACKENDS, "mask"):
+            known = {"documents": name, "tokens": tokens, "heads": (QUERY_HEADS, KEY_HEADS, HEAD_SIZE)}
+            lines.attempt(backend, partial(_attention, scale, backend, documents), **known)
+
+
+def lengths_in(tokens: int) -> tuple[int, ...]:
+    """As chats are, the last one cut off."""
+    random, longest = np.random.default_rng(0), max(8, tokens // 8)
+    drawn, left = [], tokens
+    while left:
+        length = int(np.clip(random.lognormal(np.log(longest / 4), 0.8), 8, longest))
+        drawn.append(min(length, left))
+        left -= drawn[-1]
+    return tuple(drawn)
+
+
+def _attention(scale: Scale, backend: str, documents: Documents) -> dict[str, Any]:
+    attend = _attend(scale, backend, documents)
+    q, k, v = _inputs(scale, int(documents.bounds[-1]))
+    forward = milliseconds(lambda: attend(q, k, v), scale.device)
+    out = attend(q, k, v)
+    upstream = torch.randn_like(out)
+    backward = milliseconds(
+        lambda: torch.autograd.grad(out, (q, k, v), upstream, retain_graph=True), scale.device
+    )
+    pairs = sum(n * n for n in documents.lengths) / 2  # that a causal model looks at
+    work = 4.0 * pairs * QUERY_HEADS * HEAD_SIZE
+    return {
+        "forward_milliseconds": forward,
+        "backward_milliseconds": backward,
+        "forward_tflops": tera_per_second(work, forward),
+        "backward_tflops": tera_per_second(2.5 * work, backward),
+        **_differences(scale, backend),
+    }
+
+
+def _attend(scale: Scale, backend: str, documents: Documents) -> Attend:
+    """Refuses with the reason where this machine cannot."""
+    if backend == "mask":
+        return partial(_with_mask, mask=_mask(documents, scale.device))
+    missing = BACKENDS[backend].requires(scale.device)
+    if missing:
+        raise RuntimeError(f"needs {' and '.join(missing)}")
+    run = BACKENDS[backend].run
+    return lambda q, k, v: run(q, k, v, RULES, documents)
+
+
+def _mask(documents: Documents, device: torch.device) -> Tensor:
+    """Which query may see which key, as transformers builds it for packed rows: the whole square."""
+    lengths = torch.tensor(documents.lengths, device=device)
+    document = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
+    position = torch.arange(len(document), device=device)
+    same, causal = document[:, None] == document[None], position[:, None] >= position[None]
+    return (same & causal)[None, None]
+
+
+def _with_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+def _inputs(scale: Scale, tokens: int) -> list[Tensor]:
+    heads = (QUERY_HEADS, KEY_HEADS, KEY_HEADS)
+    return [scale.random(1, count, tokens, HEAD_SIZE).requires_grad_() for count in heads]
+
+
+def _differences(scale: Scale, backend: str) -> dict[str, float]:
+    """Largest relative difference of output and gradients from float64, document by document."""
+    documents = Documents.of(lengths_in(scale.size(CHECKED_TOKENS))).to(scale.device)
+    inputs = _inputs(scale, int(documents.bounds[-1]))
+    exact = [each.detach().double().requires_grad_() for each in inputs]
+    out = _attend(scale, backend, documents)(*inputs)
+    reference = sdpa(exact[0], exact[1], exact[2], RULES, documents)
+    upstream = torch.randn_like(reference)
+    found = torch.autograd.grad(out, inputs, upstream.to(out.dtype))
+    wanted = torch.autograd.grad(reference, exact, upstream)
+    return {
+        "difference": _largest_difference(out, reference),
+        "gradient_difference": max(map(_largest_difference, found, wanted)),
+    }
+
+
+def _largest_difference(found: Tensor, wanted: Tensor) -> float:
+    return float((found.detach().double() - wanted).abs().max() / wanted.abs().max())
+
 
 ITEMS: dict[str, Callable[[Scale, Lines], None]] = {
-    "gemm": micro_linear.gemm,
-    "attention": micro_attention.attention,
-    "adapter": micro_linear.adapter,
-    "nf4": micro_linear.nf4,
-    "head": micro_head.head,
-    "rounding": micro_rounding.rounding,
+    "gemm": gemm,
+    "attention": attention,
+    "adapter": adapter,
+    "nf4": nf4,
+    "head": head,
+    "rounding": rounding,
 }
 
 
@@ -33,11 +414,10 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to see whether everything runs")
     parser.add_argument("--out", type=Path, required=True)
-    told = parser.parse_args()
-    device = torch.device(told.device)
+    options = parser.parse_args()
+    device = torch.device(options.device)
     torch.manual_seed(0)
-    scale = Scale(device, 64 if told.tiny else 1)
-    ITEMS[told.item](scale, Lines(told.out, told.item, device))
+    ITEMS[options.item](Scale(device, 64 if options.tiny else 1), Lines(options.out, options.item, device))
 
 
 if __name__ == "__main__":

@@ -1,24 +1,18 @@
-"""Measurements as Markdown tables, with the goals they are held against, and as a picture.
+"""Measurements as Markdown tables, with the goals they are held against.
 
 python scripts/bench/table.py FILE.jsonl...                                     prints them
-python scripts/bench/table.py --into docs/benchmarks/cpu.md --plot docs/benchmarks/cpu.svg FILE.jsonl...
+python scripts/bench/table.py --into docs/benchmarks/cpu.md FILE.jsonl...
 
 `--into` puts them between the lines `<!-- measured -->` and `<!-- /measured -->` of a document.
 """
 
 import argparse
 import json
-import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a script, or as a module
-
-from scripts.bench.agreement import allowed_at, furthest
-from scripts.bench.bars import picture
-from scripts.bench.goals import goals_for
 
 Line = dict[str, Any]
 BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
@@ -44,7 +38,6 @@ def main() -> None:
     )
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--into", type=Path, help="a document")
-    parser.add_argument("--plot", type=Path, help="an SVG file")
     told = parser.parse_args()
     lines = [json.loads(text) for file in told.files for text in file.read_text().splitlines()]
     text = "\n".join(report(lines))
@@ -52,8 +45,6 @@ def main() -> None:
         told.into.write_text(put_into(told.into.read_text(), text))
     else:
         print(text)
-    if told.plot:
-        told.plot.write_text(picture({_title(group[0]): rates(group) for group in groups(lines)}))
 
 
 def put_into(document: str, text: str) -> str:
@@ -217,6 +208,89 @@ def _cell(value: Any) -> str:
         return ""
     text = " x ".join(map(str, value)) if isinstance(value, list) else str(value)
     return text.replace("|", "\\|")
+
+
+# Whether contenders did the same work: the losses of their first steps must agree.
+COMPARED_STEPS = 10
+MAX_DIFFERENCE = {"fp32": 1e-3}  # relative
+MAX_DIFFERENCE_ELSE = 1e-2  # bf16
+
+Losses = Sequence[float | None]
+
+
+def allowed_at(precision: str) -> float:
+    """The largest relative difference."""
+    return MAX_DIFFERENCE.get(precision, MAX_DIFFERENCE_ELSE)
+
+
+def furthest(losses: Mapping[str, Losses]) -> dict[str, float]:
+    """How far the first losses of each contender are from those of the first one; infinitely if one is not a number."""
+    reference, *others = losses
+    return {name: max(_differences(losses[reference], losses[name])) for name in others}
+
+
+def _differences(ours: Losses, theirs: Losses) -> list[float]:
+    pairs = list(zip(ours[:COMPARED_STEPS], theirs[:COMPARED_STEPS], strict=True))
+    return [float("inf") if a is None or b is None else abs(a - b) / abs(a) for a, b in pairs]
+
+
+Ratios = Mapping[str, float]  # how many times as fast as each contender ours is
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """`against` a contender a factor, without one a speed. Fields that are None fit everything."""
+
+    words: str
+    at_least: float
+    against: str | None = None
+    device: str | None = None
+    card: str | None = None
+    model: str | None = None
+    method: str | None = None
+    tokens_per_step: int | None = None
+    mix: str | None = None
+
+    def fits(self, facts: Mapping[str, Any]) -> bool:
+        """Whether it is about measurements like this line."""
+        wanted = ("device", "model", "method", "tokens_per_step", "mix")
+        alike = all(getattr(self, name) in (None, facts[name]) for name in wanted)
+        return alike and (self.card is None or self.card in facts["hardware"]["name"])
+
+    def said(self, speed: float | None, ratios: Ratios) -> str | None:
+        """A sentence; None where nothing was measured that it could be held against."""
+        reached = ratios.get(self.against) if self.against else speed
+        if reached is None:
+            return None
+        figure = f"{reached:.2f}" if self.against else f"{reached:,.0f}"
+        return f"{self.words}: {figure}, {'met' if reached >= self.at_least else '**missed**'}"
+
+
+def _on_h200(tokens_per_second: float, model: str, method: str) -> Goal:
+    words = f"at least {tokens_per_second:,.0f} tokens/s"
+    return Goal(words, tokens_per_second, card="H200", model=model, method=method, tokens_per_step=16384)
+
+
+GOALS = [
+    Goal("at least 2.5 times TRL, packed", 2.5, "trl", device="cpu", model="tiny"),
+    Goal("at least 1.8 times TRL, packed", 1.8, "trl", device="cpu", model="small"),
+    Goal(
+        "a step at most 1.05 times that of a bare loop (at least 0.95 times as fast)",
+        1 / 1.05,
+        "bare",
+        device="cpu",
+    ),
+    _on_h200(19e3, "llama_8b", "lora"),
+    _on_h200(18.5e3, "llama_8b", "qlora"),
+    _on_h200(13.5e3, "llama_8b", "full"),
+    _on_h200(95e3, "llama_1b", "lora"),
+    _on_h200(1.7e3, "llama_70b", "qlora"),
+]
+
+
+def goals_for(facts: Mapping[str, Any], speed: float | None, ratios: Ratios) -> list[str]:
+    """What can be said about these measurements; `speed` is that of ours."""
+    return [words for goal in GOALS if goal.fits(facts) and (words := goal.said(speed, ratios)) is not None]
 
 
 if __name__ == "__main__":

@@ -20,11 +20,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a script, or as a module
 
-from scripts.bench.agreement import allowed_at, furthest
-from scripts.bench.contest import Contest
-from scripts.bench.frameworks import FRAMEWORKS, framework_of, is_framework
+from scripts.bench.contest import FRAMEWORKS, METHODS, SHAPES, Contest, framework_of, is_framework
 from scripts.bench.measure import asked
-from scripts.bench.shapes import METHODS, SHAPES
+from scripts.bench.table import allowed_at, furthest
 from scripts.bench.workload import MIXES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,8 +16,8 @@ from app.batch import Documents
 from app.config.schema import OptimizerConfig
 from app.model.attention import register
 from app.model.tokenizer import load_tokenizer
-from scripts.bench.clock import Clock
-from scripts.bench.prepared import PACKED, PADDED, Prepared, ids_of, labels_of, network_of
+from scripts.bench.loops import PACKED, PADDED, Prepared, ids_of, labels_of, network_of
+from scripts.bench.machine import Clock
 from scripts.bench.workload import Bin
 
 _THEIRS = "sdpa"  # what transformers takes where flash-attn is not installed

@@ -14,9 +14,9 @@ from app.model.dtypes import DTYPES
 from app.model.held import Held
 from app.model.tasks import TASKS
 from app.model.weights import draw_unpacked, load_base
-from scripts.bench.clock import Clock
 from scripts.bench.contest import Contest
-from scripts.bench.prepared import BASE, PACKED, Prepared, prepare
+from scripts.bench.loops import BASE, PACKED, Prepared, prepare
+from scripts.bench.machine import Clock
 from scripts.bench.with_trl import Trl
 
 

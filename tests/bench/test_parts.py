@@ -9,9 +9,8 @@ import torch
 from app.engine.choices import Choices
 from app.engine.ground import sections_of
 from app.model.build import plan_model
-from scripts.bench.clock import Clock
-from scripts.bench.machine import mfu, peak_tflops
-from scripts.bench.shapes import METHODS, SHAPES, run_of
+from scripts.bench.contest import METHODS, SHAPES, run_of
+from scripts.bench.machine import Clock, mfu, peak_tflops
 from tests.bench.test_workload import CONTEST
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from scripts.bench.contest import Contest, contest_of
-from scripts.bench.prepared import BINS, PACKED, PADDED, positions_in
+from scripts.bench.loops import BINS, PACKED, PADDED, positions_in
 from scripts.bench.workload import FIRST_ID, MIXES, digest, documents, sizes_of, workload
 
 VOCABULARY = 1536

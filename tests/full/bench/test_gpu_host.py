@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from scripts.bench.micro import NO_KERNELS
 from scripts.bench.stages import STAGES, Item, Setting, run
-from scripts.bench.timing import NOT_HERE
-from tests.bench.conftest import Bench, lines_of
 from tests.conftest import REPO
+from tests.full.bench.conftest import Bench, lines_of
 
 SCRIPT = str(REPO / "scripts" / "bench" / "gpu_host.sh")
 
@@ -39,23 +39,15 @@ def test_single_operations(bench: Bench) -> None:
     attention = {line["name"]: line for line in found if line["item"] == "attention" and "error" not in line}
     assert all(line["difference"] < 1e-5 > line["gradient_difference"] for line in attention.values())
     assert {line["numbers"] for line in found if line["item"] == "gemm"} == {"run", "fp8", "fp8 slow sums"}
-    ours = {
-        (line["item"], str(line.get("by", line["way"]))): line
-        for line in found
-        if line["item"] in ("nf4", "head", "rounding")
-    }
-    assert {line["why"] for (_, way), line in ours.items() if "kernel" in way} == {NOT_HERE}
-    timed = {(item, way) for (item, way), line in ours.items() if line["milliseconds"] is not None}
-    assert timed == {
-        *(("nf4", by) for by in ("bitsandbytes", "plain", "unpacked before")),
-        *(("head", way) for way in ("own", "linear, plain")),
-        *(("rounding", way) for way in ("rounded alone", "apart")),
-    }
+    ways = {(line["item"], line["way"]): line for line in found if line["item"] in ("nf4", "head")}
+    assert {way for (_, way), line in ways.items() if line.get("why") == NO_KERNELS} == {"kernel"}
+    timed = {way for (_, way), line in ways.items() if line["milliseconds"] is not None}
+    assert timed == {"unpack", "product alone", "unpack and product", "at once", "chunks"}
 
 
 @pytest.mark.parametrize(
     "name",
-    ["70b", "peers", pytest.param("ours")],
+    ["70b", "peers", "ours"],
 )
 def test_training(name: str, bench: Bench) -> None:
     lines = stage(bench, name)

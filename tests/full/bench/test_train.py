@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from scripts.bench.agreement import allowed_at, furthest
+from scripts.bench.table import allowed_at, furthest
 from scripts.bench.train import DIFFER, INCOMPLETE, in_turn, split_names, verdict
-from tests.bench.conftest import Bench
 from tests.bench.test_workload import CONTEST
 from tests.conftest import REPO
+from tests.full.bench.conftest import Bench
 from tests.marks import requires_trl
 
 SHORT = ("--steps", "2", "--warm-up", "1", "--rounds", "1")

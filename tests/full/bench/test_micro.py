@@ -5,24 +5,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.bench.micro_attention import lengths_in
-from scripts.bench.micro_linear import adapted, rows_in_fp8
-from scripts.bench.timing import Lines, Scale, milliseconds, rate
-from tests.bench.conftest import lines_of
+from scripts.bench.micro import Lines, lengths_in, milliseconds, rows_in_fp8, tera_per_second, with_adapter
+from tests.full.bench.conftest import lines_of
 
 CPU = torch.device("cpu")
 
 
-def test_one_product_gives_what_several_give() -> None:
-    layer = adapted(Scale(CPU, 64), tokens=32, n=64, k=128)
-    leaves = [t.double().requires_grad_() for t in (layer.x, layer.a, layer.b)]
-    x, a, b = leaves
-    y = x @ layer.w.double().T + layer.factor * (x @ a.T) @ b.T
-    wanted = (y, *torch.autograd.grad(y, leaves, layer.dy.double()))
-    for found in (layer.apart(), layer.joined()()):
-        assert len(found) == 4
-        for one, other in zip(found, wanted, strict=True):
-            torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+def test_an_adapter_has_the_gradients_of_its_definition() -> None:
+    x, w, a, b, dy = (torch.randn(*shape) for shape in ((32, 128), (64, 128), (16, 128), (64, 16), (32, 64)))
+    leaves = [t.double().requires_grad_() for t in (x, a, b)]
+    y = leaves[0] @ w.double().T + 2.0 * (leaves[0] @ leaves[1].T) @ leaves[2].T
+    wanted = (y, *torch.autograd.grad(y, leaves, dy.double()))
+    for found, exact in zip(with_adapter(x, w, a, b, dy), wanted, strict=True):
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
 
 
 def test_rows_in_fp8_are_near_what_they_were() -> None:
@@ -43,7 +38,7 @@ def test_documents_fill_the_row(tokens: int) -> None:
 def test_times_are_those_of_the_call() -> None:
     x = torch.ones(8)
     assert 0 < milliseconds(lambda: x + 1, CPU) < 5
-    assert rate(2e9, 1.0) == pytest.approx(2.0)
+    assert tera_per_second(2e9, 1.0) == pytest.approx(2.0)
 
 
 def test_what_fails_is_a_line_and_the_next_one_follows(tmp_path: Path) -> None:

@@ -1,0 +1,264 @@
+"""This program's own step and plain PyTorch loops, on documents and weights that are the same for all contenders."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from app.batch import IGNORE, Batch
+from app.config.schema import RunConfig
+from app.data.collate import BinShape, collate_packed, collate_padded
+from app.data.labels import next_tokens
+from app.engine.choices import Choices, choose
+from app.engine.ground import attention_needs, sections_of
+from app.engine.runtime import Runtime, start
+from app.engine.step import Stepper
+from app.model.adapter import attach
+from app.model.attention import register
+from app.model.build import build_trainee
+from app.model.dtypes import DTYPES
+from app.model.head_proof import settle_head
+from app.model.held import Held
+from app.model.quantize import packing_of
+from app.model.tasks import TASKS
+from app.model.weights import load_base, load_packed
+from app.optim.optimizers import build_optimizer
+from scripts.bench.contest import Contest, run_of
+from scripts.bench.machine import Clock
+from scripts.bench.workload import Bin, Step, workload
+
+PAD = 0
+BASE = "base"  # what an adapter would name as its base
+BINS, PACKED, PADDED = "bins", "packed", "padded"  # how a micro-batch is laid out
+
+
+class Contender(Protocol):
+    """Built by one of FRAMEWORKS, ready for its first step."""
+
+    network: nn.Module
+    attention: str
+    layout: str  # BINS are filled up to their full length, PACKED are as long as their documents
+
+    def train(self, clock: Clock) -> None:
+        """All steps, each marked on the clock; reading and collating the documents is a part of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The same for all."""
+
+    contest: Contest
+    run: RunConfig
+    choices: Choices  # of precision, and of attention where it is ours
+    runtime: Runtime
+    steps: list[Step]
+
+    @property
+    def compute(self) -> torch.dtype | None:
+        """Of autocast; None: everything is float32."""
+        return DTYPES[self.choices.precision].compute
+
+
+def prepare(contest: Contest, settings: tuple[str, ...] = ()) -> Prepared:
+    """`settings` are those of one of our variants."""
+    run = run_of(contest, settings)
+    choices = choose(run.precision, run.attention, partial(attention_needs, run), {})
+    runtime = start(run.launch, choices.precision, run.seed)
+    assert runtime.device.type == contest.device, f"{contest.device} was asked for, and there is none"
+    steps = workload(contest, run.model.architecture["vocab_size"])
+    return Prepared(contest, run, choices, runtime, steps)
+
+
+def network_of(prepared: Prepared, attention: str) -> Any:
+    """The very weights of our own model, adapters included, as transformers and PEFT compute with them."""
+    run, device, seed = prepared.run, prepared.runtime.device, prepared.run.seed
+    dtypes, task = DTYPES[prepared.choices.precision], TASKS[run.task.kind]
+    packing = packing_of(run.quantization, dtypes.compute or dtypes.base)
+    if packing is not None:
+        lm = load_packed(run.model, task, packing, Held(dtypes.base, device, attention), seed)
+    else:
+        dtype = dtypes.base if run.adapter.kind != "none" else torch.float32
+        lm = load_base(run.model, task, Held(dtype, device, attention), seed)
+    torch.manual_seed(seed)
+    network: Any = attach(run.adapter, task, lm, BASE).to(device)
+    network.train()
+    return network
+
+
+def recompute_as_transformers(network: Any) -> None:
+    """Gradient checkpointing as its users switch it on."""
+    network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    network.enable_input_require_grads()
+
+
+def labels_of(packed: Bin) -> list[Tensor]:
+    """Of each document: its ids where they are trained."""
+    return [
+        torch.where(torch.from_numpy(each.trained), torch.from_numpy(each.ids).long(), IGNORE)
+        for each in packed
+    ]
+
+
+def ids_of(packed: Bin) -> list[Tensor]:
+    """Of each document."""
+    return [torch.from_numpy(each.ids).long() for each in packed]
+
+
+def positions_in(step: Step, layout: str, bin_tokens: int) -> int:
+    """What is computed for a step, padding included."""
+    if layout == BINS:
+        return bin_tokens * len(step)
+    if layout == PADDED:
+        return sum(max(map(len, packed)) * len(packed) for packed in step)
+    return sum(len(each) for packed in step for each in packed)
+
+
+class Ours:
+    """`app.engine.step` on batches that `app.data.collate` makes."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        run = prepared.run
+        sections = sections_of(run, prepared.choices)
+        trainee = build_trainee(sections, prepared.runtime.device, run.seed, BASE)
+        fp16 = prepared.choices.precision == "fp16"
+        optimizer = build_optimizer(run.optimizer, trainee)
+        self._stepper = Stepper(trainee, optimizer, prepared.runtime, run.training.clip, fp16=fp16)
+        self._prepared = prepared
+        self._collate = Collator(prepared)
+        settle_head(trainee, self._collate(prepared.steps[0][0]).to(prepared.runtime.device))
+        self.network: nn.Module = trainee.network
+        self.attention = prepared.choices.attention
+        self.layout = BINS if run.batching.packing else PADDED
+
+    def train(self, clock: Clock) -> None:
+        """As `app.engine.loop` does it, without its record."""
+        clock.begin()
+        for step in self._prepared.steps:
+            batches = [self._collate(packed) for packed in step]
+            result = self._stepper.run(batches, self._prepared.run.optimizer.lr)
+            clock.mark(result.loss_sum / result.labels)
+        clock.end()
+
+
+class Collator:
+    """Documents into our batches: bins of a constant shape, or padded rows."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._packing = prepared.run.batching.packing
+        tokens, longest = prepared.contest.bin_tokens, prepared.run.dataset.max_length
+        bins = [packed for step in prepared.steps for packed in step]
+        places = max(len(packed) + -(-(tokens - sum(map(len, packed))) // longest) for packed in bins)
+        self._shape = BinShape(tokens, longest, places)
+
+    def __call__(self, packed: Bin) -> Batch:
+        """One micro-batch."""
+        rows = [next_tokens(each.ids, each.trained) for each in packed]
+        return collate_packed(rows, PAD, self._shape) if self._packing else collate_padded(rows, PAD)
+
+
+Loss = Callable[[Bin], Tensor]  # the sum over the labels of a micro-batch
+
+
+class Plain:
+    """One of the loops; what differs is how a micro-batch becomes its loss."""
+
+    def __init__(self, prepared: Prepared, network: nn.Module, attention: str, layout: str) -> None:
+        self._prepared = prepared
+        self.attention = attention
+        self.layout = layout
+        self.network = network
+        self.device = prepared.runtime.device
+        if prepared.contest.recompute:
+            recompute_as_transformers(self.network)
+        self._losses: dict[str, Loss] = {PACKED: self._packed, PADDED: self._padded, BINS: self._bare}
+        self._collate = Collator(prepared)
+
+    def train(self, clock: Clock) -> None:
+        """Forward, backward, clip, step."""
+        run, loss_of = self._prepared.run, self._losses[self.layout]
+        trained = [p for p in self.network.parameters() if p.requires_grad]
+        settings = run.optimizer
+        optimizer = torch.optim.AdamW(
+            trained,
+            lr=settings.lr,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+        clock.begin()
+        for step in self._prepared.steps:
+            labels = sum(int(each.trained.sum()) for packed in step for each in packed)
+            total = torch.zeros((), device=self.device)
+            optimizer.zero_grad(set_to_none=True)
+            for packed in step:
+                with self._arithmetic():
+                    loss = loss_of(packed)
+                (loss / labels).backward()
+                total += loss.detach()
+            if run.training.clip > 0:
+                nn.utils.clip_grad_norm_(trained, run.training.clip)
+            optimizer.step()
+            clock.mark(total / labels)
+        clock.end()
+
+    def _arithmetic(self) -> contextlib.AbstractContextManager[None]:
+        compute = self._prepared.compute
+        if compute is None:
+            return contextlib.nullcontext()
+        autocast: contextlib.AbstractContextManager[None] = torch.autocast(self.device.type, dtype=compute)
+        return autocast
+
+    def _packed(self, packed: Bin) -> Tensor:
+        """One row whose positions begin anew with each document; transformers keeps them apart."""
+        ids = torch.cat(ids_of(packed))[None].to(self.device)
+        labels = torch.cat(labels_of(packed)).to(self.device)
+        positions = torch.cat([torch.arange(len(each)) for each in packed])[None].to(self.device)
+        logits = self.network(input_ids=ids, position_ids=positions, use_cache=False).logits
+        return _cross_entropy(logits[0, :-1], labels[1:])
+
+    def _padded(self, packed: Bin) -> Tensor:
+        """A row for each document."""
+        ids = pad_sequence(ids_of(packed), batch_first=True, padding_value=PAD).to(self.device)
+        labels = pad_sequence(labels_of(packed), batch_first=True, padding_value=IGNORE).to(self.device)
+        lengths = torch.tensor([len(each) for each in packed])[:, None]
+        mask = (torch.arange(ids.shape[1])[None] < lengths).long().to(self.device)
+        logits = self.network(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        return _cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    def _bare(self, packed: Bin) -> Tensor:
+        """The arithmetic of our own step: our bins and attention, and only labelled rows reach the head."""
+        batch = self._collate(packed).to(self.device)
+        unwrap = getattr(self.network, "get_base_model", None)
+        lm: Any = self.network if unwrap is None else unwrap()
+        hidden = lm.base_model(
+            input_ids=batch.ids, position_ids=batch.positions, use_cache=False, documents=batch.documents
+        )[0]
+        rows = hidden[0].index_select(0, batch.label_rows)
+        return _cross_entropy(lm.get_output_embeddings()(rows), batch.targets)
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
+
+
+def packed(prepared: Prepared) -> Plain:
+    """Documents side by side, told apart by their positions, with the attention of transformers."""
+    return Plain(prepared, network_of(prepared, "sdpa"), "sdpa", PACKED)
+
+
+def padded(prepared: Prepared) -> Plain:
+    """Rows padded to the longest of their micro-batch."""
+    return Plain(prepared, network_of(prepared, "sdpa"), "sdpa", PADDED)
+
+
+def bare(prepared: Prepared) -> Plain:
+    """The same arithmetic as ours, by a loop without anything else."""
+    name = register(prepared.choices.attention)
+    return Plain(prepared, network_of(prepared, name), prepared.choices.attention, BINS)
