@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from app.config import garbage
 from app.config.checking import CheckConfig, check_config
 from app.config.command import run_command
 from app.config.help import asks_for_help
@@ -59,7 +58,7 @@ def _memory(config: CheckConfig, _console: Console) -> dict[str, Any]:
     begun = time.perf_counter()
     processes = _processes(config.run) if config.hardware is None else _asked(config.run)
     ahead = likely(config.overrides, config.run, processes)
-    with garbage.not_looked_for(), Runs.begun(ahead) as runs:
+    with Runs.begun(ahead) as runs:
         from app.plan.memory_check import check_memory
         from app.record.memory_screen import show_memory, stop
 
@@ -104,7 +103,6 @@ def _check_parts(config: CheckConfig) -> None:
 
 
 def _command(arguments: Sequence[str]) -> int:
-    garbage.look_seldom()
     if asks_for_help(arguments):
         sys.stdout.write(f"{__doc__}\nThe settings are those of app.train: python -m app.train --help\n")
         return 0
@@ -114,10 +112,7 @@ def _command(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Exit codes: 0 a run would go on, 2 it would stop at what was told, or the settings are wrong."""
-    try:
-        run_command(_command)
-    finally:
-        garbage.leave_lying()
+    run_command(_command)
 
 
 _CHECKS = {"data": _data, "memory": _memory}

@@ -13,7 +13,6 @@ from typing import NoReturn
 import hydra
 from omegaconf import DictConfig
 
-from app.config import garbage
 from app.config.arguments import is_sweep
 from app.config.commands import how_to_go_on, how_to_go_on_elsewhere
 from app.config.groups import CONF
@@ -111,7 +110,6 @@ def _leave(problem: AppError) -> NoReturn:
 
 def main() -> None:
     """Exit codes: 0 done, 1 our fault, 2 the user's, 3 a trial failed, 75 saved (start me again), 130 Ctrl-C."""
-    garbage.look_seldom()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # a fault of ours keeps its whole traceback
     # threads that wait without end for each other make two runs on one machine four times slower, not two
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")

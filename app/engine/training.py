@@ -1,5 +1,6 @@
 """A run from its configuration to its finished folder: the assembly. Each line needs only the lines above it."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -7,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from app.batch import Batch
-from app.config import garbage
 from app.config.formats import trains_answers
 from app.config.schema import RunConfig
 from app.engine.anatomy import kept_bytes
@@ -86,7 +86,7 @@ def train_in(
         _rehearse_if_due(run, ground, parts, progress, record)
         if progress.step == 0:
             parts.show_samples(0)
-        garbage.look_as_usual()
+        gc.freeze()  # what is loaded by now stays: no step looks through it for garbage
         loop = Loop(parts, rhythm, progress)  # its clock begins here
         ended = loop.fit(request)
         record.add_facts(memory=kept_bytes(trainee, stepper.optimizer), memory_plan=forecast.facts())

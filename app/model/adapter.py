@@ -1,6 +1,8 @@
 """Adapters on the linear layers of a frozen base, and the proof that exactly they are trained."""
 
-from collections.abc import Callable
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -9,7 +11,6 @@ from app.config.schema import AdapterConfig
 from app.config.suggest import did_you_mean
 from app.errors import ConfigError
 from app.model.head import is_of_backbone
-from app.model.lean_peft import lean_peft
 from app.model.pooled import head_modules
 from app.model.tasks import Task
 
@@ -37,7 +38,7 @@ def _lora(config: AdapterConfig, task: Task, lm: Any, base_path: str) -> nn.Modu
         for weight, _ in lm.get_submodule(name).named_parameters()
     }
     lm.name_or_path = base_path  # PEFT writes this down as the adapter's base
-    with lean_peft():
+    with quiet_peft():
         from peft import LoraConfig, get_peft_model
 
         lora = LoraConfig(
@@ -53,6 +54,14 @@ def _lora(config: AdapterConfig, task: Task, lm: Any, base_path: str) -> nn.Modu
     _prove_trained(network, {*_halves(layers), *whole})
     result: nn.Module = network
     return result
+
+
+@contextlib.contextmanager
+def quiet_peft() -> Iterator[None]:
+    """PEFT asks transformers for a name that transformers has since changed: nothing that a user could mend."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+        yield
 
 
 ADAPTERS: dict[str, Callable[[AdapterConfig, Task, Any, str], nn.Module]] = {"none": _none, "lora": _lora}

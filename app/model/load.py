@@ -9,12 +9,11 @@ import torch
 
 from app.config.schema import ModelConfig, QuantizationConfig
 from app.errors import CheckpointError
+from app.model.adapter import quiet_peft
 from app.model.attention import right_own
 from app.model.build import ModelSections, build_base
 from app.model.dtypes import DTYPES
 from app.model.held import Held
-from app.model.lean_peft import lean_peft
-from app.model.lean_transformers import import_transformers
 from app.model.quantize import lasting, packing_of
 from app.model.source import fetch_folder, gist, require_weights
 from app.model.tasks import Task, task_of
@@ -94,7 +93,6 @@ def load_any(model: ModelConfig, task: Task) -> tuple[Any, Any]:
 
 def load_tuned_tokenizer(final: Path) -> Any:
     """The tokenizer that was saved with the weights, chat template included."""
-    import_transformers()
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(final), local_files_only=True)
@@ -152,7 +150,7 @@ def _with_adapter(lm: Any, final: Path) -> Any:
     from safetensors import SafetensorError
 
     try:
-        with lean_peft():
+        with quiet_peft():
             from peft import PeftModel
 
             return PeftModel.from_pretrained(lm, str(final)).eval()

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from app.config.schema import ModelConfig, PrecisionConfig, QuantizationConfig
 from app.errors import ConfigError
 from app.model.head import is_of_backbone
-from app.model.lean_bitsandbytes import import_bitsandbytes
 from app.model.packing import POOLER, Packing, is_linear, sizes, weight_of
 
 # As it is imported on a CPU with avx512_bf16, it looks for a kernel that nothing here uses, and tells of its absence.
@@ -139,8 +138,6 @@ def _none(_config: QuantizationConfig, _compute: torch.dtype) -> None:
 
 
 def _nf4(config: QuantizationConfig, compute: torch.dtype) -> FourBit:
-    import_bitsandbytes()  # from here on PEFT must look for its layers: model.lean_peft
-
     return FourBit("nf4", config.double_quant, compute)
 
 

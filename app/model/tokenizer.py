@@ -6,7 +6,6 @@ from typing import Any
 
 from app.config.schema import ModelConfig
 from app.errors import ConfigError, EnvironmentProblem
-from app.model.lean_transformers import import_transformers
 from app.model.source import fetch_folder, gist
 from app.model.templates import chosen_template, template_names
 
@@ -15,7 +14,6 @@ _SHIPPED = "asset:tiny"
 
 def load_tokenizer(config: ModelConfig, *, needs_template: bool) -> Any:
     """A fast tokenizer. Random weights without a tokenizer of their own use the one that ships."""
-    import_transformers()
     from transformers import AutoTokenizer
 
     path = config.tokenizer or (_SHIPPED if config.weights == "random" else config.path)

@@ -15,7 +15,6 @@ from app.config.suggest import did_you_mean
 from app.errors import ConfigError, EnvironmentProblem
 from app.model.drawing import draw
 from app.model.held import Held
-from app.model.lean_transformers import import_transformers
 from app.model.lending import Lending
 from app.model.packing import Packing
 from app.model.pooled import is_of_head
@@ -162,7 +161,6 @@ def _random(config: ModelConfig, task: Task, numbers: Any, held: Held, seed: int
 
 
 def _numbers(config: ModelConfig, task: Task) -> Any:
-    import_transformers()
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -183,7 +181,6 @@ def _numbers(config: ModelConfig, task: Task) -> Any:
 
 
 def _numbers_of(config: ModelConfig, task: Task, folder: Path) -> Any:
-    import_transformers()
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 

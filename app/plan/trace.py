@@ -21,14 +21,12 @@ from app.model.fused import fuse
 from app.model.fused.unpacking import share_scratch
 from app.model.hidden import HIDDEN, ON_GPU
 from app.model.kernels import as_on_gpu
-from app.model.lean_bitsandbytes import import_bitsandbytes
 from app.model.linear_head import linear_head
 from app.model.outline import Outline
 from app.model.tasks import task_of
 from app.model.trainee import Trainee
 from app.optim.one_by_one import ordinary
 from app.optim.optimizers import build_optimizer
-from app.optim.requirements import BITSANDBYTES_KINDS
 from app.optim.rounding import Pieces, rounded
 from app.plan import stages
 from app.plan.attention import hidden_in_backward
@@ -221,8 +219,6 @@ def _trainee(asked: Asked, network: nn.Module) -> Trainee:
 
 def _optimizer(asked: Asked, trainee: Trainee, paged: Paged, stepped: Sequence[nn.Parameter]) -> Optimizer:
     """With states as after the first step: the second one is where the peak is."""
-    if asked.run.optimizer.kind in BITSANDBYTES_KINDS:
-        import_bitsandbytes()
     optimizer = build_optimizer(asked.run.optimizer, trainee, asked.run.seed, stepped)
     paged.take_from(ordinary(optimizer), on_gpu=asked.on_gpu)
     for parameter in stepped:

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from app.config.load import compose_runs
 from app.config.overrides import check_overrides
 from app.config.schema import RunConfig
-from app.config.several import compose_runs
 from app.errors import AppError, ConfigError
 from app.sweep.trial import Trial, shown
 

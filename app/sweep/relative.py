@@ -4,8 +4,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
+from app.config.load import compose_runs
 from app.config.schema import RunConfig
-from app.config.several import compose_runs
 from app.config.strict import kinds
 from app.config.values import number_type
 from app.errors import ConfigError

@@ -5,8 +5,8 @@ import math
 from collections.abc import Sequence
 
 from app.config.groups import choices_by_group
+from app.config.load import compose_runs
 from app.config.schema import RunConfig
-from app.config.several import compose_runs
 from app.errors import ConfigError
 from app.sweep.expansion import Setting, too_many
 from app.sweep.preset import Preset

@@ -164,14 +164,11 @@ def test_names_in_the_file_are_those_of_peft(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
     from safetensors import safe_open
 
-    from app.model.lean_peft import lean_peft
-
     names = []
     ours = trainee_of("llama", lora()).network
-    with lean_peft():
-        theirs = get_peft_model(
-            built("llama"), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
-        )
+    theirs = get_peft_model(
+        built("llama"), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
+    )
     for folder, network in (("ours", ours), ("theirs", theirs)):
         network.save_pretrained(str(tmp_path / folder), save_embedding_layers=False)  # type: ignore[operator]
         with safe_open(str(tmp_path / folder / "adapter_model.safetensors"), "pt") as file:

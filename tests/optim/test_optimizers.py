@@ -1,6 +1,3 @@
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -116,14 +113,6 @@ def test_a_model_without_trained_parameter_is_our_fault() -> None:
     model = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(AssertionError, match="no trained parameter"):
         build_optimizer(section("adamw"), model)
-
-
-def test_bitsandbytes_is_imported_only_when_chosen() -> None:
-    code = (
-        "import sys, app.optim.optimizers, app.optim.state, app.optim.skip;"
-        "assert 'torch' in sys.modules and 'bitsandbytes' not in sys.modules"
-    )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_muon_moves_a_matrix_as_far_as_adamw_would_so_that_one_learning_rate_suits_both() -> None:
