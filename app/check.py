@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from app.config.checking import CheckConfig, check_config
-from app.config.command import run_command
+from app.config.commands import CheckConfig, check_config, run_command
 from app.config.help import asks_for_help
 from app.config.schema import RunConfig
 from app.engine.world import world

@@ -3,7 +3,7 @@
 A message names the key to type, the value given, what is allowed and what to do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class AppError(Exception):
@@ -25,6 +25,13 @@ class AppError(Exception):
 
 class ConfigError(AppError):
     """A key, a value, or a combination of them that cannot work."""
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """One ConfigError with all of them, if there are any."""
+    found = list(problems)
+    if found:
+        raise ConfigError(found)
 
 
 class DataError(AppError):

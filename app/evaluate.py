@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from app.config.command import run_command
-from app.config.evaluation import EvaluateConfig, evaluate_config
+from app.config.commands import run_command
+from app.config.finished_run import EvaluateConfig, evaluate_config
 from app.engine.harness import lay_harness, require_harness, table
 from app.engine.world import world
 from app.errors import ConfigError, EnvironmentProblem

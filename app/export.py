@@ -5,13 +5,13 @@ python -m app.export run=runs/mine kind=merged to=exports/mine       base and ad
 """
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.config.command import run_command
-from app.config.exporting import ExportConfig, export_config
-from app.config.finished import plain
+from app.config.commands import run_command
+from app.config.finished_run import ExportConfig, export_config
 from app.config.load import read_run
 from app.engine.export_folder import REPORT, require_target
 from app.errors import ConfigError
@@ -71,7 +71,7 @@ def _card(laid: "Export", manifest: dict[str, Any]) -> str:
     from app.record.card import model_card
 
     folder = laid.config.folder
-    return model_card(plain(read_run(folder / "run.yaml")), manifest, read_result(folder), loading_of(laid))
+    return model_card(asdict(read_run(folder / "run.yaml")), manifest, read_result(folder), loading_of(laid))
 
 
 def _facts(laid: "Export") -> dict[str, Any]:

@@ -14,12 +14,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.config.asking import GenerateConfig, class_problems, generate_config
-from app.config.command import run_command
-from app.config.finished import finished_folder
-from app.config.formats import has_chats
+from app.config.commands import GenerateConfig, class_problems, generate_config, run_command
+from app.config.dataset import has_chats, sources_of
+from app.config.finished_run import finished_folder
 from app.config.load import read_run
-from app.config.mixes import sources_of
 from app.config.schema import ModelConfig, RunConfig
 from app.errors import ConfigError
 from app.record.files import write_text

@@ -9,8 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from app.config.command import run_command
-from app.config.reporting import ReportConfig, report_config
+from app.config.commands import ReportConfig, report_config, run_command
 from app.errors import ConfigError
 from app.page.document import GENERATOR
 from app.page.kept import is_run

@@ -9,9 +9,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from app.config.command import run_command
-from app.config.finished import as_run
-from app.config.reproduction import ReproduceConfig, reproduce_config
+from app.config.commands import run_command
+from app.config.finished_run import ReproduceConfig, as_run, reproduce_config
 from app.config.schema import RunConfig
 from app.errors import CheckpointError, ConfigError
 from app.record.comparison import Difference, LineComparison, of_content, of_lines, of_programs

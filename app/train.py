@@ -13,12 +13,11 @@ from typing import NoReturn
 import hydra
 from omegaconf import DictConfig
 
-from app.config.arguments import is_sweep
-from app.config.commands import how_to_go_on, how_to_go_on_elsewhere
+from app.config.commands import how_to_go_on, require_platform
 from app.config.groups import CONF
 from app.config.help import asks_for_help, help_text
 from app.config.load import VERSION_BASE, checked_arguments, load_run, store_schema
-from app.config.platforms import require_platform
+from app.config.overrides import is_sweep
 from app.config.schema import RunConfig
 from app.engine.inductor_cache import keep_graphs
 from app.engine.segments import let_segments_grow
@@ -99,7 +98,9 @@ def _under_hydra(config: DictConfig) -> float | None:
 
 
 def _how_to_go_on(run: RunConfig) -> str:
-    return how_to_go_on_elsewhere() if world().is_joined else how_to_go_on(_typed, run.output_dir)
+    if world().is_joined:  # another launcher started it, so its command is not known here
+        return "To go on, start the same command with resume=auto."
+    return how_to_go_on(_typed, run.output_dir)
 
 
 def _leave(problem: AppError) -> NoReturn:

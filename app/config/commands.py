@@ -1,30 +1,287 @@
-"""Commands that are shown to be typed again: as they must be typed here and now."""
+"""How commands end and are typed again; and what those can be told that are not about a finished run."""
 
+import platform
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
-_REPLACED = frozenset({"output_dir", "resume"})
+from app.config.did_you_mean import nearest
+from app.config.hardware import HardwareConfig, lacking, read_hardware
+from app.config.load import compose_run
+from app.config.overrides import check_overrides, key_of, overrides_of, switches_of
+from app.config.schema import RunConfig, number
+from app.config.validate import is_optional, kinds, typed
+from app.errors import AppError, ConfigError, EnvironmentProblem, refuse
+
+Section = TypeVar("Section")
+
+_ELSEWHERE = {
+    "Darwin": "macOS is not supported: use a Linux machine.",
+    "Windows": "Windows is not supported: install WSL 2 (wsl --install) and run this inside it.",
+}
+
+
+def require_platform(system: str = "", machine: str = "") -> None:
+    """Linux on x86-64 or aarch64; the arguments stand for another machine's."""
+    system, machine = system or platform.system(), machine or platform.machine()
+    if system != "Linux":
+        raise EnvironmentProblem(_ELSEWHERE.get(system, f"{system} is not supported: use a Linux machine."))
+    if machine not in ("x86_64", "aarch64"):
+        raise EnvironmentProblem(f"Linux on {machine} is not supported: x86-64 and aarch64 are.")
+
+
+def run_command(
+    command: Callable[[Sequence[str]], int], told: Callable[[AppError], None] | None = None
+) -> NoReturn:
+    """`command` on the words of the command line; exit codes as of app.train. `told` may tell a problem."""
+    try:
+        require_platform()
+        sys.exit(command(sys.argv[1:]))
+    except AppError as problem:
+        if told is not None:
+            told(problem)
+        sys.stderr.write(f"{problem.report()}\n")
+        sys.exit(problem.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def python() -> str:
     """The program's interpreter need not be the one of the shell."""
     if shutil.which("python") == sys.executable:
         return "python"
-    here = Path.cwd()
     own = Path(sys.executable)
-    return str(own.relative_to(here)) if own.is_relative_to(here) else str(own)
+    return str(own.relative_to(Path.cwd())) if own.is_relative_to(Path.cwd()) else str(own)
 
 
 def how_to_go_on(words: Sequence[str], output_dir: str) -> str:
     """For a run that `words` started; all of them stay, because a checkpoint is that of the same settings."""
-    kept = [word for word in words if word.lstrip("+").partition("=")[0] not in _REPLACED]
+    kept = [word for word in words if key_of(word) not in {"output_dir", "resume"}]
     command = [python(), "-m", "app.train", *kept, f"output_dir={output_dir}", "resume=auto"]
     return f"To go on:\n{shlex.join(command)}"
 
 
-def how_to_go_on_elsewhere() -> str:
-    """For a run that another launcher started: its command is not known here."""
-    return "To go on, start the same command with resume=auto."
+def parse_command(
+    arguments: Sequence[str], schema: type[Section], problems_of: Callable[[Section], Iterable[str]]
+) -> Section:
+    """`key=value ...` as a sound `schema` object. A value is all text after the first `=`: prompts need no quotes."""
+    data: dict[str, Any] = {}
+    problems = []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if equals:
+            data[key] = None if value == "null" and is_optional(kinds(schema).get(key)) else value
+        else:
+            problems.append(f"{argument!r} is not key=value. Keys: {', '.join(kinds(schema))}.")
+    refuse(problems)
+    config = typed(schema, data)
+    refuse(problems_of(config))
+    return config
+
+
+# ---- app.generate
+
+
+@dataclass(kw_only=True, slots=True)
+class GenerateConfig:
+    """`temperature=0` is greedy. Without `prompt` and `prompts` it is a conversation."""
+
+    run: str | None = None
+    model: str | None = None
+    prompt: str | None = None
+    second: str | None = None  # of a pair, for a run that learnt labels of pairs
+    prompts: str | None = None
+    output: str | None = None
+    system: str | None = None
+    adapter: bool = True
+    chat: bool | None = None  # null: as the run was trained, or whether there is a chat template
+    max_new_tokens: int = number(256, at_least=1)
+    temperature: float = number(0.0, at_least=0)
+    top_p: float = number(1.0, above=0, at_most=1)
+    top_k: int | None = number(None, at_least=1)
+    batch: int = number(8, at_least=1)
+    seed: int = number(0, at_least=0, at_most=2**32 - 1)
+
+    @property
+    def sampling(self) -> dict[str, float | int | bool]:
+        """In the words of transformers."""
+        if self.temperature == 0:
+            return {"do_sample": False}
+        limits = {} if self.top_k is None else {"top_k": self.top_k}
+        return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0, **limits}
+
+
+def generate_config(arguments: Sequence[str]) -> GenerateConfig:
+    """From the command line, with everything that is wrong with it."""
+    return parse_command(arguments, GenerateConfig, _generate_problems)
+
+
+def _generate_problems(config: GenerateConfig) -> Iterator[str]:
+    if config.run is None and config.model is None:
+        yield "run has no value. Give run=DIR of a finished run, or model=DIR or a hub id."
+    if config.run is not None and config.model is not None:
+        yield f"run={config.run} and model={config.model} both say whom to ask. Keep one."
+    if config.prompt is not None and config.prompts is not None:
+        yield f"prompt and prompts={config.prompts} both say what to ask. Keep one."
+    if config.second is not None and config.prompt is None:
+        yield "second is the other text of a pair. Give prompt=TEXT, the first, or leave second out."
+    if config.output is not None and config.prompts is None:
+        yield f"output={config.output} is for the answers to a file. Give prompts=FILE, or leave output out."
+    if config.model is not None and not config.adapter:
+        yield f"adapter=false: model={config.model} has no adapter that could be left off. Leave adapter out."
+    if config.temperature == 0 and (config.top_p < 1 or config.top_k is not None):
+        yield (
+            "top_p and top_k choose among samples, and temperature=0 takes none. "
+            "Set temperature=0.7, or leave them out."
+        )
+
+
+def class_problems(config: GenerateConfig, folder: str, pair: bool) -> Iterator[str]:
+    """What means nothing to a model that answers with a label."""
+    given = {"system": config.system, "chat": config.chat, "temperature": config.temperature or None}
+    idle = [key for key, value in given.items() if value is not None]
+    if idle:
+        yield (
+            f"{' and '.join(idle)} would change nothing: run={folder} was tuned with task=classification, and answers "
+            "with a label. Leave it out."
+        )
+    if config.prompt is None and config.prompts is None:
+        yield (
+            f"prompt has no value. Give prompt=TEXT or prompts=FILE: run={folder} was tuned with task=classification, "
+            "which answers with a label and holds no conversation."
+        )
+    if config.prompt is not None and pair != (config.second is not None):
+        words = "give second=TEXT too" if pair else "leave second out"
+        yield f"run={folder} was tuned on {'pairs of texts' if pair else 'single texts'}: {words}."
+
+
+# ---- app.report
+
+
+@dataclass(kw_only=True, slots=True)
+class ReportConfig:
+    """One of the first three; `to` is the file to write, the usual place unless given."""
+
+    run: str | None = None
+    sweep: str | None = None
+    runs: str | None = None
+    to: str | None = None
+
+    @property
+    def given(self) -> list[tuple[str, Path]]:
+        """The folders, each with how it was named."""
+        named = [("run", self.run), ("sweep", self.sweep)]
+        named += [("runs", text) for text in folders_in(self.runs or "")]
+        return [(f"{key}={text}", Path(text).expanduser()) for key, text in named if text is not None]
+
+    @property
+    def target(self) -> Path:
+        """The file; beside what it is about, or here where it is about several."""
+        if self.to is not None:
+            return Path(self.to).expanduser()
+        return Path("comparison.html") if self.runs is not None else self.given[0][1] / "report.html"
+
+
+def report_config(arguments: Sequence[str]) -> ReportConfig:
+    """From the command line, with everything that is wrong with it."""
+    return parse_command(arguments, ReportConfig, _report_problems)
+
+
+def folders_in(text: str) -> list[str]:
+    """Separated by commas; a comma may belong to a name, as in the folders of a sweep's trials: the longest names that
+    exist are taken.
+    """
+    parts = text.split(",")
+    found = []
+    while parts:
+        lengths = range(len(parts), 0, -1)
+        size = next((n for n in lengths if Path(",".join(parts[:n])).expanduser().is_dir()), 1)
+        found.append(",".join(parts[:size]))
+        parts = parts[size:]
+    return [each for each in found if each]
+
+
+def _report_problems(config: ReportConfig) -> Iterator[str]:
+    named = {"run": config.run, "sweep": config.sweep, "runs": config.runs}
+    given = [f"{key}={text}" for key, text in named.items() if text is not None]
+    if not given:
+        yield "run has no value. Give run=DIR, sweep=DIR or runs=DIR1,DIR2."
+    if len(given) > 1:
+        yield f"{' and '.join(given)} each say whose page it is. Keep one."
+    if config.runs and len(folders_in(config.runs)) < 2:
+        yield f"runs={config.runs}: a comparison needs two folders at least. For the page of one run give run=DIR."
+
+
+# ---- app.check
+
+CHECKS = ("data", "memory")  # without a word: all of them
+
+
+@dataclass(frozen=True, slots=True)
+class CheckConfig:
+    """`folder` is None where no output_dir was given: then nothing is written. `overrides` are those of the run;
+    `hardware` is None for the machine at hand; `exact` traces every layer.
+    """
+
+    checks: tuple[str, ...]
+    run: RunConfig
+    folder: Path | None
+    overrides: tuple[str, ...] = ()
+    hardware: HardwareConfig | None = None
+    exact: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class _CheckOptions:
+    """What app.check is told beside the run and the hardware."""
+
+    exact: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class _CheckKeys(RunConfig):
+    """Every key that may stand in the command line."""
+
+    hardware: HardwareConfig
+    exact: bool = False
+
+
+def check_config(arguments: Sequence[str]) -> CheckConfig:
+    """From the command line, with everything that is wrong with it."""
+    checks, rest = _checks_asked(arguments)
+    overrides, switches = overrides_of(rest), switches_of(rest)
+    if switches:
+        raise ConfigError(f"{' '.join(switches)} is a switch of app.train. Leave it out.")
+    check_overrides(overrides, _CheckKeys)  # of all keys together, so that all misspelt ones are told at once
+    own = [text for text in overrides if key_of(text) == "exact"]
+    of_hardware = [text for text in overrides if key_of(text).partition(".")[0] == "hardware"]
+    of_run = [text for text in overrides if text not in own and text not in of_hardware]
+    if (own or of_hardware) and "memory" not in checks:
+        raise ConfigError(
+            f"{' '.join([*own, *of_hardware])}: only app.check memory asks for it. Leave it out."
+        )
+    run = compose_run(of_run)
+    given = any(key_of(text) == "output_dir" for text in of_run)
+    folder = Path(run.output_dir).expanduser() if given else None
+    options = typed(_CheckOptions, {key_of(text): text.partition("=")[2] for text in own})
+    hardware = read_hardware(of_hardware)
+    refuse([] if hardware is None else lacking(run.quantization, hardware))
+    return CheckConfig(checks, run, folder, tuple(of_run), hardware, options.exact)
+
+
+def _checks_asked(arguments: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+    """By the first word, if that is one; and the other words."""
+    word = arguments[0] if arguments else ""
+    if not word or "=" in word or word.startswith(("-", "~")):
+        return CHECKS, list(arguments)
+    if word not in CHECKS:
+        near = nearest(word, CHECKS)
+        meant = f" Did you mean {near}?" if near else ""
+        raise ConfigError(
+            f"{word!r} is neither a check nor key=value.{meant} Checks: {', '.join(CHECKS)}; no word means all."
+        )
+    return (word,), list(arguments[1:])

@@ -2,13 +2,12 @@
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
-from app.config.dataset_schema import DatasetConfig
-from app.config.formats import LABELLED_FORMATS, TRAIN_ON
-from app.config.mixes import key_of, mix_problems, sources_of
-from app.config.schema import RunConfig
-from app.config.values import shown
+from app.config.dataset import LABELLED_FORMATS, TRAIN_ON, key_of, sources_of
+from app.config.did_you_mean import did_you_mean_key
+from app.config.schema import Columns, DatasetConfig, MixSource, RunConfig
+from app.config.validate import shown
 
 _LIST_PATH = re.compile(r"[^*]+\.\*(\.[^*]+)?")
 
@@ -100,7 +99,39 @@ def _only_text_splits(run: RunConfig) -> Iterator[str]:
 
 
 def _a_mix_is_whole(run: RunConfig) -> Iterator[str]:
-    yield from mix_problems(run.dataset, tuple(TRAIN_ON))
+    dataset = run.dataset
+    if dataset.path is None and not dataset.mix:
+        yield (
+            "dataset.path=null names no rows. Give dataset.path=FILE, or dataset.mix.NAME.path=FILE "
+            "for each of several."
+        )
+    if not dataset.mix:
+        return
+    if dataset.path is not None:
+        yield (
+            f"dataset.path={dataset.path} and dataset.mix both name the rows. Choose dataset=mix or dataset.path=null, "
+            "with one more dataset.mix.NAME.path if those rows are wanted too."
+        )
+    if dataset.eval_split is not None:
+        yield (
+            f"dataset.eval_split={dataset.eval_split} says not of which source of dataset.mix. "
+            "Set dataset.eval_path=FILE or dataset.eval_fraction=0.02."
+        )
+    if not any(source.weight for source in dataset.mix.values()):
+        yield "dataset.mix: every weight is 0, so nothing is trained on. Set dataset.mix.NAME.weight=1."
+    for name, source in dataset.mix.items():
+        yield from _source_problems(key_of(name), source)
+
+
+def _source_problems(key: str, source: MixSource) -> Iterator[str]:
+    if source.format is not None and source.format not in TRAIN_ON:
+        yield f"{key}.format={source.format} is none of {', '.join(TRAIN_ON)}."
+    known = [f"{key}.columns.{each.name}" for each in fields(Columns)]
+    for column, value in source.columns.items():
+        if f"{key}.columns.{column}" not in known:
+            yield f"{key}.columns.{column} is not a key.{did_you_mean_key(f'{key}.columns.{column}', known)}"
+        elif value is not None and not isinstance(value, str):
+            yield f"{key}.columns.{column}={value}: expected the name of a column."
 
 
 def _one_source_of_eval_rows(run: RunConfig) -> Iterator[str]:

@@ -7,9 +7,8 @@ from typing import Any
 import yaml
 
 from app.config import groups
-from app.config.fields import number
-from app.config.schema import QuantizationConfig
-from app.config.strict import typed
+from app.config.schema import QuantizationConfig, number
+from app.config.validate import typed
 from app.errors import ConfigError
 
 _FP8_FROM = (8, 9)  # compute capability: Ada, Hopper and what came after them

@@ -15,12 +15,11 @@ from yaml import YAMLError
 
 from app.assets import PREFIX
 from app.config import groups
-from app.config.arguments import overrides_of, switches_of
-from app.config.overrides import sort_overrides
+from app.config.overrides import key_of, overrides_of, sort_overrides, switches_of
 from app.config.rules import problems_of
 from app.config.schema import RunConfig
-from app.config.strict import key_problems, typed
-from app.errors import CheckpointError, ConfigError
+from app.config.validate import key_problems, typed
+from app.errors import CheckpointError, ConfigError, refuse
 
 VERSION_BASE = "1.3"
 
@@ -40,9 +39,7 @@ def checked_run(data: Mapping[str, Any]) -> RunConfig:
 def checked(data: Mapping[str, Any], schema: type[Run]) -> Run:
     """The same of a command's own keys beside those of a run."""
     config = typed(schema, data)
-    problems = problems_of(config)
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems_of(config))
     return config
 
 
@@ -72,15 +69,15 @@ def compose_runs(commands: Sequence[Sequence[str]]) -> Iterator[RunConfig | Conf
 
 def checked_arguments(arguments: Sequence[str]) -> list[str]:
     """Command-line words as Hydra takes them; ConfigError with everything that is wrong with the run they describe."""
-    overrides = _checked_words(overrides_of(arguments))
-    _composed(overrides)
-    return [*switches_of(arguments), *overrides]
+    words = _checked_words(overrides_of(arguments))
+    _composed(words)
+    return [*switches_of(arguments), *words]
 
 
 def _checked_words(overrides: Sequence[str]) -> list[str]:
     """As `check_overrides`; where a word means nothing, the values of the others are looked at all the same."""
     checked, problems = sort_overrides(overrides, RunConfig)
-    checked = with_any_model(checked)
+    checked = _with_any_model(checked)
     if problems:
         raise ConfigError([*problems, *_wrong_values(checked)])
     return checked
@@ -90,17 +87,17 @@ def _wrong_values(overrides: Sequence[str]) -> list[str]:
     """Only what is told of a key that was given: all else may follow from what is missing."""
     if not overrides:
         return []
-    given = tuple(f"{text.lstrip('+').partition('=')[0]}=" for text in overrides)
+    given = tuple(f"{key_of(text)}=" for text in overrides)
     try:
-        typed(RunConfig, _plain(compose_plain(overrides)))
+        typed(RunConfig, _plain(_compose(overrides)))
     except ConfigError as wrong:
         return [problem for problem in wrong.problems if problem.startswith(given)]
     return []
 
 
-def with_any_model(overrides: list[str]) -> list[str]:
+def _with_any_model(overrides: list[str]) -> list[str]:
     """`model.path=...` alone names a model of its own: the sizes and rates of the default one do not suit it."""
-    given = {key.lstrip("+"): value for key, _, value in (text.partition("=") for text in overrides)}
+    given = {key_of(text): text.partition("=")[2] for text in overrides}
     path = given.get("model.path", PREFIX)
     if path.strip("'\"").startswith(PREFIX) or given.keys() & {"model", "experiment"}:
         return overrides
@@ -109,7 +106,7 @@ def with_any_model(overrides: list[str]) -> list[str]:
 
 def section_of(group: str, choice: str) -> dict[str, Any]:
     """The section that a file of conf/ makes, its references to other sections as they stand."""
-    return _as_dict(compose_plain([f"{group}={choice}"])[group], resolve=False)
+    return _as_dict(_compose([f"{group}={choice}"])[group], resolve=False)
 
 
 def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,14 +114,10 @@ def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
     return _plain(OmegaConf.create(dict(data)))
 
 
-def _composed(overrides: list[str]) -> RunConfig:
-    return composed_run(compose_plain(overrides), overrides)
-
-
-def composed_run(config: DictConfig, overrides: Sequence[str]) -> RunConfig:
+def _composed(overrides: Sequence[str]) -> RunConfig:
     """The typed run, if every override means something: the numbers of pretrained weights lie beside them."""
-    run = load_run(config)
-    numbers = [text.lstrip("+") for text in overrides if text.lstrip("+").startswith("model.architecture")]
+    run = load_run(_compose(overrides))
+    numbers = [text.lstrip("+") for text in overrides if key_of(text).startswith("model.architecture")]
     if numbers and run.model.weights == "pretrained":
         raise ConfigError(
             [
@@ -136,35 +129,27 @@ def composed_run(config: DictConfig, overrides: Sequence[str]) -> RunConfig:
     return run
 
 
-def compose_plain(overrides: Sequence[str]) -> DictConfig:
+def _compose(overrides: Sequence[str]) -> DictConfig:
     """Composes without the typed schema, because Hydra stops at the first key that a schema refuses."""
-    _store_schema({})
+    store_schema({})
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(groups.CONF), version_base=VERSION_BASE):
             config = compose("config", overrides=list(overrides), return_hydra_config=True)
     except (HydraException, OmegaConfBaseException, YAMLError) as fault:
         raise ConfigError(_one_line(fault)) from fault
-    except ValueError as fault:  # of omegaconf, where a key lies inside what is a list
-        raise ConfigError(_no_place(overrides, fault)) from fault
+    except ValueError as fault:  # of omegaconf, where a key lies inside a list
+        inside = [text.lstrip("+") for text in overrides if key_of(text).count(".") > 1]
+        reason = f"one of these keys lies inside a list or a number ({fault})"
+        raise ConfigError(f"{', '.join(inside)}: {reason}. Give the whole list anew.") from fault
     if config.hydra.mode == RunMode.MULTIRUN:
         raise ConfigError("hydra.mode=MULTIRUN: a sweep is started by -m on the command line alone.")
     return config
 
 
-def _no_place(overrides: Sequence[str], fault: ValueError) -> str:
-    """`check_overrides` lets keys through that lie in mappings of any shape."""
-    inside = [text.lstrip("+") for text in overrides if text.count(".", 0, text.find("=")) > 1]
-    return f"{', '.join(inside)}: one of these keys lies inside a list or a number ({fault}). Give the whole list anew."
-
-
-def store_schema() -> None:
+def store_schema(schema: Any = RunConfig) -> None:
     """Make the typed schema the first defaults entry of conf/config.yaml."""
-    _store_schema(RunConfig)
-
-
-def _store_schema(node: Any) -> None:
-    ConfigStore.instance().store(name="schema", node=node)
+    ConfigStore.instance().store(name="schema", node=schema)
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:
@@ -179,13 +164,10 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 
 def _lookup_problem(fault: OmegaConfBaseException) -> str:
-    reason = (
-        _one_line(fault)
-        .partition(" full_key:")[0]
-        .rpartition("while resolving interpolation: ")[2]
-        .strip('"')
-    )
-    return f"{fault.full_key}: {reason}." if fault.full_key else f"{reason}."
+    told = _one_line(fault).partition(" full_key:")[0].rpartition("while resolving interpolation: ")[2]
+    where = f"{fault.full_key}: " if fault.full_key else ""
+    reason = told.strip('"')
+    return f"{where}{reason}."
 
 
 def _as_dict(config: DictConfig, *, resolve: bool) -> dict[str, Any]:

@@ -1,28 +1,91 @@
-"""The command line, checked against conf/ and the schema before Hydra composes anything."""
+"""The words of the command line: Hydra's switches, and overrides, checked against conf/ and the schema before Hydra
+composes anything.
+"""
 
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from argparse import ArgumentError, Namespace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hydra._internal.utils import get_args_parser  # Hydra's own decides, so that both always agree
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
+from app.config.did_you_mean import did_you_mean_key, nearest, nearest_keys
 from app.config.groups import choices_by_group
-from app.config.strict import is_key, kinds
-from app.config.suggest import did_you_mean_key, nearest, nearest_keys
-from app.config.values import is_optional, is_text, shown
-from app.errors import ConfigError
+from app.config.validate import is_key, is_optional, is_text, kinds, shown
+from app.errors import ConfigError, refuse
 
+_SWEEP_SWITCHES = ("-m", "--multirun")
+# there is one tree of configurations, and it is checked; `rerun` would unpickle a file
+_OTHER_ROOTS = ("config_path", "config_name", "config_dir", "experimental_rerun")
 _CAN_BE_ABSENT = ("experiment", "debug")  # groups without a choice unless one is made
+
+
+def is_sweep(arguments: Sequence[str]) -> bool:
+    """Whether `-m` is among them; words that cannot be read at all are reported as those of a run."""
+    try:
+        return bool(_read(arguments)[0].multirun)
+    except ConfigError:
+        return False
+
+
+def overrides_of(arguments: Sequence[str]) -> list[str]:
+    """The settings among `arguments`; ConfigError for a switch that this program does not have."""
+    known, overrides, problems = _read(arguments)
+    if known.multirun:
+        problems.append("-m starts a sweep, and this is one run. Leave it out.")
+    refuse(problems)
+    return overrides
+
+
+def sweep_overrides_of(arguments: Sequence[str]) -> list[str]:
+    """The same for a command with `-m`, which goes with no other switch."""
+    _, overrides, problems = _read(arguments)
+    others = [word for word in arguments if word not in overrides and word not in _SWEEP_SWITCHES]
+    if others and not problems:
+        problems.append(
+            f"{' '.join(others)} does not go with -m, because it is about one run. Leave out one of them; "
+            "dry_run=true tells the plan of every trial."
+        )
+    refuse(problems)
+    return overrides
+
+
+def switches_of(arguments: Sequence[str]) -> list[str]:
+    """The rest: `--help`, `--cfg job` and the like."""
+    overrides = overrides_of(arguments)
+    return [argument for argument in arguments if argument not in overrides]
+
+
+def _read(arguments: Sequence[str]) -> tuple[Namespace, list[str], list[str]]:
+    """The switches, the settings, and what is wrong with the switches."""
+    parser = get_args_parser()
+    parser.exit_on_error = False
+    try:
+        known, others = parser.parse_known_args(list(arguments))
+    except ArgumentError as fault:
+        raise ConfigError(f"{fault.argument_name}: {fault.message}.") from None
+    problems = []
+    for switch in (other for other in others if other.startswith("-")):
+        name, _, value = switch.lstrip("-").partition("=")
+        setting = f"{name.replace('-', '_')}={value or '...'}"
+        problems.append(f"{switch}: there is no such switch. Settings have no dashes in front: {setting}")
+    problems += [
+        f"--{name.replace('_', '-')} is not in this program: its configurations are the files of conf/. "
+        "Choose among them with group=choice; --help lists them."
+        for name in _OTHER_ROOTS
+        if getattr(known, name) is not None
+    ]
+    return known, [*known.overrides, *others], problems
 
 
 def check_overrides(arguments: Sequence[str], schema: type) -> list[str]:
     """The overrides in a form that composes whatever the YAML has (`++`), or one ConfigError with every problem."""
     checked, problems = sort_overrides(arguments, schema)
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return checked
 
 
@@ -30,10 +93,9 @@ def sort_overrides(arguments: Sequence[str], schema: type) -> tuple[list[str], l
     """Those that can be composed, as above, and what is wrong with the others."""
     checked: list[str] = []
     problems: list[str] = []
-    parse = OverridesParser.create().parse_override
     for text in arguments:
         try:
-            override = _parse(parse, text, schema)
+            override = _parsed(text, schema)
         except ConfigError as problem:
             problems += problem.problems
             continue
@@ -44,37 +106,37 @@ def sort_overrides(arguments: Sequence[str], schema: type) -> tuple[list[str], l
     return checked, problems
 
 
-def _parse(parse: Callable[[str], Override], text: str, schema: type) -> Override:
+def key_of(text: str) -> str:
+    """What an override sets: `seed` of `++seed=1`."""
+    return text.lstrip("+").partition("=")[0]
+
+
+def _parsed(text: str, schema: type) -> Override:
+    parse = OverridesParser.create().parse_override
     key, equals, value = text.partition("=")
-    if text.startswith("~"):
-        equals = "="
-    if not equals or not key:
-        meant = f" Did you mean run={text}?" if _is_run(text, schema) else ""
+    if not key or not (equals or text.startswith("~")):
+        is_run = "run" in kinds(schema) and Path(text).expanduser().is_dir()
+        meant = f" Did you mean run={text}?" if is_run else ""
         raise ConfigError(f"{text!r} is not an override. Write key=value or group=choice.{meant}")
     try:
         return parse(text)
     except HydraException as fault:
-        if _takes_text(key.lstrip("+"), schema) and _can_be_quoted(value):
+        if is_text(kinds(schema).get(key_of(text))) and not any(sign in value for sign in "\"'\\,"):
             return parse(f'{key}="{value}"')
         reason = " ".join(str(fault).splitlines()[0].split())
         raise ConfigError(f"{text!r} cannot be read: {reason}. Quote the value: '{key}=\"...\"'.") from None
 
 
-def _is_run(text: str, schema: type) -> bool:
-    """A folder, where the command is about one."""
-    return "run" in kinds(schema) and Path(text).expanduser().is_dir()
-
-
 def _problems(override: Override, text: str, schema: type) -> Iterator[str]:
     key = override.key_or_group
+    section = key.partition(".")[0]
     if _is_hydra(key):
         return
-    if _is_of_a_sweep(key):
+    if section == "sweep":
         yield f"{text}: a sweep is several runs, and -m starts those: python -m app.train -m {shlex.quote(text)} ..."
-    elif _is_of_a_check(key, schema):
-        yield (
-            f"{text}: {key} is asked by app.check, not by a run: python -m app.check memory {shlex.quote(text)} ..."
-        )
+    elif section == "hardware" and section not in kinds(schema):
+        asked = f"python -m app.check memory {shlex.quote(text)} ..."
+        yield f"{text}: {key} is asked by app.check, not by a run: {asked}"
     elif override.is_delete():
         if key not in _CAN_BE_ABSENT:
             yield f"{text}: nothing can be taken out of a run.{_instead_of_taking_out(key, schema)}"
@@ -95,15 +157,13 @@ def _wrong_value(override: Override, text: str, schema: type) -> Iterator[str]:
 
 
 def _instead_of_taking_out(key: str, schema: type) -> str:
-    names = choices_by_group().get(key, ())
-    if key in _CAN_BE_ABSENT or is_optional(kinds(schema).get(key)):
+    if is_optional(kinds(schema).get(key)):
         return f" Set {key}=null."
-    return f" Set {key}=none." if "none" in names else ""
+    return f" Set {key}=none." if "none" in choices_by_group().get(key, ()) else ""
 
 
 def _no_sweep(key: str, value: str, schema: type) -> str:
-    kind = kinds(schema).get(key)
-    meant = ""
+    kind, meant = kinds(schema).get(key), ""
     if kind == list[str]:
         meant = f" For a list write {key}=[{value}]."
     elif key not in choices_by_group() and is_text(kind):
@@ -139,25 +199,9 @@ def _composable(override: Override, schema: type) -> str:
     given = text.partition("=")[2]
     if key in choices_by_group() and not isinstance(value, dict):
         return f"~{key}" if value is None else f"{key}={given}"
-    if isinstance(value, int | float) and _takes_text(key, schema):
+    if isinstance(value, int | float) and is_text(kinds(schema).get(key)):
         return f'++{key}="{given}"'  # `model.revision=12e4567` is no number
     return f"++{key}={given}"
-
-
-def _takes_text(key: str, schema: type) -> bool:
-    return is_text(kinds(schema).get(key))
-
-
-def _can_be_quoted(value: str) -> bool:
-    return not any(sign in value for sign in "\"'\\,")
-
-
-def _is_of_a_sweep(key: str) -> bool:
-    return key == "sweep" or key.startswith("sweep.")
-
-
-def _is_of_a_check(key: str, schema: type) -> bool:
-    return key.partition(".")[0] == "hardware" and "hardware" not in kinds(schema)
 
 
 def _is_hydra(key: str) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from app.config.dataset_schema import DatasetConfig
+from app.config.schema import DatasetConfig
 from app.data.encoding import Encoder, Sample
 from app.data.formats.table import empty_parts, read_row
 from app.data.pieces import PIECE

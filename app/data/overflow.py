@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from app.config.formats import LABELLED_FORMATS
+from app.config.dataset import LABELLED_FORMATS
 from app.data.encoding import Mask, Parts, Sample
 from app.data.report import Counts
 from app.errors import DataError

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from app.config.dataset_schema import DatasetConfig
-from app.config.formats import has_chats
-from app.config.mixes import sources_of
+from app.config.dataset import has_chats, sources_of
+from app.config.schema import DatasetConfig
 from app.data.cache import cache_key, cached_rows
 from app.data.formats.table import fields_of
 from app.data.mixing import Pool, recount

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.config.suggest import nearest
+from app.config.did_you_mean import nearest
 from app.data.files import READERS, extension, read_file
 from app.data.formats.columns import value
 from app.data.shapes import Broken, Message, Row

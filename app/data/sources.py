@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.assets import locate
-from app.config.dataset_schema import DatasetConfig
-from app.config.mixes import key_of, sources_of
+from app.config.dataset import key_of, sources_of
+from app.config.schema import DatasetConfig
 from app.data.decoding import printable
 from app.data.files import READERS, TEXT_FILES, extension, read_file
 from app.data.hub import HubRows, SavedRows, is_saved_dataset

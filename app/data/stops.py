@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from app.config.dataset_schema import DatasetConfig
+from app.config.schema import DatasetConfig
 from app.data.bad_rows import bad_row_problems
 from app.data.overflow import too_many_dropped
 from app.data.report import Counts

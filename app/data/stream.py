@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
-from app.config.dataset_schema import DatasetConfig
+from app.config.schema import DatasetConfig
 from app.data.bad_rows import BadRows
 from app.data.crew import in_order
 from app.data.encoding import Sample

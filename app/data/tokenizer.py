@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from app.config.formats import CHAT_FORMATS, LABELLED_FORMATS
+from app.config.dataset import CHAT_FORMATS, LABELLED_FORMATS
 from app.data.shapes import Message
 from app.errors import ConfigError
 

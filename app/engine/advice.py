@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from app.config.formats import trains_answers
+from app.config.dataset import trains_answers
 from app.config.schema import RunConfig
 from app.data import survey
 from app.data.overflow import policy_for

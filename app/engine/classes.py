@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from app.config.mixes import paths_of
+from app.config.dataset import paths_of
 from app.config.schema import RunConfig
 from app.errors import ConfigError
 

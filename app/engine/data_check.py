@@ -4,10 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from app.config.dataset_schema import DatasetConfig
-from app.config.formats import has_chats
-from app.config.mixes import formats_of, sources_of
-from app.config.schema import RunConfig
+from app.config.dataset import formats_of, has_chats, sources_of
+from app.config.schema import DatasetConfig, RunConfig
 from app.data import survey
 from app.data.labels import labels_of
 from app.data.loader import Loader, Share

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from app.config.exporting import ExportConfig
+from app.config.finished_run import ExportConfig
 from app.engine.certificate import (
     Certificate,
     Expected,

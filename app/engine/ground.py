@@ -10,8 +10,7 @@ from typing import Any
 
 from app import __version__
 from app.batch import Batch
-from app.config.formats import has_chats
-from app.config.mixes import formats_of
+from app.config.dataset import formats_of, has_chats
 from app.config.schema import BatchingConfig, ModelConfig, RunConfig, ScheduleConfig
 from app.data.labels import Labels, labels_of
 from app.data.layout import Layout, Packed, Padded

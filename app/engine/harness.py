@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.config.suggest import did_you_mean
+from app.config.did_you_mean import did_you_mean
 from app.engine.world import world
 from app.errors import ConfigError, EnvironmentProblem
 from app.record.lines import columns

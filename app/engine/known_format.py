@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import TypeVar
 
-from app.config.formats import formats_for
+from app.config.dataset import formats_for
 from app.config.rules import problems_of
 from app.config.schema import RunConfig
 from app.data.formats.recognise import recognised

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from app.batch import Batch
 from app.config.schema import RunConfig, TrainingConfig
-from app.config.values import converted
+from app.config.validate import converted
 from app.engine.choices import Choices
 from app.engine.peers import Peers
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from app.config.formats import has_chats
+from app.config.dataset import has_chats
 from app.config.schema import RunConfig
 from app.data.prepare import Data, prepare
 from app.engine.known_format import with_format

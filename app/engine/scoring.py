@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from app.batch import Batch
-from app.config.evaluation import holds_out
-from app.config.formats import has_chats, trains_answers
-from app.config.mixes import paths_of
+from app.config.dataset import has_chats, paths_of, trains_answers
+from app.config.finished_run import holds_out
 from app.config.schema import RunConfig
 from app.data.labels import labels_of
 from app.data.layout import Layout

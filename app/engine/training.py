@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from app.batch import Batch
-from app.config.formats import trains_answers
+from app.config.dataset import trains_answers
 from app.config.schema import RunConfig
 from app.engine.anatomy import kept_bytes
 from app.engine.bins import KEPT_BINS, Largest

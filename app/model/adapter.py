@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from app.config.did_you_mean import did_you_mean
 from app.config.schema import AdapterConfig
-from app.config.suggest import did_you_mean
 from app.errors import ConfigError
 from app.model.head import is_of_backbone
 from app.model.pooled import head_modules

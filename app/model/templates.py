@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from app.assets import ROOT
+from app.config.did_you_mean import nearest
 from app.config.schema import ModelConfig
-from app.config.suggest import nearest
 from app.errors import ConfigError
 
 _FOLDER = ROOT / "templates"

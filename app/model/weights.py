@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from app.config.did_you_mean import did_you_mean
 from app.config.schema import ModelConfig
-from app.config.suggest import did_you_mean
 from app.errors import ConfigError, EnvironmentProblem
 from app.model.drawing import draw
 from app.model.held import Held

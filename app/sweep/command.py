@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from app.config.arguments import sweep_overrides_of
+from app.config.overrides import sweep_overrides_of
 from app.config.schema import RunConfig
 from app.errors import ConfigError
 from app.sweep.checking import checked_runs, wrong_overrides

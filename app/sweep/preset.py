@@ -10,9 +10,9 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from app.config import groups
-from app.config.fields import choice, number
-from app.config.strict import typed
-from app.config.suggest import did_you_mean
+from app.config.did_you_mean import did_you_mean
+from app.config.schema import choice, number
+from app.config.validate import typed
 from app.errors import ConfigError
 from app.sweep.expansion import MOST_TRIALS
 from app.sweep.trial import key_of

@@ -6,8 +6,7 @@ from typing import Any
 
 from app.config.load import compose_runs
 from app.config.schema import RunConfig
-from app.config.strict import kinds
-from app.config.values import number_type
+from app.config.validate import kinds, number_type
 from app.errors import ConfigError
 from app.sweep.space import times
 from app.sweep.trial import key_of

@@ -9,11 +9,10 @@ from typing import Any
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
+from app.config.did_you_mean import did_you_mean
 from app.config.groups import choices_by_group
 from app.config.schema import RunConfig
-from app.config.strict import kinds
-from app.config.suggest import did_you_mean
-from app.config.values import number_type, shown
+from app.config.validate import kinds, number_type, shown
 from app.errors import ConfigError
 from app.sweep.checking import wrong_overrides
 from app.sweep.expansion import Setting, settings_of

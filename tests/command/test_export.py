@@ -188,7 +188,7 @@ def test_damage_and_a_full_disk(zygote: Zygote, made: Callable[[str], Path], tmp
 def test_room_is_asked_for_before_anything_is_written(
     made: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from app.config.exporting import export_config
+    from app.config.finished_run import export_config
     from app.engine.exporting import lay_export
     from app.engine.scoring import lay_scoring
     from app.errors import EnvironmentProblem

@@ -9,7 +9,7 @@ import pytest
 
 from app.config.load import compose_run
 from app.config.schema import RunConfig
-from app.config.strict import typed
+from app.config.validate import typed
 from app.errors import ConfigError
 
 

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from app.config.groups import CONF, choices_by_group
 from app.config.load import compose_run
 from app.config.schema import RunConfig
-from app.config.strict import is_key, leaf_keys
+from app.config.validate import is_key, leaf_keys
 
 FILES = sorted(CONF.rglob("*.yaml"))
 APART = ("sweep", "hardware")  # of no run: read in tests/sweep/test_preset.py and test_hardware.py

@@ -6,12 +6,20 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from app.config import exporting
-from app.config.evaluation import MAY_CHANGE, EvaluateConfig, evaluate_config, holds_out
-from app.config.finished import as_run, read_changes, settled
-from app.config.reproduction import reproduce_config
+from app.config.finished_run import (
+    EVALUATE_MAY,
+    EXPORT_MAY,
+    EvaluateConfig,
+    ExportConfig,
+    as_run,
+    evaluate_config,
+    holds_out,
+    read_changes,
+    reproduce_config,
+    settled,
+)
 from app.config.schema import RunConfig
-from app.config.strict import kinds
+from app.config.validate import kinds
 from app.errors import AppError, CheckpointError, ConfigError
 from tests.config.small import data_with, run_with
 
@@ -118,9 +126,9 @@ def test_all_that_is_wrong_comes_together() -> None:
 
 
 def test_what_may_change_is_there_to_be_changed() -> None:
-    assert set(MAY_CHANGE) <= kinds(EvaluateConfig).keys()
-    assert set(exporting.MAY_CHANGE) <= kinds(exporting.ExportConfig).keys()
-    (first,) = read_changes(["dataset.columns.text=a"], EvaluateConfig, MAY_CHANGE, {}).values
+    assert set(EVALUATE_MAY) <= kinds(EvaluateConfig).keys()
+    assert set(EXPORT_MAY) <= kinds(ExportConfig).keys()
+    (first,) = read_changes(["dataset.columns.text=a"], EvaluateConfig, EVALUATE_MAY, {}).values
     assert first == "dataset.columns.text"
 
 

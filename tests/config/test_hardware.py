@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.config.checking import check_config
+from app.config.commands import check_config
 from app.config.hardware import every_hardware, named, read_hardware
 from app.config.load import compose_run
 from app.errors import ConfigError

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from app.config.arguments import is_sweep, overrides_of, sweep_overrides_of, switches_of
 from app.config.load import checked_arguments, compose_run, compose_runs
-from app.config.overrides import check_overrides
+from app.config.overrides import check_overrides, is_sweep, overrides_of, sweep_overrides_of, switches_of
 from app.config.schema import RunConfig
 from app.errors import ConfigError
 from tests.config.small import refusal_of

@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.config.platforms import require_platform
+from app.config.commands import require_platform
 from app.errors import EnvironmentProblem
 
 

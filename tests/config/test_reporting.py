@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from app.config.reporting import folders_in, report_config
+from app.config.commands import folders_in, report_config
 from app.errors import ConfigError
 
 

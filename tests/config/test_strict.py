@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from app.config.asking import generate_config
+from app.config.commands import generate_config
 from app.config.load import checked_run, compose_run, read_run
 from app.config.schema import RunConfig
-from app.config.strict import leaf_keys
+from app.config.validate import leaf_keys
 from app.errors import CheckpointError, ConfigError
 from tests.config.small import data_with, problems_in, run_with
 

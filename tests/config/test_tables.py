@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from app.config.dataset_schema import DatasetConfig
-from app.config.fields import CHOICES
-from app.config.formats import CHAT_FORMATS, TRAIN_ON
+from app.config.dataset import CHAT_FORMATS, TRAIN_ON
 from app.config.groups import choices_by_group
+from app.config.schema import CHOICES, DatasetConfig
 from app.data.formats.table import FORMATS
 from app.data.labels import LABELS
 from app.data.overflow import POLICIES

@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config import groups
-from app.config.arguments import overrides_of
-from app.config.overrides import check_overrides
+from app.config.overrides import check_overrides, overrides_of
 from app.config.schema import RunConfig
-from app.config.strict import kinds, leaf_keys
+from app.config.validate import kinds, leaf_keys
 from app.errors import ConfigError
 from tests.config.small import refusal_of
 

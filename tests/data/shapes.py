@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from app.config.dataset_schema import Columns
+from app.config.schema import Columns
 from app.data.encoding import Encoder, Sample
 from app.data.formats.table import read_row
 from app.data.rendering import Drafts, Renderer

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from app.config.dataset_schema import Columns, DatasetConfig
-from app.config.fields import CHOICES
 from app.config.groups import CONF
+from app.config.schema import CHOICES, Columns, DatasetConfig
 from app.data.formats.conversation import ROLES
 from app.data.formats.table import FORMATS, fields_of, read_row
 from app.data.shapes import Conversation, Document, RowProblem

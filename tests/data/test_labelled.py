@@ -195,7 +195,7 @@ def test_the_same_text_with_another_label_is_no_duplicate_and_is_told(tmp_path: 
 
 
 def test_a_mix_has_the_labels_of_all_its_sources(tmp_path: Path) -> None:
-    from app.config.dataset_schema import MixSource
+    from app.config.schema import MixSource
 
     one = write_jsonl(tmp_path / "a.jsonl", labelled(("rain", "b"), ("cat", "a")))
     two = tmp_path / "b.jsonl"

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from app.config.dataset_schema import DatasetConfig, MixSource
-from app.config.formats import formats_for
-from app.config.mixes import sources_of
+from app.config.dataset import formats_for, sources_of
+from app.config.schema import DatasetConfig, MixSource
 from app.data.formats.recognise import LOOKED_AT, recognised
 from app.data.formats.table import FORMATS
 from app.errors import DataError

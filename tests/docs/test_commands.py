@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from app.assets import PREFIX
-from app.config.arguments import is_sweep
-from app.config.asking import generate_config
+from app.config.commands import generate_config
 from app.config.load import compose_run
+from app.config.overrides import is_sweep
 from app.config.schema import RunConfig
 from app.errors import AppError
 from app.sweep.command import planned

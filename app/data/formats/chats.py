@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from app.config.dataset_schema import Columns
+from app.config.schema import Columns
 from app.data.files import kind_of
 from app.data.formats.columns import value
 from app.data.formats.conversation import converse

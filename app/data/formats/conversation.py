@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from app.config.dataset_schema import Columns
+from app.config.schema import Columns
 from app.data.files import kind_of
 from app.data.formats.columns import optional, optional_text
 from app.data.formats.tools import read_calls, read_tools

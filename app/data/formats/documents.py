@@ -1,6 +1,6 @@
 """Rows that are text as it stands, without a chat template."""
 
-from app.config.dataset_schema import Columns
+from app.config.schema import Columns
 from app.data.formats.columns import text, value
 from app.data.shapes import Document, Piece, Row, RowProblem
 

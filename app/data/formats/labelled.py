@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from app.config.dataset_schema import Columns
+from app.config.schema import Columns
 from app.data.files import kind_of
 from app.data.formats.columns import text, value
 from app.data.shapes import Example, Row, RowProblem

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from app.config.dataset_schema import Columns
+from app.config.schema import Columns
 from app.data.files import kind_of
 from app.data.formats.columns import optional, optional_text, text
 from app.data.formats.conversation import converse

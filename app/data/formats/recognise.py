@@ -5,9 +5,8 @@ from dataclasses import dataclass, fields, replace
 from itertools import islice
 from typing import Any
 
-from app.config.dataset_schema import Columns, DatasetConfig
-from app.config.formats import formats_for
-from app.config.mixes import key_of, sources_of
+from app.config.dataset import formats_for, key_of, sources_of
+from app.config.schema import Columns, DatasetConfig
 from app.data.files import kind_of
 from app.data.formats.columns import ABSENT, has, value
 from app.data.formats.table import FORMATS

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from app.config.dataset_schema import Columns
+from app.config.schema import Columns
 from app.data.formats import chats, documents, labelled, questions
 from app.data.formats.columns import has, value
 from app.data.shapes import Conversation, Document, Example, Row, RowProblem

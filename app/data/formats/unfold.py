@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from app.config.dataset_schema import Columns
+from app.config.schema import Columns
 from app.data.files import kind_of
 from app.data.formats.columns import ABSENT, value
 from app.data.shapes import Broken, Located, Row, goes_on

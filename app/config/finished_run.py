@@ -1,0 +1,371 @@
+"""A run that was made, and what `app.evaluate`, `app.export` and `app.reproduce` may change of it."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from app.config.groups import choices_by_group
+from app.config.load import checked, read_run, resolved, section_of
+from app.config.overrides import check_overrides, key_of
+from app.config.schema import AttentionConfig, DatasetConfig, RunConfig, choice, number
+from app.config.validate import is_key, kinds
+from app.errors import CheckpointError, ConfigError, refuse
+
+ChoicesOf = Callable[
+    [Path], Mapping[str, Any]
+]  # what was chosen for the machine when the run in a folder was made
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What a command line sets: choices by their group, values by their dotted key."""
+
+    choices: Mapping[str, str]
+    values: Mapping[str, Any]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.choices or name in self.values
+
+
+def read_changes(
+    arguments: Sequence[str], schema: type[RunConfig], may: Sequence[str], why_not: Mapping[str, str]
+) -> Changes:
+    """Checked as app.train checks its own. Of `schema` only what `may` names, or lies in a section that it names, is
+    taken: the rest would change nothing, so it is refused, with the reason that `why_not` has for its section.
+    """
+    problems, others = [], []
+    for text in arguments:
+        key = key_of(text).lstrip("~")
+        known = key in choices_by_group() or is_key(schema, key) or key.partition(".")[0] == "hydra"
+        parts = key.split(".")
+        places = [
+            ".".join(parts[:end]) for end in range(len(parts), -1, -1)
+        ]  # innermost first; "" is the whole
+        if known and not any(place in may for place in places):
+            reason = next(why_not[place] for place in places if place in why_not)
+            problems.append(f"{text}: {key} does not apply, {reason}.")
+        else:
+            others.append(text)
+    try:
+        overrides = check_overrides(others, schema)
+    except ConfigError as found:
+        problems += found.problems
+    refuse(problems)
+    return _sorted_out(overrides, schema)
+
+
+def finished_folder(given: str | None) -> Path:
+    """The folder of `run=`, if the run in it came to its end."""
+    folder = run_folder(given)
+    if not (folder / "final").is_dir():
+        raise CheckpointError(
+            f"run={given}: there is no final/ in it, so the run did not finish. "
+            f"Finish it with python -m app.train ... output_dir={given} resume=auto"
+        )
+    return folder
+
+
+def run_folder(given: str | None) -> Path:
+    """The folder of `run=`."""
+    if given is None:
+        raise ConfigError("run has no value. Give run=DIR, the output_dir of a run.")
+    folder = Path(given).expanduser()
+    if not folder.is_dir():
+        raise CheckpointError(f"run={given}: there is no such folder. Give the output_dir of a finished run.")
+    return folder
+
+
+def settled(run: RunConfig, choices: Mapping[str, Any]) -> RunConfig:
+    """The run with what was left to the machine as it was when the run was made; `choices` are of its manifest."""
+    if run.precision.kind == "auto" and "precision" in choices:
+        run = replace(run, precision=replace(run.precision, kind=choices["precision"]))
+    if run.attention.kind == "auto" and "attention" in choices:
+        run = replace(run, attention=AttentionConfig(kind=choices["attention"]))
+    # on a CPU their number may move the last bits
+    if run.launch.threads is None and choices.get("device") == "cpu":
+        run = replace(run, launch=replace(run.launch, threads=choices["threads"]))
+    return run
+
+
+def settled_data(folder: Path, choices: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of the run in a folder, as plain data."""
+    return asdict(settled(read_run(folder / "run.yaml"), choices))
+
+
+def changed(data: Mapping[str, Any], changes: Changes, over: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain data of a run with `over` and, over that, `changes`; a chosen group replaces its section."""
+    chosen = {group: section_of(group, choice) for group, choice in changes.choices.items()}
+    config = OmegaConf.create({**data, **chosen})
+    for key, value in {**over, **changes.values}.items():
+        OmegaConf.update(config, key, value, merge=True)
+    return resolved(config)
+
+
+def as_run(config: RunConfig) -> RunConfig:
+    """Without the keys that belong to a command."""
+    return RunConfig(**{each.name: getattr(config, each.name) for each in fields(RunConfig)})
+
+
+def _sorted_out(overrides: Sequence[str], schema: type) -> Changes:
+    choices: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    parse = OverridesParser.create().parse_override
+    for override in map(parse, overrides):
+        name, value = override.key_or_group, override.value()
+        if name in choices_by_group() and isinstance(value, str):
+            choices[name] = value
+        else:
+            values.update(_flat(name, value, schema))
+    return Changes(choices, values)
+
+
+def _flat(key: str, value: Any, schema: type) -> dict[str, Any]:
+    """`dataset={path: x}` is `dataset.path=x`."""
+    if not isinstance(value, dict) or not is_dataclass(kinds(schema).get(key)):
+        return {key: value}
+    return {k: v for name, inner in value.items() for k, v in _flat(f"{key}.{name}", inner, schema).items()}
+
+
+@dataclass(kw_only=True, slots=True)
+class _OfARun(RunConfig):
+    run: str
+
+    @property
+    def folder(self) -> Path:
+        """Of the run."""
+        return Path(self.run).expanduser()
+
+
+# meant for the time of the training, and in the way afterwards; the chat template lies in final/
+_AFTER_TRAINING: Mapping[str, Any] = {
+    "resume": None,
+    "dry_run": False,
+    "checkpoint.final": "last",
+    "eval.patience": 0,
+    "launch.num_processes": 1,
+    "model.chat_template": None,
+}
+
+
+def _precision(choices: Mapping[str, Any]) -> dict[str, Any]:
+    """The kernel of attention may be another on this machine: only precision decides the number."""
+    return {name: kind for name, kind in choices.items() if name == "precision"}
+
+
+# ---- app.evaluate
+
+_WEIGHTS = "because the weights are those of the run; weights=tuned, base or both chooses between them"
+EVALUATE_MAY = (
+    *("run", "weights", "output_dir", "cache_dir", "dataset", "attention", "precision"),
+    *("batching.packing", "batching.tokens", "eval.rows", "launch.threads", "launch.num_processes"),
+    *("model.path", "model.chat_template", "harness", "harness_limit", "harness_chat"),
+)
+_EVALUATE_WHY_NOT = {
+    "": "because an evaluation trains nothing",
+    "batching.rows": "eval.rows is the number of rows in a micro-batch of an evaluation",
+    **dict.fromkeys(("model", "adapter", "quantization", "recipe", "experiment"), _WEIGHTS),
+}
+_SOURCE = ("path", "mix", "split", "hub_config", "revision")
+_HELD_OUT: Mapping[str, Any] = {"eval_path": None, "eval_split": None, "eval_fraction": 0.0}
+_LIMITS: Mapping[str, Any] = {"max_rows": None, "eval_max_rows": None}
+
+
+@dataclass(kw_only=True, slots=True)
+class EvaluateConfig(_OfARun):
+    """The run as it is scored. `output_dir` is where evaluate.json goes: the folder of the run, unless given."""
+
+    weights: str = choice("tuned", "base", "both", default="tuned")
+    harness: list[str] = field(default_factory=list)  # tasks of lm-evaluation-harness, instead of rows
+    harness_limit: int | None = number(None, at_least=1)  # rows of each task
+    harness_chat: bool = False  # its questions through the chat template
+
+
+def evaluate_config(arguments: Sequence[str], choices_of: ChoicesOf) -> EvaluateConfig:
+    """From the command line."""
+    changes = read_changes(
+        [_listed(text) for text in arguments], EvaluateConfig, EVALUATE_MAY, _EVALUATE_WHY_NOT
+    )
+    folder = finished_folder(changes.values.get("run"))
+    own = settled_data(folder, _precision(choices_of(folder)))
+    over = {**_AFTER_TRAINING, "output_dir": str(folder), "model.tokenizer": str(folder / "final")}
+    data = changed(own, changes, over)
+    if changes.values.get("harness"):
+        refuse(_harness_problems(changes))
+    else:
+        data["dataset"] = _rows_to_score(own["dataset"], data["dataset"], changes)
+    config = checked(data, EvaluateConfig)
+    refuse(_evaluate_problems(config, changes))
+    return config
+
+
+def holds_out(dataset: DatasetConfig) -> bool:
+    """Whether the rows to score are a part that is held out, or named for it."""
+    return any(getattr(dataset, name) != nothing for name, nothing in _HELD_OUT.items())
+
+
+def _listed(text: str) -> str:
+    """`harness=a,b` would be a sweep."""
+    key, _, value = text.partition("=")
+    return f"{key}=[{value}]" if key == "harness" and value and value[0] not in "[\"'" else text
+
+
+def _harness_problems(changes: Changes) -> Iterator[str]:
+    of_rows = {"dataset", "batching", "attention"}
+    given = (*changes.choices, *changes.values)
+    idle = [key for key in given if key.partition(".")[0] in of_rows or key == "launch.num_processes"]
+    if idle:
+        yield (
+            f"{' and '.join(idle)} would change nothing: the tasks of harness= bring rows of their own, asked by one "
+            f"process with transformers' own attention. Leave {'it' if len(idle) == 1 else 'them'} out."
+        )
+
+
+def _evaluate_problems(config: EvaluateConfig, changes: Changes) -> Iterator[str]:
+    if not config.harness and (config.harness_limit is not None or config.harness_chat):
+        yield "harness_limit and harness_chat say how tasks are asked, and there are none. Give harness=TASK."
+    if config.harness and config.task.kind != "causal":
+        yield (
+            f"harness={','.join(config.harness)}: its tasks are for models that write text, and this run was tuned "
+            f"with task={config.task.kind}. Leave harness out."
+        )
+    if config.batching.tokens == "auto":
+        yield (
+            "batching.tokens=auto is found for training; an evaluation gives the same numbers with any bins. "
+            f"Give batching.tokens={max(config.model.suggest.tokens, config.dataset.max_length)}, or leave it out."
+        )
+    if "model.path" not in changes:
+        return
+    if config.model.weights == "random":
+        yield f"model.path={config.model.path} would not be read: the base of this run had random weights."
+    elif config.adapter.kind == "none" and config.weights == "tuned":
+        yield (
+            f"model.path={config.model.path} would not be read: this run tuned a whole model, and that is in final/. "
+            "Its base is scored with weights=base or weights=both."
+        )
+
+
+def _rows_to_score(own: dict[str, Any], given: dict[str, Any], changes: Changes) -> dict[str, Any]:
+    """The rows that the run held out; of another dataset those that it names for evaluation, else all.
+
+    What holds rows out or limits them belongs to the dataset that it was given for, not to the next one.
+    """
+    typed_in = {name for name in (*_HELD_OUT, *_LIMITS) if f"dataset.{name}" in changes}
+    forgotten: dict[str, Any] = {}
+    if "dataset" in changes.choices:
+        if any(own[name] != given.get(name) for name in _SOURCE):
+            forgotten = {"eval_fraction": 0.0}
+    elif any(own[name] != given[name] for name in (*_SOURCE, *_HELD_OUT)):
+        forgotten = {**_HELD_OUT, **_LIMITS}
+    elif "dataset.path" not in changes and all(own[name] == nothing for name, nothing in _HELD_OUT.items()):
+        these = f"(dataset.path={own['path']} scores those that it was trained on)."
+        raise ConfigError(
+            f"run={changes.values['run']}: it held no rows out. Give dataset.path=FILE with rows to score "
+            + ("" if own["path"] is None else these)
+        )
+    if "dataset.path" in changes and own["mix"]:
+        forgotten["mix"] = {}  # other rows in the place of a mix
+    rows = {**given, **{name: nothing for name, nothing in forgotten.items() if name not in typed_in}}
+    if "max_rows" in typed_in and (rows.get("eval_path") or rows.get("eval_split")):
+        raise ConfigError(
+            f"dataset.max_rows={given['max_rows']} limits the rows that a run trains on. Of those that are scored "
+            f"here, dataset.eval_max_rows={given['max_rows']} takes the first."
+        )
+    return rows
+
+
+# ---- app.export
+
+EXPORT_MAY = (
+    *("run", "to", "kind", "dtype", "shard_gb", "cache_dir", "launch.threads", "model.path"),
+    *("dataset.path", "dataset.eval_path", "dataset.eval_fraction"),
+)
+_EXPORT_WHY_NOT = {"": "because an export writes down what the run made; only its files may lie elsewhere"}
+# the certificate takes the rows that the run held out one by one, through plain attention
+_FOR_EXPORT = {"eval.rows": 1, "batching.packing": False, "attention.kind": "sdpa", "tracker.kind": "none"}
+
+
+@dataclass(kw_only=True, slots=True)
+class ExportConfig(_OfARun):
+    """The run as it is exported. `dtype` and `shard_gb` (the largest file) are of `kind=merged`."""
+
+    to: str
+    kind: str = choice("adapter", "merged")
+    dtype: str = choice("bf16", "fp16", "fp32", default="bf16")
+    shard_gb: float = number(5.0, above=0)
+
+    @property
+    def target(self) -> Path:
+        """Where the export is to be."""
+        return Path(self.to).expanduser().absolute()
+
+
+def export_config(arguments: Sequence[str], choices_of: ChoicesOf) -> ExportConfig:
+    """From the command line."""
+    changes = read_changes(arguments, ExportConfig, EXPORT_MAY, _EXPORT_WHY_NOT)
+    folder = finished_folder(changes.values.get("run"))
+    own = settled_data(folder, _precision(choices_of(folder)))
+    over = {**_AFTER_TRAINING, **_FOR_EXPORT, "model.tokenizer": str(folder / "final")}
+    config = checked(changed(own, changes, over), ExportConfig)
+    refuse(_export_problems(config, changes))
+    return config
+
+
+def _export_problems(config: ExportConfig, changes: Changes) -> Iterator[str]:
+    whole = config.adapter.kind == "none"
+    if config.kind == "adapter" and whole:
+        yield (
+            f"kind=adapter: run={config.run} tuned a whole model and has no adapter. Give kind=merged: its weights "
+            f"in dtype={config.dtype}."
+        )
+    for key in ("dtype", "shard_gb"):
+        if config.kind == "adapter" and key in changes:
+            yield (
+                f"{key}={changes.values[key]} would change nothing: an adapter is exported as it is. Leave it out, or "
+                "give kind=merged."
+            )
+    if "model.path" in changes and (whole or config.model.weights == "random"):
+        kept = "tuned a whole model, and that is in final/" if whole else "keeps its base of random weights"
+        yield f"model.path={config.model.path} would not be read: this run {kept}."
+
+
+# ---- app.reproduce
+
+REPRODUCE_MAY = (
+    *("run", "output_dir", "steps", "tolerance", "anyway", "attention", "precision", "launch.threads"),
+    *("cache_dir", "dataset.path", "dataset.mix", "dataset.eval_path"),
+    *("model.path", "model.tokenizer", "model.chat_template"),
+)
+_REPRODUCE_WHY_NOT = {
+    "": "because a run is reproduced with its own settings; only its files may lie elsewhere"
+}
+
+
+@dataclass(kw_only=True, slots=True)
+class ReproduceConfig(_OfARun):
+    """The run as it is run again. `tolerance` is relative: 0 asks for the same bits."""
+
+    steps: int | None = number(None, at_least=1)
+    tolerance: float = number(0.0, at_least=0)
+    anyway: bool = False
+
+
+def reproduce_config(arguments: Sequence[str], choices_of: ChoicesOf) -> ReproduceConfig:
+    """From the command line."""
+    changes = read_changes(arguments, ReproduceConfig, REPRODUCE_MAY, _REPRODUCE_WHY_NOT)
+    folder = run_folder(changes.values.get("run"))
+    own = settled_data(folder, choices_of(folder))
+    # a run that began at a checkpoint of another begins there again; one that was stopped begins at the beginning
+    resume = own["resume"]
+    if resume == "auto" or (resume and Path(resume).expanduser().resolve().is_relative_to(folder.resolve())):
+        resume = None
+    over = {
+        "output_dir": f"{folder.resolve()}-reproduced",
+        "resume": resume,
+        "dry_run": False,
+        "tracker.kind": "none",  # its curves are there already
+    }
+    return checked(changed(own, changes, over), ReproduceConfig)
