@@ -1,18 +1,13 @@
-"""Gradients of all processes added up, in buckets that never change: the same sums in every step of every start.
-
-Not DistributedDataParallel: it deals gradients to other buckets after the first step, in which three processes sum in
-another order, and a process that has run out of memory in a backward pass cannot do it over, because some of its
-gradients are on their way already. Here a bucket is sent when the last backward pass of the step has filled it, in
-an order that is the same everywhere; a process that starts over keeps what was sent and makes the rest again.
-"""
+"""How the gradients of a step come together: of one process, or as sums over several."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from app.batch import Batch
+from app.distributed.ddp import GradientSum
 
 BUCKET_BYTES = 64 << 20
 
@@ -93,80 +88,18 @@ class Alone(_Everywhere):
 
 
 class Together(_Everywhere):
-    """Several processes: sums over all of them, in the parameters' own order from the last to the first."""
+    """Several processes, each with all gradients."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__(parameters)
-        self._buckets = [_Bucket(group) for group in neighbours(parameters, bucket_bytes)]
-        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
-        self._last = False
         for parameter in parameters:
             torch.distributed.broadcast(parameter.data, 0)
-            parameter.register_post_accumulate_grad_hook(self._arrived)
-
-    def begin(self) -> None:
-        """Gradients are views of the buckets, so that they need no memory of their own."""
-        for bucket in self._buckets:
-            bucket.sent = None
-        self.begin_again()
-
-    def begin_again(self) -> None:
-        """What is on its way is right as it is; what is made of it a second time goes nowhere."""
-        self._last = False
-        for bucket in self._buckets:
-            bucket.clear()
+        self._sum = GradientSum(parameters)
+        self.begin = self.begin_again = self._sum.clear
+        self.finish = self._sum.reduce
 
     def expect_last(self) -> None:
-        """From here on full buckets are sent."""
-        self._last = True
-
-    def finish(self) -> None:
-        """Parameters that got no gradient here have none to add."""
-        for bucket in self._buckets:
-            bucket.send()
-        for bucket in self._buckets:
-            bucket.receive()
-
-    def _arrived(self, parameter: nn.Parameter) -> None:
-        if not self._last:
-            return
-        self._bucket_of[parameter].missing -= 1
-        for bucket in self._buckets:  # in this order on every process, whatever fills up first
-            if bucket.missing > 0:
-                return
-            bucket.send()
-
-
-class _Bucket:
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.parameters = parameters
-        first = parameters[0]
-        self._flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-        pieces = self._flat.split([p.numel() for p in parameters])
-        self._views: list[Tensor] = [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)]
-        self.sent: Any = None
-        self.missing = len(parameters)
-
-    def clear(self) -> None:
-        if self.sent is not None:
-            for parameter in self.parameters:
-                parameter.grad = None
-            return
-        self.missing = len(self.parameters)
-        self._flat.zero_()
-        self._attach()
-
-    def send(self) -> None:
-        if self.sent is None:
-            self.sent = torch.distributed.all_reduce(self._flat, async_op=True)
-
-    def receive(self) -> None:
-        self.sent.wait()
-        self._attach()
-
-    def _attach(self) -> None:
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            parameter.grad = view
+        """Nothing is sent before the reduction."""
 
 
 def neighbours(parameters: Sequence[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:

@@ -12,7 +12,28 @@ from torch import Tensor, nn
 from app.engine.divided import Divided, dealt, notes
 from app.engine.reduction import bytes_of
 from app.errors import ConfigError
-from tests.engine.test_reduction import _fails, backward, expected, layers
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(4 + i, 5 + i, bias=False) for i in range(4)))
+
+
+def backward(network: nn.Module, seed: int) -> None:
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+    network(x).square().sum().backward()
+
+
+def expected(*seeds: int) -> list[Tensor]:
+    plain = layers()
+    for seed in seeds:
+        backward(plain, seed)
+    return [p.grad for p in plain.parameters() if p.grad is not None]
+
+
+def _fails(_module: nn.Module, _gradient: object) -> None:
+    raise torch.OutOfMemoryError
+
 
 SIZES = [56, 42, 30, 20]  # from the last layer to the first
 

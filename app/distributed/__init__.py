@@ -1,0 +1,1 @@
+"""Several processes on torch's own engines."""
