@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from app.config.did_you_mean import nearest
+from app.config.did_you_mean import did_you_mean
 from app.config.hardware import HardwareConfig, lacking, read_hardware
 from app.config.load import compose_run
-from app.config.overrides import check_overrides, key_of, overrides_of, switches_of
+from app.config.overrides import check_overrides, key_of, split_words
 from app.config.schema import RunConfig, number
 from app.config.validate import is_optional, kinds, typed
 from app.errors import AppError, ConfigError, EnvironmentProblem, refuse
@@ -253,7 +253,7 @@ class _CheckKeys(RunConfig):
 def check_config(arguments: Sequence[str]) -> CheckConfig:
     """From the command line, with everything that is wrong with it."""
     checks, rest = _checks_asked(arguments)
-    overrides, switches = overrides_of(rest), switches_of(rest)
+    overrides, switches = split_words(rest)
     if switches:
         raise ConfigError(f"{' '.join(switches)} is a switch of app.train. Leave it out.")
     check_overrides(overrides, _CheckKeys)  # of all keys together, so that all misspelt ones are told at once
@@ -279,8 +279,7 @@ def _checks_asked(arguments: Sequence[str]) -> tuple[tuple[str, ...], list[str]]
     if not word or "=" in word or word.startswith(("-", "~")):
         return CHECKS, list(arguments)
     if word not in CHECKS:
-        near = nearest(word, CHECKS)
-        meant = f" Did you mean {near}?" if near else ""
+        meant = did_you_mean(word, CHECKS, listing=False)
         raise ConfigError(
             f"{word!r} is neither a check nor key=value.{meant} Checks: {', '.join(CHECKS)}; no word means all."
         )

@@ -1,19 +1,18 @@
 """`hardware=NAME` of app.check: a file of conf/hardware, with what the command line changes of it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
 from app.config import groups
+from app.config.overrides import key_of
 from app.config.schema import QuantizationConfig, number
 from app.config.validate import typed
 from app.errors import ConfigError
 
 _FP8_FROM = (8, 9)  # compute capability: Ada, Hopper and what came after them
-GROUP = "hardware"
-AUTO = "auto"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -30,6 +29,14 @@ class HardwareConfig:
     capability: str | None = None
     context_gib: float | None = number(None, at_least=0)
 
+    @property
+    def has_fp8(self) -> bool:
+        """Whether its tensor cores multiply such numbers, and CUDA knows how."""
+        if self.capability is None or self.fp8_tflops is None:
+            return False
+        major, _, minor = self.capability.partition(".")
+        return (int(major), int(minor or 0)) >= _FP8_FROM
+
 
 @dataclass(kw_only=True, slots=True)
 class _Root:
@@ -40,13 +47,14 @@ class _Root:
 
 def read_hardware(words: Sequence[str]) -> HardwareConfig | None:
     """From the overrides `hardware=...` and `hardware.KEY=...`, the last of each; None: the machine at hand."""
-    given = dict(_split(word) for word in words)
-    name = given.pop(GROUP, AUTO)
-    if name != AUTO:
-        return _read(name, _changes(given))
+    given = {key_of(word): word.partition("=")[2].strip("'\"") for word in words}
+    name = given.pop("hardware", "auto")
+    if name != "auto":
+        changes = {key.partition(".")[2]: None if text == "null" else text for key, text in given.items()}
+        return _read(name, changes)
     if given:
         raise ConfigError(
-            f"{next(iter(given))} needs {GROUP}=NAME, which it changes. Choose one of {', '.join(named())}."
+            f"{next(iter(given))} needs hardware=NAME, which it changes. Choose one of {', '.join(named())}."
         )
     return None
 
@@ -56,11 +64,16 @@ def every_hardware() -> list[HardwareConfig]:
     return [_read(name, {}) for name in named()]
 
 
+def named() -> list[str]:
+    """The names of the files, without the one that stands for whatever is present."""
+    return [name for name in groups.choices_by_group()["hardware"] if name != "auto"]
+
+
 def lacking(quantization: QuantizationConfig, hardware: HardwareConfig) -> list[str]:
     """What a run needs and this GPU does not have."""
-    if quantization.kind != "fp8" or _has_fp8(hardware):
+    if quantization.kind != "fp8" or hardware.has_fp8:
         return []
-    those = ", ".join(each.name for each in every_hardware() if _has_fp8(each))
+    those = ", ".join(each.name for each in every_hardware() if each.has_fp8)
     has = "none of CUDA's" if hardware.capability is None else hardware.capability
     return [
         f"quantization.kind=fp8 needs an NVIDIA GPU of compute capability 8.9 or higher, and "
@@ -68,40 +81,14 @@ def lacking(quantization: QuantizationConfig, hardware: HardwareConfig) -> list[
     ]
 
 
-def _has_fp8(hardware: HardwareConfig) -> bool:
-    if hardware.capability is None or hardware.fp8_tflops is None:
-        return False
-    major, _, minor = hardware.capability.partition(".")
-    return (int(major), int(minor or 0)) >= _FP8_FROM
-
-
-def named() -> list[str]:
-    """The names of the files, without the one that stands for whatever is present."""
-    return [name for name in groups.choices_by_group()[GROUP] if name != AUTO]
-
-
-def _read(name: str, changes: dict[str, Any]) -> HardwareConfig:
-    return typed(_Root, {GROUP: {**_facts(name), **changes}}).hardware
-
-
-def _split(word: str) -> tuple[str, str]:
-    key, _, value = word.lstrip("+").partition("=")
-    return key, value.strip("'\"")
-
-
-def _changes(given: dict[str, str]) -> dict[str, Any]:
-    changes: dict[str, Any] = {key.partition(".")[2]: value for key, value in given.items()}
-    return {key: None if value == "null" else value for key, value in changes.items()}
-
-
-def _facts(name: str) -> dict[str, Any]:
-    file = groups.CONF / GROUP / f"{name}.yaml"
+def _read(name: str, changes: Mapping[str, Any]) -> HardwareConfig:
+    file = groups.CONF / "hardware" / f"{name}.yaml"
     try:
-        data = yaml.safe_load(file.read_text("utf-8"))
+        facts = yaml.safe_load(file.read_text("utf-8"))
     except yaml.YAMLError as fault:
         raise ConfigError(f"{file}: {' '.join(str(fault).split())}") from fault
-    if not isinstance(data, dict):
+    if not isinstance(facts, dict):
         raise ConfigError(
             f"{file}: expected label:, memory_gib: and so on, as in the other files of the folder."
         )
-    return {"name": name, **data}
+    return typed(_Root, {"hardware": {"name": name, **facts, **changes}}).hardware

@@ -15,7 +15,7 @@ from yaml import YAMLError
 
 from app.assets import PREFIX
 from app.config import groups
-from app.config.overrides import key_of, overrides_of, sort_overrides, switches_of
+from app.config.overrides import key_of, sort_overrides, split_words
 from app.config.rules import problems_of
 from app.config.schema import RunConfig
 from app.config.validate import key_problems, typed
@@ -28,16 +28,11 @@ Run = TypeVar("Run", bound=RunConfig)
 
 def load_run(config: DictConfig) -> RunConfig:
     """The typed run. The plain container is read into the schema anew: Hydra lets `+key=...` past its own check."""
-    return checked_run(_plain(config))
-
-
-def checked_run(data: Mapping[str, Any]) -> RunConfig:
-    """Plain data, as it stands in a run.yaml, as a typed run that broke no rule."""
-    return checked(data, RunConfig)
+    return checked(_plain(config), RunConfig)
 
 
 def checked(data: Mapping[str, Any], schema: type[Run]) -> Run:
-    """The same of a command's own keys beside those of a run."""
+    """Plain data, as it stands in a run.yaml, as a typed run that broke no rule, maybe with keys of a command."""
     config = typed(schema, data)
     refuse(problems_of(config))
     return config
@@ -69,9 +64,10 @@ def compose_runs(commands: Sequence[Sequence[str]]) -> Iterator[RunConfig | Conf
 
 def checked_arguments(arguments: Sequence[str]) -> list[str]:
     """Command-line words as Hydra takes them; ConfigError with everything that is wrong with the run they describe."""
-    words = _checked_words(overrides_of(arguments))
+    overrides, switches = split_words(arguments)
+    words = _checked_words(overrides)
     _composed(words)
-    return [*switches_of(arguments), *words]
+    return [*switches, *words]
 
 
 def _checked_words(overrides: Sequence[str]) -> list[str]:
@@ -107,6 +103,11 @@ def _with_any_model(overrides: list[str]) -> list[str]:
 def section_of(group: str, choice: str) -> dict[str, Any]:
     """The section that a file of conf/ makes, its references to other sections as they stand."""
     return _as_dict(_compose([f"{group}={choice}"])[group], resolve=False)
+
+
+def default_choices() -> dict[str, str | None]:
+    """The choice of each group where none is made."""
+    return dict(_compose([]).hydra.runtime.choices)
 
 
 def resolved(data: Mapping[str, Any]) -> dict[str, Any]:

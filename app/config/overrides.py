@@ -13,12 +13,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from app.config.did_you_mean import did_you_mean_key, nearest, nearest_keys
+from app.config.did_you_mean import did_you_mean, did_you_mean_key, nearest_keys
 from app.config.groups import choices_by_group
 from app.config.validate import is_key, is_optional, is_text, kinds, shown
 from app.errors import ConfigError, refuse
 
-_SWEEP_SWITCHES = ("-m", "--multirun")
 # there is one tree of configurations, and it is checked; `rerun` would unpickle a file
 _OTHER_ROOTS = ("config_path", "config_name", "config_dir", "experimental_rerun")
 _CAN_BE_ABSENT = ("experiment", "debug")  # groups without a choice unless one is made
@@ -32,32 +31,22 @@ def is_sweep(arguments: Sequence[str]) -> bool:
         return False
 
 
-def overrides_of(arguments: Sequence[str]) -> list[str]:
-    """The settings among `arguments`; ConfigError for a switch that this program does not have."""
+def split_words(arguments: Sequence[str], *, sweep: bool = False) -> tuple[list[str], list[str]]:
+    """The settings among `arguments`, and the switches; ConfigError for one that this program does not have, or that
+    a sweep does not go with.
+    """
     known, overrides, problems = _read(arguments)
-    if known.multirun:
-        problems.append("-m starts a sweep, and this is one run. Leave it out.")
-    refuse(problems)
-    return overrides
-
-
-def sweep_overrides_of(arguments: Sequence[str]) -> list[str]:
-    """The same for a command with `-m`, which goes with no other switch."""
-    _, overrides, problems = _read(arguments)
-    others = [word for word in arguments if word not in overrides and word not in _SWEEP_SWITCHES]
-    if others and not problems:
+    switches = [word for word in arguments if word not in overrides]
+    others = [word for word in switches if word not in ("-m", "--multirun")]
+    if sweep and others and not problems:
         problems.append(
             f"{' '.join(others)} does not go with -m, because it is about one run. Leave out one of them; "
             "dry_run=true tells the plan of every trial."
         )
+    if known.multirun and not sweep:
+        problems.append("-m starts a sweep, and this is one run. Leave it out.")
     refuse(problems)
-    return overrides
-
-
-def switches_of(arguments: Sequence[str]) -> list[str]:
-    """The rest: `--help`, `--cfg job` and the like."""
-    overrides = overrides_of(arguments)
-    return [argument for argument in arguments if argument not in overrides]
+    return overrides, switches
 
 
 def _read(arguments: Sequence[str]) -> tuple[Namespace, list[str], list[str]]:
@@ -177,8 +166,7 @@ def _wrong_choice(group: str, choice: Any) -> Iterator[str]:
     names = choices_by_group()[group]
     if choice in names or (choice is None and group in _CAN_BE_ABSENT):
         return
-    near = nearest(shown(choice), names)
-    meant = f" Did you mean {near}?" if near else ""
+    meant = did_you_mean(shown(choice), names, listing=False)
     yield f"{group}={shown(choice)}: there is no such {group}.{meant} Choose one of {', '.join(names)}."
 
 

@@ -26,9 +26,14 @@ def _rows_fit_the_model(run: RunConfig) -> Iterator[str]:
         )
 
 
-def _bins_can_be_found(run: RunConfig) -> Iterator[str]:
+def _rows_fit_their_bins(run: RunConfig) -> Iterator[str]:
     batching, longest = run.batching, run.dataset.max_length
     if batching.tokens != "auto":
+        if batching.packing and longest > batching.bin_tokens:
+            yield (
+                f"dataset.max_length={longest} is more than a bin holds (batching.tokens={batching.tokens}). "
+                f"Set batching.tokens={longest} or more, or dataset.max_length={batching.tokens} or less."
+            )
         return
     whole = run.model.suggest.tokens * batching.accumulation
     if not batching.packing:
@@ -49,31 +54,12 @@ def _bins_can_be_found(run: RunConfig) -> Iterator[str]:
         )
 
 
-def _rows_fit_their_bins(run: RunConfig) -> Iterator[str]:
-    if run.batching.tokens == "auto":
-        return
-    if run.batching.packing and run.dataset.max_length > run.batching.bin_tokens:
-        yield (
-            f"dataset.max_length={run.dataset.max_length} is more than a bin holds (batching.tokens="
-            f"{run.batching.tokens}). Set batching.tokens={run.dataset.max_length} or more, or "
-            f"dataset.max_length={run.batching.tokens} or less."
-        )
-
-
 def _best_needs_eval_rows(run: RunConfig) -> Iterator[str]:
-    wants = [
-        text
-        for text, wanted in (
-            ("checkpoint.final=best", run.checkpoint.final == "best"),
-            (f"eval.patience={run.eval.patience}", run.eval.patience > 0),
-        )
-        if wanted
-    ]
-    if not wants:
-        return
-    if not (run.dataset.eval_path or run.dataset.eval_split or run.dataset.eval_fraction):
+    wants = ["checkpoint.final=best"] if run.checkpoint.final == "best" else []
+    wants += [f"eval.patience={run.eval.patience}"] if run.eval.patience else []
+    if wants and not (run.dataset.eval_path or run.dataset.eval_split or run.dataset.eval_fraction):
         yield f"{' and '.join(wants)} needs held-out rows. Set dataset.eval_path=FILE or dataset.eval_fraction=0.02."
-    elif run.eval.every == 0:
+    elif wants and run.eval.every == 0:
         yield f"{' and '.join(wants)} needs evaluations during the run. Set eval.every=100."
 
 
@@ -130,26 +116,19 @@ def _steps_in_backward_see_one_gradient(run: RunConfig) -> Iterator[str]:
             f"{run.adapter.kind}: those of adapters are small. Set recipe=full, or optimizer.in_backward=false."
         )
         return
+    accumulation, processes = run.batching.accumulation, run.launch.num_processes
     faults = [
         (run.training.clip != 0, f"training.clip={run.training.clip:g}", "training.clip=0"),
-        (
-            run.batching.accumulation != 1,
-            f"batching.accumulation={run.batching.accumulation}",
-            "batching.accumulation=1",
-        ),
+        (accumulation != 1, f"batching.accumulation={accumulation}", "batching.accumulation=1"),
         (run.precision.kind == "fp16", "precision=fp16", "precision=bf16 or fp32"),
-        (
-            run.launch.num_processes not in (1, "auto"),
-            f"launch.num_processes={run.launch.num_processes}",
-            "launch.num_processes=1",
-        ),
+        (processes not in (1, "auto"), f"launch.num_processes={processes}", "launch.num_processes=1"),
     ]
-    given = [text for broken, text, _ in faults if broken]
-    if given:
-        wanted = " ".join(text for broken, _, text in faults if broken)
+    found = [(given, wanted) for broken, given, wanted in faults if broken]
+    if found:
         yield (
-            f"optimizer.in_backward=true steps each weight as soon as its gradient is there, so nothing can be done to "
-            f"all gradients first, as {' and '.join(given)} would. Set {wanted}, or optimizer.in_backward=false."
+            "optimizer.in_backward=true steps each weight as soon as its gradient is there, so nothing can be done to "
+            f"all gradients first, as {' and '.join(given for given, _ in found)} would. "
+            f"Set {' '.join(wanted for _, wanted in found)}, or optimizer.in_backward=false."
         )
 
 
@@ -161,12 +140,9 @@ def _recorded_graphs_keep_gradients(run: RunConfig) -> Iterator[str]:
         )
 
 
-def _random_weights_need_numbers(run: RunConfig) -> Iterator[str]:
+def _random_weights_are_of_numbers(run: RunConfig) -> Iterator[str]:
     if run.model.weights == "random" and "model_type" not in run.model.architecture:
         yield "model.weights=random needs model.architecture with model_type and the numbers of config.json."
-
-
-def _random_weights_read_no_folder(run: RunConfig) -> Iterator[str]:
     if run.model.weights == "random" and Path(run.model.path).expanduser().is_dir():
         yield (
             f"model.path={run.model.path} would not be read, because model.weights=random. "
@@ -210,7 +186,6 @@ def _compiled_layers_have_one_shape(run: RunConfig) -> Iterator[str]:
 RULES: tuple[Rule, ...] = (
     *DATA_RULES,
     _rows_fit_the_model,
-    _bins_can_be_found,
     _rows_fit_their_bins,
     _best_needs_eval_rows,
     _adapter_is_whole,
@@ -219,8 +194,7 @@ RULES: tuple[Rule, ...] = (
     _narrow_weights_are_of_whole_models,
     _steps_in_backward_see_one_gradient,
     _recorded_graphs_keep_gradients,
-    _random_weights_need_numbers,
-    _random_weights_read_no_folder,
+    _random_weights_are_of_numbers,
     _resume_needs_its_folder,
     _compiled_layers_have_one_shape,
 )

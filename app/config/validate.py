@@ -130,8 +130,8 @@ def _unfit(path: str, value: Any, metadata: Mapping[str, Any]) -> Iterator[str]:
     allowed = choices_by_group()[group] if group and leaf == "kind" else metadata.get(CHOICES, ())
     limits = metadata.get(LIMITS, {})
     if allowed and value not in allowed:
-        near = did_you_mean(value, allowed) if len(allowed) > 1 else ""
-        yield f"{path}={value} is none of {', '.join(allowed)}.{near.partition(' Known')[0]}"
+        near = did_you_mean(value, allowed, listing=False) if len(allowed) > 1 else ""
+        yield f"{path}={value} is none of {', '.join(allowed)}.{near}"
     if not limits or not isinstance(value, int | float):
         return
     if not math.isfinite(value):

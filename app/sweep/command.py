@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from app.config.overrides import sweep_overrides_of
+from app.config.overrides import split_words
 from app.config.schema import RunConfig
 from app.errors import ConfigError
 from app.sweep.checking import checked_runs, wrong_overrides
@@ -31,7 +31,7 @@ class Plan:
 
 def planned(arguments: Sequence[str], check_parts: Callable[[RunConfig], None]) -> Plan:
     """From the words of the command line; `check_parts` is the run's own check."""
-    preset, space, settings = _read(sweep_overrides_of(arguments))
+    preset, space, settings = _read(split_words(arguments, sweep=True)[0])
     of_trials = [setting for setting in settings if setting.key != _FOLDER]
     given = [text for setting in settings if setting.key == _FOLDER for text in setting.texts]
     dimensions, notes = dimensions_of(preset, space, of_trials, given)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from app.config.load import checked_arguments, compose_run, compose_runs
-from app.config.overrides import check_overrides, is_sweep, overrides_of, sweep_overrides_of, switches_of
+from app.config.overrides import check_overrides, is_sweep, split_words
 from app.config.schema import RunConfig
 from app.errors import ConfigError
 from tests.config.small import refusal_of
@@ -118,8 +118,7 @@ def test_all_problems_of_a_command_line_come_at_once() -> None:
 
 def test_switches_and_settings_may_be_mixed() -> None:
     words = ["seed=1", "--cfg", "job", "adapter.r=3"]
-    assert overrides_of(words) == ["seed=1", "adapter.r=3"]
-    assert switches_of(words) == ["--cfg", "job"]
+    assert split_words(words) == (["seed=1", "adapter.r=3"], ["--cfg", "job"])
     assert checked_arguments(words) == ["--cfg", "job", "++seed=1", "++adapter.r=3"]
 
 
@@ -138,7 +137,7 @@ def test_switches_and_settings_may_be_mixed() -> None:
 )
 def test_a_switch_that_is_not_there_is_refused(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        overrides_of(words)
+        split_words(words)
     assert len(refusal.value.problems) == 1
     assert message in refusal.value.problems[0]
 
@@ -146,7 +145,7 @@ def test_a_switch_that_is_not_there_is_refused(words: list[str], message: str) -
 @pytest.mark.parametrize("words", [["-m", "seed=1,2"], ["seed=1,2", "--multirun"], ["seed=1", "-m"], ["-m"]])
 def test_a_sweep_is_known_by_its_switch(words: list[str]) -> None:
     assert is_sweep(words)
-    assert sweep_overrides_of(words) == [word for word in words if not word.startswith("-")]
+    assert split_words(words, sweep=True)[0] == [word for word in words if not word.startswith("-")]
 
 
 @pytest.mark.parametrize("words", [[], ["seed=1,2"], ["--cfg", "job"], ["dataset.path=-m"]])
@@ -166,7 +165,7 @@ def test_what_is_no_sweep(words: list[str]) -> None:
 def test_a_sweep_goes_with_no_other_switch(words: list[str], message: str) -> None:
     assert is_sweep(words)
     with pytest.raises(ConfigError) as refusal:
-        sweep_overrides_of(words)
+        split_words(words, sweep=True)
     assert len(refusal.value.problems) == 1
     assert message in refusal.value.problems[0]
 

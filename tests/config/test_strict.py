@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from app.config.commands import generate_config
-from app.config.load import checked_run, compose_run, read_run
+from app.config.load import checked, compose_run, read_run
 from app.config.schema import RunConfig
 from app.config.validate import leaf_keys
 from app.errors import CheckpointError, ConfigError
@@ -100,7 +100,7 @@ def test_a_missing_key_is_named() -> None:
     data = data_with({})
     del data["training"], data["seed"]
     with pytest.raises(ConfigError) as refusal:
-        checked_run(data)
+        checked(data, RunConfig)
     assert "seed has no value. Give seed=..." in refusal.value.problems
     assert "training.clip has no value. Give training.clip=..." in refusal.value.problems
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config import groups
-from app.config.overrides import check_overrides, overrides_of
+from app.config.overrides import check_overrides, split_words
 from app.config.schema import RunConfig
 from app.config.validate import kinds, leaf_keys
 from app.errors import ConfigError
@@ -151,4 +151,4 @@ def test_nine_of_ten_slips_of_one_key_stroke_are_understood() -> None:
 )
 def test_whatever_is_typed_is_read_or_refused(parts: list[str]) -> None:
     with suppress(ConfigError):
-        check_overrides(overrides_of(["".join(parts)]), RunConfig)
+        check_overrides(split_words(["".join(parts)])[0], RunConfig)
