@@ -144,6 +144,14 @@ def _one_source_of_eval_rows(run: RunConfig) -> Iterator[str]:
         yield f"{' and '.join(given)} both choose the held-out rows. Keep one; set the other to null or 0."
 
 
+def _one_process_prepares_rows(run: RunConfig) -> Iterator[str]:
+    if run.dataset.workers is not None:
+        yield (
+            f"dataset.workers={run.dataset.workers} no longer has a meaning: one process prepares the rows, with all "
+            "cores for its tokenizer. Leave it out."
+        )
+
+
 DATA_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _trained_part_fits_the_format,
     _hidden_tokens_are_of_text,
@@ -153,4 +161,5 @@ DATA_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _only_text_splits,
     _a_mix_is_whole,
     _one_source_of_eval_rows,
+    _one_process_prepares_rows,
 )

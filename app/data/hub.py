@@ -8,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from app.data.cache_key import files_hash
 from app.data.shapes import Located
-from app.data.signatures import KnownFiles
 from app.errors import DataError, EnvironmentProblem
 
 _SECONDS = 10.0  # one question decides whether the hub can be reached; `datasets` alone would try for minutes
@@ -38,7 +38,7 @@ class HubRows:
         for index, row in enumerate(self._loaded):
             yield f"{self.name}[{self.split}] row {index}", row
 
-    def fingerprint(self, _known: KnownFiles) -> str:
+    def fingerprint(self) -> str:
         """What `datasets` derives from the files' hashes and the split."""
         parts = (self.name, self.split, self.hub_config, self._loaded._fingerprint)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
@@ -82,10 +82,10 @@ class SavedRows:
         for index, row in enumerate(loaded):
             yield f"{shown} row {index}", row
 
-    def fingerprint(self, known: KnownFiles) -> str:
+    def fingerprint(self) -> str:
         """A hash of the folder's files."""
         files = [file for file in sorted(self.place.rglob("*")) if file.is_file()]
-        content = known.hash_all((file, file.relative_to(self.place).as_posix()) for file in files)
+        content = files_hash((file, file.relative_to(self.place).as_posix()) for file in files)
         return hashlib.sha256(repr((self.name, self.split, content)).encode()).hexdigest()
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.config.schema import TaskConfig
-from app.data.rows import TokenRows
+from app.data.token_rows import TokenRows
 from app.data.tokenizer import Tokenizer
 from app.errors import ConfigError
 

@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 from app.batch import Batch
 from app.data.collate import BinShape, collate_packed, collate_padded
 from app.data.labels import NEXT_TOKENS, Labels, read
-from app.data.packing import plan_bins
-from app.data.rows import TokenRows
-from app.data.stirring import stirred
+from app.data.packing import plan_bins, stirred
+from app.data.token_rows import TokenRows
 
 Unit = NDArray[np.int64]  # the rows that are never parted: one row, or those of a bin
 

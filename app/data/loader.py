@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from app.batch import Batch
 from app.data.layout import Layout, Unit, Units
-from app.data.rows import TokenRows
+from app.data.token_rows import TokenRows
 
 
 @dataclass(frozen=True, slots=True)

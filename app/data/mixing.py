@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.data.report import MAX_PLACES, Counts, Share
-from app.data.rows import TokenRows
+from app.data.token_rows import TokenRows
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)  # apart from the hash that holds rows out
 

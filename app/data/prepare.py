@@ -9,17 +9,17 @@ import numpy as np
 
 from app.config.dataset import has_chats, sources_of
 from app.config.schema import DatasetConfig
-from app.data.cache import cache_key, cached_rows
+from app.data.cache_key import cache_key
 from app.data.formats.table import fields_of
 from app.data.mixing import Pool, recount
 from app.data.overflow import policy_for
 from app.data.report import Counts, DataReport, in_words
-from app.data.rows import TokenRows
 from app.data.shapes import Source
-from app.data.signatures import KnownFiles
 from app.data.sources import eval_source, train_source
 from app.data.stops import stops, unstopped
 from app.data.stream import write_rows
+from app.data.token_file import cached_rows
+from app.data.token_rows import TokenRows
 from app.data.tokenizer import Tokenizer, check_tokenizer, parts_pairs
 from app.errors import DataError
 
@@ -138,7 +138,7 @@ def _rows(
 ) -> Prepared:
     """The rows of one source. `max_rows` holds for rows read, and for the samples that they become."""
     check_tokenizer(tokenizer, config.format)
-    key = cache_key(source.fingerprint(KnownFiles(cache_dir)), tokenizer, _settings(config, max_rows))
+    key = cache_key(source.fingerprint(), tokenizer, _settings(config, max_rows))
     rows, told = cached_rows(
         cache_dir, key, lambda writer: asdict(write_rows(source, max_rows, config, tokenizer, writer))
     )

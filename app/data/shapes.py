@@ -2,12 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from app.data.decoding import printable
-
-if TYPE_CHECKING:
-    from app.data.signatures import KnownFiles
 
 Row = dict[str, Any]
 Message = dict[str, Any]
@@ -62,7 +59,7 @@ class Source(Protocol):
     def rows(self) -> Iterator[Located]:
         """Every row with its place, from the beginning."""
 
-    def fingerprint(self, known: "KnownFiles", /) -> str:
+    def fingerprint(self) -> str:
         """A hash of the content, and of the names that places are made of."""
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from app.assets import locate
 from app.config.dataset import key_of, sources_of
 from app.config.schema import DatasetConfig
+from app.data.cache_key import files_hash
 from app.data.decoding import printable
 from app.data.files import READERS, TEXT_FILES, extension, read_file
 from app.data.hub import HubRows, SavedRows, is_saved_dataset
 from app.data.shapes import Located, Source
-from app.data.signatures import KnownFiles
 from app.errors import DataError
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -41,9 +41,9 @@ class FileRows:
         where = "given by" if len(self.files) == 1 else "or leave it out of"
         return f"mend the file, {where} {self.key}={self.name}"
 
-    def fingerprint(self, known: KnownFiles) -> str:
-        """A hash of the bytes and the shown names."""
-        return known.hash_all(self.files)
+    def fingerprint(self) -> str:
+        """A hash of the files and the shown names."""
+        return files_hash(self.files)
 
 
 def check(config: DatasetConfig, *, training: bool = True) -> list[str]:

@@ -3,12 +3,10 @@
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from typing import Any
 
 from app.config.schema import DatasetConfig
 from app.data.bad_rows import BadRows
-from app.data.crew import in_order
 from app.data.encoding import Sample
 from app.data.formats.table import fields_of
 from app.data.formats.unfold import unfolded
@@ -16,7 +14,8 @@ from app.data.making import Made, Maker
 from app.data.overflow import LongText, fit, policy_for
 from app.data.report import Counts
 from app.data.shapes import Broken, Located, Row, Source, goes_on
-from app.data.storage import Example, RowWriter, digest
+from app.data.token_file import RowWriter
+from app.data.token_rows import digest
 from app.data.tokenizer import Tokenizer
 
 _ROWS = 512  # of one batch,
@@ -35,12 +34,11 @@ def write_rows(
     told = time.monotonic()
     rows = unfolded(source.rows(), config.columns, fields_of(config.format))
     batches = _batches(_first(rows, max_rows))
-    with closing(in_order(Maker(config, tokenizer), batches, config.workers)) as made:
-        for batch in made:
-            stream.write(batch)
-            if time.monotonic() - told > _EVERY:
-                told = time.monotonic()
-                log.info("%s: %d rows read, %d tokens", source.name, counts.rows_read, counts.tokens)
+    for batch in map(Maker(config, tokenizer), batches):
+        stream.write(batch)
+        if time.monotonic() - told > _EVERY:
+            told = time.monotonic()
+            log.info("%s: %d rows read, %d tokens", source.name, counts.rows_read, counts.tokens)
     return counts
 
 
@@ -143,8 +141,7 @@ class _Stream:
     def _write(self, place: str, part: Sample, last: Sample) -> None:
         # Samples of one conversation repeat each other, so they take the same side; pieces of a text do not.
         side = part if self._policy == "split" else last
-        example = None if part.label is None else Example(part.label, part.second)
-        self._writer.add(place, part.ids, part.trained, digest(side.ids), part.weights, example)
+        self._writer.add(place, part, digest(side.ids))
         self._counts.samples += 1
         self._counts.tokens += len(part.ids)
-        self._counts.trained_tokens += int(part.trained.sum()) if example is None else 1
+        self._counts.trained_tokens += int(part.trained.sum()) if part.label is None else 1

@@ -11,9 +11,9 @@ from app.data.labels import labels_of
 from app.data.loader import Loader, Share
 from app.data.prepare import Data, prepare
 from app.data.report import Counts
-from app.data.rows import TokenRows
 from app.data.shapes import Source
 from app.data.stops import stops, unstopped
+from app.data.token_rows import TokenRows
 from app.engine.advice import advice
 from app.engine.bins import is_open, suggested, with_bins
 from app.engine.classes import with_classes

@@ -17,7 +17,7 @@ from app.data.layout import Layout, Packed, Padded
 from app.data.loader import Loader, Share, eval_batches
 from app.data.packing import beyond_least, least_bins
 from app.data.prepare import Data, prepare
-from app.data.rows import TokenRows
+from app.data.token_rows import TokenRows
 from app.engine import divided, layers, taken
 from app.engine.bins import Largest, settled_bins
 from app.engine.checkpoint import choices_of, find_checkpoint

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.data.labels import Classes, Labels
-from app.data.rows import TokenRows
 from app.data.survey import histogram
+from app.data.token_rows import TokenRows
 
 _ROWS = 4
 _STRETCHES = 200  # of a row

@@ -9,7 +9,7 @@ import torch
 
 from app.config.schema import EvalConfig
 from app.data.labels import Classes, Labelled, Labels
-from app.data.rows import TokenRows
+from app.data.token_rows import TokenRows
 from app.model.generation import end_ids, generate
 from app.model.trainee import Trainee
 from app.record.follower import Follower

@@ -16,7 +16,7 @@ from app.data.layout import Layout
 from app.data.loader import crowded_batch, eval_batches
 from app.data.prepare import rows_to_score
 from app.data.report import split_lines
-from app.data.rows import TokenRows
+from app.data.token_rows import TokenRows
 from app.engine.choices import choose
 from app.engine.evaluation import Sums, score_rows
 from app.engine.ground import attention_needs, layout_of, require_known_ids, sees_both_ways

@@ -52,6 +52,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     ({"dataset.on_overflow": "split"}, "dataset.on_overflow=split would tear"),
     ({"dataset.path": None}, "dataset.path=null names no rows"),
+    ({"dataset.workers": 2}, "dataset.workers=2 no longer has a meaning: one process prepares the rows"),
     ({"dataset.eval_fraction": 0.1}, "dataset.eval_fraction=0.1 both choose the held-out rows"),
     ({"dataset.eval_split": "test"}, "dataset.eval_split=test both choose the held-out rows"),
     ({"checkpoint.final": "best", **NO_EVAL}, "checkpoint.final=best needs held-out rows"),

@@ -12,7 +12,6 @@ import datasets
 import huggingface_hub.constants
 import pytest
 
-from app.data.signatures import KnownFiles
 from app.data.sources import train_source
 from app.errors import DataError, EnvironmentProblem
 from tests.data.small import config
@@ -110,15 +109,14 @@ def downloaded(hub_cache: Path, tmp_path: Path) -> str:
     return revision
 
 
-def test_a_downloaded_dataset_needs_no_hub(downloaded: str, tmp_path: Path) -> None:
-    known = KnownFiles(str(tmp_path / "cache"))
+def test_a_downloaded_dataset_needs_no_hub(downloaded: str) -> None:
     for revision in (None, downloaded):
         source = train_source(config("org/name", "text", revision=revision))
         assert list(source.rows()) == [
             ("org/name[train] row 0", ROWS[0]),
             ("org/name[train] row 1", ROWS[1]),
         ]
-    assert source.fingerprint(known) == train_source(config("org/name", "text")).fingerprint(known)
+    assert source.fingerprint() == train_source(config("org/name", "text")).fingerprint()
 
 
 def test_another_revision_is_not_taken_for_the_wanted_one(downloaded: str) -> None:
@@ -139,11 +137,10 @@ def test_a_saved_dataset(tmp_path: Path, several: bool) -> None:
     source = train_source(config(place, "text"))
     shown = f"{place}[train]" if several else str(place)
     assert list(source.rows()) == [(f"{shown} row 0", ROWS[0]), (f"{shown} row 1", ROWS[1])]
-    known = KnownFiles(str(tmp_path / "cache"))
-    before = source.fingerprint(known)
-    assert train_source(config(place, "text")).fingerprint(known) == before
+    before = source.fingerprint()
+    assert train_source(config(place, "text")).fingerprint() == before
     datasets.Dataset.from_list(ROWS[:1]).save_to_disk(str(tmp_path / "other"))
-    assert train_source(config(tmp_path / "other", "text")).fingerprint(known) != before
+    assert train_source(config(tmp_path / "other", "text")).fingerprint() != before
     if several:
         with pytest.raises(DataError, match=r"no dataset\.split=dev; it has: test, train"):
             list(train_source(config(place, "text", split="dev")).rows())

@@ -17,8 +17,8 @@ from app.data.encoding import Encoder
 from app.data.labels import labels_of
 from app.data.overflow import POLICIES
 from app.data.prepare import Data, prepare, rows_to_score
-from app.data.rows import in_order
 from app.data.shapes import Draft
+from app.data.token_rows import in_order
 from app.errors import DataError
 from tests.data.small import config, tokenizer, write_jsonl
 

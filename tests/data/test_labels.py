@@ -12,7 +12,7 @@ from app.config.schema import TaskConfig
 from app.data.labels import HiddenTokens, labels_of
 from app.data.layout import Layout, Packed, Padded
 from app.data.loader import Loader, Share, eval_batches
-from app.data.rows import TokenRows
+from app.data.token_rows import TokenRows
 from app.errors import ConfigError
 
 MASK, SPECIAL = 4, (0, 1, 2, 3, 4)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from app.batch import Batch, Documents
 from app.data.layout import Packed, Padded, Units
 from app.data.loader import Loader, Share, eval_batches
-from app.data.rows import TokenRows
+from app.data.token_rows import TokenRows
 
 
 class Rows:

@@ -1,6 +1,5 @@
 """What a message says it counts is what its tokens count, from the row to the batch; and nothing where none says so."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
@@ -13,15 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.batch import Batch
+from app.data.encoding import Sample
 from app.data.labels import NEXT_TOKENS
 from app.data.layout import Packed, Padded
 from app.data.prepare import Data, prepare
-from app.data.rows import TokenRows
-from app.data.storage import RowWriter, digest, open_rows
+from app.data.token_rows import RecordBatchView, TokenRows, as_columns, digest, record_batch
 from app.errors import DataError
 from tests.data.small import THINKING, chat, config, tokenizer, write_jsonl
 from tests.data.test_mixing import mixed
-from tests.data.test_workers import unsigned
 
 LONG = ["What is the capital of France?", "Paris.", "Write one line about rain.", "Rain falls on the roof."]
 
@@ -135,43 +133,19 @@ def test_a_cut_keeps_what_is_left(tmp_path: Path) -> None:
     assert plain.contents.tolist() == unweighted.contents.tolist()
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    [entry] = (folder / "cache" / "tokens").iterdir()
-    return {file.name: unsigned(file) for file in entry.iterdir()}
-
-
 def test_weights_of_one_leave_no_trace(tmp_path: Path) -> None:
-    """Not in any file, nor in any hash."""
+    """Neither in the file nor in any hash."""
     ones = weighed(*((text, (None, 1, None, 1.0)[at]) for at, text in enumerate(LONG)))
     found = []
     for name, rows in (("a", [chat(*LONG)] * 3), ("b", [ones] * 3)):
         (tmp_path / name).mkdir()
         data = prepared(tmp_path / name, rows)
-        found.append((data.train.fingerprint, files(tmp_path / name)))
+        assert [data.train.weights(i) for i in range(3)] == [None] * 3
+        found.append(data.train.fingerprint)
         assert data.report.train.weighted_samples == 0
         assert data.report.train.label_weight == data.report.train.trained_tokens
         assert not [line for line in data.report.lines() if "weight" in line]
-    kept = {"again.bin", "index.bin", "places.bin", "tokens.bin", "trained.bin"}
-    assert found[0][1].keys() == found[1][1].keys() == kept | {"meta.json"}
-    assert found[0][0] == found[1][0]
-    for name in kept:
-        assert found[0][1][name] == found[1][1][name]
-
-
-def test_they_take_a_few_bytes_a_message_and_a_changed_one_is_noticed(tmp_path: Path) -> None:
-    data = prepared(tmp_path, [TALK, chat(*LONG)])
-    there = files(tmp_path)
-    assert len(there["weights.bin"]) == 2 * 20
-    [entry] = (tmp_path / "cache" / "tokens").iterdir()
-    checksums = json.loads(there["meta.json"])["checksums"]
-    assert sorted(checksums) == sorted(there.keys() - {"meta.json"})
-    (entry / "weights.bin").write_bytes(there["weights.bin"][:-4] + b"\0\0\0\0")
-    assert open_rows(entry) is None
-    (entry / "weights.bin").unlink()
-    assert open_rows(entry) is None
-    again = prepared(tmp_path, [TALK, chat(*LONG)])
-    assert again.train.fingerprint == data.train.fingerprint
-    assert files(tmp_path) == there
+    assert found[0] == found[1]
 
 
 def test_samples_of_other_weights_are_not_equal(tmp_path: Path) -> None:
@@ -183,17 +157,6 @@ def test_samples_of_other_weights_are_not_equal(tmp_path: Path) -> None:
     assert len(set(data.train.digests.tolist())) == 1
 
 
-def test_several_processes_write_the_same_file(tmp_path: Path) -> None:
-    rows = [weighed((LONG[0], None), (f"{LONG[1]} {at}", (1, 0.5, 3)[at % 3])) for at in range(4000)]
-    found = []
-    for workers in (1, 2):
-        (tmp_path / str(workers)).mkdir()
-        prepared(tmp_path / str(workers), rows, workers=workers)
-        found.append(files(tmp_path / str(workers)))
-    assert found[0].keys() == found[1].keys()
-    assert found[0]["weights.bin"] == found[1]["weights.bin"]
-
-
 @given(
     st.lists(
         st.lists(st.sampled_from([0.0, 1.0, 0.5, 0.1, 7.0]), min_size=1, max_size=12).filter(any),
@@ -202,20 +165,13 @@ def test_several_processes_write_the_same_file(tmp_path: Path) -> None:
     ),
     st.randoms(use_true_random=False),
 )
-def test_any_weights_come_back(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[list[float]], draw: Any
-) -> None:
-    folder = tmp_path_factory.mktemp("rows")
-    writer = RowWriter(folder, str(folder))
+def test_any_weights_come_back(rows: list[list[float]], draw: Any) -> None:
     given_rows = [np.array(row, np.float32) for row in rows]
-    for number, weights in enumerate(given_rows):
-        ids = np.arange(len(weights), dtype=np.int32)
-        writer.add(f"f:{number}", ids, weights > 0, digest(ids), weights)
-    writer.finish({})
-    opened = open_rows(folder)
-    assert opened is not None
+    samples = [Sample(np.arange(len(row), dtype=np.int32), row > 0, weights=row) for row in given_rows]
+    batch = record_batch([as_columns(f"f:{at}", each, digest(each.ids)) for at, each in enumerate(samples)])
+    opened = TokenRows(RecordBatchView(batch))
     chosen = [draw.randrange(2 * len(rows)) for _ in range(4)]
-    view = TokenRows.joined([opened[0], opened[0]]).select(chosen)  # a mix of two
+    view = TokenRows.joined([opened, opened]).select(chosen)  # a mix of two
     total = 0.0
     for i, number in enumerate(chosen):
         weights, found = given_rows[number % len(rows)], view.weights(i)

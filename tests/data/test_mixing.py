@@ -14,10 +14,10 @@ from app.config.schema import DatasetConfig, MixSource
 from app.data.mixing import total
 from app.data.prepare import Data, prepare
 from app.data.report import Counts
-from app.data.rows import TokenRows
+from app.data.token_rows import TokenRows
 from app.errors import DataError
 from tests.data.small import chat, config, tokenizer, write_chats, write_jsonl
-from tests.data.test_rows import ROWS, written
+from tests.data.test_token_file import ROWS, written
 
 
 def talks(count: int, start: int = 0) -> list[list[dict[str, str]]]:

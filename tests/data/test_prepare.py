@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from app.data.prepare import Data, prepare, rows_to_score
-from app.data.rows import TokenRows
+from app.data.token_rows import TokenRows
 from app.errors import ConfigError, DataError
 from tests.data.small import chat, config, tokenizer, write_chats
 

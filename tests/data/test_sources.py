@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from app.data.signatures import KnownFiles
 from app.data.sources import check, eval_source, train_source
 from app.errors import DataError
 from tests.data.small import config, write_jsonl
@@ -120,7 +119,7 @@ def test_eval_rows_come_from_where_the_config_says(folder: Path) -> None:
 
 def test_a_fingerprint_follows_content_and_names(folder: Path) -> None:
     def fingerprint() -> str:
-        return train_source(config(folder)).fingerprint(KnownFiles(str(folder / ".cache")))
+        return train_source(config(folder)).fingerprint()
 
     before = fingerprint()
     assert fingerprint() == before

@@ -5,24 +5,17 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from app.data.rows import ENTRY, Store, TokenRows, contents_of, equal_to_earlier
-from app.data.storage import digest
+from app.data.encoding import Sample
+from app.data.token_rows import RecordBatchView, TokenRows, as_columns, digest, record_batch
 
 Row = tuple[Sequence[int], Sequence[bool]]  # its tokens, and which of them are trained
 
 
 def token_rows(rows: Sequence[Row]) -> TokenRows:
     """Each row is on a side of its own, unless it is a copy of another."""
-    ids = [np.array(tokens, np.int32) for tokens, _ in rows]
-    trained = [np.array(mask, np.bool_) for _, mask in rows]
-    index = np.zeros(len(rows), ENTRY)
-    index["tokens"] = np.cumsum([len(row) for row in ids])
-    index["labels"] = [mask.sum() for mask in trained]
-    for name, values in (("ids", ids), ("mask", trained), ("side", ids)):
-        index[name] = [digest(row) for row in values]
-    tokens, again = np.concatenate(ids), equal_to_earlier(contents_of(index))
-    largest = int(tokens.max(initial=0))
-    return TokenRows(Store(tokens, np.concatenate(trained), np.zeros(0, np.uint8), index, again, largest))
+    samples = [Sample(np.array(ids, np.int32), np.array(trained, np.bool_)) for ids, trained in rows]
+    columns = [as_columns(f"f:{at}", each, digest(each.ids)) for at, each in enumerate(samples)]
+    return TokenRows(RecordBatchView(record_batch(columns)))
 
 
 def stretches(trained: NDArray[np.bool_]) -> list[slice]:

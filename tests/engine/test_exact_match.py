@@ -9,7 +9,7 @@ import pytest
 from app.data.layout import Layout, Packed, Padded
 from app.data.loader import Loader, Share, eval_batches
 from app.data.prepare import Data
-from app.data.rows import TokenRows
+from app.data.token_rows import TokenRows
 from app.engine.evaluation import ANSWERS, EXACT, LABELS, Sums, score, score_rows
 from app.engine.runtime import Runtime
 from app.engine.side_by_side import SideBySide

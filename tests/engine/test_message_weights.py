@@ -15,7 +15,7 @@ from app.data.labels import NEXT_TOKENS
 from app.data.layout import Layout, Packed, Padded
 from app.data.loader import Loader, Share, eval_batches
 from app.data.prepare import Data, prepare
-from app.data.rows import TokenRows
+from app.data.token_rows import TokenRows
 from app.engine.evaluation import LABELS, LOSS, WEIGHT, score, score_rows
 from app.engine.preview import preview
 from app.engine.runtime import Runtime

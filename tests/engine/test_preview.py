@@ -9,20 +9,14 @@ import pytest
 from app.config.schema import TaskConfig
 from app.data.labels import NEXT_TOKENS, HiddenTokens, labels_of
 from app.data.prepare import Data
-from app.data.rows import ENTRY, Store, TokenRows
+from app.data.token_rows import TokenRows
 from app.engine.preview import preview
+from tests.engine.rows import token_rows
 
 
 def rows_of(*rows: tuple[list[int], list[int]]) -> TokenRows:
     """Each as ids and the flags of what is trained."""
-    index = np.zeros(len(rows), ENTRY)
-    index["tokens"] = np.cumsum([len(ids) for ids, _ in rows])
-    places = [f"f:{at}" for at in range(len(rows))]
-    index["place"] = np.cumsum([len(place) for place in places])
-    ids = np.array([token for row, _ in rows for token in row], np.int32)
-    trained = np.array([flag for _, flags in rows for flag in flags], bool)
-    shown = np.frombuffer("".join(places).encode(), np.uint8)
-    return TokenRows(Store(ids, trained, shown, index, np.zeros(len(rows), bool), int(ids.max())))
+    return token_rows([(ids, [bool(flag) for flag in flags]) for ids, flags in rows])
 
 
 class Letters:

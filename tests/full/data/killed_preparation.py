@@ -1,6 +1,6 @@
 """Preparations that are killed at a named moment, each in a process of its own (a fork: imports cost seconds).
 
-python -m tests.data.killed_preparation ROWS CACHE      one JSON line per moment
+python -m tests.full.data.killed_preparation ROWS CACHE      one JSON line per moment
 """
 
 import json
@@ -12,8 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from app.data import token_file
 from app.data.prepare import prepare
-from app.data.storage import RowWriter
+from app.data.token_file import RowWriter
 from tests.data.small import config, tokenizer
 
 Patch = Callable[[], None]
@@ -22,6 +23,7 @@ Patch = Callable[[], None]
 def main() -> None:
     """Kill, look, prepare again, look."""
     rows, cache = sys.argv[1:]
+    token_file._BATCH_ROWS = 512
     clean = _in_a_fork(lambda: _prepared(rows, f"{cache}-clean"))
     for moment, patch in MOMENTS.items():
         here = f"{cache}-{moment}"
@@ -71,15 +73,12 @@ def _at_row(number: int) -> Patch:
     return patch
 
 
-def _at_sync(number: int, *, after: bool = False) -> Patch:
+def _at_sync(number: int) -> Patch:
     def patch() -> None:
         sync, made = os.fsync, iter(range(number))
 
         def dying(handle: int) -> None:
-            last = next(made, None) is None
-            if after:
-                sync(handle)
-            last and _die()
+            next(made, None) is None and _die()
             sync(handle)
 
         vars(os)["fsync"] = dying
@@ -88,15 +87,15 @@ def _at_sync(number: int, *, after: bool = False) -> Patch:
 
 
 def _at_rename() -> None:
-    pathlib.Path.rename = _die  # type: ignore[method-assign, assignment]
+    pathlib.Path.replace = _die  # type: ignore[method-assign, assignment]
 
 
 MOMENTS: dict[str, Patch] = {
     "first row": _at_row(0),
     "row 700": _at_row(700),
-    **{f"sync {n}": _at_sync(n) for n in range(6)},  # five files, then what says that they are whole
+    "written but not synced": _at_sync(0),
     "whole but not in place": _at_rename,
-    "in place": _at_sync(6),
+    "in place": _at_sync(1),
 }
 
 if __name__ == "__main__":

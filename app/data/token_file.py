@@ -1,0 +1,179 @@
+"""One Arrow file of token rows for a cache key: written aside, synced and renamed, then mapped into memory.
+
+It is there whole or not at all: the footer of the file, and the numbers of rows and tokens, are what is written last.
+Of several processes that need the same rows one prepares them, and the others say that they wait.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import platform
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+
+from app.data.encoding import Sample
+from app.data.token_rows import SCHEMA, Columns, RecordBatchView, TokenRows, as_columns, record_batch
+from app.errors import EnvironmentProblem
+
+_BATCH_ROWS = 4096  # of one record batch,
+_BATCH_TOKENS = 1 << 22  # or fewer if they are long
+_ABANDONED = 24 * 3600  # seconds until a half-written file belongs to nobody, where no lock says so before
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+_META = "rows"
+
+Told = dict[str, Any]  # what there is to say about the rows, as JSON
+log = logging.getLogger(__name__)
+
+
+def cached_rows(cache_dir: str, key: str, write: "Callable[[RowWriter], Told]") -> tuple[TokenRows, Told]:
+    """The rows of `key` and what was told of them; `write` makes them if they are not there."""
+    path = Path(cache_dir).expanduser() / "tokens" / f"{key}.arrow"
+    found = open_rows(path)
+    if found is None:
+        with _lock(path, cache_dir) as locked:
+            found = open_rows(path)  # another process may have made it while this one waited
+            if found is None:
+                _make(path, cache_dir, write, locked=locked)
+                found = open_rows(path)
+    if found is None:
+        raise EnvironmentProblem(
+            f"cache_dir={cache_dir}: what was just written there reads back differently;"
+            " set cache_dir to a folder on another disk"
+        )
+    return found
+
+
+def open_rows(path: Path) -> tuple[TokenRows, Told] | None:
+    """What a RowWriter finished, mapped; None if it is not there or not whole."""
+    try:
+        reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        last = reader.num_record_batches - 1
+        meta = json.loads(reader.get_batch_with_custom_metadata(last).custom_metadata[_META])
+        rows = TokenRows(*(RecordBatchView(reader.get_batch(number)) for number in range(last)))
+        tokens = int(rows.lengths.sum(dtype=np.int64))
+        return (rows, meta["told"]) if (len(rows), tokens) == (meta["rows"], meta["tokens"]) else None
+    except (OSError, ValueError, KeyError, TypeError):  # ArrowInvalid is a ValueError
+        return None
+
+
+@contextlib.contextmanager
+def disk_explained(cache_dir: str, needed: int = 0) -> Iterator[None]:
+    """A full disk, or a folder that may not be written to, as something that the user can mend."""
+    try:
+        yield
+    except OSError as error:
+        more = f"; it needs more than {needed:,} bytes" if needed and error.errno in _FULL else ""
+        raise EnvironmentProblem(
+            f"cache_dir={cache_dir}: cannot write the token cache: {error.strerror}{more}; make room there, or set"
+            " cache_dir to another folder"
+        ) from error
+
+
+class RowWriter:
+    """Writes rows in record batches, so that memory does not grow with their number."""
+
+    def __init__(self, path: Path, cache_dir: str) -> None:
+        self._cache_dir = cache_dir
+        self._waiting: list[Columns] = []  # of the next batch
+        self._waiting_tokens = 0
+        self._rows = self._tokens = self._bytes = 0
+        with disk_explained(cache_dir):
+            self._file = path.open("wb")
+            self._writer = pa.ipc.new_file(self._file, SCHEMA)
+
+    def add(self, place: str, sample: Sample, side: int) -> None:
+        """One row; `side` is shared by the rows that must not be parted between training and evaluation."""
+        self._waiting.append(as_columns(place, sample, side))
+        self._waiting_tokens += len(sample.ids)
+        if len(self._waiting) >= _BATCH_ROWS or self._waiting_tokens >= _BATCH_TOKENS:
+            self._write_waiting()
+
+    def finish(self, told: Told) -> None:
+        """When this returns everything is on the disk."""
+        if self._waiting:
+            self._write_waiting()
+        meta = json.dumps({"rows": self._rows, "tokens": self._tokens, "told": told})
+        with disk_explained(self._cache_dir, self._bytes):
+            self._writer.write_batch(pa.RecordBatch.from_pylist([], SCHEMA), custom_metadata={_META: meta})
+            self._writer.close()
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    def abandon(self) -> None:
+        """Close the file, whatever is in it."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+    def _write_waiting(self) -> None:
+        batch = record_batch(self._waiting)
+        self._bytes += batch.nbytes
+        with disk_explained(self._cache_dir, self._bytes):
+            self._writer.write_batch(batch)
+        self._rows, self._tokens = self._rows + len(self._waiting), self._tokens + self._waiting_tokens
+        self._waiting, self._waiting_tokens = [], 0
+
+
+@contextlib.contextmanager
+def _lock(path: Path, cache_dir: str) -> Iterator[bool]:
+    """One process at a time makes a file. False where a file system knows no locks: then all make it, alike."""
+    with disk_explained(cache_dir):
+        place = path.parent.with_name("locks") / path.stem
+        for folder in (place.parent, path.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+        lock = place.open("wb")
+    with lock:
+        yield _locked(lock, cache_dir)
+
+
+def _locked(lock: BinaryIO, cache_dir: str) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        log.info("cache_dir=%s: another process is preparing the same rows; waiting for it", cache_dir)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    return True
+
+
+def _make(path: Path, cache_dir: str, write: Callable[[RowWriter], Told], *, locked: bool) -> None:
+    _remove_abandoned(path, locked=locked)
+    part = path.with_name(f"{path.stem}.{_HOST}.{uuid.uuid4().hex[:12]}.part")
+    writer = RowWriter(part, cache_dir)
+    try:
+        writer.finish(write(writer))
+        with disk_explained(cache_dir):
+            part.replace(path)
+            _sync_folder(path.parent)
+    finally:
+        writer.abandon()
+        part.unlink(missing_ok=True)
+
+
+def _remove_abandoned(path: Path, *, locked: bool) -> None:
+    """What killed writers left. Locks may not reach other machines: what these write goes after a day."""
+    for part in path.parent.glob("*.part"):
+        with contextlib.suppress(OSError):
+            dead = locked and part.name.startswith(f"{path.stem}.{_HOST}.")
+            if dead or time.time() - part.stat().st_mtime > _ABANDONED:
+                part.unlink()
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,178 @@
+"""What decides token rows decides their key, and nothing else does."""
+
+import csv
+import hashlib
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.data import cache_key
+from app.data.prepare import prepare
+from app.errors import DataError
+from tests.data.small import LINES, chat, config, tokenizer, write_chats, write_jsonl
+
+# Of CODE_VERSION 1. If the test below finds another digest, what rows become has changed: raise CODE_VERSION and write
+# the new digest here, or users get the old rows from their caches.
+GOLDEN = (1, "f009dd99bc5a905e5f912803627e1d5e82347df6b5be301a47bb6bb05559b6f1")
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    return write_chats(tmp_path / "a.jsonl", chat("Hi", "Hello"), chat("Thank you", "You are welcome!"))
+
+
+def entries(folder: Path) -> list[Path]:
+    return sorted((folder / "tokens").iterdir())
+
+
+def test_settings_that_decide_the_rows_decide_the_entry(rows: Path, tmp_path: Path) -> None:
+    changes: list[dict[str, Any]] = [
+        {},
+        {"max_length": 100},
+        {"max_rows": 1},
+        {"train_on": "last"},
+        {"on_overflow": "truncate"},
+        {"on_unstable_template": "last"},
+    ]
+    for change in changes:
+        prepare(config(rows, **change), tokenizer(), str(tmp_path))
+    assert len(entries(tmp_path)) == len(changes)
+
+
+def test_what_only_stops_a_run_decides_no_entry(rows: Path, tmp_path: Path) -> None:
+    """So what app.check has tokenised, going past what it found, is there for the run."""
+    for name in ("on_bad_row", "on_overflow", "on_unstable_template"):
+        prepare(config(rows, **{name: "error"}), tokenizer(), str(tmp_path))
+    prepare(config(rows, on_bad_row="skip", on_overflow="drop"), tokenizer(), str(tmp_path))
+    assert len(entries(tmp_path)) == 1
+
+
+def test_an_entry_made_with_less_care_stops_a_run_that_takes_more(tmp_path: Path) -> None:
+    thought = chat("Hi", "<think>hm</think>Hello", "And?", "<think>oh</think>Bye")
+    bad = [{"role": "nobody", "content": ""}]
+    rows = write_chats(tmp_path / "a.jsonl", bad, chat("Hi", "x" * 999), thought, bad)
+    prepare(config(rows, on_bad_row="skip", on_overflow="drop"), tokenizer("thinking"), str(tmp_path))
+    careful = config(rows, on_bad_row="error", on_overflow="error", on_unstable_template="error")
+    with pytest.raises(DataError) as error:
+        prepare(careful, tokenizer("thinking"), str(tmp_path))
+    role, length, template = error.value.problems
+    assert role.startswith("a.jsonl:1 and 1 more row: message 0 has the role 'nobody'")
+    assert role.endswith("(dataset.on_bad_row=skip leaves bad rows out)")
+    assert "1 samples are longer than dataset.max_length=200, the longest" in length
+    assert "the chat template rewrites earlier turns of 1 conversations" in template
+    assert len(entries(tmp_path)) == 1
+
+
+def test_columns_and_format_decide_the_entry(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("instruction,input,output,text\nadd,1,3,x\n")
+    for changes in (
+        {"fmt": "instruction"},
+        {"fmt": "instruction", "columns": {"input": "text"}},
+        {"fmt": "text"},
+        {"fmt": "text", "columns": {"text": "output"}},
+        {"fmt": "text", "columns": {"prompt": "unused"}},  # the same as without
+    ):
+        prepare(config(path, **changes), tokenizer(), str(tmp_path))
+    assert len(entries(tmp_path)) == 4
+
+
+def test_tokenizer_and_template_decide_the_entry(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = tokenizer()
+    template.chat_template = template.chat_template.replace("\n{% endfor", "{% endfor")
+    special = tokenizer()
+    special.eos_token = "</s>"
+    made = [tokenizer(), template, special, tokenizer(size=380), tokenizer(adds_bos=True)]
+    for one in [*made, tokenizer()]:
+        prepare(config(rows), one, str(tmp_path))
+    assert len(entries(tmp_path)) == len(made)
+    monkeypatch.setattr(cache_key, "CODE_VERSION", -1)
+    prepare(config(rows), tokenizer(), str(tmp_path))
+    assert len(entries(tmp_path)) == len(made) + 1
+
+
+def test_name_time_size_and_both_ends_decide_the_entry_and_no_path(tmp_path: Path) -> None:
+    def hashed(folder: str, content: bytes, name: str = "a", time: int = 9) -> str:
+        path = tmp_path / folder / "file"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+        os.utime(path, ns=(time, time))
+        return cache_key.files_hash([(path, name)])
+
+    content = bytes(3 << 20)
+    assert hashed("x", content) == hashed("y", content)
+    found = [
+        hashed("x", content),
+        hashed("x", content, name="b"),
+        hashed("x", content, time=10),
+        hashed("x", content + b"\0"),
+        hashed("x", b"1" + content[1:]),
+        hashed("x", content[1:] + b"1"),
+    ]
+    assert len(set(found)) == len(found)
+
+
+def as_csv(path: Path, rows: list[dict[str, str]], delimiter: str = ",") -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def sets(folder: Path) -> list[tuple[str, str | None, Path]]:
+    """Rows of all formats and kinds of file: format, template, file."""
+    thought = chat("Hi", "<think>hm</think>Hello", "And?", "<think>oh</think>Bye", system="Be brief.")
+    weighed = [
+        {**message, "weight": 0.5} if at == 1 else message for at, message in enumerate(chat("a", "b"))
+    ]
+    talks: list[Any] = [thought, weighed, chat("Hi", "x" * 999), chat("Hi", " "), [], chat(*LINES)]
+    call = {"type": "function", "function": {"name": "rain", "arguments": {"where": "here"}}}
+    talks.append([*chat("Hi"), {"role": "assistant", "content": "", "tool_calls": [call]}, *chat("a", "b")])
+    pairs = [{"from": ("human", "gpt")[at % 2], "value": line} for at, line in enumerate(LINES)]
+    sharegpt = folder / "sharegpt.json"
+    sharegpt.write_text(json.dumps([{"conversations": pairs}, {"conversations": pairs[:2], "system": "Be"}]))
+    tasks = [
+        {"instruction": line, "input": more, "output": "yes"} for line, more in zip(LINES, LINES, strict=True)
+    ]
+    asked = [{"question": line, "answer": line[::-1]} for line in LINES[::2]]
+    drafted = [{"prompt": "two ", "completion": "make"}, {"prompt": "two", "completion": " make four"}]
+    chosen = [
+        {"prompt": chat("Hi"), "completion": [{"role": "assistant", "content": line}]} for line in LINES
+    ]
+    labelled = [{"text": line, "label": str(at % 2)} for at, line in enumerate(LINES)]
+    sided = [
+        {"sentence1": line, "sentence2": "rain " * 40 * at, "label": "b"} for at, line in enumerate(LINES)
+    ]
+    (folder / "book.txt").write_text("\n".join(LINES * 9))
+    return [
+        ("messages", "thinking", write_chats(folder / "a.jsonl", *talks)),
+        ("messages", "llama3", folder / "a.jsonl"),
+        ("sharegpt", "chatml", sharegpt),
+        ("instruction", "mistral", as_csv(folder / "a.csv", tasks)),
+        ("question_answer", "chatml", as_csv(folder / "a.tsv", asked, "\t")),
+        ("prompt_completion", None, write_jsonl(folder / "p.jsonl", drafted)),
+        ("chat_completion", "gemma", write_jsonl(folder / "c.jsonl", chosen)),
+        ("text", None, folder / "book.txt"),
+        ("labelled_text", None, as_csv(folder / "l.csv", labelled)),
+        ("text_pair", None, write_jsonl(folder / "s.jsonl", sided)),
+    ]
+
+
+def test_what_rows_become_has_the_version_of_the_code(tmp_path: Path) -> None:
+    digest = hashlib.sha256()
+    for fmt, kind, path in sets(tmp_path):
+        settings = config(path, fmt, on_bad_row="skip", on_overflow="split" if fmt == "text" else "drop")
+        data = prepare(settings, tokenizer(kind), str(tmp_path / "cache"))
+        rows, numbers = data.train, range(len(data.train))
+        places = [(rows.place(i), rows.second(i)) for i in numbers]
+        counts = {**asdict(data.report.train), "source": ""}
+        facts = (rows.fingerprint, rows.sides.tolist(), places, rows.class_counts(), counts)
+        digest.update(json.dumps(facts, sort_keys=True).encode())
+    assert (cache_key.CODE_VERSION, digest.hexdigest()) == GOLDEN
