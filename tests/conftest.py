@@ -12,7 +12,7 @@ import pytest
 
 from tests import marks
 from tests.global_state import restored
-from tests.runs import Zygote
+from tests.runs import FinishedRuns, Zygote
 
 REPO = Path(__file__).parent.parent
 GPU_TESTS = REPO / "tests" / "gpu"
@@ -75,6 +75,12 @@ def zygote() -> Iterator[Zygote]:
     served = Zygote(_environment_of_processes())
     yield served
     served.close()
+
+
+@pytest.fixture(scope="session")
+def finished(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> FinishedRuns:
+    """`finished("qlora")`: a small run that is over."""
+    return FinishedRuns(zygote, tmp_path_factory.mktemp("finished"))
 
 
 @pytest.fixture

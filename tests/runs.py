@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,6 +14,39 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).parent.parent
+
+SMALL = (
+    "model.weights=random",
+    "model.architecture.num_hidden_layers=2",
+    "model.architecture.hidden_size=64",
+    "model.architecture.intermediate_size=128",
+    "model.architecture.num_attention_heads=4",
+    "model.architecture.num_key_value_heads=2",
+    "dataset.max_rows=90",
+    "dataset.eval_max_rows=12",
+    "precision=fp32",
+    "dataset.max_length=64",
+    "batching.tokens=64",
+    "batching.rows=4",
+    "batching.accumulation=2",
+    "training.epochs=2",  # 12 steps each, of two bins or of eight rows, the last one smaller
+    "eval.every=2",
+    "eval.samples=1",
+    "eval.sample_tokens=4",
+    "checkpoint.every=3",
+    "record.every=1",
+    "launch.threads=1",
+)
+
+RATE = "optimizer.lr=2e-2"
+# logits that one wrong weight moves
+_FINISHED = (*SMALL, "model.architecture.initializer_range=0.1", "training.max_steps=6")
+FINISHED = {
+    "lora": (*_FINISHED, "recipe=lora", RATE),
+    "qlora": (*_FINISHED, "recipe=qlora", RATE),
+    "full": (*_FINISHED, "recipe=full", "optimizer.lr=1e-2"),
+}
+SECRET = "hf_secret123"  # in the environment of finished runs, and nowhere in them
 
 
 @dataclass
@@ -130,6 +164,26 @@ class Zygote:
         return answer
 
 
+@dataclass
+class FinishedRuns:
+    """Small runs with two checkpoints, each trained once in a session; what writes takes a copy."""
+
+    zygote: Zygote
+    folder: Path
+    said: dict[str, str] = field(default_factory=dict)
+
+    def __call__(self, recipe: str = "lora") -> Path:
+        run = self.folder / recipe
+        if recipe not in self.said:
+            ended = self.zygote.run(self.folder, *FINISHED[recipe], f"output_dir={run}", HF_TOKEN=SECRET)
+            assert (ended.code, ended.stderr) == (0, "")
+            self.said[recipe] = ended.stdout
+        return run
+
+    def copy(self, to: Path, recipe: str = "lora") -> Path:
+        return Path(shutil.copytree(self(recipe), to))
+
+
 def metrics(run: Path) -> list[dict[str, Any]]:
     """The whole lines of metrics.jsonl; what a kill tore off is left out."""
     file = run / "metrics.jsonl"
@@ -146,3 +200,32 @@ def numbers(run: Path) -> list[dict[str, Any]]:
 def result(run: Path) -> dict[str, Any]:
     values: dict[str, Any] = json.loads((run / "result.json").read_text())
     return values
+
+
+def has_reached(run: Path, step: int) -> bool:
+    return any(line["step"] >= step for line in metrics(run))
+
+
+def same_ending(one: Path, other: Path) -> None:
+    assert numbers(one) == numbers(other)
+    finals = [sorted(f.name for f in (run / "final").iterdir()) for run in (one, other)]
+    assert finals[0] == finals[1]
+    from safetensors.torch import load_file
+
+    for name in finals[0]:
+        if name.endswith(".safetensors"):
+            left, right = (load_file(run / "final" / name) for run in (one, other))
+            assert left.keys() == right.keys()
+            assert all(left[key].equal(right[key]) for key in left)
+
+
+def refused(code: int, stdout: str, stderr: str, message: str) -> None:
+    assert code == 2, stderr
+    assert stderr.startswith("error: ")
+    assert stderr.count("error: ") == 1
+    assert message in stderr
+    assert "Traceback" not in stdout + stderr
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}

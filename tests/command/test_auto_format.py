@@ -7,8 +7,7 @@ import pytest
 
 from app.config.dataset import sources_of
 from app.config.load import read_run
-from tests.command.test_resume import SMALL
-from tests.runs import Zygote, numbers
+from tests.runs import SMALL, Zygote, numbers
 
 ROWS = (
     "dataset=auto",

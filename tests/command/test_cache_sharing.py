@@ -5,9 +5,8 @@ import signal
 import time
 from pathlib import Path
 
-from tests.command.test_resume import SMALL
 from tests.data.small import chat, write_chats
-from tests.runs import Running, Zygote
+from tests.runs import SMALL, Running, Zygote
 
 
 def parts(folder: Path) -> set[str]:

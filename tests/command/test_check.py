@@ -1,17 +1,14 @@
 """app.check as a process: what is shown, written and returned is what a run would find."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.command.test_resume import SMALL
-from tests.conftest import RunApp
 from tests.data.small import chat, write_chats
 from tests.page.reading import read
-from tests.runs import Zygote
+from tests.runs import SMALL, Zygote
 
 KEYS = (
     *(
@@ -124,49 +121,6 @@ def test_memory_is_known_without_data_or_weights(zygote: Zygote, tmp_path: Path)
     assert [each.text for each in page.all("span", "badge")] == ["nothing stops a run", "fits H100"]
 
 
-def test_what_does_not_fit_ends_with_code_2_the_parts_and_a_way_in(zygote: Zygote, tmp_path: Path) -> None:
-    words = (
-        "model.weights=random",
-        "recipe=full",
-        "batching.tokens=512",
-        "dataset.max_length=512",
-        "exact=true",
-    )
-    gpu = ("hardware=rtx4090", "hardware.context_gib=0", "hardware.memory_gib=0.05")
-    code, _, wrong = look(zygote, tmp_path, "memory", *words, *gpu, "output_dir=look")
-    assert code == 2
-    facts = memory_in(tmp_path / "look")
-    assert (facts["fits"], facts["exact"], facts["traced_layers"]) == (False, True, 4)
-    assert facts["knobs"]
-    assert wrong.startswith("error: it needs ")
-    assert "optimizer states" in wrong
-    assert wrong.endswith("a run with these settings stops there\n")
-    best, enough = facts["together"]["override"], [each for each in facts["knobs"] if each["fits"]]
-    assert f"Set {best}." in wrong
-    assert {each["costs"] for each in enough} <= {"what is learned"}, "or nothing would be tried together"
-
-    named = {word.partition("=")[0] for word in best.split()}
-    rest = [word for word in words if word.partition("=")[0] not in named]
-    code, _, wrong = look(zygote, tmp_path, "memory", *rest, *best.split(), *gpu)
-    assert (code, wrong) == (0, ""), "the way in leads in"
-
-
-def test_bare_it_looks_at_data_and_memory(zygote: Zygote, tmp_path: Path) -> None:
-    write_chats(tmp_path / "a.jsonl", chat("Hi", "Hello"))
-    words = (
-        "dataset=messages",
-        "dataset.path=a.jsonl",
-        f"cache_dir={tmp_path / 'cache'}",
-        "model.weights=random",
-    )
-    code, _, wrong = look(zygote, tmp_path, *words, "output_dir=look")
-    assert (code, wrong) == (0, "")
-    assert facts_in(tmp_path / "look")["rows"] == 1
-    facts = memory_in(tmp_path / "look")
-    assert (facts["device"], facts["lost_bytes"], facts["bound"]) == ("cpu", 0, None)
-    assert facts["context_bytes"] > 50e6
-
-
 WRONG = {
     "datta": "error: 'datta' is neither a check nor key=value. Did you mean data? Checks: data, memory; no word",
     "data dataset.path=nowhere.jsonl": "error: dataset.path=nowhere.jsonl: no such file or folder in",
@@ -180,15 +134,13 @@ WRONG = {
 
 
 @pytest.mark.parametrize("words", WRONG)
-def test_what_is_mistyped_is_told_before_torch_is_loaded(run_app: RunApp, words: str, tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise RuntimeError('torch was imported')")
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ""), str(Path(__file__).parents[2])])
-    ended = run_app(*words.split(), module="app.check", env={"PYTHONPATH": path})
-    assert ended.stderr.startswith(WRONG[words]), ended.stderr
-    assert (ended.returncode, ended.stdout) == (2, "")
+def test_what_is_mistyped_is_told(zygote: Zygote, words: str, tmp_path: Path) -> None:
+    code, said, wrong = look(zygote, tmp_path, *words.split())
+    assert wrong.startswith(WRONG[words])
+    assert (code, said) == (2, "")
 
 
-def test_help(run_app: RunApp) -> None:
-    ended = run_app("--help", module="app.check")
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert "python -m app.check data" in ended.stdout
+def test_help(zygote: Zygote, tmp_path: Path) -> None:
+    code, said, wrong = look(zygote, tmp_path, "--help")
+    assert (code, wrong) == (0, "")
+    assert "python -m app.check data" in said

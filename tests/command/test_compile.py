@@ -3,8 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.command.test_resume import SMALL
-from tests.runs import Zygote
+from tests.runs import SMALL, Zygote
 
 FEW = (*SMALL, "recipe=lora", "training.max_steps=4", "eval.samples=0", "record.every=1")
 

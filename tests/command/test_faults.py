@@ -5,9 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.command.test_resume import SMALL
-from tests.command.test_wrong_inputs import refused
-from tests.runs import result
+from tests.runs import SMALL, refused, result
 
 
 def limited(

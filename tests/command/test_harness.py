@@ -1,9 +1,7 @@
 """Tasks of lm-evaluation-harness: what is refused without it, and that it is asked the model of the run."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -12,11 +10,7 @@ from app.config.load import compose_run
 from app.engine import harness
 from app.engine.harness import _numbers, require_harness, table
 from app.errors import EnvironmentProblem
-from tests.command.test_resume import SMALL
-from tests.command.test_wrong_inputs import refused
-from tests.conftest import RunApp
-
-FEW = (*(text for text in SMALL if not text.startswith("eval.")), "eval.samples=0", "training.max_steps=4")
+from tests.runs import Zygote, refused
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,12 +43,12 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_would_change_nothing_is_refused(
-    run_app: RunApp, tmp_path: Path, given: tuple[str, ...], message: str
+    zygote: Zygote, tmp_path: Path, given: tuple[str, ...], message: str
 ) -> None:
     (tmp_path / "run" / "final").mkdir(parents=True)
     (tmp_path / "run" / "run.yaml").write_text(yaml.safe_dump(asdict(compose_run([]))))
-    ended = run_app("run=run", *given, module="app.evaluate")
-    refused(ended.returncode, ended.stdout, ended.stderr, message)
+    ended = zygote.run(tmp_path, "run=run", *given, module="app.evaluate")
+    refused(ended.code, ended.stdout, ended.stderr, message)
 
 
 def test_numbers_are_read_by_metric_and_filter() -> None:
@@ -74,71 +68,3 @@ def test_numbers_are_read_by_metric_and_filter() -> None:
         ["base", "tuned"],
         ["a", "acc", "0.2500", "0.5000", "+-", "0.1000"],
     ]
-
-
-QUESTIONS = [
-    ("Name the opposite of new.", ["old", "ancient", "tighten", "grey"], 0),
-    ("Write shirt in capitals.", ["SHIRT", "Shirt", "green", "box"], 0),
-    ("Add one and two.", ["four", "three", "five", "nine"], 1),
-    ("Who?", ["you", "me", "they", "a cat"], 2),
-    ("Tell me the colour of Osimo.", ["white", "red", "grey", "blue"], 2),
-    ("Spell box.", ["b-o-x", "box", "c-a-t", "bo"], 0),
-]
-
-
-def write_tasks(folder: Path) -> None:
-    rows = [{"question": q, "choices": c, "answer": a} for q, c, a in QUESTIONS]
-    (folder / "rows.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    common = {
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.json")}},
-        "test_split": "test",
-        "doc_to_text": "{{question}}",
-    }
-    (folder / "choose.yaml").write_text(
-        yaml.safe_dump(
-            {
-                **common,
-                "task": "choose",
-                "output_type": "multiple_choice",
-                "doc_to_choice": "choices",
-                "doc_to_target": "answer",
-                "metric_list": [{"metric": "acc"}],
-            }
-        )
-    )
-    (folder / "write.yaml").write_text(
-        yaml.safe_dump(
-            {
-                **common,
-                "task": "write",
-                "output_type": "generate_until",
-                "doc_to_target": "{{choices[answer]}}",
-                "generation_kwargs": {"until": ["\n"], "max_gen_toks": 4, "do_sample": False},
-                "metric_list": [{"metric": "exact_match"}],
-            }
-        )
-    )
-
-
-def share_chosen(run: Path, *, adapter: bool) -> float:
-    """How often the likeliest choice is the right one, in plain transformers."""
-    import torch
-
-    from app.config.load import read_run
-    from app.model.load import load_tuned, load_tuned_tokenizer
-    from app.model.tasks import TASKS
-
-    tokenizer = load_tuned_tokenizer(run / "final")
-    lm: Any = load_tuned(run, read_run(run / "run.yaml").model, TASKS["causal"], adapter=adapter)
-    right = 0
-    for question, choices, answer in QUESTIONS:
-        asked = len(tokenizer(question).input_ids)
-        told = []
-        for choice in choices:
-            ids = torch.tensor([tokenizer(f"{question} {choice}").input_ids])
-            with torch.no_grad():
-                logs = lm(ids).logits[0, :-1].log_softmax(-1)
-            told.append(float(logs.gather(1, ids[0, 1:, None])[asked - 1 :].sum()))
-        right += told.index(max(told)) == answer
-    return right / len(QUESTIONS)

@@ -3,10 +3,8 @@
 import json
 from pathlib import Path
 
-from tests.command.test_resume import SMALL
-from tests.command.test_wrong_inputs import refused
 from tests.data.small import chat, write_chats
-from tests.runs import Zygote
+from tests.runs import SMALL, Zygote, refused
 
 MIX = ("dataset=mix", "dataset.mix.chat.path=chat.jsonl", "dataset.mix.code.path=code.jsonl")
 PLAIN = (

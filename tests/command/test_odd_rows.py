@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.command.test_resume import SMALL
 from tests.command.test_wrong_inputs import refuses
 from tests.data.small import THINKING, chat, write_chats
-from tests.runs import Zygote
+from tests.runs import SMALL, Zygote
 
 TEMPLATE = THINKING.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'tool' %}")
 BAD = [

@@ -15,9 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.command.test_resume import SMALL, has_reached, same_ending
 from tests.model.small import distance
-from tests.runs import Zygote, metrics, result
+from tests.runs import SMALL, Zygote, has_reached, metrics, result, same_ending
 
 PLAIN = ("optimizer=sgd", "optimizer.momentum=0", "optimizer.lr=0.5", "training.clip=0", "schedule=constant")
 GONE = 137  # 128 + SIGKILL

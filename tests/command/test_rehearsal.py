@@ -3,9 +3,8 @@
 import json
 from pathlib import Path
 
-from tests.command.test_resume import SMALL, same_ending
 from tests.engine.test_rehearsal import files
-from tests.runs import Zygote, result
+from tests.runs import SMALL, Zygote, result, same_ending
 
 FEW = (*SMALL, "training.max_steps=4", "checkpoint.every=2", "eval.samples=0")
 PADDED = ("recipe=lora", "batching.packing=false")  # nothing goes backward before the rehearsal

@@ -1,6 +1,7 @@
 """A run run again: the same bits, or the first number that differs and what has changed since."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,29 +11,22 @@ import pytest
 import yaml
 
 from app.assets import ROOT
-from tests.command.test_resume import SMALL
-from tests.command.test_wrong_inputs import content_of, refused
-from tests.conftest import RunApp
-from tests.runs import Ended, Zygote, metrics, numbers
+from tests.runs import SMALL, Ended, FinishedRuns, Zygote, content_of, metrics, numbers, refused
 
 SHORT = (*SMALL, "eval.samples=0", "training.max_steps=6")
 
 
-@pytest.fixture(scope="module")
-def first(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on a file of its own; the tests work on copies of the folder round it."""
-    folder = tmp_path_factory.mktemp("first")
+def run_and_rows(finished: FinishedRuns, folder: Path) -> Path:
+    """Copies of a finished run and of the rows that it was trained on."""
+    finished.copy(folder / "run")
     shutil.copy(ROOT / "sample" / "train.jsonl", folder / "rows.jsonl")
-    given = (*SHORT, "dataset.path=rows.jsonl", "training.max_steps=3")
-    ended = zygote.run(folder, *given, "output_dir=run")
-    assert ended.code == 0, ended.stderr
+    set_in_run_yaml(folder, "dataset", path="rows.jsonl")
     return folder
 
 
 @pytest.fixture
-def folder(first: Path, tmp_path: Path) -> Path:
-    shutil.copytree(first, tmp_path, dirs_exist_ok=True)
-    return tmp_path
+def folder(finished: FinishedRuns, tmp_path: Path) -> Path:
+    return run_and_rows(finished, tmp_path)
 
 
 def again(zygote: Zygote, folder: Path, *given: str) -> tuple[Ended, dict[str, Any]]:
@@ -54,48 +48,30 @@ def set_in_run_yaml(folder: Path, section: str, **values: Any) -> None:
     file.write_text(yaml.safe_dump(settings))
 
 
-@pytest.mark.parametrize(
-    ("recipe", "more"), [("qlora", "adapter.dropout=0.1"), ("full", "batching.packing=false")]
-)
-def test_it_gives_the_same_bits_and_leaves_the_first_as_it_was(
-    zygote: Zygote, tmp_path: Path, recipe: str, more: str
-) -> None:
-    ended = zygote.run(tmp_path, *SHORT, f"recipe={recipe}", more, "output_dir=run", "training.max_steps=4")
-    assert ended.code == 0, ended.stderr
-    before = content_of(tmp_path / "run")
-    ended, found = again(zygote, tmp_path)
+def test_it_gives_the_same_bits_and_leaves_the_first_as_it_was(zygote: Zygote, folder: Path) -> None:
+    check_same_bits(zygote, folder)
+
+
+def check_same_bits(zygote: Zygote, folder: Path) -> None:
+    before = content_of(folder / "run")
+    ended, found = again(zygote, folder)
     assert (ended.code, ended.stderr) == (0, "")
-    assert content_of(tmp_path / "run") == before
-    assert numbers(tmp_path / "run-reproduced") == numbers(tmp_path / "run")
+    assert content_of(folder / "run") == before
+    assert numbers(folder / "run-reproduced") == numbers(folder / "run")
     assert "origin  versions, commit, hardware, rows, tokenizer and base are the same" in ended.stdout
-    assert "result  agrees, 6 lines up to step 4, to the last bit" in ended.stdout
+    assert re.search(r"result  agrees, \d lines up to step \d, to the last bit", ended.stdout)
+    lines = metrics(folder / "run")
     assert found == {
         "run": "run",
         "agrees": True,
         "tolerance": 0.0,
         "same_bits": True,
-        "lines": 6,
-        "last_step": 4,
+        "lines": len(lines),
+        "last_step": lines[-1]["step"],
         "first_difference": None,
         "largest_difference": None,
         "origin": [],
     }
-
-
-def test_a_run_that_was_stopped_and_resumed_is_reproduced_in_one_go(zygote: Zygote, tmp_path: Path) -> None:
-    command = (*SHORT, "record.every=2", "eval.every=0", "output_dir=run", "resume=auto")
-    assert zygote.run(tmp_path, *command, "training.stop_after=3").code == 75
-    unfinished, found = again(zygote, tmp_path)
-    assert unfinished.code == 0, unfinished.stderr
-    assert (found["lines"], found["last_step"]) == (3, 3)
-    shutil.rmtree(tmp_path / "run-reproduced")
-
-    assert zygote.run(tmp_path, *command, "training.stop_after=3").code == 0
-    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4, 6, 6]
-    ended, found = again(zygote, tmp_path)
-    assert ended.code == 0, ended.stderr
-    assert [line["step"] for line in metrics(tmp_path / "run-reproduced")] == [1, 2, 4, 6, 6]
-    assert (found["same_bits"], found["lines"], found["last_step"]) == (True, 5, 6)
 
 
 def test_the_first_number_that_differs_is_named(zygote: Zygote, folder: Path) -> None:
@@ -121,47 +97,6 @@ def test_the_first_number_that_differs_is_named(zygote: Zygote, folder: Path) ->
     assert (found["agrees"], found["same_bits"]) == (True, False)
 
 
-def test_other_rows_are_refused_and_run_only_anyway(zygote: Zygote, folder: Path) -> None:
-    rows = (folder / "rows.jsonl").read_text().splitlines(keepends=True)
-    (folder / "rows.jsonl").write_text("".join(rows[1:]))
-    ended, _ = again(zygote, folder)
-    assert ended.code == 2
-    assert "error: run=run: rows to train on: " in ended.stderr
-    assert "anyway=true" in ended.stderr
-    assert not (folder / "run-reproduced").exists()
-    (folder / "moved.jsonl").write_text("".join(rows))
-    moved, found = again(zygote, folder, "dataset.path=moved.jsonl", "steps=1")
-    assert (moved.code, found["same_bits"]) == (0, True), moved.stderr
-    shutil.rmtree(folder / "run-reproduced")
-    anyway, found = again(zygote, folder, "anyway=true", "steps=1")
-    assert (anyway.code, anyway.stderr) == (3, "")
-    assert [each["name"] for each in found["origin"]] == ["rows to train on"]
-
-
-def test_the_number_of_threads_is_that_of_the_first(zygote: Zygote, folder: Path) -> None:
-    """Left to the machine, it would be that of its cores, and the last bits might move."""
-    set_in_run_yaml(folder, "launch", threads=None)
-    change(folder / "run" / "manifest.json", lambda manifest: manifest["choices"].update(threads=3))
-    again(zygote, folder, "steps=1")
-    manifest = json.loads((folder / "run-reproduced" / "manifest.json").read_text())
-    assert manifest["choices"]["threads"] == 3
-
-
-def test_a_run_that_ends_sooner_than_the_first_does_not_agree(zygote: Zygote, folder: Path) -> None:
-    """Equal lines say nothing of those that never came."""
-    set_in_run_yaml(folder, "training", max_steps=2)
-    set_in_run_yaml(folder, "schedule", kind="constant", warmup_fraction=0.0)
-    shorter, _ = again(zygote, folder)
-    assert shorter.code == 3, shorter.stderr
-    lines = [*metrics(folder / "run-reproduced"), {"step": 3, "loss": 1.0}]
-    shutil.rmtree(folder / "run-reproduced")
-    (folder / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    ended, found = again(zygote, folder)
-    assert ended.code == 3
-    assert (found["agrees"], found["first_difference"], found["last_step"]) == (False, None, 2)
-    assert "result  differs, 3 lines up to step 2, to the last bit\n        it ended there; " in ended.stdout
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -174,12 +109,13 @@ def test_a_run_that_ends_sooner_than_the_first_does_not_agree(zygote: Zygote, fo
     ],
 )
 def test_what_is_wrong_is_told_before_anything_is_loaded(
-    run_app: RunApp, folder: Path, given: tuple[str, ...], message: str
+    zygote: Zygote, folder: Path, given: tuple[str, ...], message: str
 ) -> None:
     (folder / "bare").mkdir()
     (folder / "bare" / "mine.txt").touch()
-    before = content_of(folder)
-    ended = run_app(*given, module="app.reproduce")
-    refused(ended.returncode, ended.stdout, ended.stderr, message)
+    before = content_of(folder / "run")
+    ended = zygote.run(folder, *given, module="app.reproduce")
+    refused(ended.code, ended.stdout, ended.stderr, message)
     assert ended.stdout == ""
-    assert content_of(folder) == before
+    assert content_of(folder / "run") == before
+    assert not (folder / "run-reproduced").exists()

@@ -11,48 +11,9 @@ from pathlib import Path
 
 import pytest
 from safetensors import safe_open
-from safetensors.torch import load_file
 
 from app.engine.signals import HEARD
-from tests.runs import Zygote, metrics, numbers, result
-
-SMALL = (
-    "model.weights=random",
-    "model.architecture.num_hidden_layers=2",
-    "model.architecture.hidden_size=64",
-    "model.architecture.intermediate_size=128",
-    "model.architecture.num_attention_heads=4",
-    "model.architecture.num_key_value_heads=2",
-    "dataset.max_rows=90",
-    "dataset.eval_max_rows=12",
-    "precision=fp32",
-    "dataset.max_length=64",
-    "batching.tokens=64",
-    "batching.rows=4",
-    "batching.accumulation=2",
-    "training.epochs=2",  # 12 steps each, of two bins or of eight rows, the last one smaller
-    "eval.every=2",
-    "eval.samples=1",
-    "eval.sample_tokens=4",
-    "checkpoint.every=3",
-    "record.every=1",
-    "launch.threads=1",
-)
-
-
-def has_reached(run: Path, step: int) -> bool:
-    return any(line["step"] >= step for line in metrics(run))
-
-
-def same_ending(one: Path, other: Path) -> None:
-    assert numbers(one) == numbers(other)
-    finals = [sorted(f.name for f in (run / "final").iterdir()) for run in (one, other)]
-    assert finals[0] == finals[1]
-    for name in finals[0]:
-        if name.endswith(".safetensors"):
-            left, right = (load_file(run / "final" / name) for run in (one, other))
-            assert left.keys() == right.keys()
-            assert all(left[key].equal(right[key]) for key in left)
+from tests.runs import SMALL, Zygote, has_reached, metrics, result, same_ending
 
 
 @pytest.mark.parametrize(

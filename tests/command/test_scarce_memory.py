@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.command.test_processes import PLAIN, tensors, with_rate
-from tests.command.test_resume import SMALL, same_ending
 from tests.model.small import distance
-from tests.runs import Zygote, metrics, result
+from tests.runs import SMALL, Zygote, metrics, result, same_ending
 
 SCARCE = "tests.scarcity"
 LIMITS = {"TOKENS": "40", "CALLS": "40"}  # calls: what is proven and shown before the first step

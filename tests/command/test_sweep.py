@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from app.config.load import compose_run
-from tests.command.test_resume import SMALL, has_reached
 from tests.conftest import RunApp
-from tests.runs import Ended, Running, Zygote, metrics, numbers, result
+from tests.runs import SMALL, Ended, Running, Zygote, has_reached, metrics, numbers, result
 
 TINY = (*SMALL, "eval.samples=0", "training.max_steps=2")
 LONG = (

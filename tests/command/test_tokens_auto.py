@@ -6,8 +6,7 @@ from typing import Any
 
 import yaml
 
-from tests.command.test_resume import SMALL, same_ending
-from tests.runs import Zygote
+from tests.runs import SMALL, Zygote, same_ending
 
 WORDS = tuple(word for word in SMALL if not word.startswith("batching.tokens="))
 AUTO = "batching.tokens=auto"

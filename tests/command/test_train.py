@@ -11,9 +11,8 @@ from safetensors.torch import load_file
 from app.assets import ROOT
 from app.record.lines import memory
 from scripts.make_assets.scores import answered, held_out_chat, read_model
-from tests.command.test_resume import SMALL
 from tests.conftest import RunApp
-from tests.runs import Zygote, metrics, result
+from tests.runs import SMALL, Zygote, metrics, result
 
 STEP_KEYS = ["step", "epoch", "loss", "lr", "grad_norm", "tokens", "trained_tokens"]
 STEP_KEYS += ["tokens_per_second", "peak_memory_bytes"]

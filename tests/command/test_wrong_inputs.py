@@ -8,21 +8,12 @@ from pathlib import Path
 import pytest
 
 from app.assets import ROOT
-from tests.command.test_resume import SMALL
-from tests.conftest import RunApp
-from tests.runs import Ended, Zygote
+from tests.conftest import REPO, RunApp
+from tests.runs import FINISHED, SMALL, Ended, FinishedRuns, Zygote, content_of, refused
 
 CHAT = ("dataset=messages", "dataset.eval_fraction=0")
 FEW = ("dataset.max_rows=20", "dataset.eval_max_rows=5", "launch.threads=1")
 MODEL = (*FEW, "model=llama", "dataset.max_length=128", "training.max_steps=1", "eval.samples=0")
-
-
-def refused(code: int, stdout: str, stderr: str, message: str) -> None:
-    assert code == 2, stderr
-    assert stderr.startswith("error: ")
-    assert stderr.count("error: ") == 1
-    assert message in stderr
-    assert "Traceback" not in stdout + stderr
 
 
 def row(user: str, *, role: str = "assistant") -> str:
@@ -32,7 +23,24 @@ def row(user: str, *, role: str = "assistant") -> str:
     )
 
 
-# ---- as a process of its own, because it is over before anything heavy is imported
+# ---- before anything is loaded
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "message"),
+    [
+        ("app.train", ("training.max_stps=1", "modl=llama"), "error: 2 problems"),
+        ("app.check", ("data", "dataset.max_lenght=3"), "dataset.max_lenght is not a key."),
+        ("app.generate", ("run=empty", "prmpt=Hi"), "prmpt is not a key. Did you mean prompt?"),
+    ],
+)
+def test_a_typing_mistake_is_told_without_torch(
+    run_app: RunApp, tmp_path: Path, module: str, words: tuple[str, ...], message: str
+) -> None:
+    (tmp_path / "torch.py").write_text("raise RuntimeError('torch was imported')")
+    ended = run_app(*words, module=module, env={"PYTHONPATH": f"{tmp_path}:{REPO}"})
+    refused(ended.returncode, ended.stdout, ended.stderr, message)
+
 
 EARLY = [
     ("sed=1", "sed is not a key. Did you mean seed?"),
@@ -55,20 +63,24 @@ EARLY = [
 
 
 @pytest.mark.parametrize(("given", "message"), EARLY, ids=[given for given, _ in EARLY])
-def test_before_anything_is_loaded(run_app: RunApp, tmp_path: Path, given: str, message: str) -> None:
+def test_before_anything_is_loaded(zygote: Zygote, tmp_path: Path, given: str, message: str) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").touch()
-    before = sorted(tmp_path.rglob("*"))
-    ended = run_app(given, env={"WANDB_MODE": "online", "HOME": str(tmp_path / "full")})
-    refused(ended.returncode, ended.stdout, ended.stderr, message)
+    ended = zygote.run(tmp_path, given, WANDB_MODE="online", HOME=str(tmp_path / "full"))
+    refused(ended.code, ended.stdout, ended.stderr, message)
     assert ended.stdout == ""
-    assert sorted(tmp_path.rglob("*")) == before
+    left = {path.name for path in tmp_path.rglob("*")}
+    assert {name for name in left if not name.startswith(("stdout", "stderr"))} == {
+        "file",
+        "full",
+        "mine.txt",
+    }
 
 
-def test_several_at_once_are_one_message(run_app: RunApp, tmp_path: Path) -> None:
-    ended = run_app("sed=1", "model=lllama", "adapter.rr=3")
-    refused(ended.returncode, ended.stdout, ended.stderr, "error: 3 problems\n  1. sed is not a key.")
+def test_several_at_once_are_one_message(zygote: Zygote, tmp_path: Path) -> None:
+    ended = zygote.run(tmp_path, "sed=1", "model=lllama", "adapter.rr=3")
+    refused(ended.code, ended.stdout, ended.stderr, "error: 3 problems\n  1. sed is not a key.")
     assert [line[:4] for line in ended.stderr.splitlines()[1:]] == ["  1.", "  2.", "  3."]
 
 
@@ -87,11 +99,11 @@ def test_several_at_once_are_one_message(run_app: RunApp, tmp_path: Path) -> Non
     ],
 )
 def test_asking_a_run_that_is_not_there(
-    run_app: RunApp, tmp_path: Path, given: tuple[str, ...], message: str
+    zygote: Zygote, tmp_path: Path, given: tuple[str, ...], message: str
 ) -> None:
     (tmp_path / "empty").mkdir()
-    ended = run_app(*given, module="app.generate")
-    refused(ended.returncode, ended.stdout, ended.stderr, message)
+    ended = zygote.run(tmp_path, *given, module="app.generate")
+    refused(ended.code, ended.stdout, ended.stderr, message)
 
 
 # ---- with torch: forks of one process that has imported it
@@ -217,24 +229,10 @@ def test_a_model_folder_that_is_not_whole(
     refuses(zygote, tmp_path, *MODEL, "model.path=./model", "dataset=sample", message=message)
 
 
-@pytest.fixture(scope="session")
-def finished(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with two checkpoints; the tests work on copies."""
-    folder = tmp_path_factory.mktemp("finished")
-    ended = zygote.run(folder, *SMALL, "training.max_steps=6", f"output_dir={folder / 'run'}")
-    assert ended.code == 0, ended.stderr
-    assert len(list((folder / "run" / "checkpoints").iterdir())) == 2
-    return folder / "run"
-
-
 def flip(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-
-
-def content_of(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 def saves_of(run: Path) -> list[Path]:
@@ -251,13 +249,13 @@ def saves_of(run: Path) -> list[Path]:
     ],
 )
 def test_a_run_that_cannot_be_trusted_stays_as_it_is(
-    zygote: Zygote, tmp_path: Path, finished: Path, given: tuple[str, ...], message: str
+    zygote: Zygote, tmp_path: Path, finished: FinishedRuns, given: tuple[str, ...], message: str
 ) -> None:
-    shutil.copytree(finished, tmp_path / "run")
+    finished.copy(tmp_path / "run")
     for save in saves_of(tmp_path / "run"):
         flip(save / "weights.safetensors")
     before = content_of(tmp_path / "run")
-    ended = zygote.run(tmp_path, *SMALL, *given, "output_dir=run")
+    ended = zygote.run(tmp_path, *FINISHED["lora"], *given, "output_dir=run")
     refused(ended.code, ended.stdout, ended.stderr, message)
     assert content_of(tmp_path / "run") == before
 
@@ -272,16 +270,16 @@ def test_a_run_that_cannot_be_trusted_stays_as_it_is(
     ],
 )
 def test_a_run_is_not_continued_as_another(
-    zygote: Zygote, tmp_path: Path, finished: Path, changed: str, message: str
+    zygote: Zygote, tmp_path: Path, finished: FinishedRuns, changed: str, message: str
 ) -> None:
-    shutil.copytree(finished, tmp_path / "run")
+    finished.copy(tmp_path / "run")
     before = content_of(tmp_path / "run")
-    ended = zygote.run(tmp_path, *SMALL, "training.max_steps=6", changed, "resume=auto", "output_dir=run")
+    ended = zygote.run(tmp_path, *FINISHED["lora"], changed, "resume=auto", "output_dir=run")
     refused(ended.code, ended.stdout, ended.stderr, message)
     assert content_of(tmp_path / "run") == before
     # nor from outside, into a new folder
     save = saves_of(tmp_path / "run")[-1]
-    refuses(zygote, tmp_path, *SMALL, "training.max_steps=6", changed, f"resume={save}", message=message)
+    refuses(zygote, tmp_path, *FINISHED["lora"], changed, f"resume={save}", message=message)
 
 
 def test_an_output_folder_that_another_run_is_using(zygote: Zygote, tmp_path: Path) -> None:

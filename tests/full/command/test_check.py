@@ -1,10 +1,14 @@
 """app.check as a process: what is shown, written and returned is what a run would find."""
 
 import os
+from pathlib import Path
 
 import pytest
 
+from tests.command.test_check import facts_in, look, memory_in
 from tests.conftest import RunApp
+from tests.data.small import chat, write_chats
+from tests.runs import Zygote
 
 
 @pytest.mark.parametrize(
@@ -21,3 +25,46 @@ def test_it_takes_ten_seconds_imports_included(run_app: RunApp, words: tuple[str
     assert ended.returncode == 0, ended.stderr
     spent = after.children_user + after.children_system - before.children_user - before.children_system
     assert spent < 10
+
+
+def test_what_does_not_fit_ends_with_code_2_the_parts_and_a_way_in(zygote: Zygote, tmp_path: Path) -> None:
+    words = (
+        "model.weights=random",
+        "recipe=full",
+        "batching.tokens=512",
+        "dataset.max_length=512",
+        "exact=true",
+    )
+    gpu = ("hardware=rtx4090", "hardware.context_gib=0", "hardware.memory_gib=0.05")
+    code, _, wrong = look(zygote, tmp_path, "memory", *words, *gpu, "output_dir=look")
+    assert code == 2
+    facts = memory_in(tmp_path / "look")
+    assert (facts["fits"], facts["exact"], facts["traced_layers"]) == (False, True, 4)
+    assert facts["knobs"]
+    assert wrong.startswith("error: it needs ")
+    assert "optimizer states" in wrong
+    assert wrong.endswith("a run with these settings stops there\n")
+    best, enough = facts["together"]["override"], [each for each in facts["knobs"] if each["fits"]]
+    assert f"Set {best}." in wrong
+    assert {each["costs"] for each in enough} <= {"what is learned"}, "or nothing would be tried together"
+
+    named = {word.partition("=")[0] for word in best.split()}
+    rest = [word for word in words if word.partition("=")[0] not in named]
+    code, _, wrong = look(zygote, tmp_path, "memory", *rest, *best.split(), *gpu)
+    assert (code, wrong) == (0, ""), "the way in leads in"
+
+
+def test_bare_it_looks_at_data_and_memory(zygote: Zygote, tmp_path: Path) -> None:
+    write_chats(tmp_path / "a.jsonl", chat("Hi", "Hello"))
+    words = (
+        "dataset=messages",
+        "dataset.path=a.jsonl",
+        f"cache_dir={tmp_path / 'cache'}",
+        "model.weights=random",
+    )
+    code, _, wrong = look(zygote, tmp_path, *words, "output_dir=look")
+    assert (code, wrong) == (0, "")
+    assert facts_in(tmp_path / "look")["rows"] == 1
+    facts = memory_in(tmp_path / "look")
+    assert (facts["device"], facts["lost_bytes"], facts["bound"]) == ("cpu", 0, None)
+    assert facts["context_bytes"] > 50e6

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.command.test_export import FEW, RATE
-from tests.command.test_resume import SMALL, same_ending
-from tests.runs import Zygote, numbers, result
+from tests.runs import FINISHED, SMALL, Zygote, numbers, result, same_ending
 
 FP8 = ("recipe=lora", "quantization=fp8")
 
@@ -20,7 +18,7 @@ def told(file: Path) -> dict[str, Any]:
 
 def test_from_training_to_an_export(zygote: Zygote, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    ended = zygote.run(tmp_path, *FEW, *FP8, RATE, "model.weights=random", f"output_dir={run}")
+    ended = zygote.run(tmp_path, *FINISHED["lora"], *FP8, f"output_dir={run}")
     assert ended.code == 0, ended.stderr
     assert "quantization=fp8: a CPU has no fp8" in " ".join((ended.stdout + ended.stderr).split())
     manifest = told(run / "manifest.json")

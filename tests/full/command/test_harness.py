@@ -2,21 +2,88 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from tests.command.test_harness import FEW, share_chosen, write_tasks
 from tests.conftest import RunApp
 from tests.marks import requires_harness
-from tests.runs import Zygote
+from tests.runs import FinishedRuns
+
+QUESTIONS = [
+    ("Name the opposite of new.", ["old", "ancient", "tighten", "grey"], 0),
+    ("Write shirt in capitals.", ["SHIRT", "Shirt", "green", "box"], 0),
+    ("Add one and two.", ["four", "three", "five", "nine"], 1),
+    ("Who?", ["you", "me", "they", "a cat"], 2),
+    ("Tell me the colour of Osimo.", ["white", "red", "grey", "blue"], 2),
+    ("Spell box.", ["b-o-x", "box", "c-a-t", "bo"], 0),
+]
+
+
+def write_tasks(folder: Path) -> None:
+    rows = [{"question": q, "choices": c, "answer": a} for q, c, a in QUESTIONS]
+    (folder / "rows.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.json")}},
+        "test_split": "test",
+        "doc_to_text": "{{question}}",
+    }
+    (folder / "choose.yaml").write_text(
+        yaml.safe_dump(
+            {
+                **common,
+                "task": "choose",
+                "output_type": "multiple_choice",
+                "doc_to_choice": "choices",
+                "doc_to_target": "answer",
+                "metric_list": [{"metric": "acc"}],
+            }
+        )
+    )
+    (folder / "write.yaml").write_text(
+        yaml.safe_dump(
+            {
+                **common,
+                "task": "write",
+                "output_type": "generate_until",
+                "doc_to_target": "{{choices[answer]}}",
+                "generation_kwargs": {"until": ["\n"], "max_gen_toks": 4, "do_sample": False},
+                "metric_list": [{"metric": "exact_match"}],
+            }
+        )
+    )
+
+
+def share_chosen(run: Path, *, adapter: bool) -> float:
+    """How often the likeliest choice is the right one, in plain transformers."""
+    import torch
+
+    from app.config.load import read_run
+    from app.model.load import load_tuned, load_tuned_tokenizer
+    from app.model.tasks import TASKS
+
+    tokenizer = load_tuned_tokenizer(run / "final")
+    lm: Any = load_tuned(run, read_run(run / "run.yaml").model, TASKS["causal"], adapter=adapter)
+    right = 0
+    for question, choices, answer in QUESTIONS:
+        asked = len(tokenizer(question).input_ids)
+        told = []
+        for choice in choices:
+            ids = torch.tensor([tokenizer(f"{question} {choice}").input_ids])
+            with torch.no_grad():
+                logs = lm(ids).logits[0, :-1].log_softmax(-1)
+            told.append(float(logs.gather(1, ids[0, 1:, None])[asked - 1 :].sum()))
+        right += told.index(max(told)) == answer
+    return right / len(QUESTIONS)
 
 
 @requires_harness
 def test_its_tasks_are_asked_of_the_run_and_of_its_base(
-    zygote: Zygote, run_app: RunApp, tmp_path: Path
+    finished: FinishedRuns, run_app: RunApp, tmp_path: Path
 ) -> None:
-    ended = zygote.run(tmp_path, *FEW, "recipe=lora", "optimizer.lr=5e-2", "output_dir=run")
-    assert ended.code == 0, ended.stderr
+    finished.copy(tmp_path / "run")
     write_tasks(tmp_path)
     done = run_app(
         "run=run", "harness=choose.yaml,write.yaml", "weights=both", module="app.evaluate", timeout=300

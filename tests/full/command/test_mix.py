@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 from tests.command.test_mix import MIX, sources
-from tests.command.test_resume import SMALL
-from tests.runs import Zygote, result
+from tests.runs import SMALL, Zygote, result
 
 
 def test_weights_are_swept(zygote: Zygote, tmp_path: Path) -> None:

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.command.test_processes import check_killed_and_resumed, check_two_against_one
-from tests.command.test_resume import SMALL
 from tests.conftest import REPO
-from tests.runs import Zygote, numbers
+from tests.runs import SMALL, Zygote, numbers
 
 
 @pytest.mark.parametrize(

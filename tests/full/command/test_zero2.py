@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.command.test_processes import same_numbers, with_rate
-from tests.command.test_resume import SMALL, has_reached, same_ending
-from tests.runs import Zygote
+from tests.runs import SMALL, Zygote, has_reached, same_ending
 
 ZERO2 = "parallel=zero2"
 

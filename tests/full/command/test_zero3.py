@@ -18,10 +18,9 @@ from safetensors.torch import load_file
 from tests.command import test_masked, test_processes
 from tests.command.test_classification import DECODER, ENCODER, encoder_tokenizer, pair, review, write
 from tests.command.test_processes import same_numbers, tensors, with_rate
-from tests.command.test_resume import SMALL, has_reached, same_ending
 from tests.conftest import REPO, RunApp
 from tests.model.small import distance
-from tests.runs import Ended, Running, Zygote, metrics, result
+from tests.runs import SMALL, Ended, Running, Zygote, has_reached, metrics, result, same_ending
 
 ZERO3 = "parallel=zero3"
 SCARCE = "tests.scarcity"

@@ -1,0 +1,114 @@
+"""The scores of a finished run: those of its own evaluation, whatever way they are computed."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.assets import ROOT
+from tests.command.test_evaluate import KEYS, check_last_evaluation, eval_loss, score
+from tests.runs import SMALL, FinishedRuns, Zygote, refused
+
+
+def test_batch_size_packing_order_and_processes_change_nothing(
+    zygote: Zygote, finished: FinishedRuns, tmp_path: Path
+) -> None:
+    run = finished("lora")
+    plain, _ = score(zygote, tmp_path, run)
+    assert set(KEYS) < plain.keys()
+    assert not [key for key in plain if key.startswith(("tuned_", "base_"))]
+    rows = (ROOT / "sample" / "eval.jsonl").read_text().splitlines(keepends=True)[:12]
+    random.Random(0).shuffle(rows)
+    (tmp_path / "shuffled.jsonl").write_text("".join(rows))
+    ways = [
+        ("batching.packing=false", "eval.rows=1"),
+        ("batching.packing=false", "eval.rows=7"),
+        ("batching.tokens=200",),
+        ("dataset.path=shuffled.jsonl", "launch.threads=2"),
+    ]
+    for way in ways:
+        scores, _ = score(zygote, tmp_path, run, *way)
+        same_numbers(scores, plain)
+    same_numbers(by_two_processes(zygote, tmp_path, run), plain)
+
+
+def same_numbers(scores: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert scores["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
+    assert scores["token_accuracy"] == expected["token_accuracy"] > 0
+    assert scores["exact_match"] == expected["exact_match"]
+    for key in KEYS:
+        assert scores[key] == pytest.approx(expected[key], rel=1e-5)
+    assert (scores["rows"], scores["answers"]) == (expected["rows"], expected["answers"])
+
+
+def by_two_processes(zygote: Zygote, folder: Path, run: Path) -> dict[str, Any]:
+    """The first one speaks and writes."""
+    first, second = zygote.run_together(
+        folder, 2, f"run={run}", "output_dir=scores", "batching.tokens=64", module="app.evaluate"
+    )
+    assert (first.code, first.stderr, second.code, second.stderr) == (0, "", 0, "")
+    assert "[95% intervals: 2,000 draws of 12 rows]" in first.stdout
+    assert second.stdout == ""
+    scores: dict[str, Any] = json.loads((folder / "scores" / "evaluate.json").read_text())
+    return scores
+
+
+def test_another_dataset_is_scored_whole_and_this_is_said(
+    zygote: Zygote, finished: FinishedRuns, tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"Say {n}.", "completion": f" {n}"} for n in range(20)]
+    (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ("dataset=prompt_completion", "dataset.path=new.jsonl", "dataset.max_length=64")
+    scores, ended = score(zygote, tmp_path, finished("lora"), *given, "weights=base", "precision=bf16")
+    assert "these are all rows of new.jsonl: nothing is held out of them" in ended.stdout
+    assert (scores["rows"], scores["rows_are"], scores["dataset"]) == (20, "other", "new.jsonl")
+    assert (scores["weights"], scores["precision"]) == ("base", "bf16")
+    assert (scores["answers"], scores["exact_match"]) == (20, 0.0)
+    (tmp_path / "book.txt").write_text("One line after another.\n" * 200)
+    given = ("dataset=text", "dataset.path=book.txt", "dataset.max_length=64")
+    scores, ended = score(zygote, tmp_path, finished("lora"), *given)
+    assert (scores["answers"], scores["exact_match"], scores["exact_match_interval"]) == (0, None, None)
+    assert "exact match" not in ended.stdout
+    _, ended = score(
+        zygote, tmp_path, finished("lora"), "dataset=sample", "dataset.max_length=64", "eval.rows=9"
+    )
+    assert "these are not the same rows as the run held out" in ended.stdout
+    own = ("dataset.eval_path=asset:sample/train.jsonl", "dataset.eval_max_rows=90")
+    scores, ended = score(zygote, tmp_path, finished("lora"), *own)
+    assert "these are the very rows that the run was trained on" in ended.stdout
+    assert scores["rows_are"] == "trained_on"
+
+
+def test_an_adapter_is_scored_on_the_base_it_was_tuned_on(zygote: Zygote, tmp_path: Path) -> None:
+    """Its base may lie elsewhere now; other weights would give a number too, but not that of the run."""
+    first = zygote.run(tmp_path, *SMALL, "recipe=full", "training.max_steps=1", "output_dir=first")
+    assert first.code == 0, first.stderr
+    shutil.copytree(tmp_path / "first" / "final", tmp_path / "model")
+    few = ("dataset.max_rows=40", "dataset.eval_max_rows=5", "training.max_steps=2", "launch.threads=1")
+    ended = zygote.run(
+        tmp_path, *few, "precision=fp32", "model.path=model", "eval.samples=0", "output_dir=run"
+    )
+    assert ended.code == 0, ended.stderr
+    (tmp_path / "model").rename(tmp_path / "moved")
+    scores, _ = score(zygote, tmp_path, tmp_path / "run", "model.path=moved")
+    assert scores["eval_loss"] == pytest.approx(eval_loss(tmp_path / "run"), rel=1e-6)
+
+    weights = tmp_path / "moved" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    ended = zygote.run(tmp_path, f"run={tmp_path / 'run'}", "model.path=moved", module="app.evaluate")
+    refused(
+        ended.code, ended.stdout, ended.stderr, "model.path=moved: the weights there are not the base of run="
+    )
+    assert not (tmp_path / "run" / "evaluate.json").exists()
+
+
+@pytest.mark.parametrize("recipe", ["qlora", "full"])
+def test_it_is_the_last_evaluation_of_the_run_and_the_base_beside_it(
+    zygote: Zygote, finished: FinishedRuns, tmp_path: Path, recipe: str
+) -> None:
+    check_last_evaluation(zygote, finished, tmp_path, recipe)

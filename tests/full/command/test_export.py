@@ -1,0 +1,82 @@
+"""What is exported is the model of the run, or it is not exported."""
+
+import json
+import shutil
+import subprocess
+import sys
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from tests.command.test_export import check_spoilt, export, report
+from tests.runs import FinishedRuns, Zygote, content_of, refused
+
+
+def code_of_card(out: Path, app_env: dict[str, str], place: Path) -> None:
+    """What the card says works, by itself, wherever the folder lies."""
+    moved = shutil.copytree(out, place / "moved")
+    shutil.rmtree(out)
+    code = (moved / "README.md").read_text().partition("```python\n")[2].partition("\n```")[0]
+    code += '\nprint(model(**tokenizer("a b", return_tensors="pt")).logits.shape[-1])'
+    env = {name: value for name, value in app_env.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], cwd=moved, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "1536"
+
+
+def test_an_adapter_of_a_packed_base_goes_with_its_base(
+    zygote: Zygote, finished: FinishedRuns, tmp_path: Path, app_env: dict[str, str]
+) -> None:
+    run = finished("qlora")
+    before = content_of(run)
+    ended = export(zygote, tmp_path, run, "kind=adapter")
+    assert (ended.code, ended.stderr) == (0, "")
+    assert content_of(run) == before
+    out = tmp_path / "out"
+    assert not list(tmp_path.glob(".writing*"))
+
+    found = report(out)
+    assert (found["kind"], found["dtype"], found["passed"], found["tolerance"]) == (
+        "adapter",
+        None,
+        True,
+        1e-5,
+    )
+    assert found["difference"] <= 1e-6
+    assert found["loss_after"] == pytest.approx(found["loss_before"], rel=1e-6)
+    assert (found["rows"], found["rows_are"]) == (8, "held_out")
+    assert found["versions"]["packages"]["peft"]
+    files = {str(f.relative_to(out)) for f in out.rglob("*") if f.is_file()} - {"export.json"}
+    assert found["files"].keys() == files
+    for name, described in found["files"].items():
+        content = (out / name).read_bytes()
+        assert described == {"sha256": sha256(content).hexdigest(), "bytes": len(content)}
+
+    adapter = json.loads((out / "adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == str(out / "base")
+    weights = "adapter_model.safetensors"
+    assert (out / weights).read_bytes() == (run / "final" / weights).read_bytes()
+    code_of_card(out, app_env, tmp_path)
+
+
+def test_damage_and_a_full_disk(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
+    run = shutil.copytree(finished("lora"), tmp_path / "run")
+    full = export(zygote, tmp_path, run, "kind=merged", "dtype=fp32", SPOIL="disk")
+    refused(full.code, full.stdout, full.stderr, "the disk is full, nothing was exported")
+    file = run / "final" / "adapter_model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    damaged = export(zygote, tmp_path, run, "kind=merged")
+    refused(damaged.code, damaged.stdout, damaged.stderr, "adapter_model.safetensors is not what was written")
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".writing*"))
+
+
+def test_an_export_that_is_not_the_model_leaves_only_its_report(
+    zygote: Zygote, finished: FinishedRuns, tmp_path: Path
+) -> None:
+    check_spoilt(zygote, finished, tmp_path, ("qlora", "careless"), ("lora", "cut"))

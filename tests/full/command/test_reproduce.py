@@ -1,0 +1,83 @@
+"""A run run again: the same bits, or the first number that differs and what has changed since."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.command.test_reproduce import SHORT, again, change, check_same_bits, run_and_rows, set_in_run_yaml
+from tests.runs import FinishedRuns, Zygote, metrics
+
+
+@pytest.fixture
+def folder(finished: FinishedRuns, tmp_path: Path) -> Path:
+    return run_and_rows(finished, tmp_path)
+
+
+def test_a_run_that_was_stopped_and_resumed_is_reproduced_in_one_go(zygote: Zygote, tmp_path: Path) -> None:
+    command = (*SHORT, "record.every=2", "eval.every=0", "output_dir=run", "resume=auto")
+    assert zygote.run(tmp_path, *command, "training.stop_after=3").code == 75
+    unfinished, found = again(zygote, tmp_path)
+    assert unfinished.code == 0, unfinished.stderr
+    assert (found["lines"], found["last_step"]) == (3, 3)
+    shutil.rmtree(tmp_path / "run-reproduced")
+
+    assert zygote.run(tmp_path, *command, "training.stop_after=3").code == 0
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4, 6, 6]
+    ended, found = again(zygote, tmp_path)
+    assert ended.code == 0, ended.stderr
+    assert [line["step"] for line in metrics(tmp_path / "run-reproduced")] == [1, 2, 4, 6, 6]
+    assert (found["same_bits"], found["lines"], found["last_step"]) == (True, 5, 6)
+
+
+def test_other_rows_are_refused_and_run_only_anyway(zygote: Zygote, folder: Path) -> None:
+    rows = (folder / "rows.jsonl").read_text().splitlines(keepends=True)
+    (folder / "rows.jsonl").write_text("".join(rows[1:]))
+    ended, _ = again(zygote, folder)
+    assert ended.code == 2
+    assert "error: run=run: rows to train on: " in ended.stderr
+    assert "anyway=true" in ended.stderr
+    assert not (folder / "run-reproduced").exists()
+    (folder / "moved.jsonl").write_text("".join(rows))
+    moved, found = again(zygote, folder, "dataset.path=moved.jsonl", "steps=1")
+    assert (moved.code, found["same_bits"]) == (0, True), moved.stderr
+    shutil.rmtree(folder / "run-reproduced")
+    anyway, found = again(zygote, folder, "anyway=true", "steps=1")
+    assert (anyway.code, anyway.stderr) == (3, "")
+    assert [each["name"] for each in found["origin"]] == ["rows to train on"]
+
+
+def test_the_number_of_threads_is_that_of_the_first(zygote: Zygote, folder: Path) -> None:
+    """Left to the machine, it would be that of its cores, and the last bits might move."""
+    set_in_run_yaml(folder, "launch", threads=None)
+    change(folder / "run" / "manifest.json", lambda manifest: manifest["choices"].update(threads=3))
+    again(zygote, folder, "steps=1")
+    manifest = json.loads((folder / "run-reproduced" / "manifest.json").read_text())
+    assert manifest["choices"]["threads"] == 3
+
+
+def test_a_run_that_ends_sooner_than_the_first_does_not_agree(zygote: Zygote, folder: Path) -> None:
+    """Equal lines say nothing of those that never came."""
+    set_in_run_yaml(folder, "training", max_steps=2)
+    set_in_run_yaml(folder, "schedule", kind="constant", warmup_fraction=0.0)
+    shorter, _ = again(zygote, folder)
+    assert shorter.code == 3, shorter.stderr
+    lines = [*metrics(folder / "run-reproduced"), {"step": 3, "loss": 1.0}]
+    shutil.rmtree(folder / "run-reproduced")
+    (folder / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ended, found = again(zygote, folder)
+    assert ended.code == 3
+    assert (found["agrees"], found["first_difference"], found["last_step"]) == (False, None, 2)
+    assert "result  differs, 3 lines up to step 2, to the last bit\n        it ended there; " in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more"), [("qlora", "adapter.dropout=0.1"), ("full", "batching.packing=false")]
+)
+def test_it_gives_the_same_bits_and_leaves_the_first_as_it_was(
+    zygote: Zygote, tmp_path: Path, recipe: str, more: str
+) -> None:
+    ended = zygote.run(tmp_path, *SHORT, f"recipe={recipe}", more, "output_dir=run", "training.max_steps=4")
+    assert ended.code == 0, ended.stderr
+    check_same_bits(zygote, tmp_path)
