@@ -1,10 +1,9 @@
 """A mix through real runs: trained, told, scored again, swept."""
 
-import json
 from pathlib import Path
 
 from tests.data.small import chat, write_chats
-from tests.runs import SMALL, Zygote, refused
+from tests.runs import Zygote, refused
 
 MIX = ("dataset=mix", "dataset.mix.chat.path=chat.jsonl", "dataset.mix.code.path=code.jsonl")
 PLAIN = (
@@ -19,32 +18,6 @@ PLAIN = (
 def sources(folder: Path) -> None:
     write_chats(folder / "chat.jsonl", *(chat("Hi", f"Hello {n}") for n in range(40)))
     write_chats(folder / "code.jsonl", *(chat("Hi", f"Print {n}") for n in range(15)), chat("Hi", "Hello 1"))
-
-
-def test_a_mix_is_trained_and_told_and_its_held_out_rows_scored(zygote: Zygote, tmp_path: Path) -> None:
-    sources(tmp_path)
-    given = (*SMALL, *MIX, *PLAIN, "dataset.mix.code.weight=2.5", "output_dir=run")
-    ended = zygote.run(tmp_path, *given, COLUMNS="300")
-    assert ended.code == 0, ended.stderr
-    data = json.loads((tmp_path / "run" / "manifest.json").read_text())["counts"]["data"]
-    code = data["shares"]["code"]
-    held = {name: counts["held_out"] for name, counts in data["sources"].items()}
-    assert (data["sources"]["code"]["rows_read"], code["samples"]) == (16, 16 - held["code"])
-    assert code["drawn"] == 2 * code["samples"] + round(code["samples"] / 2)
-    assert data["train"]["samples"] == data["shares"]["chat"]["drawn"] + code["drawn"]
-    assert data["eval"]["samples"] == sum(held.values()) > 0
-    assert data["sources"]["code"]["duplicates"] == 1
-    said = " ".join(ended.stdout.split())
-    assert said.count(f"train code: weight 2.5, {code['drawn']} samples an epoch") == 1
-    assert said.count("train code: 1 sample equal to an earlier one: trained on again") == 1
-    scored = zygote.run(tmp_path, "run=run", module="app.evaluate")
-    assert scored.code == 0, scored.stderr
-    assert "these are the rows that the run held out" in scored.stdout
-    other = zygote.run(
-        tmp_path, "run=run", "dataset.path=code.jsonl", "output_dir=other", module="app.evaluate"
-    )
-    assert other.code == 0, other.stderr
-    assert "16 samples" in other.stdout
 
 
 def test_a_mix_that_cannot_be_is_refused_before_anything_is_loaded(zygote: Zygote, tmp_path: Path) -> None:

@@ -1,14 +1,10 @@
 """Several processes train as one does: the same numbers, the same files, one message when something is wrong."""
 
 import json
-import os
 import re
-import shlex
-import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.model.small import distance
-from tests.runs import SMALL, Zygote, has_reached, metrics, result, same_ending
+from tests.runs import SMALL, Zygote, has_reached, metrics
 
 PLAIN = ("optimizer=sgd", "optimizer.momentum=0", "optimizer.lr=0.5", "training.clip=0", "schedule=constant")
 GONE = 137  # 128 + SIGKILL
@@ -64,25 +60,6 @@ def check_two_against_one(zygote: Zygote, tmp_path: Path, recipe: str, packing: 
     assert "shared by 2 processes" in (two / "log-rank-1.txt").read_text()
 
 
-def check_killed_and_resumed(zygote: Zygote, tmp_path: Path, recipe: str, count: int, more: str) -> None:
-    command = (*SMALL, f"recipe={recipe}", more, "batching.accumulation=1", "training.epochs=1")
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    for ended in zygote.run_together(tmp_path, count, *command, f"output_dir={whole}"):
-        assert (ended.code, ended.stderr) == (0, "")
-    for victim in (1, 0):
-        runs = zygote.start_together(tmp_path, count, *command, f"output_dir={killed}", "resume=auto")
-        runs[0].until(partial(has_reached, killed, 7 - 3 * victim))
-        began = time.monotonic()
-        os.kill(runs[victim].pid, signal.SIGKILL)
-        codes = [run.wait().code for run in runs]
-        assert codes[victim] == -signal.SIGKILL
-        assert 0 not in codes
-        assert time.monotonic() - began < 30
-    for ended in zygote.run_together(tmp_path, count, *command, f"output_dir={killed}", "resume=auto"):
-        assert ended.code == 0, ended.stderr
-    same_ending(whole, killed)
-
-
 class Launched:
     """The real command: one process that starts the others."""
 
@@ -118,34 +95,6 @@ class Launched:
         return self.process.wait(timeout=within), self._errors.read_text()
 
 
-def test_the_launcher_passes_signals_on_and_tells_a_death_once(
-    zygote: Zygote, tmp_path: Path, app_env: dict[str, str]
-) -> None:
-    command = (*SMALL, "batching.accumulation=1", "training.epochs=2")
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    for ended in zygote.run_together(tmp_path, 2, *command, f"output_dir={whole}"):
-        assert ended.code == 0, ended.stderr
-    launched_with = (*command, "launch.num_processes=2", f"output_dir={run}", "resume=auto")
-
-    first = Launched(tmp_path, app_env, *launched_with)
-    first.until(run, 3)
-    first.process.send_signal(signal.SIGTERM)
-    assert first.ended() == (75, "")
-    assert shlex.split(first.last_line())[1:] == ["-m", "app.train", *launched_with]
-    assert result(run)["status"] == "stopped"
-
-    second = Launched(tmp_path, app_env, *launched_with)
-    second.until(run, result(run)["steps"] + 2 if (run / "result.json").exists() else 8)
-    os.kill(second.worker(1), signal.SIGKILL)
-    code, said = second.ended()
-    assert code == GONE
-    assert said == "process 1 of 2 was killed by SIGKILL. Out of memory is the usual cause.\n"
-
-    third = Launched(tmp_path, app_env, *launched_with)
-    assert third.ended() == (0, "")
-    same_ending(whole, run)
-
-
 def test_what_is_wrong_for_all_is_told_once(zygote: Zygote, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"messages": []}\n')
     bad = ("dataset=messages", "dataset.path=bad.jsonl", "output_dir=run")
@@ -165,13 +114,3 @@ def test_processes_that_would_train_apart_are_refused(zygote: Zygote, tmp_path: 
     assert [end.code for end in ended] == [2, 2]
     assert "the processes of this run do not see the same (the settings (as a hash):" in ended[0].stderr
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def test_a_foreign_launcher_needs_a_named_folder_and_decides_the_number(
-    zygote: Zygote, tmp_path: Path
-) -> None:
-    for ended in zygote.run_together(tmp_path, 2, *SMALL):
-        assert ended.code == 2
-    ended = zygote.run_together(tmp_path, 2, *SMALL, "output_dir=run", "launch.num_processes=3")[0]
-    assert ended.code == 2
-    assert "launch.num_processes=3, but this process was started as one of 2" in ended.stderr

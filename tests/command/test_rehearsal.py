@@ -3,8 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.engine.test_rehearsal import files
-from tests.runs import SMALL, Zygote, result, same_ending
+from tests.runs import SMALL, Zygote
 
 FEW = (*SMALL, "training.max_steps=4", "checkpoint.every=2", "eval.samples=0")
 PADDED = ("recipe=lora", "batching.packing=false")  # nothing goes backward before the rehearsal
@@ -12,25 +11,6 @@ PADDED = ("recipe=lora", "batching.packing=false")  # nothing goes backward befo
 
 def told(run: Path) -> list[str]:
     return [line for line in (run / "log.txt").read_text().splitlines() if "rehearsed" in line]
-
-
-def test_two_processes_stopped_and_continued_give_the_same_bytes(zygote: Zygote, tmp_path: Path) -> None:
-    """Mid-epoch, with dropout: each start rehearses, and both processes take part in its reduction."""
-    command = (*FEW, "recipe=lora", "adapter.dropout=0.1", "batching.accumulation=1")
-    plain, tried = tmp_path / "plain", tmp_path / "tried"
-    for ended in zygote.run_together(tmp_path, 2, *command, f"output_dir={plain}"):
-        assert (ended.code, ended.stderr) == (0, "")
-    again = (*command, "training.rehearse=true", "resume=auto", f"output_dir={tried}")
-    for code, more in ((75, ("training.stop_after=2",)), (0, ())):
-        for ended in zygote.run_together(tmp_path, 2, *again, *more):
-            assert (ended.code, ended.stderr) == (code, "")
-    same_ending(plain, tried)
-    names = ("weights.safetensors", "optimizer.safetensors", "random.safetensors", "state.json")
-    saves = [files(run / "checkpoints" / "step-000004") for run in (plain, tried)]
-    assert all(saves[0][name] == saves[1][name] for name in names)
-    assert [line.partition("): ")[2] for line in told(tried)] == ["it fits", "it fits"]
-    assert told(plain) == []
-    assert json.loads((tried / "manifest.json").read_text())["rehearsal"]["depth"] == 0
 
 
 def test_one_of_two_processes_learns_before_the_first_step_that_memory_is_short(
@@ -47,14 +27,3 @@ def test_one_of_two_processes_learns_before_the_first_step_that_memory_is_short(
     assert "out of memory, so micro-batches" not in log, "no step has to learn it"
     state = json.loads((run / "checkpoints" / "step-000004" / "state.json").read_text())
     assert state["progress"]["depth"] > 0
-
-
-def test_what_fits_in_no_way_ends_the_run_before_its_first_step(zygote: Zygote, tmp_path: Path) -> None:
-    given = {"WHERE": "backward", "RANKS": "0", "TOKENS": "3", "CALLS": "0"}
-    words = (*FEW, *PADDED, "training.rehearse=true", "output_dir=run")
-    ended = zygote.run(tmp_path, *words, module="tests.scarcity", **given)
-    assert ended.code == 2
-    assert "error: out of memory: a document of" in ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert "step 1/" not in ended.stdout
-    assert result(tmp_path / "run")["status"] == "failed"

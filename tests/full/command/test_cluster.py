@@ -11,8 +11,8 @@ from typing import Protocol
 
 import pytest
 
-from tests.command.machines import SCRIPTS, Job, Machine, free_job, free_port, is_open, processes_of
 from tests.forked_python import program
+from tests.full.command.machines import SCRIPTS, Job, Machine, free_job, free_port, is_open, processes_of
 from tests.runs import SMALL, Zygote, has_reached, result, same_ending
 
 TRAINING = (*SMALL, "batching.accumulation=1", "training.epochs=2")

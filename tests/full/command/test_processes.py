@@ -1,16 +1,21 @@
 """Several processes train as one does: the same numbers, the same files, one message when something is wrong."""
 
 import json
+import os
+import shlex
+import signal
 import subprocess
 import sys
+import time
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import pytest
 
-from tests.command.test_processes import check_killed_and_resumed, check_two_against_one
+from tests.command.test_processes import GONE, Launched, check_two_against_one
 from tests.conftest import REPO
-from tests.runs import SMALL, Zygote, numbers
+from tests.runs import SMALL, Zygote, has_reached, numbers, result, same_ending
 
 
 @pytest.mark.parametrize(
@@ -64,3 +69,60 @@ def test_the_ordinary_launchers_work(tmp_path: Path, app_env: dict[str, str], st
     assert done.returncode == 0, done.stderr
     assert len(numbers(run)) == 3
     assert json.loads((run / "manifest.json").read_text())["choices"]["processes"] == 2
+
+
+def check_killed_and_resumed(zygote: Zygote, tmp_path: Path, recipe: str, count: int, more: str) -> None:
+    command = (*SMALL, f"recipe={recipe}", more, "batching.accumulation=1", "training.epochs=1")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for ended in zygote.run_together(tmp_path, count, *command, f"output_dir={whole}"):
+        assert (ended.code, ended.stderr) == (0, "")
+    for victim in (1, 0):
+        runs = zygote.start_together(tmp_path, count, *command, f"output_dir={killed}", "resume=auto")
+        runs[0].until(partial(has_reached, killed, 7 - 3 * victim))
+        began = time.monotonic()
+        os.kill(runs[victim].pid, signal.SIGKILL)
+        codes = [run.wait().code for run in runs]
+        assert codes[victim] == -signal.SIGKILL
+        assert 0 not in codes
+        assert time.monotonic() - began < 30
+    for ended in zygote.run_together(tmp_path, count, *command, f"output_dir={killed}", "resume=auto"):
+        assert ended.code == 0, ended.stderr
+    same_ending(whole, killed)
+
+
+def test_the_launcher_passes_signals_on_and_tells_a_death_once(
+    zygote: Zygote, tmp_path: Path, app_env: dict[str, str]
+) -> None:
+    command = (*SMALL, "batching.accumulation=1", "training.epochs=2")
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    for ended in zygote.run_together(tmp_path, 2, *command, f"output_dir={whole}"):
+        assert ended.code == 0, ended.stderr
+    launched_with = (*command, "launch.num_processes=2", f"output_dir={run}", "resume=auto")
+
+    first = Launched(tmp_path, app_env, *launched_with)
+    first.until(run, 3)
+    first.process.send_signal(signal.SIGTERM)
+    assert first.ended() == (75, "")
+    assert shlex.split(first.last_line())[1:] == ["-m", "app.train", *launched_with]
+    assert result(run)["status"] == "stopped"
+
+    second = Launched(tmp_path, app_env, *launched_with)
+    second.until(run, result(run)["steps"] + 2 if (run / "result.json").exists() else 8)
+    os.kill(second.worker(1), signal.SIGKILL)
+    code, said = second.ended()
+    assert code == GONE
+    assert said == "process 1 of 2 was killed by SIGKILL. Out of memory is the usual cause.\n"
+
+    third = Launched(tmp_path, app_env, *launched_with)
+    assert third.ended() == (0, "")
+    same_ending(whole, run)
+
+
+def test_a_foreign_launcher_needs_a_named_folder_and_decides_the_number(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    for ended in zygote.run_together(tmp_path, 2, *SMALL):
+        assert ended.code == 2
+    ended = zygote.run_together(tmp_path, 2, *SMALL, "output_dir=run", "launch.num_processes=3")[0]
+    assert ended.code == 2
+    assert "launch.num_processes=3, but this process was started as one of 2" in ended.stderr

@@ -15,10 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.command import test_masked, test_processes
-from tests.command.test_classification import DECODER, ENCODER, encoder_tokenizer, pair, review, write
+from tests.command import test_processes
 from tests.command.test_processes import same_numbers, tensors, with_rate
 from tests.conftest import REPO, RunApp
+from tests.full.command import test_masked
+from tests.full.command.test_classification import DECODER, ENCODER, encoder_tokenizer, pair, review, write
 from tests.model.small import distance
 from tests.runs import SMALL, Ended, Running, Zygote, has_reached, metrics, result, same_ending
 

@@ -1,0 +1,66 @@
+"""A killed run continues as if nothing had happened: the same numbers to the last bit."""
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from tests.command.test_resume import check_killed_and_resumed, check_stopped_and_continued
+from tests.runs import SMALL, Zygote, has_reached, metrics, result
+
+
+def test_asked_again_and_again_it_still_saves(zygote: Zygote, tmp_path: Path) -> None:
+    """As a cluster does, whose launchers each pass the signal on."""
+    run = tmp_path / "run"
+    started = zygote.start(tmp_path, *SMALL, f"output_dir={run}")
+    started.until(partial(has_reached, run, 3))
+
+    def has_ended() -> bool:
+        os.kill(started.pid, signal.SIGTERM)
+        return Path(f"/proc/{started.pid}/stat").read_text().split()[2] == "Z"
+
+    started.until(has_ended, seconds=60)
+    ended = started.wait()
+    assert ended.code == 75, ended.stderr
+    assert result(run)["status"] == "stopped"
+
+
+def test_a_finished_run_can_be_made_longer(zygote: Zygote, tmp_path: Path) -> None:
+    whole, longer = tmp_path / "whole", tmp_path / "longer"
+    command = (*SMALL, "schedule=constant", "schedule.warmup_fraction=0")
+    assert zygote.run(tmp_path, *command, "training.max_steps=6", f"output_dir={whole}").code == 0
+    assert zygote.run(tmp_path, *command, "training.max_steps=4", f"output_dir={longer}").code == 0
+    ended = zygote.run(tmp_path, *command, "training.max_steps=6", f"output_dir={longer}", "resume=auto")
+    assert ended.code == 0, ended.stderr
+    losses = [[line["loss"] for line in metrics(run) if "loss" in line] for run in (whole, longer)]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "optimizer", "more"),
+    [
+        ("full", "adamw_8bit", "training.recompute=true"),
+        ("full", "adamw", "batching.packing=false"),
+        ("lora", "adamw_8bit", "batching.packing=false"),
+        ("qlora", "paged_adamw_8bit", "adapter.dropout=0.1"),
+    ],
+)
+def test_killed_three_times_and_resumed_it_gives_the_same_numbers(
+    zygote: Zygote, tmp_path: Path, recipe: str, optimizer: str, more: str
+) -> None:
+    check_killed_and_resumed(zygote, tmp_path, recipe, optimizer, more, kills=3)
+    if (recipe, optimizer) == ("full", "adamw_8bit"):
+        (*_, save) = sorted((tmp_path / "whole" / "checkpoints").iterdir())
+        with safe_open(save / "optimizer.safetensors", "pt") as states:
+            kinds = {states.get_slice(key).get_dtype() for key in states.keys()}  # noqa: SIM118 (not a mapping)
+        assert "U8" in kinds, "states of eight bits are saved as bytes"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+def test_asked_to_stop_it_saves_and_continues_the_same(
+    zygote: Zygote, tmp_path: Path, number: int, code: int
+) -> None:
+    check_stopped_and_continued(zygote, tmp_path, number, code)

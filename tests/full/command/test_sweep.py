@@ -1,0 +1,161 @@
+"""Sweeps as a user starts them: one fails, one is stopped, one is killed; what is done is not done again."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from app.config.load import compose_run
+from tests.command.test_sweep import LONG, TINY, column, content, run, start, starts
+from tests.runs import Zygote, has_reached, metrics, numbers, result
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(zygote: Zygote, tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    command = (*LONG, "seed=1,2", f"output_dir={folder}")
+    plan = run(zygote, tmp_path, *command, "dry_run=true")
+    assert (plan.code, plan.stderr) == (0, "")
+    assert column(folder, "status") == ["dry_run", "dry_run"]
+    assert plan.stdout.count("\n  model  ") == 2
+    assert content(folder)["best"] is None
+
+    first, second = folder / "1-seed=1", folder / "2-seed=2"
+    running = start(zygote, tmp_path, *command)
+    running.until(lambda: has_reached(first, 3))
+    ended = running.stop(signal.SIGINT)
+    assert (ended.code, ended.stderr) == (130, "")
+    assert "the same command goes on from here" in ended.stdout
+    assert result(first)["status"] == "stopped"
+    assert column(folder, "status") == ["stopped", "pending"]
+    (save,) = (first / "checkpoints").iterdir()
+    at = int(save.name.removeprefix("step-"))
+    assert 3 <= at < 100
+
+    running = start(zygote, tmp_path, *command)
+    running.until(lambda: has_reached(second, 3))
+    ended = running.stop(signal.SIGUSR1)
+    assert (ended.code, ended.stderr) == (75, "")
+    assert column(folder, "status") == ["finished", "stopped"]
+
+    ended = run(zygote, tmp_path, *command)
+    assert (ended.code, ended.stderr) == (0, "")
+    assert [starts(first), starts(second)] == [3, 3]  # the plan, the stop, the end
+    for trial in (first, second):
+        assert [line["step"] for line in numbers(trial) if "loss" in line] == list(range(1, 101))
+    assert all(seconds > 0 for seconds in column(folder, "seconds"))
+
+
+def test_a_search_goes_on_after_a_kill_with_what_it_had_proposed(zygote: Zygote, tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    space = "sweep.space.optimizer.lr={low: 0.1x, high: 10x, log: true}"
+    command = (*TINY, "sweep=optuna", space, "adapter.r=8", "sweep.trials=3", f"output_dir={folder}")
+
+    def is_in_its_second_trial() -> bool:
+        return (folder / "sweep.json").exists() and column(folder, "status")[1:] == ["running"]
+
+    running = start(zygote, tmp_path, *command)
+    running.until(is_in_its_second_trial)
+    assert running.kill().code == -signal.SIGKILL
+    begun = content(folder)["trials"]
+    assert begun[0]["status"] == "finished"
+
+    ended = run(zygote, tmp_path, *command)
+    assert (ended.code, ended.stderr) == (0, "")
+    trials = content(folder)["trials"]
+    kept = ("folder", "overrides", "values", "proposed")
+    assert [[trial[name] for name in kept] for trial in trials[:2]] == [
+        [trial[name] for name in kept] for trial in begun
+    ]
+    assert trials[0] == begun[0]
+    assert starts(Path(trials[0]["folder"])) == 1
+    assert [trial["status"] for trial in trials] == ["finished"] * 3
+    assert len({trial["values"]["optimizer.lr"] for trial in trials}) == 3
+    assert trials[0]["values"] == {
+        "optimizer.lr": compose_run(["recipe=lora"]).optimizer.lr,
+        "adapter.dropout": 0.0,
+        "schedule.warmup_fraction": 0.03,
+    }
+    best = content(folder)["best"]
+    assert best["objective"] == min(column(folder, "objective"))
+    pasted = zygote.run(tmp_path, *shlex.split(best["line"]), "output_dir=pasted", "dry_run=true")
+    assert pasted.code == 0, pasted.stderr
+
+    more = run(zygote, tmp_path, *(word.replace("trials=3", "trials=4") for word in command))
+    assert (more.code, more.stdout.count("finished before, objective")) == (0, 3)
+    assert content(folder)["trials"][:3] == trials
+    assert column(folder, "status") == ["finished"] * 4
+
+
+def processes_in(session: int) -> bool:
+    try:
+        os.killpg(session, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_sweep_that_is_killed_takes_its_trial_along(
+    zygote: Zygote, tmp_path: Path, app_env: dict[str, str]
+) -> None:
+    """With the real command for the trial; it has no swept values, which is a sweep of one."""
+    folder, trial = tmp_path / "sweep", tmp_path / "sweep" / "1"
+    command = (*LONG, "training.max_steps=null", "training.epochs=1000", f"output_dir={folder}")
+    environment = app_env | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    sweep = subprocess.Popen(
+        [sys.executable, "-m", "app.train", "-m", *command], cwd=tmp_path, env=environment
+    )
+    deadline = time.monotonic() + 120
+    while not has_reached(trial, 3):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process = int((trial / ".lock").read_text().split()[1])
+    assert process != sweep.pid
+    assert os.getsid(process) == process
+    sweep.kill()
+    sweep.wait()
+    try:
+        while processes_in(process):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    except AssertionError:
+        os.killpg(process, signal.SIGKILL)
+        raise
+    assert result(trial)["status"] == "stopped"
+    assert column(folder, "status") == ["running"]
+    (save,) = (trial / "checkpoints").iterdir()
+    at = int(save.name.removeprefix("step-"))
+    assert at == metrics(trial)[-1]["step"]
+    assert (folder / "1.txt").read_text().count(f"stopped after step {at}, which is saved.") == 1
+
+
+def test_it_waits_for_a_trial_that_is_still_at_work(zygote: Zygote, tmp_path: Path) -> None:
+    """As after kill -9, when the trial takes long to save."""
+    trial = tmp_path / "sweep" / "1"
+    command = LONG
+    alone = zygote.start(tmp_path, *command, f"output_dir={trial}")
+    alone.until(partial(has_reached, trial, 1))
+    (tmp_path / "sweep" / "sweep.json").write_text("{}")
+    ended = run(zygote, tmp_path, *command, "output_dir=sweep")
+    assert alone.wait().code == 0
+    assert (ended.code, ended.stderr) == (0, "")
+    assert f"  waiting: process {alone.pid} on " in ended.stdout
+    assert column(tmp_path / "sweep", "status") == ["finished"]
+    assert "finished before" in ended.stdout
+
+
+def test_the_function_that_hydra_calls_returns_the_objective(zygote: Zygote, tmp_path: Path) -> None:
+    ended = zygote.run(tmp_path, *TINY, "output_dir=run", module="tests.full.command.objective")
+    assert ended.code == 0, ended.stderr
+    assert f"returned {result(tmp_path / 'run')['objective']!r}\n" in ended.stdout
+
+
+def test_trials_are_a_group_in_wandb(zygote: Zygote, tmp_path: Path) -> None:
+    given = (*TINY, "training.max_steps=1", "tracker=wandb", "output_dir=sweep")
+    ended = run(zygote, tmp_path, *given, WANDB_MODE="offline", WANDB_RUN_GROUP="group-of-mine")
+    assert (ended.code, ended.stderr) == (0, "")
+    (file,) = {file.resolve() for file in tmp_path.rglob("*.wandb")}
+    assert b"group-of-mine" in file.read_bytes()

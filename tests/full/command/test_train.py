@@ -1,0 +1,114 @@
+"""The program as a user starts it: what it says, what it writes, what comes out."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from app.assets import ROOT
+from scripts.make_assets.scores import answered, held_out_chat, read_model
+from tests.conftest import RunApp
+from tests.runs import SMALL, Zygote, metrics, result
+
+
+def test_the_default_run_learns_within_a_minute_and_says_what_to_do_next(
+    run_app: RunApp, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    ended = run_app(f"output_dir={run}", timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""
+    outcome = result(run)
+    assert outcome["status"] == "finished"
+    assert outcome["eval_loss"] <= 0.05 * outcome["train_loss_first"]
+    assert outcome["steps"] == 397
+    lines = metrics(run)
+    assert sum(line["tokens"] for line in lines[-2:] if "loss" in line) == 100_502
+    *table, told = ended.stdout.splitlines()[-10:-4]
+    assert told.startswith("memory  ")
+    assert "predicted" in told
+    assert "measured" in told
+    assert table[0].split() == ["held", "out", "expected", "before", "after", "step", "397"]
+    last = ended.stdout.splitlines()[-3:]
+    assert str(run / "final") in last[0]
+    assert last[2] == f"report  {run}/report.html"
+    assert f">python -m app.train output_dir={run}</pre>" in (run / "report.html").read_text()
+    assert last[1] == f'try it  {sys.executable} -m app.generate run={run} prompt="..."'
+    answer = run_app(
+        f"run={run}", "prompt=Give the opposite of cold.", "max_new_tokens=8", module="app.generate"
+    )
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert answer.stdout.strip() == "hot"
+    model, tokenizer = read_model(ROOT / "tiny", run / "final")
+    assert answered(model, held_out_chat(tokenizer)).mean >= 0.80
+
+
+def test_a_dry_run_of_eight_billion_weights_needs_none_of_them(zygote: Zygote, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended = zygote.run(tmp_path, "model=llama", "model.weights=random", "dry_run=true", f"output_dir={run}")
+    assert (ended.code, ended.stderr) == (0, "")
+    assert "8,114,147,328 weights, 83,886,080 trained (1.0%)" in ended.stdout
+
+
+def test_five_steps_of_everything(zygote: Zygote, tmp_path: Path) -> None:
+    ended = zygote.run(tmp_path, "debug=fast", *SMALL[:6], "output_dir=run", "tracker=tensorboard")
+    assert (ended.code, ended.stderr) == (0, "")
+    assert list((tmp_path / "run").rglob("events.out.tfevents*"))
+
+
+def test_wandb_works_without_an_account(zygote: Zygote, tmp_path: Path) -> None:
+    ended = zygote.run(
+        tmp_path, *SMALL, "training.max_steps=2", "output_dir=run", "tracker=wandb", WANDB_MODE="offline"
+    )
+    assert ended.code == 0, ended.stderr
+    assert list((tmp_path / "run").rglob("*.wandb"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "extra"),
+    [
+        ("rows.json", '[{"instruction": "Say hi", "input": "", "output": "hi"}]', ("dataset=instruction",)),
+        ("rows.csv", "prompt,completion\nSay hi,hi\n", ("dataset=prompt_completion",)),
+        (
+            "book.txt",
+            "To be, or not to be, that is the question. " * 200,
+            ("dataset=text", "dataset.eval_fraction=0"),
+        ),
+    ],
+)
+def test_the_other_formats_train(
+    zygote: Zygote, tmp_path: Path, name: str, content: str, extra: tuple[str, ...]
+) -> None:
+    (tmp_path / name).write_text(content)
+    small = [text for text in SMALL if not text.startswith("dataset.")]
+    ended = zygote.run(
+        tmp_path,
+        *small,
+        *extra,
+        f"dataset.path={name}",
+        "dataset.eval_fraction=0",
+        "batching.tokens=256",
+        "training.max_steps=2",
+        "output_dir=run",
+    )
+    assert (ended.code, ended.stderr) == (0, "")
+    assert "evaluation" not in ended.stdout
+    answer = zygote.run(tmp_path, "run=run", "prompt=Say hi", "max_new_tokens=3", module="app.generate")
+    assert (answer.code, answer.stderr) == (0, "")
+
+
+def test_any_local_folder_trains_by_its_path_alone(zygote: Zygote, tmp_path: Path) -> None:
+    first = zygote.run(tmp_path, *SMALL, "recipe=full", "training.max_steps=1", "output_dir=first")
+    assert first.code == 0, first.stderr
+    few = ("dataset.max_rows=40", "dataset.eval_max_rows=5", "training.max_steps=2", "launch.threads=1")
+    ended = zygote.run(tmp_path, *few, "model.path=first/final", "output_dir=second", "eval.samples=1")
+    assert (ended.code, ended.stderr) == (0, "")
+    assert "dataset.max_length=2048 -> 512" in ended.stdout
+    assert yaml.safe_load((tmp_path / "second/run.yaml").read_text())["dataset"]["max_length"] == 512
+    adapter = json.loads((tmp_path / "second/final/adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == str(tmp_path / "first/final")
+    assert not (tmp_path / "second/base").exists()
+    manifest = json.loads((tmp_path / "second/manifest.json").read_text())
+    assert len(manifest["hashes"]["base"]) == 64
