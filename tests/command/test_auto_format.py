@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from app.config.dataset import sources_of
 from app.config.load import read_run
 from tests.runs import SMALL, Zygote, numbers
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from app.config.dataset import sources_of
 from app.config.load import read_run
-from app.config.mixes import sources_of
 from tests.command.test_auto_format import ROWS, with_talks
 from tests.runs import SMALL, Zygote
 
