@@ -14,9 +14,8 @@ from app.errors import ConfigError
 from app.page.document import GENERATOR
 from app.page.kept import is_run
 from app.page.trials import read_sweep
-from app.record.console import Console
+from app.record.console import Console, open_console
 from app.record.files import write_text
-from app.record.terminal import open_console
 
 # the pages are imported inside functions: a mistake in the command line must not cost the reading of YAML
 
