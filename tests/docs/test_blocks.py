@@ -3,7 +3,6 @@
 import pytest
 
 from tests.docs.blocks import Command, commands_in, commands_of, documents
-from tests.docs.conftest import Shell
 
 TEXT = """# Title
 
@@ -86,13 +85,3 @@ def test_every_document_is_read_and_most_of_what_it_shows_is_typed() -> None:
     assert {"README.md", "data.md", "sweeps.md", "cpu.md"} <= found.keys()
     commands = [command for several in found.values() for command in several]
     assert sum(command.needs is None for command in commands) > len(commands) / 2
-
-
-def test_what_is_typed_is_what_runs(shell: Shell) -> None:
-    """Through bash and the scripts: a wrong word, a failing command and a command nobody has are noticed."""
-    wrong = shell.type("scripts/train optimizer.lrr=1")
-    assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert "error: optimizer.lrr is not a key. Did you mean optimizer.lr?" in wrong.stderr
-    assert shell.type(".venv/bin/python -m app.generate run=runs/none prompt=x").returncode == 2
-    assert shell.type("python -m app.trian").returncode == 1
-    assert shell.type("python other.py").returncode == 99

@@ -11,7 +11,7 @@ import pytest
 
 from scripts.image.check import library, problems
 from tests.conftest import REPO
-from tests.packaging.dockerfile import arguments, complaints, environment, ignored, instructions
+from tests.full.packaging.dockerfile import arguments, complaints, environment, ignored, instructions
 
 TEXT = (REPO / "Dockerfile").read_text()
 STEPS = instructions(TEXT)

@@ -1,6 +1,6 @@
 """A command that the documents show, with what takes long cut short after its words were read as they are.
 
-python -m tests.docs.quickly app.train recipe=full
+python -m tests.full.docs.quickly app.train recipe=full
 """
 
 import importlib

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPO
-from tests.docs.stand_ins import finished_run, lay_out
 from tests.forked_python import program
+from tests.full.docs.stand_ins import finished_run, lay_out
 from tests.runs import Zygote
 
 
@@ -50,7 +50,7 @@ def forked(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     python.write_text(
         "#!/usr/bin/env bash\n"
         '[[ ${1-} == -m && ${2-} == app.* ]] || { echo "python $*: not a command of ours" >&2; exit 99; }\n'
-        f'shift; exec "{real}" -m tests.docs.quickly "$@"\n'
+        f'shift; exec "{real}" -m tests.full.docs.quickly "$@"\n'
     )
     python.chmod(0o755)
     yield place / "bin"

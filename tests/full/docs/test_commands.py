@@ -1,0 +1,59 @@
+"""Every command that README and docs show is typed, in the order of its document, in a folder of its own.
+
+It must end as the document says. What takes long is cut short after the words were read (`quickly`). Commands that
+need a network, a GPU or the like are marked in the document (tests/docs/blocks.py) and not typed.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPO
+from tests.docs.blocks import Command, commands_of, documents
+from tests.full.docs.conftest import Shell
+
+NOT_TYPED = {
+    "scripts/test": "this test is a part of it",
+    "python -m scripts.make_assets": "tests/assets types it, without the half hour of the weights and their gate",
+}
+ADVICE = (
+    "Mend the command, or the document; what the test lacks is a stand-in (tests/full/docs/stand_ins.py) or, where no "
+    "test can have it, a mark in front of the block: <!-- needs network -->, see tests/docs/blocks.py"
+)
+
+
+def is_typed(command: Command) -> bool:
+    return command.needs is None and not any(command.text.startswith(name) for name in NOT_TYPED)
+
+
+DOCUMENTS = [path for path in documents() if any(map(is_typed, commands_of(path)))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPO)))
+def test_the_commands_do_what_the_document_says(document: Path, shell: Shell) -> None:
+    for command in filter(is_typed, commands_of(document)):
+        ended = shell.type(command.text)
+        said = (
+            f"{command.place}: `{command.text}` ended with {ended.returncode}\n{ended.stdout}{ended.stderr}"
+        )
+        said += f"\n{ADVICE}"
+        assert ended.returncode == command.code, said
+        assert "Traceback" not in ended.stderr, said
+        if command.printed.startswith("error: "):
+            assert ended.stderr.strip() == command.printed.strip(), command.place
+
+
+def test_what_is_typed_is_what_runs(shell: Shell) -> None:
+    """Through bash and the scripts: a wrong word, a failing command and a command nobody has are noticed."""
+    wrong = shell.type("scripts/train optimizer.lrr=1")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert "error: optimizer.lrr is not a key. Did you mean optimizer.lr?" in wrong.stderr
+    assert shell.type(".venv/bin/python -m app.generate run=runs/none prompt=x").returncode == 2
+    assert shell.type("python -m app.trian").returncode == 1
+    assert shell.type("python other.py").returncode == 99
+
+
+def test_what_is_not_typed_is_there() -> None:
+    for name in NOT_TYPED:
+        path = REPO / name.removeprefix("python -m ").replace(".", "/")
+        assert path.is_file() or (path / "__main__.py").is_file()
