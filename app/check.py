@@ -18,8 +18,9 @@ from app.config.schema import RunConfig
 from app.engine.world import world
 from app.errors import ConfigError
 from app.launch.agent import processes_to_start
-from app.record.console import Console, open_console
+from app.record.console import Console
 from app.record.files import write_json, write_text, writing
+from app.record.terminal import open_console
 
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
 
@@ -43,10 +44,11 @@ def check(config: CheckConfig, console: Console) -> int:
 
 def _data(config: CheckConfig, console: Console) -> dict[str, Any]:
     from app.engine.data_check import check_data
-    from app.record.survey_screen import show_survey
+    from app.page.check_screen import show_check
+    from app.page.check_summary import data_sections
 
     facts = check_data(config.run, _processes(config.run), console.say).facts()
-    show_survey(facts)
+    show_check(data_sections(facts))
     return facts
 
 
@@ -57,15 +59,16 @@ def _memory(config: CheckConfig, _console: Console) -> dict[str, Any]:
     processes = _processes(config.run) if config.hardware is None else _asked(config.run)
     ahead = likely(config.overrides, config.run, processes)
     with Runs.begun(ahead) as runs:
+        from app.page.check_screen import show_check
+        from app.page.check_summary import memory_sections, stop
         from app.plan.memory_check import check_memory
-        from app.record.memory_screen import show_memory, stop
 
         facts = check_memory(
             config.run, config.overrides, config.hardware, exact=config.exact, processes=processes, runs=runs
         )
     facts["stops"] = [] if facts["fits"] else [stop(facts)]
     facts["seconds"] = round(time.perf_counter() - begun, 2)
-    show_memory(facts)
+    show_check(memory_sections(facts))
     return facts
 
 

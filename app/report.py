@@ -11,13 +11,12 @@ from pathlib import Path
 
 from app.config.commands import ReportConfig, report_config, run_command
 from app.errors import ConfigError
-from app.page.document import GENERATOR
-from app.page.kept import is_run
-from app.page.trials import read_sweep
-from app.record.console import Console, open_console
+from app.page.read_run import is_run, read_sweep
+from app.record.console import Console
 from app.record.files import write_text
+from app.record.terminal import open_console
 
-# the pages are imported inside functions: a mistake in the command line must not cost the reading of YAML
+# the pages are imported inside functions: a mistake in the command line must not cost the reading of YAML and templates
 
 _SWEEP = "sweep.json"
 
@@ -77,6 +76,8 @@ def _target_problems(config: ReportConfig) -> Iterator[str]:
 
 def _is_ours(file: Path) -> bool:
     """A page that this command made may be made anew."""
+    from app.page.render import GENERATOR
+
     with file.open("rb") as content:
         return f'content="{GENERATOR}"'.encode() in content.read(1024)
 

@@ -12,8 +12,9 @@ from app.data.labels import Classes, Labelled, Labels
 from app.data.token_rows import TokenRows
 from app.model.generation import end_ids, generate
 from app.model.trainee import Trainee
+from app.record.follower import Follower
 from app.record.lines import Sample
-from app.record.recorder import Recorder
+from app.record.record import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ def sampler(
     labels: Labels,
     trainee: Trainee,
     tokenizer: Any,
-    record: Recorder,
+    record: Record | Follower,
 ) -> Callable[[int], None]:
     """A function that shows the answers at a step. Greedy, so that it draws no random number of the run."""
     if rows is None or config.samples == 0:

@@ -37,11 +37,12 @@ from app.model.lending import Lending
 from app.model.save import save_base
 from app.model.trainee import Trainee
 from app.optim.optimizers import build_optimizer
+from app.page.render import written_page
 from app.page.run_page import run_page
-from app.page.writing import written_page
 from app.record.console import Console
-from app.record.output_dir import RunFolder
-from app.record.recorder import Recorder
+from app.record.folder import RunFolder
+from app.record.follower import Follower
+from app.record.record import Record
 
 
 @told_where_it_ends_a_run()
@@ -71,9 +72,10 @@ def train_in(
     progress = _progress(ground, checkpoints, stepper)
     with (
         listening(speaks=world().is_first) as request,
-        _opened(folder, run, ground, console, progress.step if ground.save else -1) as record,
+        _opened(folder, run, ground, console) as record,
         _noted(checkpoints),
     ):
+        record.rewind(progress.step if ground.save else -1)
         remarks = [("note", each) for each in (*remarks_on(trainee, proofs), *progress.remarks())]
         record.table([*table(run, ground), *forecast.rows(), *remarks])
         record.add_facts(proofs=[asdict(proof) for proof in proofs])
@@ -97,7 +99,7 @@ def train_in(
 
 
 def _rehearse_if_due(
-    run: RunConfig, ground: Ground, parts: Parts, progress: Progress, record: Recorder
+    run: RunConfig, ground: Ground, parts: Parts, progress: Progress, record: Record | Follower
 ) -> None:
     if is_due(run.training, ground.runtime.device) and progress.step < ground.plan.steps:
         record.add_facts(rehearsal=asdict(rehearse(parts, progress, *_largest(run, ground))))
@@ -167,22 +169,22 @@ def _stepper(run: RunConfig, ground: Ground, trainee: Trainee) -> Stepper:
 
 @contextmanager
 def _opened(
-    folder: RunFolder, run: RunConfig, ground: Ground, console: Console, step: int | None = None
-) -> Iterator[Recorder]:
+    folder: RunFolder, run: RunConfig, ground: Ground, console: Console
+) -> Iterator[Record | Follower]:
     """The first process writes for all, at last a page of how it ended; each other one has a log."""
     here = world()
     if not here.is_first:
-        with Recorder(folder, rank=here.rank) as recorder:
-            yield recorder
+        with Follower(folder, here.rank) as follower:
+            yield follower
         return
-    recorder = Recorder.open(folder, run.tracker, asdict(run), facts(run, ground), console, step)
+    record = Record.open(folder, run.tracker, asdict(run), facts(run, ground), console)
     try:
-        with recorder:
-            recorder.preview(preview(ground.data.train, ground.labels, ground.tokenizer))
-            yield recorder
+        with record:
+            record.preview(preview(ground.data.train, ground.labels, ground.tokenizer))
+            yield record
     finally:
         with suppress(AppError):  # how the run ended is told already
-            recorder.message(written_page(folder.report, lambda: run_page(folder.path)))
+            record.message(written_page(folder.report, lambda: run_page(folder.path)))
 
 
 def _progress(ground: Ground, checkpoints: Checkpoints, stepper: Stepper) -> Progress:
@@ -209,7 +211,7 @@ def _noted(checkpoints: Checkpoints) -> Iterator[None]:
         raise TooLargeTogether("a micro-batch of another process", depth) from fault
 
 
-def _tell_base(run: RunConfig, ground: Ground, trainee: Trainee, record: Recorder) -> None:
+def _tell_base(run: RunConfig, ground: Ground, trainee: Trainee, record: Record | Follower) -> None:
     """By its hash; one that no file has is kept. Layers that are lent come from all processes."""
     is_kept = ground.sections.keeps_random_base and run.checkpoint.save_random_base and not ground.save
     state = trainee.state_on_host() if is_kept and ground.sections.packing is None else None
@@ -222,7 +224,7 @@ def _tell_base(run: RunConfig, ground: Ground, trainee: Trainee, record: Recorde
 
 
 def _parts(
-    run: RunConfig, ground: Ground, stepper: Stepper, checkpoints: Checkpoints, record: Recorder
+    run: RunConfig, ground: Ground, stepper: Stepper, checkpoints: Checkpoints, record: Record | Follower
 ) -> Parts:
     layout = layout_of(run, run.eval.rows, ground.tokenizer, ground.labels)
     samples: Any = (run.eval, ground.data.eval, ground.labels, stepper.trainee, ground.tokenizer, record)

@@ -1,107 +1,93 @@
-"""What the model answered first and what it answers now, prompt by prompt."""
+"""What models answered to held-out prompts: at the first and the last evaluation of a run, or in several runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from app.page.figures import number
-from app.page.html import Child, Html, element, joined
+from app.page.format_number import number
+from app.page.read_run import SavedRun
 
-_MOST = 24
-_LONGEST = 1500
-_Key = tuple[str, str, int]
-
-
-def answers(lines: Sequence[Mapping[str, Any]]) -> Child:
-    """The first step that has answers beside the last one; None without any."""
-    by_step: dict[int, dict[_Key, Answer]] = {}
-    for line in lines:
-        found = by_step.setdefault(line["step"], {})
-        prompt, expected = str(line.get("prompt", "")), str(line.get("expected", ""))
-        again = sum(key[:2] == (prompt, expected) for key in found)
-        found[prompt, expected, again] = Answer.of(line)
-    if not by_step:
-        return None
-    steps = sorted({min(by_step), max(by_step)})
-    told = [_told(step, by_step[step]) for step in steps]
-    prompts = list(by_step[steps[-1]])
-    left_out = len(prompts) - _MOST
-    return joined(
-        element("p", f"As expected: {', '.join(told)}.", class_="soft"),
-        [_sample(key, steps, by_step) for key in prompts[:_MOST]],
-        element("p", f"{left_out} more in samples.jsonl.", class_="remark") if left_out > 0 else None,
-    )
+_MAX_PROMPTS = 24
+_Prompt = tuple[str, str, int]  # with what is expected, and which of several equal ones it is
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model said, and of a label how likely it was to it."""
+    """`right` is None where nothing is judged."""
 
+    label: str
     text: str
-    likelihood: float | None = None
-
-    @classmethod
-    def of(cls, line: Mapping[str, Any]) -> "Answer":
-        """Of a line of samples.jsonl."""
-        return cls(str(line.get("answer", "")), number(line.get("likelihood")))
-
-    @property
-    def shown(self) -> str:
-        """For people."""
-        return self.text if self.likelihood is None else f"{self.text} ({self.likelihood:.0%})"
+    right: bool | None = None
 
 
-def shortened(text: str) -> str:
-    """Long texts by their beginning, with what is left out."""
-    if len(text) <= _LONGEST:
-        return text
-    return f"{text[:_LONGEST]} … ({len(text) - _LONGEST:,} more characters)"
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Prompts, each with what was expected and answered; `more` are not shown."""
+
+    prompts: Sequence[tuple[str, Sequence[Answer]]]
+    summary: str = ""
+    more: int = 0
 
 
-def is_right(answer: Answer, expected: str) -> bool:
-    """Whether they are the same but for space around them."""
-    return answer.text.strip() == expected.strip()
+def answers_before_and_after(lines: Sequence[Mapping[str, Any]]) -> Answers | None:
+    """The first step that has answers beside the last one; None without any."""
+    steps = sorted({line["step"] for line in lines})
+    steps = steps[:1] + steps[1:][-1:]
+    found = {_moment(step): _answers(lines, step) for step in steps}
+    if not found:
+        return None
+    counts = (
+        f"{sum(_is_right(line) for line in known.values())} of {len(known)} {moment}"
+        for moment, known in found.items()
+    )
+    prompts = list(list(found.values())[-1])
+    shown = [_prompt(key, found) for key in prompts[:_MAX_PROMPTS]]
+    return Answers(shown, f"As expected: {', '.join(counts)}.", max(0, len(prompts) - _MAX_PROMPTS))
 
 
-def moment(step: int) -> str:
-    """The step, or that it was before any."""
+def last_answers(runs: Sequence[tuple[str, SavedRun]]) -> Answers | None:
+    """Prompts that the last answers of at least two runs have in common; None where there are none."""
+    found = {}
+    for name, run in runs:
+        if run.samples:
+            step = max(line["step"] for line in run.samples)
+            found[f"{name}, {_moment(step)}"] = _answers(run.samples, step)
+    prompts = dict.fromkeys(key for known in found.values() for key in known)
+    shared = [key for key in prompts if sum(key in known for known in found.values()) > 1]
+    shown = [_prompt(key, found) for key in shared[: _MAX_PROMPTS // 2]]
+    return Answers(shown, more=max(0, len(shared) - len(shown))) if shown else None
+
+
+def _answers(lines: Sequence[Mapping[str, Any]], step: int) -> dict[_Prompt, Mapping[str, Any]]:
+    found: dict[_Prompt, Mapping[str, Any]] = {}
+    for line in lines:
+        if line["step"] == step:
+            prompt, expected = str(line.get("prompt", "")), str(line.get("expected", ""))
+            found[prompt, expected, sum(key[:2] == (prompt, expected) for key in found)] = line
+    return found
+
+
+def _prompt(
+    key: _Prompt, found: Mapping[str, Mapping[_Prompt, Mapping[str, Any]]]
+) -> tuple[str, list[Answer]]:
+    given = [
+        Answer(label, _text(known[key]), _is_right(known[key]))
+        for label, known in found.items()
+        if key in known
+    ]
+    return key[0], [Answer("expected", key[1]), *given]
+
+
+def _text(line: Mapping[str, Any]) -> str:
+    """The answer, and of a label how likely it was to the model."""
+    likelihood, text = number(line.get("likelihood")), str(line.get("answer", ""))
+    return text if likelihood is None else f"{text} ({likelihood:.0%})"
+
+
+def _is_right(line: Mapping[str, Any]) -> bool:
+    """But for space around it."""
+    return str(line.get("answer", "")).strip() == str(line.get("expected", "")).strip()
+
+
+def _moment(step: int) -> str:
     return "before training" if step == 0 else f"after step {step:,}"
-
-
-def _told(step: int, found: Mapping[_Key, Answer]) -> str:
-    right = sum(is_right(answer, key[1]) for key, answer in found.items())
-    return f"{right} of {len(found)} {moment(step)}"
-
-
-def box(label: str, text: str, right: bool | None) -> Html:
-    """One answer; `right` where it can be."""
-    tick = element("span", " ✓", class_="tick") if right else None
-    shown = shortened(text.strip()) or element("span", "(nothing)", class_="soft")
-    kind = None if right is None else "right" if right else "wrong"
-    return element(
-        "div",
-        element("span", label, tick, class_="label"),
-        element("div", shown, class_="text"),
-        class_=kind,
-    )
-
-
-def asked(prompt: str, boxes: Sequence[Html]) -> Html:
-    """A prompt, and below it what was expected and answered."""
-    return element(
-        "div",
-        element("span", "prompt", class_="label"),
-        element("div", shortened(prompt.strip()), class_="text"),
-        element("div", boxes, class_="answers"),
-        class_="sample",
-    )
-
-
-def _sample(key: _Key, steps: Sequence[int], by_step: Mapping[int, Mapping[_Key, Answer]]) -> Html:
-    prompt, expected, _ = key
-    boxes = [box("expected", expected, None)]
-    for step in steps:
-        if key in by_step[step]:
-            answer = by_step[step][key]
-            boxes.append(box(moment(step), answer.shown, is_right(answer, expected)))
-    return asked(prompt, boxes)

@@ -1,211 +1,352 @@
-"""The page of one run: what it was, how it went, what it learnt from, and how to do it again."""
+"""The page of one run: how it went, what it learnt from, what it answers, and how to run it again."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from app.page import run_data, run_origin
-from app.page.answers import answers
-from app.page.curves import curves
-from app.page.document import badge, document, facts_table, folded, note, section, table, tiles
-from app.page.figures import duration, figure, memory, number, quantity, whole
-from app.page.html import Child, Html, element, joined
-from app.page.kept import RUNNING, UNFINISHED, KeptRun, read_kept, section_of
+from app.page.answers import answers_before_and_after
+from app.page.charts import Chart, Quantity, Series, length_bars, line_chart
+from app.page.check_summary import PARTS
+from app.page.format_number import figure, number, whole
+from app.page.read_run import (
+    RUNNING,
+    UNFINISHED,
+    SavedRun,
+    list_of,
+    read_run,
+    section_of,
+    training_samples,
+)
+from app.page.render import render
+from app.record.lines import duration, memory, quantity
 
-KINDS = {"finished": "good", "failed": "bad", "stopped": "warn", "dry_run": "busy", RUNNING: "busy"}
-_PARTS = {
-    "frozen_weights": "frozen weights",
-    "quantization_constants": "constants of quantisation",
-    "trained_weights": "trained weights",
-    "gradients": "their gradients",
-    "optimizer_states": "optimizer states",
-    "borrowed_weights": "weights that other processes keep, of layers that are computed",
-    "saved_activations": "activations kept for the backward pass",
-    "temporary": "made and let go on the way",
-    "loss_head": "logits and what is made of them",
-    "all_else": "all else: activations, batches, libraries",
+Rows = list[tuple[str, str | None]]
+_STATUSES = {
+    "finished": ("finished", "good"),
+    "failed": ("failed", "bad"),
+    "dry_run": ("dry run", "busy"),
+    RUNNING: ("still running", "busy"),
 }
-_WORDS = {"dry_run": "dry run", RUNNING: "still running"}
+_QUANTITIES = {
+    "loss": Quantity("Loss", "mean of a trained token", may_log=True, wide=True),
+    "lr": Quantity("Learning rate", "lr", from_zero=True),
+    "grad_norm": Quantity("Gradient norm", "before clipping", may_log=True),
+    "tokens_per_second": Quantity("Tokens a second", "tokens/s", words=quantity, from_zero=True),
+    "peak_memory_bytes": Quantity("Peak memory", "measured", words=memory, from_zero=True),
+}
+_EVAL_LOSS = replace(_QUANTITIES["loss"], title="Loss on held-out rows")
+_TRAINING_LOSS = replace(_QUANTITIES["loss"], title="Training loss")
+_COUNTS = {
+    "rows_read": "rows read",
+    "samples": "samples",
+    "tokens": "tokens",
+    "trained_tokens": "trained tokens",
+    "longest": "longest sample, in tokens",
+    "bad_rows": "bad rows skipped",
+    "rows_lost": "rows of which nothing is left",
+    "dropped": "dropped as too long",
+    "truncated": "cut off",
+    "split": "split",
+    "tokens_lost": "tokens lost",
+    "unstable": "conversations that the template rewrites",
+    "left_over": "left over by a limit of rows",
+    "held_out": "held out of these",
+}
+_SCORED = ("eval_loss", "perplexity", "token_accuracy", "exact_match", "accuracy", "macro_f1")
+_HASHES = {"train": "rows to train on", "eval": "rows held out", "tokenizer": "tokenizer", "base": "base"}
+_MODULE = "app.train"
+_MAX_LABELS = 50
 
 
 def run_page(folder: Path) -> str:
     """From what lies in a folder that has a run."""
-    run = read_kept(folder)
-    return document(
-        f"{run.name}: {_WORDS.get(run.status, run.status)}",
-        _head(run),
-        _notes(run),
-        tiles(_tiles(run)),
-        section("Curves, by step", curves(run) or element("p", "Nothing has been logged.", class_="soft")),
-        section("Answers on held-out rows", answers(run.samples)),
-        section("Scores of app.evaluate", run_data.scores(run)),
-        section("Data", run_data.data(run)),
-        section("Memory", _memory(run)),
-        section("Self-checks", run_origin.proofs(run)),
-        section("Again", run_origin.again(run)),
-        section("Environment", run_origin.environment(run)),
-        section(
-            "Configuration",
-            folded("run.yaml, every key", element("pre", run.settings_text)) if run.settings_text else None,
-        ),
+    run = read_run(folder)
+    badge = status_badge(run.status)
+    return render(
+        "run",
+        title=f"{run.name}: {badge[0]}",
+        run=run,
+        badge=badge,
+        method=method(run),
+        begun=_begun(run),
+        notes=list(_notes(run)),
+        tiles=list(_tiles(run)),
+        charts=_curves(run),
+        answers=answers_before_and_after(run.samples),
+        scores=_scores(run),
+        data=_data(run),
+        marked=str(run.preview.get("marked", "trained")),
+        samples=training_samples(run.preview),
+        memory=_memory(run),
+        checks=_checks(run),
+        again=_commands(run),
+        environment=_environment(run),
+        starts=[
+            (
+                str(each.get("time", "")),
+                str(each.get("host", "")),
+                str(section_of(each, "git").get("commit") or "")[:12],
+            )
+            for each in run.starts
+        ],
+        packages=[(name, str(version)) for name, version in section_of(run.manifest, "packages").items()],
     )
 
 
-def status_badge(status: str) -> Html:
-    """How a run ended, as a word in its colour."""
-    return badge(_WORDS.get(status, status), KINDS.get(status, "warn"))
+def status_badge(status: str) -> tuple[str, str]:
+    """How a run ended, and the tone in which that is said."""
+    return _STATUSES.get(status, (status, "warn"))
 
 
-def _head(run: KeptRun) -> Html:
-    when = [text for text in (_when(run), str(run.folder)) if text]
-    return joined(
-        element("div", element("h1", run.name), status_badge(run.status), class_="top"),
-        element("p", what_it_is(run)),
-        element("p", " · ".join(when), class_="soft small"),
-    )
-
-
-def what_it_is(run: KeptRun) -> str:
+def method(run: SavedRun) -> str:
     """In a line: how which model was tuned on what, and with what."""
-    chosen = section_of(run.manifest, "choices")
-    return " · ".join(
-        text
-        for text in (
-            _tuning(run),
-            _of(run, "dataset", "path") and f"on {_of(run, 'dataset', 'path')}",
-            f"{_of(run, 'optimizer', 'kind')}, {_of(run, 'schedule', 'kind')}".strip(", "),
-            ", ".join(str(chosen[key]) for key in ("precision", "attention", "device") if chosen.get(key)),
-        )
-        if text
+    chosen, path = section_of(run.manifest, "choices"), _setting(run, "dataset", "path")
+    parts = (
+        _tuning(run),
+        path and f"on {path}",
+        f"{_setting(run, 'optimizer', 'kind')}, {_setting(run, 'schedule', 'kind')}".strip(", "),
+        ", ".join(str(chosen[key]) for key in ("precision", "attention", "device") if chosen.get(key)),
     )
+    return " · ".join(part for part in parts if part)
 
 
-def _tuning(run: KeptRun) -> str:
+def curves_of_several(runs: Sequence[tuple[str, SavedRun]]) -> list[Chart]:
+    """Each run in a colour of its own, by the name that is given with it."""
+    kinds = {"eval_loss": _EVAL_LOSS, **_QUANTITIES, "loss": _TRAINING_LOSS}
+    charts = (
+        line_chart(
+            kind, [Series(name, run.points(key), at) for at, (name, run) in enumerate(runs)], legend=False
+        )
+        for key, kind in kinds.items()
+    )
+    return [chart for chart in charts if chart is not None]
+
+
+def _curves(run: SavedRun) -> list[Chart]:
+    held_out = Series("held out", run.points("eval_loss"), 1)
+    charts = (
+        line_chart(
+            kind,
+            [Series("train", run.points(key)), held_out] if key == "loss" else [Series(key, run.points(key))],
+        )
+        for key, kind in _QUANTITIES.items()
+    )
+    return [chart for chart in charts if chart is not None]
+
+
+def _tuning(run: SavedRun) -> str:
     adapter, model = section_of(run.settings, "adapter"), section_of(run.settings, "model")
     if not model:
         return ""
-    kind = adapter.get("kind", "none")
-    if kind == "none":
+    if adapter.get("kind", "none") == "none":
         how = "full fine-tuning"
     else:
-        base = _of(run, "quantization", "kind")
+        base = _setting(run, "quantization", "kind")
         name = {"": "LoRA", "none": "LoRA", "nf4": "QLoRA"}.get(base, f"LoRA on an {base} base")
         how = f"{name}, rank {adapter.get('r')}"
     drawn = " with random weights" if model.get("weights") == "random" else ""
     return f"{how} of {model.get('path')}{drawn}"
 
 
-def _of(run: KeptRun, *path: str) -> str:
+def _setting(run: SavedRun, *path: str) -> str:
     value = section_of(run.settings, *path[:-1]).get(path[-1])
     return "" if value is None else str(value)
 
 
-def _when(run: KeptRun) -> str:
+def _begun(run: SavedRun) -> str:
     starts = run.starts
     if not starts:
-        return ""
+        return str(run.folder)
     more = f", started {len(starts)} times" if len(starts) > 1 else ""
     where = f" on {starts[-1]['host']}" if starts[-1].get("host") else ""
     begun = str(starts[0].get("time", "")).replace("T", " ").replace("+00:00", " UTC")
-    return f"begun {begun}{where}{more}"
+    return f"begun {begun}{where}{more} · {run.folder}"
 
 
-def _notes(run: KeptRun) -> Iterator[Html]:
+def _notes(run: SavedRun) -> Iterator[tuple[str, str]]:
     if run.status == "failed":
-        yield note("bad", element("b", "It failed. "), str(run.result.get("error") or "No reason was kept."))
+        yield "bad", f"It failed. {run.result.get('error') or 'No reason was kept.'}"
     if run.status == RUNNING:
-        yield note("warn", "It is still at work: this page is of the moment at which it was made.")
+        yield "warn", "It is still at work: this page is of the moment at which it was made."
     if run.status == UNFINISHED:
-        yield note(
-            "warn", "It did not come to its end and left no result: it was killed, or its machine was."
-        )
+        yield "warn", "It did not come to its end and left no result: it was killed, or its machine was."
     if run.status in ("stopped", UNFINISHED):
-        go_on = shlex.join(["python", "-m", "app.train", "...", f"output_dir={run.folder}", "resume=auto"])
-        yield note("warn", f"It can go on from its last checkpoint: {go_on}")
+        go_on = shlex.join(["python", "-m", _MODULE, "...", f"output_dir={run.folder}", "resume=auto"])
+        yield "warn", f"It can go on from its last checkpoint: {go_on}"
     for remark in run.remarks:
-        yield note("warn", remark)
+        yield "warn", remark
 
 
-def _tiles(run: KeptRun) -> Iterator[tuple[str, str | None]]:
+def _tiles(run: SavedRun) -> Iterator[tuple[str, str | None]]:
     result, last = run.result, run.lines[-1] if run.lines else {}
-    steps, planned = result.get("steps", last.get("step")), section_of(run.manifest, "counts").get("steps")
-    objective, evaluated = number(result.get("objective")), number(result.get("eval_loss"))
-    yield "objective", None if objective is None else figure(objective)
-    yield "training loss", _first_and_last(run)
-    yield "held-out loss, last", None if evaluated is None else figure(evaluated)
-    for key, words in (("accuracy", "accuracy, last"), ("macro_f1", "macro F1, last")):
-        share = number(result.get(key))
-        yield words, None if share is None else f"{share:.2%}"
-    yield f"steps of {whole(planned)}" if number(planned) else "steps", whole(steps)
-    speed, seconds = number(result.get("tokens_per_second")), run.seconds()
-    yield "tokens a second", None if speed is None else quantity(speed)
-    peak = number(result.get("peak_memory_bytes"))
-    yield "peak memory", None if peak is None else memory(peak)
-    yield "time", None if seconds is None else duration(seconds)
+    losses = [y for _, y in run.points("loss") if y is not None]
+    planned = whole(section_of(run.manifest, "counts").get("steps"))
+    yield "objective", told(result.get("objective"), figure)
+    yield "training loss", f"{losses[0]:.3g} → {losses[-1]:.3g}" if losses else None
+    yield "held-out loss, last", told(result.get("eval_loss"), figure)
+    yield "accuracy, last", told(result.get("accuracy"), "{:.2%}".format)
+    yield "macro F1, last", told(result.get("macro_f1"), "{:.2%}".format)
+    yield f"steps of {planned}" if planned else "steps", whole(result.get("steps", last.get("step")))
+    yield "tokens a second", told(result.get("tokens_per_second"), quantity)
+    yield "peak memory", told(result.get("peak_memory_bytes"), memory)
+    yield "time", told(run.seconds(), duration)
 
 
-def _first_and_last(run: KeptRun) -> str | None:
-    known = [y for _, y in run.points("loss") if y is not None]
-    return f"{known[0]:.3g} → {known[-1]:.3g}" if known else None
+def told(value: Any, words: Any, absent: str | None = None) -> str | None:
+    """A number in words; `absent` where it is none."""
+    known = number(value)
+    return absent if known is None else str(words(known))
 
 
-def _memory(run: KeptRun) -> Child:
-    """What was measured, and what of it is known to the byte."""
+def _scores(run: SavedRun) -> dict[str, Any] | None:
+    """What app.evaluate left in the folder of the run, of one model or of two beside each other."""
+    sides = [side for side in ("base_", "tuned_") if f"{side}eval_loss" in run.scores] or [""]
+    rows = [
+        (key.replace("_", " "), *(told(run.scores.get(f"{side}{key}"), figure) for side in sides))
+        for key in _SCORED
+        if key in run.scores
+    ]
+    heads = [side.rstrip("_") or str(run.scores.get("weights") or "value") for side in sides]
+    of = f"{whole(run.scores.get('rows'))} rows of {run.scores.get('dataset')}"
+    return {"head": ["", *heads], "rows": rows, "of": of} if rows else None
+
+
+def _data(run: SavedRun) -> dict[str, Any]:
+    counted = section_of(run.manifest, "counts", "data")
+    sides = [section_of(counted, "train"), section_of(counted, "eval")]
+    classes = [section_of(side, "classes") for side in sides]
+    labels = list(dict.fromkeys(name for side in classes for name in side))
+    return {
+        "sources": [
+            (name, str(side["source"]))
+            for name, side in zip(("train", "held out"), sides, strict=True)
+            if side.get("source")
+        ],
+        "counts": [
+            (words, *(_count(key, side) for side in sides))
+            for key, words in _COUNTS.items()
+            if any(side.get(key) for side in sides)
+        ],
+        "labels": [(name, *(whole(side.get(name, 0)) for side in classes)) for name in labels[:_MAX_LABELS]],
+        "more_labels": max(0, len(labels) - _MAX_LABELS),
+        "remarks": [*_filling(run), *(str(text) for text in list_of(counted.get("notes")))],
+        "lengths": length_bars(section_of(run.preview, "lengths")),
+    }
+
+
+def _count(key: str, split: Mapping[str, Any]) -> str | None:
+    tokens = number(split.get("tokens"))
+    trained = key == "trained_tokens" and tokens
+    return told(
+        split.get(key), lambda count: f"{count:,.0f} ({count / tokens:.0%})" if trained else whole(count)
+    )
+
+
+def _filling(run: SavedRun) -> Iterator[str]:
+    counts = section_of(run.manifest, "counts")
+    units, per_step, fill, least = (
+        number(counts.get(key)) for key in ("units", "units_per_step", "fill", "least_units")
+    )
+    if units is None or per_step is None:
+        return
+    full = "" if fill is None else f", {fill:.1%} full"
+    if least is not None:
+        more = f"{units - least:,.0f} more than provably needed"
+        full += f", {more if units > least else 'provably the fewest'}"
+    yield f"{units:,.0f} {counts.get('unit_name', 'units')} an epoch, {per_step:,.0f} a step{full}."
+
+
+def _memory(run: SavedRun) -> dict[str, Any] | None:
+    """What was planned before the run beside what was measured, and of both what is known of their parts."""
     peaks = [y for _, y in run.points("peak_memory_bytes") if y is not None]
     if not peaks:
         return None
-    device = section_of(run.manifest, "choices").get("device")
-    of = "of the process, weights and libraries included" if device == "cpu" else "of the device"
-    weights, trained = (
-        number(section_of(run.manifest, "counts").get(key)) for key in ("weights", "trained_weights")
-    )
-    measured = facts_table(
-        [
-            *_predicted(run),
-            ("peak, measured", f"{memory(max(peaks))} {of}"),
-            ("after the first step", memory(peaks[0])),
-            ("weights", whole(weights)),
-            ("trained weights", f"{trained:,.0f} ({trained / weights:.1%})" if trained and weights else None),
-        ]
-    )
-    tables = (measured, _anatomy(run, max(peaks)), _predicted_anatomy(run))
-    return element("div", *tables, class_="charts")
+    measured = {name: number(size) or 0.0 for name, size in section_of(run.manifest, "memory").items()}
+    if measured:
+        measured["all_else"] = max(0.0, max(peaks) - sum(measured.values()))
+    planned = {
+        name: number(size) or 0.0 for name, size in section_of(run.manifest, "memory_plan", "anatomy").items()
+    }
+    sides = {"predicted": (planned, sum(planned.values())), "measured": (measured, max(peaks))}
+    known = {head: side for head, side in sides.items() if side[0]}
+    rows = [
+        (
+            PARTS.get(name, name),
+            *(text for parts, total in known.values() for text in _part(name, parts, total)),
+        )
+        for name in {**PARTS, **planned, **measured}
+        if planned.get(name) or measured.get(name)
+    ]
+    heads = ["part of the peak", *(text for head in known for text in (head, "share"))]
+    return {"facts": list(_peaks(run, peaks)), "heads": heads, "parts": rows}
 
 
-def _predicted(run: KeptRun) -> Iterator[tuple[str, str | None]]:
-    """What the tensors of this program were to take at most, and what they took."""
+def _part(name: str, parts: Mapping[str, float], total: float) -> tuple[str, str]:
+    size = parts.get(name)
+    return (memory(size), f"{size / total:.1%}") if size and total else ("", "")
+
+
+def _peaks(run: SavedRun, peaks: Sequence[float]) -> Iterator[tuple[str, str | None]]:
     predicted, measured = (
         number(run.result.get(f"memory_{kind}_bytes")) for kind in ("predicted", "measured")
     )
+    on_cpu = section_of(run.manifest, "choices").get("device") == "cpu"
     where = section_of(run.manifest, "memory_plan").get("where")
-    yield "predicted before the run", f"{memory(predicted)} ({where})" if predicted else None
-    yield (
-        "measured",
-        f"{memory(measured)} ({measured / predicted - 1:+.1%})" if predicted and measured else None,
-    )
+    counts = section_of(run.manifest, "counts")
+    weights, trained = (number(counts.get(key)) for key in ("weights", "trained_weights"))
+    of = "of the process, weights and libraries included" if on_cpu else "of the device"
+    if predicted:
+        yield "predicted before the run", f"{memory(predicted)} ({where})"
+        yield "measured", told(measured, lambda size: f"{memory(size)} ({size / predicted - 1:+.1%})")
+    yield "peak, measured", f"{memory(max(peaks))} {of}"
+    yield "after the first step", memory(peaks[0])
+    yield "weights", whole(weights)
+    yield "trained weights", f"{trained:,.0f} ({trained / weights:.1%})" if trained and weights else None
 
 
-def _predicted_anatomy(run: KeptRun) -> Child:
-    """The whole of the predicted peak, by part."""
-    parts = section_of(run.manifest, "memory_plan", "anatomy")
-    known = {name: number(size) or 0.0 for name, size in parts.items()}
-    total = sum(known.values())
-    if not total:
-        return None
-    rows = [
-        (_PARTS.get(name, name), memory(size), f"{size / total:.1%}") for name, size in known.items() if size
-    ]
-    return table(("part of the predicted peak", "bytes", "share"), rows, numbers=(1, 2))
+def _checks(run: SavedRun) -> list[tuple[str, str, str, bool | None]]:
+    """What was compared before the first step: difference, what is allowed, and whether it holds."""
+    found = []
+    for each in list_of(run.manifest.get("proofs")):
+        if isinstance(each, Mapping):
+            off, allowed = number(each.get("difference")), number(each.get("allowed"))
+            holds = None if off is None or allowed is None else off <= allowed
+            texts = [told(value, figure) or "" for value in (off, allowed)]
+            found.append((str(each.get("what", "")), texts[0], texts[1], holds))
+    return found
 
 
-def _anatomy(run: KeptRun, peak: float) -> Child:
-    """The parts that stay from step to step, beside the peak."""
-    parts = section_of(run.manifest, "memory")
-    known = {name: number(parts.get(name)) or 0.0 for name in parts}
-    if not known:
-        return None
-    known["all_else"] = max(0.0, peak - sum(known.values()))
-    rows = [
-        (_PARTS.get(name, name), memory(held), f"{held / peak:.1%}") for name, held in known.items() if held
-    ]
-    return table(("part of the peak", "bytes", "share"), rows, numbers=(1, 2))
+def _commands(run: SavedRun) -> Iterator[tuple[str, str]]:
+    """The same numbers once more, and the command that was typed."""
+    again = shlex.join(["python", "-m", "app.reproduce", f"run={run.folder}"])
+    yield "The same run from its own files, compared line by line:", again
+    line = [str(word) for word in list_of(run.starts[0].get("command_line"))] if run.starts else []
+    if _MODULE in line:
+        typed = ["python", "-m", *line[line.index(_MODULE) :]]  # without the path of the interpreter
+        several = (number(section_of(run.manifest, "choices").get("processes")) or 1) > 1
+        place = run.starts[0].get("folder")
+        if not several or len(typed) > 3:  # our launcher hands the settings over in a file
+            yield f"As it was typed{f' in {place}' if place else ''}:", shlex.join(typed)
+
+
+def _environment(run: SavedRun) -> Iterator[tuple[str, str | None]]:
+    manifest = run.manifest
+    hardware, choices = section_of(manifest, "hardware"), section_of(manifest, "choices")
+    cpu, cores = hardware.get("cpu") or "", manifest.get("cpus")
+    yield "program", f"app {section_of(manifest, 'program').get('version', '')}{_commit(manifest)}"
+    yield "device", str(hardware.get("gpu") or hardware.get("device") or "")
+    yield "CPU", f"{cpu}, {cores} cores".strip(", ") if cores else None
+    yield "chosen for it", ", ".join(f"{key} {value}" for key, value in choices.items())
+    for key in ("python", "platform", "seed"):
+        yield key, None if manifest.get(key) is None else str(manifest[key])
+    for key, value in section_of(manifest, "hashes").items():
+        yield f"hash of {_HASHES.get(key, key)}", str(value or "")
+
+
+def _commit(manifest: Mapping[str, Any]) -> str:
+    git = section_of(manifest, "program", "git")
+    if not git.get("commit"):
+        return ", installed"
+    return f", commit {git['commit']}{' with changes that are in no commit' if git.get('dirty') else ''}"

@@ -4,130 +4,105 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
-from app.page.curves import curves_of_several
-from app.page.document import command, document, facts_table, note, section, table, tiles
-from app.page.figures import NOTHING, duration, figure, quantity, whole
-from app.page.html import Child, Html, element, joined
-from app.page.kept import is_run, read_kept
-from app.page.run_page import status_badge
-from app.page.swept import heat_map, panels
-from app.page.trials import KeptSweep, KeptTrial
+from app.page.charts import Chart, Quantity, scatter_chart
+from app.page.format_number import NOTHING, figure, whole
+from app.page.read_run import SavedSweep, SavedTrial, is_run, read_run
+from app.page.render import render
+from app.page.run_page import curves_of_several, status_badge, told
+from app.record.lines import duration, quantity
 
-_CURVES = 6  # of the best trials
+_MAX_CURVES = 6  # of the best trials
+_STATES = ("running", "stopped", "pending", "finished", "dry_run", "failed")  # the first that any trial is in
 _OPEN = ("pending", "running", "stopped")
 _REPORT = "report.html"
 
 
-def sweep_page(sweep: KeptSweep, target: Path) -> str:
+def sweep_page(sweep: SavedSweep, target: Path) -> str:
     """`target` is where the page will lie: from there it leads to those of the trials."""
-    name = sweep.folder.resolve().name
-    return document(
-        f"sweep {name}",
-        element("div", element("h1", name), _state(sweep), class_="top"),
-        element("p", str(sweep.folder), class_="soft small"),
-        _notes(sweep),
-        tiles(_tiles(sweep)),
-        section("Best", _best(sweep)),
-        section("What the values did", panels(sweep), heat_map(sweep)),
-        section("Leaderboard", _leaderboard(sweep, target)),
-        section(f"Curves of the best {_CURVES}, by step", _curves(sweep)),
-        section("Failed", _failures(sweep)),
-        section(
-            "Again",
-            element("p", "The same command goes on with what is left:"),
-            command(shlex.join(sweep.command)),
-        )
-        if sweep.command
-        else None,
+    ranked = sweep.ranked()
+    states = {trial.status for trial in sweep.trials}
+    shown = [trial for trial in ranked if is_run(trial.folder)][:_MAX_CURVES]
+    named = [trial.name for trial in shown]
+    return render(
+        "sweep",
+        title=f"sweep {sweep.folder.resolve().name}",
+        sweep=sweep,
+        name=sweep.folder.resolve().name,
+        badge=status_badge(next((each for each in _STATES if each in states), "pending")),
+        notes=list(_notes(sweep)),
+        tiles=list(_tiles(sweep, ranked)),
+        best=_best(ranked),
+        panels=_panels(sweep),
+        ranking=[_row(rank, trial, sweep, target) for rank, trial in enumerate(ranked, 1)],
+        charts=curves_of_several([(trial.name, read_run(trial.folder)) for trial in shown]),
+        legend=[(name, at) for at, name in enumerate(named)],
+        failed=[trial for trial in sweep.trials if trial.status == "failed"],
+        again=shlex.join(sweep.command),
     )
 
 
-def _state(sweep: KeptSweep) -> Html:
-    """The first of these that any trial is in."""
-    statuses = {trial.status for trial in sweep.trials}
-    order = ("running", "stopped", "pending", "finished", "dry_run", "failed")
-    return status_badge(next((each for each in order if each in statuses), "pending"))
-
-
-def _notes(sweep: KeptSweep) -> Iterator[Html]:
-    counts = Counter(trial.status for trial in sweep.trials)
-    if not sweep.trials:
-        yield note("warn", "No trial has begun.")
+def _notes(sweep: SavedSweep) -> Iterator[tuple[str, str]]:
+    counts, trials = Counter(trial.status for trial in sweep.trials), len(sweep.trials)
+    if not trials:
+        yield "warn", "No trial has begun."
     if counts["failed"]:
-        yield note(
-            "bad", f"{counts['failed']} of {len(sweep.trials)} trials failed; their errors stand below."
-        )
+        yield "bad", f"{counts['failed']} of {trials} trials failed; their errors stand below."
     left = sum(counts[each] for each in _OPEN)
     if left:
-        yield note("warn", f"{left} of {len(sweep.trials)} trials are not done: the ranking may change.")
+        yield "warn", f"{left} of {trials} trials are not done: the ranking may change."
 
 
-def _tiles(sweep: KeptSweep) -> Iterator[tuple[str, str | None]]:
-    known = [trial.objective for trial in sweep.ranked() if trial.objective is not None]
-    done = sum(trial.status == "finished" for trial in sweep.trials)
+def _tiles(sweep: SavedSweep, ranked: list[SavedTrial]) -> Iterator[tuple[str, str | None]]:
+    known = [trial.objective for trial in ranked if trial.objective is not None]
+    done = sum(trial.status == "finished" for trial in ranked)
     yield "best objective", figure(known[0]) if known else None
     yield "worst objective", figure(known[-1]) if len(known) > 1 else None
-    yield f"finished of {len(sweep.trials)} trials", str(done)
+    yield f"finished of {len(ranked)} trials", str(done)
     yield "time of all trials", duration(sum(trial.seconds or 0 for trial in sweep.trials))
 
 
-def _best(sweep: KeptSweep) -> Child:
-    winner = sweep.best()
-    if winner is None:
-        return None
-    return joined(
-        element("p", f"Trial {winner.number} with objective {figure(winner.objective or 0)}:"),
-        facts_table((key, element("code", value)) for key, value in winner.values.items()),
-        command(shlex.join(["python", "-m", "app.train", *winner.overrides])),
-        element("p", f"It lies in {winner.folder}.", class_="remark"),
-    )
+def _best(ranked: list[SavedTrial]) -> dict[str, Any] | None:
+    """Only where it finished, as the sweep itself says it."""
+    for trial in ranked[:1]:
+        if trial.status == "finished" and trial.objective is not None:
+            command = shlex.join(["python", "-m", "app.train", *trial.overrides])
+            return {"trial": trial, "objective": figure(trial.objective), "command": command}
+    return None
 
 
-def _leaderboard(sweep: KeptSweep, target: Path) -> Child:
-    if not sweep.trials:
-        return None
-    head = ("rank", "trial", "objective", *sweep.keys, "steps", "tokens/s", "time", "status")
-    first = 3 + len(sweep.keys)
-    rows = [_row(rank, trial, sweep, target) for rank, trial in enumerate(sweep.ranked(), 1)]
-    return table(head, rows, numbers=(2, first, first + 1, first + 2))
+def _panels(sweep: SavedSweep) -> list[Chart]:
+    """One for each swept key."""
+    charts = []
+    for key in sweep.keys:
+        found = [
+            (trial.values[key], trial.objective, f"trial {trial.number}: {key}={trial.values[key]}")
+            for trial in sweep.trials
+            if trial.objective is not None and key in trial.values
+        ]
+        if found:
+            points = [(value, y, f"{text}\nobjective {figure(y)}") for value, y, text in found]
+            charts.append(
+                scatter_chart(Quantity(f"Objective by {key}", "objective", may_log=True), key, points)
+            )
+    return charts
 
 
-def _row(rank: int, trial: KeptTrial, sweep: KeptSweep, target: Path) -> tuple[Child, ...]:
-    speed, seconds = trial.tokens_per_second, trial.seconds
-    return (
-        str(rank) if trial.objective is not None else NOTHING,
-        _link(trial, target),
-        NOTHING if trial.objective is None else figure(trial.objective),
-        *(element("code", trial.values.get(key, "")) for key in sweep.keys),
-        whole(trial.steps) or NOTHING,
-        NOTHING if speed is None else quantity(speed),
-        duration(seconds) if seconds else NOTHING,
-        status_badge(trial.status),
-    )
-
-
-def _link(trial: KeptTrial, target: Path) -> Child:
-    """To the page of the trial, if there is one beside this page."""
+def _row(rank: int, trial: SavedTrial, sweep: SavedSweep, target: Path) -> dict[str, Any]:
     page = trial.folder / _REPORT
-    if target.parent.resolve() != trial.folder.parent.resolve() or not page.is_file():
-        return str(trial.number)
-    return element("a", str(trial.number), href=f"./{quote(trial.folder.name)}/{_REPORT}")
-
-
-def _curves(sweep: KeptSweep) -> Child:
-    best = [trial for trial in sweep.ranked() if is_run(trial.folder)][:_CURVES]
-    return curves_of_several([(_told(trial), read_kept(trial.folder)) for trial in best])
-
-
-def _told(trial: KeptTrial) -> str:
-    return f"{trial.number}: {' '.join(f'{key}={value}' for key, value in trial.values.items())}"
-
-
-def _failures(sweep: KeptSweep) -> Child:
-    return [
-        joined(element("h3", _told(trial)), element("pre", trial.error or "It left no reason."))
-        for trial in sweep.trials
-        if trial.status == "failed"
-    ]
+    has_page = target.parent.resolve() == trial.folder.parent.resolve() and page.is_file()
+    return {
+        "rank": NOTHING if trial.objective is None else str(rank),
+        "trial": str(trial.number),
+        "link": f"./{quote(trial.folder.name)}/{_REPORT}" if has_page else None,
+        "objective": told(trial.objective, figure, NOTHING),
+        "values": [trial.values.get(key, "") for key in sweep.keys],
+        "numbers": [
+            whole(trial.steps) or NOTHING,
+            told(trial.tokens_per_second, quantity, NOTHING),
+            told(trial.seconds or None, duration, NOTHING),
+        ],
+        "badge": status_badge(trial.status),
+    }

@@ -14,7 +14,6 @@ import app
 from app.errors import CheckpointError
 from app.record.files import write_json
 from app.record.masking import masked
-from app.record.trackers import TRACKERS
 
 PACKAGES = (
     "torch",
@@ -29,7 +28,8 @@ PACKAGES = (
     "omegaconf",
     "numpy",
     "rich",
-    *(kind.name for kind in TRACKERS.values() if kind),
+    "wandb",
+    "tensorboard",
 )
 
 

@@ -10,6 +10,7 @@ from rich.table import Table
 from app.record.console import SafeStream
 from app.record.lines import printable
 from app.record.masking import masked_text
+from app.record.terminal import can_move
 
 _WIDTH_OF_A_FILE = 240
 _BEGINNING_OF_LINE, _ERASE = "\r", "\x1b[2K"
@@ -20,7 +21,7 @@ class Screen:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = SafeStream(stream or sys.stdout)
-        self._moves = self._stream.is_terminal()
+        self._moves = self._stream.isatty() and can_move()
         self._line = ""
 
     def say(self, text: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from app.page import writing
+from app.page.render import written_page
 from tests.conftest import RunApp
 from tests.page.reading import Element, chart, drawn, read, section
 from tests.runs import SMALL, FinishedRuns, Zygote, metrics
@@ -27,11 +27,11 @@ def test_a_run_ends_in_a_page_of_its_numbers(finished: FinishedRuns) -> None:
     assert [y for _, y in drawn(figure, "c0")[0]] == pytest.approx(losses, rel=1e-4)
     evals = [(line["step"], line["eval_loss"]) for line in lines if "eval_loss" in line]
     assert drawn(figure, "c1")[0][-1] == pytest.approx(evals[-1], rel=1e-3)
-    checks = section(page, "Self-checks")
+    checks = section(page, "Checks before")
     proofs = json.loads((run / "manifest.json").read_text())["proofs"]
     fused = [proof for proof in proofs if proof["what"].startswith("fused ")]
     assert len(proofs) == 4 + len(fused) > 4, "head, its faster way, packing twice"
-    assert [each.text for each in checks.all("span", "badge")] == ["holds"] * len(proofs)
+    assert [each.text for each in checks.all("span", "badge")] == ["passed"] * len(proofs)
     assert all(0 <= proof["difference"] <= proof["allowed"] for proof in proofs)
     counts = json.loads((run / "manifest.json").read_text())["counts"]
     more = counts["units"] - counts["least_units"]
@@ -49,7 +49,7 @@ def test_it_is_made_anew_without_torch(finished: FinishedRuns, run_app: RunApp, 
     assert (ended.returncode, ended.stdout) == (0, "report  page.html\n")
     imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
     assert "app.page.run_page" in imported
-    assert not {"torch", "numpy", "transformers", "hydra"} & imported
+    assert not {"torch", "numpy", "transformers"} & imported
     assert (
         section(page_of(tmp_path / "page.html"), "Data").text
         == section(page_of(run / "report.html"), "Data").text
@@ -85,8 +85,8 @@ def test_a_fault_in_a_page_is_told_and_harms_nothing(tmp_path: Path) -> None:
     def broken() -> str:
         raise ZeroDivisionError("of ours")
 
-    told = writing.written_page(tmp_path / "report.html", broken)
+    told = written_page(tmp_path / "report.html", broken)
     assert told == "report  could not be made (ZeroDivisionError: of ours); nothing else is missing"
-    told = writing.written_page(tmp_path / "absent" / "report.html", lambda: "page")
+    told = written_page(tmp_path / "absent" / "report.html", lambda: "page")
     assert told.startswith("report  could not be made (EnvironmentProblem: ")
     assert list(tmp_path.iterdir()) == []

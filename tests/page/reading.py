@@ -77,6 +77,14 @@ def section(page: Element, title: str) -> Element:
     return found
 
 
+def tiles(page: Element) -> dict[str, str]:
+    return {tile.one("span").text: tile.one("b").text for tile in page.all("div", "tile")}
+
+
+def notes(page: Element) -> list[str]:
+    return [each.text for each in page.all("div", "note")]
+
+
 def drawn(figure: Element, paint: str = "c0", class_: str = "line") -> list[list[tuple[float, float]]]:
     """The lines of a colour as numbers, taken back from their places in the picture."""
     import math

@@ -9,11 +9,11 @@ import pytest
 from app.page.comparison_page import comparison_page, told_apart
 from tests.page.folders import MANIFEST, SETTINGS, lines_of, made_run, result_of, sample
 from tests.page.reading import Element, chart, drawn, read, section
-from tests.page.test_html import HOSTILE
+from tests.page.test_render import HOSTILE
 
 
 def rows(part: Element) -> dict[str, list[str]]:
-    found = [[cell.text for cell in line.all("td")] for line in part.all("tr")[1:]]
+    found = [[cell.text for cell in line.children] for line in part.all("tr")[1:]]
     return {name: values for name, *values in found}
 
 
