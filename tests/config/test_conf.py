@@ -1,6 +1,6 @@
-"""Every file of conf/ by itself and with the others: it composes, is said to be for something, and owns its keys."""
+"""Every file of conf/ by itself and with others: it composes, is said to be for something, and owns its keys."""
 
-import itertools
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,110 +11,73 @@ import yaml
 from omegaconf import OmegaConf
 
 from app.config.groups import CONF, choices_by_group
+from app.config.help import asks_for_help, help_text
 from app.config.load import compose_run
 from app.config.schema import RunConfig
 from app.config.validate import is_key, leaf_keys
 
 FILES = sorted(CONF.rglob("*.yaml"))
-APART = ("sweep", "hardware")  # of no run: read in tests/sweep/test_preset.py and test_hardware.py
+APART = ("sweep", "hardware")  # of no run: read in tests/sweep/test_preset.py and test_commands.py
 OF_RUNS = [file for file in FILES if file.parent.name not in APART]
 CHOICES = {group: names for group, names in choices_by_group().items() if group not in APART}
 FREE = ("experiment", "debug")  # may set any key
-MAIN = ("model", "recipe", "dataset", "optimizer")
 OF_RECIPES = ("adapter", "quantization")  # chosen by a recipe; alone they would contradict it
 LABELLED = ("labelled_text", "text_pair")
-NEEDS_PATH = (
-    *("auto", "messages", "sharegpt", "instruction", "question_answer"),
-    *("prompt_completion", "chat_completion", "text", *LABELLED),
-)
+OWN_ROWS = ("sample", "alpaca", "ultrachat", "mix")
 
 
-def test_no_file_got_lost() -> None:
-    assert len(FILES) >= 46
-    assert len(CHOICES) >= 13
+def with_turns(chosen: dict[str, str], number: int) -> list[str]:
+    """A command line with these choices, and of the other groups those whose turn it is."""
+    turn = {
+        group: names[(number // 3 if group in FREE else number) % len(names)]
+        for group, names in CHOICES.items()
+        if group not in OF_RECIPES and (number % 3 == 0 or group not in FREE)
+    } | chosen
+    dataset = turn["dataset"]
+    # hidden tokens are those of plain text, and labels those of rows that have them
+    masked = dataset == "text" and (number % 2 or not chosen)
+    turn["task"] = "classification" if dataset in LABELLED else "masked" if masked else "causal"
+    words = [f"{group}={name}" for group, name in turn.items()]
+    words += ["dataset.path=rows.jsonl"] if dataset not in OWN_ROWS else []
+    words += ["dataset.mix.one.path=rows.jsonl"] if dataset == "mix" else []
+    return [*words, "model.path=somewhere"] if turn["model"] == "folder" else words
 
 
-def name_of(file: Path) -> str:
-    return file.relative_to(CONF).as_posix()
-
-
-def pairs(choice: dict[str, str]) -> set[tuple[str, str]]:
-    """What a run tries of the main groups. No key of a dataset and an optimizer meet, and 56 runs would take long."""
-    named = [f"{group}={name}" for group, name in choice.items() if group in MAIN]
-    return {
-        (one, other)
-        for one, other in itertools.combinations(named, 2)
-        if {one.partition("=")[0], other.partition("=")[0]} != {"dataset", "optimizer"}
-    }
-
-
-def covering() -> list[dict[str, str]]:
-    """As few choices as a simple search finds that have every pair at least once; the other groups take turns."""
-    every = [
-        dict(zip(MAIN, names, strict=True))
-        for names in itertools.product(*(CHOICES[group] for group in MAIN))
-    ]
-    left = set().union(*map(pairs, every))
-    chosen: list[dict[str, str]] = []
-    while left:
-        best = max(every, key=lambda choice: len(pairs(choice) & left))
-        left -= pairs(best)
-        number = len(chosen)
-        turn = {
-            group: names[(number // 3 if group in FREE else number) % len(names)]
-            for group, names in CHOICES.items()
-            if group not in OF_RECIPES
-        }
-        free = number % 3 == 0
-        turn |= best
-        texts = sum(run["dataset"] == "text" for run in chosen)
-        turn["task"] = "causal"
-        if turn["dataset"] == "text":  # hidden tokens are those of plain text
-            turn["task"] = ("causal", "masked")[texts % 2]
-        if turn["dataset"] in LABELLED:  # and labels those of rows that have them
-            turn["task"] = "classification"
-        chosen.append({group: name for group, name in turn.items() if free or group not in FREE})
-    return chosen
-
-
-RUNS = covering()
-
-
-@pytest.mark.parametrize("chosen", RUNS, ids=range(len(RUNS)))
-def test_choices_of_all_groups_go_together(chosen: dict[str, str]) -> None:
-    path = ["dataset.path=rows.jsonl"] if chosen["dataset"] in NEEDS_PATH else []
-    path += ["dataset.mix.one.path=rows.jsonl"] if chosen["dataset"] == "mix" else []
-    path += ["model.path=somewhere"] if chosen["model"] == "folder" else []
-    run = compose_run([*(f"{group}={name}" for group, name in chosen.items()), *path])
+def require_choices(words: list[str]) -> None:
+    run, chosen = compose_run(words), dict(word.split("=") for word in words)
     for group in ("optimizer", "schedule", "attention", "precision", "tracker"):
         assert getattr(run, group).kind == chosen[group]
 
 
+RUNS = [with_turns({}, number) for number in range(max(map(len, CHOICES.values())))]
+
+
+def test_choices_of_all_groups_go_together() -> None:
+    for words in RUNS:
+        require_choices(words)
+
+
 def test_the_runs_above_have_every_file() -> None:
-    tried = {(group, name) for chosen in RUNS for group, name in chosen.items()}
-    files = {(f.parent.name, f.stem) for f in OF_RUNS if f.parent != CONF and not f.stem.startswith("_")}
-    assert {group for group, _ in files - tried} == set(OF_RECIPES)
-
-
-BY_HAND = {"fp8"}  # for some GPUs only: it goes with recipe=lora
+    files = {f"{f.parent.name}={f.stem}" for f in OF_RUNS if f.parent != CONF and f.stem[0] != "_"}
+    left = files - {word for words in RUNS for word in words}
+    assert {word.partition("=")[0] for word in left} == set(OF_RECIPES)
+    assert len(FILES) >= 46
+    assert len(CHOICES) >= 13
 
 
 def test_every_adapter_and_quantization_is_in_some_recipe() -> None:
     runs = [compose_run([f"recipe={recipe}"]) for recipe in CHOICES["recipe"]]
     assert {run.adapter.kind for run in runs} == set(CHOICES["adapter"])
-    assert {run.quantization.kind for run in runs} == set(CHOICES["quantization"]) - BY_HAND
+    by_hand = {"fp8"}  # for some GPUs only: it goes with recipe=lora
+    assert {run.quantization.kind for run in runs} == set(CHOICES["quantization"]) - by_hand
 
 
-@pytest.mark.parametrize("file", FILES, ids=name_of)
-def test_a_file_says_first_what_it_is_for(file: Path) -> None:
-    lines = [line for line in file.read_text().splitlines() if not line.startswith("# @package")]
-    assert lines[0].startswith("# ")
-    assert len(lines[0].split()) >= 5, lines[0]
-
-
-@pytest.mark.parametrize("file", FILES, ids=name_of)
-def test_a_config_runs_no_code(file: Path) -> None:
-    assert "_target_" not in file.read_text()
+def test_a_file_says_first_what_it_is_for_and_runs_no_code() -> None:
+    for file in FILES:
+        lines = [line for line in file.read_text().splitlines() if not line.startswith("# @package")]
+        assert lines[0].startswith("# "), file
+        assert len(lines[0].split()) >= 5, (file, lines[0])
+        assert "_target_" not in file.read_text(), file
 
 
 def test_a_key_has_one_owner() -> None:
@@ -126,8 +89,7 @@ def test_a_key_has_one_owner() -> None:
                 owners[key].add(group)
     assert {key: sorted(groups) for key, groups in owners.items() if len(groups) > 1} == {}
     assert owners["optimizer.lr"] == {"recipe"}
-    unowned = [key for key in leaf_keys(RunConfig) if key not in owners]
-    assert unowned == []
+    assert [key for key in leaf_keys(RunConfig) if key not in owners] == []
 
 
 def keys_of(file: Path) -> Iterator[str]:
@@ -150,11 +112,6 @@ def _leaves(content: dict[str, Any], prefix: str) -> Iterator[str]:
             yield path
 
 
-def test_what_is_given_wins_over_what_a_file_says() -> None:
-    run = compose_run(["recipe=lora", "adapter.r=4", "optimizer=sgd", "experiment=first_run", "model=llama"])
-    assert (run.adapter.r, run.optimizer.kind, run.model.path.partition("/")[0]) == (4, "sgd", "meta-llama")
-
-
 def test_recipes_take_the_models_suggestion() -> None:
     file = OmegaConf.load(CONF / "model" / "llama.yaml")
     lora, full = (compose_run(["model=llama", f"recipe={recipe}"]) for recipe in ("lora", "full"))
@@ -169,18 +126,30 @@ def test_an_experiment_sets_only_what_differs(experiment: str) -> None:
     assert compose_run([f"experiment={experiment}"])
 
 
-@pytest.mark.parametrize(
-    ("given", "weights", "length"),
-    [
-        (["model.path=some/folder"], "pretrained", 2048),
-        (["++model.path='some/folder'"], "pretrained", 2048),
-        (["model=llama", "model.path=some/folder"], "pretrained", 2048),
-        (["model.path=asset:tiny", "model.weights=random"], "random", 256),
-        ([], "pretrained", 256),
-    ],
-)
-def test_a_path_alone_means_any_model_and_not_the_small_one(
-    given: list[str], weights: str, length: int
-) -> None:
-    run = compose_run(given)
-    assert (run.model.weights, run.dataset.max_length) == (weights, length)
+# ---- --help
+
+
+def test_help_names_every_choice_and_no_part_of_one() -> None:
+    text = help_text()
+    for group, names in choices_by_group().items():
+        assert re.search(rf"^  {group}\b", text, re.MULTILINE), group
+        for name in names:
+            assert re.search(rf"[ ]{re.escape(name)}\*?(\s|$)", text), (group, name)
+    assert "_hub" not in text
+    assert "_policy" not in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_the_stars_are_what_a_run_without_settings_takes() -> None:
+    starred = re.findall(r"(\w+)\*", help_text())
+    run = compose_run([])
+    for kind in (run.optimizer.kind, run.schedule.kind, run.adapter.kind, run.precision.kind, run.task.kind):
+        assert kind in starred
+    assert {"lora", "tiny", "sample"} <= set(starred)
+    assert "adapter       lora* none" in help_text()
+
+
+def test_help_is_asked_for_in_two_ways() -> None:
+    assert asks_for_help(["recipe=lora", "--help"])
+    assert asks_for_help(["-h"])
+    assert not asks_for_help(["recipe=lora", "--cfg", "job"])

@@ -1,12 +1,23 @@
-"""The words of the command line: what is refused, how, and what reaches the run."""
+"""The words of the command line: what is refused, how, with which nearest name, and what reaches the run."""
 
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from app.config.load import checked_arguments, compose_run, compose_runs
+from app.config import groups
+from app.config.load import checked_arguments, compose_run
 from app.config.overrides import check_overrides, is_sweep, split_words
 from app.config.schema import RunConfig
+from app.config.validate import kinds, leaf_keys
 from app.errors import ConfigError
 from tests.config.small import refusal_of
 
@@ -19,18 +30,23 @@ REFUSED = [
     ("~resume", "Set resume=null."),
     ("~adapter", "Set adapter=none."),
     ("model@here=tiny", "model@here=tiny: model has one place in a run. Write model=..."),
-    (
-        "model=null",
-        "model=null: there is no such model. Choose one of bert, folder, llama, llama_70b, mistral, modernbert,",
-    ),
+    ("model=null", "model=null: there is no such model. Choose one of bert, folder, llama, llama_70b, mistral, modern"),
     ("model=_hub", "model=_hub: there is no such model."),
     ("model=Llama", "Did you mean llama?"),
+    ("model=lllama", "model=lllama: there is no such model. Did you mean llama?"),
     ("recipe=loar", "recipe=loar: there is no such recipe. Did you mean lora?"),
-    (
-        "modl=llama",
-        "modl is neither a key nor a group. Did you mean "
-        "model=bert|folder|llama|llama_70b|mistral|modernbert|qwen|tiny?",
-    ),
+    ("modl=llama", "modl is neither a key nor a group. Did you mean model=bert|folder|llama|llama_70b|mistral|modern"),
+    ("optimiser=adamw", "Did you mean optimizer=adafactor|adamw|"),
+    ("+recipi=lora", "recipi is neither a key nor a group. Did you mean recipe=full|"),
+    ("optimizer=adamw_8_bit", "Did you mean adamw_8bit?"),
+    ("sed=1", "sed is not a key. Did you mean seed?"),
+    ("training.max_stps=1", "training.max_stps is not a key. Did you mean training.max_steps?"),
+    ("model.suggest.lr_ful=1", "model.suggest.lr_ful is not a key. Did you mean model.suggest.lr_full?"),
+    ("+adapter.rnk=1", "adapter.rnk is not a key. Did you mean adapter.r?"),
+    ("++trning.clip=1", "trning.clip is not a key. Did you mean training.clip?"),
+    ("lr=1e-3", "lr is not a key. Did you mean optimizer.lr?"),
+    ("max_steps=3", "max_steps is not a key. Did you mean training.max_steps?"),
+    ("dataset={pth: a}", "dataset.pth is not a key. Did you mean dataset.path?"),
     ("seed=1,2", "seed=1,2: several values are a sweep, which -m starts: python -m app.train -m seed=..."),
     ("recipe=full,lora", "recipe=full,lora: several values are a sweep"),
     ("seed=range(1,3)", "several values are a sweep"),
@@ -41,17 +57,129 @@ REFUSED = [
     ("hydra.moode=RUN", "hydra.moode"),
     ("seed=${sed}", "seed: Interpolation key 'sed' not found."),
     ("seed=${oc.env:NO_SUCH_NAME}", "seed: Environment variable 'NO_SUCH_NAME' not found."),
-    ("dataset={pth: a}", "dataset.pth is not a key. Did you mean dataset.path?"),
     ("model.suggest=3", "model.suggest=3: model.suggest is a section."),
     ("model.architecture.hidden_size=64", "would not be read: model.weights=pretrained has its numbers"),
-]
+]  # fmt: skip
+
+IN_YAML = [
+    ("config.yaml", "seed: 0", "sed: 0", "sed is not a key. Did you mean seed?"),
+    ("config.yaml", "  max_steps:", "  max_stps:", "Did you mean training.max_steps?"),
+    ("config.yaml", "\ntraining:\n", "\ntrning:\n", "trning is not a key. Did you mean training?"),
+    ("config.yaml", "hydra:\n", "hydra:\n  mode: MULTIRUN\n", "hydra.mode=MULTIRUN: a sweep is started by -m"),
+    ("model/tiny.yaml", "  lr_adapter:", "  lr_adaptr:", "Did you mean model.suggest.lr_adapter?"),
+    ("model/tiny.yaml", "\nsuggest:\n", "\nsuggst:\n", "model.suggst is not a key. Did you mean model.suggest?"),
+    ("adapter/lora.yaml", "\nr: 32", "\nrank: 32", "adapter.rank is not a key."),
+    ("recipe/lora.yaml", "  lr:", "  rl:", "optimizer.rl is not a key. Did you mean optimizer.lr?"),
+    ("recipe/lora.yaml", "lr_adapter}", "lr_adaptor}", "optimizer.lr: Interpolation key 'model.suggest.lr_adaptor'"),
+    ("recipe/lora.yaml", "/adapter: lora", "/adapter: lorra", "adapter/lorra"),
+    ("optimizer/adamw.yaml", "kind: adamw", "kind: adamwx", "Did you mean adamw?"),
+    ("dataset/_policy.yaml", "  text: text", "  txt: text", "Did you mean dataset.columns.text?"),
+    ("schedule/cosine.yaml", "final_fraction: 0.1", "final_fraction: [", "schedule/cosine.yaml"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of conf/ that is in use."""
+    copy = tmp_path / "conf"
+    shutil.copytree(groups.CONF, copy)
+    monkeypatch.setattr(groups, "CONF", copy)
+    return copy
+
+
+def replace(file: Path, right: str, wrong: str) -> None:
+    text = file.read_text()
+    assert text.count(right) == 1, f"{right!r} in {file}"
+    file.write_text(text.replace(right, wrong))
 
 
 @pytest.mark.parametrize(("given", "message"), REFUSED, ids=[given for given, _ in REFUSED])
-def test_it_is_refused_with_one_message(given: str, message: str) -> None:
+def test_a_word_that_means_nothing_is_refused_with_one_message(given: str, message: str) -> None:
     (problem,) = refusal_of(given)
     assert message in problem
 
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong", "message"), IN_YAML, ids=[f"{n} {w.strip()}" for n, _, w, _ in IN_YAML]
+)
+def test_a_mistake_in_a_yaml_is_told(conf: Path, name: str, right: str, wrong: str, message: str) -> None:
+    replace(conf / name, right, wrong)
+    assert any(message in problem for problem in refusal_of())
+
+
+def test_all_mistakes_come_together(conf: Path) -> None:
+    words = ("sed=1", "model=lllama", "training.max_stps=3", "~seed", "x", "+adapter.rr=2")
+    assert len(refusal_of(*words)) == 6
+    replace(conf / "adapter/lora.yaml", "\nr: 32", "\nrank: 32")
+    replace(conf / "config.yaml", "clip: 1.0", "clip: big")
+    replace(conf / "optimizer/adamw.yaml", "beta1:", "bta1:")
+    assert len(refusal_of()) == 3
+
+
+def test_a_word_that_means_nothing_hides_no_wrong_value() -> None:
+    assert refusal_of("optimizer.lrr=3", "optimizer.lr=-1", "adapter.r=x", "training.clip=1") == [
+        "optimizer.lrr is not a key. Did you mean optimizer.lr?",
+        "adapter.r=x: expected a whole number.",
+        "optimizer.lr=-1.0 must be above 0.",
+    ]
+    # what may follow from a misspelt word is not told
+    problems = refusal_of("dataset=messages", "dataset.pth=rows.jsonl", "batching.tokns=64")
+    assert [problem.partition(" ")[0] for problem in problems] == ["dataset.pth", "batching.tokns"]
+
+
+@pytest.mark.parametrize("given", ["training.max_stps=1", ""])
+def test_torch_is_not_imported_for_a_mistake(given: str, app_env: dict[str, str], tmp_path: Path) -> None:
+    """The empty one: a misspelt key in a YAML."""
+    copy = tmp_path / "conf"
+    shutil.copytree(groups.CONF, copy)
+    replace(copy / "config.yaml", "seed: 0", "sed: 0")
+    program = (
+        "import sys; from pathlib import Path; from app.config import groups\n"
+        f"groups.CONF = Path({str(copy)!r}); sys.argv = {['train', *([given] if given else [])]!r}\n"
+        "from app import train\n"
+        "try: train.main()\n"
+        "finally: print(sorted({'torch', 'transformers', 'numpy', 'datasets'} & sys.modules.keys()))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=app_env
+    )
+    assert (ended.returncode, ended.stdout) == (2, "[]\n")
+    assert ended.stderr.startswith("error: ")
+    assert "Did you mean" in ended.stderr
+
+
+SLIPS: list[Callable[[str, int], str]] = [
+    lambda key, at: key[:at] + key[at + 1 : at + 2] + key[at] + key[at + 2 :],
+    lambda key, at: key[:at] + key[at + 1 :],
+    lambda key, at: key[:at] + key[at] + key[at:],
+    lambda key, at: f"{key[:at]}e{key[at + 1 :]}",
+]
+
+
+def test_nine_of_ten_slips_of_one_key_stroke_are_understood() -> None:
+    keys, dice = leaf_keys(RunConfig), random.Random(0)
+    understood = tried = 0
+    while tried < 200:
+        key = dice.choice(keys)
+        slip = dice.choice(SLIPS)(key, dice.randrange(len(key)))
+        if slip in kinds(RunConfig) or not all(slip.split(".")):
+            continue
+        with pytest.raises(ConfigError) as refusal:
+            check_overrides([f"{slip}=1"], RunConfig)
+        tried += 1
+        understood += key in str(refusal.value)
+    assert understood >= 0.9 * tried, f"{understood} of {tried}"
+
+
+@given(
+    st.lists(st.text(max_size=12) | st.sampled_from(["seed", "=", "model", "${", "'", "[", "~", "+", ","]))
+)
+def test_whatever_is_typed_is_read_or_refused(parts: list[str]) -> None:
+    with suppress(ConfigError):
+        check_overrides(split_words(["".join(parts)])[0], RunConfig)
+
+
+# ---- what reaches the run
 
 TAKEN: list[list[tuple[str, str, Any]]] = [
     [
@@ -88,21 +216,21 @@ TAKEN: list[list[tuple[str, str, Any]]] = [
 ]
 
 
-def at(run: Any, key: str) -> Any:
-    for name in key.split("."):
-        run = run[name] if isinstance(run, dict) else getattr(run, name)
-    return run
-
-
 @pytest.mark.parametrize("taken", TAKEN)
-def test_it_reaches_the_run(taken: list[tuple[str, str, Any]]) -> None:
-    run = compose_run([given for given, _, _ in taken])
-    assert [(key, at(run, key)) for _, key, _ in taken] == [(key, value) for _, key, value in taken]
+def test_a_word_reaches_the_run(taken: list[tuple[str, str, Any]]) -> None:
+    run = compose_run([word for word, _, _ in taken])
+    for word, key, value in taken:
+        place: Any = run
+        for name in key.split("."):
+            place = place[name] if isinstance(place, dict) else getattr(place, name)
+        assert (place, type(place)) == (value, type(value)), word
 
 
-def test_the_last_one_wins() -> None:
+def test_the_last_word_wins_over_the_others_and_over_every_file() -> None:
     run = compose_run(["seed=1", "model=llama", "debug=fast", "seed=2", "model=qwen", "~debug"])
     assert (run.seed, run.model.path, run.training.max_steps) == (2, "Qwen/Qwen3-8B", None)
+    run = compose_run(["recipe=lora", "adapter.r=4", "optimizer=sgd", "experiment=first_run", "model=llama"])
+    assert (run.adapter.r, run.optimizer.kind, run.model.path.partition("/")[0]) == (4, "sgd", "meta-llama")
 
 
 def test_what_was_checked_can_be_checked_again() -> None:
@@ -111,88 +239,10 @@ def test_what_was_checked_can_be_checked_again() -> None:
     assert check_overrides(once, RunConfig) == once
 
 
-def test_all_problems_of_a_command_line_come_at_once() -> None:
-    problems = refusal_of("sed=1", "model=lllama", "training.max_stps=3", "~seed", "x", "+adapter.rr=2")
-    assert len(problems) == 6
-
-
-def test_switches_and_settings_may_be_mixed() -> None:
-    words = ["seed=1", "--cfg", "job", "adapter.r=3"]
-    assert split_words(words) == (["seed=1", "adapter.r=3"], ["--cfg", "job"])
-    assert checked_arguments(words) == ["--cfg", "job", "++seed=1", "++adapter.r=3"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["-m", "seed=1,2"], "-m starts a sweep, and this is one run."),
-        (["--multirun"], "-m starts a sweep, and this is one run."),
-        (["--output-dir=runs"], "Settings have no dashes in front: output_dir=runs"),
-        (["--resume", "auto"], "--resume: there is no such switch"),
-        (["--cfg", "jobb"], "--cfg/-c: invalid choice: 'jobb'"),
-        (["--config-name=mine"], "--config-name is not in this program"),
-        (["--config-dir", "here"], "--config-dir is not in this program"),
-        (["--experimental-rerun", "a.pickle"], "--experimental-rerun is not in this program"),
-    ],
-)
-def test_a_switch_that_is_not_there_is_refused(words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        split_words(words)
-    assert len(refusal.value.problems) == 1
-    assert message in refusal.value.problems[0]
-
-
-@pytest.mark.parametrize("words", [["-m", "seed=1,2"], ["seed=1,2", "--multirun"], ["seed=1", "-m"], ["-m"]])
-def test_a_sweep_is_known_by_its_switch(words: list[str]) -> None:
-    assert is_sweep(words)
-    assert split_words(words, sweep=True)[0] == [word for word in words if not word.startswith("-")]
-
-
-@pytest.mark.parametrize("words", [[], ["seed=1,2"], ["--cfg", "job"], ["dataset.path=-m"]])
-def test_what_is_no_sweep(words: list[str]) -> None:
-    assert not is_sweep(words)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--cfg", "job", "-m"], "--cfg job does not go with -m, because it is about one run."),
-        (["-m", "--help", "seed=1,2"], "--help does not go with -m"),
-        (["-m", "--resume", "auto"], "--resume: there is no such switch"),
-        (["-m", "--config-name=mine"], "--config-name is not in this program"),
-    ],
-)
-def test_a_sweep_goes_with_no_other_switch(words: list[str], message: str) -> None:
-    assert is_sweep(words)
-    with pytest.raises(ConfigError) as refusal:
-        split_words(words, sweep=True)
-    assert len(refusal.value.problems) == 1
-    assert message in refusal.value.problems[0]
-
-
 def test_the_program_runs_what_was_checked() -> None:
     """The words that Hydra gets give the same run as the words that were typed."""
     words = ["experiment=null", "output_dir=a=b", "model.architecture.new=1", "model.weights=random"]
     assert compose_run(checked_arguments(words)) == compose_run(words)
-
-
-def test_a_word_that_means_nothing_hides_no_wrong_value() -> None:
-    with pytest.raises(ConfigError) as refusal:
-        compose_run(["optimizer.lrr=3", "optimizer.lr=-1", "adapter.r=x", "training.clip=1"])
-    assert list(refusal.value.problems) == [
-        "optimizer.lrr is not a key. Did you mean optimizer.lr?",
-        "adapter.r=x: expected a whole number.",
-        "optimizer.lr=-1.0 must be above 0.",
-    ]
-
-
-def test_what_may_follow_from_a_misspelt_word_is_not_told() -> None:
-    with pytest.raises(ConfigError) as refusal:
-        compose_run(["dataset=messages", "dataset.pth=rows.jsonl", "batching.tokns=64"])
-    assert [problem.partition(" ")[0] for problem in refusal.value.problems] == [
-        "dataset.pth",
-        "batching.tokns",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -206,5 +256,66 @@ def test_what_may_follow_from_a_misspelt_word_is_not_told() -> None:
 def test_a_key_inside_a_list_is_refused_by_name(words: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"model\.architecture\.(some|eos_token_id)"):
         compose_run(["model.weights=random", *words])
-    (found,) = compose_runs([["model.weights=random", *words]])
-    assert isinstance(found, ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("given", "weights", "length"),
+    [
+        (["model.path=some/folder"], "pretrained", 2048),
+        (["++model.path='some/folder'"], "pretrained", 2048),
+        (["model=llama", "model.path=some/folder"], "pretrained", 2048),
+        (["model.path=asset:tiny", "model.weights=random"], "random", 256),
+        ([], "pretrained", 256),
+    ],
+)
+def test_a_path_alone_means_any_model_and_not_the_small_one(
+    given: list[str], weights: str, length: int
+) -> None:
+    run = compose_run(given)
+    assert (run.model.weights, run.dataset.max_length) == (weights, length)
+
+
+# ---- Hydra's switches
+
+
+def test_switches_and_settings_may_be_mixed() -> None:
+    words = ["seed=1", "--cfg", "job", "adapter.r=3"]
+    assert split_words(words) == (["seed=1", "adapter.r=3"], ["--cfg", "job"])
+    assert checked_arguments(words) == ["--cfg", "job", "++seed=1", "++adapter.r=3"]
+
+
+WRONG_SWITCHES = [
+    (["-m", "seed=1,2"], False, "-m starts a sweep, and this is one run."),
+    (["--multirun"], False, "-m starts a sweep, and this is one run."),
+    (["--output-dir=runs"], False, "Settings have no dashes in front: output_dir=runs"),
+    (["--resume", "auto"], False, "--resume: there is no such switch"),
+    (["--cfg", "jobb"], False, "--cfg/-c: invalid choice: 'jobb'"),
+    (["--config-name=mine"], False, "--config-name is not in this program"),
+    (["--config-dir", "here"], False, "--config-dir is not in this program"),
+    (["--experimental-rerun", "a.pickle"], False, "--experimental-rerun is not in this program"),
+    (["--cfg", "job", "-m"], True, "--cfg job does not go with -m, because it is about one run."),
+    (["-m", "--help", "seed=1,2"], True, "--help does not go with -m"),
+    (["-m", "--resume", "auto"], True, "--resume: there is no such switch"),
+    (["-m", "--config-name=mine"], True, "--config-name is not in this program"),
+]
+
+
+@pytest.mark.parametrize(("words", "sweep", "message"), WRONG_SWITCHES)
+def test_a_switch_that_is_not_there_is_refused(words: list[str], sweep: bool, message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        split_words(words, sweep=sweep)
+    (problem,) = refusal.value.problems
+    assert message in problem
+
+
+@pytest.mark.parametrize(
+    ("words", "sweep"),
+    [
+        *((["-m", "seed=1,2"], True), (["seed=1,2", "--multirun"], True), (["-m"], True)),
+        *(([], False), (["seed=1,2"], False), (["--cfg", "job"], False), (["dataset.path=-m"], False)),
+    ],
+)
+def test_a_sweep_is_known_by_its_switch(words: list[str], sweep: bool) -> None:
+    assert is_sweep(words) is sweep
+    settings = [word for word in words if word[:1] != "-" and word != "job"]
+    assert split_words(words, sweep=sweep)[0] == settings

@@ -1,0 +1,177 @@
+"""What the commands that are not about a finished run can be told, and on which machines."""
+
+from pathlib import Path
+
+import pytest
+
+from app.config.commands import check_config, folders_in, generate_config, report_config, require_platform
+from app.config.hardware import every_hardware, named, read_hardware
+from app.config.load import compose_run
+from app.errors import ConfigError, EnvironmentProblem
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64", ""])
+def test_linux_is_where_it_runs(machine: str) -> None:
+    require_platform("Linux", machine)
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "words"),
+    [
+        ("Windows", "AMD64", "WSL 2"),
+        ("Darwin", "arm64", "macOS is not supported"),
+        ("FreeBSD", "amd64", "FreeBSD is not supported"),
+        ("Linux", "riscv64", "Linux on riscv64 is not supported"),
+    ],
+)
+def test_other_platforms_are_refused_by_name(system: str, machine: str, words: str) -> None:
+    with pytest.raises(EnvironmentProblem, match=words):
+        require_platform(system, machine)
+
+
+# ---- app.generate
+
+
+def test_a_prompt_is_taken_as_it_stands() -> None:
+    prompt = "a=b, c: ${HOME} 'x' \"y\" [z] \\n"
+    config = generate_config([f"prompt={prompt}", "run=r", "system=null"])
+    assert (config.prompt, config.system, config.temperature) == (prompt, None, 0.0)
+
+
+def test_a_command_tells_all_that_is_wrong_with_its_arguments() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        generate_config(["rum=r", "temperature=-1", "seed=x", "chat=perhaps"])
+    assert refusal.value.problems == (
+        "rum is not a key. Did you mean run?",
+        "chat=perhaps: expected true or false or null.",
+        "temperature=-1.0 must be at least 0.",
+        "seed=x: expected a whole number.",
+    )
+    with pytest.raises(ConfigError, match=r"'hello' is not key=value. Keys: run, model, prompt, "):
+        generate_config(["hello"])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("run=a", "second=b"), "second is the other text of a pair. Give prompt=TEXT, the first"),
+        (("run=a", "output=b"), "output=b is for the answers to a file. Give prompts=FILE"),
+        (("model=a", "adapter=false"), "adapter=false: model=a has no adapter that could be left off."),
+        (("model=a", "top_k=3"), "top_p and top_k choose among samples, and temperature=0 takes none."),
+    ],
+)
+def test_what_would_change_no_answer_is_refused(words: tuple[str, ...], told: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        generate_config(words)
+    assert told in str(refusal.value)
+
+
+# ---- app.report
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "run has no value. Give run=DIR, sweep=DIR or runs=DIR1,DIR2."),
+        (("run=a", "sweep=b"), "run=a and sweep=b each say whose page it is. Keep one."),
+        (("run=a", "runs=b,c"), "run=a and runs=b,c each say whose page it is. Keep one."),
+        (("runs=a",), "runs=a: a comparison needs two folders at least. For the page of one run give run=DIR."),
+        (("run=",), "run= is empty. Give a value, or run=null."),
+        (("runs/mine",), "'runs/mine' is not key=value. Keys: run, sweep, runs, to."),
+        (("rnu=a",), "rnu is not a key. Did you mean run?"),
+    ],
+)  # fmt: skip
+def test_a_page_of_nothing_or_of_two_things_is_refused(words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        report_config(words)
+    assert refusal.value.problems == (said,)
+
+
+def test_the_page_lies_beside_what_it_is_about() -> None:
+    assert report_config(["run=runs/mine"]).target == Path("runs/mine/report.html")
+    assert report_config(["sweep=s"]).target == Path("s/report.html")
+    assert report_config(["runs=a,b"]).target == Path("comparison.html")
+    assert report_config(["run=a", "to=~/x.html"]).target == Path("~/x.html").expanduser()
+
+
+def test_a_comma_may_belong_to_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("1-lr=1,r=2", "2-lr=1,r=4", "plain"):
+        (tmp_path / name).mkdir()
+    assert folders_in("1-lr=1,r=2,plain,2-lr=1,r=4") == ["1-lr=1,r=2", "plain", "2-lr=1,r=4"]
+    assert folders_in("plain,absent,1-lr=1,r=2") == ["plain", "absent", "1-lr=1,r=2"]
+    given = report_config(["runs=1-lr=1,r=2,plain"]).given
+    assert given == [("runs=1-lr=1,r=2", Path("1-lr=1,r=2")), ("runs=plain", Path("plain"))]
+
+
+# ---- app.check
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(ConfigError) as refused:
+        check_config(words)
+    return " ".join(refused.value.problems)
+
+
+def test_every_gpu_has_sound_facts() -> None:
+    table = {hardware.name: hardware for hardware in every_hardware()}
+    assert list(table) == named()
+    assert "auto" not in table
+    for name, hardware in table.items():
+        assert 20 < hardware.memory_gib < 300, name
+        assert 200 < hardware.bandwidth_gb < 20_000, name
+        assert 50 < hardware.bf16_tflops < 5_000, name
+        assert hardware.fp8_tflops is None or 1.5 < hardware.fp8_tflops / hardware.bf16_tflops < 2.5
+        has_fp8 = hardware.capability is None or tuple(map(int, hardware.capability.split("."))) >= (8, 9)
+        assert has_fp8 == (hardware.fp8_tflops is not None), name
+        assert hardware.names, name
+    for nominal in (24, 32, 40, 48, 80, 141, 192):  # of each size there is one, a bit less than it is sold as
+        assert any(0.85 * nominal < each.memory_gib < 1.01 * nominal for each in table.values()), nominal
+
+
+def test_a_gpu_is_named_and_its_facts_may_be_changed() -> None:
+    found = check_config(["memory", "hardware=h100", "hardware.memory_gib=70.5", "seed=3", "exact=true"])
+    assert found.hardware is not None
+    assert (found.hardware.name, found.hardware.memory_gib, found.hardware.label) == ("h100", 70.5, "H100")
+    assert (found.run.seed, found.overrides, found.exact) == (3, ("seed=3",), True)
+    assert read_hardware(["hardware=h100", "hardware.context_gib=null"]) == read_hardware(["hardware=h100"])
+    assert check_config(["memory"]).hardware is None
+    assert check_config(["hardware=auto"]).hardware is None
+    assert (check_config([]).checks, check_config(["data"]).checks) == (("data", "memory"), ("data",))
+
+
+def test_a_base_in_fp8_is_not_planned_for_a_gpu_without_it() -> None:
+    for name, has in (("a100", "8.0"), ("mi300x", "none")):
+        told = refusal("memory", "quantization=fp8", f"hardware={name}")
+        assert told.startswith(
+            "quantization.kind=fp8 needs an NVIDIA GPU of compute capability 8.9 or higher, and"
+        )
+        assert f"hardware={name} has {has}" in told
+        assert "choose one of b200, h100, h200, l4," in told
+    for name in ("h200", "rtx4090"):
+        assert check_config(["memory", "quantization=fp8", f"hardware={name}"]).run.quantization.kind == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("memory", "hardware=h10"), "hardware=h10: there is no such hardware. Did you mean h100? Choose one of a10,"),
+        (("memory", "hardware=h100", "hardware.memory_gb=3"), "Did you mean hardware.memory_gib?"),
+        (("memory", "hardware=h100", "hardware.memory_gib=much"), "hardware.memory_gib=much: expected a number."),
+        (("memory", "hardware=h100", "hardware.memory_gib=0"), "hardware.memory_gib=0.0 must be above 0"),
+        (("memory", "hardware.memory_gib=3"), "hardware.memory_gib needs hardware=NAME, which it changes."),
+        (("memory", "exactt=true"), "exactt is not a key. Did you mean exact?"),
+        (("memory", "exact=perhaps"), "exact=perhaps: expected true or false."),
+        (("memory", "exactt=true", "sed=1", "hardware=h10"), "Did you mean seed? hardware=h10:"),
+        (("data", "hardware=h100"), "hardware=h100: only app.check memory asks for it."),
+        (("memori",), "'memori' is neither a check nor key=value. Did you mean memory? Checks: data, memory;"),
+        (("data", "--cfg", "job"), "--cfg job is a switch of app.train. Leave it out."),
+    ],
+)  # fmt: skip
+def test_what_a_check_is_told_wrongly_is_refused(words: tuple[str, ...], told: str) -> None:
+    assert told in refusal(*words)
+
+
+def test_a_run_is_not_told_the_hardware() -> None:
+    with pytest.raises(ConfigError, match=r"python -m app\.check memory hardware=h100"):
+        compose_run(["hardware=h100"])

@@ -1,0 +1,75 @@
+"""`dataset.mix` on the command line: sources by name, each key of each source an override like any other."""
+
+from dataclasses import asdict
+
+import pytest
+
+from app.config.dataset import sources_of
+from app.config.load import checked, compose_run
+from app.config.schema import RunConfig
+from tests.config.small import refusal_of
+
+TWO = ("dataset=mix", "dataset.mix.chat.path=a.jsonl", "dataset.mix.code.path=b.jsonl")
+CODE = "dataset.mix.code"
+WRONG = [
+    (f"{CODE}.weigth=2", f"{CODE}.weigth is not a key. Did you mean {CODE}.weight?"),
+    (f"{CODE}.weight=much", f"{CODE}.weight=much: expected a number."),
+    (f"{CODE}.weight=-1", f"{CODE}.weight=-1.0 must be at least 0"),
+    ("dataset.mix.more.weight=1", "dataset.mix.more.path has no value. Give dataset.mix.more.path=..."),
+    (f"{CODE}.max_rows=0", f"{CODE}.max_rows=0 must be at least 1."),
+    (f"{CODE}=3", f"{CODE}=3: {CODE} is a section. Give its keys, such as {CODE}.path=..."),
+    ("dataset.mix=a.jsonl", "dataset.mix=a.jsonl: expected a mapping like {a: 1, b: 2}."),
+    (f"{CODE}.format=messagess", f"{CODE}.format=messagess is none of messages, "),
+    (f"{CODE}.columns.txt=x", f"{CODE}.columns.txt is not a key. Did you mean {CODE}.columns.text?"),
+    (f"{CODE}.columns.text=[x]", f"{CODE}.columns.text=['x']: expected the name of a column."),
+    ("dataset.path=c.jsonl", "dataset.path=c.jsonl and dataset.mix both name the rows."),
+    ("dataset.eval_split=test", "dataset.eval_split=test says not of which source of dataset.mix."),
+    ("dataset.on_overflow=split", "dataset.on_overflow=split would tear a row of dataset.mix.chat.format=messages"),
+    (f"{CODE}.columns={{input: 'a.*.x', output: 'b.*.y'}}",
+     f"{CODE}.columns.input=a.*.x {CODE}.columns.output=b.*.y: the elements of one list"),
+    ("dataset.columns.output=a.*.b.*.c", "dataset.columns.output=a.*.b.*.c: a * stands for each element"),
+    ("dataset.train_on=completion", f"means nothing for {CODE}.format=messages."),
+]  # fmt: skip
+
+
+def test_a_source_has_what_it_was_given_and_the_rest_of_the_dataset() -> None:
+    more = (f"{CODE}.weight=2", f"{CODE}.format=text", f"{CODE}.columns.text=body", f"{CODE}.revision=v1")
+    run = compose_run([*TWO, *more, "dataset.max_rows=7", "dataset.split=dev"])
+    assert run.dataset.mix["code"].weight == 2.0
+    chat, code = sources_of(run.dataset).values()
+    assert (chat.path, chat.format, chat.max_rows, chat.revision) == ("a.jsonl", "messages", 7, None)
+    assert (code.path, code.format, code.max_rows, code.revision) == ("b.jsonl", "text", 7, "v1")
+    assert (code.columns.text, chat.columns.text, code.split) == ("body", "text", "dev")
+    assert checked(asdict(run), RunConfig) == run, "as it stands in a run.yaml"
+
+
+def test_sources_as_one_mapping() -> None:
+    given = "dataset.mix={chat: {path: a.jsonl}, code: {path: b.jsonl, weight: 0.5}}"
+    assert compose_run(["dataset=mix", given]).dataset.mix["code"].weight == 0.5
+
+
+@pytest.mark.parametrize(("given", "message"), WRONG, ids=[given for given, _ in WRONG])
+def test_what_is_wrong_with_a_mix_is_told(given: str, message: str) -> None:
+    assert any(message in problem for problem in refusal_of(*TWO, given))
+
+
+@pytest.mark.parametrize("key", ["dataset.format", f"{CODE}.format"])
+def test_formats_of_a_mix_may_be_recognised(key: str) -> None:
+    assert compose_run([*TWO, f"{key}=auto"]).dataset.mix
+
+
+def test_all_problems_of_a_mix_come_at_once() -> None:
+    wrong = (f"{CODE}.weigth=2", "dataset.mix.chat.weight=x", "dataset.mix.more.weight=1")
+    assert len(refusal_of(*TWO, *wrong)) == 3
+
+
+def test_no_rows_at_all_are_refused() -> None:
+    (problem,) = refusal_of("dataset=mix")
+    assert problem.startswith(
+        "dataset.path=null names no rows. Give dataset.path=FILE, or dataset.mix.NAME.path="
+    )
+    chat_off = "dataset.mix.chat.weight=0"
+    assert list(sources_of(compose_run([*TWO, chat_off]).dataset)) == ["code"]
+    assert refusal_of(*TWO, chat_off, f"{CODE}.weight=0") == [
+        "dataset.mix: every weight is 0, so nothing is trained on. Set dataset.mix.NAME.weight=1.",
+    ]

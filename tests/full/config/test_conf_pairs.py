@@ -1,0 +1,39 @@
+"""Every pair of choices of the main groups composes."""
+
+import itertools
+
+import pytest
+
+from tests.config.test_conf import CHOICES, require_choices, with_turns
+
+MAIN = ("model", "recipe", "dataset", "optimizer")
+
+
+def pairs(choice: dict[str, str]) -> set[tuple[str, str]]:
+    """What a run tries of the main groups. No key of a dataset and an optimizer meet, and 56 runs would take long."""
+    named = [f"{group}={name}" for group, name in choice.items()]
+    return {
+        (one, other)
+        for one, other in itertools.combinations(named, 2)
+        if {one.partition("=")[0], other.partition("=")[0]} != {"dataset", "optimizer"}
+    }
+
+
+def covering() -> list[dict[str, str]]:
+    """As few choices as a simple search finds that have every pair at least once."""
+    product = itertools.product(*(CHOICES[group] for group in MAIN))
+    every = [dict(zip(MAIN, names, strict=True)) for names in product]
+    left = set().union(*map(pairs, every))
+    chosen: list[dict[str, str]] = []
+    while left:
+        chosen.append(max(every, key=lambda choice: len(pairs(choice) & left)))
+        left -= pairs(chosen[-1])
+    return chosen
+
+
+RUNS = covering()
+
+
+@pytest.mark.parametrize("number", range(len(RUNS)))
+def test_every_pair_goes_together(number: int) -> None:
+    require_choices(with_turns(RUNS[number], number))
