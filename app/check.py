@@ -53,28 +53,26 @@ def _data(config: CheckConfig, console: Console) -> dict[str, Any]:
 
 
 def _memory(config: CheckConfig, _console: Console) -> dict[str, Any]:
-    from app.plan.runs import Runs, likely
-
     begun = time.perf_counter()
-    processes = _processes(config.run) if config.hardware is None else _asked(config.run)
-    ahead = likely(config.overrides, config.run, processes)
-    with Runs.begun(ahead) as runs:
-        from app.page.check_screen import show_check
-        from app.page.check_summary import memory_sections, stop
-        from app.plan.memory_check import check_memory
+    from app.page.check_screen import show_check
+    from app.page.check_summary import memory_sections, stop
+    from app.plan.memory_check import check_memory
 
-        facts = check_memory(
-            config.run, config.overrides, config.hardware, exact=config.exact, processes=processes, runs=runs
-        )
+    processes = _planned_processes(config)
+    facts = check_memory(
+        config.run, config.overrides, config.hardware, exact=config.exact, processes=processes
+    )
     facts["stops"] = [] if facts["fits"] else [stop(facts)]
     facts["seconds"] = round(time.perf_counter() - begun, 2)
     show_check(memory_sections(facts))
     return facts
 
 
-def _asked(run: RunConfig) -> int:
-    """On a machine that is not this one."""
-    count = run.launch.num_processes
+def _planned_processes(config: CheckConfig) -> int:
+    """On a machine that is not this one, as many as are asked for."""
+    if config.hardware is None:
+        return _processes(config.run)
+    count = config.run.launch.num_processes
     return count if isinstance(count, int) else 1
 
 
@@ -94,11 +92,12 @@ def _check_parts(config: CheckConfig) -> None:
     """What each part can say in milliseconds, all problems together."""
     from app.data import sources
     from app.model import source, templates
+    from app.plan.limits import not_planned
 
     run = config.run
     problems = [*sources.check(run.dataset), *templates.check(run.model)] if "data" in config.checks else []
     if "memory" in config.checks:
-        problems += source.check(run.model)
+        problems += [*source.check(run.model), *not_planned(run.parallel, _planned_processes(config))]
     if problems:
         raise ConfigError(problems)
 

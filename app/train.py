@@ -58,9 +58,8 @@ def train(run: RunConfig, go_on: str = "") -> int:
 def _train_in(folder: RunFolder, run: RunConfig, console: Console, go_on: str) -> int:
     console.say(f"output  {folder.path}")  # what comes next takes seconds to load
     from app.engine.training import train_in
-    from app.plan.fewest import recompute_fewest
-    from app.plan.largest import largest_bins
-    from app.plan.prediction import predict
+    from app.plan.estimate import predict
+    from app.plan.planner import largest_bins, recompute_fewest
 
     return train_in(folder, run, console, go_on, predict, recompute_fewest, largest_bins)
 

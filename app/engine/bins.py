@@ -77,6 +77,8 @@ def settled_bins(
     if find is not None and peers.rank == 0:  # the first process speaks for all
         try:
             tokens, remark = find(run, choices, layers)
+        except ConfigError as reason:
+            remark = f"batching.tokens=auto: {tokens} tokens. {reason}"
         except Exception as fault:  # noqa: BLE001  whatever a kind does in a trace, the run does not depend on it
             remark = f"batching.tokens=auto: {tokens} tokens; no plan for this model ({type(fault).__name__})"
     return with_bins(run, int(peers.highest(tokens if peers.rank == 0 else 0))), [remark] if remark else []

@@ -1,6 +1,6 @@
 """Bytes of tensors as they come and go: a mode that sees every storage that is made, of real tensors or fake ones."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -25,23 +25,13 @@ def rounded(size: int) -> int:
     return -(-size // _BLOCK) * _BLOCK
 
 
-def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(*args, **kwargs)
-
-
 class StorageCounter(TorchDispatchMode):
     """Counts while it is entered; changes nothing that is computed.
 
     What was there before is counted if it is given to `hold`, and what `ignore` was given never is.
     """
 
-    def __init__(
-        self,
-        device: str,
-        hidden: Hidden = HIDDEN,
-        watch: Callable[[Any, Any, Any, Any], None] | None = None,
-        call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] = _called,
-    ) -> None:
+    def __init__(self, device: str, hidden: Hidden = HIDDEN) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.kinds: dict[int, str] = {}  # of what is held
@@ -49,8 +39,6 @@ class StorageCounter(TorchDispatchMode):
         self.current = self.peak = 0
         self._device = device
         self._hidden = hidden
-        self._watch = watch
-        self._call = call
         self._known: dict[int, tuple[int, int, Any]] = {}  # by the address of its C++ object
         self._serial = 0
 
@@ -78,14 +66,10 @@ class StorageCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let it happen, and look at what came out."""
-        return self._looked_at(func, args, kwargs or {})
-
-    def _looked_at(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if (
-            func is _ASKS_DEVICE
-        ):  # of a tensor without memory: most of what autograd asks, and nothing is made
+        kwargs = kwargs or {}
+        if func is _ASKS_DEVICE:  # most of what autograd asks of a fake tensor, and nothing is made
             return args[0].device
-        out = self._call(func, args, kwargs)
+        out = func(*args, **kwargs)
         for each in out if isinstance(out, list | tuple) else (out,):
             if isinstance(each, Tensor):
                 self._see(each)
@@ -94,8 +78,6 @@ class StorageCounter(TorchDispatchMode):
             self._pass(hidden(*args, **kwargs))
         if func is ROOM:
             self._resized(args[0])
-        if self._watch is not None:
-            self._watch(func, args, kwargs, out)
         return out
 
     def _see(self, tensor: Tensor) -> int | None:
@@ -120,14 +102,10 @@ class StorageCounter(TorchDispatchMode):
 
     def _keep_in_mind(self, storage: Any, size: int) -> int:
         self._serial += 1
-        serial = self._serial
-        self._remember(storage, serial, size)
+        serial, address = self._serial, storage._cdata
+        self._known[address] = serial, size, ref(storage, partial(self._gone, address, serial, size))
         self._count(serial, size)
         return serial
-
-    def _remember(self, storage: Any, serial: int, size: int) -> None:
-        address = storage._cdata
-        self._known[address] = serial, size, ref(storage, partial(self._gone, address, serial, size))
 
     def _gone(self, address: int, serial: int, size: int, _storage: Any) -> None:
         if self._known.get(address, (None,))[0] == serial:

@@ -7,6 +7,7 @@ from app.config.schema import RunConfig, TrainingConfig
 from app.config.validate import converted
 from app.engine.choices import Choices
 from app.engine.peers import Peers
+from app.errors import ConfigError
 
 AUTO = "auto"
 KEPT = "recompute"  # among the choices of a checkpoint
@@ -31,6 +32,8 @@ def found_layers(find: Callable[[], tuple[int, str]], peers: Peers, layers: int)
     if peers.rank == 0:
         try:
             count, remark = find()
+        except ConfigError as reason:
+            remark = f"{reason} So all {layers} layers are recomputed"
         except Exception as fault:  # noqa: BLE001  whatever a kind does in a trace, the run does not depend on it
             remark = f"no plan for this model ({type(fault).__name__}), so all {layers} layers are recomputed"
     return int(peers.highest(count if peers.rank == 0 else 0)), remark

@@ -11,6 +11,7 @@ from app.engine.choices import Choices
 from app.engine.counting import StorageCounter
 from app.engine.runtime import Runtime
 from app.engine.step import Stepper, StepResult
+from app.errors import ConfigError
 from app.record.lines import memory
 
 _COUNTED = 2  # of this start: the first step makes the optimizer's states
@@ -47,9 +48,11 @@ class Forecast:
             return cls(None, "")
         try:
             predicted = predict(*given)
+        except ConfigError as reason:
+            return cls(None, str(reason))
         except Exception as fault:  # noqa: BLE001  whatever a kind does in a trace, the run does not depend on it
-            reason = str(fault).strip().partition("\n")[0][:200]
-            return cls(None, f"no prediction for this model ({type(fault).__name__}: {reason})")
+            first = str(fault).strip().partition("\n")[0][:200]
+            return cls(None, f"no prediction for this model ({type(fault).__name__}: {first})")
         return cls(predicted, predicted.words())
 
     def rows(self) -> list[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """One optimizer step: the gradient of the weighted mean over all trained tokens, however they are split."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -61,6 +61,8 @@ class Stepper:
         self._reduction = reduction or runtime.reduction(self._parameters, trainee.lending)
         self._sums = self._in_backward or self._reduction
         self.depth = 0  # how often micro-batches are halved, because they did not fit into memory
+        # called as forward, backward and update begin, the first two of each micro-batch
+        self.on_phase: Callable[[str], None] | None = None
 
     def run(self, batches: Sequence[Batch], lr: float) -> StepResult:
         """One step over all micro-batches of all processes."""
@@ -167,8 +169,10 @@ class Stepper:
         for part in parts:
             if part is parts[-1]:
                 self._sums.expect_last()
+            self._begin("forward")
             loss, _ = self.trainee(part.to(self._runtime.device))
             scaled = loss * factor
+            self._begin("backward")
             (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
             total += loss.detach()
         return total
@@ -188,11 +192,16 @@ class Stepper:
             raise does_not_fit(f"a document of {longest} tokens by itself", self._kept())
         self.depth += 1
 
+    def _begin(self, phase: str) -> None:
+        if self.on_phase is not None:
+            self.on_phase(phase)
+
     def _kept(self) -> dict[str, int]:
         return kept_bytes(self.trainee, self.optimizer)
 
     def _update(self) -> tuple[Tensor, Tensor]:
         """Clip and step; leave everything as it is when the gradient is not finite."""
+        self._begin("update")
         if self._in_backward is not None:
             return self._in_backward.taken()
         gradients = self._reduction.gradients()

@@ -5,10 +5,6 @@ number is to the one above, the more often the sum carries over, exactly in prop
 """
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from enum import Enum
 
 import torch
 from torch import Tensor
@@ -16,17 +12,6 @@ from torch import Tensor
 _HALF = 16  # bits
 _PIECE = 1 << 24  # numbers that are rounded at once: the random ones need memory of their own
 _NONE = 0x7FC00000  # of all that is not a number: to others a sum, or the loss of the lower half, would give a value
-
-
-class Pieces(Enum):
-    """Of a weight, that are rounded."""
-
-    ALL = "all"
-    UNLIKE = "those that take and leave memory as no other does"
-    NONE = "none"
-
-
-_rounded: ContextVar[Pieces] = ContextVar("rounded", default=Pieces.ALL)
 
 
 @torch.no_grad()
@@ -41,35 +26,13 @@ def round_into(weight: Tensor, exact: Tensor, random: torch.Generator) -> None:
     given = exact.reshape(-1).view(torch.int32)
     target = weight if weight.is_contiguous() else weight.contiguous()
     upper = target.view(-1).view(torch.int16)
-    for start in _starts(given.numel()):
+    for start in range(0, given.numel(), _PIECE):
         bits, half = given[start : start + _PIECE], upper[start : start + _PIECE]
         chance = torch.empty_like(bits).random_(0, 1 << _HALF, generator=random)
         chance.add_(bits).masked_fill_(bits.view(torch.float32).isnan(), _NONE)
         half.copy_(chance.bitwise_right_shift_(_HALF))
     if target is not weight:
         weight.copy_(target)
-
-
-@contextmanager
-def rounded(pieces: Pieces) -> Iterator[None]:
-    """Inside, only these are: for tensors that have no numbers."""
-    before = _rounded.set(pieces)
-    try:
-        yield
-    finally:
-        _rounded.reset(before)
-
-
-def _starts(numbers: int) -> list[int]:
-    """Of all pieces. The random numbers of one are there until those of the next are, so each second one takes the
-    memory of the one before it: left out are pieces in pairs, and neither the first two nor the last.
-    """
-    pieces = _rounded.get()
-    if pieces is Pieces.NONE:
-        return []
-    starts = list(range(0, numbers, _PIECE))
-    spare = (len(starts) - 3) // 2 * 2 if pieces is Pieces.UNLIKE else 0
-    return starts if spare <= 0 else starts[:2] + starts[2 + spare :]
 
 
 def chance_of(device: torch.device, seed: int, step: int, index: int) -> torch.Generator:

@@ -1,108 +1,131 @@
-"""Multiplications and additions of the operations that a step consists of."""
+"""Multiplications and additions of a step, counted by torch's FlopCounterMode."""
 
 import math
-from collections.abc import Callable
-from dataclasses import astuple, dataclass, replace
-from operator import add
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor
-from torch.utils.flop_counter import flop_registry
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from app.plan import attention, experts
+Size = Sequence[int]
+_FP8 = "app_fp8::product"
 
 
-def _product_with_packed(given: Tensor, _packed: Tensor, shape: list[int], *_more: Any, **_named: Any) -> int:
-    return 2 * math.prod(given.shape[:-1]) * shape[0] * shape[1]
+def _product_with_packed(rows: Size, _packed: Size, shape: Size, *_more: Any, **_named: Any) -> int:
+    return 2 * math.prod(rows[:-1]) * shape[0] * shape[1]
 
 
 def _product_in_fp8(
-    rows: Tensor, _of_rows: Tensor, weight: Tensor, _of_weight: Tensor, *_more: Any, **_named: Any
+    rows: Size, _row_scales: Size, weight: Size, _weight_scales: Size, *_more: Any, **_named: Any
 ) -> int:
-    return 2 * rows.shape[0] * rows.shape[1] * weight.shape[0]
+    return 2 * rows[0] * rows[1] * weight[0]
 
 
-def _product_added_in_place(_sum: Tensor, left: Tensor, right: Tensor, **_named: Any) -> int:
-    return 2 * left.shape[0] * left.shape[1] * right.shape[1]
+def _product_added_in_place(_sum: Size, left: Size, right: Size, **_named: Any) -> int:
+    return 2 * left[0] * left[1] * right[1]
 
 
-def _document_on_cpu(
-    q: Tensor, _k: Tensor, v: Tensor, _dropout: float = 0.0, causal: bool = False, **_: Any
+def _grouped_product(left: Size, right: Size, *_more: Any, **_named: Any) -> int:
+    """Every row meets the weights of one expert."""
+    groups = left[0] if len(left) == len(right) == 3 else 1  # as many products as there are
+    return 2 * groups * left[-2] * left[-1] * right[-1]
+
+
+def _attention(q: Size, _k: Size, v: Size, pairs: int, **_named: Any) -> int:
+    """Scores and their use: two multiplications for each pair of a query and a key."""
+    return 2 * q[1] * (q[3] + v[3]) * pairs
+
+
+def _attention_backward(
+    _grad: Size, q: Size, k: Size, v: Size, _out: Size, _sums: Size, pairs: int, **_named: Any
 ) -> int:
-    batch, heads, length, size = q.shape
+    """Five multiplications: the scores once more, and those of the gradients."""
+    return _attention(q, k, v, pairs) * 5 // 2
+
+
+def _attention_on_cpu(
+    q: Size, k: Size, v: Size, _dropout: float = 0.0, causal: bool = False, **_named: Any
+) -> int:
+    batch, _, length, _ = q
     pairs = length * (length + 1) // 2 if causal else length * length
-    return 2 * batch * heads * (size + v.shape[3]) * pairs
+    return _attention(q, k, v, batch * pairs)
 
 
-def _document_on_cpu_backward(
-    _grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    _out: Tensor,
-    _sums: Tensor,
+def _attention_on_cpu_backward(
+    _grad: Size,
+    q: Size,
+    k: Size,
+    v: Size,
+    _out: Size,
+    _sums: Size,
     dropout: float,
     causal: bool,
-    **_: Any,
+    **_named: Any,
 ) -> int:
-    return _document_on_cpu(q, k, v, dropout, causal) * 5 // 2
+    return _attention_on_cpu(q, k, v, dropout, causal) * 5 // 2
 
 
-_FP8 = "app_fp8::product"
-# by the full name of the operation; torch's own table knows the rest
-_FORMULAS: dict[str, Callable[..., int]] = {
+_FORMULAS: dict[str, Callable[..., int]] = {  # torch's own table knows the rest
     "bitsandbytes::gemm_4bit": _product_with_packed,
     _FP8: _product_in_fp8,
     "aten::addmm_": _product_added_in_place,
-    experts.NAME: experts.flops,
-    "app_plan::attention": attention.flops,
-    "app_plan::attention_backward": attention.flops_of_backward,
-    "aten::_scaled_dot_product_flash_attention_for_cpu": _document_on_cpu,
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _document_on_cpu_backward,
+    "aten::_grouped_mm": _grouped_product,
+    "app_plan::attention": _attention,
+    "app_plan::attention_backward": _attention_backward,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention_on_cpu,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_on_cpu_backward,
 }
 
 
-@dataclass(slots=True)
-class Flops:
-    """Of a micro-batch, and of the optimizer's step."""
+class _NoModules(AbstractContextManager["_NoModules"]):
+    """In place of torch's tracker of modules, which keeps every node of a graph, and so what it saved, to the end."""
 
-    passes: int = 0  # forward and backward
-    fp8: int = 0  # of these, at the rate that a GPU has for fp8
-    repeated: int = 0  # of these, what had been computed before
-    update: int = 0
+    parents = frozenset({"Global"})
 
-    def __add__(self, other: "Flops") -> "Flops":
-        return Flops(*map(add, astuple(self), astuple(other)))
+    def __exit__(self, *_raised: object) -> None:
+        """Nothing was begun."""
 
 
-class FlopCounter:
-    """Told of every operation, adds up, apart for those whose turn it is."""
+class Arithmetic:
+    """Of a micro-batch's passes and of the update; `mode` counts while it is entered."""
 
     def __init__(self) -> None:
-        self.found: dict[int, Flops] = {}
-        self.turn = 0  # whose it is
-        self.updates = False  # whether weights are being changed
-        self.again = False  # whether a layer's forward had been computed before
-        self.repeats = False  # whether one is running
+        known = ((_packet(name), formula) for name, formula in _FORMULAS.items())
+        mapping = {packet: formula for packet, formula in known if packet is not None}
+        self.mode = FlopCounterMode(display=False, custom_mapping=mapping)
+        self.mode.mod_tracker = _NoModules()  # type: ignore[assignment]
+        self.in_backward = False
+        self._repeated = 0
+        self._passes: int | None = None
 
-    def counted(self) -> dict[int, Flops]:
-        """So far."""
-        return {turn: replace(flops) for turn, flops in self.found.items()}
+    def telling_repeats(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """What a layer's forward computes once backward has begun, it computes again."""
 
-    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """One operation."""
-        packet = func._overloadpacket
-        own = _FORMULAS.get(packet._qualified_op_name)
-        if own is not None:
-            count = own(*args, **kwargs)
-        elif packet in flop_registry:
-            count = flop_registry[packet](*args, **kwargs, out_val=out)
-        else:
-            return
-        flops = self.found.setdefault(self.turn, Flops())
-        if self.updates:
-            flops.update += count
-            return
-        flops.passes += count
-        flops.fp8 += count if packet._qualified_op_name == _FP8 else 0
-        flops.repeated += count if self.repeats else 0
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before = self.mode.get_total_flops()
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                if self.in_backward:
+                    self._repeated += self.mode.get_total_flops() - before
+
+        return run
+
+    def end_passes(self) -> None:
+        """Count what comes from here on as the update."""
+        if self._passes is None:
+            self._passes = self.mode.get_total_flops()
+
+    def counted(self) -> dict[str, int]:
+        """All of it, and what of the passes is in fp8 or was computed before."""
+        total = self.mode.get_total_flops()
+        passes = total if self._passes is None else self._passes
+        in_fp8 = self.mode.get_flop_counts().get("Global", {}).get(_packet(_FP8), 0)
+        return {"flops": passes, "fp8": in_fp8, "repeated": self._repeated, "update": total - passes}
+
+
+def _packet(name: str) -> Any | None:
+    """None where the library of an operation is not loaded."""
+    library, _, operation = name.partition("::")
+    return getattr(getattr(torch.ops, library), operation, None)

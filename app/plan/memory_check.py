@@ -10,14 +10,11 @@ from app.engine import layers
 from app.engine.runtime import default_device
 from app.engine.segments import segments_grow
 from app.model.quantize import require_machine
-from app.plan.knobs import WORDS
-from app.plan.look import Look, Looked
-from app.plan.machine import Machine, machine_of
-from app.plan.memory_plan import MemoryPlan, Shape
-from app.plan.runs import Runs
-from app.plan.speed import bound
-from app.plan.turning import Turned, Turning
-from app.plan.verdict import Verdict
+from app.plan.estimate import MemoryPlan
+from app.plan.fit import Machine, Verdict, bound, machine_of
+from app.plan.planner import Planned, Planner, by_facts
+from app.plan.shape import Shape
+from app.plan.suggest import COSTS, Suggestion, Suggestions
 
 
 def check_memory(
@@ -27,16 +24,15 @@ def check_memory(
     *,
     exact: bool = False,
     processes: int = 1,
-    runs: Runs | None = None,
 ) -> dict[str, Any]:
-    """`memory` but its `stops` and `seconds`. Knobs are tried where it does not fit; `runs` may be on their way."""
+    """`memory` but its `stops` and `seconds`. Knobs are tried where it does not fit."""
     machine = machine_of(hardware)
     if hardware is None:
         require_machine(run.quantization, default_device())
-    look = Look(overrides, machine, processes)
-    turning = Turning(look, runs)
-    found = look.at(run, exact=exact)
-    knobs = [] if found.verdict.fits else turning.knobs(found)
+    planner = Planner(machine, processes)
+    suggestions = Suggestions(planner, overrides)
+    found = planner.at(by_facts(run, overrides), exact=exact)
+    knobs = [] if found.verdict.fits else suggestions.alone(found)
     return {
         "hardware": machine.name,
         "label": machine.label,
@@ -46,8 +42,8 @@ def check_memory(
         **_planned(found),
         **_judged(found.verdict),
         "bound": _bound(found, machine),
-        "knobs": [_turned(each) for each in knobs],
-        "together": turning.together(found, knobs),
+        "knobs": [_suggested(each) for each in knobs],
+        "together": suggestions.together(found, knobs),
         "processes": processes,
         "notes": list(_notes(found, machine, processes)),
     }
@@ -70,7 +66,7 @@ def told(shape: Shape) -> str:
     return f"{size}, {shape.label_rows:,} tokens predicted; {batches} a step"
 
 
-def _planned(found: Looked) -> dict[str, Any]:
+def _planned(found: Planned) -> dict[str, Any]:
     plan = found.plan
     return {
         "phases": plan.phases,
@@ -83,7 +79,7 @@ def _planned(found: Looked) -> dict[str, Any]:
         "flops_per_token": plan.flops_per_token,
         "flops": plan.flops,
         "traced_layers": plan.traced_layers,
-        "exact": plan.events is not None,
+        "exact": plan.exact,
         "shape": asdict(found.shape),
     }
 
@@ -101,30 +97,23 @@ def _judged(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def _bound(found: Looked, machine: Machine) -> dict[str, float] | None:
+def _bound(found: Planned, machine: Machine) -> dict[str, float] | None:
     known = bound(found.plan, found.shape, machine, found.run.precision.kind)
     return None if known is None else asdict(known)
 
 
-def _turned(each: Turned) -> dict[str, Any]:
+def _suggested(each: Suggestion) -> dict[str, Any]:
     return {
         "override": " ".join(each.knob.overrides),
         "saves_bytes": each.saves_bytes,
         "slower_by": round(each.slower_by, 4),
         "fits": each.fits,
-        "costs": WORDS[each.knob.costs],
+        "costs": COSTS[each.knob.costs],
         "why": each.knob.why,
     }
 
 
-_DIVIDED = {
-    "auto": "data parallelism divides rows, not the model",
-    "zero2": "parallel=zero2 divides rows, gradients and states, not the weights",
-    "zero3": "parallel=zero3 divides rows, gradients, states and the weights of layers, not those outside of them",
-}
-
-
-def _notes(found: Looked, machine: Machine, processes: int) -> Iterator[str]:
+def _notes(found: Planned, machine: Machine, processes: int) -> Iterator[str]:
     if found.chosen:
         yield f"training.recompute=auto means {found.run.training.recompute} layers here"
     if found.chosen_bins:
@@ -138,7 +127,7 @@ def _notes(found: Looked, machine: Machine, processes: int) -> Iterator[str]:
     if not segments_grow():
         yield "the environment switches expandable segments off; without them torch takes more"
     if processes > 1:
-        yield f"each of {processes} processes needs as much: {_DIVIDED[found.run.parallel.kind]}"
+        yield f"each of {processes} processes needs as much: data parallelism divides rows, not the model"
     yield from _on_the_host(found.plan)
 
 

@@ -1,9 +1,7 @@
-"""One step of the engine's own stepper, and an evaluation, on tensors without memory, every storage counted."""
+"""One step of the training's own stepper, and an evaluation, on fake tensors, every storage counted."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,43 +12,36 @@ from torch.optim import Optimizer
 from app.batch import Batch, Documents, Weights
 from app.config.schema import RunConfig
 from app.engine.anatomy import kept_tensors
+from app.engine.counting import StorageCounter
 from app.engine.peers import Peers
 from app.engine.runtime import Runtime
+from app.engine.step import Stepper
 from app.model.dtypes import DTYPES
 from app.model.fused import fuse
 from app.model.fused.unpacking import share_scratch
-from app.model.hidden import HIDDEN, ON_GPU
+from app.model.hidden import HIDDEN
 from app.model.kernels import as_on_gpu
 from app.model.linear_head import linear_head
+from app.model.offload import Host
 from app.model.outline import Outline
 from app.model.tasks import task_of
 from app.model.trainee import Trainee
 from app.optim.one_by_one import ordinary
 from app.optim.optimizers import build_optimizer
-from app.optim.rounding import Pieces, rounded
-from app.plan import stages
-from app.plan.attention import hidden_in_backward
-from app.plan.counts import Counted, Trace
-from app.plan.fakes import AnyNumber, Call, Paged, any_number, materialise
-from app.plan.flops import FlopCounter
-from app.plan.gpu import AutocastOfCuda
-from app.plan.known import Known
-from app.plan.lent import Sizes
-from app.plan.memory_plan import Shape
-from app.plan.middle import Middle, Waiting, give_what_is_kept, middles, take_turns
-from app.plan.parts import Parts, disown_gradients, lending_of, reduction_of
-from app.plan.passes import Evaluation, Passes, TracedStepper
-from app.plan.remembering import Remembering
-from app.plan.replay import Replay, Seen
-from app.plan.share import DIVIDED, Nowhere, states_of
-from app.plan.whose import NOBODY, LayerCounter
+from app.plan.cuda_ops import HIDDEN_ON_GPU, AutocastOfCuda, PagedStates
+from app.plan.fakes import FakeAnswers, materialise
+from app.plan.flops import Arithmetic
+from app.plan.phases import BETWEEN, EVALUATION, KEPT, SAVE, peaks, watch
+from app.plan.shape import Shape
 
 _ALONE = Runtime(accelerator=None, device=torch.device("cpu"), peers=Peers(rank=0, count=1), threads=1)
-_HIDDEN_ON_GPU = {**ON_GPU, "app_plan::attention_backward": hidden_in_backward}
+
+# All that a plan is made of, by name; bytes at the worst instant of a phase by phase and kind
+Numbers = dict[tuple[str, ...], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Traced:
     """What is traced, but for its depth."""
 
     run: RunConfig
@@ -58,173 +49,108 @@ class Asked:
     shape: Shape
     evaluated: Shape | None  # None: no evaluation is traced
     on_gpu: bool
-    parts: Parts | None = None  # where a model is divided among processes
 
 
-def trace(asked: Asked, outline: Outline, plain: int, recomputed: int, known: Known) -> Trace:
-    """Of a model of so many layers that keep everything and so many, the first ones, that do not.
-
-    Passes that are known are not made again.
-    """
-    flops, network = FlopCounter(), outline.network(plain + recomputed)
-    lends = asked.parts is not None and asked.parts.lends
-    bare = outline.bare(plain + recomputed) if lends else None
-    ways = as_on_gpu() if asked.on_gpu else nullcontext()
-    with ways, rounded(Pieces.UNLIKE), FakeTensorMode(allow_non_fake_inputs=True) as fakes:
-        call = Remembering(fakes)
-        with AnyNumber(call):
-            ready = _ready(asked, network, bare, recomputed, flops, call)
-            passes = _passes(asked, outline, (plain, recomputed), known)
-            ready.stepper.watched(ready.counter, flops, passes, ready.among)
-        trainee, stepper, counter = ready.trainee, ready.stepper, ready.counter
-        with counter, AutocastOfCuda() if asked.on_gpu else nullcontext():
-            result = stepper.run([ready.batch], lr=1e-4)
-            length = len(counter.events)
-            of_step = flops.counted()
-            counter.enter(stages.SAVE)
-            kinds = _kinds_of_gradients(ready, divided=asked.parts is not None)
-            if ready.evaluated is not None:
-                stepper.forget_gradients()
-                counter.enter(stages.EVALUATION)
-                evaluation = _evaluation(asked, outline, plain + recomputed, known)
-                evaluation.make(counter, partial(trainee.eval().scores, ready.evaluated))
-            kinds |= counter.kinds
-        of_all = asked.parts is not None and asked.parts.part is None
-        states = states_of(stepper.optimizer) if of_all else None
-        seen = Seen(list(counter.events), list(counter.phases), kinds, counter.owners(), list(counter.turns))
-        del result
-    left_out = {serial for serial, kind in kinds.items() if states is not None and kind in DIVIDED}
-    counted = Counted(
-        worst=Replay(seen).phases(),
-        kept=seen.held(),
-        flops=of_step,
-        on_host=ready.on_host(),
-        offloaded={} if ready.host is None else ready.host.offloaded(),
-    )
-    return Trace(
-        numbers=counted.numbers(),
-        more={each.sort: counted.more(each.sort) for each in ready.among},
-        states=states,
-        lent=ready.lent,
-        events=tuple(event for event in seen.events[:length] if event[0] not in left_out),
-    )
-
-
-def _kinds_of_gradients(ready: "_Ready", *, divided: bool) -> dict[int, str]:
-    """Of those that are left after a step. A layer's are its own, but where they are parts of buckets."""
-    for middle in [] if divided else ready.among:
-        ready.counter.give(middle.sort, [each.grad for each in middle.trained if each.grad is not None])
-    given = (each.grad for each in ready.trainee.trained().values() if each.grad is not None)
-    serials = (ready.counter.serial_of(each) for each in given)
-    return {serial: "gradients" for serial in serials if serial is not None}
+def trace(traced: Traced, outline: Outline, plain: int, recomputed: int) -> Numbers:
+    """Of a model of `recomputed` layers that are computed again in backward, and `plain` layers after them."""
+    network, arithmetic = outline.network(plain + recomputed), Arithmetic()
+    with ExitStack() as modes:
+        if traced.on_gpu:
+            modes.enter_context(as_on_gpu())
+        modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        modes.enter_context(FakeAnswers())  # type: ignore[no-untyped-call]
+        ready = _ready(traced, network, recomputed, arithmetic)
+        if traced.on_gpu:
+            modes.enter_context(AutocastOfCuda())
+        return _counted(ready, arithmetic)
 
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
     """What a step needs, and what looks at it."""
 
-    trainee: Trainee
-    stepper: TracedStepper
-    counter: LayerCounter
-    paged: Paged
-    host: Waiting | None
+    stepper: Stepper
+    counter: StorageCounter
+    paged: PagedStates
+    host: Host | None
     batch: Batch
     evaluated: Batch | None
-    lent: Sizes
-    among: list[Middle]
-
-    def on_host(self) -> dict[int, int]:
-        """Bytes of states: of all under nobody, and of each layer that stands for others."""
-        own = {each.sort: each.host_bytes(self.stepper.optimizer) for each in self.among}
-        return own | {NOBODY: self.paged.host_bytes}
 
 
-def _ready(
-    asked: Asked,
-    network: nn.Module,
-    bare: nn.Module | None,
-    recomputed: int,
-    flops: FlopCounter,
-    call: Call,
-) -> _Ready:
+def _counted(ready: _Ready, arithmetic: Arithmetic) -> Numbers:
+    stepper, counter = ready.stepper, ready.counter
+    with arithmetic.mode, counter:
+        result = stepper.run([ready.batch], lr=1e-4)
+    counter.enter(SAVE)
+    given = (each.grad for each in stepper.trainee.trained().values() if each.grad is not None)
+    gradients = [counter.serial_of(each) for each in given]
+    if ready.evaluated is not None:
+        stepper.forget_gradients()
+        counter.enter(EVALUATION)
+        with counter:
+            stepper.trainee.eval().scores(ready.evaluated)
+    del result  # its numbers are there until the run has read them
+    kinds = {**counter.kinds, **dict.fromkeys((each for each in gradients if each is not None), "gradients")}
+    sizes = {serial: size for serial, size in reversed(counter.events) if size > 0}
+    worst = peaks(counter.events, counter.phases, kinds)
+    numbers: Numbers = {
+        (phase, kind): size
+        for phase, of_kinds in worst.items()
+        if phase != BETWEEN  # no larger than both phases that it lies between, and some depths lack it
+        for kind, size in of_kinds.items()
+    }
+    return numbers | {
+        ("kept",): sum(sizes.get(serial, 0) for serial, kind in kinds.items() if kind in KEPT),
+        ("host",): ready.paged.host_bytes,
+        ("offloaded",): 0 if ready.host is None else ready.host.bytes,
+        **{(name,): count for name, count in arithmetic.counted().items()},
+    }
+
+
+def _ready(traced: Traced, network: nn.Module, recomputed: int, arithmetic: Arithmetic) -> _Ready:
     """After a first step."""
-    run, paged = asked.run, Paged()
+    run, paged = traced.run, PagedStates()
     materialise(network)
-    trainee = _trainee(asked, network)
-    trainee.lending, lent = lending_of(asked.parts, trainee, bare)
-    wire = Nowhere()
-    reduction = reduction_of(asked.parts, trainee, wire)
-    optimizer = _optimizer(asked, trainee, paged, reduction.stepped)
-    fp16 = asked.precision == "fp16"
-    stepper = TracedStepper(trainee, optimizer, _ALONE, run.training.clip, fp16=fp16, reduction=reduction)
-    counter = _counter(asked, trainee, optimizer, flops, partial(any_number, call))
-    counter.hold("gradients", reduction.gradients())
-    if asked.parts is not None:
-        disown_gradients(trainee, wire, counter)
+    trainee = _trainee(traced, network)
+    optimizer = _optimizer(traced, trainee, paged)
+    stepper = Stepper(trainee, optimizer, _ALONE, run.training.clip, fp16=traced.precision == "fp16")
+    counter = StorageCounter("cpu", HIDDEN_ON_GPU if traced.on_gpu else HIDDEN)
+    for kind, tensors in kept_tensors(trainee, optimizer).items():
+        counter.hold(kind, tensors)
     if run.adapter.fused:
-        share_scratch(network, DTYPES[asked.precision].base, proven=False)
+        share_scratch(network, DTYPES[traced.precision].base, proven=False)
         trainee.fused = fuse(network, None)
-    host = Waiting("meta" if asked.on_gpu else "cpu", counter) if run.training.offload else None
-    among = middles(trainee, recomputed)
-    give_what_is_kept(among, optimizer, counter)
-    stages.watch(trainee, optimizer, counter, flops, recomputed, host)
-    for middle in among:
-        take_turns(middle, counter)
-    if asked.shape.micro_batches > 1 and asked.parts is None:
+    host = Host("meta" if traced.on_gpu else "cpu") if run.training.offload else None
+    watch(stepper, counter, arithmetic, recomputed, host)
+    if traced.shape.micro_batches > 1:
         trainee.register_forward_pre_hook(_leave_gradients)
-    batch = _batch(asked.shape)
-    evaluated = None if asked.evaluated is None else _batch(asked.evaluated)
+    batch = _batch(traced.shape)
+    evaluated = None if traced.evaluated is None else _batch(traced.evaluated)
     given = [*batch.tensors, *(evaluated.tensors if evaluated else [])]
-    if asked.on_gpu:
+    if traced.on_gpu:
         counter.hold("temporary", given)  # copies
     else:
         counter.ignore(given)
-    return _Ready(trainee, stepper, counter, paged, host, batch, evaluated, lent, among)
+    return _Ready(stepper, counter, paged, host, batch, evaluated)
 
 
-def _passes(asked: Asked, outline: Outline, depth: tuple[int, int], known: Known) -> Passes:
-    """Inputs that wait on the host are counted as they go there."""
-    run = asked.run
-    if run.optimizer.in_backward or run.training.offload:
-        return Passes()
-    return known.passes.of(Passes, outline.of_any_recompute, asked.shape, asked.on_gpu, asked.parts, depth)
-
-
-def _evaluation(asked: Asked, outline: Outline, depth: int, known: Known) -> Evaluation:
-    built = outline.of_any_recompute
-    return known.evaluations.of(Evaluation, built, asked.evaluated, asked.on_gpu, asked.parts, depth)
-
-
-def _counter(
-    asked: Asked, trainee: Trainee, optimizer: Optimizer, flops: FlopCounter, call: Call
-) -> LayerCounter:
-    """That knows what is there before the step."""
-    hidden = _HIDDEN_ON_GPU if asked.on_gpu else HIDDEN
-    counter = LayerCounter("cpu", hidden, flops, call, flops=flops)
-    if trainee.lending is not None:
-        # the step of the optimizer has touched them, which gives them memory here
-        counter.ignore(trainee.lending.away)
-    for kind, tensors in kept_tensors(trainee, optimizer).items():
-        counter.hold(kind, tensors)
-    return counter
-
-
-def _trainee(asked: Asked, network: nn.Module) -> Trainee:
+def _trainee(traced: Traced, network: nn.Module) -> Trainee:
     """With the head that a run would prove."""
-    pooled = task_of(asked.run.task).pooled
-    trainee = Trainee(network, DTYPES[asked.precision].compute, pooled=pooled).train()
+    pooled = task_of(traced.run.task).pooled
+    trainee = Trainee(network, DTYPES[traced.precision].compute, pooled=pooled).train()
     trainee.linear = None if pooled else linear_head(trainee.language_model)
     return trainee
 
 
-def _optimizer(asked: Asked, trainee: Trainee, paged: Paged, stepped: Sequence[nn.Parameter]) -> Optimizer:
+def _optimizer(traced: Traced, trainee: Trainee, paged: PagedStates) -> Optimizer:
     """With states as after the first step: the second one is where the peak is."""
-    optimizer = build_optimizer(asked.run.optimizer, trainee, asked.run.seed, stepped)
-    paged.take_from(ordinary(optimizer), on_gpu=asked.on_gpu)
+    stepped = list(trainee.trained().values())
+    optimizer = build_optimizer(traced.run.optimizer, trainee, traced.run.seed, stepped)
+    if traced.on_gpu:  # to a CPU the host is no other memory
+        paged.take_from(ordinary(optimizer))
     for parameter in stepped:
         parameter.grad = torch.empty_like(parameter)
-    with rounded(Pieces.NONE):  # which leaves nothing behind, and nobody counts here
-        optimizer.step()
+    optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return optimizer
 

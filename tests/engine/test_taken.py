@@ -12,7 +12,7 @@ import torch
 
 from app.engine import taken
 from app.engine.taken import Taken, asked_of_driver, notes, taken_by_others
-from app.plan.machine import machine_of
+from app.plan.fit import machine_of
 from tests.marks import requires_compiler
 
 UUID = "01234567-89ab-cdef-0123-456789abcdef"
@@ -94,7 +94,7 @@ def test_what_fits_is_decided_on_what_is_free(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     full = Taken(80 << 30, 23 << 30, ((5, 22 << 30),))
     monkeypatch.setattr(taken, "taken_by_others", lambda: full)
-    monkeypatch.setattr("app.plan.machine.taken_by_others", lambda: full)
+    monkeypatch.setattr("app.plan.fit.taken_by_others", lambda: full)
     machine = machine_of(None)
     assert machine.memory_bytes == 57 << 30
     assert machine.label == "Some GPU, of which others hold 24.7 GB"

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from app.plan.machine import Machine
-from app.plan.memory_plan import ANATOMY, MemoryPlan
+from app.plan.estimate import MemoryPlan
+from app.plan.fit import Machine
+from app.plan.phases import ANATOMY
 
 MIB = 1 << 20
 GPU = Machine("some", "Some GPU", "gpu", 1000 * MIB, 50 * MIB, True, 1e12, 1e11)
@@ -23,7 +24,7 @@ def plan(**parts: Any) -> MemoryPlan:
         "flops_per_token": 1e6,
         "flops": 1e9,
         "fp8_flops": 0.0,
-        "events": (),
+        "exact": False,
         "traced_layers": 2,
     }
     return MemoryPlan(**{**fields, **parts})

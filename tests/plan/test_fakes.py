@@ -6,7 +6,7 @@ import pytest
 import torch._subclasses.fake_tensor as torchs
 
 from app.optim.optimizers import OPTIMIZERS
-from app.plan.planner import plan_memory
+from app.plan.estimate import plan_memory
 from tests.plan.truth import PACKED, small_run
 
 

@@ -8,8 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from app.plan import experts
-from app.plan.planner import plan_memory
+from app.plan import flops
+from app.plan.estimate import plan_memory
 from tests.plan.truth import EXPERTS, PACKED, PADDED, small_run
 
 HIDDEN, INNER, HEADS, SHARED, LAYERS, VOCABULARY = 128, 192, 4, 2, 3, 1024
@@ -108,4 +108,4 @@ def test_of_rows_in_groups_what_each_number_that_comes_out_takes(
     ends = None if a.ndim == b.ndim == 3 else torch.tensor([3, 6, 9, 12], dtype=torch.int32)
     out = torch.nn.functional.grouped_mm(a, b, offs=ends)
     assert out.unique().tolist() == [inner]
-    assert experts.flops(a, b) == FORWARD * out.numel() * inner
+    assert flops._grouped_product(left, right) == FORWARD * out.numel() * inner

@@ -13,7 +13,7 @@ from app.engine.step import Stepper
 from app.model.build import build_trainee
 from app.model.head_proof import settle_head
 from app.optim.optimizers import build_optimizer
-from app.plan.prediction import predict
+from app.plan.estimate import predict
 from tests.plan.truth import PACKED, batch_of, small_run
 
 ALONE = Runtime(None, torch.device("cpu"), Peers(0, 1), 1)

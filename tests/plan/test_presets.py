@@ -2,14 +2,14 @@
 
 from app.config.hardware import every_hardware
 from app.config.load import compose_run
-from app.plan.look import Look, Looked
-from app.plan.machine import machine_of
+from app.plan.fit import machine_of
+from app.plan.planner import Planned, Planner, by_facts
 
 
-def planned(experiment: str, hardware: str) -> Looked:
+def planned(experiment: str, hardware: str) -> Planned:
     words = [f"experiment={experiment}", "dataset=messages", "dataset.path=none.jsonl"]
     (card,) = (each for each in every_hardware() if each.name == hardware)
-    return Look(words, machine_of(card)).at(compose_run(words))
+    return Planner(machine_of(card)).at(by_facts(compose_run(words), words))
 
 
 def test_the_small_one_needs_less_than_48_gb_and_fits_such_a_card() -> None:

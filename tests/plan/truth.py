@@ -1,7 +1,5 @@
 """A real second step of a small random model, counted, beside the plan of the same configuration."""
 
-from typing import Self
-
 import torch
 
 from app.batch import Batch, Documents
@@ -10,18 +8,14 @@ from app.config.schema import RunConfig
 from app.engine.anatomy import kept_tensors
 from app.engine.choices import Choices
 from app.engine.counting import StorageCounter
-from app.engine.divided import Divided, dealt
 from app.engine.ground import sections_of
 from app.engine.peers import Peers
-from app.engine.reduction import Alone, Reduction
 from app.engine.runtime import Runtime
 from app.engine.step import Stepper
 from app.model.build import build_trainee
 from app.model.head_proof import settle_head
-from app.model.lending import Lending, owned
 from app.optim.optimizers import build_optimizer
-from app.plan.memory_plan import Shape
-from app.plan.share import Nowhere
+from app.plan.shape import Shape
 
 SMALL = (
     "model.weights=random",
@@ -42,25 +36,6 @@ EXPERTS = (
     "+model.architecture.num_local_experts=4",
     "+model.architecture.num_experts_per_tok=2",
 )
-TOGETHER = 3  # processes
-
-
-class _Numbers(Nowhere):
-    """Weights that nobody sends are some numbers, or fused layers would not be proven; made in a first step."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
-
-    def broadcast(self, tensor: torch.Tensor, of: int) -> Self:
-        kind = tensor.shape, tensor.dtype
-        if kind not in self._made:
-            places = torch.arange(tensor.numel()).view_as(tensor)
-            numbers = places.cos().mul(0.1) if tensor.is_floating_point() else places % 48
-            self._made[kind] = numbers.to(tensor.dtype)
-        tensor.copy_(self._made[kind])
-        return super().broadcast(tensor, of)
-
-
 PACKED = Shape(1, 192, (100, 60, 32), 5, 128, 130)
 PADDED = Shape(3, 64, (), 0, 64, 110)
 
@@ -87,26 +62,18 @@ def batch_of(shape: Shape, vocabulary: int = 1024) -> Batch:
     )
 
 
-def counted_peak(run: RunConfig, shape: Shape, rank: int | None = None) -> int:
-    """Of the second step: the first makes the optimizer's states. `rank`: of TOGETHER that divide them."""
-    return counted_peaks(run, shape, rank)[0]
+def counted_peak(run: RunConfig, shape: Shape) -> int:
+    """Of the second step: the first makes the optimizer's states."""
+    return counted_peaks(run, shape)[0]
 
 
-def counted_peaks(run: RunConfig, shape: Shape, rank: int | None = None) -> tuple[int, int]:
+def counted_peaks(run: RunConfig, shape: Shape) -> tuple[int, int]:
     """The same, and of an evaluation of as large a batch after it."""
     sections = sections_of(run, Choices(run.precision.kind, run.attention.kind))
-    lends = rank is not None and run.parallel.kind == "zero3"
-    lending = Lending(_Numbers(), rank or 0, TOGETHER, trained=sections.trains_base) if lends else None
-    trainee = build_trainee(sections, torch.device("cpu"), run.seed, "nowhere", lending)
-    parameters = list(trainee.trained().values())
-    reduction: Reduction = Alone(parameters)
-    if rank is not None:
-        kept = owned(lending, parameters)
-        reduction = Divided(parameters, dealt(parameters, TOGETHER, kept), rank, Nowhere(), lending)
-    optimizer = build_optimizer(run.optimizer, trainee, stepped=reduction.stepped)
+    trainee = build_trainee(sections, torch.device("cpu"), run.seed, "nowhere")
+    optimizer = build_optimizer(run.optimizer, trainee)
     alone = Runtime(None, torch.device("cpu"), Peers(0, 1), 1)
-    fp16 = run.precision.kind == "fp16"
-    stepper = Stepper(trainee, optimizer, alone, run.training.clip, fp16=fp16, reduction=reduction)
+    stepper = Stepper(trainee, optimizer, alone, run.training.clip, fp16=run.precision.kind == "fp16")
     settle_head(trainee, batch_of(shape))
     batches = [batch_of(shape) for _ in range(shape.micro_batches)]
     stepper.run(batches, 1e-3)
@@ -116,8 +83,6 @@ def counted_peaks(run: RunConfig, shape: Shape, rank: int | None = None) -> tupl
         counter.hold(kind, tensors)
     for batch in batches:
         counter.ignore(batch.tensors)
-    counter.hold("gradients", reduction.gradients())
-    stepper.forget_gradients()
     with counter:
         stepper.run(batches, 1e-3)
         in_step = counter.peak

@@ -1,4 +1,4 @@
-"""The presets for 70 billion weights keep what they promise, by the plan."""
+"""The preset for speed with 70 billion weights keeps what it promises, by the plan."""
 
 from tests.plan.test_presets import planned
 

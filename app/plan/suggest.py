@@ -1,14 +1,20 @@
-"""The settings that bring a run into less memory: each is planned again, so that what it saves is no guess."""
+"""The settings that bring a run into less memory, each planned again, so that what it saves is no guess."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+from app.config.load import compose_run
 from app.config.schema import RunConfig
+from app.errors import ConfigError
+from app.plan.planner import Planned, Planner, by_facts
 
 SPEED, NUMBERS, LEARNING = range(3)  # what a knob costs, the cheapest first
-WORDS = ("speed", "precision of the numbers", "what is learned")
-_SHORTEST = 256  # tokens of a row, below which nobody is sent
+COSTS = ("speed", "precision of the numbers", "what is learned")
+_SHORTEST = 256  # tokens of a row, below which none is suggested
 _HALF = 2
+_AS_FAST = 0.005  # a difference in time that is none
+_LITTLE = 0.01  # of what is too much
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +30,96 @@ class Knob:
         """Keys and groups."""
         return {_key(word) for word in self.overrides}
 
-    @property
-    def makes_another_network(self) -> bool:
-        """Of other modules."""
-        return not self.sets.isdisjoint(("recipe", "adapter.r"))
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """A knob and what it does. `slower_by` is a share of the time of a token: 0.33 is a third more."""
+
+    knob: Knob
+    saves_bytes: int
+    slower_by: float
+    fits: bool
+
+
+class Suggestions:
+    """Of one command line."""
+
+    def __init__(self, planner: Planner, overrides: Sequence[str]) -> None:
+        self._planner = planner
+        self._overrides = overrides
+
+    def alone(self, now: Planned) -> list[Suggestion]:
+        """Those knobs that save memory, the cheapest first."""
+        found = []
+        for knob in candidates(now.run):
+            other = self._planned(now, [knob])
+            saved = 0 if other is None else now.verdict.needed_bytes - other.verdict.needed_bytes
+            if other is not None and saved > 0:
+                slower = other.seconds / now.seconds - 1
+                found.append(Suggestion(knob, saved, slower, other.verdict.fits))
+        return sorted(found, key=_cost)
+
+    def together(self, now: Planned, alone: Sequence[Suggestion]) -> dict[str, Any] | None:
+        """The cheapest, one after the other, until they fit; planned as soon as what each saves adds up to enough.
+
+        Where one is enough alone, only of those that cost less; what saves next to nothing comes last.
+        """
+        too_much = now.verdict.needed_bytes - now.verdict.memory_bytes
+        enough = min((each.knob.costs for each in alone if each.fits), default=LEARNING + 1)
+        cheaper = [each for each in alone if each.knob.costs < enough]
+        cheaper.sort(key=lambda each: each.saves_bytes < _LITTLE * too_much)
+        chosen = self.that_go_together(cheaper)
+        for count in range(2, len(chosen) + 1):
+            if count < len(chosen) and sum(each.saves_bytes for each in chosen[:count]) < too_much:
+                continue
+            knobs = [each.knob for each in chosen[:count]]
+            found = self._planned(now, knobs)
+            if found is not None and found.verdict.fits:
+                return {"override": " ".join(words_of(knobs)), "needed_bytes": found.verdict.needed_bytes}
+        return None
+
+    def that_go_together(self, suggestions: Sequence[Suggestion]) -> list[Suggestion]:
+        """In their order; of those that set the same, the one that saves most."""
+        chosen: list[Suggestion] = []
+        for each in suggestions:
+            alike = (other.saves_bytes for other in suggestions if other.knob.sets == each.knob.sets)
+            with_it = [*(other.knob for other in chosen), each.knob]
+            if each.saves_bytes == max(alike) and self.run(with_it) is not None:
+                chosen.append(each)
+        return chosen
+
+    def run(self, knobs: Sequence[Knob]) -> RunConfig | None:
+        """None where they do not go with what was typed."""
+        words = turned(self._overrides, knobs)
+        try:
+            return by_facts(compose_run(words), words)
+        except ConfigError:
+            return None
+
+    def _planned(self, now: Planned, knobs: Sequence[Knob]) -> Planned | None:
+        """In the bins that were found."""
+        run = self.run(knobs)
+        if run is None:
+            return None
+        try:
+            return self._planner.at(_in_bins_of(now, run, knobs) if now.chosen_bins else run)
+        except ConfigError:  # what only the model tells: a base that cannot be quantised
+            return None
+
+
+def _in_bins_of(now: Planned, run: RunConfig, knobs: Sequence[Knob]) -> RunConfig:
+    """But for what knobs set themselves."""
+    set_by_knobs = {key for knob in knobs for key in knob.sets}
+    found: dict[str, Any] = {
+        "tokens": now.run.batching.tokens,
+        "accumulation": now.run.batching.accumulation,
+    }
+    kept = {name: size for name, size in found.items() if f"batching.{name}" not in set_by_knobs}
+    return replace(run, batching=replace(run.batching, **kept))
+
+
+def _cost(each: Suggestion) -> tuple[int, float, int]:
+    return each.knob.costs, max(0.0, each.slower_by - _AS_FAST), -each.saves_bytes
 
 
 def turned(overrides: Sequence[str], knobs: Sequence[Knob]) -> tuple[str, ...]:
@@ -49,23 +141,9 @@ def _key(word: str) -> str:
     return word.lstrip("+").partition("=")[0]
 
 
-def candidates(run: RunConfig, processes: int = 1) -> list[Knob]:
+def candidates(run: RunConfig) -> list[Knob]:
     """All that change something of this run."""
-    among = list(_divide(run)) if processes > 1 else []
-    return [*among, *(knob for make in _KNOBS for knob in make(run))]
-
-
-def _divide(run: RunConfig) -> Iterator[Knob]:
-    """Of adapters there is little to divide, but the weights beside them."""
-    if run.parallel.kind == "auto" and run.adapter.kind == "none":
-        why = "gradients and states are divided among the processes, and sent after every micro-batch"
-        yield Knob(("parallel=zero2",), SPEED, why)
-    if run.parallel.kind in {"auto", "zero2"}:
-        why = (
-            "weights of layers are divided too, and sent twice in every micro-batch: beside the arithmetic over "
-            "NVLink, for longer than it over PCIe"
-        )
-        yield Knob(("parallel=zero3",), SPEED, why)
+    return [knob for make in _KNOBS for knob in make(run)]
 
 
 def _recompute(run: RunConfig) -> Iterator[Knob]:

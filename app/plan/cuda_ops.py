@@ -1,0 +1,141 @@
+"""What a GPU does otherwise than the CPU whose fake tensors a plan is traced on: attention, autocast, paged states.
+
+A trace on a device of a GPU's own is worth less: `cuda` ends the process on a torch without it, and an accelerator
+registered from Python has no autocast.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from app.batch import Documents
+from app.model.attention import Rules
+from app.model.hidden import ON_GPU
+
+ATTENTION = "planned"  # what models are told to call
+_LEAST_PAGED = 1e5  # numbers; smaller states stay on the device
+
+
+# Attention as flash-attn's kernel has it. It keeps q, k, v, its output and a float32 sum for each query; its backward
+# pass has a float32 gradient of q, a float32 number for each query, and gradients of k and v for every query head
+# before those of shared heads are added up.
+
+
+@torch.library.custom_op("app_plan::attention", mutates_args=())
+def _attention(q: Tensor, k: Tensor, v: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
+    raise NotImplementedError("a plan never computes")
+
+
+@_attention.register_fake
+def _attention_shapes(q: Tensor, _k: Tensor, v: Tensor, _pairs: int) -> tuple[Tensor, Tensor]:
+    batch, heads, tokens, _ = q.shape
+    out = q.new_empty(batch, tokens, heads, v.shape[3]).transpose(1, 2)
+    return out, q.new_empty(batch, heads, tokens, dtype=torch.float32)
+
+
+@torch.library.custom_op("app_plan::attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, pairs: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    raise NotImplementedError("a plan never computes")
+
+
+@_backward.register_fake
+def _backward_shapes(
+    _grad: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, _sums: Tensor, _pairs: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, ctx.pairs = inputs
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _gradients(ctx: Any, grad: Tensor, _grad_of_sums: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    return (*_backward(grad, *ctx.saved_tensors, ctx.pairs), None)
+
+
+_attention.register_autograd(_gradients, setup_context=_keep)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: Documents | None) -> Tensor:
+    """The kernel that a plan's model calls, in the dtype that autocast gives it."""
+    device = q.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else v.dtype
+    lengths = (q.shape[2],) * q.shape[0] if documents is None else documents.lengths
+    out: Tensor = _attention(q.to(dtype), k.to(dtype), v.to(dtype), sum(_pairs(n, rules) for n in lengths))[0]
+    return out
+
+
+def _pairs(length: int, rules: Rules) -> int:
+    """How many pairs of a query and a key of one document are looked at."""
+    window = length if rules.window is None else min(rules.window, length)
+    causal = window * (window + 1) // 2 + (length - window) * window
+    return causal if rules.causal else length * length if window == length else 2 * causal - length
+
+
+def _inside_backward(
+    _grad: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, _sums: Tensor, _pairs: int
+) -> int:
+    """Bytes that are gone when it returns."""
+    batch, heads, tokens, _ = q.shape
+    own = 4 * q.numel() + 4 * batch * heads * tokens
+    expanded = 0 if k.shape[1] == heads else (k.nbytes + v.nbytes) * heads // k.shape[1]
+    return own + expanded
+
+
+HIDDEN_ON_GPU = {**ON_GPU, "app_plan::attention_backward": _inside_backward}
+
+_IN_FLOAT32 = frozenset(
+    {
+        *(F.layer_norm, F.group_norm, F.softmax, F.log_softmax, F.softplus),
+        *(F.nll_loss, F.mse_loss, F.l1_loss),
+        *(torch.layer_norm, torch.softmax, torch.log_softmax, torch.pow, torch.rsqrt, torch.exp, torch.log),
+        *(torch.norm, torch.sum, torch.prod, torch.cumsum, torch.cumprod, torch.logsumexp),
+        *(Tensor.softmax, Tensor.log_softmax, Tensor.pow, Tensor.rsqrt, Tensor.exp, Tensor.log),
+        *(Tensor.norm, Tensor.sum, Tensor.prod, Tensor.cumsum, Tensor.cumprod, Tensor.logsumexp),
+        Tensor.__pow__,
+    }
+)
+
+
+class AutocastOfCuda(TorchFunctionMode):
+    """Widens what CUDA's autocast widens and the CPU's does not."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Before autograd, as autocast itself."""
+        kwargs = kwargs or {}
+        if func in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
+            args = tuple(_widened(each) for each in args)
+            kwargs = {name: _widened(each) for name, each in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _widened(value: Any) -> Any:
+    narrow = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if narrow else value
+
+
+class PagedStates:
+    """Optimizer states that lie on the host; those too small for it stay on the device."""
+
+    def __init__(self) -> None:
+        self.host_bytes = 0
+
+    def take_from(self, optimizer: Any) -> None:
+        """Count what the optimizer would put there."""
+        if getattr(optimizer, "is_paged", False):
+            optimizer.get_state_buffer = self._buffer
+            optimizer.prefetch_state = lambda _parameter: None
+
+    def _buffer(self, parameter: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        if parameter.numel() < _LEAST_PAGED:
+            return torch.zeros_like(parameter, dtype=dtype)
+        self.host_bytes += parameter.numel() * dtype.itemsize
+        buffer: Tensor = torch.empty(parameter.shape, dtype=dtype, device="meta")
+        buffer.is_paged = True  # type: ignore[attr-defined]
+        return buffer

@@ -1,0 +1,97 @@
+"""What decides how large the tensors of a step get: the shape of its micro-batches."""
+
+import math
+from dataclasses import dataclass, replace
+
+from app.batch import Batch
+from app.config.schema import RunConfig
+
+_WIDTH_MULTIPLE = 8  # what the widths of padded rows are rounded up to (data.collate)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of one micro-batch."""
+
+    rows: int
+    width: int  # positions of each row
+    documents: tuple[int, ...]  # lengths of packed documents, padding included; () where rows are padded
+    places: int  # for documents; 0 where rows are padded
+    longest: int  # tokens of a document, as kernels are told
+    label_rows: int  # rows that go through the head
+    micro_batches: int = 1  # of one step and one process
+    weighted: bool = False  # whether labels count differently
+    pairs: bool = False  # whether the model is told of the sides of pairs
+
+    @property
+    def tokens(self) -> int:
+        """Positions of a micro-batch, padding included."""
+        return self.rows * self.width
+
+    @classmethod
+    def of(cls, batch: Batch, micro_batches: int = 1) -> "Shape":
+        """That of a batch."""
+        documents = batch.documents
+        rows, width = batch.ids.shape
+        return cls(
+            rows=rows,
+            width=width,
+            documents=() if documents is None else documents.lengths,
+            places=0 if documents is None else len(documents.bounds) - 1,
+            longest=width if documents is None else documents.longest,
+            label_rows=len(batch.label_rows),
+            micro_batches=micro_batches,
+            weighted=batch.weights is not None,
+            pairs=batch.segments is not None,
+        )
+
+    def of_evaluation(self, run: RunConfig) -> "Shape":
+        """The same bins, or other rows of the same length, all of them with as many labels."""
+        if run.batching.packing:
+            return self
+        rows = run.eval.rows
+        return replace(
+            self,
+            rows=rows,
+            documents=(self.width,) * rows if self.documents else (),
+            places=2 * rows if self.documents else 0,
+            label_rows=-(-self.label_rows * rows // self.rows),
+        )
+
+
+def worst_case(run: RunConfig) -> Shape:
+    """The largest micro-batch that the settings allow; no data is read.
+
+    A full bin of rows as long as they may be, or `batching.rows` of those, padded.
+    """
+    longest, rows = run.dataset.max_length, run.batching.rows
+    packed = run.batching.packing
+    width = run.batching.bin_tokens if packed else -(-longest // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
+    documents: tuple[int, ...] = ()
+    if packed:
+        documents = _documents(width, longest)
+    elif run.task.kind == "masked":  # attention sees both ways there, so padding is a document of its own
+        documents = _documents(width, longest) * rows
+    return Shape(
+        rows=1 if packed else rows,
+        width=width,
+        documents=documents,
+        places=len(documents),
+        longest=longest if documents else width,
+        label_rows=_label_rows(run, width if packed else rows * longest, len(documents) or rows),
+        micro_batches=run.batching.accumulation,
+    )
+
+
+def _documents(width: int, longest: int) -> tuple[int, ...]:
+    full, rest = divmod(width, longest)
+    return (longest,) * full + ((rest,) if rest else ())
+
+
+def _label_rows(run: RunConfig, tokens: int, documents: int) -> int:
+    """All tokens where the next token is predicted: which of them are not trained, only data tells."""
+    if run.task.kind == "classification":
+        return documents
+    if run.task.kind != "masked":
+        return tokens
+    return min(tokens, math.ceil(run.task.mask_share * tokens) + documents)
