@@ -35,7 +35,7 @@ def test_what_does_not_fit_ends_with_code_2_the_parts_and_a_way_in(zygote: Zygot
         "dataset.max_length=512",
         "exact=true",
     )
-    gpu = ("hardware=rtx4090", "hardware.context_gib=0", "hardware.memory_gib=0.05")
+    gpu = ("hardware=rtx4090", "hardware.context_gib=0", "hardware.memory_gib=0.04")
     code, _, wrong = look(zygote, tmp_path, "memory", *words, *gpu, "output_dir=look")
     assert code == 2
     facts = memory_in(tmp_path / "look")
