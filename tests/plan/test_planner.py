@@ -15,7 +15,7 @@ from app.plan.shape import Shape, worst_case
 from tests.plan.facts import GPU, plan
 from tests.plan.truth import small_run
 
-LAYERS = 9
+LAYERS = 7
 LARGE = Shape(1, 4096, (1024,) * 4, 6, 2048, 4096)
 RUN = small_run(f"model.architecture.num_hidden_layers={LAYERS}", "recipe=lora", "precision=bf16")
 CHOICES = planned_choices(RUN.precision, "gpu")
@@ -43,11 +43,10 @@ def test_each_layer_more_saves_memory_and_the_first_that_fits_is_found() -> None
     assert sorted(rest, reverse=True) == rest
     assert len(set(rest)) > LAYERS // 2
     run = replace(RUN, training=replace(RUN.training, recompute="auto"))
-    for wanted in (3, LAYERS // 2):
-        memory = round(needed[wanted] / 0.97) + 1  # three per cent are the margin
-        found = Planner(replace(GPU, memory_bytes=memory)).of_batch(run, LARGE)
-        first = next(n for n, size in enumerate(needed) if size + round(0.03 * memory) <= memory)
-        assert (found.recomputed, found.verdict.fits, found.chosen) == (first, True, True)
+    memory = round(needed[3] / 0.97) + 1  # three per cent are the margin
+    found = Planner(replace(GPU, memory_bytes=memory)).of_batch(run, LARGE)
+    first = next(n for n, size in enumerate(needed) if size + round(0.03 * memory) <= memory)
+    assert (found.recomputed, found.verdict.fits, found.chosen) == (first, True, True)
 
 
 @pytest.mark.parametrize("enough", range(0, 34, 3))
