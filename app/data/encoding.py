@@ -1,13 +1,14 @@
 """Text to token ids and the mask of what is trained, in batches that keep the tokenizer's threads busy."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from app.data.pieces import PIECE, pieces
 from app.data.shapes import Draft, Span
 from app.data.tokenizer import Encoding, Tokenizer
 from app.errors import ConfigError
@@ -17,7 +18,9 @@ Mask = NDArray[np.bool_]
 Weights = NDArray[np.float32]
 Parts = NDArray[np.int8]
 
-_PIECES = 8  # of a long document, tokenised at once: a token takes some hundred bytes until it is a number
+_PIECE_CHARS = 1 << 18  # of a long document that are one text to the tokenizer
+_PIECES = 8  # of them tokenised at once: a token takes some hundred bytes until it is a number
+_CUT = re.compile(r"(?<=\S)\n(?=\S)")  # a lone line break: byte-level tokenizers join nothing across it
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +88,6 @@ class Encoder:
 
     def _short(self, draft: Draft, encoding: Encoding) -> Sample:
         ids = _as_ids(encoding.ids)
-        if not (draft.first and draft.last):
-            return self._raw(draft, ids, np.ones(len(ids), np.bool_), glued=False)
         trained = np.zeros(len(ids), np.bool_)
         glued = False
         weights = np.zeros(len(ids), np.float32) if draft.weights else None
@@ -97,15 +98,16 @@ class Encoder:
             if weights is not None:
                 weights[first:stop] = draft.weights[at]
         if draft.raw:
-            return self._raw(draft, ids, trained, glued)
+            return self._raw(ids, trained, glued)
         return self._chat(ids, trained, glued, weights)
 
     def _long(self, draft: Draft) -> Sample:
         """In pieces, so that memory does not grow with the document; all of it is trained."""
-        texts = [piece for piece, _ in pieces(iter([draft.text]))]
-        groups = (texts[at : at + _PIECES] for at in range(0, len(texts), _PIECES))
-        ids = np.concatenate([_as_ids(e.ids) for group in groups for e in self._encodings(group)])
-        return self._raw(draft, ids, np.ones(len(ids), np.bool_), glued=False)
+        texts, ids = _pieces(draft.text), [np.zeros(0, np.int32)]
+        while group := list(islice(texts, _PIECES)):
+            ids += (_as_ids(encoding.ids) for encoding in self._encodings(group))
+        joined = np.concatenate(ids)
+        return self._raw(joined, np.ones(len(joined), np.bool_), glued=False)
 
     def _chat(self, ids: Ids, trained: Mask, glued: bool, weights: Weights | None) -> Sample:
         trained[:1] = False
@@ -115,17 +117,16 @@ class Encoder:
         endless = any(int(token) not in self._special for token in ids[last])
         return Sample(ids, trained, glued, endless, weights)
 
-    def _raw(self, draft: Draft, ids: Ids, trained: Mask, glued: bool) -> Sample:
-        """A document with exactly one beginning and one end, whatever its text already has; or a piece of one."""
-        opening = self._opening if draft.first else self._opening[:0]
-        closing = self._closing if draft.last else self._closing[:0]
+    def _raw(self, ids: Ids, trained: Mask, glued: bool) -> Sample:
+        """A document with exactly one beginning and one end, whatever its text already has."""
+        opening, closing = self._opening, self._closing
         if np.array_equal(ids[: len(opening)], opening):
             opening = opening[:0]
         if np.array_equal(ids[len(ids) - len(closing) :], closing):
             closing = closing[:0]
         ids = np.concatenate([opening, ids, closing])
         trained = np.concatenate([np.zeros(len(opening), np.bool_), trained, np.ones(len(closing), np.bool_)])
-        trained[: int(draft.first)] = False
+        trained[:1] = False
         return Sample(ids, trained, glued)
 
 
@@ -157,7 +158,18 @@ def _find(framed: Ids, inside: Ids) -> int:
 
 def _is_long(draft: Draft) -> bool:
     """Only plain text comes in files of any size; where characters decide what is trained, it stays whole."""
-    return draft.raw and len(draft.text) > PIECE and draft.spans == ((0, len(draft.text)),)
+    return draft.raw and len(draft.text) > _PIECE_CHARS and draft.spans == ((0, len(draft.text)),)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A long text in pieces that are tokenised one by one, so that memory does not grow with it."""
+    at = 0
+    while len(text) - at > _PIECE_CHARS:
+        end = at + _PIECE_CHARS
+        cut = max((found.end() for found in _CUT.finditer(text, at + _PIECE_CHARS // 2, end)), default=end)
+        yield text[at:cut]
+        at = cut
+    yield text[at:]
 
 
 def _inside(encoding: Encoding, num_tokens: int, num_chars: int, span: Span) -> tuple[int, int, bool]:

@@ -6,15 +6,14 @@ from dataclasses import dataclass, replace
 from app.config.schema import DatasetConfig
 from app.data.encoding import Encoder, Sample
 from app.data.formats.table import empty_parts, read_row
-from app.data.pieces import PIECE
 from app.data.rendering import Drafts, Renderer
-from app.data.shapes import Broken, Draft, Located, Piece, Row, RowProblem, goes_on
+from app.data.shapes import Broken, Draft, Located, Row, RowProblem
 from app.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """Of one row: its samples, or why it is bad; and what is worth counting. Of a long text: of a piece of it."""
+    """Of one row: its samples, or why it is bad; and what is worth counting."""
 
     place: str
     samples: Sequence[Sample] = ()
@@ -24,8 +23,6 @@ class Made:
     shortened: int = 0
     marked: int = 0
     empty: tuple[str, ...] = ()  # where words are missing
-    first: bool = True
-    last: bool = True
 
 
 class Maker:
@@ -42,10 +39,8 @@ class Maker:
         texts = [draft for drafts in drafted if isinstance(drafts, Drafts) for draft in drafts.samples]
         samples = iter(self._encoder.encode(texts))
         return [
-            _made(place, row, drafts, samples)
-            if isinstance(drafts, Drafts)
-            else Made(place, problem=drafts, first=not goes_on(row))
-            for (place, row), drafts in zip(rows, drafted, strict=True)
+            _made(place, drafts, samples) if isinstance(drafts, Drafts) else Made(place, problem=drafts)
+            for (place, _), drafts in zip(rows, drafted, strict=True)
         ]
 
     def _drafted(self, place: str, row: Row | Broken) -> Drafts | str:
@@ -55,11 +50,8 @@ class Maker:
         try:
             content = read_row(row, self._config.format, self._config.columns)
             drafts = self._renderer.drafts(content, place)
-            if isinstance(row, Piece):
-                drafts = _of_piece(row, drafts, self._config.format)
-            else:
-                empty = empty_parts(row, content, self._config.format, self._config.columns)
-                drafts = replace(drafts, empty=tuple(empty))
+            empty = empty_parts(row, content, self._config.format, self._config.columns)
+            drafts = replace(drafts, empty=tuple(empty))
             for draft in drafts.samples:
                 f"{draft.text}{draft.second or ''}{draft.label or ''}".encode()
         except RowProblem as problem:
@@ -69,16 +61,8 @@ class Maker:
         return drafts
 
 
-def _of_piece(row: Piece, drafts: Drafts, fmt: str) -> Drafts:
-    if fmt != "text":
-        raise RowProblem(f"a text of more than {PIECE:,} characters is no row of dataset.format={fmt}")
-    return Drafts([replace(draft, first=row.first, last=row.last) for draft in drafts.samples])
-
-
-def _made(place: str, row: Row | Broken, drafts: Drafts, samples: Iterator[Sample]) -> Made:
+def _made(place: str, drafts: Drafts, samples: Iterator[Sample]) -> Made:
     own = [next(samples) for _ in drafts.samples]
-    if isinstance(row, Piece):
-        return Made(place, own, first=row.first, last=row.last)
     problem = _nothing_trained(drafts.samples, own)
     if problem:
         return Made(place, problem=problem)

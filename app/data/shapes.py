@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from app.data.decoding import printable
 
 Row = dict[str, Any]
 Message = dict[str, Any]
@@ -18,20 +17,31 @@ class Broken:
     reason: str
 
 
-class Piece(dict[str, Any]):
-    """A row that is a part of a long text; the rows after it go on, until the last one."""
-
-    def __init__(self, column: str, text: str, *, first: bool, last: bool) -> None:
-        super().__init__({column: text})
-        self.first, self.last = first, last
-
-
-def goes_on(row: Row | Broken) -> bool:
-    """Whether it is a part of what the row before began."""
-    return isinstance(row, Piece) and not row.first
-
-
 Located = tuple[str, Row | Broken]  # the place ("train.jsonl:17") and what is there
+
+
+def printable(text: str) -> str:
+    """Without what a terminal obeys or a file cannot hold: it may come from a row, and goes into messages."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def kind_of(value: object) -> str:
+    """A value's type in words that hold for JSON, CSV and Parquet alike."""
+    if value != value:  # noqa: PLR0124  what tables have in an empty cell of a column of numbers
+        return "NaN"
+    return _KINDS.get(type(value), f"a {type(value).__name__}")
+
+
+_KINDS: dict[type, str] = {
+    str: "text",
+    list: "a list",
+    dict: "an object",
+    bool: "true or false",
+    type(None): "null",
+    int: "a number",
+    float: "a number",
+    bytes: "bytes",
+}
 
 
 class RowProblem(Exception):  # noqa: N818 (caught where the place is known; never reaches the user as it is)
@@ -93,16 +103,11 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """One sample before tokenisation. A raw one still needs the tokens that open and close a document.
-
-    `first` and `last` are of a piece of a long text: it has the beginning, or the end.
-    """
+    """One sample before tokenisation. A raw one still needs the tokens that open and close a document."""
 
     text: str
     spans: tuple[Span, ...]
     raw: bool
     weights: tuple[float, ...] = ()  # of each span; none: each counts 1
-    first: bool = True
-    last: bool = True
     label: str | None = None  # of an example, of which nothing is trained token by token
     second: str | None = None

@@ -11,10 +11,9 @@ from app.assets import locate
 from app.config.dataset import key_of, sources_of
 from app.config.schema import DatasetConfig
 from app.data.cache_key import files_hash
-from app.data.decoding import printable
-from app.data.files import READERS, TEXT_FILES, extension, read_file
 from app.data.hub import HubRows, SavedRows, is_saved_dataset
-from app.data.shapes import Located, Source
+from app.data.readers import READERS, TEXT_FILES, extension, read_file
+from app.data.shapes import Located, Source, printable
 from app.errors import DataError
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from app.config.schema import DatasetConfig
@@ -11,9 +12,9 @@ from app.data.encoding import Sample
 from app.data.formats.table import fields_of
 from app.data.formats.unfold import unfolded
 from app.data.making import Made, Maker
-from app.data.overflow import LongText, fit, policy_for
+from app.data.overflow import fit, policy_for
 from app.data.report import Counts
-from app.data.shapes import Broken, Located, Row, Source, goes_on
+from app.data.shapes import Broken, Located, Row, Source
 from app.data.token_file import RowWriter
 from app.data.token_rows import digest
 from app.data.tokenizer import Tokenizer
@@ -33,23 +34,13 @@ def write_rows(
     stream = _Stream(config, writer, counts)
     told = time.monotonic()
     rows = unfolded(source.rows(), config.columns, fields_of(config.format))
-    batches = _batches(_first(rows, max_rows))
+    batches = _batches(islice(rows, max_rows))
     for batch in map(Maker(config, tokenizer), batches):
         stream.write(batch)
         if time.monotonic() - told > _EVERY:
             told = time.monotonic()
             log.info("%s: %d rows read, %d tokens", source.name, counts.rows_read, counts.tokens)
     return counts
-
-
-def _first(rows: Iterator[Located], most: int | None) -> Iterator[Located]:
-    """At most so many; the pieces of a long text are one."""
-    begun = 0
-    for place, row in rows:
-        begun += not goes_on(row)
-        if most is not None and begun > most:
-            return
-        yield place, row
 
 
 def _batches(rows: Iterator[Located]) -> Iterator[list[Located]]:
@@ -84,37 +75,16 @@ class _Stream:
         self._bad = BadRows(config.on_bad_row, counts)
         self._writer = writer
         self._counts = counts
-        self._text: LongText | None = None  # that has begun, and is not at its end
-        self._text_kept = False
 
     def write(self, batch: list[Made]) -> None:
         """Bad rows found so far end it here, if they are an error."""
         for made in batch:
-            self._counts.rows_read += made.first
+            self._counts.rows_read += 1
             if made.problem:
-                if made.first:
-                    self._bad.add(made.place, made.problem)
-            elif made.first and made.last:
-                self._keep(made)
+                self._bad.add(made.place, made.problem)
             else:
-                self._keep_piece(made)
+                self._keep(made)
         self._bad.stop_if_any()
-
-    def _keep_piece(self, made: Made) -> None:
-        """Of a long text, what is whole; it is counted when its end has come."""
-        if made.first:
-            self._text, self._text_kept = LongText(self._config.max_length, self._policy), False
-        assert self._text is not None
-        [piece] = made.samples
-        kept = self._text.add(piece)
-        if made.last:
-            kept += self._text.end(made.place, self._counts)
-        for part in kept:
-            self._write(made.place, part, part)
-        self._text_kept = self._text_kept or bool(kept)
-        if made.last:
-            self._counts.rows_kept += self._text_kept
-            self._counts.rows_lost += not self._text_kept
 
     def _keep(self, made: Made) -> None:
         counts = self._counts

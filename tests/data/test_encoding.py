@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, normalizers, pre_tokenizers
 
-from app.data import encoding, pieces
+from app.data import encoding
 from app.data.encoding import Encoder
 from app.data.shapes import Draft
 from app.errors import ConfigError
@@ -86,10 +86,10 @@ def test_a_tokenizer_that_does_more_than_its_backend() -> None:
 
 @pytest.mark.parametrize("size", [400, 40])
 def test_long_documents_are_tokenised_in_pieces(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    for module in (encoding, pieces):
-        monkeypatch.setattr(module, "PIECE", size)
+    monkeypatch.setattr(encoding, "_PIECE_CHARS", size)
     made = tokenizer(None)
     text = "\n\n".join([TEXT] * 9)
+    assert len(text) > 3 * 400
     [long, short] = Encoder(made).encode([document(text), document("two")])
     assert made.decode(long.ids) == text + "</s>"
     assert long.trained.tolist() == [False] + [True] * (len(long.ids) - 1)
@@ -100,7 +100,7 @@ def test_long_documents_are_tokenised_in_pieces(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_long_answer_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "PIECE", 10)
+    monkeypatch.setattr(encoding, "_PIECE_CHARS", 10)
     made = tokenizer(None)
     [sample] = Encoder(made).encode([document(TEXT, start=len(TEXT) - 8)])
     assert made.decode(sample.ids[sample.trained]) == TEXT[-8:] + "</s>"

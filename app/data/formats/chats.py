@@ -4,11 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 from app.config.schema import Columns
-from app.data.files import kind_of
 from app.data.formats.columns import value
 from app.data.formats.conversation import converse
 from app.data.formats.tools import read_call_text
-from app.data.shapes import Conversation, Message, Row, RowProblem
+from app.data.shapes import Conversation, Message, Row, RowProblem, kind_of
 
 SPEAKERS = {
     **dict.fromkeys(("human", "user"), "user"),

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from app.data.files import kind_of
-from app.data.shapes import Row, RowProblem
+from app.data.shapes import Row, RowProblem, kind_of
 
 ABSENT = object()
 

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from app.config.schema import Columns
-from app.data.files import kind_of
 from app.data.formats.columns import optional, optional_text
 from app.data.formats.tools import read_calls, read_tools
-from app.data.shapes import Conversation, Message, Row, RowProblem
+from app.data.shapes import Conversation, Message, Row, RowProblem, kind_of
 
 ROLES = ("system", "user", "assistant", "tool")
 _SAME_AS = {"developer": "system", "function": "tool"}  # names that the same roles had before or since

@@ -2,7 +2,7 @@
 
 from app.config.schema import Columns
 from app.data.formats.columns import text, value
-from app.data.shapes import Document, Piece, Row, RowProblem
+from app.data.shapes import Document, Row, RowProblem
 
 
 def prompt_completion(row: Row, columns: Columns) -> Document:
@@ -20,6 +20,6 @@ def prompt_completion(row: Row, columns: Columns) -> Document:
 def document(row: Row, columns: Columns) -> Document:
     """One text."""
     found = text(row, columns.text)
-    if not found.strip() and not isinstance(row, Piece):  # of a long text some piece has words
+    if not found.strip():
         raise RowProblem(f"column {columns.text!r} is empty")
     return Document(found)

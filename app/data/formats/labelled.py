@@ -4,9 +4,8 @@ import re
 from typing import Any
 
 from app.config.schema import Columns
-from app.data.files import kind_of
 from app.data.formats.columns import text, value
-from app.data.shapes import Example, Row, RowProblem
+from app.data.shapes import Example, Row, RowProblem, kind_of
 
 _FRACTION = re.compile(r"[-+]?(\d+\.\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\d+[eE][-+]?\d+")
 _LONGEST = 200  # characters of a name: what is longer is a text in the wrong column

@@ -3,10 +3,9 @@
 from typing import Any
 
 from app.config.schema import Columns
-from app.data.files import kind_of
 from app.data.formats.columns import optional, optional_text, text
 from app.data.formats.conversation import converse
-from app.data.shapes import Conversation, Message, Row, RowProblem
+from app.data.shapes import Conversation, Message, Row, RowProblem, kind_of
 
 
 def instruction(row: Row, columns: Columns) -> Conversation:

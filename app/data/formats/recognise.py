@@ -7,11 +7,10 @@ from typing import Any
 
 from app.config.dataset import formats_for, key_of, sources_of
 from app.config.schema import Columns, DatasetConfig
-from app.data.files import kind_of
 from app.data.formats.columns import ABSENT, has, value
 from app.data.formats.table import FORMATS
 from app.data.formats.unfold import unfolded
-from app.data.shapes import Broken, Row, Source, goes_on
+from app.data.shapes import Broken, Row, Source, kind_of
 from app.data.sources import eval_source, train_source
 from app.errors import DataError
 
@@ -118,7 +117,7 @@ def _recognised(
 
 
 def _first_rows(named: str, found: Iterator[tuple[str, Row | Broken]]) -> list[Row]:
-    looked_at = [(place, row) for place, row in islice(found, LOOKED_AT) if not goes_on(row)]
+    looked_at = list(islice(found, LOOKED_AT))
     rows = [row for _, row in looked_at if not isinstance(row, Broken)]
     if not looked_at:
         raise DataError(f"{named}: has no rows")

@@ -3,8 +3,7 @@
 import json
 from typing import Any
 
-from app.data.files import kind_of
-from app.data.shapes import Message, RowProblem
+from app.data.shapes import Message, RowProblem, kind_of
 
 
 def read_tools(found: Any, column: str) -> list[dict[str, Any]] | None:

@@ -5,9 +5,8 @@ from dataclasses import fields
 from typing import Any
 
 from app.config.schema import Columns
-from app.data.files import kind_of
 from app.data.formats.columns import ABSENT, value
-from app.data.shapes import Broken, Located, Row, goes_on
+from app.data.shapes import Broken, Located, Row, kind_of
 
 _EACH = ".*"
 
@@ -31,8 +30,6 @@ def _paths(columns: Columns, names: tuple[str, ...]) -> Iterator[str]:
 def _parts(place: str, row: Row | Broken, held: str) -> Iterator[Located]:
     if isinstance(row, Broken):
         yield place, row
-        return
-    if goes_on(row):  # a text has no lists: its first piece says so
         return
     found = value(row, held)
     if not isinstance(found, list) or not found:

@@ -2,7 +2,6 @@
 
 import csv
 import gzip
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,9 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from app.data import json_array
-from app.data.files import read_file
-from app.data.json_array import read_json
+from app.data import readers
+from app.data.readers import read_file
 from app.data.shapes import Broken
 from app.errors import DataError
 
@@ -37,7 +33,7 @@ def as_jsonl() -> str:
     return json.dumps(ROWS[0]) + "\n\n  \n" + json.dumps(ROWS[1], ensure_ascii=False)
 
 
-@pytest.mark.parametrize("name", ["r.jsonl", "r.ndjson", "r.jsonl.gz", "R.JSONL", "r.json"])
+@pytest.mark.parametrize("name", ["r.jsonl", "r.ndjson", "r.jsonl.gz", "R.JSONL", "r.json", "r.json.gz"])
 def test_jsonl(tmp_path: Path, name: str) -> None:
     path = saved(tmp_path, name, as_jsonl())
     assert read(path) == [(f"{name}:1", ROWS[0]), (f"{name}:4", ROWS[1])]
@@ -67,77 +63,22 @@ def test_a_malformed_line_is_a_row_of_its_own(tmp_path: Path, line: str | bytes,
 
 @pytest.mark.parametrize("name", ["r.json", "r.json.gz"])
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_json_array_keeps_the_lines(tmp_path: Path, name: str, wrapped: bool) -> None:
+def test_rows_of_a_json_array_are_numbered(tmp_path: Path, name: str, wrapped: bool) -> None:
     content = {"version": 2, "meta": {"list": [1]}, "data": ROWS} if wrapped else ROWS
-    path = saved(tmp_path, name, json.dumps(content, indent=1))
-    lines = (path.read_text() if name == "r.json" else gzip.decompress(path.read_bytes()).decode()).split(
-        "\n"
-    )
-    found = read(path)
-    assert [row for _, row in found] == ROWS
-    for place, row in found:  # the line where the row opens; its first key follows
-        at = int(place.rpartition(":")[2])
-        assert lines[at - 1].strip() == "{"
-        assert json.dumps(row["q"]) in lines[at]
-
-
-@given(
-    rows=st.lists(st.dictionaries(st.text(max_size=4), st.text(max_size=9) | st.lists(st.integers()))),
-    wrapped=st.booleans(),
-)
-def test_json_array_is_what_json_reads(rows: list[Any], wrapped: bool) -> None:
-    text = json.dumps({"other": 1, "rows": rows} if wrapped else rows, indent=1)
-    found = read_json(io.BytesIO(text.encode()), "r.json")
-    assert found is not None
-    assert [row for _, row in found] == rows
-
-
-def outcome(text: str) -> list[tuple[str, object]] | str | None:
-    """The rows with their places, or what is said."""
-    try:
-        found = read_json(io.BytesIO(text.encode()), "r.json")
-        return None if found is None else list(found)
-    except DataError as error:
-        return str(error)
-
-
-@given(
-    rows=st.lists(
-        st.dictionaries(st.text(max_size=4), st.text() | st.lists(st.integers() | st.booleans())), max_size=6
-    ),
-    wrapped=st.booleans(),
-    indent=st.none() | st.integers(0, 2),
-    at=st.integers(0, 400),
-    typo=st.sampled_from(["", "}", '"', ",", "\\", "\n", "7", "x"]),
-)
-def test_json_is_the_same_however_little_is_read_at_once(
-    rows: list[Any], wrapped: bool, indent: int | None, at: int, typo: str
-) -> None:
-    """Also what is said of JSON that is none, with its line and column."""
-    content = {"other": 1.5, "rows": rows, "end": None} if wrapped else rows
-    text = json.dumps(content, indent=indent, ensure_ascii=False)
-    text = text[:at] + typo + text[at + 1 :] if typo else text
-    whole = outcome(text)
-    for block in (1, 3, 50):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(json_array, "_BLOCK", block)
-            assert outcome(text) == whole
-
-
-def test_json_lines_under_the_wrong_name(tmp_path: Path) -> None:
-    rows = read(saved(tmp_path, "r.json.gz", as_jsonl()))
-    assert rows == [("r.json.gz:1", ROWS[0]), ("r.json.gz:4", ROWS[1])]
+    found = read(saved(tmp_path, name, "\ufeff" + json.dumps(content, indent=1)))
+    assert found == [(f"{name}[0]", ROWS[0]), (f"{name}[1]", ROWS[1])]
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ('[{"q": 1},\n {"q": }]', r"r\.json:2: column 8: not valid JSON: Expecting value"),
-        ('[{"q": 1}\n{"q": 2}]', r"r\.json:2: column 1: .*expected ',' or '\]' after a row"),
-        ('[{"q": 1}', r"r\.json:1: column 10: .*expected ',' or '\]'"),
-        ('[{"q": 1}] x', r"r\.json:1: column 12: .*expected nothing after the array"),
+        ('[{"q": 1}\n{"q": 2}]', r"r\.json:2: column 1: not valid JSON: Expecting ',' delimiter"),
+        ('[{"q": 1}', r"r\.json:1: column 10: not valid JSON: Expecting ','"),
+        ('[{"q": 1}] x', r"r\.json:1: column 12: not valid JSON: Extra data"),
         ('"text"', "expected an array of rows, or an object that holds one"),
-        ("", "expected an array of rows"),
+        ("", r"r\.json:1: column 1: not valid JSON: expected an array of rows"),
+        ("<html>", r"r\.json:1: column 1: not valid JSON: expected an array of rows"),
         ('{"a": [], "b": []}', "an object with exactly one; arrays found: a, b"),
         ('{"a": 1}', "arrays found: none"),
         (b'[{"q": 1},\n"\xff"]', r"r\.json:2: not UTF-8"),
@@ -150,8 +91,39 @@ def test_a_json_file_that_is_none(tmp_path: Path, content: str | bytes, message:
 
 def test_json_elements_that_are_no_rows(tmp_path: Path) -> None:
     rows = read(saved(tmp_path, "r.json", '[{"q": 1}, 7]'))
-    assert rows[0] == ("r.json:1", {"q": 1})
-    assert isinstance(rows[1][1], Broken)
+    assert rows == [
+        ("r.json[0]", {"q": 1}),
+        ("r.json[1]", Broken("each row must be a JSON object, this one is a number")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "limit", "message"),
+    [
+        (
+            "r.json",
+            json.dumps(ROWS),
+            "_MAX_JSON_BYTES",
+            r"^r\.json: .* of more than 512 MB none is; convert to JSONL",
+        ),
+        ("r.json.gz", json.dumps(ROWS), "_MAX_JSON_BYTES", r"^r\.json\.gz: .* convert to JSONL"),
+        (
+            "r.txt",
+            "word " * 5,
+            "_MAX_TEXT_BYTES",
+            r"^r\.txt: a text file is one document, and of more than 1 GB",
+        ),
+    ],
+)
+def test_a_file_too_large_to_be_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str, limit: str, message: str
+) -> None:
+    path = saved(tmp_path, name, content)
+    monkeypatch.setattr(readers, limit, len(content.encode()))
+    assert read(path)
+    monkeypatch.setattr(readers, limit, len(content.encode()) - 1)
+    with pytest.raises(DataError, match=message):
+        read(path)
 
 
 @pytest.mark.parametrize(("name", "delimiter"), [("r.csv", ","), ("r.tsv", "\t"), ("r.csv.gz", ",")])
@@ -203,9 +175,16 @@ def test_a_text_file_is_one_document(tmp_path: Path, name: str) -> None:
     assert read(saved(tmp_path, name, "one\n\ntwo ü\n")) == [(name, {"text": "one\n\ntwo ü\n"})]
 
 
-def test_text_that_is_none(tmp_path: Path) -> None:
-    [(place, row)] = read(saved(tmp_path, "r.txt", b"ab\xff"))
-    assert (place, row) == ("r.txt", Broken("not UTF-8 at byte 3, in line 1; save the file as UTF-8"))
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"ab\xff", "not UTF-8 at byte 3, in line 1; save the file as UTF-8"),
+        (b"\xef\xbb\xbfa\nb\n\xc3", "not UTF-8 at byte 8, in line 3; save the file as UTF-8"),
+        (b"a\n" * 300_000 + b"\0", "byte 600001 is NUL, which no text has: the file is damaged, or not text"),
+    ],
+)
+def test_text_that_is_none(tmp_path: Path, content: bytes, reason: str) -> None:
+    assert read(saved(tmp_path, "r.txt", content)) == [("r.txt", Broken(reason))]
 
 
 @pytest.mark.parametrize("name", ["r.jsonl.gz", "r.parquet.gz", "r.txt.gz", "r.csv.gz"])
