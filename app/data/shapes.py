@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-
 Row = dict[str, Any]
 Message = dict[str, Any]
 Span = tuple[int, int]  # first character, and the one after the last

@@ -15,9 +15,9 @@ from app.data.prepare import prepare
 from app.errors import DataError
 from tests.data.small import LINES, chat, config, tokenizer, write_chats, write_jsonl
 
-# Of CODE_VERSION 1. If the test below finds another digest, what rows become has changed: raise CODE_VERSION and write
+# Of CODE_VERSION. If the test below finds another digest, what rows become has changed: raise CODE_VERSION and write
 # the new digest here, or users get the old rows from their caches.
-GOLDEN = (1, "f009dd99bc5a905e5f912803627e1d5e82347df6b5be301a47bb6bb05559b6f1")
+GOLDEN = (2, "bc1de96b24709a43450c443ff618dca5b945abbba3147f3c0a0d82d915efe0be")
 
 
 @pytest.fixture
