@@ -18,9 +18,8 @@ from app.config.schema import RunConfig
 from app.engine.world import world
 from app.errors import ConfigError
 from app.launch.agent import processes_to_start
-from app.record.console import Console
+from app.record.console import Console, open_console
 from app.record.files import write_json, write_text, writing
-from app.record.terminal import open_console
 
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
 

@@ -18,12 +18,10 @@ from app.engine.world import world
 from app.errors import ConfigError, EnvironmentProblem
 from app.launch.agent import launch, processes_to_start
 from app.launch.worker import fail_as_one_of_several, failing_once
-from app.record.console import Console
+from app.record.console import Console, open_console
 from app.record.files import write_json, writing
-from app.record.follower import SilentConsole
 from app.record.lines import aligned
 from app.record.manifest import read_manifest
-from app.record.terminal import open_console
 
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
 
@@ -109,7 +107,7 @@ def _command(arguments: Sequence[str]) -> int:
         return launch(count, ["-m", "app.evaluate", *arguments])
     names = ("tuned", "base") if config.weights == "both" else (config.weights,)
     begin = ask if config.harness else score
-    begin(config, names, open_console() if world().is_first else SilentConsole())
+    begin(config, names, open_console() if world().is_first else Console(enabled=False))
     return 0
 
 

@@ -15,11 +15,10 @@ from app.config.finished_run import ExportConfig, export_config
 from app.config.load import read_run
 from app.engine.export_folder import REPORT, require_target
 from app.errors import ConfigError
-from app.record.console import Console
+from app.record.console import Console, open_console
 from app.record.lines import aligned, memory
 from app.record.manifest import program_here, read_manifest
-from app.record.summary import read_result
-from app.record.terminal import open_console
+from app.record.recorder import read_result
 
 if TYPE_CHECKING:
     from app.engine.exporting import Export

@@ -12,9 +12,8 @@ from pathlib import Path
 from app.config.commands import ReportConfig, report_config, run_command
 from app.errors import ConfigError
 from app.page.read_run import is_run, read_sweep
-from app.record.console import Console
+from app.record.console import Console, open_console
 from app.record.files import write_text
-from app.record.terminal import open_console
 
 # the pages are imported inside functions: a mistake in the command line must not cost the reading of YAML and templates
 

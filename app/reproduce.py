@@ -14,14 +14,13 @@ from app.config.finished_run import ReproduceConfig, as_run, reproduce_config
 from app.config.schema import RunConfig
 from app.errors import CheckpointError, ConfigError
 from app.record.comparison import Difference, LineComparison, of_content, of_lines, of_programs
-from app.record.console import Console
+from app.record.console import Console, open_console
 from app.record.files import write_json
-from app.record.folder import RunFolder
 from app.record.lines import aligned
 from app.record.manifest import program_here, read_manifest
 from app.record.metrics import read_lines
-from app.record.past import logged_lines
-from app.record.terminal import open_console
+from app.record.output_dir import RunFolder
+from app.record.recorder import logged_lines
 from app.train import train
 
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds

@@ -31,11 +31,9 @@ from app.launch.worker import (
     require_named_folder,
     run_given,
 )
-from app.record.console import Console
-from app.record.folder import RunFolder
-from app.record.follower import SilentConsole
-from app.record.summary import read_result
-from app.record.terminal import open_console
+from app.record.console import Console, open_console
+from app.record.output_dir import RunFolder
+from app.record.recorder import read_result
 
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
 
@@ -50,7 +48,7 @@ def train(run: RunConfig, go_on: str = "") -> int:
     if count:
         return train_in_processes(count, run, go_on)
     if not world().is_first:
-        return _train_in(RunFolder.joined(run.output_dir), run, SilentConsole(), go_on)
+        return _train_in(RunFolder.joined(run.output_dir), run, Console(enabled=False), go_on)
     with RunFolder.claim(run.output_dir, run.resume) as folder:
         return _train_in(folder, run, open_console(), go_on)
 

@@ -1,6 +1,5 @@
 """Datasets of the Hugging Face hub, and folders of `save_to_disk`. `datasets` is imported when needed."""
 
-import contextlib
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +11,9 @@ from app.data.cache_key import files_hash
 from app.data.shapes import Located
 from app.errors import DataError, EnvironmentProblem
 
-_SECONDS = 10.0  # one question decides whether the hub can be reached; `datasets` alone would try for minutes
+_TIMEOUT_SECONDS = (
+    10.0  # of the one question that decides whether the hub answers; `datasets` would try for minutes
+)
 
 
 def is_saved_dataset(place: Path) -> bool:
@@ -40,19 +41,62 @@ class HubRows:
 
     def fingerprint(self) -> str:
         """What `datasets` derives from the files' hashes and the split."""
-        parts = (self.name, self.split, self.hub_config, self._loaded._fingerprint)
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
+        return _sha256(self.name, self.split, self.hub_config, self._loaded._fingerprint)
 
     @cached_property
     def _loaded(self) -> Any:
-        reason = _why_unreachable(self)
-        with _offline() if reason else contextlib.nullcontext():
-            loaded = _load(self, reason)
+        import datasets
+        from huggingface_hub import errors as hub
+
+        reason = self._why_unreachable()
+        was_offline = datasets.config.HF_HUB_OFFLINE
+        datasets.config.HF_HUB_OFFLINE = bool(reason) or was_offline
+        try:
+            loaded = datasets.load_dataset(
+                self.name, self.hub_config, split=self.split, revision=self.revision
+            )
+        except (hub.HTTPError, OSError) as error:
+            told = f"{reason}, and it is not in the local cache" if reason else _first_line(error)
+            raise self._problem(told) from error
+        except (ValueError, datasets.exceptions.DatasetsError) as error:  # lists the splits or configurations
+            given = f"{self.key}={self.name} dataset.split={self.split} dataset.hub_config={self.hub_config}"
+            raise DataError(f"{given}: {_first_line(error)}") from error
+        finally:
+            datasets.config.HF_HUB_OFFLINE = was_offline
         if reason and self.revision and not any(self.revision in f["filename"] for f in loaded.cache_files):
-            raise _problem(
-                self, f"{reason}, and the local cache has only another revision than {self.revision}"
+            raise self._problem(
+                f"{reason}, and the local cache has only another revision than {self.revision}"
             )
         return loaded
+
+    def _why_unreachable(self) -> str:
+        """Empty if the hub answers. Absent or gated is an error at once."""
+        from huggingface_hub import HfApi
+        from huggingface_hub import errors as hub
+
+        try:
+            HfApi().dataset_info(self.name, revision=self.revision, timeout=_TIMEOUT_SECONDS)
+        except hub.GatedRepoError as error:
+            page = f"https://huggingface.co/datasets/{self.name}"
+            raise self._problem(f"gated: accept its terms at {page}") from error
+        except hub.RevisionNotFoundError as error:
+            raise self._problem(f"the hub has it, but not dataset.revision={self.revision}") from error
+        except hub.RepositoryNotFoundError as error:
+            raise self._problem("not on the hub, or private") from error
+        except hub.OfflineModeIsEnabled:
+            return "offline (HF_HUB_OFFLINE is set)"
+        except (
+            hub.HTTPError,
+            OSError,
+        ) as error:  # the transport's own errors are no OSError in every version
+            return f"the hub cannot be reached ({_first_line(error)})"
+        return ""
+
+    def _problem(self, what: str) -> EnvironmentProblem:
+        return EnvironmentProblem(
+            f"{self.key}={self.name}: {what}. For a gated or private dataset set HF_TOKEN to a token that may"
+            f" read it (https://huggingface.co/settings/tokens); or download it and give {self.key}=FILE"
+        )
 
 
 @dataclass(frozen=True)
@@ -86,67 +130,11 @@ class SavedRows:
         """A hash of the folder's files."""
         files = [file for file in sorted(self.place.rglob("*")) if file.is_file()]
         content = files_hash((file, file.relative_to(self.place).as_posix()) for file in files)
-        return hashlib.sha256(repr((self.name, self.split, content)).encode()).hexdigest()
+        return _sha256(self.name, self.split, content)
 
 
-def _why_unreachable(wanted: HubRows) -> str:
-    """Empty if the hub answers. Absent or gated is an error at once."""
-    from huggingface_hub import HfApi
-    from huggingface_hub import errors as hub
-
-    try:
-        HfApi().dataset_info(wanted.name, revision=wanted.revision, timeout=_SECONDS)
-    except hub.GatedRepoError as error:
-        page = f"https://huggingface.co/datasets/{wanted.name}"
-        raise _problem(wanted, f"gated: accept its terms at {page}") from error
-    except hub.RevisionNotFoundError as error:
-        raise _problem(wanted, f"the hub has it, but not dataset.revision={wanted.revision}") from error
-    except hub.RepositoryNotFoundError as error:
-        raise _problem(wanted, "not on the hub, or private") from error
-    except hub.OfflineModeIsEnabled:
-        return "offline (HF_HUB_OFFLINE is set)"
-    except (hub.HTTPError, OSError) as error:  # the transport's own errors are no OSError in every version
-        return f"the hub cannot be reached ({_first_line(error)})"
-    return ""
-
-
-def _load(wanted: HubRows, reason: str) -> Any:
-    import datasets
-    from huggingface_hub import errors as hub
-
-    given = f"{wanted.key}={wanted.name} dataset.split={wanted.split} dataset.hub_config={wanted.hub_config}"
-    try:
-        return datasets.load_dataset(
-            wanted.name, wanted.hub_config, split=wanted.split, revision=wanted.revision
-        )
-    except (hub.HTTPError, OSError) as error:
-        told = f"{reason}, and it is not in the local cache" if reason else _first_line(error)
-        raise _problem(wanted, told) from error
-    except (
-        ValueError,
-        datasets.exceptions.DatasetsError,
-    ) as error:  # the text lists the splits or configurations
-        raise DataError(f"{given}: {_first_line(error)}") from error
-
-
-@contextlib.contextmanager
-def _offline() -> Iterator[None]:
-    """Make `datasets` look only into its cache; it reads the switch from its own module."""
-    import datasets
-
-    before = datasets.config.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        datasets.config.HF_HUB_OFFLINE = before
-
-
-def _problem(wanted: HubRows, what: str) -> EnvironmentProblem:
-    return EnvironmentProblem(
-        f"{wanted.key}={wanted.name}: {what}. For a gated or private dataset set HF_TOKEN to a token that may"
-        f" read it (https://huggingface.co/settings/tokens); or download it and give {wanted.key}=FILE"
-    )
+def _sha256(*parts: Any) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _first_line(error: Exception) -> str:

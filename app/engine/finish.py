@@ -10,15 +10,11 @@ from app.engine.memory import Predicted
 from app.engine.progress import Progress
 from app.model.save import save_model
 from app.model.trainee import Trainee
-from app.record.before_after import before_after
-from app.record.follower import Follower
 from app.record.lines import memory
-from app.record.record import Record
+from app.record.recorder import Recorder, before_after
 
 
-def finish(
-    run: RunConfig, ground: Ground, loop: Loop, record: Record | Follower, predicted: Predicted | None
-) -> int:
+def finish(run: RunConfig, ground: Ground, loop: Loop, record: Recorder, predicted: Predicted | None) -> int:
     """Write what came out; returns the exit code."""
     parts, progress, known = loop.parts, loop.progress, _known(loop, predicted)
     if run.checkpoint.final == "best":
@@ -37,7 +33,7 @@ def finish(
     return 0
 
 
-def stop(loop: Loop, record: Record | Follower, predicted: Predicted | None) -> int:
+def stop(loop: Loop, record: Recorder, predicted: Predicted | None) -> int:
     """The same for a run that was asked to stop, and has saved."""
     record.message(f"stopped after step {loop.progress.step}, which is saved.")
     record.finish("stopped", **_known(loop, predicted))
@@ -65,9 +61,7 @@ def _known(loop: Loop, predicted: Predicted | None) -> dict[str, float | None]:
     }
 
 
-def _take_best(
-    checkpoints: Checkpoints, progress: Progress, trainee: Trainee, record: Record | Follower
-) -> None:
+def _take_best(checkpoints: Checkpoints, progress: Progress, trainee: Trainee, record: Recorder) -> None:
     save = checkpoints.best(progress)
     if save is None or progress.best_step == progress.step:
         return
@@ -75,7 +69,7 @@ def _take_best(
     record.message(f"final/ has the weights of step {progress.best_step}, the best evaluation")
 
 
-def _closing_words(what: str, record: Record | Follower, known: dict[str, float | None], loop: Loop) -> str:
+def _closing_words(what: str, record: Recorder, known: dict[str, float | None], loop: Loop) -> str:
     progress, speed = loop.progress, known.get("tokens_per_second")
     evaluated = "" if progress.last_eval_loss is None else f", eval loss {progress.last_eval_loss:.4f}"
     if loop.scores is not None and loop.scores.of_classes:

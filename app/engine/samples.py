@@ -12,9 +12,8 @@ from app.data.labels import Classes, Labelled, Labels
 from app.data.token_rows import TokenRows
 from app.model.generation import end_ids, generate
 from app.model.trainee import Trainee
-from app.record.follower import Follower
 from app.record.lines import Sample
-from app.record.record import Record
+from app.record.recorder import Recorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ def sampler(
     labels: Labels,
     trainee: Trainee,
     tokenizer: Any,
-    record: Record | Follower,
+    record: Recorder,
 ) -> Callable[[int], None]:
     """A function that shows the answers at a step. Greedy, so that it draws no random number of the run."""
     if rows is None or config.samples == 0:

@@ -40,9 +40,8 @@ from app.optim.optimizers import build_optimizer
 from app.page.render import written_page
 from app.page.run_page import run_page
 from app.record.console import Console
-from app.record.folder import RunFolder
-from app.record.follower import Follower
-from app.record.record import Record
+from app.record.output_dir import RunFolder
+from app.record.recorder import Recorder
 
 
 @told_where_it_ends_a_run()
@@ -72,10 +71,9 @@ def train_in(
     progress = _progress(ground, checkpoints, stepper)
     with (
         listening(speaks=world().is_first) as request,
-        _opened(folder, run, ground, console) as record,
+        _opened(folder, run, ground, console, progress.step if ground.save else -1) as record,
         _noted(checkpoints),
     ):
-        record.rewind(progress.step if ground.save else -1)
         remarks = [("note", each) for each in (*remarks_on(trainee, proofs), *progress.remarks())]
         record.table([*table(run, ground), *forecast.rows(), *remarks])
         record.add_facts(proofs=[asdict(proof) for proof in proofs])
@@ -99,7 +97,7 @@ def train_in(
 
 
 def _rehearse_if_due(
-    run: RunConfig, ground: Ground, parts: Parts, progress: Progress, record: Record | Follower
+    run: RunConfig, ground: Ground, parts: Parts, progress: Progress, record: Recorder
 ) -> None:
     if is_due(run.training, ground.runtime.device) and progress.step < ground.plan.steps:
         record.add_facts(rehearsal=asdict(rehearse(parts, progress, *_largest(run, ground))))
@@ -169,22 +167,22 @@ def _stepper(run: RunConfig, ground: Ground, trainee: Trainee) -> Stepper:
 
 @contextmanager
 def _opened(
-    folder: RunFolder, run: RunConfig, ground: Ground, console: Console
-) -> Iterator[Record | Follower]:
+    folder: RunFolder, run: RunConfig, ground: Ground, console: Console, step: int | None = None
+) -> Iterator[Recorder]:
     """The first process writes for all, at last a page of how it ended; each other one has a log."""
     here = world()
     if not here.is_first:
-        with Follower(folder, here.rank) as follower:
-            yield follower
+        with Recorder(folder, rank=here.rank) as recorder:
+            yield recorder
         return
-    record = Record.open(folder, run.tracker, asdict(run), facts(run, ground), console)
+    recorder = Recorder.open(folder, run.tracker, asdict(run), facts(run, ground), console, step)
     try:
-        with record:
-            record.preview(preview(ground.data.train, ground.labels, ground.tokenizer))
-            yield record
+        with recorder:
+            recorder.preview(preview(ground.data.train, ground.labels, ground.tokenizer))
+            yield recorder
     finally:
         with suppress(AppError):  # how the run ended is told already
-            record.message(written_page(folder.report, lambda: run_page(folder.path)))
+            recorder.message(written_page(folder.report, lambda: run_page(folder.path)))
 
 
 def _progress(ground: Ground, checkpoints: Checkpoints, stepper: Stepper) -> Progress:
@@ -211,7 +209,7 @@ def _noted(checkpoints: Checkpoints) -> Iterator[None]:
         raise TooLargeTogether("a micro-batch of another process", depth) from fault
 
 
-def _tell_base(run: RunConfig, ground: Ground, trainee: Trainee, record: Record | Follower) -> None:
+def _tell_base(run: RunConfig, ground: Ground, trainee: Trainee, record: Recorder) -> None:
     """By its hash; one that no file has is kept. Layers that are lent come from all processes."""
     is_kept = ground.sections.keeps_random_base and run.checkpoint.save_random_base and not ground.save
     state = trainee.state_on_host() if is_kept and ground.sections.packing is None else None
@@ -224,7 +222,7 @@ def _tell_base(run: RunConfig, ground: Ground, trainee: Trainee, record: Record 
 
 
 def _parts(
-    run: RunConfig, ground: Ground, stepper: Stepper, checkpoints: Checkpoints, record: Record | Follower
+    run: RunConfig, ground: Ground, stepper: Stepper, checkpoints: Checkpoints, record: Recorder
 ) -> Parts:
     layout = layout_of(run, run.eval.rows, ground.tokenizer, ground.labels)
     samples: Any = (run.eval, ground.data.eval, ground.labels, stepper.trainee, ground.tokenizer, record)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from app.page.format_number import number, whole
-from app.record.folder import RunFolder, user_of
 from app.record.masking import masked
 from app.record.metrics import read_lines
-from app.record.summary import STATUSES, read_result
+from app.record.output_dir import RunFolder, user_of
+from app.record.recorder import STATUSES, read_result
 
 UNFINISHED, RUNNING = "unfinished", "running"
 _STAMP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d)  ", re.MULTILINE)

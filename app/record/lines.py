@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+_CUT = "\N{HORIZONTAL ELLIPSIS}"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -29,11 +30,19 @@ def aligned(rows: Sequence[tuple[str, str]], width: int = 0) -> str:
     return "\n".join(f"{name:<{width}}{value}".replace("\n", "\n" + " " * width) for name, value in rows)
 
 
-def columns(rows: Sequence[Sequence[str]]) -> str:
+def columns(rows: Sequence[Sequence[str]], gap: int = 3) -> str:
     """Cells one below the other, each column as wide as its longest."""
-    widths = [max(map(len, column)) + 3 for column in zip(*rows, strict=True)]
+    widths = [max(map(len, column)) + gap for column in zip(*rows, strict=True)]
     lines = ["".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def shortened(text: str, width: int, *, at_end: bool = True) -> str:
+    """One line of at most `width` characters, cut at its end or at its beginning."""
+    flat = " ".join(text.split())
+    if len(flat) <= width:
+        return flat
+    return flat[: width - 1] + _CUT if at_end else _CUT + flat[1 - width :]
 
 
 def step_parts(values: Mapping[str, Any], seconds_left: float | None) -> list[str]:

@@ -14,6 +14,7 @@ import app
 from app.errors import CheckpointError
 from app.record.files import write_json
 from app.record.masking import masked
+from app.record.trackers import TRACKERS
 
 PACKAGES = (
     "torch",
@@ -28,8 +29,7 @@ PACKAGES = (
     "omegaconf",
     "numpy",
     "rich",
-    "wandb",
-    "tensorboard",
+    *(kind.name for kind in TRACKERS.values() if kind),
 )
 
 

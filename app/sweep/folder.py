@@ -6,18 +6,16 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from app.errors import AppError, CheckpointError, ConfigError, EnvironmentProblem
-from app.record import lock
-from app.record.files import is_partial, write_json, writing
+from app.errors import AppError, CheckpointError, ConfigError
+from app.record.files import write_json
 from app.record.masking import masked
+from app.record.output_dir import ClaimedFolder, names_in, shown_names
 from app.sweep.expansion import Setting
 from app.sweep.preset import NO_PRESET, Preset
 from app.sweep.trial import Outcome
 
-_LOCK = ".lock"
 _CONTENT = "sweep.json"
 _LONGEST_WORDS = 48
 _OF_ONE_START = ("output_dir", "dry_run")  # they do not make it another sweep
@@ -38,27 +36,21 @@ def default_path(settings: Sequence[Setting], preset: Preset = NO_PRESET) -> str
     return f"runs/{words}-{identity_of(settings, preset)[:8]}"
 
 
-class SweepFolder:
+class SweepFolder(ClaimedFolder):
     """Only the one that `claim` gave may be written to."""
-
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self.path = path
-        self._lock = descriptor
 
     @classmethod
     def claim(cls, given: str, identity: str) -> "SweepFolder":
-        """The folder for this process alone, made if need be. A refusal leaves everything as it was."""
+        """The folder for this process alone."""
         path = Path(given).expanduser()
-        with writing(path):
-            _refuse_foreign(path, given)
-            try:
-                path.mkdir(parents=True, exist_ok=True)
-                folder = cls(path, lock.take(path / _LOCK))
-            except lock.LockedError as locked:
-                raise EnvironmentProblem(
-                    f"output_dir={given}: {locked} is at work on this sweep; "
-                    "wait until that ends, or choose another output_dir"
-                ) from None
+        folder = cls._claim(
+            path,
+            lambda: _refuse_foreign(path, given),
+            lambda user: (
+                f"output_dir={given}: {user} is at work on this sweep; "
+                "wait until that ends, or choose another output_dir"
+            ),
+        )
         try:
             folder._refuse_another(given, identity)
         except AppError:
@@ -92,10 +84,6 @@ class SweepFolder:
         """All of it anew, so that others can watch."""
         write_json(self.content, masked({**facts, "trials": [asdict(each) for each in trials]}))
 
-    def release(self) -> None:
-        """Others may claim it."""
-        lock.release(self.path / _LOCK, self._lock)
-
     def _refuse_another(self, given: str, identity: str) -> None:
         before = self.read()
         if before and before["identity"] != identity:
@@ -104,24 +92,12 @@ class SweepFolder:
                 f"that one: {shlex.join(before['command'])}"
             )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
 
 def _refuse_foreign(path: Path, given: str) -> None:
     """Only an empty folder, or one that has a sweep."""
-    if path.exists() and not path.is_dir():
-        raise EnvironmentProblem(f"output_dir={given}: this is a file; choose a new or empty folder")
-    entries = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
-    names = [name for name in entries if name != _LOCK and not is_partial(name)]
+    names = names_in(path, given)
     if names and _CONTENT not in names:
-        shown = f"{', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}"
         raise ConfigError(
-            f"output_dir={given}: the folder is not empty and not that of a sweep (it has {shown}); "
+            f"output_dir={given}: the folder is not empty and not that of a sweep (it has {shown_names(names)}); "
             "choose a new or empty folder"
         )

@@ -12,9 +12,9 @@ from app.engine.signals import CTRL_C, START_ME_AGAIN, StopRequest, listening
 from app.page.read_run import read_sweep
 from app.page.render import written_page
 from app.page.sweep_page import sweep_page
-from app.record.folder import user_of
 from app.record.lines import aligned, duration
-from app.record.summary import read_result
+from app.record.output_dir import user_of
+from app.record.recorder import read_result
 from app.sweep.folder import SweepFolder
 from app.sweep.leaderboard import best, leaderboard
 from app.sweep.printed import Printed, reason

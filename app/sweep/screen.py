@@ -10,7 +10,6 @@ from rich.table import Table
 from app.record.console import SafeStream
 from app.record.lines import printable
 from app.record.masking import masked_text
-from app.record.terminal import can_move
 
 _WIDTH_OF_A_FILE = 240
 _BEGINNING_OF_LINE, _ERASE = "\r", "\x1b[2K"
@@ -21,7 +20,7 @@ class Screen:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = SafeStream(stream or sys.stdout)
-        self._moves = self._stream.isatty() and can_move()
+        self._moves = self._stream.is_terminal()
         self._line = ""
 
     def say(self, text: str) -> None:

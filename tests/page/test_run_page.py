@@ -9,7 +9,7 @@ import pytest
 
 from app.page.read_run import read_run
 from app.page.run_page import run_page
-from app.record import lock
+from app.record.output_dir import RunFolder
 from tests.page.folders import MANIFEST, SETTINGS, jsonl, lines_of, made_run, result_of, sample, step
 from tests.page.reading import Element, chart, drawn, notes, read, section, tiles
 from tests.page.test_render import HOSTILE
@@ -181,11 +181,8 @@ def test_a_run_without_a_result_is_at_work_or_was_killed(tmp_path: Path) -> None
     killed = page_of(folder)
     assert killed.one("div", "top").one("span").text == "unfinished"
     assert "was killed" in notes(killed)[0]
-    held = lock.take(folder / ".lock")
-    try:
+    with RunFolder.claim(str(folder), "auto"):
         running = page_of(folder)
-    finally:
-        lock.release(folder / ".lock", held)
     assert running.one("div", "top").one("span").text == "still running"
     assert "still at work" in notes(running)[0]
 

@@ -9,8 +9,8 @@ import pytest
 
 from app.errors import CheckpointError, ConfigError
 from app.record.comparison import of_content, of_lines, of_programs
-from app.record.folder import RunFolder
-from app.record.past import logged_lines
+from app.record.output_dir import RunFolder
+from app.record.recorder import logged_lines
 
 THEN: dict[str, Any] = {
     "python": "3.11.9",

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from app.record.console import PlainConsole, SafeStream
+from app.record.console import SafeStream, open_console
 from app.record.lines import Sample
-from app.record.terminal import open_console
 from tests.record.child import run, start
 
 RUN = """
 import sys
-from app.record.terminal import open_console
+from app.record.console import open_console
 from app.record.lines import Sample
 console = open_console()
 console.say("hello [bold]brackets[/bold] \\x1b[2J")
@@ -131,7 +130,7 @@ def test_a_full_disk_behind_standard_output_does_not_end_the_run(tmp_path: Path)
 
 
 def test_a_poor_encoding_does_not_end_the_run() -> None:
-    code = "from app.record.terminal import open_console; open_console().say('é日本 fine \\ud800')"
+    code = "from app.record.console import open_console; open_console().say('é日本 fine \\ud800')"
     returncode, out, err = run(code, env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
     assert (returncode, out, err) == (0, "??? fine ?\n", "")
 
@@ -140,16 +139,13 @@ def test_a_closed_stream_does_not_end_the_run() -> None:
     stream = io.StringIO()
     stream.close()
     console = open_console(stream)
-    assert isinstance(console, PlainConsole)
     console.say("nobody hears this")
     console.samples(1, [Sample("a", "b", "c")])
     console.close()
 
 
 def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
-    code = (
-        "import sys, app.record.record as _; sys.exit(bool({'torch', 'rich', 'wandb'} & sys.modules.keys()))"
-    )
+    code = "import sys, app.record.recorder as _; sys.exit(bool({'torch', 'rich', 'wandb'} & sys.modules.keys()))"
     assert run(code)[0] == 0
 
 

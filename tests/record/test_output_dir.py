@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from app.errors import AppError, ConfigError, EnvironmentProblem
-from app.record import lock
-from app.record.folder import RunFolder
+from app.record import output_dir
+from app.record.output_dir import RunFolder, user_of
 from tests.record.child import run, start
 
 CLAIM = """
 import sys
-from app.record.folder import RunFolder
+from app.record.output_dir import RunFolder
 folder = RunFolder.claim(sys.argv[1], "auto")
 print("claimed", flush=True)
 """
@@ -187,16 +187,16 @@ def test_home_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_run_that_came_and_went_in_between_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    take = lock.take
+    take = output_dir._take_lock
 
     def late(path: Path) -> int:
         a_run(tmp_path)
         return take(path)
 
-    monkeypatch.setattr(lock, "take", late)
+    monkeypatch.setattr(output_dir, "_take_lock", late)
     with pytest.raises(ConfigError, match="already has a run"):
         RunFolder.claim(str(tmp_path), None)
-    assert lock.holder(tmp_path / ".lock") is None
+    assert user_of(tmp_path) is None
 
 
 def test_a_lock_that_its_owner_removes_in_between_is_taken_anew(
@@ -211,4 +211,4 @@ def test_a_lock_that_its_owner_removes_in_between_is_taken_anew(
 
     monkeypatch.setattr(fcntl, "flock", once_late)
     with RunFolder.claim(str(tmp_path), None):
-        assert f"process {os.getpid()}" in (lock.holder(path) or "")
+        assert f"process {os.getpid()}" in (user_of(tmp_path) or "")

@@ -12,13 +12,11 @@ from omegaconf import OmegaConf
 from app.config.load import compose_run
 from app.config.schema import TrackerConfig
 from app.errors import ConfigError
-from app.record.folder import RunFolder
+from app.record.console import open_console
 from app.record.lines import Sample
 from app.record.metrics import read_lines
-from app.record.record import Record
-from app.record.summary import RESULT_KEYS
-from app.record.terminal import open_console
-from app.record.tracker import NoTracker, TrackerError
+from app.record.output_dir import RunFolder
+from app.record.recorder import RESULT_KEYS, Recorder, before_after
 from tests.record.child import run
 from tests.record.test_metrics import STEP
 
@@ -31,9 +29,9 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
         yield claimed
 
 
-def opened(folder: RunFolder, screen: StringIO | None = None, **facts: Any) -> Record:
+def opened(folder: RunFolder, screen: StringIO | None = None, **facts: Any) -> Recorder:
     console = open_console(screen or StringIO())
-    return Record.open(folder, NO_TRACKER, {"seed": 0, "model": {"path": "x"}}, facts, console)
+    return Recorder.open(folder, NO_TRACKER, {"seed": 0, "model": {"path": "x"}}, facts, console)
 
 
 def result_of(folder: RunFolder) -> dict[str, Any]:
@@ -91,7 +89,7 @@ def test_a_run_leaves_the_files_that_others_read(folder: RunFolder) -> None:
 
 def test_run_yaml_is_the_run_again(folder: RunFolder) -> None:
     chosen = asdict(compose_run(["model=llama", "optimizer.lr=1e-5"]))
-    Record.open(folder, NO_TRACKER, chosen, {}, open_console(StringIO())).finish("dry_run")
+    Recorder.open(folder, NO_TRACKER, chosen, {}, open_console(StringIO())).finish("dry_run")
     assert OmegaConf.to_container(OmegaConf.load(folder.run_yaml)) == chosen
 
 
@@ -99,7 +97,7 @@ def test_secrets_reach_no_file(folder: RunFolder, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("HF_TOKEN", "correct-horse-battery")
     screen = StringIO()
     run = {"model": {"path": "https://correct-horse-battery@host"}, "hub_token": "geheim"}
-    with Record.open(
+    with Recorder.open(
         folder, NO_TRACKER, run, {"overrides": ["+hub_token=geheim"]}, open_console(screen)
     ) as record:
         record.message("401 for correct-horse-battery")
@@ -111,7 +109,7 @@ def test_secrets_reach_no_file(folder: RunFolder, monkeypatch: pytest.MonkeyPatc
     assert "geheim" not in everything
 
 
-def fail_within(record: Record, fault: BaseException) -> None:
+def fail_within(record: Recorder, fault: BaseException) -> None:
     with record:
         record.step(STEP)
         raise fault
@@ -178,9 +176,9 @@ def test_a_continued_run_forgets_what_it_will_do_again(folder: RunFolder) -> Non
             first.step({"step": step, "loss": 10.0 - step})
             first.samples(step, [Sample("a", "b", str(step))])
         first.finish("stopped")
-    with opened(folder) as second:
+    screen = open_console(StringIO())
+    with Recorder.open(folder, NO_TRACKER, {"seed": 0}, {}, screen, step=4) as second:
         assert not folder.result.exists()
-        second.rewind(4)
         second.step({"step": 6, "loss": 3.5})
         second.finish("finished")
     assert [(values["step"], values["loss"]) for values in read_lines(folder.metrics)] == [
@@ -201,46 +199,94 @@ def test_facts_that_come_later_are_added(folder: RunFolder) -> None:
     assert (manifest["counts"], manifest["choices"]) == ({"rows": 3, "tokens": 9}, {"attention": "sdpa"})
 
 
-class Broken(NoTracker):
-    def log(self, values: Any, /) -> None:
-        raise TrackerError("the tracker stopped working")
+class Broken:
+    place = "nowhere"
 
-    def close(self, status: str, /) -> None:
-        raise TrackerError("the tracker stopped working")
+    def log(self, values: Any) -> None:
+        raise RuntimeError("no connection")
+
+    def close(self, *, failed: bool) -> None:
+        raise RuntimeError("no connection")
 
 
+@pytest.mark.parametrize("steps", [(5, 10), ()])
 def test_a_tracker_that_breaks_is_said_once_and_the_run_goes_on(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+    steps: tuple[int, ...], folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.record.record.open_tracker", lambda *_: Broken())
+    monkeypatch.setattr("app.record.recorder.open_tracker", lambda *_: Broken())
     screen = StringIO()
     with opened(folder, screen) as record:
-        record.step(STEP)
-        record.step({**STEP, "step": 10})
+        for step in steps:
+            record.step({**STEP, "step": step})
         record.finish("finished")
-    assert screen.getvalue().count("the tracker stopped working") == 1
-    assert [values["step"] for values in read_lines(folder.metrics)] == [5, 10]
+    assert screen.getvalue().count("the tracker stopped working (no connection)") == 1
+    assert [line["step"] for line in (read_lines(folder.metrics) if steps else ())] == list(steps)
     assert result_of(folder)["status"] == "finished"
 
 
-def test_a_tracker_that_breaks_at_the_end_does_not_spoil_it(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("app.record.record.open_tracker", lambda *_: Broken())
-    screen = StringIO()
-    opened(folder, screen).finish("finished")
-    assert screen.getvalue().count("the tracker stopped working") == 1
-    assert result_of(folder)["status"] == "finished"
+def test_another_process_writes_its_log_alone(folder: RunFolder) -> None:
+    record = Recorder(folder, rank=1)
+    record.add_facts(seed=0)
+    record.table([("model", "tiny")])
+    record.begin(10)
+    record.evaluation({"step": 5, "eval_loss": 1.25})
+    record.samples(5, [Sample("2+2?", "4", "5")])
+    record.sync()
+    with pytest.raises(KeyError):
+        fail_within(record, KeyError("rank"))
+    record.finish("finished")
+    (log,) = (path for path in folder.path.iterdir() if path.name != ".lock")
+    assert log.name == "log-rank-1.txt"
+    assert [line[27:] for line in log.read_text().splitlines()] == [
+        "model  tiny",
+        "KeyError: 'rank'",
+        "finished",
+    ]
+
+
+def answers(folder: Path, *lines: tuple[int, str, str, str]) -> Path:
+    file = folder / "samples.jsonl"
+    keys = ("step", "prompt", "expected", "answer")
+    file.write_text("".join(json.dumps(dict(zip(keys, line, strict=True))) + "\n" for line in lines))
+    return file
+
+
+def test_first_and_last_answers_stand_beside_each_other(tmp_path: Path) -> None:
+    file = answers(
+        tmp_path,
+        (0, "2+2?", "4", "the\nmoon"),
+        (0, "x" * 50 + " and why?", "so", "y" * 40),
+        (5, "2+2?", "4", "5"),
+        (9, "2+2?", "4", "4"),
+        (9, "x" * 50 + " and why?", "so", "so"),
+    )
+    assert before_after(file) == (
+        f"{'held out':<40}  expected  before{' ' * 22}  after step 9\n"
+        f"{'2+2?':<40}  4         the moon{' ' * 20}  4\n"
+        f"…{'x' * 30} and why?  so        {'y' * 27}…  so"
+    )
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [(0, "a", "b", "c")],
+        [(4, "a", "b", "c"), (9, "a", "b", "b")],
+        [(0, "a", "1", "2"), (0, "b", "3", "4"), (7, "b", "3", "3")],  # one was torn: these are other rows
+    ],
+)
+def test_answers_without_both_ends_are_no_table(lines: list[Any], tmp_path: Path) -> None:
+    assert before_after(answers(tmp_path, *lines)) is None
 
 
 def test_a_disk_that_fills_up_ends_the_run_with_a_message_and_keeps_the_lines(tmp_path: Path) -> None:
     code = (
         "import resource, sys\n"
         "from app.config.schema import TrackerConfig\n"
-        "from app.record.folder import RunFolder\n"
-        "from app.record.record import Record\n"
+        "from app.record.output_dir import RunFolder\n"
+        "from app.record.recorder import Recorder\n"
         "with RunFolder.claim(sys.argv[1], None) as folder:\n"
-        "    with Record.open(folder, TrackerConfig(kind='none'), {}, {}) as record:\n"
+        "    with Recorder.open(folder, TrackerConfig(kind='none'), {}, {}) as record:\n"
         "        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))\n"
         "        for step in range(1000): record.step({'step': step, 'loss': 1.5})\n"
     )
