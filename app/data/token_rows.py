@@ -68,15 +68,11 @@ def _other_than_0_and_1(weights: NDArray[np.float32] | None) -> NDArray[np.float
 
 
 def _array(values: list[Any], kind: Any) -> Any:
-    """A column. Numpy's arrays go in as buffers: `pa.array` of them imports pandas where it is installed."""
     if not pa.types.is_large_list(kind):
         return pa.array(values, kind)
     offsets = np.cumsum([0, *map(len, values)], dtype=np.int64)
     joined = np.concatenate(values, dtype=kind.value_type.to_pandas_dtype(), casting="unsafe")
-    return pa.LargeListArray.from_arrays(
-        pa.Array.from_buffers(pa.int64(), len(offsets), [None, pa.py_buffer(offsets)]),
-        pa.Array.from_buffers(kind.value_type, len(joined), [None, pa.py_buffer(joined)]),
-    )
+    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(joined))
 
 
 class RecordBatchView:
