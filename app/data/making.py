@@ -1,4 +1,4 @@
-"""What a batch of rows becomes, by format, template and tokenizer. It counts and writes nothing: any process can."""
+"""What a batch of rows becomes, by format, template and tokenizer. It counts and writes nothing."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,16 +13,12 @@ from app.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """Of one row: its samples, or why it is bad; and what is worth counting."""
+    """Of one row: its texts and their tokens, or why it is bad."""
 
     place: str
+    drafts: Drafts
     samples: Sequence[Sample] = ()
     problem: str = ""
-    unstable: bool = False
-    unseen: int = 0
-    shortened: int = 0
-    marked: int = 0
-    empty: tuple[str, ...] = ()  # where words are missing
 
 
 class Maker:
@@ -33,15 +29,17 @@ class Maker:
         self._encoder = Encoder(tokenizer)
         self._renderer = Renderer(tokenizer, config.train_on, config.on_unstable_template)
 
-    def __call__(self, rows: Sequence[Located]) -> list[Made]:
+    def __call__(self, rows: Sequence[Located]) -> Iterator[Made]:
         """One for each row, in their order."""
         drafted = [self._drafted(place, row) for place, row in rows]
         texts = [draft for drafts in drafted if isinstance(drafts, Drafts) for draft in drafts.samples]
         samples = iter(self._encoder.encode(texts))
-        return [
-            _made(place, drafts, samples) if isinstance(drafts, Drafts) else Made(place, problem=drafts)
-            for (place, _), drafts in zip(rows, drafted, strict=True)
-        ]
+        for (place, _), drafts in zip(rows, drafted, strict=True):
+            if isinstance(drafts, Drafts):
+                own = [next(samples) for _ in drafts.samples]
+                yield Made(place, drafts, own, _nothing_trained(drafts.samples, own))
+            else:
+                yield Made(place, Drafts([]), problem=drafts)
 
     def _drafted(self, place: str, row: Row | Broken) -> Drafts | str:
         """The texts of a row, or why it has none."""
@@ -59,22 +57,6 @@ class Maker:
         except UnicodeEncodeError as error:  # JSON can say "\\ud800", which no text has
             return f"holds half a character: {error.object[error.start]!r}"
         return drafts
-
-
-def _made(place: str, drafts: Drafts, samples: Iterator[Sample]) -> Made:
-    own = [next(samples) for _ in drafts.samples]
-    problem = _nothing_trained(drafts.samples, own)
-    if problem:
-        return Made(place, problem=problem)
-    return Made(
-        place,
-        own,
-        unstable=drafts.unstable,
-        unseen=drafts.unseen,
-        shortened=drafts.shortened,
-        marked=drafts.marked,
-        empty=drafts.empty,
-    )
 
 
 def _nothing_trained(drafts: list[Draft], made: list[Sample]) -> str:

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from app.config.schema import DatasetConfig
-from app.data.bad_rows import bad_row_problems
 from app.data.overflow import too_many_dropped
 from app.data.report import Counts
 from app.data.shapes import Source
+
+_SHOWN = 5  # bad rows in one error
 
 
 def stops(config: DatasetConfig, source: Source, counts: Counts) -> Iterator[str]:
@@ -45,3 +46,18 @@ def _nothing_left(named: str, config: DatasetConfig, counts: Counts) -> Iterator
         yield (
             f"{named}: of {counts.rows_read:,} rows none can be trained on{bad}{long if counts.dropped else ''}"
         )
+
+
+def bad_row_problems(counts: Counts) -> list[str]:
+    """Each reason once, since all rows may have the same one; none if no row is bad."""
+    problems = [
+        f"{counts.bad_first[reason]}{_more(rows - 1)}: {reason}"
+        for reason, rows in list(counts.bad_by_reason.items())[:_SHOWN]
+    ]
+    if problems:
+        problems[-1] += " (dataset.on_bad_row=skip leaves bad rows out)"
+    return problems
+
+
+def _more(rows: int) -> str:
+    return f" and {rows:,} more row{'s' * (rows > 1)}" if rows else ""

@@ -2,12 +2,11 @@
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
 from app.config.schema import DatasetConfig
-from app.data.bad_rows import BadRows
 from app.data.encoding import Sample
 from app.data.formats.table import fields_of
 from app.data.formats.unfold import unfolded
@@ -15,9 +14,11 @@ from app.data.making import Made, Maker
 from app.data.overflow import fit, policy_for
 from app.data.report import Counts
 from app.data.shapes import Broken, Located, Row, Source
+from app.data.stops import bad_row_problems
 from app.data.token_file import RowWriter
 from app.data.token_rows import digest
 from app.data.tokenizer import Tokenizer
+from app.errors import DataError
 
 _ROWS = 512  # of one batch,
 _CHARS = 1 << 21  # or fewer if they are long
@@ -72,29 +73,29 @@ class _Stream:
     def __init__(self, config: DatasetConfig, writer: RowWriter, counts: Counts) -> None:
         self._config = config
         self._policy = policy_for(config.on_overflow, config.format)
-        self._bad = BadRows(config.on_bad_row, counts)
         self._writer = writer
         self._counts = counts
 
-    def write(self, batch: list[Made]) -> None:
+    def write(self, batch: Iterable[Made]) -> None:
         """Bad rows found so far end it here, if they are an error."""
         for made in batch:
             self._counts.rows_read += 1
             if made.problem:
-                self._bad.add(made.place, made.problem)
+                self._counts.bad(made.place, made.problem)
             else:
                 self._keep(made)
-        self._bad.stop_if_any()
+        if self._config.on_bad_row == "error" and self._counts.bad_rows:
+            raise DataError(bad_row_problems(self._counts))
 
     def _keep(self, made: Made) -> None:
-        counts = self._counts
-        counts.unseen += made.unseen
-        counts.shortened += made.shortened
-        counts.marked += made.marked
-        for where in made.empty:
+        counts, drafts = self._counts, made.drafts
+        counts.unseen += drafts.unseen
+        counts.shortened += drafts.shortened
+        counts.marked += drafts.marked
+        for where in drafts.empty:
             counts.empty[where] = counts.empty.get(where, 0) + 1
-        counts.unstable += made.unstable
-        if made.unstable and self._config.on_unstable_template == "expand":
+        counts.unstable += drafts.unstable
+        if drafts.unstable and self._config.on_unstable_template == "expand":
             counts.expanded_into += len(made.samples)
         counts.glued += sum(sample.glued for sample in made.samples)
         counts.endless += sum(sample.endless for sample in made.samples)
