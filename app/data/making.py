@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from app.config.schema import DatasetConfig
 from app.data.encoding import Encoder, Sample
-from app.data.formats.table import empty_parts, read_row
+from app.data.formats import empty_parts, read_row
 from app.data.rendering import Drafts, Renderer
 from app.data.shapes import Broken, Draft, Located, Row, RowProblem
 from app.data.tokenizer import Tokenizer

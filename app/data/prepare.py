@@ -10,7 +10,7 @@ import numpy as np
 from app.config.dataset import has_chats, sources_of
 from app.config.schema import DatasetConfig
 from app.data.cache_key import cache_key
-from app.data.formats.table import fields_of
+from app.data.formats import fields_of
 from app.data.mixing import Pool, recount
 from app.data.overflow import policy_for
 from app.data.report import Counts, DataReport, in_words

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config.did_you_mean import nearest
-from app.data.formats.columns import value
+from app.data.columns import value
 from app.data.readers import READERS, extension, read_file
 from app.data.shapes import Broken, Message, Row
 from app.errors import DataError

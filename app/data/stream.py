@@ -7,9 +7,9 @@ from itertools import islice
 from typing import Any
 
 from app.config.schema import DatasetConfig
+from app.data.columns import unfolded
 from app.data.encoding import Sample
-from app.data.formats.table import fields_of
-from app.data.formats.unfold import unfolded
+from app.data.formats import fields_of
 from app.data.making import Made, Maker
 from app.data.overflow import fit, policy_for
 from app.data.report import Counts

@@ -6,7 +6,7 @@ from typing import TypeVar
 from app.config.dataset import formats_for
 from app.config.rules import problems_of
 from app.config.schema import RunConfig
-from app.data.formats.recognise import recognised
+from app.data.detect_format import recognised
 from app.errors import ConfigError
 
 Run = TypeVar("Run", bound=RunConfig)

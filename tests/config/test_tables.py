@@ -8,7 +8,7 @@ import pytest
 from app.config.dataset import CHAT_FORMATS, TRAIN_ON
 from app.config.groups import choices_by_group
 from app.config.schema import CHOICES, DatasetConfig
-from app.data.formats.table import FORMATS
+from app.data.formats import FORMATS
 from app.data.labels import LABELS
 from app.data.overflow import POLICIES
 from app.engine.runtime import REDUCTIONS

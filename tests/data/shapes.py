@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from app.config.schema import Columns
 from app.data.encoding import Encoder, Sample
-from app.data.formats.table import read_row
+from app.data.formats import read_row
 from app.data.rendering import Drafts, Renderer
 from app.data.shapes import Conversation, RowProblem
 from tests.data.small import LINES, chat, config

@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 
 from app.config.groups import CONF
 from app.config.schema import CHOICES, Columns, DatasetConfig
-from app.data.formats.conversation import ROLES
-from app.data.formats.table import FORMATS, fields_of, read_row
+from app.data.conversations import ROLES
+from app.data.formats import FORMATS, fields_of, read_row
 from app.data.shapes import Conversation, Document, RowProblem
 from tests.data.small import chat, config
 

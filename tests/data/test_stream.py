@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.data import stream
-from app.data.formats.table import empty_parts, read_row
+from app.data.formats import empty_parts, read_row
 from app.data.prepare import Data, prepare
 from app.errors import DataError
 from tests.data.small import chat, config, tokenizer, trained_texts, write_chats, write_jsonl

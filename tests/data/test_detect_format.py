@@ -8,8 +8,8 @@ import pytest
 
 from app.config.dataset import formats_for, sources_of
 from app.config.schema import DatasetConfig, MixSource
-from app.data.formats.recognise import LOOKED_AT, recognised
-from app.data.formats.table import FORMATS
+from app.data.detect_format import LOOKED_AT, recognised
+from app.data.formats import FORMATS
 from app.errors import DataError
 from tests.data.small import chat, config, write_jsonl
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from app.config.dataset import formats_for, key_of, sources_of
 from app.config.schema import Columns, DatasetConfig
-from app.data.formats.columns import ABSENT, has, value
-from app.data.formats.table import FORMATS
-from app.data.formats.unfold import unfolded
+from app.data.columns import ABSENT, has, unfolded, value
+from app.data.formats import FORMATS
 from app.data.shapes import Broken, Row, Source, kind_of
 from app.data.sources import eval_source, train_source
 from app.errors import DataError

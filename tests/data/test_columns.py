@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from app.data.formats.table import fields_of
-from app.data.formats.unfold import unfolded
+from app.data.columns import unfolded
+from app.data.formats import fields_of
 from app.data.prepare import prepare
 from app.data.shapes import Broken
 from app.errors import DataError

@@ -1,0 +1,185 @@
+"""What a row means: a conversation, a document or an example of a class. `FORMATS` has an entry for each shape."""
+
+import difflib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from app.config.schema import Columns
+from app.data import conversations
+from app.data.columns import has, optional, optional_text, text, value
+from app.data.conversations import converse
+from app.data.shapes import Conversation, Document, Example, Message, Row, RowProblem, kind_of
+
+_SPEAKING = ("user", "assistant")
+_FRACTION = re.compile(r"[-+]?(\d+\.\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\d+[eE][-+]?\d+")
+_MAX_LABEL_CHARS = 200  # characters of a name: what is longer is a text in the wrong column
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """Fields of `dataset.columns`: those that every row `needs`, and those that it `may` have as well."""
+
+    needs: tuple[str, ...]
+    may: tuple[str, ...]
+    read: Callable[[Row, Columns], Conversation | Document | Example]
+
+
+def instruction(row: Row, columns: Columns) -> Conversation:
+    """What to do, perhaps with what to do it to, perhaps after earlier turns; and what came of it."""
+    asked = text(row, columns.instruction)
+    more = optional_text(row, columns.input)
+    question = f"{asked}\n\n{more}" if more.strip() else asked
+    earlier = _history(optional(row, columns.history), columns.history)
+    return converse([*earlier, *_pair(question, text(row, columns.output))], row, columns)
+
+
+def question_answer(row: Row, columns: Columns) -> Conversation:
+    """A question and its answer."""
+    return converse(_pair(text(row, columns.question), text(row, columns.answer)), row, columns)
+
+
+def _history(found: Any, column: str | None) -> list[Message]:
+    """Earlier turns, `[[question, answer], ...]`."""
+    if found is None:
+        return []
+    if not isinstance(found, list):
+        raise RowProblem(f"column {column!r} must be a list of [question, answer], found {kind_of(found)}")
+    turns: list[Message] = []
+    for index, pair in enumerate(found):
+        if not isinstance(pair, list) or [type(side) for side in pair] != [str, str]:
+            raise RowProblem(f"column {column!r}: turn {index} must be two texts, [question, answer]")
+        turns += _pair(*pair)
+    return turns
+
+
+def _pair(question: str, answer: str) -> list[Message]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def prompt_completion(row: Row, columns: Columns) -> Document:
+    """Two texts, joined as they are."""
+    for column in (columns.prompt, columns.completion):
+        if isinstance(value(row, column), list):
+            raise RowProblem(
+                f"column {column!r} must be text, found a list; prompts and completions that are lists of messages"
+                " are dataset.format=chat_completion"
+            )
+    prompt = text(row, columns.prompt)
+    return Document(prompt + text(row, columns.completion), answer=len(prompt))
+
+
+def document(row: Row, columns: Columns) -> Document:
+    """One text."""
+    found = text(row, columns.text)
+    if not found.strip():
+        raise RowProblem(f"column {columns.text!r} is empty")
+    return Document(found)
+
+
+def labelled_text(row: Row, columns: Columns) -> Example:
+    """One text and its label."""
+    return Example(_filled(row, columns.text), _label(row, columns.label))
+
+
+def text_pair(row: Row, columns: Columns) -> Example:
+    """Two texts and the label of how they go together."""
+    return Example(
+        _filled(row, columns.sentence1), _label(row, columns.label), _filled(row, columns.sentence2)
+    )
+
+
+def _filled(row: Row, column: str) -> str:
+    found = text(row, column)
+    if not found.strip():
+        raise RowProblem(f"column {column!r} is empty")
+    return found
+
+
+def _label(row: Row, column: str) -> str:
+    """The name of a class; files without types write numbers as text, so both are one name."""
+    found: Any = value(row, column)
+    if isinstance(found, bool | int):
+        return str(found).lower()
+    name = found.strip() if isinstance(found, str) else found
+    if isinstance(name, float) or (isinstance(name, str) and _FRACTION.fullmatch(name)):
+        raise RowProblem(
+            f"column {column!r} is {name}, and a label is a word or a whole number: values between classes"
+            " (regression) are not learnt here; name the classes, 'low' and 'high', or 4 in place of 4.0"
+        )
+    if isinstance(name, list):
+        raise RowProblem(
+            f"column {column!r} is a list, and a text has one label here: several at once are not learnt; make"
+            " a column, and a run, of each"
+        )
+    if not isinstance(name, str) or not name:
+        what = "empty" if name == "" else kind_of(name)
+        raise RowProblem(f"column {column!r} must be a label, a word or a whole number, found {what}")
+    if len(name) > _MAX_LABEL_CHARS:
+        raise RowProblem(f"column {column!r} has {len(name):,} characters: that is a text, no label")
+    return name
+
+
+FORMATS: dict[str, Format] = {
+    "messages": Format(("messages",), ("tools", "system"), conversations.messages),
+    "sharegpt": Format(("conversations",), ("tools", "system"), conversations.sharegpt),
+    "instruction": Format(("instruction", "output"), ("input", "history", "system"), instruction),
+    "question_answer": Format(("question", "answer"), ("system",), question_answer),
+    "prompt_completion": Format(("prompt", "completion"), (), prompt_completion),
+    "chat_completion": Format(("prompt", "completion"), ("tools", "system"), conversations.chat_completion),
+    "text": Format(("text",), (), document),
+    "labelled_text": Format(("text", "label"), (), labelled_text),
+    "text_pair": Format(("sentence1", "sentence2", "label"), (), text_pair),
+}
+
+
+def read_row(row: Row, fmt: str, columns: Columns) -> Conversation | Document | Example:
+    """The meaning of one row; RowProblem says what is wrong with it."""
+    for field in _expected(fmt, columns):
+        if not has(row, getattr(columns, field)):
+            raise RowProblem(_wrong_columns(row, field, fmt, columns))
+    return FORMATS[fmt].read(row, columns)
+
+
+def empty_parts(
+    row: Row, content: Conversation | Document | Example, fmt: str, columns: Columns
+) -> Iterator[str]:
+    """Where there should be words and are none: columns that every row needs, or messages of one side."""
+    needed = {name: value(row, name) for name in (getattr(columns, field) for field in FORMATS[fmt].needs)}
+    yield from (
+        f"column {name}" for name, found in needed.items() if isinstance(found, str) and not found.strip()
+    )
+    if not isinstance(content, Conversation) or any(isinstance(found, str) for found in needed.values()):
+        return
+    for message in content.messages:
+        if message["role"] in _SPEAKING and not message["content"].strip() and "tool_calls" not in message:
+            yield f"messages of {message['role']}"
+
+
+def fields_of(fmt: str) -> tuple[str, ...]:
+    """The fields of `dataset.columns` that decide what rows of a format mean."""
+    return (*FORMATS[fmt].needs, *FORMATS[fmt].may)
+
+
+def _expected(fmt: str, columns: Columns) -> list[str]:
+    """What must be there: what is needed, and what was asked for by a name of its own."""
+    given = [field for field in FORMATS[fmt].may if getattr(columns, field) not in (None, field)]
+    return [*FORMATS[fmt].needs, *given]
+
+
+def _wrong_columns(row: Row, field: str, fmt: str, columns: Columns) -> str:
+    name = getattr(columns, field)
+    found = ", ".join(map(str, row)) or "none"
+    fitting = [
+        other
+        for other, shape in FORMATS.items()
+        if all(has(row, getattr(columns, needed)) for needed in shape.needs)
+    ]
+    advice = f"set dataset.columns.{field}=NAME"
+    near = difflib.get_close_matches(name, list(map(str, row)), n=1)
+    if near:
+        advice = f"set dataset.columns.{field}={near[0]}"
+    elif fitting:
+        advice += f", or dataset.format={fitting[0]}, which these columns fit"
+    return f"dataset.format={fmt} needs a column {name!r}; columns found: {found}; {advice}"

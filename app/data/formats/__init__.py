@@ -1,1 +1,0 @@
-"""What a row means, one module a shape; `table` knows them all."""
