@@ -52,13 +52,6 @@ def test_every_row_once_none_too_many_and_as_good_as_one_by_one(case: tuple[int,
     assert sorted(rooms) == placed_one_by_one(rows, capacity)
 
 
-@given(ROWS)
-def test_the_plan_is_the_same_each_time(case: tuple[int, list[int]]) -> None:
-    capacity, rows = case
-    first, second = (plan_bins(np.array(rows, np.int32), capacity) for _ in range(2))
-    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
-
-
 def test_no_rows_make_no_bins() -> None:
     order, starts = plan_bins(np.empty(0, np.int64), 8)
     assert len(order) == len(starts) == 0
@@ -80,6 +73,7 @@ def test_a_million_chat_like_rows_are_planned_at_once_and_fill_their_bins() -> N
         _, starts = plan_bins(lengths, 2048)
         seconds.append(time.perf_counter() - started)
     assert lengths.sum() / (len(starts) * 2048) >= 0.999
+    assert len(starts) <= 1.001 * least_bins(lengths, 2048)
     assert min(seconds) <= 0.5
 
 
@@ -106,18 +100,6 @@ def fewest_bins(lengths: list[int], capacity: int) -> int:
     return best
 
 
-def bound_by_rows(lengths: list[int], capacity: int) -> int:
-    """Martello and Toth's L2 as it is written down, row by row; `small` = 0 is all tokens over the capacity."""
-    bounds = [0]
-    for small in range(capacity // 2 + 1):
-        alone = [n for n in lengths if n > capacity - small]
-        shared = [n for n in lengths if capacity // 2 < n <= capacity - small]
-        others = [n for n in lengths if small <= n <= capacity // 2]
-        beyond = sum(others) - (len(shared) * capacity - sum(shared))
-        bounds.append(len(alone) + len(shared) + max(0, -(-beyond // capacity)))
-    return max(bounds)
-
-
 FEW_ROWS = st.integers(1, 40).flatmap(
     lambda capacity: st.tuples(st.just(capacity), st.lists(st.integers(1, capacity), max_size=10))
 )
@@ -136,25 +118,10 @@ def test_the_plan_lies_between_what_is_possible_and_what_is_proven(case: tuple[i
     assert 9 * planned <= 11 * fewest + 6, "the guarantee of best fit decreasing"
 
 
-@given(ROWS)
-def test_the_bound_over_lengths_is_that_over_rows(case: tuple[int, list[int]]) -> None:
-    capacity, rows = case
-    assert least_bins(np.array(rows, np.int64), capacity) == bound_by_rows(rows, capacity)
-
-
 def test_the_bound_knows_more_than_the_sum() -> None:
     """Three rows of six tokens need three bins of ten, though two would hold as many tokens."""
     assert least_bins(np.array([6, 6, 6]), 10) == fewest_bins([6, 6, 6], 10) == 3
     assert least_bins(np.array([7, 7, 4, 4, 4]), 10) == 4, "no row of four fits beside one of seven"
-
-
-def test_the_bound_of_a_million_rows_costs_next_to_nothing() -> None:
-    lengths = np.random.default_rng(0).integers(1, 2049, 1_000_000).astype(np.int32)
-    started = time.process_time()
-    bound = least_bins(lengths, 2048)
-    assert time.process_time() - started <= 0.25
-    planned = len(plan_bins(lengths, 2048)[1])
-    assert bound <= planned <= 1.001 * bound
 
 
 def bins_of(units: Units) -> list[list[int]]:
@@ -208,12 +175,6 @@ def test_most_neighbours_are_new_where_hardly_two_rows_are_equally_long(
         first, second = (neighbours(epoch_of(layout, lengths, epoch, stir=stir)) for epoch in (1, 2))
         shares[stir] = len(first & second) / len(first)
     assert shares[True] < kept < 0.7 < shares[False]
-
-
-def test_the_same_epoch_is_the_same_each_time() -> None:
-    layout, lengths = Packed(2048, pad_id=0, longest=2048), chats(500)
-    one, again, other = (epoch_of(layout, lengths, epoch) for epoch in (3, 3, 4))
-    assert one.order.tolist() == again.order.tolist() != other.order.tolist()
 
 
 def test_the_bins_of_four_epochs_are_those_that_they_were() -> None:
