@@ -10,6 +10,7 @@ from torch import Tensor
 from app.batch import Batch, Documents
 from app.model.attention import NAME, Rules, plain, register, sdpa
 from app.model.positions import first_position
+from tests.choices import pairwise
 from tests.model import small
 from tests.model.small import (
     ALL_KINDS,
@@ -203,12 +204,14 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", [None, 1, 3, 7, 20])
-@pytest.mark.parametrize(("softcap", "sinks"), [(None, False), (1.5, False), (None, True)])
+@pytest.mark.parametrize(
+    ("window", "more", "causal"),
+    pairwise([None, 1, 3, 7, 20], [(None, False), (1.5, False), (None, True)], [True, False]),
+)
 def test_backends_follow_the_definition(
-    causal: bool, window: int | None, softcap: float | None, sinks: bool
+    causal: bool, window: int | None, more: tuple[float | None, bool]
 ) -> None:
+    softcap, sinks = more
     q, k, v = heads_of(7, 4, 2)
     sink = torch.tensor([0.3, -1.0, 2.0, 0.0]) if sinks else None
     rules = Rules(causal=causal, scale=0.7, dropout=0.0, window=window, softcap=softcap, sinks=sink)

@@ -19,6 +19,7 @@ from app.model.attention.split import split, split_on
 from app.model.compiling import Blocks, require_compilable
 from app.model.settling import settle
 from app.model.trainee import Trainee
+from tests.choices import taking_turns
 from tests.model import small
 
 # torch's compiler does both, and ignores its own warnings where pytest has not set that back
@@ -36,7 +37,7 @@ NF4 = QuantizationConfig(kind="nf4", double_quant=True)
 
 @pytest.fixture(autouse=True)
 def _graphs_without_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Everything but the writing of C++, which takes seconds a graph; a test without this is in the slow tier."""
+    """Everything but the writing of C++, which takes seconds a graph; tests/full has one without this."""
     monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
     yield
     torch._dynamo.reset()
@@ -84,8 +85,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("recompute", [False, 1, True])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "recompute"), [("full", 1), ("lora", False), ("qlora", True)])
 def test_a_run_has_the_numbers_of_its_layers_and_one_graph(method: str, recompute: bool | int) -> None:
     given = METHODS[method]
     expected = by_its_own(range(1, 5), recompute=recompute, **given)
@@ -100,7 +100,7 @@ def test_a_run_has_the_numbers_of_its_layers_and_one_graph(method: str, recomput
     assert len({packed(seed).documents.lengths for seed in range(5)}) == 5  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("kind", "graphs"), [("mistral", 1), ("gemma3_text", 2), ("qwen3", 1), ("bert", 1)])
+@pytest.mark.parametrize(("kind", "graphs"), [("gemma3_text", 2), ("bert", 1)])
 def test_layers_that_are_not_alike_have_graphs_of_their_own(kind: str, graphs: int) -> None:
     (expected,) = by_its_own(range(1, 2), kind)
     trainee = small.trainee_of(kind, compile=BLOCKS)
@@ -195,9 +195,9 @@ def test_layers_that_compile_to_other_numbers_are_not_used(monkeypatch: pytest.M
     assert "compiled layers differ by" in trainee.remarks()[0]
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", [None, 3, 100])
-@pytest.mark.parametrize("key_heads", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("causal", "window", "key_heads"), taking_turns([True, False], [None, 3, 100], [1, 2, 4])
+)
 def test_one_operation_for_all_documents_is_sdpa(causal: bool, window: int | None, key_heads: int) -> None:
     rules = replace(PLAIN, causal=causal, window=window, scale=0.7)
     generator = torch.Generator().manual_seed(0)

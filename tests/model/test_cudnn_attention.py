@@ -14,6 +14,7 @@ from app.config.schema import AttentionConfig
 from app.errors import ConfigError
 from app.model.attention import BACKENDS, Backend, Rules, cudnn, needs_of, register, sdpa, select
 from app.model.weights import build_on_meta
+from tests.choices import pairwise
 from tests.model.small import CAUSAL, built, model_config
 from tests.model.stand_ins import CUDNN, NEEDS, torch_2_15
 from tests.model.test_attention import gradient_of, largest, separate, side_by_side
@@ -23,9 +24,9 @@ GPU = torch.device("cuda")
 KERNEL = cudnn.kernel_of(torch_2_15, CUDNN)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", [None, 64, 100])
-@pytest.mark.parametrize("key_heads", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("causal", "window", "key_heads"), pairwise([True, False], [None, 64, 100], [1, 2, 4])
+)
 def test_all_documents_in_one_call_equal_each_by_itself(
     causal: bool, window: int | None, key_heads: int
 ) -> None:

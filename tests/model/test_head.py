@@ -12,6 +12,7 @@ from app.batch import IGNORE, Batch
 from app.errors import EnvironmentProblem
 from app.model.head import chunk_rows, own_head, token_loss_sum
 from app.model.trainee import Trainee
+from tests.choices import taking_turns
 from tests.model.small import (
     ALL_KINDS,
     KINDS,
@@ -59,20 +60,19 @@ def chunked(trainee: Trainee, rows: int) -> Trainee:
     return trainee
 
 
-@pytest.mark.parametrize("adapter", [None, lora()], ids=["full", "lora"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "adapter"), taking_turns(tuple(KINDS), (None, lora())))
 def test_loss_and_gradient_equal_those_of_all_logits(kind: str, adapter: Any) -> None:
     check_against_plain(chunked(trainee_of(kind, adapter), 7))
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 10_000])
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])  # an own and a tied head
+@pytest.mark.parametrize(
+    ("chunk", "kind"), taking_turns((1, 10_000), ("llama", "gemma2"))
+)  # an own and a tied head
 def test_any_chunk_size_gives_the_same(kind: str, chunk: int) -> None:
     check_against_plain(chunked(trainee_of(kind), chunk))
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("chunk", [4, 1000])
+@pytest.mark.parametrize(("chunk", "weighted"), [(4, True), (1000, False)])
 def test_equals_float64_arithmetic(chunk: int, *, weighted: bool) -> None:
     lm = built("llama")
     generator = torch.Generator().manual_seed(0)
@@ -159,8 +159,9 @@ def test_evaluation_gives_the_loss_of_training(adapter: Any) -> None:
     assert float(loss) == training
 
 
-@pytest.mark.parametrize("adapter", [None, lora()], ids=["full", "lora"])
-@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 2e-2), ("fp16", 3e-3)])
+@pytest.mark.parametrize(
+    ("precision", "tolerance", "adapter"), [("bf16", 2e-2, None), ("fp16", 3e-3, lora())]
+)
 def test_half_precision_stays_near(precision: str, tolerance: float, adapter: Any) -> None:
     in_full = trainee_of("llama", adapter)
     exact = float(in_full(BATCH)[0].detach())
@@ -243,8 +244,7 @@ def test_a_head_that_differs_is_refused() -> None:
         trainee.check_head(BATCH)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 10_000])
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize(("chunk", "kind"), taking_turns((1, 7, 10_000), ("llama", "gemma2")))
 def test_scores_are_those_of_all_logits(kind: str, chunk: int) -> None:
     trainee = chunked(trainee_of(kind), chunk).eval()
     with torch.no_grad():
@@ -264,8 +264,7 @@ def test_scores_are_those_of_all_logits(kind: str, chunk: int) -> None:
     assert not losses[targets == IGNORE].any()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("adapter", [None, lora()], ids=["full", "lora"])
+@pytest.mark.parametrize(("precision", "adapter"), taking_turns(("fp32", "bf16", "fp16"), (lora(), None)))
 def test_scores_add_up_to_the_loss_of_training(adapter: Any, precision: str) -> None:
     """Also where a trained head leaves float16."""
     trainee = chunked(trainee_of("llama", adapter, precision), 7)

@@ -18,6 +18,7 @@ from app.model.head_proof import settle_head
 from app.model.kernels import as_on_gpu
 from app.model.kernels.loss import spend as spend_logits
 from app.model.linear_head import LinearHead, rows_of_a_chunk
+from tests.choices import pairwise, taking_turns
 from tests.model.small import ALL_KINDS, KINDS, VOCABULARY, batch_of, distance, documents_of, lora, trainee_of
 from tests.model.test_head import BATCH, check_against_plain
 
@@ -37,9 +38,7 @@ def rows_for(layer: nn.Linear, count: int) -> tuple[Tensor, Tensor, Tensor]:
     return rows.requires_grad_(), targets, 10 ** torch.randn(count, generator=generator)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("chunk", [4, None])
+@pytest.mark.parametrize(("chunk", "bias", "weighted"), pairwise([4, None], [False, True], [False, True]))
 def test_equals_float64_arithmetic(chunk: int | None, *, bias: bool, weighted: bool) -> None:
     layer = layer_of(32, VOCABULARY, bias=bias)
     rows, targets, weights = rows_for(layer, 23)
@@ -53,8 +52,7 @@ def test_equals_float64_arithmetic(chunk: int | None, *, bias: bool, weighted: b
     assert distance(found, torch.autograd.grad(wanted, exact)) <= 1e-6
 
 
-@pytest.mark.parametrize("adapter", [None, lora()], ids=["full", "lora"])
-@pytest.mark.parametrize("kind", ALL_KINDS)
+@pytest.mark.parametrize(("kind", "adapter"), taking_turns(ALL_KINDS, (None, lora())))
 def test_every_kind_gets_what_it_is(kind: str, adapter: Any) -> None:
     trainee = trainee_of(kind, adapter)
     before = [p.detach().clone() for p in trainee.parameters()]
@@ -120,8 +118,7 @@ def test_gradients_that_are_no_numbers_are_seen_beside_a_right_loss(monkeypatch:
     assert "the model's own way is taken" in trainee.remarks()[0]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("adapter", [None, lora()], ids=["full", "lora"])
+@pytest.mark.parametrize(("precision", "adapter"), taking_turns(("fp32", "bf16", "fp16"), (None, lora())))
 def test_is_as_near_to_the_general_way_in_every_precision(precision: str, adapter: Any) -> None:
     trainee = trainee_of("qwen2", adapter, precision)
     assert settle_head(trainee, BATCH)[0].holds
@@ -216,8 +213,7 @@ def test_takes_less_memory_than_the_general_way(*, trained: bool) -> None:
     assert scored.peak <= generally.peak
 
 
-@pytest.mark.parametrize("rows", [1, 512, 4097, 6528])
-@pytest.mark.parametrize("vocabulary", [1000, 128256])
+@pytest.mark.parametrize(("rows", "vocabulary"), taking_turns((1, 512, 4097, 6528), (1000, 128256)))
 def test_chunks_are_alike_and_bounded(vocabulary: int, rows: int) -> None:
     size = rows_of_a_chunk(rows, vocabulary, 2)
     chunks = -(-rows // size)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from app.model.offload import Host
 from app.model.trainee import Trainee
-from tests.model.small import KINDS, batch_of, documents_of, gradients, lora, trainee_of
+from tests.model.small import batch_of, documents_of, gradients, lora, trainee_of
 
 BATCH = batch_of(documents_of((24, 9, 17)))
 
@@ -22,8 +22,16 @@ def gradient(trainee: Trainee, passes: int = 1) -> dict[str, Tensor]:
     return gradients(trainee)
 
 
-@pytest.mark.parametrize("adapter", [None, lora(), lora(dropout=0.3)], ids=["full", "lora", "dropout"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "adapter"),
+    [
+        ("llama", None),
+        ("gpt2", lora()),
+        ("gemma2", lora(dropout=0.3)),
+        ("gpt_oss", lora()),
+        ("mixtral", None),
+    ],
+)
 def test_gradients_are_the_same_to_the_bit(kind: str, adapter: Any) -> None:
     here, away = (
         gradient(trainee_of(kind, adapter, recompute=True, offload=on), passes=2) for on in (False, True)

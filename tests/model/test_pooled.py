@@ -25,11 +25,11 @@ from app.model.tasks import task_of
 from app.model.tokenizer import load_tokenizer
 from app.model.trainee import Trainee
 from app.model.weights import drawing_by, load_base, read_weights
+from tests.choices import taking_turns
 from tests.model.classes import CLASSES, LABELS, POOLED, adapted, in_one_row, in_rows, of_classes, rows
 from tests.model.small import distance, gradients, model_config
 from tests.model.test_matrix import METHODS
 
-CASES = [(kind, method) for kind in POOLED for method in METHODS]
 CPU = torch.device("cpu")
 
 
@@ -57,7 +57,7 @@ def measured(trainee: Trainee, loss: Tensor) -> tuple[float, dict[str, Tensor]]:
     return float(loss.detach()), gradients(trainee)
 
 
-@pytest.mark.parametrize(("kind", "method"), CASES)
+@pytest.mark.parametrize(("kind", "method"), taking_turns(tuple(POOLED), tuple(METHODS)))
 def test_loss_and_gradient_are_those_of_one_document_at_a_time(kind: str, method: str) -> None:
     trainee = of_classes(kind, **METHODS[method])
     expected_loss, expected = one_by_one(trainee, kind)
@@ -68,8 +68,7 @@ def test_loss_and_gradient_are_those_of_one_document_at_a_time(kind: str, method
         assert distance(found, expected) <= 1e-5, layout.__name__
 
 
-@pytest.mark.parametrize("kind", POOLED)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("kind", "precision"), taking_turns(tuple(POOLED), ("fp32", "bf16")))
 def test_the_checks_before_the_first_step_pass_every_kind(kind: str, precision: str) -> None:
     trainee = adapted(kind, precision=precision)
     for layout in (in_one_row, in_rows):
