@@ -17,7 +17,6 @@ PARTS = {
     "trained_weights": "trained weights",
     "gradients": "gradients",
     "optimizer_states": "optimizer states",
-    "borrowed_weights": "borrowed weights",
     "saved_activations": "saved activations",
     "temporary": "temporary",
     "loss_head": "loss head",
