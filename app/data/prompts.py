@@ -1,16 +1,13 @@
 """Prompts from a file: lines of text, or rows with a prompt or messages."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from app.config.did_you_mean import nearest
 from app.data.columns import value
-from app.data.readers import READERS, extension, read_file
+from app.data.readers import READERS, TEXT_COLUMN, TEXT_FILES, extension, read_file
 from app.data.shapes import Broken, Message, Row
 from app.errors import DataError
-
-_LINES = (".txt", ".md")
 
 
 def file_of(given: str) -> Path:
@@ -23,46 +20,40 @@ def file_of(given: str) -> Path:
 
 def read_prompts(given: str, system: str | None) -> list[list[Message]]:
     """A conversation for each, ending with what is to be answered."""
-    path = file_of(given)
-    if extension(path) in _LINES:
-        found = list(_lines(path, given))
-    elif extension(path) in READERS:
-        found = [_of_row(place, row, given) for place, row in read_file(path, given)]
-    else:
-        raise DataError(
-            f"prompts={given}: files of this kind are not read. Give one of {', '.join((*_LINES, *READERS))}."
-        )
-    if not found:
-        raise DataError(f"prompts={given}: it has no prompts.")
-    return [_with_system(messages, system) for messages in found]
+    return [_with_system(_of_row(place, row), system) for place, row in _rows(given)]
 
 
 def read_examples(given: str, fields: Sequence[str]) -> list[list[str]]:
     """The texts to be labelled: of a line, or of the columns `fields` of a row; a single one may be called prompt."""
-    path = file_of(given)
-    if extension(path) in _LINES and len(fields) == 1:
-        found = [[messages[0]["content"]] for messages in _lines(path, given)]
-    elif extension(path) in READERS:
-        found = [_texts_of(place, row, given, fields) for place, row in read_file(path, given)]
-    else:
+    return [_texts_of(place, row, fields) for place, row in _rows(given)]
+
+
+def _rows(given: str) -> list[tuple[str, Row]]:
+    """Each with its key and place; of text, a prompt a line."""
+    path, rows = file_of(given), list[tuple[str, Row]]()
+    if extension(path) not in READERS:
         raise DataError(
-            f"prompts={given}: expected one of {', '.join(READERS)} with the columns {' and '.join(fields)}."
+            f"prompts={given}: files of this kind are not read. Give one of {', '.join(READERS)}."
         )
-    if not found:
+    for place, row in read_file(path, given):
+        if isinstance(row, Broken):
+            raise DataError(f"prompts={given}: {place}: {row.reason}")
+        if extension(path) in TEXT_FILES:
+            rows += [(place, {"prompt": line}) for line in row[TEXT_COLUMN].splitlines() if line.strip()]
+        else:
+            rows.append((place, row))
+    if not rows:
         raise DataError(f"prompts={given}: it has no prompts.")
-    return found
+    return [(f"prompts={given}: {place}", row) for place, row in rows]
 
 
-def _texts_of(place: str, row: Row | Broken, name: str, fields: Sequence[str]) -> list[str]:
-    if isinstance(row, Broken):
-        raise DataError(f"prompts={name}: {place}: {row.reason}")
+def _texts_of(place: str, row: Row, fields: Sequence[str]) -> list[str]:
     found = [value(row, field) for field in fields]
     if len(fields) == 1 and not isinstance(found[0], str):
         found = [row.get("prompt")]
     if not all(isinstance(text, str) and text.strip() for text in found):
         raise DataError(
-            f"prompts={name}: {place}: expected text in {' and '.join(fields)}; found columns "
-            f"{', '.join(row) or 'none'}."
+            f"{place}: expected text in {' and '.join(fields)}; found columns {', '.join(row) or 'none'}."
         )
     return found
 
@@ -72,19 +63,7 @@ def asked(prompt: str, system: str | None) -> list[Message]:
     return _with_system([{"role": "user", "content": prompt}], system)
 
 
-def _lines(path: Path, name: str) -> Iterator[list[Message]]:
-    try:
-        text = path.read_text("utf-8-sig")
-    except UnicodeDecodeError as fault:
-        raise DataError(
-            f"prompts={name}: it is not UTF-8 text ({fault.reason} at byte {fault.start})."
-        ) from fault
-    yield from ([{"role": "user", "content": line}] for line in text.splitlines() if line.strip())
-
-
-def _of_row(place: str, row: dict[str, Any] | Broken, name: str) -> list[Message]:
-    if isinstance(row, Broken):
-        raise DataError(f"prompts={name}: {place}: {row.reason}")
+def _of_row(place: str, row: Row) -> list[Message]:
     if isinstance(row.get("prompt"), str):
         return [{"role": "user", "content": row["prompt"]}]
     messages = row.get("messages")
@@ -95,7 +74,7 @@ def _of_row(place: str, row: dict[str, Any] | Broken, name: str) -> list[Message
     near = nearest("prompt", list(row))
     hint = f" Rename {near} to prompt." if near and near != "prompt" else ""
     raise DataError(
-        f"prompts={name}: {place}: expected a column prompt with text, or messages with role and content; "
+        f"{place}: expected a column prompt with text, or messages with role and content; "
         f"found {', '.join(row) or 'nothing'}.{hint}"
     )
 

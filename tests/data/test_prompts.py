@@ -28,6 +28,7 @@ def test_lines_and_rows_are_conversations(tmp_path: Path) -> None:
         ("no.txt", None, "no such file"),
         ("a.docx", "x", "files of this kind are not read"),
         ("a.txt", "\n\n", "it has no prompts"),
+        ("a.txt", "Hi\nH\udce9", "a\\.txt: not UTF-8 at byte 5, in line 2"),
         (
             "a.jsonl",
             '{"promt": "Hi"}\n',
@@ -42,6 +43,6 @@ def test_what_is_wrong_names_the_file_and_the_place(
     tmp_path: Path, name: str, content: str | None, message: str
 ) -> None:
     if content is not None:
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_text(content, errors="surrogateescape")
     with pytest.raises(DataError, match=rf"prompts=.*{message}"):
         read_prompts(str(tmp_path / name), None)
