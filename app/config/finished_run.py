@@ -15,9 +15,8 @@ from app.config.schema import AttentionConfig, DatasetConfig, RunConfig, choice,
 from app.config.validate import is_key, kinds
 from app.errors import CheckpointError, ConfigError, refuse
 
-ChoicesOf = Callable[
-    [Path], Mapping[str, Any]
-]  # what was chosen for the machine when the run in a folder was made
+# what was chosen for the machine when the run in a folder was made
+ChoicesOf = Callable[[Path], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +41,8 @@ def read_changes(
         key = key_of(text).lstrip("~")
         known = key in choices_by_group() or is_key(schema, key) or key.partition(".")[0] == "hydra"
         parts = key.split(".")
-        places = [
-            ".".join(parts[:end]) for end in range(len(parts), -1, -1)
-        ]  # innermost first; "" is the whole
+        # innermost first; the whole is the empty one
+        places = [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
         if known and not any(place in may for place in places):
             reason = next(why_not[place] for place in places if place in why_not)
             problems.append(f"{text}: {key} does not apply, {reason}.")
@@ -91,15 +89,10 @@ def settled(run: RunConfig, choices: Mapping[str, Any]) -> RunConfig:
     return run
 
 
-def settled_data(folder: Path, choices: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of the run in a folder, as plain data."""
-    return asdict(settled(read_run(folder / "run.yaml"), choices))
-
-
-def changed(data: Mapping[str, Any], changes: Changes, over: Mapping[str, Any]) -> dict[str, Any]:
+def changed(run: RunConfig, changes: Changes, over: Mapping[str, Any]) -> dict[str, Any]:
     """The plain data of a run with `over` and, over that, `changes`; a chosen group replaces its section."""
     chosen = {group: section_of(group, choice) for group, choice in changes.choices.items()}
-    config = OmegaConf.create({**data, **chosen})
+    config = OmegaConf.create({**asdict(run), **chosen})
     for key, value in {**over, **changes.values}.items():
         OmegaConf.update(config, key, value, merge=True)
     return resolved(config)
@@ -190,13 +183,13 @@ def evaluate_config(arguments: Sequence[str], choices_of: ChoicesOf) -> Evaluate
         [_listed(text) for text in arguments], EvaluateConfig, EVALUATE_MAY, _EVALUATE_WHY_NOT
     )
     folder = finished_folder(changes.values.get("run"))
-    own = settled_data(folder, _precision(choices_of(folder)))
+    run = settled(read_run(folder / "run.yaml"), _precision(choices_of(folder)))
     over = {**_AFTER_TRAINING, "output_dir": str(folder), "model.tokenizer": str(folder / "final")}
-    data = changed(own, changes, over)
+    data = changed(run, changes, over)
     if changes.values.get("harness"):
         refuse(_harness_problems(changes))
     else:
-        data["dataset"] = _rows_to_score(own["dataset"], data["dataset"], changes)
+        data["dataset"] = _rows_to_score(asdict(run.dataset), data["dataset"], changes)
     config = checked(data, EvaluateConfig)
     refuse(_evaluate_problems(config, changes))
     return config
@@ -307,9 +300,9 @@ def export_config(arguments: Sequence[str], choices_of: ChoicesOf) -> ExportConf
     """From the command line."""
     changes = read_changes(arguments, ExportConfig, EXPORT_MAY, _EXPORT_WHY_NOT)
     folder = finished_folder(changes.values.get("run"))
-    own = settled_data(folder, _precision(choices_of(folder)))
+    run = settled(read_run(folder / "run.yaml"), _precision(choices_of(folder)))
     over = {**_AFTER_TRAINING, **_FOR_EXPORT, "model.tokenizer": str(folder / "final")}
-    config = checked(changed(own, changes, over), ExportConfig)
+    config = checked(changed(run, changes, over), ExportConfig)
     refuse(_export_problems(config, changes))
     return config
 
@@ -357,9 +350,9 @@ def reproduce_config(arguments: Sequence[str], choices_of: ChoicesOf) -> Reprodu
     """From the command line."""
     changes = read_changes(arguments, ReproduceConfig, REPRODUCE_MAY, _REPRODUCE_WHY_NOT)
     folder = run_folder(changes.values.get("run"))
-    own = settled_data(folder, choices_of(folder))
+    run = settled(read_run(folder / "run.yaml"), choices_of(folder))
     # a run that began at a checkpoint of another begins there again; one that was stopped begins at the beginning
-    resume = own["resume"]
+    resume = run.resume
     if resume == "auto" or (resume and Path(resume).expanduser().resolve().is_relative_to(folder.resolve())):
         resume = None
     over = {
@@ -368,4 +361,4 @@ def reproduce_config(arguments: Sequence[str], choices_of: ChoicesOf) -> Reprodu
         "dry_run": False,
         "tracker.kind": "none",  # its curves are there already
     }
-    return checked(changed(own, changes, over), ReproduceConfig)
+    return checked(changed(run, changes, over), ReproduceConfig)

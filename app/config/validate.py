@@ -12,7 +12,7 @@ from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args
 
 from omegaconf import MISSING
 
@@ -39,16 +39,15 @@ def key_problems(schema: Any, data: Mapping[str, Any]) -> list[str]:
 
 def _kinds(schema: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, kind in get_type_hints(schema).items():
-        found[name] = kind
-        if is_dataclass(kind):
-            found |= {f"{name}.{inner}": its for inner, its in kinds(kind).items()}
+    for each in fields(schema):
+        found[each.name] = each.type
+        if is_dataclass(each.type):
+            found |= {f"{each.name}.{inner}": kind for inner, kind in kinds(each.type).items()}
     return found
 
 
-kinds: Callable[[Any], dict[str, Any]] = cache(
-    _kinds
-)  # the type of every dotted key of a schema, sections included
+# the type of every dotted key of a schema, sections included
+kinds: Callable[[Any], dict[str, Any]] = cache(_kinds)
 
 
 def leaf_keys(schema: Any) -> tuple[str, ...]:
@@ -63,39 +62,37 @@ def is_key(schema: Any, key: str) -> bool:
 
 
 def _key_problems(schema: Any, data: Mapping[str, Any], prefix: str, known: Collection[str]) -> Iterator[str]:
-    hints = get_type_hints(schema)
-    of_named = {each.name: each.metadata[SECTIONS] for each in fields(schema) if SECTIONS in each.metadata}
+    of_schema = {each.name: each for each in fields(schema)}
     for key, value in data.items():
-        path = f"{prefix}{key}"
-        if key not in hints:
+        path, each = f"{prefix}{key}", of_schema.get(key)
+        if each is None:
             yield f"{path} is not a key.{did_you_mean_key(path, known)}"
-        elif is_dataclass(hints[key]):
-            yield from _section_problems(hints[key], value, path, known)
-        elif key in of_named and isinstance(value, Mapping):
-            for name, inner in value.items():
-                here = f"{path}.{name}"
-                own = [f"{here}.{each}" for each in get_type_hints(of_named[key])]
-                yield from _section_problems(of_named[key], inner, here, own)
+        elif is_dataclass(each.type):
+            yield from _section_problems(each.type, value, path, known)
+        elif SECTIONS in each.metadata and isinstance(value, Mapping):
+            inner = each.metadata[SECTIONS]
+            for name, its in value.items():
+                own = [f"{path}.{name}.{key}" for key in kinds(inner)]
+                yield from _section_problems(inner, its, f"{path}.{name}", own)
 
 
 def _section_problems(schema: Any, value: Any, path: str, known: Collection[str]) -> Iterator[str]:
     if isinstance(value, Mapping):
         yield from _key_problems(schema, value, f"{path}.", known)
     else:
-        first = next(iter(get_type_hints(schema)))
+        first = fields(schema)[0].name
         yield f"{path}={shown(value)}: {path} is a section. Give its keys, such as {path}.{first}=..."
 
 
 def _section(schema: Any, data: Mapping[str, Any], prefix: str, problems: list[str]) -> Any:
     """A `schema` object; None once anything was wrong. What is no section is told with the keys."""
-    hints = get_type_hints(schema)
     values: dict[str, Any] = {}
     for each in fields(schema):
-        path, kind, given = prefix + each.name, hints[each.name], data.get(each.name, MISSING)
-        if is_dataclass(kind):
+        path, given = prefix + each.name, data.get(each.name, MISSING)
+        if is_dataclass(each.type):
             inner = given if isinstance(given, Mapping) else {}
             if given == MISSING or isinstance(given, Mapping):
-                values[each.name] = _section(kind, inner, f"{path}.", problems)
+                values[each.name] = _section(each.type, inner, f"{path}.", problems)
         elif given == MISSING:
             if each.default_factory is NO_DEFAULT and each.default in (NO_DEFAULT, MISSING):
                 problems.append(f"{path} has no value. Give {path}=...")
@@ -106,18 +103,18 @@ def _section(schema: Any, data: Mapping[str, Any], prefix: str, problems: list[s
                 if isinstance(inner, Mapping)
             }
         else:
-            values[each.name] = _value(path, given, kind, each, problems)
+            values[each.name] = _value(path, given, each, problems)
     return None if problems else schema(**values)
 
 
-def _value(path: str, given: Any, kind: Any, each: Field[Any], problems: list[str]) -> Any:
+def _value(path: str, given: Any, each: Field[Any], problems: list[str]) -> Any:
     try:
-        value = converted(given, kind)
+        value = converted(given, each.type)
     except ValueError as expected:
         problems.append(f"{path}={shown(given)}: expected {expected}.")
         return None
     if value == "" and each.default != "":
-        or_null = f", or {path}=null" if is_optional(kind) else ""
+        or_null = f", or {path}=null" if is_optional(each.type) else ""
         problems.append(f"{path}= is empty. Give a value{or_null}.")
     else:
         problems += _unfit(path, value, each.metadata)
@@ -157,10 +154,10 @@ def converted(value: Any, kind: Any) -> Any:
     # beside other types text is `auto` alone
     parts = [part if len(plain) == 1 or part is not str else "auto" for part in plain]
     for part in reversed(parts):  # numbers before true and false: beside them 0 and 1 are counts
-        with suppress(ValueError):
-            return _KINDS[part][0](value)
-    words = [word for part in parts for word in _KINDS[part][1]]
-    expected = " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+        with suppress(ValueError, KeyError):
+            return _read(value, part)
+    *others, last = (word for part in parts for word in _KINDS[part][2])
+    expected = f"{', '.join(others)} or {last}" if others else last
     raise ValueError(expected + (" or null" if is_optional(kind) else ""))
 
 
@@ -200,45 +197,22 @@ def _without_none(kind: Any) -> tuple[Any, ...]:
     return tuple(part for part in parts if part is not NoneType)
 
 
-def _one_of(*types: type) -> Callable[[Any], Any]:
-    """The value itself, if it is of these types; true and false are no numbers here."""
-
-    def read(value: Any) -> Any:
-        if isinstance(value, types) and not isinstance(value, bool):
-            return value
-        raise ValueError
-
-    return read
-
-
-def _true_or_false(value: Any) -> bool:
-    word = str(value).lower() if isinstance(value, bool | int | str) else ""
-    if word in {"true", "yes", "on", "1"}:
-        return True
-    if word in {"false", "no", "off", "0"}:
-        return False
-    raise ValueError
-
-
-def _auto(value: Any) -> str:
-    if value == "auto":
-        return "auto"
-    raise ValueError
-
-
-_KINDS: dict[Any, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
-    bool: (_true_or_false, ("true", "false")),
-    int: (lambda value: int(_one_of(int, str)(value)), ("a whole number",)),
-    float: (lambda value: float(_one_of(int, float, str)(value)), ("a number",)),
-    "auto": (_auto, ("auto",)),
+_BOOLS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+# types that are taken, how they are read, and the words for what was expected
+_KINDS: dict[Any, tuple[tuple[type, ...], Callable[[Any], Any], tuple[str, ...]]] = {
+    bool: ((bool, int, str), lambda value: _BOOLS[str(value).lower()], ("true", "false")),
+    int: ((int, str), int, ("a whole number",)),
+    float: ((int, float, str), float, ("a number",)),
+    "auto": ((str,), {"auto": "auto"}.__getitem__, ("auto",)),
     # not numbers with a point or an exponent: `12e4567`, a revision, would silently become `inf`
-    str: (
-        lambda value: str(_one_of(int, str)(value)),
-        ("text (in quotes, where it looks like something else)",),
-    ),
-    list[str]: (
-        lambda value: [str(_one_of(int, str)(item)) for item in _one_of(list, tuple)(value)],
-        ("a list like [a, b]",),
-    ),
-    dict[str, Any]: (lambda value: dict(_one_of(Mapping)(value)), ("a mapping like {a: 1, b: 2}",)),
+    str: ((int, str), str, ("text (in quotes, where it looks like something else)",)),
+    list[str]: ((list, tuple), lambda value: [_read(each, str) for each in value], ("a list like [a, b]",)),
+    dict[str, Any]: ((Mapping,), dict, ("a mapping like {a: 1, b: 2}",)),
 }
+
+
+def _read(value: Any, part: Any) -> Any:
+    types, read, _ = _KINDS[part]
+    if not isinstance(value, types) or (isinstance(value, bool) and part is not bool):
+        raise ValueError(value)
+    return read(value)
