@@ -21,7 +21,11 @@ def page_of(folder: Path) -> Element:
     return read(run_page(folder))
 
 
-def test_a_finished_run(tmp_path: Path) -> None:
+def cells(part: Element, tag: str = "td", class_: str | None = None) -> list[str]:
+    return [cell.text for cell in part.all(tag, class_)]
+
+
+def test_finished_run_shows_its_numbers(tmp_path: Path) -> None:
     page = page_of(made_run(tmp_path / "mine", LINES))
     assert page.one("h1").text == "mine"
     assert page.one("head").one("title").text == "mine: finished"
@@ -39,74 +43,49 @@ def test_a_finished_run(tmp_path: Path) -> None:
     loss = chart(page, "Loss")
     assert [y for _, y in drawn(loss, "c0")[0]] == pytest.approx([4.0, 3.0, 2.5], rel=1e-4)
     assert drawn(loss, "c1") == [[pytest.approx((3.0, 2.75), abs=1e-2)]]
-    for title, value in (
-        ("Learning rate", 1e-3),
-        ("Gradient", 1.25),
-        ("Tokens", 5200.0),
-        ("Peak memory", 548e6),
-    ):
+    others = {"Learning rate": 1e-3, "Gradient norm": 1.25, "Tokens a second": 5200.0, "Peak memory": 548e6}
+    for title, value in others.items():
         assert [y for _, y in drawn(chart(page, title))[0]] == pytest.approx([value] * 3, rel=1e-4)
-    assert [cell.text for cell in section(page, "Checks").all("td")] == [
-        "passed",
-        "logits of packed documents",
-        "1.5e-6",
-        "1e-5",
-    ]
-    assert [cell.text for cell in section(page, "Memory").all("td", "number")] == [
-        *("274 MB", "50.0%"),
-        *("2 MB", "0.4%"),
-        *("2 MB", "0.4%"),
-        *("4 MB", "0.7%"),
-        *("266 MB", "48.5%"),
-    ]
-    commands = [each.text for each in page.all("pre", "command")]
-    assert commands == [
+    assert cells(section(page, "Checks")) == ["passed", "logits of packed documents", "1.5e-6", "1e-5"]
+    measured = ["274 MB", "50.0%", "2 MB", "0.4%", "2 MB", "0.4%", "4 MB", "0.7%", "266 MB", "48.5%"]
+    assert cells(section(page, "Memory"), "td", "number") == measured
+    assert "predicted" not in section(page, "Memory").text
+    assert cells(page, "pre", "command") == [
         f"python -m app.reproduce run={tmp_path / 'mine'}",
         "python -m app.train optimizer.lr=1e-3 'dataset.path=a b.jsonl'",
     ]
-    assert "156 bins an epoch, 1 a step, 99.1% full." in page.text
-    assert "210 (21%)" in page.text
-    assert [mark.text for mark in section(page, "Data").all("mark")] == ["marked: to be predicted", "hi<end>"]
-    bars = [
-        [cell.text for cell in row.children[:2]]
-        for row in section(page, "Data").one("table", "bars").all("tr")
-    ]
+    data = section(page, "Data")
+    assert "156 bins an epoch, 1 a step, 99.1% full." in data.text
+    assert "210 (21%)" in data.text
+    assert cells(data, "mark") == ["marked: to be predicted", "hi<end>"]
+    bars = [[cell.text for cell in row.children[:2]] for row in data.one("table", "bars").all("tr")]
     assert bars == [["1-2", "4"], ["3-4", "60"], ["5-6", "24"]]
     assert "with changes that are in no commit" in section(page, "Environment").text
     assert "lr: 0.001" in section(page, "Configuration").text
-    assert "predicted" not in section(page, "Memory").text
 
 
-def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> None:
-    plan = {
-        "bytes": 400_000_000,
-        "where": "head",
-        "anatomy": {"frozen_weights": 300_000_000, "loss_head": 100_000_000},
-    }
+def test_plan_and_provable_bins_are_told_beside_what_was(tmp_path: Path) -> None:
     folder = made_run(tmp_path / "mine", LINES)
-    (folder / "manifest.json").write_text(json.dumps({**MANIFEST, "memory_plan": plan}))
+    anatomy = {"frozen_weights": 300_000_000, "loss_head": 100_000_000}
+    for least, told in ((156, "provably the fewest"), (154, "2 more than provably needed")):
+        plan = {"bytes": 400_000_000, "where": "head", "anatomy": anatomy}
+        counts = {**MANIFEST["counts"], "least_units": least}
+        manifest = {**MANIFEST, "memory_plan": plan, "counts": counts}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        assert f"156 bins an epoch, 1 a step, 99.1% full, {told}." in page_of(folder).text
     figures: dict[str, Any] = {"memory_predicted_bytes": 400_000_000, "memory_measured_bytes": 390_000_000}
     (folder / "result.json").write_text(json.dumps(result_of(LINES, **figures)))
     told = section(page_of(folder), "Memory").text
-    assert "400 MB (head)" in told
-    assert "390 MB (-2.5%)" in told
-    assert "loss head100 MB25.0%" in told
+    for each in (
+        "400 MB (head)",
+        "390 MB (-2.5%)",
+        "loss head100 MB25.0%",
+        "frozen weights300 MB75.0%274 MB50.0%",
+    ):
+        assert each in told
 
 
-@pytest.mark.parametrize(
-    ("least", "told"), [(156, "provably the fewest"), (154, "2 more than provably needed")]
-)
-def test_bins_are_told_beside_those_that_no_plan_can_do_without(
-    tmp_path: Path, least: int, told: str
-) -> None:
-    folder = made_run(tmp_path / "mine", LINES)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["counts"]["least_units"] = least
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert f"156 bins an epoch, 1 a step, 99.1% full, {told}." in page_of(folder).text
-
-
-def test_answers_before_and_after(tmp_path: Path) -> None:
+def test_answers_before_and_after_are_judged(tmp_path: Path) -> None:
     samples = [
         sample(0, "2+2?", "4", "fish"),
         sample(0, "Name?", "Ada", "Ada"),
@@ -117,66 +96,54 @@ def test_answers_before_and_after(tmp_path: Path) -> None:
     page = section(page_of(made_run(tmp_path / "mine", LINES, samples=samples)), "Answers")
     assert "As expected: 1 of 2 before training, 1 of 2 after step 100." in page.text
     first, second = page.all("div", "row")
-    assert [each.text for each in first.all("div", "text")] == ["2+2?", "4", "fish", "4"]
-    assert [each.text for each in second.all("div", "text")] == ["Name?", "Ada", "Ada", "Bob"]
-    assert [each.text for each in first.all("div", "right")] == ["after step 100 ✓4"]
-    assert [each.text for each in second.all("div", "right")] == ["before training ✓Ada"]
-
-
-def test_answers_of_one_step_alone(tmp_path: Path) -> None:
-    page = page_of(made_run(tmp_path / "mine", LINES, samples=[sample(30, "2+2?", "4", "")] * 2))
+    assert cells(first, "div", "text") == ["2+2?", "4", "fish", "4"]
+    assert cells(second, "div", "text") == ["Name?", "Ada", "Ada", "Bob"]
+    assert cells(page, "div", "right") == ["after step 100 ✓4", "before training ✓Ada"]
+    twice = [sample(30, "2+2?", "4", "")] * 2
+    page = section(page_of(made_run(tmp_path / "other", LINES, samples=twice)), "Answers")
     assert "As expected: 0 of 2 after step 30." in page.text
-    texts = [each.text for each in section(page, "Answers").all("div", "text")]
-    assert texts == ["2+2?", "4", "(nothing)"] * 2
+    assert cells(page, "div", "text") == ["2+2?", "4", "(nothing)"] * 2
 
 
 def test_everything_hostile_is_text(tmp_path: Path) -> None:
-    settings = {**SETTINGS, "model": {"path": HOSTILE}, "dataset": {"path": HOSTILE}}
-    hostile: dict[str, Any] = json.loads(json.dumps(MANIFEST).replace("box", "BOX"))
-    hostile["starts"][0].update(
-        host=HOSTILE, command_line=["python", "-m", "app.train", HOSTILE], folder=HOSTILE
-    )
-    hostile["choices"] = {HOSTILE: HOSTILE}
-    hostile["packages"] = {HOSTILE: HOSTILE}
-    hostile["hashes"] = {HOSTILE: HOSTILE}
-    hostile["proofs"] = [{"what": HOSTILE, "difference": 1, "allowed": 2}, {"what": HOSTILE}]
-    hostile["counts"]["data"]["notes"] = [HOSTILE]
-    hostile["counts"]["data"]["train"]["source"] = HOSTILE
+    start = {"host": HOSTILE, "command_line": ["python", "-m", "app.train", HOSTILE], "folder": HOSTILE}
+    counts = {"train": {"source": HOSTILE, "tokens": 1, "classes": {HOSTILE: 1}}, "notes": [HOSTILE]}
+    hostile = {
+        **MANIFEST,
+        "starts": [{**MANIFEST["starts"][0], **start}],
+        **{name: {HOSTILE: HOSTILE} for name in ("choices", "packages", "hashes")},
+        "proofs": [{"what": HOSTILE, "difference": 1, "allowed": 2}, {"what": HOSTILE}],
+        "counts": {**MANIFEST["counts"], "data": counts},
+    }
+    pieces = [{"text": HOSTILE, "trained": True}]
     folder = made_run(
         tmp_path / "a<b>&'\"",
         LINES,
         result=result_of(LINES, "failed", error=HOSTILE),
         samples=[sample(1, HOSTILE, HOSTILE, HOSTILE)],
-        settings=settings,
+        settings={**SETTINGS, "model": {"path": HOSTILE}, "dataset": {"path": HOSTILE}},
         manifest=hostile,
-        preview={
-            "marked": HOSTILE,
-            "rows": [{"place": HOSTILE, "pieces": [{"text": HOSTILE, "trained": True}]}],
-        },
+        preview={"marked": HOSTILE, "rows": [{"place": HOSTILE, "pieces": pieces}]},
     )
     page = page_of(folder)
     assert not any(page.all(tag) for tag in ("script", "img", "b>", "iframe", "object", "a"))
     assert page.one("h1").text == "a<b>&'\""
     assert page.text.count("onerror") >= 18
-    assert not any("onerror" in name for each in page.all("p") for name in each.attributes)
 
 
-@pytest.mark.parametrize(
-    ("status", "said"),
-    [
-        ("failed", "It failed. error: no memory"),
-        ("stopped", "resume=auto"),
-        ("dry_run", None),
-    ],
-)
-def test_how_it_ended_is_said(tmp_path: Path, status: str, said: str | None) -> None:
-    error = {"error": "error: no memory"} if status == "failed" else {}
-    page = page_of(made_run(tmp_path / "mine", LINES, result=result_of(LINES, status, **error)))
-    assert [said in note for note in notes(page)] == [True] if said else notes(page) == []
-    assert page.one("div", "top").one("span").text == status.replace("_", " ")
+def test_how_it_ended_is_said(tmp_path: Path) -> None:
+    for status, said in {
+        "failed": "It failed. error: no memory",
+        "stopped": "resume=auto",
+        "dry_run": None,
+    }.items():
+        error = {"error": "error: no memory"} if status == "failed" else {}
+        page = page_of(made_run(tmp_path / status, LINES, result=result_of(LINES, status, **error)))
+        assert [said in note for note in notes(page)] == [True] if said else notes(page) == []
+        assert page.one("div", "top").one("span").text == status.replace("_", " ")
 
 
-def test_a_run_without_a_result_is_at_work_or_was_killed(tmp_path: Path) -> None:
+def test_run_without_a_result_is_at_work_or_was_killed(tmp_path: Path) -> None:
     folder = made_run(tmp_path / "mine", LINES, result={})
     killed = page_of(folder)
     assert killed.one("div", "top").one("span").text == "unfinished"
@@ -187,13 +154,16 @@ def test_a_run_without_a_result_is_at_work_or_was_killed(tmp_path: Path) -> None
     assert "still at work" in notes(running)[0]
 
 
-def test_a_torn_line_and_files_that_are_none_are_told(tmp_path: Path) -> None:
+def test_torn_files_are_told(tmp_path: Path) -> None:
     folder = made_run(tmp_path / "mine", LINES)
     (folder / "metrics.jsonl").write_text(jsonl(LINES) + 'rubbish\n{"step": 4, "lo')
-    (folder / "result.json").write_text("{")
-    (folder / "manifest.json").write_text("[1]")
-    (folder / "preview.json").write_text("\x00")
-    (folder / "run.yaml").write_text("a: [")
+    for name, text in {
+        "result.json": "{",
+        "manifest.json": "[1]",
+        "preview.json": "\x00",
+        "run.yaml": "a: [",
+    }.items():
+        (folder / name).write_text(text)
     page = page_of(folder)
     text = "\n".join(notes(page))
     assert "metrics.jsonl: 2 lines are torn or unreadable and left out." in text
@@ -202,28 +172,23 @@ def test_a_torn_line_and_files_that_are_none_are_told(tmp_path: Path) -> None:
     assert len(drawn(chart(page, "Loss"))[0]) == 3
 
 
-def test_an_empty_run_has_a_page(tmp_path: Path) -> None:
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    (folder / "metrics.jsonl").touch()
-    page = page_of(folder)
+def test_empty_run_has_a_page(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    page = page_of(tmp_path)
     assert "Nothing has been logged." in page.text
     assert tiles(page) == {}
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "result.json", "preview.json", "evaluate.json"])
-def test_other_types_than_expected_break_nothing(tmp_path: Path, name: str) -> None:
+def test_values_of_other_types_break_nothing(tmp_path: Path, name: str) -> None:
     """Every value of a file replaced by each kind of wrong one."""
     folder = made_run(tmp_path / "mine", LINES)
-    (folder / "evaluate.json").write_text(
-        json.dumps({"base_eval_loss": 1, "tuned_eval_loss": 2, "eval_loss": 2})
-    )
+    scores = {"base_eval_loss": 1, "tuned_eval_loss": 2, "eval_loss": 2}
+    (folder / "evaluate.json").write_text(json.dumps(scores))
     values = json.loads((folder / name).read_text())
-    for wrong in (None, "text", 7, -1.5, True, [], {}, [None], [[1]], {"a": {"b": 1}}):
-        (folder / name).write_text(json.dumps(_everywhere(values, wrong)))
-        read(run_page(folder))
-        for key in values:
-            (folder / name).write_text(json.dumps({**values, key: wrong}))
+    for wrong in (None, "text", -1.5, [], [[1]], {"a": {"b": 1}}):
+        for spoilt in (_everywhere(values, wrong), *({**values, key: wrong} for key in values)):
+            (folder / name).write_text(json.dumps(spoilt))
             read(run_page(folder))
 
 
@@ -235,7 +200,7 @@ def _everywhere(values: Any, wrong: Any) -> Any:
     return wrong
 
 
-def test_metrics_that_are_no_numbers_are_gaps(tmp_path: Path) -> None:
+def test_metrics_without_numbers_are_counted(tmp_path: Path) -> None:
     lines = [
         step(1, 3.0),
         step(2, None),
@@ -243,25 +208,18 @@ def test_metrics_that_are_no_numbers_are_gaps(tmp_path: Path) -> None:
         {"step": 10**400, "loss": 1.0},
     ]
     folder = made_run(tmp_path / "mine", result={"status": "finished"})
-    (folder / "metrics.jsonl").write_text(
-        jsonl(lines) + '{"step": 4, "loss": NaN}\n{"step": 5, "loss": -Infinity}\n'
-    )
+    odd = '{"step": 4, "loss": NaN}\n{"step": 5, "loss": -Infinity}\n'
+    (folder / "metrics.jsonl").write_text(jsonl(lines) + odd)
     page = page_of(folder)
     assert "3 of 5 lines have no number for train" in chart(page, "Loss").text
     assert "1 of 3 lines have no number for lr" in chart(page, "Learning rate").text
 
 
-def test_fifty_thousand_lines_make_a_small_page(tmp_path: Path) -> None:
-    lines = []
-    for at in range(1, 50_001):
-        lines.append(
-            step(at, 2 + math.sin(at / 50) + 1 / at, grad_norm=1 + at % 7, tokens_per_second=5000 + at % 100)
-        )
-        if at % 50 == 0:
-            lines.append({"step": at, "epoch": at / 100, "eval_loss": 2 + 1 / at})
-    lines[31_000]["loss"] = 77.0
+def test_many_lines_make_a_small_page_with_every_peak(tmp_path: Path) -> None:
+    lines = [step(at, 2 + math.sin(at / 50) + 1 / at, grad_norm=1 + at % 7) for at in range(1, 20_001)]
+    lines[11_000]["loss"] = 77.0
     page = run_page(made_run(tmp_path / "mine", lines))
-    assert len(page.encode()) < 200_000
+    assert len(page.encode()) < 100_000
     (line,) = drawn(chart(read(page), "Loss"))
     assert max(y for _, y in line) == pytest.approx(77.0, rel=1e-4)
 
@@ -269,12 +227,12 @@ def test_fifty_thousand_lines_make_a_small_page(tmp_path: Path) -> None:
 def test_time_is_that_of_the_starts_without_what_lay_between(tmp_path: Path) -> None:
     starts = [{"time": f"2026-01-02T0{hour}:00:00+00:00"} for hour in (1, 5)]
     folder = made_run(tmp_path / "mine", LINES, manifest={**MANIFEST, "starts": starts})
-    spoken = ("02:00:00+01:00", "02:10:00+01:00", "06:00:30+01:00", "06:20:00+01:00")
-    (folder / "log.txt").write_text("".join(f"2026-01-02 {time}  said\n" for time in spoken))
+    times = ("02:00:00+01:00", "02:10:00+01:00", "06:00:30+01:00", "06:20:00+01:00")
+    (folder / "log.txt").write_text("".join(f"2026-01-02 {time}  said\n" for time in times))
     assert read_run(folder).seconds() == (10 + 20) * 60
 
 
-def test_a_secret_of_the_environment_is_not_on_the_page(
+def test_secret_of_the_environment_is_not_on_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_API_KEY", "horse-battery-staple")
@@ -284,11 +242,9 @@ def test_a_secret_of_the_environment_is_not_on_the_page(
     assert "the ***" in page
 
 
-def test_a_launched_run_shows_no_command_that_would_not_repeat_it(tmp_path: Path) -> None:
+def test_launched_run_shows_no_command_that_would_not_repeat_it(tmp_path: Path) -> None:
     """Our own launcher hands the settings over in a file, so the processes have no words of their own."""
     start = {**MANIFEST["starts"][0], "command_line": ["python", "-u", "-m", "app.train"]}
     several = {**MANIFEST, "starts": [start], "choices": {**MANIFEST["choices"], "processes": 2}}
     page = page_of(made_run(tmp_path / "mine", LINES, manifest=several))
-    assert [each.text for each in page.all("pre", "command")] == [
-        f"python -m app.reproduce run={tmp_path / 'mine'}"
-    ]
+    assert cells(page, "pre", "command") == [f"python -m app.reproduce run={tmp_path / 'mine'}"]
