@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from app.page.answers import last_answers
-from app.page.format_number import NOTHING, figure, number, whole
+from app.page.curves import curves_of_several
+from app.page.format_number import NOTHING, figure, formatted, number, whole
 from app.page.read_run import SavedRun, read_run, section_of
 from app.page.render import render
-from app.page.run_page import curves_of_several, method, status_badge, told
+from app.page.run_page import method, status_badge
 from app.record.comparison import LineComparison, of_content, of_lines, of_programs
 from app.record.lines import duration, memory, quantity
 
@@ -36,7 +37,7 @@ def comparison_page(folders: Sequence[Path]) -> str:
         methods=[method(run) for run in runs],
         badges=[status_badge(run.status) for run in runs],
         results=list(_results(runs)),
-        times=[told(run.seconds(), duration, NOTHING) for run in runs],
+        times=[formatted(run.seconds(), duration, NOTHING) for run in runs],
         charts=curves_of_several(named),
         legend=[(name, at) for at, name in enumerate(names)],
         settings=_settings(runs),
@@ -63,7 +64,7 @@ def _results(runs: Sequence[SavedRun]) -> Iterator[tuple[str, list[tuple[str | N
         there = [each for each in known if each is not None]
         best = better(there) if better and len(set(there)) > 1 else None
         if there:
-            cells = [(told(each, words, NOTHING), each is not None and each == best) for each in known]
+            cells = [(formatted(each, words, NOTHING), each is not None and each == best) for each in known]
             yield name, cells
 
 

@@ -1,6 +1,7 @@
 """Numbers as people read them; what is no number that can be drawn is None."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 NOTHING = "-"
@@ -12,6 +13,12 @@ def number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < _LARGEST else None  # false for what is not a number too
+
+
+def formatted(value: Any, words: Callable[[float], str | None], absent: str | None = None) -> str | None:
+    """A number in words; `absent` where it is none."""
+    known = number(value)
+    return absent if known is None else words(known)
 
 
 def figure(value: float) -> str:
@@ -30,5 +37,4 @@ def figure(value: float) -> str:
 
 def whole(value: Any) -> str | None:
     """A count."""
-    known = number(value)
-    return None if known is None else f"{known:,.0f}"
+    return formatted(value, "{:,.0f}".format)

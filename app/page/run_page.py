@@ -2,14 +2,14 @@
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from app.page.answers import answers_before_and_after
-from app.page.charts import Chart, Quantity, Series, length_bars, line_chart
+from app.page.charts import length_bars
 from app.page.check_summary import PARTS
-from app.page.format_number import figure, number, whole
+from app.page.curves import curves
+from app.page.format_number import figure, formatted, number, whole
 from app.page.read_run import (
     RUNNING,
     UNFINISHED,
@@ -29,15 +29,6 @@ _STATUSES = {
     "dry_run": ("dry run", "busy"),
     RUNNING: ("still running", "busy"),
 }
-_QUANTITIES = {
-    "loss": Quantity("Loss", "mean of a trained token", may_log=True, wide=True),
-    "lr": Quantity("Learning rate", "lr", from_zero=True),
-    "grad_norm": Quantity("Gradient norm", "before clipping", may_log=True),
-    "tokens_per_second": Quantity("Tokens a second", "tokens/s", words=quantity, from_zero=True),
-    "peak_memory_bytes": Quantity("Peak memory", "measured", words=memory, from_zero=True),
-}
-_EVAL_LOSS = replace(_QUANTITIES["loss"], title="Loss on held-out rows")
-_TRAINING_LOSS = replace(_QUANTITIES["loss"], title="Training loss")
 _COUNTS = {
     "rows_read": "rows read",
     "samples": "samples",
@@ -73,7 +64,7 @@ def run_page(folder: Path) -> str:
         begun=_begun(run),
         notes=list(_notes(run)),
         tiles=list(_tiles(run)),
-        charts=_curves(run),
+        charts=curves(run),
         answers=answers_before_and_after(run.samples),
         scores=_scores(run),
         data=_data(run),
@@ -110,30 +101,6 @@ def method(run: SavedRun) -> str:
         ", ".join(str(chosen[key]) for key in ("precision", "attention", "device") if chosen.get(key)),
     )
     return " · ".join(part for part in parts if part)
-
-
-def curves_of_several(runs: Sequence[tuple[str, SavedRun]]) -> list[Chart]:
-    """Each run in a colour of its own, by the name that is given with it."""
-    kinds = {"eval_loss": _EVAL_LOSS, **_QUANTITIES, "loss": _TRAINING_LOSS}
-    charts = (
-        line_chart(
-            kind, [Series(name, run.points(key), at) for at, (name, run) in enumerate(runs)], legend=False
-        )
-        for key, kind in kinds.items()
-    )
-    return [chart for chart in charts if chart is not None]
-
-
-def _curves(run: SavedRun) -> list[Chart]:
-    held_out = Series("held out", run.points("eval_loss"), 1)
-    charts = (
-        line_chart(
-            kind,
-            [Series("train", run.points(key)), held_out] if key == "loss" else [Series(key, run.points(key))],
-        )
-        for key, kind in _QUANTITIES.items()
-    )
-    return [chart for chart in charts if chart is not None]
 
 
 def _tuning(run: SavedRun) -> str:
@@ -183,28 +150,22 @@ def _tiles(run: SavedRun) -> Iterator[tuple[str, str | None]]:
     result, last = run.result, run.lines[-1] if run.lines else {}
     losses = [y for _, y in run.points("loss") if y is not None]
     planned = whole(section_of(run.manifest, "counts").get("steps"))
-    yield "objective", told(result.get("objective"), figure)
+    yield "objective", formatted(result.get("objective"), figure)
     yield "training loss", f"{losses[0]:.3g} → {losses[-1]:.3g}" if losses else None
-    yield "held-out loss, last", told(result.get("eval_loss"), figure)
-    yield "accuracy, last", told(result.get("accuracy"), "{:.2%}".format)
-    yield "macro F1, last", told(result.get("macro_f1"), "{:.2%}".format)
+    yield "held-out loss, last", formatted(result.get("eval_loss"), figure)
+    yield "accuracy, last", formatted(result.get("accuracy"), "{:.2%}".format)
+    yield "macro F1, last", formatted(result.get("macro_f1"), "{:.2%}".format)
     yield f"steps of {planned}" if planned else "steps", whole(result.get("steps", last.get("step")))
-    yield "tokens a second", told(result.get("tokens_per_second"), quantity)
-    yield "peak memory", told(result.get("peak_memory_bytes"), memory)
-    yield "time", told(run.seconds(), duration)
-
-
-def told(value: Any, words: Any, absent: str | None = None) -> str | None:
-    """A number in words; `absent` where it is none."""
-    known = number(value)
-    return absent if known is None else str(words(known))
+    yield "tokens a second", formatted(result.get("tokens_per_second"), quantity)
+    yield "peak memory", formatted(result.get("peak_memory_bytes"), memory)
+    yield "time", formatted(run.seconds(), duration)
 
 
 def _scores(run: SavedRun) -> dict[str, Any] | None:
     """What app.evaluate left in the folder of the run, of one model or of two beside each other."""
     sides = [side for side in ("base_", "tuned_") if f"{side}eval_loss" in run.scores] or [""]
     rows = [
-        (key.replace("_", " "), *(told(run.scores.get(f"{side}{key}"), figure) for side in sides))
+        (key.replace("_", " "), *(formatted(run.scores.get(f"{side}{key}"), figure) for side in sides))
         for key in _SCORED
         if key in run.scores
     ]
@@ -236,12 +197,10 @@ def _data(run: SavedRun) -> dict[str, Any]:
     }
 
 
-def _count(key: str, split: Mapping[str, Any]) -> str | None:
-    tokens = number(split.get("tokens"))
-    trained = key == "trained_tokens" and tokens
-    return told(
-        split.get(key), lambda count: f"{count:,.0f} ({count / tokens:.0%})" if trained else whole(count)
-    )
+def _count(key: str, split: Mapping[str, Any]) -> str:
+    count, tokens = number(split.get(key)), number(split.get("tokens"))
+    share = f" ({count / tokens:.0%})" if count and tokens and key == "trained_tokens" else ""
+    return "" if count is None else f"{count:,.0f}{share}"
 
 
 def _filling(run: SavedRun) -> Iterator[str]:
@@ -299,7 +258,7 @@ def _peaks(run: SavedRun, peaks: Sequence[float]) -> Iterator[tuple[str, str | N
     of = "of the process, weights and libraries included" if on_cpu else "of the device"
     if predicted:
         yield "predicted before the run", f"{memory(predicted)} ({where})"
-        yield "measured", told(measured, lambda size: f"{memory(size)} ({size / predicted - 1:+.1%})")
+        yield "measured", formatted(measured, lambda size: f"{memory(size)} ({size / predicted - 1:+.1%})")
     yield "peak, measured", f"{memory(max(peaks))} {of}"
     yield "after the first step", memory(peaks[0])
     yield "weights", whole(weights)
@@ -313,7 +272,7 @@ def _checks(run: SavedRun) -> list[tuple[str, str, str, bool | None]]:
         if isinstance(each, Mapping):
             off, allowed = number(each.get("difference")), number(each.get("allowed"))
             holds = None if off is None or allowed is None else off <= allowed
-            texts = [told(value, figure) or "" for value in (off, allowed)]
+            texts = [formatted(value, figure) or "" for value in (off, allowed)]
             found.append((str(each.get("what", "")), texts[0], texts[1], holds))
     return found
 

@@ -8,10 +8,11 @@ from typing import Any
 from urllib.parse import quote
 
 from app.page.charts import Chart, Quantity, scatter_chart
-from app.page.format_number import NOTHING, figure, whole
+from app.page.curves import curves_of_several
+from app.page.format_number import NOTHING, figure, formatted, whole
 from app.page.read_run import SavedSweep, SavedTrial, is_run, read_run
 from app.page.render import render
-from app.page.run_page import curves_of_several, status_badge, told
+from app.page.run_page import status_badge
 from app.record.lines import duration, quantity
 
 _MAX_CURVES = 6  # of the best trials
@@ -97,12 +98,12 @@ def _row(rank: int, trial: SavedTrial, sweep: SavedSweep, target: Path) -> dict[
         "rank": NOTHING if trial.objective is None else str(rank),
         "trial": str(trial.number),
         "link": f"./{quote(trial.folder.name)}/{_REPORT}" if has_page else None,
-        "objective": told(trial.objective, figure, NOTHING),
+        "objective": formatted(trial.objective, figure, NOTHING),
         "values": [trial.values.get(key, "") for key in sweep.keys],
         "numbers": [
             whole(trial.steps) or NOTHING,
-            told(trial.tokens_per_second, quantity, NOTHING),
-            told(trial.seconds or None, duration, NOTHING),
+            formatted(trial.tokens_per_second, quantity, NOTHING),
+            formatted(trial.seconds or None, duration, NOTHING),
         ],
         "badge": status_badge(trial.status),
     }
