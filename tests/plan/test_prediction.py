@@ -1,19 +1,24 @@
 """What a run is told, and what it measures of itself."""
 
+import pytest
 import torch
 
 from app.batch import Batch
 from app.config.schema import RunConfig
+from app.engine.bins import settled_bins
 from app.engine.choices import Choices
 from app.engine.ground import sections_of
+from app.engine.layers import found_layers
 from app.engine.memory import Forecast, Measured, Predicted
 from app.engine.peers import Peers
 from app.engine.runtime import Runtime
 from app.engine.step import Stepper
+from app.engine.world import World
 from app.model.build import build_trainee
 from app.model.head_proof import settle_head
 from app.optim.optimizers import build_optimizer
 from app.plan.estimate import predict
+from app.plan.planner import largest_bins, recompute_fewest
 from tests.plan.truth import PACKED, batch_of, small_run
 
 ALONE = Runtime(None, torch.device("cpu"), Peers(0, 1), 1)
@@ -72,6 +77,22 @@ def test_a_prediction_that_fails_is_one_line() -> None:
     assert forecast.predicted is None
     assert forecast.rows() == [("memory", "no prediction for this model (ValueError: no such shape)")]
     assert forecast.facts() == {}
+
+
+def test_a_model_that_is_divided_is_not_planned_and_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers are recomputed, and bins are as the model suggests."""
+    for module in ("estimate", "planner"):
+        monkeypatch.setattr(f"app.plan.{module}.world", lambda: World(0, 2, 0, 2))
+    reason = "parallel=zero2: the memory of a run that divides its model among 2 processes is not planned"
+    run, batch = small_run("parallel=zero2", "batching.tokens=auto"), batch_of(PACKED)
+    forecast = Forecast.made(predict, run, CHOICES, batch, 1, "cpu")
+    assert forecast.predicted is None
+    assert forecast.words.startswith(reason)
+    count, remark = found_layers(lambda: recompute_fewest(run, CHOICES, batch, 1, 3), Peers(0, 1), 3)
+    assert count == 3
+    assert remark.startswith(reason)
+    _, (told,) = settled_bins(run, CHOICES, 3, {}, largest_bins, Peers(0, 1))
+    assert reason in told
 
 
 def test_predicting_leaves_random_numbers_alone() -> None:
