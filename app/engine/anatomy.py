@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from app.engine.reduction import bytes_of
-from app.model.packing import constants_of
+from app.model.quantization import constants_of
 from app.model.trainee import Trainee
 from app.optim.one_by_one import stepped_by, steps_in_backward
 

@@ -21,7 +21,7 @@ from app.engine.scoring import Scoring
 from app.model.attention import right_own
 from app.model.build import ModelSections
 from app.model.dtypes import DTYPES
-from app.model.quantize import linear_outside
+from app.model.quantization import linear_outside
 from app.model.tasks import task_of
 from app.model.trainee import Trainee
 from app.model.weights import build_on_meta

@@ -28,7 +28,7 @@ from app.model.build import base_path
 from app.model.delta import read_deltas, whole_weights
 from app.model.dtypes import DTYPES
 from app.model.merge import EXPORTED, Merge, merged_config, plan_merge, stored_tensors
-from app.model.quantize import lack_of_machine, lasting
+from app.model.quantization import lack_of_machine, lasting
 from app.model.tasks import task_of
 from app.record.card import Loading
 from app.record.lines import memory

@@ -30,7 +30,7 @@ from app.engine.runtime import Runtime, crowded_cores, idle_gpus, start
 from app.engine.steps import StepPlan, plan_steps
 from app.engine.world import world
 from app.errors import ConfigError
-from app.model import quantize
+from app.model import quantization
 from app.model.attention import Needs, needs_of
 from app.model.build import ModelPlan, ModelSections, plan_model
 from app.model.compiling import require_compilable
@@ -101,7 +101,7 @@ def lay_ground(
     choices = choose(run.precision, run.attention, partial(attention_needs, run), kept)
     require_unscaled(run.optimizer, choices.precision)
     runtime = start(run.launch, choices.precision, run.seed, run.parallel.kind)
-    quantize.require_machine(run.quantization, runtime.device)
+    quantization.require_machine(run.quantization, runtime.device)
     sections = sections_of(run, choices)
     counts = plan_model(sections)
     divided.require_enough(run.parallel.kind, counts.trained_tensors, runtime.processes)
@@ -193,7 +193,7 @@ def table(run: RunConfig, ground: Ground) -> list[tuple[str, str]]:
     share = f"{counts.total:,} weights, {counts.trained:,} trained ({counts.trained_share:.1%})"
     base = "" if run.quantization.kind == "none" else f"{run.quantization.kind} base, "
     choices = f"{base}{ground.choices.precision}, {ground.choices.attention} attention, {device}"
-    remarks = quantize.notes(run.quantization, run.precision, ground.choices.precision, device)
+    remarks = quantization.notes(run.quantization, run.precision, ground.choices.precision, device)
     return [
         ("model", f"{run.model.path}, {share}"),
         ("data", "\n".join(ground.data.report.lines())),

@@ -8,7 +8,7 @@ import torch
 
 from app.batch import Batch
 from app.data.loader import Loader
-from app.model import fp8
+from app.model import fp8_linear
 from app.model.head_proof import settle_head
 from app.model.lending import whole
 from app.model.probe import check_packing
@@ -28,10 +28,10 @@ def prove(trainee: Trainee, loader: Loader, device: torch.device) -> list[Proof]
 def prove_on(trainee: Trainee, batch: Batch) -> list[Proof]:
     """The same on one batch. Fused layers were compared as they were put in: what did not hold is not there."""
     fused = [proof for proof in trainee.fused.proofs if proof.holds]
-    rounding = fp8.prove(trainee.network, partial(whole, trainee.lending))
-    with fp8.rows_as_they_are(trainee.network), _uncompiled(trainee):
+    rounding = fp8_linear.prove(trainee.network, partial(whole, trainee.lending))
+    with fp8_linear.rows_as_they_are(trainee.network), _uncompiled(trainee):
         head = [trainee.check_head(batch), *settle_head(trainee, batch)]
-        found = [*head, *check_packing(trainee, batch), *trainee.unpacking.proofs, *fused, *rounding]
+        found = [*head, *check_packing(trainee, batch), *fused, *rounding]
     compiled = None if trainee.blocks is None else settle(trainee, trainee.blocks, batch)
     return found if compiled is None else [*found, compiled]
 

@@ -13,15 +13,13 @@ from app.model.adapter import attach
 from app.model.attention import register
 from app.model.compiling import compile_blocks
 from app.model.dtypes import DTYPES
-from app.model.fp8 import rows_as_they_are
-from app.model.fused import fuse
-from app.model.fused.unpacking import share_scratch
+from app.model.fp8_linear import rows_as_they_are
+from app.model.fusion import fuse
 from app.model.held import Held
 from app.model.lending import Lending, whole
 from app.model.offload import Host
-from app.model.packing import Packing
 from app.model.pooled import keep_exact
-from app.model.quantize import packing_of, require_quantizable
+from app.model.quantization import Packing, packing_of, require_quantizable
 from app.model.recompute import recompute, repeated_layers, require_layers
 from app.model.source import local_place
 from app.model.tasks import task_of
@@ -107,10 +105,9 @@ def build_trainee(
     trainee.train()
     trainee.blocks, trainee.lending = blocks, lending
     if sections.adapter.fused and blocks is None:  # a compiler sees through no pass by hand
-        present = partial(whole, lending)
-        trainee.unpacking = share_scratch(network, sections.computed_in, present)
         with rows_as_they_are(network):
-            trainee.fused = fuse(network, partial(trainee.arithmetic, device), present=present)
+            arithmetic = partial(trainee.arithmetic, device)
+            trainee.fused = fuse(network, arithmetic, present=partial(whole, lending))
     return trainee
 
 

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from app.model.packing import constants_of
+from app.model.quantization import constants_of
 from app.model.recompute import repeated_layers
 
 _Key = TypeVar("_Key")

@@ -52,41 +52,21 @@ def _narrow_product(
     return 0 if dtype == torch.bfloat16 else rows.shape[0] * weight.shape[0] * torch.bfloat16.itemsize
 
 
-def _wide_gated(gate: Tensor, _up: Tensor) -> int:
-    """As rows are rounded."""
-    return _wide_rows(gate)
-
-
-def _wide_norm(x: Tensor, _weight: Tensor, _eps: float, way: int) -> int:
-    """Before its rows are rounded the norm has more in float32, and not yet all that it gives."""
-    narrow = x.element_size() < _WIDE
-    squares = 2 * _WIDE if narrow else _WIDE
-    weighing = 2 * _WIDE + x.element_size() * narrow
-    if way == 0 and narrow:  # rounded first
-        weighing = _WIDE + 2 * x.element_size()
-    given = x.element_size() + 1
-    return x.numel() * max(_WIDE, squares - given, weighing - given)
-
-
 HIDDEN: Hidden = {
     "bitsandbytes::gemm_4bit": _unpacked_weight,
     "app_kernels::spend_logits": loss.hidden,
     "app_fp8::quantize_rows": _wide_rows,
-    "app_fp8::silu_mul_rounded": _wide_gated,
-    "app_fp8::norm_rounded": _wide_norm,
     "app_fp8::product": _wide_product,
 }
 
 
 def _nothing(*_given: Any) -> int:
-    """A kernel rounds rows as it reads or makes them."""
+    """A kernel rounds rows as it reads them."""
     return 0
 
 
 ON_GPU: Hidden = {
     **HIDDEN,
     "app_fp8::quantize_rows": _nothing,
-    "app_fp8::silu_mul_rounded": _nothing,
-    "app_fp8::norm_rounded": _nothing,
     "app_fp8::product": _narrow_product,
 }

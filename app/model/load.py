@@ -14,7 +14,7 @@ from app.model.attention import right_own
 from app.model.build import ModelSections, build_base
 from app.model.dtypes import DTYPES
 from app.model.held import Held
-from app.model.quantize import lasting, packing_of
+from app.model.quantization import lasting, packing_of
 from app.model.source import fetch_folder, gist, require_weights
 from app.model.tasks import Task, task_of
 from app.model.tokenizer import load_tokenizer

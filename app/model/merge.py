@@ -18,8 +18,7 @@ from app.model.build import ModelSections
 from app.model.delta import WEIGHTS, LowRank, whole_weights
 from app.model.dtypes import DTYPES
 from app.model.fingerprint import weight_files
-from app.model.packing import Packing
-from app.model.quantize import linear_inside
+from app.model.quantization import Packing, linear_inside
 from app.model.tasks import task_of
 from app.model.weights import build_on_meta
 

@@ -9,7 +9,7 @@ from torch import nn
 from app.model.adapter import attach
 from app.model.build import ModelSections
 from app.model.pooled import keep_exact
-from app.model.quantize import require_quantizable, settle
+from app.model.quantization import require_quantizable, settle
 from app.model.recompute import repeated_layers
 from app.model.tasks import task_of
 from app.model.weights import build_on_meta

@@ -13,8 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from app.model.held import Held
-from app.model.packing import Packing
-from app.model.quantize import linear_inside
+from app.model.quantization import Packing, linear_inside
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from app.batch import Batch
 from app.errors import EnvironmentProblem
 from app.model.compiling import Blocks
-from app.model.fused import NOTHING_FUSED
-from app.model.fused.unpacking import Unpacking
+from app.model.fusion import Fused
 from app.model.head import Head, chunk_rows, head_parameters, own_head, token_loss_sum, token_scores
 from app.model.lending import Lending
 from app.model.linear_head import LinearHead
@@ -29,8 +28,7 @@ class Trainee(nn.Module):
         super().__init__()
         self.network = network
         self.compute = compute
-        self.fused = NOTHING_FUSED
-        self.unpacking = Unpacking()
+        self.fused = Fused()
         self.blocks: Blocks | None = None  # layers that are compiled
         self.lending: Lending | None = None  # layers whose weights come as they are needed
         self.pooled = pooled  # one answer for a document
@@ -75,7 +73,7 @@ class Trainee(nn.Module):
     def remarks(self) -> list[str]:
         """On what is computed in a slower way than it could be, or by other code than the model's own."""
         compiled = self.blocks.remarks() if self.blocks else []
-        return [*self.fused.remarks(), *self.unpacking.remarks, *self.head_remarks, *compiled]
+        return [*self.fused.remarks(), *self.head_remarks, *compiled]
 
     def _labelled_rows(self, batch: Batch) -> Tensor:
         hidden = self.language_model.base_model(

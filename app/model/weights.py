@@ -16,9 +16,8 @@ from app.errors import ConfigError, EnvironmentProblem
 from app.model.drawing import draw
 from app.model.held import Held
 from app.model.lending import Lending
-from app.model.packing import Packing
 from app.model.pooled import is_of_head
-from app.model.quantize import linear_outside, require_quantizable, settle
+from app.model.quantization import Packing, linear_outside, require_quantizable, settle
 from app.model.shards import parameters_on_meta, read_shards
 from app.model.source import fetch_folder, folder_at_hand, gist, local_place, require_config, require_weights
 from app.model.support import require_kind, require_structure

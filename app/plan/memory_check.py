@@ -9,7 +9,7 @@ from app.config.schema import RunConfig
 from app.engine import layers
 from app.engine.runtime import default_device
 from app.engine.segments import segments_grow
-from app.model.quantize import require_machine
+from app.model.quantization import require_machine
 from app.plan.estimate import MemoryPlan
 from app.plan.fit import Machine, Verdict, bound, machine_of
 from app.plan.planner import Planned, Planner, by_facts

@@ -17,8 +17,7 @@ from app.engine.peers import Peers
 from app.engine.runtime import Runtime
 from app.engine.step import Stepper
 from app.model.dtypes import DTYPES
-from app.model.fused import fuse
-from app.model.fused.unpacking import share_scratch
+from app.model.fusion import fuse
 from app.model.hidden import HIDDEN
 from app.model.kernels import as_on_gpu
 from app.model.linear_head import linear_head
@@ -118,7 +117,6 @@ def _ready(traced: Traced, network: nn.Module, recomputed: int, arithmetic: Arit
     for kind, tensors in kept_tensors(trainee, optimizer).items():
         counter.hold(kind, tensors)
     if run.adapter.fused:
-        share_scratch(network, DTYPES[traced.precision].base, proven=False)
         trainee.fused = fuse(network, None)
     host = Host("meta" if traced.on_gpu else "cpu") if run.training.offload else None
     watch(stepper, counter, arithmetic, recomputed, host)

@@ -87,7 +87,7 @@ def _measured(folder: Path, reader: str) -> dict[str, Any]:
     from app.model import weights
     from app.model.attention import register
     from app.model.held import Held
-    from app.model.quantize import packing_of
+    from app.model.quantization import packing_of
     from app.model.tasks import TASKS
 
     if reader == "transformers":

@@ -25,7 +25,7 @@ from app.model.build import build_trainee
 from app.model.dtypes import DTYPES
 from app.model.head_proof import settle_head
 from app.model.held import Held
-from app.model.quantize import packing_of
+from app.model.quantization import packing_of
 from app.model.tasks import TASKS
 from app.model.weights import load_base, load_packed
 from app.optim.optimizers import build_optimizer

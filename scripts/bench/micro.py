@@ -23,7 +23,7 @@ from torch import Tensor
 from app.batch import Documents
 from app.errors import AppError
 from app.model.attention import BACKENDS, Rules, sdpa
-from app.model.fp8.operations import quantize_rows
+from app.model.fp8_linear import quantize_rows
 from app.model.kernels import can_run
 from app.model.linear_head import LinearHead
 from scripts.bench.machine import here

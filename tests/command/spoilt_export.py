@@ -10,7 +10,7 @@ from torch import Tensor
 
 from app import export
 from app.engine.exporting import Export
-from app.model.quantize import FourBit
+from app.model.quantization import FourBit
 
 
 def _one_tensor(folder: Path) -> None:

@@ -15,7 +15,7 @@ from app.engine.runtime import REDUCTIONS
 from app.model.adapter import ADAPTERS
 from app.model.attention import BACKENDS
 from app.model.dtypes import DTYPES
-from app.model.quantize import QUANTIZATIONS
+from app.model.quantization import QUANTIZATIONS
 from app.model.tasks import TASKS
 from app.optim.optimizers import OPTIMIZERS
 from app.optim.schedule import SCHEDULES

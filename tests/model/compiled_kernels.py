@@ -9,7 +9,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from app.batch import IGNORE
-from app.model.kernels import fp8_triton, loss_triton, nf4_triton
+from app.model.kernels import fp8_triton, loss_triton
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
@@ -30,24 +30,9 @@ def stores(kernel: Any, given: dict[str, str], constants: dict[str, Any], **opti
 
 LOSS = {"logits": "*bf16", "targets": "*i64", "weights": "*fp32", "losses": "*fp32"}
 SIZES = {"stride": "i32", "vocabulary": "i32"}
-NF4 = {"packed": "*u8", "scales": "*u8", "code": "*fp32", "out": "*bf16", "count": "i32"}
-NESTED = dict.fromkeys(("second", "second_code", "offset"), "*fp32")
-
 for gradient in (True, False):
     known = {"WEIGHTED": gradient, "GRADIENT": gradient, "IGNORED": IGNORE, "BLOCK": 8192}
     sys.stdout.write(f"loss: {stores(loss_triton._spend, LOSS | SIZES, known, num_warps=16)}\n")
-known = {"NESTED": True, "HALF": 32, "SECOND": 256, "BLOCKS": nf4_triton._BLOCKS}
-found = stores(nf4_triton._unpack, NF4 | NESTED, known, num_warps=8, enable_fp_fusion=False)
-sys.stdout.write(f"nf4: {found}\n")
-
-ROUNDED = {"out": "*fp8e4nv", "scales": "*fp32", "width": "i32"}
-MADE_OF = {
-    fp8_triton._rows: {"rows": "*bf16"},
-    fp8_triton._gated: {"gate": "*bf16", "up": "*bf16", "opened": "*bf16"},
-    fp8_triton._normed: {"rows": "*bf16", "gain": "*bf16", "normed": "*bf16", "roots": "*fp32"},
-}
-MORE: dict[Any, list[dict[str, Any]]] = {fp8_triton._normed: [{"EPS": 1e-5, "WAY": way} for way in range(3)]}
-for kernel, given in MADE_OF.items():
-    for more in MORE.get(kernel, [{}]):
-        constants = more | {"LEAST": 1e-12, "LARGEST": 448.0, "BLOCK": 4096}
-        sys.stdout.write(f"fp8: {stores(kernel, given | ROUNDED, constants, num_warps=8)}\n")
+given = {"rows": "*bf16", "out": "*fp8e4nv", "scales": "*fp32", "width": "i32"}
+rounding: dict[str, Any] = {"LEAST": 1e-12, "LARGEST": 448.0, "BLOCK": 4096}
+sys.stdout.write(f"fp8: {stores(fp8_triton._rows, given, rounding, num_warps=8)}\n")

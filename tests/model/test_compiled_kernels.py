@@ -20,11 +20,9 @@ def test_compile_for_hopper(app_env: dict[str, str], tmp_path: Path) -> None:
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    with_gradient, without, nf4, *fp8 = ended.stdout.splitlines()
+    with_gradient, without, fp8 = ended.stdout.splitlines()
     assert "st.global.v4.b32" in with_gradient
     assert "st.global.v4" not in without
     assert "fma" in with_gradient, "so its absence tells something"
-    assert nf4 == "nf4: st.global.v4.b32"
-    assert [line.partition(":")[0] for line in fp8] == ["fp8"] * 5, "rows, SwiGLU, and a norm in three ways"
-    assert all("st.global.v4.b32" in line for line in fp8)
-    assert "fma" not in fp8[0], "a product and its rounding by itself, as torch does it"
+    assert "st.global.v4.b32" in fp8
+    assert "fma" not in fp8, "a product and its rounding by itself, as torch does it"

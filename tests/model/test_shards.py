@@ -13,11 +13,11 @@ from app.errors import EnvironmentProblem
 from app.model import weights
 from app.model.attention import register
 from app.model.held import Held
-from app.model.quantize import packing_of
+from app.model.quantization import packing_of
 from app.model.shards import read_shards
 from app.model.weights import load_packed
 from tests.model.small import CAUSAL, built, documents_of, wide_numbers
-from tests.model.test_quantize import NF4, packed_bytes, wide
+from tests.model.test_quantization import NF4, packed_bytes, wide
 
 CPU = torch.device("cpu")
 IDS = documents_of((10,))[0][None]

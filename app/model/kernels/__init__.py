@@ -30,6 +30,11 @@ def taken_by(device: torch.device) -> bool:
     return _as_on_gpu.get() or can_run(device)
 
 
+def on_gpu(device: torch.device) -> bool:
+    """Whether the ways of a GPU are taken there, kernels or not."""
+    return _as_on_gpu.get() or device.type == "cuda"
+
+
 @contextlib.contextmanager
 def as_on_gpu() -> Iterator[None]:
     """Inside, a CPU takes the ways of a GPU: for plans, whose tensors are the CPU's, and for tests."""

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from app.model.fused import fuse, norm
-from app.model.fused.norm import RootNorm, root_norm_of
+from app.model.fusion import fuse
+from app.model.rms_norm import RmsNorm, eps_of, rms_norm_of
 from app.model.trainee import Trainee
 from tests.model.small import distance, full, gradients, lora, trainee_of
 from tests.model.test_recompute import BATCH
@@ -27,7 +27,7 @@ def norm_of(kind: str) -> Any:
 
 
 def ours(module: Any) -> Any:
-    found = root_norm_of(module, tells=False)
+    found = rms_norm_of(module)
     assert found is not None
     return lambda x: found(x, module.weight)
 
@@ -71,7 +71,7 @@ def in_float64(module: Any) -> tuple[Any, Any]:
     """The plain definition; kinds differ only in what they multiply by."""
     exact = copy.deepcopy(module).double()
     more = 1.0 if "Gemma" in type(module).__name__ else 0.0
-    eps = norm.eps_of(module)
+    eps = eps_of(module)
     return lambda x: x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * (exact.weight + more), exact
 
 
@@ -97,87 +97,36 @@ class WithGate(Centred):
 
 @pytest.mark.parametrize("module", [Centred(), WithGate(), nn.LayerNorm(8), nn.LayerNorm(8, bias=False)])
 def test_what_is_no_such_norm_is_left_alone(module: nn.Module) -> None:
-    assert root_norm_of(module, tells=True) is None
+    assert rms_norm_of(module) is None
     own = module.forward
     assert fuse(module, None).norms == 0
     assert module.forward == own
 
 
 def test_torchs_own_is_known() -> None:
-    assert root_norm_of(nn.RMSNorm(8, eps=1e-5), tells=True) is not None
+    assert rms_norm_of(nn.RMSNorm(8, eps=1e-5)) is not None
 
 
 class Doubled(nn.RMSNorm):
-    """By an attribute of its own, which may be anything."""
+    """By an attribute of its own."""
 
-    def __init__(self, by: Any) -> None:
+    def __init__(self, by: float) -> None:
         super().__init__(8, eps=1e-5)
         self.by = by
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * float(self.by)
+        return super().forward(x) * self.by
 
 
-class InParts(Doubled):
-    """Computes by a method that another kind may have of its own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.times() * super().forward(x)
-
-    def times(self) -> float:
-        return 1.0
+def test_modules_of_one_class_with_other_settings_are_looked_at_apart() -> None:
+    assert fuse(nn.ModuleList([Doubled(1.0), Doubled(2.0), Doubled(1.0)]), None).norms == 2
 
 
-class InOtherParts(InParts):
-    def times(self) -> float:
-        return 2.0
-
-
-@pytest.fixture
-def compared(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
-    """Modules whose numbers are looked at."""
-    found: list[nn.Module] = []
-    real = norm._apart
-
-    def noted(module: nn.Module, norms: list[RootNorm]) -> list[tuple[float, float]]:
-        found.append(module)
-        return real(module, norms)
-
-    monkeypatch.setattr(norm, "_apart", noted)
-    monkeypatch.setattr(norm, "_ways", {})
-    return found
-
-
-@pytest.mark.parametrize("kind", NORMS)
-def test_a_kind_is_looked_at_once(kind: str, compared: list[nn.Module]) -> None:
-    module = norm_of(kind)
-    first = root_norm_of(module, tells=False)
-    assert first == root_norm_of(copy.deepcopy(module), tells=False) is not None
-    assert compared == [module]
-
-
-@pytest.mark.parametrize("as_what", [float, torch.tensor])
-def test_what_differs_in_an_attribute_is_another_kind(as_what: Any, compared: list[nn.Module]) -> None:
-    assert root_norm_of(Doubled(as_what(1.0)), tells=False) is not None
-    assert root_norm_of(Doubled(as_what(2.0)), tells=False) is None
-    assert len(compared) == 2
-
-
-@pytest.mark.usefixtures("compared")
-def test_a_kind_with_a_method_of_its_own_is_another() -> None:
-    assert root_norm_of(InParts(1.0), tells=False) is not None
-    assert root_norm_of(InOtherParts(1.0), tells=False) is None
-
-
-@pytest.mark.parametrize("part", ["again", "of_input"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_proof_sees_a_wrong_norm(part: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = getattr(RootNorm, part)
-    assert trainee_of("llama", lora(), precision).fused.norms == 5
-    monkeypatch.setattr(RootNorm, part, lambda *given: real(*given) * 1.1)
-    for known in (norm._ways, {}):
-        monkeypatch.setattr(norm, "_ways", known)
-        assert trainee_of("llama", lora(), precision).fused.norms == 0
+@pytest.mark.parametrize(("part", "precision"), [("output", "fp32"), ("input_gradient", "bf16")])
+def test_the_comparison_sees_a_wrong_norm(part: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = getattr(RmsNorm, part)
+    monkeypatch.setattr(RmsNorm, part, lambda *given: real(*given) * 1.1)
+    assert trainee_of("llama", lora(), precision).fused.norms == 0
 
 
 def kept_of(trainee: Trainee) -> tuple[set[int], list[int]]:
@@ -201,8 +150,7 @@ def kept_of(trainee: Trainee) -> tuple[set[int], list[int]]:
     return set(kept), [out.data_ptr() for out in outputs]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize(("kind", "precision"), [("llama", "fp32"), ("qwen2", "bf16"), ("gemma2", "bf16")])
 def test_no_layer_keeps_what_a_norm_made(kind: str, precision: str) -> None:
     """But the first, whose input nobody keeps."""
     kept, outputs = kept_of(trainee_of(kind, lora(), precision))
@@ -233,7 +181,7 @@ def test_trained_norms_get_their_gradients(kind: str, adapter: Any) -> None:
 
 
 def test_an_output_that_was_changed_is_kept() -> None:
-    """What its recipe says is no longer true."""
+    """How it was made is no longer true."""
     results = []
     for fused in (True, False):
         trainee = trainee_of("llama", lora(fused=fused))
@@ -254,4 +202,4 @@ def test_nothing_is_told_in_evaluation() -> None:
     with torch.no_grad():
         trainee(BATCH)
     trainee(BATCH)
-    assert [hasattr(out, "recipe") for out in outputs] == [False, True]
+    assert [hasattr(out, "recompute") for out in outputs] == [False, True]

@@ -15,7 +15,7 @@ from app.model.attention import register
 from app.model.build import ModelSections, build_trainee, plan_model, unpacked_base
 from app.model.held import Held
 from app.model.load import load_tuned
-from app.model.quantize import notes, packing_of, settle
+from app.model.quantization import DequantizeBuffer, FourBit, dequantized, notes, packing_of, settle
 from app.model.save import save_base, save_model
 from app.model.tokenizer import load_tokenizer
 from app.model.trainee import Trainee
@@ -190,6 +190,35 @@ def unpacked_copy(trainee: Trainee, precision: str) -> Trainee:
     return plain
 
 
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_one_buffer_holds_each_weight_as_bitsandbytes_gives_it(dtype: torch.dtype, *, double: bool) -> None:
+    four_bit = FourBit("nf4", double_quant=double, compute=dtype)
+    large, small = (four_bit.packed(nn.Linear(192, n, bias=False, dtype=dtype)) for n in (300, 16))
+    buffer = DequantizeBuffer([small, large])
+    first = buffer.dequantized(large, dtype)
+    assert torch.equal(first, dequantized(large))
+    second = buffer.dequantized(small, dtype)
+    assert second.data_ptr() == first.data_ptr()
+    assert torch.equal(second, dequantized(small))
+
+
+def test_a_packed_layer_computes_with_the_state_that_it_holds() -> None:
+    """Where FSDP gathers a weight, it is a plain parameter, in backward too."""
+    layer: Any = FourBit("nf4", double_quant=True, compute=torch.float32).packed(nn.Linear(64, 32))
+    holder = nn.Sequential(layer)
+    packing(torch.float32).settle(holder)
+    x = torch.randn(5, 64, requires_grad=True)
+    expected = layer(x)
+    (of_x,) = torch.autograd.grad(expected.cos().sum(), x)
+    weight = dequantized(layer)
+    layer.weight = nn.Parameter(layer.weight.data.clone(), requires_grad=False)
+    found = layer(x)
+    assert torch.equal(found, expected)
+    assert torch.equal(torch.autograd.grad(found.cos().sum(), x)[0], of_x)
+    assert distance(found.detach(), (x @ weight.T + layer.bias).detach()) <= 1e-6
+
+
 @pytest.mark.parametrize(("precision", "allowed"), [("fp32", 1e-5), ("bf16", 1e-2)])
 def test_loss_and_gradients_are_those_of_the_unpacked_weights(precision: str, allowed: float) -> None:
     ours = qlora(precision=precision)
@@ -250,8 +279,6 @@ def test_an_evaluation_changes_neither_the_base_nor_the_next_step(
     built("llama", "eager", **wide_numbers("llama")).save_pretrained(str(tmp_path))
     model = wide() if source == "random" else wide(path=str(tmp_path))
     trainee = build_trainee(parts_of(model=model), CPU, 0, "base")
-    flags = [layer.support_avx512bf16_for_cpu for _, layer in packed_layers(trainee.network)]
-    assert flags == [False] * 14
     adapted = {type(m).__module__ for m in trainee.network.modules() if type(m).__name__ == "Linear4bit"}
     assert adapted == {"bitsandbytes.nn.modules", "peft.tuners.lora.bnb"}, "PEFT was not told"
 
@@ -271,7 +298,7 @@ def test_an_evaluation_changes_neither_the_base_nor_the_next_step(
 
 
 def test_the_rearrangement_is_what_the_test_above_would_see(monkeypatch: pytest.MonkeyPatch) -> None:
-    """bitsandbytes' own layer, left as it comes: if this fails it no longer rearranges, and the flag can go."""
+    """bitsandbytes' own layer, left as it comes: if this fails, one reason for a forward of ours is gone."""
     from bitsandbytes.nn import Linear4bit
 
     rearranging(monkeypatch)

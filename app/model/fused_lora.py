@@ -1,0 +1,262 @@
+"""Frozen linear layers with LoRA, their gradients written by hand: PEFT's numbers, less memory, fewer passes.
+
+y = x W^T + bias + scale (x A^T) B^T, of one layer, of several that read the same rows, or of a whole gated MLP. Kept
+for the backward pass are x, or what it is made from again, and the few numbers x A^T. PEFT's forward keeps x once more
+for each adapter in the dtype that is computed in, and makes the sum in three passes over y. Layers of the same rows
+multiply them by all their A at once, and their gradients reach the rows in one buffer.
+
+Modules are held, never parameters: FSDP puts others in their place.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from app.model.quantization import DequantizeBuffer, dequantized
+from app.model.rms_norm import Recompute, recompute_of, with_recompute
+
+Halves = tuple[Tensor | None, Tensor | None]
+
+
+class Frozen(Protocol):
+    """A linear layer that is not trained. Rows come in the dtype that is computed in."""
+
+    def product(self, rows: Tensor) -> Tensor:
+        """rows W^T + bias."""
+
+    def back(self, gradient: Tensor) -> Tensor:
+        """gradient W: what reaches the rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Dense:
+    layer: nn.Linear
+
+    def product(self, rows: Tensor) -> Tensor:
+        return F.linear(rows, self.layer.weight.to(rows.dtype), _bias(self.layer, rows))
+
+    def back(self, gradient: Tensor) -> Tensor:
+        return gradient @ self.layer.weight.to(gradient.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _FourBits:
+    """A layer of bitsandbytes; with a buffer, which GPUs have, each product dequantises into that."""
+
+    layer: Any
+    buffer: DequantizeBuffer | None
+
+    def product(self, rows: Tensor) -> Tensor:
+        if self.buffer is None:
+            result: Tensor = self.layer(rows)
+            return result
+        return F.linear(rows, self.buffer.dequantized(self.layer, rows.dtype), _bias(self.layer, rows))
+
+    def back(self, gradient: Tensor) -> Tensor:
+        if self.buffer is None:
+            return gradient @ dequantized(self.layer).to(gradient.dtype)
+        return gradient @ self.buffer.dequantized(self.layer, gradient.dtype)
+
+
+def _bias(layer: Any, rows: Tensor) -> Tensor | None:
+    return None if layer.bias is None else layer.bias.to(rows.dtype)
+
+
+def frozen_of(layer: nn.Module, buffer: DequantizeBuffer | None = None) -> Frozen | None:
+    """None for a kind of layer that is computed in no way known here, or is trained."""
+    known: dict[str, Callable[[Any], Frozen]] = {
+        "Linear": _Dense,
+        "Linear4bit": lambda each: _FourBits(each, buffer),
+        "Fp8Linear": lambda each: each,  # has both products itself
+    }
+    make = known.get(type(layer).__name__)
+    trained = any(parameter.requires_grad for parameter in layer.parameters())
+    return None if make is None or trained else make(layer)
+
+
+class Lora(NamedTuple):
+    """The numbers of one layer, as a pass needs them: `a` is [r, in], `b` is [out, r]."""
+
+    frozen: Frozen
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoraLayer:
+    """One of PEFT's layers, and the name of its adapter."""
+
+    module: Any
+    adapter: str
+    frozen: Frozen
+
+    def lora(self) -> Lora:
+        """With the parameters that it has now."""
+        a, b = (half[self.adapter].weight for half in (self.module.lora_A, self.module.lora_B))
+        return Lora(self.frozen, a, b, float(self.module.scaling[self.adapter]))
+
+    def is_usable(self) -> bool:
+        """False where adapters were switched off, merged, or others put in."""
+        module = self.module
+        return not (module.disable_adapters or module.merged) and list(module.active_adapters) == [
+            self.adapter
+        ]
+
+
+def lora_layer_of(module: Any, buffer: DequantizeBuffer | None = None) -> LoraLayer | None:
+    """None for what is no plain LoRA layer with one adapter and without dropout."""
+    names = list(getattr(module, "lora_A", ()))
+    if len(names) != 1 or not hasattr(module, "get_base_layer"):
+        return None
+    (name,) = names
+    frozen = frozen_of(module.get_base_layer(), buffer)
+    plain = (
+        isinstance(module.lora_dropout[name], nn.Identity)
+        and name not in module.lora_variant
+        and module.lora_A[name].bias is None
+        and module.lora_B[name].bias is None
+        and list(module.active_adapters) == [name]
+    )
+    return LoraLayer(module, name, frozen) if frozen is not None and plain else None
+
+
+def together(x: Tensor, layers: Sequence[LoraLayer]) -> tuple[Tensor, ...]:
+    """The output of each layer, of rows in any leading shape, in one node of the graph."""
+    loras = [layer.lora() for layer in layers]
+    halves = [half for lora in loras for half in (lora.a, lora.b)]
+    result: tuple[Tensor, ...] = _Together.apply(x, loras, recompute_of(x), *halves)  # type: ignore[no-untyped-call]
+    return result
+
+
+def gated_mlp(
+    x: Tensor, act: Callable[[Tensor], Tensor], gate: LoraLayer, up: LoraLayer, down: LoraLayer
+) -> Tensor:
+    """down(act(gate(x)) * up(x)); `act` works on each number by itself. Only the outputs of gate and up are kept."""
+    opened, multiplied = together(x, (gate, up))
+    rows: Tensor = _Gate.apply(opened, multiplied, act)  # type: ignore[no-untyped-call]
+    with_recompute(rows, lambda one, other: act(one).mul_(other), opened, multiplied)
+    return together(rows, (down,))[0]
+
+
+def products(rows: Tensor, loras: Sequence[Lora]) -> tuple[list[Tensor], Tensor]:
+    """Of rows [n, in] in the dtype that is computed in: the layers' outputs, and rows A^T of all, side by side."""
+    inner = rows @ _stacked_a(loras, rows.dtype).T
+    outs = [
+        lora.frozen.product(rows).addmm_(part, lora.b.to(rows.dtype).T, alpha=lora.scale)
+        for lora, part in zip(loras, _split(inner, loras, dim=1), strict=True)
+    ]
+    return outs, inner
+
+
+def gradients(
+    upstream: Sequence[Tensor | None], rows: Tensor, inner: Tensor, loras: Sequence[Lora], *, of_rows: bool
+) -> tuple[Tensor | None, list[Halves]]:
+    """Of the rows, where they need one, and of A and B of each layer; None for an output that was not used."""
+    parts = zip(upstream, _split(inner, loras, dim=1), loras, strict=True)
+    reached, of_b = zip(*(_through_b(*part) for part in parts), strict=True)
+    of_inner = reached[0] if len(reached) == 1 else torch.cat(reached, dim=1)
+    of_a = _split(of_inner.T @ rows, loras, dim=0)
+    halves = [
+        (None if gradient is None else a.to(lora.a.dtype), b)
+        for gradient, a, b, lora in zip(upstream, of_a, of_b, loras, strict=True)
+    ]
+    total = None
+    if of_rows:
+        for gradient, lora in zip(upstream, loras, strict=True):
+            total = total if gradient is None else _back_onto(total, gradient, lora.frozen)
+    if total is not None:
+        total.addmm_(of_inner, _stacked_a(loras, rows.dtype))
+    return total, halves
+
+
+def _through_b(gradient: Tensor | None, inner: Tensor, lora: Lora) -> tuple[Tensor, Tensor | None]:
+    """What reaches rows A^T, and the gradient of B."""
+    if gradient is None:
+        return torch.zeros_like(inner), None
+    reached = (gradient @ lora.b.to(gradient.dtype)).mul_(lora.scale)
+    return reached, (gradient.T @ inner).mul_(lora.scale).to(lora.b.dtype)
+
+
+def _back_onto(total: Tensor | None, gradient: Tensor, frozen: Frozen) -> Tensor:
+    """gradient W added to what already reached the same rows, in its place; None: nothing did."""
+    if total is None:
+        return frozen.back(gradient)
+    if isinstance(frozen, _Dense):  # in the product itself, without a buffer of its own
+        return total.addmm_(gradient, frozen.layer.weight.to(gradient.dtype))
+    return total.add_(frozen.back(gradient))
+
+
+def _stacked_a(loras: Sequence[Lora], dtype: torch.dtype) -> Tensor:
+    """Anew for each call: so it is never behind the parameters, and it is small."""
+    each = [lora.a.to(dtype) for lora in loras]
+    return each[0] if len(each) == 1 else torch.cat(each)
+
+
+def _split(stacked: Tensor, loras: Sequence[Lora], dim: int) -> Sequence[Tensor]:
+    return torch.split(stacked, [lora.a.shape[0] for lora in loras], dim)
+
+
+def computed_in(x: Tensor) -> torch.dtype:
+    """What autocast would make of it."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+class _Together(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, loras: Sequence[Lora], recompute: Recompute | None, *halves: Tensor
+    ) -> tuple[Tensor, ...]:
+        rows = x.flatten(0, -2).to(computed_in(x))
+        with torch.autocast(x.device.type, enabled=False):
+            outs, inner = products(rows, loras)
+        ctx.save_for_backward(inner, *halves, *((rows,) if recompute is None else recompute.tensors))
+        ctx.set_materialize_grads(False)
+        ctx.shape, ctx.dtype, ctx.computed = x.shape, x.dtype, rows.dtype
+        ctx.again = None if recompute is None else recompute.function
+        ctx.frozen = [(lora.frozen, lora.scale) for lora in loras]
+        return tuple(out.view(*x.shape[:-1], -1) for out in outs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        inner, *rest = ctx.saved_tensors
+        halves, kept = rest[: 2 * len(ctx.frozen)], rest[2 * len(ctx.frozen) :]
+        loras = [
+            Lora(frozen, a, b, scale)
+            for (frozen, scale), a, b in zip(ctx.frozen, halves[::2], halves[1::2], strict=True)
+        ]
+        rows = kept[0] if ctx.again is None else ctx.again(*kept).flatten(0, -2).to(ctx.computed)
+        given = [None if each is None else each.flatten(0, -2).to(ctx.computed) for each in upstream]
+        with torch.autocast(rows.device.type, enabled=False):
+            of_rows, of_halves = gradients(given, rows, inner, loras, of_rows=ctx.needs_input_grad[0])
+        of_x = None if of_rows is None else of_rows.to(ctx.dtype).view(ctx.shape)
+        return of_x, None, None, *(half for both in of_halves for half in both)
+
+
+class _Gate(torch.autograd.Function):
+    """act(gate) * up, of any activation that autograd knows; it is computed again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.act = act
+        with torch.autocast(gate.device.type, enabled=False):
+            return act(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (gate, up), (gradient,) = ctx.saved_tensors, upstream
+        with torch.autocast(gate.device.type, enabled=False):
+            with torch.enable_grad():
+                leaf = gate.detach().requires_grad_()
+                activated = ctx.act(leaf)
+            (of_gate,) = torch.autograd.grad(activated, leaf, gradient * up)
+            return of_gate, activated.detach().mul_(gradient), None

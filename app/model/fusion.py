@@ -1,0 +1,326 @@
+"""Which layers of a network get a forward of ours, and the comparison that it gives what their own gives.
+
+Layers that read the same rows are found by name. A model calls them one after another: the first of them computes for
+all, and the others hand out what is there, if they are given the very same tensor. That happens inside one call of
+their parent, and nothing outlives it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from app.model.fused_lora import LoraLayer, computed_in, gated_mlp, lora_layer_of, together
+from app.model.kernels import on_gpu
+from app.model.proof import Proof, furthest
+from app.model.quantization import DequantizeBuffer
+from app.model.rms_norm import eps_of, rms_norm_of
+
+# Children of one module that read the same rows, by the names that transformers gives them
+SAME_ROWS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),  # BERT and its kin
+    ("q_lin", "k_lin", "v_lin"),  # DistilBERT
+    ("q_a_proj", "kv_a_proj_with_mqa"),  # DeepSeek
+    ("gate_proj", "up_proj"),
+)
+_GROUP_TO_TELL = 3  # so many adapted layers of as many inputs in one module, and none of these names
+
+_ROWS = 8  # that a comparison computes with
+_EXACT = 1e-5
+_EXACT_NORM = 1e-6
+_ROUNDINGS = 8  # of the dtype that is computed in: each side makes a few, and the plain one more
+
+Forward = Callable[..., Any]
+Present = Callable[[nn.Module], Any]  # a context in which a module's weights are there
+Arithmetic = Callable[[], Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """How many pieces are fused, and what was compared for each kind of them."""
+
+    linear: int = 0
+    gated: int = 0
+    shared: int = 0  # groups of layers that are given the same rows
+    norms: int = 0
+    proofs: tuple[Proof, ...] = ()
+    unknown: tuple[str, ...] = ()  # modules whose layers may read the same rows, under other names
+
+    def remarks(self) -> list[str]:
+        """On what is computed as the model and PEFT do although it could be fused."""
+        return [
+            *(
+                f"adapter.fused=true: {proof.what} differs by {proof.difference:.1e} (allowed "
+                f"{proof.allowed:.1e}), so these layers are computed as the model and PEFT do"
+                for proof in self.proofs
+                if not proof.holds
+            ),
+            *(
+                f"adapter.fused=true: {names} are no names of layers that read the same rows, as far as is known "
+                "here, so each is computed by itself"
+                for names in self.unknown
+            ),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Modules that get another forward; `alike` are pieces that one comparison holds for."""
+
+    modules: tuple[Any, ...]
+    forward: Callable[[Tensor], Any]  # the output of the module, or of several those of each
+    layers: tuple[LoraLayer, ...]
+    alike: tuple[Any, ...]
+    parent: Any = None  # of several that are given the same rows
+
+    def own(self) -> Callable[[Tensor], Any]:
+        """What it takes the place of."""
+        forwards = [module.forward for module in self.modules]
+        return forwards[0] if len(forwards) == 1 else lambda x: tuple(each(x) for each in forwards)
+
+    def is_usable(self) -> bool:
+        return all(layer.is_usable() for layer in self.layers)
+
+
+def fuse(network: nn.Module, arithmetic: Arithmetic, *, present: Present = nullcontext) -> Fused:
+    """Put in what gives the modules' own results, and leave alone what does not.
+
+    `arithmetic` is entered for the comparison: autocast of the run's precision. None: nothing is compared, for a
+    network that has no numbers. In `present` a module has its weights.
+    """
+    layers = _lora_layers(network)
+    proofs: dict[tuple[Any, ...], Proof] = {}
+
+    def sound(pieces: Iterable[_Piece]) -> list[_Piece]:
+        """One comparison for pieces that are alike, each in an arithmetic of its own: autocast remembers casts."""
+        given = list(pieces)
+        for alike, piece in {each.alike: each for each in given}.items():
+            if arithmetic is not None:
+                with arithmetic(), present(piece.modules[0]):
+                    proofs[alike] = _compared(piece)
+        return [piece for piece in given if arithmetic is None or proofs[piece.alike].holds]
+
+    linear = sound(_piece([layer], partial(_one, layer)) for layer in layers.values())
+    gated, norms = sound(_gated_pieces(network, layers)), sound(_norm_pieces(network))
+    whole = {piece.modules[0] for piece in gated}  # calls none of its layers then
+    sharing = {module: layers[module] for piece in linear for module in piece.modules}
+    groups = sound(_groups(network, sharing, whole))
+    for piece in (*linear, *gated, *norms):
+        (module,) = piece.modules
+        module.forward = _in_place_of(module.forward, piece)
+    for piece in groups:
+        _serve_together(piece)
+    unknown = _unknown_groups(network, sharing)
+    return Fused(len(linear), len(gated), len(groups), len(norms), tuple(proofs.values()), unknown)
+
+
+def _lora_layers(network: nn.Module) -> dict[nn.Module, LoraLayer]:
+    packed: list[Any] = [each for each in network.modules() if type(each).__name__ == "Linear4bit"]
+    buffer = DequantizeBuffer(packed) if packed and on_gpu(packed[0].weight.device) else None
+    found = {module: lora_layer_of(module, buffer) for module in network.modules()}
+    return {module: layer for module, layer in found.items() if layer is not None}
+
+
+def _one(layer: LoraLayer, x: Tensor) -> Tensor:
+    return together(x, (layer,))[0]
+
+
+def _gated_pieces(network: nn.Module, layers: dict[nn.Module, LoraLayer]) -> Iterator[_Piece]:
+    """Gated MLPs all of whose layers are adapted."""
+    for module in network.modules():
+        parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+        adapted = [layers[part] for part in parts if part in layers]
+        act = getattr(module, "act_fn", None)
+        if act is not None and len(adapted) == len(parts):
+            gate, up, down = adapted
+            yield _piece(adapted, partial(gated_mlp, act=act, gate=gate, up=up, down=down), [module])
+
+
+def _groups(
+    network: nn.Module, layers: dict[nn.Module, LoraLayer], whole: set[nn.Module]
+) -> Iterator[_Piece]:
+    for parent in network.modules():
+        for names in SAME_ROWS if parent not in whole else ():
+            group = [layers[child] for name in names if (child := parent._modules.get(name)) in layers]
+            if len(group) > 1:
+                yield _piece(group, partial(together, layers=group), parent=parent)
+
+
+def _unknown_groups(network: nn.Module, layers: dict[nn.Module, LoraLayer]) -> tuple[str, ...]:
+    """Names of layers, of one module each, that may be q, k and v of a kind that is not known by name."""
+    known = {name for names in SAME_ROWS for name in names}
+    found = set()
+    for parent in network.modules():
+        inputs: dict[int, list[str]] = {}
+        for name, child in parent._modules.items():
+            if child in layers:
+                inputs.setdefault(layers[child].lora().a.shape[1], []).append(name)
+        found |= {
+            f"{', '.join(names)} of {type(parent).__name__}"
+            for names in inputs.values()
+            if len(names) >= _GROUP_TO_TELL and not known.intersection(names)
+        }
+    return tuple(sorted(found))
+
+
+def _norm_pieces(network: nn.Module) -> Iterator[_Piece]:
+    """Norms of a kind that is known."""
+    known: dict[tuple[Any, ...], Any] = {}
+    for module in network.modules():
+        weight = module._parameters.get("weight")
+        if weight is None or weight.ndim != 1:
+            continue
+        settings = sorted(
+            (n, each) for n, each in vars(module).items() if isinstance(each, str | float | int)
+        )
+        alike = (type(module), weight.shape, weight.dtype, weight.requires_grad, eps_of(module), *settings)
+        if alike not in known:
+            known[alike] = rms_norm_of(module)
+        if known[alike] is not None:
+            yield _Piece((module,), partial(_normed, known[alike], module), (), alike)
+
+
+def _normed(norm: Any, module: Any, x: Tensor) -> Any:
+    return norm(x, module.weight)
+
+
+def _piece(
+    layers: list[LoraLayer], forward: Any, modules: list[Any] | None = None, parent: Any = None
+) -> _Piece:
+    replaced = tuple(modules or [layer.module for layer in layers])
+    alike = (len(replaced), type(replaced[0]), *(_kind(layer) for layer in layers))
+    return _Piece(replaced, forward, tuple(layers), alike, parent)
+
+
+def _kind(layer: LoraLayer) -> tuple[Any, ...]:
+    base, lora = layer.module.get_base_layer(), layer.lora()
+    shapes = (tuple(lora.a.shape), tuple(lora.b.shape))
+    return (type(base).__name__, *shapes, base.weight.dtype, base.bias is None, lora.scale)
+
+
+def _in_place_of(own: Forward, piece: _Piece) -> Forward:
+    @wraps(own)
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or not piece.is_usable():
+            return own(x, *args, **kwargs)
+        return piece.forward(x)
+
+    return forward
+
+
+def _serve_together(piece: _Piece) -> None:
+    shared = Shared(piece.forward, piece.is_usable)
+    piece.parent.forward = shared.parent(piece.parent.forward)
+    for place, module in enumerate(piece.modules):
+        module.forward = shared.member(place, module.forward)
+
+
+class Shared:
+    """What the first of several layers computed for the others, while their parent's forward runs."""
+
+    def __init__(self, forward: Callable[[Tensor], Any], is_usable: Callable[[], bool]) -> None:
+        self._forward, self._is_usable = forward, is_usable
+        self._inside = False
+        self._given: tuple[Any, ...] = ()
+        self._left: dict[int, Tensor] = {}
+
+    def parent(self, own: Forward) -> Forward:
+        """The forward of their parent, inside of which they are served."""
+
+        @wraps(own)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self._inside = True
+            try:
+                return own(*args, **kwargs)
+            finally:
+                self._inside = False
+                self._given, self._left = (), {}
+
+        return forward
+
+    def member(self, place: int, alone: Forward) -> Forward:
+        """The forward of one of them; `alone` is what it computes by itself."""
+
+        @wraps(alone)
+        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            inside = self._inside and not x.is_inference()  # such a tensor does not tell when it is changed
+            if args or kwargs or not inside or not self._is_usable():
+                return alone(x, *args, **kwargs)
+            given = (x._version, torch.is_grad_enabled())
+            if not self._left:
+                self._given, self._left = (x, *given), dict(enumerate(self._forward(x)))
+            if place not in self._left or self._given[0] is not x or self._given[1:] != given:
+                return alone(x)
+            out = self._left.pop(place)
+            if not self._left:
+                self._given = ()
+            return out
+
+        return forward
+
+
+def _compared(piece: _Piece) -> Proof:
+    """Outputs and gradients on a few rows, with every B drawn as large as makes the adapter count."""
+    x, exact = _rows_for(piece)
+    halves = [layer.lora().b for layer in piece.layers]
+    kept = [b.detach().clone() for b in halves]
+    try:
+        for b in halves:
+            _draw(b)
+        own, ours = (_outcome(forward, x, piece) for forward in (piece.own(), piece.forward))
+    finally:
+        with torch.no_grad():
+            for b, before in zip(halves, kept, strict=True):
+                b.copy_(before)
+    allowed = exact if x.dtype == torch.float32 else _ROUNDINGS * torch.finfo(x.dtype).eps
+    return Proof(f"{_name(piece)}, against its own forward", furthest(ours, own), allowed)
+
+
+def _rows_for(piece: _Piece) -> tuple[Tensor, float]:
+    """In the dtype in which they come, and how exact fp32 must be."""
+    like = piece.layers[0].lora().a if piece.layers else piece.modules[0].weight
+    width = like.shape[-1]
+    places = torch.arange(_ROWS * width, device=like.device, dtype=torch.float32)
+    x = torch.sin(places).view(1, _ROWS, width)
+    if not piece.layers:
+        return x.to(like.dtype), _EXACT_NORM
+    return x.to(computed_in(x) if torch.is_autocast_enabled(like.device.type) else like.dtype), _EXACT
+
+
+def _name(piece: _Piece) -> str:
+    names = "|".join(type(module).__name__ for module in piece.modules)
+    if not piece.layers:
+        return f"fused {names} of {piece.modules[0].weight.shape[0]}"
+    outputs = [str(layer.lora().b.shape[0]) for layer in piece.layers]
+    sizes = "|".join(outputs) if len(piece.modules) > 1 else outputs[-1]
+    return f"fused {names}, {piece.layers[0].lora().a.shape[1]} to {sizes}"
+
+
+@torch.no_grad()
+def _draw(b: Tensor) -> None:
+    """Not at random: a run's random numbers must not depend on what was compared."""
+    places = torch.arange(b.numel(), device=b.device, dtype=torch.float32)
+    b.copy_((torch.cos(places * 1.7) / b.shape[1] ** 0.5).view_as(b))
+
+
+def _outcome(forward: Forward, x: Tensor, piece: _Piece) -> list[Tensor]:
+    leaf = x.detach().requires_grad_()
+    weights = [half for layer in piece.layers for half in (layer.lora().a, layer.lora().b)]
+    weights = weights or [piece.modules[0].weight]
+    with torch.enable_grad():
+        given = forward(leaf)
+    outs = given if isinstance(given, tuple) else (given,)
+    trained = [each for each in weights if each.requires_grad]
+    found = torch.autograd.grad([_some_loss(out) for out in outs], [leaf, *trained])
+    return [each.detach().double() for each in (*outs, *found)]
+
+
+def _some_loss(out: Tensor) -> Tensor:
+    """Whose gradient does not point along the output: a norm would let almost nothing of that through."""
+    places = torch.arange(out.numel(), device=out.device) % 7
+    return (out.float() + places.view_as(out)).cos().sum()

@@ -1,0 +1,180 @@
+"""RMSNorm that keeps its input and one number a row, and whose output can be made again from them.
+
+y = x / sqrt(mean(x^2) + eps), weighted. A model's own forward keeps several fp32 copies of its input. Layers that read
+the output keep the norm's input, which is kept anyway, in place of the output (`Recompute`), and make it again in the
+backward pass. Kinds differ in when they round and in what they multiply by; which a module does is found by comparing.
+"""
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _disable_current_modes
+
+from app.model.proof import worst
+
+_ROWS = 8  # that are compared
+_EXACT = 1e-6
+_NEAR = 8 * torch.finfo(torch.bfloat16).eps
+# of weights and rows
+_DTYPES = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.bfloat16),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """How a tensor was made. `version` is the tensor's: one that was changed in place since is something else."""
+
+    function: Callable[..., Tensor]
+    tensors: tuple[Tensor, ...]
+    version: int
+
+
+def with_recompute(made: Tensor, function: Callable[..., Tensor], *tensors: Tensor) -> None:
+    """For layers that read `made` and would keep it for a backward pass; lives no longer than that."""
+    if made.requires_grad:
+        made.recompute = Recompute(function, tuple(each.detach() for each in tensors), made._version)  # type: ignore[attr-defined]
+
+
+def recompute_of(x: Tensor) -> Recompute | None:
+    """None for a tensor that has to be kept itself."""
+    found: Recompute | None = getattr(x, "recompute", None)
+    return found if found is not None and found.version == x._version else None
+
+
+@dataclass(frozen=True, slots=True)
+class Weighting:
+    """How normalised rows, in fp32, are multiplied by the weight."""
+
+    rounds_first: bool = False  # to the dtype of the rows, before they are multiplied
+    offset: float = 0.0
+
+    def weighted(self, normal: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """In that dtype, or in a wider one of the weight."""
+        if self.rounds_first:
+            return weight * normal.to(dtype)
+        return (normal * self.factor(weight)).to(dtype)
+
+    def factor(self, weight: Tensor) -> Tensor:
+        """The derivative of the result by the normalised rows."""
+        return weight.float() + self.offset if self.offset else weight.float()
+
+
+# Llama, Mistral and Qwen; OLMo and gpt-oss; Gemma
+WEIGHTINGS = (Weighting(rounds_first=True), Weighting(), Weighting(offset=1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNorm:
+    """One kind of norm."""
+
+    weighting: Weighting
+    eps: float
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Of rows in any leading shape."""
+        out, root = _RmsNorm.apply(x, weight, self)  # type: ignore[no-untyped-call]
+        with_recompute(out, self.output, x, root, weight)
+        result: Tensor = out
+        return result
+
+    def root(self, x: Tensor) -> Tensor:
+        """What each row is multiplied by, in fp32."""
+        return x.float().pow(2).mean(-1, keepdim=True).add_(self.eps).rsqrt_()
+
+    def output(self, x: Tensor, root: Tensor, weight: Tensor) -> Tensor:
+        """Forward, and again in a reader's backward pass."""
+        return self.weighting.weighted(x * root, weight, x.dtype)
+
+    def input_gradient(self, gradient: Tensor, normal: Tensor, root: Tensor, weight: Tensor) -> Tensor:
+        """In fp32; takes the place of `normal`."""
+        reached = gradient * self.weighting.factor(weight)
+        along = (reached * normal).mean(-1, keepdim=True)
+        return torch.addcmul(reached, normal, along, value=-1, out=normal).mul_(root)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor]:
+        root = norm.root(x)
+        out = norm.output(x, root, weight)
+        ctx.save_for_backward(x, root, weight)
+        ctx.mark_non_differentiable(root)
+        ctx.norm = norm
+        return out, root
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, _of_root: Any) -> tuple[Tensor | None, ...]:
+        x, root, weight = ctx.saved_tensors
+        normal = x * root
+        of_x = of_weight = None
+        if ctx.needs_input_grad[1]:
+            of_weight = (gradient * normal).flatten(0, -2).sum(0).to(weight.dtype)
+        if ctx.needs_input_grad[0]:
+            of_x = ctx.norm.input_gradient(gradient, normal, root, weight).to(x.dtype)
+        return of_x, of_weight, None
+
+
+def rms_norm_of(module: nn.Module) -> RmsNorm | None:
+    """None for what is no such norm: it computes something else, or takes more than its rows.
+
+    Compared are copies with weights of their own on the CPU, so that a model without numbers gets the same answer.
+    """
+    eps = eps_of(module)
+    if not isinstance(eps, float) or not _has_one_weight(module) or not _takes_rows_alone(module):
+        return None
+    norms = [RmsNorm(weighting, eps) for weighting in WEIGHTINGS]
+    with _disable_current_modes(), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own is slower with rows and weights of several dtypes
+        differences = _differences(module, norms)
+    (exact, rounded), norm = min(
+        zip(differences, norms, strict=True), key=lambda each: (each[0][0] > _EXACT, each[0][1])
+    )
+    return norm if exact <= _EXACT and rounded <= _NEAR else None
+
+
+def eps_of(module: nn.Module) -> Any:
+    """Under either of its names; None for a module that has neither."""
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
+
+
+def _has_one_weight(module: nn.Module) -> bool:
+    given = {name: each for name, each in module._parameters.items() if each is not None}
+    alone = given.keys() == {"weight"} and not module._modules and not module._buffers
+    return alone and given["weight"].ndim == 1
+
+
+def _takes_rows_alone(module: nn.Module) -> bool:
+    taken = inspect.signature(type(module).forward).parameters.values()
+    required = [each for each in taken if each.default is inspect.Parameter.empty]
+    return len(required) == 2  # itself and the rows
+
+
+def _differences(module: Any, norms: Sequence[RmsNorm]) -> list[tuple[float, float]]:
+    """Of each norm from the module's own forward: in fp32, and the largest where rows are in bf16."""
+    width = module.weight.shape[0]
+    places = torch.arange(_ROWS * width, dtype=torch.float32, device="cpu")
+    # rows so small that eps counts, and a mean that is not zero
+    x = (torch.sin(places) + 0.3).view(_ROWS, width) * torch.logspace(-3, 1, _ROWS, device="cpu")[:, None]
+    weight = torch.cos(places[:width] * 1.7) + 0.5
+    found = []
+    for weight_in, x_in in _DTYPES:
+        stand_in = copy.copy(module)
+        stand_in.__dict__["_parameters"] = module._parameters | {"weight": nn.Parameter(weight.to(weight_in))}
+        own = type(module).forward(stand_in, x.to(x_in))
+        found.append([_difference(norm(x.to(x_in), stand_in.weight), own) for norm in norms])
+    return [(exact, worst(rounded)) for exact, *rounded in zip(*found, strict=True)]
+
+
+def _difference(ours: Tensor, own: Tensor) -> float:
+    return float((ours - own).norm() / own.norm()) if own.dtype == ours.dtype else float("inf")

@@ -1,0 +1,39 @@
+"""NF4 on a GPU: bitsandbytes dequantises into one buffer, and fused layers multiply by what is there."""
+
+import pytest
+import torch
+from torch import nn
+
+from app.model.fused_lora import frozen_of
+from app.model.quantization import DequantizeBuffer, FourBit, dequantized
+from tests.model.small import distance
+
+SHAPES = ((1024, 4096), (14336, 4096), (4096, 14336))  # outputs, inputs
+
+
+def packed_layer(outputs: int, inputs: int, dtype: torch.dtype, *, double: bool = True) -> nn.Module:
+    layer = nn.Linear(inputs, outputs, bias=False, device="cuda", dtype=dtype)
+    return FourBit("nf4", double_quant=double, compute=dtype).packed(layer)
+
+
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_buffer_holds_what_bitsandbytes_gives(dtype: torch.dtype, *, double: bool) -> None:
+    layers = [packed_layer(*shape, dtype, double=double) for shape in SHAPES]
+    buffer = DequantizeBuffer(layers)
+    for layer in (*layers, layers[0]):
+        assert torch.equal(buffer.dequantized(layer, dtype), dequantized(layer))
+
+
+def test_products_against_float64() -> None:
+    outputs, inputs = SHAPES[1]
+    layer = packed_layer(outputs, inputs, torch.bfloat16)
+    weight = dequantized(layer).double()
+    rows = torch.randn(2048, inputs, device="cuda", dtype=torch.bfloat16)
+    above = torch.randn(2048, outputs, device="cuda", dtype=torch.bfloat16)
+    frozen = frozen_of(layer, DequantizeBuffer([layer]))
+    assert frozen is not None
+    with torch.no_grad():
+        product, back = frozen.product(rows), frozen.back(above)
+    assert distance(product.double(), rows.double() @ weight.T) <= 4e-3
+    assert distance(back.double(), above.double() @ weight) <= 4e-3

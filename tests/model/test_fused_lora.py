@@ -1,0 +1,376 @@
+"""Adapter layers with gradients written by hand against the forward of PEFT, of which autograd makes the rest."""
+
+import gc
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from app.config.schema import QuantizationConfig
+from app.model import fused_lora
+from app.model.fusion import fuse
+from app.model.kernels import as_on_gpu
+from app.model.trainee import Trainee
+from tests.model.small import ALL_KINDS, distance, gradients, lora, trainee_of
+from tests.model.test_recompute import BATCH, saved_bytes
+
+NF4 = QuantizationConfig(kind="nf4", double_quant=True)
+FUSED = {  # of two layers: adapted layers, gated MLPs, groups of the same rows, norms
+    "llama": (14, 2, 2, 5),
+    "mistral": (14, 2, 2, 5),
+    "granite": (14, 2, 2, 5),
+    "qwen2": (14, 2, 2, 5),
+    "qwen3": (14, 2, 2, 9),
+    "gemma2": (14, 2, 2, 9),
+    "gemma3_text": (14, 2, 2, 13),
+    "olmo2": (14, 2, 2, 9),
+    "cohere2": (14, 2, 2, 0),
+    "phi3": (8, 0, 0, 5),
+    "gpt_oss": (8, 0, 2, 5),
+    "mixtral": (8, 0, 2, 5),
+    "bert": (12, 0, 2, 0),
+    "roberta": (12, 0, 2, 0),
+    "modernbert": (8, 0, 0, 0),
+    "gpt2": (0, 0, 0, 0),  # has no linear layers but its own
+}
+
+
+def pair(kind: str, precision: str = "fp32", **given: Any) -> tuple[Trainee, Trainee]:
+    """The same numbers, fused and as PEFT computes."""
+    adapter = given.pop("adapter", {})
+    fused, plain = (trainee_of(kind, lora(fused=f, **adapter), precision, **given) for f in (True, False))
+    return fused, plain
+
+
+def outcome(trainee: Trainee) -> tuple[float, dict[str, Tensor]]:
+    trainee.zero_grad()
+    loss = trainee(BATCH)[0]
+    loss.backward()
+    return float(loss.detach()), gradients(trainee)
+
+
+@pytest.mark.parametrize("kind", sorted(ALL_KINDS))
+def test_each_kind_is_fused_as_far_as_it_gives_the_same(kind: str) -> None:
+    """Whether it is right is asked by the matrix; here, that it happens at all and PEFT's names stay."""
+    fused, plain = pair(kind)
+    found = fused.fused
+    assert (found.linear, found.gated, found.shared, found.norms) == FUSED[kind]
+    assert all(proof.holds for proof in found.proofs)
+    assert fused.remarks() == []
+    assert list(fused.network.state_dict()) == list(plain.network.state_dict())
+    assert plain.fused.linear == plain.fused.gated == 0
+
+
+def test_a_group_under_other_names_is_told() -> None:
+    network = Network(CALLS["in order"])
+    attention = network.attention
+    for name, other in (("q_proj", "wq"), ("k_proj", "wk"), ("v_proj", "wv")):
+        setattr(attention, other, attention._modules.pop(name))
+    found = fuse(network, None)
+    assert (found.linear, found.shared) == (3, 0)
+    assert [remark[:54] for remark in found.remarks()] == [
+        "adapter.fused=true: wq, wk, wv of Attention are no nam"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("llama", "self_attn.q_proj"), ("qwen2", "self_attn.q_proj"), ("llama", "mlp"), ("gemma2", "mlp")],
+)
+def test_bf16_is_as_near_to_the_truth_as_plain_passes(kind: str, name: str) -> None:
+    """Each part by itself: of a whole model chance decides. Qwen 2 has biases, Gemma 2 another activation."""
+    truth, fused, plain = (
+        trainee_of(kind, lora(fused=which == "fused"), precision)
+        for which, precision in (("truth", "fp32"), ("fused", "bf16"), ("plain", "bf16"))
+    )
+    with torch.no_grad():
+        for exact, rounded in zip(truth.parameters(), plain.parameters(), strict=True):
+            exact.copy_(rounded)
+    expected = on_rows(truth, name)
+    for ours, theirs, its in zip(on_rows(fused, name), on_rows(plain, name), expected, strict=True):
+        assert 0 < distance(ours, its) <= 1.3 * distance(theirs, its), "an average would be 1"
+
+
+def on_rows(trainee: Trainee, name: str) -> list[Tensor]:
+    """What a part of the first layer makes of many rows, and all gradients."""
+    module = trainee.language_model.base_model.get_submodule(f"layers.0.{name}")
+    generator = torch.Generator().manual_seed(1)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    like = trained[0]  # an A: of a gated MLP that of the gate, whose inputs are the MLP's
+    leaf = torch.randn(1, 512, like.shape[1], generator=generator).bfloat16().requires_grad_()
+    with trainee.arithmetic(leaf.device):
+        out = module(leaf if trainee.compute else leaf.float())
+    given = torch.randn(out.shape, generator=generator).bfloat16()
+    return [out.detach(), *torch.autograd.grad(out, [leaf, *trained], given.to(out.dtype))]
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["k_proj"], ["v_proj", "o_proj", "up_proj"]])
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_only_some_are_adapted(targets: list[str], recompute: bool) -> None:
+    fused, plain = pair("llama", adapter={"targets": targets}, recompute=recompute)
+    assert fused.fused.linear == 2 * len(targets)
+    assert fused.fused.shared == (2 if len(targets) == 2 else 0)
+    assert distance(outcome(fused)[1], outcome(plain)[1]) <= 1e-5
+
+
+@pytest.mark.parametrize("quantization", [None, NF4], ids=["dense", "nf4"])
+def test_nothing_else_is_kept_for_backward(quantization: QuantizationConfig | None) -> None:
+    given = {} if quantization is None else {"quantization": quantization}
+    fused, plain = (saved_bytes(each) for each in pair("llama", "bf16", **given))
+    assert fused < 0.7 * plain
+
+
+def test_q_k_and_v_keep_one_product_with_all_their_a() -> None:
+    """[rows, 3 r], and none of r for each."""
+    trainee = trainee_of("llama", lora(r=5))
+    shapes: list[tuple[int, ...]] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        shapes.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        trainee(BATCH)
+    tokens = BATCH.ids.numel()
+    widths = sorted(shape[1] for shape in shapes if shape[:1] == (tokens,) and shape[-1] % 5 == 0)
+    assert widths == [5] * 4 + [10] * 2 + [15] * 2  # o and down, gate|up, q|k|v, of two layers
+
+
+@pytest.mark.parametrize(("kind", "precision"), [("llama", "fp32"), ("qwen2", "bf16")])
+def test_nf4_weights_through_one_buffer_give_the_same(kind: str, precision: str) -> None:
+    """As on a GPU: every weight is written over before the backward pass. Qwen 2 has biases."""
+    plain = trainee_of(kind, lora(), precision, quantization=NF4)
+    with as_on_gpu():
+        buffered = trainee_of(kind, lora(), precision, quantization=NF4)
+    assert buffered.remarks() == []
+    assert buffered.fused.linear == plain.fused.linear
+    (loss, found), (wanted_loss, wanted) = outcome(buffered), outcome(plain)
+    assert loss == pytest.approx(wanted_loss, rel=1e-6 if precision == "fp32" else 1e-3)
+    assert distance(found, wanted) <= (1e-6 if precision == "fp32" else 1e-2)
+
+
+def test_dropout_is_left_to_peft() -> None:
+    found = trainee_of("llama", lora(dropout=0.1)).fused
+    assert (found.linear, found.gated) == (0, 0)
+
+
+def test_switched_off_it_is_the_base_and_merged_it_counts_once() -> None:
+    fused, plain = pair("llama")
+    with torch.no_grad():
+        tuned = float(fused(BATCH)[0])
+        with fused.network.disable_adapter(), plain.network.disable_adapter():  # type: ignore[operator]
+            base = float(fused(BATCH)[0])
+            assert base == float(plain(BATCH)[0])
+        assert abs(tuned - base) > 1
+        assert float(fused(BATCH)[0]) == tuned
+        fused.network.merge_adapter()  # type: ignore[operator]
+        assert float(fused(BATCH)[0]) == pytest.approx(tuned, rel=1e-5)
+
+
+def test_parameters_that_are_put_in_later_are_those_that_count() -> None:
+    """As FSDP does: the module is held, and no parameter of it."""
+    fused, plain = pair("llama")
+    for trainee in (fused, plain):
+        for module in trainee.network.modules():
+            for part in ("lora_A", "lora_B"):
+                if hasattr(module, part) and "default" in getattr(module, part):
+                    layer = getattr(module, part)["default"]
+                    layer.weight = nn.Parameter(2 * layer.weight.detach())
+    ours, theirs = outcome(fused), outcome(plain)
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-6)
+    assert distance(ours[1], theirs[1]) <= 1e-5
+    assert all(bool(each.any()) for each in ours[1].values())
+
+
+def test_the_comparison_leaves_no_trace() -> None:
+    fused, plain = pair("llama")
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        fuse(plain.network, lambda: plain.arithmetic(torch.device("cpu")))
+        drawn = torch.rand(1)
+        torch.manual_seed(5)
+        assert torch.equal(drawn, torch.rand(1))
+    assert all(torch.equal(a, b) for a, b in zip(fused.parameters(), plain.parameters(), strict=True))
+    assert all(p.grad is None for p in plain.parameters())
+
+
+def test_an_mlp_that_does_more_is_left_alone() -> None:
+    plain = trainee_of("llama", lora(fused=False))
+    for module in plain.network.modules():
+        if type(module).__name__ == "LlamaMLP":
+            module.forward = _with_more(module)
+    expected = outcome(plain)
+    found = fuse(plain.network, lambda: plain.arithmetic(torch.device("cpu")))
+    assert (found.linear, found.gated, found.shared) == (14, 0, 4), "gate and up are together still"
+    assert [proof.holds for proof in found.proofs].count(False) == 1
+    (remark,) = found.remarks()
+    assert "so these layers are computed as the model and PEFT do" in remark
+    again = outcome(plain)
+    assert again[0] == pytest.approx(expected[0], rel=1e-6)
+    assert distance(again[1], expected[1]) <= 1e-6
+
+
+def _with_more(mlp: Any) -> Any:
+    return lambda x: mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x).clamp(-0.02, 0.02))
+
+
+@pytest.mark.parametrize(
+    ("part", "precision", "spoilt"),
+    [
+        ("forward", "fp32", 1.1),
+        ("of_x", "bf16", 1.1),
+        ("of_a", "fp32", 1.1),
+        ("of_b", "bf16", 1.1),
+        ("of_a", "bf16", math.nan),
+    ],
+)
+def test_the_comparison_sees_a_wrong_pass(
+    part: str, precision: str, spoilt: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenth too much anywhere, or what is not a number: nothing is fused."""
+    real_products, real_gradients = fused_lora.products, fused_lora.gradients
+
+    def products(rows: Tensor, loras: Any) -> tuple[list[Tensor], Tensor]:
+        outs, inner = real_products(rows, loras)
+        return [out * (spoilt if part == "forward" else 1) for out in outs], inner
+
+    def wrong(*given: Any, of_rows: bool) -> tuple[Tensor | None, list[Any]]:
+        of_x, halves = real_gradients(*given, of_rows=of_rows)
+        if of_x is not None and part == "of_x":
+            of_x = of_x * spoilt
+        of_a, of_b = (spoilt if part == each else 1 for each in ("of_a", "of_b"))
+        return of_x, [(of_a * a, of_b * b) for a, b in halves if a is not None and b is not None]
+
+    monkeypatch.setattr(fused_lora, "products", products)
+    monkeypatch.setattr(fused_lora, "gradients", wrong)
+    found = trainee_of("llama", lora(), precision).fused
+    assert (found.linear, found.gated, found.shared) == (0, 0, 0)
+    assert not any(proof.holds for proof in found.proofs if "Norm" not in proof.what)
+
+
+def test_a_wrong_gate_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = fused_lora._Gate.backward
+    monkeypatch.setattr(fused_lora._Gate, "backward", lambda ctx, g: real(ctx, g * 1.1))
+    found = trainee_of("llama", lora()).fused
+    assert (found.linear, found.gated, found.shared) == (14, 0, 4)
+
+
+def test_a_trained_base_is_no_frozen_one() -> None:
+    plain = trainee_of("llama", lora(fused=False))
+    for module in plain.network.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.requires_grad_()
+    assert fuse(plain.network, None).linear == 0
+
+
+class Attention(nn.Module):
+    """Calls three adapted layers as a test says."""
+
+    def __init__(self, calls: Any) -> None:
+        super().__init__()
+        adapted = trainee_of("llama", lora(fused=False)).language_model.base_model.layers[0].self_attn
+        self.q_proj, self.k_proj, self.v_proj = adapted.q_proj, adapted.k_proj, adapted.v_proj
+        self.calls = calls
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return torch.cat(self.calls(self.q_proj, self.k_proj, self.v_proj, x, other), dim=-1)
+
+
+class Network(nn.Module):
+    def __init__(self, calls: Any) -> None:
+        super().__init__()
+        self.attention = Attention(calls)
+
+
+def _without_gradient(layer: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        result: Tensor = layer(x)
+    return result
+
+
+CALLS: dict[str, Callable[..., list[Tensor]]] = {
+    "in order": lambda q, k, v, x, _other: [q(x), k(x), v(x)],
+    "in another": lambda q, k, v, x, _other: [v(x), q(x), k(x)],
+    "two of them": lambda q, _k, v, x, _other: [q(x), v(x)],
+    "one twice": lambda q, k, v, x, _other: [q(x), q(x), k(x), v(x)],
+    "other rows": lambda q, k, v, x, other: [q(x), k(other), v(other)],
+    "equal rows": lambda q, k, v, x, _other: [q(x), k(x.clone()), v(x.view_as(x))],
+    "rows that change": lambda q, k, v, x, _other: [q(x), k(x.mul_(2)), v(x)],
+    "without gradient": lambda q, k, v, x, _other: [_without_gradient(q, x), k(x), v(x)],
+    "one output unused": lambda q, k, v, x, _other: [q(x), k(x), v(x)][:2],
+}
+
+
+def network_outcome(network: Network) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    leaf, other = (torch.randn(2, 5, 32, generator=generator).requires_grad_() for _ in range(2))
+    out = network.attention(leaf * 1, other * 1)
+    trained = [p for p in network.attention.parameters() if p.requires_grad]
+    found = torch.autograd.grad(out.cos().sum(), [leaf, other, *trained], allow_unused=True)
+    return [out.detach(), *(torch.zeros(1) if each is None else each for each in found)]
+
+
+@pytest.mark.parametrize("how", CALLS)
+def test_however_they_are_called(how: str) -> None:
+    network = Network(CALLS[how])
+    if how == "rows that change":  # PEFT's own forward keeps them for its backward pass, and refuses
+        with torch.no_grad():
+            expected = [network.attention(torch.ones(2, 5, 32), None)]
+    else:
+        expected = network_outcome(network)
+    assert fuse(network, None).shared == 1
+    if how == "rows that change":
+        with torch.no_grad():
+            found = [network.attention(torch.ones(2, 5, 32), None)]
+    else:
+        found = network_outcome(network)
+    for ours, own in zip(found, expected, strict=True):
+        assert distance(ours + 1, own + 1) <= 1e-6
+
+
+def fails(q: Any, _k: Any, _v: Any, x: Tensor, _other: Tensor) -> list[Tensor]:
+    q(x)
+    raise ValueError
+
+
+@pytest.mark.parametrize("calls", [CALLS["in order"], CALLS["two of them"], fails])
+def test_nothing_outlives_the_forward_pass(calls: Any) -> None:
+    network = Network(calls)
+    fuse(network, None)
+    x = torch.ones(2, 5, 32, requires_grad=True) * 1
+    alive = weakref.ref(x)
+    try:
+        out = network.attention(x, x)
+        del out
+    except ValueError:
+        pass
+    del x
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_no_tensor_is_left_after_a_step(recompute: bool) -> None:
+    trainee = trainee_of("llama", lora(), recompute=recompute)
+
+    def left() -> int:
+        trainee(BATCH)[0].backward()
+        trainee.zero_grad()
+        gc.collect()
+        return sum(issubclass(type(each), Tensor) for each in gc.get_objects())
+
+    first = left()
+    assert left() == first
+
+
+def test_answers_are_the_same_with_a_cache() -> None:
+    answers = []
+    for trainee in pair("llama"):
+        lm = trainee.language_model.eval()
+        prompt = torch.arange(3, 9)[None]
+        answers.append(lm.generate(prompt, max_new_tokens=8, do_sample=False, use_cache=True))
+    assert torch.equal(*answers)
