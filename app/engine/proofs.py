@@ -9,7 +9,7 @@ import torch
 from app.batch import Batch
 from app.data.loader import Loader
 from app.model import fp8_linear
-from app.model.head_proof import settle_head
+from app.model.chunked_loss import settle_head
 from app.model.lending import whole
 from app.model.probe import check_packing
 from app.model.proof import Proof

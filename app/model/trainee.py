@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from app.batch import Batch
 from app.errors import EnvironmentProblem
+from app.model.chunked_loss import LinearHead, chunk_rows, token_loss_sum, token_scores
 from app.model.compiling import Blocks
 from app.model.fusion import Fused
-from app.model.head import Head, chunk_rows, head_parameters, own_head, token_loss_sum, token_scores
+from app.model.head import Head, head_parameters, own_head
 from app.model.lending import Lending
-from app.model.linear_head import LinearHead
 from app.model.pooled import class_loss_sum, class_scores, pooled_head, takes_segments
 from app.model.positions import first_position
 from app.model.proof import Proof
@@ -33,11 +33,10 @@ class Trainee(nn.Module):
         self.lending: Lending | None = None  # layers whose weights come as they are needed
         self.pooled = pooled  # one answer for a document
         lm = self.language_model
-        self.linear: LinearHead | None = None  # a faster way, where it is proven: model.head_proof
+        self.linear: LinearHead | None = None  # a faster way, where it is proven: model.chunked_loss
         self.head_remarks: tuple[str, ...] = ()
         self.head: Head = pooled_head(lm) if pooled else own_head(lm)
         self.takes_segments = takes_segments(lm)
-        self._head_parameters = head_parameters(lm)
         self.first_position = first_position(lm)
         self._chunk = chunk_rows(lm.config.get_text_config().vocab_size)
 
@@ -56,7 +55,8 @@ class Trainee(nn.Module):
             weights = None if batch.weights is None else batch.weights.each
             if self.linear is not None:
                 return self.linear.loss_sum(rows, batch.targets, weights), batch.num_labels
-            loss = token_loss_sum(self.head, rows, batch.targets, self._head_parameters, self._chunk, weights)
+            trained = head_parameters(self.language_model)
+            loss = token_loss_sum(self.head, rows, batch.targets, trained, self._chunk, weights)
         return loss, batch.num_labels
 
     @torch.no_grad()
@@ -68,7 +68,8 @@ class Trainee(nn.Module):
                 return class_scores(self.head, rows, batch.targets)
             if self.linear is not None:
                 return self.linear.scores(rows, batch.targets)
-            return token_scores(self.head, rows, batch.targets, self._head_parameters, self._chunk)
+            trained = head_parameters(self.language_model)
+            return token_scores(self.head, rows, batch.targets, trained, self._chunk)
 
     def remarks(self) -> list[str]:
         """On what is computed in a slower way than it could be, or by other code than the model's own."""

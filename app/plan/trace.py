@@ -16,11 +16,11 @@ from app.engine.counting import StorageCounter
 from app.engine.peers import Peers
 from app.engine.runtime import Runtime
 from app.engine.step import Stepper
+from app.model.chunked_loss import linear_head
 from app.model.dtypes import DTYPES
 from app.model.fusion import fuse
 from app.model.hidden import HIDDEN
 from app.model.kernels import as_on_gpu
-from app.model.linear_head import linear_head
 from app.model.offload import Host
 from app.model.outline import Outline
 from app.model.tasks import task_of

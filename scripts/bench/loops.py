@@ -22,8 +22,8 @@ from app.engine.step import Stepper
 from app.model.adapter import attach
 from app.model.attention import register
 from app.model.build import build_trainee
+from app.model.chunked_loss import settle_head
 from app.model.dtypes import DTYPES
-from app.model.head_proof import settle_head
 from app.model.held import Held
 from app.model.quantization import packing_of
 from app.model.tasks import TASKS

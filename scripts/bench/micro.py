@@ -23,9 +23,9 @@ from torch import Tensor
 from app.batch import Documents
 from app.errors import AppError
 from app.model.attention import BACKENDS, Rules, sdpa
+from app.model.chunked_loss import LinearHead
 from app.model.fp8_linear import quantize_rows
 from app.model.kernels import can_run
-from app.model.linear_head import LinearHead
 from scripts.bench.machine import here
 
 # What a kernel that this machine cannot do may raise; the next one is tried.

@@ -60,7 +60,7 @@ def test_plain(vocabulary: int, dtype: torch.dtype, *, weighted: bool) -> None:
 
 @requires_interpreter
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("vocabulary", [5, 1024, 19001])
+@pytest.mark.parametrize("vocabulary", [5, 19001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_the_kernel(vocabulary: int, dtype: torch.dtype, *, weighted: bool) -> None:
     """19001 logits are three blocks, the last of them not full."""

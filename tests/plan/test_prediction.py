@@ -15,7 +15,7 @@ from app.engine.runtime import Runtime
 from app.engine.step import Stepper
 from app.engine.world import World
 from app.model.build import build_trainee
-from app.model.head_proof import settle_head
+from app.model.chunked_loss import settle_head
 from app.optim.optimizers import build_optimizer
 from app.plan.estimate import predict
 from app.plan.planner import largest_bins, recompute_fewest

@@ -13,7 +13,7 @@ from app.engine.peers import Peers
 from app.engine.runtime import Runtime
 from app.engine.step import Stepper
 from app.model.build import build_trainee
-from app.model.head_proof import settle_head
+from app.model.chunked_loss import settle_head
 from app.optim.optimizers import build_optimizer
 from app.plan.shape import Shape
 

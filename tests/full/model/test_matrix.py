@@ -6,7 +6,7 @@ import pytest
 
 from tests.model.small import MORE_KINDS, lora, trainee_of
 from tests.model.test_attention import check_parity
-from tests.model.test_head import check_against_plain, chunked
+from tests.model.test_chunked_loss import check_against_plain, chunked
 from tests.model.test_matrix import SLOW, check_one_by_one
 
 

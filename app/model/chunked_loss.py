@@ -1,0 +1,401 @@
+"""Cross-entropy of labelled rows only, in chunks of bounded size: logits never live for more than one chunk.
+
+For any head: the model's own forward (`model.head`), with gradients made in the forward pass, chunk by chunk. For a
+head that is one linear layer: products of whole chunks, and logits that become their own gradient in place, in fewer
+passes and with one chunk of logits instead of three. Whether a head is such is found by watching it, and compared with
+the model's own way before the first step.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from app.batch import IGNORE, Batch
+from app.model.head import Head, head_parameters, own_head
+from app.model.kernels import taken_by
+from app.model.kernels.loss import spend
+from app.model.proof import Proof, furthest, reason, worst
+
+if TYPE_CHECKING:
+    from app.model.trainee import Trainee
+
+_LEAST_ROWS = 512  # smaller chunks were up to 3.5 times slower than one piece
+_CHUNK_BYTES = 256 << 20
+_COPIES = 3  # of the logits in float32: themselves, their softmax, their gradient
+_LINEAR_CHUNK_BYTES = 512 << 20  # of logits
+_MOST_ROWS = 4096
+
+# what a head may do beside one product with its weight
+_VIEWS = frozenset(
+    {"view", "_unsafe_view", "unsqueeze", "squeeze", "slice", "select", "t", "detach", "alias"}
+)
+_PRODUCTS = frozenset({"mm", "addmm"})
+
+_COMPARED_ROWS = 48
+_COMPARED_CHUNK = 20  # so that sums over chunks are compared too
+_LARGE = 30.0  # logits at which soft-capping shows
+_EXACT = 1e-5
+_ROUNDINGS = 8  # of the dtype that is computed in
+_TF32 = 2.0**-10
+
+_WHAT = "loss and gradients of a linear head against those of the model's own"
+
+
+def chunk_rows(vocabulary: int) -> int:
+    """How many rows go through the head at once."""
+    return max(_LEAST_ROWS, _CHUNK_BYTES // (_COPIES * 4 * vocabulary))
+
+
+def token_loss_sum(
+    head: Head,
+    rows: Tensor,
+    targets: Tensor,
+    parameters: list[nn.Parameter],
+    chunk: int,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """The sum of cross-entropies over all targets that are not IGNORE, each times its weight, in float32."""
+    with for_trained_head(rows, parameters) as given:
+        loss: Tensor = _ChunkedLoss.apply(head, chunk, targets, weights, given, *parameters)  # type: ignore[no-untyped-call]
+    return loss
+
+
+@torch.no_grad()
+def token_scores(
+    head: Head, rows: Tensor, targets: Tensor, parameters: list[nn.Parameter], chunk: int
+) -> tuple[Tensor, Tensor]:
+    """Of each target its cross-entropy in float32, 0 for IGNORE, and the token of the largest logit."""
+    losses = torch.empty(targets.shape, dtype=torch.float32, device=rows.device)
+    chosen = torch.empty(targets.shape, dtype=torch.long, device=rows.device)
+    with for_trained_head(rows, parameters) as given:
+        for start in range(0, given.shape[0], chunk):
+            part = slice(start, start + chunk)
+            logits = head(given[part]).float()
+            losses[part] = F.cross_entropy(logits, targets[part], ignore_index=IGNORE, reduction="none")
+            chosen[part] = logits.argmax(-1)
+            del logits  # or two chunks would be alive while the next is made
+    return losses, chosen
+
+
+@contextlib.contextmanager
+def for_trained_head(rows: Tensor, parameters: list[nn.Parameter]) -> Iterator[Tensor]:
+    """A trained head's gradient is a sum over all rows, made before any scale: float16 could not hold it."""
+    device = rows.device.type
+    if parameters and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
+        with torch.autocast(device, enabled=False):
+            yield rows.float()
+    else:
+        yield rows
+
+
+def _summed(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+    if weights is None:
+        return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+    return (F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none") * weights).sum()
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        head: Head,
+        chunk: int,
+        targets: Tensor,
+        weights: Tensor | None,
+        rows: Tensor,
+        *parameters: Tensor,
+    ) -> Tensor:
+        wants = any(ctx.needs_input_grad)
+        total = torch.zeros((), dtype=torch.float32, device=rows.device)
+        row_gradient = torch.empty_like(rows) if wants else None
+        gradients = [torch.zeros_like(p) for p in parameters] if wants else []
+        for start in range(0, rows.shape[0], chunk):
+            part = slice(start, start + chunk)
+            piece = rows[part].detach().requires_grad_(wants)
+            with torch.set_grad_enabled(wants):
+                loss = _summed(head(piece).float(), targets[part], None if weights is None else weights[part])
+            total += loss.detach()
+            if row_gradient is not None:
+                found = torch.autograd.grad(loss, [piece, *parameters])
+                row_gradient[part] = found[0]
+                for gradient, new in zip(gradients, found[1:], strict=True):
+                    gradient.add_(new)
+        if row_gradient is not None:
+            ctx.save_for_backward(row_gradient, *gradients)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        scale = upstream[0]
+        scaled = (
+            (g.float() * scale).to(g.dtype) for g in ctx.saved_tensors
+        )  # a float16 scale could overflow
+        return None, None, None, None, *scaled
+
+
+@dataclass(frozen=True, slots=True)
+class LinearHead:
+    """`kernel`: whether a GPU spends the logits by its kernel; `chunk`: rows at once, None for what suits."""
+
+    layer: nn.Linear
+    kernel: bool = True
+    chunk: int | None = None
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """Of its weight and bias."""
+        return [parameter for parameter in self.layer.parameters() if parameter.requires_grad]
+
+    def uses_kernel(self, device: torch.device) -> bool:
+        """Whether logits there are spent by it."""
+        return self.kernel and taken_by(device)
+
+    def loss_sum(self, rows: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+        """The sum of cross-entropies over all targets that are not IGNORE, each times its weight, in float32."""
+        with for_trained_head(rows, self.trained) as given:
+            own = (self.layer.weight, self.layer.bias)
+            loss: Tensor = _LinearLoss.apply(self, targets, weights, given, *own)  # type: ignore[no-untyped-call]
+        return loss
+
+    @torch.no_grad()
+    def scores(self, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each target its cross-entropy in float32, 0 for IGNORE, and the token of the largest logit."""
+        losses = torch.empty(targets.shape, dtype=torch.float32, device=rows.device)
+        chosen = torch.empty(targets.shape, dtype=torch.long, device=rows.device)
+        with for_trained_head(rows, self.trained) as given, self.products(given) as products:
+            for part, _, logits in products.chunks(given):
+                chosen[part] = logits.argmax(-1)
+                losses[part] = spend(logits, targets[part], None, gradient=False, kernel=self.kernel)
+        return losses, chosen
+
+    @contextlib.contextmanager
+    def products(self, rows: Tensor) -> Iterator["_Products"]:
+        """Weight and bias as autocast would make them, and autocast off."""
+        kind, bias = rows.device.type, self.layer.bias
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
+        weight = self.layer.weight.detach().to(dtype)
+        size = self.chunk or rows_of_a_chunk(len(rows), len(weight), weight.element_size())
+        with torch.autocast(kind, enabled=False):
+            yield _Products(weight, None if bias is None else bias.detach().to(dtype), size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Products:
+    weight: Tensor
+    bias: Tensor | None
+    size: int  # rows at once
+
+    def chunks(self, rows: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Of each chunk its place, its rows in the dtype that is computed in, and its logits, all in one memory."""
+        room = self.weight.new_empty(min(self.size, len(rows)), len(self.weight))
+        for start in range(0, len(rows), self.size):
+            part = slice(start, start + self.size)
+            piece = rows[part].to(self.weight.dtype)
+            logits = room[: len(piece)]
+            if self.bias is None:
+                torch.mm(piece, self.weight.t(), out=logits)
+            else:
+                torch.addmm(self.bias, piece, self.weight.t(), out=logits)
+            yield part, piece, logits
+
+
+def rows_of_a_chunk(rows: int, vocabulary: int, number_bytes: int) -> int:
+    """As many as a bounded memory holds; all chunks alike, so that none is left with a few rows."""
+    most = max(_LEAST_ROWS, min(_MOST_ROWS, _LINEAR_CHUNK_BYTES // (number_bytes * vocabulary)))
+    chunks = max(1, -(-rows // most))
+    return max(1, -(-rows // chunks))
+
+
+def linear_head(lm: Any) -> LinearHead | None:
+    """None for a head that does more to its rows than one product, or has other trained parts."""
+    layer = lm.get_output_embeddings()
+    if type(layer) is not nn.Linear:
+        return None
+    own = {id(parameter) for parameter in layer.parameters()}
+    if any(id(parameter) not in own for parameter in head_parameters(lm)):
+        return None
+    row = layer.weight.detach().new_ones(1, layer.in_features)
+    with torch.no_grad(), _Watch(layer.weight) as watch:
+        own_head(lm)(row)
+    return LinearHead(layer) if watch.products == 1 and not watch.more else None
+
+
+class _Watch(TorchDispatchMode):
+    """Counts the products with a weight, and what is done beside them."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.products = self.more = 0
+        self._weight = weight.untyped_storage()._cdata
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._overloadpacket.__name__
+        given = (each for each in args if isinstance(each, Tensor))
+        if name in _PRODUCTS and any(each.untyped_storage()._cdata == self._weight for each in given):
+            self.products += 1
+        elif (
+            name not in _VIEWS and func.namespace != "prim"
+        ):  # tensors without memory are asked for their device
+            self.more += 1
+        return func(*args, **(kwargs or {}))
+
+
+class _LinearLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        head: LinearHead,
+        targets: Tensor,
+        weights: Tensor | None,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        of_rows, of_weight, of_bias = ctx.needs_input_grad[3:]
+        wanted = of_rows or of_weight or of_bias
+        total = torch.zeros((), dtype=torch.float32, device=rows.device)
+        ctx.found = found = [
+            torch.empty_like(rows) if of_rows else None,
+            torch.zeros_like(weight, dtype=torch.float32) if of_weight else None,
+            torch.zeros_like(weight[:, 0], dtype=torch.float32) if of_bias else None,
+        ]
+        ctx.dtypes = (rows.dtype, weight.dtype, None if bias is None else bias.dtype)
+        with head.products(rows) as products:
+            for part, piece, logits in products.chunks(rows):
+                each = None if weights is None else weights[part]
+                total += spend(logits, targets[part], each, gradient=wanted, kernel=head.kernel).sum()
+                _add_gradients(found, part, piece, logits, products.weight)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        found, ctx.found = ctx.found, None
+        if found is None:
+            raise RuntimeError("the gradients of this loss were given away: it goes backward once")
+        scaled = (
+            None if gradient is None else _scaled(gradient, upstream[0], dtype)
+            for gradient, dtype in zip(found, ctx.dtypes, strict=True)
+        )
+        return None, None, None, *scaled
+
+
+def _add_gradients(
+    found: list[Tensor | None], part: slice, piece: Tensor, logits: Tensor, weight: Tensor
+) -> None:
+    """Of one chunk, whose logits are their gradient by now; sums over chunks are in float32."""
+    of_rows, of_weight, of_bias = found
+    if of_rows is not None and of_rows.dtype == logits.dtype:
+        torch.mm(logits, weight, out=of_rows[part])
+    elif of_rows is not None:
+        of_rows[part] = logits @ weight
+    if of_weight is not None and logits.dtype == torch.float32:
+        of_weight.addmm_(logits.t(), piece)
+    elif of_weight is not None:
+        of_weight.add_(logits.t() @ piece)
+    if of_bias is not None:
+        of_bias.add_(logits.sum(0, dtype=torch.float32))
+
+
+def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """In place where it can be; a float16 scale could overflow."""
+    if gradient.dtype == torch.float32:
+        return gradient.mul_(scale).to(dtype)
+    return (gradient.float() * scale).to(dtype)
+
+
+def settle_head(trainee: "Trainee", batch: Batch) -> list[Proof]:
+    """Let the trainee take the faster way where it gives what its own gives; the comparison."""
+    head = None if trainee.pooled else linear_head(trainee.language_model)
+    trainee.linear, remarks = None, []
+    if head is None:
+        trainee.head_remarks = ()
+        return []
+    rows, weighted = _states(trainee, batch), batch.weights is not None
+    ways = {"the model's own way": replace(head, kernel=False)}
+    if head.uses_kernel(rows.device):
+        ways = {"its plain arithmetic": head, **ways}
+    proofs = []
+    for instead, way in ways.items():
+        proof, fault = _tried(trainee, way, rows, weighted=weighted)
+        if proof.holds:
+            trainee.linear, proofs = way, [proof]
+            break
+        found = fault or f"it differs by {proof.difference:.1e} (allowed {proof.allowed:.1e})"
+        remarks.append(f"loss head: {instead} is taken for the faster one: {found}")
+    trainee.head_remarks = tuple(remarks)
+    return proofs
+
+
+def _states(trainee: "Trainee", batch: Batch) -> Tensor:
+    """Hidden states of the first tokens."""
+    lm, mode = trainee.language_model, trainee.training
+    trainee.eval()
+    with torch.no_grad(), trainee.arithmetic(batch.ids.device):
+        positions = batch.positions[:1, :_COMPARED_ROWS] + trainee.first_position
+        hidden = lm.base_model(
+            input_ids=batch.ids[:1, :_COMPARED_ROWS], position_ids=positions, use_cache=False
+        )[0][0]
+    trainee.train(mode)
+    result: Tensor = hidden
+    return result
+
+
+def _tried(trainee: "Trainee", head: LinearHead, rows: Tensor, *, weighted: bool) -> tuple[Proof, str]:
+    """A kernel that cannot be made here is no reason to stop."""
+    nothing = Proof(_WHAT, float("inf"), 0.0)
+    try:
+        return _proof(trainee, head, rows, weighted=weighted), ""
+    except Exception as fault:
+        if not head.uses_kernel(rows.device):
+            raise
+        return nothing, reason(fault)
+
+
+def _proof(trainee: "Trainee", head: LinearHead, rows: Tensor, *, weighted: bool) -> Proof:
+    with trainee.arithmetic(rows.device):
+        with torch.no_grad():
+            largest = trainee.head(rows).float().abs().max().clamp_min(1e-6)
+        apart = worst(
+            _difference(trainee, head, given.to(rows.dtype), weighted=weighted)
+            for given in (rows, rows.float() * (_LARGE / largest))
+        )
+        kind = rows.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
+    return Proof(_WHAT, apart, _allowed(dtype, kind))
+
+
+def _allowed(dtype: torch.dtype, kind: str) -> float:
+    if dtype != torch.float32:
+        return _ROUNDINGS * torch.finfo(dtype).eps
+    rounds = kind == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return _ROUNDINGS * _TF32 if rounds else _EXACT
+
+
+def _difference(trainee: "Trainee", head: LinearHead, rows: Tensor, *, weighted: bool) -> float:
+    """The largest relative one, of loss and gradients."""
+    places = torch.arange(len(rows), device=rows.device)
+    targets = (places * 7919) % head.layer.out_features
+    targets[3::11] = IGNORE
+    weights = 1 + torch.sin(places.float()) / 2 if weighted else None
+    trained = head_parameters(trainee.language_model)
+    ways: list[Any] = [
+        lambda given: token_loss_sum(trainee.head, given, targets, trained, _COMPARED_CHUNK, weights),
+        lambda given: replace(head, chunk=_COMPARED_CHUNK).loss_sum(given, targets, weights),
+    ]
+    own, ours = (_outcome(way, rows, trained) for way in ways)
+    return furthest(ours, own)
+
+
+def _outcome(way: Any, rows: Tensor, trained: list[nn.Parameter]) -> list[Tensor]:
+    leaf = rows.detach().requires_grad_()
+    with torch.enable_grad():
+        loss = way(leaf)
+    return [loss.detach(), *torch.autograd.grad(loss, [leaf, *trained])]

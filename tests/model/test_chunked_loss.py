@@ -1,0 +1,422 @@
+"""Cross-entropy in chunks, through any head and through a linear one, against all logits at once and float64."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from app.batch import IGNORE, Batch, Weights
+from app.engine.counting import StorageCounter
+from app.errors import EnvironmentProblem
+from app.model import chunked_loss
+from app.model.chunked_loss import (
+    LinearHead,
+    chunk_rows,
+    rows_of_a_chunk,
+    settle_head,
+    token_loss_sum,
+    token_scores,
+)
+from app.model.head import own_head
+from app.model.kernels import as_on_gpu
+from app.model.kernels.loss import spend as spend_logits
+from app.model.trainee import Trainee
+from tests.model.small import (
+    ALL_KINDS,
+    KINDS,
+    VOCABULARY,
+    WIDTH,
+    batch_of,
+    built,
+    distance,
+    documents_of,
+    gradients,
+    lora,
+    trainee_of,
+)
+
+DOCUMENTS = documents_of((12, 5, 9))
+BATCH = batch_of(DOCUMENTS, labels_from=3, fill=4)
+MORE_THAN_LINEAR = {"gemma2", "granite", "cohere2", "bert", "roberta", "modernbert"}
+
+
+def plain_loss(trainee: Trainee, batch: Batch) -> Tensor:
+    """All logits of the model's own forward, and torch's cross-entropy."""
+    with trainee.arithmetic(batch.ids.device):
+        out = trainee.language_model(input_ids=batch.ids, position_ids=batch.positions, use_cache=False)
+    logits = out.logits.flatten(0, 1)[batch.label_rows]
+    return F.cross_entropy(logits.float(), batch.targets, ignore_index=IGNORE, reduction="sum")
+
+
+def measured(trainee: Trainee, loss_of: Callable[[], Tensor]) -> tuple[float, dict[str, Tensor]]:
+    trainee.zero_grad()
+    torch.manual_seed(0)
+    loss = loss_of()
+    loss.backward()
+    return float(loss.detach()), gradients(trainee)
+
+
+def check_against_plain(trainee: Trainee, tolerance: float = 1e-6) -> None:
+    expected_loss, expected = measured(trainee, lambda: plain_loss(trainee, BATCH))
+    loss, found = measured(trainee, lambda: trainee(BATCH)[0])
+    assert loss == pytest.approx(expected_loss, rel=tolerance)
+    assert sum(float(g.abs().sum()) for g in expected.values()) > 0
+    assert distance(found, expected) <= tolerance
+
+
+def chunked(trainee: Trainee, rows: int) -> Trainee:
+    trainee._chunk = rows
+    return trainee
+
+
+def layer_of(hidden: int, vocabulary: int, *, bias: bool = False) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(hidden, vocabulary, bias=bias)
+
+
+def rows_for(layer: nn.Linear, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    rows = 3 * torch.randn(count, layer.in_features, generator=generator)
+    targets = torch.randint(layer.out_features, (count,), generator=generator)
+    targets[::5] = IGNORE
+    return rows.requires_grad_(), targets, 10 ** torch.randn(count, generator=generator)
+
+
+Way = Callable[[nn.Linear, Tensor, Tensor, int, Tensor | None], Tensor]
+WAYS: dict[str, Way] = {
+    "any head": lambda layer, rows, targets, chunk, each: token_loss_sum(
+        layer, rows, targets, list(layer.parameters()), chunk, each
+    ),
+    "linear head": lambda layer, rows, targets, chunk, each: LinearHead(layer, chunk=chunk).loss_sum(
+        rows, targets, each
+    ),
+}
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("chunk", [4, 1000])
+@pytest.mark.parametrize("way", WAYS)
+def test_equals_float64_arithmetic(way: str, chunk: int, *, bias: bool, weighted: bool) -> None:
+    layer = layer_of(32, VOCABULARY, bias=bias)
+    rows, targets, weights = rows_for(layer, 23)
+    leaves = [rows, *layer.parameters()]
+    loss = WAYS[way](layer, rows, targets, chunk, weights if weighted else None)
+    found = torch.autograd.grad(loss, leaves)
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    losses = F.cross_entropy(F.linear(*exact), targets, ignore_index=IGNORE, reduction="none")
+    wanted = (losses * weights if weighted else losses).sum()
+    assert distance(loss.detach(), wanted.detach()) <= 1e-6
+    assert distance(found, torch.autograd.grad(wanted, exact)) <= 1e-6
+
+
+@pytest.mark.parametrize("adapter", [None, lora()], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradient_equal_those_of_all_logits(kind: str, adapter: Any) -> None:
+    check_against_plain(chunked(trainee_of(kind, adapter), 7))
+
+
+@pytest.mark.parametrize("chunk", [1, 10_000])
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])  # an own and a tied head
+def test_any_chunk_size_gives_the_same(kind: str, chunk: int) -> None:
+    check_against_plain(chunked(trainee_of(kind), chunk))
+
+
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("adapter", [None, lora()], ids=["full", "lora"])
+@pytest.mark.parametrize("fill", [0, 4])
+def test_a_batch_without_labels_gives_zeros_that_can_go_backward(
+    adapter: Any, fill: int, *, linear: bool
+) -> None:
+    """Under data parallelism a rank without labels must still take part in the reduction."""
+    trainee = trainee_of("llama", adapter)
+    if linear:
+        settle_head(trainee, BATCH)
+    loss, count = trainee(batch_of(DOCUMENTS, labels_from=99, fill=fill))
+    assert (float(loss.detach()), count) == (0.0, 0)
+    loss.backward()
+    assert all(p.grad is not None and not p.grad.any() for p in trainee.trained().values())
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_the_logits_of_a_chunk_are_gone_before_the_next(*, scored: bool) -> None:
+    trainee = chunked(trainee_of(), 7)
+    made: list[StorageWeakRef] = []
+    alive: list[int] = []
+
+    def note(_module: nn.Module, _args: Any, out: Tensor) -> None:
+        alive.append(sum(not earlier.expired() for earlier in made))
+        assert out.shape[-2] == 7
+        made.append(StorageWeakRef(out.untyped_storage()))
+
+    with trainee.language_model.lm_head.register_forward_hook(note):
+        found = trainee.scores(BATCH)[0] if scored else trainee(BATCH)[0]
+    assert alive == [0, 0, 0]
+    assert all(logits.expired() for logits in made)
+    assert found.requires_grad == (not scored)
+
+
+def test_chunks_are_bounded_in_bytes_and_not_too_small() -> None:
+    assert chunk_rows(1000) * 1000 * 4 * 3 <= 256 << 20
+    assert chunk_rows(1000) > 512
+    assert chunk_rows(1_000_000) == 512
+
+
+@pytest.mark.parametrize("rows", [1, 512, 4097, 6528])
+@pytest.mark.parametrize("vocabulary", [1000, 128256])
+def test_chunks_are_alike_and_bounded(vocabulary: int, rows: int) -> None:
+    size = rows_of_a_chunk(rows, vocabulary, 2)
+    chunks = -(-rows // size)
+    assert size <= 4096
+    assert size * vocabulary * 2 <= 512 << 20
+    assert chunks * size - rows < chunks
+    assert rows_of_a_chunk(0, vocabulary, 2) == 1
+    assert rows_of_a_chunk(9000, 10_000_000, 4) == 500, "512 at most where even those are large"
+
+
+@pytest.mark.parametrize("adapter", [None, lora()], ids=["full", "lora"])
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 2e-2), ("fp16", 3e-3)])
+def test_half_precision_stays_near(precision: str, tolerance: float, adapter: Any) -> None:
+    in_full = trainee_of("llama", adapter)
+    exact = float(in_full(BATCH)[0].detach())
+    trainee = chunked(trainee_of("llama", adapter, precision), 7)  # several chunks share autocast's casts
+    trainee.load_state_dict(in_full.state_dict())  # not every torch draws the same numbers in every dtype
+    loss, found = measured(trainee, lambda: trainee(BATCH)[0])
+    assert loss == pytest.approx(exact, rel=tolerance)
+    expected_loss, expected = measured(trainee, lambda: plain_loss(trainee, BATCH))
+    assert loss == pytest.approx(expected_loss, rel=tolerance)
+    assert distance(found, expected) <= 3 * tolerance
+    assert {p.dtype for p in trainee.trained().values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_trained_head_in_fp16_has_a_gradient_that_a_scale_can_save(way: str) -> None:
+    """Its sum over rows passes 65504 before any scale; in float16 every step would be skipped, at any scale."""
+    head = nn.Linear(4, VOCABULARY, bias=False)
+    rows = torch.full((400, 4), 300.0, dtype=torch.float16)
+    targets = torch.zeros(400, dtype=torch.long)
+    with torch.no_grad():
+        head.weight.zero_()
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = WAYS[way](head, rows, targets, 512, None)
+        plain = F.cross_entropy(head(rows).float(), targets, reduction="sum")
+        assert not torch.autograd.grad(plain, [head.weight])[0].isfinite().all(), "the danger is real"
+    (loss * 65536 / 400).backward()
+    assert head.weight.grad is not None
+    expected = -300.0 * (1 - 1 / VOCABULARY) * 65536
+    assert head.weight.grad[0].tolist() == pytest.approx([expected] * 4, rel=1e-3)
+
+
+def test_a_scaled_loss_does_not_overflow_the_rows_in_fp16() -> None:
+    trainee = trainee_of("llama", lora(), "fp16")
+    loss, count = trainee(BATCH)
+    (loss * 65536 / count).backward()
+    scaled = gradients(trainee)
+    assert all(g.isfinite().all() for g in scaled.values())
+    _, plain = measured(trainee, lambda: trainee(BATCH)[0] / count)
+    assert distance({n: g / 65536 for n, g in scaled.items()}, plain) <= 1e-2
+
+
+def test_the_backbone_is_itself_again_after_the_head_ran() -> None:
+    lm = built("llama")
+    backbone = lm.model
+    own_head(lm)(torch.zeros(2, WIDTH))
+    assert lm.model is backbone
+    assert "model" not in lm.__dict__
+    with pytest.raises(RuntimeError):
+        own_head(lm)(torch.zeros(2, WIDTH + 1))
+    assert lm.model is backbone
+
+
+@pytest.mark.parametrize("kind", [*ALL_KINDS, "opt"])
+def test_the_head_is_the_models_own(kind: str) -> None:
+    trainee = trainee_of(kind)
+    trainee.train()
+    trainee.check_head(BATCH)
+    assert trainee.training
+
+
+def test_a_head_that_differs_is_refused() -> None:
+    trainee = trainee_of("llama")
+    lm = trainee.language_model
+    kind = type(lm)
+
+    class Twisted(kind):  # type: ignore[misc, valid-type]
+        """Its logits depend on more than the hidden states."""
+
+        def forward(self, input_ids: Tensor | None = None, **others: Any) -> Any:
+            out = super().forward(input_ids, **others)
+            if input_ids is not None:
+                out.logits = out.logits * 1.01
+            return out
+
+    lm.__class__ = Twisted
+    with pytest.raises(
+        EnvironmentProblem, match=r"kind llama computes its logits in .* \(relative difference 9\.9e-03\)"
+    ):
+        trainee.check_head(BATCH)
+
+
+@pytest.mark.parametrize("chunk", [7, 10_000])
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_scores_are_those_of_all_logits(kind: str, chunk: int) -> None:
+    trainee = chunked(trainee_of(kind), chunk).eval()
+    with torch.no_grad():
+        lm = trainee.language_model
+        out = lm(input_ids=BATCH.ids, position_ids=BATCH.positions, use_cache=False)
+    logits = out.logits.flatten(0, 1)[BATCH.label_rows]
+    targets = BATCH.targets.clone()
+    targets[::3] = logits.argmax(-1)[::3]  # random weights would hit next to nothing
+    targets[BATCH.targets == IGNORE] = IGNORE
+    expected = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
+    losses, chosen = trainee.scores(replace(BATCH, targets=targets))
+    hits = chosen == targets
+    assert losses.tolist() == pytest.approx(expected.tolist(), rel=1e-5, abs=1e-6)
+    assert hits.tolist() == (logits.argmax(-1) == targets).tolist()
+    assert hits.any()
+    assert not hits[targets == IGNORE].any()
+    assert not losses[targets == IGNORE].any()
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_every_kind_gets_what_it_is(kind: str) -> None:
+    trainee = trainee_of(kind, lora() if kind in KINDS else None)
+    before = [p.detach().clone() for p in trainee.parameters()]
+    proofs = settle_head(trainee, BATCH)
+    assert (trainee.linear is None) == (kind in MORE_THAN_LINEAR)
+    assert len(proofs) == (trainee.linear is not None)
+    assert all(proof.holds for proof in proofs)
+    assert trainee.remarks() == []
+    assert trainee.training
+    assert all(torch.equal(p, old) for p, old in zip(trainee.parameters(), before, strict=True))
+    assert all(p.grad is None for p in trainee.parameters())
+    if kind in KINDS:
+        check_against_plain(trainee)
+
+
+def test_labels_of_different_weight_are_proven_so() -> None:
+    trainee = trainee_of("llama")
+    each = torch.linspace(0.1, 2.0, len(BATCH.targets))
+    batch = replace(BATCH, weights=Weights(each, float(each.sum())))
+    general = trainee(batch)[0]
+    assert settle_head(trainee, batch)[0].holds
+    assert float(trainee(batch)[0].detach()) == pytest.approx(float(general.detach()), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "granite"])
+def test_the_proof_refuses_what_only_looks_linear(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Soft-capping leaves small logits nearly as they are, so they are tried large too."""
+    trainee = trainee_of(kind)
+    lm = trainee.language_model
+    with torch.no_grad():
+        lm.get_output_embeddings().weight.mul_(1e-3)
+    monkeypatch.setattr(chunked_loss, "linear_head", lambda _lm: LinearHead(lm.get_output_embeddings()))
+    assert settle_head(trainee, BATCH) == []
+    assert trainee.linear is None
+    assert "the model's own way is taken" in trainee.remarks()[0]
+
+
+@pytest.mark.parametrize("fault", ["raises", "differs"])
+def test_a_kernel_that_fails_is_replaced_by_plain_torch(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = spend_logits
+
+    def spend(logits: Tensor, *others: Any, kernel: bool, **given: Any) -> Tensor:
+        if kernel and fault == "raises":
+            raise RuntimeError("Failed to find C compiler.\nmore")
+        return real(logits, *others, kernel=kernel, **given) * (1.01 if kernel else 1)
+
+    monkeypatch.setattr(chunked_loss, "spend", spend)
+    trainee = trainee_of("llama", lora())
+    with as_on_gpu():
+        (proof,) = settle_head(trainee, BATCH)
+    assert proof.holds
+    assert trainee.linear is not None
+    assert not trainee.linear.kernel
+    (remark,) = trainee.remarks()
+    assert remark.startswith("loss head: its plain arithmetic is taken for the faster one: ")
+    assert ("Failed to find C compiler." if fault == "raises" else "differs by 1.0e-02") in remark
+
+
+def test_gradients_that_are_no_numbers_are_seen_beside_a_right_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked_loss, "_scaled", lambda gradient, *_: gradient * float("nan"))
+    trainee = trainee_of("llama", lora())
+    assert settle_head(trainee, BATCH) == []
+    assert "the model's own way is taken" in trainee.remarks()[0]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("adapter", [None, lora()], ids=["full", "lora"])
+def test_is_as_near_to_the_general_way_in_every_precision(precision: str, adapter: Any) -> None:
+    trainee = trainee_of("qwen2", adapter, precision)
+    assert settle_head(trainee, BATCH)[0].holds
+    assert trainee.linear is not None
+    losses, chosen = trainee.scores(BATCH)
+    loss = trainee(BATCH)[0]
+    assert float(losses.double().sum()) == pytest.approx(float(loss.detach()), rel=1e-6)
+    trainee.linear = None
+    others, others_chosen = trainee.scores(BATCH)
+    torch.testing.assert_close(losses, others, rtol=2e-3 if precision != "fp32" else 1e-6, atol=1e-5)
+    assert torch.equal(chosen, others_chosen)
+
+
+def test_a_weight_in_bf16_gets_the_sum_of_its_chunks_rounded_once() -> None:
+    exact = layer_of(32, VOCABULARY)
+    layer = layer_of(32, VOCABULARY).bfloat16()
+    with torch.no_grad():
+        exact.weight.copy_(layer.weight)
+    rows, targets, _ = rows_for(exact, 4000)
+    rounded = rows.detach().bfloat16().requires_grad_()
+    loss = LinearHead(layer, chunk=40).loss_sum(rounded, targets)
+    (found,) = torch.autograd.grad(loss, [layer.weight])
+    wide = rounded.detach().double()
+    wanted = F.cross_entropy(wide @ exact.weight.double().T, targets, ignore_index=IGNORE, reduction="sum")
+    (gradient,) = torch.autograd.grad(wanted, [exact.weight])
+    assert found.dtype == torch.bfloat16
+    assert distance(found.double(), gradient.double()) <= 6e-3
+
+
+def test_it_goes_backward_once() -> None:
+    layer = layer_of(8, 16)
+    rows, targets, _ = rows_for(layer, 6)
+    loss = LinearHead(layer).loss_sum(rows, targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward once"):
+        loss.backward()
+
+
+@contextmanager
+def counted(*given: Tensor) -> Iterator[StorageCounter]:
+    counter = StorageCounter("cpu")
+    counter.ignore(given)
+    with counter:
+        yield counter
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_takes_less_memory_than_the_general_way(*, trained: bool) -> None:
+    layer = layer_of(64, 4096).requires_grad_(trained)
+    parameters = list(layer.parameters()) if trained else []
+    rows, targets, _ = rows_for(layer, 512)
+
+    def peak(loss_of: Callable[[], Tensor]) -> int:
+        with counted(rows, targets, layer.weight) as counter:
+            torch.autograd.grad(loss_of(), [rows, *parameters])
+        return counter.peak
+
+    ours = peak(lambda: LinearHead(layer, chunk=256).loss_sum(rows, targets))
+    general = peak(lambda: token_loss_sum(layer, rows, targets, parameters, 256))
+    logits = 4 * 256 * 4096
+    own = 4 * (2 * rows.numel() + layer.weight.numel() * trained)
+    assert ours <= logits + own + (64 << 10)
+    assert general > 2 * logits
+    with counted(rows, targets, layer.weight) as scored:
+        LinearHead(layer, chunk=256).scores(rows, targets)
+    with counted(rows, targets, layer.weight) as generally:
+        token_scores(layer, rows, targets, parameters, 256)
+    assert scored.peak <= generally.peak
