@@ -27,6 +27,7 @@ from app.model.head import own_head
 from app.model.kernels import as_on_gpu
 from app.model.kernels.loss import spend as spend_logits
 from app.model.trainee import Trainee
+from tests.choices import pairwise, taking_turns
 from tests.model.small import (
     ALL_KINDS,
     KINDS,
@@ -99,10 +100,9 @@ WAYS: dict[str, Way] = {
 }
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("chunk", [4, 1000])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "chunk", "bias", "weighted"), pairwise(tuple(WAYS), [4, 1000], [False, True], [False, True])
+)
 def test_equals_float64_arithmetic(way: str, chunk: int, *, bias: bool, weighted: bool) -> None:
     layer = layer_of(32, VOCABULARY, bias=bias)
     rows, targets, weights = rows_for(layer, 23)
@@ -116,21 +116,17 @@ def test_equals_float64_arithmetic(way: str, chunk: int, *, bias: bool, weighted
     assert distance(found, torch.autograd.grad(wanted, exact)) <= 1e-6
 
 
-@pytest.mark.parametrize("adapter", [None, lora()], ids=["full", "lora"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "adapter"), taking_turns(tuple(KINDS), (None, lora())))
 def test_loss_and_gradient_equal_those_of_all_logits(kind: str, adapter: Any) -> None:
     check_against_plain(chunked(trainee_of(kind, adapter), 7))
 
 
-@pytest.mark.parametrize("chunk", [1, 10_000])
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])  # an own and a tied head
+@pytest.mark.parametrize(("chunk", "kind"), [(1, "llama"), (10_000, "gemma2")])  # an own and a tied head
 def test_any_chunk_size_gives_the_same(kind: str, chunk: int) -> None:
     check_against_plain(chunked(trainee_of(kind), chunk))
 
 
-@pytest.mark.parametrize("linear", [False, True])
-@pytest.mark.parametrize("adapter", [None, lora()], ids=["full", "lora"])
-@pytest.mark.parametrize("fill", [0, 4])
+@pytest.mark.parametrize(("adapter", "fill", "linear"), pairwise((None, lora()), (0, 4), (False, True)))
 def test_a_batch_without_labels_gives_zeros_that_can_go_backward(
     adapter: Any, fill: int, *, linear: bool
 ) -> None:
@@ -168,8 +164,7 @@ def test_chunks_are_bounded_in_bytes_and_not_too_small() -> None:
     assert chunk_rows(1_000_000) == 512
 
 
-@pytest.mark.parametrize("rows", [1, 512, 4097, 6528])
-@pytest.mark.parametrize("vocabulary", [1000, 128256])
+@pytest.mark.parametrize(("rows", "vocabulary"), taking_turns((1, 512, 4097, 6528), (1000, 128256)))
 def test_chunks_are_alike_and_bounded(vocabulary: int, rows: int) -> None:
     size = rows_of_a_chunk(rows, vocabulary, 2)
     chunks = -(-rows // size)
@@ -180,8 +175,9 @@ def test_chunks_are_alike_and_bounded(vocabulary: int, rows: int) -> None:
     assert rows_of_a_chunk(9000, 10_000_000, 4) == 500, "512 at most where even those are large"
 
 
-@pytest.mark.parametrize("adapter", [None, lora()], ids=["full", "lora"])
-@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 2e-2), ("fp16", 3e-3)])
+@pytest.mark.parametrize(
+    ("precision", "tolerance", "adapter"), [("bf16", 2e-2, None), ("fp16", 3e-3, lora())]
+)
 def test_half_precision_stays_near(precision: str, tolerance: float, adapter: Any) -> None:
     in_full = trainee_of("llama", adapter)
     exact = float(in_full(BATCH)[0].detach())
@@ -263,8 +259,7 @@ def test_a_head_that_differs_is_refused() -> None:
         trainee.check_head(BATCH)
 
 
-@pytest.mark.parametrize("chunk", [7, 10_000])
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize(("chunk", "kind"), [(7, "llama"), (10_000, "gemma2")])
 def test_scores_are_those_of_all_logits(kind: str, chunk: int) -> None:
     trainee = chunked(trainee_of(kind), chunk).eval()
     with torch.no_grad():
@@ -350,8 +345,7 @@ def test_gradients_that_are_no_numbers_are_seen_beside_a_right_loss(monkeypatch:
     assert "the model's own way is taken" in trainee.remarks()[0]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("adapter", [None, lora()], ids=["full", "lora"])
+@pytest.mark.parametrize(("precision", "adapter"), taking_turns(("fp32", "bf16", "fp16"), (None, lora())))
 def test_is_as_near_to_the_general_way_in_every_precision(precision: str, adapter: Any) -> None:
     trainee = trainee_of("qwen2", adapter, precision)
     assert settle_head(trainee, BATCH)[0].holds
