@@ -51,7 +51,8 @@ class Maker:
             empty = empty_parts(row, content, self._config.format, self._config.columns)
             drafts = replace(drafts, empty=tuple(empty))
             for draft in drafts.samples:
-                f"{draft.text}{draft.second or ''}{draft.label or ''}".encode()
+                for text in (draft.text, draft.second or "", draft.label or ""):
+                    text.encode()
         except RowProblem as problem:
             return str(problem)
         except UnicodeEncodeError as error:  # JSON can say "\\ud800", which no text has

@@ -120,6 +120,7 @@ def _read_json(stream: BinaryIO, name: str) -> Iterator[Located]:
     if value is None:
         yield from _read_jsonl(io.BytesIO(raw), name)
         return
+    del raw
     for number, row in enumerate(_only_array(value, name)):
         broken = Broken(f"each row must be a JSON object, this one is {kind_of(row)}")
         yield f"{name}[{number}]", row if isinstance(row, dict) else broken
@@ -159,18 +160,20 @@ def _only_array(value: object, name: str) -> list[Any]:
 
 def _read_text(stream: BinaryIO, name: str) -> Iterator[Located]:
     """One document; of a file that is not text nothing is taken, wherever the damage is."""
-    raw = _whole(
-        stream,
-        _MAX_TEXT_BYTES,
+    too_large = (
         f"{name}: a text file is one document, and of more than 1 GB none is read; split it into files, or into"
-        ' rows of JSON Lines, {"text": "..."}',
+        ' rows of JSON Lines, {"text": "..."}'
     )
+    yield name, _document(_whole(stream, _MAX_TEXT_BYTES, too_large))
+
+
+def _document(raw: bytes) -> dict[str, object] | Broken:
     problem = _other_encoding(raw) or _nul_in(raw)
     try:
-        yield name, Broken(problem) if problem else {TEXT_COLUMN: raw.decode().removeprefix("\ufeff")}
+        return Broken(problem) if problem else {TEXT_COLUMN: raw.decode().removeprefix("\ufeff")}
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        yield name, Broken(f"not UTF-8 at byte {error.start + 1}, in line {line}; save the file as UTF-8")
+        return Broken(f"not UTF-8 at byte {error.start + 1}, in line {line}; save the file as UTF-8")
 
 
 def _whole(stream: BinaryIO, most: int, problem: str) -> bytes:
