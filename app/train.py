@@ -130,7 +130,7 @@ def _dispatch(arguments: list[str]) -> None:
         sys.stdout.write(help_text())
         return
     if is_sweep(arguments):
-        from app.sweep.command import sweep
+        from app.sweep.sweep import sweep
 
         sys.exit(sweep(arguments, _check_parts))
     _typed[:] = arguments

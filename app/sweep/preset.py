@@ -1,5 +1,9 @@
-"""`sweep=NAME` and `sweep.KEY=VALUE`: a file of conf/sweep and what the command line changes of it."""
+"""`sweep=NAME` and `sweep.KEY=VALUE`: a file of conf/sweep, what the command line changes of it, and what trials
+differ in.
+"""
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,11 +15,12 @@ from hydra.errors import HydraException
 
 from app.config import groups
 from app.config.did_you_mean import did_you_mean
-from app.config.schema import choice, number
+from app.config.schema import RunConfig, choice, number
 from app.config.validate import typed
-from app.errors import ConfigError
-from app.sweep.expansion import MOST_TRIALS
-from app.sweep.trial import key_of
+from app.errors import ConfigError, refuse
+from app.sweep.grid import MAX_TRIALS, Setting, too_many
+from app.sweep.search_space import Dimension, Range, composed, value_in
+from app.sweep.trials import key_of
 
 GROUP = "sweep"
 _SPACE = f"{GROUP}.space."
@@ -27,7 +32,7 @@ class SweepConfig:
 
     proposer: str = choice("grid", "tpe")
     space: dict[str, Any] = field(default_factory=dict)
-    trials: int | None = number(None, at_least=1, at_most=MOST_TRIALS)
+    trials: int | None = number(None, at_least=1, at_most=MAX_TRIALS)
     seed: int | None = number(None, at_least=0, at_most=2**32 - 1)
 
 
@@ -52,8 +57,7 @@ class _Root:
 
 def is_of_the_sweep(text: str) -> bool:
     """Whether an override is about the sweep and not about its trials."""
-    key = key_of(text)
-    return key == GROUP or key.startswith(f"{GROUP}.")
+    return key_of(text).partition(".")[0] == GROUP
 
 
 def read_preset(words: Sequence[str]) -> Preset:
@@ -70,6 +74,35 @@ def read_preset(words: Sequence[str]) -> Preset:
     _require_budget(name, config)
     spaces = frozenset(key.removeprefix(_SPACE) for key in changes if key.startswith(_SPACE))
     return Preset(name, config, spaces & config.space.keys())
+
+
+def dimensions_of(
+    preset: Preset, space: Sequence[Dimension], settings: Sequence[Setting], extra: Sequence[str]
+) -> tuple[list[Dimension], list[str]]:
+    """The settings first, then what is left of the preset's space; and what is said of it on the screen.
+
+    The command line wins: a key that it gives is not varied by the preset, unless by multiples of what is given.
+    """
+    given = {setting.key: setting for setting in settings}
+    kept = [
+        each for each in space if each.key not in given or (each.is_relative and not given[each.key].is_swept)
+    ]
+    off = _off(kept, settings, extra)
+    combinations = math.prod(len(setting.texts) for setting in settings)
+    idle = {key: where[0] for key, where in off.items() if len(where) == combinations}
+    varied = [each for each in kept if each.key not in idle]
+    _require_use(preset, space, varied, idle)
+    dimensions: list[Dimension] = [*settings, *varied]
+    if preset.config.proposer == "grid":
+        refuse(
+            f"sweep.space.{each.key}: in some trials {off[each.key][0]}, so they would be the same run. "
+            "Sweep them apart."
+            for each in varied
+            if off.get(each.key)
+        )
+        refuse(too_many([each for each in dimensions if isinstance(each, Setting)]))
+    lines = [*map(_shown, varied), *(f"not {key}: {reason}" for key, reason in idle.items())]
+    return dimensions, [f"{'' if i else 'varied':8}{line}" for i, line in enumerate(lines)]
 
 
 def _parsed(words: Sequence[str]) -> list[Override]:
@@ -90,8 +123,7 @@ def _parsed(words: Sequence[str]) -> list[Override]:
             meant = f" Write {key}=[{given}]." if key.startswith(_SPACE) else ""
             problems.append(f"{text}: a sweep has one {key}.{meant}")
         found.append(override)
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return found
 
 
@@ -146,7 +178,45 @@ def _put(data: dict[str, Any], key: str, value: Any) -> None:
             data["space"][key.removeprefix(_SPACE)] = value
     elif key == f"{GROUP}.space" and not isinstance(value, Mapping):
         raise ConfigError(f"{key}={value}: give its keys, such as {_SPACE}optimizer.lr=[1e-3, 3e-4].")
-    elif key == f"{GROUP}.space":
-        data["space"] = dict(value)
     else:
-        data[key.removeprefix(f"{GROUP}.")] = value
+        data[key.removeprefix(f"{GROUP}.")] = dict(value) if isinstance(value, Mapping) else value
+
+
+def _off(
+    space: Sequence[Dimension], settings: Sequence[Setting], extra: Sequence[str]
+) -> dict[str, list[str]]:
+    """Keys of sections that are off in some trials, such as those of the adapter in a full fine-tuning; each with what
+    it says of these, once for each combination of the settings."""
+    choices = groups.choices_by_group()
+    sections = {each.key: each.key.partition(".")[0] for each in space if "." in each.key}
+    sections = {key: section for key, section in sections.items() if "none" in choices.get(section, ())}
+    if not sections:
+        return {}
+    combinations = itertools.product(*(setting.texts for setting in settings))
+    runs = [run for texts in combinations if isinstance(run := composed((*texts, *extra)), RunConfig)]
+    return {
+        key: [
+            f"it changes nothing with {section}.kind=none" for run in runs if value_in(run, section) == "none"
+        ]
+        for key, section in sections.items()
+    }
+
+
+def _require_use(
+    preset: Preset, space: Sequence[Dimension], varied: Sequence[Dimension], idle: dict[str, str]
+) -> None:
+    """Nothing that was asked for is left out in silence."""
+    refuse(f"sweep.space.{key}: {idle[key]}. Leave it out." for key in sorted(preset.given & idle.keys()))
+    if preset.name and not varied:
+        given = "is given, and what is given wins"
+        reasons = [f"{each.key} {idle.get(each.key, given).removeprefix('it ')}" for each in space]
+        raise ConfigError(
+            f"sweep={preset.name} has nothing to vary: {'; '.join(reasons) or 'its space is empty'}."
+        )
+
+
+def _shown(dimension: Dimension) -> str:
+    texts = [text.partition("=")[2] for text in dimension.texts]
+    if isinstance(dimension, Range):
+        return f"{dimension.key} from {' to '.join(texts)}{', log' if dimension.log else ''}"
+    return f"{dimension.key} {' '.join(texts)}"

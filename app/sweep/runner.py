@@ -1,10 +1,13 @@
 """The trials, one after the other; what comes of them; going on after a stop."""
 
 import os
+import shutil
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
@@ -12,19 +15,76 @@ from app.engine.signals import CTRL_C, START_ME_AGAIN, StopRequest, listening
 from app.page.read_run import read_sweep
 from app.page.render import written_page
 from app.page.sweep_page import sweep_page
-from app.record.lines import aligned, duration
+from app.record.console import SafeStream, rich_terminal
+from app.record.lines import aligned, duration, printable
+from app.record.masking import masked_text
 from app.record.output_dir import user_of
 from app.record.recorder import read_result
-from app.sweep.folder import SweepFolder
-from app.sweep.leaderboard import best, leaderboard
-from app.sweep.printed import Printed, reason
-from app.sweep.process import TrialProcess
-from app.sweep.proposers import Proposer
-from app.sweep.screen import Screen
-from app.sweep.trial import DRY_RUN, FAILED, FINISHED, RUNNING, STOPPED, Outcome, Trial, shown, values_of
+from app.sweep.trial_process import Printed, TrialProcess, reason
+from app.sweep.trials import (
+    DRY_RUN,
+    FAILED,
+    FINISHED,
+    RUNNING,
+    STOPPED,
+    Outcome,
+    SweepFolder,
+    Trial,
+    best,
+    leaderboard,
+    shown,
+    values_of,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 SOME_FAILED = 3
 _SECONDS_BETWEEN_LOOKS = 0.2
+_BEGINNING_OF_LINE, _ERASE = "\r", "\x1b[2K"
+
+
+class Proposer(Protocol):
+    """Which trials a sweep makes, and in which order: a grid or a search.
+
+    `points` is what is checked before the first trial starts: the trials, or the ends of what they may be.
+    """
+
+    points: Sequence[Trial]
+    count: int  # of the trials that it makes in all
+
+    def recall(self, recorded: Sequence[Mapping[str, Any]], /) -> Sequence[Trial]:
+        """The trials that are known before the first one starts, with those that sweep.json has of earlier starts."""
+
+    def next(self, ended: Sequence[Outcome], /) -> Trial | None:
+        """The one to run now that the earlier ones have ended like this; None when there is no more."""
+
+
+class Screen:
+    """Lines that stay and, on a terminal, one below them that moves. On standard output if no stream is given."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = SafeStream(stream or sys.stdout)
+        self._line = ""
+
+    def say(self, text: str) -> None:
+        """It stays; the moving line is gone."""
+        self.show("")
+        self._stream.write(f"{printable(masked_text(text))}\n")
+        self._stream.flush()
+
+    def show(self, text: str) -> None:
+        """In place of what was shown so before; nowhere but on a terminal."""
+        if text != self._line and self._stream.is_terminal():
+            width = shutil.get_terminal_size().columns - 1
+            self._stream.write(f"{_BEGINNING_OF_LINE}{_ERASE}{printable(text)[:width]}")
+            self._stream.flush()
+            self._line = text
+
+    def table(self, table: "Table") -> None:
+        """As wide as it needs to be where there is no terminal to fit."""
+        self.show("")
+        rich_terminal(self._stream).print(table)
 
 
 class Runner:
@@ -40,6 +100,7 @@ class Runner:
     ) -> None:
         self._folder = folder
         self._proposer = proposer
+        self._report = folder.path / "report.html"
         self._facts = {"identity": identity, "command": list(command)}
         self._notes = notes
         self._screen = Screen()
@@ -143,7 +204,7 @@ class Runner:
             text = f"trial {winner['number']}, {winner['folder']}\n{winner['line']}"
             self._screen.say("\n" + aligned([("best", text), ("all", str(self._folder.content))]))
         if self._ended:
-            self._screen.say(written_page(self._folder.report, self._page))
+            self._screen.say(written_page(self._report, self._page))
         is_whole = self._proposer.next(self._ended) is None and STOPPED not in self._statuses()
         if request.exit_code is not None and not is_whole:
             self._screen.say("stopped; the same command goes on from here")
@@ -158,7 +219,7 @@ class Runner:
     def _page(self) -> str:
         sweep = read_sweep(self._folder.path)
         assert sweep is not None, "it has just been written"
-        return sweep_page(sweep, self._folder.report)
+        return sweep_page(sweep, self._report)
 
     def _statuses(self) -> list[str]:
         return [each.status for each in self._ended]

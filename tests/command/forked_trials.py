@@ -10,7 +10,7 @@ from subprocess import TimeoutExpired
 from typing import IO, Any
 
 from app import train
-from app.sweep import process
+from app.sweep import trial_process
 
 
 class Fork:
@@ -74,5 +74,5 @@ def _train(arguments: list[str]) -> int:
 
 
 def main() -> None:
-    vars(process)["Popen"] = Fork
+    vars(trial_process)["Popen"] = Fork
     train.main()

@@ -8,8 +8,7 @@ import pytest
 
 from app.page.read_run import read_sweep
 from app.page.sweep_page import sweep_page
-from app.sweep.leaderboard import best, ranked
-from app.sweep.trial import Outcome
+from app.sweep.trials import Outcome, best, ranked
 from tests.page.folders import lines_of, made_run, made_sweep, trial
 from tests.page.reading import Element, chart, drawn, read, section
 from tests.page.test_render import HOSTILE

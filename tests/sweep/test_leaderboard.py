@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from app.sweep.leaderboard import best, leaderboard, ranked
-from app.sweep.trial import Outcome
+from app.sweep.trials import Outcome, best, leaderboard, ranked
 
 
 def outcome(number: int, objective: float | None, status: str = "finished", **more: Any) -> Outcome:

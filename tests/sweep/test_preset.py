@@ -5,31 +5,29 @@ import pytest
 from app.config.groups import choices_by_group
 from app.config.load import compose_run
 from app.errors import ConfigError
-from app.sweep import proposers
-from app.sweep.checking import checked_runs
-from app.sweep.expansion import settings_of
-from app.sweep.folder import default_path, identity_of
-from app.sweep.preset import is_of_the_sweep, read_preset
-from app.sweep.proposers import PROPOSERS, Proposer
-from app.sweep.space import dimensions_in
-from app.sweep.varied import dimensions_of
-from tests.sweep.test_checking import nothing_more, refusal_of
+from app.sweep import sweep
+from app.sweep.grid import settings_of
+from app.sweep.preset import dimensions_of, is_of_the_sweep, read_preset
+from app.sweep.runner import Proposer
+from app.sweep.search_space import dimensions_in
+from app.sweep.sweep import default_path, identity_of, planned, proposer_of
+from tests.sweep.test_sweep import nothing_more, refusal_of
 
 NAMES = choices_by_group()["sweep"]
 
 
-def proposer_of(*words: str) -> tuple[Proposer, list[str]]:
+def proposed(*words: str) -> tuple[Proposer, list[str]]:
     """And what is said on the screen."""
     preset = read_preset([word for word in words if is_of_the_sweep(word)])
     settings, problems = settings_of([word for word in words if not is_of_the_sweep(word)])
     space, wrong = dimensions_in(preset.config.space)
     assert (problems, wrong) == ([], [])
     dimensions, notes = dimensions_of(preset, space, settings, [])
-    return PROPOSERS[preset.config.proposer].make(dimensions, preset.config), notes
+    return proposer_of(dimensions, preset.config), notes
 
 
 def points(*words: str) -> list[tuple[str, ...]]:
-    return [trial.overrides for trial in proposer_of(*words)[0].points]
+    return [trial.overrides for trial in proposed(*words)[0].points]
 
 
 def rates(*words: str) -> list[float]:
@@ -41,14 +39,10 @@ def rates(*words: str) -> list[float]:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("others", [[], ["recipe=qlora"], ["model=llama"]], ids=str)
 def test_every_preset_makes_trials_that_are_right(name: str, others: list[str]) -> None:
-    proposer, notes = proposer_of(f"sweep={name}", *others)
-    assert len(checked_runs(proposer.points, [], nothing_more)) == len(proposer.points)
-    assert 5 <= proposer.count <= 12
-    assert notes
-
-
-def test_every_way_to_propose_is_in_a_preset() -> None:
-    assert {read_preset([f"sweep={name}"]).config.proposer for name in NAMES} == set(PROPOSERS)
+    plan = planned(["-m", f"sweep={name}", *others], nothing_more)
+    assert len(plan.runs) == len(plan.proposer.points)
+    assert 5 <= plan.proposer.count <= 12
+    assert plan.notes
 
 
 @pytest.mark.parametrize(
@@ -105,7 +99,7 @@ def test_the_command_line_changes_the_space() -> None:
 
 
 def test_keys_that_change_nothing_are_left_out_and_told() -> None:
-    proposer, notes = proposer_of("sweep=optuna", "recipe=full")
+    proposer, notes = proposed("sweep=optuna", "recipe=full")
     assert not [text for trial in proposer.points for text in trial.overrides if text.startswith("adapter")]
     assert notes == [
         "varied  optimizer.lr from 0.1x to 10x, log",
@@ -218,7 +212,7 @@ def test_without_m_it_is_told_how_to_start_it() -> None:
 
 
 def test_optuna_is_asked_for_only_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proposers, "find_spec", lambda name: None)
+    monkeypatch.setattr(sweep, "find_spec", lambda name: None)
     (problem,) = refusal_of("sweep=optuna")
     assert problem.startswith(
         "sweep=optuna needs the package optuna, which is not installed: pip install optuna"

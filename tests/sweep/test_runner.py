@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from app.sweep import process
-from app.sweep.expansion import settings_of
-from app.sweep.folder import SweepFolder
-from app.sweep.preset import SweepConfig
-from app.sweep.proposers import Grid
+from app.sweep import trial_process
+from app.sweep.grid import settings_of
+from app.sweep.optuna_search import Search
+from app.sweep.preset import NO_PRESET, SweepConfig
 from app.sweep.runner import Runner
-from app.sweep.search import Search
-from app.sweep.space import dimensions_in
+from app.sweep.search_space import dimensions_in
+from app.sweep.sweep import proposer_of
+from app.sweep.trials import SweepFolder
 
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 
@@ -28,13 +28,13 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
         assert command[:3] == [sys.executable, "-m", "app.train"]
         return Popen([sys.executable, "-S", STAND_IN, *command[3:]], **options)
 
-    monkeypatch.setattr(process, "Popen", start)
+    monkeypatch.setattr(trial_process, "Popen", start)
 
 
 def run(folder: Path, *seeds: int) -> int:
     settings, _ = settings_of([f"seed={','.join(map(str, seeds))}"])
     with SweepFolder.claim(str(folder), "same") as claimed:
-        return Runner(claimed, "same", Grid(settings), ["python"]).run()
+        return Runner(claimed, "same", proposer_of(settings, NO_PRESET.config), ["python"]).run()
 
 
 def search(folder: Path, trials: int = 5) -> int:

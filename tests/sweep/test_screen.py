@@ -7,7 +7,7 @@ import pty
 import pytest
 from rich.table import Table
 
-from app.sweep.screen import Screen
+from app.sweep.runner import Screen
 
 
 def test_a_terminal_has_a_line_that_moves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,11 +26,11 @@ def main() -> None:
 
 def _train(command: Any) -> None:
     """Two steps on a few rows; the trials of a sweep are forks, and as short."""
-    import app.sweep.command as sweep
-    from app.sweep import process
+    import app.sweep.sweep as sweep
+    from app.sweep import trial_process
     from tests.command.forked_trials import Fork
 
-    vars(process)["Popen"] = Fork
+    vars(trial_process)["Popen"] = Fork
     vars(sweep)["read_preset"] = _of_few_trials(vars(sweep)["read_preset"])
     load: Callable[[Any], RunConfig] = command.load_run
     command.load_run = lambda config: _short(load(config))

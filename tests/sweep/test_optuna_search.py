@@ -10,12 +10,11 @@ import pytest
 
 from app.config.load import compose_run
 from app.errors import ConfigError
-from app.sweep.expansion import settings_of
+from app.sweep.grid import settings_of
+from app.sweep.optuna_search import STARTUP_TRIALS, Search, chosen
 from app.sweep.preset import SweepConfig
-from app.sweep.search import STARTUP, Search
-from app.sweep.space import dimensions_in
-from app.sweep.tpe import chosen
-from app.sweep.trial import DRY_RUN, FAILED, FINISHED, RUNNING, Outcome, Trial, values_of
+from app.sweep.search_space import dimensions_in
+from app.sweep.trials import DRY_RUN, FAILED, FINISHED, RUNNING, Outcome, Trial, values_of
 
 SPACE = {
     "optimizer.lr": {"low": 4e-4, "high": 4e-2, "log": True},
@@ -163,7 +162,7 @@ def test_plans_are_of_the_trials_that_need_no_results_and_are_made_anew() -> Non
     proposer = search()
     while trial := proposer.next(plans):
         plans.append(outcome(trial, 0.0, DRY_RUN))
-    assert len(plans) == STARTUP
+    assert len(plans) == STARTUP_TRIALS
     assert search().recall(told(plans)) == []
     assert [each.swept for each in ended(search())][:2] == [each.swept for each in plans][:2]
     whole = ended(search())
@@ -223,6 +222,6 @@ def test_it_finds_a_minimum_better_than_chance() -> None:
             points.append((point, rate + (point["adapter.dropout"] - 0.3) ** 2 + rank))
         return min(objective for _, objective in points if objective is not None)
 
-    by_search, by_chance = ([best(seed, startup) for seed in range(10)] for startup in (STARTUP, 1000))
+    by_search, by_chance = ([best(seed, startup) for seed in range(10)] for startup in (STARTUP_TRIALS, 1000))
     assert statistics.mean(by_search) < statistics.mean(by_chance) / 2
     assert statistics.median(by_search) < statistics.median(by_chance) / 2

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from app.sweep.printed import Printed, reason
+from app.sweep.trial_process import Printed, reason
 
 
 def test_the_newest_step_is_shown_and_only_of_this_start(tmp_path: Path) -> None:

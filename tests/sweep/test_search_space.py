@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config.load import compose_run
-from app.sweep.relative import settled, value_in
-from app.sweep.space import Dimension, Range, dimensions_in, ends, times
+from app.sweep.search_space import Dimension, Range, dimensions_in, ends, settled, times, value_in
 
 
 def dimension(key: str, given: Any) -> Dimension:

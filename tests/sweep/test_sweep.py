@@ -8,7 +8,7 @@ import pytest
 
 from app.config.schema import RunConfig
 from app.errors import ConfigError, DataError
-from app.sweep.command import sweep
+from app.sweep.sweep import sweep
 
 
 def nothing_more(_run: RunConfig) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from app.errors import AppError, CheckpointError, ConfigError, EnvironmentProblem
-from app.sweep.expansion import settings_of
-from app.sweep.folder import SweepFolder, default_path
-from app.sweep.trial import Outcome
+from app.sweep.grid import settings_of
+from app.sweep.sweep import default_path
+from app.sweep.trials import Outcome, SweepFolder
 from tests.record.child import run
 
 FACTS = {"identity": "one", "command": ["python", "-m", "app.train", "-m", "seed=1,2", "dataset.path=a b"]}
@@ -90,7 +90,7 @@ def test_other_folders_are_left_as_they_are(
 
 def test_a_second_process_is_refused(tmp_path: Path) -> None:
     code = (
-        "import sys; from app.errors import EnvironmentProblem; from app.sweep.folder import SweepFolder\n"
+        "import sys; from app.errors import EnvironmentProblem; from app.sweep.trials import SweepFolder\n"
         "try: SweepFolder.claim(sys.argv[1], 'one')\n"
         "except EnvironmentProblem as problem: print(problem)"
     )

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config.groups import choices_by_group
-from app.sweep.expansion import Setting, settings_of
+from app.sweep.grid import Setting, settings_of
 from app.sweep.preset import NO_PRESET
-from app.sweep.proposers import PROPOSERS, Grid
-from app.sweep.trial import Outcome, Trial, values_of
+from app.sweep.sweep import proposer_of
+from app.sweep.trials import Outcome, Trial, values_of
 
 READ = OverridesParser.create().parse_override
 
@@ -27,7 +27,7 @@ def setting(text: str) -> Setting:
 def grid(*overrides: str) -> Sequence[Trial]:
     settings, problems = settings_of(overrides)
     assert problems == []
-    return Grid(settings).points
+    return proposer_of(settings, NO_PRESET.config).points
 
 
 VALUES = [
@@ -152,7 +152,7 @@ def test_a_grid_has_every_combination_once_and_names_that_sort(sizes: list[int])
 @given(st.text(max_size=300).filter(lambda text: "\0" not in text))
 def test_a_folder_name_is_safe_and_short(text: str) -> None:
     settings = [Setting("dataset.path", (f"dataset.path={text}", "dataset.path=b"), ("a", "b"))]
-    name = Grid(settings).points[0].name
+    name = proposer_of(settings, NO_PRESET.config).points[0].name
     assert name.startswith("1-dataset.path")
     assert name.isascii()
     assert not set(name) & set("/\\ :*?\"<>|'$[]{}()\n")
@@ -167,7 +167,7 @@ def test_without_swept_values_it_is_a_sweep_of_one() -> None:
 
 def test_a_grid_goes_on_after_what_has_ended() -> None:
     settings, _ = settings_of(["seed=1,2"])
-    proposer = PROPOSERS["grid"].make(settings, NO_PRESET.config)
+    proposer = proposer_of(settings, NO_PRESET.config)
     ended = [Outcome(number=1, overrides=(), swept=(), folder="")]
     assert proposer.recall([]) == proposer.points
     assert proposer.next([]) == proposer.points[0]

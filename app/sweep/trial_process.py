@@ -1,4 +1,4 @@
-"""A trial as a process of its own: started, told to stop, never left behind."""
+"""A trial as a process of its own: started, followed by what it prints, told to stop, never left behind."""
 
 import ctypes
 import os
@@ -13,6 +13,8 @@ from app.engine.signals import CTRL_C
 from app.record.files import writing
 
 _PR_SET_PDEATHSIG = 1
+_MAX_REASON_LINES = 12
+_STEP = "step "
 
 
 class TrialProcess:
@@ -52,6 +54,48 @@ class TrialProcess:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         return self._process.wait()
+
+
+class Printed:
+    """The part of a file that is written from now on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._begin = self._seen = path.stat().st_size if path.exists() else 0
+        self._latest = "starting"
+
+    def text(self) -> str:
+        """All of it."""
+        return self._since(self._begin).decode("utf-8", "replace")
+
+    def latest(self) -> str:
+        """The line to show: the newest step, or what is said before the first one."""
+        whole, newline, _ = self._since(self._seen).rpartition(b"\n")
+        self._seen += len(whole) + len(newline)
+        lines = whole.decode("utf-8", "replace").splitlines()
+        steps = [line for line in lines if line.startswith(_STEP)]
+        if steps or (lines and not self._latest.startswith(_STEP)):
+            self._latest = (steps or lines)[-1]
+        return self._latest
+
+    def _since(self, place: int) -> bytes:
+        if not self.path.exists():
+            return b""
+        with self.path.open("rb") as file:
+            file.seek(place)
+            return file.read()
+
+
+def reason(exit_code: int, text: str) -> str:
+    """Why a trial failed, in a few lines."""
+    if exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        return f"killed by {name}" + (": out of memory?" if name == "SIGKILL" else "")
+    lines = text.rstrip().splitlines()
+    errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
+    if errors:
+        return "\n".join(lines[errors[-1] :][:_MAX_REASON_LINES])
+    return lines[-1] if lines else "it said nothing"
 
 
 def _stop_when_the_sweep_dies() -> Callable[[], None]:
