@@ -222,10 +222,10 @@ def _range(key: str, given: Mapping[str, Any]) -> Range:
     is_whole = is_whole and not is_relative
     log, step = given.get("log", False), _number(given.get("step"))
     if low is None or high is None or not math.isfinite(high - low):
-        fault = (
-            "low and high must be numbers, or both multiples of the run's own value, such as 0.1x and 10x."
+        raise ConfigError(
+            f"{_named(key, given)}: low and high must be numbers, or both multiples of the run's own value, "
+            "such as 0.1x and 10x."
         )
-        raise ConfigError(f"{_named(key, given)}: {fault}")
     if fault := _fault(given, (low, high), step, is_whole=is_whole):
         raise ConfigError(f"{_named(key, given)}: {fault}")
     if is_whole:
