@@ -275,9 +275,9 @@ def check_config(arguments: Sequence[str]) -> CheckConfig:
 
 def _checks_asked(arguments: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
     """By the first word, if that is one; and the other words."""
-    word = arguments[0] if arguments else ""
-    if not word or "=" in word or word.startswith(("-", "~")):
+    if not arguments or "=" in arguments[0] or arguments[0].startswith(("-", "~")):
         return CHECKS, list(arguments)
+    word = arguments[0]
     if word not in CHECKS:
         meant = did_you_mean(word, CHECKS, listing=False)
         raise ConfigError(

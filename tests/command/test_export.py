@@ -63,11 +63,6 @@ def check_spoilt(zygote: Zygote, finished: FinishedRuns, tmp_path: Path, *spoilt
 
 WRONG = [
     ("lora", "kind=whole", "kind=whole is none of adapter, merged."),
-    ("lora", "dtype=int8", "dtype=int8 is none of bf16, fp16, fp32."),
-    ("lora", "optimizer.lr=1", "optimizer.lr=1: optimizer.lr does not apply, because an export writes down"),
-    ("full", "kind=adapter", "kind=adapter: run={run} tuned a whole model"),
-    ("lora", "dtype=fp16 kind=adapter", "dtype=fp16 would change nothing"),
-    ("lora", "model.path=/models", "model.path=/models would not be read: this run keeps its base"),
     ("lora", "to=full", "to=full: the folder is not empty (it has mine.txt)"),
     ("lora", "to=file", "to=file: this is a file."),
 ]

@@ -1,16 +1,10 @@
 """Tasks of lm-evaluation-harness: what is refused without it, and that it is asked the model of the run."""
 
-from dataclasses import asdict
-from pathlib import Path
-
 import pytest
-import yaml
 
-from app.config.load import compose_run
 from app.engine import harness
 from app.engine.harness import _numbers, require_harness, table
 from app.errors import EnvironmentProblem
-from tests.runs import Zygote, refused
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,28 +21,6 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(EnvironmentProblem, match="start it without torchrun or srun"):
         require_harness(["arc_easy"])
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (
-            ("harness=a,b", "dataset.path=new.jsonl"),
-            "dataset.path would change nothing: the tasks of harness=",
-        ),
-        (("harness=[a]", "batching.packing=false", "launch.num_processes=2"), "Leave them out."),
-        (("harness_limit=5",), "there are none. Give harness=TASK."),
-        (("harness=a", "harness_limit=0"), "harness_limit=0 must be at least 1"),
-        (("harnes=a",), "harnes is not a key. Did you mean harness?"),
-    ],
-)
-def test_what_would_change_nothing_is_refused(
-    zygote: Zygote, tmp_path: Path, given: tuple[str, ...], message: str
-) -> None:
-    (tmp_path / "run" / "final").mkdir(parents=True)
-    (tmp_path / "run" / "run.yaml").write_text(yaml.safe_dump(asdict(compose_run([]))))
-    ended = zygote.run(tmp_path, "run=run", *given, module="app.evaluate")
-    refused(ended.code, ended.stdout, ended.stderr, message)
 
 
 def test_numbers_are_read_by_metric_and_filter() -> None:

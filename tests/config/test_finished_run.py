@@ -13,6 +13,7 @@ from app.config.finished_run import (
     ExportConfig,
     as_run,
     evaluate_config,
+    export_config,
     holds_out,
     read_changes,
     reproduce_config,
@@ -165,6 +166,40 @@ def test_a_base_that_would_not_be_read_is_refused(tmp_path: Path) -> None:
     assert evaluation(whole, "model.path=org/name", "weights=both").model.path == "org/name"
     tuned = made(tmp_path / "tuned", model__weights="pretrained")
     assert evaluation(tuned, "model.path=org/name").model.path == "org/name"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("harness=a,b", "dataset.path=new.jsonl"), "dataset.path would change nothing: the tasks of harness="),
+        (("harness=[a]", "batching.packing=false", "launch.num_processes=2"), "Leave them out."),
+        (("harness_limit=5",), "there are none. Give harness=TASK."),
+        (("harness=a", "harness_limit=0"), "harness_limit=0 must be at least 1"),
+        (("harnes=a",), "harnes is not a key. Did you mean harness?"),
+    ],
+)  # fmt: skip
+def test_tasks_of_the_harness_bring_their_own_rows(run: Path, given: tuple[str, ...], message: str) -> None:
+    (problem,) = refusals(run, *given)
+    assert message in problem
+
+
+@pytest.mark.parametrize(
+    ("adapter", "given", "message"),
+    [
+        ("lora", "kind=whole", "kind=whole is none of adapter, merged."),
+        ("lora", "dtype=int8", "dtype=int8 is none of bf16, fp16, fp32."),
+        ("lora", "optimizer.lr=1", "optimizer.lr=1: optimizer.lr does not apply, because an export writes down"),
+        ("none", "kind=adapter", "tuned a whole model and has no adapter. Give kind=merged: its weights in dtype=bf16"),
+        ("lora", "dtype=fp16", "dtype=fp16 would change nothing: an adapter is exported as it is."),
+        ("lora", "model.path=/models", "model.path=/models would not be read: this run keeps its base of random"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_exported_is_told(tmp_path: Path, adapter: str, given: str, message: str) -> None:
+    run = made(tmp_path / "run", adapter__kind=adapter, model__weights="random")
+    words = {word.partition("=")[0]: word for word in (f"run={run}", "kind=adapter", "to=out", given)}
+    with pytest.raises(ConfigError) as refusal:
+        export_config(list(words.values()), lambda _folder: {})
+    assert message in str(refusal.value)
 
 
 # ---- which rows are scored
