@@ -101,8 +101,7 @@ def test_a_change_of_speed_is_forgotten_after_minutes() -> None:
     assert max(abs((left or 0.0) - true) / true for _, left, true in later) <= 0.1
 
 
-@pytest.mark.parametrize("every", [0, 50, 70])
-@pytest.mark.parametrize("save_every", [0, 100, 130])
+@pytest.mark.parametrize(("every", "save_every"), [(0, 100), (50, 100), (70, 130), (50, 0)])
 def test_evaluations_and_saves_to_come_are_part_of_it(every: int, save_every: int) -> None:
     """They cost as much as the training; speed alone would be wrong by half. Here each is as large as was guessed."""
     course = Course(evaluates=True, end=600, eval_every=every, save_every=save_every, eval_size=150.0)
@@ -139,8 +138,7 @@ def test_a_start_that_stops_on_its_way_does_not_count_what_comes_after() -> None
     assert lines[-1][1] == 0.0
 
 
-@pytest.mark.parametrize("every", [0, 1, 3, 7, 10])
-@pytest.mark.parametrize("at_end", [True, False])
+@pytest.mark.parametrize(("every", "at_end"), [(0, True), (1, False), (3, True), (7, False), (10, True)])
 def test_what_is_to_come_is_counted_like_the_loop_does_it(every: int, at_end: bool) -> None:
     course = Course(evaluates=True, end=10, eval_every=every, save_every=every, evaluates_at_end=at_end)
     for step in range(1, 12):
@@ -149,12 +147,3 @@ def test_what_is_to_come_is_counted_like_the_loop_does_it(every: int, at_end: bo
         assert course.evaluations_from(step) == len(due) + len(final) * at_end
         assert course.saves_from(step) == len(due) + len(final)
     assert replace(course, evaluates=False).evaluations_from(1) == 0
-
-
-def test_a_long_run_keeps_a_short_memory() -> None:
-    clock = Clock()
-    pace = Pace(replace(PLAIN, end=10**6), clock)
-    for step in range(1, 20_000):
-        clock.now += 1.0
-        pace.seconds_left(step)
-    assert len(pace._marks) <= 302
