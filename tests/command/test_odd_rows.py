@@ -4,9 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.command.test_wrong_inputs import refuses
 from tests.data.small import THINKING, chat, write_chats
 from tests.runs import SMALL, Zygote
 
@@ -91,23 +88,3 @@ def test_everything_at_once_is_counted_and_said_once(zygote: Zygote, tmp_path: P
         "eval: 1 sample of it also trained on",
     ):
         assert said.count(words) == 1, (words, ended.stdout)
-
-
-GOOD = json.dumps({"messages": chat("Hi", "Hello")}).encode() + b"\n"
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ((GOOD * 3).decode().encode("utf-16"), "rows.jsonl: is UTF-16, expected UTF-8"),
-        (
-            GOOD + b'{"\\ud800\\u001b[31m": 1}\n',
-            "columns found: \\ud800\\x1b[31m; set dataset.columns.messages=NAME",
-        ),
-        (GOOD + b"\0\0\n", "rows.jsonl:2: byte 1 is NUL"),
-    ],
-    ids=["utf-16", "half-a-character", "nul"],
-)
-def test_one_message_and_no_traceback(zygote: Zygote, tmp_path: Path, content: bytes, message: str) -> None:
-    (tmp_path / "rows.jsonl").write_bytes(content)
-    refuses(zygote, tmp_path, "dataset=messages", "dataset.path=rows.jsonl", message=message)

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -90,16 +89,14 @@ def whole(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize("python", ["forked", "real"])
 def test_a_machine_that_dies_and_comes_back_changes_nothing(
-    whole: Path, start: StartMachine, tmp_path: Path, forked: str, python: str
+    whole: Path, start: StartMachine, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    more = {"APP_PYTHON": forked if python == "forked" else sys.executable}
-    first, second = (start(node, *TRAINING, f"output_dir={run}", **more) for node in (0, 1))
+    first, second = (start(node, *TRAINING, f"output_dir={run}") for node in (0, 1))
     first.until(partial(has_reached, run, 5))
     second.die()
-    again = start(1, *TRAINING, f"output_dir={run}", **more)
+    again = start(1, *TRAINING, f"output_dir={run}")
     again.until((run / "checkpoints/step-000009").exists)
     again.kill_torchrun()
     assert (first.ended(), again.ended()) == (0, 0), first.printed + again.printed
@@ -110,13 +107,12 @@ def test_a_machine_that_dies_and_comes_back_changes_nothing(
     assert processes_of(first.process.pid) == processes_of(again.process.pid) == []
 
 
-@pytest.mark.parametrize("python", ["forked", "real"])
 def test_when_its_time_is_over_a_job_saves_and_goes_back_into_the_queue(
-    whole: Path, submit: SubmitJob, tmp_path: Path, forked: str, python: str
+    whole: Path, submit: SubmitJob, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     requeued = tmp_path / "requeued"
-    more = {"APP_PYTHON": forked if python == "forked" else sys.executable, "SLURM_JOB_ID": free_job()}
+    more = {"SLURM_JOB_ID": free_job()}
     again = partial(submit, *TRAINING, f"output_dir={run}", **more)
 
     first = again(REACHES="tasks")
