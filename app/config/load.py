@@ -1,6 +1,6 @@
 """Command line and conf/ into a checked RunConfig."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,15 +51,6 @@ def read_run(file: Path) -> RunConfig:
 def compose_run(overrides: Sequence[str]) -> RunConfig:
     """What `hydra.main` would hand over for these overrides, with every problem in one ConfigError."""
     return _composed(_checked_words(overrides))
-
-
-def compose_runs(commands: Sequence[Sequence[str]]) -> Iterator[RunConfig | ConfigError]:
-    """For each command line its run, or what is wrong with it."""
-    for overrides in commands:
-        try:
-            yield compose_run(overrides)
-        except ConfigError as problem:
-            yield problem
 
 
 def checked_arguments(arguments: Sequence[str]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.errors import CheckpointError
-from app.record.manifest import Manifest, git_state, read_manifest, versions
+from app.record.manifest import Manifest, git_state, read_manifest
 from tests.record.child import run
 
 
@@ -35,15 +35,6 @@ def test_it_tells_where_a_run_comes_from(tmp_path: Path) -> None:
     assert {"python", "platform", "program"} <= manifest.keys()
 
 
-def test_facts_of_one_name_are_joined(tmp_path: Path) -> None:
-    manifest = Manifest(tmp_path / "manifest.json")
-    manifest.add({"counts": {"rows": 3}, "seed": 1})
-    manifest.add({"counts": {"tokens": 9}, "seed": 2})
-    content = json.loads((tmp_path / "manifest.json").read_text())
-    assert content["counts"] == {"rows": 3, "tokens": 9}
-    assert content["seed"] == 2
-
-
 def test_a_continued_run_lists_all_its_starts(tmp_path: Path) -> None:
     first = written(tmp_path, seed=1)
     second = written(tmp_path, seed=1)
@@ -67,11 +58,6 @@ def test_secrets_of_the_command_line_are_not_in_it(tmp_path: Path) -> None:
     assert "hub_token=***" in text
     assert "geheim" not in text
     assert "horse-battery" not in text
-
-
-def test_packages_that_are_absent_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.record.manifest.PACKAGES", ("torch", "no-such-package"))
-    assert versions() == {"torch": version("torch")}
 
 
 def test_the_commit_is_that_of_the_checkout_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,19 +83,6 @@ def test_a_torn_last_line_is_cut_and_the_next_one_is_whole(torn: str, tmp_path: 
     assert lines.path.read_bytes() == whole + b'{"step": 3}\n'
 
 
-def test_rewinding_to_the_end_does_not_touch_the_file(tmp_path: Path) -> None:
-    lines = written(tmp_path / "metrics.jsonl", 1, 2)
-    before = lines.path.stat()
-    lines.rewind(2)
-    after = lines.path.stat()
-    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
-
-
-def test_rewinding_nothing_makes_nothing(tmp_path: Path) -> None:
-    assert StepLines(tmp_path / "metrics.jsonl").rewind(5) == []
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("text", ["a\u2028b\x85c\x0bd\re", "Übung 日本", "\ud800 alone", "tab\tline\n"])
 def test_any_text_of_a_users_data_stays_one_line_and_comes_back(text: str, tmp_path: Path) -> None:
     lines = StepLines(tmp_path / "samples.jsonl")
@@ -103,8 +90,3 @@ def test_any_text_of_a_users_data_stays_one_line_and_comes_back(text: str, tmp_p
     lines.write({"step": 2, "answer": text})
     assert lines.rewind(1) == [{"step": 1, "answer": text}]
     assert list(read_lines(lines.path)) == [{"step": 1, "answer": text}]
-
-
-def test_a_line_without_a_step_is_our_fault(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError):
-        StepLines(tmp_path / "metrics.jsonl").write({"loss": 1.0})

@@ -152,18 +152,6 @@ def test_a_finished_result_stays_when_the_end_of_the_program_fails(folder: RunFo
     assert result_of(folder)["status"] == "finished"
 
 
-def test_leaving_without_a_result_is_our_fault_and_written_as_such(folder: RunFolder) -> None:
-    with pytest.raises(AssertionError, match="without a result"), opened(folder):
-        pass
-    assert result_of(folder)["status"] == "failed"
-
-
-@pytest.mark.parametrize("values", [{"status": "done"}, {"status": "finished", "speed": 3}])
-def test_a_result_that_nobody_expects_is_our_fault(values: dict[str, Any], folder: RunFolder) -> None:
-    with pytest.raises(AssertionError):
-        opened(folder).finish(**values)
-
-
 def test_a_result_is_json_whatever_the_losses_were(folder: RunFolder) -> None:
     opened(folder).finish("finished", objective=float("nan"), eval_loss=float("inf"))
     assert result_of(folder)["objective"] is None
@@ -190,13 +178,6 @@ def test_a_continued_run_forgets_what_it_will_do_again(folder: RunFolder) -> Non
     result = result_of(folder)
     assert (result["train_loss_first"], result["train_loss_last"], result["steps"]) == (8.0, 3.5, 6)
     assert len(json.loads(folder.manifest.read_text())["starts"]) == 2
-
-
-def test_facts_that_come_later_are_added(folder: RunFolder) -> None:
-    record = opened(folder, counts={"rows": 3})
-    record.add_facts(counts={"tokens": 9}, choices={"attention": "sdpa"})
-    manifest = json.loads(folder.manifest.read_text())
-    assert (manifest["counts"], manifest["choices"]) == ({"rows": 3, "tokens": 9}, {"attention": "sdpa"})
 
 
 class Broken:

@@ -9,11 +9,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.config.groups import choices_by_group
 from app.sweep.grid import Setting, settings_of
 from app.sweep.preset import NO_PRESET
 from app.sweep.sweep import proposer_of
-from app.sweep.trials import Outcome, Trial, values_of
+from app.sweep.trials import Trial, values_of
 
 READ = OverridesParser.create().parse_override
 
@@ -67,10 +66,6 @@ def test_values_are_as_they_were_typed(text: str, values: list[str] | None) -> N
         assert found.texts == tuple(f"{key}={value}" for value in values)
         assert found.is_swept == (len(values) > 1)
     assert found.key == key
-
-
-def test_every_choice_of_a_group() -> None:
-    assert len(grid("optimizer=glob(*)", "seed=1,2")) == 2 * len(choices_by_group()["optimizer"])
 
 
 def test_a_prefix_stays() -> None:
@@ -163,16 +158,6 @@ def test_without_swept_values_it_is_a_sweep_of_one() -> None:
     (trial,) = grid("seed=1", "recipe=full")
     assert (trial.name, trial.overrides, trial.swept) == ("1", ("seed=1", "recipe=full"), ())
     assert grid()[0].overrides == ()
-
-
-def test_a_grid_goes_on_after_what_has_ended() -> None:
-    settings, _ = settings_of(["seed=1,2"])
-    proposer = proposer_of(settings, NO_PRESET.config)
-    ended = [Outcome(number=1, overrides=(), swept=(), folder="")]
-    assert proposer.recall([]) == proposer.points
-    assert proposer.next([]) == proposer.points[0]
-    assert proposer.next(ended) == proposer.points[1]
-    assert proposer.next(ended * 2) is None
 
 
 @pytest.mark.parametrize(

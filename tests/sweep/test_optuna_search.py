@@ -1,7 +1,6 @@
 """A search: what it proposes, what it learns from, and that stopping it changes nothing."""
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 from app.config.load import compose_run
 from app.errors import ConfigError
 from app.sweep.grid import settings_of
-from app.sweep.optuna_search import STARTUP_TRIALS, Search, chosen
+from app.sweep.optuna_search import STARTUP_TRIALS, Search
 from app.sweep.preset import SweepConfig
 from app.sweep.search_space import dimensions_in
 from app.sweep.trials import DRY_RUN, FAILED, FINISHED, RUNNING, Outcome, Trial, values_of
@@ -87,9 +86,7 @@ def test_the_first_trial_is_any_when_the_run_lies_outside() -> None:
 
 
 def test_a_swept_setting_is_searched_too_and_each_choice_has_its_own_rate() -> None:
-    found = ended(
-        search("recipe=full,lora", trials=12, space={"optimizer.lr": {"low": "0.5x", "high": "2x"}})
-    )
+    found = ended(search("recipe=full,lora", trials=6, space={"optimizer.lr": {"low": "0.5x", "high": "2x"}}))
     rates: dict[str, list[float]] = {"full": [], "lora": []}
     for each in found:
         values = values_of(each.swept)
@@ -170,20 +167,6 @@ def test_plans_are_of_the_trials_that_need_no_results_and_are_made_anew() -> Non
     assert len(search().recall(told(between))) == 3
 
 
-def test_what_failed_is_not_tried_again_and_again() -> None:
-    """Rates above a cliff are not a number; a search that forgets failures falls down it most of the time."""
-    failed = []
-    for seed in range(4):
-        found = ended(
-            search(trials=16, seed=seed), lambda v: None if v["optimizer.lr"] > 0.012 else valley(v)
-        )
-        assert len(found) == 16
-        failed.append(sum(each.status == FAILED for each in found))
-    assert statistics.mean(failed) < 8
-    everything = ended(search(trials=6), lambda _: None)
-    assert len({each.swept for each in everything}) == 6
-
-
 def test_a_space_that_can_be_counted_is_used_up_without_repetition() -> None:
     space = {
         "adapter.r": [8, 16, 32],
@@ -201,27 +184,3 @@ def test_a_space_that_can_be_counted_is_used_up_without_repetition() -> None:
         ConfigError, match=r"sweep\.trials=19: the space has 18 combinations\. Give sweep\.trials=18"
     ):
         search(trials=19, space=space)
-
-
-def test_it_finds_a_minimum_better_than_chance() -> None:
-    space, wrong = dimensions_in(
-        {
-            "optimizer.lr": {"low": 1e-5, "high": 1e-1, "log": True},
-            "adapter.dropout": {"low": 0.0, "high": 1.0},
-            "adapter.r": [8, 16, 32, 64],
-        }
-    )
-    assert wrong == []
-
-    def best(seed: int, startup: int) -> float:
-        points: list[tuple[Any, float | None]] = []
-        for number in range(1, 41):
-            point = chosen(space, points, seed=seed, number=number, startup=startup)
-            rate = (math.log10(point["optimizer.lr"]) + 3.2) ** 2
-            rank = abs(math.log2(int(point["adapter.r"].partition("=")[2]) / 32)) / 10
-            points.append((point, rate + (point["adapter.dropout"] - 0.3) ** 2 + rank))
-        return min(objective for _, objective in points if objective is not None)
-
-    by_search, by_chance = ([best(seed, startup) for seed in range(10)] for startup in (STARTUP_TRIALS, 1000))
-    assert statistics.mean(by_search) < statistics.mean(by_chance) / 2
-    assert statistics.median(by_search) < statistics.median(by_chance) / 2

@@ -1,7 +1,9 @@
 """How a sweep takes what its trials do; the trials are stand-ins (see stand_in.py), the processes and signals real."""
 
+import io
 import json
 import os
+import pty
 import signal
 import sys
 from pathlib import Path
@@ -9,12 +11,13 @@ from subprocess import Popen
 from typing import Any
 
 import pytest
+from rich.table import Table
 
 from app.sweep import trial_process
 from app.sweep.grid import settings_of
 from app.sweep.optuna_search import Search
 from app.sweep.preset import NO_PRESET, SweepConfig
-from app.sweep.runner import Runner
+from app.sweep.runner import Runner, Screen
 from app.sweep.search_space import dimensions_in
 from app.sweep.sweep import proposer_of
 from app.sweep.trials import SweepFolder
@@ -113,15 +116,6 @@ def test_what_is_finished_is_kept_and_what_failed_is_tried_again(
     assert capfd.readouterr().out.count("finished before, objective") == 2
 
 
-def test_what_was_finished_earlier_is_known_from_the_start(tmp_path: Path) -> None:
-    assert run(tmp_path, 20, 2) == 130
-    (tmp_path / "2-seed=2").mkdir()
-    (tmp_path / "2-seed=2" / "result.json").write_text('{"status": "finished", "objective": 2.0}')
-    assert run(tmp_path, 20, 2) == 130
-    assert column(tmp_path, "status") == ["stopped", "finished"]
-    assert content(tmp_path)["best"]["objective"] == 2.0
-
-
 def test_plans_are_shown_and_do_not_count_as_finished(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,14 +163,6 @@ def test_a_search_goes_on_past_what_fails_and_says_what_it_varies(
     assert column(tmp_path, "values") == [trial["values"] for trial in trials]
 
 
-def test_a_search_that_is_stopped_before_its_first_trial_has_no_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(Runner, "_wait_for_its_user", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    assert search(tmp_path) == 75
-    assert "stopped; the same command goes on from here" in capfd.readouterr().out
-
-
 @pytest.mark.parametrize("own", [None, "mine"])
 def test_trials_are_a_group_in_wandb(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str | None
@@ -187,3 +173,35 @@ def test_trials_are_a_group_in_wandb(
     run(tmp_path / "sweep-x", 1)
     assert f"group={own or 'sweep-x'}\n" in (tmp_path / "sweep-x" / "1.txt").read_text()
     assert os.environ.get("WANDB_RUN_GROUP") == own
+
+
+def test_a_terminal_has_a_line_that_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "20")
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as stream:
+        screen = Screen(stream)
+        screen.say("trial 1/2")
+        screen.show("  step 1/9 | loss 4.1234 | more")
+        screen.show("  step 1/9 | loss 4.1234 | more")  # nothing new, nothing written
+        screen.say("done \x1b[31mnot red")
+        seen = ""
+        while "not red\r\n" not in seen:
+            seen += os.read(ours, 10_000).decode()
+    os.close(ours)
+    erase = "\r\x1b[2K"
+    assert seen == f"trial 1/2\r\n{erase}  step 1/9 | loss 4{erase}done \ufffd[31mnot red\r\n"
+
+
+def test_a_file_has_whole_lines_only() -> None:
+    stream = io.StringIO()
+    screen = Screen(stream)
+    screen.show("  step 1/9")
+    screen.say("done")
+    table = Table("a", "b")
+    table.add_row("x" * 150, "y")
+    screen.table(table)
+    text = stream.getvalue()
+    assert text.startswith("done\n")
+    assert "\x1b" not in text
+    assert "x" * 150 in text

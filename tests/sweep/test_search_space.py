@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config.load import compose_run
-from app.sweep.search_space import Dimension, Range, dimensions_in, ends, settled, times, value_in
+from app.sweep.search_space import Dimension, Range, dimensions_in, ends, settled, times
 
 
 def dimension(key: str, given: Any) -> Dimension:
@@ -168,12 +168,3 @@ def test_multiples_are_of_the_run_without_them() -> None:
         ("recipe=full", f"optimizer.lr={2 * full:.4g}"),
         ("recipe=lora", f"optimizer.lr={2 * lora:.4g}", "adapter.r=3"),
     ]
-
-
-def test_values_of_a_run() -> None:
-    run = compose_run(["model.weights=random", "model.architecture.vocab_size=99"])
-    assert value_in(run, "adapter.r") == run.adapter.r
-    assert value_in(run, "optimizer") == run.optimizer.kind
-    assert value_in(run, "model.architecture.vocab_size") == 99
-    assert value_in(run, "recipe") is None
-    assert value_in(run, "training") is None
