@@ -36,11 +36,7 @@ _EXACT = 1e-5
 _SAME = 1e-3  # of rows rounded twice: where a scale differs in its last bit a few numbers go the other way
 
 
-class _Kernel:
-    """`used`: whether it rounds rows where it can run; the comparison of a run takes that away."""
-
-    used = True
-
+KERNEL = {"used": True}  # whether it rounds rows where it can run; the comparison of a run takes that away
 
 # operations of torch, so that a plan can count them
 _OPS = torch.library.Library("app_fp8", "DEF")
@@ -69,7 +65,7 @@ def quantize_by_kernel(rows: Tensor) -> Rounded:
 
 
 def _quantize_on_gpu(rows: Tensor) -> Rounded:
-    by_kernel = _Kernel.used and can_run(rows.device)
+    by_kernel = KERNEL["used"] and can_run(rows.device)
     return quantize_by_kernel(rows) if by_kernel else quantize_reference(rows)
 
 
@@ -77,9 +73,7 @@ def _quantized_like(rows: Tensor) -> Rounded:
     return torch.empty_like(rows, dtype=E4M3), rows.new_empty((rows.shape[0], 1), dtype=torch.float32)
 
 
-def product_reference(
-    x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, dtype: torch.dtype, _fast: bool
-) -> Tensor:
+def product_reference(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, dtype: torch.dtype, _: bool) -> Tensor:
     """x [n, k] times w [m, k] transposed, with scales [n, 1] and [1, m]; sums are as exact as float32 is."""
     return (x.float() @ w.float().T).mul_(sx).mul_(sw).to(dtype)
 
@@ -88,16 +82,14 @@ def _product_on_gpu(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, dtype: torch.d
     return torch._scaled_mm(x, w.t(), sx, sw, out_dtype=torch.bfloat16, use_fast_accum=fast).to(dtype)
 
 
-def _product_shape(x: Tensor, _sx: Any, w: Tensor, _sw: Any, dtype: torch.dtype, _fast: bool) -> Tensor:
-    return x.new_empty((x.shape[0], w.shape[0]), dtype=dtype)
-
-
 _OPS.impl("quantize_rows", quantize_reference, "CPU")
 _OPS.impl("quantize_rows", _quantize_on_gpu, "CUDA")
 _OPS.impl("product", product_reference, "CPU")
 _OPS.impl("product", _product_on_gpu, "CUDA")
 torch.library.register_fake("app_fp8::quantize_rows", _quantized_like, lib=_OPS)
-torch.library.register_fake("app_fp8::product", _product_shape, lib=_OPS)
+torch.library.register_fake(
+    "app_fp8::product", lambda x, _sx, w, _sw, dtype, _: x.new_empty((len(x), len(w)), dtype=dtype), lib=_OPS
+)
 
 
 def quantize_rows(rows: Tensor) -> Rounded:
@@ -119,10 +111,9 @@ class _LastRows:
     made anew is the same and one that was written to since is not.
     """
 
-    def __init__(self) -> None:
-        self._storage: ReferenceType[Any] | None = None
-        self._key: tuple[Any, ...] = ()
-        self.found: Rounded | None = None
+    found: Rounded | None = None
+    _storage: ReferenceType[Any] | None = None
+    _key: tuple[Any, ...] = ()
 
     def rounded(self, rows: Tensor) -> Rounded:
         """Only rows of a forward pass: what goes back is made by kernels that may write in place."""
@@ -154,8 +145,7 @@ class Fp8Linear(nn.Linear):
 
     def __init__(self, weight: Tensor, bias: nn.Parameter | None) -> None:
         """From [out, in]."""
-        outputs, inputs = weight.shape
-        super().__init__(inputs, outputs, bias=False, device="meta")
+        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
         for name, given in (("", weight), ("_back", weight.T)):
             bytes_, scales = quantize_reference(given)  # the kernel is not compared yet
             held = nn.Parameter(bytes_.view(torch.uint8), requires_grad=False)
@@ -259,10 +249,8 @@ class EightBit(Packing):
 
 
 def prove(network: nn.Module, present: Callable[[nn.Module], Any] = nullcontext) -> list[Proof]:
-    """Each size of layer on this device against the same numbers multiplied in float32; a difference is refused. In
-    `present` a module has its weights.
-
-    A kernel that rounds rows otherwise than torch, or does not start, is not used; that proof says so.
+    """Each size of layer on this device against float32; a difference is refused. A kernel that rounds rows otherwise
+    than torch, or does not start, is not used, and its proof says so. In `present` a module has its weights.
     """
     layers = {tuple(each.weight.shape): each for each in network.modules() if isinstance(each, Fp8Linear)}
     kernels = list(_kernel_compared(layers.values()))
@@ -280,7 +268,7 @@ def prove(network: nn.Module, present: Callable[[nn.Module], Any] = nullcontext)
 def _kernel_compared(layers: Iterable[Fp8Linear]) -> Iterator[Proof]:
     widths = {(part.shape[1], part.device) for each in layers for part in (each.weight, each.weight_back)}
     for width, device in sorted(widths, key=str):
-        if not (_Kernel.used and can_run(device)):
+        if not (KERNEL["used"] and can_run(device)):
             continue
         rows, why = _rows(width, device, torch.bfloat16), ""
         try:
@@ -292,7 +280,7 @@ def _kernel_compared(layers: Iterable[Fp8Linear]) -> Iterator[Proof]:
             found, why = math.nan, f" ({reason(fault)})"
         what = f"fp8 rows of {width} rounded by a kernel, against torch's own way{why}"
         proof = Proof(what, found, _SAME)
-        _Kernel.used = proof.holds
+        KERNEL["used"] = proof.holds
         yield proof
 
 

@@ -119,13 +119,6 @@ def packing(compute: torch.dtype) -> Any:
     return packing_of(NF4, compute)
 
 
-def test_without_double_quantisation_the_scales_are_floats() -> None:
-    plain = packing_of(QuantizationConfig(kind="nf4", double_quant=False), torch.float32)
-    assert plain is not None
-    lm = load_packed(wide(), CAUSAL, plain, Held(torch.float32, CPU, register("sdpa")), 0)
-    assert {layer.weight.quant_state.nested for _, layer in packed_layers(lm)} == {False}
-
-
 @pytest.mark.parametrize(
     ("kind", "precision"), [("llama", "fp32"), ("llama", "bf16"), ("gpt2", "fp32"), ("gemma2", "fp32")]
 )
@@ -248,13 +241,6 @@ def loss_and_gradients(trainee: Trainee, batch: Any) -> tuple[Tensor, dict[str, 
     loss = trainee(batch)[0]
     loss.backward()
     return loss.detach(), gradients(trainee)
-
-
-def test_recomputed_layers_give_the_same() -> None:
-    batch = batch_of(documents_of((12, 9)))
-    kept, again = (loss_and_gradients(qlora(recompute=flag), batch) for flag in (False, True))
-    assert kept[0].equal(again[0])
-    assert distance(again[1], kept[1]) <= 1e-6
 
 
 def test_packed_documents_give_the_gradients_of_padded_ones() -> None:

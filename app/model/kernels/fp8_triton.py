@@ -1,8 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Rows rounded to e4m3 in one launch. Imported late: triton may be missing.
-
-Each program has a whole row, so that its largest number and what is rounded with it are read once.
-"""
+"""Rows rounded to e4m3 in one launch, each read once by one program. Imported late: triton may be missing."""
 
 import torch
 import triton
