@@ -1,9 +1,10 @@
-"""Look at a run before it is started: its data, its memory. Takes what app.train takes; loads no weights.
+"""Look at a run before it is started: data, memory, cluster. Takes what app.train takes; loads no weights.
 
 python -m app.check data dataset=messages dataset.path=chat.jsonl
 python -m app.check memory recipe=qlora model=llama hardware=rtx4090     whether it fits; exact=true traces every layer
 python -m app.check data dataset=text dataset.path=books/ output_dir=runs/look   check.json and check.html there too
-python -m app.check                                                              every check that there is
+python -m app.check                                                              data and memory
+python -m app.check cluster launch.num_processes=2 output_dir=runs/look          what its processes find of each other
 """
 
 import sys
@@ -17,28 +18,41 @@ from app.config.help import asks_for_help
 from app.config.schema import RunConfig
 from app.engine.world import world
 from app.errors import ConfigError
-from app.launch.agent import processes_to_start
+from app.launch.agent import launch, processes_to_start
+from app.launch.failures import leave_failure
+from app.launch.worker import fail_as_one_of_several
 from app.record.console import Console, open_console
 from app.record.files import write_json, write_text, writing
 
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
 
+_COMPUTING = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "numpy")
 STOPS = 2  # the exit code where a run with these settings would stop
 
 
 def check(config: CheckConfig, console: Console) -> int:
     """From a checked config to what was found, shown and written; returns the exit code."""
     _check_parts(config)
-    if config.folder is not None:
+    if config.folder is not None and world().is_first:
         with writing(config.folder):
             config.folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {name: _CHECKS[name](config, console) for name in config.checks}
+    if not world().is_first:
+        return 0
     if config.folder is not None:
         _write(config.folder, found, console)
     stops = [problem for each in found.values() for problem in each["stops"]]
     if stops:
-        sys.stderr.write(ConfigError(stops).report() + "\na run with these settings stops there\n")
+        _tell(ConfigError(stops).report() + "\na run with these settings stops there")
     return STOPS if stops else 0
+
+
+def _tell(text: str) -> None:
+    """Once, where a launcher of ours would tell that this process failed."""
+    if world().is_joined:
+        leave_failure(0, STOPS, text)
+    else:
+        sys.stderr.write(f"{text}\n")
 
 
 def _data(config: CheckConfig, console: Console) -> dict[str, Any]:
@@ -65,6 +79,57 @@ def _memory(config: CheckConfig, _console: Console) -> dict[str, Any]:
     facts["seconds"] = round(time.perf_counter() - begun, 2)
     show_check(memory_sections(facts))
     return facts
+
+
+def _cluster(config: CheckConfig, _console: Console) -> dict[str, Any]:
+    """In each of the processes, on all machines."""
+    from app.distributed.cluster_check import Process, check_cluster
+    from app.page.check_screen import show_check
+    from app.page.check_summary import cluster_sections
+    from app.record.manifest import program_here
+
+    here, program = world(), program_here()
+    git = program["program"]["git"] or {"commit": "no checkout"}
+    versions = {"app": f"{program['program']['version']} ({git['commit'][:12]})", "python": program["python"]}
+    computing = {name: version for name, version in program["packages"].items() if name in _COMPUTING}
+    files, problems = _data_files(config.run)
+    process = Process(here.rank, here.size, here.local_rank, versions | computing, files, problems)
+    facts = check_cluster(process, config.folder)
+    if here.is_first:
+        show_check(cluster_sections(facts))
+    return facts
+
+
+def _data_files(run: RunConfig) -> tuple[dict[str, list[Path]], list[str]]:
+    """Of the sources that are files, by their keys; and what is wrong with the paths."""
+    from app.config.dataset import key_of, sources_of
+    from app.data import sources
+
+    problems = sources.check(run.dataset)
+    if problems:
+        return {}, problems
+    opened = [
+        (f"{key_of(name)}.path={each.path}", sources.train_source(each, name))
+        for name, each in sources_of(run.dataset).items()
+    ]
+    held = sources.eval_source(run.dataset)
+    if held is not None:
+        opened.append((f"dataset.eval_path={run.dataset.eval_path}", held))
+    found = {key: source for key, source in opened if isinstance(source, sources.FileRows)}
+    return {key: [path for path, _ in source.files] for key, source in found.items()}, []
+
+
+def _in_processes(config: CheckConfig, arguments: Sequence[str]) -> int:
+    """The check of a cluster, in the processes that a run would have."""
+    count = processes_to_start(config.run.launch)
+    if count:
+        return launch(count, ["-m", "app.check", *arguments])
+    if not world().is_joined:
+        raise ConfigError(
+            f"launch.num_processes={config.run.launch.num_processes}: one process has no others to find. Set "
+            "launch.num_processes=2 or more, or start app.check cluster with torchrun or srun."
+        )
+    return check(config, open_console() if world().is_first else Console(enabled=False))
 
 
 def _planned_processes(config: CheckConfig) -> int:
@@ -106,15 +171,17 @@ def _command(arguments: Sequence[str]) -> int:
         sys.stdout.write(f"{__doc__}\nThe settings are those of app.train: python -m app.train --help\n")
         return 0
     config = check_config(arguments)
+    if "cluster" in config.checks:
+        return _in_processes(config, arguments)
     return check(config, open_console()) if world().is_first else 0
 
 
 def main() -> None:
     """Exit codes: 0 a run would go on, 2 it would stop at what was told, or the settings are wrong."""
-    run_command(_command)
+    run_command(_command, fail_as_one_of_several)
 
 
-_CHECKS = {"data": _data, "memory": _memory}
+_CHECKS = {"data": _data, "memory": _memory, "cluster": _cluster}
 
 if __name__ == "__main__":
     main()

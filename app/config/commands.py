@@ -218,7 +218,8 @@ def _report_problems(config: ReportConfig) -> Iterator[str]:
 
 # ---- app.check
 
-CHECKS = ("data", "memory")  # without a word: all of them
+CHECKS = ("data", "memory", "cluster")
+_WITHOUT_A_WORD = ("data", "memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,11 +277,12 @@ def check_config(arguments: Sequence[str]) -> CheckConfig:
 def _checks_asked(arguments: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
     """By the first word, if that is one; and the other words."""
     if not arguments or "=" in arguments[0] or arguments[0].startswith(("-", "~")):
-        return CHECKS, list(arguments)
+        return _WITHOUT_A_WORD, list(arguments)
     word = arguments[0]
     if word not in CHECKS:
         meant = did_you_mean(word, CHECKS, listing=False)
         raise ConfigError(
-            f"{word!r} is neither a check nor key=value.{meant} Checks: {', '.join(CHECKS)}; no word means all."
+            f"{word!r} is neither a check nor key=value.{meant} Checks: {', '.join(CHECKS)}; "
+            f"no word means {' and '.join(_WITHOUT_A_WORD)}."
         )
     return (word,), list(arguments[1:])

@@ -122,7 +122,7 @@ def test_memory_is_known_without_data_or_weights(zygote: Zygote, tmp_path: Path)
 
 
 WRONG = {
-    "datta": "error: 'datta' is neither a check nor key=value. Did you mean data? Checks: data, memory; no word",
+    "datta": "error: 'datta' is neither a check nor key=value. Did you mean data? Checks: data, memory, cluster; no",
     "data dataset.path=nowhere.jsonl": "error: dataset.path=nowhere.jsonl: no such file or folder in",
     "data dataset.max_lenght=3": "error: dataset.max_lenght is not a key. Did you mean dataset.max_length?",
     "memori": "error: 'memori' is neither a check nor key=value. Did you mean memory?",
@@ -130,6 +130,8 @@ WRONG = {
     "memory parallel=zero2 launch.num_processes=2": "error: parallel=zero2: the memory of a run that divides its",
     "data -m seed=1,2": "error: -m starts a sweep, and this is one run. Leave it out.",
     "data --cfg job": "error: --cfg",
+    "cluster": "error: launch.num_processes=1: one process has no others to find. Set launch.num_processes=2",
+    "cluster hardware=h100": "error: hardware=h100: only app.check memory asks for it. Leave it out.",
     "dataset=messages data": "error: 'data' is not an override.",
 }
 
@@ -145,3 +147,26 @@ def test_help(zygote: Zygote, tmp_path: Path) -> None:
     code, said, wrong = look(zygote, tmp_path, "--help")
     assert (code, wrong) == (0, "")
     assert "python -m app.check data" in said
+
+
+def test_processes_of_a_cluster_find_each_other(zygote: Zygote, tmp_path: Path) -> None:
+    words = ("cluster", "output_dir=look")
+    first, second = zygote.run_together(tmp_path, 2, *words, module="app.check")
+    assert (first.code, first.stderr, second.code, second.stdout, second.stderr) == (0, "", 0, "", "")
+    facts = json.loads((tmp_path / "look" / "check.json").read_text())["cluster"]
+    assert (facts["processes"], facts["machines"], facts["backend"]) == (2, 1, "gloo")
+    assert (facts["stops"], facts["seconds"] < 60) == ([], True)
+    assert sorted(file.name for file in (tmp_path / "look").iterdir()) == ["check.html", "check.json"]
+    for each in facts["ranks"]:
+        assert (each["output"], each["problems"], len(each["files"])) == ("same", [], 2)
+        assert {"torch", "transformers", "peft", "accelerate", "bitsandbytes"} <= each["versions"].keys()
+        assert abs(each["clock_offset_seconds"]) < 1
+    rows = facts["collectives"]
+    assert {row["name"] for row in rows} == {
+        *("all-reduce", "broadcast", "reduce-scatter", "all-gather", "reduce")
+    }
+    assert all(row["algorithm_bytes_per_second"] == row["bytes"] / row["seconds"] for row in rows)
+    assert [each["ranks"] for each in facts["links"]] == [[0, 1]]
+    assert "link 0-1" in first.stdout
+    page = read((tmp_path / "look" / "check.html").read_text())
+    assert page.one("h1").text == "2 processes on 1 machine, gloo"

@@ -164,7 +164,7 @@ def test_a_base_in_fp8_is_not_planned_for_a_gpu_without_it() -> None:
         (("memory", "exact=perhaps"), "exact=perhaps: expected true or false."),
         (("memory", "exactt=true", "sed=1", "hardware=h10"), "Did you mean seed? hardware=h10:"),
         (("data", "hardware=h100"), "hardware=h100: only app.check memory asks for it."),
-        (("memori",), "'memori' is neither a check nor key=value. Did you mean memory? Checks: data, memory;"),
+        (("memori",), "'memori' is neither a check nor key=value. Did you mean memory? Checks: data, memory, cluster;"),
         (("data", "--cfg", "job"), "--cfg job is a switch of app.train. Leave it out."),
     ],
 )  # fmt: skip

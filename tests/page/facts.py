@@ -152,3 +152,38 @@ DATA: dict[str, Any] = {
     "stops": [],
     "advice": [{"set": "dataset.max_length=128", "why": "keeps 99.2% of the samples whole"}],
 }
+
+CLUSTER: dict[str, Any] = {
+    "processes": 2,
+    "machines": 2,
+    "backend": "nccl",
+    "output_dir": "/shared/look",
+    "ranks": [
+        {
+            "rank": rank,
+            "host": f"gpu{rank + 1}",
+            "device": {"name": "H100", "id": f"uuid-{rank}", "cores": 16},
+            "versions": {"torch": "2.13.0", "nccl": "2.28.9"},
+            "files": {"dataset.path=chat.jsonl": "abc" * (rank + 1)},
+            "problems": [],
+            "output": output,
+            "clock_offset_seconds": 0.0025 * rank,
+            "matmul_flops": 700e12,
+        }
+        for rank, output in enumerate(["same", "cannot write there (Read-only file system)"])
+    ],
+    "collectives": [
+        {
+            "name": "all-reduce",
+            "bytes": size,
+            "seconds": size / 20e9,
+            "algorithm_bytes_per_second": 20e9,
+            "bus_bytes_per_second": 30e9,
+        }
+        for size in (1 << 20, 1 << 24)
+    ],
+    "links": [{"ranks": [0, 1], "between_machines": True, "bytes_per_second": 24e9}],
+    "notes": ["the clock of process 1 (gpu2) is +2.5 s off that of process 0"],
+    "seconds": 21.25,
+    "stops": [],
+}

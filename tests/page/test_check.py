@@ -10,8 +10,8 @@ import pytest
 
 from app.page.check_page import check_page
 from app.page.check_screen import show_check
-from app.page.check_summary import Section, data_sections, memory_sections, stop
-from tests.page.facts import DATA, MEMORY, TOO_LARGE
+from app.page.check_summary import Section, cluster_sections, data_sections, memory_sections, stop
+from tests.page.facts import CLUSTER, DATA, MEMORY, TOO_LARGE
 from tests.page.reading import Element, notes, read, section
 from tests.page.test_render import HOSTILE
 
@@ -47,6 +47,17 @@ MEMORY_TEXTS = (
     "3.2 s, 3 layers traced, the others like them",
 )
 
+CLUSTER_TEXTS = (
+    "2 processes on 2 machines, nccl",
+    "torch 2.13.0, nccl 2.28.9",
+    "gpu1; H100, 16 cores; 700 TFLOP/s; clock +0.0 ms; data the same; output shared",
+    "clock +2.5 ms; data others; output cannot write there (Read-only file system)",
+    "1 MiB in 0.05 ms: 20.0 GB/s, on the bus 30.0 GB/s",
+    "24.0 GB/s",
+    "the clock of process 1 (gpu2) is +2.5 s off",
+    "21.2 s",
+)
+
 
 class Screen(io.StringIO):
     def isatty(self) -> bool:
@@ -72,18 +83,29 @@ def words(text: str) -> str:
 
 
 @pytest.mark.parametrize("columns", [120, 59])
-@pytest.mark.parametrize("check", ["data", "memory"])
+@pytest.mark.parametrize("check", ["data", "memory", "cluster"])
 def test_screen_says_everything_wide_and_narrow(shown: Shown, check: str, columns: int) -> None:
-    text = shown(data_sections(DATA) if check == "data" else memory_sections(MEMORY), columns)
-    for each in DATA_TEXTS if check == "data" else MEMORY_TEXTS:
+    sections, texts = {
+        "data": (data_sections(DATA), DATA_TEXTS),
+        "memory": (memory_sections(MEMORY), MEMORY_TEXTS),
+        "cluster": (cluster_sections(CLUSTER), CLUSTER_TEXTS),
+    }[check]
+    text = shown(sections, columns)
+    for each in texts:
         assert each in words(text), each
     assert max(len(ESCAPE.sub("", line).rstrip()) for line in text.splitlines()) <= columns
 
 
 def test_page_says_everything_that_the_screen_says() -> None:
-    page = read(check_page({"data": DATA, "memory": MEMORY}))
+    page = read(check_page({"data": DATA, "memory": MEMORY, "cluster": CLUSTER}))
     text = " ".join(page.one("main").text.replace("\n", " ").split())
-    for each in (*DATA_TEXTS, *MEMORY_TEXTS, "dataset.max_length=128", "training.recompute=true"):
+    for each in (
+        *DATA_TEXTS,
+        *MEMORY_TEXTS,
+        *CLUSTER_TEXTS,
+        "dataset.max_length=128",
+        "training.recompute=true",
+    ):
         assert each.removeprefix("frozen weights ").removeprefix("allocator ") in text, each
     assert page.one("h1").text == "chat.jsonl"
     assert [each.text for each in page.all("span", "badge")] == ["nothing stops a run", "fits RTX 4090"]
