@@ -5,6 +5,7 @@ output to a server, itself a run of the zygote's. From then on the two are one: 
 either is the end of both, and the exit code is the fork's. Only the standard library is imported before the fork.
 """
 
+import ctypes
 import importlib
 import json
 import os
@@ -16,6 +17,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+_NETWORK = Path("/proc/self/ns/net")
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -44,7 +46,7 @@ def main() -> None:
 def _look_after(connection: socket.socket) -> None:
     """Fork the one that runs, tell its number, and in the end its status."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    size, handles, _, _ = socket.recv_fds(connection, 8, 3)
+    size, handles, _, _ = socket.recv_fds(connection, 8, 4)
     with connection.makefile("rb") as file:
         asked = json.loads(file.read(int(size)))
     pid = os.fork()
@@ -67,6 +69,8 @@ def _look_after(connection: socket.socket) -> None:
 def _run(asked: dict[str, Any], handles: list[int]) -> None:
     code: Any = 1
     try:
+        *handles, network = handles
+        _enter(network)
         for number, handle in enumerate(handles):
             os.dup2(handle, number)
             os.close(handle)
@@ -89,6 +93,15 @@ def _run(asked: dict[str, Any], handles: list[int]) -> None:
         os._exit(code if isinstance(code, int) else int(code is not None))
 
 
+def _enter(network: int) -> None:
+    """The network namespace of whoever asked, if that is another one."""
+    if os.fstat(network).st_ino != _NETWORK.stat().st_ino and ctypes.CDLL(None, use_errno=True).setns(
+        network, 0
+    ):
+        raise OSError(ctypes.get_errno(), "setns")
+    os.close(network)
+
+
 def stand_in(server: str, arguments: list[str]) -> None:
     """In place of the fork, for whoever started it."""
     asked = {
@@ -100,7 +113,7 @@ def stand_in(server: str, arguments: list[str]) -> None:
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(server)
     text = json.dumps(asked).encode()
-    socket.send_fds(connection, [b"%8d" % len(text)], [0, 1, 2])
+    socket.send_fds(connection, [b"%8d" % len(text)], [0, 1, 2, os.open(_NETWORK, os.O_RDONLY)])
     connection.sendall(text)
     pid = int(connection.recv(8))
     for number in _PASSED_ON:

@@ -10,17 +10,27 @@ from typing import Protocol
 
 import pytest
 
+from tests import marks
 from tests.forked_python import program
-from tests.full.command.machines import SCRIPTS, Job, Machine, free_job, free_port, is_open, processes_of
+from tests.full.command.machines import (
+    SCRIPTS,
+    Job,
+    Machine,
+    free_job,
+    free_port,
+    is_open,
+    processes_of,
+    two_networks,
+)
 from tests.runs import SMALL, Zygote, has_reached, result, same_ending
 
 TRAINING = (*SMALL, "batching.accumulation=1", "training.epochs=2")
 
 
 class StartMachine(Protocol):
-    """`node.sh` as one of two machines; `more` is added to its environment."""
+    """`node.sh` as one of two machines; `inside` stands before it, `more` is added to its environment."""
 
-    def __call__(self, node: int, *arguments: str, **more: str) -> Machine: ...
+    def __call__(self, node: int, *arguments: str, inside: tuple[str, ...] = (), **more: str) -> Machine: ...
 
 
 @pytest.fixture
@@ -51,9 +61,9 @@ def environment(app_env: dict[str, str], tmp_path: Path, forked: str) -> dict[st
 def start(environment: dict[str, str], tmp_path: Path) -> Iterator[StartMachine]:
     started: list[Machine] = []
 
-    def begin(node: int, *arguments: str, **more: str) -> Machine:
+    def begin(node: int, *arguments: str, inside: tuple[str, ...] = (), **more: str) -> Machine:
         env = environment | {"NODE": str(node)} | more
-        started.append(Machine(SCRIPTS / "node.sh", arguments, tmp_path, env))
+        started.append(Machine(SCRIPTS / "node.sh", arguments, tmp_path, env, inside))
         return started[-1]
 
     yield begin
@@ -105,6 +115,32 @@ def test_a_machine_that_dies_and_comes_back_changes_nothing(
     assert len(json.loads((run / "manifest.json").read_text())["starts"]) == 3
     assert again.printed.count("torchrun was killed by signal 9: it is started again") == 1
     assert processes_of(first.process.pid) == processes_of(again.process.pid) == []
+
+
+@marks.requires_networks
+def test_a_machine_that_leaves_the_network_and_comes_back_changes_nothing(
+    whole: Path, start: StartMachine, tmp_path: Path
+) -> None:
+    """Two torchruns that reach each other by one wire alone; nothing tells the one that the other has died."""
+    run = tmp_path / "run"
+    with two_networks() as networks:
+        wire = {"RENDEZVOUS": f"{networks[0].address}:29400", "GLOO_SOCKET_IFNAME": "wire"}
+
+        def machine(node: int) -> Machine:
+            network = networks[node]
+            words = (*TRAINING, f"output_dir={run}")
+            return start(node, *words, inside=network.inside, ADDRESS=network.address, **wire)
+
+        first, second = machine(0), machine(1)
+        first.until(partial(has_reached, run, 5))
+        networks[1].wire("down")
+        second.die()
+        networks[1].wire("up")
+        again = machine(1)
+        assert (first.ended(), again.ended()) == (0, 0), first.printed + again.printed
+
+    same_ending(whole, run)
+    assert len(json.loads((run / "manifest.json").read_text())["starts"]) == 2
 
 
 def test_when_its_time_is_over_a_job_saves_and_goes_back_into_the_queue(
