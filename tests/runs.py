@@ -43,7 +43,8 @@ RATE = "optimizer.lr=2e-2"
 _FINISHED = (*SMALL, "model.architecture.initializer_range=0.1", "training.max_steps=6")
 FINISHED = {
     "lora": (*_FINISHED, "recipe=lora", RATE),
-    "qlora": (*_FINISHED, "recipe=qlora", RATE),
+    "qlora": (*_FINISHED, "recipe=qlora", RATE, "precision=bf16"),
+    "qlora in fp32": (*_FINISHED, "recipe=qlora", RATE),
     "full": (*_FINISHED, "recipe=full", "optimizer.lr=1e-2"),
 }
 SECRET = "hf_secret123"  # in the environment of finished runs, and nowhere in them
@@ -173,7 +174,7 @@ class FinishedRuns:
     said: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, recipe: str = "lora") -> Path:
-        run = self.folder / recipe
+        run = self.folder / recipe.replace(" ", "-")
         if recipe not in self.said:
             ended = self.zygote.run(self.folder, *FINISHED[recipe], f"output_dir={run}", HF_TOKEN=SECRET)
             assert (ended.code, ended.stderr) == (0, "")

@@ -107,7 +107,7 @@ def test_an_adapter_is_scored_on_the_base_it_was_tuned_on(zygote: Zygote, tmp_pa
     assert not (tmp_path / "run" / "evaluate.json").exists()
 
 
-@pytest.mark.parametrize("recipe", ["qlora", "full"])
+@pytest.mark.parametrize("recipe", ["qlora in fp32", "full"])
 def test_it_is_the_last_evaluation_of_the_run_and_the_base_beside_it(
     zygote: Zygote, finished: FinishedRuns, tmp_path: Path, recipe: str
 ) -> None:
