@@ -7,6 +7,7 @@ python -m app.check                                                             
 python -m app.check cluster launch.num_processes=2 output_dir=runs/look          what its processes find of each other
 """
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -83,7 +84,7 @@ def _memory(config: CheckConfig, _console: Console) -> dict[str, Any]:
 
 def _cluster(config: CheckConfig, _console: Console) -> dict[str, Any]:
     """In each of the processes, on all machines."""
-    from app.distributed.cluster_check import Process, check_cluster
+    from app.distributed.cluster_check import Process, Unreachable, check_cluster
     from app.page.check_screen import show_check
     from app.page.check_summary import cluster_sections
     from app.record.manifest import program_here
@@ -94,7 +95,11 @@ def _cluster(config: CheckConfig, _console: Console) -> dict[str, Any]:
     computing = {name: version for name, version in program["packages"].items() if name in _COMPUTING}
     files, problems = _data_files(config.run)
     process = Process(here.rank, here.size, here.local_rank, versions | computing, files, problems)
-    facts = check_cluster(process, config.folder)
+    try:
+        facts = check_cluster(process, config.folder)
+    except Unreachable as problem:
+        leave_failure(here.rank, problem.exit_code, problem.report())
+        os._exit(problem.exit_code)  # an orderly end would wait for the others
     if here.is_first:
         show_check(cluster_sections(facts))
     return facts

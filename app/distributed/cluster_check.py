@@ -30,6 +30,10 @@ _EDGE_BYTES = 1 << 20
 _LATE_SECONDS = 5.0  # until a file is seen on a network disk
 
 
+class Unreachable(EnvironmentProblem):
+    """A process does not reach the others; each that finds it tells it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Process:
     """This process, and what it finds on its machine."""
@@ -90,7 +94,7 @@ def _told(process: Process, what: str) -> Iterator[None]:
         yield
     except RuntimeError as fault:  # of the store, of gloo and of NCCL
         cause = str(fault).strip().splitlines()[0]
-        raise EnvironmentProblem(
+        raise Unreachable(
             f"{what}={_address()}: process {process.rank} of {process.size} on {socket.gethostname()} did not reach "
             f"the others ({cause}). Open the ports between the machines, or name the network that they share with "
             "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."
@@ -126,7 +130,7 @@ def _exchanged(store: Any, process: Process, name: str, value: Any) -> list[Any]
             store.wait(keys, _PATIENCE)
         except RuntimeError as fault:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            raise EnvironmentProblem(
+            raise Unreachable(
                 f"rendezvous={_address()}: no answer from {numbered(missing)} of {process.size} within "
                 f"{_PATIENCE.seconds} s. Start all of them, and look at what they print."
             ) from fault

@@ -1,11 +1,14 @@
 """What app.check cluster concludes from what the processes found."""
 
+import socket
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from app.distributed.cluster_check import stops_of
+from app.distributed import cluster_check
+from app.distributed.cluster_check import Process, Unreachable, check_cluster, stops_of
 from app.distributed.collective_speed import bus_factor, slow_links, slow_processes
 
 FOLDER = Path("/shared/look")
@@ -88,3 +91,20 @@ def test_slow_link_or_the_process_at_the_end_of_all_slow_links_is_named() -> Non
 def test_bandwidth_of_the_bus_is_counted_as_in_nccl_tests() -> None:
     names = ("all-reduce", "broadcast", "reduce-scatter", "all-gather", "reduce")
     assert [bus_factor(name, 4) for name in names] == [1.5, 1.0, 0.75, 0.75, 1.0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_process_that_reaches_nobody_says_where_and_what_to_do(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cluster_check, "_PATIENCE", timedelta(seconds=1))
+    told = (
+        rf"rendezvous=127\.0\.0\.1:{port}: process {rank} of 2 on .* did not reach the others \(.*GLOO_SOCKET"
+    )
+    with pytest.raises(Unreachable, match=told):
+        check_cluster(Process(rank, 2, 0, {}, {}, []), None)
