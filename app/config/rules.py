@@ -132,8 +132,26 @@ def _steps_in_backward_see_one_gradient(run: RunConfig) -> Iterator[str]:
         )
 
 
+def _models_are_divided_by_layers_alone(run: RunConfig) -> Iterator[str]:
+    if run.parallel.tensor > 1:
+        yield (
+            f"parallel.tensor={run.parallel.tensor}: tensor parallelism is not offered, because PEFT's adapters break "
+            "on layers that are divided by rows. Set parallel.tensor=1, and parallel=fsdp for what does not fit."
+        )
+    if run.parallel.context > 1:
+        yield (
+            f"parallel.context={run.parallel.context}: context parallelism is not offered, because it lets packed "
+            "documents see each other. Set parallel.context=1, and training.recompute=true for long rows."
+        )
+    if run.parallel.divides and run.optimizer.kind == "adafactor":
+        yield (
+            f"optimizer=adafactor looks at whole tensors, and parallel={run.parallel.kind} gives each process a part. "
+            "Set optimizer=adamw_8bit, or parallel=ddp."
+        )
+
+
 def _recorded_graphs_keep_gradients(run: RunConfig) -> Iterator[str]:
-    if run.parallel.kind in {"zero2", "zero3"} and run.compile.graphs:
+    if run.parallel.divides and run.compile.graphs:
         yield (
             "compile.graphs=true writes gradients to the same place each time, and "
             f"parallel={run.parallel.kind} lets them go as they are sent. Set compile.graphs=false, or parallel=auto."
@@ -193,6 +211,7 @@ RULES: tuple[Rule, ...] = (
     _quantized_base_needs_an_adapter,
     _narrow_weights_are_of_whole_models,
     _steps_in_backward_see_one_gradient,
+    _models_are_divided_by_layers_alone,
     _recorded_graphs_keep_gradients,
     _random_weights_are_of_numbers,
     _resume_needs_its_folder,

@@ -215,9 +215,21 @@ class CompileConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ParallelConfig:
-    """How several processes share the work."""
+    """How several processes share the work. `shard` processes divide each of `replicate` copies of the model."""
 
-    kind: str = MISSING
+    kind: str = choice("auto", "ddp", "fsdp", "hsdp")
+    shard: int | str = number(at_least=1)
+    replicate: int | str = number(at_least=1)
+    reshard: bool = MISSING
+    sync: str = choice("each", "last")
+    offload: bool = MISSING
+    tensor: int = number(at_least=1)
+    context: int = number(at_least=1)
+
+    @property
+    def divides(self) -> bool:
+        """Whether a process keeps a part of the model only."""
+        return self.kind in {"fsdp", "hsdp"}
 
 
 @dataclass(kw_only=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from app.engine.reduction import bytes_of
+from app.distributed.fsdp import local
 from app.model.quantization import constants_of
 from app.model.trainee import Trainee
 from app.optim.one_by_one import stepped_by, steps_in_backward
@@ -17,19 +17,20 @@ def kept_bytes(trainee: Trainee, optimizer: Optimizer) -> dict[str, int]:
     steps; none are where weights are stepped in the backward pass.
     """
     kept = kept_tensors(trainee, optimizer)
-    found = {part: sum(map(_here, kept[part])) for part in kept}
+    found = {part: sum(map(_bytes_here, kept[part])) for part in kept}
     return {
         "frozen_weights": found["frozen_weights"],
         "quantization_constants": found["quantization_constants"],
         "trained_weights": found["trained_weights"],
-        "gradients": 0 if steps_in_backward(optimizer) else sum(map(bytes_of, stepped_by(optimizer))),
+        "gradients": 0 if steps_in_backward(optimizer) else sum(map(_bytes_here, stepped_by(optimizer))),
         "optimizer_states": found["optimizer_states"],
     }
 
 
-def _here(tensor: Tensor) -> int:
-    """Nothing of a tensor that is away: `model.lending`."""
-    return bytes_of(tensor) if tensor.untyped_storage().nbytes() else 0
+def _bytes_here(tensor: Tensor) -> int:
+    """Where it is divided, of the part that this process keeps."""
+    own = local(tensor)
+    return own.numel() * own.element_size()
 
 
 def kept_tensors(trainee: Trainee, optimizer: Optimizer | None) -> dict[str, list[Tensor]]:

@@ -5,16 +5,15 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from app.config.schema import CheckpointConfig
+from app.distributed import checkpoint as sharded
 from app.engine.files import (
     aside_of,
     damage,
@@ -25,13 +24,19 @@ from app.engine.files import (
 from app.engine.peers import Peers
 from app.engine.progress import Progress
 from app.engine.step import Stepper
+from app.engine.trained_state import (
+    OPTIMIZER,
+    SHARDS,
+    WEIGHTS,
+    load_divided,
+    load_weights,
+    named_tensors,
+    plain_states,
+)
 from app.errors import CheckpointError
-from app.optim.parts import load_parts
 from app.optim.state import flatten, load_state
 
-_WEIGHTS, _OPTIMIZER = "weights", "optimizer"  # of each process that has some of its own
-_RANDOM, _STATE, _DEPTH = "random.safetensors", "state.json", "depth.json"
-_States = tuple[Sequence[Mapping[str, Tensor]], Mapping[str, Tensor], Sequence[dict[str, Any]]]
+_RANDOM, _STATE, DEPTH = "random.safetensors", "state.json", "depth.json"
 _NAME = re.compile(r"step-(\d{6,})$")
 
 
@@ -77,74 +82,68 @@ class Checkpoints:
         self._choices = dict(choices)
 
     def save(self, progress: Progress, stepper: Stepper, peers: Peers) -> None:
-        """Write one, whole or not at all, and drop those that are no longer kept. The first process does, for all; but
-        where each has states of its own, each writes these.
+        """Write one, whole or not at all, and drop those that are no longer kept. The first process does, for all;
+        where the model is divided each writes its parts.
         """
         random = peers.collected(_random_state())
-        if peers.rank > 0 and not stepper.divides:
-            return
+        plains = peers.collected(plain_states(stepper))
         target = self.folder / f"step-{progress.step:06d}"
-        tensors, plain = flatten(stepper.optimizer.state_dict())
-        plains = peers.collected(plain) if stepper.divides else [plain]
-        if peers.rank == 0:
-            self._write(target, progress, stepper, (random, tensors, plains), peers)
+        sharding = stepper.trainee.sharding
+        if peers.rank > 0:
+            if sharding is not None:
+                peers.wait_for_all()  # the folder is there
+                with told_where_the_disk_is_full(target):
+                    sharded.save(named_tensors(stepper), aside_of(target) / SHARDS, peers.group)
             return
-        peers.wait_for_all()  # the folder is there
-        with told_where_the_disk_is_full(target):
-            _save_tensors(tensors, aside_of(target) / _file_of(_OPTIMIZER, peers.rank))
-            if own := stepper.kept():
-                _save_tensors(own, aside_of(target) / _file_of(_WEIGHTS, peers.rank))
-        peers.wait_for_all()
-
-    def _write(
-        self, target: Path, progress: Progress, stepper: Stepper, states: _States, peers: Peers
-    ) -> None:
-        random, tensors, plains = states
         state = {
             "identity": self._identity,
             "choices": self._choices,
             "progress": progress.as_dict(),
-            "optimizer": plains[0],
-            "optimizers": plains[1:],  # of the other processes, where each has its own
-            "scaler": None if stepper.scaler is None else stepper.scaler.state_dict(),
+            "scaler": None if stepper.scale is None else stepper.scale.state_dict(),
         }
         with whole_folder(target) as aside:
-            if stepper.divides:
-                peers.wait_for_all()  # they write beside what follows
-            _save_tensors(stepper.kept(), aside / _file_of(_WEIGHTS, 0))
-            _save_tensors(tensors, aside / _file_of(_OPTIMIZER, 0))
+            if sharding is not None:
+                peers.wait_for_all()
+                sharded.save(named_tensors(stepper), aside / SHARDS, peers.group)
+                state |= {"optimizer": {key: value for each in plains for key, value in each.items()}}
+            else:
+                tensors, plain = flatten(stepper.optimizer.state_dict())
+                _save_tensors(stepper.trainee.trained(), aside / WEIGHTS)
+                _save_tensors(tensors, aside / OPTIMIZER)
+                state |= {"optimizer": plain}
             save_file(_by_rank(random), aside / _RANDOM)
             (aside / _STATE).write_text(json.dumps(state))
-            if stepper.divides:
-                peers.wait_for_all()
         self._drop_old(progress)
 
     def load(self, folder: Path, stepper: Stepper, peers: Peers) -> Progress:
-        """Put everything back as it was after the step of `folder`."""
+        """Put everything back as it was after the step of `folder`, saved by any number of processes."""
         state = json.loads((folder / _STATE).read_text())
         self._require_same_run(folder, state["identity"])
-        load_weights(folder, stepper.trainee.trained())
-        plains = [state["optimizer"], *state.get("optimizers", ())]
-        if stepper.divides or len(plains) > 1:
-            files = [folder / _file_of(_OPTIMIZER, rank) for rank in range(len(plains))]
-            load_parts(stepper.optimizer, files, plains)
+        if state.get("optimizers"):
+            raise CheckpointError(
+                f"resume: {folder} was divided by parallel=zero2 or zero3 of an earlier version, which this one cannot "
+                "read. Finish the run with that version, or give another output_dir."
+            )
+        if stepper.trainee.sharding is None and not (folder / SHARDS).is_dir():
+            load_weights(folder, stepper.trainee.trained(), peers)
+            load_state(stepper.optimizer, load_file(folder / OPTIMIZER), state["optimizer"])
         else:
-            load_state(stepper.optimizer, load_file(folder / _file_of(_OPTIMIZER, 0)), plains[0])
-        if stepper.scaler is not None:
-            stepper.scaler.load_state_dict(state["scaler"])
+            load_divided(folder, state["optimizer"], stepper, peers)
+        if stepper.scale is not None:
+            stepper.scale.load_state_dict(state["scaler"])
         _set_random_state(load_file(folder / _RANDOM), peers.rank)
         return Progress(**state["progress"])
 
     def note_depth(self, depth: int) -> None:
         """For the next start, from whichever save: what this one cannot do again, and so finds out too late."""
         self.folder.mkdir(exist_ok=True)
-        aside = aside_of(self.folder / f"{os.getpid()}-{_DEPTH}")  # several may find it out at once
+        aside = aside_of(self.folder / f"{os.getpid()}-{DEPTH}")  # several may find it out at once
         aside.write_text(json.dumps(depth))
-        aside.rename(self.folder / _DEPTH)
+        aside.rename(self.folder / DEPTH)
 
     def noted_depth(self) -> int:
         """0 where nothing was noted."""
-        file = self.folder / _DEPTH
+        file = self.folder / DEPTH
         return int(json.loads(file.read_text())) if file.is_file() else 0
 
     def best(self, progress: Progress) -> Path | None:
@@ -171,22 +170,6 @@ class Checkpoints:
                 shutil.rmtree(folder)
 
 
-def load_weights(folder: Path, weights: Mapping[str, nn.Parameter]) -> None:
-    """The trained weights of a save into the parameters of the same names, those that are away excepted."""
-    files = sorted(folder.glob(f"{_WEIGHTS}*.safetensors"))
-    with ExitStack() as opened, torch.no_grad():
-        saved = [opened.enter_context(safe_open(file, framework="pt")) for file in files]
-        file_of = {name: each for each in saved for name in each.keys()}  # noqa: SIM118  no dictionary
-        if file_of.keys() != weights.keys():
-            odd = sorted(file_of.keys() ^ weights.keys())[:3]
-            raise CheckpointError(
-                f"{folder} has other weights than this run trains (for instance {', '.join(odd)})."
-            )
-        for name, parameter in weights.items():
-            if parameter.untyped_storage().nbytes():
-                parameter.copy_(file_of[name].get_tensor(name))
-
-
 def _trusted(folder: Path) -> Path:
     """`resume=PATH` may name a checkpoint or a run folder."""
     if not _NAME.search(folder.name):
@@ -210,10 +193,6 @@ def _step_of(folder: Path) -> int:
     match = _NAME.search(folder.name)
     assert match, folder
     return int(match.group(1))
-
-
-def _file_of(stem: str, rank: int) -> str:
-    return f"{stem}.safetensors" if rank == 0 else f"{stem}-{rank}.safetensors"
 
 
 def _save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:

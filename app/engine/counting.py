@@ -10,12 +10,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.model.hidden import HIDDEN, Hidden
-from app.model.lending import ROOM
 
 _ASKS_DEVICE = torch.ops.prim.device.default
 _BLOCK = 512  # what an allocator of CUDA rounds up to; the same everywhere, so that counts can be compared
 
-BORROWED = "borrowed_weights"
 
 Event = tuple[int, int]  # which storage, and its bytes: above 0 as it comes, below as it goes
 
@@ -76,8 +74,6 @@ class StorageCounter(TorchDispatchMode):
         hidden = self._hidden.get(func._overloadpacket._qualified_op_name)
         if hidden is not None:
             self._pass(hidden(*args, **kwargs))
-        if func is ROOM:
-            self._resized(args[0])
         return out
 
     def _see(self, tensor: Tensor) -> int | None:
@@ -89,16 +85,6 @@ class StorageCounter(TorchDispatchMode):
             return known[0]
         size = storage.nbytes()
         return self._keep_in_mind(storage, rounded(size)) if size else None
-
-    def _resized(self, tensor: Tensor) -> None:
-        """It had no memory and is borrowed, or has none any more."""
-        known = self._known.pop(tensor.untyped_storage()._cdata, None)
-        if known is not None:
-            self._count(known[0], -known[1])
-        if tensor.untyped_storage().nbytes():
-            self.hold(BORROWED, [tensor])
-        else:
-            self.ignore([tensor])
 
     def _keep_in_mind(self, storage: Any, size: int) -> int:
         self._serial += 1

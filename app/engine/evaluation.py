@@ -1,7 +1,7 @@
 """How good a model is on rows: sums over counts, the same for any batch size, packing, order or number of processes."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from app.batch import Batch
+from app.engine.peers import Peers
 from app.engine.runtime import Runtime
 from app.engine.scarcity import TooLargeTogether, tried
 from app.engine.splitting import as_it_fits, smaller_ones, split
@@ -155,19 +156,27 @@ def _scored(trainee: Trainee, batches: Iterable[Batch], runtime: Runtime, depth:
     def scores(batch: Batch) -> tuple[Tensor, Tensor]:
         return trainee.scores(batch.to(runtime.device))
 
-    if trainee.lending is None:
+    if trainee.sharding is None:
         for batch in batches:
             yield from as_it_fits(batch, scores)
         return
-    for part in runtime.peers.in_step(part for batch in batches for part in split(batch, depth)):
-        if part is None:
-            trainee.lending.serve()
-            continue
-        found = tried(scores, part)
+    yield from _in_step(scores, batches, runtime.peers, depth)
+    trainee.sharding.at_rest()
+
+
+def _in_step(
+    scores: Callable[[Batch], tuple[Tensor, Tensor]], batches: Iterable[Batch], peers: Peers, depth: int
+) -> _Scored:
+    """Every pass takes all processes: who has fewer batches repeats one, and its scores count for nothing."""
+    parts = [part for batch in batches for part in split(batch, depth)]
+    spare = next(each for each in peers.collected(parts[0] if parts else None) if each is not None)
+    for part in peers.in_step(parts):
+        found = tried(scores, part or spare)
         if found is None:
-            smaller_ones(part)  # there are none: the next start would not fare better
+            smaller_ones(part or spare)  # refuses where there are none: the next start would not fare better
             raise TooLargeTogether("a batch of an evaluation", depth + 1)
-        yield part, found
+        if part is not None:
+            yield part, found
 
 
 def _of_documents(

@@ -2,12 +2,14 @@
 
 from app.config.commands import python
 from app.config.schema import RunConfig
-from app.engine.checkpoint import Checkpoints, load_weights
+from app.engine.checkpoint import Checkpoints
 from app.engine.files import whole_folder
 from app.engine.ground import Ground
 from app.engine.loop import Loop
 from app.engine.memory import Predicted
+from app.engine.peers import Peers
 from app.engine.progress import Progress
+from app.engine.trained_state import load_weights
 from app.model.save import save_model
 from app.model.trainee import Trainee
 from app.record.lines import memory
@@ -18,9 +20,10 @@ def finish(run: RunConfig, ground: Ground, loop: Loop, record: Recorder, predict
     """Write what came out; returns the exit code."""
     parts, progress, known = loop.parts, loop.progress, _known(loop, predicted)
     if run.checkpoint.final == "best":
-        _take_best(parts.checkpoints, progress, parts.stepper.trainee, record)
+        _take_best(parts.checkpoints, progress, parts.stepper.trainee, record, parts.runtime.peers)
     trainee = parts.stepper.trainee
-    state = trainee.state_on_host() if ground.sections.trains_base else None
+    named = trainee.language_model.state_dict() if ground.sections.trains_base else trainee.trained()
+    state = trainee.gathered(named, keeps=parts.runtime.rank == 0)
     if parts.runtime.rank == 0:
         with whole_folder(record.folder.final) as aside:
             save_model(trainee, ground.tokenizer, aside, state)
@@ -61,11 +64,13 @@ def _known(loop: Loop, predicted: Predicted | None) -> dict[str, float | None]:
     }
 
 
-def _take_best(checkpoints: Checkpoints, progress: Progress, trainee: Trainee, record: Recorder) -> None:
+def _take_best(
+    checkpoints: Checkpoints, progress: Progress, trainee: Trainee, record: Recorder, peers: Peers
+) -> None:
     save = checkpoints.best(progress)
     if save is None or progress.best_step == progress.step:
         return
-    load_weights(save, trainee.trained())
+    load_weights(save, trainee.trained(), peers)
     record.message(f"final/ has the weights of step {progress.best_step}, the best evaluation")
 
 

@@ -18,7 +18,7 @@ from app.data.loader import Loader, Share, eval_batches
 from app.data.packing import beyond_least, least_bins
 from app.data.prepare import Data, prepare
 from app.data.token_rows import TokenRows
-from app.engine import divided, layers, taken
+from app.engine import layers, taken
 from app.engine.bins import Largest, settled_bins
 from app.engine.checkpoint import choices_of, find_checkpoint
 from app.engine.choices import Choices, choose
@@ -26,7 +26,7 @@ from app.engine.classes import class_notes, with_classes
 from app.engine.in_backward import require_alone, require_unscaled
 from app.engine.layers import layers_of
 from app.engine.origin import content_hashes, hardware
-from app.engine.runtime import Runtime, crowded_cores, idle_gpus, start
+from app.engine.runtime import Runtime, crowded_cores, idle_gpus, parallel_notes, start
 from app.engine.steps import StepPlan, plan_steps
 from app.engine.world import world
 from app.errors import ConfigError
@@ -100,11 +100,10 @@ def lay_ground(
     kept = choices_of(save)
     choices = choose(run.precision, run.attention, partial(attention_needs, run), kept)
     require_unscaled(run.optimizer, choices.precision)
-    runtime = start(run.launch, choices.precision, run.seed, run.parallel.kind)
+    runtime = start(run.launch, choices.precision, run.seed)
     quantization.require_machine(run.quantization, runtime.device)
     sections = sections_of(run, choices)
     counts = plan_model(sections)
-    divided.require_enough(run.parallel.kind, counts.trained_tensors, runtime.processes)
     run, found = settled_bins(run, choices, counts.layers, kept, largest, runtime.peers)
     for remark in (*remarks, *found):
         say(remark)
@@ -208,7 +207,7 @@ def table(run: RunConfig, ground: Ground) -> list[tuple[str, str]]:
                 *layers.notes(run.training, device),
                 *idle_gpus(),
                 *crowded_cores(),
-                *divided.notes(run.parallel.kind, ground.runtime.processes),
+                *parallel_notes(run.parallel, ground.runtime.processes),
                 *taken.notes(),
             )
         ),

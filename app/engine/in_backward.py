@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from app.batch import Batch
 from app.config.schema import OptimizerConfig
 from app.engine.scarcity import does_not_fit
 from app.errors import ConfigError
@@ -64,19 +63,14 @@ class InBackward:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def rounds(self, batches: Sequence[Batch]) -> list[Sequence[Batch]]:
-        """One, and one micro-batch in it."""
-        return [batches]
-
-    def begin_again(self) -> None:
-        """As long as nothing has changed: a forward pass that did not fit is made in parts, whose gradients add up."""
+    def require_unchanged(self) -> None:
+        """Before passes are made again: a forward pass that did not fit is, in parts, whose gradients add up."""
         if self._norms:
             raise does_not_fit(
                 "the rest of a backward pass in which weights have changed already, so that it cannot be made again in "
                 "smaller parts as with optimizer.in_backward=false,",
                 {},
             )
-        self.begin()
 
     def expect_last(self) -> None:
         """After the next backward pass gradients are complete."""
@@ -101,7 +95,7 @@ class InBackward:
         """The norm of all gradients of the step, and whether one of them was not finite."""
         self._optimizer.step()  # there are no gradients left: it only counts
         norms = [self._norms[parameter] for parameter in self._parameters if parameter in self._norms]
-        norm = torch.nn.utils.get_total_norm(norms)
+        norm = torch.stack(norms).square().sum().sqrt()
         return norm, ~torch.isfinite(norm)
 
     def _arrived(self, parameter: nn.Parameter) -> None:
@@ -115,7 +109,7 @@ class InBackward:
             parameter.grad = None
             return
         assert parameter.grad is not None
-        norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
+        norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
         self._norms[parameter] = norm
         skipped = ~norm.isfinite()
         if self._skips_on_device:

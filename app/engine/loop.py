@@ -150,8 +150,9 @@ class Loop:
 
     def _check_flow(self) -> None:
         """In the first steps: an adapter that gets no gradient is told now, not after the run."""
-        found = silent_layers(self.parts.stepper.stepped(), self._made)
-        silent = [name for each in self.parts.runtime.peers.collected(found) for name in each]
+        found = silent_layers(self.parts.stepper.own_gradients(), self._made)
+        of_all = [set(each) for each in self.parts.runtime.peers.collected(found)]
+        silent = [name for name in found if all(name in each for each in of_all)]  # others may have its rows
         if silent:
             shown = ", ".join(silent[:3]) + (f" and {len(silent) - 3} more" if len(silent) > 3 else "")
             raise TrainingError(
@@ -246,8 +247,8 @@ class Loop:
             )
 
     def _scale_can_fall(self) -> bool:
-        scaler = self.parts.stepper.scaler
-        return scaler is not None and scaler.get_scale() > 1.0
+        scale = self.parts.stepper.scale
+        return scale is not None and float(scale.value) > 1.0
 
     def _save(self) -> None:
         started = time.perf_counter()

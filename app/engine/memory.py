@@ -76,8 +76,9 @@ class Measured:
     def run(self, stepper: Stepper, batches: Sequence[Batch], lr: float) -> StepResult:
         """A step."""
         self._steps += 1
-        compiled = stepper.trainee.blocks is not None  # it makes storages that nobody is told of
-        if self._steps != self._counted_at or self._runtime.device.type != "cpu" or compiled:
+        # these make storages, or give up their memory, without an operation that could be seen
+        unseen = stepper.trainee.blocks is not None or stepper.trainee.sharding is not None
+        if self._steps != self._counted_at or self._runtime.device.type != "cpu" or unseen:
             return stepper.run(batches, lr)
         counter = StorageCounter("cpu")
         for kind, tensors in kept_tensors(stepper.trainee, stepper.optimizer).items():

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 import torch
 
@@ -10,7 +9,6 @@ from app.batch import Batch
 from app.data.loader import Loader
 from app.model import fp8_linear
 from app.model.chunked_loss import settle_head
-from app.model.lending import whole
 from app.model.probe import check_packing
 from app.model.proof import Proof
 from app.model.settling import settle
@@ -19,16 +17,20 @@ from app.model.trainee import Trainee
 
 def prove(trainee: Trainee, loader: Loader, device: torch.device) -> list[Proof]:
     """The head gives the model's own logits, and packed documents those of separate ones; else the run is refused."""
-    # where layers are lent, all processes make the same passes
-    batches = loader.batches(0) if trainee.lending is None else loader.batches_of_first(0)
-    fullest = max(batches, key=lambda batch: batch.num_tokens)  # some may be empty
-    return prove_on(trainee, fullest.to(device))
+    # where the model is divided, all processes make the same passes
+    batches = loader.batches(0) if trainee.sharding is None else loader.batches_of_first(0)
+    fullest = max(batches, key=lambda batch: batch.num_tokens).to(device)  # some may be empty
+    if trainee.sharding is None:
+        return prove_on(trainee, fullest)
+    with trainee.sharding.checking():
+        return trainee.within(lambda: prove_on(trainee, fullest))
 
 
 def prove_on(trainee: Trainee, batch: Batch) -> list[Proof]:
     """The same on one batch. Fused layers were compared as they were put in: what did not hold is not there."""
     fused = [proof for proof in trainee.fused.proofs if proof.holds]
-    rounding = fp8_linear.prove(trainee.network, partial(whole, trainee.lending))
+    present = nullcontext if trainee.sharding is None else trainee.sharding.gathered
+    rounding = fp8_linear.prove(trainee.network, present)
     with fp8_linear.rows_as_they_are(trainee.network), _uncompiled(trainee):
         head = [trainee.check_head(batch), *settle_head(trainee, batch)]
         found = [*head, *check_packing(trainee, batch), *fused, *rounding]

@@ -2,7 +2,7 @@
 
 import os
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from app.config.schema import LaunchConfig
-from app.engine.divided import Between, Divided, dealt
+from app.config.schema import LaunchConfig, ParallelConfig
+from app.distributed.failure_flag import FailureFlag
+from app.distributed.fsdp import Sharding
+from app.distributed.mesh import arrangement, device_mesh
 from app.engine.peers import Peers
-from app.engine.reduction import Alone, Reduction, Together
+from app.engine.reduction import Alone, Divided, Reduction, Together
 from app.engine.world import world
-from app.model.lending import Lending, owned
 
 # Accelerate takes these over its arguments: it would divide our loss, or choose a precision of its own
 _HIJACKING = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_MIXED_PRECISION")
@@ -30,7 +31,7 @@ class Runtime:
     device: torch.device
     peers: Peers
     threads: int
-    parallel: str = "auto"  # a key of REDUCTIONS
+    flag: FailureFlag | None = None  # where there are several processes
 
     @property
     def rank(self) -> int:
@@ -42,22 +43,33 @@ class Runtime:
         """Of the whole run."""
         return self.peers.count
 
-    def lending(self, *, trained: bool) -> Lending | None:
-        """How layers lie where their weights are divided among processes. `trained`: whether these are."""
-        if self.parallel != "zero3" or self.processes == 1:
+    def sharding(self, parallel: ParallelConfig) -> Sharding | None:
+        """How a model is divided; None where every process has the whole of it."""
+        if not parallel.divides or self.processes == 1:
             return None
-        # Of their own: gradients are sent in another order beside weights where a process has none for some.
-        group = torch.distributed.new_group(timeout=_PATIENCE)
-        return Lending(Between(self.peers, group), self.rank, self.processes, trained=trained)
+        shard, replicate = (
+            None if each == "auto" else int(each) for each in (parallel.shard, parallel.replicate)
+        )
+        arranged = arrangement(parallel.kind, shard, replicate, self.processes, world().local_size)
+        return Sharding(
+            device_mesh(self.device.type, arranged),
+            reshard=parallel.reshard,
+            sync_each=parallel.sync == "each",
+            offload=parallel.offload,
+        )
 
-    def reduction(self, parameters: Sequence[nn.Parameter], lending: Lending | None = None) -> Reduction:
-        """Gradients of `parameters` as sums over all processes; all begin with the values of the first one.
+    def reduction(
+        self, parameters: Sequence[nn.Parameter], sharding: Sharding | None, *, whole_matrices: bool
+    ) -> Reduction:
+        """Gradients of `parameters` as sums over all processes.
 
-        What is frozen, lent, or a buffer is the same everywhere by construction and is not sent round.
+        What is frozen or a buffer is the same everywhere by construction and is not sent round.
         """
         if self.processes == 1:
             return Alone(parameters)
-        return REDUCTIONS[self.parallel](parameters, self.peers, lending)
+        if sharding is None:
+            return Together(parameters)
+        return Divided(parameters, sharding, whole_matrices=whole_matrices)
 
     def seed(self, seed: int) -> None:
         """Random numbers of this process's own: what it drops out is not what another one does."""
@@ -65,6 +77,8 @@ class Runtime:
 
     def leave(self) -> None:
         """End together: a launcher takes a process that ends early with a code of its own for a failure of all."""
+        if self.flag is not None:
+            self.flag.let_down()
         self.peers.wait_for_all()
         if self.processes > 1 and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -74,19 +88,6 @@ class Runtime:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-
-
-def _divided(parameters: Sequence[nn.Parameter], peers: Peers, lending: Lending | None) -> Reduction:
-    kept = None if lending is None else owned(lending, parameters)
-    shares = dealt(parameters, peers.count, kept)
-    return Divided(parameters, shares, peers.rank, Between(peers), lending)
-
-
-REDUCTIONS: dict[str, Callable[[Sequence[nn.Parameter], Peers, Lending | None], Reduction]] = {
-    "auto": lambda parameters, _peers, _lending: Together(parameters),
-    "zero2": _divided,
-    "zero3": _divided,
-}
 
 
 def default_device() -> torch.device:
@@ -102,6 +103,15 @@ def idle_gpus() -> list[str]:
     return [f"{visible} GPUs are visible and {used} of them used; launch.num_processes=auto takes all"]
 
 
+def parallel_notes(parallel: ParallelConfig, processes: int) -> list[str]:
+    """A remark where there is nobody to divide with."""
+    if not parallel.divides or processes > 1:
+        return []
+    return [
+        f"parallel={parallel.kind} divides nothing among one process; launch.num_processes=auto takes all GPUs"
+    ]
+
+
 def crowded_cores() -> list[str]:
     """A remark where processes without GPUs are more than there are cores."""
     cores, processes = len(os.sched_getaffinity(0)), world().local_size
@@ -113,7 +123,7 @@ def crowded_cores() -> list[str]:
     ]
 
 
-def start(launch: LaunchConfig, precision: str, seed: int, parallel: str = "auto") -> Runtime:
+def start(launch: LaunchConfig, precision: str, seed: int) -> Runtime:
     """The runtime of this process, its threads and its random numbers set; returns when all processes are there."""
     for name in _HIJACKING:
         os.environ.pop(name, None)
@@ -125,7 +135,10 @@ def start(launch: LaunchConfig, precision: str, seed: int, parallel: str = "auto
     peers = Peers(accelerator.process_index, accelerator.num_processes, _host_group(accelerator))
     # a CPU with a number is to torch another device than its tensors have, which would be copied
     device = accelerator.device if accelerator.device.type != "cpu" else torch.device("cpu")
-    runtime = Runtime(accelerator, device, peers, torch.get_num_threads(), parallel)
+    flag = FailureFlag(peers.rank) if peers.count > 1 else None
+    if flag is not None:
+        flag.watch()
+    runtime = Runtime(accelerator, device, peers, torch.get_num_threads(), flag)
     runtime.seed(seed)
     return runtime
 

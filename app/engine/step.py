@@ -5,19 +5,20 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from app.batch import Batch
+from app.distributed.fsdp import local
 from app.engine.anatomy import kept_bytes
 from app.engine.in_backward import in_backward
-from app.engine.reduction import Reduction
+from app.engine.reduction import Alone, Reduction
 from app.engine.runtime import Runtime
 from app.engine.scarcity import TooLargeTogether, does_not_fit, tried
 from app.engine.splitting import halves, split
-from app.model.flow import lowest_reached
 from app.model.trainee import Trainee
 from app.optim.first_states import drop_states, make_states
-from app.optim.norm import total_norm
+from app.optim.loss_scale import LossScale
+from app.optim.norm import clip_factor, scale_gradients, squares
 from app.optim.skip import skips_on_device, step_unless
 
 
@@ -38,7 +39,7 @@ class StepResult:
 
 
 class Stepper:
-    """Runs steps. `scaler` is there for fp16 only."""
+    """Runs steps. `scale` is there for fp16 only."""
 
     def __init__(
         self,
@@ -48,17 +49,17 @@ class Stepper:
         clip: float,
         *,
         fp16: bool,
-        reduction: Reduction | None = None,  # that of the runtime, if it has been made already
+        reduction: Reduction | None = None,  # one process alone, unless it is given
     ) -> None:
         self.trainee = trainee
         self.optimizer = optimizer
-        self.scaler = torch.amp.GradScaler(runtime.device.type) if fp16 else None
+        self.scale = LossScale(runtime.device) if fp16 else None
         self._runtime = runtime
         self._clip = clip
         self._parameters = list(trainee.trained().values())
         self._skips_on_device = skips_on_device(optimizer)
         self._in_backward = in_backward(self._parameters, optimizer)
-        self._reduction = reduction or runtime.reduction(self._parameters, trainee.lending)
+        self._reduction = reduction or Alone(self._parameters)
         self._sums = self._in_backward or self._reduction
         self.depth = 0  # how often micro-batches are halved, because they did not fit into memory
         # called as forward, backward and update begin, the first two of each micro-batch
@@ -89,22 +90,19 @@ class Stepper:
         return sum(labels), sum(tokens), sum(weights)
 
     def _backward(self, batches: Sequence[Batch], weight: float) -> Tensor:
-        """The gradient of all loss sums over the weight of all processes."""
+        """The gradient of all loss sums over the weight of all processes; made again in smaller parts if need be."""
         self._sums.begin()
-        first, *others = (self._round(each, weight) for each in self._sums.rounds(batches))
-        return sum(others, start=first)
-
-    def _round(self, batches: Sequence[Batch], weight: float) -> Tensor:
-        """Those of some micro-batches; done over in smaller parts if need be."""
         while True:
             total = tried(self._attempt, batches, weight)
             if total is not None:
                 self._sums.finish()
                 return total
             self._deepen(batches)
-            if self.trainee.lending is not None:
+            if not self._reduction.can_repeat:
                 raise TooLargeTogether("a micro-batch", self.depth)
-            self._sums.begin_again()
+            if self._in_backward is not None:
+                self._in_backward.require_unchanged()
+            self._sums.begin()
 
     @property
     def skipping(self) -> str:
@@ -138,52 +136,40 @@ class Stepper:
         """As before `make_states`."""
         drop_states(self.optimizer)
 
-    @property
-    def divides(self) -> bool:
-        """Whether other processes step a part of the weights, and keep the states of these."""
-        return len(self._reduction.stepped) < len(self._parameters)
-
-    def stepped(self) -> dict[str, nn.Parameter]:
-        """By this process, by their names."""
-        chosen = {id(parameter) for parameter in self._reduction.stepped}
-        return {name: each for name, each in self.trainee.trained().items() if id(each) in chosen}
-
-    def kept(self) -> dict[str, nn.Parameter]:
-        """The trained weights that this process saves: all that it alone has, and what all have if it is the first."""
-        trained, lending, rank = self.trainee.trained(), self.trainee.lending, self._runtime.rank
-        if lending is None:
-            return trained
-        saver = {n: lending.owner_of(p) if lending.is_lent(p) else 0 for n, p in trained.items()}
-        return {name: trained[name] for name, who in saver.items() if who == rank}
+    def own_gradients(self) -> dict[str, Tensor | None]:
+        """By the names of the trained weights; where a gradient is divided, the part that this process keeps."""
+        trained = self.trainee.trained().items()
+        return {name: None if each.grad is None else local(each.grad) for name, each in trained}
 
     def forget_gradients(self) -> None:
         """Nothing reads them after a step; an evaluation has use for their memory."""
-        for parameter in self._parameters:
+        for parameter in (*self._parameters, *self._reduction.stepped):
             parameter.grad = None
 
     def _attempt(self, batches: Sequence[Batch], weight: float) -> Tensor:
         parts = [part for batch in batches for part in split(batch, self.depth)]
-        self._serve_others(len(parts))
         total = torch.zeros((), device=self._runtime.device)
-        factor = 1.0 / (weight or 1.0)
-        for part in parts:
-            if part is parts[-1]:
+        factor = 1.0 / (weight or 1.0) if self.scale is None else self.scale.value / (weight or 1.0)
+        passes = self._passes(len(parts))
+        for at in range(passes):
+            if at == passes - 1:
                 self._sums.expect_last()
+            part = parts[min(at, len(parts) - 1)]
             self._begin("forward")
             loss, _ = self.trainee(part.to(self._runtime.device))
-            scaled = loss * factor
+            counts = at < len(parts)
+            scaled = loss * (factor if counts else 0.0)
             self._begin("backward")
-            (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
-            total += loss.detach()
+            scaled.backward()
+            if counts:
+                total += loss.detach()
         return total
 
-    def _serve_others(self, passes: int) -> None:
-        """First of all the passes of those who have more; gradients are sent in the last one."""
-        lending = self.trainee.lending
-        if lending is not None and self.depth:
-            lowest = lowest_reached(self.trainee.language_model)
-            for _ in range(passes, int(self._runtime.peers.highest(passes))):
-                lending.serve(backward=True, lowest=lowest)
+    def _passes(self, own: int) -> int:
+        """Where a pass takes all processes, as many as the one with most parts makes: the last part is repeated."""
+        if self._reduction.can_repeat or self.depth == 0:
+            return own
+        return int(self._runtime.peers.highest(own))
 
     def _deepen(self, batches: Sequence[Batch]) -> None:
         """The others need no word of it: they wait in the reduction, and learn it with the next step's counts."""
@@ -205,19 +191,17 @@ class Stepper:
         if self._in_backward is not None:
             return self._in_backward.taken()
         gradients = self._reduction.gradients()
-        if self.scaler is not None:
-            self._reduction.agree(gradients)
-            self.scaler.unscale_(self.optimizer)
-        norm = self._reduction.norm(total_norm(gradients))
-        if self._clip > 0:
-            torch.nn.utils.clip_grads_with_norm_(self._reduction.stepped, self._clip, norm)
-        skipped = ~torch.isfinite(norm)
-        if self.scaler is not None:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        elif self._skips_on_device:
-            step_unless(self.optimizer, skipped.float())
-        elif not bool(skipped):
+        norm = self._reduction.total(squares(gradients, self._runtime.device)).sqrt()
+        if self.scale is not None:
+            norm = norm / self.scale.value
+        finite = torch.isfinite(norm)
+        if self._clip > 0 or self.scale is not None:
+            factor = clip_factor(norm, self._clip) if self._clip > 0 else torch.ones_like(norm)
+            scale_gradients(gradients, factor if self.scale is None else factor / self.scale.value)
+        if self._skips_on_device:
+            step_unless(self.optimizer, (~finite).float())
+        elif bool(finite):
             self.optimizer.step()
-        self._reduction.spread()
-        return norm, skipped
+        if self.scale is not None:
+            self.scale.update(finite)
+        return norm, ~finite

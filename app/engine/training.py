@@ -24,6 +24,7 @@ from app.engine.memory import Forecast, Predict
 from app.engine.preview import preview
 from app.engine.progress import Progress
 from app.engine.proofs import prove, remarks_on
+from app.engine.reduction import Divided
 from app.engine.rehearsal import is_due, rehearse
 from app.engine.samples import sampler
 from app.engine.scarcity import TooLargeTogether, told_where_it_ends_a_run
@@ -33,10 +34,10 @@ from app.engine.world import world
 from app.errors import AppError
 from app.model.build import base_path, build_trainee, unpacked_base
 from app.model.fingerprint import base_fingerprint
-from app.model.lending import Lending
+from app.model.recompute import repeated_layers
 from app.model.save import save_base
 from app.model.trainee import Trainee
-from app.optim.optimizers import build_optimizer
+from app.optim.optimizers import build_optimizer, looks_at_matrices
 from app.page.render import written_page
 from app.page.run_page import run_page
 from app.record.console import Console
@@ -149,16 +150,32 @@ def _told_only(
     return 0
 
 
+_ENTRIES = (
+    "scores",
+    "predicted",
+    "likelihoods",
+    "check_head",
+    "within",
+)  # where passes of a divided model begin
+
+
 def _trainee(run: RunConfig, ground: Ground, folder: RunFolder) -> Trainee:
     sections, runtime = ground.sections, ground.runtime
-    lending = runtime.lending(trained=sections.trains_base)
-    return build_trainee(sections, runtime.device, run.seed, base_path(run.model, folder.base), lending)
+    trainee = build_trainee(sections, runtime.device, run.seed, base_path(run.model, folder.base))
+    sharding = runtime.sharding(run.parallel)
+    if sharding is not None:
+        sharding.divide(trainee, repeated_layers(trainee.language_model), _ENTRIES)
+        trainee.divided_by(sharding)
+    return trainee
 
 
 def _stepper(run: RunConfig, ground: Ground, trainee: Trainee) -> Stepper:
     """Ready for its first step, with random numbers that do not depend on what was built before."""
-    reduction = ground.runtime.reduction(list(trainee.trained().values()), trainee.lending)
-    optimizer = build_optimizer(run.optimizer, trainee, run.seed, reduction.stepped)
+    trained = list(trainee.trained().values())
+    whole = looks_at_matrices(run.optimizer)
+    reduction = ground.runtime.reduction(trained, trainee.sharding, whole_matrices=whole)
+    stand_ins = reduction.local if isinstance(reduction, Divided) and not whole else None
+    optimizer = build_optimizer(run.optimizer, trainee, run.seed, stand_ins)
     fp16 = ground.choices.precision == "fp16"
     stepper = Stepper(trainee, optimizer, ground.runtime, run.training.clip, fp16=fp16, reduction=reduction)
     ground.runtime.seed(run.seed)
@@ -212,7 +229,9 @@ def _noted(checkpoints: Checkpoints) -> Iterator[None]:
 def _tell_base(run: RunConfig, ground: Ground, trainee: Trainee, record: Recorder) -> None:
     """By its hash; one that no file has is kept. Layers that are lent come from all processes."""
     is_kept = ground.sections.keeps_random_base and run.checkpoint.save_random_base and not ground.save
-    state = trainee.state_on_host() if is_kept and ground.sections.packing is None else None
+    gathers = is_kept and ground.sections.packing is None
+    named = trainee.language_model.state_dict() if gathers else {}
+    state = trainee.gathered(named, keeps=world().is_first) if gathers else None
     if not world().is_first:
         return
     record.add_facts(hashes={"base": base_fingerprint(run.model)})
@@ -235,28 +254,23 @@ def _parts(
         learning_rate=ground.learning_rate(run.schedule, run.optimizer.lr),
         checkpoints=checkpoints,
         journal=record,
-        show_samples=_shown(stepper.trainee.lending, sampler(*samples)),
+        show_samples=_shown(stepper.trainee, sampler(*samples)),
         answers=trains_answers(run.dataset),
         classes=len(run.task.labels),
         eval_size=_eval_size(ground),
     )
 
 
-def _shown(lending: Lending | None, show: Callable[[int], None]) -> Callable[[int], None]:
-    """The first process asks; with layers that are lent it cannot do so alone."""
+def _shown(trainee: Trainee, show: Callable[[int], None]) -> Callable[[int], None]:
+    """The first process asks; where the model is divided all do, with the same words, and the first one notes it."""
+    if trainee.sharding is None:
+        return show if world().is_first else lambda _step: None
 
-    def led(step: int) -> None:
-        assert lending is not None
-        with lending.led():
-            show(step)
+    def shown_by_all(step: int) -> None:
+        trainee.within(lambda: show(step))
+        trainee.sharding.at_rest()
 
-    def followed(_step: int) -> None:
-        if lending is not None:
-            lending.follow()
-
-    if not world().is_first:
-        return followed
-    return show if lending is None else led
+    return shown_by_all
 
 
 def _eval_size(ground: Ground) -> float:

@@ -10,7 +10,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,6 +24,7 @@ from app.errors import ConfigError
 from app.launch.failures import FOLDER, Failure, account_of, first_of, left_by
 from app.launch.worker import GO_ON, RUN
 
+MAX_RESTARTS = 3  # of a run that needs smaller parts
 _GRACE = 20  # seconds for the others after one has failed
 _SAVED = frozenset(CODES.values())  # the processes have said what there is to say
 
@@ -47,9 +48,29 @@ def processes_to_start(launch: LaunchConfig) -> int:
 
 
 def train_in_processes(count: int, run: RunConfig, go_on: str) -> int:
-    """`app.train` for this very run: what a clock or an environment decided is decided once, for all."""
-    settings = OmegaConf.to_yaml(OmegaConf.create(asdict(run)))
-    return launch(count, ["-m", "app.train"], {RUN: settings, GO_ON: go_on})
+    """`app.train` for this very run: what a clock or an environment decided is decided once, for all.
+
+    Where a divided model ran out of memory it starts again from its last checkpoint, in smaller parts.
+    """
+    from app.engine.checkpoint import DEPTH
+
+    noted = Path(run.output_dir) / "checkpoints" / DEPTH
+    for restarts_left in range(MAX_RESTARTS, -1, -1):
+        before = _depth(noted)
+        settings = OmegaConf.to_yaml(OmegaConf.create(asdict(run)))
+        code = launch(count, ["-m", "app.train"], {RUN: settings, GO_ON: go_on})
+        depth = _depth(noted)
+        if depth <= before or not restarts_left:
+            break
+        sys.stderr.write(
+            f"starting again from the last checkpoint, micro-batches in up to {2**depth} parts\n"
+        )
+        run = replace(run, resume="auto")
+    return code
+
+
+def _depth(noted: Path) -> int:
+    return int(noted.read_text()) if noted.is_file() else 0
 
 
 def launch(count: int, program: Sequence[str], files: Mapping[str, str] | None = None) -> int:

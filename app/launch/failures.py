@@ -58,9 +58,9 @@ def left_by(folder: Path, rank: int) -> Failure | None:
 def first_of(failures: Iterable[Failure]) -> Failure:
     """The cause. Peers of a killed process fail too, and can say so before anybody has noticed the death.
 
-    What died of SIGTERM was ended by the agent, because of another; the agent's own times are whole seconds.
+    What died of SIGTERM was ended by the agent, because of another; who has nothing to say followed another's flag.
     """
-    by_time = sorted(failures, key=lambda failure: (failure.code == -signal.SIGTERM, failure.at))
+    by_time = sorted(failures, key=lambda each: (each.code == -signal.SIGTERM, not each.text, each.at))
     killed = [f for f in by_time if f.was_killed and f.at - by_time[0].at < _SECONDARY]
     return (killed or by_time)[0]
 

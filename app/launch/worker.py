@@ -6,13 +6,16 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from app.config.load import read_run
 from app.config.schema import RunConfig
 from app.engine.world import world
 from app.errors import AppError, ConfigError
 from app.launch.failures import FOLDER, leave_failure
+
+if TYPE_CHECKING:
+    from app.distributed.failure_flag import FailureFlag
 
 RUN, GO_ON = "run.yaml", "go_on.txt"
 
@@ -69,9 +72,24 @@ def _has_met() -> bool:
 
 
 def _fail(code: int, text: str, *, same_for_all: bool) -> NoReturn:
+    """An orderly end would wait for peers that may never come."""
     rank = world().rank
+    flag = _flag(rank)
+    of_another = None if flag is None else flag.raise_first(code)
+    if of_another is not None:  # what this process fails of is that another one has
+        os._exit(of_another)
     if rank == 0 or FOLDER in os.environ or not same_for_all:
         leave_failure(rank, code, text)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # an orderly end would wait for peers that may never come
+    if flag is not None:
+        flag.let_others_read()
+    os._exit(code)
+
+
+def _flag(rank: int) -> "FailureFlag | None":
+    if not _has_met():
+        return None
+    from app.distributed.failure_flag import FailureFlag
+
+    return FailureFlag(rank)

@@ -16,7 +16,6 @@ from app.model.dtypes import DTYPES
 from app.model.fp8_linear import rows_as_they_are
 from app.model.fusion import fuse
 from app.model.held import Held
-from app.model.lending import Lending, whole
 from app.model.offload import Host
 from app.model.pooled import keep_exact
 from app.model.quantization import Packing, packing_of, require_quantizable
@@ -85,17 +84,9 @@ class ModelSections:
         return self.adapter.kind == "none" and self.packing is None
 
 
-def build_trainee(
-    sections: ModelSections,
-    device: torch.device,
-    seed: int,
-    base_path: str,
-    lending: Lending | None = None,
-) -> Trainee:
-    """Base weights, adapter, attention and loss, on `device`, ready for training. `lending`: layers of several
-    processes, of which each keeps a part.
-    """
-    lm = build_base(sections, device, seed, lending)
+def build_trainee(sections: ModelSections, device: torch.device, seed: int, base_path: str) -> Trainee:
+    """Base weights, adapter, attention and loss, on `device`, ready for training."""
+    lm = build_base(sections, device, seed)
     torch.manual_seed(seed)  # the adapter starts the same whatever the base drew
     network = attach(sections.adapter, task_of(sections.task), lm, base_path)
     blocks = compile_blocks(lm, sections.compile, device)
@@ -103,24 +94,21 @@ def build_trainee(
     pooled = task_of(sections.task).pooled
     trainee = Trainee(network.to(device), DTYPES[sections.precision].compute, pooled=pooled)
     trainee.train()
-    trainee.blocks, trainee.lending = blocks, lending
+    trainee.blocks = blocks
     if sections.adapter.fused and blocks is None:  # a compiler sees through no pass by hand
         with rows_as_they_are(network):
-            arithmetic = partial(trainee.arithmetic, device)
-            trainee.fused = fuse(network, arithmetic, present=partial(whole, lending))
+            trainee.fused = fuse(network, partial(trainee.arithmetic, device))
     return trainee
 
 
-def build_base(
-    sections: ModelSections, device: torch.device, seed: int, lending: Lending | None = None
-) -> Any:
+def build_base(sections: ModelSections, device: torch.device, seed: int) -> Any:
     """The model without an adapter, its weights as training stores them and its attention ours."""
     import transformers
 
     transformers.logging.disable_progress_bar()  # one line of ours says what is loaded
     logging.getLogger("transformers.modeling_utils").addFilter(_not_about_masks)
     compiled_on = None if sections.compile.kind == "none" else device
-    held = Held(sections.base_dtype, device, register(sections.attention, compiled_on), lending)
+    held = Held(sections.base_dtype, device, register(sections.attention, compiled_on))
     task = task_of(sections.task)
     if sections.packing is not None:
         lm = load_packed(sections.model, task, sections.packing, held, seed)
@@ -128,8 +116,6 @@ def build_base(
         lm = load_base(sections.model, task, held, seed)
     if task.pooled:
         keep_exact(lm)
-    if lending is not None:
-        lending.settle(lm)
     return lm
 
 

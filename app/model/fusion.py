@@ -6,7 +6,6 @@ their parent, and nothing outlives it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
@@ -36,7 +35,6 @@ _EXACT_NORM = 1e-6
 _ROUNDINGS = 8  # of the dtype that is computed in: each side makes a few, and the plain one more
 
 Forward = Callable[..., Any]
-Present = Callable[[nn.Module], Any]  # a context in which a module's weights are there
 Arithmetic = Callable[[], Any] | None
 
 
@@ -87,11 +85,11 @@ class _Piece:
         return all(layer.is_usable() for layer in self.layers)
 
 
-def fuse(network: nn.Module, arithmetic: Arithmetic, *, present: Present = nullcontext) -> Fused:
+def fuse(network: nn.Module, arithmetic: Arithmetic) -> Fused:
     """Put in what gives the modules' own results, and leave alone what does not.
 
     `arithmetic` is entered for the comparison: autocast of the run's precision. None: nothing is compared, for a
-    network that has no numbers. In `present` a module has its weights.
+    network that has no numbers.
     """
     layers = _lora_layers(network)
     proofs: dict[tuple[Any, ...], Proof] = {}
@@ -101,7 +99,7 @@ def fuse(network: nn.Module, arithmetic: Arithmetic, *, present: Present = nullc
         given = list(pieces)
         for alike, piece in {each.alike: each for each in given}.items():
             if arithmetic is not None:
-                with arithmetic(), present(piece.modules[0]):
+                with arithmetic():
                     proofs[alike] = _compared(piece)
         return [piece for piece in given if arithmetic is None or proofs[piece.alike].holds]
 

@@ -12,8 +12,8 @@ State = dict[str, Tensor]
 
 
 def save_model(trainee: Trainee, tokenizer: Any, folder: Path, state: State | None = None) -> None:
-    """An adapter in PEFT's format, or a whole model in transformers' format, with the tokenizer beside it. `state`: the
-    tensors of a whole model that has not all of them here.
+    """An adapter in PEFT's format, or a whole model in transformers' format, with the tokenizer beside it. `state`:
+    whole tensors of what is saved, where the model has parts of them only.
     """
     network: Any = trainee.network
     lm = trainee.language_model
@@ -21,11 +21,12 @@ def save_model(trainee: Trainee, tokenizer: Any, folder: Path, state: State | No
         trainee.pooled and lm.config.pad_token_id is None
     ):  # without it transformers answers one text at a time
         lm.config.pad_token_id = tokenizer.pad_token_id
+    given: dict[str, Any] = {} if state is None else {"state_dict": state}
     if trainee.network is trainee.language_model:
-        _save_pretrained(network, folder, **({} if state is None else {"state_dict": state}))
+        _save_pretrained(network, folder, **given)
     else:
         # "auto" would ask the hub about the vocabulary of the base
-        network.save_pretrained(str(folder), save_embedding_layers=False)
+        network.save_pretrained(str(folder), save_embedding_layers=False, **given)
         if trainee.pooled:
             _save_classes(lm, folder)
     tokenizer.save_pretrained(str(folder))

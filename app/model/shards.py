@@ -1,4 +1,4 @@
-"""A base read file by file, each weight packed, or let go where another process keeps it, as it is read.
+"""A base read file by file, each weight packed as it is read.
 
 transformers packs as it reads too, but keeps every file mapped until the last one is through. Here no more than one
 file is open, so that the host needs what is kept and that file.
@@ -35,9 +35,6 @@ def read_shards(lm: Any, folder: Path, packing: Packing | None, held: Held) -> b
                 _put(lm, name, tensors.get_tensor(name), held, stays=layer not in packed)
                 if packing is not None and layer in packed:
                     packing.pack_one(lm, layer)
-                if held.lending is not None:
-                    place = name.rpartition(".")[0]
-                    held.lending.take(place, lm.get_submodule(place))
     if packing is None:
         lm.requires_grad_(True)
     lm.tie_weights()

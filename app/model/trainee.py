@@ -1,8 +1,8 @@
 """What the engine trains: a module whose forward takes a Batch and returns its loss sum and label count."""
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,11 @@ from app.model.chunked_loss import LinearHead, chunk_rows, token_loss_sum, token
 from app.model.compiling import Blocks
 from app.model.fusion import Fused
 from app.model.head import Head, head_parameters, own_head
-from app.model.lending import Lending
 from app.model.pooled import class_loss_sum, class_scores, pooled_head, takes_segments
 from app.model.positions import first_position
 from app.model.proof import Proof
+
+Found = TypeVar("Found")
 
 _HEAD_TOLERANCE = 1e-5  # of the largest logit, in float32
 
@@ -30,13 +31,14 @@ class Trainee(nn.Module):
         self.compute = compute
         self.fused = Fused()
         self.blocks: Blocks | None = None  # layers that are compiled
-        self.lending: Lending | None = None  # layers whose weights come as they are needed
+        self.sharding: Any = None  # where several processes divide the model: app.distributed.fsdp.Sharding
         self.pooled = pooled  # one answer for a document
         lm = self.language_model
         self.linear: LinearHead | None = None  # a faster way, where it is proven: model.chunked_loss
         self.head_remarks: tuple[str, ...] = ()
         self.head: Head = pooled_head(lm) if pooled else own_head(lm)
         self.takes_segments = takes_segments(lm)
+        self._trained: dict[str, nn.Parameter] = {}
         self.first_position = first_position(lm)
         self._chunk = chunk_rows(lm.config.get_text_config().vocab_size)
 
@@ -93,11 +95,26 @@ class Trainee(nn.Module):
 
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that change, by their name in the network; tied ones once."""
+        return self._trained or self._trained_now()
+
+    def _trained_now(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.network.named_parameters() if p.requires_grad}
 
-    def state_on_host(self) -> dict[str, Tensor] | None:
-        """Where layers are lent, all tensors of the language model, for the first process; None: they are all here."""
-        return None if self.lending is None else self.lending.state_on_host(self.language_model)
+    def divided_by(self, sharding: Any) -> None:
+        """Parameters are DTensors from here on. They are noted, because modules show gathered ones after a pass."""
+        self.sharding = sharding
+        self._trained = self._trained_now()
+
+    def within(self, work: Callable[[], Found]) -> Found:
+        """`work` that begins passes elsewhere than here: where the model is divided, what layers share is gathered."""
+        return work()
+
+    def gathered(self, state: Mapping[str, Tensor], *, keeps: bool) -> dict[str, Tensor] | None:
+        """Where the model is divided, whole tensors for the process that `keeps` them; None: they are whole already."""
+        if self.sharding is None:
+            return None
+        found: dict[str, Tensor] = self.sharding.state_on_host(state, keeps=keeps)
+        return found
 
     @contextlib.contextmanager
     def arithmetic(self, device: torch.device) -> Iterator[None]:
@@ -105,8 +122,8 @@ class Trainee(nn.Module):
         if self.compute is None:
             yield
         else:
-            # what autocast remembers of a weight would outlive the layer that has borrowed it
-            remembers = self.lending is None
+            # what autocast remembers of a weight would outlive the layer that gathered it
+            remembers = self.sharding is None
             with torch.autocast(device.type, dtype=self.compute, cache_enabled=remembers):
                 yield
 

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from app.config.schema import ModelConfig
 from app.errors import ConfigError, EnvironmentProblem
 from app.model.drawing import draw
 from app.model.held import Held
-from app.model.lending import Lending
 from app.model.pooled import is_of_head
 from app.model.quantization import Packing, linear_outside, require_quantizable, settle
 from app.model.shards import parameters_on_meta, read_shards
@@ -38,20 +36,9 @@ def load_base(
         require_weights(folder, config.path)
         require_kind(config, task, _numbers_of(config, task, folder))
         with drawing_by(seed):
-            lm = _read(config, task, folder, held)
+            lm = read_weights(config, task, folder, **_options(held))
     require_structure(config, task, lm)
     return lm
-
-
-def _read(config: ModelConfig, task: Task, folder: Path, held: Held) -> Any:
-    """Each weight let go as it is read, where others keep it. A kind that transformers renames is read as a whole."""
-    if held.lending is not None:
-        lm = _without_weights(config, task, folder, held)
-        held.lending.deal(lm)
-        with _readable(config, folder):
-            if read_shards(lm, folder, None, held):
-                return lm
-    return read_weights(config, task, folder, **_options(held))
 
 
 def _without_weights(config: ModelConfig, task: Task, folder: Path, held: Held) -> Any:
@@ -79,9 +66,7 @@ def load_packed(
     if config.weights == "random":
         lm = _on_meta(config, task, _numbers(config, task), held.dtype, held.attention)
         require_quantizable(config, lm, packing)
-        if held.lending is not None:
-            held.lending.deal(lm)
-        draw(lm, held.device, seed, partial(_packed_and_lent, lm, packing, held.lending))
+        draw(lm, held.device, seed, packing.pack)
         packing.pack(lm.base_model)  # what is linear beside the repeated layers
         settle(lm, packing)
     else:
@@ -93,19 +78,11 @@ def load_packed(
     return lm
 
 
-def _packed_and_lent(lm: Any, packing: Packing, lending: Lending | None, layer: nn.Module) -> None:
-    packing.pack(layer)
-    if lending is not None:
-        lending.take_layer(lm, layer)
-
-
 def read_packed(config: ModelConfig, task: Task, folder: Path, packing: Packing, held: Held) -> Any:
     """The model of a local folder, each weight packed as it is read."""
     plan = _on_meta(config, task, _numbers_of(config, task, folder), held.dtype, held.attention)
     require_quantizable(config, plan, packing)
     lm = _without_weights(config, task, folder, held)
-    if held.lending is not None:
-        held.lending.deal(lm)
     with _readable(config, folder):
         is_read = read_shards(lm, folder, packing, held)
     if not is_read:

@@ -6,10 +6,20 @@ import torch
 from torch import Tensor
 
 
-def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Of all of them together, in float32: of bfloat16's own, two digits would be right."""
-    if all(gradient.dtype == torch.float32 for gradient in gradients):
-        return torch.nn.utils.get_total_norm(gradients)
-    norms = torch._foreach_norm(list(gradients), 2.0, dtype=torch.float32)
-    total: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
+def squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The sum of all squares in float64, so that it does not depend on how the gradient is divided among processes."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch._foreach_norm(list(gradients), 2.0, dtype=torch.float64)
+    total: Tensor = torch.stack(list(norms)).square().sum()
     return total
+
+
+def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    """In place, without reading the factor."""
+    torch._foreach_mul_(list(gradients), factor)
+
+
+def clip_factor(norm: Tensor, limit: float) -> Tensor:
+    """What a gradient of this norm is multiplied with."""
+    return (limit / (norm + 1e-6)).clamp(max=1.0)

@@ -17,7 +17,7 @@ from app.optim.groups import Trained
 from app.optim.rounding import chance_of, round_into
 from app.optim.skip import skips_on_device, step_unless
 
-_STEPS = "steps_rounded"  # in the first group, for a state_dict has it then
+STEPS_ROUNDED = "steps_rounded"  # in the first group, for a state_dict has it then
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class OneByOne(Optimizer):
         super().__init__(self.inner.param_groups, {})
         self._rounds = any(each.parameter.dtype == torch.bfloat16 for each in trained)
         if self._rounds:
-            self.inner.param_groups[0][_STEPS] = 0
+            self.inner.param_groups[0][STEPS_ROUNDED] = 0
         self._share()
         real = {each.name: each.parameter for each in trained}
         self._places = {real[place.name]: place for place in _places(self.inner)}
@@ -73,7 +73,7 @@ class OneByOne(Optimizer):
             if parameter.grad is not None:
                 self.step_one(parameter, found_inf)
         if self._rounds:
-            self.param_groups[0][_STEPS] += 1
+            self.param_groups[0][STEPS_ROUNDED] += 1
         return None
 
     @torch.no_grad()
@@ -92,7 +92,7 @@ class OneByOne(Optimizer):
                 parameter.grad = None  # nobody reads it any more
             self._step_at(place, found_inf)
             place.exact.grad = None
-            step, index = self.param_groups[0][_STEPS], self._index[parameter]
+            step, index = self.param_groups[0][STEPS_ROUNDED], self._index[parameter]
             round_into(parameter, place.exact, chance_of(parameter.device, self._seed, step, index))
         finally:
             place.exact.grad, place.exact.data = None, nothing

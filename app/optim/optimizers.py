@@ -1,7 +1,8 @@
 """The table of optimizers: from a model's trained parameters to what steps them."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,15 +18,26 @@ from app.optim.one_by_one import OneByOne
 OptimizerKind = Callable[[OptimizerConfig, Sequence[Trained]], Optimizer]
 
 
+def looks_at_matrices(config: OptimizerConfig) -> bool:
+    """Whether an update of a number depends on others of its tensor, so that a part of it is not enough."""
+    return config.kind == "muon"
+
+
 def build_optimizer(
-    config: OptimizerConfig, model: nn.Module, seed: int = 0, stepped: Sequence[nn.Parameter] | None = None
+    config: OptimizerConfig,
+    model: nn.Module,
+    seed: int = 0,
+    stand_ins: Mapping[nn.Parameter, nn.Parameter] | None = None,
 ) -> Optimizer:
-    """The optimizer of the model's trained parameters, or of those `stepped` here. The model must be on its device.
+    """The optimizer of the model's trained parameters, which must be on their device; of what stands for them where a
+    process steps a part of each, and for none where it has no part.
 
     Weights in bfloat16 are never stepped as they are: most updates would be lost. `seed` is for their rounding.
     """
-    chosen = None if stepped is None else {id(each) for each in stepped}
-    trained = [each for each in trained_parameters(model) if chosen is None or id(each.parameter) in chosen]
+    trained = trained_parameters(model)
+    if stand_ins is not None:
+        pairs = ((each, stand_ins.get(each.parameter)) for each in trained)
+        trained = [replace(each, parameter=own) for each, own in pairs if own is not None]
     assert trained, "the model has no trained parameter"
     build = OPTIMIZERS[config.kind]
     if config.in_backward or any(each.parameter.dtype == torch.bfloat16 for each in trained):

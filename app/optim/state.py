@@ -3,6 +3,7 @@
 A name is the path through the nested dictionaries: `state/0/exp_avg`. A part of digits is a whole number.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -44,6 +45,23 @@ def load_state(optimizer: Optimizer, tensors: dict[str, Tensor], plain: dict[str
             "type model=, adapter= and optimizer= as in the run.yaml it belongs to, or another output_dir"
         )
     load_nested(optimizer, saved)
+
+
+def named_states(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    """What the optimizer keeps of each parameter, by its name. The tensors are its own: to write to them changes it."""
+    return {
+        name: optimizer.state[parameter]
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        if parameter in optimizer.state
+    }
+
+
+def saved_names(plain: Mapping[str, Any]) -> dict[str, str]:
+    """Of a flat state that goes by numbers, `name/key` of each path."""
+    groups = unflatten({}, dict(plain))["param_groups"]
+    pairs = (zip(each["params"], each["param_names"], strict=True) for each in groups)
+    return {f"state/{number}": name for group in pairs for number, name in group}
 
 
 def load_nested(optimizer: Optimizer, saved: StateDict) -> None:

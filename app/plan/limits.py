@@ -3,12 +3,10 @@
 from app.config.schema import ParallelConfig
 from app.errors import ConfigError
 
-_DIVIDES_MODEL = ("zero2", "zero3")
-
 
 def not_planned(parallel: ParallelConfig, processes: int) -> list[str]:
     """Why there is no plan of a run in so many processes; nothing where there is one."""
-    if processes == 1 or parallel.kind not in _DIVIDES_MODEL:
+    if processes == 1 or not parallel.divides:
         return []
     return [
         f"parallel={parallel.kind}: the memory of a run that divides its model among {processes} processes is not "

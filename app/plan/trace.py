@@ -143,7 +143,7 @@ def _trainee(traced: Traced, network: nn.Module) -> Trainee:
 def _optimizer(traced: Traced, trainee: Trainee, paged: PagedStates) -> Optimizer:
     """With states as after the first step: the second one is where the peak is."""
     stepped = list(trainee.trained().values())
-    optimizer = build_optimizer(traced.run.optimizer, trainee, traced.run.seed, stepped)
+    optimizer = build_optimizer(traced.run.optimizer, trainee, traced.run.seed)
     if traced.on_gpu:  # to a CPU the host is no other memory
         paged.take_from(ordinary(optimizer))
     for parameter in stepped:

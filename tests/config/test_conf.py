@@ -37,6 +37,8 @@ def with_turns(chosen: dict[str, str], number: int) -> list[str]:
     # hidden tokens are those of plain text, and labels those of rows that have them
     masked = dataset == "text" and (number % 2 or not chosen)
     turn["task"] = "classification" if dataset in LABELLED else "masked" if masked else "causal"
+    if turn["optimizer"] == "adafactor":  # it looks at whole tensors
+        turn["parallel"] = "ddp"
     words = [f"{group}={name}" for group, name in turn.items()]
     words += ["dataset.path=rows.jsonl"] if dataset not in OWN_ROWS else []
     words += ["dataset.mix.one.path=rows.jsonl"] if dataset == "mix" else []

@@ -75,8 +75,12 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
      "compile.graphs=true records layers that keep what they computed (training.recompute=2)"),
     ({"compile.kind": "blocks", "compile.graphs": True, "batching.accumulation": 4},
      "Set batching.accumulation=1, or compile.graphs=false"),
-    ({"compile.kind": "blocks", "compile.graphs": True, "parallel.kind": "zero2"},
-     "and parallel=zero2 lets them go as they are sent. Set compile.graphs=false, or parallel=auto"),
+    ({"compile.kind": "blocks", "compile.graphs": True, "parallel.kind": "fsdp"},
+     "and parallel=fsdp lets them go as they are sent. Set compile.graphs=false, or parallel=auto"),
+    ({"parallel.tensor": 2}, "parallel.tensor=2: tensor parallelism is not offered"),
+    ({"parallel.context": 2}, "parallel.context=2: context parallelism is not offered"),
+    ({"parallel.kind": "fsdp", "optimizer.kind": "adafactor", **FULL},
+     "optimizer=adafactor looks at whole tensors, and parallel=fsdp gives each process a part"),
     ({"batching.tokens": 100}, "dataset.max_length=256 is more than a bin holds (batching.tokens=100)"),
 ]  # fmt: skip
 

@@ -11,7 +11,6 @@ from app.config.schema import CHOICES, DatasetConfig
 from app.data.formats import FORMATS
 from app.data.labels import LABELS
 from app.data.overflow import POLICIES
-from app.engine.runtime import REDUCTIONS
 from app.model.adapter import ADAPTERS
 from app.model.attention import BACKENDS
 from app.model.dtypes import DTYPES
@@ -32,7 +31,6 @@ from app.record.trackers import TRACKERS
         ("attention", (*BACKENDS, "auto")),
         ("precision", (*DTYPES, "auto")),
         ("quantization", QUANTIZATIONS),
-        ("parallel", REDUCTIONS),
         ("task", LABELS),
         ("task", TASKS),
     ],

@@ -11,6 +11,7 @@ from app.data.prepare import Data
 from app.engine.evaluation import score
 from app.engine.signals import StopRequest
 from app.errors import TrainingError
+from app.optim.loss_scale import LossScale
 from tests.engine.conftest import MakeLoop, small_run
 
 
@@ -143,7 +144,7 @@ def test_a_step_that_was_skipped_accuses_no_adapter(make_loop: MakeLoop) -> None
     """Its B is still zero, so no gradient reaches A in the second step either."""
     run = small_run("recipe=lora", "precision=fp16", "eval.every=0", "checkpoint.every=0", "record.every=1")
     loop, notebook = make_loop(run, 6)
-    loop.parts.stepper.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    loop.parts.stepper.scale = LossScale(torch.device("cpu"), 2.0**20)
     assert loop.fit(StopRequest()) is True
     assert any("skipped" in message for message in notebook.messages), "nothing overflowed"
     assert loop.progress.skipped_steps < 6

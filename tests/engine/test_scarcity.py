@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,14 +12,12 @@ from app.batch import Batch
 from app.data.layout import Layout, Packed, Padded
 from app.data.loader import Loader, eval_batches
 from app.data.prepare import Data
-from app.engine.divided import Between
 from app.engine.evaluation import score
 from app.engine.runtime import Runtime
 from app.engine.scarcity import TooLargeTogether
 from app.engine.splitting import halves, split
 from app.engine.step import Stepper
 from app.errors import EnvironmentProblem
-from app.model.lending import Lending
 from tests.engine.conftest import small_run, stepper_of, trainee_of
 from tests.engine.test_step import gradients, relative
 from tests.scarcity import scarce
@@ -114,7 +113,7 @@ def test_an_evaluation_whose_passes_others_share_ends_and_says_whether_to_begin_
     """With smaller parts, if there are any: else it would begin again for ever."""
     assert data.eval is not None
     trainee = trainee_of(small_run("recipe=lora"))
-    trainee.lending = Lending(Between(runtime.peers), rank=0, processes=1, trained=False)
+    trainee.sharding = SimpleNamespace(at_rest=lambda: None)
     batches = list(eval_batches(data.eval, Padded(4, pad_id=0)))
     with scarce("forward", tokens=batches[0].ids.numel() - 1), pytest.raises(TooLargeTogether) as fault:
         score(trainee, batches, runtime, depth=0)

@@ -128,8 +128,8 @@ def test_fp16_scales_its_loss_and_gives_the_gradient_of_fp32(
     loader = loader_of(2, 1)
     half = stepper_of(small_run("recipe=full", "precision=fp16", "training.clip=0"), runtime)
     exact = stepper_of(small_run("recipe=full", "training.clip=0"), runtime)
-    assert half.scaler is not None
-    assert half.scaler.get_scale() > 1
+    assert half.scale is not None
+    assert half.scale.value > 1
     results = [stepper.run(loader.batches(0), 0.0) for stepper in (half, exact)]
     assert not bool(results[0].skipped)
     difference = relative(gradients(half), gradients(exact))
@@ -139,12 +139,12 @@ def test_fp16_scales_its_loss_and_gives_the_gradient_of_fp32(
 
 def test_fp16_overflow_lowers_the_scale_and_skips(runtime: Runtime, loader_of: Callable[..., Loader]) -> None:
     stepper = stepper_of(small_run("recipe=full", "precision=fp16"), runtime)
-    assert stepper.scaler is not None
+    assert stepper.scale is not None
     before = [p.clone() for p in stepper.trainee.trained().values()]
     hook = next(iter(stepper.trainee.trained().values())).register_hook(lambda g: g * float("inf"))
     assert bool(stepper.run(loader_of(2, 1).batches(0), 1e-3).skipped)
     hook.remove()
-    assert stepper.scaler.get_scale() == 2.0**15
+    assert stepper.scale.value == 2.0**15
     assert all(torch.equal(a, b) for a, b in zip(before, stepper.trainee.trained().values(), strict=True))
 
 

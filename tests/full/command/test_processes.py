@@ -23,8 +23,8 @@ from tests.runs import SMALL, Zygote, has_reached, numbers, result, same_ending
     [
         *product(("lora", "qlora"), ("true", "false"), ("auto",)),
         ("full", "false", "auto"),
-        ("full", "true", "zero2"),
-        ("lora", "false", "zero2"),
+        ("full", "true", "fsdp"),
+        ("lora", "false", "fsdp"),
     ],
 )
 def test_two_processes_give_the_numbers_of_one(

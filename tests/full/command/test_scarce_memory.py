@@ -36,7 +36,7 @@ def test_a_device_that_cannot_hold_the_model_at_all(zygote: Zygote, tmp_path: Pa
     [
         ("forward", "0", "batching.packing=false"),
         ("recomputed", "01", "training.recompute=true"),
-        ("backward", "1", "parallel=zero2"),
+        ("backward", "1", "parallel=ddp"),
     ],
 )
 def test_one_of_two_processes_runs_out_of_memory(

@@ -1,4 +1,4 @@
-"""Weights divided among processes too: the numbers of one, saves that any number continues, and a run that goes on."""
+"""A model divided among processes: the numbers of one, saves that any number continues, and a run that goes on."""
 
 import contextlib
 import json
@@ -23,9 +23,9 @@ from tests.full.command.test_classification import DECODER, ENCODER, encoder_tok
 from tests.model.small import distance
 from tests.runs import SMALL, Ended, Running, Zygote, has_reached, metrics, result, same_ending
 
-ZERO3 = "parallel=zero3"
+FSDP, ZERO2 = "parallel=fsdp", "parallel=zero2"
 SCARCE = "tests.scarcity"
-# Tensors large enough to be lent. Held out is one batch, so that one process of several has none.
+# Held out is one batch, so that one process of several has none.
 WIDE = (
     *SMALL,
     "model.architecture.hidden_size=192",
@@ -69,7 +69,7 @@ def codes(ended: list[Ended]) -> list[int]:
 
 def finished(zygote: Zygote, folder: Path, count: int, *arguments: str, **env: str) -> None:
     ended = together(zygote, folder, count, *arguments, **env)
-    assert codes(ended) == [0] * count, ended
+    assert codes(ended) == [0] * count, [each.stderr[:600] for each in ended]
 
 
 def memory_of(run: Path) -> dict[str, int]:
@@ -90,7 +90,7 @@ def one(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same of two that divide."""
     folder = tmp_path_factory.mktemp("two")
-    finished(zygote, folder, 2, *FULL, ZERO3, with_rate(2), f"output_dir={folder / 'run'}")
+    finished(zygote, folder, 2, *FULL, FSDP, with_rate(2), f"output_dir={folder / 'run'}")
     return folder / "run"
 
 
@@ -111,26 +111,19 @@ def test_what_comes_out_loads_in_transformers(one: Path, two: Path) -> None:
 
 
 def test_each_process_keeps_its_share(one: Path, two: Path) -> None:
-    """Embedding and head are everywhere; gradients and states of all weights are divided."""
     alone, shared = memory_of(one), memory_of(two)
-    for part in ("gradients", "optimizer_states"):
-        assert shared[part] == pytest.approx(alone[part] / 2, rel=0.1), part
-    everywhere = 2 * 1536 * 192 * 4
-    in_layers = alone["trained_weights"] - everywhere
-    assert shared["trained_weights"] - everywhere == pytest.approx(in_layers / 2, rel=0.1)
-
-    save = two / "checkpoints" / "step-000006"
-    saved = [load_file(save / name) for name in ("weights.safetensors", "weights-1.safetensors")]
-    assert not saved[0].keys() & saved[1].keys()
-    assert saved[0].keys() | saved[1].keys() == tensors(two).keys()
-    sizes = [sum(each.nbytes for name, each in of.items() if ".layers." in name) for of in saved]
-    assert sizes[0] == pytest.approx(sizes[1], rel=0.1)
+    for part in ("trained_weights", "gradients", "optimizer_states"):
+        assert shared[part] == pytest.approx(alone[part] / 2, rel=0.02), part
+    shards = list((two / "checkpoints" / "step-000006" / "shards").glob("*.distcp"))
+    sizes = [each.stat().st_size for each in shards]
+    assert len(sizes) == 2
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.05)
 
 
 def test_a_killed_process_ends_the_others_and_the_run_goes_on_to_the_last_bit(
     zygote: Zygote, tmp_path: Path, two: Path
 ) -> None:
-    command = (*FULL, ZERO3, with_rate(2), f"output_dir={tmp_path / 'killed'}", "resume=auto")
+    command = (*FULL, FSDP, with_rate(2), f"output_dir={tmp_path / 'killed'}", "resume=auto")
     killed_and_resumed(zygote, tmp_path, command, at=3)
     same_ending(two, tmp_path / "killed")
 
@@ -147,16 +140,16 @@ def killed_and_resumed(zygote: Zygote, folder: Path, command: tuple[str, ...], a
 @pytest.mark.parametrize("recipe", ["lora", "qlora"])
 def test_killed_with_adapters_it_goes_on_to_the_last_bit(zygote: Zygote, tmp_path: Path, recipe: str) -> None:
     dropped = (f"recipe={recipe}", "adapter.dropout=0.1", "training.max_steps=6")
-    command = (*WIDE, *dropped, "checkpoint.every=2", ZERO3, "batching.accumulation=1")
+    command = (*WIDE, *dropped, "checkpoint.every=2", FSDP, "batching.accumulation=1")
     finished(zygote, tmp_path, 2, *command, f"output_dir={tmp_path / 'whole'}")
     again = (*command, f"output_dir={tmp_path / 'killed'}", "resume=auto")
     killed_and_resumed(zygote, tmp_path, again, at=4)
     same_ending(tmp_path / "whole", tmp_path / "killed")
 
 
-AUTO, ZERO2 = "parallel=auto", "parallel=zero2"
-# It makes all directions of a gradient equally long, also those that are roundings, which are others in every order of
-# adding up: at its usual rate two whole models are as far from one (1.1e-5 after three steps) as two divided ones.
+AUTO = "parallel=auto"
+DDP = "parallel=ddp"
+# Muon rounds its matrices to bf16, in another order where they are divided.
 MUON = "muon optimizer.lr=2e-4"
 
 
@@ -167,29 +160,27 @@ def continued(
     for at, (count, parallel) in enumerate(turns, 1):
         stop = () if at == len(turns) else (f"training.stop_after={at * steps // len(turns)}",)
         start = (*command, parallel, with_rate(count), f"output_dir={folder / 'parts'}", "resume=auto", *stop)
-        assert codes(together(zygote, folder, count, *start)) == [75 if stop else 0] * count
+        ended = together(zygote, folder, count, *start)
+        assert codes(ended) == [75 if stop else 0] * count, [each.stderr[:600] for each in ended]
 
 
 def test_a_save_of_any_number_of_processes_is_continued_by_any(
     zygote: Zygote, tmp_path: Path, one: Path
 ) -> None:
-    continued(zygote, tmp_path, FULL, ((2, ZERO3), (1, AUTO), (2, ZERO3)), steps=6)
+    continued(zygote, tmp_path, FULL, ((2, FSDP), (1, AUTO), (2, FSDP)), steps=6)
     same_numbers(one, tmp_path / "parts")
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "within"), [("adamw", 1e-6), ("adamw_8bit", 1e-5), (MUON, 5e-6), ("adafactor", 1e-6)]
+    ("optimizer", "within"),
+    [("adamw", 1e-6), ("paged_adamw_32bit", 1e-6), (MUON, 1e-4)],
 )
 @pytest.mark.parametrize(
     "turns",
-    [
-        ((2, ZERO3), (1, AUTO), (2, ZERO3)),
-        ((2, ZERO2), (2, ZERO3), (2, ZERO2)),
-        ((4, ZERO3), (2, ZERO3), (1, ZERO3)),
-    ],
-    ids=["with one", "with zero2", "of four"],
+    [((2, ZERO2), (4, FSDP), (2, DDP)), ((1, AUTO), (2, FSDP), (1, AUTO))],
+    ids=["of several", "of one"],
 )
-def test_states_of_all_kinds_are_continued(
+def test_states_are_continued_by_any_engine_and_number(
     zygote: Zygote, tmp_path: Path, optimizer: str, within: float, turns: tuple[tuple[int, str], ...]
 ) -> None:
     command = (*FULL, *f"optimizer={optimizer}".split(), "training.max_steps=3")
@@ -199,22 +190,60 @@ def test_states_of_all_kinds_are_continued(
     same_numbers(tmp_path / "whole", tmp_path / "parts", within)
 
 
+@pytest.mark.parametrize("trained", ["bf16"])
+def test_states_of_eight_bits_go_on_with_the_same_number_alone(
+    zygote: Zygote, tmp_path: Path, trained: str
+) -> None:
+    bits = ("optimizer=adamw_8bit", f"precision.trained={trained}", "precision=bf16")
+    command = (*FULL, *bits, FSDP, f"output_dir={tmp_path / 'run'}", "resume=auto")
+    started = together(zygote, tmp_path, 2, *command, with_rate(2), "training.stop_after=2")
+    assert codes(started) == [75, 75]
+    for other in ((4, FSDP), (1, AUTO)):
+        refused = together(zygote, tmp_path, other[0], *command, other[1], with_rate(other[0]))
+        assert codes(refused) == [2] * other[0]
+        assert "optimizer states in blocks of 8 bits" in "".join(each.stderr for each in refused)
+    finished(zygote, tmp_path, 2, *command, with_rate(2))
+    whole = (*FULL, *bits, FSDP, with_rate(2), f"output_dir={tmp_path / 'whole'}")
+    finished(zygote, tmp_path, 2, *whole)
+    same_ending(tmp_path / "whole", tmp_path / "run")
+
+
+def test_what_overflows_in_fp16_is_skipped_by_all(zygote: Zygote, tmp_path: Path) -> None:
+    """The scale follows what overflowed anywhere, so it must stay the same for all: a rate so high finds out."""
+    rate = ("optimizer=sgd", "optimizer.lr=1000", "schedule=constant", "training.clip=0")
+    command = (*SMALL, *rate, "recipe=full", "precision=fp16", "training.max_steps=4", with_rate(2))
+    scales = []
+    for parallel in ("ddp", "fsdp"):
+        run = tmp_path / parallel
+        finished(zygote, tmp_path, 2, *command, f"parallel={parallel}", f"output_dir={run}")
+        state = json.loads((run / "checkpoints" / "step-000004" / "state.json").read_text())
+        scales.append((state["scaler"]["scale"], state["progress"]["skipped_steps"]))
+    assert scales[0] == scales[1]
+    assert scales[0][1] > 0
+
+
+def test_copies_of_a_divided_model_give_the_numbers_of_one(zygote: Zygote, tmp_path: Path, one: Path) -> None:
+    copies = ("parallel=hsdp", "parallel.shard=2", with_rate(4))
+    finished(zygote, tmp_path, 4, *FULL, *copies, f"output_dir={tmp_path / 'four'}")
+    same_numbers(one, tmp_path / "four")
+
+
 def starts(
     zygote: Zygote, folder: Path, count: int, command: tuple[str, ...], **limits: str
 ) -> list[tuple[int, list[str]]]:
     """How deep it was after each, and the saves, until the run is at its end."""
     found: list[tuple[int, list[str]]] = []
     run = folder / "scarce"
-    again = (*command, ZERO3, with_rate(count), f"output_dir={run}", "resume=auto")
+    again = (*command, FSDP, with_rate(count), f"output_dir={run}", "resume=auto")
     for _ in range(4):
         ended = together(zygote, folder, count, *again, module=SCARCE, **limits)
         if codes(ended) == [0] * count:
             return found
         assert codes(ended) == [75] * count, "of the others as well: they know why"
         assert "Traceback" not in "".join(each.stderr for each in ended)
-        rank = int(limits["RANKS"][0])
-        assert ended[rank].stderr.startswith("error: out of memory: a ")
-        assert "Start the same run again with resume=auto" in ended[rank].stderr
+        told = [each.stderr for each in ended if each.stderr.startswith("error: out of memory: a ")]
+        assert len(told) == 1, "one message for one cause"
+        assert "Start the same run again with resume=auto" in told[0]
         assert result(run)["status"] == "stopped"
         noted = json.loads((run / "checkpoints" / "depth.json").read_text())
         found.append((noted, sorted(each.name for each in (run / "checkpoints").glob("step-*"))))
@@ -224,7 +253,7 @@ def starts(
 def test_one_of_two_runs_out_of_memory_and_the_next_start_goes_on_in_parts(
     zygote: Zygote, tmp_path: Path, one: Path
 ) -> None:
-    limits = {"WHERE": "backward", "RANKS": "1", "TOKENS": "48", "CALLS": "26"}
+    limits = {"WHERE": "backward", "RANKS": "1", "TOKENS": "48", "CALLS": "32"}
     ((depth, saves),) = starts(zygote, tmp_path, 2, FULL, **limits)
     assert (depth, saves) == (1, ["step-000002"])
     same_numbers(one, tmp_path / "scarce", 2e-6)
@@ -233,12 +262,9 @@ def test_one_of_two_runs_out_of_memory_and_the_next_start_goes_on_in_parts(
 @pytest.mark.parametrize(
     ("count", "more", "limits"),
     [
-        (2, "recipe=full", {"WHERE": "backward", "RANKS": "1", "CALLS": "13"}),  # before anything is saved
         (2, "recipe=full", {"WHERE": "forward", "RANKS": "1", "CALLS": "20"}),  # in the first evaluation
         (2, "recipe=full", {"WHERE": "forward", "RANKS": "01", "CALLS": "22"}),
-        (2, "recipe=lora", {"WHERE": "forward", "RANKS": "0", "CALLS": "50"}),
         (2, "training.recompute=true", {"WHERE": "recomputed", "RANKS": "1", "CALLS": "26"}),
-        (2, "training.rehearse=true", {"WHERE": "backward", "RANKS": "1", "CALLS": "13"}),
         (3, "recipe=full", {"WHERE": "forward", "RANKS": "2", "CALLS": "22"}),
     ],
 )
@@ -266,7 +292,7 @@ def test_parts_of_another_process_end_where_its_own_backward_pass_does(
     same_numbers(tmp_path / "enough", tmp_path / "scarce", 2e-6)
 
 
-def test_the_launcher_tells_once_that_memory_ended(run_app: RunApp, tmp_path: Path) -> None:
+def test_the_launcher_tells_that_memory_ended_and_goes_on(run_app: RunApp, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"
         "if os.environ.get('RANK') == '1':\n"
@@ -275,15 +301,13 @@ def test_the_launcher_tells_once_that_memory_ended(run_app: RunApp, tmp_path: Pa
         "    scarcity.__enter__()\n"
     )
     run = tmp_path / "run"
-    command = (*FULL, ZERO3, with_rate(2), "launch.num_processes=2", f"output_dir={run}", "resume=auto")
-    first = run_app(*command, env={"PYTHONPATH": f"{tmp_path}:{REPO}"})
-    assert first.returncode == 75
-    assert first.stderr.count("error: out of memory: a micro-batch does not fit") == 1
-    assert first.stderr.endswith("(process 1 of 2)\n")
-    assert first.stderr.count("\n") == 2
-    assert result(run)["status"] == "stopped"
-    second = run_app(*command, env={"PYTHONPATH": f"{tmp_path}:{REPO}"})
-    assert (second.returncode, second.stderr) == (0, "")
+    command = (*FULL, FSDP, with_rate(2), "launch.num_processes=2", f"output_dir={run}")
+    ended = run_app(*command, env={"PYTHONPATH": f"{tmp_path}:{REPO}"})
+    assert ended.returncode == 0, ended.stderr
+    told, where, again = ended.stderr.splitlines()
+    assert told.startswith("error: out of memory: a micro-batch does not fit")
+    assert where == "(process 1 of 2)"
+    assert again == "starting again from the last checkpoint, micro-batches in up to 2 parts"
     assert [line["step"] for line in metrics(run) if "loss" in line] == [1, 2, 3, 4, 5, 6]
 
 
@@ -303,7 +327,7 @@ def test_an_evaluation_is_that_of_one_process(
     rate = {1: 6, 2: 3, 3: 2}
     command = (*WIDE, *PLAIN, *held_out, "recipe=lora", "training.max_steps=2")
     runs = tmp_path / "one", tmp_path / "some"
-    for run, number, parallel in zip(runs, (1, count), (AUTO, ZERO3), strict=True):
+    for run, number, parallel in zip(runs, (1, count), (AUTO, FSDP), strict=True):
         accumulation = f"batching.accumulation={rate[number]}"
         finished(zygote, tmp_path, number, *command, parallel, accumulation, f"output_dir={run}")
     same_numbers(*runs)
@@ -316,7 +340,7 @@ def test_adapters_on_a_random_base_come_out_as_those_of_one_process(zygote: Zygo
     command = (*WIDE, *PLAIN, "recipe=lora", "training.max_steps=3")
     one, two = tmp_path / "one", tmp_path / "two"
     finished(zygote, tmp_path, 1, *command, with_rate(1), f"output_dir={one}")
-    finished(zygote, tmp_path, 2, *command, ZERO3, with_rate(2), f"output_dir={two}")
+    finished(zygote, tmp_path, 2, *command, FSDP, with_rate(2), f"output_dir={two}")
     left, right = (load_file(run / "base" / "model.safetensors") for run in (one, two))
     assert left.keys() == right.keys()
     assert all(left[name].equal(right[name]) for name in left)
@@ -337,7 +361,7 @@ def test_the_best_weights_come_out(zygote: Zygote, tmp_path: Path, recipe: str) 
     command = (*WIDE, *rate, f"recipe={recipe}", "training.max_steps=8", "dataset.eval_max_rows=12")
     one, two = tmp_path / "one", tmp_path / "two"
     finished(zygote, tmp_path, 1, *command, with_rate(1), f"output_dir={one}")
-    finished(zygote, tmp_path, 2, *command, ZERO3, with_rate(2), f"output_dir={two}")
+    finished(zygote, tmp_path, 2, *command, FSDP, with_rate(2), f"output_dir={two}")
     assert "the best evaluation" in (two / "log.txt").read_text()
     assert distance(tensors(two), tensors(one)) <= 1e-4
 
@@ -377,33 +401,37 @@ def with_files(_folder: Path) -> tuple[str, ...]:
     return (*(text for text in SMALL if not text.startswith("model.")), "training.max_steps=3")
 
 
-# The norm of a whole gradient is added up by who owns what: its last bit moves weights, which round in 16 bits, and in
-# the model that ships, which leaps from a loss of 9.5 to 5.6 in three steps, roundings leap as well.
+# In 16 bits the last bit of a norm moves weights, and the model that ships leaps from a loss of 9.5 to 5.6 in three
+# steps, roundings with it.
 UNCLIPPED = "training.clip=0"
 WEIGHTS = ("frozen_weights", "trained_weights")
 
 
+ADAMW = "optimizer=adamw"  # which tensors have states in 8 bits depends on their size, and a part is smaller
+EXACT, ROUNDED = 1e-6, 1e-5  # the second: where the order of adding up shows
+IN_EIGHT_BITS = 5e-3  # rows are rounded to fp8 by their largest number, and chance decides
+
+
 @pytest.mark.parametrize(
-    ("base", "more"),
+    ("base", "more", "within"),
     [
-        (small, ("recipe=qlora",)),
-        (small, ("recipe=qlora", "precision=bf16", "training.recompute=true")),
-        (small, ("recipe=lora", "quantization=fp8")),
-        (small, ("recipe=full", "precision=bf16", UNCLIPPED)),
-        (small, ("recipe=full", "precision=bf16", "precision.trained=bf16")),
-        (small, ("recipe=full", "precision=fp16", UNCLIPPED)),
-        (small, ("recipe=full", "training.recompute=true", "training.offload=true")),
-        (small, ("recipe=lora", "training.recompute=1", "adapter.dropout=0.1")),
-        (small, ("recipe=full", "batching.packing=false")),
-        (small, ("recipe=full", "training.rehearse=true")),
-        (small, ("recipe=full", "model.architecture.tie_word_embeddings=true")),
-        (with_files, ("recipe=full", UNCLIPPED)),
-        (with_files, ("recipe=qlora",)),
-        (small, ("recipe=lora", "compile=blocks", "eval.samples=0")),
-        (with_labels, ("recipe=full",)),
-        (with_labels, ("recipe=lora", "batching.packing=false")),
-        (with_reviews, ()),
-        (with_hidden_tokens, ()),
+        (small, ("recipe=qlora", ADAMW), EXACT),
+        (small, ("recipe=qlora", ADAMW, "precision=bf16", "training.recompute=true"), ROUNDED),
+        (small, ("recipe=lora", "quantization=fp8"), IN_EIGHT_BITS),
+        (small, ("recipe=full", "precision=bf16", UNCLIPPED), ROUNDED),
+        (small, ("recipe=full", "precision=bf16", "precision.trained=bf16"), 1e-3),
+        (small, ("recipe=full", "precision=fp16", UNCLIPPED), 1e-4),
+        (small, ("recipe=full", "training.recompute=true", "training.offload=true"), EXACT),
+        (small, ("recipe=full", "parallel.offload=true"), EXACT),
+        (small, ("recipe=full", "parallel.sync=last"), EXACT),
+        (small, ("recipe=lora", "training.recompute=1", "adapter.dropout=0.1"), EXACT),
+        (small, ("recipe=full", "batching.packing=false", "training.rehearse=true"), EXACT),
+        (small, ("recipe=full", "model.architecture.tie_word_embeddings=true"), EXACT),
+        (with_files, ("recipe=qlora", ADAMW), ROUNDED),
+        (small, ("recipe=lora", "compile=blocks", "eval.samples=0"), ROUNDED),
+        (with_labels, ("recipe=full",), EXACT),
+        (with_reviews, (), EXACT),
+        (with_hidden_tokens, (), EXACT),
     ],
 )
 def test_whatever_a_run_has_its_numbers_are_those_of_whole_models(
@@ -411,20 +439,12 @@ def test_whatever_a_run_has_its_numbers_are_those_of_whole_models(
     tmp_path: Path,
     base: Callable[[Path], tuple[str, ...]],
     more: tuple[str, ...],
+    within: float,
 ) -> None:
-    """zero2 adds gradients up in the same order, so that nothing but a weight that is not there would differ."""
     command = (*base(tmp_path), *more, f"cache_dir={tmp_path / 'cache'}")
-    whole, lent = tmp_path / "zero2", tmp_path / "zero3"
-    for run in (whole, lent):
+    whole, divided = tmp_path / "ddp", tmp_path / "fsdp"
+    for run in (whole, divided):
         finished(zygote, tmp_path, 2, *command, f"parallel={run.name}", f"output_dir={run}")
-    same_numbers(whole, lent)
-    weights = [sum(memory_of(run)[part] for part in WEIGHTS) for run in (whole, lent)]
-    assert weights[1] < 0.96 * weights[0], "something is lent"
-
-
-def test_more_processes_than_there_is_to_keep_are_refused(zygote: Zygote, tmp_path: Path) -> None:
-    one_layer = ("model.architecture.num_hidden_layers=1", "adapter.targets=[q_proj]")
-    command = (*WIDE, *one_layer, "recipe=lora", ZERO3, "batching.accumulation=1", "output_dir=run")
-    ended = together(zygote, tmp_path, 3, *command)
-    assert codes(ended) == [2, 2, 2]
-    assert "parallel=zero3 deals what is trained to 3 processes, and there are 2 tensors." in ended[0].stderr
+    same_numbers(whole, divided, within)
+    weights = [sum(memory_of(run)[part] for part in WEIGHTS) for run in (whole, divided)]
+    assert weights[1] < 0.6 * weights[0], "each keeps its part"

@@ -1,0 +1,38 @@
+"""Sharded checkpoints by torch's distributed checkpoint (DCP): each process writes and reads its own parts.
+
+A file is read with pickle (`.metadata`), so only folders whose hashes were compared may be given.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def save(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:
+    """By all processes of `group` together. What several have under one name is written once."""
+    state_dict_saver.save(dict(tensors), storage_writer=FileSystemWriter(folder), process_group=group)
+
+
+def load(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:
+    """Into the tensors, in place, divided in any way. `group`: None for one process by itself."""
+    reader = FileSystemReader(folder)
+    state_dict_loader.load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
+
+
+def names_in(folder: Path) -> set[str]:
+    """Of all tensors of a checkpoint."""
+    return set(FileSystemReader(folder).read_metadata().state_dict_metadata)
+
+
+def own_rows(tensor: Tensor) -> slice:
+    """Which rows of the whole this process keeps."""
+    if not isinstance(tensor, DTensor):
+        return slice(None)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return slice(offset[0], offset[0] + shape[0])

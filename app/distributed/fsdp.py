@@ -1,0 +1,153 @@
+"""Weights, gradients and optimizer states divided among processes by torch's FSDP2 (`fully_shard`).
+
+Each repeated layer is a unit whose weights are gathered while it computes; what lies outside of layers (embeddings,
+last norm, head) is the root's. Weights of 4 bits are divided as the bytes they are; their scales stay on each process.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+
+
+class Sharding:
+    """Of one model. `reshard`: let gathered weights go between forward and backward; `sync_each`: reduce the gradients
+    of each micro-batch, so that they are divided at all times; `offload`: keep shards in memory of the host.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, reshard: bool, sync_each: bool, offload: bool) -> None:
+        self.mesh = mesh
+        self._reshard = reshard
+        self._sync_each = sync_each
+        self._offload = offload
+        self._root: FSDPModule
+        self._units: list[FSDPModule] = []
+
+    def divide(self, model: nn.Module, layers: Sequence[nn.Module], entries: Sequence[str]) -> None:
+        """`entries`: methods of `model`, beside forward, whose passes begin here."""
+        offload = (
+            CPUOffloadPolicy(pin_memory=self.mesh.device_type == "cuda") if self._offload else OffloadPolicy()
+        )
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for layer in layers:
+            fully_shard(
+                layer,
+                mesh=self.mesh,
+                reshard_after_forward=self._reshard,
+                mp_policy=policy,
+                offload_policy=offload,
+            )
+        self._root = fully_shard(model, mesh=self.mesh, mp_policy=policy, offload_policy=offload)
+        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for unit in self._units:  # sums: the loss is divided by the weight of all processes already
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+        for name in entries:
+            register_fsdp_forward_method(model, name)
+
+    def begin_step(self) -> None:
+        """Gradients of the micro-batches that follow are reduced one by one, or with the last of the step."""
+        self._root.set_requires_gradient_sync(self._sync_each)
+
+    def expect_last(self) -> None:
+        """The next backward pass is the last of the step."""
+        self._root.set_requires_gradient_sync(True)
+
+    def at_rest(self) -> None:
+        """After passes without a step: every process keeps its shards alone, and modules show them."""
+        for unit in self._units:
+            unit.reshard()
+
+    def forget_gradients(self) -> None:
+        """Those of passes that were not completed on any process, too: they would be added to the next ones."""
+        for unit in self._units:
+            unit.unshard()
+            _module(unit).zero_grad(set_to_none=True)
+            unit.reshard()
+
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """Around backward passes that begin elsewhere than in a forward pass of the model, on all processes alike."""
+        self._root.set_requires_gradient_sync(False)
+        for unit in self._units:
+            unit.set_reshard_after_backward(False, recurse=False)
+        try:
+            yield
+        finally:
+            self._root.set_reshard_after_backward(True)
+            self._root.set_requires_gradient_sync(True)
+            self.forget_gradients()
+
+    @contextmanager
+    def gathered(self, module: nn.Module) -> Iterator[None]:
+        """Inside, a module of one of the layers has its weights. All processes together, in a pass of the model."""
+        unit = next(each for each in self._units if each is not self._root and _has(each, module))
+        unit.unshard()
+        try:
+            yield
+        finally:
+            unit.reshard()
+
+    def total(self, squares: Tensor) -> Tensor:
+        """The sum over the processes that a model is divided among; copies of it have the same."""
+        group = self.mesh.get_group(self.mesh.ndim - 1)
+        torch.distributed.all_reduce(squares, group=group)
+        return squares
+
+    def state_on_host(self, state: Mapping[str, Tensor], *, keeps: bool) -> dict[str, Tensor]:
+        """Whole tensors in memory of the host, gathered one at a time; of a process that `keeps` none, empty."""
+        found = {}
+        for name, tensor in state.items():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if keeps:
+                found[name] = whole.detach().to("cpu", copy=True)
+        return found
+
+
+def _has(unit: FSDPModule, module: nn.Module) -> bool:
+    return any(module is each for each in _module(unit).modules())
+
+
+def _module(unit: FSDPModule) -> nn.Module:
+    assert isinstance(unit, nn.Module)
+    return unit
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process keeps of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_parameters(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
+    """For optimizers that know no DTensor: plain parameters in the memory of the shards, of those that have some."""
+    return {
+        each: nn.Parameter(local(each.detach()), requires_grad=each.requires_grad)
+        for each in parameters
+        if local(each).numel()
+    }
+
+
+def like_shard(tensor: Tensor, shard: Tensor) -> Tensor:
+    """A local tensor of the shape of the local part of `shard` as a part of a whole that is divided alike."""
+    if not isinstance(shard, DTensor):
+        return tensor
+    return DTensor.from_local(
+        tensor, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
+    )
+
+
+def shard_of(tensor: DTensor) -> str:
+    """Which part of how many this process has, for names of what cannot be divided anew."""
+    mesh = tensor.device_mesh
+    return f"{mesh.get_local_rank(mesh.ndim - 1)}.{mesh.size(mesh.ndim - 1)}"
