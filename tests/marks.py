@@ -26,7 +26,6 @@ TRL = "needs TRL, an extra: pip install -e '.[bench]'"
 PACKAGE_INDEX = "needs the package index that pip is set up for: nothing answers there"
 CHROMIUM = "needs Chromium to look at pages: apt-get install chromium"
 NETWORKS = "needs root and `ip` of iproute2, to make network namespaces"
-COMPILER = "needs a C compiler"
 OTHER_PYTHON = "needs .venv, as scripts/test makes it: another interpreter may have other versions"
 
 # On a host with a GPU any other skip in the gpu tier is a failure.
@@ -43,7 +42,6 @@ requires_interpreter = pytest.mark.skipif("not interprets_kernels()", reason=INT
 requires_trl = pytest.mark.skipif("not has_module('trl')", reason=TRL)
 requires_chromium = pytest.mark.skipif("not program('chromium')", reason=CHROMIUM)
 requires_networks = pytest.mark.skipif("not makes_networks()", reason=NETWORKS)
-requires_compiler = pytest.mark.skipif("not program('cc')", reason=COMPILER)
 requires_package_index = pytest.mark.skipif("not package_index()", reason=PACKAGE_INDEX)
 
 requires_pinned_environment = pytest.mark.skipif("not in_venv()", reason=OTHER_PYTHON)
