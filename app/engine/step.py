@@ -194,14 +194,14 @@ class Stepper:
         norm = self._reduction.total(squares(gradients, self._runtime.device)).sqrt()
         if self.scale is not None:
             norm = norm / self.scale.value
-        finite = torch.isfinite(norm)
+        skipped = ~torch.isfinite(norm)
         if self._clip > 0 or self.scale is not None:
             factor = clip_factor(norm, self._clip) if self._clip > 0 else torch.ones_like(norm)
             scale_gradients(gradients, factor if self.scale is None else factor / self.scale.value)
         if self._skips_on_device:
-            step_unless(self.optimizer, (~finite).float())
-        elif bool(finite):
+            step_unless(self.optimizer, skipped.float())
+        elif not bool(skipped):
             self.optimizer.step()
         if self.scale is not None:
-            self.scale.update(finite)
-        return norm, ~finite
+            self.scale.update(~skipped)
+        return norm, skipped

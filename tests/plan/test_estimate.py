@@ -102,7 +102,7 @@ def test_paged_states_lie_on_the_host() -> None:
     assert device.host_bytes == 0
 
 
-@pytest.mark.parametrize("kind", ["zero2", "zero3"])
+@pytest.mark.parametrize("kind", ["fsdp", "hsdp"])
 def test_a_divided_model_is_not_planned_and_says_so(kind: str) -> None:
     run = compose_run([f"parallel={kind}"])
     with pytest.raises(ConfigError, match=f"parallel={kind}: the memory of a run .* among 2 processes"):

@@ -83,8 +83,8 @@ def test_a_model_that_is_divided_is_not_planned_and_told_so(monkeypatch: pytest.
     """All layers are recomputed, and bins are as the model suggests."""
     for module in ("estimate", "planner"):
         monkeypatch.setattr(f"app.plan.{module}.world", lambda: World(0, 2, 0, 2))
-    reason = "parallel=zero2: the memory of a run that divides its model among 2 processes is not planned"
-    run, batch = small_run("parallel=zero2", "batching.tokens=auto"), batch_of(PACKED)
+    reason = "parallel=fsdp: the memory of a run that divides its model among 2 processes is not planned"
+    run, batch = small_run("parallel=fsdp", "batching.tokens=auto"), batch_of(PACKED)
     forecast = Forecast.made(predict, run, CHOICES, batch, 1, "cpu")
     assert forecast.predicted is None
     assert forecast.words.startswith(reason)

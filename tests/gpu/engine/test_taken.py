@@ -1,27 +1,25 @@
-"""What others hold of a GPU: through a library with the structures of NVML's header, compiled here."""
+"""What others hold of a GPU, by nvidia-ml-py or, without it, by torch."""
 
 import subprocess
+import sys
 
 import torch
 
-from app.engine.taken import asked_of_driver
+from app.engine import taken
 
 
 def test_a_real_driver_sees_what_another_process_takes() -> None:
-    """Its process may be invisible in a container; its memory is not."""
-    import sys
+    """Its process may be invisible in a container; its memory is not. torch counts a gigabyte as our own."""
 
     words = "import torch; kept = torch.zeros(1 << 30, device='cuda'); print('there', flush=True); input()"
     uuid = str(torch.cuda.get_device_properties(0).uuid)
-    before = asked_of_driver(uuid)
-    assert before is not None
+    before = taken._asked_of_driver(uuid) or taken._asked_of_cuda(0)
     with subprocess.Popen(
         [sys.executable, "-c", words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "there\n"
-        during = asked_of_driver(uuid)
+        during = taken._asked_of_driver(uuid) or taken._asked_of_cuda(0)
         other.communicate("\n")
-    assert during is not None
     assert during.total == before.total
-    assert 4.2e9 < during.bytes - before.bytes < 7e9
+    assert 3.2e9 < during.bytes - before.bytes < 7e9
