@@ -13,7 +13,8 @@ from datetime import timedelta
 from torch._C._distributed_c10d import TCPStore
 
 LOOK_SECONDS = 0.5
-PATIENCE_SECONDS = 30.0  # for the store to answer
+PATIENCE_SECONDS = 30.0  # for the store to answer at the start
+HURRY_SECONDS = 2.0  # and at a failure: it may have died with the process that held it
 GRACE_SECONDS = 5.0  # in which a process that noticed by itself closes its records
 READ_SECONDS = 1.0  # that others get to read the flag before the process that holds the store may end
 
@@ -41,7 +42,7 @@ class FailureFlag:
         _ENDING.set()
         mine = f"{code} {self._rank}"
         try:
-            found = _store().compare_set(self._key, "", mine).decode()
+            found = _store(HURRY_SECONDS).compare_set(self._key, "", mine).decode()
         except RuntimeError:  # who held the store is gone
             return None
         return None if found == mine else int(found.split()[0])
@@ -56,7 +57,7 @@ class FailureFlag:
 
     def _watch(self) -> None:
         try:
-            store = _store()
+            store = _store(PATIENCE_SECONDS)
             while not _ENDING.wait(LOOK_SECONDS):
                 if store.check([self._key]):
                     self._end(int(store.get(self._key).split()[0]), GRACE_SECONDS)
@@ -73,10 +74,10 @@ class FailureFlag:
         os._exit(code)
 
 
-def _store() -> TCPStore:
+def _store(seconds: float) -> TCPStore:
     return TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=False,
-        timeout=timedelta(seconds=PATIENCE_SECONDS),
+        timeout=timedelta(seconds=seconds),
     )
