@@ -34,7 +34,6 @@ class ModelPlan:
     trained: int
     vocabulary: int  # ids that the embedding has a row for
     layers: int  # that can be recomputed
-    trained_tensors: int  # of which the trained weights are
 
     @property
     def trained_share(self) -> float:
@@ -146,7 +145,6 @@ def plan_model(sections: ModelSections) -> ModelPlan:
         trained=sum(n for n, trains in sizes if trains),
         vocabulary=network.get_input_embeddings().num_embeddings,
         layers=len(repeated_layers(lm)),
-        trained_tensors=sum(trains for _, trains in sizes),
     )
 
 
