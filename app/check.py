@@ -17,13 +17,13 @@ from typing import Any
 from app.config.commands import CheckConfig, check_config, run_command
 from app.config.help import asks_for_help
 from app.config.schema import RunConfig
-from app.engine.world import world
+from app.distributed.environment import world
 from app.errors import ConfigError
 from app.launch.agent import launch, processes_to_start
 from app.launch.failures import leave_failure
 from app.launch.worker import fail_as_one_of_several
-from app.record.console import Console, open_console
-from app.record.files import write_json, write_text, writing
+from app.tracking.console import Console, open_console
+from app.tracking.files import write_json, write_text, writing
 
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
 
@@ -57,9 +57,9 @@ def _tell(text: str) -> None:
 
 
 def _data(config: CheckConfig, console: Console) -> dict[str, Any]:
-    from app.engine.data_check import check_data
-    from app.page.check_screen import show_check
-    from app.page.check_summary import data_sections
+    from app.pages.check_screen import show_check
+    from app.pages.check_summary import data_sections
+    from app.training.data_check import check_data
 
     facts = check_data(config.run, _processes(config.run), console.say).facts()
     show_check(data_sections(facts))
@@ -68,9 +68,9 @@ def _data(config: CheckConfig, console: Console) -> dict[str, Any]:
 
 def _memory(config: CheckConfig, _console: Console) -> dict[str, Any]:
     begun = time.perf_counter()
-    from app.page.check_screen import show_check
-    from app.page.check_summary import memory_sections, stop
-    from app.plan.memory_check import check_memory
+    from app.memory.memory_check import check_memory
+    from app.pages.check_screen import show_check
+    from app.pages.check_summary import memory_sections, stop
 
     processes = _planned_processes(config)
     facts = check_memory(
@@ -85,9 +85,9 @@ def _memory(config: CheckConfig, _console: Console) -> dict[str, Any]:
 def _cluster(config: CheckConfig, _console: Console) -> dict[str, Any]:
     """In each of the processes, on all machines."""
     from app.distributed.cluster_check import Process, Unreachable, check_cluster
-    from app.page.check_screen import show_check
-    from app.page.check_summary import cluster_sections
-    from app.record.manifest import program_here
+    from app.pages.check_screen import show_check
+    from app.pages.check_summary import cluster_sections
+    from app.tracking.manifest import program_here
 
     here, program = world(), program_here()
     git = program["program"]["git"] or {"commit": "no checkout"}
@@ -150,7 +150,7 @@ def _processes(run: RunConfig) -> int:
 
 
 def _write(folder: Path, found: dict[str, Any], console: Console) -> None:
-    from app.page.check_page import check_page
+    from app.pages.check_page import check_page
 
     write_json(folder / "check.json", found)
     write_text(folder / "check.html", check_page(found))
@@ -160,8 +160,8 @@ def _write(folder: Path, found: dict[str, Any], console: Console) -> None:
 def _check_parts(config: CheckConfig) -> None:
     """What each part can say in milliseconds, all problems together."""
     from app.data import sources
+    from app.memory.limits import not_planned
     from app.model import source, templates
-    from app.plan.limits import not_planned
 
     run = config.run
     problems = [*sources.check(run.dataset), *templates.check(run.model)] if "data" in config.checks else []

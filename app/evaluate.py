@@ -13,15 +13,15 @@ from typing import Any
 
 from app.config.commands import run_command
 from app.config.finished_run import EvaluateConfig, evaluate_config
-from app.engine.harness import lay_harness, require_harness, table
-from app.engine.world import world
+from app.distributed.environment import world
 from app.errors import ConfigError, EnvironmentProblem
+from app.evaluation.lm_eval import lay_harness, require_harness, table
 from app.launch.agent import launch, processes_to_start
 from app.launch.worker import fail_as_one_of_several, failing_once
-from app.record.console import Console, open_console
-from app.record.files import write_json, writing
-from app.record.lines import aligned
-from app.record.manifest import read_manifest
+from app.tracking.console import Console, open_console
+from app.tracking.files import write_json, writing
+from app.tracking.lines import aligned
+from app.tracking.manifest import read_manifest
 
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
 
@@ -31,9 +31,9 @@ def score(config: EvaluateConfig, names: Sequence[str], console: Console) -> Non
     _check_parts(config)
     target = _writable(config.output_dir) / "evaluate.json"
     console.say(f"run     {config.folder}, {' and '.join(names)}")
-    from app.engine.evaluation import Scores
-    from app.engine.scoring import lay_scoring
-    from app.engine.side_by_side import SideBySide
+    from app.evaluation.compare import SideBySide
+    from app.evaluation.scores import Scores
+    from app.training.scoring import lay_scoring
 
     hashes = _manifest(config.folder).get("hashes", {})
     scoring = lay_scoring(config, config.folder, hashes, tuned=names[0] == "tuned", say=console.say)
@@ -56,8 +56,8 @@ def ask(config: EvaluateConfig, names: Sequence[str], console: Console) -> None:
     """From a checked config to harness.json."""
     require_harness(config.harness)
     target = _writable(config.output_dir) / "harness.json"
-    from app.engine.subject import lay_subject
     from app.model.tokenizer import load_tokenizer
+    from app.training.subject import lay_subject
 
     console.say(f"run     {config.folder}, {' and '.join(names)}\nharness {', '.join(config.harness)}")
     harness = lay_harness(config.harness, config.harness_limit, chat=config.harness_chat)

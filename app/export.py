@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 from app.config.commands import run_command
 from app.config.finished_run import ExportConfig, export_config
 from app.config.load import read_run
-from app.engine.export_folder import REPORT, require_target
 from app.errors import ConfigError
-from app.record.console import Console, open_console
-from app.record.lines import aligned, memory
-from app.record.manifest import program_here, read_manifest
-from app.record.recorder import read_result
+from app.exports.export_folder import REPORT, require_target
+from app.tracking.console import Console, open_console
+from app.tracking.lines import aligned, memory
+from app.tracking.manifest import program_here, read_manifest
+from app.tracking.recorder import read_result
 
 if TYPE_CHECKING:
-    from app.engine.exporting import Export
+    from app.exports.export import Export
 
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
 
@@ -30,8 +30,8 @@ def export(config: ExportConfig, console: Console) -> int:
     """From a checked config to a folder with its certificate; returns the exit code."""
     require_target(config.to, config.target)
     _check_parts(config)
-    from app.engine.exporting import lay_export, make_export
-    from app.engine.scoring import lay_scoring
+    from app.exports.export import lay_export, make_export
+    from app.training.scoring import lay_scoring
 
     manifest = _manifest(config.folder)
     scoring = lay_scoring(config, config.folder, manifest.get("hashes", {}), tuned=True, say=console.say)
@@ -66,8 +66,8 @@ def _check_parts(config: ExportConfig) -> None:
 
 
 def _card(laid: "Export", manifest: dict[str, Any]) -> str:
-    from app.engine.exporting import loading_of
-    from app.record.card import model_card
+    from app.exports.export import loading_of
+    from app.tracking.card import model_card
 
     folder = laid.config.folder
     return model_card(asdict(read_run(folder / "run.yaml")), manifest, read_result(folder), loading_of(laid))

@@ -20,8 +20,8 @@ from app.config.finished_run import finished_folder
 from app.config.load import read_run
 from app.config.schema import ModelConfig, RunConfig
 from app.errors import ConfigError
-from app.record.files import write_text
-from app.record.lines import printable
+from app.tracking.files import write_text
+from app.tracking.lines import printable
 
 if TYPE_CHECKING:
     from app.model.answers import Answerer
@@ -153,7 +153,7 @@ def _answer_file(config: GenerateConfig, answerer: "Answerer", questions: list[l
 
 
 def _converse(config: GenerateConfig, answerer: "Answerer") -> None:
-    from app.engine.conversation import Conversation
+    from app.training.conversation import Conversation
 
     if not answerer.chat:
         raise ConfigError(

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from app.config.commands import ReportConfig, report_config, run_command
 from app.errors import ConfigError
-from app.page.read_run import is_run, read_sweep
-from app.record.console import Console, open_console
-from app.record.files import write_text
+from app.pages.read_run import is_run, read_sweep
+from app.tracking.console import Console, open_console
+from app.tracking.files import write_text
 
 # the pages are imported inside functions: a mistake in the command line must not cost the reading of YAML and templates
 
@@ -32,14 +32,14 @@ def report(config: ReportConfig, console: Console) -> None:
 def _page(config: ReportConfig) -> str:
     folders = [folder for _, folder in config.given]
     if config.run is not None:
-        from app.page.run_page import run_page
+        from app.pages.run_page import run_page
 
         return run_page(folders[0])
     if config.runs is not None:
-        from app.page.comparison_page import comparison_page
+        from app.pages.comparison_page import comparison_page
 
         return comparison_page(folders)
-    from app.page.sweep_page import sweep_page
+    from app.pages.sweep_page import sweep_page
 
     sweep = read_sweep(folders[0])
     assert sweep is not None, "checked before"
@@ -75,7 +75,7 @@ def _target_problems(config: ReportConfig) -> Iterator[str]:
 
 def _is_ours(file: Path) -> bool:
     """A page that this command made may be made anew."""
-    from app.page.render import GENERATOR
+    from app.pages.render import GENERATOR
 
     with file.open("rb") as content:
         return f'content="{GENERATOR}"'.encode() in content.read(1024)

@@ -13,14 +13,14 @@ from app.config.commands import run_command
 from app.config.finished_run import ReproduceConfig, as_run, reproduce_config
 from app.config.schema import RunConfig
 from app.errors import CheckpointError, ConfigError
-from app.record.comparison import Difference, LineComparison, of_content, of_lines, of_programs
-from app.record.console import Console, open_console
-from app.record.files import write_json
-from app.record.lines import aligned
-from app.record.manifest import program_here, read_manifest
-from app.record.metrics import read_lines
-from app.record.output_dir import RunFolder
-from app.record.recorder import logged_lines
+from app.tracking.comparison import Difference, LineComparison, of_content, of_lines, of_programs
+from app.tracking.console import Console, open_console
+from app.tracking.files import write_json
+from app.tracking.lines import aligned
+from app.tracking.manifest import program_here, read_manifest
+from app.tracking.metrics import read_lines
+from app.tracking.output_dir import RunFolder
+from app.tracking.recorder import logged_lines
 from app.train import train
 
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
@@ -65,7 +65,7 @@ def _require_new(folder: Path) -> None:
 
 def _differences(folder: RunFolder, run: RunConfig) -> tuple[list[Difference], list[Difference]]:
     """What may move the numbers, and what makes it another run."""
-    from app.engine.origin import origin_now
+    from app.training.origin import origin_now
 
     then, now = read_manifest(folder.manifest), {**program_here(), **origin_now(run)}
     return of_programs(then, now), of_content(then, now)

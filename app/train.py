@@ -19,9 +19,7 @@ from app.config.help import asks_for_help, help_text
 from app.config.load import VERSION_BASE, checked_arguments, load_run, store_schema
 from app.config.overrides import is_sweep
 from app.config.schema import RunConfig
-from app.engine.inductor_cache import keep_graphs
-from app.engine.segments import let_segments_grow
-from app.engine.world import world
+from app.distributed.environment import world
 from app.errors import AppError, ConfigError
 from app.launch.agent import processes_to_start, train_in_processes
 from app.launch.worker import (
@@ -31,9 +29,11 @@ from app.launch.worker import (
     require_named_folder,
     run_given,
 )
-from app.record.console import Console, open_console
-from app.record.output_dir import RunFolder
-from app.record.recorder import read_result
+from app.tracking.console import Console, open_console
+from app.tracking.output_dir import RunFolder
+from app.tracking.recorder import read_result
+from app.training.inductor_cache import keep_graphs
+from app.training.segments import let_segments_grow
 
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
 
@@ -55,9 +55,9 @@ def train(run: RunConfig, go_on: str = "") -> int:
 
 def _train_in(folder: RunFolder, run: RunConfig, console: Console, go_on: str) -> int:
     console.say(f"output  {folder.path}")  # what comes next takes seconds to load
-    from app.engine.training import train_in
-    from app.plan.estimate import predict
-    from app.plan.planner import largest_bins, recompute_fewest
+    from app.memory.estimate import predict
+    from app.memory.planner import largest_bins, recompute_fewest
+    from app.training.training import train_in
 
     return train_in(folder, run, console, go_on, predict, recompute_fewest, largest_bins)
 
@@ -67,7 +67,7 @@ def _check_parts(run: RunConfig) -> None:
     from app.data import sources
     from app.model import source, templates
     from app.optim import requirements
-    from app.record import trackers
+    from app.tracking import trackers
 
     problems = [
         *sources.check(run.dataset),
@@ -130,7 +130,7 @@ def _dispatch(arguments: list[str]) -> None:
         sys.stdout.write(help_text())
         return
     if is_sweep(arguments):
-        from app.sweep.sweep import sweep
+        from app.sweeps.sweep import sweep
 
         sys.exit(sweep(arguments, _check_parts))
     _typed[:] = arguments

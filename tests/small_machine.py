@@ -9,7 +9,7 @@ import os
 def main() -> None:
     """A run that believes it."""
     from app import train
-    from app.plan import fit
+    from app.memory import fit
 
     given = int(os.environ["MEMORY_BYTES"])
     vars(fit)["_host_memory"] = lambda: given

@@ -18,11 +18,11 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from app.config.schema import LaunchConfig, RunConfig
-from app.engine.signals import CODES
-from app.engine.world import world
+from app.distributed.environment import world
 from app.errors import ConfigError
 from app.launch.failures import FOLDER, Failure, account_of, first_of, left_by
 from app.launch.worker import GO_ON, RUN
+from app.training.signals import CODES
 
 MAX_RESTARTS = 3  # of a run that needs smaller parts
 _GRACE = 20  # seconds for the others after one has failed
@@ -52,7 +52,7 @@ def train_in_processes(count: int, run: RunConfig, go_on: str) -> int:
 
     Where a divided model ran out of memory it starts again from its last checkpoint, in smaller parts.
     """
-    from app.engine.checkpoint import DEPTH
+    from app.training.checkpoint import DEPTH
 
     noted = Path(run.output_dir) / "checkpoints" / DEPTH
     for restarts_left in range(MAX_RESTARTS, -1, -1):

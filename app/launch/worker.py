@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from app.config.load import read_run
 from app.config.schema import RunConfig
-from app.engine.world import world
+from app.distributed.environment import world
 from app.errors import AppError, ConfigError
 from app.launch.failures import FOLDER, leave_failure
 

@@ -15,10 +15,7 @@ from app.batch import IGNORE, Batch
 from app.config.schema import RunConfig
 from app.data.collate import BinShape, collate_packed, collate_padded
 from app.data.labels import next_tokens
-from app.engine.choices import Choices, choose
-from app.engine.ground import attention_needs, sections_of
-from app.engine.runtime import Runtime, start
-from app.engine.step import Stepper
+from app.distributed.process_group import Runtime, start
 from app.model.adapter import attach
 from app.model.attention import register
 from app.model.build import build_trainee
@@ -29,6 +26,9 @@ from app.model.quantization import packing_of
 from app.model.tasks import TASKS
 from app.model.weights import load_base, load_packed
 from app.optim.optimizers import build_optimizer
+from app.training.choices import Choices, choose
+from app.training.ground import attention_needs, sections_of
+from app.training.step import Stepper
 from scripts.bench.contest import Contest, run_of
 from scripts.bench.machine import Clock
 from scripts.bench.workload import Bin, Step, workload
@@ -120,7 +120,7 @@ def positions_in(step: Step, layout: str, bin_tokens: int) -> int:
 
 
 class Ours:
-    """`app.engine.step` on batches that `app.data.collate` makes."""
+    """`app.training.step` on batches that `app.data.collate` makes."""
 
     def __init__(self, prepared: Prepared) -> None:
         run = prepared.run
@@ -137,7 +137,7 @@ class Ours:
         self.layout = BINS if run.batching.packing else PADDED
 
     def train(self, clock: Clock) -> None:
-        """As `app.engine.loop` does it, without its record."""
+        """As `app.training.loop` does it, without its record."""
         clock.begin()
         for step in self._prepared.steps:
             batches = [self._collate(packed) for packed in step]

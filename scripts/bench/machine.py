@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import app
-from app.record.manifest import git_state, versions
+from app.tracking.manifest import git_state, versions
 from scripts.bench.contest import Contest
 
 _PEERS = ("trl", "liger-kernel", "unsloth", "triton", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "flash-attn")

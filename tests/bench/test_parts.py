@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from app.engine.choices import Choices
-from app.engine.ground import sections_of
 from app.model.build import plan_model
+from app.training.choices import Choices
+from app.training.ground import sections_of
 from scripts.bench.contest import METHODS, SHAPES, run_of
 from scripts.bench.machine import Clock, mfu, peak_tflops
 from tests.bench.test_workload import CONTEST

@@ -10,7 +10,7 @@ from subprocess import TimeoutExpired
 from typing import IO, Any
 
 from app import train
-from app.sweep import trial_process
+from app.sweeps import trial_process
 
 
 class Fork:

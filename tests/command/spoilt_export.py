@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from app import export
-from app.engine.exporting import Export
+from app.exports.export import Export
 from app.model.quantization import FourBit
 
 

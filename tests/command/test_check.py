@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.data.small import chat, write_chats
-from tests.page.reading import read
+from tests.pages.reading import read
 from tests.runs import SMALL, Zygote
 
 KEYS = (

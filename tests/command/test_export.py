@@ -94,9 +94,9 @@ def test_room_is_asked_for_before_anything_is_written(
     finished: FinishedRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from app.config.finished_run import export_config
-    from app.engine.exporting import lay_export
-    from app.engine.scoring import lay_scoring
     from app.errors import EnvironmentProblem
+    from app.exports.export import lay_export
+    from app.training.scoring import lay_scoring
 
     config = export_config([f"run={finished('lora')}", f"to={tmp_path}/a/b", "kind=merged"], lambda _: {})
     scoring = lay_scoring(config, config.folder, {}, tuned=True, say=lambda _: None)

@@ -2,13 +2,13 @@
 
 import pytest
 
-from app.engine import harness
-from app.engine.harness import _numbers, require_harness, table
 from app.errors import EnvironmentProblem
+from app.evaluation import lm_eval
+from app.evaluation.lm_eval import _numbers, require_harness, table
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "find_spec", lambda _name: None)
+    monkeypatch.setattr(lm_eval, "find_spec", lambda _name: None)
     with pytest.raises(
         EnvironmentProblem, match=r"harness=arc_easy,piqa needs .* pip install 'lm_eval>=0.4.13,<0.5'"
     ):

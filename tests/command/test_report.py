@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from app.page.render import written_page
+from app.pages.render import written_page
 from tests.conftest import RunApp
-from tests.page.reading import Element, chart, drawn, read, section
+from tests.pages.reading import Element, chart, drawn, read, section
 from tests.runs import SMALL, FinishedRuns, Zygote, metrics
 
 RANDOM = (*SMALL, "model.weights=random", "training.max_steps=4")
@@ -48,7 +48,7 @@ def test_it_is_made_anew_without_torch(finished: FinishedRuns, run_app: RunApp, 
     ended = run_app(f"run={run}", "to=page.html", module="app.report", env={"PYTHONPROFILEIMPORTTIME": "1"})
     assert (ended.returncode, ended.stdout) == (0, "report  page.html\n")
     imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
-    assert "app.page.run_page" in imported
+    assert "app.pages.run_page" in imported
     assert not {"torch", "numpy", "transformers"} & imported
     assert (
         section(page_of(tmp_path / "page.html"), "Data").text

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from app.record.lines import memory
+from app.tracking.lines import memory
 from tests.runs import SECRET, SMALL, FinishedRuns, Zygote, metrics, result
 
 STEP_KEYS = ["step", "epoch", "loss", "lr", "grad_norm", "tokens", "trained_tokens"]

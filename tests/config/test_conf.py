@@ -17,7 +17,7 @@ from app.config.schema import RunConfig
 from app.config.validate import is_key, leaf_keys
 
 FILES = sorted(CONF.rglob("*.yaml"))
-APART = ("sweep", "hardware")  # of no run: read in tests/sweep/test_preset.py and test_commands.py
+APART = ("sweep", "hardware")  # of no run: read in tests/sweeps/test_preset.py and test_commands.py
 OF_RUNS = [file for file in FILES if file.parent.name not in APART]
 CHOICES = {group: names for group, names in choices_by_group().items() if group not in APART}
 FREE = ("experiment", "debug")  # may set any key

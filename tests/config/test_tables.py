@@ -18,7 +18,7 @@ from app.model.quantization import QUANTIZATIONS
 from app.model.tasks import TASKS
 from app.optim.optimizers import OPTIMIZERS
 from app.optim.schedule import SCHEDULES
-from app.record.trackers import TRACKERS
+from app.tracking.trackers import TRACKERS
 
 
 @pytest.mark.parametrize(

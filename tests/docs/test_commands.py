@@ -17,7 +17,7 @@ from app.config.load import compose_run
 from app.config.overrides import is_sweep
 from app.config.schema import RunConfig
 from app.errors import AppError
-from app.sweep.sweep import planned
+from app.sweeps.sweep import planned
 from tests.conftest import REPO
 from tests.docs.blocks import Command, commands_of, documents
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from app.batch import IGNORE, Batch, Weights
-from app.engine.counting import StorageCounter
 from app.errors import EnvironmentProblem
 from app.model import chunked_loss
 from app.model.chunked_loss import (
@@ -27,6 +26,7 @@ from app.model.head import own_head
 from app.model.kernels import as_on_gpu
 from app.model.kernels.loss import spend as spend_logits
 from app.model.trainee import Trainee
+from app.training.counting import StorageCounter
 from tests.choices import pairwise, taking_turns
 from tests.model.small import (
     ALL_KINDS,

@@ -113,7 +113,7 @@ def weights_of(run: Tuned) -> dict[str, torch.Tensor]:
 
 
 def in_fp32(trainee: Trainee) -> torch.Tensor:
-    from app.engine.reload import in_fp32 as convert
+    from app.exports.reload import in_fp32 as convert
 
     convert(trainee)
     return logits(trainee.language_model)

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from tests.command.test_rehearsal import FEW, PADDED, told
-from tests.engine.test_rehearsal import files
 from tests.runs import Zygote, result, same_ending
+from tests.training.test_rehearsal import files
 
 
 def test_two_processes_stopped_and_continued_give_the_same_bytes(zygote: Zygote, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.command.test_report import RANDOM, page_of
-from tests.page.reading import chart, drawn, section
+from tests.pages.reading import chart, drawn, section
 from tests.runs import SMALL, Zygote, has_reached, result
 
 

@@ -16,7 +16,7 @@ UNUSED = (
 PROBE = """
 import gc, sys
 from app import train
-from app.engine import loop
+from app.training import loop
 
 def first_step(self, step=loop.Loop._step):
     print("loaded", *sys.modules)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from app.config.schema import RunConfig
-from app.sweep.preset import Preset
+from app.sweeps.preset import Preset
 
 ROWS, EVAL_ROWS, STEPS, ANSWER = 120, 16, 2, 4
 TRIALS = 5  # of a search: its last one is the first that is chosen by those before
@@ -26,8 +26,8 @@ def main() -> None:
 
 def _train(command: Any) -> None:
     """Two steps on a few rows; the trials of a sweep are forks, and as short."""
-    import app.sweep.sweep as sweep
-    from app.sweep import trial_process
+    import app.sweeps.sweep as sweep
+    from app.sweeps import trial_process
     from tests.command.forked_trials import Fork
 
     vars(trial_process)["Popen"] = Fork

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from app.batch import Batch, Documents
 from app.config.schema import AttentionConfig, LaunchConfig
-from app.engine.runtime import Runtime, start
-from app.engine.step import Stepper
+from app.distributed.process_group import Runtime, start
 from app.model.attention import BACKENDS, Rules, plain, sdpa, select
 from app.model.build import build_trainee
 from app.model.trainee import Trainee
 from app.optim.optimizers import build_optimizer
+from app.training.step import Stepper
 from tests.gpu import waiting_is_an_error
 from tests.marks import requires_cudnn_attention, requires_flash_attention
 from tests.model import small

@@ -9,12 +9,12 @@ import torch
 
 from app.batch import Batch, Documents
 from app.config.schema import CompileConfig, LaunchConfig
-from app.engine.runtime import start
-from app.engine.step import Stepper
+from app.distributed.process_group import start
 from app.model.attention import register
 from app.model.build import build_trainee
 from app.model.settling import settle
 from app.optim.optimizers import build_optimizer
+from app.training.step import Stepper
 from tests.gpu import waiting_is_an_error
 from tests.marks import requires_cudnn_attention, requires_flash_attention
 from tests.model import small

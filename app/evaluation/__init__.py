@@ -1,0 +1,1 @@
+"""Scores of rows, and the comparison of models by them."""

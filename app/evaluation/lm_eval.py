@@ -1,0 +1,127 @@
+"""The tasks of lm-evaluation-harness, an extra: asked of a run's model as training held it, in this process.
+
+Its model class is given ours ready made, with transformers' own attention: ours knows neither caches nor padding.
+"""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.config.did_you_mean import did_you_mean
+from app.distributed.environment import world
+from app.errors import ConfigError, EnvironmentProblem
+from app.tracking.lines import columns
+
+if TYPE_CHECKING:
+    from app.model.trainee import Trainee
+
+# torch and lm_eval are imported inside functions: that lm_eval is missing must not cost seconds
+
+Figures = dict[str, dict[str, float]]  # of each task
+
+
+@dataclass(frozen=True, slots=True)
+class Harness:
+    """Tasks that are known and whose rows are there."""
+
+    tasks: Sequence[str]
+    manager: Any
+    limit: int | None
+    chat: bool
+
+    def figures(self, trainee: "Trainee", tokenizer: Any, rows: int) -> Figures:
+        """Of each task and group, its numbers; `rows` are asked at a time."""
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+
+        from app.model.attention import right_own
+
+        lm = trainee.language_model
+        lm.set_attn_implementation(right_own(lm))
+        half = trainee.compute
+        model = HFLM(pretrained=lm, tokenizer=tokenizer, batch_size=rows, mixed_precision_dtype=half)
+        found = simple_evaluate(
+            model=model,
+            tasks=list(self.tasks),
+            task_manager=self.manager,
+            limit=self.limit,
+            apply_chat_template=self.chat,
+            log_samples=False,
+        )
+        results = {**found["results"], **found.get("groups", {})}
+        return {name: _numbers(values) for name, values in results.items()}
+
+    def facts(self) -> dict[str, Any]:
+        """How they were asked, and by which version."""
+        return {"limit": self.limit, "chat": self.chat, "lm_eval": version("lm_eval")}
+
+
+def require_harness(tasks: Sequence[str]) -> None:
+    """Told in milliseconds."""
+    if world().is_joined:
+        raise EnvironmentProblem("harness= asks its tasks in one process: start it without torchrun or srun")
+    if find_spec("lm_eval") is None:
+        raise EnvironmentProblem(
+            f"harness={','.join(tasks)} needs the package lm_eval (lm-evaluation-harness), which is not installed: "
+            "pip install 'lm_eval>=0.4.13,<0.5', or leave harness out"
+        )
+
+
+def lay_harness(tasks: Sequence[str], limit: int | None, *, chat: bool) -> Harness:
+    """Every task known and its rows fetched, before a weight is loaded."""
+    from lm_eval.tasks import TaskManager
+
+    from app.model.source import gist
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    manager = TaskManager()
+    problems = [
+        f"harness={name}: there is no such task and no such file.{did_you_mean(name, manager.all_tasks)}"
+        for name in tasks
+        if name not in manager.all_tasks and not Path(name).is_file()
+    ]
+    if problems:
+        raise ConfigError(problems)
+    try:
+        manager.load(list(tasks))
+    except (OSError, ValueError) as fault:
+        raise EnvironmentProblem(
+            f"harness={','.join(tasks)}: the rows of a task cannot be read ({gist(fault)}). Most tasks fetch them from "
+            "the Hugging Face hub: it must be reachable, or they must lie in its cache (HF_HOME)."
+        ) from fault
+    return Harness(tasks, manager, limit, chat)
+
+
+def table(sides: Mapping[str, Figures]) -> str:
+    """For people: the base before what was made of it."""
+    names = [name for name in ("base", "tuned") if name in sides]
+    lines = [["", "", *names]] + [
+        [task, metric, *(_words(sides[name].get(task, {}), metric) for name in names)]
+        for task, figures in sides[names[0]].items()
+        for metric in figures
+        if not metric.endswith("_stderr")
+    ]
+    return columns(lines)
+
+
+def _words(figures: Mapping[str, float], metric: str) -> str:
+    if metric not in figures:
+        return "none"
+    error = figures.get(f"{metric}_stderr")
+    return f"{figures[metric]:.4f}" + (f" +- {error:.4f}" if error is not None else "")
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """`acc,none` is a metric and its filter; a filter that does nothing is left out."""
+    found = {}
+    for key, value in values.items():
+        metric, comma, how = key.partition(",")
+        if comma and isinstance(value, int | float) and math.isfinite(value):
+            stem, error, _ = metric.partition("_stderr")
+            found[f"{stem}{'' if how == 'none' else ' ' + how}{error}"] = float(value)
+    return found

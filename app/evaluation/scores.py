@@ -1,0 +1,265 @@
+"""How good a model is on rows: sums over counts, the same for any batch size, packing, order or number of processes."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from app.batch import Batch
+from app.distributed.host_group import Peers
+from app.distributed.process_group import Runtime
+from app.model.trainee import Trainee
+from app.oom_retry import TooLargeTogether, as_it_fits, smaller_ones, split, tried
+from app.tracking.metrics import finite_or_none
+
+# [..., 6]: of each row, or of several together. Of a classification there follow for each class how often it is true,
+# how often it was chosen, how often both.
+Sums = NDArray[np.float64]
+LOSS, LABELS, HITS, ANSWERS, EXACT, WEIGHT = range(6)  # losses and their weights; all others are counts
+_PLAIN = 6
+
+
+def figures(sums: Sums) -> dict[str, NDArray[np.float64]]:
+    """What the sums say. NaN where there is nothing to divide by: rows without answers have no exact match."""
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        loss = sums[..., LOSS] / sums[..., WEIGHT]
+        if sums.shape[-1] > _PLAIN:
+            return {
+                "eval_loss": loss,
+                "accuracy": sums[..., HITS] / sums[..., LABELS],
+                "macro_f1": _macro_f1(sums[..., _PLAIN:]),
+            }
+        return {
+            "eval_loss": loss,
+            "perplexity": np.exp(loss),
+            "token_accuracy": sums[..., HITS] / sums[..., LABELS],
+            "exact_match": sums[..., EXACT] / sums[..., ANSWERS],
+        }
+
+
+def _macro_f1(counts: Sums) -> NDArray[np.float64]:
+    """The mean of the F1 of all classes that are true or were chosen at least once."""
+    true, chosen, both = np.split(counts, 3, axis=-1)
+    there = true + chosen
+    f1 = np.divide(2 * both, there, out=np.zeros_like(both), where=there > 0)
+    mean: NDArray[np.float64] = f1.sum(axis=-1) / (there > 0).sum(axis=-1)
+    return mean
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Of all trained tokens of all rows."""
+
+    loss: float  # the mean, in nats
+    token_accuracy: float  # the share that the model would have chosen, all before it being given
+    exact_match: float = math.nan  # the share of answers that it would have given, token for token, if asked
+    macro_f1: float = math.nan  # of classes; then the accuracy is that of documents, not of tokens
+
+    @classmethod
+    def of(cls, sums: Sums) -> "Scores":
+        """From the sums over all rows."""
+        known = {key: float(value) for key, value in figures(sums).items()}
+        if "macro_f1" in known:
+            return cls(known["eval_loss"], known["accuracy"], macro_f1=known["macro_f1"])
+        return cls(known["eval_loss"], known["token_accuracy"], known["exact_match"])
+
+    @property
+    def of_classes(self) -> bool:
+        """Whether it is classes that were chosen, one for a document."""
+        return not math.isnan(self.macro_f1)
+
+    @property
+    def perplexity(self) -> float:
+        """Infinity where a float64 ends."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+    def line(self) -> dict[str, float]:
+        """For a line of metrics; what has no meaning for these rows is left out."""
+        if self.of_classes:
+            return {"eval_loss": self.loss, "accuracy": self.token_accuracy, "macro_f1": self.macro_f1}
+        exact = {} if math.isnan(self.exact_match) else {"exact_match": self.exact_match}
+        return {"eval_loss": self.loss, **exact}
+
+    def as_dict(self) -> dict[str, float | None]:
+        """For json, which has neither infinity nor NaN."""
+        if self.of_classes:
+            return {key: finite_or_none(value) for key, value in self.line().items()}
+        known = {
+            "eval_loss": self.loss,
+            "perplexity": self.perplexity,
+            "token_accuracy": self.token_accuracy,
+            "exact_match": self.exact_match,
+        }
+        return {key: finite_or_none(value) for key, value in known.items()}
+
+    def words(self) -> str:
+        """For people."""
+        if self.of_classes:
+            accuracy = f"accuracy {self.token_accuracy:.2%}"
+            return f"loss {self.loss:.4f} | {accuracy} | macro F1 {self.macro_f1:.2%}"
+        shares = [f"token accuracy {self.token_accuracy:.2%}"]
+        if not math.isnan(self.exact_match):
+            shares.append(f"exact match {self.exact_match:.2%}")
+        return " | ".join([f"loss {self.loss:.4f}", f"perplexity {self.perplexity:.4g}", *shares])
+
+
+def score(
+    trainee: Trainee,
+    batches: Iterable[Batch],
+    runtime: Runtime,
+    *,
+    answers: bool = False,
+    classes: int = 0,
+    depth: int = 0,
+) -> Scores:
+    """Over the batches of all processes. `answers`: what is trained are answers, which can be right as a whole.
+
+    `depth`: how often batches are halved where all processes must make as many passes.
+    """
+    scored = _scored(trainee, batches, runtime, depth)
+    _, found = _of_documents(trainee, scored, runtime.device, answers=answers, classes=classes)
+    return Scores.of(np.array(runtime.peers.totals(found.sum(axis=0).tolist())))
+
+
+def score_rows(
+    trainee: Trainee,
+    batches: Iterable[Batch],
+    runtime: Runtime,
+    rows: int,
+    *,
+    answers: bool,
+    classes: int = 0,
+) -> Sums:
+    """The sums of each of `rows` rows, on every process in their order, whoever scored them."""
+    total = np.zeros((rows, _PLAIN + 3 * classes))
+    scored = _scored(trainee, batches, runtime, depth=0)
+    mine = _of_documents(trainee, scored, runtime.device, answers=answers, classes=classes)
+    for samples, found in runtime.peers.collected(mine):
+        total[samples] = found
+    return total
+
+
+_Scored = Iterator[tuple[Batch, tuple[Tensor, Tensor]]]
+
+
+def _scored(trainee: Trainee, batches: Iterable[Batch], runtime: Runtime, depth: int) -> _Scored:
+    """Each batch, or parts of it, with losses and choices."""
+
+    def scores(batch: Batch) -> tuple[Tensor, Tensor]:
+        return trainee.scores(batch.to(runtime.device))
+
+    if trainee.sharding is None:
+        for batch in batches:
+            yield from as_it_fits(batch, scores)
+        return
+    yield from _in_step(scores, batches, runtime.peers, depth)
+    trainee.sharding.at_rest()
+
+
+def _in_step(
+    scores: Callable[[Batch], tuple[Tensor, Tensor]], batches: Iterable[Batch], peers: Peers, depth: int
+) -> _Scored:
+    """Every pass takes all processes: who has fewer batches repeats one, and its scores count for nothing."""
+    parts = [part for batch in batches for part in split(batch, depth)]
+    spare = next(each for each in peers.collected(parts[0] if parts else None) if each is not None)
+    for part in peers.in_step(parts):
+        found = tried(scores, part or spare)
+        if found is None:
+            smaller_ones(part or spare)  # refuses where there are none: the next start would not fare better
+            raise TooLargeTogether("a batch of an evaluation", depth + 1)
+        if part is not None:
+            yield part, found
+
+
+def _of_documents(
+    trainee: Trainee, scored: _Scored, device: torch.device, *, answers: bool, classes: int
+) -> tuple[NDArray[np.int64], Sums]:
+    """Which row each document is, and its sums. They stay on the device until all batches are through."""
+    samples: list[int] = []
+    pairs = [torch.zeros(2, 0, dtype=torch.long, device=device)]  # the true class and the chosen one
+    counts, sums = [np.zeros((3, 0))], [torch.zeros(3, 0, dtype=torch.float64, device=device)]
+    mode = trainee.training
+    trainee.eval()
+    try:
+        for part, (losses, chosen) in scored:
+            number = part.num_labels
+            pair = torch.stack([part.targets[:number].to(device), chosen[:number]])
+            places = _Places.of(part, answers=answers)
+            samples += part.samples
+            counts.append(np.stack([places.labels, places.answers, places.weight]))
+            sums.append(places.sums(losses[:number], pair[0] == pair[1]))
+            if classes:
+                pairs.append(pair)
+    finally:
+        trainee.train(mode)
+    loss, hits, exact = torch.cat(sums, dim=1).cpu().numpy()
+    labels, answered, weight = np.concatenate(counts, axis=1)
+    plain = np.stack([loss, labels, hits, answered, exact, weight], axis=1)
+    return np.array(samples, np.int64), np.hstack([plain, *_by_class(torch.cat(pairs, dim=1), classes)])
+
+
+def _by_class(pairs: Tensor, classes: int) -> list[NDArray[np.float64]]:
+    """Of each document, which has one label, whether each class is true, chosen, both."""
+    if not classes:
+        return []
+    true, chosen = (np.eye(classes)[each] for each in pairs.cpu().numpy())
+    return [true, chosen, true * chosen]
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Of a batch: the document that each label belongs to, and the answer.
+
+    An answer is a stretch of trained tokens that nothing interrupts, its end token included: greedy generation writes
+    exactly these if each of them is the likeliest after those before it, so that one pass over the row tells it.
+    """
+
+    document: Tensor  # of each label
+    answer: Tensor  # of each label
+    document_of: Tensor  # of each answer
+    labels: NDArray[np.int64]  # of each document
+    answers: NDArray[np.int64]  # of each document
+    weights: Tensor | None  # of each label; None: 1
+    weight: NDArray[np.float64]  # of each document's labels together
+
+    @classmethod
+    def of(cls, batch: Batch, *, answers: bool) -> "_Places":
+        flat = batch.label_rows[: batch.num_labels].numpy()
+        document = np.searchsorted(batch.starts, flat, side="right") - 1
+        # the last token of a document predicts nothing, so that labels of two documents never touch
+        begins = np.diff(flat, prepend=-2) != 1 if answers else np.zeros(len(flat), np.bool_)
+        document_of = document[begins]
+        size = len(batch.lengths)
+        weights = None if batch.weights is None else batch.weights.each[: batch.num_labels]
+        return cls(
+            torch.from_numpy(document),
+            torch.from_numpy(np.cumsum(begins) - 1),
+            torch.from_numpy(document_of),
+            np.bincount(document, minlength=size),
+            np.bincount(document_of, minlength=size),
+            weights,
+            np.bincount(document, None if weights is None else weights.double().numpy(), size).astype(float),
+        )
+
+    def sums(self, losses: Tensor, right: Tensor) -> Tensor:
+        """[3, documents]: loss, by its weights; right tokens, right answers."""
+        device, size = losses.device, len(self.labels)
+        document = self.document.to(device, non_blocking=True)
+        found = torch.zeros(3, size, dtype=torch.float64, device=device)
+        losses = losses.double()
+        if self.weights is not None:
+            losses = losses * self.weights.to(device, non_blocking=True)
+        found[0].index_add_(0, document, losses)
+        found[1].index_add_(0, document, right.double())
+        if len(self.document_of):
+            wrong = torch.zeros(len(self.document_of), dtype=torch.int64, device=device)
+            wrong.index_add_(0, self.answer.to(device, non_blocking=True), (~right).long())
+            found[2].index_add_(0, self.document_of.to(device, non_blocking=True), (wrong == 0).double())
+        return found

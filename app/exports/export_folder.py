@@ -1,0 +1,89 @@
+"""The folder of an export: who may have it, written aside, hashed, whole or absent. No torch here."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from app.training.files import is_disk_full, renamed_into_place
+from app.errors import ConfigError, EnvironmentProblem
+from app.tracking.files import flush
+
+REPORT = "export.json"
+
+
+def require_target(given: str, target: Path) -> None:
+    """New, empty, or the report of an export that failed."""
+    if target.is_file():
+        raise ConfigError(f"to={given}: this is a file. Give a new or empty folder.")
+    names = sorted(file.name for file in target.iterdir()) if target.is_dir() else []
+    if names and not _has_only_failed(target, names):
+        shown = ", ".join(names[:4])
+        raise ConfigError(
+            f"to={given}: the folder is not empty (it has {shown}). Give a new or empty folder."
+        )
+    place = existing(target)
+    if not os.access(place, os.W_OK):
+        raise EnvironmentProblem(f"to={given}: {place} cannot be written to. Give another folder.")
+
+
+@contextmanager
+def written_aside(target: Path) -> Iterator[Path]:
+    """A folder that becomes `target` when all of it is on the disk, and vanishes on any fault."""
+    try:
+        with renamed_into_place(target, _flush_all) as aside:
+            yield aside
+    except BaseException as fault:
+        if is_disk_full(fault):
+            raise EnvironmentProblem(
+                f"to={target}: the disk is full, nothing was exported. Free space, or give a folder on another disk."
+            ) from fault
+        if isinstance(fault, OSError) and fault.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+            raise EnvironmentProblem(f"to={target}: cannot be written ({fault.strerror}).") from fault
+        raise
+
+
+def hashes_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """Of every file in a folder, with its size."""
+    found = {}
+    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
+        with file.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        found[str(file.relative_to(folder))] = {"sha256": digest, "bytes": file.stat().st_size}
+    return found
+
+
+def empty(folder: Path) -> None:
+    """Nothing stays in it."""
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def write_plain_json(path: Path, value: Any) -> None:
+    """For a folder that is flushed as a whole."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def existing(target: Path) -> Path:
+    """The folder in which the first new one will be made."""
+    return next(folder for folder in (target, *target.parents) if folder.exists())
+
+
+def _flush_all(folder: Path) -> None:
+    for file in (*folder.rglob("*"), folder):
+        flush(file)
+
+
+def _has_only_failed(target: Path, names: list[str]) -> bool:
+    try:
+        return names == [REPORT] and json.loads((target / REPORT).read_text())["passed"] is False
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

@@ -1,0 +1,180 @@
+"""One step of the training's own stepper, and an evaluation, on fake tensors, every storage counted."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+
+from app.batch import Batch, Documents, Weights
+from app.config.schema import RunConfig
+from app.distributed.host_group import Peers
+from app.distributed.process_group import Runtime
+from app.memory.cuda_ops import HIDDEN_ON_GPU, AutocastOfCuda, PagedStates
+from app.memory.fakes import FakeAnswers, materialise
+from app.memory.flops import Arithmetic
+from app.memory.phases import BETWEEN, EVALUATION, KEPT, SAVE, peaks, watch
+from app.memory.shape import Shape
+from app.model.chunked_loss import linear_head
+from app.model.dtypes import DTYPES
+from app.model.fusion import fuse
+from app.model.hidden import HIDDEN
+from app.model.kernels import as_on_gpu
+from app.model.offload import Host
+from app.model.outline import Outline
+from app.model.tasks import task_of
+from app.model.trainee import Trainee
+from app.optim.one_by_one import ordinary
+from app.optim.optimizers import build_optimizer
+from app.training.anatomy import kept_tensors
+from app.training.counting import StorageCounter
+from app.training.step import Stepper
+
+_ALONE = Runtime(accelerator=None, device=torch.device("cpu"), peers=Peers(rank=0, count=1), threads=1)
+
+# All that a plan is made of, by name; bytes at the worst instant of a phase by phase and kind
+Numbers = dict[tuple[str, ...], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """What is traced, but for its depth."""
+
+    run: RunConfig
+    precision: str
+    shape: Shape
+    evaluated: Shape | None  # None: no evaluation is traced
+    on_gpu: bool
+
+
+def trace(traced: Traced, outline: Outline, plain: int, recomputed: int) -> Numbers:
+    """Of a model of `recomputed` layers that are computed again in backward, and `plain` layers after them."""
+    network, arithmetic = outline.network(plain + recomputed), Arithmetic()
+    with ExitStack() as modes:
+        if traced.on_gpu:
+            modes.enter_context(as_on_gpu())
+        modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        modes.enter_context(FakeAnswers())  # type: ignore[no-untyped-call]
+        ready = _ready(traced, network, recomputed, arithmetic)
+        if traced.on_gpu:
+            modes.enter_context(AutocastOfCuda())
+        return _counted(ready, arithmetic)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """What a step needs, and what looks at it."""
+
+    stepper: Stepper
+    counter: StorageCounter
+    paged: PagedStates
+    host: Host | None
+    batch: Batch
+    evaluated: Batch | None
+
+
+def _counted(ready: _Ready, arithmetic: Arithmetic) -> Numbers:
+    stepper, counter = ready.stepper, ready.counter
+    with arithmetic.mode, counter:
+        result = stepper.run([ready.batch], lr=1e-4)
+    counter.enter(SAVE)
+    given = (each.grad for each in stepper.trainee.trained().values() if each.grad is not None)
+    gradients = [counter.serial_of(each) for each in given]
+    if ready.evaluated is not None:
+        stepper.forget_gradients()
+        counter.enter(EVALUATION)
+        with counter:
+            stepper.trainee.eval().scores(ready.evaluated)
+    del result  # its numbers are there until the run has read them
+    kinds = {**counter.kinds, **dict.fromkeys((each for each in gradients if each is not None), "gradients")}
+    sizes = {serial: size for serial, size in reversed(counter.events) if size > 0}
+    worst = peaks(counter.events, counter.phases, kinds)
+    numbers: Numbers = {
+        (phase, kind): size
+        for phase, of_kinds in worst.items()
+        if phase != BETWEEN  # no larger than both phases that it lies between, and some depths lack it
+        for kind, size in of_kinds.items()
+    }
+    return numbers | {
+        ("kept",): sum(sizes.get(serial, 0) for serial, kind in kinds.items() if kind in KEPT),
+        ("host",): ready.paged.host_bytes,
+        ("offloaded",): 0 if ready.host is None else ready.host.bytes,
+        **{(name,): count for name, count in arithmetic.counted().items()},
+    }
+
+
+def _ready(traced: Traced, network: nn.Module, recomputed: int, arithmetic: Arithmetic) -> _Ready:
+    """After a first step."""
+    run, paged = traced.run, PagedStates()
+    materialise(network)
+    trainee = _trainee(traced, network)
+    optimizer = _optimizer(traced, trainee, paged)
+    stepper = Stepper(trainee, optimizer, _ALONE, run.training.clip, fp16=traced.precision == "fp16")
+    counter = StorageCounter("cpu", HIDDEN_ON_GPU if traced.on_gpu else HIDDEN)
+    for kind, tensors in kept_tensors(trainee, optimizer).items():
+        counter.hold(kind, tensors)
+    if run.adapter.fused:
+        trainee.fused = fuse(network, None)
+    host = Host("meta" if traced.on_gpu else "cpu") if run.training.offload else None
+    watch(stepper, counter, arithmetic, recomputed, host)
+    if traced.shape.micro_batches > 1:
+        trainee.register_forward_pre_hook(_leave_gradients)
+    batch = _batch(traced.shape)
+    evaluated = None if traced.evaluated is None else _batch(traced.evaluated)
+    given = [*batch.tensors, *(evaluated.tensors if evaluated else [])]
+    if traced.on_gpu:
+        counter.hold("temporary", given)  # copies
+    else:
+        counter.ignore(given)
+    return _Ready(stepper, counter, paged, host, batch, evaluated)
+
+
+def _trainee(traced: Traced, network: nn.Module) -> Trainee:
+    """With the head that a run would prove."""
+    pooled = task_of(traced.run.task).pooled
+    trainee = Trainee(network, DTYPES[traced.precision].compute, pooled=pooled).train()
+    trainee.linear = None if pooled else linear_head(trainee.language_model)
+    return trainee
+
+
+def _optimizer(traced: Traced, trainee: Trainee, paged: PagedStates) -> Optimizer:
+    """With states as after the first step: the second one is where the peak is."""
+    stepped = list(trainee.trained().values())
+    optimizer = build_optimizer(traced.run.optimizer, trainee, traced.run.seed)
+    if traced.on_gpu:  # to a CPU the host is no other memory
+        paged.take_from(ordinary(optimizer))
+    for parameter in stepped:
+        parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return optimizer
+
+
+def _leave_gradients(trainee: nn.Module, _given: Any) -> None:
+    """Those of the micro-batches before: of several the last is traced, and none takes more."""
+    for parameter in trainee.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)
+
+
+def _batch(shape: Shape) -> Batch:
+    """On the host, as a loader gives it."""
+    documents = None
+    if shape.documents:
+        bounds = torch.zeros(shape.places + 1, dtype=torch.int32)
+        documents = Documents(shape.documents, bounds, shape.longest)
+    return Batch(
+        ids=torch.zeros(shape.rows, shape.width, dtype=torch.int64),
+        positions=torch.zeros(shape.rows, shape.width, dtype=torch.int64),
+        label_rows=torch.zeros(shape.label_rows, dtype=torch.int64),
+        targets=torch.zeros(shape.label_rows, dtype=torch.int64),
+        lengths=shape.documents or (shape.width,) * shape.rows,
+        num_labels=shape.label_rows,
+        num_tokens=shape.tokens,
+        documents=documents,
+        weights=Weights(torch.ones(shape.label_rows), float(shape.label_rows)) if shape.weighted else None,
+        segments=torch.zeros(shape.rows, shape.width, dtype=torch.int64) if shape.pairs else None,
+    )

@@ -1,0 +1,92 @@
+"""What app.check found, in a terminal: colours and bars where it has them, plain words elsewhere."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TextIO, cast
+
+from rich.console import Console as Terminal
+from rich.table import Table
+from rich.text import Text
+
+from app.pages.check_summary import Section
+from app.pages.read_run import TrainingSample
+from app.tracking.console import SafeStream
+from app.tracking.lines import printable
+
+_BAR = 32  # characters of the longest
+_NARROW = 60  # columns; below, names stand above what they name
+Rows = Iterator[tuple[str, Text]]
+
+
+def show_check(sections: Sequence[Section], stream: TextIO | None = None) -> None:
+    """All of it but the details. Rich honours NO_COLOR and the width of the terminal."""
+    safe = SafeStream(stream or sys.stdout)
+    terminal = Terminal(file=cast(TextIO, safe), markup=False, highlight=False, emoji=False)
+    for section in sections:
+        rows = list(_rows(section, terminal))
+        if rows:
+            terminal.print(_stacked(rows) if terminal.width < _NARROW else _beside(rows))
+
+
+def _beside(rows: Sequence[tuple[str, Text]]) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, min_width=8)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(Text(name, style="bold"), value)
+    return table
+
+
+def _stacked(rows: Sequence[tuple[str, Text]]) -> Table:
+    table = Table.grid()
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        if name:
+            table.add_row(Text(name, style="bold"))
+        table.add_row(value)
+    return table
+
+
+def _rows(section: Section, terminal: Terminal) -> Rows:
+    for name, text in section.rows:
+        yield name, Text(printable(text))
+    yield from _bars(section, terminal)
+    if section.samples:
+        yield from _samples(section.samples, section.marked, terminal)
+    for at, (words, why) in enumerate(section.advice):
+        name = "" if at else section.label
+        yield name, Text.assemble((printable(words), "bold cyan"), "\n", printable(why))
+
+
+def _bars(section: Section, terminal: Terminal) -> Rows:
+    labels, texts = ([getattr(bar, name) for bar in section.bars] for name in ("label", "text"))
+    width, numbers = (max(map(len, each), default=0) for each in (labels, texts))
+    longest = max(1, min(_BAR, terminal.width - width - numbers - 14))
+    block = "█" if terminal.encoding.startswith("utf") else "#"
+    for bar in section.bars:
+        drawn = block * (max(1, round(longest * bar.share)) if bar.share else 0)
+        before = f"{bar.label:>{width}} " if section.counts else f"{bar.label:<{width}} {bar.text:>8} "
+        after = f" {bar.text}" if section.counts else ""
+        yield "", Text.assemble(before, (drawn, "yellow" if bar.beyond else "cyan"), after)
+
+
+def _samples(samples: Sequence[TrainingSample], marked: str, terminal: Terminal) -> Rows:
+    has_colour = terminal.color_system is not None and not terminal.no_color
+
+    def mark(text: str) -> Text:
+        """Brackets where there are no colours."""
+        return Text(text, style="black on green") if has_colour else Text(f"[[{text}]]", style="bold")
+
+    yield "samples", Text.assemble("the first, ", mark(marked))
+    for sample in samples:
+        yield "", Text(printable(sample.place), style="dim")
+        yield (
+            "",
+            Text.assemble(
+                *(
+                    part
+                    for text, trained, weight in sample.pieces
+                    for part in (mark(printable(text)) if trained else printable(text), (weight, "dim"))
+                )
+            ),
+        )

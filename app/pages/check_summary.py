@@ -1,0 +1,279 @@
+"""What app.check found, in the words that its screen and its page share: rows of a label and a text, bars, advice."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from app.pages.charts import Bar, length_bars
+from app.pages.read_run import TrainingSample, training_samples
+from app.tracking.lines import memory, quantity
+
+Facts = Mapping[str, Any]
+Rows = Sequence[tuple[str, str]]  # a row without a label belongs to the one before it
+
+PARTS = {
+    "frozen_weights": "frozen weights",
+    "quantization_constants": "scales of 4-bit weights",
+    "trained_weights": "trained weights",
+    "gradients": "gradients",
+    "optimizer_states": "optimizer states",
+    "saved_activations": "saved activations",
+    "temporary": "temporary",
+    "loss_head": "loss head",
+    "buckets_bytes": "gradient buckets",
+    "lost_bytes": "allocator",
+    "context_bytes": "context",
+    "margin_bytes": "margin",
+    "all_else": "all else",
+}
+_ON_TOP = ("buckets_bytes", "lost_bytes", "context_bytes", "margin_bytes")  # of what lives at the peak
+_MAX_REASONS = 5
+_MAX_LABELS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of the page under its title, and of the screen without it. `details` are for the page alone."""
+
+    title: str
+    rows: Rows = ()
+    bars: Sequence[Bar] = ()
+    samples: Sequence[TrainingSample] = ()
+    advice: Rows = ()  # what to type, and why
+    label: str = "advice"
+    details: Rows = ()
+    marked: str = ""  # what of the samples is
+    counts: bool = False  # bars stand for counts, not for bytes
+
+
+def data_sections(facts: Facts) -> list[Section]:
+    """From the part `data` of check.json."""
+    percentiles, preview = facts["length_percentiles"], facts["preview"]
+    advice = [(str(each["set"]), str(each["why"])) for each in facts["advice"]]
+    sections = [Section("Data", list(_data_rows(facts)))]
+    if percentiles is not None:
+        text = "  ".join(f"{name} {length:,}" for name, length in percentiles.items())
+        dropped = (f">{facts['max_length']:,}", facts["dropped"]) if facts["dropped"] else None
+        bars = length_bars(facts["lengths"], dropped)
+        sections.append(
+            Section("Tokens of a sample, before any was cut", [("lengths", text)], bars, counts=True)
+        )
+    return [
+        *sections,
+        Section("First samples", samples=training_samples(preview), marked=str(preview["marked"])),
+        Section("Advice", () if advice else [("advice", "none")], advice=advice),
+    ]
+
+
+def memory_sections(facts: Facts) -> list[Section]:
+    """From the part `memory` of check.json."""
+    knobs = [(str(each["override"]), _knob(each)) for each in facts["knobs"]]
+    if facts["together"]:
+        needed = memory(facts["together"]["needed_bytes"])
+        knobs.append((str(facts["together"]["override"]), f"together: {needed}, which fits"))
+    none = [("knobs", "none is needed" if facts["fits"] else "none saves memory")]
+    most = max(facts["memory_bytes"], facts["needed_bytes"])
+    bars = [
+        Bar(PARTS.get(name, name), size / most, memory(size), name in _ON_TOP) for name, size in _parts(facts)
+    ]
+    details = [
+        *((f"at most in {name}", memory(size)) for name, size in facts["phases"].items()),
+        ("kept from step to step", memory(facts["kept_bytes"])),
+        ("on the host", memory(facts["host_bytes"])),
+    ]
+    peak = [("peak", f"{memory(facts['peak_bytes'])}, {facts['peak_where']}")]
+    traced = "every layer" if facts["exact"] else f"{facts['traced_layers']} layers"
+    took = f"{facts['seconds']:.1f} s, {traced} traced{'' if facts['exact'] else ', the others like them'}"
+    return [
+        Section("What is planned", [("memory", str(facts["subject"])), ("worst", str(facts["worst_case"]))]),
+        Section("Memory at the peak", peak, bars),
+        Section("Verdict", list(_verdict(facts))),
+        Section(
+            "What brings it down, the cheapest first", () if knobs else none, advice=knobs, label="knobs"
+        ),
+        Section("Phases of a step", [("took", took)], details=details),
+    ]
+
+
+def _parts(facts: Facts) -> list[tuple[str, int]]:
+    """Everything that is needed, by its name in PARTS; nothing that would be told as 0."""
+    parts = [*facts["anatomy"].items(), *((name, facts.get(name) or 0) for name in _ON_TOP)]
+    return [(name, size) for name, size in parts if memory(size) != memory(0)]
+
+
+def cluster_sections(facts: Facts) -> list[Section]:
+    """From the part `cluster` of check.json."""
+    first = facts["ranks"][0]
+    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
+    members = [("processes", counted_processes(facts)), ("versions", versions)]
+    members += [(f"process {each['rank']}", _member(each, first)) for each in facts["ranks"]]
+    names = ["", *(row["name"] for row in facts["collectives"])]
+    rates = [
+        ("" if row["name"] == before else row["name"], _rate(row))
+        for before, row in zip(names, facts["collectives"], strict=False)
+    ]
+    links = [
+        ("link " + "-".join(map(str, each["ranks"])), f"{memory(each['bytes_per_second'])}/s")
+        for each in facts["links"]
+    ]
+    notes = [("note", text) for text in facts["notes"]]
+    return [
+        Section("Processes", members),
+        Section("Collectives", rates or [("timed", "nothing, because of what would stop a run")]),
+        Section("Links", links),
+        Section("Notes", [*notes, ("took", f"{facts['seconds']:.1f} s")]),
+    ]
+
+
+def counted_processes(facts: Facts) -> str:
+    """What the check of a cluster is called."""
+    machines = _many(facts["machines"], "machine")
+    return f"{facts['processes']} processes on {machines}, {facts['backend']}"
+
+
+def _member(each: Facts, first: Facts) -> str:
+    parts = [each["host"], f"{each['device']['name']}, {_many(each['device']['cores'], 'core')}"]
+    if "matmul_flops" in each:
+        parts.append(f"{each['matmul_flops'] / 1e12:.3g} TFLOP/s")
+        parts.append(f"clock {1000 * each['clock_offset_seconds']:+.1f} ms")
+    files = "the same" if each["files"] == first["files"] else "others"
+    data = "not found" if each["problems"] else files if each["files"] else "no files"
+    output = {None: "not looked at without output_dir=DIR", "same": "shared", "other": "another folder"}
+    return "; ".join([*parts, f"data {data}", f"output {output.get(each['output'], each['output'])}"])
+
+
+def _rate(row: Facts) -> str:
+    algorithm, bus = (memory(row[f"{kind}_bytes_per_second"]) for kind in ("algorithm", "bus"))
+    return (
+        f"{row['bytes'] / 2**20:.3g} MiB in {1000 * row['seconds']:.2f} ms: {algorithm}/s, on the bus {bus}/s"
+    )
+
+
+def stop(facts: Facts) -> str:
+    """What a person is told who would have started the run: the anatomy in a line, and the cheapest way in."""
+    parts = ", ".join(f"{PARTS.get(name, name)} {memory(size)}" for name, size in _parts(facts))
+    return f"it needs {_needed(facts)}: {parts}; the peak is in: {facts['peak_where']}. {_way_in(facts)}"
+
+
+def _data_rows(facts: Facts) -> Iterator[tuple[str, str]]:
+    yield "data", f"{facts['source']}, {facts['format']}"
+    yield "rows", _rows(facts, _many(facts["duplicate_rows"], "duplicate"))
+    yield "tokens", _tokens(facts)
+    yield from _side("", facts)
+    for at, text in enumerate(_sources(facts)):
+        yield "" if at else "sources", text
+    yield "packing", _packing(facts)
+    yield "steps", _steps(facts)
+    held = facts["eval"]
+    if held is None:
+        yield "eval", "nothing is held out"
+    else:
+        shared = f", {held['also_trained_on']:,} also trained on" if held["also_trained_on"] else ""
+        duplicates = f"{_many(held['duplicate_rows'], 'duplicate')}{shared}"
+        of_train = held["source"] == facts["source"] and not held["rows"]
+        counts = f"{_many(held['samples'], 'sample')} of the same rows, {held['total_tokens']:,} tokens, {duplicates}"
+        yield "eval", counts if of_train else _rows(held, duplicates)
+        yield from _side("eval ", held)
+    for text in facts["notes"]:
+        yield "note", text
+
+
+def _side(name: str, split: Facts) -> Iterator[tuple[str, str]]:
+    """Labels, bad rows and empty texts of one side."""
+    labels = list(split.get("labels", {}).items())
+    if labels:
+        more = f" and {len(labels) - _MAX_LABELS:,} more" if len(labels) > _MAX_LABELS else ""
+        yield f"{name}labels", ", ".join(f"{label} {count:,}" for label, count in labels[:_MAX_LABELS]) + more
+    for at, each in enumerate(split["bad"][:_MAX_REASONS]):
+        others = f" and {_many(each['rows'] - 1, 'more row')}" if each["rows"] > 1 else ""
+        yield "" if at else f"{name}bad", f"{each['first']}{others}: {each['reason']}"
+    if len(split["bad"]) > _MAX_REASONS:
+        yield "", f"and {len(split['bad']) - _MAX_REASONS} more reasons"
+    if split["empty"]:  # no row is bad for it, and no model learns from it what was meant
+        yield f"{name}empty", ", ".join(f"{count:,} in {where}" for where, count in split["empty"].items())
+
+
+def _rows(split: Facts, more: str) -> str:
+    lost = f" ({_many(split['overlong_tokens'], 'token')} lost)" if split["overlong_tokens"] else ""
+    counts = f"{split['bad_rows']:,} bad, {split['overlong_rows']:,} over-long{lost}, {more}"
+    return f"{split['rows']:,}: {counts}; {_many(split['samples'], 'sample')}"
+
+
+def _tokens(facts: Facts) -> str:
+    share, weights = facts["trained_share"], facts.get("weights")
+    is_learnt = share is not None and not facts.get("labels")
+    trained = f", {facts['trained_tokens']:,} trained ({share:.1%})" if is_learnt else ""
+    if weights is None:
+        return f"{facts['total_tokens']:,}{trained}"
+    count = f"{weights['trained_tokens_count_as']:,.1f} ({weights['share']:.1%})"
+    weighted = f", which count as {count} by the weights in {_many(weights['samples'], 'sample')}"
+    return f"{facts['total_tokens']:,}{trained}{weighted}"
+
+
+def _sources(facts: Facts) -> Iterator[str]:
+    for each in facts["sources"]:
+        lost = f", {_many(each['overlong_tokens'], 'token')} lost" if each["overlong_tokens"] else ""
+        long = f"{each['overlong_rows']:,} over-long ({each['dropped']:,} dropped{lost})"
+        counts = f"{each['bad_rows']:,} bad, {long}, {_many(each['duplicate_rows'], 'duplicate')}"
+        held = f", {each['held_out']:,} held out" if each["held_out"] else ""
+        yield f"{each['name']}: {_many(each['rows'], 'row')}: {counts}; {_many(each['samples'], 'sample')}{held}"
+        drawn = f"{_many(each['drawn'], 'sample')} and {_many(each['tokens'], 'token')} an epoch"
+        yield f"  weight {each['weight']:g}: {drawn}, {each['share']:.1%} of its tokens"
+
+
+def _packing(facts: Facts) -> str:
+    if facts["fill"] is None:
+        return "nothing to pack"
+    more = facts["bins"] - facts["lower_bound_bins"]
+    bound = f"{more:,} more than the provable least" if more else "provably the fewest"
+    bins = (
+        f"{_many(facts['bins'], 'bin')} of {facts['bin_tokens']:,} tokens, {facts['fill']:.2%} full ({bound})"
+    )
+    padded = f"padded rows {facts['padded_fill']:.1%} full"
+    return f"{bins}; {padded} otherwise" if facts["packing"] else f"off: {padded}; on: {bins}"
+
+
+def _steps(facts: Facts) -> str:
+    size = _many(facts["units_per_step"], facts["unit_name"].removesuffix("s"))
+    shared = f", shared by {facts['processes']} processes" if facts["processes"] > 1 else ""
+    tokens = f"about {facts['tokens_per_step']:,.0f} tokens, {facts['trained_tokens_per_step']:,.0f} trained"
+    epochs = f"{facts['epochs']:.3g} {'epoch' if facts['epochs'] == 1 else 'epochs'}"
+    return f"{facts['steps']:,} ({epochs}) of {size}, {tokens}{shared}"
+
+
+def _verdict(facts: Facts) -> Iterator[tuple[str, str]]:
+    yield "needs", f"{_needed(facts)}, {'fits' if facts['fits'] else 'does not fit'}"
+    for text in facts["notes"]:
+        yield "", text
+    bound, speed = facts["bound"], f"{_arithmetic(facts['flops_per_token'])} a token"
+    if bound is not None:
+        rate = f"{quantity(bound['tokens_per_second'])} tokens/s on {facts['label']}"
+        speed = f"{speed}; at most {rate}, a bound that no run reaches"
+    yield "speed", speed
+
+
+def _needed(facts: Facts) -> str:
+    return f"{memory(facts['needed_bytes'])} of the {memory(facts['memory_bytes'])} of {facts['label']}"
+
+
+def _arithmetic(flops: float) -> str:
+    return f"{flops / 1e9:,.1f} GFLOP" if flops >= 1e9 else f"{flops / 1e6:,.1f} MFLOP"
+
+
+def _knob(knob: Facts) -> str:
+    share, enough = knob["slower_by"], " (enough)" if knob["fits"] else ""
+    cost = f"{abs(share):.0%} {'slower' if share > 0 else 'faster'}" if abs(share) >= 0.005 else "as fast"
+    return f"saves {memory(knob['saves_bytes'])}{enough}, {cost}: {knob['why']}"
+
+
+def _way_in(facts: Facts) -> str:
+    if facts["together"]:  # which costs less than what is enough alone
+        return f"Set {facts['together']['override']}."
+    for knob in facts["knobs"]:
+        if knob["fits"]:
+            return f"Set {knob['override']}, which saves {memory(knob['saves_bytes'])}."
+    return "No setting brings it in: choose a smaller model or more memory."
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -1,0 +1,118 @@
+"""The page of several runs beside each other: curves, results, settings that differ, what else differs, answers."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from app.pages.answers import last_answers
+from app.pages.curves import curves_of_several
+from app.pages.format_number import NOTHING, figure, formatted, number, whole
+from app.pages.read_run import SavedRun, read_run, section_of
+from app.pages.render import render
+from app.pages.run_page import method, status_badge
+from app.tracking.comparison import LineComparison, of_content, of_lines, of_programs
+from app.tracking.lines import duration, memory, quantity
+
+_OF_A_START = ("output_dir", "resume")  # every run has its own
+_RESULTS = (
+    ("objective", "objective", figure, min),
+    ("training loss, last", "train_loss_last", figure, min),
+    ("held-out loss, last", "eval_loss", figure, min),
+    ("steps", "steps", whole, None),
+    ("tokens a second", "tokens_per_second", quantity, max),
+    ("peak memory", "peak_memory_bytes", memory, min),
+)
+
+
+def comparison_page(folders: Sequence[Path]) -> str:
+    """From what lies in folders that have runs."""
+    runs = [read_run(folder) for folder in folders]
+    names = told_apart(folders)
+    named = list(zip(names, runs, strict=True))
+    return render(
+        "comparison",
+        title=f"{len(runs)} runs: {', '.join(names)}",
+        names=names,
+        notes=[("warn", f"{name}: {remark}") for name, run in named for remark in run.remarks],
+        methods=[method(run) for run in runs],
+        badges=[status_badge(run.status) for run in runs],
+        results=list(_results(runs)),
+        times=[formatted(run.seconds(), duration, NOTHING) for run in runs],
+        charts=curves_of_several(named),
+        legend=[(name, at) for at, name in enumerate(names)],
+        settings=_settings(runs),
+        origins=[_origin(name, run, runs[0]) for name, run in named[1:]],
+        answers=last_answers(named),
+    )
+
+
+def told_apart(folders: Sequence[Path]) -> list[str]:
+    """Their names, with as much of the folders above as it takes."""
+    whole_paths = [folder.resolve() for folder in folders]
+    most = max(len(path.parts) for path in whole_paths)
+    for depth in range(1, most + 1):
+        names = ["/".join(path.parts[-depth:]) for path in whole_paths]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{at}: {path.name}" for at, path in enumerate(whole_paths, 1)]
+
+
+def _results(runs: Sequence[SavedRun]) -> Iterator[tuple[str, list[tuple[str | None, bool]]]]:
+    """Of each what is told, and whether it is the better one."""
+    for name, key, words, better in _RESULTS:
+        known = [number(run.result.get(key)) for run in runs]
+        there = [each for each in known if each is not None]
+        best = better(there) if better and len(set(there)) > 1 else None
+        if there:
+            cells = [(formatted(each, words, NOTHING), each is not None and each == best) for each in known]
+            yield name, cells
+
+
+def _settings(runs: Sequence[SavedRun]) -> list[tuple[str, ...]]:
+    """Every key in which not all are the same."""
+    settings = [dict(_flat(run.settings)) for run in runs]
+    keys = dict.fromkeys(key for each in settings for key in each if key not in _OF_A_START)
+    return [
+        (key, *(each.get(key, NOTHING) for each in settings))
+        for key in keys
+        if len({each.get(key) for each in settings}) > 1
+    ]
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+    """`optimizer.lr` and its value as text."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", "null" if value is None else str(value)
+
+
+def _origin(name: str, run: SavedRun, first: SavedRun) -> dict[str, Any]:
+    """A further run against the first."""
+    then, now = _shaped(first.manifest), _shaped(run.manifest)
+    differences = [*of_programs(then, now), *of_content(then, now)]
+    return {
+        "name": name,
+        "lines": _line_words(of_lines(first.lines, run.lines)),
+        "rows": [(each.name, each.then, each.now) for each in differences],
+    }
+
+
+def _shaped(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """With every part that is compared, whatever the file lacks."""
+    parts = {name: section_of(manifest, name) for name in ("packages", "hardware", "hashes")}
+    program = {**section_of(manifest, "program"), "git": section_of(manifest, "program", "git")}
+    return {"python": manifest.get("python"), "program": program, **parts}
+
+
+def _line_words(lines: LineComparison) -> str:
+    if not lines.lines:
+        return "No line of both is of the same step."
+    if lines.first is None or lines.largest is None:
+        return f"The same numbers to the last bit, {lines.lines:,} lines up to step {lines.last_step:,}."
+    return (
+        f"Of {lines.lines:,} lines up to step {lines.last_step:,} the first that differs is of step "
+        f"{lines.first.step:,} ({lines.first.name}); the largest difference is {lines.largest.relative:.1e} of "
+        f"{lines.largest.name} at step {lines.largest.step:,}."
+    )

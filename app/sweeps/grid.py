@@ -1,0 +1,178 @@
+"""The command line of a sweep: which values each setting takes, in Hydra's own grammar, and all their combinations."""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, RangeSweep, ValueType
+from hydra.errors import HydraException
+
+from app.config.groups import choices_by_group
+from app.config.overrides import check_overrides
+from app.config.schema import RunConfig
+from app.errors import ConfigError
+from app.sweeps.trials import Outcome, Trial, key_of, name_of
+
+MAX_TRIALS = 1000
+_OF_THE_SWEEP = {
+    "resume": "a sweep goes on by itself: give the same command again, without resume",
+    "output_dir": "one folder holds the whole sweep, with a folder for each trial in it. Give one",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """An override for each value. `same` is Hydra's writing of them, in which 1e-3 and 0.001 are equal.
+
+    `is_relative`: its values are multiples, such as 0.5x, of what the key has without it.
+    """
+
+    key: str
+    texts: tuple[str, ...]
+    same: tuple[str, ...]
+    is_relative: bool = False
+
+    @property
+    def is_swept(self) -> bool:
+        """Whether trials differ in it."""
+        return len(self.texts) > 1
+
+
+class Grid:
+    """Every combination of the values; the last setting changes fastest. Known before the first trial starts."""
+
+    def __init__(self, combinations: Sequence[tuple[str, ...]], varied: Collection[str]) -> None:
+        digits = len(str(len(combinations)))
+        self.points: Sequence[Trial] = [
+            Trial(number, overrides, swept, name_of(number, digits, swept))
+            for number, overrides in enumerate(combinations, 1)
+            for swept in [tuple(text for text in overrides if key_of(text) in varied)]
+        ]
+        self.count = len(self.points)
+
+    def recall(self, _recorded: Sequence[Mapping[str, Any]], /) -> Sequence[Trial]:
+        """All of them: they depend on the command alone."""
+        return self.points
+
+    def next(self, ended: Sequence[Outcome], /) -> Trial | None:
+        """One after the other."""
+        return self.points[len(ended)] if len(ended) < self.count else None
+
+
+def settings_of(overrides: Sequence[str]) -> tuple[list[Setting], list[str]]:
+    """In the order given; and everything that a sweep cannot do."""
+    parse = OverridesParser.create().parse_override
+    settings: list[Setting] = []
+    problems: list[str] = []
+    for text in overrides:
+        try:
+            settings.append(_setting(parse, text))
+        except ConfigError as problem:
+            problems += problem.problems
+    return settings, [*problems, *_given_twice(settings), *too_many(settings)]
+
+
+def wrong_overrides(texts: Iterable[str]) -> dict[str, Sequence[str]]:
+    """What is wrong with single overrides, whatever they are combined with."""
+    wrong: dict[str, Sequence[str]] = {}
+    for text in dict.fromkeys(texts):
+        try:
+            check_overrides([text], RunConfig)
+        except ConfigError as problem:
+            wrong[text] = problem.problems
+    return wrong
+
+
+def too_many(settings: Sequence[Setting]) -> Iterator[str]:
+    """For one sweep. A slip like range(1,1e9) is told before the trials fill the memory."""
+    swept = [setting for setting in settings if setting.is_swept]
+    if math.prod(len(setting.texts) for setting in swept) > MAX_TRIALS:
+        keys = ", ".join(setting.key for setting in swept)
+        yield f"{keys}: more than {MAX_TRIALS:,} trials in one sweep. Give fewer values."
+
+
+def _given_twice(settings: Sequence[Setting]) -> Iterator[str]:
+    count = Counter(setting.key for setting in settings)
+    for key in dict.fromkeys(setting.key for setting in settings if setting.is_swept):
+        if count[key] > 1:
+            yield f"{key} is swept and given {count[key]} times. Give it once."
+
+
+def _setting(parse: Callable[[str], Override], text: str) -> Setting:
+    try:
+        override = parse(text)
+    except HydraException:  # text that needs quotes, or nonsense: the check of the run decides
+        return Setting(key_of(text), (text,), (text,))
+    _refuse(override, text)
+    bare = override.key_or_group
+    if not override.is_sweep_override():
+        same = f"~{bare}" if override.is_delete() else f"{bare}={override.get_value_element_as_str()}"
+        return Setting(bare, (text,), (same,))
+    written = _values(override, text)
+    twice = [value for value, count in Counter(written).items() if count > 1]
+    if twice:
+        raise ConfigError(f"{text}: {twice[0]} is there twice.")
+    key, typed = override.get_key_element(), _as_typed(parse, override, written)
+    return Setting(bare, tuple(f"{key}={v}" for v in typed), tuple(f"{bare}={v}" for v in written))
+
+
+def _refuse(override: Override, text: str) -> None:
+    key, value = override.key_or_group, override.value()
+    if key == "hydra" or key.startswith(("hydra.", "hydra/")):
+        raise ConfigError(
+            f"{text}: trials are started by this program, not by a launcher or sweeper of Hydra's. "
+            "Leave hydra settings out; output_dir=... names the folder of the sweep."
+        )
+    if key == "resume" or (key == "output_dir" and override.is_sweep_override()):
+        raise ConfigError(f"{text}: {_OF_THE_SWEEP[key]}.")
+    if override.value_type == ValueType.INTERVAL_SWEEP:
+        raise ConfigError(
+            f"{text}: an interval has no list of values. Write them, as in {key}=1,2 or range(1,3); "
+            f"sweep=optuna 'sweep.space.{key}={{low: ..., high: ...}}' searches it."
+        )
+    if isinstance(value, ChoiceSweep | RangeSweep) and value.shuffle:
+        raise ConfigError(
+            f"{text}: shuffle gives another order each time, so the sweep could not be continued. Leave it out."
+        )
+
+
+def _values(override: Override, text: str) -> list[str]:
+    """What the setting is swept over, as Hydra writes it; sums of a float range without their rounding."""
+    value = override.value()
+    if isinstance(value, Glob):
+        return _matches(override.key_or_group, value, text)
+    if isinstance(value, RangeSweep):
+        numbers = itertools.islice(override.sweep_iterator(), MAX_TRIALS + 1)
+        return [f"{each:.12g}" if isinstance(each, float) else str(each) for each in numbers]
+    return list(override.sweep_string_iterator())
+
+
+def _matches(key: str, glob: Glob, text: str) -> list[str]:
+    names = choices_by_group().get(key)
+    if names is None:
+        raise ConfigError(f"{text}: glob chooses among the files of a group, and {key} is none.")
+    found = glob.filter(list(names))
+    if not found:
+        raise ConfigError(f"{text}: this matches none of {', '.join(names)}.")
+    return found
+
+
+def _as_typed(parse: Callable[[str], Override], override: Override, written: list[str]) -> list[str]:
+    """The values as the user wrote them, where Hydra reads each by itself as the same; else as Hydra writes it.
+
+    For people who wrote 3e-4, and for text like `007` that Hydra would take for a number.
+    """
+    inside = override.get_value_string().strip()
+    if inside.startswith("choice("):
+        inside = inside.removeprefix("choice(").removesuffix(")")
+    pieces = [piece.strip() for piece in inside.split(",")]
+    try:
+        alone = [parse(f"{override.key_or_group}={piece}") for piece in pieces]
+    except HydraException:
+        return written
+    same = [None if each.is_sweep_override() else each.get_value_element_as_str() for each in alone]
+    return pieces if same == written else written

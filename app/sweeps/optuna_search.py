@@ -1,0 +1,176 @@
+"""A search: each trial is chosen by optuna's TPE from how the earlier ones ended.
+
+What sweep.json says of the earlier trials is the whole memory. The study is built anew for each trial: one on disk
+would know a trial that is not recorded when the sweep was killed in between, and a failure that is mended by now.
+"""
+
+import hashlib
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.config.groups import choices_by_group
+from app.errors import ConfigError
+from app.sweeps.grid import Setting
+from app.sweeps.preset import SweepConfig
+from app.sweeps.search_space import Dimension, Range, ends, runs_of, settled, times, value_in
+from app.sweeps.trials import DRY_RUN, Outcome, Trial, key_of, name_of, value_of
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+
+STARTUP_TRIALS = 4  # before the first one that is chosen; more would leave little of a dozen
+_NUMBER_DIGITS = 3  # there may be more trials later
+_MAX_POINTS = 32  # that are composed to check a space
+_TRIES = 8  # to find a point that is not there yet; then the first one that is not is taken
+
+
+class Search:
+    """Trials as they are proposed, one after the other."""
+
+    def __init__(self, dimensions: Sequence[Dimension], config: SweepConfig) -> None:
+        self._given = tuple(d.texts[0] for d in dimensions if isinstance(d, Setting) and not d.is_swept)
+        self._dimensions = [dimension for dimension in dimensions if dimension.is_swept]
+        self._relative = {dimension.key for dimension in self._dimensions if dimension.is_relative}
+        self._seed = config.seed or 0
+        self.count = config.trials or 0
+        self._recalled: Sequence[Trial] = []
+        self._require_enough()
+        combinations = [(*self._given, *texts) for texts in ends(self._dimensions, _MAX_POINTS)]
+        self.points: Sequence[Trial] = [
+            Trial(0, texts, self._swept(texts), "") for texts in settled(combinations, self._relative)
+        ]
+
+    def recall(self, recorded: Sequence[Mapping[str, Any]], /) -> Sequence[Trial]:
+        """As they were proposed: how the ones before them ended may be otherwise by now. Without plans at the end."""
+        plans = itertools.takewhile(lambda each: each["status"] == DRY_RUN, reversed(recorded))
+        began = recorded[: len(recorded) - len(list(plans))]
+        if len(began) > self.count:
+            raise ConfigError(
+                f"sweep.trials={self.count}: this sweep has begun {len(began)} trials already. "
+                f"Give sweep.trials={len(began)} or more."
+            )
+        self._recalled = [self._recorded(each) for each in began]
+        return self._recalled
+
+    def next(self, ended: Sequence[Outcome], /) -> Trial | None:
+        """The same for the same seed and the same outcomes, in one start or in several."""
+        number = len(ended) + 1
+        if number <= len(self._recalled):
+            return self._recalled[number - 1]
+        has_only_plans = number > STARTUP_TRIALS and all(each.status == DRY_RUN for each in ended)
+        if number > self.count or has_only_plans:
+            return None
+        told = [(each.proposed or {}, each.objective) for each in ended]
+        first = self._first() if number == 1 else None
+        return self._trial(number, first or chosen(self._dimensions, told, seed=self._seed, number=number))
+
+    def _trial(self, number: int, point: Mapping[str, Any]) -> Trial:
+        texts = (d.text(point[d.key]) if isinstance(d, Range) else point[d.key] for d in self._dimensions)
+        (overrides,) = settled([(*self._given, *texts)], self._relative)
+        swept = self._swept(overrides)
+        return Trial(number, overrides, swept, name_of(number, _NUMBER_DIGITS, swept), point)
+
+    def _recorded(self, each: Mapping[str, Any]) -> Trial:
+        swept = tuple(each["swept"])
+        given = (text for text in self._given if key_of(text) not in self._relative)
+        return Trial(each["number"], (*given, *swept), swept, Path(each["folder"]).name, each["proposed"])
+
+    def _swept(self, overrides: tuple[str, ...]) -> tuple[str, ...]:
+        return overrides[len(overrides) - len(self._dimensions) :]
+
+    def _first(self) -> Mapping[str, Any] | None:
+        """The run without the sweep, so that the best one is never worse; None when that lies outside."""
+        (run,) = runs_of([self._given])
+        groups = {
+            d.key: _place(d, value_in(run, d.key)) or d.texts[0]
+            for d in self._dimensions
+            if d.key in choices_by_group()
+        }
+        (run,) = runs_of([(*self._given, *groups.values())])
+        point = {d.key: groups.get(d.key) or _place(d, value_in(run, d.key)) for d in self._dimensions}
+        return None if None in point.values() else point
+
+    def _require_enough(self) -> None:
+        sizes = [len(d.texts) if isinstance(d, Setting) else d.count for d in self._dimensions]
+        known = [size for size in sizes if size is not None]
+        if len(known) == len(sizes) and math.prod(known) < self.count:
+            raise ConfigError(
+                f"sweep.trials={self.count}: the space has {math.prod(known)} combinations. "
+                f"Give sweep.trials={math.prod(known)} or less."
+            )
+
+
+def chosen(
+    dimensions: Sequence[Dimension],
+    told: Sequence[tuple[Mapping[str, Any], float | None]],
+    *,
+    seed: int,
+    number: int,
+    startup: int = STARTUP_TRIALS,
+) -> Mapping[str, Any]:
+    """A value for each dimension; `told` are the earlier points with their objectives, None for what failed.
+
+    What failed is told as pruned, which TPE ranks last; what it is told as failed it forgets, and goes there again.
+    """
+    import optuna  # not at the top: nobody needs it whose command is wrong
+    from optuna.trial import TrialState, create_trial
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    space = {dimension.key: _distribution(dimension) for dimension in dimensions}
+    earlier = [
+        create_trial(
+            params=dict(point),
+            distributions=space,
+            value=objective,
+            state=TrialState.PRUNED if objective is None else TrialState.COMPLETE,
+        )
+        for point, objective in told
+    ]
+    used = [point for point, _ in told]
+    for attempt in range(_TRIES):
+        digest = hashlib.sha256(f"{seed} {number} {attempt}".encode()).digest()
+        sampler = optuna.samplers.TPESampler(seed=int.from_bytes(digest[:4], "big"), n_startup_trials=startup)
+        study = optuna.create_study(direction="minimize", sampler=sampler)
+        study.add_trials(earlier)
+        asked = study.ask(space).params
+        point = {d.key: d.rounded(asked[d.key]) if isinstance(d, Range) else asked[d.key] for d in dimensions}
+        if point not in used:
+            return point
+    return _first_unused(dimensions, used) or point
+
+
+def _distribution(dimension: Dimension) -> "BaseDistribution":
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    if isinstance(dimension, Setting):
+        return CategoricalDistribution(dimension.texts)
+    numbers = dimension.numbers()
+    high = numbers[-1] if numbers else dimension.high  # optuna warns of steps that do not end there
+    if dimension.is_whole:
+        step = int(dimension.step or 1)
+        return IntDistribution(int(dimension.low), int(high), log=dimension.log, step=step)
+    return FloatDistribution(dimension.low, high, log=dimension.log, step=dimension.step)
+
+
+def _first_unused(
+    dimensions: Sequence[Dimension], used: Sequence[Mapping[str, Any]]
+) -> Mapping[str, Any] | None:
+    """None in a space that has no end."""
+    values = [list(each.texts) if isinstance(each, Setting) else each.numbers() for each in dimensions]
+    keys = [each.key for each in dimensions]
+    every = (dict(zip(keys, combination, strict=True)) for combination in itertools.product(*values))
+    return next((point for point in every if point not in used), None)
+
+
+def _place(dimension: Dimension, value: Any) -> Any:
+    """Where in a dimension the value of a run lies; None when it does not."""
+    wanted = 1.0 if dimension.is_relative else value
+    if isinstance(dimension, Setting):
+        meant = (lambda text: times(text.partition("=")[2])) if dimension.is_relative else value_of
+        return next((text for text in dimension.texts if meant(text) == wanted), None)
+    if isinstance(wanted, bool) or not isinstance(wanted, int | float):
+        return None
+    return wanted if dimension.has(wanted) else None

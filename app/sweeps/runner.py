@@ -1,0 +1,273 @@
+"""The trials, one after the other; what comes of them; going on after a stop."""
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+from hydra.core.override_parser.types import Quote, QuotedString
+
+from app.pages.read_run import read_sweep
+from app.pages.render import written_page
+from app.pages.sweep_page import sweep_page
+from app.sweeps.trial_process import Printed, TrialProcess, reason
+from app.sweeps.trials import (
+    DRY_RUN,
+    FAILED,
+    FINISHED,
+    RUNNING,
+    STOPPED,
+    Outcome,
+    SweepFolder,
+    Trial,
+    best,
+    leaderboard,
+    shown,
+    values_of,
+)
+from app.tracking.console import SafeStream, rich_terminal
+from app.tracking.lines import aligned, duration, printable
+from app.tracking.masking import masked_text
+from app.tracking.output_dir import user_of
+from app.tracking.recorder import read_result
+from app.training.signals import CTRL_C, START_ME_AGAIN, StopRequest, listening
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SOME_FAILED = 3
+_SECONDS_BETWEEN_LOOKS = 0.2
+_BEGINNING_OF_LINE, _ERASE = "\r", "\x1b[2K"
+
+
+class Proposer(Protocol):
+    """Which trials a sweep makes, and in which order: a grid or a search.
+
+    `points` is what is checked before the first trial starts: the trials, or the ends of what they may be.
+    """
+
+    points: Sequence[Trial]
+    count: int  # of the trials that it makes in all
+
+    def recall(self, recorded: Sequence[Mapping[str, Any]], /) -> Sequence[Trial]:
+        """The trials that are known before the first one starts, with those that sweep.json has of earlier starts."""
+
+    def next(self, ended: Sequence[Outcome], /) -> Trial | None:
+        """The one to run now that the earlier ones have ended like this; None when there is no more."""
+
+
+class Screen:
+    """Lines that stay and, on a terminal, one below them that moves. On standard output if no stream is given."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = SafeStream(stream or sys.stdout)
+        self._line = ""
+
+    def say(self, text: str) -> None:
+        """It stays; the moving line is gone."""
+        self.show("")
+        self._stream.write(f"{printable(masked_text(text))}\n")
+        self._stream.flush()
+
+    def show(self, text: str) -> None:
+        """In place of what was shown so before; nowhere but on a terminal."""
+        if text != self._line and self._stream.is_terminal():
+            width = shutil.get_terminal_size().columns - 1
+            self._stream.write(f"{_BEGINNING_OF_LINE}{_ERASE}{printable(text)[:width]}")
+            self._stream.flush()
+            self._line = text
+
+    def table(self, table: "Table") -> None:
+        """As wide as it needs to be where there is no terminal to fit."""
+        self.show("")
+        rich_terminal(self._stream).print(table)
+
+
+class Runner:
+    """Runs what the proposer proposes and keeps sweep.json."""
+
+    def __init__(
+        self,
+        folder: SweepFolder,
+        identity: str,
+        proposer: Proposer,
+        command: Sequence[str],
+        notes: Sequence[str] = (),
+    ) -> None:
+        self._folder = folder
+        self._proposer = proposer
+        self._report = folder.path / "report.html"
+        self._facts = {"identity": identity, "command": list(command)}
+        self._notes = notes
+        self._screen = Screen()
+        self._ended: list[Outcome] = []
+        before = folder.read().get("trials", [])
+        self._seconds_before: dict[int, float] = {each["number"]: each["seconds"] for each in before}
+        self._outlook = [self._finished(trial) or self._new(trial) for trial in proposer.recall(before)]
+
+    def run(self) -> int:
+        """To the end, or until asked to stop; returns the exit code."""
+        count = self._proposer.count
+        self._screen.say(f"sweep   {self._folder.path}, {count} {'trials' if count > 1 else 'trial'}")
+        for note in self._notes:
+            self._screen.say(note)
+        with listening() as request:
+            while request.exit_code is None and (trial := self._proposer.next(self._ended)):
+                self._screen.say(f"trial {trial.number}/{count}  {shown(trial.swept)}".rstrip())
+                self._wait_for_its_user(self._place(trial), request)
+                if request.exit_code is None:
+                    self._ended.append(self._known(trial) or self._run(trial, request))
+                    self._write()
+        return self._close(request)
+
+    def _known(self, trial: Trial) -> Outcome | None:
+        """How it ended, if it is finished already."""
+        outcome = self._finished(trial)
+        if outcome:
+            self._screen.say(f"  finished before, {_in_short(outcome)}")
+        return outcome
+
+    def _run(self, trial: Trial, request: StopRequest) -> Outcome:
+        outcome = replace(self._new(trial), status=RUNNING)
+        self._write(outcome)
+        printed = Printed(self._folder.path / f"{trial.name}.txt")
+        begin = time.monotonic()
+        code = self._follow(self._start(trial, printed), printed, request)
+        seconds = outcome.seconds + time.monotonic() - begin
+        outcome = replace(outcome, exit_code=code, seconds=round(seconds, 3))
+        if code == 0:
+            outcome = self._with_result(outcome)
+        elif request.exit_code is not None:
+            outcome = replace(outcome, status=STOPPED)
+        else:
+            outcome = replace(outcome, status=FAILED, error=reason(code, printed.text()))
+        self._tell(outcome, printed)
+        return outcome
+
+    def _start(self, trial: Trial, printed: Printed) -> TrialProcess:
+        place = QuotedString(str(self._place(trial)), Quote.single).with_quotes()
+        group = os.environ.get("WANDB_RUN_GROUP") or self._folder.path.name
+        environment = {**os.environ, "WANDB_RUN_GROUP": group}
+        overrides = (*trial.overrides, f"output_dir={place}", "resume=auto")
+        return TrialProcess(overrides, environment, printed.path)
+
+    def _follow(self, process: TrialProcess, printed: Printed, request: StopRequest) -> int:
+        """Until it has ended; a stop is passed on, and a trial that stops by itself stops the sweep."""
+        is_told = False
+        try:
+            while (code := process.ended(within=_SECONDS_BETWEEN_LOOKS)) is None:
+                self._screen.show(f"  {printed.latest()}")
+                if request.exit_code is not None and not is_told:
+                    is_told = True
+                    self._screen.say("  stopping: the trial saves its state; Ctrl-C once more kills it")
+                    process.ask(request.exit_code)
+        except KeyboardInterrupt:
+            return process.kill()
+        except BaseException:
+            process.kill()
+            raise
+        if code in (CTRL_C, START_ME_AGAIN) and request.exit_code is None:
+            request.exit_code = code
+        return code
+
+    def _wait_for_its_user(self, place: Path, request: StopRequest) -> None:
+        """When a sweep was killed, its trial saves before it ends."""
+        is_told = False
+        while (user := user_of(place)) and request.exit_code is None:
+            if not is_told:
+                self._screen.say(f"  waiting: {user} still uses {place}")
+            is_told = True
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+    def _tell(self, outcome: Outcome, printed: Printed) -> None:
+        took = duration(outcome.seconds)
+        if outcome.status == FINISHED:
+            self._screen.say(f"  finished, {_in_short(outcome)}, {took}")
+        elif outcome.status == STOPPED:
+            self._screen.say(f"  stopped after {took}")
+        elif outcome.status == DRY_RUN:
+            self._screen.say(_indented(printed.text().rstrip(), by=2))
+        else:
+            where = f"all that it said is in {printed.path}"
+            self._screen.say(f"  failed with exit code {outcome.exit_code} after {took}; {where}")
+            self._screen.say(_indented(outcome.error or "it left no result", by=4))
+
+    def _close(self, request: StopRequest) -> int:
+        self._screen.say("")
+        self._screen.table(leaderboard(self._all()))
+        winner = best(self._all())
+        if winner:
+            text = f"trial {winner['number']}, {winner['folder']}\n{winner['line']}"
+            self._screen.say("\n" + aligned([("best", text), ("all", str(self._folder.content))]))
+        if self._ended:
+            self._screen.say(written_page(self._report, self._page))
+        is_whole = self._proposer.next(self._ended) is None and STOPPED not in self._statuses()
+        if request.exit_code is not None and not is_whole:
+            self._screen.say("stopped; the same command goes on from here")
+            return request.exit_code
+        failed = self._statuses().count(FAILED)
+        if failed:
+            self._screen.say(
+                f"{failed} of {len(self._ended)} trials failed; the same command tries them again"
+            )
+        return SOME_FAILED if failed else 0
+
+    def _page(self) -> str:
+        sweep = read_sweep(self._folder.path)
+        assert sweep is not None, "it has just been written"
+        return sweep_page(sweep, self._report)
+
+    def _statuses(self) -> list[str]:
+        return [each.status for each in self._ended]
+
+    def _all(self, running: Outcome | None = None) -> list[Outcome]:
+        """Those that have ended, the one that runs, and those that come now or were finished earlier."""
+        begun = [*self._ended, running] if running else self._ended
+        return [*begun, *self._outlook[len(begun) :]]
+
+    def _write(self, running: Outcome | None = None) -> None:
+        trials = self._all(running)
+        self._folder.write({**self._facts, "best": best(trials)}, trials)
+
+    def _place(self, trial: Trial) -> Path:
+        return self._folder.path / trial.name
+
+    def _new(self, trial: Trial) -> Outcome:
+        seconds = self._seconds_before.get(trial.number, 0.0)
+        place = str(self._place(trial))
+        return Outcome(
+            number=trial.number,
+            overrides=trial.overrides,
+            swept=trial.swept,
+            values=values_of(trial.swept),
+            proposed=trial.proposed,
+            folder=place,
+            seconds=seconds,
+        )
+
+    def _finished(self, trial: Trial) -> Outcome | None:
+        outcome = replace(self._with_result(self._new(trial)), exit_code=0)
+        return outcome if outcome.status == FINISHED else None
+
+    def _with_result(self, outcome: Outcome) -> Outcome:
+        result = read_result(outcome.folder)
+        return replace(
+            outcome,
+            status=result.get("status", FAILED),
+            objective=result.get("objective"),
+            steps=result.get("steps"),
+            tokens_per_second=result.get("tokens_per_second"),
+        )
+
+
+def _in_short(outcome: Outcome) -> str:
+    objective = "no objective" if outcome.objective is None else f"objective {outcome.objective:.4f}"
+    return objective if outcome.steps is None else f"{objective}, {outcome.steps:,} steps"
+
+
+def _indented(text: str, by: int) -> str:
+    return "\n".join(" " * by + line for line in text.splitlines())

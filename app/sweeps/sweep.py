@@ -1,0 +1,166 @@
+"""`python -m app.train -m ...`: from the command line to the leaderboard. All trials are checked before the first."""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from app.config.overrides import split_words
+from app.config.schema import RunConfig
+from app.errors import AppError, ConfigError, refuse
+from app.sweeps.grid import Grid, Setting, settings_of, wrong_overrides
+from app.sweeps.optuna_search import Search
+from app.sweeps.preset import NO_PRESET, Preset, SweepConfig, dimensions_of, is_of_the_sweep, read_preset
+from app.sweeps.runner import Proposer, Runner
+from app.sweeps.search_space import Dimension, Range, composed, dimensions_in, settled
+from app.sweeps.trials import SweepFolder, Trial, shown
+
+_FOLDER = "output_dir"
+_OF_ONE_START = ("output_dir", "dry_run")  # they do not make it another sweep
+_MAX_FOLDER_CHARACTERS = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A sweep whose trials, or the ends of what they may be, are known to be sound."""
+
+    proposer: Proposer
+    runs: Sequence[RunConfig]
+    place: str
+    identity: str
+    notes: Sequence[str]
+
+
+def sweep(arguments: Sequence[str], check_parts: Callable[[RunConfig], None]) -> int:
+    """Returns the exit code; `check_parts` is the run's own check."""
+    plan = planned(arguments, check_parts)
+    with SweepFolder.claim(plan.place, plan.identity) as folder:
+        command = ["python", "-m", "app.train", *arguments]
+        return Runner(folder, plan.identity, plan.proposer, command, plan.notes).run()
+
+
+def planned(arguments: Sequence[str], check_parts: Callable[[RunConfig], None]) -> Plan:
+    """From the words of the command line."""
+    preset, space, settings = _read(split_words(arguments, sweep=True)[0])
+    of_trials = [setting for setting in settings if setting.key != _FOLDER]
+    given = [text for setting in settings if setting.key == _FOLDER for text in setting.texts]
+    dimensions, notes = dimensions_of(preset, space, of_trials, given)
+    proposer = proposer_of(dimensions, preset.config)
+    runs = _checked_runs(proposer.points, given, check_parts)
+    place = _one_folder(runs, given[-1]) if given else default_path(settings, preset)
+    return Plan(proposer, runs, place, identity_of(of_trials, preset), notes)
+
+
+def proposer_of(dimensions: Sequence[Dimension], config: SweepConfig) -> Proposer:
+    """A search, or the grid of all values."""
+    if config.proposer == "tpe":
+        return Search(dimensions, config)
+    settings = [each for each in dimensions if isinstance(each, Setting)]
+    refuse(
+        f"sweep.space.{each.key}: a range has no list of values. Give values, [a, b], or choose sweep=optuna."
+        for each in dimensions
+        if isinstance(each, Range)
+    )
+    combinations = list(itertools.product(*(setting.texts for setting in settings)))
+    relative = {setting.key for setting in settings if setting.is_relative}
+    varied = relative | {setting.key for setting in settings if setting.is_swept}
+    return Grid(settled(combinations, relative), varied)
+
+
+def identity_of(settings: Sequence[Setting], preset: Preset = NO_PRESET) -> str:
+    """The same for the same command, however its numbers are written; a search may get more trials later."""
+    same: list[Any] = [setting.same for setting in settings if setting.key not in _OF_ONE_START]
+    if preset.name:
+        same.append(asdict(preset.config) | {"trials": None})
+    return hashlib.sha256(json.dumps(same).encode()).hexdigest()
+
+
+def default_path(settings: Sequence[Setting], preset: Preset = NO_PRESET) -> str:
+    """A name that the same command finds again."""
+    swept = (setting.key.rpartition(".")[2] for setting in settings if setting.is_swept)
+    words = "-".join(filter(None, ("sweep", preset.name, *swept)))[:_MAX_FOLDER_CHARACTERS].rstrip("-")
+    return f"runs/{words}-{identity_of(settings, preset)[:8]}"
+
+
+def _read(overrides: Sequence[str]) -> tuple[Preset, list[Dimension], list[Setting]]:
+    """What single words say, and all that is wrong with any of them."""
+    problems: list[str] = []
+    preset, space = NO_PRESET, list[Dimension]()
+    try:
+        preset = read_preset([text for text in overrides if is_of_the_sweep(text)])
+        problems += _missing_packages(preset.config)
+        space, wrong_space = dimensions_in(preset.config.space)
+        problems += wrong_space
+    except ConfigError as problem:
+        problems += problem.problems
+    settings, refused = settings_of([text for text in overrides if not is_of_the_sweep(text)])
+    problems += refused
+    if problems or preset.name:  # there are no trials yet to be checked, but their words can be
+        wrong = wrong_overrides(text for setting in settings for text in setting.texts)
+        problems += (problem for several in wrong.values() for problem in several)
+    refuse(dict.fromkeys(problems))
+    return preset, space, settings
+
+
+def _missing_packages(config: SweepConfig) -> list[str]:
+    if config.proposer == "tpe" and find_spec("optuna") is None:
+        return [
+            "sweep=optuna needs the package optuna, which is not installed: "
+            "pip install optuna, or list the values yourself: -m optimizer.lr=1e-3,3e-4"
+        ]
+    return []
+
+
+def _checked_runs(
+    trials: Sequence[Trial], extra: Sequence[str], check_parts: Callable[[RunConfig], None]
+) -> list[RunConfig]:
+    """The run of each trial, told `extra` too; one ConfigError with what is wrong with any of them, each thing once."""
+    wrong = wrong_overrides([*extra, *(text for trial in trials for text in trial.overrides)])
+    runs: list[RunConfig] = []
+    found: dict[str, list[Trial]] = {}
+    for trial in trials:
+        if wrong.keys() & {*trial.overrides, *extra}:
+            continue
+        run = composed((*trial.overrides, *extra))
+        if isinstance(run, RunConfig):
+            runs.append(run)
+        for problem in _problems(run, check_parts):
+            found.setdefault(problem, []).append(trial)
+    problems = [problem for several in wrong.values() for problem in several]
+    problems += [_placed(problem, by, len(trials)) for problem, by in found.items()]
+    refuse(dict.fromkeys(problems))
+    return runs
+
+
+def _problems(run: RunConfig | ConfigError, check_parts: Callable[[RunConfig], None]) -> Sequence[str]:
+    if isinstance(run, ConfigError):
+        return run.problems
+    try:
+        check_parts(run)
+    except AppError as problem:
+        return problem.problems
+    return ()
+
+
+def _placed(problem: str, by: Sequence[Trial], trials: int) -> str:
+    """With the trials that have it, unless all of them do; points of a space have no number."""
+    if len(by) == trials:
+        return problem
+    if not by[0].number:
+        return f"{problem} (with {shown(by[0].swept)})"
+    others = f" and {len(by) - 1} more" if len(by) > 1 else ""
+    return f"{problem} (trial {by[0].number}{others}: {shown(by[0].swept)})"
+
+
+def _one_folder(runs: Sequence[RunConfig], given: str) -> str:
+    """Where `output_dir` leads, which may depend on other settings but must not on swept ones."""
+    places = sorted({run.output_dir for run in runs})
+    if len(places) > 1:
+        raise ConfigError(
+            f"{given}: this is another folder for each trial ({', '.join(places[:3])}). "
+            "Give one for the whole sweep; each trial gets a folder in it."
+        )
+    return places[0]

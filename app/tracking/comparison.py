@@ -1,0 +1,137 @@
+"""Two runs beside each other: where they come from, and their numbers line by line."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from app.tracking.metrics import finite_or_none
+
+COMPARED = ("loss", "grad_norm", "lr", "tokens", "trained_tokens", "eval_loss")  # clocks and memory are not
+_ABSENT = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A value of the first run and what it is in the second."""
+
+    name: str
+    then: str
+    now: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.then} then, {self.now} now"
+
+
+def of_programs(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
+    """What may move the numbers of two manifests: versions, commit, hardware."""
+    return [
+        *_different({"python": then.get("python")}, {"python": now.get("python")}),
+        *_different(then.get("packages", {}), now.get("packages", {})),
+        *_different(_code(then), _code(now)),
+        *(_different(then["hardware"], now["hardware"]) if "hardware" in then else ()),
+    ]
+
+
+def of_content(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
+    """What must be the same: rows, tokenizer, base. A hash that the older manifest does not have is no difference."""
+    names = {
+        "train": "rows to train on",
+        "eval": "rows held out",
+        "tokenizer": "tokenizer",
+        "base": "weights of the base",
+    }
+    known = {key: value for key, value in then.get("hashes", {}).items() if key in names}
+    short = [{names[key]: _short(side.get(key)) for key in known} for side in (known, now.get("hashes", {}))]
+    return _different(*short)
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """One number of two runs. `relative` to the larger of both; infinite where one has none."""
+
+    step: int
+    name: str
+    then: float | None
+    now: float | None
+    relative: float
+
+    def __str__(self) -> str:
+        return f"{self.name} of step {self.step}, {self.then} then and {self.now} now (relative {self.relative:.1e})"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For json, which has no infinity."""
+        return {**asdict(self), "relative": finite_or_none(self.relative)}
+
+
+@dataclass(frozen=True, slots=True)
+class LineComparison:
+    """The lines that both runs have; where a run was stopped it has one that the other lacks."""
+
+    lines: int
+    last_step: int | None
+    first: Apart | None  # that differs
+    largest: Apart | None
+
+    def within(self, tolerance: float) -> bool:
+        """Whether no number differs by more."""
+        return self.largest is None or self.largest.relative <= tolerance
+
+    def words(self) -> str:
+        """For people."""
+        compared = f"{self.lines} lines up to step {self.last_step}"
+        if self.first is None or self.largest is None:
+            return f"{compared}, to the last bit"
+        return f"{compared}\nfirst: {self.first}\nmost:  {self.largest}"
+
+
+def of_lines(then: Iterable[Mapping[str, Any]], now: Iterable[Mapping[str, Any]]) -> LineComparison:
+    """Of two metrics.jsonl, each line with that of the same step and kind."""
+    before, after = _by_step(then), _by_step(now)
+    shared = sorted(before.keys() & after.keys())
+    apart = [found for place in shared for found in _apart(place[0], before[place], after[place])]
+    return LineComparison(
+        lines=len(shared),
+        last_step=shared[-1][0] if shared else None,
+        first=apart[0] if apart else None,
+        largest=max(apart, key=lambda each: each.relative, default=None),
+    )
+
+
+def _different(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
+    names = [*then, *(name for name in now if name not in then)]
+    pairs = [(name, _shown(then.get(name)), _shown(now.get(name))) for name in names]
+    return [Difference(name, before, after) for name, before, after in pairs if before != after]
+
+
+def _code(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    program = manifest.get("program", {})
+    git = program.get("git") or {}
+    changes = " with changes that are in no commit" if git.get("dirty") else ""
+    commit = f"{_short(git['commit'])}{changes}" if git else None
+    return {"program": program.get("version"), "commit": commit}
+
+
+def _short(hash_: str | None) -> str | None:
+    return None if hash_ is None else hash_[:12]
+
+
+def _shown(value: Any) -> str:
+    return _ABSENT if value is None else str(value)
+
+
+def _by_step(lines: Iterable[Mapping[str, Any]]) -> dict[tuple[int, bool], Mapping[str, Any]]:
+    return {(line["step"], "eval_loss" in line): line for line in lines}
+
+
+def _apart(step: int, then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterable[Apart]:
+    for name in COMPARED:
+        before, after = then.get(name), now.get(name)
+        if before != after:
+            yield Apart(step, name, before, after, _relative(before, after))
+
+
+def _relative(then: float | None, now: float | None) -> float:
+    if then is None or now is None:
+        return math.inf
+    return abs(then - now) / max(abs(then), abs(now))

@@ -1,0 +1,176 @@
+"""What is shown: a progress bar on a terminal, else lines. It is never a reason to stop a run."""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+from app.tracking.lines import Sample, printable, samples_text, step_line, step_parts
+
+if TYPE_CHECKING:
+    from rich.console import Console as Terminal
+    from rich.progress import Progress
+
+_SECONDS_BETWEEN_DRAWINGS = 0.1
+_WIDTH_OF_A_FILE = 240  # tables in a file or pipe are as wide as they need to be
+
+
+class Console:
+    """A bar at the bottom of a terminal and messages above it; one line per logged step in a pipe or file.
+
+    No thread runs beside the training: the bar is drawn when there is something new. With `enabled=False` (processes
+    that are not the first one) nothing is shown.
+    """
+
+    def __init__(self, stream: TextIO | None = None, *, enabled: bool = True) -> None:
+        self._stream = SafeStream(stream or sys.stdout)
+        self._enabled = enabled
+        self._progress = _progress(self._stream) if enabled and self._stream.is_terminal() else None
+        self._total: int | None = None
+        self._drawn = 0.0
+
+    def begin(self, total: int, done: int) -> None:
+        """The run has `total` steps; `done` of them were made before."""
+        self._total = total
+        if self._progress:
+            self._progress.add_task("", total=total, completed=done, numbers="")
+            self._progress.start()
+
+    def say(self, text: str) -> None:
+        """One message."""
+        if self._progress:
+            from rich.text import Text
+
+            self._progress.console.print(Text(printable(text)), soft_wrap=True)
+        elif self._enabled:
+            self._stream.write(f"{printable(text)}\n")
+            self._stream.flush()
+
+    def step(self, values: Mapping[str, Any], seconds_left: float | None = None) -> None:
+        """The numbers of one step, and how long the rest takes."""
+        if not self._progress:
+            self.say(step_line(values, self._total, seconds_left))
+            return
+        numbers = " | ".join(step_parts(values, seconds_left))
+        for task in self._progress.task_ids:
+            self._progress.update(task, completed=values["step"], numbers=numbers)
+        now = time.monotonic()
+        if now - self._drawn >= _SECONDS_BETWEEN_DRAWINGS or values["step"] == self._total:
+            self._progress.refresh()
+            self._drawn = now
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """What the model answers by now: on a terminal a table as wide as it is."""
+        if not self._progress:
+            self.say(samples_text(step, samples))
+            return
+        from rich.table import Table
+        from rich.text import Text
+
+        head = ("prompt", "expected", "answer")
+        table = Table(*head, title=f"samples at step {step}", show_lines=True, expand=True)
+        for each in samples:
+            table.add_row(*(Text(printable(text)) for text in (each.prompt, each.expected, each.given)))
+        self._progress.console.print(table)
+
+    def close(self) -> None:
+        """The last bar stays, the cursor comes back."""
+        if self._progress and self._progress.live.is_started:
+            self._progress.refresh()
+            self._progress.stop()
+
+
+class SafeStream:
+    """A stream that falls silent where the real one breaks: a closed pipe, a closed terminal, a full disk."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._broken = False
+
+    @property
+    def encoding(self) -> str:
+        """Of the real stream."""
+        return self._stream.encoding or "utf-8"
+
+    def write(self, text: str) -> int:
+        """Characters that the encoding lacks become question marks."""
+        if not self._broken:
+            try:
+                self._stream.write(text.encode(self.encoding, "replace").decode(self.encoding))
+            except (OSError, ValueError):
+                self._fall_silent()
+        return len(text)
+
+    def flush(self) -> None:
+        """Most breaks show here."""
+        if not self._broken:
+            try:
+                self._stream.flush()
+            except (OSError, ValueError):
+                self._fall_silent()
+
+    def isatty(self) -> bool:
+        """False for a closed stream."""
+        try:
+            return self._stream.isatty()
+        except ValueError:
+            return False
+
+    def is_terminal(self) -> bool:
+        """Whether it obeys when it is told to go back in a line: TERM says what it is."""
+        return self.isatty() and os.environ.get("TERM", "") not in {"", "dumb", "unknown"}
+
+    def fileno(self) -> int:
+        """Of the real stream."""
+        return self._stream.fileno()
+
+    def _fall_silent(self) -> None:
+        self._broken = True
+        # What is left in the buffer would fail once more when the interpreter ends, with exit code 120.
+        with suppress(OSError, ValueError):
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, self._stream.fileno())
+            os.close(nothing)
+
+
+class _LogToConsole(logging.Handler):
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.INFO)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One line, as all others."""
+        self._console.say(record.getMessage())
+
+
+def open_console(stream: TextIO | None = None) -> Console:
+    """On standard output if no stream is given; the log of this program's packages is shown on it too."""
+    console = Console(stream)
+    ours = logging.getLogger("app")
+    ours.handlers[:] = [_LogToConsole(console)]
+    ours.setLevel(logging.INFO)
+    ours.propagate = False  # Hydra would write the same into a file of its own
+    return console
+
+
+def rich_terminal(stream: SafeStream) -> "Terminal":
+    """Rich's view of a stream; it honours NO_COLOR and the width of a terminal."""
+    from rich.console import Console as Terminal
+
+    width = None if stream.is_terminal() else _WIDTH_OF_A_FILE
+    return Terminal(file=cast(TextIO, stream), width=width, markup=False, highlight=False, emoji=False)
+
+
+def _progress(stream: SafeStream) -> "Progress":
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    return Progress(
+        MofNCompleteColumn(),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[numbers]}", markup=False),
+        console=rich_terminal(stream),
+        auto_refresh=False,
+    )

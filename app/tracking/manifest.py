@@ -1,0 +1,129 @@
+"""Where a run comes from, as far as it can be known without importing anything heavy."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import app
+from app.errors import CheckpointError
+from app.tracking.files import write_json
+from app.tracking.masking import masked
+from app.tracking.trackers import TRACKERS
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "peft",
+    "accelerate",
+    "bitsandbytes",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "hydra-core",
+    "omegaconf",
+    "numpy",
+    "rich",
+    *(kind.name for kind in TRACKERS.values() if kind),
+)
+
+
+class Manifest:
+    """manifest.json of this start. `starts` lists the earlier ones of the same run too."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._content = _describe(read_manifest(path))
+
+    def add(self, facts: Mapping[str, Any]) -> None:
+        """Write it with these; a mapping is added to the one of the same name."""
+        for name, value in facts.items():
+            old = self._content.get(name)
+            self._content[name] = value
+            if isinstance(old, dict) and isinstance(value, Mapping):
+                self._content[name] = {**old, **value}
+        write_json(self._path, masked(self._content))
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that are installed."""
+    from importlib.metadata import PackageNotFoundError, version  # 15 ms that a misspelt key need not cost
+
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def git_state(package: Path) -> dict[str, Any] | None:
+    """Commit of the checkout that the program runs from and whether files differ; None if it is installed."""
+    if not (package.parent / ".git").exists():
+        return None
+    commit = _git(package.parent, "rev-parse", "HEAD")
+    changes = _git(package.parent, "status", "--porcelain", "--untracked-files=no")
+    if commit is None or changes is None:
+        return None
+    return {"commit": commit, "dirty": bool(changes)}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), "--no-optional-locks", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+            env=environment,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def program_here() -> dict[str, Any]:
+    """What would run on this machine."""
+    return {
+        "program": {"version": app.__version__, "git": git_state(Path(app.__file__).parent)},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "packages": versions(),
+    }
+
+
+def _describe(before: dict[str, Any]) -> dict[str, Any]:
+    here = program_here()
+    start = {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command_line": sys.orig_argv,
+        "folder": str(Path.cwd()),
+        "host": platform.node(),
+        "process": os.getpid(),
+        "git": here["program"]["git"],
+    }
+    return {
+        "created": before.get("created", start["time"]),
+        **here,
+        "starts": [*before.get("starts", []), start],
+    }
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """What a start wrote; empty where none did."""
+    if not path.exists():
+        return {}
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as fault:
+        raise CheckpointError(f"{path} cannot be read as the manifest of a run: {fault}.") from fault
+    return manifest

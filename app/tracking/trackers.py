@@ -1,0 +1,271 @@
+"""Trackers that metrics go to besides metrics.jsonl, through Accelerate's classes for them.
+
+What is sent is the configuration, without secrets, and the numbers: no code, no output, and of the machine no more than
+the tracker cannot leave out. A tracker's package is imported only where it was chosen.
+"""
+
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from app.config.schema import TrackerConfig
+from app.errors import EnvironmentProblem
+from app.tracking.files import write_text, writing
+
+
+@dataclass(frozen=True, slots=True)
+class RunStart:
+    """What a tracker is told of a start of a run."""
+
+    project: str
+    name: str
+    folder: Path
+    run_id: str | None  # that the tracker gave to an earlier start
+    step: int  # that the run goes on from, -1 at its beginning
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackerKind:
+    """A class of Accelerate's, as it and its package are called; `run_id` is where the tracker has that."""
+
+    name: str
+    arguments: Callable[[RunStart], dict[str, Any]]
+    run_id: str | None = None  # under which the next start joins this run
+    place: Callable[[Any], str] | None = None  # where the user finds it
+    keep_config: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    finish: Callable[[Any, bool], None] = lambda tracker, _failed: tracker.finish()
+    check: Callable[[], list[str]] = list
+
+
+class Tracker:
+    """One that is being written to. What it raises is for the caller to catch: it must not end a run."""
+
+    def __init__(self, kind: TrackerKind, tracker: Any) -> None:
+        self._kind = kind
+        self._tracker = tracker
+
+    @property
+    def place(self) -> str:
+        """Where the user finds it."""
+        if self._kind.place:
+            return self._kind.place(self._tracker)
+        return f"{self._kind.name} run {self.run_id or self._tracker.init_kwargs['dir']}"
+
+    @property
+    def run_id(self) -> str | None:
+        """Its own name of the run."""
+        return str(attrgetter(self._kind.run_id)(self._tracker)) if self._kind.run_id else None
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """The numbers of one step or evaluation; `step` is among them."""
+        numbers = {key: value for key, value in values.items() if key != "step" and _is_number(value)}
+        self._tracker.log(numbers, step=values["step"])
+
+    def close(self, *, failed: bool) -> None:
+        """Everything is out."""
+        self._kind.finish(self._tracker, failed)
+
+
+def check(config: TrackerConfig) -> list[str]:
+    """What is missing, and what to type."""
+    kind = TRACKERS[config.kind]
+    if kind is None:
+        return []
+    if find_spec(kind.name) is None:
+        return [
+            f"tracker={config.kind} needs the package {kind.name}, which is not installed: "
+            f"pip install {kind.name}, or choose tracker=none"
+        ]
+    return kind.check()
+
+
+def open_tracker(config: TrackerConfig, folder: Path, run: Mapping[str, Any], step: int) -> Tracker | None:
+    """Of the kind that was chosen. `run` is the configuration, which has no secrets any more."""
+    kind = TRACKERS[config.kind]
+    if kind is None:
+        return None
+    home = folder / config.kind
+    id_file = home / "run-id"
+    is_new = not home.exists()
+    run_id = id_file.read_text(encoding="utf-8") if id_file.exists() else None
+    start = RunStart(config.project, config.name or folder.name, folder, run_id, step)
+    try:
+        tracker = Tracker(kind, _started(kind, start, run))
+        given = tracker.run_id
+    except Exception as fault:  # each tracker has exceptions of its own
+        if is_new:
+            shutil.rmtree(home, ignore_errors=True)
+        raise EnvironmentProblem(
+            f"tracker={config.kind}: {' '.join(str(fault).split())}; {_remedy(config.kind)}choose tracker=none"
+        ) from fault
+    if given and given != run_id:
+        with writing(home):
+            home.mkdir(exist_ok=True)
+        write_text(id_file, given)
+    return tracker
+
+
+def _started(kind: TrackerKind, start: RunStart, run: Mapping[str, Any]) -> Any:
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    tracker = LOGGER_TYPE_TO_CLASS[kind.name](**kind.arguments(start))
+    tracker.start()
+    config = None if start.run_id else kind.keep_config(run)
+    if config:
+        tracker.store_init_configuration(config)
+    return tracker
+
+
+def _remedy(kind: str) -> str:
+    return "set WANDB_MODE=offline to record without a server, or " if kind == "wandb" else ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not math.isnan(value)
+
+
+def _wandb(start: RunStart) -> dict[str, Any]:
+    import wandb
+
+    quiet = wandb.Settings(
+        silent=True, console="off", x_disable_meta=True, disable_git=True, disable_code=True
+    )
+    return {
+        "run_name": start.project,
+        "name": start.name,
+        "id": start.run_id,
+        "resume": "allow",
+        "dir": str(start.folder),
+        "settings": quiet,
+    }
+
+
+def _wandb_place(tracker: Any) -> str:
+    """The page, or the command that sends it later."""
+    run = tracker.run
+    return f"wandb sync {Path(run.dir).parent}" if run.offline else str(run.url)
+
+
+def _check_wandb() -> list[str]:
+    import wandb
+
+    ways = (
+        "type `wandb login` or set WANDB_API_KEY, "
+        "set WANDB_MODE=offline to record without an account, or choose tracker=none"
+    )
+    if wandb.setup(wandb.Settings(silent=True)).settings.mode in {"offline", "dryrun", "disabled"}:
+        return []
+    try:
+        found = wandb.login(prompt=False, verify=False)
+    except wandb.Error as fault:
+        return [f"tracker=wandb: {' '.join(str(fault).split())}; {ways}"]
+    return [] if found else [f"tracker=wandb: no login was found; {ways}"]
+
+
+def _tensorboard(start: RunStart) -> dict[str, Any]:
+    """TensorBoard drops what it has read of later steps: a continued run does them again."""
+    return {"run_name": "tensorboard", "logging_dir": start.folder, "purge_step": start.step + 1}
+
+
+def _mlflow(start: RunStart) -> dict[str, Any]:
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    return {"experiment_name": start.project, "run_name": start.name, "run_id": start.run_id}
+
+
+def _finish_mlflow(_tracker: Any, failed: bool) -> None:
+    import mlflow
+
+    mlflow.end_run("FAILED" if failed else "FINISHED")
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys: MLflow has no nested parameters."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _comet(start: RunStart) -> dict[str, Any]:
+    from comet_ml import ExperimentConfig
+
+    off = ("code", "graph", "git_metadata", "git_patch", "env_details")
+    quiet: dict[str, Any] = {f"log_{each}": False for each in off}
+    quiet |= {
+        f"auto_{each}": False for each in ("output_logging", "param_logging", "metric_logging", "log_co2")
+    }
+    folder = str(start.folder / "comet")
+    config = ExperimentConfig(
+        name=start.name, parse_args=False, display_summary_level=0, offline_directory=folder, **quiet
+    )
+    return {"run_name": start.project, "experiment_key": start.run_id, "experiment_config": config}
+
+
+def _trackio(start: RunStart) -> dict[str, Any]:
+    """It knows runs by their names."""
+    name = start.run_id or f"{start.name}-{secrets.token_hex(3)}"
+    quiet: dict[str, Any] = dict.fromkeys(("embed", "auto_log_gpu", "auto_log_cpu"), False)
+    return {"run_name": start.project, "name": name, "resume": "allow", **quiet}
+
+
+def _swanlab(start: RunStart) -> dict[str, Any]:
+    from swanlab import Settings
+
+    off = dict.fromkeys(("hardware", "runtime", "requirements", "conda", "git", "monitor"), False)
+    terminal = Settings.Terminal(proxy_type="none")
+    return {
+        "run_name": start.project,
+        "name": start.name,
+        "id": start.run_id,
+        "resume": "allow" if start.run_id else "never",
+        "log_dir": str(start.folder / "swanlab"),
+        "settings": Settings(interactive=False, probe=Settings.Probe(**off), terminal=terminal),
+    }
+
+
+def _aim(start: RunStart) -> dict[str, Any]:
+    known = {"run_name": start.name, "experiment": start.project, "run_hash": start.run_id}
+    return {**known, "force_resume": True, "system_tracking_interval": None, "capture_terminal_logs": False}
+
+
+def _dvclive(start: RunStart) -> dict[str, Any]:
+    folder = str(start.folder / "dvclive")
+    return {"dir": folder, "resume": start.step >= 0, "save_dvc_exp": False, "dvcyaml": None}
+
+
+TRACKERS: dict[str, TrackerKind | None] = {
+    "none": None,
+    "wandb": TrackerKind(
+        name="wandb",
+        arguments=_wandb,
+        run_id="run.id",
+        place=_wandb_place,
+        finish=lambda tracker, failed: tracker.run.finish(exit_code=int(failed)),
+        check=_check_wandb,
+    ),
+    "tensorboard": TrackerKind(
+        name="tensorboard",
+        arguments=_tensorboard,
+        place=lambda tracker: f"tensorboard --logdir {tracker.logging_dir}",
+        keep_config=lambda _run: {},  # it would be shown as another run
+    ),
+    "mlflow": TrackerKind(
+        name="mlflow",
+        arguments=_mlflow,
+        run_id="active_run.info.run_id",
+        keep_config=_flat,
+        finish=_finish_mlflow,
+    ),
+    "comet": TrackerKind(name="comet_ml", arguments=_comet, run_id="writer.id"),
+    "trackio": TrackerKind(name="trackio", arguments=_trackio, run_id="run.name"),
+    "swanlab": TrackerKind(name="swanlab", arguments=_swanlab, run_id="run.id"),
+    "aim": TrackerKind(name="aim", arguments=_aim, run_id="writer.hash"),
+    "dvclive": TrackerKind(name="dvclive", arguments=_dvclive),
+}

@@ -1,0 +1,241 @@
+"""What follows from a look at the data: each advice has words to type, and why."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from app.config.dataset import trains_answers
+from app.config.schema import RunConfig
+from app.data import survey
+from app.data.overflow import policy_for
+from app.data.prepare import Data
+from app.training.steps import StepPlan
+
+_KEEP = 0.99  # of the samples whole
+_BAD = 0.01  # of the rows
+_FULL = 0.9  # of packed bins
+_WASTED = 0.85  # of padded micro-batches
+_TRAINED = 0.05  # of the tokens
+_STEPS = 20  # fewer make a poor schedule
+_EVAL_ROWS = 30  # fewer make a loss that says little
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """`key` is what to type, as far as it can be known."""
+
+    key: str
+    why: str
+
+
+class Found(Protocol):
+    """What a look at the data has found."""
+
+    @property
+    def data(self) -> Data:
+        """The rows of both splits, and what became of all."""
+
+    @property
+    def packing(self) -> survey.Packing:
+        """Bins of the run, or those that it could have."""
+
+    @property
+    def padded_fill(self) -> float | None:
+        """Of micro-batches, if rows are or were padded."""
+
+    @property
+    def plan(self) -> StepPlan | None:
+        """None where no row is left."""
+
+    @property
+    def positions(self) -> int | None:
+        """The longest row that the model takes, if it says."""
+
+    @property
+    def duplicates(self) -> int:
+        """Of the training source."""
+
+
+def advice(run: RunConfig, found: Found) -> Iterator[Advice]:
+    """The most harmful first."""
+    for rule in _RULES:
+        yield from rule(run, found)
+
+
+def _bad_rows(run: RunConfig, found: Found) -> Iterator[Advice]:
+    counts = found.data.report.train
+    if counts.bad_rows > _BAD * counts.rows_read and run.dataset.on_bad_row == "skip":
+        yield Advice(
+            "dataset.on_bad_row=error",
+            f"{counts.bad_rows:,} of {counts.rows_read:,} rows are bad and left out, the first "
+            f"{counts.first_problem}: mend them, or the column that is read",
+        )
+    if counts.files_left_out and run.dataset.path is not None:  # of a mix each source has its own
+        yield Advice(
+            f"dataset.path='{run.dataset.path}/*'",
+            f"{_many(len(counts.files_left_out), 'file')} of the folder not read, the first "
+            f"{counts.files_left_out[0]}: a pattern names what is",
+        )
+
+
+def _over_long(run: RunConfig, found: Found) -> Iterator[Advice]:
+    counts, limit, lengths = found.data.report.train, run.dataset.max_length, found.data.train.lengths
+    needed = survey.length_that_keeps(_KEEP, lengths, counts)
+    if not counts.tokens_lost or needed is None or needed <= limit:
+        return
+    lost = f"{_many(counts.tokens_lost, 'token')} are lost now"
+    kept = needed if found.positions is None else min(needed, found.positions)
+    then, now = (survey.share_within(length, lengths, counts) for length in (kept, limit))
+    if kept > limit and then > now:
+        bins = f" batching.tokens={kept}" if run.batching.packing and kept > run.batching.bin_tokens else ""
+        most = "" if kept == needed else ", and the model has no more positions"
+        yield Advice(
+            f"dataset.max_length={kept}{bins}",
+            f"keeps {then:.1%} of the samples whole, {limit} {now:.1%}{most}; {lost}",
+        )
+    elif policy_for(run.dataset.on_overflow, run.dataset.format) != "truncate":
+        yield Advice(
+            "dataset.on_overflow=truncate",
+            f"the model has no more positions, and {lost}: this keeps the beginning of each, without its end; or take "
+            "a model with more",
+        )
+
+
+def _duplicates(run: RunConfig, found: Found) -> Iterator[Advice]:
+    report = found.data.report
+    if found.duplicates and not run.dataset.deduplicate:
+        samples = report.train.samples + report.train.held_out
+        yield Advice(
+            "dataset.deduplicate=true",
+            f"{_many(found.duplicates, 'sample')} of {samples:,} say what an earlier one says, token by token: each is "
+            "learned more often than the others; leave them out, unless that is meant",
+        )
+    if report.shared:
+        named = "eval_path" if run.dataset.eval_path is not None else "eval_split"
+        yield Advice(
+            f"dataset.{named}=null dataset.eval_fraction=0.02",
+            f"{_many(report.shared, 'held-out sample')} also trained on: eval_loss will be too good; a part of the "
+            f"training rows never has an equal on the other side, or take them out of what dataset.{named} names",
+        )
+
+
+def _held_out(run: RunConfig, found: Found) -> Iterator[Advice]:
+    held, samples = found.data.eval, len(found.data.train)
+    if held is None and samples:
+        fraction = max(0.02, min(0.2, round(_EVAL_ROWS / samples, 2)))
+        yield Advice(
+            f"dataset.eval_fraction={fraction}",
+            "nothing is held out: whether the model learns or only remembers will not be seen",
+        )
+    elif held is not None and 0 < len(held) < _EVAL_ROWS and run.dataset.eval_max_rows is None:
+        fraction = min(0.5, round(_EVAL_ROWS / (len(held) + samples) + 0.005, 2))
+        key = f"dataset.eval_fraction={fraction}" if _held_by_fraction(run) else "dataset.eval_path=FILE"
+        yield Advice(
+            key, f"a loss over {_many(len(held), 'held-out sample')} says little; {_EVAL_ROWS} say more"
+        )
+
+
+def _held_by_fraction(run: RunConfig) -> bool:
+    """Whether the held-out rows are a part of the others."""
+    return run.dataset.eval_path is None and run.dataset.eval_split is None
+
+
+def _trained_share(run: RunConfig, found: Found) -> Iterator[Advice]:
+    counts = found.data.report.train
+    if run.task.kind != "causal" or not trains_answers(run.dataset) or not counts.tokens:
+        return
+    share = counts.trained_tokens / counts.tokens
+    if share >= _TRAINED:
+        return
+    if run.dataset.train_on == "last":
+        yield Advice(
+            "dataset.train_on=assistant",
+            f"only {share:.1%} of the tokens are trained: all answers, not the last",
+        )
+    elif counts.expanded_into:
+        return  # the template is the cause, and its own advice
+    else:
+        yield Advice(
+            "dataset.train_on=all",
+            f"only {share:.1%} of the tokens are trained; `all` learns the prompts too",
+        )
+
+
+def _template(_run: RunConfig, found: Found) -> Iterator[Advice]:
+    counts = found.data.report.train
+    if counts.expanded_into:
+        yield Advice(
+            "dataset.on_unstable_template=last",
+            f"the chat template rewrites earlier turns, so {_many(counts.unstable, 'conversation')} became "
+            f"{counts.expanded_into:,} samples that repeat each other; `last` trains the last turn of each, or "
+            "give model.chat_template=FILE with one that only adds",
+        )
+    if counts.endless:
+        yield Advice(
+            "model.chat_template=chatml",
+            f"in {_many(counts.endless, 'sample')} no special token ends the answer: the model will not learn to stop",
+        )
+    if counts.unseen:
+        yield Advice(
+            "model.chat_template=chatml",
+            f"this template leaves out what {_many(counts.unseen, 'message')} of system, user or tool say",
+        )
+    if counts.glued:
+        yield Advice(
+            "dataset.columns.prompt=...",
+            f"in {_many(counts.glued, 'sample')} a token holds both prompt and answer and is not trained: let prompts "
+            "end without white space, and answers begin with it",
+        )
+
+
+def _filling(run: RunConfig, found: Found) -> Iterator[Advice]:
+    fill, padded, lengths = found.packing.fill, found.padded_fill, found.data.train.lengths
+    if fill is None or padded is None:
+        return
+    if not run.batching.packing:
+        if padded < _WASTED:
+            yield Advice(
+                "batching.packing=true",
+                f"padded micro-batches are {padded:.0%} full, bins of {run.batching.bin_tokens:,} tokens {fill:.1%}",
+            )
+    elif fill < _FULL and found.packing.bins > 1:
+        larger = 2 * run.batching.bin_tokens
+        then = survey.packed(lengths, larger).fill or 0.0
+        if then > fill:
+            yield Advice(f"batching.tokens={larger}", f"bins are {fill:.0%} full, these would be {then:.0%}")
+
+
+def _steps(run: RunConfig, found: Found) -> Iterator[Advice]:
+    plan, training = found.plan, run.training
+    if plan is None:
+        return
+    if training.max_steps is not None and plan.steps < plan.steps_per_epoch:
+        yield Advice(
+            "training.max_steps=null",
+            f"{plan.steps:,} steps see {plan.epoch(plan.steps):.1%} of the rows; an epoch has {plan.steps_per_epoch:,}",
+        )
+    elif plan.steps < _STEPS and training.max_steps is None:
+        if run.batching.accumulation > 1:
+            yield Advice(
+                "batching.accumulation=1",
+                f"the run has {_many(plan.steps, 'step')}: smaller ones make more of them",
+            )
+        epochs = -(-_STEPS // plan.steps_per_epoch)
+        yield Advice(f"training.epochs={epochs}", f"the run has {_many(plan.steps, 'step')}, few to learn in")
+
+
+def _many(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+Rule = Callable[[RunConfig, Found], Iterator[Advice]]
+_RULES: tuple[Rule, ...] = (
+    _bad_rows,
+    _over_long,
+    _trained_share,
+    _template,
+    _duplicates,
+    _held_out,
+    _filling,
+    _steps,
+)

@@ -1,0 +1,220 @@
+"""What a run would learn from, looked through before it is started: no weights, and no row stops it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from app.config.dataset import formats_of, has_chats, sources_of
+from app.config.schema import DatasetConfig, RunConfig
+from app.data import survey
+from app.data.labels import labels_of
+from app.data.loader import Loader, Share
+from app.data.prepare import Data, prepare
+from app.data.report import Counts
+from app.data.shapes import Source
+from app.data.stops import stops, unstopped
+from app.data.token_rows import TokenRows
+from app.errors import ConfigError
+from app.model.source import config_numbers, positions_of
+from app.model.tasks import task_of
+from app.model.tokenizer import load_tokenizer
+from app.model.weights import build_on_meta
+from app.training.advice import advice
+from app.training.bins import is_open, suggested, with_bins
+from app.training.classes import with_classes
+from app.training.ground import layout_of, require_known_ids, sees_both_ways
+from app.training.known_format import with_format
+from app.training.limits import within_positions
+from app.training.preview import preview
+from app.training.steps import StepPlan, plan_steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataCheck:
+    """What was found. `stops` is what a run with these settings would end with."""
+
+    run: RunConfig
+    data: Data
+    packing: survey.Packing
+    padded_fill: float | None
+    loader: Loader
+    plan: StepPlan | None  # of no rows there are no steps
+    processes: int
+    positions: int | None  # that the model has
+    preview: dict[str, Any]
+    stops: list[str]
+
+    def facts(self) -> dict[str, Any]:
+        """`data` of check.json."""
+        train, held = self.data.report.train, self.data.report.eval
+        return {
+            "source": train.source,
+            "format": formats_of(self.run.dataset),
+            "max_length": self.run.dataset.max_length,
+            **_split(train, self.data.train),
+            "duplicate_rows": self.duplicates,
+            "held_out": train.held_out,
+            **self._packing(),
+            **self._steps(),
+            "length_percentiles": survey.percentiles(self.data.train.lengths, train),
+            "lengths": survey.histogram(self.data.train.lengths),
+            "overlong_lengths": survey.over_long(train),
+            "sources": self._sources(),
+            "eval": None if held is None or self.data.eval is None else self._held(held, self.data.eval),
+            "preview": self.preview,
+            "notes": self.data.report.notes,
+            "counts": self.data.report.as_dict(),
+            "stops": self.stops,
+            "advice": [{"set": each.key, "why": each.why} for each in advice(self.run, self)],
+        }
+
+    @property
+    def duplicates(self) -> int:
+        """Of all rows of the training sources, those held out of them too: equal rows are on the same side."""
+        return self.data.report.train.duplicates
+
+    def _held(self, counts: Counts, rows: TokenRows) -> dict[str, Any]:
+        return {
+            "source": counts.source,
+            **_split(counts, rows),
+            "duplicate_rows": int(rows.again.sum()),
+            "also_trained_on": self.data.report.shared,
+        }
+
+    def _sources(self) -> list[dict[str, Any]]:
+        """Of a mix, what was read of each, and what an epoch has of it: a row for each."""
+        report, sections = self.data.report, sources_of(self.run.dataset)
+        return [
+            {
+                "name": name,
+                "source": counts.source,
+                "format": sections[name].format,
+                "rows": counts.rows_read,
+                "bad_rows": counts.bad_rows,
+                "overlong_rows": counts.over_long,
+                "overlong_tokens": counts.tokens_lost,
+                "dropped": counts.dropped,
+                "duplicate_rows": counts.duplicates,
+                "held_out": counts.held_out,
+                "samples": counts.samples,
+                "weight": share.weight,
+                "drawn": share.drawn,
+                "tokens": share.tokens,
+                "trained_tokens": share.trained_tokens,
+                "share": share.tokens / max(report.train.tokens, 1),
+            }
+            for (name, counts), share in zip(report.sources.items(), report.shares.values(), strict=True)
+        ]
+
+    def _packing(self) -> dict[str, Any]:
+        return {
+            "packing": self.run.batching.packing,
+            "bin_tokens": self.run.batching.bin_tokens,
+            "bins": self.packing.bins,
+            "fill": self.packing.fill,
+            "lower_bound_bins": self.packing.least,
+            "padded_fill": self.padded_fill,
+        }
+
+    def _steps(self) -> dict[str, Any]:
+        plan, train = self.plan, self.data.report.train
+        an_epoch = plan.steps_per_epoch if plan else 0
+        return {
+            "steps": plan.steps if plan else 0,
+            "steps_per_epoch": an_epoch,
+            "epochs": plan.epoch(plan.steps) if plan else 0.0,
+            "units_per_step": self.loader.units_per_step,
+            "unit_name": self.loader.unit_name,
+            "processes": self.processes,
+            "tokens_per_step": train.tokens / an_epoch if an_epoch else 0.0,
+            "trained_tokens_per_step": train.trained_tokens / an_epoch if an_epoch else 0.0,
+        }
+
+
+def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> DataCheck:
+    """Everything that a run with these settings, divided among `processes`, would know of its data."""
+    run, notes = with_format(within_positions(run, say))
+    if is_open(run):
+        run = with_bins(run, suggested(run))
+        notes = [
+            *notes,
+            f"batching.tokens=auto is found by a run; here bins have {run.batching.bin_tokens:,} tokens",
+        ]
+    found: list[str] = []
+
+    def judge(section: DatasetConfig, source: Source, counts: Counts) -> None:
+        found.extend(stops(replace(run.dataset, format=section.format), source, counts))
+
+    tokenizer = load_tokenizer(run.model, needs_template=has_chats(run.dataset))
+    data = prepare(unstopped(run.dataset), tokenizer, run.cache_dir, notes, judge, run.task.labels)
+    try:
+        run = with_classes(run, data.classes)
+    except ConfigError as problem:
+        found += problem.problems
+    labels = labels_of(run.task, tokenizer, run.seed, both_ways=sees_both_ways(run))
+    found += _unknown_ids(run, data)
+    share = Share(run.batching.accumulation, processes)
+    loader = Loader(data.train, layout_of(run, run.batching.rows, tokenizer, labels), share, run.seed)
+    lengths = data.train.lengths
+    rows_per_step = run.batching.rows * share.micro_batches * processes  # if they were padded
+    return DataCheck(
+        run=run,
+        data=data,
+        packing=survey.packed(lengths, max(run.batching.bin_tokens, run.dataset.max_length)),
+        padded_fill=survey.padded_fill(lengths, run.batching.rows, rows_per_step),
+        loader=loader,
+        plan=plan_steps(run.training, loader.steps_per_epoch) if loader.num_units else None,
+        processes=processes,
+        positions=positions_of(run.model),
+        preview=preview(data.train, labels, tokenizer, first=True),
+        stops=found,
+    )
+
+
+def _unknown_ids(run: RunConfig, data: Data) -> list[str]:
+    """The model is built, without memory, only where its config.json does not settle the matter."""
+    told = config_numbers(run.model).get("vocab_size")
+    largest = max(rows.largest_id for rows in (data.train, data.eval) if rows is not None)
+    if isinstance(told, int) and largest < told:
+        return []
+    embeddings = build_on_meta(run.model, task_of(run.task), "eager").get_input_embeddings()
+    try:
+        require_known_ids(run.model, [data.train, data.eval], embeddings.num_embeddings)
+    except ConfigError as problem:
+        return list(problem.problems)
+    return []
+
+
+def _split(counts: Counts, rows: TokenRows) -> dict[str, Any]:
+    """What both sides have."""
+    return {
+        "rows": counts.rows_read,
+        "bad_rows": counts.bad_rows,
+        "bad": [
+            {"reason": reason, "rows": number, "first": counts.bad_first[reason]}
+            for reason, number in counts.bad_by_reason.items()
+        ],
+        "bad_places": counts.bad_places,
+        "empty": counts.empty,
+        "overlong_rows": counts.over_long,
+        "overlong_tokens": counts.tokens_lost,
+        "dropped": counts.dropped,
+        "truncated": counts.truncated,
+        "split": counts.split,
+        "samples": len(rows),
+        "total_tokens": counts.tokens,
+        "trained_tokens": counts.trained_tokens,
+        "trained_share": counts.trained_tokens / counts.tokens if counts.tokens else None,
+        "weights": _weights(counts) if counts.weighted_samples else None,
+        "labels": counts.classes,
+        "longest": counts.longest,
+    }
+
+
+def _weights(counts: Counts) -> dict[str, Any]:
+    """What messages of other weights than 1 make of the trained tokens."""
+    return {
+        "samples": counts.weighted_samples,
+        "trained_tokens_count_as": counts.label_weight,
+        "share": counts.label_weight / counts.tokens,
+    }

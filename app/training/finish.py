@@ -1,0 +1,95 @@
+"""The end of a run: the weights as files, the result, and what to do next."""
+
+from app.config.commands import python
+from app.config.schema import RunConfig
+from app.distributed.host_group import Peers
+from app.model.save import save_model
+from app.model.trainee import Trainee
+from app.tracking.lines import memory
+from app.tracking.recorder import Recorder, before_after
+from app.training.checkpoint import Checkpoints
+from app.training.files import whole_folder
+from app.training.ground import Ground
+from app.training.loop import Loop
+from app.training.memory import Predicted
+from app.training.progress import Progress
+from app.training.trained_state import load_weights
+
+
+def finish(run: RunConfig, ground: Ground, loop: Loop, record: Recorder, predicted: Predicted | None) -> int:
+    """Write what came out; returns the exit code."""
+    parts, progress, known = loop.parts, loop.progress, _known(loop, predicted)
+    if run.checkpoint.final == "best":
+        _take_best(parts.checkpoints, progress, parts.stepper.trainee, record, parts.runtime.peers)
+    trainee = parts.stepper.trainee
+    named = trainee.language_model.state_dict() if ground.sections.trains_base else trainee.trained()
+    state = trainee.gathered(named, keeps=parts.runtime.rank == 0)
+    if parts.runtime.rank == 0:
+        with whole_folder(record.folder.final) as aside:
+            save_model(trainee, ground.tokenizer, aside, state)
+        answers = before_after(record.folder.samples)
+        if answers:
+            record.message(answers)
+    what = "model" if run.adapter.kind == "none" else "adapter"
+    record.message(_closing_words(what, record, known, loop))
+    record.finish("finished", final=str(record.folder.final), **known)
+    return 0
+
+
+def stop(loop: Loop, record: Recorder, predicted: Predicted | None) -> int:
+    """The same for a run that was asked to stop, and has saved."""
+    record.message(f"stopped after step {loop.progress.step}, which is saved.")
+    record.finish("stopped", **_known(loop, predicted))
+    assert loop.stopped_by is not None
+    return loop.stopped_by
+
+
+def _known(loop: Loop, predicted: Predicted | None) -> dict[str, float | None]:
+    """What the lines of this start tell; a start that had nothing left to do has no speed of its own."""
+    progress, peers = loop.progress, loop.parts.runtime.peers
+    measured = int(
+        peers.highest(loop.memory.bytes or 0)
+    )  # each process may have its own share of what is divided
+    speed = {"tokens_per_second": loop.tokens_per_second} if loop.tokens_per_second else {}
+    return {
+        **speed,
+        "objective": progress.last_loss if progress.best_loss is None else progress.best_loss,
+        "steps": progress.step,
+        "train_loss_first": progress.first_loss,
+        "train_loss_last": progress.last_loss,
+        "eval_loss": progress.last_eval_loss,
+        "peak_memory_bytes": loop.parts.runtime.peak_memory_bytes(),
+        "memory_predicted_bytes": None if predicted is None else predicted.bytes,
+        "memory_measured_bytes": measured or None,
+    }
+
+
+def _take_best(
+    checkpoints: Checkpoints, progress: Progress, trainee: Trainee, record: Recorder, peers: Peers
+) -> None:
+    save = checkpoints.best(progress)
+    if save is None or progress.best_step == progress.step:
+        return
+    load_weights(save, trainee.trained(), peers)
+    record.message(f"final/ has the weights of step {progress.best_step}, the best evaluation")
+
+
+def _closing_words(what: str, record: Recorder, known: dict[str, float | None], loop: Loop) -> str:
+    progress, speed = loop.progress, known.get("tokens_per_second")
+    evaluated = "" if progress.last_eval_loss is None else f", eval loss {progress.last_eval_loss:.4f}"
+    if loop.scores is not None and loop.scores.of_classes:
+        evaluated += f", accuracy {loop.scores.token_accuracy:.2%}, macro F1 {loop.scores.macro_f1:.2%}"
+    return (
+        f"{_memory_words(known)}"
+        f"done    {progress.step} steps, loss {progress.first_loss:.4f} -> {progress.last_loss:.4f}{evaluated}"
+        f"{f', {speed:,.0f} tokens/s' if speed else '; nothing was left to do'}\n"
+        f"{what:<7} {record.folder.final}\n"
+        f'try it  {python()} -m app.generate run={record.folder.path} prompt="..."'
+    )
+
+
+def _memory_words(known: dict[str, float | None]) -> str:
+    predicted, measured = known["memory_predicted_bytes"], known["memory_measured_bytes"]
+    if predicted is None or measured is None:
+        return ""
+    return f"memory  {memory(predicted)} predicted, {memory(measured)} measured ({measured / predicted - 1:+.1%})\n"

@@ -1,0 +1,206 @@
+"""One optimizer step: the gradient of the weighted mean over all trained tokens, however they are split."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from app.batch import Batch
+from app.distributed.fsdp import local
+from app.distributed.process_group import Runtime
+from app.distributed.reduction import Alone, Reduction
+from app.model.trainee import Trainee
+from app.oom_retry import TooLargeTogether, does_not_fit, halves, split, tried
+from app.optim.first_states import drop_states, make_states
+from app.optim.loss_scale import LossScale
+from app.optim.norm import clip_factor, scale_gradients, squares
+from app.optim.skip import skips_on_device, step_unless
+from app.training.anatomy import kept_bytes
+from app.training.in_backward import in_backward
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Tensors stay on the device until somebody prints them."""
+
+    loss_sum: Tensor  # over this process
+    grad_norm: Tensor
+    skipped: Tensor  # true where the gradient was not finite, and nothing was changed
+    labels: int  # over all processes
+    tokens: int
+    weight: float  # of the labels together: their number, unless some count more or less
+
+    def mean(self, loss_sum: float) -> float:
+        """Of a sum over all processes."""
+        return loss_sum / (self.weight or 1.0)
+
+
+class Stepper:
+    """Runs steps. `scale` is there for fp16 only."""
+
+    def __init__(
+        self,
+        trainee: Trainee,
+        optimizer: torch.optim.Optimizer,
+        runtime: Runtime,
+        clip: float,
+        *,
+        fp16: bool,
+        reduction: Reduction | None = None,  # one process alone, unless it is given
+    ) -> None:
+        self.trainee = trainee
+        self.optimizer = optimizer
+        self.scale = LossScale(runtime.device) if fp16 else None
+        self._runtime = runtime
+        self._clip = clip
+        self._parameters = list(trainee.trained().values())
+        self._skips_on_device = skips_on_device(optimizer)
+        self._in_backward = in_backward(self._parameters, optimizer)
+        self._reduction = reduction or Alone(self._parameters)
+        self._sums = self._in_backward or self._reduction
+        self.depth = 0  # how often micro-batches are halved, because they did not fit into memory
+        # called as forward, backward and update begin, the first two of each micro-batch
+        self.on_phase: Callable[[str], None] | None = None
+
+    def run(self, batches: Sequence[Batch], lr: float) -> StepResult:
+        """One step over all micro-batches of all processes."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        labels, tokens, weight = self._counted(batches)
+        loss_sum = self._backward(batches, weight)
+        updated = tried(self._update)
+        if updated is None:
+            raise does_not_fit("the step of the optimizer", self._kept())
+        norm, skipped = updated
+        return StepResult(loss_sum, norm, skipped, int(labels), int(tokens), weight)
+
+    def _counted(self, batches: Sequence[Batch]) -> tuple[float, float, float]:
+        """Of all processes: labels, tokens, weight. The deepest split of any is that of all from here on."""
+        mine = (
+            sum(b.num_labels for b in batches),
+            sum(b.num_tokens for b in batches),
+            sum(b.label_weight for b in batches),
+            self.depth,
+        )
+        labels, tokens, weights, depths = zip(*self._runtime.peers.gathered(mine), strict=True)
+        self.depth = int(max(depths))
+        return sum(labels), sum(tokens), sum(weights)
+
+    def _backward(self, batches: Sequence[Batch], weight: float) -> Tensor:
+        """The gradient of all loss sums over the weight of all processes; made again in smaller parts if need be."""
+        self._sums.begin()
+        while True:
+            total = tried(self._attempt, batches, weight)
+            if total is not None:
+                self._sums.finish()
+                return total
+            self._deepen(batches)
+            if not self._reduction.can_repeat:
+                raise TooLargeTogether("a micro-batch", self.depth)
+            if self._in_backward is not None:
+                self._in_backward.require_unchanged()
+            self._sums.begin()
+
+    @property
+    def skipping(self) -> str:
+        """What happens in a step whose gradient is not finite, in words."""
+        if self._in_backward is None:
+            return "skipped: its gradient is not finite"
+        return "not made for weights whose gradient is not finite, others had been stepped by then"
+
+    def try_out(self, batches: Sequence[Batch]) -> None:
+        """Forward and backward as in a step, for the memory that they take: only the depth may change."""
+        _, _, weight = self._counted(batches)
+        with nullcontext() if self._in_backward is None else self._in_backward.rehearsing():
+            self._backward(batches, weight)
+        self.depth = int(self._runtime.peers.highest(self.depth))
+        self.forget_gradients()
+
+    def make_states(self) -> None:
+        """Those that the first step would make, with the memory that it would take; no weight is changed."""
+        self._sums.begin()
+        self._reduction.gradients()  # where they have memory of their own, it is this
+        stepped = self._reduction.stepped
+        for together in [stepped] if self._in_backward is None else [[each] for each in stepped]:
+            for parameter in together:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            if tried(make_states, self.optimizer) is None:
+                raise does_not_fit("the step of the optimizer", self._kept())
+            self.forget_gradients()
+
+    def drop_states(self) -> None:
+        """As before `make_states`."""
+        drop_states(self.optimizer)
+
+    def own_gradients(self) -> dict[str, Tensor | None]:
+        """By the names of the trained weights; where a gradient is divided, the part that this process keeps."""
+        trained = self.trainee.trained().items()
+        return {name: None if each.grad is None else local(each.grad) for name, each in trained}
+
+    def forget_gradients(self) -> None:
+        """Nothing reads them after a step; an evaluation has use for their memory."""
+        for parameter in (*self._parameters, *self._reduction.stepped):
+            parameter.grad = None
+
+    def _attempt(self, batches: Sequence[Batch], weight: float) -> Tensor:
+        parts = [part for batch in batches for part in split(batch, self.depth)]
+        total = torch.zeros((), device=self._runtime.device)
+        factor = 1.0 / (weight or 1.0) if self.scale is None else self.scale.value / (weight or 1.0)
+        passes = self._passes(len(parts))
+        for at in range(passes):
+            if at == passes - 1:
+                self._sums.expect_last()
+            part = parts[min(at, len(parts) - 1)]
+            self._begin("forward")
+            loss, _ = self.trainee(part.to(self._runtime.device))
+            counts = at < len(parts)
+            scaled = loss * (factor if counts else 0.0)
+            self._begin("backward")
+            scaled.backward()
+            if counts:
+                total += loss.detach()
+        return total
+
+    def _passes(self, own: int) -> int:
+        """Where a pass takes all processes, as many as the one with most parts makes: the last part is repeated."""
+        if self._reduction.can_repeat or self.depth == 0:
+            return own
+        return int(self._runtime.peers.highest(own))
+
+    def _deepen(self, batches: Sequence[Batch]) -> None:
+        """The others need no word of it: they wait in the reduction, and learn it with the next step's counts."""
+        if not any(halves(part) for batch in batches for part in split(batch, self.depth)):
+            longest = max(max(batch.lengths, default=0) for batch in batches)
+            raise does_not_fit(f"a document of {longest} tokens by itself", self._kept())
+        self.depth += 1
+
+    def _begin(self, phase: str) -> None:
+        if self.on_phase is not None:
+            self.on_phase(phase)
+
+    def _kept(self) -> dict[str, int]:
+        return kept_bytes(self.trainee, self.optimizer)
+
+    def _update(self) -> tuple[Tensor, Tensor]:
+        """Clip and step; leave everything as it is when the gradient is not finite."""
+        self._begin("update")
+        if self._in_backward is not None:
+            return self._in_backward.taken()
+        gradients = self._reduction.gradients()
+        norm = self._reduction.total(squares(gradients, self._runtime.device)).sqrt()
+        if self.scale is not None:
+            norm = norm / self.scale.value
+        skipped = ~torch.isfinite(norm)
+        if self._clip > 0 or self.scale is not None:
+            factor = clip_factor(norm, self._clip) if self._clip > 0 else torch.ones_like(norm)
+            scale_gradients(gradients, factor if self.scale is None else factor / self.scale.value)
+        if self._skips_on_device:
+            step_unless(self.optimizer, skipped.float())
+        elif not bool(skipped):
+            self.optimizer.step()
+        if self.scale is not None:
+            self.scale.update(~skipped)
+        return norm, skipped

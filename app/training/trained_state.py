@@ -1,0 +1,155 @@
+"""Trained weights and optimizer states as named tensors, whole or divided among processes, and back.
+
+A checkpoint of a whole model is two files of safetensors; of a divided one a folder of DCP. Either is read by any
+number of processes, except states that an optimizer keeps in blocks, which cannot be divided anew.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from app.distributed import checkpoint
+from app.distributed.fsdp import like_shard, local, shard_of
+from app.distributed.host_group import Peers
+from app.errors import CheckpointError
+from app.optim.one_by_one import STEPS_ROUNDED
+from app.optim.state import named_states, saved_names
+from app.training.step import Stepper
+
+WEIGHTS, OPTIMIZER, SHARDS = "weights.safetensors", "optimizer.safetensors", "shards"
+_OF_ONE_PROCESS = "@"
+
+
+def named_tensors(stepper: Stepper) -> dict[str, Tensor]:
+    """`weights/NAME` and `states/NAME/KEY`."""
+    trained = stepper.trainee.trained()
+    found: dict[str, Tensor] = {f"weights/{name}": each.detach() for name, each in trained.items()}
+    for name, states in _states(stepper).items():
+        tensors = ((key, value) for key, value in states.items() if isinstance(value, Tensor))
+        for key, value in tensors:
+            suffix, tensor = _portable(value, trained[name])
+            found[f"states/{name}/{key}{suffix}"] = tensor
+    return found
+
+
+def _portable(value: Tensor, parameter: nn.Parameter) -> tuple[str, Tensor]:
+    """A part of a whole that is divided as its parameter is. What is neither that nor a number is of one process."""
+    if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or value.ndim == 0:
+        return "", value
+    if value.shape == local(parameter).shape:
+        return "", like_shard(value, parameter)
+    return f"{_OF_ONE_PROCESS}{shard_of(parameter)}", value
+
+
+def plain_states(stepper: Stepper) -> dict[str, Any]:
+    """What is no tensor: numbers of parameters that this process has a part of, and the count of rounded steps."""
+    numbers = {
+        f"{name}/{key}": value
+        for name, states in _states(stepper).items()
+        for key, value in states.items()
+        if isinstance(value, int | float)
+    }
+    group = stepper.optimizer.param_groups[0]
+    return numbers | ({STEPS_ROUNDED: group[STEPS_ROUNDED]} if STEPS_ROUNDED in group else {})
+
+
+def load_divided(folder: Path, plain: Mapping[str, Any], stepper: Stepper, peers: Peers) -> None:
+    """Where the checkpoint or this run, or both, are divided."""
+    if not stepper.optimizer.state:
+        stepper.make_states()
+    wanted = named_tensors(stepper)
+    shards = folder / SHARDS
+    if shards.is_dir():
+        _require_names(folder, wanted, checkpoint.names_in(shards), peers)
+        checkpoint.load(wanted, shards, peers.group)
+        numbers = dict(plain)
+    else:
+        names = {place: name.removeprefix("network.") for place, name in saved_names(plain).items()}
+        numbers = _renamed(plain, names)
+        _load_rows(folder, names, wanted, peers)
+    for name, states in _states(stepper).items():
+        states |= {key: numbers[f"{name}/{key}"] for key in states if f"{name}/{key}" in numbers}
+    if STEPS_ROUNDED in numbers:
+        stepper.optimizer.param_groups[0][STEPS_ROUNDED] = numbers[STEPS_ROUNDED]
+
+
+def load_weights(folder: Path, trained: Mapping[str, nn.Parameter], peers: Peers) -> None:
+    """The trained weights of a save into the parameters of the same names."""
+    wanted: dict[str, Tensor] = {f"weights/{name}": each.detach() for name, each in trained.items()}
+    shards = folder / SHARDS
+    if shards.is_dir():
+        checkpoint.load(wanted, shards, peers.group)
+        return
+    with safe_open(folder / WEIGHTS, framework="pt") as saved, torch.no_grad():
+        names = set(saved.keys())
+        if names != trained.keys():
+            odd = sorted(names ^ trained.keys())[:3]
+            raise CheckpointError(
+                f"{folder} has other weights than this run trains (for instance {', '.join(odd)})."
+            )
+        for name, parameter in trained.items():
+            _copy_rows(saved, name, parameter.detach())
+
+
+def _states(stepper: Stepper) -> dict[str, dict[str, Any]]:
+    """By the names of trained weights."""
+    found = named_states(stepper.optimizer)
+    return {name.removeprefix("network."): states for name, states in found.items()}
+
+
+def _require_names(folder: Path, wanted: Mapping[str, Tensor], have: set[str], peers: Peers) -> None:
+    """All processes refuse together: what one lacks, another one may have."""
+    missing = sorted({name for each in peers.collected(sorted(wanted.keys() - have)) for name in each})
+    if not missing:
+        return
+    saved_by = {name.rpartition(".")[2] for name in have if _OF_ONE_PROCESS in name} or {"1"}
+    if any(_OF_ONE_PROCESS in name for name in (*missing, *have)):
+        raise CheckpointError(
+            f"resume: {folder} has optimizer states in blocks of 8 bits, which cannot be divided anew. Continue with "
+            f"as many processes as it was saved by ({', '.join(saved_by)}) and the same parallel=, or give another "
+            "output_dir and begin again with optimizer=adamw, whose states any number of processes continues."
+        )
+    raise CheckpointError(f"{folder} has other weights than this run trains (for instance {missing[0]}).")
+
+
+def _load_rows(folder: Path, names: Mapping[str, str], wanted: Mapping[str, Tensor], peers: Peers) -> None:
+    """Each process its rows, of files that have whole tensors."""
+    with (
+        safe_open(folder / WEIGHTS, framework="pt") as weights,
+        safe_open(folder / OPTIMIZER, framework="pt") as states,
+    ):
+        found = {f"weights/{name}": (weights, name) for name in weights.keys()}  # noqa: SIM118  no dictionary
+        for path in states.keys():  # noqa: SIM118
+            place, key = _parted(path)
+            found[f"states/{names.get(place, place)}/{key}"] = (states, path)
+        _require_names(folder, wanted, set(found), peers)
+        for name, tensor in wanted.items():
+            _copy_rows(*found[name], tensor)
+
+
+def _parted(path: str) -> tuple[str, str]:
+    """`state/3` and the last part: bitsandbytes has a dictionary between them."""
+    parts = path.split("/")
+    return "/".join(parts[:2]), parts[-1]
+
+
+@torch.no_grad()
+def _copy_rows(saved: Any, name: str, tensor: Tensor) -> None:
+    own = local(tensor)
+    if tensor.ndim == 0:
+        own.copy_(saved.get_tensor(name))
+    elif own.numel():
+        own.copy_(saved.get_slice(name)[checkpoint.own_rows(tensor)])
+
+
+def _renamed(plain: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Numbers of a flat state that goes by places, under the names of parameters."""
+    parted = [(*_parted(path), value) for path, value in plain.items()]
+    found = {f"{names[place]}/{key}": value for place, key, value in parted if place in names}
+    rounded = {key: value for _, key, value in parted if key == STEPS_ROUNDED}
+    return found | rounded

@@ -1,0 +1,66 @@
+"""Plans of more depths against a trace of every layer, and the time that a plan takes."""
+
+import subprocess
+import sys
+from itertools import product
+
+import pytest
+
+from tests.memory.test_estimate import NEAR, both
+
+PROGRAM = """
+import resource
+from app.config.load import compose_run
+from app.memory.estimate import plan_memory
+from app.memory.shape import Shape
+run = compose_run({words!r})
+plan = plan_memory(run, Shape(1, 4096, (1024,) * 4, 6, 2048, 4096))
+used = resource.getrusage(resource.RUSAGE_SELF)
+print(plan.peak_bytes, used.ru_utime + used.ru_stime)
+"""
+SEVENTY = (
+    "hidden_size=8192",
+    "intermediate_size=28672",
+    "num_hidden_layers=80",
+    "num_attention_heads=64",
+)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "recompute"), [*product(("full", "lora", "qlora"), ("0", "1", "4", "8", "true"))]
+)
+def test_extrapolated_plan_equals_trace_of_all_layers(recipe: str, recompute: str) -> None:
+    guess, whole = both(f"recipe={recipe}", f"training.recompute={recompute}", "precision=bf16")
+    assert (guess.peak_where, guess.anatomy) == (whole.peak_where, whole.anatomy)
+    assert guess.flops == whole.flops
+    assert max(abs(size - whole.phases[phase]) for phase, size in guess.phases.items()) <= NEAR
+
+
+@pytest.mark.parametrize("recompute", ["0", "4", "true"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_extrapolated_plan_of_steps_in_backward_equals_trace_of_all_layers(
+    recompute: str, precision: str
+) -> None:
+    words = ("optimizer.in_backward=true", "training.clip=0", f"training.recompute={recompute}")
+    guess, whole = both("recipe=full", *words, f"precision={precision}", f"precision.trained={precision}")
+    assert (guess.peak_where, guess.anatomy) == (whole.peak_where, whole.anatomy)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "recipe", "between"),
+    [((), "lora", (16e9, 24e9)), (SEVENTY, "qlora", (40e9, 56e9))],
+    ids=["8B", "70B"],
+)
+def test_large_model_takes_seconds_imports_included(
+    architecture: tuple[str, ...], recipe: str, between: tuple[float, float]
+) -> None:
+    words = [
+        *("model=llama", "model.weights=random", f"recipe={recipe}", "training.recompute=true"),
+        *(f"model.architecture.{number}" for number in architecture),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(words=words)], capture_output=True, text=True, check=True
+    )
+    peak, seconds = done.stdout.split()[-2:]
+    assert between[0] < int(peak) < between[1]
+    assert float(seconds) < 20, "of processor time; promised are 10 s on two quiet cores"

@@ -1,0 +1,68 @@
+"""The planned peak against the counted peak of a real step: what differs less in kind than in tests/memory."""
+
+from itertools import product
+
+import pytest
+
+from app.memory.estimate import plan_memory
+from app.memory.phases import EVALUATION
+from app.model.kernels import as_on_gpu
+from app.optim.optimizers import OPTIMIZERS
+from tests.memory.test_truth import BF16, IN_BACKWARD, NEAR, PADDED_ROWS, difference
+from tests.memory.truth import EXPERTS, PACKED, counted_peak, counted_peaks, small_run
+
+RECIPES = ("full", "lora", "qlora")
+
+
+@pytest.mark.parametrize("packing", ["batching.packing=true", PADDED_ROWS])
+@pytest.mark.parametrize(("recipe", "recompute"), [*product(RECIPES, ("0", "1", "true"))])
+def test_plan_equals_counted_step(recipe: str, recompute: str, packing: str) -> None:
+    assert abs(difference(f"recipe={recipe}", f"training.recompute={recompute}", packing)) <= NEAR
+
+
+@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
+def test_plan_of_every_optimizer_equals_counted_step(optimizer: str) -> None:
+    assert abs(difference("recipe=full", f"optimizer={optimizer}")) <= NEAR
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "muon", "adafactor"])
+@pytest.mark.parametrize(
+    "words", [BF16, IN_BACKWARD, BF16 + IN_BACKWARD], ids=["bf16", "in_backward", "both"]
+)
+def test_plan_of_whole_model_in_little_memory_equals_counted_step(
+    words: tuple[str, ...], optimizer: str
+) -> None:
+    assert abs(difference("recipe=full", f"optimizer={optimizer}", "training.recompute=1", *words)) <= NEAR
+
+
+@pytest.mark.parametrize(
+    ("fused", "precision", "recompute"),
+    [("true", "fp32", "1"), ("false", "bf16", "0"), ("true", "bf16", "true")],
+)
+@pytest.mark.parametrize("base", ["recipe=qlora", "quantization=fp8"])
+def test_plan_of_packed_base_equals_counted_step(
+    base: str, fused: str, precision: str, recompute: str
+) -> None:
+    given = (f"adapter.fused={fused}", f"precision={precision}", f"training.recompute={recompute}")
+    assert abs(difference("recipe=lora", base, *given)) <= NEAR
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("recipe", ["full", "lora"])
+def test_plan_of_mixture_of_experts_equals_counted_step(recipe: str, precision: str) -> None:
+    assert abs(difference(*EXPERTS, f"recipe={recipe}", f"precision={precision}")) <= NEAR
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_plan_of_evaluation_equals_counted(recipe: str) -> None:
+    run = small_run(f"recipe={recipe}")
+    planned = plan_memory(run, PACKED, "cpu", exact=True).phases[EVALUATION]
+    assert abs(planned - counted_peaks(run, PACKED)[1]) <= NEAR
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_plan_of_what_a_gpu_does_otherwise_equals_counted_step(recipe: str) -> None:
+    run = small_run(f"recipe={recipe}", "training.recompute=0")
+    with as_on_gpu():
+        planned = plan_memory(run, PACKED, "cpu").peak_bytes
+        assert abs(planned - counted_peak(run, PACKED)) <= NEAR

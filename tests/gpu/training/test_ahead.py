@@ -1,0 +1,37 @@
+"""Micro-batches made before they are asked for are those that would have been made; between lines nobody waits."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from app.model.build import build_trainee
+from app.optim.optimizers import build_optimizer
+from app.training.step import Stepper
+from tests.gpu import waiting_is_an_error
+from tests.training.conftest import MakeLoop, sections_of, small_run
+from tests.training.test_ahead import QUIET
+from tests.training.test_in_backward import AS_THEY_COME, BF16, FULL
+
+
+@pytest.mark.parametrize(
+    "words", [("recipe=lora",), ("recipe=full", *BF16), (*FULL, *BF16, AS_THEY_COME)], ids=" ".join
+)
+def test_whole_steps_do_not_wait_for_the_device(words: tuple[str, ...], make_loop: MakeLoop) -> None:
+    run = small_run(*words, *QUIET)
+    loop, _ = make_loop(run, 20)
+    device = loop.parts.runtime.device
+    trainee = build_trainee(sections_of(run), device, run.seed, "nowhere")
+    optimizer = build_optimizer(run.optimizer, trainee, run.seed)
+    stepper = Stepper(trainee, optimizer, loop.parts.runtime, run.training.clip, fp16=False)
+    loop.parts = replace(loop.parts, stepper=stepper)
+    for _ in range(3):
+        loop._step()
+    ready = loop._ahead._ready
+    assert ready is not None
+    assert all(tensor.is_pinned() for batch in ready[1] for tensor in batch.tensors)
+    torch.cuda.synchronize()
+    with waiting_is_an_error():
+        for _ in range(4):
+            loop._step()
+    assert not any(bool(each) for each in loop._skipped)

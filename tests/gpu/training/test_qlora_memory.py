@@ -1,0 +1,23 @@
+"""QLoRA with the defaults of its recipe: on a GPU in the size that must fit 24 GB, on a CPU the same code in small."""
+
+import torch
+
+from app.config.load import compose_run
+from tests.training.test_qlora_memory import CARD, RECIPE, require_four_bits, two_steps
+
+
+def test_llama_8b_fits_a_card_of_24_gb_with_the_defaults() -> None:
+    run = compose_run(RECIPE)
+    assert (run.batching.tokens, run.training.recompute) == (4096, True)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    stepper = two_steps(run)
+    assert torch.cuda.max_memory_reserved() < CARD
+    require_four_bits(stepper, layers=32)
+    large = [p for p in stepper.trainee.trained().values() if p.numel() >= 100_000]
+    assert len(large) == 12 * 32  # all but lora_B of keys and values
+    for parameter in large:
+        state = stepper.optimizer.state[parameter]
+        assert state["state1"].dtype == torch.uint8
+        assert state["state1"].is_paged
+        assert state["state2"].is_paged

@@ -1,0 +1,66 @@
+"""The planned peak against the counted peak of a real step. More of them: tests/full/memory/test_truth.py."""
+
+from dataclasses import replace
+
+import pytest
+
+from app.memory.estimate import plan_memory
+from app.memory.phases import EVALUATION
+from tests.memory.truth import EXPERTS, PACKED, PADDED, counted_peak, counted_peaks, small_run
+
+NEAR = 4096
+BF16 = ("precision=bf16", "precision.trained=bf16")
+IN_BACKWARD = ("optimizer.in_backward=true", "training.clip=0")
+PADDED_ROWS = "batching.packing=false"
+
+
+def difference(*overrides: str, micro_batches: int = 1) -> int:
+    run = small_run(*overrides)
+    shape = replace(PADDED if PADDED_ROWS in overrides else PACKED, micro_batches=micro_batches)
+    return plan_memory(run, shape, "cpu").peak_bytes - counted_peak(run, shape)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("recipe=full", "training.recompute=0"),
+        ("recipe=full", "optimizer=paged_adamw_8bit", "training.recompute=1", PADDED_ROWS),
+        ("recipe=full", "optimizer=muon", "precision=bf16", "training.recompute=true"),
+        ("recipe=full", "optimizer=adafactor", "training.recompute=1", *BF16, *IN_BACKWARD),
+        ("recipe=lora", "precision=fp16", "training.recompute=true"),
+        ("recipe=lora", "adapter.fused=false", "training.recompute=1", PADDED_ROWS),
+        ("recipe=lora", "quantization=fp8", "precision=bf16", "training.recompute=1"),
+        ("recipe=lora", "training.recompute=true", "training.offload=true", "precision=bf16"),
+        ("recipe=qlora", "training.recompute=1"),
+        (*EXPERTS, "recipe=full", "precision=bf16"),
+    ],
+    ids=" ".join,
+)
+def test_plan_equals_counted_step(words: tuple[str, ...]) -> None:
+    assert abs(difference(*words)) <= NEAR
+
+
+def test_plan_of_encoder_equals_counted_step() -> None:
+    """Padding is a document of its own there."""
+    shape = replace(PADDED, documents=(50, 14, 40, 24, 20, 44), places=6)
+    run = small_run("model=bert", "dataset=text", "dataset.path=none.txt", "recipe=full", PADDED_ROWS)
+    assert abs(plan_memory(run, shape, "cpu").peak_bytes - counted_peak(run, shape)) <= NEAR
+
+
+def test_plan_of_several_micro_batches_and_of_evaluation_equals_counted() -> None:
+    run, shape = small_run("recipe=lora"), replace(PACKED, micro_batches=3)
+    plan = plan_memory(run, shape, "cpu", exact=True)
+    in_step, in_evaluation = counted_peaks(run, shape)
+    assert abs(plan.peak_bytes - in_step) <= NEAR
+    assert abs(plan.phases[EVALUATION] - in_evaluation) <= NEAR
+
+
+def test_narrow_weights_and_steps_in_backward_save_their_bytes() -> None:
+    """Two bytes of a weight and two of its gradient; and then all of the gradient."""
+    plain, narrow, in_backward = (
+        plan_memory(small_run("recipe=full", *words), PACKED, "cpu", steps_only=True)
+        for words in ((), BF16, BF16 + IN_BACKWARD)
+    )
+    weights = plain.anatomy["trained_weights"]
+    assert plain.kept_bytes - narrow.kept_bytes == pytest.approx(weights, rel=0.01)
+    assert narrow.kept_bytes - in_backward.kept_bytes == pytest.approx(weights / 2, rel=0.01)

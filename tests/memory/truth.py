@@ -1,0 +1,92 @@
+"""A real second step of a small random model, counted, beside the plan of the same configuration."""
+
+import torch
+
+from app.batch import Batch, Documents
+from app.config.load import compose_run
+from app.config.schema import RunConfig
+from app.distributed.host_group import Peers
+from app.distributed.process_group import Runtime
+from app.memory.shape import Shape
+from app.model.build import build_trainee
+from app.model.chunked_loss import settle_head
+from app.optim.optimizers import build_optimizer
+from app.training.anatomy import kept_tensors
+from app.training.choices import Choices
+from app.training.counting import StorageCounter
+from app.training.ground import sections_of
+from app.training.step import Stepper
+
+SMALL = (
+    "model.weights=random",
+    "model.architecture.num_hidden_layers=3",
+    "model.architecture.hidden_size=128",
+    "model.architecture.intermediate_size=192",
+    "model.architecture.num_attention_heads=4",
+    "model.architecture.num_key_value_heads=2",
+    "model.architecture.vocab_size=1024",
+    "precision=fp32",
+    "attention=sdpa",
+    "adapter.r=8",
+    "eval.rows=3",
+    "optimizer=adamw",
+)
+EXPERTS = (
+    "model.architecture.model_type=mixtral",
+    "+model.architecture.num_local_experts=4",
+    "+model.architecture.num_experts_per_tok=2",
+)
+PACKED = Shape(1, 192, (100, 60, 32), 5, 128, 130)
+PADDED = Shape(3, 64, (), 0, 64, 110)
+
+
+def small_run(*overrides: str) -> RunConfig:
+    given = {text.partition("=")[0] for text in overrides}
+    given |= {"model.architecture.num_key_value_heads"} if "model=bert" in overrides else set()
+    return compose_run([*(text for text in SMALL if text.partition("=")[0] not in given), *overrides])
+
+
+def batch_of(shape: Shape, vocabulary: int = 1024) -> Batch:
+    random = torch.Generator().manual_seed(0)
+    rows = torch.randperm(shape.tokens, generator=random)[: shape.label_rows].sort().values
+    documents = Documents.of(shape.documents, shape.longest, shape.places) if shape.documents else None
+    return Batch(
+        ids=torch.randint(vocabulary, (shape.rows, shape.width), generator=random),
+        positions=torch.arange(shape.width).expand(shape.rows, -1).contiguous(),
+        label_rows=rows,
+        targets=torch.randint(vocabulary, (len(rows),), generator=random),
+        lengths=shape.documents or (shape.width,) * shape.rows,
+        num_labels=len(rows),
+        num_tokens=shape.tokens,
+        documents=documents,
+    )
+
+
+def counted_peak(run: RunConfig, shape: Shape) -> int:
+    """Of the second step: the first makes the optimizer's states."""
+    return counted_peaks(run, shape)[0]
+
+
+def counted_peaks(run: RunConfig, shape: Shape) -> tuple[int, int]:
+    """The same, and of an evaluation of as large a batch after it."""
+    sections = sections_of(run, Choices(run.precision.kind, run.attention.kind))
+    trainee = build_trainee(sections, torch.device("cpu"), run.seed, "nowhere")
+    optimizer = build_optimizer(run.optimizer, trainee)
+    alone = Runtime(None, torch.device("cpu"), Peers(0, 1), 1)
+    stepper = Stepper(trainee, optimizer, alone, run.training.clip, fp16=run.precision.kind == "fp16")
+    settle_head(trainee, batch_of(shape))
+    batches = [batch_of(shape) for _ in range(shape.micro_batches)]
+    stepper.run(batches, 1e-3)
+    stepper.forget_gradients()
+    counter = StorageCounter("cpu")
+    for kind, tensors in kept_tensors(trainee, optimizer).items():
+        counter.hold(kind, tensors)
+    for batch in batches:
+        counter.ignore(batch.tensors)
+    with counter:
+        stepper.run(batches, 1e-3)
+        in_step = counter.peak
+        stepper.forget_gradients()
+        counter.peak = counter.current
+        trainee.eval().scores(batches[0])
+    return in_step, counter.peak

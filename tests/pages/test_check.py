@@ -1,0 +1,216 @@
+"""What app.check found: the screen and the page say the same, and nothing that data says can do any harm."""
+
+import io
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from app.pages.check_page import check_page
+from app.pages.check_screen import show_check
+from app.pages.check_summary import Section, cluster_sections, data_sections, memory_sections, stop
+from tests.pages.facts import CLUSTER, DATA, MEMORY, TOO_LARGE
+from tests.pages.reading import Element, notes, read, section
+from tests.pages.test_render import HOSTILE
+
+ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+Shown = Callable[..., str]
+DATA_TEXTS = (
+    "chat.jsonl, messages",
+    "1,200: 3 bad, 12 over-long (3,456 tokens lost), 5 duplicates; 1,185 samples",
+    "40,000, 10,000 trained (25.0%)",
+    "chat.jsonl:7 and 2 more rows: no role",
+    "4 in column answer, 1 in messages of user",
+    "chat: 900 rows: 3 bad, 12 over-long (11 dropped, 3,456 tokens lost), 1 duplicate; 590 samples, 7 held out",
+    "weight 2.5: 1,475 samples and 30,000 tokens an epoch, 75.0% of its tokens",
+    "640 bins of 64 tokens, 97.66% full (2 more than the provable least); padded rows 55.0% full otherwise",
+    "640 (1 epoch) of 1 bin, about 62 tokens, 16 trained",
+    "2 also trained on",
+    "the chat template writes a date",
+    "p5 11 p50 30 max 900",
+    "chat.jsonl:1, 9 tokens, 4 of them marked",
+    "keeps 99.2% of the samples whole",
+)
+MEMORY_TEXTS = (
+    "some/model-8B: LoRA of rank 32, adamw",
+    "4,096 tokens, rows of up to 2,048, 4,096 tokens predicted",
+    "20.0 GB, backward",
+    "frozen weights 15.0 GB",
+    "allocator 500 MB",
+    "22.1 GB of the 25.2 GB of RTX 4090, fits",
+    "the context of this GPU was not measured yet",
+    "48.0 GFLOP a token; at most 3.4k tokens/s on RTX 4090, a bound that no run reaches",
+    "saves 1.9 GB (enough), 31% slower: more arithmetic",
+    "saves 10.9 GB (enough), as fast: 4 bits a weight",
+    "3.2 s, 3 layers traced, the others like them",
+)
+
+CLUSTER_TEXTS = (
+    "2 processes on 2 machines, nccl",
+    "torch 2.13.0, nccl 2.28.9",
+    "gpu1; H100, 16 cores; 700 TFLOP/s; clock +0.0 ms; data the same; output shared",
+    "clock +2.5 ms; data others; output cannot write there (Read-only file system)",
+    "1 MiB in 0.05 ms: 20.0 GB/s, on the bus 30.0 GB/s",
+    "24.0 GB/s",
+    "the clock of process 1 (gpu2) is +2.5 s off",
+    "21.2 s",
+)
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Shown:
+    def show(sections: list[Section], columns: int = 100, **environment: str) -> str:
+        for name in ("NO_COLOR", "FORCE_COLOR", "TERM", "COLORTERM", "TTY_COMPATIBLE"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in {"TERM": "xterm-256color", "COLUMNS": str(columns), **environment}.items():
+            monkeypatch.setenv(name, value)
+        stream = Screen()
+        show_check(sections, stream)
+        return stream.getvalue()
+
+    return show
+
+
+def words(text: str) -> str:
+    return " ".join(ESCAPE.sub("", text).replace("█", "").split())
+
+
+@pytest.mark.parametrize("columns", [120, 59])
+@pytest.mark.parametrize("check", ["data", "memory", "cluster"])
+def test_screen_says_everything_wide_and_narrow(shown: Shown, check: str, columns: int) -> None:
+    sections, texts = {
+        "data": (data_sections(DATA), DATA_TEXTS),
+        "memory": (memory_sections(MEMORY), MEMORY_TEXTS),
+        "cluster": (cluster_sections(CLUSTER), CLUSTER_TEXTS),
+    }[check]
+    text = shown(sections, columns)
+    for each in texts:
+        assert each in words(text), each
+    assert max(len(ESCAPE.sub("", line).rstrip()) for line in text.splitlines()) <= columns
+
+
+def test_page_says_everything_that_the_screen_says() -> None:
+    page = read(check_page({"data": DATA, "memory": MEMORY, "cluster": CLUSTER}))
+    text = " ".join(page.one("main").text.replace("\n", " ").split())
+    for each in (
+        *DATA_TEXTS,
+        *MEMORY_TEXTS,
+        *CLUSTER_TEXTS,
+        "dataset.max_length=128",
+        "training.recompute=true",
+    ):
+        assert each.removeprefix("frozen weights ").removeprefix("allocator ") in text, each
+    assert page.one("h1").text == "chat.jsonl"
+    assert [each.text for each in page.all("span", "badge")] == ["nothing stops a run", "fits RTX 4090"]
+    assert [mark.text for mark in page.all("mark")] == ["marked: to be predicted", "Hello"]
+    phases = section(page, "Phases").text
+    assert "at most in backward" in phases
+    assert "kept from step to step" in phases
+
+
+def test_narrowest_screen_folds_words_and_loses_none(shown: Shown) -> None:
+    text = ESCAPE.sub("", shown(data_sections(DATA), 24))
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 24
+    assert "keeps99.2%ofthesampleswhole" in re.sub(r"\s", "", text)
+
+
+def test_trained_tokens_are_coloured_or_in_brackets(shown: Shown) -> None:
+    text = shown(data_sections(DATA))
+    assert re.findall(r"\x1b\[30;42m(Hello)\x1b\[0m", text) == ["Hello"]
+    assert "[[" not in text
+    for environment in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
+        plain = shown(data_sections(DATA), **environment)
+        assert "Hi [[Hello]]" in ESCAPE.sub("", plain)
+        assert not re.search(r"\x1b\[[0-9;]*(3|4)[0-9]", plain)
+
+
+def test_bars_have_the_lengths_of_what_they_are_of(shown: Shown) -> None:
+    lines = ESCAPE.sub("", shown(data_sections(DATA))).splitlines()
+    assert {line.split()[0]: line.count("█") for line in lines if "█" in line} == {
+        "1-32": 32,
+        "33-64": 22,
+        ">64": 1,
+    }
+    lines = ESCAPE.sub("", shown(memory_sections(MEMORY))).splitlines()
+    lengths = {line.strip().split("  ")[0]: line.count("█") for line in lines if "█" in line}
+    assert (len(lengths), lengths["frozen weights"]) == (10, round(32 * 15 / 25.233)), "no part of 0 bytes"
+    page = read(check_page({"memory": MEMORY}))
+    assert page.all("rect", "bar")[0].attributes["width"] == "59.45%"
+    assert len(page.all("rect", "beyond")) == 3
+
+
+def test_weights_of_messages_are_told_and_shown(shown: Shown) -> None:
+    pieces = [{"text": "Hi ", "trained": False}, {"text": "Hello", "trained": True, "weight": 0.3}]
+    rows = [{"place": "a:1", "tokens": 9, "trained_tokens": 4, "pieces": pieces}]
+    weights = {"samples": 1, "trained_tokens_count_as": 1.2, "share": 0.3}
+    facts = {**DATA, "weights": weights, "preview": {"marked": "x", "rows": rows}}
+    text = words(shown(data_sections(facts), NO_COLOR="1"))
+    assert "trained (25.0%), which count as 1.2 (30.0%) by the weights in 1 sample" in text
+    assert "Hi [[Hello]](weight 0.3)" in text
+    assert "Hello(weight 0.3)" in section(read(check_page({"data": facts})), "First samples").text
+
+
+def test_rows_held_out_of_the_training_rows_and_none_at_all(shown: Shown) -> None:
+    held = {**DATA["eval"], "source": "chat.jsonl", "rows": 0, "samples": 9, "total_tokens": 80}
+    assert "eval 9 samples of the same rows, 80 tokens" in words(shown(data_sections({**DATA, "eval": held})))
+    nothing = dict.fromkeys(("fill", "padded_fill", "trained_share", "length_percentiles", "eval"))
+    empty = {**DATA, **nothing, "samples": 0, "bins": 0, "epochs": 0.0, "advice": [], "sources": [],
+             "lengths": {"edges": [1, 2], "samples": [0]}, "preview": {"marked": "", "rows": []}}  # fmt: skip
+    text = words(shown(data_sections(empty)))
+    for each in ("packing nothing to pack", "eval nothing is held out", "advice none"):
+        assert each in text
+    assert "nothing to pack" in read(check_page({"data": empty})).text
+
+
+def test_labels_are_counted_on_both_sides(shown: Shown) -> None:
+    facts = {**DATA, "labels": {"a": 3, "b": 1}, "eval": {**DATA["eval"], "labels": {"b": 2}}}
+    text = words(shown(data_sections(facts)))
+    assert "labels a 3, b 1 " in text
+    assert "eval labels b 2 " in text
+
+
+def test_what_would_stop_a_run_is_told_first() -> None:
+    page = read(check_page({"data": {**DATA, "stops": ["chat.jsonl:7: no role"]}, "memory": TOO_LARGE}))
+    assert [each.text for each in page.all("span", "badge")] == ["a run would stop", "does not fit RTX 4090"]
+    assert notes(page) == ["chat.jsonl:7: no role", "it needs 30.1 GB"]
+    together = {"override": "a=1 b=2", "needed_bytes": 9e9}
+    shown = section(read(check_page({"memory": {**TOO_LARGE, "together": together}})), "What brings")
+    assert [each.text for each in shown.all("pre")] == ["training.recompute=true", "recipe=qlora", "a=1 b=2"]
+    assert "together: 9.0 GB, which fits" in shown.text
+
+
+def test_stop_has_the_parts_and_the_cheapest_way_in() -> None:
+    told = stop(TOO_LARGE)
+    assert told.startswith(
+        "it needs 30.1 GB of the 25.2 GB of RTX 4090: frozen weights 15.0 GB, trained weights"
+    )
+    assert "margin 757 MB; the peak is in: backward." in told
+    assert told.endswith("Set recipe=qlora, which saves 10.9 GB.")
+    none = {**TOO_LARGE, "knobs": TOO_LARGE["knobs"][:1]}
+    together = {"override": "a=1 b=2", "needed_bytes": 1}
+    assert stop({**none, "together": together}).endswith("Set a=1 b=2.")
+    assert stop({**TOO_LARGE, "together": together}).endswith("Set a=1 b=2."), "it costs less"
+    assert stop(none).endswith("choose a smaller model or more memory.")
+
+
+@pytest.mark.parametrize("facts", [DATA, MEMORY], ids=["data", "memory"])
+def test_hostile_texts_do_no_harm(shown: Shown, facts: dict[str, Any]) -> None:
+    words = ("chat.jsonl", "the chat template writes a date", "no role", "Hi ", "keeps 99.2% of the samples whole",
+             "some/model-8B: LoRA of rank 32, adamw", "more arithmetic", "recipe=qlora", "RTX 4090")  # fmt: skip
+    text = json.dumps(facts)
+    for each in words:
+        text = text.replace(json.dumps(each), json.dumps(HOSTILE))
+    spoilt = json.loads(text)
+    page: Element = read(check_page({"data" if facts is DATA else "memory": spoilt}))
+    assert page.all("script") == page.all("img") == []
+    assert page.text.count("onerror") >= 4
+    screen = shown(data_sections(spoilt) if facts is DATA else memory_sections(spoilt), TERM="dumb")
+    assert "\x1b" not in screen
+    assert "onerror" in screen

@@ -1,0 +1,91 @@
+"""Runs beside each other."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.pages.comparison_page import comparison_page, told_apart
+from tests.pages.folders import MANIFEST, SETTINGS, lines_of, made_run, result_of, sample
+from tests.pages.reading import Element, chart, drawn, read, section
+from tests.pages.test_render import HOSTILE
+
+
+def rows(part: Element) -> dict[str, list[str]]:
+    found = [[cell.text for cell in line.children] for line in part.all("tr")[1:]]
+    return {name: values for name, *values in found}
+
+
+def test_curves_results_and_what_differs(tmp_path: Path) -> None:
+    other = {**SETTINGS, "output_dir": "x", "optimizer": {"kind": "adamw", "lr": 0.01}}
+    del other["schedule"]
+    newer = {**MANIFEST, "packages": {"torch": "2.14.0"}, "hashes": {"train": "dd" * 32}}
+    first = made_run(tmp_path / "a", lines_of([4.0, 3.0]), samples=[sample(2, "2+2?", "4", "4")])
+    second = made_run(
+        tmp_path / "b",
+        lines_of([4.0, 2.0]),
+        settings=other,
+        manifest=newer,
+        samples=[sample(0, "2+2?", "4", "x"), sample(2, "2+2?", "4", "5")],
+    )
+    page = read(comparison_page([first, second]))
+    results = rows(section(page, "Results"))
+    assert results["objective"] == ["3", "2 ✓"]
+    assert results["peak memory"] == ["548 MB", "548 MB"]
+    curves = chart(page, "Training loss")
+    assert [y for _, y in drawn(curves, "c1")[0]] == pytest.approx([4.0, 2.0], rel=1e-4)
+    assert [key.text for key in page.one("div", "legend").all("span")] == ["a", "b"]
+    assert rows(section(page, "Settings that differ")) == {
+        "optimizer.lr": ["0.001", "0.01"],
+        "schedule.kind": ["cosine", "-"],
+    }
+    origin = section(page, "Lines, program and data")
+    assert "Of 2 lines up to step 2 the first that differs is of step 2 (loss)" in origin.text
+    assert rows(origin)["torch"] == ["2.13.0", "2.14.0"]
+    assert rows(origin)["rows to train on"] == ["aa" * 6, "dd" * 6]
+    answers = section(page, "Last answers")
+    assert [each.text for each in answers.all("div", "text")] == ["2+2?", "4", "4", "5"]
+
+
+def test_the_same_run_twice(tmp_path: Path) -> None:
+    runs = [made_run(tmp_path / name / "run", lines_of([4.0, 3.0])) for name in ("a", "b")]
+    page = read(comparison_page(runs))
+    assert "every key has the same value" in page.text
+    assert "The same numbers to the last bit, 2 lines up to step 2." in page.text
+    assert page.one("head").one("title").text == "2 runs: a/run, b/run"
+
+
+def test_runs_of_which_little_is_left(tmp_path: Path) -> None:
+    broken = made_run(tmp_path / "broken", result={})
+    whole = made_run(tmp_path / "whole", lines_of([1.0]))
+    manifests: list[Any] = [{}, [], {"packages": 3, "hardware": None, "program": [], "hashes": "x"}]
+    for wrong in manifests:
+        (broken / "manifest.json").write_text(json.dumps(wrong))
+        for pair in ([broken, broken], [whole, broken]):
+            page = read(comparison_page(pair))
+            assert "No line of both is of the same step." in page.text
+        assert "unfinished" in page.text
+
+
+def test_everything_hostile_is_text(tmp_path: Path) -> None:
+    runs = [
+        made_run(
+            tmp_path / f"<b>{at}",
+            lines_of([1.0]),
+            settings={**SETTINGS, "seed": HOSTILE + str(at), HOSTILE: at},
+            manifest={**MANIFEST, "packages": {HOSTILE: HOSTILE + str(at)}},
+            result=result_of(lines_of([1.0]), "failed", error=HOSTILE),
+            samples=[sample(1, HOSTILE, HOSTILE, HOSTILE)],
+        )
+        for at in (1, 2)
+    ]
+    page = read(comparison_page(runs))
+    assert not any(page.all(tag) for tag in ("script", "img", "a"))
+    assert page.text.count("onerror") >= 8
+
+
+def test_names_are_as_long_as_it_takes() -> None:
+    assert told_apart([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
+    assert told_apart([Path("/x/one/a"), Path("/x/two/a"), Path("/x/two/b")]) == ["one/a", "two/a", "two/b"]
+    assert told_apart([Path("/x/a"), Path("/x/a")]) == ["1: a", "2: a"]

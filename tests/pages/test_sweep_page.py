@@ -1,0 +1,122 @@
+"""The page of a sweep: the same ranking as its table, and what the values did."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.pages.read_run import read_sweep
+from app.pages.sweep_page import sweep_page
+from app.sweeps.trials import Outcome, best, ranked
+from tests.pages.folders import lines_of, made_run, made_sweep, trial
+from tests.pages.reading import Element, chart, drawn, read, section
+from tests.pages.test_render import HOSTILE
+
+GRID = [
+    trial(1, ["optimizer.lr=1e-3", "adapter.r=4"], 3.5),
+    trial(2, ["optimizer.lr=1e-3", "adapter.r=16"], 3.25),
+    trial(3, ["optimizer.lr=1e-1", "adapter.r=4"], None, error="error: it blew up"),
+    trial(4, ["optimizer.lr=1e-1", "adapter.r=16"], 3.75),
+    trial(5, ["optimizer.lr=1e-2", "adapter.r=4"], 3.25, status="stopped"),
+]
+
+
+def page_of(folder: Path, target: Path | None = None) -> Element:
+    sweep = read_sweep(folder)
+    assert sweep is not None
+    return read(sweep_page(sweep, target or folder / "report.html"))
+
+
+def rows(page: Element) -> list[list[str]]:
+    lines = section(page, "Leaderboard").one("tbody").all("tr")
+    return [[cell.text for cell in line.all("td")] for line in lines]
+
+
+def test_it_ranks_as_the_sweep_itself(tmp_path: Path) -> None:
+    outcomes = [Outcome(**{**each, "seconds": 61.0}) for each in GRID]
+    page = page_of(made_sweep(tmp_path / "sweep", GRID))
+    assert [int(row[1]) for row in rows(page)] == [each.number for each in ranked(outcomes)]
+    assert rows(page)[0] == ["1", "2", "3.25", "1e-3", "16", "9", "5.0k", "0:01:01", "finished"]
+    assert rows(page)[-1] == ["-", "3", "-", "1e-1", "4", "9", "5.0k", "0:01:01", "failed"]
+    winner = best(outcomes)
+    assert winner is not None
+    command = section(page, "Best").one("pre", "command").text
+    assert shlex.split(command)[:3] == ["python", "-m", "app.train"]
+    assert shlex.split(command)[3:] == winner["overrides"]
+    assert section(page, "Run it again").one("pre").text == "python -m app.train -m optimizer.lr=1e-3,1e-4"
+    assert "error: it blew up" in section(page, "Failed").text
+    notes = [each.text for each in page.all("div", "note")]
+    assert notes[0].startswith("1 of 5 trials failed")
+    assert notes[1].startswith("1 of 5 trials are not done")
+    assert page.one("div", "top").one("span").text == "stopped"
+
+
+def test_each_swept_key_has_its_picture(tmp_path: Path) -> None:
+    page = page_of(made_sweep(tmp_path / "sweep", GRID))
+    for key, left_to_right in (("optimizer.lr", [1, 2, 5, 4]), ("adapter.r", [1, 5, 2, 4])):
+        figure = chart(page, f"Objective by {key}")
+        dots = figure.all("circle", "dot")
+        assert len(dots) == 4
+        told = {int(dot.one("title").text.split()[1].rstrip(":")): dot for dot in dots}
+        places = {number: float(str(dot.attributes["cx"])[:-1]) for number, dot in told.items()}
+        assert sorted(places, key=lambda number: (places[number], number)) == left_to_right
+        assert {number for number, dot in told.items() if "best" in str(dot.attributes["class"])} == {2, 5}
+        assert (
+            told[1].one("title").text
+            == f"trial 1: {key}={GRID[0]['swept'][key == 'adapter.r'].partition('=')[2]}\nobjective 3.5"
+        )
+    lr = chart(page, "Objective by optimizer.lr")
+    (low, high), ticks = (
+        map(float, str(lr.all("svg")[0].attributes["data-x"]).split()),
+        [each.text for each in lr.all("text")],
+    )
+    assert low < 1e-3 < 1e-1 < high
+    assert {"0.001", "0.01", "0.1"} <= set(ticks)
+
+
+def test_curves_are_of_the_best_and_lead_to_their_pages(tmp_path: Path) -> None:
+    folder = made_sweep(tmp_path / "sweep", GRID)
+    made_run(folder / "2-trial", lines_of([4.0, 3.25]))
+    (folder / "2-trial" / "report.html").touch()
+    made_run(folder / "1-trial", lines_of([4.5, 3.5]))
+    page = page_of(folder)
+    assert [link.attributes["href"] for link in page.all("a")] == ["./2-trial/report.html"]
+    curves = chart(section(page, "Curves"), "Training loss")
+    assert [y for _, y in drawn(curves, "c0")[0]] == pytest.approx([4.0, 3.25], rel=1e-4)
+    assert [y for _, y in drawn(curves, "c1")[0]] == pytest.approx([4.5, 3.5], rel=1e-4)
+    assert [key.text for key in section(page, "Curves").one("div", "legend").all("span")] == [
+        "2: optimizer.lr=1e-3 adapter.r=16",
+        "1: optimizer.lr=1e-3 adapter.r=4",
+    ]
+    assert page_of(folder, tmp_path / "elsewhere.html").all("a") == [], "it would lead nowhere"
+
+
+def test_everything_hostile_is_text(tmp_path: Path) -> None:
+    hostile = [
+        trial(1, [f"dataset.path={HOSTILE}"], 1.0, folder=HOSTILE),
+        trial(2, [f"{HOSTILE}=2"], None, error=HOSTILE, status=HOSTILE),
+        trial(3, ["optimizer.lr=1"], None, error=HOSTILE),
+    ]
+    folder = made_sweep(tmp_path / "a<i>b", hostile)
+    page = page_of(folder)
+    assert not any(page.all(tag) for tag in ("script", "img", "a"))
+    assert page.text.count("onerror") >= 6
+
+
+@pytest.mark.parametrize("wrong", [None, 7, "text", [], {}, [1], True])
+def test_other_types_than_expected_break_nothing(tmp_path: Path, wrong: Any) -> None:
+    keys = list(GRID[0])
+    folder = made_sweep(tmp_path / "sweep", [{**GRID[0], key: wrong} for key in keys])
+    page_of(folder)
+    (folder / "sweep.json").write_text('{"trials": 3}')
+    assert "No trial has begun." in page_of(folder).text
+    (folder / "sweep.json").write_text("[]")
+    assert read_sweep(folder) is None
+
+
+def test_a_sweep_without_any_objective(tmp_path: Path) -> None:
+    page = page_of(made_sweep(tmp_path / "sweep", [trial(1, ["seed=1"], None), trial(2, [], None)]))
+    assert page.one("div", "top").one("span").text == "failed"
+    assert "What the values did" not in page.text
+    assert "It left no reason." in page.text

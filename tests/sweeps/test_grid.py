@@ -1,0 +1,179 @@
+"""From the command line of a sweep to the settings of its trials."""
+
+import itertools
+import json
+from collections.abc import Sequence
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.sweeps.grid import Setting, settings_of
+from app.sweeps.preset import NO_PRESET
+from app.sweeps.sweep import proposer_of
+from app.sweeps.trials import Trial, values_of
+
+READ = OverridesParser.create().parse_override
+
+
+def setting(text: str) -> Setting:
+    (found,), problems = settings_of([text])
+    assert problems == []
+    return found
+
+
+def grid(*overrides: str) -> Sequence[Trial]:
+    settings, problems = settings_of(overrides)
+    assert problems == []
+    return proposer_of(settings, NO_PRESET.config).points
+
+
+VALUES = [
+    ("optimizer.lr=1e-3,3e-4", ["1e-3", "3e-4"]),
+    ("optimizer.lr= 1e-3 , 3e-4", ["1e-3", "3e-4"]),
+    ("optimizer.lr=choice(1e-3,3e-4)", ["1e-3", "3e-4"]),
+    ("optimizer.lr=range(0.1,0.4,0.1)", None),
+    ("seed=range(1,4)", ["1", "2", "3"]),
+    ("seed=range(3)", ["0", "1", "2"]),
+    ("seed=sort(3,1,2)", ["1", "2", "3"]),
+    ("seed=tag(some,choice(1,2))", ["1", "2"]),
+    ("seed=choice(4)", ["4"]),
+    ("recipe=lora,full", ["lora", "full"]),
+    ("recipe=glob(*lora)", ["lora", "qlora"]),
+    ("recipe=glob(*, exclude=q*)", ["full", "lora"]),
+    ("adapter.targets=[q_proj,v_proj],[all-linear]", ["[q_proj,v_proj]", "[all-linear]"]),
+    ("dataset.columns={text: a},{text: b}", ["{text: a}", "{text: b}"]),
+    ("dataset.path='a,b','c d'", ["'a,b'", "'c d'"]),
+    ("dataset.path=a b.jsonl,c.jsonl", ["a b.jsonl", "c.jsonl"]),
+    ("dataset.path='a b.jsonl'", ["'a b.jsonl'"]),
+    ('dataset.path="a=b,c.jsonl"', ['"a=b,c.jsonl"']),
+    ("dataset.path=a=b.jsonl", ["a=b.jsonl"]),
+    ("cache_dir=${seed},${oc.env:HOME}", ["${seed}", "${oc.env:HOME}"]),
+    ("model.revision=007,12e45", ["007", "12e45"]),
+    ("training.max_steps=null,5", ["null", "5"]),
+    ("adapter.targets=[a,b]", ["[a,b]"]),
+]
+
+
+@pytest.mark.parametrize(("text", "values"), VALUES, ids=[text for text, _ in VALUES])
+def test_values_are_as_they_were_typed(text: str, values: list[str] | None) -> None:
+    found = setting(text)
+    key = text.partition("=")[0]
+    if values is None:  # the end of a float range is decided by rounding: only its writing is ours
+        assert found.texts[:3] == (f"{key}=0.1", f"{key}=0.2", f"{key}=0.3")
+    else:
+        assert found.texts == tuple(f"{key}={value}" for value in values)
+        assert found.is_swept == (len(values) > 1)
+    assert found.key == key
+
+
+def test_a_prefix_stays() -> None:
+    assert setting("++seed=1,2").texts == ("++seed=1", "++seed=2")
+    assert setting("++seed=1,2").key == "seed"
+    assert setting("~debug").texts == ("~debug",)
+
+
+REFUSED = [
+    ("optimizer.lr=interval(0,1)", "an interval has no list of values."),
+    ("seed=shuffle(range(1,4))", "shuffle gives another order each time"),
+    ("seed=1,2,1", "seed=1,2,1: 1 is there twice."),
+    ("optimizer.lr=1e-3,0.001", "0.001 is there twice."),
+    ("seed=glob(*)", "glob chooses among the files of a group, and seed is none."),
+    ("recipe=glob(z*)", "this matches none of full, lora, qlora."),
+    ("resume=auto", "resume=auto: a sweep goes on by itself"),
+    ("+resume=auto,null", "a sweep goes on by itself"),
+    ("output_dir=a,b", "output_dir=a,b: one folder holds the whole sweep"),
+    ("hydra/launcher=joblib", "hydra/launcher=joblib: trials are started by this program"),
+    ("hydra.sweep.dir=x", "output_dir=... names the folder of the sweep."),
+    ("hydra.mode=RUN", "Leave hydra settings out"),
+    ("seed=range(1,1000000000)", "seed: more than 1,000 trials in one sweep."),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), REFUSED, ids=[text for text, _ in REFUSED])
+def test_what_a_sweep_cannot_do(text: str, message: str) -> None:
+    _, problems = settings_of([text])
+    assert len(problems) == 1
+    assert message in problems[0]
+
+
+def test_too_many_by_multiplication_and_a_key_that_is_given_twice() -> None:
+    _, problems = settings_of(
+        ["seed=range(40)", "record.every=range(1,41)", "recipe=lora", "recipe=lora,full"]
+    )
+    assert problems == [
+        "recipe is swept and given 2 times. Give it once.",
+        "seed, record.every, recipe: more than 1,000 trials in one sweep. Give fewer values.",
+    ]
+    assert settings_of(["seed=1", "seed=2", "recipe=lora,full"])[1] == []
+
+
+VALUE = st.one_of(
+    st.integers(-(10**6), 10**6).map(str),
+    st.floats(allow_nan=False, allow_infinity=False).map(repr),
+    st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True),
+    st.text("ab ,=[]{}()$:", min_size=1, max_size=6).map(lambda text: f"'{text}'"),
+    st.lists(st.from_regex(r"[a-z]{1,4}", fullmatch=True), max_size=3).map(
+        lambda names: f"[{','.join(names)}]"
+    ),
+)
+
+
+@given(st.lists(VALUE, min_size=2, max_size=5, unique=True))
+def test_each_value_is_the_one_that_hydra_reads(values: list[str]) -> None:
+    meant = [READ(f"key={value}").value() for value in values]
+    found, problems = settings_of([f"key={','.join(values)}"])
+    if problems:
+        written = [READ(f"key={value}").get_value_element_as_str() for value in values]
+        assert len(set(written)) < len(written)
+    else:
+        assert [READ(text).value() for text in found[0].texts] == meant
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_a_grid_has_every_combination_once_and_names_that_sort(sizes: list[int]) -> None:
+    keys = ["seed", "record.every", "eval.every", "training.epochs"][: len(sizes)]
+    trials = grid(*(f"{k}={','.join(map(str, range(1, n + 1)))}" for k, n in zip(keys, sizes, strict=True)))
+    every = itertools.product(
+        *([f"{k}={v}" for v in range(1, n + 1)] for k, n in zip(keys, sizes, strict=True))
+    )
+    assert [trial.overrides for trial in trials] == list(every)
+    assert [trial.number for trial in trials] == list(range(1, len(trials) + 1))
+    assert sorted(trial.name for trial in trials) == [trial.name for trial in trials]
+    assert all(len(trial.swept) == sum(size > 1 for size in sizes) for trial in trials)
+
+
+@given(st.text(max_size=300).filter(lambda text: "\0" not in text))
+def test_a_folder_name_is_safe_and_short(text: str) -> None:
+    settings = [Setting("dataset.path", (f"dataset.path={text}", "dataset.path=b"), ("a", "b"))]
+    name = proposer_of(settings, NO_PRESET.config).points[0].name
+    assert name.startswith("1-dataset.path")
+    assert name.isascii()
+    assert not set(name) & set("/\\ :*?\"<>|'$[]{}()\n")
+    assert len(name) <= 96
+
+
+def test_without_swept_values_it_is_a_sweep_of_one() -> None:
+    (trial,) = grid("seed=1", "recipe=full")
+    assert (trial.name, trial.overrides, trial.swept) == ("1", ("seed=1", "recipe=full"), ())
+    assert grid()[0].overrides == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("optimizer.lr=1e-3", 0.001),
+        ("++adapter.r=8", 8),
+        ("adapter.targets=[q_proj,'v proj']", ["q_proj", "v proj"]),
+        ("recipe=lora", "lora"),
+        ("training.max_steps=null", None),
+        ("dataset.path=a=b.jsonl", "a=b.jsonl"),
+        ("dataset.path='a=b, c.jsonl'", "a=b, c.jsonl"),
+        ("dataset.path=a[b.jsonl", "a[b.jsonl"),
+        ("model.architecture.x=inf", "inf"),
+    ],
+)
+def test_values_are_typed_for_those_who_plot_them(text: str, value: object) -> None:
+    assert values_of([text]) == {text.partition("=")[0].lstrip("+"): value}
+    json.dumps(values_of([text]), allow_nan=False)

@@ -1,0 +1,186 @@
+"""A search: what it proposes, what it learns from, and that stopping it changes nothing."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from app.config.load import compose_run
+from app.errors import ConfigError
+from app.sweeps.grid import settings_of
+from app.sweeps.optuna_search import STARTUP_TRIALS, Search
+from app.sweeps.preset import SweepConfig
+from app.sweeps.search_space import dimensions_in
+from app.sweeps.trials import DRY_RUN, FAILED, FINISHED, RUNNING, Outcome, Trial, values_of
+
+SPACE = {
+    "optimizer.lr": {"low": 4e-4, "high": 4e-2, "log": True},
+    "adapter.r": [8, 16, 32],
+    "schedule.warmup_fraction": {"low": 0.0, "high": 0.1},
+}
+Objective = Callable[[dict[str, Any]], float | None]
+
+
+def search(*words: str, trials: int = 8, seed: int = 0, space: dict[str, Any] = SPACE) -> Search:
+    settings, problems = settings_of(words)
+    dimensions, wrong = dimensions_in(space)
+    assert (problems, wrong) == ([], [])
+    return Search([*settings, *dimensions], SweepConfig(proposer="tpe", trials=trials, seed=seed))
+
+
+def outcome(trial: Trial, objective: float | None, status: str = FINISHED) -> Outcome:
+    return Outcome(
+        number=trial.number,
+        overrides=trial.overrides,
+        swept=trial.swept,
+        folder=f"runs/sweep/{trial.name}",
+        proposed=trial.proposed,
+        status=status if objective is not None else FAILED,
+        objective=objective,
+    )
+
+
+def valley(values: dict[str, Any]) -> float:
+    warmup: float = values.get("schedule.warmup_fraction", 0.0)
+    return math.log(values["optimizer.lr"] / 1e-2) ** 2 + warmup
+
+
+def ended(proposer: Search, objective: Objective = valley, before: Sequence[Outcome] = ()) -> list[Outcome]:
+    found = list(before)
+    while trial := proposer.next(found):
+        found.append(outcome(trial, objective(values_of(trial.swept))))
+    return found
+
+
+def rate_of(recipe: str) -> float:
+    return compose_run([f"recipe={recipe}"]).optimizer.lr
+
+
+def told(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    return [asdict(each) for each in outcomes]
+
+
+def test_the_first_trial_is_the_run_without_the_sweep_and_the_others_lie_in_the_space() -> None:
+    found = ended(search("seed=1", "recipe=lora"))
+    assert found[0].overrides == (
+        "seed=1",
+        "recipe=lora",
+        f"optimizer.lr={rate_of('lora')}",
+        "adapter.r=32",
+        "schedule.warmup_fraction=0.03",
+    )
+    for each in found:
+        values = values_of(each.swept)
+        assert list(values) == list(SPACE)
+        assert 0.0004 <= values["optimizer.lr"] <= 0.04
+        assert values["adapter.r"] in (8, 16, 32)
+        assert 0 <= values["schedule.warmup_fraction"] <= 0.1
+    assert len({each.swept for each in found}) == len(found) == 8
+
+
+def test_the_first_trial_is_any_when_the_run_lies_outside() -> None:
+    found = ended(search(trials=1, space={"optimizer.lr": {"low": 1.0, "high": 2.0}}))
+    assert 1.0 <= values_of(found[0].swept)["optimizer.lr"] <= 2.0
+
+
+def test_a_swept_setting_is_searched_too_and_each_choice_has_its_own_rate() -> None:
+    found = ended(search("recipe=full,lora", trials=6, space={"optimizer.lr": {"low": "0.5x", "high": "2x"}}))
+    rates: dict[str, list[float]] = {"full": [], "lora": []}
+    for each in found:
+        values = values_of(each.swept)
+        rates[values["recipe"]].append(values["optimizer.lr"])
+    assert found[0].overrides == ("recipe=full", f"optimizer.lr={rate_of('full')}")
+    for recipe, found_rates in rates.items():
+        assert all(rate_of(recipe) / 2 <= rate <= rate_of(recipe) * 2 for rate in found_rates)
+    assert rates["lora"]
+
+
+def test_the_same_seed_and_outcomes_give_the_same_trials() -> None:
+    one, same, other = (ended(search(seed=seed)) for seed in (3, 3, 4))
+    assert one == same
+    assert [each.swept for each in one][1:] != [each.swept for each in other][1:]
+
+
+@pytest.mark.parametrize("stop", [1, 4, 6])
+def test_a_search_that_was_stopped_goes_on_as_if_it_had_not_been(stop: int) -> None:
+    whole = ended(search())
+    again = search()
+    recalled = again.recall(told(whole[:stop]))
+    assert [(each.overrides, each.name) for each in recalled] == [
+        (each.overrides, each.folder.rpartition("/")[2]) for each in whole[:stop]
+    ]
+    assert ended(again) == whole
+
+
+def test_multiples_of_a_rate_that_is_given_go_on_too() -> None:
+    def made() -> Search:
+        space = {"optimizer.lr": {"low": "0.1x", "high": "10x", "log": True}}
+        return search("seed=1", "++optimizer.lr=2e-3", trials=6, space=space)
+
+    whole = ended(made())
+    assert whole[0].overrides == ("seed=1", "optimizer.lr=0.002")
+    assert all(0.0002 <= values_of(each.swept)["optimizer.lr"] <= 0.02 for each in whole)
+    again = made()
+    again.recall(told(whole[:5]))
+    assert ended(again) == whole
+
+
+def test_it_may_have_more_trials_but_not_fewer() -> None:
+    whole = ended(search(trials=9))
+    few = ended(search(trials=5))
+    more = search(trials=9)
+    more.recall(told(few))
+    assert ended(more) == whole
+    with pytest.raises(ConfigError, match=r"sweep\.trials=5: this sweep has begun 9 trials already"):
+        search(trials=5).recall(told(whole))
+
+
+def test_a_trial_keeps_its_settings_when_an_earlier_one_ends_otherwise_now() -> None:
+    """It failed, and the same command tried it again."""
+    first = ended(search(), lambda values: None if values["adapter.r"] == 8 else valley(values))
+    assert [each.status for each in first].count(FAILED) in range(1, 8)
+    again = search()
+    again.recall(told(first))
+    assert [each.swept for each in ended(again)] == [each.swept for each in first]
+
+
+def test_a_trial_that_ran_when_the_sweep_was_killed_is_recalled() -> None:
+    whole = ended(search())
+    begun = [*whole[:2], replace(whole[2], status=RUNNING, objective=None)]
+    again = search()
+    assert len(again.recall(told(begun))) == 3
+    assert ended(again) == whole
+
+
+def test_plans_are_of_the_trials_that_need_no_results_and_are_made_anew() -> None:
+    plans: list[Outcome] = []
+    proposer = search()
+    while trial := proposer.next(plans):
+        plans.append(outcome(trial, 0.0, DRY_RUN))
+    assert len(plans) == STARTUP_TRIALS
+    assert search().recall(told(plans)) == []
+    assert [each.swept for each in ended(search())][:2] == [each.swept for each in plans][:2]
+    whole = ended(search())
+    between = [whole[0], replace(whole[1], status=DRY_RUN), whole[2]]
+    assert len(search().recall(told(between))) == 3
+
+
+def test_a_space_that_can_be_counted_is_used_up_without_repetition() -> None:
+    space = {
+        "adapter.r": [8, 16, 32],
+        "adapter.dropout": {"low": 0.0, "high": 0.2, "step": 0.1},
+        "seed": {"low": 1, "high": 2},
+    }
+    found = ended(search(trials=18, space=space), lambda values: float(values["adapter.r"]))
+    assert len({each.swept for each in found}) == 18
+    assert {text.partition("=")[2] for each in found for text in each.swept if "dropout" in text} == {
+        "0",
+        "0.1",
+        "0.2",
+    }
+    with pytest.raises(
+        ConfigError, match=r"sweep\.trials=19: the space has 18 combinations\. Give sweep\.trials=18"
+    ):
+        search(trials=19, space=space)

@@ -1,0 +1,235 @@
+"""`sweep=NAME`: every file of conf/sweep by itself, what the command line changes of it, and what is refused."""
+
+import pytest
+
+from app.config.groups import choices_by_group
+from app.config.load import compose_run
+from app.errors import ConfigError
+from app.sweeps import sweep
+from app.sweeps.grid import settings_of
+from app.sweeps.preset import dimensions_of, is_of_the_sweep, read_preset
+from app.sweeps.runner import Proposer
+from app.sweeps.search_space import dimensions_in
+from app.sweeps.sweep import default_path, identity_of, planned, proposer_of
+from tests.sweeps.test_sweep import nothing_more, refusal_of
+
+NAMES = choices_by_group()["sweep"]
+
+
+def proposed(*words: str) -> tuple[Proposer, list[str]]:
+    """And what is said on the screen."""
+    preset = read_preset([word for word in words if is_of_the_sweep(word)])
+    settings, problems = settings_of([word for word in words if not is_of_the_sweep(word)])
+    space, wrong = dimensions_in(preset.config.space)
+    assert (problems, wrong) == ([], [])
+    dimensions, notes = dimensions_of(preset, space, settings, [])
+    return proposer_of(dimensions, preset.config), notes
+
+
+def points(*words: str) -> list[tuple[str, ...]]:
+    return [trial.overrides for trial in proposed(*words)[0].points]
+
+
+def rates(*words: str) -> list[float]:
+    return [
+        float(text.partition("=")[2]) for each in points(*words) for text in each if "optimizer.lr=" in text
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_preset_makes_trials_that_are_right(name: str) -> None:
+    plan = planned(["-m", f"sweep={name}"], nothing_more)
+    assert len(plan.runs) == len(plan.proposer.points)
+    assert 5 <= plan.proposer.count <= 12
+    assert plan.notes
+
+
+@pytest.mark.parametrize(
+    "given", [["recipe=lora"], ["recipe=full"], ["model=llama"], ["optimizer.lr=0.3"]], ids=str
+)
+def test_rates_lie_around_what_the_run_would_have(given: list[str]) -> None:
+    own = compose_run(given).optimizer.lr
+    expected = [own * 2.0**power for power in range(-3, 4)]
+    assert rates("sweep=lr", *given) == pytest.approx(expected, rel=1e-3)
+
+
+def test_settings_and_preset_are_multiplied_each_around_its_own_rate() -> None:
+    found = points("sweep=lr", "recipe=lora,full", "seed=1")
+    assert [each[:2] for each in found] == [("recipe=lora", "seed=1")] * 7 + [("recipe=full", "seed=1")] * 7
+    lora, full = (compose_run([f"recipe={recipe}"]).optimizer.lr for recipe in ("lora", "full"))
+    assert rates("sweep=lr", "recipe=lora,full")[3::7] == [lora, full]
+    assert lora != full
+
+
+def test_what_is_given_is_the_middle_and_given_once() -> None:
+    for each in points("sweep=lr", "++optimizer.lr=1e-3"):
+        (_rate,) = (text for text in each if "optimizer.lr" in text)
+
+
+def test_ranks_with_one_alpha() -> None:
+    runs = [compose_run(each) for each in points("sweep=rank")]
+    assert [run.adapter.r for run in runs] == [4, 8, 16, 32, 64]
+    assert len({(run.adapter.alpha, run.optimizer.lr) for run in runs}) == 1
+
+
+def test_the_command_line_changes_the_space() -> None:
+    words = ("sweep=optuna", "sweep.trials=40", "sweep.space.adapter.r=null", "sweep.space.seed=[1,2]")
+    preset = read_preset([*words, "sweep.space.optimizer.lr={low: 1e-5, high: 1e-3, log: true}"])
+    assert preset.config.trials == 40
+    assert list(preset.config.space) == [
+        "adapter.dropout",
+        "schedule.warmup_fraction",
+        "seed",
+        "optimizer.lr",
+    ]
+    assert preset.given == {"seed", "optimizer.lr"}
+    found = {text for each in points(*words, "adapter.dropout=0.2") for text in each}
+    assert {text for text in found if text.startswith(("adapter", "seed"))} == {
+        "adapter.dropout=0.2",
+        "seed=1",
+        "seed=2",
+    }
+
+
+def test_keys_that_change_nothing_are_left_out_and_told() -> None:
+    proposer, notes = proposed("sweep=optuna", "recipe=full")
+    assert not [text for trial in proposer.points for text in trial.overrides if text.startswith("adapter")]
+    assert notes == [
+        "varied  optimizer.lr from 0.1x to 10x, log",
+        "        schedule.warmup_fraction 0.0 0.03 0.1",
+        "        not adapter.r: it changes nothing with adapter.kind=none",
+        "        not adapter.dropout: it changes nothing with adapter.kind=none",
+    ]
+
+
+REFUSED = [
+    ("sweep=rnk", "sweep=rnk: there is no such sweep. Did you mean rank? Choose one of lr, optuna, rank;"),
+    ("sweep=lr,rank", "sweep=lr,rank: a sweep has one sweep."),
+    ("sweep=3", "sweep=3: there is no such sweep."),
+    ("~sweep", "~sweep: leave the setting out instead."),
+    ("sweep.trials=3", "sweep.trials needs sweep=..., which it changes. Choose one of lr, optuna, rank."),
+    ("sweep=lr sweep.seed=3", "sweep.seed: sweep=lr has a trial for each of its values."),
+    ("sweep=optuna sweep.trails=3", "sweep.trails is not a key. Did you mean sweep.trials?"),
+    ("sweep=optuna sweep.trials=0", "sweep.trials=0 must be at least 1 and at most 1000."),
+    ("sweep=optuna sweep.trials=many", "sweep.trials=many: expected a whole number or null."),
+    ("sweep=optuna sweep.trials=null", "sweep.trials has no value. Give sweep.trials=12."),
+    ("sweep=optuna sweep.trials=1,2", "sweep.trials=1,2: a sweep has one sweep.trials."),
+    ("sweep=optuna sweep.space.seed=1,2", "a sweep has one sweep.space.seed. Write sweep.space.seed=[1,2]."),
+    (
+        "sweep=optuna sweep.space=3",
+        "sweep.space=3: give its keys, such as sweep.space.optimizer.lr=[1e-3, 3e-4].",
+    ),
+    ("sweep=optuna sweep.space=[", "'sweep.space=[' cannot be read:"),
+    (
+        "sweep=optuna sweep.space.optimizer.lrr=[1,2]",
+        "optimizer.lrr is not a key. Did you mean optimizer.lr?",
+    ),
+    (
+        "sweep=optuna sweep.space.optimizer.lr=3",
+        "sweep.space.optimizer.lr=3: expected values, [a, b], or a range,",
+    ),
+    (
+        "sweep=optuna sweep.space.recipe=[lora,full,lroa]",
+        "recipe=lroa: there is no such recipe. Did you mean lora?",
+    ),
+    ("sweep=optuna sweep.space.seed=[1,1]", "seed=1,1: 1 is there twice."),
+    ("sweep=optuna sweep.space.output_dir=[a,b]", "output_dir=a,b: one folder holds the whole sweep"),
+    ("sweep=optuna sweep.space.resume=[auto,null]", "a sweep goes on by itself"),
+    (
+        "sweep=optuna sweep.space.adapter.dropout=[0.1,1.5]",
+        "adapter.dropout=1.5 must be at least 0 and below 1.",
+    ),
+    (
+        "sweep=lr sweep.space.optimizer.lr={low:0.1x,high:2x}",
+        "sweep.space.optimizer.lr: a range has no list of values.",
+    ),
+    (
+        "sweep=lr sweep.space.optimizer.lr=[1x,1e-3]",
+        "multiples (0.5x, above 0) and values do not go together.",
+    ),
+    ("sweep=lr sweep.space.optimizer.lr=[0x,1x]", "multiples (0.5x, above 0) and values do not go together."),
+    ("sweep=lr sweep.space.training.max_steps=[1x,2x]", "training.max_steps has no number in this run"),
+    ("sweep=lr sweep.space.dataset.path=[1x,2x]", "dataset.path takes no numbers. Give a list of values."),
+    (
+        "sweep=rank recipe=full",
+        "sweep=rank has nothing to vary: adapter.r changes nothing with adapter.kind=none.",
+    ),
+    (
+        "sweep=rank recipe=full,lora",
+        "sweep.space.adapter.r: in some trials it changes nothing with adapter.kind=none",
+    ),
+    ("sweep=rank adapter.r=8", "sweep=rank has nothing to vary: adapter.r is given, and what is given wins."),
+    ("sweep=lr sweep.space={}", "sweep=lr has nothing to vary: its space is empty."),
+    (
+        "sweep=optuna recipe=full sweep.space.adapter.r=[1,2]",
+        "sweep.space.adapter.r: it changes nothing with",
+    ),
+    ("sweep=optuna sweep.trials=37 sweep.space.optimizer.lr=null", "the space has 36 combinations."),
+    ("sweep=lr seed=range(200)", "seed, optimizer.lr: more than 1,000 trials in one sweep."),
+    ("swep=lr", "swep is neither a key nor a group. Did you mean sweep=lr|optuna|rank?"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED, ids=[words for words, _ in REFUSED])
+def test_what_is_refused(words: str, message: str) -> None:
+    (problem,) = refusal_of(*words.split(" "))
+    assert message in problem
+
+
+def test_all_that_is_wrong_with_words_comes_together() -> None:
+    problems = refusal_of(
+        "sweep=optuna",
+        "sweep.space.optimizer.lrr=[1,2]",
+        "sweep.space.seed={low:2,high:1}",
+        "sed=1",
+        "seed=shuffle(1,2)",
+    )
+    assert [problem.split(" ")[0].rstrip(":") for problem in problems] == [
+        "optimizer.lrr",
+        "sweep.space.seed={low",
+        "seed=shuffle(1,2)",
+        "sed",
+    ]
+
+
+def test_what_is_wrong_at_one_point_of_a_space_comes_with_the_point() -> None:
+    space = "sweep.space={optimizer.lr: {low: 0.1, high: 0.2}, quantization: [none, nf4]}"
+    (problem,) = refusal_of("sweep=optuna", "recipe=full", space)
+    assert problem.startswith("quantization.kind=nf4 needs adapter.kind=lora")
+    assert problem.endswith("(with optimizer.lr=0.1 quantization=nf4)")
+
+
+def test_without_m_it_is_told_how_to_start_it() -> None:
+    with pytest.raises(ConfigError, match=r"-m starts those: python -m app\.train -m sweep=lr"):
+        compose_run(["sweep=lr"])
+
+
+def test_optuna_is_asked_for_only_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "find_spec", lambda name: None)
+    (problem,) = refusal_of("sweep=optuna")
+    assert problem.startswith(
+        "sweep=optuna needs the package optuna, which is not installed: pip install optuna"
+    )
+    assert points("sweep=lr")
+
+
+def test_more_trials_are_the_same_sweep_and_another_space_is_not() -> None:
+    def both(*words: str) -> tuple[str, str]:
+        preset = read_preset(words)
+        return default_path([], preset), identity_of([], preset)
+
+    few, many = both("sweep=optuna", "sweep.trials=3"), both("sweep=optuna", "sweep.trials=30")
+    assert few == many
+    assert few[0].startswith("runs/sweep-optuna-")
+    others = [
+        both("sweep=lr"),
+        both("sweep=optuna", "sweep.seed=1"),
+        both("sweep=optuna", "sweep.space.seed=[1,2]"),
+    ]
+    assert len({few, *others}) == 4
+
+
+def test_without_a_preset_the_identity_is_what_it_was() -> None:
+    """Or the sweeps that earlier versions began could not be continued."""
+    settings, _ = settings_of(["seed=1,2", "recipe=lora"])
+    assert identity_of(settings) == "f9d6cbceaf3d3bcf3dd17d471786de2b66ada143bf0ae7fb26436d4f23b3600b"

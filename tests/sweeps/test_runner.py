@@ -1,0 +1,207 @@
+"""How a sweep takes what its trials do; the trials are stand-ins (see stand_in.py), the processes and signals real."""
+
+import io
+import json
+import os
+import pty
+import signal
+import sys
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+import pytest
+from rich.table import Table
+
+from app.sweeps import trial_process
+from app.sweeps.grid import settings_of
+from app.sweeps.optuna_search import Search
+from app.sweeps.preset import NO_PRESET, SweepConfig
+from app.sweeps.runner import Runner, Screen
+from app.sweeps.search_space import dimensions_in
+from app.sweeps.sweep import proposer_of
+from app.sweeps.trials import SweepFolder
+
+STAND_IN = str(Path(__file__).with_name("stand_in.py"))
+
+
+@pytest.fixture(autouse=True)
+def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(command: list[str], **options: Any) -> Popen[bytes]:
+        assert command[:3] == [sys.executable, "-m", "app.train"]
+        return Popen([sys.executable, "-S", STAND_IN, *command[3:]], **options)
+
+    monkeypatch.setattr(trial_process, "Popen", start)
+
+
+def run(folder: Path, *seeds: int) -> int:
+    settings, _ = settings_of([f"seed={','.join(map(str, seeds))}"])
+    with SweepFolder.claim(str(folder), "same") as claimed:
+        return Runner(claimed, "same", proposer_of(settings, NO_PRESET.config), ["python"]).run()
+
+
+def search(folder: Path, trials: int = 5) -> int:
+    """Over seeds of which one fails and one has no objective."""
+    space, _ = dimensions_in({"seed": [3, 10, 1, 4, 2]})
+    proposer = Search(space, SweepConfig(proposer="tpe", trials=trials))
+    with SweepFolder.claim(str(folder), "same") as claimed:
+        return Runner(claimed, "same", proposer, ["python"], ["        seed 3 10 1 4 2"]).run()
+
+
+def content(folder: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((folder / "sweep.json").read_text())
+    return values
+
+
+def column(folder: Path, name: str) -> list[Any]:
+    return [trial[name] for trial in content(folder)["trials"]]
+
+
+def test_trials_that_fail_stop_nobody_and_have_no_rank(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path, 3, 10, 4, 11, 1) == 3
+    assert column(tmp_path, "status") == ["finished", "failed", "finished", "failed", "finished"]
+    assert column(tmp_path, "objective") == [3.0, None, None, None, 1.0]
+    assert column(tmp_path, "exit_code") == [0, 1, 0, -9, 0]
+    assert column(tmp_path, "error") == [
+        None,
+        "error: not today",
+        None,
+        "killed by SIGKILL: out of memory?",
+        None,
+    ]
+    assert content(tmp_path)["best"] == {
+        "number": 5,
+        "objective": 1.0,
+        "folder": str(tmp_path / "5-seed=1"),
+        "overrides": ["seed=1"],
+        "line": "seed=1",
+    }
+    shown = capfd.readouterr()
+    assert shown.err == ""
+    assert "trial 2/5  seed=10\n  failed with exit code 1 after " in shown.out
+    assert f"all that it said is in {tmp_path}/2-seed=10.txt\n    error: not today\n" in shown.out
+    assert "  finished, no objective, 3 steps, " in shown.out
+    assert "2 of 5 trials failed; the same command tries them again" in shown.out
+
+
+def test_all_is_well(tmp_path: Path) -> None:
+    assert run(tmp_path, 1, 2) == 0
+    assert all(seconds > 0 for seconds in column(tmp_path, "seconds"))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        "1-seed=1",
+        "1-seed=1.txt",
+        "2-seed=2",
+        "2-seed=2.txt",
+        "report.html",
+        "sweep.json",
+    ]
+
+
+def test_what_is_finished_is_kept_and_what_failed_is_tried_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path, 1, 10, 2) == 3
+    first = content(tmp_path)["trials"]
+    capfd.readouterr()
+    assert run(tmp_path, 1, 10, 2) == 3
+    again = content(tmp_path)["trials"]
+    assert (again[0], again[2]) == (first[0], first[2])
+    assert again[1]["seconds"] > first[1]["seconds"]
+    starts = [
+        (tmp_path / f"{name}.txt").read_text().count("resume=auto") for name in ("1-seed=1", "2-seed=10")
+    ]
+    assert starts == [1, 2]
+    assert capfd.readouterr().out.count("finished before, objective") == 2
+
+
+def test_plans_are_shown_and_do_not_count_as_finished(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert [run(tmp_path, 12), run(tmp_path, 12)] == [0, 0]
+    assert column(tmp_path, "status") == ["dry_run"]
+    assert content(tmp_path)["best"] is None
+    shown = capfd.readouterr().out
+    assert shown.count("\n  the plan\n") == 2
+    assert shown.count("best") == 0
+
+
+@pytest.mark.parametrize(("seed", "code"), [(20, 130), (21, 75), (22, 130), (75, 75), (130, 130)])
+def test_a_stop_stops_the_sweep(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], seed: int, code: int
+) -> None:
+    """Of the sweep, which is passed on; twice, for a trial that is deaf; or of the trial alone."""
+    handler = signal.getsignal(signal.SIGINT)
+    assert run(tmp_path, 1, seed, 2) == code
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert column(tmp_path, "status") == ["finished", "stopped", "pending"]
+    assert column(tmp_path, "exit_code") == [0, -9 if seed == 22 else code, None]
+    assert not (tmp_path / "3-seed=2").exists()
+    shown = capfd.readouterr().out
+    assert "stopped; the same command goes on from here" in shown
+    assert ("Ctrl-C once more kills it" in shown) == (seed < 75)
+
+
+def test_a_search_goes_on_past_what_fails_and_says_what_it_varies(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert search(tmp_path, trials=2) in (0, 3)
+    first = content(tmp_path)["trials"]
+    assert search(tmp_path) == 3
+    trials = content(tmp_path)["trials"]
+    assert [trial["values"] for trial in trials[:2]] == [trial["values"] for trial in first]
+    objectives = {trial["values"]["seed"]: trial["objective"] for trial in trials}
+    assert objectives == {1: 1.0, 2: 2.0, 3: 3.0, 4: None, 10: None}
+    assert sorted(column(tmp_path, "status")) == ["failed", *["finished"] * 4]
+    assert all(trial["proposed"] == {"seed": trial["swept"][0]} for trial in trials)
+    assert content(tmp_path)["best"]["line"] == "seed=1"
+    shown = capfd.readouterr().out
+    assert "5 trials\n        seed 3 10 1 4 2\ntrial 1/5  seed=" in shown
+    assert "1 of 5 trials failed; the same command tries them again" in shown
+    assert search(tmp_path) == 3
+    assert column(tmp_path, "values") == [trial["values"] for trial in trials]
+
+
+@pytest.mark.parametrize("own", [None, "mine"])
+def test_trials_are_a_group_in_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str | None
+) -> None:
+    monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
+    if own:
+        monkeypatch.setenv("WANDB_RUN_GROUP", own)
+    run(tmp_path / "sweep-x", 1)
+    assert f"group={own or 'sweep-x'}\n" in (tmp_path / "sweep-x" / "1.txt").read_text()
+    assert os.environ.get("WANDB_RUN_GROUP") == own
+
+
+def test_a_terminal_has_a_line_that_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "20")
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as stream:
+        screen = Screen(stream)
+        screen.say("trial 1/2")
+        screen.show("  step 1/9 | loss 4.1234 | more")
+        screen.show("  step 1/9 | loss 4.1234 | more")  # nothing new, nothing written
+        screen.say("done \x1b[31mnot red")
+        seen = ""
+        while "not red\r\n" not in seen:
+            seen += os.read(ours, 10_000).decode()
+    os.close(ours)
+    erase = "\r\x1b[2K"
+    assert seen == f"trial 1/2\r\n{erase}  step 1/9 | loss 4{erase}done \ufffd[31mnot red\r\n"
+
+
+def test_a_file_has_whole_lines_only() -> None:
+    stream = io.StringIO()
+    screen = Screen(stream)
+    screen.show("  step 1/9")
+    screen.say("done")
+    table = Table("a", "b")
+    table.add_row("x" * 150, "y")
+    screen.table(table)
+    text = stream.getvalue()
+    assert text.startswith("done\n")
+    assert "\x1b" not in text
+    assert "x" * 150 in text

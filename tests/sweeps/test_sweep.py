@@ -1,0 +1,89 @@
+"""What is wrong with any trial is told before the first one, all of it, each thing once."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from app.config.schema import RunConfig
+from app.errors import ConfigError, DataError
+from app.sweeps.sweep import sweep
+
+
+def nothing_more(_run: RunConfig) -> None:
+    """The command's own check of parts, which has its own tests."""
+
+
+def refusal_of(*words: str) -> list[str]:
+    with pytest.raises(ConfigError) as refusal:
+        sweep(["-m", *words], nothing_more)
+    return list(refusal.value.problems)
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_misspelt_key_is_told_once_for_all_trials() -> None:
+    assert refusal_of("optimizer.lrr=1e-3,3e-4", "seed=1,2") == [
+        "optimizer.lrr is not a key. Did you mean optimizer.lr?"
+    ]
+
+
+def test_values_and_combinations_of_some_trials_come_together() -> None:
+    problems = refusal_of("recipe=full,lora,lroa", "quantization=nf4,none", "seed=1,x")
+    assert problems == [
+        "recipe=lroa: there is no such recipe. Did you mean lora? Choose one of full, lora, qlora.",
+        "quantization.kind=nf4 needs adapter.kind=lora: a quantised base is frozen. Choose recipe=lora or qlora, or "
+        "set quantization=none. (trial 1: recipe=full quantization=nf4 seed=1)",
+        "seed=x: expected a whole number. (trial 2 and 3 more: recipe=full quantization=nf4 seed=x)",
+    ]
+
+
+def test_what_no_sweep_can_do_comes_with_what_no_run_can_do() -> None:
+    problems = refusal_of("resume=auto", "seed=shuffle(1,2)", "recipe=lroa,lora", "+adapter.rnk=2")
+    assert [problem.split(" ")[0].rstrip(":") for problem in problems] == [
+        "resume=auto",
+        "seed=shuffle(1,2)",
+        "recipe=lroa",
+        "adapter.rnk",
+    ]
+
+
+def test_the_check_of_parts_sees_every_trial() -> None:
+    seen = []
+
+    def check(run: RunConfig) -> None:
+        seen.append((run.adapter.kind, run.seed))
+        if run.seed == 2:
+            raise DataError("no such file")
+
+    with pytest.raises(ConfigError) as refusal:
+        sweep(["-m", "recipe=full,lora", "seed=1,2"], check)
+    assert refusal.value.problems == ("no such file (trial 2 and 1 more: recipe=full seed=2)",)
+    assert seen == [("none", 1), ("none", 2), ("lora", 1), ("lora", 2)]
+
+
+def test_a_folder_that_depends_on_what_is_swept_is_refused() -> None:
+    (problem,) = refusal_of("output_dir=runs/${seed}", "seed=1,2")
+    assert problem.startswith(
+        "output_dir=runs/${seed}: this is another folder for each trial (runs/1, runs/2)."
+    )
+
+
+def test_nothing_is_written_and_torch_is_not_loaded(tmp_path: Path, app_env: dict[str, str]) -> None:
+    program = (
+        "import sys; from app import train\n"
+        "sys.argv = ['train', '-m', 'sweep=optuna', 'dataset.path=no.jsonl']\n"
+        "try: train.main()\n"
+        "finally: print(sorted({'torch', 'transformers', 'numpy', 'datasets', 'optuna'} & sys.modules.keys()))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=app_env
+    )
+    assert ended.returncode == 2
+    assert ended.stdout == "[]\n"
+    assert ended.stderr.startswith("error: dataset.path=no.jsonl: no such file or folder")
+    assert list(tmp_path.iterdir()) == []

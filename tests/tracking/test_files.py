@@ -1,0 +1,55 @@
+from pathlib import Path
+
+import pytest
+
+from app.errors import EnvironmentProblem
+from app.tracking.files import append_text, write_json, write_text
+from tests.tracking.child import run
+
+
+def test_what_is_written_replaces_and_nothing_else_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_text(path, "old")
+    write_json(path, {"Übung": [1, None]})
+    assert path.read_text(encoding="utf-8") == '{\n  "Übung": [\n    1,\n    null\n  ]\n}\n'
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_full_disk_leaves_the_old_content_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    write_text(path, "old")
+    code = (
+        "import resource, sys; from pathlib import Path; from app.tracking.files import write_text\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "write_text(Path(sys.argv[1]), 'new' * 1000)\n"
+    )
+    returncode, _, err = run(code, str(path))
+    assert returncode == 1
+    assert "EnvironmentProblem" in err
+    assert "free disk space" in err
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_a_fault_while_writing_leaves_the_old_content(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_text(path, "old")
+    with pytest.raises(ValueError, match="JSON"):
+        write_json(path, {"loss": float("nan")})
+    assert path.read_text() == "old"
+
+
+def test_appending_to_a_full_disk_is_the_users_to_mend() -> None:
+    with pytest.raises(EnvironmentProblem, match=r"/dev/full .*free disk space"):
+        append_text(Path("/dev/full"), "line\n")
+
+
+def test_appended_lines_survive_a_kill(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path; from app.tracking.files import append_text\n"
+        "for number in range(1000): append_text(Path(sys.argv[1]), f'{number}\\n')\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    returncode, _, _ = run(code, str(tmp_path / "log.txt"))
+    assert returncode == -9
+    assert (tmp_path / "log.txt").read_text() == "".join(f"{number}\n" for number in range(1000))

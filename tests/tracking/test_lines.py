@@ -1,0 +1,71 @@
+import pytest
+
+from app.tracking.lines import (
+    Sample,
+    aligned,
+    duration,
+    evaluation_line,
+    memory,
+    printable,
+    quantity,
+    samples_text,
+    step_line,
+)
+from tests.tracking.test_metrics import STEP
+
+
+def test_a_step_is_one_line() -> None:
+    assert step_line(STEP, 100, 62) == (
+        "step 5/100 | loss 1.0986 | lr 2.00e-04 | gradient 0.30 | 1.2k tokens/s | 1.1 GB | 0:01:02 left"
+    )
+    assert (
+        step_line({"step": 5, "loss": float("nan"), "tokens_per_second": None}, None, None)
+        == "step 5 | loss nan"
+    )
+
+
+def test_an_evaluation_is_one_line() -> None:
+    values = {"step": 10, "epoch": 0.5, "eval_loss": 1.23456, "eval_tokens": 300}
+    assert evaluation_line(values) == "evaluation at step 10 | eval_loss 1.2346 | eval_tokens 300"
+
+
+def test_samples_stand_below_each_other() -> None:
+    assert samples_text(10, [Sample("2+2?", "4", "5\nor so"), Sample("a", "b", "c\x1b[2J")]) == (
+        "samples at step 10\n"
+        "prompt    2+2?\n"
+        "expected  4\n"
+        "answer    5\n"
+        "          or so\n"
+        "\n"
+        "prompt    a\n"
+        "expected  b\n"
+        "answer    c\ufffd[2J"
+    )
+
+
+def test_names_and_values_are_aligned() -> None:
+    assert aligned([("model", "tiny"), ("data", "x\ny")]) == "model  tiny\ndata   x\n       y"
+    assert aligned([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (999.4, "999"), (1234, "1.2k"), (2_400_000, "2.4M"), (8.03e9, "8.0B"), (3e13, "30.0T")],
+)
+def test_quantities(number: float, text: str) -> None:
+    assert quantity(number) == text
+
+
+def test_memory_and_time() -> None:
+    assert [memory(5e8), memory(1.25e10)] == ["500 MB", "12.5 GB"]
+    assert [duration(0), duration(59.6), duration(3725), duration(360000)] == [
+        "0:00:00",
+        "0:01:00",
+        "1:02:05",
+        "100:00:00",
+    ]
+
+
+def test_only_control_characters_are_replaced() -> None:
+    assert printable("é日本👩‍💻\u00a0\t\n") == "é日本👩‍💻\u00a0\t\n"
+    assert printable("a\x1b]0;title\x07\r\x9b") == "a\ufffd]0;title\ufffd\ufffd\ufffd"

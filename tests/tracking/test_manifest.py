@@ -1,0 +1,91 @@
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.errors import CheckpointError
+from app.tracking.manifest import Manifest, git_state, read_manifest
+from tests.tracking.child import run
+
+
+def written(path: Path, **facts: Any) -> dict[str, Any]:
+    Manifest(path / "manifest.json").add(facts)
+    content: dict[str, Any] = json.loads((path / "manifest.json").read_text())
+    return content
+
+
+def test_it_tells_where_a_run_comes_from(tmp_path: Path) -> None:
+    manifest = written(
+        tmp_path, seed=7, choices={"attention": "sdpa"}, counts={"rows": 3}, hashes={"data": "3f"}
+    )
+    assert manifest["packages"]["torch"] == version("torch")
+    assert manifest["packages"]["hydra-core"] == version("hydra-core")
+    assert (manifest["seed"], manifest["choices"], manifest["hashes"]) == (
+        7,
+        {"attention": "sdpa"},
+        {"data": "3f"},
+    )
+    assert manifest["cpus"] >= 1
+    assert manifest["created"] == manifest["starts"][0]["time"]
+    assert manifest["starts"][0]["command_line"] == sys.orig_argv
+    assert {"python", "platform", "program"} <= manifest.keys()
+
+
+def test_a_continued_run_lists_all_its_starts(tmp_path: Path) -> None:
+    first = written(tmp_path, seed=1)
+    second = written(tmp_path, seed=1)
+    assert second["created"] == first["created"]
+    assert len(second["starts"]) == 2
+    assert second["starts"][0] == first["starts"][0]
+
+
+def test_secrets_of_the_command_line_are_not_in_it(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from app.tracking.manifest import Manifest\n"
+        "Manifest(Path(sys.argv[1])).add({'overrides': sys.argv[2:], 'why': 'horse-battery'})"
+    )
+    path = tmp_path / "manifest.json"
+    returncode, _, err = run(
+        code, str(path), "+hub_token=geheim", "seed=3", env={"HF_TOKEN": "horse-battery"}
+    )
+    assert (returncode, err) == (0, "")
+    text = path.read_text()
+    assert "seed=3" in text
+    assert "hub_token=***" in text
+    assert "geheim" not in text
+    assert "horse-battery" not in text
+
+
+def test_the_commit_is_that_of_the_checkout_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        command = ["git", "-C", str(tmp_path), *identity, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    package = tmp_path / "app"
+    package.mkdir()
+    assert git_state(package) is None
+    git("init", "-q")
+    assert git_state(package) is None, "no commit yet"
+    (package / "code.py").write_text("1")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    commit = git("rev-parse", "HEAD")
+    assert git_state(package) == {"commit": commit, "dirty": False}
+    (package / "code.py").write_text("2")
+    monkeypatch.setenv("GIT_DIR", "/nowhere")
+    assert git_state(package) == {"commit": commit, "dirty": True}
+    installed = tmp_path / ".venv" / "site-packages" / "app"
+    installed.mkdir(parents=True)
+    assert git_state(installed) is None, "a checkout around the installation is somebody else's"
+
+
+def test_one_that_is_torn_is_told_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"seed": ')
+    with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read"):
+        read_manifest(tmp_path / "manifest.json")
+    assert read_manifest(tmp_path / "none.json") == {}

@@ -1,0 +1,92 @@
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.tracking.metrics import StepLines, finite_or_none, read_lines
+
+STEP = {
+    "step": 5,
+    "epoch": 0.125,
+    "loss": 1.0986122886681098,
+    "lr": 0.0002,
+    "grad_norm": 0.1 + 0.2,
+    "tokens": 40960,
+    "trained_tokens": 12345,
+    "tokens_per_second": 1234.5,
+    "peak_memory_bytes": 1073741824,
+}
+
+
+def written(path: Path, *steps: int) -> StepLines:
+    lines = StepLines(path)
+    for step in steps:
+        lines.write({"step": step, "loss": step / 3})
+    return lines
+
+
+def test_a_line_is_as_other_programs_expect_it(tmp_path: Path) -> None:
+    lines = StepLines(tmp_path / "metrics.jsonl")
+    lines.write(STEP)
+    lines.write({"step": 5, "epoch": 0.125, "eval_loss": 1.5})
+    assert (tmp_path / "metrics.jsonl").read_text() == (
+        '{"step": 5, "epoch": 0.125, "loss": 1.0986122886681098, "lr": 0.0002, '
+        '"grad_norm": 0.30000000000000004, "tokens": 40960, "trained_tokens": 12345, '
+        '"tokens_per_second": 1234.5, "peak_memory_bytes": 1073741824}\n'
+        '{"step": 5, "epoch": 0.125, "eval_loss": 1.5}\n'
+    )
+
+
+@given(numbers=st.dictionaries(st.text(), st.floats(allow_nan=False, allow_infinity=False) | st.integers()))
+def test_numbers_come_back_exactly(
+    numbers: dict[str, float], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("lines") / "metrics.jsonl"
+    values = {**numbers, "step": 1}
+    StepLines(path).write(values)
+    assert list(read_lines(path)) == [values]
+    assert [repr(value) for value in next(read_lines(path)).values()] == [
+        repr(value) for value in values.values()
+    ]
+
+
+def test_what_is_not_finite_becomes_null_and_the_line_stays_json(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    StepLines(path).write({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "lr": 0.1})
+    assert json.loads(path.read_text()) == {"step": 1, "loss": None, "grad_norm": None, "lr": 0.1}
+    assert finite_or_none(-float("inf")) is None
+
+
+@pytest.mark.parametrize(
+    ("step", "left"), [(4, [2, 4]), (5, [2, 4]), (6, [2, 4, 6]), (100, [2, 4, 6]), (-1, [])]
+)
+def test_lines_after_the_step_are_cut(step: int, left: list[int], tmp_path: Path) -> None:
+    lines = written(tmp_path / "metrics.jsonl", 2, 4, 6)
+    assert [values["step"] for values in lines.rewind(step)] == left
+    assert [values["step"] for values in read_lines(lines.path)] == left
+
+
+@pytest.mark.parametrize(
+    "torn", ['{"step": 3, "lo', '{"step": 3, "loss": 1}', "\x00\x00\x00", "[1]\n", '{"loss": 1}\n']
+)
+def test_a_torn_last_line_is_cut_and_the_next_one_is_whole(torn: str, tmp_path: Path) -> None:
+    lines = written(tmp_path / "metrics.jsonl", 1, 2)
+    whole = lines.path.read_bytes()
+    with lines.path.open("a") as file:
+        file.write(torn)
+    assert [values["step"] for values in read_lines(lines.path)] == [1, 2]
+    lines.rewind(10)
+    assert lines.path.read_bytes() == whole
+    lines.write({"step": 3})
+    assert lines.path.read_bytes() == whole + b'{"step": 3}\n'
+
+
+@pytest.mark.parametrize("text", ["a\u2028b\x85c\x0bd\re", "Übung 日本", "\ud800 alone", "tab\tline\n"])
+def test_any_text_of_a_users_data_stays_one_line_and_comes_back(text: str, tmp_path: Path) -> None:
+    lines = StepLines(tmp_path / "samples.jsonl")
+    lines.write({"step": 1, "answer": text})
+    lines.write({"step": 2, "answer": text})
+    assert lines.rewind(1) == [{"step": 1, "answer": text}]
+    assert list(read_lines(lines.path)) == [{"step": 1, "answer": text}]

@@ -1,0 +1,203 @@
+import errno
+import fcntl
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from app.errors import AppError, ConfigError, EnvironmentProblem
+from app.tracking import output_dir
+from app.tracking.output_dir import RunFolder, user_of
+from tests.tracking.child import run, start
+
+CLAIM = """
+import sys
+from app.tracking.output_dir import RunFolder
+folder = RunFolder.claim(sys.argv[1], "auto")
+print("claimed", flush=True)
+"""
+
+
+def everything_in(folder: Path) -> dict[str, bytes | None]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def a_run(folder: Path) -> Path:
+    (folder / "checkpoints" / "step-000010").mkdir(parents=True)
+    (folder / "run.yaml").write_text("seed: 0\n")
+    return folder
+
+
+def test_a_new_folder_is_made_with_its_parents_and_has_the_promised_names(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b"
+    with RunFolder.claim(str(path), None) as folder:
+        assert path.is_dir()
+        names = [
+            folder.run_yaml,
+            folder.manifest,
+            folder.metrics,
+            folder.result,
+            folder.log,
+            folder.checkpoints,
+            folder.final,
+        ]
+        assert [name.relative_to(path).as_posix() for name in names] == [
+            "run.yaml",
+            "manifest.json",
+            "metrics.jsonl",
+            "result.json",
+            "log.txt",
+            "checkpoints",
+            "final",
+        ]
+    assert everything_in(path) == {}
+
+
+@pytest.mark.parametrize(
+    ("resume", "said"), [(None, "resume=auto"), ("elsewhere/checkpoints/step-000010", "another run")]
+)
+def test_a_folder_that_has_a_run_is_refused_and_left_as_it_was(
+    resume: str | None, said: str, tmp_path: Path
+) -> None:
+    before = everything_in(a_run(tmp_path))
+    with pytest.raises(ConfigError) as refusal:
+        RunFolder.claim(str(tmp_path), resume)
+    assert everything_in(tmp_path) == before
+    for part in (f"output_dir={tmp_path}", "checkpoints, run.yaml", said, "another output_dir"):
+        assert part in refusal.value.report()
+
+
+@pytest.mark.parametrize("resume", ["auto", None])
+def test_a_folder_of_something_else_is_never_taken(resume: str | None, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    before = everything_in(tmp_path)
+    with pytest.raises(ConfigError, match=r"thesis\.tex.*new or empty folder"):
+        RunFolder.claim(str(tmp_path), resume)
+    assert everything_in(tmp_path) == before
+
+
+@pytest.mark.parametrize("resume", ["auto", "checkpoints/step-000010", "checkpoints"])
+def test_a_run_is_continued_by_auto_or_by_one_of_its_own_checkpoints(resume: str, tmp_path: Path) -> None:
+    before = everything_in(a_run(tmp_path))
+    with RunFolder.claim(str(tmp_path), resume if resume == "auto" else str(tmp_path / resume)):
+        pass
+    assert everything_in(tmp_path) == before
+
+
+@pytest.mark.parametrize("resume", ["auto", None, "elsewhere/checkpoints/step-000010"])
+def test_a_folder_with_nothing_but_what_a_killed_start_left_is_fresh(
+    resume: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / ".lock").write_text("process 1 on nowhere")
+    (tmp_path / ".run.yaml.partial").write_text("se")
+    with RunFolder.claim(str(tmp_path), resume):
+        pass
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_file_in_the_way_is_said(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentProblem, match="output_dir"):
+        RunFolder.claim(str(tmp_path / place), None)
+    assert everything_in(tmp_path) == {"file": b""}
+
+
+def test_a_full_disk_leaves_no_folder_behind(tmp_path: Path) -> None:
+    code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n" + CLAIM
+    returncode, _, err = run(code, str(tmp_path / "a" / "b"))
+    assert returncode == 1
+    assert "EnvironmentProblem" in err
+    assert "free disk space" in err
+    assert everything_in(tmp_path) == {}
+
+
+def test_two_processes_cannot_have_one_folder_and_a_kill_sets_it_free(tmp_path: Path) -> None:
+    holder = start(CLAIM + "input()", str(tmp_path), stdin=-1)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "claimed\n"
+        with pytest.raises(EnvironmentProblem, match=f"process {holder.pid} on .* is using it"):
+            RunFolder.claim(str(tmp_path), "auto")
+        a_run(tmp_path)
+        with pytest.raises(EnvironmentProblem, match=f"process {holder.pid} on .* is using it"):
+            RunFolder.claim(str(tmp_path), None)
+        assert run(CLAIM, str(tmp_path))[0] == 1
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.communicate()
+    assert run(CLAIM, str(tmp_path))[:2] == (0, "claimed\n")
+
+
+def test_a_worker_that_outlives_its_killed_run_does_not_keep_the_folder(tmp_path: Path) -> None:
+    code = CLAIM + (
+        "import os, sys, time\n"
+        "if os.fork() == 0:\n"
+        "    print('worker', os.getpid(), flush=True)\n"
+        "    os.close(1); os.close(2)\n"
+        "    time.sleep(60)\n"
+        "    os._exit(0)\n"
+        "time.sleep(60)\n"
+    )
+    holder = start(code, str(tmp_path))
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "claimed\n"
+    worker = int(holder.stdout.readline().split()[1])
+    try:
+        holder.kill()
+        holder.communicate()
+        os.kill(worker, 0)
+        RunFolder.claim(str(tmp_path), "auto").release()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+def test_one_process_cannot_claim_twice_but_after_a_release(tmp_path: Path) -> None:
+    first = RunFolder.claim(str(tmp_path), None)
+    with pytest.raises(AppError, match=f"process {os.getpid()}"):
+        RunFolder.claim(str(tmp_path), None)
+    first.release()
+    first.release()
+    RunFolder.claim(str(tmp_path), None).release()
+
+
+def test_where_the_file_system_has_no_locks_the_folder_can_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with RunFolder.claim(str(tmp_path), None) as folder:
+        assert folder.path == tmp_path
+
+
+def test_a_run_that_came_and_went_in_between_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take = output_dir._take_lock
+
+    def late(path: Path) -> int:
+        a_run(tmp_path)
+        return take(path)
+
+    monkeypatch.setattr(output_dir, "_take_lock", late)
+    with pytest.raises(ConfigError, match="already has a run"):
+        RunFolder.claim(str(tmp_path), None)
+    assert user_of(tmp_path) is None
+
+
+def test_a_lock_that_its_owner_removes_in_between_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, path = fcntl.flock, tmp_path / ".lock"
+
+    def once_late(descriptor: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        path.unlink()
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", once_late)
+    with RunFolder.claim(str(tmp_path), None):
+        assert f"process {os.getpid()}" in (user_of(tmp_path) or "")

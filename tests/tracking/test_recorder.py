@@ -1,0 +1,281 @@
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from app.config.load import compose_run
+from app.config.schema import TrackerConfig
+from app.errors import ConfigError
+from app.tracking.console import open_console
+from app.tracking.lines import Sample
+from app.tracking.metrics import read_lines
+from app.tracking.output_dir import RunFolder
+from app.tracking.recorder import RESULT_KEYS, Recorder, before_after
+from tests.tracking.child import run
+from tests.tracking.test_metrics import STEP
+
+NO_TRACKER = TrackerConfig(kind="none")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[RunFolder]:
+    with RunFolder.claim(str(tmp_path / "run"), "auto") as claimed:
+        yield claimed
+
+
+def opened(folder: RunFolder, screen: StringIO | None = None, **facts: Any) -> Recorder:
+    console = open_console(screen or StringIO())
+    return Recorder.open(folder, NO_TRACKER, {"seed": 0, "model": {"path": "x"}}, facts, console)
+
+
+def result_of(folder: RunFolder) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(folder.result.read_text())
+    return result
+
+
+def test_a_run_leaves_the_files_that_others_read(folder: RunFolder) -> None:
+    screen = StringIO()
+    with opened(folder, screen, seed=0) as record:
+        record.table([("model", "tiny"), ("data", "sample")])
+        record.begin(10)
+        record.step(STEP)
+        record.evaluation({"step": 5, "eval_loss": 1.25})
+        record.samples(5, [Sample("2+2?", "4", "5")])
+        record.step({**STEP, "step": 10, "loss": 0.5})
+        record.sync()
+        record.finish("finished", objective=1.25, final=str(folder.final), steps=10)
+    assert sorted(path.name for path in folder.path.iterdir() if not path.name.startswith(".")) == [
+        "log.txt",
+        "manifest.json",
+        "metrics.jsonl",
+        "result.json",
+        "run.yaml",
+        "samples.jsonl",
+    ]
+    assert [values["step"] for values in read_lines(folder.metrics)] == [5, 5, 10]
+    assert list(read_lines(folder.samples)) == [{"step": 5, "prompt": "2+2?", "expected": "4", "answer": "5"}]
+    result = result_of(folder)
+    assert list(result) == ["status", *RESULT_KEYS]
+    assert result == {
+        "status": "finished",
+        "objective": 1.25,
+        "steps": 10,
+        "train_loss_first": STEP["loss"],
+        "train_loss_last": 0.5,
+        "eval_loss": 1.25,
+        "exact_match": None,
+        "tokens_per_second": 1234.5,
+        "peak_memory_bytes": 1073741824,
+        "memory_predicted_bytes": None,
+        "memory_measured_bytes": None,
+        "final": str(folder.final),
+    }
+    log = folder.log.read_text()
+    for text in (
+        "model  tiny\ndata   sample",
+        "step 5/10 | loss 1.0986",
+        "evaluation at step 5",
+        "answer    5",
+    ):
+        assert text in screen.getvalue()
+        assert text in log
+
+
+def test_run_yaml_is_the_run_again(folder: RunFolder) -> None:
+    chosen = asdict(compose_run(["model=llama", "optimizer.lr=1e-5"]))
+    Recorder.open(folder, NO_TRACKER, chosen, {}, open_console(StringIO())).finish("dry_run")
+    assert OmegaConf.to_container(OmegaConf.load(folder.run_yaml)) == chosen
+
+
+def test_secrets_reach_no_file(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "correct-horse-battery")
+    screen = StringIO()
+    run = {"model": {"path": "https://correct-horse-battery@host"}, "hub_token": "geheim"}
+    with Recorder.open(
+        folder, NO_TRACKER, run, {"overrides": ["+hub_token=geheim"]}, open_console(screen)
+    ) as record:
+        record.message("401 for correct-horse-battery")
+        with pytest.raises(ConfigError):
+            fail_within(record, ConfigError("bad correct-horse-battery"))
+    everything = screen.getvalue() + "".join(path.read_text() for path in folder.path.iterdir())
+    assert "***" in everything
+    assert "correct-horse" not in everything
+    assert "geheim" not in everything
+
+
+def fail_within(record: Recorder, fault: BaseException) -> None:
+    with record:
+        record.step(STEP)
+        raise fault
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "error", "logged"),
+    [
+        (KeyError("rank"), "failed", "KeyError: 'rank'", "Traceback"),
+        (ConfigError(["a", "b"]), "failed", "error: 2 problems\n  1. a\n  2. b", "error: 2 problems"),
+        (KeyboardInterrupt(), "stopped", "KeyboardInterrupt: ", None),
+        (SystemExit(75), "stopped", "SystemExit: 75", None),
+    ],
+)
+def test_how_a_run_ends_by_an_exception_is_written_and_raised_on(
+    fault: BaseException, status: str, error: str, logged: str | None, folder: RunFolder
+) -> None:
+    with pytest.raises(type(fault)) as raised:
+        fail_within(opened(folder), fault)
+    assert raised.value is fault
+    result = result_of(folder)
+    assert (result["status"], result["error"], result["train_loss_last"]) == (status, error, STEP["loss"])
+    assert ("Traceback" in folder.log.read_text()) is (logged == "Traceback")
+    if logged:
+        assert logged in folder.log.read_text()
+
+
+def test_a_failure_keeps_its_own_face_when_nothing_can_be_written(folder: RunFolder) -> None:
+    record = opened(folder)
+    shutil.rmtree(folder.path)
+    with pytest.raises(KeyError, match="rank"), record:
+        raise KeyError("rank")
+
+
+def test_a_finished_result_stays_when_the_end_of_the_program_fails(folder: RunFolder) -> None:
+    record = opened(folder)
+    record.finish("finished")
+    with pytest.raises(KeyError), record:
+        raise KeyError
+    assert result_of(folder)["status"] == "finished"
+
+
+def test_a_result_is_json_whatever_the_losses_were(folder: RunFolder) -> None:
+    opened(folder).finish("finished", objective=float("nan"), eval_loss=float("inf"))
+    assert result_of(folder)["objective"] is None
+    assert result_of(folder)["eval_loss"] is None
+
+
+def test_a_continued_run_forgets_what_it_will_do_again(folder: RunFolder) -> None:
+    with opened(folder) as first:
+        for step in (2, 4, 6):
+            first.step({"step": step, "loss": 10.0 - step})
+            first.samples(step, [Sample("a", "b", str(step))])
+        first.finish("stopped")
+    screen = open_console(StringIO())
+    with Recorder.open(folder, NO_TRACKER, {"seed": 0}, {}, screen, step=4) as second:
+        assert not folder.result.exists()
+        second.step({"step": 6, "loss": 3.5})
+        second.finish("finished")
+    assert [(values["step"], values["loss"]) for values in read_lines(folder.metrics)] == [
+        (2, 8.0),
+        (4, 6.0),
+        (6, 3.5),
+    ]
+    assert [values["answer"] for values in read_lines(folder.samples)] == ["2", "4"]
+    result = result_of(folder)
+    assert (result["train_loss_first"], result["train_loss_last"], result["steps"]) == (8.0, 3.5, 6)
+    assert len(json.loads(folder.manifest.read_text())["starts"]) == 2
+
+
+class Broken:
+    place = "nowhere"
+
+    def log(self, values: Any) -> None:
+        raise RuntimeError("no connection")
+
+    def close(self, *, failed: bool) -> None:
+        raise RuntimeError("no connection")
+
+
+@pytest.mark.parametrize("steps", [(5, 10), ()])
+def test_a_tracker_that_breaks_is_said_once_and_the_run_goes_on(
+    steps: tuple[int, ...], folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.tracking.recorder.open_tracker", lambda *_: Broken())
+    screen = StringIO()
+    with opened(folder, screen) as record:
+        for step in steps:
+            record.step({**STEP, "step": step})
+        record.finish("finished")
+    assert screen.getvalue().count("the tracker stopped working (no connection)") == 1
+    assert [line["step"] for line in (read_lines(folder.metrics) if steps else ())] == list(steps)
+    assert result_of(folder)["status"] == "finished"
+
+
+def test_another_process_writes_its_log_alone(folder: RunFolder) -> None:
+    record = Recorder(folder, rank=1)
+    record.add_facts(seed=0)
+    record.table([("model", "tiny")])
+    record.begin(10)
+    record.evaluation({"step": 5, "eval_loss": 1.25})
+    record.samples(5, [Sample("2+2?", "4", "5")])
+    record.sync()
+    with pytest.raises(KeyError):
+        fail_within(record, KeyError("rank"))
+    record.finish("finished")
+    (log,) = (path for path in folder.path.iterdir() if path.name != ".lock")
+    assert log.name == "log-rank-1.txt"
+    assert [line[27:] for line in log.read_text().splitlines()] == [
+        "model  tiny",
+        "KeyError: 'rank'",
+        "finished",
+    ]
+
+
+def answers(folder: Path, *lines: tuple[int, str, str, str]) -> Path:
+    file = folder / "samples.jsonl"
+    keys = ("step", "prompt", "expected", "answer")
+    file.write_text("".join(json.dumps(dict(zip(keys, line, strict=True))) + "\n" for line in lines))
+    return file
+
+
+def test_first_and_last_answers_stand_beside_each_other(tmp_path: Path) -> None:
+    file = answers(
+        tmp_path,
+        (0, "2+2?", "4", "the\nmoon"),
+        (0, "x" * 50 + " and why?", "so", "y" * 40),
+        (5, "2+2?", "4", "5"),
+        (9, "2+2?", "4", "4"),
+        (9, "x" * 50 + " and why?", "so", "so"),
+    )
+    assert before_after(file) == (
+        f"{'held out':<40}  expected  before{' ' * 22}  after step 9\n"
+        f"{'2+2?':<40}  4         the moon{' ' * 20}  4\n"
+        f"…{'x' * 30} and why?  so        {'y' * 27}…  so"
+    )
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [(0, "a", "b", "c")],
+        [(4, "a", "b", "c"), (9, "a", "b", "b")],
+        [(0, "a", "1", "2"), (0, "b", "3", "4"), (7, "b", "3", "3")],  # one was torn: these are other rows
+    ],
+)
+def test_answers_without_both_ends_are_no_table(lines: list[Any], tmp_path: Path) -> None:
+    assert before_after(answers(tmp_path, *lines)) is None
+
+
+def test_a_disk_that_fills_up_ends_the_run_with_a_message_and_keeps_the_lines(tmp_path: Path) -> None:
+    code = (
+        "import resource, sys\n"
+        "from app.config.schema import TrackerConfig\n"
+        "from app.tracking.output_dir import RunFolder\n"
+        "from app.tracking.recorder import Recorder\n"
+        "with RunFolder.claim(sys.argv[1], None) as folder:\n"
+        "    with Recorder.open(folder, TrackerConfig(kind='none'), {}, {}) as record:\n"
+        "        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))\n"
+        "        for step in range(1000): record.step({'step': step, 'loss': 1.5})\n"
+    )
+    returncode, _, err = run(code, str(tmp_path / "run"))
+    assert returncode == 1
+    assert "EnvironmentProblem" in err
+    assert "free disk space" in err
+    steps = [values["step"] for values in read_lines(tmp_path / "run" / "metrics.jsonl")]
+    assert steps == list(range(len(steps)))
+    assert len(steps) > 10
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"

@@ -1,0 +1,135 @@
+import importlib.util
+import inspect
+import os
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from accelerate import PartialState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from app.config.schema import TrackerConfig
+from app.tracking import trackers
+from app.tracking.console import Console
+from app.tracking.output_dir import RunFolder
+from app.tracking.recorder import Recorder
+from app.tracking.trackers import TRACKERS, RunStart, check
+from tests.tracking.child import run
+
+WANDB = """
+import sys
+from accelerate import PartialState
+from app.config.schema import TrackerConfig
+from app.tracking.output_dir import RunFolder
+from app.tracking.recorder import Recorder
+PartialState(cpu=True)
+steps = [int(step) for step in sys.argv[2].split(",")]
+config = TrackerConfig(kind="wandb", project="p", name="n")
+with (
+    RunFolder.claim(sys.argv[1], "auto") as folder,
+    Recorder.open(folder, config, {"optimizer": {"lr": 0.1}}, {}, step=steps[0] - 1) as recorder,
+):
+    for step in steps:
+        recorder.step({"step": step, "loss": step / 4, "lr": None})
+    recorder.finish("finished")
+"""
+
+
+@pytest.fixture
+def no_login(tmp_path: Path) -> dict[str, str]:
+    """An environment without any login, and without the warnings of wandb's own imports."""
+    kept = {name: "" for name in os.environ if name.startswith("WANDB")}
+    return {**kept, "HOME": str(tmp_path / "home"), "WANDB_MODE": "offline", "PYTHONWARNINGS": "default"}
+
+
+@pytest.mark.parametrize("kind", sorted(TRACKERS.keys() - {"none"}))
+def test_check_without_the_package_says_what_to_install(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda _name: None)
+    (problem,) = check(TrackerConfig(kind=kind))
+    assert problem.startswith(f"tracker={kind} needs the package {kind}")
+    assert "not installed: pip install" in problem
+    assert problem.endswith("or choose tracker=none")
+
+
+def test_check_with_the_package_finds_nothing() -> None:
+    assert importlib.util.find_spec("tensorboard") is not None
+    assert check(TrackerConfig(kind="tensorboard")) == check(TrackerConfig(kind="none")) == []
+
+
+def test_check_of_wandb_looks_for_a_login(tmp_path: Path, no_login: dict[str, str]) -> None:
+    code = (
+        "import os, wandb\n"
+        "from app.config.schema import TrackerConfig\n"
+        "from app.tracking.trackers import check\n"
+        "for name, value in (('MODE', 'online'), ('MODE', 'offline'), ('API_KEY', '0' * 40), ('API_KEY', 'x')):\n"
+        "    os.environ.pop('WANDB_MODE', None); os.environ[f'WANDB_{name}'] = value\n"
+        "    print(check(TrackerConfig(kind='wandb'))); wandb.teardown()\n"
+    )
+    returncode, out, err = run(code, cwd=tmp_path, env=no_login)
+    assert (returncode, err) == (0, "")
+    nothing, offline, key, short_key = out.splitlines()
+    assert offline == key == "[]"
+    for said in ("tracker=wandb: no login was found", "`wandb login`", "WANDB_API_KEY", "tracker=none"):
+        assert said in nothing
+    assert "WANDB_API_KEY invalid" in short_key
+    assert "WANDB_MODE=offline" in short_key
+
+
+def test_wandb_offline_stays_in_the_folder_and_a_resumed_run_joins_it(
+    tmp_path: Path, no_login: dict[str, str]
+) -> None:
+    home = tmp_path / "run" / "wandb"
+    for steps in ("1,2,3", "3,4"):
+        secret = {"HF_TOKEN": "correct-horse-battery"}
+        words = ("+some_token=geheimnis",) if steps == "1,2,3" else ()
+        returncode, out, err = run(
+            WANDB, str(tmp_path / "run"), steps, *words, cwd=tmp_path, env={**no_login, **secret}
+        )
+        assert returncode == 0, err
+        place = Path(out.splitlines()[0].removeprefix("tracker: wandb sync "))
+        assert place.parent == home
+        assert place.name.endswith(f"-{(home / 'run-id').read_text()}"), "both starts are one run"
+        assert list(place.glob("*.wandb"))
+    assert len(list(home.glob("offline-run-*"))) == 2
+    assert {entry.name for entry in tmp_path.iterdir()} <= {"run", "home"}
+    written = b"".join(path.read_bytes() for path in home.rglob("*") if path.is_file())
+    assert b"loss" in written
+    assert b"geheimnis" not in written
+    assert b"correct-horse-battery" not in written
+
+
+def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    return [(each.step, each.value) for each in events.Scalars(tag)]
+
+
+def logged(path: Path, step: int, *steps: int) -> str:
+    PartialState(cpu=True)
+    screen = StringIO()
+    config = TrackerConfig(kind="tensorboard")
+    with Recorder.open(RunFolder(path), config, {}, {}, Console(screen), step) as recorder:
+        for each in steps:
+            values = {"step": each, "loss": each / 4, "epoch": 1, "nothing": None, "nan": float("nan")}
+            recorder.step(values)
+        recorder.finish("finished")
+    return screen.getvalue()
+
+
+def test_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path: Path) -> None:
+    assert f"tracker: tensorboard --logdir {tmp_path / 'tensorboard'}\n" in logged(tmp_path, -1, 1, 2, 3)
+    assert scalars(tmp_path, "loss") == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    logged(tmp_path, 1, 2)
+    assert scalars(tmp_path, "loss") == [(1, 0.25), (2, 0.5)]
+    tags = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()
+    assert sorted(tags["scalars"]) == ["epoch", "loss"]
+
+
+@pytest.mark.parametrize("kind", ["tensorboard", "mlflow", "trackio", "aim", "dvclive"])
+@pytest.mark.parametrize("run_id", [None, "abc"])
+def test_arguments_are_those_of_accelerates_class(kind: str, run_id: str | None, tmp_path: Path) -> None:
+    found = TRACKERS[kind]
+    assert found is not None
+    arguments = found.arguments(RunStart("project", "name", tmp_path, run_id, step=-1))
+    inspect.signature(LOGGER_TYPE_TO_CLASS[found.name]).bind(**arguments)
+    assert run_id is None or found.run_id is None or run_id in arguments.values()

@@ -1,0 +1,170 @@
+"""A small real run in memory: the shipped tokenizer and data, a Llama of two layers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.config.load import compose_run
+from app.config.schema import RunConfig
+from app.data.layout import Packed, Padded
+from app.data.loader import Loader, Share, eval_batches
+from app.data.prepare import Data, prepare
+from app.distributed.process_group import Runtime, start
+from app.model.attention import Needs, needs_of
+from app.model.build import ModelSections, build_trainee
+from app.model.dtypes import DTYPES
+from app.model.tasks import TASKS
+from app.model.tokenizer import load_tokenizer
+from app.model.trainee import Trainee
+from app.model.weights import build_on_meta
+from app.optim.optimizers import build_optimizer
+from app.training.checkpoint import Checkpoints
+from app.training.layers import layers_of
+from app.training.loop import Loop, Parts, Rhythm
+from app.training.progress import Progress
+from app.training.step import Stepper
+from app.training.steps import StepPlan
+
+SMALL = (
+    "model.weights=random",
+    "model.architecture.num_hidden_layers=2",
+    "model.architecture.hidden_size=32",
+    "model.architecture.intermediate_size=64",
+    "model.architecture.num_attention_heads=4",
+    "model.architecture.num_key_value_heads=2",
+    "dataset.max_rows=64",
+    "dataset.eval_max_rows=20",
+    "precision=fp32",
+    "attention=sdpa",
+    "launch.threads=1",
+    "optimizer.lr=1e-3",
+    "adapter.r=4",
+)
+
+
+def small_run(*overrides: str) -> RunConfig:
+    if "recipe=qlora" in overrides:  # blocks of 64 weights must fill rows
+        overrides = ("model.architecture.hidden_size=64", *overrides)
+    given = {text.partition("=")[0] for text in overrides}
+    return compose_run([*(text for text in SMALL if text.partition("=")[0] not in given), *overrides])
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    return load_tokenizer(small_run().model, needs_template=True)
+
+
+@pytest.fixture(scope="session")
+def data(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Data:
+    return prepare(small_run().dataset, tokenizer, str(tmp_path_factory.mktemp("tokens")))
+
+
+@pytest.fixture
+def runtime() -> Runtime:
+    return start(small_run().launch, "fp32", seed=0)
+
+
+def sections_of(run: RunConfig, attention: str = "sdpa") -> ModelSections:
+    return ModelSections(
+        model=run.model,
+        task=run.task,
+        adapter=run.adapter,
+        quantization=run.quantization,
+        attention=attention,
+        precision=run.precision.kind,
+        recompute=layers_of(run.training),
+        trained=run.precision.trained,
+    )
+
+
+def needs_for(run: RunConfig) -> Needs:
+    lm = build_on_meta(run.model, TASKS[run.task.kind], "eager")
+    return needs_of(lm, DTYPES[run.precision.kind].compute, packed=True)
+
+
+def trainee_of(run: RunConfig) -> Trainee:
+    return build_trainee(sections_of(run, run.attention.kind), torch.device("cpu"), run.seed, "nowhere")
+
+
+def stepper_of(run: RunConfig, runtime: Runtime) -> Stepper:
+    trainee = trainee_of(run)
+    optimizer = build_optimizer(run.optimizer, trainee, run.seed)
+    return Stepper(trainee, optimizer, runtime, run.training.clip, fp16=run.precision.kind == "fp16")
+
+
+@pytest.fixture
+def loader_of(data: Data) -> Callable[..., Loader]:
+    def build(rows: int, micro_batches: int, processes: int = 1, rank: int = 0) -> Loader:
+        return Loader(data.train, Padded(rows, pad_id=0), Share(micro_batches, processes, rank), seed=0)
+
+    return build
+
+
+@pytest.fixture
+def packed_loader_of(data: Data) -> Callable[..., Loader]:
+    def build(tokens: int, micro_batches: int, processes: int = 1, rank: int = 0) -> Loader:
+        layout = Packed(tokens, pad_id=0, longest=tokens)
+        return Loader(data.train, layout, Share(micro_batches, processes, rank), seed=0)
+
+    return build
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+@dataclass
+class Notebook:
+    """A journal that remembers."""
+
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    left: list[float | None] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)
+    synced: int = 0
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
+    def step(self, values: Any, seconds_left: float | None) -> None:
+        self.steps.append(dict(values))
+        self.left.append(seconds_left)
+
+    def sync(self) -> None:
+        self.synced += 1
+
+    def evaluation(self, values: Any) -> None:
+        self.evaluations.append(dict(values))
+
+
+MakeLoop = Callable[..., tuple[Loop, Notebook]]
+
+
+@pytest.fixture
+def make_loop(runtime: Runtime, loader_of: Callable[..., Loader], data: Data, folder: Path) -> MakeLoop:
+    def make(run: RunConfig, steps: int, lr: float = 1e-3) -> tuple[Loop, Notebook]:
+        loader, notebook = loader_of(8, 1), Notebook()
+        rows = data.eval
+        assert rows is not None
+        parts = Parts(
+            runtime=runtime,
+            plan=StepPlan(steps=steps, steps_per_epoch=loader.steps_per_epoch),
+            loader=loader,
+            eval_batches=lambda: eval_batches(rows, Padded(16, pad_id=0)),
+            stepper=stepper_of(run, runtime),
+            learning_rate=lambda _step: lr,
+            checkpoints=Checkpoints(folder, run.checkpoint, {}, {}),
+            journal=notebook,
+            show_samples=notebook.sampled.append,
+        )
+        return Loop(
+            parts, Rhythm(run.training, run.eval, run.checkpoint, run.record.every), Progress()
+        ), notebook
+
+    return make

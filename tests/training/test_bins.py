@@ -1,0 +1,67 @@
+"""batching.tokens=auto: a step has the same tokens whatever its bins are."""
+
+from typing import Any
+
+import pytest
+
+from app.config.load import compose_run
+from app.config.schema import RunConfig
+from app.distributed.host_group import Peers
+from app.errors import ConfigError
+from app.training.bins import ladder, settled_bins, step_tokens, suggested, with_bins
+from app.training.choices import Choices
+
+CHOICES = Choices("fp32", "sdpa")
+ALONE = Peers(0, 1)
+
+
+def asked(*words: str) -> RunConfig:
+    return compose_run(["model.weights=random", "batching.tokens=auto", *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("batching.accumulation=1",), [256]),
+        (("batching.accumulation=4",), [1024, 512, 256]),
+        (("batching.accumulation=4", "dataset.max_length=100"), [1024, 512, 256, 128]),
+        (("batching.accumulation=3", "dataset.max_length=64"), [768, 384, 192, 96]),
+        (("model.suggest.tokens=90", "dataset.max_length=20"), [90, 45]),
+    ],
+)
+def test_every_rung_divides_the_step_and_holds_a_row(words: tuple[str, ...], expected: list[int]) -> None:
+    run = asked(*words)
+    assert ladder(run) == expected
+    for tokens in expected:
+        batching = with_bins(run, tokens).batching
+        assert batching.bin_tokens * batching.accumulation == step_tokens(run)
+
+
+def test_without_a_plan_it_is_what_the_model_suggests() -> None:
+    assert suggested(asked("batching.accumulation=4", "dataset.max_length=64")) == 256
+    assert suggested(asked("batching.accumulation=3", "dataset.max_length=64")) == 192
+    assert suggested(asked("batching.accumulation=3", "dataset.max_length=250")) == 384
+
+
+def test_a_plan_decides_a_continued_run_keeps_and_numbers_stay() -> None:
+    run = asked("batching.accumulation=4")
+    found, remarks = settled_bins(run, CHOICES, 2, {}, lambda *_: (512, "so"), ALONE)
+    assert (found.batching.tokens, found.batching.accumulation, remarks) == (512, 2, ["so"])
+    kept, remarks = settled_bins(run, CHOICES, 2, {"tokens": "1024"}, lambda *_: (512, "so"), ALONE)
+    assert (kept.batching.tokens, kept.batching.accumulation, remarks) == (1024, 1, [])
+    told = compose_run(["model.weights=random"])
+    assert settled_bins(told, CHOICES, 2, {"tokens": "512"}, None, ALONE) == (told, [])
+
+
+def test_a_kind_that_cannot_be_planned_is_trained_all_the_same() -> None:
+    def fails(*_: Any) -> Any:
+        raise NotImplementedError("an operation")
+
+    found, (remark,) = settled_bins(asked(), CHOICES, 2, {}, fails, ALONE)
+    assert found.batching.tokens == 256
+    assert remark == "batching.tokens=auto: 256 tokens; no plan for this model (NotImplementedError)"
+
+
+def test_a_continued_run_whose_step_is_no_multiple_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"began with bins of 1024 tokens, and a step of 512"):
+        with_bins(asked("batching.accumulation=2"), 1024)

@@ -1,0 +1,159 @@
+"""A save is whole or absent, every byte of it is known, and only the run that made it continues from it."""
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.config.schema import CheckpointConfig
+from app.data.loader import Loader
+from app.distributed.host_group import Peers
+from app.distributed.process_group import Runtime
+from app.errors import CheckpointError, EnvironmentProblem
+from app.training.checkpoint import Checkpoints, choices_of, find_checkpoint
+from app.training.files import damage, whole_folder
+from app.training.progress import Progress
+from app.training.step import Stepper
+from tests.training.conftest import small_run, stepper_of
+
+ALONE = Peers(rank=0, count=1)
+CHOICES = {"precision": "fp32", "attention": "sdpa"}
+
+
+def checkpoints(folder: Path, keep: int = 2, **identity: object) -> Checkpoints:
+    config = CheckpointConfig(every=1, keep=keep, final="last", save_random_base=True)
+    return Checkpoints(folder, config, {"seed": 0, **identity}, CHOICES)
+
+
+def saved(saver: Checkpoints, progress: Progress, stepper: Stepper) -> Path:
+    saver.save(progress, stepper, ALONE)
+    return saver.folder / f"step-{progress.step:06d}"
+
+
+@pytest.fixture
+def stepper(runtime: Runtime, loader_of: Callable[..., Loader]) -> Stepper:
+    made = stepper_of(small_run("recipe=lora"), runtime)
+    made.run(loader_of(4, 1).batches(0), 1e-2)
+    return made
+
+
+def test_everything_comes_back_to_the_last_bit(
+    stepper: Stepper, folder: Path, runtime: Runtime, loader_of: Callable[..., Loader]
+) -> None:
+    loader = loader_of(4, 1)
+    save = saved(checkpoints(folder), Progress(step=1, tokens=7, best_loss=1 / 3), stepper)
+    drawn = torch.rand(3)
+    stepper.run(loader.batches(1), 1e-2)
+
+    other = stepper_of(small_run("recipe=lora"), runtime)
+    other.run(loader.batches(5), 1e-2)
+    progress = checkpoints(folder).load(save, other, ALONE)
+    assert progress == Progress(step=1, tokens=7, best_loss=1 / 3)
+    assert torch.equal(torch.rand(3), drawn)
+    other.run(loader.batches(1), 1e-2)
+    pairs = zip(stepper.trainee.trained().values(), other.trainee.trained().values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert choices_of(save) == CHOICES
+    assert choices_of(None) == {}
+
+
+def test_no_pickle_is_written(stepper: Stepper, folder: Path) -> None:
+    save = saved(checkpoints(folder), Progress(step=1), stepper)
+    assert {file.suffix for file in save.iterdir()} == {".safetensors", ".json"}
+
+
+@pytest.mark.parametrize(
+    "name", ["weights.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"]
+)
+@pytest.mark.parametrize("hurt", ["flip", "cut", "remove"])
+def test_any_damage_is_found(stepper: Stepper, folder: Path, name: str, hurt: str) -> None:
+    save = saved(checkpoints(folder), Progress(step=1), stepper)
+    assert damage(save) is None
+    file = save / name
+    content = bytearray(file.read_bytes())
+    if hurt == "remove":
+        file.unlink()
+    else:
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content if hurt == "flip" else content[:-1])
+    assert name in (damage(save) or "")
+    with pytest.raises(CheckpointError, match=r"resume=.*damaged"):
+        find_checkpoint(folder, str(save))
+
+
+def test_auto_takes_the_newest_good_one(stepper: Stepper, folder: Path) -> None:
+    assert find_checkpoint(folder, "auto") == (None, [])
+    saver = checkpoints(folder, keep=5)
+    saves = [saved(saver, Progress(step=step), stepper) for step in (1, 2, 10)]
+    assert find_checkpoint(folder, None) == (None, [])
+    assert find_checkpoint(folder, "auto") == (saves[2], [])
+    (saves[2] / "manifest.json").unlink()
+    found, remarks = find_checkpoint(folder, "auto")
+    assert found == saves[1]
+    assert len(remarks) == 1
+    assert "step-000010" in remarks[0]
+    for save in saves[:2]:
+        (save / "state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"every checkpoint .* is damaged"):
+        find_checkpoint(folder, "auto")
+
+
+def test_the_newest_and_the_best_are_kept(stepper: Stepper, folder: Path) -> None:
+    saver = checkpoints(folder, keep=2)
+    for step in range(1, 7):
+        saved(saver, Progress(step=step, best_step=min(step, 2)), stepper)
+    assert sorted(f.name for f in folder.iterdir()) == ["step-000002", "step-000005", "step-000006"]
+    assert saver.best(Progress(best_step=2)) == folder / "step-000002"
+    assert saver.best(Progress(best_step=3)) is None
+
+
+def test_another_run_is_refused_with_what_differs(stepper: Stepper, folder: Path) -> None:
+    save = saved(checkpoints(folder, rows=8), Progress(step=1), stepper)
+    with pytest.raises(CheckpointError, match=r"rows: the checkpoint has 8, this run has 4.*seed"):
+        checkpoints(folder, rows=4, seed=1).load(save, stepper, ALONE)
+
+
+def test_what_a_kill_left_is_removed_and_never_taken(stepper: Stepper, folder: Path) -> None:
+    save = saved(checkpoints(folder), Progress(step=1), stepper)
+    torn = folder / ".writing-step-000002"
+    torn.mkdir()
+    (torn / "weights.safetensors").write_bytes(b"half")
+    assert find_checkpoint(folder, "auto") == (save, [])
+    assert not torn.exists()
+
+
+def test_a_full_disk_leaves_the_older_ones(
+    stepper: Stepper, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = checkpoints(folder)
+    save = saved(saver, Progress(step=1), stepper)
+
+    def full(_handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(EnvironmentProblem, match=r"the disk is full: .*step-000002.*resume=auto"):
+        saved(saver, Progress(step=2), stepper)
+    assert [f.name for f in folder.iterdir()] == ["step-000001"]
+    assert damage(save) is None
+
+
+def test_a_fault_while_writing_leaves_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "final"
+    with pytest.raises(IsADirectoryError), whole_folder(target) as aside:
+        aside.write_text("a folder cannot be written to")
+    assert list(tmp_path.iterdir()) == []
+    with whole_folder(target) as aside:
+        (aside / "all").write_text("x")
+    assert json.loads((target / "manifest.json").read_text()).keys() == {"all"}
+
+
+def test_a_run_folder_can_be_named_too(stepper: Stepper, tmp_path: Path) -> None:
+    save = saved(checkpoints(tmp_path / "checkpoints"), Progress(step=3), stepper)
+    assert find_checkpoint(tmp_path / "elsewhere", str(tmp_path)) == (save, [])
+    with pytest.raises(CheckpointError, match="no checkpoint there"):
+        find_checkpoint(tmp_path, str(tmp_path / "checkpoints"))

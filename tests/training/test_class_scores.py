@@ -1,0 +1,94 @@
+"""Accuracy and macro F1 are one number for any batch, and those that their definitions give."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from app.batch import Batch
+from app.data.labels import Classes
+from app.data.layout import Layout, Packed, Padded
+from app.data.loader import Loader, Share, eval_batches
+from app.data.prepare import prepare
+from app.distributed.process_group import Runtime
+from app.evaluation.compare import SideBySide
+from app.evaluation.scores import Scores, figures, score, score_rows
+from app.oom_retry import split
+from tests.data.small import write_jsonl
+from tests.model.classes import in_one_row, in_rows, of_classes
+from tests.training.conftest import small_run, stepper_of
+
+NAMES = ("a", "b", "c", "d")
+GIVEN = (
+    *("task=classification", "dataset=labelled_text", "dataset.eval_fraction=0.5", "recipe=lora"),
+    *(f"task.labels=[{','.join(NAMES)}]", "dataset.max_rows=null", "dataset.eval_max_rows=null"),
+)
+
+
+def f1(true: list[int], chosen: list[int], name: int) -> float:
+    hit = sum(t == c == name for t, c in zip(true, chosen, strict=True))
+    precision = hit / max(1, chosen.count(name))
+    recall = hit / max(1, true.count(name))
+    return 0.0 if not hit else 2 * precision * recall / (precision + recall)
+
+
+def test_any_batch_gives_the_figures_of_one_document_at_a_time(
+    tmp_path: Path, tokenizer: Any, runtime: Runtime
+) -> None:
+    rows = [{"text": f"number {i} of {'rain ' * (i % 9)}", "label": NAMES[i % 3]} for i in range(60)]
+    run = small_run(*GIVEN, f"dataset.path={write_jsonl(tmp_path / 'a.jsonl', rows)}")
+    data = prepare(run.dataset, tokenizer, str(tmp_path / "cache"), classes=NAMES)
+    assert data.eval is not None
+    labels = Classes(NAMES, both_ways=False, pad_id=0)
+    stepper = stepper_of(run, runtime)
+    loader = Loader(data.train, Padded(8, 0, labels), Share(1), seed=0)
+    for step in range(loader.steps_per_epoch):
+        stepper.run(loader.batches(step), 1e-2)
+
+    layouts: list[Layout] = [*(Padded(size, 0, labels) for size in (1, 7, 1000)), Packed(64, 0, 64, labels)]
+    count, trainee = len(data.eval), stepper.trainee.eval()
+    found = [score(trainee, eval_batches(data.eval, layout), runtime, classes=4) for layout in layouts]
+    true, chosen, losses = [], [], []
+    for i in range(count):
+        logits = trainee.language_model(torch.tensor(data.eval.ids(i).tolist())[None]).logits.detach()
+        true.append(NAMES.index(data.eval.class_of(i)))
+        chosen.append(int(logits.argmax()))
+        losses.append(float(F.cross_entropy(logits, torch.tensor(true[-1:]))))
+    there = sorted({*true, *chosen})
+    assert 3 not in true
+    for each in found:
+        assert each.of_classes
+        assert each.loss == pytest.approx(sum(losses) / count, rel=1e-5)
+        assert each.token_accuracy == sum(t == c for t, c in zip(true, chosen, strict=True)) / count
+        assert each.macro_f1 == pytest.approx(sum(f1(true, chosen, name) for name in there) / len(there))
+    sums = score_rows(trainee, eval_batches(data.eval, layouts[-1]), runtime, count, answers=False, classes=4)
+    assert Scores.of(sums.sum(axis=0)).line() == pytest.approx(found[-1].line())
+    told = SideBySide.of({"tuned": sums, "base": sums}, data.eval.sides)
+    assert told.as_dict()["difference_macro_f1"] == 0
+    low, high = told.as_dict()["macro_f1_interval"]
+    assert low <= found[-1].line()["macro_f1"] <= high
+    assert "accuracy" in told.table()
+    assert "perplexity" not in told.table()
+
+
+def test_a_class_that_nobody_has_and_nobody_chose_counts_for_nothing() -> None:
+    # three documents of classes 0, 0, 1, all taken for 0; class 2 is neither
+    sums = np.array([3.0, 3, 2, 0, 0, 3, *(2, 1, 0), *(3, 0, 0), *(2, 0, 0)])
+    assert figures(sums)["macro_f1"] == pytest.approx((2 * 2 / 5 + 0) / 2)
+
+
+@pytest.mark.parametrize("layout", [in_one_row, in_rows])
+def test_parts_of_a_batch_keep_the_sides_of_pairs(layout: Callable[[str], Batch]) -> None:
+    trainee = of_classes("bert").eval()
+    whole = layout("bert")
+    parts = split(whole, 2)
+    assert len(parts) == 3
+    loss = sum(float(trainee(part)[0].detach()) for part in parts)
+    assert loss == pytest.approx(float(trainee(whole)[0].detach()), rel=1e-5)
+    without = replace(whole, segments=None)
+    assert loss != pytest.approx(float(trainee(without)[0].detach()), rel=1e-4), "or it would show nothing"

@@ -1,0 +1,51 @@
+"""A conversation remembers what was said, and forgets what it is told to."""
+
+from collections.abc import Callable
+
+from app.data.shapes import Message
+from app.training.conversation import HELP, Conversation
+
+
+def talk(*lines: str, system: str | None = None) -> tuple[list[list[Message]], str, Conversation]:
+    asked: list[list[Message]] = []
+    shown: list[str] = []
+
+    def answer(messages: list[Message], write: Callable[[str], None]) -> str:
+        asked.append(messages)
+        if messages[-1]["content"] == "stop":
+            write("half an")
+            raise KeyboardInterrupt
+        write(f"answer {len(asked)}")
+        return f"answer {len(asked)}"
+
+    conversation = Conversation(answer, shown.append, system)
+    conversation.hold(lines)
+    return asked, "".join(shown), conversation
+
+
+def contents(messages: list[Message]) -> list[str]:
+    return [f"{m['role']}: {m['content']}" for m in messages]
+
+
+def test_history_goes_along() -> None:
+    asked, shown, _ = talk("one\n", "  \n", "two\n", system="Be kind.")
+    assert contents(asked[1]) == ["system: Be kind.", "user: one", "assistant: answer 1", "user: two"]
+    assert shown == f"{HELP}\nanswer 1\nanswer 2\n"
+
+
+def test_commands() -> None:
+    asked, shown, _ = talk(
+        "one", "/undo", "two", "/system Be brief.", "three", "/nwe", "/new", "four", "/quit", "five"
+    )
+    assert contents(asked[1]) == ["user: two"]
+    assert contents(asked[2]) == ["system: Be brief.", "user: three"]
+    assert contents(asked[3]) == ["system: Be brief.", "user: four"]
+    assert len(asked) == 4
+    assert "/nwe is no command." in shown
+
+
+def test_a_stopped_answer_is_forgotten() -> None:
+    asked, shown, conversation = talk("one", "stop", "two")
+    assert contents(asked[2]) == ["user: one", "assistant: answer 1", "user: two"]
+    assert "half an\n(stopped; this turn is forgotten)\n" in shown
+    assert len(conversation.messages) == 4

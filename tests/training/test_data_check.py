@@ -1,0 +1,247 @@
+"""A look at the data says what a run would find, and what to do about it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.training.data_check import DataCheck, check_data
+from app.training.ground import lay_ground
+from tests.data.small import chat, write_chats, write_jsonl
+from tests.training.conftest import small_run
+
+Look = Callable[..., DataCheck]
+ALL_ROWS = ("dataset.max_rows=null", "dataset.eval_max_rows=null")
+NEVER = {"role": "nobody", "content": ""}
+
+
+@pytest.fixture
+def look(tmp_path: Path) -> Look:
+    def looked(*overrides: str, processes: int = 1) -> DataCheck:
+        run = small_run(*overrides, *ALL_ROWS, f"cache_dir={tmp_path / 'cache'}")
+        return check_data(run, processes, lambda _text: None)
+
+    return looked
+
+
+def talks(folder: Path, count: int, answer: str = "the answer is {}") -> str:
+    chats = [chat(f"Question {n}?", answer.format(n)) for n in range(count)]
+    return f"dataset.path={write_chats(folder / f'{count}.jsonl', *chats)}"
+
+
+def advised(found: DataCheck) -> dict[str, str]:
+    return {each["set"]: each["why"] for each in found.facts()["advice"]}
+
+
+@pytest.mark.parametrize(
+    "batching", [("batching.accumulation=3",), ("batching.packing=false", "batching.rows=4"), ()]
+)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_it_counts_what_a_run_counts(
+    look: Look, tmp_path: Path, batching: tuple[str, ...], processes: int
+) -> None:
+    words = (*batching, "training.epochs=2.5", f"cache_dir={tmp_path / 'cache'}", *ALL_ROWS)
+    facts = look(*words, processes=processes).facts()
+    ground = lay_ground(small_run(*words), tmp_path / "checkpoints", lambda _text: None)
+    assert facts["units_per_step"] == ground.loader.units_per_step * processes
+    train = ground.data.report.train
+    assert (facts["rows"], facts["total_tokens"]) == (train.rows_read, train.tokens)
+    assert facts["trained_tokens"] == train.trained_tokens
+    if processes == 1:
+        assert (facts["steps"], facts["steps_per_epoch"]) == (ground.plan.steps, ground.plan.steps_per_epoch)
+        assert facts["tokens_per_step"] == pytest.approx(train.tokens / ground.plan.steps_per_epoch)
+    if facts["packing"]:
+        assert facts["bins"] == ground.loader.num_units
+        assert facts["fill"] == pytest.approx(train.tokens / (facts["bins"] * facts["bin_tokens"]))
+        assert facts["lower_bound_bins"] <= facts["bins"]
+    json.dumps(facts, allow_nan=False)
+
+
+def test_bad_rows_are_gone_past_counted_and_said_to_stop_a_run(look: Look, tmp_path: Path) -> None:
+    good, bad = chat("Hi", "Hello there"), [NEVER]
+    path = write_chats(tmp_path / "a.jsonl", bad, *[good] * 600, bad, chat("Hi"), good)
+    words = ("dataset=messages", f"dataset.path={path}", "dataset.eval_fraction=0")
+    facts = look(*words).facts()
+    assert (facts["rows"], facts["bad_rows"], facts["samples"]) == (604, 3, 601)
+    assert facts["duplicate_rows"] == 600
+    assert [(each["rows"], each["first"]) for each in facts["bad"]] == [(2, "a.jsonl:1"), (1, "a.jsonl:603")]
+    assert facts["bad_places"] == ["a.jsonl:1", "a.jsonl:602", "a.jsonl:603"]
+    assert len(facts["stops"]) == 2
+    assert facts["stops"][0].startswith("a.jsonl:1 and 1 more row: message 0 has the role 'nobody'")
+    assert look(*words, "dataset.on_bad_row=skip").facts()["stops"] == []
+
+
+def test_weights_of_messages_are_summed(look: Look, tmp_path: Path) -> None:
+    plain = chat("Hi", "Hello there")
+    halved: list[Any] = [plain[0], {**plain[1], "weight": 0.5}]
+    path = write_chats(tmp_path / "a.jsonl", plain, halved, halved)
+    words = ("dataset=messages", f"dataset.path={path}", "dataset.eval_fraction=0")
+    facts = look(*words).facts()
+    assert facts["weights"] == {
+        "samples": 2,
+        "trained_tokens_count_as": facts["trained_tokens"] * 2 / 3,
+        "share": pytest.approx(facts["trained_share"] * 2 / 3),
+    }
+    assert look(*ALL_ROWS).facts()["weights"] is None
+
+
+@pytest.mark.parametrize(("policy", "lost"), [("drop", 1000), ("truncate", 744), ("error", 1000)])
+def test_over_long_rows_and_tokens_under_the_policy(
+    look: Look, tmp_path: Path, policy: str, lost: int
+) -> None:
+    chats = [chat("Hi", "one two three"), chat("Hi", "word " * 1000)]
+    words = ("dataset=messages", f"dataset.path={write_chats(tmp_path / 'a.jsonl', *chats)}")
+    found = look(*words, f"dataset.on_overflow={policy}", "dataset.eval_fraction=0")
+    facts = found.facts()
+    assert (facts["rows"], facts["overlong_rows"]) == (2, 1)
+    longest = facts["length_percentiles"]["max"]
+    assert longest > 1000
+    assert facts["overlong_tokens"] == (longest - 256 if policy == "truncate" else longest) > lost
+    assert facts["samples"] == (2 if policy == "truncate" else 1)
+    assert bool(facts["stops"]) == (policy == "error")
+    assert sum(each["samples"] for each in facts["overlong_lengths"]) == 1
+
+
+def test_each_source_of_a_mix_is_judged_by_its_own_format(look: Look, tmp_path: Path) -> None:
+    """Text that is too long is split, and so loses nothing; conversations are dropped."""
+    write_chats(tmp_path / "a.jsonl", *[chat("Hi", "Hello there")] * 8, chat("Hi", "long " * 400))
+    (tmp_path / "b.txt").write_text("It was long ago. " * 400)
+    mix = (
+        "dataset=mix",
+        f"dataset.mix.a.path={tmp_path / 'a.jsonl'}",
+        f"dataset.mix.b.path={tmp_path / 'b.txt'}",
+    )
+    found = look(*mix, "dataset.mix.b.format=text", "dataset.mix.a.format=messages", "dataset.max_length=128")
+    (stopped,) = found.facts()["stops"]
+    assert "a.jsonl" in stopped
+    assert "dataset.max_length=128" in stopped
+    assert not any("None" in key for key in advised(found))
+    facts = found.facts()
+    assert facts["format"] == "messages + text"
+    chats, text = facts["sources"]
+    assert (chats["name"], chats["rows"], chats["overlong_rows"], chats["dropped"]) == ("a", 9, 1, 1)
+    assert (chats["duplicate_rows"], chats["drawn"], chats["weight"]) == (7, 8, 1.0)
+    assert (text["rows"], text["overlong_rows"], text["dropped"]) == (1, 1, 0)
+    assert chats["tokens"] + text["tokens"] == facts["total_tokens"]
+    assert chats["share"] + text["share"] == pytest.approx(1)
+    assert look().facts()["sources"] == []
+
+
+def test_a_length_that_keeps_no_more_is_not_advised(look: Look, tmp_path: Path) -> None:
+    """Rows that are longer by far than the model has positions."""
+    path = write_chats(tmp_path / "a.jsonl", *[chat("Hi", "Hello")] * 9, chat("Hi", "long " * 4000))
+    found = look(
+        "dataset=messages", f"dataset.path={path}", "dataset.on_overflow=drop", "dataset.max_length=256"
+    )
+    assert found.facts()["dropped"] == 1
+    assert not [key for key in advised(found) if "max_length" in key]
+    assert "dataset.on_overflow=truncate" in advised(found)
+
+
+def test_text_is_split_and_nothing_is_lost(look: Look, tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("Rain falls on the roof. " * 400)
+    facts = look("dataset=text", f"dataset.path={tmp_path / 'book.txt'}", "dataset.max_length=64").facts()
+    assert (facts["rows"], facts["overlong_rows"], facts["overlong_tokens"]) == (1, 1, 0)
+    assert facts["length_percentiles"]["max"] == 64
+    assert facts["stops"] == []
+    assert not [each for each in facts["advice"] if "max_length" in each["set"]]
+
+
+def test_a_set_of_which_nothing_is_left_is_told_too(look: Look, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"chat": []}] * 3)
+    facts = look("dataset=messages", f"dataset.path={path}").facts()
+    assert (facts["rows"], facts["bad_rows"], facts["steps"], facts["bins"]) == (3, 3, 0, 0)
+    assert facts["fill"] is facts["length_percentiles"] is facts["trained_share"] is None
+    assert facts["stops"][0].startswith("a.jsonl:1 and 2 more rows: dataset.format=messages needs a column")
+    json.dumps(facts, allow_nan=False)
+
+
+def test_held_out_rows_that_are_trained_on(look: Look, tmp_path: Path) -> None:
+    held = write_chats(tmp_path / "held.jsonl", chat("Question 3?", "the answer is 3"), chat("A?", "b"))
+    found = look(
+        "dataset=messages", talks(tmp_path, 20), f"dataset.eval_path={held}", "dataset.eval_fraction=0"
+    )
+    told = found.facts()["eval"]
+    assert (told["rows"], told["samples"], told["also_trained_on"]) == (2, 2, 1)
+    assert (
+        "1 held-out sample also trained on"
+        in advised(found)["dataset.eval_path=null dataset.eval_fraction=0.02"]
+    )
+
+
+ADVICE: dict[str, tuple[tuple[str, ...], int, str, str]] = {
+    "nothing held out": (
+        ("dataset.eval_fraction=0",),
+        100,
+        "dataset.eval_fraction=0.2",
+        "nothing is held out",
+    ),
+    "few held out": (("dataset.eval_fraction=0.1",), 100, "dataset.eval_fraction=0.3", "says little"),
+    "padding": (
+        ("batching.packing=false", "batching.rows=64"),
+        99,
+        "batching.packing=true",
+        "micro-batches are",
+    ),
+    "few steps": ((), 100, "training.epochs=", "few to learn in"),
+    "part of an epoch": (
+        ("training.max_steps=1", "batching.tokens=256"),
+        300,
+        "training.max_steps=null",
+        "see",
+    ),
+    "large steps": (("batching.accumulation=4",), 100, "batching.accumulation=1", "smaller ones"),
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_advice_names_what_to_type(look: Look, tmp_path: Path, name: str) -> None:
+    words, count, key, why = ADVICE[name]
+    path = talks(tmp_path, count, "{}" + (" and more of it" * 12 if name == "part of an epoch" else ""))
+    if name == "padding":
+        chats = [chat("Hi", "word " * (1 + n)) for n in range(count)]
+        path = f"dataset.path={write_chats(tmp_path / 'uneven.jsonl', *chats)}"
+    found = advised(look("dataset=messages", path, *words))
+    [told] = [text for each, text in found.items() if each.startswith(key)]
+    assert why in told
+
+
+def test_the_advised_length_loses_less_and_fits_the_model(look: Look, tmp_path: Path) -> None:
+    chats = [chat("Hi", "word " * n) for n in range(1, 200)]
+    words = (
+        "dataset=messages",
+        f"dataset.path={write_chats(tmp_path / 'a.jsonl', *chats)}",
+        "dataset.on_overflow=drop",
+    )
+    short = look(*words, "dataset.max_length=100", "batching.tokens=100")
+    assert short.facts()["overlong_rows"] > 0
+    [key] = [each for each in advised(short) if each.startswith("dataset.max_length=")]
+    length = int(key.split()[0].partition("=")[2])
+    assert key == f"dataset.max_length={length} batching.tokens={length}"
+    after = look(*words, *key.split()).facts()
+    assert after["overlong_rows"] <= 0.01 * after["rows"]
+    assert not [each for each in after["advice"] if "max_length" in each["set"]]
+    longer = [*chats, *[chat("Hi", "word " * 900)] * 40]
+    words = (*words[:1], f"dataset.path={write_chats(tmp_path / 'b.jsonl', *longer)}", words[2])
+    most = look(*words, "dataset.max_length=512", "batching.tokens=512")
+    assert most.positions == 512
+    assert "the model has no more positions" in advised(most)["dataset.on_overflow=truncate"]
+
+
+def test_an_unknown_id_stops_a_run(look: Look) -> None:
+    [problem] = look("model.architecture.vocab_size=100").stops
+    assert problem.startswith("model.tokenizer=")
+
+
+def test_hidden_tokens_are_marked(look: Look, tmp_path: Path) -> None:
+    """Also where the task draws what is to be predicted."""
+    facts: dict[str, Any] = look("dataset=text", talks_as_text(tmp_path)).facts()
+    assert facts["preview"]["marked"] == "to be predicted"
+    assert [row["place"] for row in facts["preview"]["rows"]] == ["a.txt"]
+
+
+def talks_as_text(folder: Path) -> str:
+    (folder / "a.txt").write_text("The cat sleeps.")
+    return f"dataset.path={folder / 'a.txt'}"

@@ -1,0 +1,136 @@
+"""What one pass over a row says of its answers is what greedy generation would have written."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from app.data.layout import Layout, Packed, Padded
+from app.data.loader import Loader, Share, eval_batches
+from app.data.prepare import Data
+from app.data.token_rows import TokenRows
+from app.distributed.process_group import Runtime
+from app.evaluation.compare import SideBySide
+from app.evaluation.scores import ANSWERS, EXACT, LABELS, Sums, score, score_rows
+from app.model.generation import end_ids, generate
+from app.model.trainee import Trainee
+from tests.model.small import VOCABULARY, trainee_of
+from tests.training.conftest import small_run, stepper_of
+from tests.training.rows import Row, stretches, token_rows
+
+NEW = 7
+ENDLESS = -1
+
+
+def conversation(lm: Any, draw: random.Random) -> tuple[Row, int]:
+    """A few turns, answered as the model itself answers, but for some that it is not to find; and its end token."""
+    ids: list[int] = []
+    trained: list[bool] = []
+    end = draw.choice([ENDLESS, draw.randrange(3, VOCABULARY)])
+    for _ in range(draw.choice([1, 1, 2, 3])):
+        ids += [draw.randrange(3, VOCABULARY) for _ in range(draw.randint(2, 6))]
+        trained += [False] * (len(ids) - len(trained))
+        answer = generate(lm, [ids], [] if end == ENDLESS else [end], NEW)[0]
+        if answer and draw.random() < 0.4:
+            at = draw.randrange(len(answer))
+            answer[at] = next(t for t in range(3, VOCABULARY) if t not in {answer[at], end})
+        ids += answer if end == ENDLESS else [*answer, end]
+        trained += [True] * (len(ids) - len(trained))
+    return (ids, trained), end
+
+
+def would_be_written(lm: Any, rows: TokenRows, ends: list[list[int]]) -> list[list[bool]]:
+    """Of each row, whether each answer is what the real generation gives after the true conversation before it."""
+    found = []
+    for i, of_row in enumerate(ends):
+        ids = rows.ids(i).tolist()
+        told = []
+        for at in stretches(rows.trained(i)):
+            expected = ids[at]
+            written = generate(lm, [ids[: at.start]], of_row, len(expected))[0]
+            told.append(written == (expected[:-1] if expected[-1] in of_row else expected))
+        found.append(told)
+    return found
+
+
+def layouts_of(longest: int) -> list[Layout]:
+    return [
+        *(Padded(size, pad_id=0) for size in (1, 5)),
+        *(Packed(longest * n, pad_id=0, longest=longest) for n in (1, 3)),
+    ]
+
+
+def sums_of(trainee: Trainee, rows: TokenRows, layout: Layout, runtime: Runtime) -> Sums:
+    return score_rows(trainee, eval_batches(rows, layout), runtime, len(rows), answers=True)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2", "gemma2", "gpt_oss"])
+def test_answers_with_and_without_an_end_in_one_turn_or_several(kind: str, runtime: Runtime) -> None:
+    trainee = trainee_of(kind)
+    draw = random.Random(1)
+    made = [conversation(trainee.language_model, draw) for _ in range(16)]
+    rows = token_rows([row for row, _ in made])
+    assert {end == ENDLESS for _, end in made} == {True, False}
+    expected = would_be_written(
+        trainee.language_model, rows, [[] if end == ENDLESS else [end] for _, end in made]
+    )
+    assert len({len(told) for told in expected}) > 1
+    assert {right for told in expected for right in told} == {True, False}
+    for layout in layouts_of(int(rows.lengths.max())):
+        found = sums_of(trainee, rows, layout, runtime)
+        assert found[:, ANSWERS].tolist() == [len(told) for told in expected]
+        assert found[:, EXACT].tolist() == [sum(told) for told in expected]
+        assert found[:, LABELS].tolist() == [int(rows.trained(i).sum()) for i in range(len(rows))]
+
+
+@pytest.fixture(scope="module")
+def learnt(data: Data) -> tuple[Trainee, Runtime]:
+    """Taught so that it knows some answers and not others."""
+    from app.distributed.process_group import start
+
+    assert data.eval is not None
+    run = small_run("recipe=full", "model.weights=random")
+    runtime = start(run.launch, "fp32", seed=0)
+    stepper = stepper_of(run, runtime)
+    loader = Loader(data.eval, Padded(10, pad_id=0), Share(1), seed=0)
+    for step in range(28):
+        stepper.run(loader.batches(step), 1e-2)
+    return stepper.trainee, runtime
+
+
+def test_on_chats_it_is_what_the_model_would_have_answered(
+    data: Data, learnt: tuple[Trainee, Runtime], tokenizer: Any
+) -> None:
+    assert data.eval is not None
+    rows, (trainee, runtime) = data.eval, learnt
+    lm = trainee.language_model
+    ends = end_ids(lm, tokenizer)
+    expected = would_be_written(lm, rows, [ends] * len(rows))
+    found = sums_of(trainee, rows, Padded(7, pad_id=0), runtime)
+    assert found[:, EXACT].tolist() == [sum(told) for told in expected]
+    share = sum(map(sum, expected)) / sum(map(len, expected))
+    assert 0.1 < share < 0.9
+    assert max(map(len, expected)) > 1
+    whole = score(trainee, eval_batches(rows, Padded(7, pad_id=0)), runtime, answers=True)
+    assert whole.exact_match == share
+    assert np.isnan(score(trainee, eval_batches(rows, Padded(7, pad_id=0)), runtime).exact_match)
+
+
+def test_figures_and_intervals_depend_neither_on_batches_nor_on_the_order_of_rows(
+    data: Data, learnt: tuple[Trainee, Runtime]
+) -> None:
+    assert data.eval is not None
+    trainee, runtime = learnt
+    shuffled = data.eval.select(np.random.default_rng(0).permutation(len(data.eval)))
+    found = []
+    for rows in (data.eval, shuffled):
+        for layout in layouts_of(int(rows.lengths.max())):
+            sums = sums_of(trainee, rows, layout, runtime)
+            other = sums * [1.5, 1.0, 0.5, 1.0, 0.5, 1.0]
+            found.append(SideBySide.of({"tuned": sums, "base": other}, rows.sides).as_dict())
+    assert found[0]["exact_match_interval"][0] < found[0]["exact_match"] < found[0]["exact_match_interval"][1]
+    for other_way in found[1:]:
+        assert other_way.keys() == found[0].keys()
+        for key, value in found[0].items():
+            assert other_way[key] == pytest.approx(value, rel=1e-5), key

@@ -1,0 +1,175 @@
+"""Weights stepped during the backward pass: the same numbers as after it, without gradients; and what goes wrong."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from app.data.loader import Loader
+from app.distributed.host_group import Peers
+from app.distributed.process_group import Runtime
+from app.errors import ConfigError, EnvironmentProblem
+from app.training.anatomy import kept_bytes
+from app.training.checkpoint import Checkpoints
+from app.training.in_backward import require_alone, require_unscaled
+from app.training.progress import Progress
+from app.training.step import Stepper
+from tests.scarcity import scarce
+from tests.training.conftest import MakeLoop, small_run, stepper_of
+
+FULL = ("recipe=full", "training.clip=0", "training.recompute=1")
+BF16 = ("precision=bf16", "precision.trained=bf16")
+AS_THEY_COME = "optimizer.in_backward=true"
+
+
+def weights(stepper: Stepper) -> list[Tensor]:
+    return [p.detach().clone() for p in stepper.trainee.trained().values()]
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def norms(stepper: Stepper, loader: Loader, steps: range) -> list[float]:
+    return [float(stepper.run(loader.batches(step), 1e-3).grad_norm) for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"), [("adamw", BF16), ("adamw_8bit", ()), ("muon", BF16)], ids=str
+)
+def test_the_same_weights_as_after_the_backward_pass(
+    optimizer: str, words: tuple[str, ...], runtime: Runtime, loader_of: Callable[..., Loader]
+) -> None:
+    """To the last bit: also of a head tied to the embedding, which has its gradient from two places."""
+    tied = "model.architecture.tie_word_embeddings=true"
+    run = (*FULL, *words, tied, f"optimizer={optimizer}")
+    loader = loader_of(4, 1)
+    after, within = (stepper_of(small_run(*run, *more), runtime) for more in ((), (AS_THEY_COME,)))
+    assert norms(within, loader, range(3)) == norms(after, loader, range(3))
+    assert same(weights(within), weights(after))
+    assert {p.dtype for p in weights(within)} == {torch.bfloat16 if words else torch.float32}
+    assert all(p.grad is None for p in within.trainee.parameters())
+    assert kept_bytes(within.trainee, within.optimizer)["gradients"] == 0
+
+
+def test_no_more_than_two_gradients_are_alive(runtime: Runtime, loader_of: Callable[..., Loader]) -> None:
+    stepper = stepper_of(small_run(*FULL, AS_THEY_COME), runtime)
+    parameters = list(stepper.trainee.trained().values())
+    alive = []
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(
+            lambda _: alive.append(sum(p.grad is not None for p in parameters))
+        )
+    stepper.run(loader_of(4, 1).batches(0), 1e-3)
+    assert len(alive) == len(parameters) > 10
+    assert max(alive) <= 2
+
+
+@pytest.mark.parametrize("words", [BF16, (AS_THEY_COME, *BF16)], ids=str)
+def test_a_run_goes_on_from_its_checkpoint_to_the_last_bit(
+    words: tuple[str, ...], folder: Path, runtime: Runtime, loader_of: Callable[..., Loader]
+) -> None:
+    alone, loader, run = Peers(rank=0, count=1), loader_of(4, 1), small_run(*FULL, *words)
+    saver = Checkpoints(folder, run.checkpoint, {}, {})
+    stepper = stepper_of(run, runtime)
+    norms(stepper, loader, range(2))
+    saver.save(Progress(step=2), stepper, alone)
+    expected = norms(stepper, loader, range(2, 4))
+
+    other = stepper_of(run, runtime)
+    norms(other, loader, range(5, 6))
+    saver.load(folder / "step-000002", other, alone)
+    assert norms(other, loader, range(2, 4)) == expected
+    assert same(weights(other), weights(stepper))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_gradient_that_is_not_finite_leaves_its_own_weight(
+    optimizer: str, runtime: Runtime, loader_of: Callable[..., Loader]
+) -> None:
+    loader = loader_of(4, 1)
+    stepper = stepper_of(small_run(*FULL, *BF16, AS_THEY_COME, f"optimizer={optimizer}"), runtime)
+    norms(stepper, loader, range(1))
+    before = weights(stepper)
+    at, victim = next((i, p) for i, p in enumerate(stepper.trainee.trained().values()) if p.ndim == 2)
+    hook = victim.register_hook(lambda g: g * float("nan"))
+    result = stepper.run(loader.batches(1), 1e-3)
+    hook.remove()
+    assert bool(result.skipped)
+    assert not result.grad_norm.isfinite()
+    changed = [not torch.equal(a, b) for a, b in zip(weights(stepper), before, strict=True)]
+    assert not changed[at]
+    assert sum(changed) == len(changed) - 1
+    assert not bool(stepper.run(loader.batches(2), 1e-3).skipped)
+    assert not torch.equal(weights(stepper)[at], before[at])
+
+
+def test_it_is_said_that_others_were_stepped(make_loop: MakeLoop) -> None:
+    from app.training.signals import StopRequest
+
+    loop, notebook = make_loop(small_run(*FULL, AS_THEY_COME, "checkpoint.every=0", "eval.every=0"), 2)
+    victim: nn.Parameter = next(iter(loop.parts.stepper.trainee.trained().values()))
+    victim.register_hook(lambda g: g * float("nan"))
+    loop.fit(StopRequest())
+    assert "step 1 not made for weights whose gradient is not finite, others had been" in notebook.messages[0]
+
+
+def test_a_forward_pass_that_does_not_fit_is_made_in_parts(
+    runtime: Runtime, loader_of: Callable[..., Loader]
+) -> None:
+    """Nothing has changed by then; the gradients of the parts add up, and the last one makes the steps."""
+    loader = loader_of(8, 1)
+    whole, parts = (stepper_of(small_run(*FULL, AS_THEY_COME, "optimizer=sgd"), runtime) for _ in range(2))
+    tokens = int(0.8 * loader.batches(0)[0].ids.numel())
+    expected = whole.run(loader.batches(0), 1e-2)
+    with scarce("forward", tokens=tokens) as memory:
+        found = parts.run(loader.batches(0), 1e-2)
+    assert memory.times == parts.depth >= 1
+    assert float(found.grad_norm) == pytest.approx(float(expected.grad_norm), rel=1e-5)
+    for a, b in zip(weights(parts), weights(whole), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    assert all(p.grad is None for p in parts.trainee.parameters())
+
+
+def test_a_backward_pass_that_has_changed_weights_is_not_made_again(
+    runtime: Runtime, loader_of: Callable[..., Loader]
+) -> None:
+    loader = loader_of(8, 1)
+    stepper = stepper_of(small_run(*FULL, AS_THEY_COME), runtime)
+    with (
+        scarce("backward", tokens=4) as memory,
+        pytest.raises(
+            EnvironmentProblem, match="weights have changed already, so that it cannot be made again"
+        ),
+    ):
+        stepper.run(loader.batches(0), 1e-3)
+    assert memory.times == 1
+
+
+def test_an_update_that_does_not_fit_is_not_made_twice(
+    runtime: Runtime, loader_of: Callable[..., Loader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepper = stepper_of(small_run(*FULL, AS_THEY_COME), runtime)
+    optimizer: Any = stepper.optimizer
+
+    def out(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(optimizer.inner, "step", out)
+    with pytest.raises(EnvironmentProblem, match="weights have changed already"):
+        stepper.run(loader_of(8, 1).batches(0), 1e-3)
+
+
+def test_what_the_rules_cannot_know_is_refused_before_the_data() -> None:
+    section = small_run(*FULL, AS_THEY_COME).optimizer
+    require_alone(section, 1)
+    require_unscaled(section, "bf16")
+    with pytest.raises(ConfigError, match=r"this run has 2\. Set optimizer\.in_backward=false"):
+        require_alone(section, 2)
+    with pytest.raises(ConfigError, match="precision=auto means on this GPU"):
+        require_unscaled(section, "fp16")
+    require_alone(small_run().optimizer, 2)
+    require_unscaled(small_run().optimizer, "fp16")

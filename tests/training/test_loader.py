@@ -1,0 +1,168 @@
+"""Every row once an epoch, in an order of its own; the batch holds what the rows say."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.batch import IGNORE
+from app.config.load import compose_run
+from app.data.collate import BinShape, collate_packed, collate_padded
+from app.data.labels import next_tokens
+from app.data.layout import Packed, Padded
+from app.data.loader import Loader, crowded_batch, eval_batches
+from app.data.prepare import Data
+from app.distributed.process_group import Runtime
+from tests.training.conftest import stepper_of
+
+
+def seen(loader: Loader, epoch: int) -> list[str]:
+    steps = loader.steps_per_epoch
+    return [place for step in range(epoch * steps, (epoch + 1) * steps) for place in loader.places(step)]
+
+
+@pytest.mark.parametrize(("rows", "micro"), [(8, 1), (7, 3), (64, 1), (100, 1), (1, 1)])
+def test_every_row_once_an_epoch_and_another_order_the_next(
+    rows: int, micro: int, loader_of: Callable[..., Loader], data: Data
+) -> None:
+    loader = loader_of(rows, micro)
+    every = sorted(data.train.place(i) for i in range(len(data.train)))
+    first, second = seen(loader, 0), seen(loader, 1)
+    assert sorted(first) == sorted(second) == every
+    assert first != second
+    assert first == seen(loader_of(rows, micro), 0), "the order follows from seed and epoch alone"
+    batches = [b for step in range(loader.steps_per_epoch) for b in loader.batches(step)]
+    assert sum(b.num_tokens for b in batches) == int(data.train.lengths.sum())
+    assert sum(b.num_labels for b in batches) == data.train.num_trained
+    assert len(batches) == loader.steps_per_epoch * micro, "the last step is filled up, never cut"
+
+
+ROW = st.integers(2, 12).flatmap(
+    lambda n: st.tuples(
+        st.lists(st.integers(5, 99), min_size=n, max_size=n),
+        st.lists(st.booleans(), min_size=n - 1, max_size=n - 1),
+    )
+)
+
+
+@given(st.lists(ROW, max_size=5))
+def test_each_label_is_predicted_by_the_state_before_it(rows: list[tuple[list[int], list[bool]]]) -> None:
+    arrays = [(np.array(ids, np.int32), np.array([False, *trained])) for ids, trained in rows]
+    batch = collate_padded([next_tokens(*row) for row in arrays], pad_id=0)
+    expected = {
+        (r, t - 1, int(ids[t])) for r, (ids, trained) in enumerate(arrays) for t in np.flatnonzero(trained)
+    }
+    width = batch.ids.shape[1]
+    pairs: Any = zip(batch.label_rows.tolist(), batch.targets.tolist(), strict=True)
+    found = {(row // width, row % width, target) for row, target in pairs if target != IGNORE}
+    assert found == expected
+    assert batch.num_labels == len(expected)
+    assert batch.num_tokens == sum(len(ids) for ids, _ in arrays)
+    assert batch.lengths == tuple(len(ids) for ids, _ in arrays)
+    for r, (ids, _) in enumerate(arrays):
+        assert batch.ids[r, : len(ids)].tolist() == ids.tolist()
+        assert batch.ids[r, len(ids) :].eq(0).all()
+        assert batch.positions[r, : len(ids)].tolist() == list(range(len(ids)))
+    assert len(batch.label_rows) >= 1, "an empty batch still hangs on the graph"
+
+
+@given(st.lists(ROW, max_size=5), st.integers(0, 20))
+def test_packed_rows_keep_their_own_positions_and_labels(
+    rows: list[tuple[list[int], list[bool]]], spare: int
+) -> None:
+    arrays = [(np.array(ids, np.int32), np.array([False, *trained])) for ids, trained in rows]
+    capacity = sum(len(ids) for ids, _ in arrays) + spare
+    shape = BinShape(max(capacity, 1), longest=12, places=len(rows) + 2)
+    batch = collate_packed([next_tokens(*row) for row in arrays], pad_id=0, shape=shape)
+    assert batch.ids.shape == (1, max(capacity, 1))
+    assert batch.documents is not None
+    documents = batch.documents.lengths
+    assert sum(documents) == batch.ids.shape[1]
+    assert documents[: len(rows)] == tuple(len(ids) for ids, _ in rows)
+    assert all(0 < n <= shape.longest for n in documents)
+    assert batch.positions[0].tolist() == [i for n in documents for i in range(n)]
+    starts = np.cumsum([0, *documents]).tolist()
+    expected = {
+        (starts[r] + t - 1, int(ids[t]))
+        for r, (ids, trained) in enumerate(arrays)
+        for t in np.flatnonzero(trained)
+    }
+    pairs: Any = zip(batch.label_rows.tolist(), batch.targets.tolist(), strict=True)
+    assert {(row, target) for row, target in pairs if target != IGNORE} == expected
+    assert batch.num_labels == len(expected)
+    assert batch.num_tokens == batch.ids.shape[1] - (spare if capacity else 1)
+
+
+@pytest.mark.parametrize(("tokens", "micro"), [(64, 1), (64, 3), (256, 2)])
+def test_packed_epochs_lose_nothing_and_change_neighbours(
+    tokens: int, micro: int, packed_loader_of: Callable[..., Loader], data: Data
+) -> None:
+    loader = packed_loader_of(tokens, micro)
+    first, second = seen(loader, 0), seen(loader, 1)
+    assert sorted(first) == sorted(second) == sorted(data.train.place(i) for i in range(len(data.train)))
+    shapes = {b.ids.shape for step in range(loader.steps_per_epoch) for b in loader.batches(step)}
+    assert shapes == {(1, tokens)}
+    steps = loader.steps_per_epoch
+    epochs = [{frozenset(loader.places(step)) for step in range(e * steps, (e + 1) * steps)} for e in (0, 1)]
+    assert epochs[0] != epochs[1]
+
+
+def test_padding_never_takes_a_position_that_the_model_may_not_have() -> None:
+    batch = collate_padded([next_tokens(np.arange(5, 15, dtype=np.int32), np.arange(10) > 0)], pad_id=0)
+    assert batch.ids.shape == (1, 16)
+    assert int(batch.positions.max()) == 9
+
+
+def test_moving_a_batch_keeps_what_the_host_knows() -> None:
+    batch = collate_padded(
+        [next_tokens(np.arange(5, 9, dtype=np.int32), np.array([False, True, True, False]))], pad_id=0
+    )
+    moved = batch.to(torch.device("meta"))
+    assert moved.ids.device.type == "meta"
+    assert (moved.lengths, moved.num_labels, moved.num_tokens) == ((4,), 2, 4)
+
+
+def test_the_crowded_batch_has_most_rows(data: Data) -> None:
+    """What is proven on it is proven where documents have neighbours."""
+    layout = Packed(256, pad_id=0, longest=256)
+    crowded = crowded_batch(data.train, layout)
+    bins = list(eval_batches(data.train, layout))
+    assert len(crowded.lengths) == max(len(batch.lengths) for batch in bins) > 2
+    assert len(crowded_batch(data.train, Padded(3, pad_id=0)).lengths) == 1
+
+
+def test_the_largest_micro_batch_of_an_epoch(
+    loader_of: Callable[..., Loader], packed_loader_of: Callable[..., Loader]
+) -> None:
+    packed, padded = packed_loader_of(tokens=256, micro_batches=2), loader_of(rows=4, micro_batches=2)
+    batches = [batch for step in range(packed.steps_per_epoch) for batch in packed.batches(step)]
+    assert packed.largest().num_labels == max(batch.num_labels for batch in batches)
+    batches = [batch for step in range(padded.steps_per_epoch) for batch in padded.batches(step)]
+    assert padded.largest().ids.numel() == max(batch.ids.numel() for batch in batches)
+    assert padded.largest().num_tokens >= max(batch.num_tokens for batch in batches)
+
+
+def test_packed_batches_come_at_least_twenty_times_as_fast_as_the_small_model_takes_them(
+    packed_loader_of: Callable[..., Loader], runtime: Runtime
+) -> None:
+    """By seconds of CPU, on one thread, as other programs do not change them."""
+    run = compose_run(["recipe=lora", "precision=fp32", "attention=sdpa", "launch.threads=1"])
+    stepper, loader = stepper_of(run, runtime), packed_loader_of(256, 1)
+    stepper.run(loader.batches(0), 1e-4)  # warm
+
+    began = time.process_time()
+    handed = sum(
+        batch.num_tokens for step in range(4 * loader.steps_per_epoch) for batch in loader.batches(step)
+    )
+    handing = (time.process_time() - began) / handed
+
+    steps = [loader.batches(step) for step in range(6)]
+    began = time.process_time()
+    taken = sum(stepper.run(batches, 1e-4).tokens for batches in steps)
+    taking = (time.process_time() - began) / taken
+    assert taking >= 20 * handing, f"{1 / handing:,.0f} tokens a second against {1 / taking:,.0f}"

@@ -1,0 +1,150 @@
+"""What happens between steps: evaluation, patience, saves, lines, stops."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.data.prepare import Data
+from app.errors import TrainingError
+from app.evaluation.scores import score
+from app.optim.loss_scale import LossScale
+from app.training.signals import StopRequest
+from tests.training.conftest import MakeLoop, small_run
+
+
+def saved(folder: Path) -> list[int]:
+    return sorted(int(f.name.removeprefix("step-")) for f in folder.iterdir())
+
+
+def test_lines_evaluations_and_saves_come_when_due(make_loop: MakeLoop, folder: Path) -> None:
+    run = small_run("record.every=3", "eval.every=4", "checkpoint.every=5", "checkpoint.keep=9")
+    loop, notebook = make_loop(run, 10)
+    assert loop.fit(StopRequest()) is True
+    assert [line["step"] for line in notebook.steps] == [1, 3, 4, 6, 8, 9, 10]
+    assert [line["step"] for line in notebook.evaluations] == notebook.sampled == [4, 8, 10]
+    assert saved(folder) == [5, 10]
+    assert notebook.synced == 2, "a checkpoint says that its lines are on the disk"
+    last = notebook.steps[-1]
+    assert list(last) == [
+        "step", "epoch", "loss", "lr", "grad_norm", "tokens", "trained_tokens", "tokens_per_second",
+        "peak_memory_bytes",
+    ]  # fmt: skip
+    assert last["epoch"] == pytest.approx(10 / 8)
+    assert loop.progress.first_loss == notebook.steps[0]["loss"]
+    assert loop.tokens_per_second > 0
+
+
+def test_tokens_are_counted_over_the_whole_run(make_loop: MakeLoop, data: Data) -> None:
+    loop, _ = make_loop(small_run("eval.every=0", "checkpoint.every=0"), 8)
+    loop.fit(StopRequest())
+    assert loop.progress.tokens == int(data.train.lengths.sum())
+    assert loop.progress.trained_tokens == data.train.num_trained
+
+
+def test_patience_ends_a_run_that_gains_nothing(make_loop: MakeLoop, folder: Path) -> None:
+    run = small_run(
+        "recipe=full", "eval.every=1", "eval.patience=2", "checkpoint.every=0", "checkpoint.final=best"
+    )
+    loop, notebook = make_loop(run, 50, lr=0.0)
+    assert loop.fit(StopRequest()) is True
+    assert loop.progress.step == 3
+    assert len(notebook.evaluations) == 3
+    assert loop.progress.best_step == 1
+    assert saved(folder) == [1, 3], "the best one, and the end"
+
+
+def test_a_request_to_stop_ends_after_the_step_and_saves(make_loop: MakeLoop, folder: Path) -> None:
+    loop, notebook = make_loop(small_run("eval.every=0", "checkpoint.every=0"), 10)
+    assert loop.fit(StopRequest(exit_code=75)) is False
+    assert loop.progress.step == 1
+    assert saved(folder) == [1]
+    assert len(notebook.steps) == 1
+
+
+def test_a_start_stops_after_the_step_it_was_given_and_the_next_one_goes_on(
+    make_loop: MakeLoop, folder: Path
+) -> None:
+    run = small_run("eval.every=0", "checkpoint.every=0", "record.every=5", "training.stop_after=3")
+    loop, notebook = make_loop(run, 6)
+    request = StopRequest()
+    assert loop.fit(request) is False
+    assert (loop.progress.step, request.exit_code, saved(folder)) == (3, 75, [3])
+    assert [line["step"] for line in notebook.steps] == [1, 3]
+    assert loop.fit(StopRequest()) is True
+    assert loop.progress.step == 6
+
+
+def test_bad_steps_are_named_counted_and_end_the_run(make_loop: MakeLoop, folder: Path) -> None:
+    run = small_run("eval.every=0", "checkpoint.every=0", "training.max_bad_steps=3", "record.every=2")
+    loop, notebook = make_loop(run, 20)
+    parameter = next(iter(loop.parts.stepper.trainee.trained().values()))
+    parameter.register_hook(lambda g: g * float("nan") if loop.progress.step >= 3 else g)
+    with pytest.raises(TrainingError, match=r"in a row were not finite.*optimizer\.lr"):
+        loop.fit(StopRequest())
+    assert loop.progress.step == 6
+    assert loop.progress.skipped_steps == 3
+    named = [m for m in notebook.messages if m.startswith("step 4 skipped")]
+    assert len(named) == 1
+    assert all(place in named[0] for place in loop.parts.loader.places(3)[:8])
+
+
+@pytest.mark.parametrize(("half", "step"), [("lora_B", 1), ("lora_A", 2)])
+def test_an_adapter_that_no_gradient_reaches_is_named(make_loop: MakeLoop, half: str, step: int) -> None:
+    loop, _ = make_loop(small_run("eval.every=0", "checkpoint.every=0"), 4)
+    cut = {name: p for name, p in loop.parts.stepper.trainee.trained().items() if f"q_proj.{half}" in name}
+    for parameter in cut.values():
+        parameter.register_hook(lambda g: g * 0)
+    with pytest.raises(
+        TrainingError, match=r"no gradient reaches the adapter of model\.layers\.0\.self_attn\.q_proj"
+    ):
+        loop.fit(StopRequest())
+    assert loop.progress.step == step
+
+
+@pytest.mark.parametrize("stop_after", [None, 7])
+def test_the_time_left_is_the_time_that_passes(
+    make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, stop_after: int | None
+) -> None:
+    """With a clock that moves by 2 seconds a step, 30 an evaluation and 11 a save."""
+    now, lines = [100.0], []
+
+    def costs(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*given: Any, **named: Any) -> Any:
+            now[0] += seconds
+            return function(*given, **named)
+
+        return timed
+
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("app.training.loop.score", costs(30.0, score))
+    run = small_run(
+        "record.every=1", "eval.every=4", "checkpoint.every=5", f"training.stop_after={stop_after or 'null'}"
+    )
+    loop, notebook = make_loop(run, 10)
+    monkeypatch.setattr(loop.parts.stepper, "run", costs(2.0, loop.parts.stepper.run))
+    monkeypatch.setattr(loop.parts.checkpoints, "save", costs(11.0, loop.parts.checkpoints.save))
+    write = notebook.step
+
+    def step(values: Any, seconds_left: float | None) -> None:
+        write(values, seconds_left)
+        lines.append(now[0])
+
+    monkeypatch.setattr(notebook, "step", step)
+    loop.fit(StopRequest())
+    known = slice(5, None)  # from here on one evaluation and one save have been measured
+    assert len(notebook.left) == (stop_after or 10)
+    assert notebook.left[0] is None
+    assert notebook.left[known] == pytest.approx([now[0] - at for at in lines[known]])
+
+
+def test_a_step_that_was_skipped_accuses_no_adapter(make_loop: MakeLoop) -> None:
+    """Its B is still zero, so no gradient reaches A in the second step either."""
+    run = small_run("recipe=lora", "precision=fp16", "eval.every=0", "checkpoint.every=0", "record.every=1")
+    loop, notebook = make_loop(run, 6)
+    loop.parts.stepper.scale = LossScale(torch.device("cpu"), 2.0**20)
+    assert loop.fit(StopRequest()) is True
+    assert any("skipped" in message for message in notebook.messages), "nothing overflowed"
+    assert loop.progress.skipped_steps < 6

@@ -1,0 +1,66 @@
+"""A small QLoRA run whose losses are known: a CPU gives them in fp32, a GPU in bf16 with its own kernels comes near."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+
+import pytest
+import torch
+
+from app.config.schema import RunConfig
+from app.data.layout import Packed
+from app.data.loader import Loader, Share
+from app.data.prepare import Data
+from app.distributed.process_group import start
+from app.model.attention import register, select
+from app.model.build import build_trainee
+from app.model.held import Held
+from app.model.tasks import TASKS
+from app.model.trainee import Trainee
+from app.model.weights import load_base
+from app.optim.optimizers import build_optimizer
+from app.training.step import Stepper
+from tests.training.conftest import needs_for, sections_of, small_run
+
+GOLDEN = json.loads((Path(__file__).parent / "golden_qlora.json").read_text())
+TOKENS, LR = 256, 1e-3
+EPOCH = 5  # steps
+
+
+def run_on_a_saved_base(folder: Path, *overrides: str) -> RunConfig:
+    """Random weights, drawn on the CPU wherever the run is going to be."""
+    run = small_run("recipe=qlora", "model.architecture.initializer_range=0.2", *overrides)
+    cpu, task = torch.device("cpu"), TASKS["causal"]
+    load_base(run.model, task, Held(torch.float32, cpu, register("sdpa")), 0).save_pretrained(str(folder))
+    return replace(run, model=replace(run.model, path=str(folder), weights="pretrained"))
+
+
+def begin_alike(trainee: Trainee) -> None:
+    """Adapters too are drawn on the device they live on, so they are drawn again here."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in trainee.trained().items():
+        if ".lora_A." in name:
+            parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+def losses(run: RunConfig, data: Data) -> list[float]:
+    runtime = start(run.launch, run.precision.kind, run.seed)
+    attention = select(run.attention, runtime.device, lambda: needs_for(run))
+    trainee = build_trainee(sections_of(run, attention), runtime.device, run.seed, "nowhere")
+    begin_alike(trainee)
+    stepper = Stepper(trainee, build_optimizer(run.optimizer, trainee), runtime, 1.0, fp16=False)
+    loader = Loader(data.train, Packed(TOKENS, pad_id=0, longest=TOKENS), Share(1), seed=0)
+    assert loader.steps_per_epoch == EPOCH
+    found = []
+    for step in range(len(GOLDEN)):
+        result = stepper.run(loader.batches(step), LR)
+        found.append(float(result.loss_sum) / result.labels)
+    return found
+
+
+def test_on_a_cpu_they_are_the_golden_ones(tmp_path: Path, data: Data) -> None:
+    found = losses(run_on_a_saved_base(tmp_path), data)
+    assert found == pytest.approx(GOLDEN, rel=1e-4)
+    first, second = (mean(found[at : at + EPOCH]) for at in (0, EPOCH))  # the same rows in both
+    assert second < 0.95 * first

@@ -1,0 +1,143 @@
+"""A rehearsal of the largest micro-batch: what does not fit is found before the first step; nothing else is changed."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.errors import EnvironmentProblem
+from app.model.trainee import Trainee
+from app.training.loop import Loop
+from app.training.rehearsal import Rehearsed, is_due, rehearse
+from app.training.signals import StopRequest
+from tests.optim.small import KINDS
+from tests.scarcity import WHERE, scarce
+from tests.training.conftest import MakeLoop, Notebook, small_run
+
+STEPS = 3
+LITTLE = ("precision=bf16", "precision.trained=bf16", "optimizer.in_backward=true", "training.clip=0")
+EVERYTHING = ("eval.every=2", "checkpoint.every=2", "checkpoint.keep=9", "record.every=1")
+
+
+def rehearsed(loop: Loop, micro_batches: int = 1) -> Rehearsed:
+    return rehearse(loop.parts, loop.progress, loop.parts.loader.largest(), micro_batches)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+
+
+def ended(made: tuple[Loop, Notebook], folder: Path) -> tuple[list[Any], dict[str, bytes]]:
+    """All numbers of a run, and all bytes of its checkpoints."""
+    loop, notebook = made
+    assert loop.fit(StopRequest())
+    clocks = {"tokens_per_second", "peak_memory_bytes"}
+    lines = [{k: v for k, v in line.items() if k not in clocks} for line in notebook.steps]
+    return [*lines, *notebook.evaluations], files(folder)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *((f"optimizer={kind}", "recipe=full") for kind in KINDS),
+        *((f"optimizer={kind}", "recipe=full", *LITTLE) for kind in KINDS),
+        ("recipe=full", *LITTLE[:2]),
+        ("recipe=full", *LITTLE[2:]),
+        ("recipe=lora", "adapter.dropout=0.2"),
+        ("recipe=full", "precision=fp16"),
+        ("recipe=qlora", "training.recompute=true"),
+    ],
+    ids=lambda settings: "-".join(word.partition("=")[2] for word in settings),
+)
+def test_a_run_has_the_same_numbers_and_the_same_checkpoints(
+    settings: tuple[str, ...],
+    make_loop: MakeLoop,
+    folder: Path,
+) -> None:
+    run = small_run(*settings, *EVERYTHING)
+    torch.manual_seed(5)
+    plain = make_loop(run, STEPS)
+    torch.manual_seed(5)
+    expected, saved = ended(plain, folder)
+    for file in sorted(folder.rglob("*"), reverse=True):
+        file.unlink() if file.is_file() else file.rmdir()
+    torch.manual_seed(5)
+    made = make_loop(run, STEPS)
+    torch.manual_seed(5)
+    found = rehearsed(made[0], micro_batches=2)
+    assert (found.depth, found.deepened, found.evaluated) == (0, False, True)
+    assert ended(made, folder) == (expected, saved)
+    assert any("optimizer" in name for name in saved)
+
+
+def test_states_of_a_continued_run_are_left_alone(make_loop: MakeLoop) -> None:
+    loop, _ = make_loop(small_run("recipe=lora", "eval.every=0", "checkpoint.every=0"), 2)
+    loop.fit(StopRequest())
+    state = loop.parts.stepper.optimizer.state
+    before = {p: {name: value.clone() for name, value in each.items()} for p, each in state.items()}
+    rehearsed(loop)
+    assert before
+    for parameter, each in before.items():
+        assert all(torch.equal(state[parameter][name], value) for name, value in each.items())
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_what_runs_out_of_memory_is_split_before_the_first_step(where: str, make_loop: MakeLoop) -> None:
+    run = small_run("recipe=lora", f"training.recompute={str(where == 'recomputed').lower()}", *EVERYTHING)
+    loop, notebook = make_loop(run, STEPS)
+    tokens = int(0.8 * loop.parts.loader.largest().ids.numel())
+    with scarce(where, tokens) as memory:
+        found = rehearsed(loop)
+        assert (found.depth, found.deepened) == (1, True)
+        assert loop.progress.depth == 1, "so that it is saved, and told once"
+        assert memory.times >= 1
+        before = memory.times
+        loop.fit(StopRequest())
+    if where == "forward":  # evaluations try each of their batches whole
+        assert memory.times - before <= 2 * len(notebook.evaluations)
+    else:
+        assert memory.times == before, "no step runs out of memory any more"
+    (told,) = [line for line in notebook.messages if "parts" in line]
+    assert "rehearsed a step and an evaluation" in told
+    assert "fits only in parts: from the first step on micro-batches are split by documents" in told
+
+
+def test_an_evaluation_that_does_not_fit_is_known_before_the_first_step(
+    make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, _ = make_loop(small_run("recipe=lora"), STEPS)
+
+    def scores(*_: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Trainee, "scores", scores)
+    with pytest.raises(EnvironmentProblem, match=r"a document of \d+ tokens by itself, in an evaluation"):
+        rehearsed(loop)
+    assert loop.progress.step == 0
+
+
+def test_states_that_do_not_fit_are_known_before_the_first_step(
+    make_loop: MakeLoop,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, _ = make_loop(small_run("recipe=full", "optimizer=adafactor"), STEPS)
+
+    def step(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(loop.parts.stepper.optimizer, "step", step)
+    with pytest.raises(EnvironmentProblem, match="the step of the optimizer does not fit"):
+        rehearsed(loop)
+
+
+def test_where_it_is_due() -> None:
+    asked: Callable[[str], Any] = lambda word: small_run(f"training.rehearse={word}").training  # noqa: E731
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert [is_due(asked(word), cpu) for word in ("auto", "true", "false")] == [False, True, False]
+    assert [is_due(asked(word), gpu) for word in ("auto", "true", "false")] == [True, True, False]

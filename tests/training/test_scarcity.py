@@ -1,0 +1,203 @@
+"""Out of memory: the same gradient in smaller parts, no row lost, and a message where that does not help."""
+
+import gc
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from app.batch import Batch
+from app.data.layout import Layout, Packed, Padded
+from app.data.loader import Loader, eval_batches
+from app.data.prepare import Data
+from app.distributed.process_group import Runtime
+from app.errors import EnvironmentProblem
+from app.evaluation.scores import score
+from app.oom_retry import TooLargeTogether, halves, split
+from app.training.step import Stepper
+from tests.scarcity import scarce
+from tests.training.conftest import small_run, stepper_of, trainee_of
+from tests.training.test_step import gradients, relative
+
+TOKENS = 256
+
+
+@pytest.fixture(params=["packed", "padded"])
+def batches(
+    request: pytest.FixtureRequest,
+    loader_of: Callable[..., Loader],
+    packed_loader_of: Callable[..., Loader],
+) -> list[Batch]:
+    loader = packed_loader_of(TOKENS, 2) if request.param == "packed" else loader_of(8, 2)
+    return loader.batches(0)
+
+
+def made(*overrides: str, runtime: Runtime) -> Stepper:
+    """With an adapter that has begun to learn: at the start B is zero, and the gradient of A with it."""
+    stepper = stepper_of(small_run(*overrides), runtime)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in stepper.trainee.trained().items():
+        if ".lora_B." in name:
+            parameter.data = 0.02 * torch.randn(parameter.shape, generator=generator)
+    return stepper
+
+
+def total(stepper: Stepper, batches: list[Batch]) -> tuple[float, list[torch.Tensor]]:
+    """The loss sum and the gradient."""
+    result = stepper.run(batches, lr=0.0)
+    return float(result.loss_sum), gradients(stepper)
+
+
+def scanty(batches: list[Batch]) -> int:
+    """Tokens that hold half of a batch and not all of it."""
+    return int(0.8 * min(batch.ids.numel() for batch in batches))
+
+
+def parts_of(batch: Batch) -> list[Batch]:
+    return split(batch, depth=12)
+
+
+def test_parts_have_all_documents_and_labels(batches: list[Batch]) -> None:
+    for batch in batches:
+        for depth in (0, 1, 2, 12):
+            parts = split(batch, depth)
+            assert tuple(n for part in parts for n in part.lengths) == batch.lengths
+            assert sum(part.num_labels for part in parts) == batch.num_labels
+            assert sum(part.num_tokens for part in parts) == batch.num_tokens
+        assert all(len(part.lengths) == 1 for part in parts_of(batch))
+        first, second = halves(batch)
+        assert max(first.ids.numel(), second.ids.numel()) <= 0.75 * batch.ids.numel()
+
+
+def test_what_cannot_be_smaller(batches: list[Batch]) -> None:
+    assert [len(halves(part)) for part in parts_of(batches[0])] == [0] * len(batches[0].lengths)
+
+
+def test_parts_give_the_same_gradient(batches: list[Batch], runtime: Runtime) -> None:
+    whole = made("recipe=lora", runtime=runtime)
+    expected = total(whole, batches)
+    for depth, allowed in ((1, 1e-6), (3, 1e-6), (12, 5e-6)):  # at last each document by itself
+        stepper = made("recipe=lora", runtime=runtime)
+        stepper.depth = depth
+        loss, found = total(stepper, batches)
+        assert loss == pytest.approx(expected[0], rel=1e-6)
+        assert relative(found, expected[1]) <= allowed
+
+
+@pytest.mark.parametrize(
+    ("where", "recipe"), [("forward", "full"), ("backward", "lora"), ("recomputed", "lora")]
+)
+def test_the_step_is_made_again_in_parts(
+    where: str, recipe: str, batches: list[Batch], runtime: Runtime
+) -> None:
+    """The second micro-batch runs out of memory, when the first one has left its gradient."""
+    run = (f"recipe={recipe}", f"training.recompute={str(where == 'recomputed').lower()}")
+    expected = total(made(*run, runtime=runtime), batches)
+    stepper = made(*run, runtime=runtime)
+    layers, per_batch = 2, 2 if where == "recomputed" else 1
+    with scarce(where, tokens=scanty(batches), calls=layers * per_batch) as memory:
+        loss, found = total(stepper, batches)
+    assert 1 <= memory.times == stepper.depth <= 2, (
+        "documents are of many lengths: half of them may be most tokens"
+    )
+    assert loss == pytest.approx(expected[0], rel=1e-6)
+    assert relative(found, expected[1]) <= 1e-6
+
+
+def test_an_evaluation_whose_passes_others_share_ends_and_says_whether_to_begin_again(
+    data: Data, runtime: Runtime
+) -> None:
+    """With smaller parts, if there are any: else it would begin again for ever."""
+    assert data.eval is not None
+    trainee = trainee_of(small_run("recipe=lora"))
+    trainee.sharding = SimpleNamespace(at_rest=lambda: None)
+    batches = list(eval_batches(data.eval, Padded(4, pad_id=0)))
+    with scarce("forward", tokens=batches[0].ids.numel() - 1), pytest.raises(TooLargeTogether) as fault:
+        score(trainee, batches, runtime, depth=0)
+    assert fault.value.depth == 1
+    with scarce("forward", tokens=3), pytest.raises(EnvironmentProblem, match=r"a document of .* by itself"):
+        score(trainee, batches, runtime, depth=12)
+
+
+def test_what_ran_out_of_memory_is_let_go(batches: list[Batch], runtime: Runtime) -> None:
+    """Parts are made when nothing of the failed attempt is alive."""
+    stepper = made("recipe=lora", runtime=runtime)
+    seen: list[int] = []
+    own = stepper.trainee.forward
+
+    def counting(batch: Batch) -> Any:
+        seen.append(sum(1 for each in _alive() if each.grad_fn is not None and each.numel() > 1))
+        return own(batch)
+
+    stepper.trainee.forward = counting  # type: ignore[method-assign]
+    gc.collect()  # what other tests have left would go in between
+    with scarce("backward", tokens=scanty(batches), calls=2) as memory:
+        stepper.run(batches, lr=0.0)
+    assert memory.times
+    assert len(seen) > 4
+    assert set(seen) == {seen[0]}, "others may have left some"
+
+
+def _alive() -> list[torch.Tensor]:
+    return [each for each in gc.get_objects() if type(each) is torch.Tensor]
+
+
+def test_one_document_that_does_not_fit(batches: list[Batch], runtime: Runtime) -> None:
+    stepper = made("recipe=lora", runtime=runtime)
+    with (
+        scarce("forward", tokens=4) as memory,
+        pytest.raises(
+            EnvironmentProblem, match=r"out of memory: a document of \d+ tokens by itself does not fit"
+        ),
+    ):
+        stepper.run(batches, lr=0.0)
+    assert 2 <= memory.times <= 10, "bounded"
+
+
+def test_the_message_says_what_stays_and_what_helps(batches: list[Batch], runtime: Runtime) -> None:
+    stepper = made("recipe=lora", runtime=runtime)
+    with scarce("forward", tokens=4), pytest.raises(EnvironmentProblem) as refusal:
+        stepper.run(batches, lr=0.0)
+    for words in ("frozen weights 0.00 GB", "training.recompute=true", "dataset.max_length", "recipe=qlora"):
+        assert words in str(refusal.value)
+
+
+def test_an_optimizer_that_does_not_fit(
+    batches: list[Batch], runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepper = made("recipe=lora", runtime=runtime)
+
+    def step(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(stepper.optimizer, "step", step)
+    with pytest.raises(EnvironmentProblem, match="out of memory: the step of the optimizer does not fit"):
+        stepper.run(batches, lr=0.0)
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_an_evaluation_gives_the_same_numbers(layout: str, data: Data, runtime: Runtime) -> None:
+    trainee = trainee_of(small_run("recipe=lora"))
+    shape: Layout = Packed(TOKENS, 0, TOKENS) if layout == "packed" else Padded(8, 0)
+    rows = data.eval
+    assert rows is not None
+
+    def scored() -> Any:
+        return score(trainee, eval_batches(rows, shape, 1, 0), runtime, answers=True)
+
+    expected = scored()
+    with scarce("forward", tokens=60) as memory:
+        found = scored()
+    assert memory.times > 1
+    assert (found.token_accuracy, found.exact_match) == (expected.token_accuracy, expected.exact_match)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+
+
+def test_the_next_step_is_split_from_the_start(batches: list[Batch], runtime: Runtime) -> None:
+    stepper = made("recipe=lora", runtime=runtime)
+    with scarce("forward", tokens=scanty(batches)) as memory:
+        for _ in range(3):
+            stepper.run(batches, lr=0.0)
+    assert 1 <= memory.times == stepper.depth <= 2

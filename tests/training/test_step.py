@@ -1,0 +1,188 @@
+"""The gradient and the loss of a step do not depend on how its rows are split, and are those of the plain formula."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from app.data.loader import Loader
+from app.distributed.process_group import Runtime
+from app.model.trainee import Trainee
+from app.training.step import Stepper
+from tests.training.conftest import small_run, stepper_of, trainee_of
+
+RECIPES = ["full", "lora", "qlora"]
+
+
+def gradients(stepper: Stepper) -> list[Tensor]:
+    return [p.grad.clone() for p in stepper.trainee.trained().values() if p.grad is not None]
+
+
+def relative(left: list[Tensor], right: list[Tensor]) -> float:
+    assert len(left) == len(right) > 0
+    difference = torch.nn.utils.get_total_norm([a - b for a, b in zip(left, right, strict=True)])
+    return float(difference / torch.nn.utils.get_total_norm(right))
+
+
+def warm(stepper: Stepper, loader: Loader) -> Stepper:
+    """One step first: at the start every lora_B is zero, and half of the gradients with it."""
+    stepper.run(loader.batches(1), 1e-2)
+    return stepper
+
+
+def plain_loss(trainee: Trainee, loader: Loader, step: int) -> Tensor:
+    """The mean over all trained tokens, from the full logits of one row at a time, written out."""
+    losses = []
+    for batch in loader.batches(step):
+        for r in range(batch.ids.shape[0]):
+            width = batch.ids.shape[1]
+            mine = (batch.label_rows >= r * width) & (batch.label_rows < (r + 1) * width)
+            at, targets = batch.label_rows[mine] - r * width, batch.targets[mine]
+            logits = trainee.language_model(batch.ids[r : r + 1, : batch.lengths[r]]).logits[0]
+            losses.append(F.cross_entropy(logits[at].double(), targets, reduction="none"))
+    return torch.cat(losses).mean()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_one_by_eight_two_by_four_eight_by_one_have_one_gradient(
+    recipe: str, runtime: Runtime, loader_of: Callable[..., Loader]
+) -> None:
+    run = small_run(f"recipe={recipe}", "training.clip=0")
+    found = {}
+    for rows, micro in ((8, 1), (4, 2), (2, 4), (1, 8)):
+        loader = loader_of(rows, micro)
+        stepper = stepper_of(run, runtime)
+        losses = []
+        for step in range(3):
+            result = stepper.run(loader.batches(step), 1e-3)
+            losses.append(float(result.loss_sum) / result.labels)
+        found[rows, micro] = gradients(stepper), losses
+    reference, reference_losses = found[8, 1]
+    for grads, losses in found.values():
+        assert relative(grads, reference) <= 1e-6
+        assert losses == pytest.approx(reference_losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_loss_and_gradient_are_those_of_the_plain_formula(
+    recipe: str, runtime: Runtime, loader_of: Callable[..., Loader]
+) -> None:
+    run = small_run(f"recipe={recipe}", "training.clip=0")
+    loader = loader_of(4, 2)
+    ours, theirs = warm(stepper_of(run, runtime), loader), warm(stepper_of(run, runtime), loader)
+    result = ours.run(loader.batches(0), 0.0)
+
+    theirs.optimizer.zero_grad()
+    loss = plain_loss(theirs.trainee, loader, 0)
+    loss.backward()
+    assert float(result.loss_sum) / result.labels == pytest.approx(float(loss.detach()), rel=1e-6)
+    assert relative(gradients(ours), gradients(theirs)) <= 1e-6
+
+
+def test_two_processes_share_the_rows_of_the_same_step(
+    runtime: Runtime, loader_of: Callable[..., Loader], data: object
+) -> None:
+    """The micro-batches of all ranks together are the rows of one process."""
+    alone = loader_of(2, 4)
+    shares = [loader_of(2, 2, processes=2, rank=rank) for rank in range(2)]
+    for step in range(alone.steps_per_epoch):
+        together = sorted(n for share in shares for b in share.batches(step) for n in b.lengths)
+        assert together == sorted(n for b in alone.batches(step) for n in b.lengths)
+        assert len(shares[0].batches(step)) == len(shares[1].batches(step)) == 2
+
+
+def test_clipping_limits_the_gradient_and_reports_it_unclipped(
+    runtime: Runtime, loader_of: Callable[..., Loader]
+) -> None:
+    loader = loader_of(8, 1)
+    free = stepper_of(small_run("recipe=full", "training.clip=0"), runtime)
+    tight = stepper_of(small_run("recipe=full", "training.clip=0.01"), runtime)
+    results = [stepper.run(loader.batches(0), 0.0) for stepper in (free, tight)]
+    assert float(results[0].grad_norm) == pytest.approx(float(results[1].grad_norm))
+    assert float(results[0].grad_norm) > 0.1
+    assert float(torch.nn.utils.get_total_norm(gradients(tight))) == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon", "adamw_8bit"])
+def test_a_gradient_that_is_not_finite_changes_nothing(
+    optimizer: str, runtime: Runtime, loader_of: Callable[..., Loader]
+) -> None:
+    run = small_run("recipe=full", f"optimizer={optimizer}")
+    loader = loader_of(8, 1)
+    stepper, untouched = (warm(stepper_of(run, runtime), loader) for _ in range(2))
+    hook = next(iter(stepper.trainee.trained().values())).register_hook(lambda g: g * float("nan"))
+    result = stepper.run(loader.batches(2), 1e-3)
+    hook.remove()
+    assert bool(result.skipped)
+    for each in (stepper, untouched):
+        assert not bool(each.run(loader.batches(3), 1e-3).skipped)
+    pairs = zip(stepper.trainee.trained().values(), untouched.trainee.trained().values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_fp16_scales_its_loss_and_gives_the_gradient_of_fp32(
+    runtime: Runtime, loader_of: Callable[..., Loader]
+) -> None:
+    loader = loader_of(2, 1)
+    half = stepper_of(small_run("recipe=full", "precision=fp16", "training.clip=0"), runtime)
+    exact = stepper_of(small_run("recipe=full", "training.clip=0"), runtime)
+    assert half.scale is not None
+    assert half.scale.value > 1
+    results = [stepper.run(loader.batches(0), 0.0) for stepper in (half, exact)]
+    assert not bool(results[0].skipped)
+    difference = relative(gradients(half), gradients(exact))
+    assert difference < 0.02
+    assert difference > 0, "fp16 computed in fp32"
+
+
+def test_fp16_overflow_lowers_the_scale_and_skips(runtime: Runtime, loader_of: Callable[..., Loader]) -> None:
+    stepper = stepper_of(small_run("recipe=full", "precision=fp16"), runtime)
+    assert stepper.scale is not None
+    before = [p.clone() for p in stepper.trainee.trained().values()]
+    hook = next(iter(stepper.trainee.trained().values())).register_hook(lambda g: g * float("inf"))
+    assert bool(stepper.run(loader_of(2, 1).batches(0), 1e-3).skipped)
+    hook.remove()
+    assert stepper.scale.value == 2.0**15
+    assert all(torch.equal(a, b) for a, b in zip(before, stepper.trainee.trained().values(), strict=True))
+
+
+def test_bf16_adapters_stay_fp32_and_the_base_is_bf16(
+    runtime: Runtime, loader_of: Callable[..., Loader]
+) -> None:
+    stepper = stepper_of(small_run("recipe=lora", "precision=bf16"), runtime)
+    stepper.run(loader_of(1, 1).batches(0), 1e-3)
+    network = dict(stepper.trainee.network.named_parameters())
+    assert {p.dtype for p in network.values() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in network.values() if not p.requires_grad} == {torch.bfloat16}
+
+
+def test_full_bf16_trains_fp32_weights() -> None:
+    """In plain bf16 most updates of a fine-tune would be rounded away."""
+    trainee = trainee_of(small_run("recipe=full", "precision=bf16"))
+    assert {p.dtype for p in trainee.trained().values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("tokens", [64, 256])
+def test_packed_bins_have_the_gradient_of_padded_rows(
+    recipe: str,
+    tokens: int,
+    runtime: Runtime,
+    loader_of: Callable[..., Loader],
+    packed_loader_of: Callable[..., Loader],
+) -> None:
+    """All rows in one step, once padded and once packed: nothing leaks from one document into the next."""
+    run = small_run(f"recipe={recipe}", "training.clip=0")
+    padded = loader_of(64, 1)
+    packed = packed_loader_of(tokens, packed_loader_of(tokens, 1).num_units)
+    assert padded.steps_per_epoch == packed.steps_per_epoch == 1
+    found = []
+    for loader in (padded, packed):
+        stepper = warm(stepper_of(run, runtime), padded)
+        result = stepper.run(loader.batches(0), 0.0)
+        found.append((gradients(stepper), float(result.loss_sum) / result.labels, result.tokens))
+    assert relative(found[1][0], found[0][0]) <= 1e-6
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-6)
+    assert found[1][2] == found[0][2]

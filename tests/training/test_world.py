@@ -1,0 +1,84 @@
+"""Which process this is, in the words of every launcher."""
+
+import pytest
+
+from app.distributed.environment import World, world
+from app.errors import EnvironmentProblem
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "gpu01",
+    "MASTER_PORT": "29500",
+}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_STEP_NODELIST": "gpu[03-04]",
+    "SLURM_JOB_ID": "1234567",
+}
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*TORCHRUN, *SLURM):
+        monkeypatch.delenv(name, raising=False)
+
+
+def given(monkeypatch: pytest.MonkeyPatch, values: dict[str, str]) -> None:
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_process_by_itself_is_the_first_of_one() -> None:
+    assert world() == World(rank=0, size=1, local_rank=0, local_size=1)
+    assert world().is_first
+    assert not world().is_joined
+
+
+@pytest.mark.parametrize("told", [TORCHRUN, SLURM], ids=["torchrun", "srun"])
+def test_one_of_several(told: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, told)
+    assert world() == World(rank=5, size=8, local_rank=1, local_size=4)
+    assert world().is_joined
+
+
+def test_srun_is_translated_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    given(monkeypatch, SLURM)
+    world()
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("gpu03", str(20_000 + 1234567 % 20_000))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu[03-05,9],login1", "gpu03"),
+        ("gpu[7,9]", "gpu7"),
+        ("login1,gpu[03-05]", "login1"),
+        ("node-a", "node-a"),
+        ("rack1-[2-3]-x", "rack1-2-x"),
+    ],
+)
+def test_the_first_host_of_slurms_short_form(nodes: str, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    given(monkeypatch, SLURM | {"SLURM_STEP_NODELIST": nodes})
+    world()
+    assert os.environ["MASTER_ADDR"] == first
+
+
+def test_a_batch_script_of_slurm_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, {"SLURM_PROCID": "0", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"})
+    assert world() == World()
+
+
+def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, {"WORLD_SIZE": "2", "RANK": "0"})
+    with pytest.raises(EnvironmentProblem, match="LOCAL_RANK and MASTER_ADDR and MASTER_PORT is not set"):
+        world()
