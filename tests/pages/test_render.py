@@ -41,7 +41,7 @@ def test_page_forbids_itself_everything_that_is_not_in_it() -> None:
 
 
 def test_templates_never_switch_escaping_off() -> None:
-    templates = list((Path(__file__).parents[2] / "app" / "page" / "templates").iterdir())
+    templates = list((Path(__file__).parents[2] / "app" / "pages" / "templates").iterdir())
     assert len(templates) >= 7
     assert not [
         file.name
