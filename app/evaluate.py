@@ -32,8 +32,8 @@ def score(config: EvaluateConfig, names: Sequence[str], console: Console) -> Non
     target = _writable(config.output_dir) / "evaluate.json"
     console.say(f"run     {config.folder}, {' and '.join(names)}")
     from app.evaluation.compare import SideBySide
-    from app.evaluation.scores import Scores
-    from app.training.scoring import lay_scoring
+    from app.evaluation.run import lay_scoring
+    from app.training.scores import Scores
 
     hashes = _manifest(config.folder).get("hashes", {})
     scoring = lay_scoring(config, config.folder, hashes, tuned=names[0] == "tuned", say=console.say)

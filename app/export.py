@@ -14,7 +14,7 @@ from app.config.commands import run_command
 from app.config.finished_run import ExportConfig, export_config
 from app.config.load import read_run
 from app.errors import ConfigError
-from app.exports.export_folder import REPORT, require_target
+from app.exports.folder import REPORT, require_target
 from app.tracking.console import Console, open_console
 from app.tracking.lines import aligned, memory
 from app.tracking.manifest import program_here, read_manifest
@@ -30,8 +30,8 @@ def export(config: ExportConfig, console: Console) -> int:
     """From a checked config to a folder with its certificate; returns the exit code."""
     require_target(config.to, config.target)
     _check_parts(config)
+    from app.evaluation.run import lay_scoring
     from app.exports.export import lay_export, make_export
-    from app.training.scoring import lay_scoring
 
     manifest = _manifest(config.folder)
     scoring = lay_scoring(config, config.folder, manifest.get("hashes", {}), tuned=True, say=console.say)

@@ -57,7 +57,7 @@ def _train_in(folder: RunFolder, run: RunConfig, console: Console, go_on: str) -
     console.say(f"output  {folder.path}")  # what comes next takes seconds to load
     from app.memory.estimate import predict
     from app.memory.planner import largest_bins, recompute_fewest
-    from app.training.training import train_in
+    from app.training.run import train_in
 
     return train_in(folder, run, console, go_on, predict, recompute_fewest, largest_bins)
 

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.evaluation.bootstrap import LEVEL, RESAMPLES, bound_of_none, interval, num_clusters, resampled
-from app.evaluation.scores import ANSWERS, Sums, figures
 from app.tracking.lines import columns
 from app.tracking.metrics import finite_or_none
+from app.training.scores import ANSWERS, Sums, figures
 
 _SHARES = ("token_accuracy", "exact_match", "accuracy", "macro_f1")
 _WORDS: dict[str, tuple[str, Callable[[float], str]]] = {

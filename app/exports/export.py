@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from app.config.finished_run import ExportConfig
+from app.errors import CheckpointError, EnvironmentProblem
+from app.evaluation.run import Say, Scoring
+from app.exports.folder import REPORT, empty, existing, hashes_of, write_plain_json, written_aside
 from app.exports.verify import (
     Certificate,
     Expected,
@@ -20,10 +23,6 @@ from app.exports.verify import (
     plain_name,
     tolerance,
 )
-from app.exports.export_folder import REPORT, empty, existing, hashes_of, write_plain_json, written_aside
-from app.training.files import MANIFEST, damage
-from app.training.scoring import Say, Scoring
-from app.errors import CheckpointError, EnvironmentProblem
 from app.model.build import base_path
 from app.model.delta import read_deltas, whole_weights
 from app.model.dtypes import DTYPES
@@ -33,6 +32,7 @@ from app.model.tasks import task_of
 from app.tracking.card import Loading
 from app.tracking.lines import memory
 from app.tracking.masking import masked
+from app.training.files import MANIFEST, damage
 
 CARD = "README.md"
 _ADAPTER = "adapter_config.json"

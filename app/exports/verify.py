@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from app.evaluation.run import Scoring
 from app.exports import reload
-from app.training.scoring import Scoring
 from app.model.attention import right_own
 from app.model.build import ModelSections
 from app.model.dtypes import DTYPES

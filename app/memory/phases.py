@@ -11,7 +11,7 @@ from app.memory.flops import Arithmetic
 from app.model.offload import Host
 from app.model.recompute import recompute, repeated_layers
 from app.training.counting import Event, StorageCounter
-from app.training.step import Stepper
+from app.training.train_step import Stepper
 
 # What is there from step to step.
 KEPT = ("frozen_weights", "quantization_constants", "trained_weights", "gradients", "optimizer_states")

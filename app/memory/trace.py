@@ -31,7 +31,7 @@ from app.optim.one_by_one import ordinary
 from app.optim.optimizers import build_optimizer
 from app.training.anatomy import kept_tensors
 from app.training.counting import StorageCounter
-from app.training.step import Stepper
+from app.training.train_step import Stepper
 
 _ALONE = Runtime(accelerator=None, device=torch.device("cpu"), peers=Peers(rank=0, count=1), threads=1)
 

@@ -25,7 +25,7 @@ from app.training.files import (
     whole_folder,
 )
 from app.training.progress import Progress
-from app.training.step import Stepper
+from app.training.train_step import Stepper
 from app.training.trained_state import (
     OPTIMIZER,
     SHARDS,

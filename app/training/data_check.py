@@ -19,13 +19,13 @@ from app.model.source import config_numbers, positions_of
 from app.model.tasks import task_of
 from app.model.tokenizer import load_tokenizer
 from app.model.weights import build_on_meta
-from app.training.advice import advice
 from app.training.bins import is_open, suggested, with_bins
 from app.training.classes import with_classes
-from app.training.ground import layout_of, require_known_ids, sees_both_ways
-from app.training.known_format import with_format
+from app.training.data_advice import advice
 from app.training.limits import within_positions
 from app.training.preview import preview
+from app.training.resolve import with_format
+from app.training.setup import layout_of, require_known_ids, sees_both_ways
 from app.training.steps import StepPlan, plan_steps
 
 

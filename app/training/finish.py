@@ -9,11 +9,11 @@ from app.tracking.lines import memory
 from app.tracking.recorder import Recorder, before_after
 from app.training.checkpoint import Checkpoints
 from app.training.files import whole_folder
-from app.training.ground import Ground
-from app.training.loop import Loop
 from app.training.memory import Predicted
 from app.training.progress import Progress
+from app.training.setup import Ground
 from app.training.trained_state import load_weights
+from app.training.trainer import Loop
 
 
 def finish(run: RunConfig, ground: Ground, loop: Loop, record: Recorder, predicted: Predicted | None) -> int:

@@ -12,7 +12,7 @@ from app.tracking.lines import memory
 from app.training.anatomy import kept_tensors
 from app.training.choices import Choices
 from app.training.counting import StorageCounter
-from app.training.step import Stepper, StepResult
+from app.training.train_step import Stepper, StepResult
 
 _COUNTED = 2  # of this start: the first step makes the optimizer's states
 

@@ -11,8 +11,8 @@ from app.distributed.process_group import default_device
 from app.model.fingerprint import base_fingerprint
 from app.model.source import fetch_folder
 from app.model.tokenizer import load_tokenizer, tokenizer_hash
-from app.training.known_format import with_format
 from app.training.limits import within_positions
+from app.training.resolve import with_format
 
 
 def hardware() -> dict[str, str | None]:

@@ -14,11 +14,11 @@ import torch
 
 from app.batch import Batch
 from app.config.schema import TrainingConfig
-from app.evaluation.scores import score
 from app.tracking.lines import memory
-from app.training.loop import Parts
 from app.training.progress import Progress
-from app.training.step import Stepper
+from app.training.scores import score
+from app.training.train_step import Stepper
+from app.training.trainer import Parts
 
 AUTO = "auto"
 

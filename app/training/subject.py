@@ -14,7 +14,7 @@ from app.model.fingerprint import base_fingerprint
 from app.model.load import load_trainee, reads_base, weights_of
 from app.model.trainee import Trainee
 from app.training.choices import Choices, choose
-from app.training.ground import attention_needs
+from app.training.setup import attention_needs
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from app.distributed.host_group import Peers
 from app.errors import CheckpointError
 from app.optim.one_by_one import STEPS_ROUNDED
 from app.optim.state import named_states, saved_names
-from app.training.step import Stepper
+from app.training.train_step import Stepper
 
 WEIGHTS, OPTIMIZER, SHARDS = "weights.safetensors", "optimizer.safetensors", "shards"
 _OF_ONE_PROCESS = "@"

@@ -27,8 +27,8 @@ from app.model.tasks import TASKS
 from app.model.weights import load_base, load_packed
 from app.optim.optimizers import build_optimizer
 from app.training.choices import Choices, choose
-from app.training.ground import attention_needs, sections_of
-from app.training.step import Stepper
+from app.training.setup import attention_needs, sections_of
+from app.training.train_step import Stepper
 from scripts.bench.contest import Contest, run_of
 from scripts.bench.machine import Clock
 from scripts.bench.workload import Bin, Step, workload
@@ -120,7 +120,7 @@ def positions_in(step: Step, layout: str, bin_tokens: int) -> int:
 
 
 class Ours:
-    """`app.training.step` on batches that `app.data.collate` makes."""
+    """`app.training.train_step` on batches that `app.data.collate` makes."""
 
     def __init__(self, prepared: Prepared) -> None:
         run = prepared.run
@@ -137,7 +137,7 @@ class Ours:
         self.layout = BINS if run.batching.packing else PADDED
 
     def train(self, clock: Clock) -> None:
-        """As `app.training.loop` does it, without its record."""
+        """As `app.training.trainer` does it, without its record."""
         clock.begin()
         for step in self._prepared.steps:
             batches = [self._collate(packed) for packed in step]

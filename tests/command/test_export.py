@@ -95,8 +95,8 @@ def test_room_is_asked_for_before_anything_is_written(
 ) -> None:
     from app.config.finished_run import export_config
     from app.errors import EnvironmentProblem
+    from app.evaluation.run import lay_scoring
     from app.exports.export import lay_export
-    from app.training.scoring import lay_scoring
 
     config = export_config([f"run={finished('lora')}", f"to={tmp_path}/a/b", "kind=merged"], lambda _: {})
     scoring = lay_scoring(config, config.folder, {}, tuned=True, say=lambda _: None)

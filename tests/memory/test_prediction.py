@@ -15,10 +15,10 @@ from app.model.chunked_loss import settle_head
 from app.optim.optimizers import build_optimizer
 from app.training.bins import settled_bins
 from app.training.choices import Choices
-from app.training.ground import sections_of
 from app.training.layers import found_layers
 from app.training.memory import Forecast, Measured, Predicted
-from app.training.step import Stepper
+from app.training.setup import sections_of
+from app.training.train_step import Stepper
 from tests.memory.truth import PACKED, batch_of, small_run
 
 ALONE = Runtime(None, torch.device("cpu"), Peers(0, 1), 1)

@@ -14,8 +14,8 @@ from app.optim.optimizers import build_optimizer
 from app.training.anatomy import kept_tensors
 from app.training.choices import Choices
 from app.training.counting import StorageCounter
-from app.training.ground import sections_of
-from app.training.step import Stepper
+from app.training.setup import sections_of
+from app.training.train_step import Stepper
 
 SMALL = (
     "model.weights=random",

@@ -24,10 +24,10 @@ from app.model.weights import build_on_meta
 from app.optim.optimizers import build_optimizer
 from app.training.checkpoint import Checkpoints
 from app.training.layers import layers_of
-from app.training.loop import Loop, Parts, Rhythm
 from app.training.progress import Progress
-from app.training.step import Stepper
 from app.training.steps import StepPlan
+from app.training.train_step import Stepper
+from app.training.trainer import Loop, Parts, Rhythm
 
 SMALL = (
     "model.weights=random",

@@ -15,7 +15,7 @@ from app.data.loader import Loader
 from app.training.ahead import Ahead
 from app.training.signals import StopRequest
 from tests.training.conftest import MakeLoop, small_run
-from tests.training.test_in_backward import AS_THEY_COME, BF16, FULL
+from tests.training.test_optimizer_in_backward import AS_THEY_COME, BF16, FULL
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 QUIET = ("record.every=1000", "eval.every=0", "checkpoint.every=0")

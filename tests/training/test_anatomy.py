@@ -7,7 +7,7 @@ from app.data.loader import Loader, Share
 from app.data.prepare import Data
 from app.distributed.process_group import Runtime
 from app.training.anatomy import kept_bytes
-from app.training.step import Stepper
+from app.training.train_step import Stepper
 from tests.training.conftest import small_run, stepper_of
 
 BLOCK = 64  # weights that share a constant of NF4

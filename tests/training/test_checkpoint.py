@@ -17,7 +17,7 @@ from app.errors import CheckpointError, EnvironmentProblem
 from app.training.checkpoint import Checkpoints, choices_of, find_checkpoint
 from app.training.files import damage, whole_folder
 from app.training.progress import Progress
-from app.training.step import Stepper
+from app.training.train_step import Stepper
 from tests.training.conftest import small_run, stepper_of
 
 ALONE = Peers(rank=0, count=1)

@@ -17,8 +17,8 @@ from app.data.loader import Loader, Share, eval_batches
 from app.data.prepare import prepare
 from app.distributed.process_group import Runtime
 from app.evaluation.compare import SideBySide
-from app.evaluation.scores import Scores, figures, score, score_rows
 from app.oom_retry import split
+from app.training.scores import Scores, figures, score, score_rows
 from tests.data.small import write_jsonl
 from tests.model.classes import in_one_row, in_rows, of_classes
 from tests.training.conftest import small_run, stepper_of

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.training.data_check import DataCheck, check_data
-from app.training.ground import lay_ground
+from app.training.setup import lay_ground
 from tests.data.small import chat, write_chats, write_jsonl
 from tests.training.conftest import small_run
 

@@ -12,9 +12,9 @@ from app.data.prepare import Data
 from app.data.token_rows import TokenRows
 from app.distributed.process_group import Runtime
 from app.evaluation.compare import SideBySide
-from app.evaluation.scores import ANSWERS, EXACT, LABELS, Sums, score, score_rows
 from app.model.generation import end_ids, generate
 from app.model.trainee import Trainee
+from app.training.scores import ANSWERS, EXACT, LABELS, Sums, score, score_rows
 from tests.model.small import VOCABULARY, trainee_of
 from tests.training.conftest import small_run, stepper_of
 from tests.training.rows import Row, stretches, token_rows

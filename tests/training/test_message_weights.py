@@ -17,11 +17,11 @@ from app.data.loader import Loader, Share, eval_batches
 from app.data.prepare import Data, prepare
 from app.data.token_rows import TokenRows
 from app.distributed.process_group import Runtime
-from app.evaluation.scores import LABELS, LOSS, WEIGHT, score, score_rows
 from app.model.trainee import Trainee
 from app.training.preview import preview
+from app.training.scores import LABELS, LOSS, WEIGHT, score, score_rows
 from tests.training.conftest import small_run, stepper_of
-from tests.training.test_step import gradients, relative
+from tests.training.test_train_step import gradients, relative
 
 LONGEST = 128
 WEIGHTS = (0.3, None, 2.0, 0.05, 1, None, 7)

@@ -20,7 +20,7 @@ from app.model.tasks import TASKS
 from app.model.trainee import Trainee
 from app.model.weights import load_base
 from app.optim.optimizers import build_optimizer
-from app.training.step import Stepper
+from app.training.train_step import Stepper
 from tests.training.conftest import needs_for, sections_of, small_run
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_qlora.json").read_text())

@@ -10,7 +10,7 @@ from app.distributed.process_group import start
 from app.model.attention import select
 from app.model.build import build_trainee
 from app.optim.optimizers import build_optimizer
-from app.training.step import Stepper
+from app.training.train_step import Stepper
 from tests.model.small import documents_of, packed
 from tests.training.conftest import needs_for, sections_of
 

@@ -9,9 +9,9 @@ import torch
 
 from app.errors import EnvironmentProblem
 from app.model.trainee import Trainee
-from app.training.loop import Loop
 from app.training.rehearsal import Rehearsed, is_due, rehearse
 from app.training.signals import StopRequest
+from app.training.trainer import Loop
 from tests.optim.small import KINDS
 from tests.scarcity import WHERE, scarce
 from tests.training.conftest import MakeLoop, Notebook, small_run

@@ -14,12 +14,12 @@ from app.data.loader import Loader, eval_batches
 from app.data.prepare import Data
 from app.distributed.process_group import Runtime
 from app.errors import EnvironmentProblem
-from app.evaluation.scores import score
 from app.oom_retry import TooLargeTogether, halves, split
-from app.training.step import Stepper
+from app.training.scores import score
+from app.training.train_step import Stepper
 from tests.scarcity import scarce
 from tests.training.conftest import small_run, stepper_of, trainee_of
-from tests.training.test_step import gradients, relative
+from tests.training.test_train_step import gradients, relative
 
 TOKENS = 256
 

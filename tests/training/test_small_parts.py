@@ -17,8 +17,8 @@ from app.errors import ConfigError
 from app.model.attention import BACKENDS, Needs
 from app.training import precision
 from app.training.choices import choose
-from app.training.ground import attention_needs
 from app.training.progress import Progress
+from app.training.setup import attention_needs
 from app.training.signals import HEARD, listening
 from app.training.steps import plan_steps
 from tests.training.conftest import small_run

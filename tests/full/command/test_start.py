@@ -16,14 +16,14 @@ UNUSED = (
 PROBE = """
 import gc, sys
 from app import train
-from app.training import loop
+from app.training import trainer
 
-def first_step(self, step=loop.Loop._step):
+def first_step(self, step=trainer.Loop._step):
     print("loaded", *sys.modules)
     assert gc.get_freeze_count() > 100_000
     return step(self)
 
-loop.Loop._step = first_step
+trainer.Loop._step = first_step
 sys.argv = ["train", "recipe=lora", "training.max_steps=1", "eval.every=0", "eval.samples=0", "output_dir=run"]
 train.main()
 """

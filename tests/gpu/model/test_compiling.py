@@ -14,7 +14,7 @@ from app.model.attention import register
 from app.model.build import build_trainee
 from app.model.settling import settle
 from app.optim.optimizers import build_optimizer
-from app.training.step import Stepper
+from app.training.train_step import Stepper
 from tests.gpu import waiting_is_an_error
 from tests.marks import requires_cudnn_attention, requires_flash_attention
 from tests.model import small

@@ -7,11 +7,11 @@ import torch
 
 from app.model.build import build_trainee
 from app.optim.optimizers import build_optimizer
-from app.training.step import Stepper
+from app.training.train_step import Stepper
 from tests.gpu import waiting_is_an_error
 from tests.training.conftest import MakeLoop, sections_of, small_run
 from tests.training.test_ahead import QUIET
-from tests.training.test_in_backward import AS_THEY_COME, BF16, FULL
+from tests.training.test_optimizer_in_backward import AS_THEY_COME, BF16, FULL
 
 
 @pytest.mark.parametrize(

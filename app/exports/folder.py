@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from app.training.files import is_disk_full, renamed_into_place
 from app.errors import ConfigError, EnvironmentProblem
 from app.tracking.files import flush
+from app.training.files import is_disk_full, renamed_into_place
 
 REPORT = "export.json"
 

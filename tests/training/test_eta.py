@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from app.training.pace import Course, Pace
+from app.training.eta import Course, Pace
 
 
 @dataclass

@@ -14,9 +14,9 @@ from app.distributed.process_group import Runtime
 from app.errors import ConfigError, EnvironmentProblem
 from app.training.anatomy import kept_bytes
 from app.training.checkpoint import Checkpoints
-from app.training.in_backward import require_alone, require_unscaled
+from app.training.optimizer_in_backward import require_alone, require_unscaled
 from app.training.progress import Progress
-from app.training.step import Stepper
+from app.training.train_step import Stepper
 from tests.scarcity import scarce
 from tests.training.conftest import MakeLoop, small_run, stepper_of
 

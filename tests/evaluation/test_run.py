@@ -7,9 +7,8 @@ import pytest
 from app.data.layout import Padded
 from app.data.prepare import Data
 from app.distributed.process_group import Runtime
-from app.training import scoring
+from app.evaluation.run import Scoring
 from app.training.choices import Choices
-from app.training.scoring import Scoring
 from tests.training.conftest import small_run
 
 
@@ -35,7 +34,7 @@ def test_how_far_it_is_is_said_now_and_then(
     total = int(parts.rows.lengths.sum())
     assert len(list(parts._batches(said.append))) == 7
     assert said == [], "it was over at once"
-    monkeypatch.setattr(scoring, "_SECONDS_BETWEEN_WORDS", -1.0)
+    monkeypatch.setattr("app.evaluation.run._SECONDS_BETWEEN_WORDS", -1.0)
     assert sum(batch.num_tokens for batch in parts._batches(said.append)) == total
     assert len(said) == 7
     assert said[-1] == f"scored {total:,} of {total:,} tokens | 0:00:00 left"

@@ -10,7 +10,7 @@ from torch import Tensor
 from app.data.loader import Loader
 from app.distributed.process_group import Runtime
 from app.model.trainee import Trainee
-from app.training.step import Stepper
+from app.training.train_step import Stepper
 from tests.training.conftest import small_run, stepper_of, trainee_of
 
 RECIPES = ["full", "lora", "qlora"]

@@ -18,7 +18,7 @@ from app.optim.loss_scale import LossScale
 from app.optim.norm import clip_factor, scale_gradients, squares
 from app.optim.skip import skips_on_device, step_unless
 from app.training.anatomy import kept_bytes
-from app.training.in_backward import in_backward
+from app.training.optimizer_in_backward import in_backward
 
 
 @dataclass(frozen=True, slots=True)

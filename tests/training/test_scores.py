@@ -13,7 +13,7 @@ from app.data.layout import Layout, Packed, Padded
 from app.data.loader import Loader, eval_batches
 from app.data.prepare import Data
 from app.distributed.process_group import Runtime
-from app.evaluation.scores import Scores, score
+from app.training.scores import Scores, score
 from tests.training.conftest import small_run, stepper_of
 
 

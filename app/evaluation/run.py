@@ -18,17 +18,17 @@ from app.data.prepare import rows_to_score
 from app.data.report import split_lines
 from app.data.token_rows import TokenRows
 from app.distributed.process_group import start
-from app.evaluation.scores import Sums, score_rows
 from app.model.build import plan_model
 from app.model.load import weights_of
 from app.model.tokenizer import load_tokenizer
 from app.tracking.lines import duration
 from app.training.choices import choose
-from app.training.ground import attention_needs, layout_of, require_known_ids, sees_both_ways
-from app.training.known_format import with_format
+from app.training.eta import Course, Pace
 from app.training.limits import within_positions
-from app.training.pace import Course, Pace
 from app.training.proofs import prove_on
+from app.training.resolve import with_format
+from app.training.scores import Sums, score_rows
+from app.training.setup import attention_needs, layout_of, require_known_ids, sees_both_ways
 from app.training.subject import Subject, sections_of
 
 Say = Callable[[str], None]

@@ -29,20 +29,20 @@ from app.training.anatomy import kept_bytes
 from app.training.bins import KEPT_BINS, Largest
 from app.training.checkpoint import Checkpoints, choices_of
 from app.training.finish import finish, stop
-from app.training.ground import Ground, facts, lay_ground, layout_of, table
 from app.training.identity import identity
-from app.training.known_format import with_format
 from app.training.layers import AUTO, KEPT, Fewest, found_layers, kept_layers
 from app.training.limits import within_positions
-from app.training.loop import Loop, Parts, Rhythm
 from app.training.memory import Forecast, Predict
 from app.training.preview import preview
 from app.training.progress import Progress
 from app.training.proofs import prove, remarks_on
 from app.training.rehearsal import is_due, rehearse
+from app.training.resolve import with_format
 from app.training.samples import sampler
+from app.training.setup import Ground, facts, lay_ground, layout_of, table
 from app.training.signals import listening
-from app.training.step import Stepper
+from app.training.train_step import Stepper
+from app.training.trainer import Loop, Parts, Rhythm
 
 
 @told_where_it_ends_a_run()

@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from app.evaluation.compare import SideBySide
-from app.evaluation.scores import ANSWERS, EXACT, HITS, LABELS, LOSS, WEIGHT, Sums
+from app.training.scores import ANSWERS, EXACT, HITS, LABELS, LOSS, WEIGHT, Sums
 
 KEYS = ["eval_loss", "perplexity", "token_accuracy", "exact_match"]
 

@@ -36,8 +36,8 @@ from app.training.bins import Largest, settled_bins
 from app.training.checkpoint import choices_of, find_checkpoint
 from app.training.choices import Choices, choose
 from app.training.classes import class_notes, with_classes
-from app.training.in_backward import require_alone, require_unscaled
 from app.training.layers import layers_of
+from app.training.optimizer_in_backward import require_alone, require_unscaled
 from app.training.origin import content_hashes, hardware
 from app.training.steps import StepPlan, plan_steps
 

@@ -9,8 +9,8 @@ import torch
 
 from app.data.prepare import Data
 from app.errors import TrainingError
-from app.evaluation.scores import score
 from app.optim.loss_scale import LossScale
+from app.training.scores import score
 from app.training.signals import StopRequest
 from tests.training.conftest import MakeLoop, small_run
 
@@ -119,7 +119,7 @@ def test_the_time_left_is_the_time_that_passes(
         return timed
 
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    monkeypatch.setattr("app.training.loop.score", costs(30.0, score))
+    monkeypatch.setattr("app.training.trainer.score", costs(30.0, score))
     run = small_run(
         "record.every=1", "eval.every=4", "checkpoint.every=5", f"training.stop_after={stop_after or 'null'}"
     )
