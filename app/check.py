@@ -19,11 +19,11 @@ from app.config.help import asks_for_help
 from app.config.schema import RunConfig
 from app.distributed.environment import world
 from app.errors import ConfigError
+from app.files import report_write_errors, write_json, write_text
 from app.launch.agent import launch, processes_to_start
 from app.launch.failures import leave_failure
 from app.launch.worker import fail_as_one_of_several
 from app.tracking.console import Console, open_console
-from app.tracking.files import write_json, write_text, writing
 
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
 
@@ -35,7 +35,7 @@ def check(config: CheckConfig, console: Console) -> int:
     """From a checked config to what was found, shown and written; returns the exit code."""
     _check_parts(config)
     if config.folder is not None and world().is_first:
-        with writing(config.folder):
+        with report_write_errors(config.folder):
             config.folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {name: _CHECKS[name](config, console) for name in config.checks}
     if not world().is_first:
@@ -57,7 +57,7 @@ def _tell(text: str) -> None:
 
 
 def _data(config: CheckConfig, console: Console) -> dict[str, Any]:
-    from app.pages.check_screen import show_check
+    from app.pages.check_report import show_check
     from app.pages.check_summary import data_sections
     from app.training.data_check import check_data
 
@@ -69,7 +69,7 @@ def _data(config: CheckConfig, console: Console) -> dict[str, Any]:
 def _memory(config: CheckConfig, _console: Console) -> dict[str, Any]:
     begun = time.perf_counter()
     from app.memory.memory_check import check_memory
-    from app.pages.check_screen import show_check
+    from app.pages.check_report import show_check
     from app.pages.check_summary import memory_sections, stop
 
     processes = _planned_processes(config)
@@ -85,7 +85,7 @@ def _memory(config: CheckConfig, _console: Console) -> dict[str, Any]:
 def _cluster(config: CheckConfig, _console: Console) -> dict[str, Any]:
     """In each of the processes, on all machines."""
     from app.distributed.cluster_check import Process, Unreachable, check_cluster
-    from app.pages.check_screen import show_check
+    from app.pages.check_report import show_check
     from app.pages.check_summary import cluster_sections
     from app.tracking.manifest import program_here
 
@@ -150,7 +150,7 @@ def _processes(run: RunConfig) -> int:
 
 
 def _write(folder: Path, found: dict[str, Any], console: Console) -> None:
-    from app.pages.check_page import check_page
+    from app.pages.check_report import check_page
 
     write_json(folder / "check.json", found)
     write_text(folder / "check.html", check_page(found))

@@ -16,11 +16,11 @@ from app.config.finished_run import EvaluateConfig, evaluate_config
 from app.distributed.environment import world
 from app.errors import ConfigError, EnvironmentProblem
 from app.evaluation.lm_eval import lay_harness, require_harness, table
+from app.files import report_write_errors, write_json
 from app.launch.agent import launch, processes_to_start
 from app.launch.worker import fail_as_one_of_several, failing_once
 from app.tracking.console import Console, open_console
-from app.tracking.files import write_json, writing
-from app.tracking.lines import aligned
+from app.tracking.formatting import align
 from app.tracking.manifest import read_manifest
 
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
@@ -37,7 +37,7 @@ def score(config: EvaluateConfig, names: Sequence[str], console: Console) -> Non
 
     hashes = _manifest(config.folder).get("hashes", {})
     scoring = lay_scoring(config, config.folder, hashes, tuned=names[0] == "tuned", say=console.say)
-    console.say(aligned(scoring.table(), width=8))
+    console.say(align(scoring.table(), width=8))
     sums = {}
     for name in names:
         sums[name] = scoring.sums(tuned=name == "tuned", say=console.say)
@@ -87,7 +87,7 @@ def _check_parts(config: EvaluateConfig) -> None:
 def _writable(output_dir: str) -> Path:
     """Known before the scoring, not after it."""
     folder = Path(output_dir).expanduser()
-    with writing(folder):
+    with report_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise EnvironmentProblem(

@@ -16,7 +16,7 @@ from app.config.load import read_run
 from app.errors import ConfigError
 from app.exports.folder import REPORT, require_target
 from app.tracking.console import Console, open_console
-from app.tracking.lines import aligned, memory
+from app.tracking.formatting import align, format_bytes
 from app.tracking.manifest import program_here, read_manifest
 from app.tracking.recorder import read_result
 
@@ -37,17 +37,17 @@ def export(config: ExportConfig, console: Console) -> int:
     scoring = lay_scoring(config, config.folder, manifest.get("hashes", {}), tuned=True, say=console.say)
     laid = lay_export(config, scoring)
     console.say(
-        aligned(
+        align(
             [
                 ("run", str(config.folder)),
-                ("to", f"{config.to}, {memory(laid.bytes)}"),
+                ("to", f"{config.to}, {format_bytes(laid.bytes)}"),
                 ("kind", f"{config.kind}, {config.dtype}" if laid.merge else config.kind),
             ],
             width=8,
         )
     )
     certificate = make_export(laid, _card(laid, manifest), _facts(laid), console.say)
-    console.say(aligned([("proof", certificate.lines())], width=8))
+    console.say(align([("proof", certificate.lines())], width=8))
     if certificate.passed:
         console.say(f"done    {config.to}")
         return 0
@@ -67,7 +67,7 @@ def _check_parts(config: ExportConfig) -> None:
 
 def _card(laid: "Export", manifest: dict[str, Any]) -> str:
     from app.exports.export import loading_of
-    from app.tracking.card import model_card
+    from app.tracking.model_card import model_card
 
     folder = laid.config.folder
     return model_card(asdict(read_run(folder / "run.yaml")), manifest, read_result(folder), loading_of(laid))

@@ -20,8 +20,8 @@ from app.config.finished_run import finished_folder
 from app.config.load import read_run
 from app.config.schema import ModelConfig, RunConfig
 from app.errors import ConfigError
-from app.tracking.files import write_text
-from app.tracking.lines import printable
+from app.files import write_text
+from app.tracking.formatting import printable
 
 if TYPE_CHECKING:
     from app.model.answers import Answerer

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from app.config.commands import ReportConfig, report_config, run_command
 from app.errors import ConfigError
+from app.files import write_text
 from app.pages.read_run import is_run, read_sweep
 from app.tracking.console import Console, open_console
-from app.tracking.files import write_text
 
 # the pages are imported inside functions: a mistake in the command line must not cost the reading of YAML and templates
 

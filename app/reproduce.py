@@ -13,12 +13,12 @@ from app.config.commands import run_command
 from app.config.finished_run import ReproduceConfig, as_run, reproduce_config
 from app.config.schema import RunConfig
 from app.errors import CheckpointError, ConfigError
-from app.tracking.comparison import Difference, LineComparison, of_content, of_lines, of_programs
+from app.files import write_json
+from app.tracking.compare_runs import Difference, LineComparison, of_content, of_lines, of_programs
 from app.tracking.console import Console, open_console
-from app.tracking.files import write_json
-from app.tracking.lines import aligned
+from app.tracking.formatting import align
+from app.tracking.jsonl_metrics import read_lines
 from app.tracking.manifest import program_here, read_manifest
-from app.tracking.metrics import read_lines
 from app.tracking.output_dir import RunFolder
 from app.tracking.recorder import logged_lines
 from app.train import train
@@ -50,7 +50,7 @@ def reproduce(config: ReproduceConfig, console: Console) -> int:
         console.say(f"stopped, not compared: give another output_dir, or remove {after.path}, to begin again")
         return code
     agrees = found.within(config.tolerance) and found.last_step == last
-    console.say(aligned([("result", _verdict(found, agrees, last))], width=8))
+    console.say(align([("result", _verdict(found, agrees, last))], width=8))
     write_json(after.path / "reproduce.json", _result(config, found, agrees, [*programs, *content]))
     console.say(f"written {after.path / 'reproduce.json'}")
     return 0 if agrees else DIFFERENT
@@ -73,7 +73,7 @@ def _differences(folder: RunFolder, run: RunConfig) -> tuple[list[Difference], l
 
 def _told(differences: Sequence[Difference]) -> str:
     same = "versions, commit, hardware, rows, tokenizer and base are the same"
-    return aligned([("origin", "\n".join(map(str, differences)) or same)], width=8)
+    return align([("origin", "\n".join(map(str, differences)) or same)], width=8)
 
 
 def _verdict(found: LineComparison, agrees: bool, last: int) -> str:

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.evaluation.bootstrap import LEVEL, RESAMPLES, bound_of_none, interval, num_clusters, resampled
-from app.tracking.lines import columns
-from app.tracking.metrics import finite_or_none
+from app.tracking.formatting import align_columns
+from app.tracking.jsonl_metrics import finite_or_none
 from app.training.scores import ANSWERS, Sums, figures
 
 _SHARES = ("token_accuracy", "exact_match", "accuracy", "macro_f1")
@@ -88,7 +88,7 @@ class SideBySide:
                 lines.append(
                     [word, *(self.sides[name][key].words(f) for name, f in zip(order, forms, strict=True))]
                 )
-        return f"{columns(lines)}\n{self._how()}"
+        return f"{align_columns(lines)}\n{self._how()}"
 
     def _how(self) -> str:
         if self.drawn_from < 2:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from app.config.did_you_mean import did_you_mean
 from app.distributed.environment import world
 from app.errors import ConfigError, EnvironmentProblem
-from app.tracking.lines import columns
+from app.tracking.formatting import align_columns
 
 if TYPE_CHECKING:
     from app.model.trainee import Trainee
@@ -106,7 +106,7 @@ def table(sides: Mapping[str, Figures]) -> str:
         for metric in figures
         if not metric.endswith("_stderr")
     ]
-    return columns(lines)
+    return align_columns(lines)
 
 
 def _words(figures: Mapping[str, float], metric: str) -> str:

@@ -21,7 +21,7 @@ from app.distributed.process_group import start
 from app.model.build import plan_model
 from app.model.load import weights_of
 from app.model.tokenizer import load_tokenizer
-from app.tracking.lines import duration
+from app.tracking.formatting import format_duration
 from app.training.choices import choose
 from app.training.eta import Course, Pace
 from app.training.limits import within_positions
@@ -105,7 +105,7 @@ class Scoring(Subject):
             left = pace.seconds_left(done)
             if left is not None and time.monotonic() - told > _SECONDS_BETWEEN_WORDS:
                 told = time.monotonic()
-                say(f"scored {done:,} of {total:,} tokens | {duration(left)} left")
+                say(f"scored {done:,} of {total:,} tokens | {format_duration(left)} left")
 
 
 def lay_scoring(run: RunConfig, folder: Path, hashes: Mapping[str, Any], *, tuned: bool, say: Say) -> Scoring:

@@ -23,16 +23,16 @@ from app.exports.verify import (
     plain_name,
     tolerance,
 )
+from app.files import MANIFEST, verify_checksums
 from app.model.build import base_path
 from app.model.delta import read_deltas, whole_weights
 from app.model.dtypes import DTYPES
 from app.model.merge import EXPORTED, Merge, merged_config, plan_merge, stored_tensors
 from app.model.quantization import lack_of_machine, lasting
 from app.model.tasks import task_of
-from app.tracking.card import Loading
-from app.tracking.lines import memory
-from app.tracking.masking import masked
-from app.training.files import MANIFEST, damage
+from app.tracking.formatting import format_bytes
+from app.tracking.model_card import Loading
+from app.tracking.redact import masked
 
 CARD = "README.md"
 _ADAPTER = "adapter_config.json"
@@ -108,7 +108,7 @@ class Export:
 def lay_export(config: ExportConfig, scoring: Scoring) -> Export:
     """Refuses what cannot be exported, and a disk that is too small, before anything is written."""
     final = config.folder / "final"
-    damaged = damage(final)
+    damaged = verify_checksums(final)
     if damaged:
         raise CheckpointError(
             f"run={config.run}: {final}: {damaged}. Train it again, or take a copy of the run."
@@ -142,7 +142,7 @@ def make_export(export: Export, card: str, facts: dict[str, Any], say: Say) -> C
     config = export.config
     with written_aside(config.target) as folder:
         rounded = export.write(folder)
-        say(f"written {memory(export.bytes)}; a fresh process loads it")
+        say(f"written {format_bytes(export.bytes)}; a fresh process loads it")
         want = expected(export.scoring)
         dtype = config.dtype if export.merge else _name_of(export.scoring.choices.precision)
         certificate = export.certify(folder, want, tolerance(dtype, rounded))
@@ -201,6 +201,6 @@ def _require_room(export: Export) -> None:
     free = shutil.disk_usage(place).free
     if free < needed:
         raise EnvironmentProblem(
-            f"to={export.config.to}: the export takes {memory(needed)}, and {place} has {memory(free)} free. "
-            "Free space, or give a folder on another disk."
+            f"to={export.config.to}: the export takes {format_bytes(needed)}, and {place} has {format_bytes(free)} "
+            "free. Free space, or give a folder on another disk."
         )

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import ConfigError, EnvironmentProblem
-from app.tracking.files import flush
-from app.training.files import is_disk_full, renamed_into_place
+from app.files import atomic_folder, fsync, is_disk_full
 
 REPORT = "export.json"
 
@@ -36,7 +35,7 @@ def require_target(given: str, target: Path) -> None:
 def written_aside(target: Path) -> Iterator[Path]:
     """A folder that becomes `target` when all of it is on the disk, and vanishes on any fault."""
     try:
-        with renamed_into_place(target, _flush_all) as aside:
+        with atomic_folder(target, _flush_all) as aside:
             yield aside
     except BaseException as fault:
         if is_disk_full(fault):
@@ -79,7 +78,7 @@ def existing(target: Path) -> Path:
 
 def _flush_all(folder: Path) -> None:
     for file in (*folder.rglob("*"), folder):
-        flush(file)
+        fsync(file)
 
 
 def _has_only_failed(target: Path, names: list[str]) -> bool:

@@ -4,8 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from app.pages.format_number import number
 from app.pages.read_run import SavedRun
+from app.tracking.formatting import (
+    finite_number,
+)
 
 _MAX_PROMPTS = 24
 _Prompt = tuple[str, str, int]  # with what is expected, and which of several equal ones it is
@@ -80,7 +82,7 @@ def _prompt(
 
 def _text(line: Mapping[str, Any]) -> str:
     """The answer, and of a label how likely it was to the model."""
-    likelihood, text = number(line.get("likelihood")), str(line.get("answer", ""))
+    likelihood, text = finite_number(line.get("likelihood")), str(line.get("answer", ""))
     return text if likelihood is None else f"{text} ({likelihood:.0%})"
 
 

@@ -6,11 +6,12 @@ coordinates: they lie in a picture of 1000 x 1000 that is stretched.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from app.pages.format_number import figure, number
+from app.pages.read_run import SavedRun
+from app.tracking.formatting import finite_number, format_bytes, format_count, format_number
 
 COLOURS = 8
 _STRETCHES = 75  # of a long line, four points of each
@@ -49,7 +50,7 @@ class Quantity:
 
     title: str
     unit: str
-    words: Words = figure
+    words: Words = format_number
     may_log: bool = False
     from_zero: bool = False
     wide: bool = False
@@ -119,6 +120,40 @@ def line_chart(quantity: Quantity, series: Sequence[Series], *, legend: bool = T
     )
 
 
+_LOSS = Quantity("Loss", "mean of a trained token", may_log=True, wide=True)
+_OTHERS = {
+    "lr": Quantity("Learning rate", "lr", from_zero=True),
+    "grad_norm": Quantity("Gradient norm", "before clipping", may_log=True),
+    "tokens_per_second": Quantity("Tokens a second", "tokens/s", words=format_count, from_zero=True),
+    "peak_memory_bytes": Quantity("Peak memory", "measured", words=format_bytes, from_zero=True),
+}
+
+
+def curves(run: SavedRun) -> list[Chart]:
+    """Of one run; none where nothing was logged."""
+    losses = [Series("train", run.points("loss")), Series("held out", run.points("eval_loss"), 1)]
+    others = (line_chart(kind, [Series(key, run.points(key))]) for key, kind in _OTHERS.items())
+    return _drawn([line_chart(_LOSS, losses), *others])
+
+
+def curves_of_several(runs: Sequence[tuple[str, SavedRun]]) -> list[Chart]:
+    """Each run in a colour of its own, by the name that is given with it."""
+    losses = {
+        "eval_loss": replace(_LOSS, title="Loss on held-out rows"),
+        "loss": replace(_LOSS, title="Training loss"),
+    }
+    return _drawn(
+        line_chart(
+            kind, [Series(name, run.points(key), at) for at, (name, run) in enumerate(runs)], legend=False
+        )
+        for key, kind in {**losses, **_OTHERS}.items()
+    )
+
+
+def _drawn(charts: Iterable[Chart | None]) -> list[Chart]:
+    return [chart for chart in charts if chart is not None]
+
+
 def scatter_chart(quantity: Quantity, x_name: str, found: Sequence[tuple[str, float, str]]) -> Chart:
     """A dot for each value as it was typed, its number and what to tell of it; the lowest are marked."""
     across, places = _values_axis([value for value, _, _ in found])
@@ -135,7 +170,7 @@ def scatter_chart(quantity: Quantity, x_name: str, found: Sequence[tuple[str, fl
 def length_bars(lengths: Mapping[str, Any], dropped: tuple[str, float] | None = None) -> list[Bar]:
     """How many samples have how many tokens, neighbouring classes put together; nothing where `lengths` is odd."""
     edges, counts = (
-        [number(each) for each in given] if isinstance(given, list) else []
+        [finite_number(each) for each in given] if isinstance(given, list) else []
         for given in (lengths.get("edges"), lengths.get("samples"))
     )
     bounds, samples = ([each for each in given if each is not None] for given in (edges, counts))
@@ -156,7 +191,7 @@ def length_bars(lengths: Mapping[str, Any], dropped: tuple[str, float] | None = 
 
 def axis_of(
     values: Iterable[float],
-    words: Words = figure,
+    words: Words = format_number,
     *,
     may_log: bool = False,
     from_zero: bool = False,
@@ -206,7 +241,7 @@ def percent(share: float) -> str:
 def as_numbers(texts: Sequence[str]) -> list[float] | None:
     """All of them, if all are numbers."""
     try:
-        found = [number(float(text)) for text in texts]
+        found = [finite_number(float(text)) for text in texts]
     except ValueError:
         return None
     known = [each for each in found if each is not None]
@@ -252,7 +287,7 @@ def _values_axis(values: Sequence[str]) -> tuple[Axis, list[float]]:
     if numbers is not None and len(set(numbers)) > 1:
         axis = axis_of(numbers, may_log=True)
         if len(set(numbers)) <= 6:  # those themselves rather than round ones near them
-            axis = Axis(axis.low, axis.high, [(x, figure(x)) for x in sorted(set(numbers))], axis.log)
+            axis = Axis(axis.low, axis.high, [(x, format_number(x)) for x in sorted(set(numbers))], axis.log)
         return axis, numbers
     names = list(dict.fromkeys(values))
     labels = [name if len(name) <= _MAX_LABEL else f"{name[: _MAX_LABEL - 1]}…" for name in names]

@@ -6,7 +6,10 @@ from typing import Any
 
 from app.pages.charts import Bar, length_bars
 from app.pages.read_run import TrainingSample, training_samples
-from app.tracking.lines import memory, quantity
+from app.tracking.formatting import (
+    format_bytes,
+    format_count,
+)
 
 Facts = Mapping[str, Any]
 Rows = Sequence[tuple[str, str]]  # a row without a label belongs to the one before it
@@ -69,19 +72,20 @@ def memory_sections(facts: Facts) -> list[Section]:
     """From the part `memory` of check.json."""
     knobs = [(str(each["override"]), _knob(each)) for each in facts["knobs"]]
     if facts["together"]:
-        needed = memory(facts["together"]["needed_bytes"])
+        needed = format_bytes(facts["together"]["needed_bytes"])
         knobs.append((str(facts["together"]["override"]), f"together: {needed}, which fits"))
     none = [("knobs", "none is needed" if facts["fits"] else "none saves memory")]
     most = max(facts["memory_bytes"], facts["needed_bytes"])
     bars = [
-        Bar(PARTS.get(name, name), size / most, memory(size), name in _ON_TOP) for name, size in _parts(facts)
+        Bar(PARTS.get(name, name), size / most, format_bytes(size), name in _ON_TOP)
+        for name, size in _parts(facts)
     ]
     details = [
-        *((f"at most in {name}", memory(size)) for name, size in facts["phases"].items()),
-        ("kept from step to step", memory(facts["kept_bytes"])),
-        ("on the host", memory(facts["host_bytes"])),
+        *((f"at most in {name}", format_bytes(size)) for name, size in facts["phases"].items()),
+        ("kept from step to step", format_bytes(facts["kept_bytes"])),
+        ("on the host", format_bytes(facts["host_bytes"])),
     ]
-    peak = [("peak", f"{memory(facts['peak_bytes'])}, {facts['peak_where']}")]
+    peak = [("peak", f"{format_bytes(facts['peak_bytes'])}, {facts['peak_where']}")]
     traced = "every layer" if facts["exact"] else f"{facts['traced_layers']} layers"
     took = f"{facts['seconds']:.1f} s, {traced} traced{'' if facts['exact'] else ', the others like them'}"
     return [
@@ -98,7 +102,7 @@ def memory_sections(facts: Facts) -> list[Section]:
 def _parts(facts: Facts) -> list[tuple[str, int]]:
     """Everything that is needed, by its name in PARTS; nothing that would be told as 0."""
     parts = [*facts["anatomy"].items(), *((name, facts.get(name) or 0) for name in _ON_TOP)]
-    return [(name, size) for name, size in parts if memory(size) != memory(0)]
+    return [(name, size) for name, size in parts if format_bytes(size) != format_bytes(0)]
 
 
 def cluster_sections(facts: Facts) -> list[Section]:
@@ -113,7 +117,7 @@ def cluster_sections(facts: Facts) -> list[Section]:
         for before, row in zip(names, facts["collectives"], strict=False)
     ]
     links = [
-        ("link " + "-".join(map(str, each["ranks"])), f"{memory(each['bytes_per_second'])}/s")
+        ("link " + "-".join(map(str, each["ranks"])), f"{format_bytes(each['bytes_per_second'])}/s")
         for each in facts["links"]
     ]
     notes = [("note", text) for text in facts["notes"]]
@@ -143,7 +147,7 @@ def _member(each: Facts, first: Facts) -> str:
 
 
 def _rate(row: Facts) -> str:
-    algorithm, bus = (memory(row[f"{kind}_bytes_per_second"]) for kind in ("algorithm", "bus"))
+    algorithm, bus = (format_bytes(row[f"{kind}_bytes_per_second"]) for kind in ("algorithm", "bus"))
     return (
         f"{row['bytes'] / 2**20:.3g} MiB in {1000 * row['seconds']:.2f} ms: {algorithm}/s, on the bus {bus}/s"
     )
@@ -151,7 +155,7 @@ def _rate(row: Facts) -> str:
 
 def stop(facts: Facts) -> str:
     """What a person is told who would have started the run: the anatomy in a line, and the cheapest way in."""
-    parts = ", ".join(f"{PARTS.get(name, name)} {memory(size)}" for name, size in _parts(facts))
+    parts = ", ".join(f"{PARTS.get(name, name)} {format_bytes(size)}" for name, size in _parts(facts))
     return f"it needs {_needed(facts)}: {parts}; the peak is in: {facts['peak_where']}. {_way_in(facts)}"
 
 
@@ -247,13 +251,13 @@ def _verdict(facts: Facts) -> Iterator[tuple[str, str]]:
         yield "", text
     bound, speed = facts["bound"], f"{_arithmetic(facts['flops_per_token'])} a token"
     if bound is not None:
-        rate = f"{quantity(bound['tokens_per_second'])} tokens/s on {facts['label']}"
+        rate = f"{format_count(bound['tokens_per_second'])} tokens/s on {facts['label']}"
         speed = f"{speed}; at most {rate}, a bound that no run reaches"
     yield "speed", speed
 
 
 def _needed(facts: Facts) -> str:
-    return f"{memory(facts['needed_bytes'])} of the {memory(facts['memory_bytes'])} of {facts['label']}"
+    return f"{format_bytes(facts['needed_bytes'])} of the {format_bytes(facts['memory_bytes'])} of {facts['label']}"
 
 
 def _arithmetic(flops: float) -> str:
@@ -263,7 +267,7 @@ def _arithmetic(flops: float) -> str:
 def _knob(knob: Facts) -> str:
     share, enough = knob["slower_by"], " (enough)" if knob["fits"] else ""
     cost = f"{abs(share):.0%} {'slower' if share > 0 else 'faster'}" if abs(share) >= 0.005 else "as fast"
-    return f"saves {memory(knob['saves_bytes'])}{enough}, {cost}: {knob['why']}"
+    return f"saves {format_bytes(knob['saves_bytes'])}{enough}, {cost}: {knob['why']}"
 
 
 def _way_in(facts: Facts) -> str:
@@ -271,7 +275,7 @@ def _way_in(facts: Facts) -> str:
         return f"Set {facts['together']['override']}."
     for knob in facts["knobs"]:
         if knob["fits"]:
-            return f"Set {knob['override']}, which saves {memory(knob['saves_bytes'])}."
+            return f"Set {knob['override']}, which saves {format_bytes(knob['saves_bytes'])}."
     return "No setting brings it in: choose a smaller model or more memory."
 
 

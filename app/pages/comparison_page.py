@@ -5,22 +5,30 @@ from pathlib import Path
 from typing import Any
 
 from app.pages.answers import last_answers
-from app.pages.curves import curves_of_several
-from app.pages.format_number import NOTHING, figure, formatted, number, whole
+from app.pages.charts import curves_of_several
 from app.pages.read_run import SavedRun, read_run, section_of
 from app.pages.render import render
 from app.pages.run_page import method, status_badge
-from app.tracking.comparison import LineComparison, of_content, of_lines, of_programs
-from app.tracking.lines import duration, memory, quantity
+from app.tracking.compare_runs import LineComparison, of_content, of_lines, of_programs
+from app.tracking.formatting import (
+    NO_VALUE,
+    finite_number,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_integer,
+    format_number,
+    format_or,
+)
 
 _OF_A_START = ("output_dir", "resume")  # every run has its own
 _RESULTS = (
-    ("objective", "objective", figure, min),
-    ("training loss, last", "train_loss_last", figure, min),
-    ("held-out loss, last", "eval_loss", figure, min),
-    ("steps", "steps", whole, None),
-    ("tokens a second", "tokens_per_second", quantity, max),
-    ("peak memory", "peak_memory_bytes", memory, min),
+    ("objective", "objective", format_number, min),
+    ("training loss, last", "train_loss_last", format_number, min),
+    ("held-out loss, last", "eval_loss", format_number, min),
+    ("steps", "steps", format_integer, None),
+    ("tokens a second", "tokens_per_second", format_count, max),
+    ("peak memory", "peak_memory_bytes", format_bytes, min),
 )
 
 
@@ -37,7 +45,7 @@ def comparison_page(folders: Sequence[Path]) -> str:
         methods=[method(run) for run in runs],
         badges=[status_badge(run.status) for run in runs],
         results=list(_results(runs)),
-        times=[formatted(run.seconds(), duration, NOTHING) for run in runs],
+        times=[format_or(run.seconds(), format_duration, NO_VALUE) for run in runs],
         charts=curves_of_several(named),
         legend=[(name, at) for at, name in enumerate(names)],
         settings=_settings(runs),
@@ -60,11 +68,11 @@ def told_apart(folders: Sequence[Path]) -> list[str]:
 def _results(runs: Sequence[SavedRun]) -> Iterator[tuple[str, list[tuple[str | None, bool]]]]:
     """Of each what is told, and whether it is the better one."""
     for name, key, words, better in _RESULTS:
-        known = [number(run.result.get(key)) for run in runs]
+        known = [finite_number(run.result.get(key)) for run in runs]
         there = [each for each in known if each is not None]
         best = better(there) if better and len(set(there)) > 1 else None
         if there:
-            cells = [(formatted(each, words, NOTHING), each is not None and each == best) for each in known]
+            cells = [(format_or(each, words, NO_VALUE), each is not None and each == best) for each in known]
             yield name, cells
 
 
@@ -73,7 +81,7 @@ def _settings(runs: Sequence[SavedRun]) -> list[tuple[str, ...]]:
     settings = [dict(_flat(run.settings)) for run in runs]
     keys = dict.fromkeys(key for each in settings for key in each if key not in _OF_A_START)
     return [
-        (key, *(each.get(key, NOTHING) for each in settings))
+        (key, *(each.get(key, NO_VALUE) for each in settings))
         for key in keys
         if len({each.get(key) for each in settings}) > 1
     ]

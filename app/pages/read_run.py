@@ -9,11 +9,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from app.pages.format_number import number, whole
-from app.tracking.masking import masked
-from app.tracking.metrics import read_lines
+from app.tracking.formatting import (
+    finite_number,
+    format_integer,
+)
+from app.tracking.jsonl_metrics import read_lines
 from app.tracking.output_dir import RunFolder, user_of
 from app.tracking.recorder import STATUSES, read_result
+from app.tracking.redact import masked
 
 UNFINISHED, RUNNING = "unfinished", "running"
 _STAMP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d)  ", re.MULTILINE)
@@ -60,7 +63,7 @@ class SavedRun:
 
     def points(self, key: str) -> list[tuple[float, float | None]]:
         """What was logged under a name, by step."""
-        found = [(float(line["step"]), number(line[key])) for line in self.lines if key in line]
+        found = [(float(line["step"]), finite_number(line[key])) for line in self.lines if key in line]
         return sorted(found, key=lambda point: point[0])
 
 
@@ -196,7 +199,7 @@ def _lines(path: Path, remarks: list[str]) -> list[dict[str, Any]]:
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
     """As a line of metrics is: numbers, or none."""
-    return {key: None if number(value) is None else value for key, value in line.items()}
+    return {key: None if finite_number(value) is None else value for key, value in line.items()}
 
 
 def _settings(path: Path, remarks: list[str]) -> tuple[str, dict[str, Any]]:
@@ -238,10 +241,10 @@ def training_samples(preview: Mapping[str, Any]) -> list[TrainingSample]:
     for row in list_of(preview.get("rows")):
         known = row if isinstance(row, Mapping) else {}
         pieces = [each for each in list_of(known.get("pieces")) if isinstance(each, Mapping)]
-        place = f"{known.get('place', '')}, {whole(known.get('tokens'))} tokens"
+        place = f"{known.get('place', '')}, {format_integer(known.get('tokens'))} tokens"
         found.append(
             TrainingSample(
-                f"{place}, {whole(known.get('trained_tokens'))} of them marked",
+                f"{place}, {format_integer(known.get('trained_tokens'))} of them marked",
                 [(str(each.get("text", "")), bool(each.get("trained")), _weight(each)) for each in pieces],
             )
         )
@@ -264,13 +267,13 @@ def _trial(folder: Path, told: Mapping[str, Any]) -> SavedTrial:
     """Its folder lies in that of the sweep, wherever that was moved to."""
     settings = [text.lstrip("+").partition("=") for text in _texts(told.get("swept"))]
     return SavedTrial(
-        number=int(number(told.get("number")) or 0),
+        number=int(finite_number(told.get("number")) or 0),
         folder=folder / Path(str(told.get("folder") or "-")).name,
         status=str(told.get("status")),
-        objective=number(told.get("objective")),
-        steps=number(told.get("steps")),
-        tokens_per_second=number(told.get("tokens_per_second")),
-        seconds=number(told.get("seconds")),
+        objective=finite_number(told.get("objective")),
+        steps=finite_number(told.get("steps")),
+        tokens_per_second=finite_number(told.get("tokens_per_second")),
+        seconds=finite_number(told.get("seconds")),
         values={key: value for key, _, value in settings},
         overrides=_texts(told.get("overrides")),
         error=None if told.get("error") is None else str(told["error"]),
@@ -282,5 +285,5 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 
 def _weight(piece: Mapping[str, Any]) -> str:
-    weight = number(piece.get("weight"))
+    weight = finite_number(piece.get("weight"))
     return "" if weight is None else f"(weight {weight:g})"

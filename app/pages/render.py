@@ -9,9 +9,11 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 import app
+from app.files import write_text
 from app.pages.charts import percent
-from app.tracking.files import write_text
-from app.tracking.lines import printable
+from app.tracking.formatting import (
+    printable,
+)
 
 GENERATOR = "app.report"  # by it a page is known as one of ours, which may be written over
 _LONGEST = 1500  # characters of a prompt or an answer

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from app.pages.answers import answers_before_and_after
-from app.pages.charts import length_bars
+from app.pages.charts import curves, length_bars
 from app.pages.check_summary import PARTS
-from app.pages.curves import curves
-from app.pages.format_number import figure, formatted, number, whole
 from app.pages.read_run import (
     RUNNING,
     UNFINISHED,
@@ -20,7 +18,15 @@ from app.pages.read_run import (
     training_samples,
 )
 from app.pages.render import render
-from app.tracking.lines import duration, memory, quantity
+from app.tracking.formatting import (
+    finite_number,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_integer,
+    format_number,
+    format_or,
+)
 
 Rows = list[tuple[str, str | None]]
 _STATUSES = {
@@ -149,28 +155,28 @@ def _notes(run: SavedRun) -> Iterator[tuple[str, str]]:
 def _tiles(run: SavedRun) -> Iterator[tuple[str, str | None]]:
     result, last = run.result, run.lines[-1] if run.lines else {}
     losses = [y for _, y in run.points("loss") if y is not None]
-    planned = whole(section_of(run.manifest, "counts").get("steps"))
-    yield "objective", formatted(result.get("objective"), figure)
+    planned = format_integer(section_of(run.manifest, "counts").get("steps"))
+    yield "objective", format_or(result.get("objective"), format_number)
     yield "training loss", f"{losses[0]:.3g} → {losses[-1]:.3g}" if losses else None
-    yield "held-out loss, last", formatted(result.get("eval_loss"), figure)
-    yield "accuracy, last", formatted(result.get("accuracy"), "{:.2%}".format)
-    yield "macro F1, last", formatted(result.get("macro_f1"), "{:.2%}".format)
-    yield f"steps of {planned}" if planned else "steps", whole(result.get("steps", last.get("step")))
-    yield "tokens a second", formatted(result.get("tokens_per_second"), quantity)
-    yield "peak memory", formatted(result.get("peak_memory_bytes"), memory)
-    yield "time", formatted(run.seconds(), duration)
+    yield "held-out loss, last", format_or(result.get("eval_loss"), format_number)
+    yield "accuracy, last", format_or(result.get("accuracy"), "{:.2%}".format)
+    yield "macro F1, last", format_or(result.get("macro_f1"), "{:.2%}".format)
+    yield f"steps of {planned}" if planned else "steps", format_integer(result.get("steps", last.get("step")))
+    yield "tokens a second", format_or(result.get("tokens_per_second"), format_count)
+    yield "peak memory", format_or(result.get("peak_memory_bytes"), format_bytes)
+    yield "time", format_or(run.seconds(), format_duration)
 
 
 def _scores(run: SavedRun) -> dict[str, Any] | None:
     """What app.evaluate left in the folder of the run, of one model or of two beside each other."""
     sides = [side for side in ("base_", "tuned_") if f"{side}eval_loss" in run.scores] or [""]
     rows = [
-        (key.replace("_", " "), *(formatted(run.scores.get(f"{side}{key}"), figure) for side in sides))
+        (key.replace("_", " "), *(format_or(run.scores.get(f"{side}{key}"), format_number) for side in sides))
         for key in _SCORED
         if key in run.scores
     ]
     heads = [side.rstrip("_") or str(run.scores.get("weights") or "value") for side in sides]
-    of = f"{whole(run.scores.get('rows'))} rows of {run.scores.get('dataset')}"
+    of = f"{format_integer(run.scores.get('rows'))} rows of {run.scores.get('dataset')}"
     return {"head": ["", *heads], "rows": rows, "of": of} if rows else None
 
 
@@ -190,7 +196,9 @@ def _data(run: SavedRun) -> dict[str, Any]:
             for key, words in _COUNTS.items()
             if any(side.get(key) for side in sides)
         ],
-        "labels": [(name, *(whole(side.get(name, 0)) for side in classes)) for name in labels[:_MAX_LABELS]],
+        "labels": [
+            (name, *(format_integer(side.get(name, 0)) for side in classes)) for name in labels[:_MAX_LABELS]
+        ],
         "more_labels": max(0, len(labels) - _MAX_LABELS),
         "remarks": [*_filling(run), *(str(text) for text in list_of(counted.get("notes")))],
         "lengths": length_bars(section_of(run.preview, "lengths")),
@@ -198,7 +206,7 @@ def _data(run: SavedRun) -> dict[str, Any]:
 
 
 def _count(key: str, split: Mapping[str, Any]) -> str:
-    count, tokens = number(split.get(key)), number(split.get("tokens"))
+    count, tokens = finite_number(split.get(key)), finite_number(split.get("tokens"))
     share = f" ({count / tokens:.0%})" if count and tokens and key == "trained_tokens" else ""
     return "" if count is None else f"{count:,.0f}{share}"
 
@@ -206,7 +214,7 @@ def _count(key: str, split: Mapping[str, Any]) -> str:
 def _filling(run: SavedRun) -> Iterator[str]:
     counts = section_of(run.manifest, "counts")
     units, per_step, fill, least = (
-        number(counts.get(key)) for key in ("units", "units_per_step", "fill", "least_units")
+        finite_number(counts.get(key)) for key in ("units", "units_per_step", "fill", "least_units")
     )
     if units is None or per_step is None:
         return
@@ -222,11 +230,12 @@ def _memory(run: SavedRun) -> dict[str, Any] | None:
     peaks = [y for _, y in run.points("peak_memory_bytes") if y is not None]
     if not peaks:
         return None
-    measured = {name: number(size) or 0.0 for name, size in section_of(run.manifest, "memory").items()}
+    measured = {name: finite_number(size) or 0.0 for name, size in section_of(run.manifest, "memory").items()}
     if measured:
         measured["all_else"] = max(0.0, max(peaks) - sum(measured.values()))
     planned = {
-        name: number(size) or 0.0 for name, size in section_of(run.manifest, "memory_plan", "anatomy").items()
+        name: finite_number(size) or 0.0
+        for name, size in section_of(run.manifest, "memory_plan", "anatomy").items()
     }
     sides = {"predicted": (planned, sum(planned.values())), "measured": (measured, max(peaks))}
     known = {head: side for head, side in sides.items() if side[0]}
@@ -244,24 +253,27 @@ def _memory(run: SavedRun) -> dict[str, Any] | None:
 
 def _part(name: str, parts: Mapping[str, float], total: float) -> tuple[str, str]:
     size = parts.get(name)
-    return (memory(size), f"{size / total:.1%}") if size and total else ("", "")
+    return (format_bytes(size), f"{size / total:.1%}") if size and total else ("", "")
 
 
 def _peaks(run: SavedRun, peaks: Sequence[float]) -> Iterator[tuple[str, str | None]]:
     predicted, measured = (
-        number(run.result.get(f"memory_{kind}_bytes")) for kind in ("predicted", "measured")
+        finite_number(run.result.get(f"memory_{kind}_bytes")) for kind in ("predicted", "measured")
     )
     on_cpu = section_of(run.manifest, "choices").get("device") == "cpu"
     where = section_of(run.manifest, "memory_plan").get("where")
     counts = section_of(run.manifest, "counts")
-    weights, trained = (number(counts.get(key)) for key in ("weights", "trained_weights"))
+    weights, trained = (finite_number(counts.get(key)) for key in ("weights", "trained_weights"))
     of = "of the process, weights and libraries included" if on_cpu else "of the device"
     if predicted:
-        yield "predicted before the run", f"{memory(predicted)} ({where})"
-        yield "measured", formatted(measured, lambda size: f"{memory(size)} ({size / predicted - 1:+.1%})")
-    yield "peak, measured", f"{memory(max(peaks))} {of}"
-    yield "after the first step", memory(peaks[0])
-    yield "weights", whole(weights)
+        yield "predicted before the run", f"{format_bytes(predicted)} ({where})"
+        yield (
+            "measured",
+            format_or(measured, lambda size: f"{format_bytes(size)} ({size / predicted - 1:+.1%})"),
+        )
+    yield "peak, measured", f"{format_bytes(max(peaks))} {of}"
+    yield "after the first step", format_bytes(peaks[0])
+    yield "weights", format_integer(weights)
     yield "trained weights", f"{trained:,.0f} ({trained / weights:.1%})" if trained and weights else None
 
 
@@ -270,9 +282,9 @@ def _checks(run: SavedRun) -> list[tuple[str, str, str, bool | None]]:
     found = []
     for each in list_of(run.manifest.get("proofs")):
         if isinstance(each, Mapping):
-            off, allowed = number(each.get("difference")), number(each.get("allowed"))
+            off, allowed = finite_number(each.get("difference")), finite_number(each.get("allowed"))
             holds = None if off is None or allowed is None else off <= allowed
-            texts = [formatted(value, figure) or "" for value in (off, allowed)]
+            texts = [format_or(value, format_number) or "" for value in (off, allowed)]
             found.append((str(each.get("what", "")), texts[0], texts[1], holds))
     return found
 
@@ -284,7 +296,7 @@ def _commands(run: SavedRun) -> Iterator[tuple[str, str]]:
     line = [str(word) for word in list_of(run.starts[0].get("command_line"))] if run.starts else []
     if _MODULE in line:
         typed = ["python", "-m", *line[line.index(_MODULE) :]]  # without the path of the interpreter
-        several = (number(section_of(run.manifest, "choices").get("processes")) or 1) > 1
+        several = (finite_number(section_of(run.manifest, "choices").get("processes")) or 1) > 1
         place = run.starts[0].get("folder")
         if not several or len(typed) > 3:  # our launcher hands the settings over in a file
             yield f"As it was typed{f' in {place}' if place else ''}:", shlex.join(typed)

@@ -7,13 +7,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from app.pages.charts import Chart, Quantity, scatter_chart
-from app.pages.curves import curves_of_several
-from app.pages.format_number import NOTHING, figure, formatted, whole
+from app.pages.charts import Chart, Quantity, curves_of_several, scatter_chart
 from app.pages.read_run import SavedSweep, SavedTrial, is_run, read_run
 from app.pages.render import render
 from app.pages.run_page import status_badge
-from app.tracking.lines import duration, quantity
+from app.tracking.formatting import (
+    NO_VALUE,
+    format_count,
+    format_duration,
+    format_integer,
+    format_number,
+    format_or,
+)
 
 _MAX_CURVES = 6  # of the best trials
 _STATES = ("running", "stopped", "pending", "finished", "dry_run", "failed")  # the first that any trial is in
@@ -59,10 +64,10 @@ def _notes(sweep: SavedSweep) -> Iterator[tuple[str, str]]:
 def _tiles(sweep: SavedSweep, ranked: list[SavedTrial]) -> Iterator[tuple[str, str | None]]:
     known = [trial.objective for trial in ranked if trial.objective is not None]
     done = sum(trial.status == "finished" for trial in ranked)
-    yield "best objective", figure(known[0]) if known else None
-    yield "worst objective", figure(known[-1]) if len(known) > 1 else None
+    yield "best objective", format_number(known[0]) if known else None
+    yield "worst objective", format_number(known[-1]) if len(known) > 1 else None
     yield f"finished of {len(ranked)} trials", str(done)
-    yield "time of all trials", duration(sum(trial.seconds or 0 for trial in sweep.trials))
+    yield "time of all trials", format_duration(sum(trial.seconds or 0 for trial in sweep.trials))
 
 
 def _best(ranked: list[SavedTrial]) -> dict[str, Any] | None:
@@ -70,7 +75,7 @@ def _best(ranked: list[SavedTrial]) -> dict[str, Any] | None:
     for trial in ranked[:1]:
         if trial.status == "finished" and trial.objective is not None:
             command = shlex.join(["python", "-m", "app.train", *trial.overrides])
-            return {"trial": trial, "objective": figure(trial.objective), "command": command}
+            return {"trial": trial, "objective": format_number(trial.objective), "command": command}
     return None
 
 
@@ -84,7 +89,7 @@ def _panels(sweep: SavedSweep) -> list[Chart]:
             if trial.objective is not None and key in trial.values
         ]
         if found:
-            points = [(value, y, f"{text}\nobjective {figure(y)}") for value, y, text in found]
+            points = [(value, y, f"{text}\nobjective {format_number(y)}") for value, y, text in found]
             charts.append(
                 scatter_chart(Quantity(f"Objective by {key}", "objective", may_log=True), key, points)
             )
@@ -95,15 +100,15 @@ def _row(rank: int, trial: SavedTrial, sweep: SavedSweep, target: Path) -> dict[
     page = trial.folder / _REPORT
     has_page = target.parent.resolve() == trial.folder.parent.resolve() and page.is_file()
     return {
-        "rank": NOTHING if trial.objective is None else str(rank),
+        "rank": NO_VALUE if trial.objective is None else str(rank),
         "trial": str(trial.number),
         "link": f"./{quote(trial.folder.name)}/{_REPORT}" if has_page else None,
-        "objective": formatted(trial.objective, figure, NOTHING),
+        "objective": format_or(trial.objective, format_number, NO_VALUE),
         "values": [trial.values.get(key, "") for key in sweep.keys],
         "numbers": [
-            whole(trial.steps) or NOTHING,
-            formatted(trial.tokens_per_second, quantity, NOTHING),
-            formatted(trial.seconds or None, duration, NOTHING),
+            format_integer(trial.steps) or NO_VALUE,
+            format_or(trial.tokens_per_second, format_count, NO_VALUE),
+            format_or(trial.seconds or None, format_duration, NO_VALUE),
         ],
         "badge": status_badge(trial.status),
     }

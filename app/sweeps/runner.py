@@ -30,10 +30,14 @@ from app.sweeps.trials import (
     values_of,
 )
 from app.tracking.console import SafeStream, rich_terminal
-from app.tracking.lines import aligned, duration, printable
-from app.tracking.masking import masked_text
+from app.tracking.formatting import (
+    align,
+    format_duration,
+    printable,
+)
 from app.tracking.output_dir import user_of
 from app.tracking.recorder import read_result
+from app.tracking.redact import masked_text
 from app.training.signals import CTRL_C, START_ME_AGAIN, StopRequest, listening
 
 if TYPE_CHECKING:
@@ -184,7 +188,7 @@ class Runner:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
 
     def _tell(self, outcome: Outcome, printed: Printed) -> None:
-        took = duration(outcome.seconds)
+        took = format_duration(outcome.seconds)
         if outcome.status == FINISHED:
             self._screen.say(f"  finished, {_in_short(outcome)}, {took}")
         elif outcome.status == STOPPED:
@@ -202,7 +206,7 @@ class Runner:
         winner = best(self._all())
         if winner:
             text = f"trial {winner['number']}, {winner['folder']}\n{winner['line']}"
-            self._screen.say("\n" + aligned([("best", text), ("all", str(self._folder.content))]))
+            self._screen.say("\n" + align([("best", text), ("all", str(self._folder.content))]))
         if self._ended:
             self._screen.say(written_page(self._report, self._page))
         is_whole = self._proposer.next(self._ended) is None and STOPPED not in self._statuses()

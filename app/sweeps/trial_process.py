@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 
-from app.tracking.files import writing
+from app.files import report_write_errors
 from app.training.signals import CTRL_C
 
 _PR_SET_PDEATHSIG = 1
@@ -21,7 +21,7 @@ class TrialProcess:
     """`python -m app.train overrides` that prints into a file: a pipe would break when the sweep is killed."""
 
     def __init__(self, overrides: Sequence[str], environment: Mapping[str, str], printed: Path) -> None:
-        with writing(printed):
+        with report_write_errors(printed):
             file = printed.open("ab")
         with file:
             self._process = Popen(

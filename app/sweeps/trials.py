@@ -14,10 +14,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from app.errors import AppError, CheckpointError, ConfigError
-from app.tracking.files import write_json
-from app.tracking.lines import quantity
-from app.tracking.masking import masked
+from app.files import write_json
+from app.tracking.formatting import (
+    format_count,
+)
 from app.tracking.output_dir import ClaimedFolder, names_in, shown_names
+from app.tracking.redact import masked
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -188,7 +190,7 @@ def leaderboard(outcomes: Sequence[Outcome]) -> "Table":
             str(each.number),
             "-" if each.objective is None else f"{each.objective:.4f}",
             "-" if each.steps is None else str(each.steps),
-            "-" if each.tokens_per_second is None else quantity(each.tokens_per_second),
+            "-" if each.tokens_per_second is None else format_count(each.tokens_per_second),
             *(text.partition("=")[2] for text in each.swept),
             f"{each.status} ({each.exit_code})" if each.status == FAILED else each.status,
         )

@@ -8,7 +8,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from app.tracking.lines import Sample, printable, samples_text, step_line, step_parts
+from app.tracking.formatting import (
+    Sample,
+    printable,
+    samples_text,
+    step_line,
+    step_parts,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
@@ -73,7 +79,7 @@ class Console:
         head = ("prompt", "expected", "answer")
         table = Table(*head, title=f"samples at step {step}", show_lines=True, expand=True)
         for each in samples:
-            table.add_row(*(Text(printable(text)) for text in (each.prompt, each.expected, each.given)))
+            table.add_row(*(Text(printable(text)) for text in (each.prompt, each.expected, each.answer_text)))
         self._progress.console.print(table)
 
     def close(self) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import app
 from app.errors import CheckpointError
-from app.tracking.files import write_json
-from app.tracking.masking import masked
+from app.files import write_json
+from app.tracking.redact import masked
 from app.tracking.trackers import TRACKERS
 
 PACKAGES = (

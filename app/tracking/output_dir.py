@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from app.errors import AppError, ConfigError, EnvironmentProblem
-from app.tracking.files import is_partial, writing
+from app.files import is_partial, report_write_errors
 
 _LOCK = ".lock"
 _NAMES = {
@@ -46,7 +46,7 @@ class ClaimedFolder:
     @classmethod
     def _claim(cls, path: Path, refuse: Callable[[], None], in_use: Callable[[object], str]) -> Self:
         """Made if need be. `refuse` raises what speaks against it; a refusal leaves everything as it was."""
-        with writing(path):
+        with report_write_errors(path):
             if user := user_of(path):
                 raise EnvironmentProblem(in_use(user))
             refuse()

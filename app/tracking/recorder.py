@@ -14,13 +14,21 @@ from omegaconf import OmegaConf
 
 from app.config.schema import TrackerConfig
 from app.errors import AppError, CheckpointError, ConfigError, EnvironmentProblem, Unfinished
+from app.files import append_text, report_write_errors, write_json, write_text
 from app.tracking.console import Console, open_console
-from app.tracking.files import append_text, sync, write_json, write_text, writing
-from app.tracking.lines import Sample, aligned, columns, evaluation_line, samples_text, shortened, step_line
+from app.tracking.formatting import (
+    Sample,
+    align,
+    align_columns,
+    evaluation_line,
+    samples_text,
+    step_line,
+    truncate,
+)
+from app.tracking.jsonl_metrics import StepLines, finite_or_none, read_lines
 from app.tracking.manifest import Manifest
-from app.tracking.masking import masked, masked_text
-from app.tracking.metrics import StepLines, finite_or_none, read_lines
 from app.tracking.output_dir import RunFolder
+from app.tracking.redact import masked, masked_text
 from app.tracking.trackers import Tracker, open_tracker
 
 STATUSES = ("finished", "stopped", "failed", "dry_run")
@@ -76,7 +84,7 @@ class Recorder:
         safe_run = masked(run)
         recorder = cls(folder, console or open_console())
         problem = recorder._open_tracker(tracker, safe_run, step)
-        with writing(folder.result):
+        with report_write_errors(folder.result):
             folder.result.unlink(missing_ok=True)  # that of an earlier start: this one has not ended
         write_text(folder.run_yaml, OmegaConf.to_yaml(OmegaConf.create(safe_run)))
         recorder.add_facts(**facts)
@@ -110,7 +118,7 @@ class Recorder:
 
     def table(self, rows: Sequence[tuple[str, str]]) -> None:
         """Names and values in two columns."""
-        self.message(aligned(rows))
+        self.message(align(rows))
 
     def step(self, values: Mapping[str, float | int | None], seconds_left: float | None = None) -> None:
         """The numbers of one step that is logged: `step`, `loss` and what else there is."""
@@ -142,8 +150,8 @@ class Recorder:
     def sync(self) -> None:
         """Onto the disk; before a checkpoint says that these lines exist."""
         if self.enabled:
-            sync(self.folder.metrics)
-            sync(self.folder.samples)
+            self._metrics.fsync()
+            self._samples.fsync()
 
     def finish(self, status: str, **result: Any) -> None:
         """How it ended. What `result` leaves out is taken from the metrics, else null."""
@@ -261,7 +269,7 @@ def before_after(samples: Path) -> str | None:
     if 0 not in by_step or last == 0:
         return None
     rows = [
-        (shortened(before.prompt, 40, at_end=False), before.expected, before.given, after.given)
+        (truncate(before.prompt, 40, at_end=False), before.expected, before.answer_text, after.answer_text)
         for before, after in zip(by_step[0], by_step[last], strict=False)
         if before.prompt == after.prompt
     ]
@@ -269,10 +277,10 @@ def before_after(samples: Path) -> str | None:
         return None
     head = ("held out", "expected", "before", f"after step {last}")
     cut = [
-        [shortened(text, width) for text, width in zip(row, (40, 20, 28, 28), strict=True)]
+        [truncate(text, width) for text, width in zip(row, (40, 20, 28, 28), strict=True)]
         for row in (head, *rows)
     ]
-    return columns(cut, gap=2)
+    return align_columns(cut, gap=2)
 
 
 def _lost(fault: Exception) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from app.config.schema import TrackerConfig
 from app.errors import EnvironmentProblem
-from app.tracking.files import write_text, writing
+from app.files import report_write_errors, write_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def open_tracker(config: TrackerConfig, folder: Path, run: Mapping[str, Any], st
             f"tracker={config.kind}: {' '.join(str(fault).split())}; {_remedy(config.kind)}choose tracker=none"
         ) from fault
     if given and given != run_id:
-        with writing(home):
+        with report_write_errors(home):
             home.mkdir(exist_ok=True)
         write_text(id_file, given)
     return tracker

@@ -16,14 +16,14 @@ from app.config.schema import CheckpointConfig
 from app.distributed import checkpoint as sharded
 from app.distributed.host_group import Peers
 from app.errors import CheckpointError
-from app.optim.state import flatten, load_state
-from app.training.files import (
-    aside_of,
-    damage,
-    remove_leftovers,
-    told_where_the_disk_is_full,
-    whole_folder,
+from app.files import (
+    checksummed_folder,
+    remove_temp_dirs,
+    report_full_disk,
+    temp_dir_of,
+    verify_checksums,
 )
+from app.optim.state import flatten, load_state
 from app.training.progress import Progress
 from app.training.train_step import Stepper
 from app.training.trained_state import (
@@ -45,12 +45,12 @@ def find_checkpoint(folder: Path, resume: str | None, *, tidy: bool = True) -> t
     if resume is None:
         return None, []
     if tidy:
-        remove_leftovers(folder)
+        remove_temp_dirs(folder)
     if resume != "auto":
         return _trusted(Path(resume)), []
     remarks: list[str] = []
     for save in sorted(_saves(folder), key=_step_of, reverse=True):
-        fault = damage(save)
+        fault = verify_checksums(save)
         if fault is None:
             return save, remarks
         remarks.append(f"{save} is damaged ({fault}); taking the one before")
@@ -92,8 +92,8 @@ class Checkpoints:
         if peers.rank > 0:
             if sharding is not None:
                 peers.wait_for_all()  # the folder is there
-                with told_where_the_disk_is_full(target):
-                    sharded.save(named_tensors(stepper), aside_of(target) / SHARDS, peers.group)
+                with report_full_disk(target):
+                    sharded.save(named_tensors(stepper), temp_dir_of(target) / SHARDS, peers.group)
             return
         state = {
             "identity": self._identity,
@@ -101,7 +101,7 @@ class Checkpoints:
             "progress": progress.as_dict(),
             "scaler": None if stepper.scale is None else stepper.scale.state_dict(),
         }
-        with whole_folder(target) as aside:
+        with checksummed_folder(target) as aside:
             if sharding is not None:
                 peers.wait_for_all()
                 sharded.save(named_tensors(stepper), aside / SHARDS, peers.group)
@@ -137,7 +137,7 @@ class Checkpoints:
     def note_depth(self, depth: int) -> None:
         """For the next start, from whichever save: what this one cannot do again, and so finds out too late."""
         self.folder.mkdir(exist_ok=True)
-        aside = aside_of(self.folder / f"{os.getpid()}-{DEPTH}")  # several may find it out at once
+        aside = temp_dir_of(self.folder / f"{os.getpid()}-{DEPTH}")  # several may find it out at once
         aside.write_text(json.dumps(depth))
         aside.rename(self.folder / DEPTH)
 
@@ -149,7 +149,7 @@ class Checkpoints:
     def best(self, progress: Progress) -> Path | None:
         """The save of the best evaluation, if it is still there and whole."""
         folder = self.folder / f"step-{progress.best_step:06d}"
-        return folder if folder.is_dir() and damage(folder) is None else None
+        return folder if folder.is_dir() and verify_checksums(folder) is None else None
 
     def _require_same_run(self, folder: Path, saved: Mapping[str, Any]) -> None:
         different = [
@@ -177,7 +177,7 @@ def _trusted(folder: Path) -> Path:
         if not saves:
             raise CheckpointError(f"resume={folder}: no checkpoint there. Give RUN/checkpoints/step-000100.")
         folder = saves[-1]
-    fault = damage(folder)
+    fault = verify_checksums(folder)
     if fault is not None:
         raise CheckpointError(
             f"resume={folder}: the checkpoint is damaged ({fault}). Give the one before it, or resume=auto to find it."

@@ -3,12 +3,12 @@
 from app.config.commands import python
 from app.config.schema import RunConfig
 from app.distributed.host_group import Peers
+from app.files import checksummed_folder
 from app.model.save import save_model
 from app.model.trainee import Trainee
-from app.tracking.lines import memory
+from app.tracking.formatting import format_bytes
 from app.tracking.recorder import Recorder, before_after
 from app.training.checkpoint import Checkpoints
-from app.training.files import whole_folder
 from app.training.memory import Predicted
 from app.training.progress import Progress
 from app.training.setup import Ground
@@ -25,7 +25,7 @@ def finish(run: RunConfig, ground: Ground, loop: Loop, record: Recorder, predict
     named = trainee.language_model.state_dict() if ground.sections.trains_base else trainee.trained()
     state = trainee.gathered(named, keeps=parts.runtime.rank == 0)
     if parts.runtime.rank == 0:
-        with whole_folder(record.folder.final) as aside:
+        with checksummed_folder(record.folder.final) as aside:
             save_model(trainee, ground.tokenizer, aside, state)
         answers = before_after(record.folder.samples)
         if answers:
@@ -92,4 +92,5 @@ def _memory_words(known: dict[str, float | None]) -> str:
     predicted, measured = known["memory_predicted_bytes"], known["memory_measured_bytes"]
     if predicted is None or measured is None:
         return ""
-    return f"memory  {memory(predicted)} predicted, {memory(measured)} measured ({measured / predicted - 1:+.1%})\n"
+    difference = measured / predicted - 1
+    return f"memory  {format_bytes(predicted)} predicted, {format_bytes(measured)} measured ({difference:+.1%})\n"

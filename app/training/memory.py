@@ -8,7 +8,7 @@ from app.batch import Batch
 from app.config.schema import RunConfig
 from app.distributed.process_group import Runtime
 from app.errors import ConfigError
-from app.tracking.lines import memory
+from app.tracking.formatting import format_bytes
 from app.training.anatomy import kept_tensors
 from app.training.choices import Choices
 from app.training.counting import StorageCounter
@@ -27,7 +27,7 @@ class Predicted:
 
     def words(self) -> str:
         """For the table that a run starts with."""
-        return f"{memory(self.bytes)} predicted at its peak ({self.where})"
+        return f"{format_bytes(self.bytes)} predicted at its peak ({self.where})"
 
 
 # The micro-batch that needs most, how many of them a step has, and `cpu` or `cuda`. It may raise whatever it likes.

@@ -14,7 +14,7 @@ import torch
 
 from app.batch import Batch
 from app.config.schema import TrainingConfig
-from app.tracking.lines import memory
+from app.tracking.formatting import format_bytes
 from app.training.progress import Progress
 from app.training.scores import score
 from app.training.train_step import Stepper
@@ -46,7 +46,7 @@ class Rehearsed:
         )
         return (
             f"rehearsed {through} with the largest micro-batch, {self.tokens:,} tokens ({self.seconds:.1f} s, "
-            f"{memory(self.peak_bytes)} at most): it {fits}"
+            f"{format_bytes(self.peak_bytes)} at most): it {fits}"
         )
 
 

@@ -12,7 +12,7 @@ from app.data.labels import Classes, Labelled, Labels
 from app.data.token_rows import TokenRows
 from app.model.generation import end_ids, generate
 from app.model.trainee import Trainee
-from app.tracking.lines import Sample
+from app.tracking.formatting import Sample
 from app.tracking.recorder import Recorder
 
 

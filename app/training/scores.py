@@ -14,7 +14,7 @@ from app.distributed.host_group import Peers
 from app.distributed.process_group import Runtime
 from app.model.trainee import Trainee
 from app.oom_retry import TooLargeTogether, as_it_fits, smaller_ones, split, tried
-from app.tracking.metrics import finite_or_none
+from app.tracking.jsonl_metrics import finite_or_none
 
 # [..., 6]: of each row, or of several together. Of a classification there follow for each class how often it is true,
 # how often it was chosen, how often both.

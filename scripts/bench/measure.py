@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from app.tracking.files import write_json
+from app.files import write_json
 from scripts.bench.contest import Contest, contest_of, framework_of
 
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from app.tracking.lines import memory
+from app.tracking.formatting import format_bytes
 from tests.runs import SECRET, SMALL, FinishedRuns, Zygote, metrics, result
 
 STEP_KEYS = ["step", "epoch", "loss", "lr", "grad_norm", "tokens", "trained_tokens"]
@@ -43,7 +43,7 @@ def test_the_output_folder_is_what_others_read(finished: FinishedRuns) -> None:
     # of the bin with most labels, and of that of the second step: it may have a document more, each rounded up
     assert 0.8 * predicted < measured <= predicted + 4096
     assert manifest["memory_plan"]["bytes"] == sum(manifest["memory_plan"]["anatomy"].values()) == predicted
-    told = f"{memory(predicted)} predicted, {memory(measured)} measured"
+    told = f"{format_bytes(predicted)} predicted, {format_bytes(measured)} measured"
     assert told in said
     assert set(manifest["hardware"]) == {"device", "gpu", "cpu"}
     assert len(list((run / "checkpoints").iterdir())) == 2

@@ -9,8 +9,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from app.pages.charts import Point, Quantity, Series, axis_of, length_bars, line_chart, thinned
-from app.pages.format_number import figure, number
 from app.pages.render import environment
+from app.tracking.formatting import (
+    finite_number,
+    format_number,
+)
 from tests.pages.reading import Element, drawn, read
 
 CHART = '{% import "macros.html.j2" as page %}{{ page.chart(chart) }}'
@@ -109,9 +112,9 @@ def test_lengths_are_bars_of_joined_classes() -> None:
 def test_figures_have_the_digits_that_matter() -> None:
     values = [3.62591, 0.0004, 1.23456e-7, 79146, 0, 1234.56, 0.012345678, 2e9, -4.5, 10.0]
     told = ["3.6259", "0.0004", "1.235e-7", "79,146", "0", "1,234.6", "0.01235", "2e9", "-4.5", "10"]
-    assert [figure(value) for value in values] == told
+    assert [format_number(value) for value in values] == told
 
 
 @pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf, True, "3", [], 10**400, 1e200])
 def test_what_cannot_be_drawn_is_no_number(value: object) -> None:
-    assert number(value) is None
+    assert finite_number(value) is None

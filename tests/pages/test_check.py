@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.pages.check_page import check_page
-from app.pages.check_screen import show_check
+from app.pages.check_report import check_page, show_check
 from app.pages.check_summary import Section, cluster_sections, data_sections, memory_sections, stop
 from tests.pages.facts import CLUSTER, DATA, MEMORY, TOO_LARGE
 from tests.pages.reading import Element, notes, read, section

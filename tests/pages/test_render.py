@@ -5,7 +5,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.pages.check_page import check_page
+from app.pages.check_report import check_page
 from tests.pages.facts import MEMORY
 from tests.pages.reading import read
 

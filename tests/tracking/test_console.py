@@ -9,13 +9,13 @@ import termios
 from pathlib import Path
 
 from app.tracking.console import open_console
-from app.tracking.lines import Sample
+from app.tracking.formatting import Sample
 from tests.tracking.child import run, start
 
 RUN = """
 import sys
 from app.tracking.console import open_console
-from app.tracking.lines import Sample
+from app.tracking.formatting import Sample
 console = open_console()
 console.say("hello [bold]brackets[/bold] \\x1b[2J")
 console.begin(1000, 0)

@@ -13,12 +13,12 @@ from app.config.load import compose_run
 from app.config.schema import TrackerConfig
 from app.errors import ConfigError
 from app.tracking.console import open_console
-from app.tracking.lines import Sample
-from app.tracking.metrics import read_lines
+from app.tracking.formatting import Sample
+from app.tracking.jsonl_metrics import read_lines
 from app.tracking.output_dir import RunFolder
 from app.tracking.recorder import RESULT_KEYS, Recorder, before_after
 from tests.tracking.child import run
-from tests.tracking.test_metrics import STEP
+from tests.tracking.test_jsonl_metrics import STEP
 
 NO_TRACKER = TrackerConfig(kind="none")
 

@@ -14,8 +14,8 @@ from app.data.loader import Loader
 from app.distributed.host_group import Peers
 from app.distributed.process_group import Runtime
 from app.errors import CheckpointError, EnvironmentProblem
+from app.files import checksummed_folder, verify_checksums
 from app.training.checkpoint import Checkpoints, choices_of, find_checkpoint
-from app.training.files import damage, whole_folder
 from app.training.progress import Progress
 from app.training.train_step import Stepper
 from tests.training.conftest import small_run, stepper_of
@@ -72,7 +72,7 @@ def test_no_pickle_is_written(stepper: Stepper, folder: Path) -> None:
 @pytest.mark.parametrize("hurt", ["flip", "cut", "remove"])
 def test_any_damage_is_found(stepper: Stepper, folder: Path, name: str, hurt: str) -> None:
     save = saved(checkpoints(folder), Progress(step=1), stepper)
-    assert damage(save) is None
+    assert verify_checksums(save) is None
     file = save / name
     content = bytearray(file.read_bytes())
     if hurt == "remove":
@@ -80,7 +80,7 @@ def test_any_damage_is_found(stepper: Stepper, folder: Path, name: str, hurt: st
     else:
         content[len(content) // 2] ^= 1
         file.write_bytes(content if hurt == "flip" else content[:-1])
-    assert name in (damage(save) or "")
+    assert name in (verify_checksums(save) or "")
     with pytest.raises(CheckpointError, match=r"resume=.*damaged"):
         find_checkpoint(folder, str(save))
 
@@ -139,15 +139,15 @@ def test_a_full_disk_leaves_the_older_ones(
     with pytest.raises(EnvironmentProblem, match=r"the disk is full: .*step-000002.*resume=auto"):
         saved(saver, Progress(step=2), stepper)
     assert [f.name for f in folder.iterdir()] == ["step-000001"]
-    assert damage(save) is None
+    assert verify_checksums(save) is None
 
 
 def test_a_fault_while_writing_leaves_nothing(tmp_path: Path) -> None:
     target = tmp_path / "final"
-    with pytest.raises(IsADirectoryError), whole_folder(target) as aside:
+    with pytest.raises(IsADirectoryError), checksummed_folder(target) as aside:
         aside.write_text("a folder cannot be written to")
     assert list(tmp_path.iterdir()) == []
-    with whole_folder(target) as aside:
+    with checksummed_folder(target) as aside:
         (aside / "all").write_text("x")
     assert json.loads((target / "manifest.json").read_text()).keys() == {"all"}
 

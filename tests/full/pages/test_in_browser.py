@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from app.pages.check_page import check_page
+from app.pages.check_report import check_page
 from app.pages.comparison_page import comparison_page
 from app.pages.read_run import read_sweep
 from app.pages.run_page import run_page

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from app.tracking.files import append_text, write_text
+from app.files import append_text, fsync, report_write_errors, write_text
 
 
 class StepLines:
@@ -23,6 +23,12 @@ class StepLines:
         assert "step" in values
         finite = {key: finite_or_none(value) for key, value in values.items()}
         append_text(self.path, json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n")
+
+    def fsync(self) -> None:
+        """Force what was appended onto the disk, so that a power cut loses nothing."""
+        if self.path.exists():
+            with report_write_errors(self.path):
+                fsync(self.path)
 
     def rewind(self, step: int) -> list[dict[str, Any]]:
         """Cut what came after `step` and what was torn; give what is left."""

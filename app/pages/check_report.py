@@ -1,21 +1,47 @@
-"""What app.check found, in a terminal: colours and bars where it has them, plain words elsewhere."""
+"""What app.check found, as a page and in a terminal."""
 
 import sys
-from collections.abc import Iterator, Sequence
-from typing import TextIO, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TextIO, cast
 
 from rich.console import Console as Terminal
 from rich.table import Table
 from rich.text import Text
 
-from app.pages.check_summary import Section
+from app.pages.check_summary import (
+    Section,
+    cluster_sections,
+    counted_processes,
+    data_sections,
+    memory_sections,
+)
 from app.pages.read_run import TrainingSample
+from app.pages.render import render
 from app.tracking.console import SafeStream
-from app.tracking.lines import printable
+from app.tracking.formatting import printable
 
 _BAR = 32  # characters of the longest
 _NARROW = 60  # columns; below, names stand above what they name
 Rows = Iterator[tuple[str, Text]]
+
+
+def check_page(found: Mapping[str, Any]) -> str:
+    """From what check.json holds: `data`, `memory`, `cluster`."""
+    data, memory, cluster = (found.get(name) for name in ("data", "memory", "cluster"))
+    stops = [str(problem) for facts in found.values() for problem in facts["stops"]]
+    badges = [("a run would stop", "bad") if stops else ("nothing stops a run", "good")]
+    sections = data_sections(data) if data else []
+    if memory:
+        fits = ("fits", "good") if memory["fits"] else ("does not fit", "bad")
+        badges.append((f"{fits[0]} {memory['label']}", fits[1]))
+        sections += memory_sections(memory)
+    if cluster:
+        sections += cluster_sections(cluster)
+    name = data["source"] if data else memory["subject"] if memory else counted_processes(cluster or {})
+    notes = [("bad", problem) for problem in stops]
+    return render(
+        "check", title=f"Check: {name}", name=str(name), badges=badges, notes=notes, sections=sections
+    )
 
 
 def show_check(sections: Sequence[Section], stream: TextIO | None = None) -> None:

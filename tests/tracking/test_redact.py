@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from app.tracking.masking import MASK, masked, masked_text
+from app.tracking.redact import MASK, masked, masked_text
 
 HUB = "hf_" + "AbCdEfGhIjKlMnOpQrStUvWx"
 

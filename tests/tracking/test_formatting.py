@@ -1,17 +1,17 @@
 import pytest
 
-from app.tracking.lines import (
+from app.tracking.formatting import (
     Sample,
-    aligned,
-    duration,
+    align,
     evaluation_line,
-    memory,
+    format_bytes,
+    format_count,
+    format_duration,
     printable,
-    quantity,
     samples_text,
     step_line,
 )
-from tests.tracking.test_metrics import STEP
+from tests.tracking.test_jsonl_metrics import STEP
 
 
 def test_a_step_is_one_line() -> None:
@@ -44,8 +44,8 @@ def test_samples_stand_below_each_other() -> None:
 
 
 def test_names_and_values_are_aligned() -> None:
-    assert aligned([("model", "tiny"), ("data", "x\ny")]) == "model  tiny\ndata   x\n       y"
-    assert aligned([]) == ""
+    assert align([("model", "tiny"), ("data", "x\ny")]) == "model  tiny\ndata   x\n       y"
+    assert align([]) == ""
 
 
 @pytest.mark.parametrize(
@@ -53,12 +53,12 @@ def test_names_and_values_are_aligned() -> None:
     [(0, "0"), (999.4, "999"), (1234, "1.2k"), (2_400_000, "2.4M"), (8.03e9, "8.0B"), (3e13, "30.0T")],
 )
 def test_quantities(number: float, text: str) -> None:
-    assert quantity(number) == text
+    assert format_count(number) == text
 
 
 def test_memory_and_time() -> None:
-    assert [memory(5e8), memory(1.25e10)] == ["500 MB", "12.5 GB"]
-    assert [duration(0), duration(59.6), duration(3725), duration(360000)] == [
+    assert [format_bytes(5e8), format_bytes(1.25e10)] == ["500 MB", "12.5 GB"]
+    assert [format_duration(0), format_duration(59.6), format_duration(3725), format_duration(360000)] == [
         "0:00:00",
         "0:01:00",
         "1:02:05",

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from app.tracking.lines import memory
-from app.tracking.masking import masked_text
+from app.tracking.formatting import (
+    format_bytes,
+)
+from app.tracking.redact import masked_text
 
 _SETTINGS = {
     "adapter": ("kind", "r", "alpha", "dropout", "targets"),
@@ -162,7 +164,7 @@ def _origin(manifest: Mapping[str, Any], result: Mapping[str, Any]) -> Iterable[
     yield "processes", choices.get("processes")
     yield "precision", choices.get("precision")
     peak = result.get("peak_memory_bytes")
-    yield "peak memory", None if peak is None else memory(peak)
+    yield "peak memory", None if peak is None else format_bytes(peak)
     packages = manifest.get("packages", {})
     names = ("torch", "transformers", "peft", "bitsandbytes")
     yield "packages", ", ".join(f"{name} {packages[name]}" for name in names if name in packages)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.errors import CheckpointError, ConfigError
-from app.tracking.comparison import of_content, of_lines, of_programs
+from app.tracking.compare_runs import of_content, of_lines, of_programs
 from app.tracking.output_dir import RunFolder
 from app.tracking.recorder import logged_lines
 

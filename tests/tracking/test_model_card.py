@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import yaml
 
-from app.tracking.card import Loading, model_card
+from app.tracking.model_card import Loading, model_card
 
 RUN: dict[str, Any] = {
     "model": {"path": "org/name", "weights": "pretrained", "licence_page": "https://example.org/my_terms"},

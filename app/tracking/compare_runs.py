@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from app.tracking.metrics import finite_or_none
+from app.tracking.jsonl_metrics import finite_or_none
 
 COMPARED = ("loss", "grad_norm", "lr", "tokens", "trained_tokens", "eval_loss")  # clocks and memory are not
 _ABSENT = "none"

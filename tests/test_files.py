@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from app.errors import EnvironmentProblem
-from app.tracking.files import append_text, write_json, write_text
+from app.files import append_text, write_json, write_text
 from tests.tracking.child import run
 
 
@@ -19,7 +19,7 @@ def test_a_full_disk_leaves_the_old_content_and_nothing_else(tmp_path: Path) -> 
     path = tmp_path / "a.txt"
     write_text(path, "old")
     code = (
-        "import resource, sys; from pathlib import Path; from app.tracking.files import write_text\n"
+        "import resource, sys; from pathlib import Path; from app.files import write_text\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
         "write_text(Path(sys.argv[1]), 'new' * 1000)\n"
     )
@@ -46,7 +46,7 @@ def test_appending_to_a_full_disk_is_the_users_to_mend() -> None:
 
 def test_appended_lines_survive_a_kill(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys; from pathlib import Path; from app.tracking.files import append_text\n"
+        "import os, signal, sys; from pathlib import Path; from app.files import append_text\n"
         "for number in range(1000): append_text(Path(sys.argv[1]), f'{number}\\n')\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -1,0 +1,171 @@
+"""Atomic writes: a file or a folder is written whole or not at all, and a full disk gives a message."""
+
+import errno
+import hashlib
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from app.errors import EnvironmentProblem
+
+MANIFEST = "manifest.json"
+_DISK_FULL_CODES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_DISK_FULL_TEXTS = ("No space left", "quota exceeded", "File too large")  # safetensors keeps the text alone
+_TEMP_DIR_PREFIX = ".writing-"
+
+
+@contextmanager
+def report_write_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError into a problem with output_dir that the user can solve."""
+    try:
+        yield
+    except OSError as fault:
+        advice = (
+            "free disk space and start again with resume=auto, or choose an output_dir on another disk"
+            if fault.errno in _DISK_FULL_CODES
+            else "choose an output_dir that can be written to"
+        )
+        raise EnvironmentProblem(f"output_dir: cannot write {path} ({fault.strerror}); {advice}") from fault
+
+
+@contextmanager
+def report_full_disk(target: Path) -> Iterator[None]:
+    """Turn any exception that means a full disk into a message about `target`."""
+    try:
+        yield
+    except BaseException as fault:
+        if is_disk_full(fault):
+            raise EnvironmentProblem(
+                f"the disk is full: {target} could not be written. What was saved before is intact. "
+                "Free space, or set output_dir= to another disk, and continue with resume=auto."
+            ) from fault
+        raise
+
+
+def is_disk_full(fault: BaseException) -> bool:
+    """Recognise the error of the system, and the text that safetensors makes of it."""
+    if isinstance(fault, OSError):
+        return fault.errno in _DISK_FULL_CODES
+    return isinstance(fault, SafetensorError) and any(text in str(fault) for text in _DISK_FULL_TEXTS)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace the file atomically; it is on the disk on return."""
+    partial = path.with_name(f".{path.name}.partial")
+    with report_write_errors(path):
+        try:
+            with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+            fsync(path.parent)
+        except BaseException:
+            with suppress(OSError):
+                partial.unlink()
+            raise
+
+
+def is_partial(name: str) -> bool:
+    """Whether a killed `write_text` left a file of this name."""
+    return name.startswith(".") and name.endswith(".partial")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON, indented for people, by `write_text`."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def append_text(path: Path, text: str) -> None:
+    """Append without a buffer: killing the process loses nothing."""
+    # lone surrogates of a user's data become the JSON escapes that they came from
+    remaining = text.encode("utf-8", "backslashreplace")
+    with report_write_errors(path), io.FileIO(path, "a") as file:
+        while remaining:
+            remaining = remaining[file.write(remaining) :]
+
+
+def fsync(path: Path) -> None:
+    """Force a file, or the names in a folder, onto the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def temp_dir_of(target: Path) -> Path:
+    """Folder beside `target` in which its content is prepared."""
+    return target.with_name(_TEMP_DIR_PREFIX + target.name)
+
+
+@contextmanager
+def atomic_folder(target: Path, seal: Callable[[Path], None]) -> Iterator[Path]:
+    """Yield a temporary folder that is renamed to `target` after `seal` put it on the disk; any fault removes it."""
+    temp_dir = temp_dir_of(target)
+    shutil.rmtree(temp_dir, ignore_errors=True)
+    try:
+        temp_dir.mkdir(parents=True)
+        yield temp_dir
+        seal(temp_dir)
+        if target.exists():
+            shutil.rmtree(target)
+        temp_dir.rename(target)
+        fsync(target.parent)
+    except BaseException:
+        shutil.rmtree(temp_dir, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def checksummed_folder(target: Path) -> Iterator[Path]:
+    """Write a folder atomically, with the checksums that `verify_checksums` compares."""
+    with report_full_disk(target), atomic_folder(target, _write_checksums) as temp_dir:
+        yield temp_dir
+
+
+def verify_checksums(folder: Path) -> str | None:
+    """Describe the first file that is not as it was written; None when every byte is."""
+    try:
+        hashes: dict[str, str] = json.loads((folder / MANIFEST).read_text())
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (OSError, ValueError):
+        return f"{MANIFEST} cannot be read"
+    for name, expected in hashes.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if _sha256(file) != expected:
+            return f"{name} is not what was written"
+    return None
+
+
+def remove_temp_dirs(folder: Path) -> None:
+    """Remove what a killed process was writing."""
+    for temp_dir in folder.glob(f"{_TEMP_DIR_PREFIX}*"):
+        if temp_dir.is_dir():
+            shutil.rmtree(temp_dir, ignore_errors=True)
+        else:
+            temp_dir.unlink(missing_ok=True)
+
+
+def _write_checksums(folder: Path) -> None:
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    hashes = {str(file.relative_to(folder)): _sha256(file) for file in files}
+    (folder / MANIFEST).write_text(json.dumps(hashes, indent=1))
+    for file in (*files, folder / MANIFEST):
+        fsync(file)
+    fsync(folder)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

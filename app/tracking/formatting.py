@@ -1,0 +1,147 @@
+"""Numbers, steps and samples as the text that people read: console, log, pages, model card."""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+NO_VALUE = "-"
+_ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_MAX_NUMBER = 1e150  # squares and differences of smaller numbers are finite
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A held-out prompt, the expected answer and the answer of the model."""
+
+    prompt: str
+    expected: str
+    answer: str
+    likelihood: float | None = None  # of an answer that is a label
+
+    @property
+    def answer_text(self) -> str:
+        """The answer, with its likelihood where that is known."""
+        return self.answer if self.likelihood is None else f"{self.answer} ({self.likelihood:.0%})"
+
+
+def align(rows: Sequence[tuple[str, str]], width: int = 0) -> str:
+    """Names and values in two columns, the first at least `width`; further lines of a value are indented below it."""
+    width = max(width, *(len(name) + 2 for name, _ in rows), 2)
+    return "\n".join(f"{name:<{width}}{value}".replace("\n", "\n" + " " * width) for name, value in rows)
+
+
+def align_columns(rows: Sequence[Sequence[str]], gap: int = 3) -> str:
+    """A table of cells, each column as wide as its longest cell."""
+    widths = [max(map(len, column)) + gap for column in zip(*rows, strict=True)]
+    lines = ["".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def truncate(text: str, width: int, *, at_end: bool = True) -> str:
+    """One line of at most `width` characters, cut at its end or at its beginning."""
+    flat = " ".join(text.split())
+    if len(flat) <= width:
+        return flat
+    return flat[: width - 1] + _ELLIPSIS if at_end else _ELLIPSIS + flat[1 - width :]
+
+
+def printable(text: str) -> str:
+    """Replace the control characters by which a model's answer could rewrite the screen."""
+    return _CONTROL_CHARACTERS.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def step_parts(values: Mapping[str, Any], seconds_left: float | None) -> list[str]:
+    """The numbers of a step with their names; missing numbers are left out."""
+    parts = [text(values[key]) for key, text in _STEP_PARTS.items() if values.get(key) is not None]
+    return parts if seconds_left is None else [*parts, f"{format_duration(seconds_left)} left"]
+
+
+def step_line(values: Mapping[str, Any], total: int | None, seconds_left: float | None) -> str:
+    """The log line of a training step."""
+    position = f"step {values['step']}" + (f"/{total}" if total else "")
+    return " | ".join([position, *step_parts(values, seconds_left)])
+
+
+def evaluation_line(values: Mapping[str, Any]) -> str:
+    """The log line of an evaluation."""
+    numbers = [
+        f"{key} {_four_digits(value)}" for key, value in values.items() if key not in {"step", "epoch"}
+    ]
+    return " | ".join([f"evaluation at step {values['step']}", *numbers])
+
+
+def samples_text(step: int, samples: Sequence[Sample]) -> str:
+    """All samples below each other."""
+    blocks = [
+        align([("prompt", each.prompt), ("expected", each.expected), ("answer", each.answer_text)])
+        for each in samples
+    ]
+    return printable(f"samples at step {step}\n" + "\n\n".join(blocks))
+
+
+def format_count(number: float) -> str:
+    """12345 as 12.3k."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(number) >= size:
+            return f"{number / size:.1f}{unit}"
+    return f"{number:.0f}"
+
+
+def format_bytes(number: float) -> str:
+    """GB or MB, in powers of ten."""
+    return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.0f} MB"
+
+
+def format_duration(seconds: float) -> str:
+    """3725 as 1:02:05."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"
+
+
+def format_number(value: float) -> str:
+    """Five significant digits: 3.6259, 0.00040, 1.2e-07, 79,146."""
+    size = abs(value)
+    if value == 0:
+        return "0"
+    if size >= 1e7 or size < 1e-4:
+        mantissa, _, power = f"{value:.4g}".partition("e")
+        return f"{mantissa}e{int(power)}" if power else mantissa
+    if size >= 1000:
+        return f"{value:,.0f}" if value == round(value) else f"{value:,.1f}"
+    text = f"{value:.{4 if size >= 1 else 3 - math.floor(math.log10(size))}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def finite_number(value: Any) -> float | None:
+    """A value read from a file, if it is a number that can be drawn."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) < _MAX_NUMBER else None  # the comparison is false for NaN
+
+
+def format_or(value: Any, formatter: Callable[[float], str | None], absent: str | None = None) -> str | None:
+    """A value read from a file, by `formatter`; `absent` where it is no number."""
+    known = finite_number(value)
+    return absent if known is None else formatter(known)
+
+
+def format_integer(value: Any) -> str | None:
+    """A count read from a file."""
+    return format_or(value, "{:,.0f}".format)
+
+
+def _four_digits(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+_STEP_PARTS: dict[str, Callable[[float], str]] = {
+    "loss": "loss {:.4f}".format,
+    "lr": "lr {:.2e}".format,
+    "grad_norm": "gradient {:.2f}".format,
+    "tokens_per_second": lambda number: f"{format_count(number)} tokens/s",
+    "peak_memory_bytes": format_bytes,
+}
