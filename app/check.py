@@ -68,7 +68,7 @@ def _data(config: CheckConfig, console: Console) -> dict[str, Any]:
 
 def _memory(config: CheckConfig, _console: Console) -> dict[str, Any]:
     begun = time.perf_counter()
-    from app.memory.memory_check import check_memory
+    from app.memory.check import check_memory
     from app.pages.check_report import show_check
     from app.pages.check_summary import memory_sections, stop
 

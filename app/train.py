@@ -32,8 +32,7 @@ from app.launch.worker import (
 from app.tracking.console import Console, open_console
 from app.tracking.output_dir import RunFolder
 from app.tracking.recorder import read_result
-from app.training.inductor_cache import keep_graphs
-from app.training.segments import let_segments_grow
+from app.training.torch_environment import set_inductor_cache, use_expandable_segments
 
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
 
@@ -43,7 +42,7 @@ _typed: list[str] = []  # the words of the command line, which Hydra's function 
 def train(run: RunConfig, go_on: str = "") -> int:
     """From a checked config to a finished folder; returns the exit code. `go_on`: how to continue if it is stopped."""
     _check_parts(run)
-    keep_graphs(run)
+    set_inductor_cache(run)
     count = processes_to_start(run.launch)
     if count:
         return train_in_processes(count, run, go_on)
@@ -111,7 +110,7 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # a fault of ours keeps its whole traceback
     # threads that wait without end for each other make two runs on one machine four times slower, not two
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    let_segments_grow()
+    use_expandable_segments()
     try:
         require_platform()
         with failing_once():

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from app.batch import Documents
 from app.model.attention import Rules
-from app.model.hidden import ON_GPU
+from app.training.storage_counter import CPU_WORKSPACE, Workspace
 
 ATTENTION = "planned"  # what models are told to call
 _LEAST_PAGED = 1e5  # numbers; smaller states stay on the device
@@ -88,7 +88,24 @@ def _inside_backward(
     return own + expanded
 
 
-HIDDEN_ON_GPU = {**ON_GPU, "app_plan::attention_backward": _inside_backward}
+def _fp8_rows(*_given: Any) -> int:
+    """The kernel rounds rows as it reads them."""
+    return 0
+
+
+def _fp8_product(
+    rows: Tensor, _of_rows: Tensor, weight: Tensor, _of_weight: Tensor, dtype: torch.dtype, _fast: bool
+) -> int:
+    """A GPU's products come in bf16."""
+    return 0 if dtype == torch.bfloat16 else rows.shape[0] * weight.shape[0] * torch.bfloat16.itemsize
+
+
+GPU_WORKSPACE: Workspace = {
+    **CPU_WORKSPACE,
+    "app_fp8::quantize_rows": _fp8_rows,
+    "app_fp8::product": _fp8_product,
+    "app_plan::attention_backward": _inside_backward,
+}
 
 _IN_FLOAT32 = frozenset(
     {

@@ -13,13 +13,13 @@ from app.config.schema import PrecisionConfig, RunConfig
 from app.distributed.environment import world
 from app.memory import cuda_ops
 from app.memory.limits import require_planned
+from app.memory.outline import Outline
 from app.memory.phases import ANATOMY, ORDER
 from app.memory.shape import Shape
 from app.memory.trace import Numbers, Traced, trace
 from app.model.attention import register, register_kernel
-from app.model.outline import Outline
+from app.training.auto_batch import recomputed_layers
 from app.training.choices import Choices
-from app.training.layers import layers_of
 from app.training.memory import Predicted
 from app.training.precision import choose_precision
 from app.training.setup import sections_of
@@ -137,7 +137,7 @@ def plan_memory(
     """Of one process. `device`: gpu or cpu; `exact` traces every layer; `choices` of a run that has made them."""
     choices = choices or planned_choices(run.precision, device)
     estimate = Estimate(run, shape, device, choices, steps_only=steps_only)
-    return estimate.planned(layers_of(run.training), exact=exact)
+    return estimate.planned(recomputed_layers(run.training), exact=exact)
 
 
 def planned_choices(precision: PrecisionConfig, device: str) -> Choices:

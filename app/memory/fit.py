@@ -9,8 +9,8 @@ from app.config.hardware import HardwareConfig, every_hardware
 from app.config.schema import RunConfig
 from app.memory.estimate import MemoryPlan
 from app.memory.shape import Shape
-from app.training.segments import segments_grow
-from app.training.taken import taken_by_others
+from app.training.gpu_in_use import taken_by_others
+from app.training.torch_environment import has_expandable_segments
 
 _GIB = 1 << 30
 # CUDA's context, the kernels that are loaded, cuBLAS' workspaces; taken for a GPU of which it was not measured
@@ -140,7 +140,7 @@ class Verdict:
 def judge(plan: MemoryPlan, machine: Machine, processes: int = 1) -> Verdict:
     """A processor's memory has no allocator of CUDA."""
     buckets = bucket_bytes(plan, processes)
-    share = ALLOCATOR_SHARE[segments_grow()] if machine.device == "gpu" else 0.0
+    share = ALLOCATOR_SHARE[has_expandable_segments()] if machine.device == "gpu" else 0.0
     return Verdict(
         peak_bytes=plan.peak_bytes,
         buckets_bytes=buckets,

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from app.memory.flops import Arithmetic
 from app.model.offload import Host
 from app.model.recompute import recompute, repeated_layers
-from app.training.counting import Event, StorageCounter
+from app.training.storage_counter import Event, StorageCounter
 from app.training.train_step import Stepper
 
 # What is there from step to step.

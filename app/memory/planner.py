@@ -12,9 +12,16 @@ from app.memory.fit import Machine, Verdict, judge, machine_of, seconds_per_toke
 from app.memory.limits import require_planned
 from app.memory.shape import Shape, worst_case
 from app.model.source import folder_at_hand
-from app.training.bins import is_open, ladder, step_tokens, suggested, with_bins
+from app.training.auto_batch import (
+    AUTO,
+    bin_sizes,
+    has_auto_bins,
+    recomputed_layers,
+    step_tokens,
+    suggested_bin,
+    with_bins,
+)
 from app.training.choices import Choices
-from app.training.layers import AUTO, layers_of
 from app.training.limits import within_positions
 
 # A micro-batch costs as much again as the arithmetic of so many tokens: kernels are started, weights are read, and the
@@ -44,7 +51,7 @@ class Planned:
     @property
     def recomputed(self) -> int:
         """Layers."""
-        count = layers_of(self.run.training)
+        count = recomputed_layers(self.run.training)
         return self.layers if count is True else int(count)
 
 
@@ -60,7 +67,7 @@ class Planner:
         """The largest micro-batch that the settings allow, with what `auto` comes to; `exact` traces every layer."""
         require_planned(run.parallel, self.processes)
         run = within_positions(run, lambda _: None)
-        if is_open(run):
+        if has_auto_bins(run):
             found = self._largest_bins(run)
             if exact:
                 found = replace(self._fewest_layers(found.run, exact=True), chosen=found.chosen)
@@ -86,14 +93,14 @@ class Planner:
             return Planned(other, shape, plan, verdict, seconds, estimate.layers)
 
         if run.training.recompute != AUTO:
-            return planned(layers_of(run.training), exact=exact)
+            return planned(recomputed_layers(run.training), exact=exact)
         found = fewest(estimate.layers, planned)
         return replace(planned(found.recomputed, exact=True) if exact else found, chosen=True)
 
     def _largest_bins(self, run: RunConfig) -> Planned:
         """On a processor larger ones than the model suggests do not pay."""
         on_cpu = self.machine.device == "cpu"
-        rungs = [each for each in ladder(run) if not on_cpu or each <= suggested(run)]
+        rungs = [each for each in bin_sizes(run) if not on_cpu or each <= suggested_bin(run)]
         return fastest(rungs, lambda tokens: self._fewest_layers(with_bins(run, tokens)), first=on_cpu)
 
 

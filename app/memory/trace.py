@@ -13,24 +13,22 @@ from app.batch import Batch, Documents, Weights
 from app.config.schema import RunConfig
 from app.distributed.host_group import Peers
 from app.distributed.process_group import Runtime
-from app.memory.cuda_ops import HIDDEN_ON_GPU, AutocastOfCuda, PagedStates
-from app.memory.fakes import FakeAnswers, materialise
+from app.memory.cuda_ops import GPU_WORKSPACE, AutocastOfCuda, PagedStates
+from app.memory.fake_tensors import FakeAnswers, materialise
 from app.memory.flops import Arithmetic
+from app.memory.outline import Outline
 from app.memory.phases import BETWEEN, EVALUATION, KEPT, SAVE, peaks, watch
 from app.memory.shape import Shape
 from app.model.chunked_loss import linear_head
 from app.model.dtypes import DTYPES
 from app.model.fusion import fuse
-from app.model.hidden import HIDDEN
 from app.model.kernels import as_on_gpu
 from app.model.offload import Host
-from app.model.outline import Outline
 from app.model.tasks import task_of
 from app.model.trainee import Trainee
 from app.optim.one_by_one import ordinary
 from app.optim.optimizers import build_optimizer
-from app.training.anatomy import kept_tensors
-from app.training.counting import StorageCounter
+from app.training.storage_counter import CPU_WORKSPACE, StorageCounter, kept_tensors
 from app.training.train_step import Stepper
 
 _ALONE = Runtime(accelerator=None, device=torch.device("cpu"), peers=Peers(rank=0, count=1), threads=1)
@@ -113,7 +111,7 @@ def _ready(traced: Traced, network: nn.Module, recomputed: int, arithmetic: Arit
     trainee = _trainee(traced, network)
     optimizer = _optimizer(traced, trainee, paged)
     stepper = Stepper(trainee, optimizer, _ALONE, run.training.clip, fp16=traced.precision == "fp16")
-    counter = StorageCounter("cpu", HIDDEN_ON_GPU if traced.on_gpu else HIDDEN)
+    counter = StorageCounter("cpu", GPU_WORKSPACE if traced.on_gpu else CPU_WORKSPACE)
     for kind, tensors in kept_tensors(trainee, optimizer).items():
         counter.hold(kind, tensors)
     if run.adapter.fused:

@@ -19,7 +19,7 @@ from app.model.source import config_numbers, positions_of
 from app.model.tasks import task_of
 from app.model.tokenizer import load_tokenizer
 from app.model.weights import build_on_meta
-from app.training.bins import is_open, suggested, with_bins
+from app.training.auto_batch import has_auto_bins, suggested_bin, with_bins
 from app.training.classes import with_classes
 from app.training.data_advice import advice
 from app.training.limits import within_positions
@@ -134,8 +134,8 @@ class DataCheck:
 def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> DataCheck:
     """Everything that a run with these settings, divided among `processes`, would know of its data."""
     run, notes = with_format(within_positions(run, say))
-    if is_open(run):
-        run = with_bins(run, suggested(run))
+    if has_auto_bins(run):
+        run = with_bins(run, suggested_bin(run))
         notes = [
             *notes,
             f"batching.tokens=auto is found by a run; here bins have {run.batching.bin_tokens:,} tokens",

@@ -9,9 +9,8 @@ from app.config.schema import RunConfig
 from app.distributed.process_group import Runtime
 from app.errors import ConfigError
 from app.tracking.formatting import format_bytes
-from app.training.anatomy import kept_tensors
 from app.training.choices import Choices
-from app.training.counting import StorageCounter
+from app.training.storage_counter import StorageCounter, kept_tensors
 from app.training.train_step import Stepper, StepResult
 
 _COUNTED = 2  # of this start: the first step makes the optimizer's states

@@ -25,12 +25,18 @@ from app.pages.run_page import run_page
 from app.tracking.console import Console
 from app.tracking.output_dir import RunFolder
 from app.tracking.recorder import Recorder
-from app.training.anatomy import kept_bytes
-from app.training.bins import KEPT_BINS, Largest
+from app.training.auto_batch import (
+    AUTO,
+    BINS_CHOICE,
+    LAYERS_CHOICE,
+    MaxBinTokens,
+    MinRecomputedLayers,
+    found_layers,
+    kept_layers,
+)
 from app.training.checkpoint import Checkpoints, choices_of
 from app.training.finish import finish, stop
 from app.training.identity import identity
-from app.training.layers import AUTO, KEPT, Fewest, found_layers, kept_layers
 from app.training.limits import within_positions
 from app.training.memory import Forecast, Predict
 from app.training.preview import preview
@@ -41,6 +47,7 @@ from app.training.resolve import with_format
 from app.training.samples import sampler
 from app.training.setup import Ground, facts, lay_ground, layout_of, table
 from app.training.signals import listening
+from app.training.storage_counter import kept_bytes
 from app.training.train_step import Stepper
 from app.training.trainer import Loop, Parts, Rhythm
 
@@ -52,8 +59,8 @@ def train_in(
     console: Console,
     go_on: str,
     predict: Predict | None = None,
-    fewest: Fewest | None = None,
-    largest: Largest | None = None,
+    fewest: MinRecomputedLayers | None = None,
+    largest: MaxBinTokens | None = None,
 ) -> int:
     """Returns the exit code. `go_on` is for who stops the run: how to continue it; `predict` tells its memory, `fewest`
     how many layers must be recomputed, `largest` how large bins may be.
@@ -105,7 +112,7 @@ def _rehearse_if_due(
 
 
 def _with_layers(
-    run: RunConfig, ground: Ground, fewest: Fewest | None, console: Console
+    run: RunConfig, ground: Ground, fewest: MinRecomputedLayers | None, console: Console
 ) -> tuple[RunConfig, Ground]:
     """What training.recompute=auto means in this run, from its first start on."""
     if run.training.recompute != AUTO or fewest is None:
@@ -121,8 +128,8 @@ def _with_layers(
 
 def _choices(run: RunConfig, ground: Ground) -> dict[str, str]:
     """What a continued run keeps to."""
-    bins = {KEPT_BINS: str(run.batching.tokens)} if run.batching.packing else {}
-    return {**asdict(ground.choices), KEPT: str(run.training.recompute), **bins}
+    bins = {BINS_CHOICE: str(run.batching.tokens)} if run.batching.packing else {}
+    return {**asdict(ground.choices), LAYERS_CHOICE: str(run.training.recompute), **bins}
 
 
 def _largest(run: RunConfig, ground: Ground) -> tuple[Batch, int]:

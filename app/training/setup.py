@@ -31,12 +31,11 @@ from app.model.tokenizer import load_tokenizer
 from app.model.weights import build_on_meta
 from app.optim import requirements
 from app.optim.schedule import learning_rate
-from app.training import layers, taken
-from app.training.bins import Largest, settled_bins
+from app.training import gpu_in_use
+from app.training.auto_batch import MaxBinTokens, offload_notes, recomputed_layers, settled_bins
 from app.training.checkpoint import choices_of, find_checkpoint
 from app.training.choices import Choices, choose
 from app.training.classes import class_notes, with_classes
-from app.training.layers import layers_of
 from app.training.optimizer_in_backward import require_alone, require_unscaled
 from app.training.origin import content_hashes, hardware
 from app.training.steps import StepPlan, plan_steps
@@ -84,7 +83,7 @@ def lay_ground(
     checkpoints: Path,
     say: Callable[[str], None],
     notes: Sequence[str] = (),
-    largest: Largest | None = None,
+    largest: MaxBinTokens | None = None,
 ) -> Ground:
     """Tokenizer, data, machine, plan: each line needs only those above it. `notes` is told with the data; `largest`
     finds bins where none are given.
@@ -95,7 +94,7 @@ def lay_ground(
     run = with_classes(run, data.classes)
     labels = labels_of(run.task, tokenizer, run.seed, both_ways=sees_both_ways(run))
     save, remarks = find_checkpoint(checkpoints, run.resume, tidy=world().is_first)
-    for note in taken.notes():  # asked before this process takes anything itself
+    for note in gpu_in_use.notes():  # asked before this process takes anything itself
         say(f"memory  {note}")
     kept = choices_of(save)
     choices = choose(run.precision, run.attention, partial(attention_needs, run), kept)
@@ -152,7 +151,7 @@ def sections_of(run: RunConfig, choices: Choices) -> ModelSections:
         quantization=run.quantization,
         attention=choices.attention,
         precision=choices.precision,
-        recompute=layers_of(run.training),
+        recompute=recomputed_layers(run.training),
         trained=run.precision.trained,
         offload=run.training.offload,
         compile=run.compile,
@@ -204,11 +203,11 @@ def table(run: RunConfig, ground: Ground) -> list[tuple[str, str]]:
                 *class_notes(run),
                 *remarks,
                 *requirements.notes(run.optimizer, device),
-                *layers.notes(run.training, device),
+                *offload_notes(run.training, device),
                 *idle_gpus(),
                 *crowded_cores(),
                 *parallel_notes(run.parallel, ground.runtime.processes),
-                *taken.notes(),
+                *gpu_in_use.notes(),
             )
         ),
     ]
@@ -263,6 +262,6 @@ def facts(run: RunConfig, ground: Ground) -> dict[str, Any]:
             "data": ground.data.report.as_dict(),
         },
         "hardware": hardware(),
-        "memory_taken": None if (held := taken.taken_by_others()) is None else asdict(held),
+        "memory_taken": None if (held := gpu_in_use.taken_by_others()) is None else asdict(held),
         "hashes": content_hashes(ground.data, ground.tokenizer),
     }

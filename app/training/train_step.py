@@ -17,8 +17,8 @@ from app.optim.first_states import drop_states, make_states
 from app.optim.loss_scale import LossScale
 from app.optim.norm import clip_factor, scale_gradients, squares
 from app.optim.skip import skips_on_device, step_unless
-from app.training.anatomy import kept_bytes
 from app.training.optimizer_in_backward import in_backward
+from app.training.storage_counter import kept_bytes
 
 
 @dataclass(frozen=True, slots=True)

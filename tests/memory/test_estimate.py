@@ -8,7 +8,7 @@ from app.config.load import compose_run
 from app.errors import ConfigError
 from app.memory.estimate import MemoryPlan, plan_memory, planned_choices
 from app.memory.limits import not_planned, require_planned
-from app.model.outline import Outline
+from app.memory.outline import Outline
 from app.training.setup import sections_of
 from tests.memory.truth import EXPERTS, PACKED, small_run
 

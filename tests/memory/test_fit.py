@@ -41,7 +41,7 @@ def test_data_parallelism_keeps_the_gradients_that_are_not_there_at_the_peak() -
 def test_the_allocator_is_a_share_of_what_lives_on_a_gpu(
     grows: bool, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.memory.fit.segments_grow", lambda: grows)
+    monkeypatch.setattr("app.memory.fit.has_expandable_segments", lambda: grows)
     given = plan(frozen_weights=100)
     assert judge(given, GPU).lost_bytes == round(share * 100 * MIB)
     assert judge(given, replace(GPU, device="cpu")).lost_bytes == 0

@@ -11,7 +11,7 @@ from app.memory.estimate import Estimate, planned_choices
 from app.memory.fit import Verdict, judge
 from app.memory.planner import Planned, Planner, bins_in_words, fastest, fewest
 from app.memory.shape import Shape, worst_case
-from app.training.bins import ladder, step_tokens
+from app.training.auto_batch import bin_sizes, step_tokens
 from tests.memory.facts import GPU, plan
 from tests.memory.truth import small_run
 
@@ -118,7 +118,7 @@ def test_where_there_is_room_nothing_else_is_planned() -> None:
 
 
 def test_bins_and_layers_are_found_on_a_gpu_and_on_a_processor() -> None:
-    assert ladder(BINS) == RUNGS
+    assert bin_sizes(BINS) == RUNGS
     assert step_tokens(BINS) == 2048
     found = Planner(GPU).at(BINS)
     assert (found.run.batching.bin_tokens, found.run.batching.accumulation) == (2048, 1), "there is room"

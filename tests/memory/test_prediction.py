@@ -13,9 +13,8 @@ from app.memory.planner import largest_bins, recompute_fewest
 from app.model.build import build_trainee
 from app.model.chunked_loss import settle_head
 from app.optim.optimizers import build_optimizer
-from app.training.bins import settled_bins
+from app.training.auto_batch import found_layers, settled_bins
 from app.training.choices import Choices
-from app.training.layers import found_layers
 from app.training.memory import Forecast, Measured, Predicted
 from app.training.setup import sections_of
 from app.training.train_step import Stepper

@@ -11,10 +11,9 @@ from app.memory.shape import Shape
 from app.model.build import build_trainee
 from app.model.chunked_loss import settle_head
 from app.optim.optimizers import build_optimizer
-from app.training.anatomy import kept_tensors
 from app.training.choices import Choices
-from app.training.counting import StorageCounter
 from app.training.setup import sections_of
+from app.training.storage_counter import StorageCounter, kept_tensors
 from app.training.train_step import Stepper
 
 SMALL = (

@@ -26,7 +26,7 @@ from app.model.head import own_head
 from app.model.kernels import as_on_gpu
 from app.model.kernels.loss import spend as spend_logits
 from app.model.trainee import Trainee
-from app.training.counting import StorageCounter
+from app.training.storage_counter import StorageCounter
 from tests.choices import pairwise, taking_turns
 from tests.model.small import (
     ALL_KINDS,

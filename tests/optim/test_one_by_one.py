@@ -12,7 +12,7 @@ from app.optim.one_by_one import OneByOne, ordinary, steps_in_backward
 from app.optim.optimizers import build_optimizer
 from app.optim.requirements import BITSANDBYTES_KINDS
 from app.optim.skip import skips_on_device, step_unless
-from app.training.counting import StorageCounter
+from app.training.storage_counter import StorageCounter
 from tests.optim.small import KINDS, Regression, built, regression, section, train
 from tests.optim.test_skip import SKIPPING
 from tests.optim.test_state import equal, read, write

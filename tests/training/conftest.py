@@ -22,8 +22,8 @@ from app.model.tokenizer import load_tokenizer
 from app.model.trainee import Trainee
 from app.model.weights import build_on_meta
 from app.optim.optimizers import build_optimizer
+from app.training.auto_batch import recomputed_layers
 from app.training.checkpoint import Checkpoints
-from app.training.layers import layers_of
 from app.training.progress import Progress
 from app.training.steps import StepPlan
 from app.training.train_step import Stepper
@@ -76,7 +76,7 @@ def sections_of(run: RunConfig, attention: str = "sdpa") -> ModelSections:
         quantization=run.quantization,
         attention=attention,
         precision=run.precision.kind,
-        recompute=layers_of(run.training),
+        recompute=recomputed_layers(run.training),
         trained=run.precision.trained,
     )
 

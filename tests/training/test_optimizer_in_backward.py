@@ -12,10 +12,10 @@ from app.data.loader import Loader
 from app.distributed.host_group import Peers
 from app.distributed.process_group import Runtime
 from app.errors import ConfigError, EnvironmentProblem
-from app.training.anatomy import kept_bytes
 from app.training.checkpoint import Checkpoints
 from app.training.optimizer_in_backward import require_alone, require_unscaled
 from app.training.progress import Progress
+from app.training.storage_counter import kept_bytes
 from app.training.train_step import Stepper
 from tests.scarcity import scarce
 from tests.training.conftest import MakeLoop, small_run, stepper_of

@@ -8,7 +8,7 @@ from app.config.load import compose_run
 from app.config.schema import RunConfig
 from app.distributed.host_group import Peers
 from app.errors import ConfigError
-from app.training.bins import ladder, settled_bins, step_tokens, suggested, with_bins
+from app.training.auto_batch import bin_sizes, settled_bins, step_tokens, suggested_bin, with_bins
 from app.training.choices import Choices
 
 CHOICES = Choices("fp32", "sdpa")
@@ -31,16 +31,16 @@ def asked(*words: str) -> RunConfig:
 )
 def test_every_rung_divides_the_step_and_holds_a_row(words: tuple[str, ...], expected: list[int]) -> None:
     run = asked(*words)
-    assert ladder(run) == expected
+    assert bin_sizes(run) == expected
     for tokens in expected:
         batching = with_bins(run, tokens).batching
         assert batching.bin_tokens * batching.accumulation == step_tokens(run)
 
 
 def test_without_a_plan_it_is_what_the_model_suggests() -> None:
-    assert suggested(asked("batching.accumulation=4", "dataset.max_length=64")) == 256
-    assert suggested(asked("batching.accumulation=3", "dataset.max_length=64")) == 192
-    assert suggested(asked("batching.accumulation=3", "dataset.max_length=250")) == 384
+    assert suggested_bin(asked("batching.accumulation=4", "dataset.max_length=64")) == 256
+    assert suggested_bin(asked("batching.accumulation=3", "dataset.max_length=64")) == 192
+    assert suggested_bin(asked("batching.accumulation=3", "dataset.max_length=250")) == 384
 
 
 def test_a_plan_decides_a_continued_run_keeps_and_numbers_stay() -> None:

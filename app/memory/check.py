@@ -13,8 +13,8 @@ from app.memory.planner import Planned, Planner, by_facts
 from app.memory.shape import Shape
 from app.memory.suggest import COSTS, Suggestion, Suggestions
 from app.model.quantization import require_machine
-from app.training import layers
-from app.training.segments import segments_grow
+from app.training.auto_batch import offload_notes
+from app.training.torch_environment import has_expandable_segments
 
 
 def check_memory(
@@ -118,13 +118,13 @@ def _notes(found: Planned, machine: Machine, processes: int) -> Iterator[str]:
         yield f"training.recompute=auto means {found.run.training.recompute} layers here"
     if found.chosen_bins:
         yield f"batching.tokens=auto means {' '.join(found.bins)} here"
-    yield from layers.notes(found.run.training, machine.device)
+    yield from offload_notes(found.run.training, machine.device)
     if machine.device == "cpu":
         yield "on a processor the context is what this program has loaded, and nothing is known of the allocator"
         return
     if not machine.context_is_measured:
         yield f"the context of {machine.label} was not measured yet: {machine.context_bytes / 1e9:.1f} GB are assumed"
-    if not segments_grow():
+    if not has_expandable_segments():
         yield "the environment switches expandable segments off; without them torch takes more"
     if processes > 1:
         yield f"each of {processes} processes needs as much: data parallelism divides rows, not the model"

@@ -6,7 +6,7 @@ from app.data.layout import Padded
 from app.data.loader import Loader, Share
 from app.data.prepare import Data
 from app.distributed.process_group import Runtime
-from app.training.anatomy import kept_bytes
+from app.training.storage_counter import kept_bytes
 from app.training.train_step import Stepper
 from tests.training.conftest import small_run, stepper_of
 

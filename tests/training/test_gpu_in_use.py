@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from app.memory.fit import machine_of
-from app.training import taken
-from app.training.taken import Taken, notes, taken_by_others
+from app.training import gpu_in_use
+from app.training.gpu_in_use import Taken, notes, taken_by_others
 
 UUID = "01234567-89ab-cdef-0123-456789abcdef"
 
@@ -44,16 +44,16 @@ def driver(begun: list[str]) -> Any:
 def test_the_driver_tells_whose_memory_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[str] = []
     monkeypatch.setitem(sys.modules, "pynvml", driver(begun))
-    found = taken._asked_of_driver(UUID)
+    found = gpu_in_use._asked_of_driver(UUID)
     assert found == Taken(80_000_000_000, 22_400_000_000, ((77, None), (1234, 22_000_000_000)))
     assert found.words == "22.4 GB of 80.0 GB are taken by other processes (pid 77, pid 1234: 22.0 GB)"
-    assert taken._asked_of_driver("another") is None
+    assert gpu_in_use._asked_of_driver("another") is None
     assert not begun, "what was begun is ended"
 
 
 def test_without_the_package_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert taken._asked_of_driver(UUID) is None
+    assert gpu_in_use._asked_of_driver(UUID) is None
 
 
 def test_what_fits_is_decided_on_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,13 +67,13 @@ def test_what_fits_is_decided_on_what_is_free(monkeypatch: pytest.MonkeyPatch) -
     ):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     full = Taken(80 << 30, 23 << 30, ((5, 22 << 30),))
-    monkeypatch.setattr(taken, "taken_by_others", lambda: full)
+    monkeypatch.setattr(gpu_in_use, "taken_by_others", lambda: full)
     monkeypatch.setattr("app.memory.fit.taken_by_others", lambda: full)
     machine = machine_of(None)
     assert machine.memory_bytes == 57 << 30
     assert machine.label == "Some GPU, of which others hold 24.7 GB"
     assert notes() == [full.words]
-    monkeypatch.setattr(taken, "taken_by_others", lambda: replace(full, bytes=100 << 20))
+    monkeypatch.setattr(gpu_in_use, "taken_by_others", lambda: replace(full, bytes=100 << 20))
     assert notes() == [], "a screen is nothing to speak of"
 
 

@@ -1,0 +1,209 @@
+"""Bytes of tensors: what stays from step to step, by part, and every storage as it is made and freed.
+
+Works on real tensors and on fake ones, so that a plan and a real step are counted by the same code.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from app.distributed.fsdp import local
+from app.model.kernels import loss
+from app.model.quantization import constants_of
+from app.model.trainee import Trainee
+from app.optim.one_by_one import stepped_by, steps_in_backward
+
+_ASKS_DEVICE = torch.ops.prim.device.default
+_BLOCK_BYTES = 512  # what CUDA's allocator rounds up to; the same everywhere, so that counts can be compared
+_FLOAT32_BYTES = 4
+_DOUBLE_QUANT_BLOCK_BYTES = 8  # the scales as they were, and once more with their offset
+
+Workspace = Mapping[str, Callable[..., int]]  # full name of an operation -> bytes for its arguments
+Event = tuple[int, int]  # serial of a storage, and its bytes: above 0 when made, below 0 when freed
+
+
+# ---- what stays from step to step
+
+
+def kept_bytes(trainee: Trainee, optimizer: Optimizer) -> dict[str, int]:
+    """Bytes on this process by part. Gradients are counted as at the end of a step, as large as what this process
+    steps; there are none where weights are stepped in the backward pass.
+    """
+    kept = kept_tensors(trainee, optimizer)
+    found = {part: sum(map(_local_bytes, kept[part])) for part in kept}
+    return {
+        "frozen_weights": found["frozen_weights"],
+        "quantization_constants": found["quantization_constants"],
+        "trained_weights": found["trained_weights"],
+        "gradients": 0 if steps_in_backward(optimizer) else sum(map(_local_bytes, stepped_by(optimizer))),
+        "optimizer_states": found["optimizer_states"],
+    }
+
+
+def _local_bytes(tensor: Tensor) -> int:
+    own = local(tensor)
+    return own.numel() * own.element_size()
+
+
+def kept_tensors(trainee: Trainee, optimizer: Optimizer | None) -> dict[str, list[Tensor]]:
+    """Tensors by part, without gradients."""
+    trained = {id(parameter) for parameter in trainee.trained().values()}
+    weights = list(trainee.network.parameters())
+    frozen = [weight for weight in weights if id(weight) not in trained]
+    return {
+        "frozen_weights": [*frozen, *trainee.network.buffers()],
+        "quantization_constants": [each for weight in frozen for each in constants_of(weight)],
+        "trained_weights": [weight for weight in weights if id(weight) in trained],
+        "optimizer_states": [] if optimizer is None else list(_tensors(optimizer.state.values())),
+    }
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(value.values())
+    elif isinstance(value, Iterable) and not isinstance(value, str):
+        for each in value:
+            yield from _tensors(each)
+
+
+# ---- what operations allocate and free before they return
+
+
+def _dequantized_weight(
+    rows: Tensor,
+    _packed: Tensor,
+    shape: list[int],
+    _scales: Tensor,
+    block: int,
+    _kind: str,
+    bias: Tensor | None = None,  # noqa: ARG001
+    absmax_8bit: Tensor | None = None,
+    *_more: Any,
+    **_named: Any,
+) -> int:
+    """bitsandbytes dequantizes the whole weight before it multiplies by as many rows as training has."""
+    count = shape[0] * shape[1]
+    scales = 0 if absmax_8bit is None else -(-count // block) * _DOUBLE_QUANT_BLOCK_BYTES
+    return count * rows.element_size() + scales
+
+
+def _fp8_rows(rows: Tensor) -> int:
+    """Rounded to e4m3 by way of float32."""
+    return rows.numel() * _FLOAT32_BYTES
+
+
+def _fp8_product(
+    rows: Tensor, _of_rows: Tensor, weight: Tensor, _of_weight: Tensor, dtype: torch.dtype, _fast: bool
+) -> int:
+    """Both sides in float32, and their product where another dtype is wanted."""
+    sums = 0 if dtype == torch.float32 else rows.shape[0] * weight.shape[0]
+    return (rows.numel() + weight.numel() + sums) * _FLOAT32_BYTES
+
+
+CPU_WORKSPACE: Workspace = {
+    "bitsandbytes::gemm_4bit": _dequantized_weight,
+    "app_kernels::spend_logits": loss.hidden,
+    "app_fp8::quantize_rows": _fp8_rows,
+    "app_fp8::product": _fp8_product,
+}
+
+
+# ---- every storage
+
+
+def rounded(size: int) -> int:
+    """Bytes that CUDA's allocator takes for `size` bytes."""
+    return -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
+
+
+class StorageCounter(TorchDispatchMode):
+    """Counts storages of `device` while it is entered; changes nothing that is computed.
+
+    Storages made before are counted if they are given to `hold`; those given to `ignore` never are.
+    """
+
+    def __init__(self, device: str, workspace: Workspace = CPU_WORKSPACE) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: list[Event] = []
+        self.kinds: dict[int, str] = {}  # by serial, of storages given to `hold`
+        self.phases: list[tuple[int, str]] = []  # by the index of the event that each begins with
+        self.current = self.peak = 0
+        self._device = device
+        self._workspace = workspace
+        self._known: dict[int, tuple[int, int, Any]] = {}  # by the address of the C++ storage
+        self._serial = 0
+
+    def hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that were made before."""
+        for tensor in tensors:
+            serial = self._see(tensor)
+            if serial is not None:
+                self.kinds[serial] = kind
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Do not count these tensors, nor views of them."""
+        for tensor in tensors:
+            self._add(tensor.untyped_storage(), 0)
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase: later events belong to it."""
+        self.phases.append((len(self.events), phase))
+
+    def serial_of(self, tensor: Tensor) -> int | None:
+        """The serial of its storage in `events`."""
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        return None if known is None else known[0]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _ASKS_DEVICE:  # most of what autograd asks of a fake tensor, and nothing is made
+            return args[0].device
+        out = func(*args, **kwargs)
+        for each in out if isinstance(out, list | tuple) else (out,):
+            if isinstance(each, Tensor):
+                self._see(each)
+        workspace = self._workspace.get(func._overloadpacket._qualified_op_name)
+        if workspace is not None:
+            self._pass(workspace(*args, **kwargs))
+        return out
+
+    def _see(self, tensor: Tensor) -> int | None:
+        if tensor.device.type != self._device:
+            return None
+        storage = tensor.untyped_storage()
+        known = self._known.get(storage._cdata)
+        if known is not None:
+            return known[0]
+        size = storage.nbytes()
+        return self._add(storage, rounded(size)) if size else None
+
+    def _add(self, storage: Any, size: int) -> int:
+        self._serial += 1
+        serial, address = self._serial, storage._cdata
+        self._known[address] = serial, size, ref(storage, partial(self._gone, address, serial, size))
+        self._count(serial, size)
+        return serial
+
+    def _gone(self, address: int, serial: int, size: int, _storage: Any) -> None:
+        if self._known.get(address, (None,))[0] == serial:
+            del self._known[address]
+        self._count(serial, -size)
+
+    def _pass(self, size: int) -> None:
+        self._serial += 1
+        self._count(self._serial, size)
+        self._count(self._serial, -size)
+
+    def _count(self, serial: int, size: int) -> None:
+        if size:
+            self.events.append((serial, size))
+            self.current += size
+            self.peak = max(self.peak, self.current)
