@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 class Sharding:
@@ -136,6 +137,14 @@ def local_parameters(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, n
         for each in parameters
         if local(each).numel()
     }
+
+
+def first_number(tensor: Tensor) -> int:
+    """Where the first number that this process keeps stands in the whole tensor."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return offset[0] * (tensor.numel() // tensor.shape[0])
 
 
 def like_shard(tensor: Tensor, shard: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ class Trained:
     parameter: nn.Parameter
     decays: bool
     is_hidden_matrix: bool  # 2-D, and neither an embedding nor the output head
-    place: int = 0  # among all that are trained, whoever steps them
+    place: int = 0  # among all trained tensors of the model
+    first: int = 0  # of a shard: where its first number stands in the whole tensor
 
 
 def trained_parameters(model: nn.Module) -> list[Trained]:

@@ -1,6 +1,6 @@
 """An optimizer that is stepped one parameter at a time: so that what a step needs exists for one of them only.
 
-Weights in bfloat16 get a copy in float32 for as long as they are stepped, and are rounded back by chance
+Weights in bfloat16 get a copy in float32 for as long as they are stepped, and are rounded back stochastically
 (`optim.rounding`). To the optimizer inside nothing is in bfloat16: it is made for stand-ins in float32, which have a
 shape and no memory of their own between steps, so its states, and what loads them, are as they always are.
 """
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from app.optim.groups import Trained
-from app.optim.rounding import chance_of, round_into
+from app.optim.rounding import round_into
 from app.optim.skip import skips_on_device, step_unless
 
 STEPS_ROUNDED = "steps_rounded"  # in the first group, for a state_dict has it then
@@ -53,7 +53,7 @@ class OneByOne(Optimizer):
         self._share()
         real = {each.name: each.parameter for each in trained}
         self._places = {real[place.name]: place for place in _places(self.inner)}
-        self._index = {each.parameter: each.place for each in trained}
+        self._trained = {each.parameter: each for each in trained}
 
     @property
     def stepped(self) -> list[nn.Parameter]:
@@ -92,8 +92,8 @@ class OneByOne(Optimizer):
                 parameter.grad = None  # nobody reads it any more
             self._step_at(place, found_inf)
             place.exact.grad = None
-            step, index = self.param_groups[0][STEPS_ROUNDED], self._index[parameter]
-            round_into(parameter, place.exact, chance_of(parameter.device, self._seed, step, index))
+            step, trained = self.param_groups[0][STEPS_ROUNDED], self._trained[parameter]
+            round_into(parameter, place.exact, f"{self._seed}/{step}/{trained.place}", trained.first)
         finally:
             place.exact.grad, place.exact.data = None, nothing
 

@@ -27,17 +27,17 @@ def build_optimizer(
     config: OptimizerConfig,
     model: nn.Module,
     seed: int = 0,
-    stand_ins: Mapping[nn.Parameter, nn.Parameter] | None = None,
+    shards: Mapping[nn.Parameter, tuple[nn.Parameter, int]] | None = None,
 ) -> Optimizer:
-    """The optimizer of the model's trained parameters, which must be on their device; of what stands for them where a
-    process steps a part of each, and for none where it has no part.
+    """The optimizer of the model's trained parameters, which must be on their device. `shards`: where a process keeps
+    a part of each, that part and the place of its first number in the whole; none of it where a process has no part.
 
     Weights in bfloat16 are never stepped as they are: most updates would be lost. `seed` is for their rounding.
     """
     trained = trained_parameters(model)
-    if stand_ins is not None:
-        pairs = ((each, stand_ins.get(each.parameter)) for each in trained)
-        trained = [replace(each, parameter=own) for each, own in pairs if own is not None]
+    if shards is not None:
+        own = ((each, *shards[each.parameter]) for each in trained if each.parameter in shards)
+        trained = [replace(each, parameter=shard, first=first) for each, shard, first in own]
     assert trained, "the model has no trained parameter"
     build = OPTIMIZERS[config.kind]
     if config.in_backward or any(each.parameter.dtype == torch.bfloat16 for each in trained):

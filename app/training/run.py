@@ -11,6 +11,7 @@ from app.batch import Batch
 from app.config.dataset import trains_answers
 from app.config.schema import RunConfig
 from app.distributed.environment import world
+from app.distributed.fsdp import first_number
 from app.distributed.reduction import Divided
 from app.errors import AppError
 from app.model.build import base_path, build_trainee, unpacked_base
@@ -181,8 +182,10 @@ def _stepper(run: RunConfig, ground: Ground, trainee: Trainee) -> Stepper:
     trained = list(trainee.trained().values())
     whole = looks_at_matrices(run.optimizer)
     reduction = ground.runtime.reduction(trained, trainee.sharding, whole_matrices=whole)
-    stand_ins = reduction.local if isinstance(reduction, Divided) and not whole else None
-    optimizer = build_optimizer(run.optimizer, trainee, run.seed, stand_ins)
+    shards = None
+    if isinstance(reduction, Divided) and not whole:
+        shards = {each: (own, first_number(each)) for each, own in reduction.local.items()}
+    optimizer = build_optimizer(run.optimizer, trainee, run.seed, shards)
     fp16 = ground.choices.precision == "fp16"
     stepper = Stepper(trainee, optimizer, ground.runtime, run.training.clip, fp16=fp16, reduction=reduction)
     ground.runtime.seed(run.seed)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from app.optim.one_by_one import OneByOne, ordinary, steps_in_backward
@@ -158,3 +159,26 @@ def test_clearing_the_gradients_clears_those_of_the_weights() -> None:
         parameter.grad = torch.ones_like(parameter)
     optimizer.zero_grad()
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_rows_of_a_shard_are_stepped_as_in_the_whole() -> None:
+    """To the last bit: a run does not depend on the number of processes that divide its weights."""
+    (whole_model, whole), (model, _) = narrow("adamw"), narrow("adamw")
+    optimizers = []
+    for part in range(2):
+        shards = {}
+        for parameter in model.parameters():
+            size = -(-len(parameter) // 2)
+            rows = parameter.detach()[part * size : (part + 1) * size]
+            shards[parameter] = (nn.Parameter(rows), part * size * parameter[0].numel())
+        optimizers.append((build_optimizer(section("adamw"), model, 5, shards), shards))
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        for parameter, other in zip(whole_model.parameters(), model.parameters(), strict=True):
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(torch.bfloat16)
+            for _, shards in optimizers:
+                rows, first = shards[other]
+                rows.grad = parameter.grad.flatten()[first : first + rows.numel()].view_as(rows)
+        for optimizer in (whole, *(each for each, _ in optimizers)):
+            optimizer.step()
+    assert equal(model.state_dict(), whole_model.state_dict())

@@ -5,14 +5,12 @@ import torch
 from torch import Tensor
 
 from app.optim import rounding
-from app.optim.rounding import chance_of, round_into
-
-CPU = torch.device("cpu")
+from app.optim.rounding import round_into
 
 
 def rounded(exact: Tensor, seed: int = 0, step: int = 0, index: int = 0) -> Tensor:
     weight = torch.empty(exact.shape, dtype=torch.bfloat16)
-    round_into(weight, exact, chance_of(CPU, seed, step, index))
+    round_into(weight, exact, f"{seed}/{step}/{index}")
     return weight
 
 
@@ -79,18 +77,28 @@ def test_the_programs_own_random_numbers_are_not_touched() -> None:
 def test_weights_of_any_layout_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = torch.randn(30, 7, generator=torch.Generator().manual_seed(0))
     columns = torch.empty(7, 30, dtype=torch.bfloat16).t()
-    round_into(columns, exact, chance_of(CPU, 0, 0, 0))
+    round_into(columns, exact, "0/0/0")
     assert torch.equal(columns, rounded(exact))
     assert torch.equal(rounded(exact.t().contiguous().t()), rounded(exact))
-    monkeypatch.setattr(rounding, "_PIECE", 16)
+    monkeypatch.setattr(rounding, "_PIECE_NUMBERS", 16)
     difference = (rounded(exact).double() - exact.double()).abs()
     assert (difference < spacing(exact)).all()
+
+
+def test_rows_of_a_shard_are_rounded_as_in_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounding, "_PIECE_NUMBERS", 16)
+    exact = torch.randn(30, 7, generator=torch.Generator().manual_seed(0))
+    whole = rounded(exact)
+    for low, high in ((0, 10), (10, 20), (20, 30), (3, 4), (29, 30)):
+        rows = torch.empty(high - low, 7, dtype=torch.bfloat16)
+        round_into(rows, exact[low:high], "0/0/0", first=low * 7)
+        assert torch.equal(rows, whole[low:high])
 
 
 def test_autograd_is_told_that_a_weight_changed() -> None:
     """Whoever kept it for its backward pass must not go on with another one silently."""
     weight = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
     out = (weight * weight).sum()
-    round_into(weight, torch.zeros(3), chance_of(CPU, 0, 0, 0))
+    round_into(weight, torch.zeros(3), "0/0/0")
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward()

@@ -10,7 +10,7 @@ from torch import nn
 from app.optim.first_states import drop_states, make_states
 from app.optim.optimizers import build_optimizer
 from app.optim.requirements import PAGED_KINDS
-from app.optim.rounding import chance_of, round_into
+from app.optim.rounding import round_into
 from app.optim.skip import step_unless
 from app.optim.state import flatten, load_state
 from tests.gpu import waiting_is_an_error
@@ -96,15 +96,15 @@ def test_rounding_on_the_device_is_right_on_average_and_waits_for_nobody() -> No
     again = torch.empty_like(weight)
     torch.cuda.synchronize()
     with waiting_is_an_error():
-        round_into(weight, exact, chance_of(exact.device, 1, 2, 3))
-        round_into(again, exact, chance_of(exact.device, 1, 2, 3))
+        round_into(weight, exact, "1/2/3")
+        round_into(again, exact, "1/2/3")
     assert torch.equal(weight, again)
     assert sorted(weight.float().unique().tolist()) == [1.0, 1 + 1 / 128]
     assert float(weight.double().mean()) == pytest.approx(float(exact[0].double()), abs=5 * 0.5 / 128 / 1024)
     every = torch.arange(-(1 << 15), 1 << 15, device="cuda", dtype=torch.int32).to(torch.int16)
     patterns = every.view(torch.bfloat16)
     found = torch.empty_like(patterns)
-    round_into(found, patterns.float(), chance_of(exact.device, 0, 0, 0))
+    round_into(found, patterns.float(), "0/0/0")
     assert torch.equal(found[~patterns.isnan()].view(torch.int16), every[~patterns.isnan()])
     assert found[patterns.isnan()].isnan().all()
 
