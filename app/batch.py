@@ -1,4 +1,4 @@
-"""The batch that data makes and that model and engine use: the one shape they agree on."""
+"""The batch that data builds, and that model and training use."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,47 +11,46 @@ IGNORE = -100  # the target of a row that only fills up
 
 
 @dataclass(frozen=True, slots=True)
-class Documents:
-    """Which positions of a packed row, or of all rows one after another, belong together, for attention.
+class PackedSequences:
+    """The documents of a packed row, or of all rows one after another, between which attention must not look.
 
-    The size of `bounds` and the value of `longest` are the same in every batch of a run, so that one compiled graph
-    serves all of them and a GPU's allocator sees nothing new.
+    The size of `cu_seqlens` and the value of `max_seqlen` are equal in every batch of a run, so that one compiled
+    graph serves all of them and a GPU's allocator sees nothing new.
     """
 
     lengths: tuple[int, ...]  # none is 0; they add up to S
-    bounds: Tensor  # int32: where each begins and the last one ends; S repeated after that means empty ones
-    longest: int  # no document has more tokens: kernels would leave the rest uncomputed, without an error
+    cu_seqlens: Tensor  # int32: where each document begins and the last one ends; S repeated means empty ones
+    max_seqlen: int  # no document has more tokens: kernels would leave the rest uncomputed, without an error
 
     @classmethod
-    def of(cls, lengths: Sequence[int], longest: int | None = None, places: int | None = None) -> "Documents":
-        """Of these lengths; `places` for documents and `longest` hold for the whole run, by default for these alone."""
-        longest = max(lengths) if longest is None else longest
-        places = len(lengths) if places is None else places
-        assert max(lengths) <= longest, "a document is longer than kernels are told"
-        assert len(lengths) <= places, "there are more documents than places"
-        bounds = list(accumulate(lengths, initial=0))
-        padded = bounds + bounds[-1:] * (places - len(lengths))
-        return cls(tuple(lengths), torch.tensor(padded, dtype=torch.int32), longest)
+    def from_lengths(
+        cls, lengths: Sequence[int], max_seqlen: int | None = None, max_documents: int | None = None
+    ) -> "PackedSequences":
+        """Build from document lengths. The two limits are those of the whole run; by default those of `lengths`."""
+        max_seqlen = max(lengths) if max_seqlen is None else max_seqlen
+        max_documents = len(lengths) if max_documents is None else max_documents
+        assert max(lengths) <= max_seqlen, "a document is longer than max_seqlen"
+        assert len(lengths) <= max_documents, "there are more documents than max_documents"
+        ends = list(accumulate(lengths, initial=0))
+        padded = ends + ends[-1:] * (max_documents - len(lengths))
+        return cls(tuple(lengths), torch.tensor(padded, dtype=torch.int32), max_seqlen)
 
-    def to(self, device: torch.device) -> "Documents":
-        """The same with its bounds on `device`; host values stay."""
-        return self.mapped(lambda bounds: bounds.to(device, non_blocking=True))
+    def to(self, device: torch.device) -> "PackedSequences":
+        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> "Documents":
-        """The same with its tensors elsewhere; host values stay."""
-        return replace(self, bounds=change(self.bounds))
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "PackedSequences":
+        return replace(self, cu_seqlens=change(self.cu_seqlens))
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class LossWeights:
     """How much each target of a batch counts in the loss."""
 
-    each: Tensor  # [N] float32
+    per_target: Tensor  # [N] float32
     total: float  # a host value
 
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> "Weights":
-        """The same with its tensors elsewhere."""
-        return replace(self, each=change(self.each))
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "LossWeights":
+        return replace(self, per_target=change(self.per_target))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,27 +59,25 @@ class Batch:
 
     Padded, each row is one document followed by padding, and `documents` is None if no token sees those after it, else
     the documents and paddings of all rows in turn. Packed, R is 1 and the row is `documents` side by side; the last of
-    them may be filling. What decides shapes or control flow is a host value, so
-    that nothing data-dependent runs on the device.
+    them may be filling. What decides shapes or control flow is a host value, so that nothing data-dependent runs on
+    the device.
     """
 
     ids: Tensor  # [R, S] token ids
     positions: Tensor  # [R, S] position of each token within its document
-    label_rows: (
-        Tensor  # [N] flat index (r * S + s) of each hidden state that predicts a trained token, or a class
-    )
+    label_rows: Tensor  # [N] flat index (r * S + s) of each hidden state that predicts a token, or a class
     targets: Tensor  # [N] the token or the class it must predict, IGNORE where the row only fills up
     lengths: tuple[int, ...]  # tokens of each document, without padding
     num_labels: int  # targets that are not IGNORE
     num_tokens: int  # tokens without padding
-    documents: Documents | None = None
+    documents: PackedSequences | None = None
     samples: tuple[int, ...] = ()  # of an evaluation: which row of the data each document is
-    weights: Weights | None = None  # None: each label counts 1
-    segments: Tensor | None = None  # [R, S] of pairs: 1 where the second side is, else 0
+    weights: LossWeights | None = None  # None: each target counts 1
+    token_type_ids: Tensor | None = None  # [R, S] of pairs: 1 where the second text is, else 0
 
     @property
     def label_weight(self) -> float:
-        """What the labels count together: the loss of a step is divided by that of all its batches."""
+        """Weight of all labels together: the loss of a step is divided by that of all its batches."""
         return float(self.num_labels) if self.weights is None else self.weights.total
 
     @property
@@ -93,29 +90,28 @@ class Batch:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that a device gets of it."""
-        bounds = [] if self.documents is None else [self.documents.bounds]
-        weights = [] if self.weights is None else [self.weights.each]
-        sides = [] if self.segments is None else [self.segments]
-        return [self.ids, self.positions, self.label_rows, self.targets, *bounds, *weights, *sides]
+        """All tensors, which are what a device receives."""
+        cu_seqlens = [] if self.documents is None else [self.documents.cu_seqlens]
+        weights = [] if self.weights is None else [self.weights.per_target]
+        token_types = [] if self.token_type_ids is None else [self.token_type_ids]
+        return [self.ids, self.positions, self.label_rows, self.targets, *cu_seqlens, *weights, *token_types]
 
     def to(self, device: torch.device) -> "Batch":
-        """The same batch on `device`; host values stay. The host does not wait if it is pinned."""
-        return self.mapped(lambda tensor: tensor.to(device, non_blocking=True))
+        """Copy to `device`; the host does not wait if the tensors are pinned."""
+        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> "Batch":
-        """The same in pages of the host that a GPU copies by itself."""
-        return self.mapped(Tensor.pin_memory)
+        return self.map_tensors(Tensor.pin_memory)
 
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        """The same with its tensors elsewhere; host values stay."""
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        """Apply `change` to every tensor; host values stay."""
         return replace(
             self,
             ids=change(self.ids),
             positions=change(self.positions),
             label_rows=change(self.label_rows),
             targets=change(self.targets),
-            documents=None if self.documents is None else self.documents.mapped(change),
-            weights=None if self.weights is None else self.weights.mapped(change),
-            segments=None if self.segments is None else change(self.segments),
+            documents=None if self.documents is None else self.documents.map_tensors(change),
+            weights=None if self.weights is None else self.weights.map_tensors(change),
+            token_type_ids=None if self.token_type_ids is None else change(self.token_type_ids),
         )

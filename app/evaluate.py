@@ -44,7 +44,7 @@ def score(config: EvaluateConfig, names: Sequence[str], console: Console) -> Non
         if len(names) > 1:  # the first may be long before the second
             console.say(f"{name:<8}{Scores.of(sums[name].sum(axis=0)).words()}")
     if scoring.runtime.rank == 0:
-        found = SideBySide.of(sums, scoring.rows.sides)
+        found = SideBySide.of(sums, scoring.rows.split_hashes)
         console.say(found.table())
         facts = {"answers": found.answers, **scoring.facts(), "weights": config.weights}
         write_json(target, {**found.as_dict(), **facts})

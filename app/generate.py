@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 def generate(config: GenerateConfig) -> None:
     """From a checked config to answers."""
-    from app.data.prompts import asked, file_of, read_prompts
+    from app.data.prompts import as_conversation, prompts_file, read_prompts
 
     if config.prompts is not None:
-        file_of(config.prompts)
+        prompts_file(config.prompts)
     folder = None if config.run is None else finished_folder(config.run)
     run = None if folder is None else read_run(folder / "run.yaml")
     if folder is not None and run is not None and run.task.kind == "classification":
@@ -47,7 +47,7 @@ def generate(config: GenerateConfig) -> None:
     if questions is not None:
         _answer_file(config, answerer, questions)
     elif config.prompt is not None:
-        ((_, answer),) = answerer.answers([asked(config.prompt, config.system)], batch=1)
+        ((_, answer),) = answerer.answers([as_conversation(config.prompt, config.system)], batch=1)
         sys.stdout.write(f"{answer}\n")
     else:
         _converse(config, answerer)

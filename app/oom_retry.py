@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from app.batch import IGNORE, Batch, Documents, Weights
+from app.batch import IGNORE, Batch, LossWeights, PackedSequences
 from app.errors import EnvironmentProblem, Unfinished
 
 Found = TypeVar("Found")
@@ -124,8 +124,10 @@ def _of_one_row(batch: Batch, first: int, last: int) -> Batch:
         batch,
         ids=batch.ids[:, columns],
         positions=batch.positions[:, columns],
-        segments=None if batch.segments is None else batch.segments[:, columns],
-        documents=None if whole is None else Documents.of(lengths, whole.longest, len(whole.bounds) - 1),
+        token_type_ids=None if batch.token_type_ids is None else batch.token_type_ids[:, columns],
+        documents=None
+        if whole is None
+        else PackedSequences.from_lengths(lengths, whole.max_seqlen, len(whole.cu_seqlens) - 1),
     )
     return _with_labels(cut, batch, (first, last), inside, batch.label_rows - begin)
 
@@ -140,8 +142,8 @@ def _of_rows(batch: Batch, first: int, last: int) -> Batch:
         batch,
         ids=batch.ids[rows, columns],
         positions=batch.positions[rows, columns],
-        segments=None if batch.segments is None else batch.segments[rows, columns],
-        documents=None if batch.documents is None else Documents.of(parts),
+        token_type_ids=None if batch.token_type_ids is None else batch.token_type_ids[rows, columns],
+        documents=None if batch.documents is None else PackedSequences.from_lengths(parts),
     )
     inside = (row >= first) & (row < last)
     return _with_labels(cut, batch, (first, last), inside, (row - first) * width + column)
@@ -166,8 +168,8 @@ def _with_labels(
     )
 
 
-def _weights(batch: Batch, chosen: Tensor) -> Weights | None:
+def _weights(batch: Batch, chosen: Tensor) -> LossWeights | None:
     if batch.weights is None:
         return None
-    each = batch.weights.each[chosen]
-    return Weights(each, float(each.sum(dtype=torch.float64)))
+    each = batch.weights.per_target[chosen]
+    return LossWeights(each, float(each.sum(dtype=torch.float64)))

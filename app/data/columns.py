@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from app.config.schema import Columns
-from app.data.shapes import Broken, Located, Row, RowProblem, kind_of
+from app.data.types import Broken, Located, Row, RowProblem, kind_of
 
 ABSENT = object()
 _EACH = ".*"

@@ -11,7 +11,7 @@ from typing import Any
 
 from app.config.schema import Columns
 from app.data.columns import optional, optional_text, value
-from app.data.shapes import Conversation, Message, Row, RowProblem, kind_of
+from app.data.types import Conversation, Message, Row, RowProblem, kind_of
 
 SPEAKERS = {
     **dict.fromkeys(("human", "user"), "user"),

@@ -9,8 +9,8 @@ from app.config.dataset import formats_for, key_of, sources_of
 from app.config.schema import Columns, DatasetConfig
 from app.data.columns import ABSENT, has, unfolded, value
 from app.data.formats import FORMATS
-from app.data.shapes import Broken, Row, Source, kind_of
 from app.data.sources import eval_source, train_source
+from app.data.types import Broken, Row, Source, kind_of
 from app.errors import DataError
 
 LOOKED_AT = 200  # rows
@@ -53,7 +53,7 @@ class _Candidate:
         return f"{what} in {of}"
 
 
-def recognised(
+def detect_formats(
     config: DatasetConfig, formats: Sequence[str] = formats_for("causal")
 ) -> tuple[DatasetConfig, list[str]]:
     """The section with formats that are known, and what to tell about how each became known.

@@ -10,7 +10,7 @@ from app.config.schema import Columns
 from app.data import conversations
 from app.data.columns import has, optional, optional_text, text, value
 from app.data.conversations import converse
-from app.data.shapes import Conversation, Document, Example, Message, Row, RowProblem, kind_of
+from app.data.types import Conversation, Document, Example, Message, Row, RowProblem, kind_of
 
 _SPEAKING = ("user", "assistant")
 _FRACTION = re.compile(r"[-+]?(\d+\.\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\d+[eE][-+]?\d+")

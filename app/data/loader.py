@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.batch import Batch
-from app.data.layout import Layout, Unit, Units
-from app.data.token_rows import TokenRows
+from app.data.collate import Layout, Unit, Units
+from app.data.token_dataset import TokenRows
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class StepSplit:
     """How a step is divided, and which part is ours."""
 
     micro_batches: int  # of one process
@@ -29,7 +29,7 @@ class Share:
 class Loader:
     """The training rows in the order of each epoch."""
 
-    def __init__(self, rows: TokenRows, layout: Layout, share: Share, seed: int) -> None:
+    def __init__(self, rows: TokenRows, layout: Layout, share: StepSplit, seed: int) -> None:
         self._rows = rows
         self._layout = layout
         self._share = share
@@ -52,13 +52,13 @@ class Loader:
         """Those of the first process."""
         return self._batches(step, replace(self._share, rank=0))
 
-    def _batches(self, step: int, share: Share) -> list[Batch]:
+    def _batches(self, step: int, share: StepSplit) -> list[Batch]:
         units, chosen = self._chosen(step)
         work = [_attention_work(self._rows.lengths[unit]) for unit in chosen]
         hardest_first = [chosen[i] for i in np.argsort([-n for n in work], kind="stable")]
         parts = _even_parts(hardest_first, share.micro_batches * share.processes)
         return [
-            self._layout.batch(self._rows, part, units.most_documents, step // self.steps_per_epoch)
+            self._layout.batch(self._rows, part, units.max_documents, step // self.steps_per_epoch)
             for part in _dealt(parts, share)
         ]
 
@@ -72,11 +72,11 @@ class Loader:
         ]
         count = self._layout.units_per_batch
         most = sorted(range(len(units)), key=lambda i: sizes[i] if count > 1 else sizes[i][1])[-count:]
-        return self._layout.batch(self._rows, [units[i] for i in most], units.most_documents, epoch=0)
+        return self._layout.batch(self._rows, [units[i] for i in most], units.max_documents, epoch=0)
 
-    def places(self, step: int) -> list[str]:
+    def source_locations(self, step: int) -> list[str]:
         """Where the rows of `step` came from."""
-        return [self._rows.place(int(i)) for unit in self._chosen(step)[1] for i in unit]
+        return [self._rows.source_location(int(i)) for unit in self._chosen(step)[1] for i in unit]
 
     def _chosen(self, step: int) -> tuple[Units, list[Unit]]:
         epoch, at = divmod(step, self.steps_per_epoch)
@@ -107,7 +107,7 @@ def eval_batches(rows: TokenRows, layout: Layout, processes: int = 1, rank: int 
     size = layout.units_per_batch
     for start in range(rank * size, len(units), processes * size):
         chosen = [units[i] for i in range(start, min(start + size, len(units)))]
-        batch = layout.batch(rows, chosen, units.most_documents, epoch=0)
+        batch = layout.batch(rows, chosen, units.max_documents, epoch=0)
         yield replace(batch, samples=tuple(int(i) for unit in chosen for i in unit))
 
 
@@ -115,7 +115,7 @@ def crowded_batch(rows: TokenRows, layout: Layout) -> Batch:
     """The unit with the most rows, as a micro-batch."""
     units = layout.units(rows, np.arange(len(rows)))
     most = int(np.argmax(np.diff(units.starts, append=len(units.order))))
-    return layout.batch(rows, [units[most]], units.most_documents, epoch=0)
+    return layout.batch(rows, [units[most]], units.max_documents, epoch=0)
 
 
 def _attention_work(lengths: NDArray[np.int32]) -> int:
@@ -123,7 +123,7 @@ def _attention_work(lengths: NDArray[np.int32]) -> int:
     return int(np.square(lengths, dtype=np.int64).sum())
 
 
-def _dealt(parts: list[list[Unit]], share: Share) -> list[list[Unit]]:
+def _dealt(parts: list[list[Unit]], share: StepSplit) -> list[list[Unit]]:
     """Ours of the parts, hardest first: dealt there and back, so that no process has the harder one of each round."""
     rounds = [parts[start : start + share.processes] for start in range(0, len(parts), share.processes)]
     return [part[share.rank if at % 2 == 0 else -1 - share.rank] for at, part in enumerate(rounds)]

@@ -6,11 +6,9 @@ from dataclasses import replace
 import numpy as np
 
 from app.config.dataset import LABELLED_FORMATS
-from app.data.encoding import Parts, Sample
-from app.data.report import Counts
+from app.data.data_report import Counts
+from app.data.tokenizer import Parts, Tokens
 from app.errors import DataError
-
-_MOST = 0.05  # of the samples may be dropped before `auto` calls it an error
 
 
 def policy_for(on_overflow: str, fmt: str) -> str:
@@ -23,7 +21,7 @@ def policy_for(on_overflow: str, fmt: str) -> str:
     return on_overflow
 
 
-def fit(sample: Sample, max_length: int, policy: str, place: str, counts: Counts) -> list[Sample]:
+def fit(sample: Tokens, max_length: int, policy: str, place: str, counts: Counts) -> list[Tokens]:
     """What is kept of a sample; `counts` is told what is not."""
     length = len(sample.ids)
     counts.longest = max(counts.longest, length)
@@ -48,43 +46,31 @@ def fit(sample: Sample, max_length: int, policy: str, place: str, counts: Counts
     return kept
 
 
-def too_many_dropped(counts: Counts, on_overflow: str, max_length: int, fmt: str) -> str | None:
-    """What is wrong if `auto` dropped so much that it is more likely a mistake."""
-    made = counts.samples + counts.held_out + counts.left_over + counts.dropped
-    if on_overflow != "auto" or fmt == "text" or counts.dropped <= _MOST * made:
-        return None
-    return (
-        f"dataset.max_length={max_length}: {counts.dropped:,} of {made:,} samples of {counts.source}"
-        f" ({counts.dropped / made:.1%}) are longer, the longest {counts.longest:,} tokens; raise it, or"
-        " choose their fate: dataset.on_overflow=truncate or drop"
-    )
-
-
-def _drop(_sample: Sample, _max_length: int) -> list[Sample]:
+def _drop(_sample: Tokens, _max_length: int) -> list[Tokens]:
     return []
 
 
-def _truncate(sample: Sample, max_length: int) -> list[Sample]:
+def _truncate(sample: Tokens, max_length: int) -> list[Tokens]:
     """Nothing, if all that is trained comes after the cut. An example keeps what frames its texts."""
     if sample.owner is not None:
         return _shortened(sample, sample.owner, max_length)
     weights = None if sample.weights is None else sample.weights[:max_length]
-    kept = Sample(sample.ids[:max_length], sample.trained[:max_length], weights=weights)
+    kept = Tokens(sample.ids[:max_length], sample.trained[:max_length], weights=weights)
     return [kept] if kept.trained.any() else []
 
 
-def _split(sample: Sample, max_length: int) -> list[Sample]:
+def _split(sample: Tokens, max_length: int) -> list[Tokens]:
     """Parts share one token, the first of the next, which is only read: each is trained exactly once."""
     assert sample.weights is None, "only text is split, and its tokens all count alike"
     parts = []
     for at in range(0, len(sample.ids) - 1, max_length - 1):
         trained = sample.trained[at : at + max_length].copy()
         trained[0] = sample.trained[0] and at == 0
-        parts.append(Sample(sample.ids[at : at + max_length], trained))
+        parts.append(Tokens(sample.ids[at : at + max_length], trained))
     return parts
 
 
-def _shortened(sample: Sample, owner: Parts, max_length: int) -> list[Sample]:
+def _shortened(sample: Tokens, owner: Parts, max_length: int) -> list[Tokens]:
     """The ends of its texts cut off, that of the longer one first, as tokenizers do it."""
     sizes = [int((owner == side).sum()) for side in (0, 1)]
     room = max_length - int((owner < 0).sum())
@@ -115,7 +101,7 @@ def _shares(sizes: list[int], room: int) -> list[int]:
     return [short, long] if sizes[0] <= sizes[1] else [long, short]
 
 
-POLICIES: dict[str, Callable[[Sample, int], list[Sample]]] = {
+POLICIES: dict[str, Callable[[Tokens, int], list[Tokens]]] = {
     "truncate": _truncate,
     "drop": _drop,
     "split": _split,

@@ -137,7 +137,7 @@ def _deal(
     return np.concatenate(parts), np.concatenate([[0], ends[:-1]])
 
 
-def stirred(
+def shuffle_bins(
     order: Indices,
     starts: Indices,
     lengths: NDArray[Any],

@@ -9,18 +9,16 @@ import numpy as np
 
 from app.config.dataset import has_chats, sources_of
 from app.config.schema import DatasetConfig
-from app.data.cache_key import cache_key
+from app.data.data_report import Counts, DataReport, in_words, stop_reasons, without_stops
 from app.data.formats import fields_of
-from app.data.mixing import Pool, recount
+from app.data.mixture import Pool, recount
 from app.data.overflow import policy_for
-from app.data.report import Counts, DataReport, in_words
-from app.data.shapes import Source
+from app.data.row_pipeline import write_rows
 from app.data.sources import eval_source, train_source
-from app.data.stops import stops, unstopped
-from app.data.stream import write_rows
-from app.data.token_file import cached_rows
-from app.data.token_rows import TokenRows
+from app.data.token_cache import cache_key, cached_rows
+from app.data.token_dataset import TokenRows
 from app.data.tokenizer import Tokenizer, check_tokenizer, parts_pairs
+from app.data.types import Source
 from app.errors import DataError
 
 _RARE = 8  # rows of a label
@@ -43,7 +41,7 @@ Judge = Callable[[DatasetConfig, Source, Counts], None]  # is told of each sourc
 
 def stop_if_wrong(config: DatasetConfig, source: Source, counts: Counts) -> None:
     """DataError with everything that keeps a run from going on."""
-    problems = list(stops(config, source, counts))
+    problems = list(stop_reasons(config, source, counts))
     if problems:
         raise DataError(problems)
 
@@ -68,7 +66,7 @@ def prepare(
     report = DataReport(pool.total(), notes=[*notes, *_notes(config, tokenizer)])
     if held is not None:
         chosen, report.eval = rows_of(held, config.eval_max_rows, config, known=known)
-        report.shared = int(np.isin(chosen.digests, pool.rows.digests).sum())
+        report.shared = int(np.isin(chosen.ids_hashes, pool.rows.ids_hashes).sum())
         data = _mixed(pool, chosen, report)
     elif config.eval_fraction > 0:
         data = _parted(pool, config, report)
@@ -153,11 +151,12 @@ def _of_classes(rows: TokenRows, known: Sequence[str], counts: Counts) -> TokenR
     """Without rows whose label nobody knows: these are bad."""
     if not known or not rows.class_counts():
         return rows
-    kept = rows.of_classes(known)
+    kept = rows.has_class(known)
     for i in np.flatnonzero(~kept):
         named = in_words(known)
         counts.bad(
-            rows.place(int(i)), f"label {rows.class_of(int(i))!r} is none of those that are learnt: {named}"
+            rows.source_location(int(i)),
+            f"label {rows.class_of(int(i))!r} is none of those that are learnt: {named}",
         )
     counts.rows_kept -= int((~kept).sum())
     chosen = rows.select(np.flatnonzero(kept))
@@ -167,7 +166,7 @@ def _of_classes(rows: TokenRows, known: Sequence[str], counts: Counts) -> TokenR
 
 def _settings(config: DatasetConfig, max_rows: int | None) -> dict[str, Any]:
     """What decides the rows of an entry. Whether something in it stops a run is judged anew each time."""
-    fields = {name: getattr(unstopped(config), name) for name in _DECIDING}
+    fields = {name: getattr(without_stops(config), name) for name in _DECIDING}
     fields["on_overflow"] = policy_for(fields["on_overflow"], config.format)
     columns = {name: getattr(config.columns, name) for name in fields_of(config.format)}
     return {**fields, "columns": columns, "max_rows": max_rows}
@@ -199,7 +198,7 @@ def _class_notes(known: Sequence[str], rows: TokenRows) -> list[str]:
     rare = [f"{name} ({number})" for name, number in counts.items() if number < _RARE]
     if rare:
         notes.append(f"very few rows have the label {in_words(rare)}: expect little of it")
-    doubtful = len(np.unique(rows.contents)) - len(np.unique(rows.digests))
+    doubtful = len(np.unique(rows.content_hashes)) - len(np.unique(rows.ids_hashes))
     if doubtful:
         notes.append(
             f"texts with more than one label: {doubtful:,}; the model can only learn how often each is given"
@@ -209,7 +208,7 @@ def _class_notes(known: Sequence[str], rows: TokenRows) -> list[str]:
 
 def _parted(pool: Pool, config: DatasetConfig, report: DataReport) -> Data:
     """Hold out by a hash of each row's tokens: a row stays on its side when others come or go."""
-    out = pool.rows.sides < np.uint64(int(config.eval_fraction * 2**64))
+    out = pool.rows.split_hashes < np.uint64(int(config.eval_fraction * 2**64))
     if not out.any():
         report.notes.append(
             f"eval: dataset.eval_fraction={config.eval_fraction} of {len(out):,} samples holds none out;"

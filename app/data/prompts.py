@@ -6,11 +6,11 @@ from pathlib import Path
 from app.config.did_you_mean import nearest
 from app.data.columns import value
 from app.data.readers import READERS, TEXT_COLUMN, TEXT_FILES, extension, read_file
-from app.data.shapes import Broken, Message, Row
+from app.data.types import Broken, Message, Row
 from app.errors import DataError
 
 
-def file_of(given: str) -> Path:
+def prompts_file(given: str) -> Path:
     """What `prompts=` names; refused where it is not there."""
     path = Path(given).expanduser()
     if not path.is_file():
@@ -30,7 +30,7 @@ def read_examples(given: str, fields: Sequence[str]) -> list[list[str]]:
 
 def _rows(given: str) -> list[tuple[str, Row]]:
     """Each with its key and place; of text, a prompt a line."""
-    path, rows = file_of(given), list[tuple[str, Row]]()
+    path, rows = prompts_file(given), list[tuple[str, Row]]()
     if extension(path) not in READERS:
         raise DataError(
             f"prompts={given}: files of this kind are not read. Give one of {', '.join(READERS)}."
@@ -58,7 +58,7 @@ def _texts_of(place: str, row: Row, fields: Sequence[str]) -> list[str]:
     return found
 
 
-def asked(prompt: str, system: str | None) -> list[Message]:
+def as_conversation(prompt: str, system: str | None) -> list[Message]:
     """One prompt as a conversation."""
     return _with_system([{"role": "user", "content": prompt}], system)
 

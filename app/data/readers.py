@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from app.data.shapes import Broken, Located, kind_of, printable
+from app.data.types import Broken, Located, kind_of, printable
 from app.errors import DataError, EnvironmentProblem
 
 TEXT_FILES = (".txt", ".md")

@@ -11,12 +11,12 @@ from app.batch import Batch
 from app.config.dataset import has_chats, paths_of, trains_answers
 from app.config.finished_run import holds_out
 from app.config.schema import RunConfig
-from app.data.labels import labels_of
-from app.data.layout import Layout
+from app.data.collate import Layout
+from app.data.data_report import split_lines
 from app.data.loader import crowded_batch, eval_batches
+from app.data.objectives import build_objective
 from app.data.prepare import rows_to_score
-from app.data.report import split_lines
-from app.data.token_rows import TokenRows
+from app.data.token_dataset import TokenRows
 from app.distributed.process_group import start
 from app.model.build import plan_model
 from app.model.load import weights_of
@@ -118,7 +118,7 @@ def lay_scoring(run: RunConfig, folder: Path, hashes: Mapping[str, Any], *, tune
     runtime = start(run.launch, choices.precision, run.seed)
     sections = sections_of(run, folder, choices, tuned=tuned)
     require_known_ids(run.model, [rows], plan_model(sections).vocabulary)
-    labels = labels_of(run.task, tokenizer, run.seed, both_ways=sees_both_ways(read))
+    labels = build_objective(run.task, tokenizer, run.seed, bidirectional=sees_both_ways(read))
     return Scoring(
         folder=folder,
         run=replace(run, dataset=read.dataset),

@@ -191,8 +191,8 @@ def _labelled(scoring: Scoring, trainee: Trainee) -> tuple[dict[str, Tensor], li
         given[f"ids.{i}"] = batch.ids[0, whole].contiguous()
         if not trainee.pooled:
             given[f"at.{i}"] = batch.label_rows[-_POSITIONS:]
-        if batch.segments is not None and trainee.takes_segments:
-            given[f"sides.{i}"] = batch.segments[0, whole].contiguous()
+        if batch.token_type_ids is not None and trainee.takes_segments:
+            given[f"sides.{i}"] = batch.token_type_ids[0, whole].contiguous()
     return given, [batch.targets[-_POSITIONS:] for batch in batches]
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from app.batch import Documents
+from app.batch import PackedSequences
 from app.model.attention import Rules
 from app.training.storage_counter import CPU_WORKSPACE, Workspace
 
@@ -62,7 +62,7 @@ def _gradients(ctx: Any, grad: Tensor, _grad_of_sums: Tensor) -> tuple[Tensor, T
 _attention.register_autograd(_gradients, setup_context=_keep)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: Documents | None) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
     """The kernel that a plan's model calls, in the dtype that autocast gives it."""
     device = q.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else v.dtype

@@ -37,12 +37,12 @@ class Shape:
             rows=rows,
             width=width,
             documents=() if documents is None else documents.lengths,
-            places=0 if documents is None else len(documents.bounds) - 1,
-            longest=width if documents is None else documents.longest,
+            places=0 if documents is None else len(documents.cu_seqlens) - 1,
+            longest=width if documents is None else documents.max_seqlen,
             label_rows=len(batch.label_rows),
             micro_batches=micro_batches,
             weighted=batch.weights is not None,
-            pairs=batch.segments is not None,
+            pairs=batch.token_type_ids is not None,
         )
 
     def of_evaluation(self, run: RunConfig) -> "Shape":

@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
-from app.batch import Batch, Documents, Weights
+from app.batch import Batch, LossWeights, PackedSequences
 from app.config.schema import RunConfig
 from app.distributed.host_group import Peers
 from app.distributed.process_group import Runtime
@@ -163,7 +163,7 @@ def _batch(shape: Shape) -> Batch:
     documents = None
     if shape.documents:
         bounds = torch.zeros(shape.places + 1, dtype=torch.int32)
-        documents = Documents(shape.documents, bounds, shape.longest)
+        documents = PackedSequences(shape.documents, bounds, shape.longest)
     return Batch(
         ids=torch.zeros(shape.rows, shape.width, dtype=torch.int64),
         positions=torch.zeros(shape.rows, shape.width, dtype=torch.int64),
@@ -173,6 +173,8 @@ def _batch(shape: Shape) -> Batch:
         num_labels=shape.label_rows,
         num_tokens=shape.tokens,
         documents=documents,
-        weights=Weights(torch.ones(shape.label_rows), float(shape.label_rows)) if shape.weighted else None,
-        segments=torch.zeros(shape.rows, shape.width, dtype=torch.int64) if shape.pairs else None,
+        weights=LossWeights(torch.ones(shape.label_rows), float(shape.label_rows))
+        if shape.weighted
+        else None,
+        token_type_ids=torch.zeros(shape.rows, shape.width, dtype=torch.int64) if shape.pairs else None,
     )

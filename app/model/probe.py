@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.batch import Batch, Documents
+from app.batch import Batch, PackedSequences
 from app.errors import EnvironmentProblem
 from app.model.attention import NAME, right_own
 from app.model.proof import Proof
@@ -79,7 +79,9 @@ def _pieces(batch: Batch) -> list[Tensor]:
 def _packed(trainee: Trainee, documents: Sequence[Tensor]) -> _Outcome:
     lengths, device = [len(d) for d in documents], documents[0].device
     positions = torch.cat([torch.arange(n, device=device) for n in lengths])
-    packed = Documents.of(lengths, places=len(lengths) + 2)  # with empty ones, as in training
+    packed = PackedSequences.from_lengths(
+        lengths, max_documents=len(lengths) + 2
+    )  # with empty ones, as in training
     return _outcome(
         trainee,
         torch.cat(list(documents))[None],

@@ -55,10 +55,10 @@ def require_structure(config: ModelConfig, task: Task, lm: Any) -> None:
         for module in lm.modules()
         if isinstance(getattr(module, "is_causal", None), bool)
     }
-    if task.both_ways is not None and (not task.both_ways) in ways:
+    if task.bidirectional is not None and (not task.bidirectional) in ways:
         refusal.raise_for(
             "its tokens see only those before them"
-            if task.both_ways
+            if task.bidirectional
             else "its tokens see the tokens after them"
         )
     if len(ways) > 1:

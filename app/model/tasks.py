@@ -13,7 +13,7 @@ class Task:
     words: str  # of a model that can do it
     auto_class: str  # of transformers
     kinds: str  # transformers' table of the classes that have it, by configuration
-    both_ways: bool | None  # whether tokens see those after them; None: either will do
+    bidirectional: bool | None  # whether tokens see those after them; None: either will do
     peft_type: str | None  # what PEFT writes down
     examples: str
     pooled: bool = False  # one answer for a document, from one of its states
@@ -34,8 +34,8 @@ class Task:
 
     def sees_both_ways(self, lm: Any) -> bool:
         """Whether tokens of this model see those after them."""
-        if self.both_ways is not None:
-            return self.both_ways
+        if self.bidirectional is not None:
+            return self.bidirectional
         return not any(getattr(module, "is_causal", False) for module in lm.modules())
 
     def configured(self, numbers: Any) -> Any:
@@ -62,7 +62,7 @@ TASKS: dict[str, Task] = {
         words="a causal language model",
         auto_class="AutoModelForCausalLM",
         kinds="MODEL_FOR_CAUSAL_LM_MAPPING",
-        both_ways=False,
+        bidirectional=False,
         peft_type="CAUSAL_LM",
         examples="llama, qwen3, mistral, gemma3_text, phi3, olmo2, gpt_oss and most kinds whose layers are "
         "full or sliding attention",
@@ -71,7 +71,7 @@ TASKS: dict[str, Task] = {
         words="an encoder with a head for hidden tokens",
         auto_class="AutoModelForMaskedLM",
         kinds="MODEL_FOR_MASKED_LM_MAPPING",
-        both_ways=True,
+        bidirectional=True,
         peft_type=None,  # PEFT has no name for it
         examples="bert, roberta, modernbert, distilbert, electra",
     ),
@@ -79,7 +79,7 @@ TASKS: dict[str, Task] = {
         words="a model with a head for classes",
         auto_class="AutoModelForSequenceClassification",
         kinds="MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
-        both_ways=None,
+        bidirectional=None,
         peft_type="SEQ_CLS",
         examples="bert, roberta, modernbert, distilbert, electra, llama, qwen3, mistral",
         pooled=True,

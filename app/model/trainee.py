@@ -54,7 +54,7 @@ class Trainee(nn.Module):
             rows = self._labelled_rows(batch)
             if self.pooled:
                 return class_loss_sum(self.head, rows, batch.targets), batch.num_labels
-            weights = None if batch.weights is None else batch.weights.each
+            weights = None if batch.weights is None else batch.weights.per_target
             if self.linear is not None:
                 return self.linear.loss_sum(rows, batch.targets, weights), batch.num_labels
             trained = head_parameters(self.language_model)
@@ -84,7 +84,7 @@ class Trainee(nn.Module):
             position_ids=batch.positions + self.first_position,
             use_cache=False,
             documents=batch.documents,
-            **self._sides(batch.segments),
+            **self._sides(batch.token_type_ids),
         )[0]
         rows: Tensor = hidden.flatten(0, 1).index_select(0, batch.label_rows)
         return rows
@@ -176,7 +176,8 @@ class Trainee(nn.Module):
         own, ours = [], []
         for at, start, length in zip(batch.label_rows.tolist(), batch.starts, batch.lengths, strict=False):
             ids = batch.ids.flatten()[start : start + length][None]
-            sides = None if batch.segments is None else batch.segments.flatten()[start : start + length][None]
+            types = batch.token_type_ids
+            sides = None if types is None else types.flatten()[start : start + length][None]
             own.append(lm(input_ids=ids, use_cache=False, **self._sides(sides)).logits[0])
             hidden = lm.base_model(input_ids=ids, use_cache=False, **self._sides(sides))[0]
             ours.append(

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from app.data.prompts import asked
-from app.data.shapes import Message
+from app.data.prompts import as_conversation
+from app.data.types import Message
 
 HELP = (
     "/new begins anew, /system TEXT sets the system line, /undo takes the last turn back, /quit ends; "
@@ -50,7 +50,7 @@ class Conversation:
 
     def _turn(self, line: str) -> None:
         said = [*self.messages, {"role": "user", "content": line}]
-        opened = [*asked("", self._system)[:-1], *said]
+        opened = [*as_conversation("", self._system)[:-1], *said]
         try:
             answer = self._answer(opened, self._write)
         except KeyboardInterrupt:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from app.config.dataset import trains_answers
 from app.config.schema import RunConfig
-from app.data import survey
+from app.data import length_statistics
 from app.data.overflow import policy_for
 from app.data.prepare import Data
 from app.training.steps import StepPlan
@@ -36,7 +36,7 @@ class Found(Protocol):
         """The rows of both splits, and what became of all."""
 
     @property
-    def packing(self) -> survey.Packing:
+    def packing(self) -> length_statistics.Packing:
         """Bins of the run, or those that it could have."""
 
     @property
@@ -80,12 +80,12 @@ def _bad_rows(run: RunConfig, found: Found) -> Iterator[Advice]:
 
 def _over_long(run: RunConfig, found: Found) -> Iterator[Advice]:
     counts, limit, lengths = found.data.report.train, run.dataset.max_length, found.data.train.lengths
-    needed = survey.length_that_keeps(_KEEP, lengths, counts)
+    needed = length_statistics.length_that_keeps(_KEEP, lengths, counts)
     if not counts.tokens_lost or needed is None or needed <= limit:
         return
     lost = f"{_many(counts.tokens_lost, 'token')} are lost now"
     kept = needed if found.positions is None else min(needed, found.positions)
-    then, now = (survey.share_within(length, lengths, counts) for length in (kept, limit))
+    then, now = (length_statistics.share_within(length, lengths, counts) for length in (kept, limit))
     if kept > limit and then > now:
         bins = f" batching.tokens={kept}" if run.batching.packing and kept > run.batching.bin_tokens else ""
         most = "" if kept == needed else ", and the model has no more positions"
@@ -200,7 +200,7 @@ def _filling(run: RunConfig, found: Found) -> Iterator[Advice]:
             )
     elif fill < _FULL and found.packing.bins > 1:
         larger = 2 * run.batching.bin_tokens
-        then = survey.packed(lengths, larger).fill or 0.0
+        then = length_statistics.packed(lengths, larger).fill or 0.0
         if then > fill:
             yield Advice(f"batching.tokens={larger}", f"bins are {fill:.0%} full, these would be {then:.0%}")
 

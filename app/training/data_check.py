@@ -6,14 +6,13 @@ from typing import Any
 
 from app.config.dataset import formats_of, has_chats, sources_of
 from app.config.schema import DatasetConfig, RunConfig
-from app.data import survey
-from app.data.labels import labels_of
-from app.data.loader import Loader, Share
+from app.data import length_statistics
+from app.data.data_report import Counts, stop_reasons, without_stops
+from app.data.loader import Loader, StepSplit
+from app.data.objectives import build_objective
 from app.data.prepare import Data, prepare
-from app.data.report import Counts
-from app.data.shapes import Source
-from app.data.stops import stops, unstopped
-from app.data.token_rows import TokenRows
+from app.data.token_dataset import TokenRows
+from app.data.types import Source
 from app.errors import ConfigError
 from app.model.source import config_numbers, positions_of
 from app.model.tasks import task_of
@@ -35,7 +34,7 @@ class DataCheck:
 
     run: RunConfig
     data: Data
-    packing: survey.Packing
+    packing: length_statistics.Packing
     padded_fill: float | None
     loader: Loader
     plan: StepPlan | None  # of no rows there are no steps
@@ -56,9 +55,9 @@ class DataCheck:
             "held_out": train.held_out,
             **self._packing(),
             **self._steps(),
-            "length_percentiles": survey.percentiles(self.data.train.lengths, train),
-            "lengths": survey.histogram(self.data.train.lengths),
-            "overlong_lengths": survey.over_long(train),
+            "length_percentiles": length_statistics.percentiles(self.data.train.lengths, train),
+            "lengths": length_statistics.histogram(self.data.train.lengths),
+            "overlong_lengths": length_statistics.over_long(train),
             "sources": self._sources(),
             "eval": None if held is None or self.data.eval is None else self._held(held, self.data.eval),
             "preview": self.preview,
@@ -77,7 +76,7 @@ class DataCheck:
         return {
             "source": counts.source,
             **_split(counts, rows),
-            "duplicate_rows": int(rows.again.sum()),
+            "duplicate_rows": int(rows.is_duplicate.sum()),
             "also_trained_on": self.data.report.shared,
         }
 
@@ -143,25 +142,25 @@ def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> Da
     found: list[str] = []
 
     def judge(section: DatasetConfig, source: Source, counts: Counts) -> None:
-        found.extend(stops(replace(run.dataset, format=section.format), source, counts))
+        found.extend(stop_reasons(replace(run.dataset, format=section.format), source, counts))
 
     tokenizer = load_tokenizer(run.model, needs_template=has_chats(run.dataset))
-    data = prepare(unstopped(run.dataset), tokenizer, run.cache_dir, notes, judge, run.task.labels)
+    data = prepare(without_stops(run.dataset), tokenizer, run.cache_dir, notes, judge, run.task.labels)
     try:
         run = with_classes(run, data.classes)
     except ConfigError as problem:
         found += problem.problems
-    labels = labels_of(run.task, tokenizer, run.seed, both_ways=sees_both_ways(run))
+    labels = build_objective(run.task, tokenizer, run.seed, bidirectional=sees_both_ways(run))
     found += _unknown_ids(run, data)
-    share = Share(run.batching.accumulation, processes)
+    share = StepSplit(run.batching.accumulation, processes)
     loader = Loader(data.train, layout_of(run, run.batching.rows, tokenizer, labels), share, run.seed)
     lengths = data.train.lengths
     rows_per_step = run.batching.rows * share.micro_batches * processes  # if they were padded
     return DataCheck(
         run=run,
         data=data,
-        packing=survey.packed(lengths, max(run.batching.bin_tokens, run.dataset.max_length)),
-        padded_fill=survey.padded_fill(lengths, run.batching.rows, rows_per_step),
+        packing=length_statistics.packed(lengths, max(run.batching.bin_tokens, run.dataset.max_length)),
+        padded_fill=length_statistics.padded_fill(lengths, run.batching.rows, rows_per_step),
         loader=loader,
         plan=plan_steps(run.training, loader.steps_per_epoch) if loader.num_units else None,
         processes=processes,

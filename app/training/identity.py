@@ -4,7 +4,7 @@ from typing import Any
 
 from app.config.schema import RunConfig
 from app.data.loader import Loader
-from app.data.token_rows import TokenRows
+from app.data.token_dataset import TokenRows
 from app.model.trainee import Trainee
 
 

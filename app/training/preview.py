@@ -7,21 +7,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from app.data.labels import Classes, Labels
-from app.data.survey import histogram
-from app.data.token_rows import TokenRows
+from app.data.length_statistics import histogram
+from app.data.objectives import Classification, Objective
+from app.data.token_dataset import TokenRows
 
 _ROWS = 4
 _STRETCHES = 200  # of a row
 _LONGEST = 160  # tokens of a stretch that are shown, half from its beginning and half from its end
 
 
-def preview(rows: TokenRows, labels: Labels, tokenizer: Any, *, first: bool = False) -> dict[str, Any]:
+def preview(rows: TokenRows, labels: Objective, tokenizer: Any, *, first: bool = False) -> dict[str, Any]:
     """Rows from the whole of the data, not only its beginning; or the `first`."""
     count = min(_ROWS, len(rows))
     chosen = range(count) if first else np.linspace(0, len(rows) - 1, count).astype(int).tolist()
-    show = _example if isinstance(labels, Classes) else _row
-    hidden = labels.both_ways and not isinstance(labels, Classes)
+    show = _example if isinstance(labels, Classification) else _row
+    hidden = labels.bidirectional and not isinstance(labels, Classification)
     return {
         "marked": "hidden in the first epoch, to be predicted" if hidden else "to be predicted",
         "rows": [show(rows, i, _marks(rows, i, labels), tokenizer) for i in chosen],
@@ -29,13 +29,13 @@ def preview(rows: TokenRows, labels: Labels, tokenizer: Any, *, first: bool = Fa
     }
 
 
-def _marks(rows: TokenRows, i: int, labels: Labels) -> NDArray[np.float32]:
+def _marks(rows: TokenRows, i: int, labels: Objective) -> NDArray[np.float32]:
     """How much each token counts in the loss; 0: it is not to be predicted."""
-    if not labels.both_ways or isinstance(labels, Classes):
+    if not labels.bidirectional or isinstance(labels, Classification):
         weights = rows.weights(i)
-        return rows.trained(i).astype(np.float32) if weights is None else weights
+        return rows.loss_mask(i).astype(np.float32) if weights is None else weights
     drawn = np.zeros(len(rows.ids(i)), np.float32)
-    drawn[labels.of(rows, i, epoch=0).at] = 1.0
+    drawn[labels.label(rows, i, epoch=0).at] = 1.0
     return drawn
 
 
@@ -51,7 +51,7 @@ def _row(rows: TokenRows, i: int, marks: NDArray[np.float32], tokenizer: Any) ->
     if len(edges) - 1 > _STRETCHES:
         pieces.append({"text": f" … ({len(ids) - edges[_STRETCHES]:,} more tokens)", "trained": False})
     return {
-        "place": rows.place(i),
+        "place": rows.source_location(i),
         "tokens": len(ids),
         "trained_tokens": int(np.count_nonzero(marks)),
         "pieces": pieces,

@@ -6,7 +6,7 @@ from typing import TypeVar
 from app.config.dataset import formats_for
 from app.config.rules import problems_of
 from app.config.schema import RunConfig
-from app.data.detect_format import recognised
+from app.data.detect_format import detect_formats
 from app.errors import ConfigError
 
 Run = TypeVar("Run", bound=RunConfig)
@@ -14,7 +14,7 @@ Run = TypeVar("Run", bound=RunConfig)
 
 def with_format(run: Run) -> tuple[Run, list[str]]:
     """The run with rows of a known format, which run.yaml keeps, and what to tell; ConfigError if it breaks a rule."""
-    dataset, notes = recognised(run.dataset, formats_for(run.task.kind))
+    dataset, notes = detect_formats(run.dataset, formats_for(run.task.kind))
     if not notes:
         return run, notes
     known = replace(run, dataset=dataset)

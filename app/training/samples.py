@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from app.config.schema import EvalConfig
-from app.data.labels import Classes, Labelled, Labels
-from app.data.token_rows import TokenRows
+from app.data.objectives import Classification, LabelledTokens, Objective
+from app.data.token_dataset import TokenRows
 from app.model.generation import end_ids, generate
 from app.model.trainee import Trainee
 from app.tracking.formatting import Sample
@@ -22,7 +22,7 @@ class Shown:
 
     rows: TokenRows
     chosen: list[int]
-    labels: Labels
+    labels: Objective
     tokenizer: Any
     max_new: int
 
@@ -35,7 +35,7 @@ class Shown:
 def sampler(
     config: EvalConfig,
     rows: TokenRows | None,
-    labels: Labels,
+    labels: Objective,
     trainee: Trainee,
     tokenizer: Any,
     record: Recorder,
@@ -45,7 +45,9 @@ def sampler(
         return lambda _step: None
     chosen = np.linspace(0, len(rows) - 1, min(config.samples, len(rows))).astype(int).tolist()
     shown = Shown(rows, chosen, labels, tokenizer, config.sample_tokens)
-    ask = _classified if isinstance(labels, Classes) else _filled if labels.both_ways else _answered
+    ask = (
+        _classified if isinstance(labels, Classification) else _filled if labels.bidirectional else _answered
+    )
 
     def show(step: int) -> None:
         with trainee.arithmetic(trainee.language_model.device):
@@ -68,7 +70,7 @@ def _answered(shown: Shown, trainee: Trainee) -> list[Sample]:
 
 def _split(rows: TokenRows, i: int) -> tuple[list[int], list[int]]:
     """The tokens before the first trained one, and that stretch of trained ones."""
-    ids, trained = rows.ids(i), rows.trained(i)
+    ids, trained = rows.ids(i), rows.loss_mask(i)
     start = int(np.argmax(trained))
     untrained_after = np.flatnonzero(~trained[start:])
     end = start + int(untrained_after[0]) if len(untrained_after) else len(ids)
@@ -77,12 +79,12 @@ def _split(rows: TokenRows, i: int) -> tuple[list[int], list[int]]:
 
 def _classified(shown: Shown, trainee: Trainee) -> list[Sample]:
     """The likeliest class of each row, and how likely it is to the model."""
-    assert isinstance(shown.labels, Classes)
+    assert isinstance(shown.labels, Classification)
     samples = []
     mode = trainee.training
     trainee.eval()
     for i in shown.chosen:
-        row = shown.labels.of(shown.rows, i, epoch=0)
+        row = shown.labels.label(shown.rows, i, epoch=0)
         likelihoods = trainee.likelihoods(*_as_tensors(row))
         best = int(likelihoods.argmax())
         samples.append(
@@ -97,10 +99,10 @@ def _classified(shown: Shown, trainee: Trainee) -> list[Sample]:
     return samples
 
 
-def _as_tensors(row: Labelled) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _as_tensors(row: LabelledTokens) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Ids, and the sides of a pair where there are any."""
     ids = torch.from_numpy(row.ids.astype(np.int64))
-    return ids, None if row.second < 0 else (torch.arange(len(ids)) >= row.second).long()
+    return ids, None if row.second_start < 0 else (torch.arange(len(ids)) >= row.second_start).long()
 
 
 def _filled(shown: Shown, trainee: Trainee) -> list[Sample]:
@@ -109,7 +111,7 @@ def _filled(shown: Shown, trainee: Trainee) -> list[Sample]:
     mode = trainee.training
     trainee.eval()
     for i in shown.chosen:
-        row = shown.labels.of(shown.rows, i, epoch=0)
+        row = shown.labels.label(shown.rows, i, epoch=0)
         few = slice(shown.max_new)
         found = trainee.predicted(torch.from_numpy(row.ids.astype(np.int64)))[row.at[few]]
         samples.append(

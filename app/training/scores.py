@@ -237,7 +237,7 @@ class _Places:
         begins = np.diff(flat, prepend=-2) != 1 if answers else np.zeros(len(flat), np.bool_)
         document_of = document[begins]
         size = len(batch.lengths)
-        weights = None if batch.weights is None else batch.weights.each[: batch.num_labels]
+        weights = None if batch.weights is None else batch.weights.per_target[: batch.num_labels]
         return cls(
             torch.from_numpy(document),
             torch.from_numpy(np.cumsum(begins) - 1),

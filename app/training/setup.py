@@ -12,12 +12,12 @@ from app import __version__
 from app.batch import Batch
 from app.config.dataset import formats_of, has_chats
 from app.config.schema import BatchingConfig, ModelConfig, RunConfig, ScheduleConfig
-from app.data.labels import Labels, labels_of
-from app.data.layout import Layout, Packed, Padded
-from app.data.loader import Loader, Share, eval_batches
+from app.data.collate import Layout, Packed, Padded
+from app.data.loader import Loader, StepSplit, eval_batches
+from app.data.objectives import Objective, build_objective
 from app.data.packing import beyond_least, least_bins
 from app.data.prepare import Data, prepare
-from app.data.token_rows import TokenRows
+from app.data.token_dataset import TokenRows
 from app.distributed.environment import world
 from app.distributed.process_group import Runtime, crowded_cores, idle_gpus, parallel_notes, start
 from app.errors import ConfigError
@@ -50,7 +50,7 @@ class Ground:
     run: RunConfig
     tokenizer: Any
     data: Data
-    labels: Labels
+    labels: Objective
     save: Path | None
     choices: Choices
     runtime: Runtime
@@ -70,7 +70,7 @@ class Ground:
         return partial(learning_rate, schedule, peak, total=self.plan.steps)
 
 
-def layout_of(run: RunConfig, rows: int, tokenizer: Any, labels: Labels) -> Layout:
+def layout_of(run: RunConfig, rows: int, tokenizer: Any, labels: Objective) -> Layout:
     """Bins, or `rows` padded rows. Any pad token serves: padding is known by the lengths of rows, never by its id."""
     pad_id = 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
     if run.batching.packing:
@@ -92,7 +92,7 @@ def lay_ground(
     tokenizer = load_tokenizer(run.model, needs_template=has_chats(run.dataset))
     data = prepare(run.dataset, tokenizer, run.cache_dir, notes, classes=run.task.labels)
     run = with_classes(run, data.classes)
-    labels = labels_of(run.task, tokenizer, run.seed, both_ways=sees_both_ways(run))
+    labels = build_objective(run.task, tokenizer, run.seed, bidirectional=sees_both_ways(run))
     save, remarks = find_checkpoint(checkpoints, run.resume, tidy=world().is_first)
     for note in gpu_in_use.notes():  # asked before this process takes anything itself
         say(f"memory  {note}")
@@ -107,7 +107,7 @@ def lay_ground(
     for remark in (*remarks, *found):
         say(remark)
     require_compilable(run.compile, runtime.device)
-    share = Share(run.batching.accumulation, runtime.processes, runtime.rank)
+    share = StepSplit(run.batching.accumulation, runtime.processes, runtime.rank)
     layout = layout_of(run, run.batching.rows, tokenizer, labels)
     loader = Loader(data.train, layout, share, run.seed)
     require_known_ids(run.model, [data.train, data.eval], counts.vocabulary)
@@ -170,7 +170,7 @@ def sees_both_ways(run: RunConfig) -> bool:
     """Whether tokens of the run's model see those after them; the model is asked where its task does not say."""
     task = task_of(run.task)
     return task.sees_both_ways(
-        None if task.both_ways is not None else build_on_meta(run.model, task, "eager")
+        None if task.bidirectional is not None else build_on_meta(run.model, task, "eager")
     )
 
 

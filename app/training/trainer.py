@@ -232,7 +232,7 @@ class Loop:
             self.progress.skipped_in_a_row = self.progress.skipped_in_a_row + 1 if skipped else 0
             if skipped:
                 self.progress.skipped_steps += 1
-                places = self.parts.loader.places(step)
+                places = self.parts.loader.source_locations(step)
                 shown = ", ".join(places[:8]) + (f" and {len(places) - 8} more" if len(places) > 8 else "")
                 self.parts.journal.message(
                     f"step {step + 1} {self.parts.stepper.skipping}. Its rows: {shown}"

@@ -79,8 +79,8 @@ def write_chats(path: Path, rows: int) -> None:
 def ours(chats: Path, folder: Path) -> Line:
     """`dataset=messages`, cold; then again from the cache, as the next start finds it; then the loader's bins."""
     from app.config.load import compose_run
-    from app.data.layout import Packed
-    from app.data.loader import Loader, Share
+    from app.data.collate import Packed
+    from app.data.loader import Loader, StepSplit
     from app.data.prepare import prepare
     from app.model.tokenizer import load_tokenizer
 
@@ -101,7 +101,7 @@ def ours(chats: Path, folder: Path) -> Line:
     prepare(run.dataset, tokenizer, str(folder / "cache"))
     again = warm.stop()
     planned = _Clock()
-    loader = Loader(rows, Packed(MAX_LENGTH, tokenizer.pad_token_id, MAX_LENGTH), Share(1), seed=0)
+    loader = Loader(rows, Packed(MAX_LENGTH, tokenizer.pad_token_id, MAX_LENGTH), StepSplit(1), seed=0)
     plan = planned.stop()
     read = _Clock()
     tokens = sum(batch.num_tokens for step in range(loader.steps_per_epoch) for batch in loader.batches(step))
@@ -111,7 +111,7 @@ def ours(chats: Path, folder: Path) -> Line:
         "seconds_cached": again["seconds"],
         "seconds_plan": plan["seconds"],
         "loader_tokens_per_second": tokens / bins["seconds"],
-        "digest": digest((rows.ids(i), rows.trained(i)) for i in range(len(rows))),
+        "digest": digest((rows.ids(i), rows.loss_mask(i)) for i in range(len(rows))),
     }
 
 

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from app.batch import IGNORE, Batch
 from app.config.schema import RunConfig
 from app.data.collate import BinShape, collate_packed, collate_padded
-from app.data.labels import next_tokens
+from app.data.objectives import label_next_tokens
 from app.distributed.process_group import Runtime, start
 from app.model.adapter import attach
 from app.model.attention import register
@@ -158,7 +158,7 @@ class Collator:
 
     def __call__(self, packed: Bin) -> Batch:
         """One micro-batch."""
-        rows = [next_tokens(each.ids, each.trained) for each in packed]
+        rows = [label_next_tokens(each.ids, each.trained) for each in packed]
         return collate_packed(rows, PAD, self._shape) if self._packing else collate_padded(rows, PAD)
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from app.batch import Documents
+from app.batch import PackedSequences
 from app.errors import AppError
 from app.model.attention import BACKENDS, Rules, sdpa
 from app.model.chunked_loss import LinearHead
@@ -309,7 +309,7 @@ def attention(scale: Scale, lines: Lines) -> None:
     """Every backend on one packed row: documents of up to 2,048 tokens, then one that is as long as the row."""
     tokens = scale.size(TOKENS)
     for name, lengths in {"many": lengths_in(tokens), "one": (tokens,)}.items():
-        documents = Documents.of(lengths).to(scale.device)
+        documents = PackedSequences.from_lengths(lengths).to(scale.device)
         for backend in (*BACKENDS, "mask"):
             known = {"documents": name, "tokens": tokens, "heads": (QUERY_HEADS, KEY_HEADS, HEAD_SIZE)}
             lines.attempt(backend, partial(_attention, scale, backend, documents), **known)
@@ -326,9 +326,9 @@ def lengths_in(tokens: int) -> tuple[int, ...]:
     return tuple(drawn)
 
 
-def _attention(scale: Scale, backend: str, documents: Documents) -> dict[str, Any]:
+def _attention(scale: Scale, backend: str, documents: PackedSequences) -> dict[str, Any]:
     attend = _attend(scale, backend, documents)
-    q, k, v = _inputs(scale, int(documents.bounds[-1]))
+    q, k, v = _inputs(scale, int(documents.cu_seqlens[-1]))
     forward = milliseconds(lambda: attend(q, k, v), scale.device)
     out = attend(q, k, v)
     upstream = torch.randn_like(out)
@@ -346,7 +346,7 @@ def _attention(scale: Scale, backend: str, documents: Documents) -> dict[str, An
     }
 
 
-def _attend(scale: Scale, backend: str, documents: Documents) -> Attend:
+def _attend(scale: Scale, backend: str, documents: PackedSequences) -> Attend:
     """Refuses with the reason where this machine cannot."""
     if backend == "mask":
         return partial(_with_mask, mask=_mask(documents, scale.device))
@@ -357,7 +357,7 @@ def _attend(scale: Scale, backend: str, documents: Documents) -> Attend:
     return lambda q, k, v: run(q, k, v, RULES, documents)
 
 
-def _mask(documents: Documents, device: torch.device) -> Tensor:
+def _mask(documents: PackedSequences, device: torch.device) -> Tensor:
     """Which query may see which key, as transformers builds it for packed rows: the whole square."""
     lengths = torch.tensor(documents.lengths, device=device)
     document = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
@@ -377,8 +377,8 @@ def _inputs(scale: Scale, tokens: int) -> list[Tensor]:
 
 def _differences(scale: Scale, backend: str) -> dict[str, float]:
     """Largest relative difference of output and gradients from float64, document by document."""
-    documents = Documents.of(lengths_in(scale.size(CHECKED_TOKENS))).to(scale.device)
-    inputs = _inputs(scale, int(documents.bounds[-1]))
+    documents = PackedSequences.from_lengths(lengths_in(scale.size(CHECKED_TOKENS))).to(scale.device)
+    inputs = _inputs(scale, int(documents.cu_seqlens[-1]))
     exact = [each.detach().double().requires_grad_() for each in inputs]
     out = _attend(scale, backend, documents)(*inputs)
     reference = sdpa(exact[0], exact[1], exact[2], RULES, documents)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from app.batch import Documents
+from app.batch import PackedSequences
 from app.config.schema import OptimizerConfig
 from app.model.attention import register
 from app.model.tokenizer import load_tokenizer
@@ -180,7 +180,7 @@ class _Fair(Trl):
 
         def with_documents(rows: list[dict[str, Any]]) -> dict[str, Any]:
             lengths = [length for row in rows for length in row["seq_lengths"]]
-            return {**collate(rows), "documents": Documents.of(lengths)}
+            return {**collate(rows), "documents": PackedSequences.from_lengths(lengths)}
 
         trainer.data_collator = with_documents
         return trainer

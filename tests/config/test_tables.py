@@ -9,7 +9,7 @@ from app.config.dataset import CHAT_FORMATS, TRAIN_ON
 from app.config.groups import choices_by_group
 from app.config.schema import CHOICES, DatasetConfig
 from app.data.formats import FORMATS
-from app.data.labels import LABELS
+from app.data.objectives import OBJECTIVES
 from app.data.overflow import POLICIES
 from app.model.adapter import ADAPTERS
 from app.model.attention import BACKENDS
@@ -31,7 +31,7 @@ from app.tracking.trackers import TRACKERS
         ("attention", (*BACKENDS, "auto")),
         ("precision", (*DTYPES, "auto")),
         ("quantization", QUANTIZATIONS),
-        ("task", LABELS),
+        ("task", OBJECTIVES),
         ("task", TASKS),
     ],
 )

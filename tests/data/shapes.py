@@ -14,10 +14,10 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from app.config.schema import Columns
-from app.data.encoding import Encoder, Sample
 from app.data.formats import read_row
-from app.data.rendering import Drafts, Renderer
-from app.data.shapes import Conversation, RowProblem
+from app.data.loss_mask import RenderedRow, Renderer
+from app.data.tokenizer import Encoder, Tokens
+from app.data.types import Conversation, RowProblem
 from tests.data.small import LINES, chat, config
 
 HERE = Path(__file__).parent
@@ -122,11 +122,11 @@ def conversation(row: dict[str, Any]) -> Conversation:
     return made
 
 
-def drafts(name: str, row: dict[str, Any], train_on: str = "assistant") -> Drafts:
+def drafts(name: str, row: dict[str, Any], train_on: str = "assistant") -> RenderedRow:
     return Renderer(shaped(name), train_on, "expand").drafts(conversation(row), "a.jsonl:1")
 
 
-def segments(tokenizer: Any, sample: Sample) -> list[list[Any]]:
+def segments(tokenizer: Any, sample: Tokens) -> list[list[Any]]:
     """The text of a sample in stretches that are trained as a whole, or not."""
     runs: list[tuple[list[int], bool]] = []
     for token, trained in zip(sample.ids.tolist(), sample.trained.tolist(), strict=True):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from app.data import cache_key
+from app.data import sources, token_cache
 from app.data.prepare import prepare
 from app.errors import DataError
 from tests.data.small import LINES, chat, config, tokenizer, write_chats, write_jsonl
@@ -92,7 +92,7 @@ def test_tokenizer_and_template_decide_the_entry(
     for one in [*made, tokenizer()]:
         prepare(config(rows), one, str(tmp_path))
     assert len(entries(tmp_path)) == len(made)
-    monkeypatch.setattr(cache_key, "CODE_VERSION", -1)
+    monkeypatch.setattr(token_cache, "CODE_VERSION", -1)
     prepare(config(rows), tokenizer(), str(tmp_path))
     assert len(entries(tmp_path)) == len(made) + 1
 
@@ -103,7 +103,7 @@ def test_name_time_size_and_both_ends_decide_the_entry_and_no_path(tmp_path: Pat
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content)
         os.utime(path, ns=(time, time))
-        return cache_key.files_hash([(path, name)])
+        return sources.files_hash([(path, name)])
 
     content = bytes(3 << 20)
     assert hashed("x", content) == hashed("y", content)
@@ -171,8 +171,8 @@ def test_what_rows_become_has_the_version_of_the_code(tmp_path: Path) -> None:
         settings = config(path, fmt, on_bad_row="skip", on_overflow="split" if fmt == "text" else "drop")
         data = prepare(settings, tokenizer(kind), str(tmp_path / "cache"))
         rows, numbers = data.train, range(len(data.train))
-        places = [(rows.place(i), rows.second(i)) for i in numbers]
+        places = [(rows.source_location(i), rows.second_start(i)) for i in numbers]
         counts = {**asdict(data.report.train), "source": ""}
-        facts = (rows.fingerprint, rows.sides.tolist(), places, rows.class_counts(), counts)
+        facts = (rows.fingerprint, rows.split_hashes.tolist(), places, rows.class_counts(), counts)
         digest.update(json.dumps(facts, sort_keys=True).encode())
-    assert (cache_key.CODE_VERSION, digest.hexdigest()) == GOLDEN
+    assert (token_cache.CODE_VERSION, digest.hexdigest()) == GOLDEN

@@ -9,7 +9,7 @@ import pytest
 from app.data.columns import unfolded
 from app.data.formats import fields_of
 from app.data.prepare import prepare
-from app.data.shapes import Broken
+from app.data.types import Broken
 from app.errors import DataError
 from tests.data.small import config, tokenizer, trained_texts, write_jsonl
 
@@ -70,8 +70,11 @@ def test_each_element_is_counted_and_has_its_place(tmp_path: Path) -> None:
     settings = config(path, "instruction", columns=EACH, on_bad_row="skip")
     data = prepare(settings, tokenizer(), str(tmp_path / "cache"))
     made = tokenizer()
-    assert [data.train.place(i) for i in range(2)] == ["a.jsonl:1 instances[0]", "a.jsonl:2 instances[0]"]
-    assert trained_texts(made, data.train.ids(0), data.train.trained(0)) == ["one<|im_end|>"]
+    assert [data.train.source_location(i) for i in range(2)] == [
+        "a.jsonl:1 instances[0]",
+        "a.jsonl:2 instances[0]",
+    ]
+    assert trained_texts(made, data.train.ids(0), data.train.loss_mask(0)) == ["one<|im_end|>"]
     assert (data.report.train.rows_read, data.report.train.bad_rows) == (3, 1)
     with pytest.raises(
         DataError, match=r"a\.jsonl:1 instances\[1\]: column 'instances\.\*\.output' must be text"

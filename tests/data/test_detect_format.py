@@ -1,4 +1,4 @@
-"""`dataset.format=auto`: what is recognised, why, and what is said where it is not one thing."""
+"""`dataset.format=auto`: what is detect_formats, why, and what is said where it is not one thing."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 from app.config.dataset import formats_for, sources_of
 from app.config.schema import DatasetConfig, MixSource
-from app.data.detect_format import LOOKED_AT, recognised
+from app.data.detect_format import LOOKED_AT, detect_formats
 from app.data.formats import FORMATS
 from app.errors import DataError
 from tests.data.small import chat, config, write_jsonl
@@ -31,7 +31,7 @@ ROWS: dict[str, dict[str, Any]] = {
 def auto(path: Path, rows: list[Any], **columns: str) -> tuple[DatasetConfig, str]:
     settings = config(write_jsonl(path / "a.jsonl", rows), "auto", columns=columns)
     is_labelled = any("label" in row for row in rows if isinstance(row, dict))
-    found, [note] = recognised(settings, formats_for("classification" if is_labelled else "causal"))
+    found, [note] = detect_formats(settings, formats_for("classification" if is_labelled else "causal"))
     return found, note
 
 
@@ -57,10 +57,10 @@ def test_each_format_is_recognised(tmp_path: Path, fmt: str) -> None:
 
 def test_labels_are_looked_for_only_where_they_are_learnt(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a", "label": "x"}])
-    assert recognised(config(path, "auto"))[0].format == "text"
+    assert detect_formats(config(path, "auto"))[0].format == "text"
     bare = write_jsonl(tmp_path / "b.jsonl", [{"text": "a", "stars": 1}])
     with pytest.raises(DataError) as found:
-        recognised(config(bare, "auto"), formats_for("classification"))
+        detect_formats(config(bare, "auto"), formats_for("classification"))
     (problem,) = found.value.problems
     assert "label (else dataset.columns.label=NAME)" in problem
     assert "messages" not in problem
@@ -68,7 +68,7 @@ def test_labels_are_looked_for_only_where_they_are_learnt(tmp_path: Path) -> Non
 
 def test_what_was_chosen_is_left_alone(tmp_path: Path) -> None:
     settings = config(tmp_path / "no such file", "text")
-    assert recognised(settings) == (settings, [])
+    assert detect_formats(settings) == (settings, [])
 
 
 def test_what_is_read_and_what_is_not_is_told(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_file_without_rows(tmp_path: Path) -> None:
     assert refusal(tmp_path, []) == ["has no rows"]
     (tmp_path / "b.jsonl").write_text("{\n{\n")
     with pytest.raises(DataError, match=r"none of its 2 rows can be read; b\.jsonl:1: column 2: "):
-        recognised(config(tmp_path / "b.jsonl", "auto"))
+        detect_formats(config(tmp_path / "b.jsonl", "auto"))
     [told] = refusal(tmp_path, [{"instances": []}], output="instances.*.output")
     assert told.startswith("none of its first rows can be read; a.jsonl:1: column 'instances' must be a list")
 
@@ -231,7 +231,7 @@ def mixed(path: Path, rows: dict[str, list[Any]], fmt: str = "auto", **changes: 
 def test_each_source_of_a_mix_is_recognised_by_itself(tmp_path: Path) -> None:
     rows = {"chat": [{"talk": TURNS}], "code": [ROWS["messages"]], "sums": [ROWS["question_answer"]]}
     given = mixed(tmp_path, rows, more={"sums": {"format": "text", "columns": {"text": "answer"}}})
-    found, notes = recognised(given)
+    found, notes = detect_formats(given)
     assert [note.partition(", because ")[0] for note in notes] == [
         "dataset.mix.chat.format=auto: taken as dataset.mix.chat.format=sharegpt"
         " dataset.mix.chat.columns.conversations=talk",
@@ -242,12 +242,12 @@ def test_each_source_of_a_mix_is_recognised_by_itself(tmp_path: Path) -> None:
     assert sections["chat"].columns.conversations == "talk"
     assert sections["code"].columns.conversations == "conversations"
     assert sections["sums"].columns.text == "answer"
-    assert recognised(found) == (found, [])  # nothing is left to look at
+    assert detect_formats(found) == (found, [])  # nothing is left to look at
 
 
 def test_only_one_source_of_a_mix_may_be_left_open(tmp_path: Path) -> None:
     rows = {"chat": [ROWS["messages"]], "code": [ROWS["sharegpt"]]}
-    found, [note] = recognised(mixed(tmp_path, rows, "messages", more={"code": {"format": "auto"}}))
+    found, [note] = detect_formats(mixed(tmp_path, rows, "messages", more={"code": {"format": "auto"}}))
     assert note.startswith("dataset.mix.code.format=auto: taken as dataset.mix.code.format=sharegpt")
     assert [section.format for section in sources_of(found).values()] == ["messages", "sharegpt"]
 
@@ -255,7 +255,7 @@ def test_only_one_source_of_a_mix_may_be_left_open(tmp_path: Path) -> None:
 def test_held_out_rows_beside_a_mix_are_recognised_too(tmp_path: Path) -> None:
     held = write_jsonl(tmp_path / "held.jsonl", [{"said": chat("a", "b")}])
     rows = {"chat": [ROWS["messages"]], "code": [ROWS["messages"]]}
-    found, notes = recognised(mixed(tmp_path, rows, eval_path=str(held)))
+    found, notes = detect_formats(mixed(tmp_path, rows, eval_path=str(held)))
     assert notes[-1].startswith(
         "dataset.format=auto: taken as dataset.format=messages dataset.columns.messages=said"
     )
@@ -266,7 +266,7 @@ def test_held_out_rows_beside_a_mix_are_recognised_too(tmp_path: Path) -> None:
 def test_all_sources_that_are_not_recognised_are_told_at_once(tmp_path: Path) -> None:
     two = [{**ROWS["instruction"], "text": "a b"}]
     with pytest.raises(DataError) as found:
-        recognised(mixed(tmp_path, {"chat": [{"n": 3}], "code": two, "good": [ROWS["text"]]}))
+        detect_formats(mixed(tmp_path, {"chat": [{"n": 3}], "code": two, "good": [ROWS["text"]]}))
     none, several = found.value.problems
     assert none.startswith(
         f"dataset.mix.chat.path={tmp_path}/chat.jsonl: dataset.mix.chat.format=auto knows no format for these rows"
@@ -287,4 +287,4 @@ def test_all_sources_that_are_not_recognised_are_told_at_once(tmp_path: Path) ->
 
 def test_text_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Rain falls.")
-    assert recognised(config(tmp_path, "auto"))[0].format == "text"
+    assert detect_formats(config(tmp_path, "auto"))[0].format == "text"

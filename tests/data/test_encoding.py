@@ -7,20 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, normalizers, pre_tokenizers
 
-from app.data import encoding
-from app.data.encoding import Encoder
-from app.data.shapes import Draft
+from app.data.tokenizer import Encoder
+from app.data.types import RenderedText
 from app.errors import ConfigError
 from tests.data.small import LINES, tokenizer
 
 TEXT = "\n".join(LINES)
 
 
-def document(text: str, start: int = 0) -> Draft:
-    return Draft(text, ((start, len(text)),), raw=True)
+def document(text: str, start: int = 0) -> RenderedText:
+    return RenderedText(text, ((start, len(text)),), raw=True)
 
 
-def by_offsets(made: Any, draft: Draft) -> list[bool]:
+def by_offsets(made: Any, draft: RenderedText) -> list[bool]:
     """The rule as it is written: a token is trained if it lies wholly in a span."""
     offsets = made(draft.text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     return [any(a <= start and end <= b for a, b in draft.spans) for start, end in offsets]
@@ -52,14 +51,14 @@ def test_a_token_across_the_edge_is_not_trained_but_told() -> None:
     [sample] = Encoder(made).encode([document("two and two make four", start=12)])  # " make" is one token
     assert made.decode(sample.ids[sample.trained]) == " four</s>"
     assert sample.glued
-    [ending] = Encoder(made).encode([Draft("two make four", ((3, 9),), raw=False)])
+    [ending] = Encoder(made).encode([RenderedText("two make four", ((3, 9),), raw=False)])
     assert made.decode(ending.ids[ending.trained]) == " make"
     assert ending.glued
 
 
 def test_an_answer_without_end_is_told() -> None:
     encoder = Encoder(tokenizer("chatml"))
-    drafts = [Draft("two and<|im_end|>", ((3, end),), raw=False) for end in (7, 17)]
+    drafts = [RenderedText("two and<|im_end|>", ((3, end),), raw=False) for end in (7, 17)]
     assert [sample.endless for sample in encoder.encode(drafts)] == [True, False]
 
 
@@ -86,7 +85,7 @@ def test_a_tokenizer_that_does_more_than_its_backend() -> None:
 
 @pytest.mark.parametrize("size", [400, 40])
 def test_long_documents_are_tokenised_in_pieces(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(encoding, "_PIECE_CHARS", size)
+    monkeypatch.setattr("app.data.tokenizer._PIECE_CHARS", size)
     made = tokenizer(None)
     text = "\n\n".join([TEXT] * 9)
     assert len(text) > 3 * 400
@@ -100,7 +99,7 @@ def test_long_documents_are_tokenised_in_pieces(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_long_answer_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "_PIECE_CHARS", 10)
+    monkeypatch.setattr("app.data.tokenizer._PIECE_CHARS", 10)
     made = tokenizer(None)
     [sample] = Encoder(made).encode([document(TEXT, start=len(TEXT) - 8)])
     assert made.decode(sample.ids[sample.trained]) == TEXT[-8:] + "</s>"
@@ -132,6 +131,6 @@ def test_the_mask_follows_the_characters(data: st.DataObject, kind: str) -> None
     places = st.lists(st.integers(0, len(text)), max_size=6, unique=True)
     edges = sorted(data.draw(places))
     spans = tuple(zip(edges[::2], edges[1::2], strict=False))
-    [sample] = Encoder(made).encode([Draft(text, spans, raw=False)])
-    expected = by_offsets(made, Draft(text, spans, raw=False))
+    [sample] = Encoder(made).encode([RenderedText(text, spans, raw=False)])
+    expected = by_offsets(made, RenderedText(text, spans, raw=False))
     assert sample.trained.tolist() == [False, *expected[1:]][: len(expected)]

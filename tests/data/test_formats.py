@@ -12,7 +12,7 @@ from app.config.groups import CONF
 from app.config.schema import CHOICES, Columns, DatasetConfig
 from app.data.conversations import ROLES
 from app.data.formats import FORMATS, fields_of, read_row
-from app.data.shapes import Conversation, Document, RowProblem
+from app.data.types import Conversation, Document, RowProblem
 from tests.data.small import chat, config
 
 CALL = {"name": "add", "arguments": {"a": 1, "b": "é"}}

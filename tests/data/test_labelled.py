@@ -13,12 +13,12 @@ from tokenizers.processors import TemplateProcessing
 
 from app.config.schema import TaskConfig
 from app.data.collate import BinShape, collate_packed, collate_padded
-from app.data.encoding import Encoder
-from app.data.labels import labels_of
+from app.data.objectives import build_objective
 from app.data.overflow import POLICIES
 from app.data.prepare import Data, prepare, rows_to_score
-from app.data.shapes import Draft
-from app.data.token_rows import in_order
+from app.data.token_dataset import in_order
+from app.data.tokenizer import Encoder
+from app.data.types import RenderedText
 from app.errors import DataError
 from tests.data.small import config, tokenizer, write_jsonl
 
@@ -103,35 +103,43 @@ def test_texts_are_framed_as_the_tokenizer_does_it(tmp_path: Path) -> None:
     rows.append({"sentence1": "two", "sentence2": "four five six", "label": "no"})
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     data = prepare(config(path, "text_pair"), made, str(tmp_path / "cache"))
-    labels = labels_of(TaskConfig(kind="classification", labels=["yes", "no"]), made, 0, both_ways=True)
-    found = [labels.of(data.train, i, 0) for i in range(2)]
+    labels = build_objective(
+        TaskConfig(kind="classification", labels=["yes", "no"]), made, 0, bidirectional=True
+    )
+    found = [labels.label(data.train, i, 0) for i in range(2)]
     for row, each in zip(rows, found, strict=True):
         told = made(row["sentence1"], row["sentence2"])
         assert each.ids.tolist() == told.input_ids
-        assert (np.arange(len(each.ids)) >= each.second).astype(int).tolist() == told.token_type_ids
+        assert (np.arange(len(each.ids)) >= each.second_start).astype(int).tolist() == told.token_type_ids
     assert [each.targets.tolist() for each in found] == [[0], [1]]
     assert [each.at.tolist() for each in found] == [[0], [0]]
 
     one, two = (len(each.ids) for each in found)
     packed = collate_packed(found, 0, BinShape(one + two + 5, one + two, 4))
     padded = collate_padded(found, 0)
-    assert packed.segments is not None
-    assert padded.segments is not None
-    sides = [[0] * each.second + [1] * (len(each.ids) - each.second) for each in found]
-    assert packed.segments[0].tolist() == [*sides[0], *sides[1], *[0] * 5]
-    assert [row[: len(side)] for row, side in zip(padded.segments.tolist(), sides, strict=True)] == sides
-    assert sum(sum(row) for row in padded.segments.tolist()) == sum(map(sum, sides)), "padding has no side"
+    assert packed.token_type_ids is not None
+    assert padded.token_type_ids is not None
+    sides = [[0] * each.second_start + [1] * (len(each.ids) - each.second_start) for each in found]
+    assert packed.token_type_ids[0].tolist() == [*sides[0], *sides[1], *[0] * 5]
+    assert [
+        row[: len(side)] for row, side in zip(padded.token_type_ids.tolist(), sides, strict=True)
+    ] == sides
+    assert sum(sum(row) for row in padded.token_type_ids.tolist()) == sum(map(sum, sides)), (
+        "padding has no side"
+    )
 
 
 def test_the_last_real_token_is_pooled_where_tokens_see_only_those_before_them(tmp_path: Path) -> None:
     made = tokenizer(None)
     path = write_jsonl(tmp_path / "a.jsonl", labelled(("rain on the roof", "a"), ("rain<pad><pad>", "b")))
     data = prepare(config(path, "labelled_text"), made, str(tmp_path / "cache"))
-    labels = labels_of(TaskConfig(kind="classification", labels=["a", "b"]), made, 0, both_ways=False)
-    first, second = (labels.of(data.train, i, 0) for i in range(2))
+    labels = build_objective(
+        TaskConfig(kind="classification", labels=["a", "b"]), made, 0, bidirectional=False
+    )
+    first, second = (labels.label(data.train, i, 0) for i in range(2))
     assert first.at.tolist() == [len(first.ids) - 1]
     assert second.at.tolist() == [len(second.ids) - 3]
-    assert collate_padded([first, second], 0).segments is None
+    assert collate_padded([first, second], 0).token_type_ids is None
 
 
 @settings(deadline=None, max_examples=60)
@@ -140,7 +148,7 @@ def test_what_is_too_long_is_cut_as_transformers_cuts_it(
     first: list[str], second: list[str] | None, room: int
 ) -> None:
     made, texts = framing(), [" ".join(first), *([" ".join(second)] if second else [])]
-    draft = Draft(texts[0], (), raw=True, label="a", second=texts[1] if second else None)
+    draft = RenderedText(texts[0], (), raw=True, label="a", second=texts[1] if second else None)
     (sample,) = Encoder(made).encode([draft])
     if len(sample.ids) <= room:
         return
@@ -217,4 +225,4 @@ def test_a_pair_without_anything_between_is_told(tmp_path: Path) -> None:
     told = "puts nothing between the two texts of a pair"
     assert any(told in note for note in plain.report.notes)
     assert not any(told in note for note in framed.report.notes)
-    assert plain.train.second(0) == -1
+    assert plain.train.second_start(0) == -1

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config.schema import TaskConfig
-from app.data.labels import HiddenTokens, labels_of
-from app.data.layout import Layout, Packed, Padded
-from app.data.loader import Loader, Share, eval_batches
-from app.data.token_rows import TokenRows
+from app.data.collate import Layout, Packed, Padded
+from app.data.loader import Loader, StepSplit, eval_batches
+from app.data.objectives import MaskedTokens, build_objective
+from app.data.token_dataset import TokenRows
 from app.errors import ConfigError
 
 MASK, SPECIAL = 4, (0, 1, 2, 3, 4)
@@ -32,7 +32,7 @@ class Rows:
         inside = 5 + (np.arange(self.lengths[i] - 2) * 7 + i) % 90
         return np.array([1, *inside, 2], dtype=np.int32)
 
-    def trained(self, i: int) -> Any:
+    def loss_mask(self, i: int) -> Any:
         return np.arange(self.lengths[i]) > 0
 
     def weights(self, i: int) -> None:
@@ -43,8 +43,8 @@ def rows_of(lengths: Sequence[int]) -> TokenRows:
     return cast(TokenRows, Rows(lengths))
 
 
-def hidden(share: float = 0.15, seed: int = 0) -> HiddenTokens:
-    return HiddenTokens(share, MASK, np.array(SPECIAL), ORDINARY, seed)
+def hidden(share: float = 0.15, seed: int = 0) -> MaskedTokens:
+    return MaskedTokens(share, MASK, np.array(SPECIAL), ORDINARY, seed)
 
 
 @given(
@@ -54,7 +54,7 @@ def test_a_share_of_the_ordinary_tokens_is_predicted_where_it_stood(
     length: int, share: float, row: int, epoch: int, seed: int
 ) -> None:
     rows = rows_of([length] * (row + 1))
-    ids, found = rows.ids(row), hidden(share, seed).of(rows, row, epoch)
+    ids, found = rows.ids(row), hidden(share, seed).label(rows, row, epoch)
     assert len(found.at) == max(1, round(share * (length - 2)))
     assert sorted(set(found.at.tolist())) == found.at.tolist()
     assert found.targets.tolist() == ids[found.at].tolist()
@@ -62,13 +62,13 @@ def test_a_share_of_the_ordinary_tokens_is_predicted_where_it_stood(
     others = np.setdiff1d(np.arange(length), found.at)
     assert found.ids[others].tolist() == ids[others].tolist()
     assert set(found.ids[found.at].tolist()) <= {MASK, *ORDINARY.tolist()}
-    again = hidden(share, seed).of(rows, row, epoch)
+    again = hidden(share, seed).label(rows, row, epoch)
     assert (again.at.tolist(), again.ids.tolist()) == (found.at.tolist(), found.ids.tolist())
 
 
 def test_four_of_five_are_masked_one_of_ten_replaced_and_each_epoch_hides_others() -> None:
     rows = rows_of([4002])
-    ids, draws = rows.ids(0), [hidden(0.5).of(rows, 0, epoch) for epoch in range(2)]
+    ids, draws = rows.ids(0), [hidden(0.5).label(rows, 0, epoch) for epoch in range(2)]
     seen, was = draws[0].ids[draws[0].at], ids[draws[0].at]
     assert (seen == MASK).mean() == pytest.approx(0.8, abs=0.03)
     assert (seen == was).mean() == pytest.approx(0.1, abs=0.03)
@@ -76,7 +76,7 @@ def test_four_of_five_are_masked_one_of_ten_replaced_and_each_epoch_hides_others
 
 
 def test_a_row_of_special_tokens_has_nothing_to_predict() -> None:
-    found = hidden().of(rows_of([2]), 0, 0)
+    found = hidden().label(rows_of([2]), 0, 0)
     assert (found.ids.tolist(), found.at.tolist(), found.targets.tolist()) == ([1, 2], [], [])
 
 
@@ -102,7 +102,7 @@ def test_packing_and_batches_change_nothing(epoch: int) -> None:
     ]
     found = []
     for layout in layouts:
-        loader = Loader(rows, layout, Share(1), seed=3)
+        loader = Loader(rows, layout, StepSplit(1), seed=3)
         steps = range(epoch * loader.steps_per_epoch, (epoch + 1) * loader.steps_per_epoch)
         found.append(predicted(b for step in steps for b in loader.batches(step)))
         assert predicted(eval_batches(rows, layout)) == predicted(eval_batches(rows, layouts[0]))
@@ -114,7 +114,7 @@ def test_padding_is_a_document_of_its_own_where_tokens_see_both_ways() -> None:
     batch = next(iter(eval_batches(rows_of([5, 16, 9]), Padded(3, 0, hidden()))))
     assert batch.documents is not None
     assert batch.documents.lengths == (16, 9, 7, 5, 11)
-    assert (batch.ids.shape, len(batch.documents.bounds), batch.documents.longest) == ((3, 16), 7, 16)
+    assert (batch.ids.shape, len(batch.documents.cu_seqlens), batch.documents.max_seqlen) == ((3, 16), 7, 16)
     assert next(iter(eval_batches(rows_of([5]), Padded(3, 0)))).documents is None
 
 
@@ -123,4 +123,4 @@ def test_a_tokenizer_without_a_mask_token_is_refused() -> None:
         mask_token_id = None
 
     with pytest.raises(ConfigError, match=r"task\.kind=masked: the tokenizer has no mask token"):
-        labels_of(TaskConfig(kind="masked", mask_share=0.15), Plain(), 0, both_ways=True)
+        build_objective(TaskConfig(kind="masked", mask_share=0.15), Plain(), 0, bidirectional=True)

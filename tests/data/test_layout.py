@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.batch import Batch, Documents
-from app.data.layout import Packed, Padded, Units
-from app.data.loader import Loader, Share, eval_batches
-from app.data.token_rows import TokenRows
+from app.batch import Batch, PackedSequences
+from app.data.collate import Packed, Padded, Units
+from app.data.loader import Loader, StepSplit, eval_batches
+from app.data.token_dataset import TokenRows
 
 
 class Rows:
@@ -27,7 +27,7 @@ class Rows:
     def ids(self, i: int) -> Any:
         return np.full(self.lengths[i], i + 1, dtype=np.int32)
 
-    def trained(self, i: int) -> Any:
+    def loss_mask(self, i: int) -> Any:
         return np.arange(self.lengths[i]) > 0
 
     def weights(self, i: int) -> None:
@@ -38,7 +38,7 @@ def rows_of(lengths: Sequence[int]) -> TokenRows:
     return cast(TokenRows, Rows(lengths))
 
 
-def documents(batch: Batch) -> Documents:
+def documents(batch: Batch) -> PackedSequences:
     assert batch.documents is not None
     return batch.documents
 
@@ -52,54 +52,60 @@ def documents(batch: Batch) -> Documents:
 def test_all_batches_of_all_epochs_have_one_shape(
     lengths: list[int], tokens: int, longest: int, micro: int
 ) -> None:
-    layout = Packed(tokens, pad_id=0, longest=min(longest, tokens))
-    loader = Loader(rows_of(lengths), layout, Share(micro), seed=0)
+    layout = Packed(tokens, pad_id=0, max_length=min(longest, tokens))
+    loader = Loader(rows_of(lengths), layout, StepSplit(micro), seed=0)
     batches = [b for step in range(3 * loader.steps_per_epoch) for b in loader.batches(step)]
-    shapes = {(b.ids.shape, documents(b).bounds.shape, documents(b).longest) for b in batches}
+    shapes = {(b.ids.shape, documents(b).cu_seqlens.shape, documents(b).max_seqlen) for b in batches}
     assert len(shapes) == 1
     for batch in batches:
         packed = documents(batch)
         assert sum(packed.lengths) == tokens
-        assert max(packed.lengths) <= packed.longest == min(longest, tokens)
-        assert int(batch.positions.max()) < packed.longest, "filling has no position that a row cannot have"
+        assert max(packed.lengths) <= packed.max_seqlen == min(longest, tokens)
+        assert int(batch.positions.max()) < packed.max_seqlen, (
+            "filling has no position that a row cannot have"
+        )
         ends = np.cumsum(packed.lengths).tolist()
-        assert packed.bounds.tolist() == [0, *ends, *[tokens] * (len(packed.bounds) - 1 - len(ends))]
+        assert packed.cu_seqlens.tolist() == [0, *ends, *[tokens] * (len(packed.cu_seqlens) - 1 - len(ends))]
 
 
 def test_there_are_no_more_places_than_the_fullest_bin_needs() -> None:
     """Kernels start blocks for every place."""
-    layout = Packed(tokens=16, pad_id=0, longest=8)
+    layout = Packed(tokens=16, pad_id=0, max_length=8)
     bins = layout.units(rows_of([8, 8, 2, 2, 2, 2]), np.arange(6))
     assert len(bins) == 2
-    assert bins.most_documents == 5  # four rows and what fills up the other 8 tokens
+    assert bins.max_documents == 5  # four rows and what fills up the other 8 tokens
     batches = list(eval_batches(rows_of([8, 8, 2, 2, 2, 2]), layout))
-    assert {len(documents(b).bounds) for b in batches} == {6}
+    assert {len(documents(b).cu_seqlens) for b in batches} == {6}
     assert {documents(b).lengths for b in batches} == {(8, 8), (2, 2, 2, 2, 8)}
 
 
 def test_a_bin_without_rows_is_filled_by_documents_of_allowed_length() -> None:
-    layout = Packed(tokens=20, pad_id=7, longest=8)
-    batch = layout.batch(rows_of([]), [], layout.units(rows_of([]), np.arange(0)).most_documents, epoch=0)
+    layout = Packed(tokens=20, pad_id=7, max_length=8)
+    batch = layout.batch(rows_of([]), [], layout.units(rows_of([]), np.arange(0)).max_documents, epoch=0)
     assert documents(batch).lengths == (8, 8, 4)
     assert batch.ids.eq(7).all()
     assert (batch.lengths, batch.num_labels, batch.num_tokens) == ((), 0, 0)
 
 
 def test_documents_alone_are_their_own_measure() -> None:
-    alone = Documents.of([3, 1, 2])
+    alone = PackedSequences.from_lengths([3, 1, 2])
     assert alone == alone.to(torch.device("cpu"))
-    assert (alone.bounds.tolist(), alone.bounds.dtype, alone.longest) == ([0, 3, 4, 6], torch.int32, 3)
-    assert alone.to(torch.device("meta")).bounds.device.type == "meta"
+    assert (alone.cu_seqlens.tolist(), alone.cu_seqlens.dtype, alone.max_seqlen) == (
+        [0, 3, 4, 6],
+        torch.int32,
+        3,
+    )
+    assert alone.to(torch.device("meta")).cu_seqlens.device.type == "meta"
     with pytest.raises(AssertionError, match="longer"):
-        Documents.of([3, 1], longest=2)
-    with pytest.raises(AssertionError, match="places"):
-        Documents.of([3, 1], places=1)
+        PackedSequences.from_lengths([3, 1], max_seqlen=2)
+    with pytest.raises(AssertionError, match="max_documents"):
+        PackedSequences.from_lengths([3, 1], max_documents=1)
 
 
 def test_moving_a_packed_batch_moves_its_bounds() -> None:
-    layout = Packed(tokens=8, pad_id=0, longest=8)
+    layout = Packed(tokens=8, pad_id=0, max_length=8)
     batch = layout.batch(rows_of([5]), [np.array([0])], 2, epoch=0).to(torch.device("meta"))
-    assert documents(batch).bounds.device.type == "meta"
+    assert documents(batch).cu_seqlens.device.type == "meta"
     assert documents(batch).lengths == (5, 3)
 
 
@@ -114,9 +120,9 @@ def test_processes_share_the_rows_of_a_step_and_none_has_much_more_to_do(
 ) -> None:
     lengths, micro, processes, packed = case
     rows = rows_of(lengths)
-    layout = Packed(24, pad_id=0, longest=20) if packed else Padded(2, pad_id=0)
-    alone = Loader(rows, layout, Share(micro * processes), seed=0)
-    ranks = [Loader(rows, layout, Share(micro, processes, rank), seed=0) for rank in range(processes)]
+    layout = Packed(24, pad_id=0, max_length=20) if packed else Padded(2, pad_id=0)
+    alone = Loader(rows, layout, StepSplit(micro * processes), seed=0)
+    ranks = [Loader(rows, layout, StepSplit(micro, processes, rank), seed=0) for rank in range(processes)]
     for step in range(alone.steps_per_epoch):
         whole = alone.batches(step)
         shares = [loader.batches(step) for loader in ranks]
@@ -132,11 +138,11 @@ def test_processes_share_the_rows_of_a_step_and_none_has_much_more_to_do(
 def test_bins_are_dealt_there_and_back_by_what_attention_costs() -> None:
     """Bins of one row each: 8 to 1 tokens cost 64 to 1, dealt 8 5 4 1 and 7 6 3 2."""
     rows = rows_of([1, 2, 3, 4, 5, 6, 7, 8])
-    layout = Packed(8, pad_id=0, longest=8)
+    layout = Packed(8, pad_id=0, max_length=8)
     units = Units(np.arange(8), np.arange(8), 2)
     shares = []
     for rank in (0, 1):
-        loader = Loader(rows, layout, Share(4, 2, rank), seed=0)
+        loader = Loader(rows, layout, StepSplit(4, 2, rank), seed=0)
         loader._epoch = 0, units, np.arange(8)
         shares.append([batch.lengths for batch in loader.batches(0)])
     assert shares == [[(8,), (5,), (4,), (1,)], [(7,), (6,), (3,), (2,)]]
@@ -145,7 +151,7 @@ def test_bins_are_dealt_there_and_back_by_what_attention_costs() -> None:
 def test_many_short_rows_are_less_work_than_one_long() -> None:
     """Bins of equal tokens: the long row comes first."""
     rows = rows_of([4, 4, 4, 4, 16])
-    loader = Loader(rows, Packed(16, pad_id=0, longest=16), Share(1, 2, rank=0), seed=0)
+    loader = Loader(rows, Packed(16, pad_id=0, max_length=16), StepSplit(1, 2, rank=0), seed=0)
     assert [batch.lengths for batch in loader.batches(0)] == [(16,)]
 
 
@@ -154,7 +160,7 @@ def test_going_on_needs_the_number_of_the_step_alone(lengths: list[int], step: i
     """A loader that has come to a step, and one that begins there, give the same."""
 
     def made() -> Loader:
-        return Loader(rows_of(lengths), Packed(24, pad_id=0, longest=20), Share(2), seed=1)
+        return Loader(rows_of(lengths), Packed(24, pad_id=0, max_length=20), StepSplit(2), seed=1)
 
     through = made()
     for each in range(step):

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.batch import Batch
-from app.data.encoding import Sample
-from app.data.labels import NEXT_TOKENS
-from app.data.layout import Packed, Padded
+from app.data.collate import Packed, Padded
+from app.data.objectives import NEXT_TOKEN
 from app.data.prepare import Data, prepare
-from app.data.token_rows import RecordBatchView, TokenRows, as_columns, digest, record_batch
+from app.data.token_dataset import RecordBatchView, TokenRows, as_columns, digest, record_batch
+from app.data.tokenizer import Tokens
 from app.errors import DataError
 from tests.data.small import THINKING, chat, config, tokenizer, write_jsonl
 from tests.data.test_mixing import mixed
@@ -40,8 +40,8 @@ def prepared(folder: Path, rows: Sequence[Any], made: Any = None, name: str = "c
 def told(made: Any, rows: TokenRows, i: int) -> list[tuple[str, float]]:
     """Each stretch of tokens of one weight, and its text; what is not trained is left out."""
     weights = rows.weights(i)
-    weights = rows.trained(i).astype(np.float32) if weights is None else weights
-    assert ((weights > 0) == rows.trained(i)).all()
+    weights = rows.loss_mask(i).astype(np.float32) if weights is None else weights
+    assert ((weights > 0) == rows.loss_mask(i)).all()
     edges = [0, *(np.flatnonzero(np.diff(weights)) + 1).tolist(), len(weights)]
     parts = [(made.decode(rows.ids(i)[a:b]), float(weights[a])) for a, b in pairwise(edges)]
     return [(text, pytest.approx(weight, rel=1e-7)) for text, weight in parts if weight]  # type: ignore[misc]
@@ -61,7 +61,7 @@ def test_each_answer_has_the_weight_of_its_message(tmp_path: Path) -> None:
     assert told(made, data.train, 2) == [("Paris.<|im_end|>", 0.3)]
     counts = data.report.train
     first, second = (int((data.train.weights(0) == np.float32(w)).sum()) for w in (0.3, 2.5))  # type: ignore[union-attr]
-    whole = int(data.train.trained(1).sum())
+    whole = int(data.train.loss_mask(1).sum())
     assert whole == first + second
     assert counts.trained_tokens == 2 * whole + first
     assert counts.label_weight == pytest.approx(0.3 * 2 * first + 2.5 * second + whole, rel=1e-6)
@@ -130,7 +130,7 @@ def test_a_cut_keeps_what_is_left(tmp_path: Path) -> None:
     unweighted = prepared(
         tmp_path, [chat(*LONG)], made, max_length=int(first[-1]) + 1, on_overflow="truncate"
     ).train
-    assert plain.contents.tolist() == unweighted.contents.tolist()
+    assert plain.content_hashes.tolist() == unweighted.content_hashes.tolist()
 
 
 def test_weights_of_one_leave_no_trace(tmp_path: Path) -> None:
@@ -153,8 +153,8 @@ def test_samples_of_other_weights_are_not_equal(tmp_path: Path) -> None:
     data = prepared(tmp_path, [TALK, other, TALK, chat(*LONG)], deduplicate=True)
     assert data.report.train.duplicates == 1
     assert len(data.train) == 3
-    assert len(set(data.train.contents.tolist())) == 3
-    assert len(set(data.train.digests.tolist())) == 1
+    assert len(set(data.train.content_hashes.tolist())) == 3
+    assert len(set(data.train.ids_hashes.tolist())) == 1
 
 
 @given(
@@ -167,23 +167,23 @@ def test_samples_of_other_weights_are_not_equal(tmp_path: Path) -> None:
 )
 def test_any_weights_come_back(rows: list[list[float]], draw: Any) -> None:
     given_rows = [np.array(row, np.float32) for row in rows]
-    samples = [Sample(np.arange(len(row), dtype=np.int32), row > 0, weights=row) for row in given_rows]
+    samples = [Tokens(np.arange(len(row), dtype=np.int32), row > 0, weights=row) for row in given_rows]
     batch = record_batch([as_columns(f"f:{at}", each, digest(each.ids)) for at, each in enumerate(samples)])
     opened = TokenRows(RecordBatchView(batch))
     chosen = [draw.randrange(2 * len(rows)) for _ in range(4)]
-    view = TokenRows.joined([opened, opened]).select(chosen)  # a mix of two
+    view = TokenRows.concat([opened, opened]).select(chosen)  # a mix of two
     total = 0.0
     for i, number in enumerate(chosen):
         weights, found = given_rows[number % len(rows)], view.weights(i)
         assert (found is None) == set(weights.tolist()).issubset({0.0, 1.0})
-        assert (view.trained(i) if found is None else found).tolist() == weights.tolist()
+        assert (view.loss_mask(i) if found is None else found).tolist() == weights.tolist()
         total += float(weights.sum(dtype=np.float64))
     assert view.label_weight == pytest.approx(total, rel=1e-6)
     assert view.num_weighted == sum(view.weights(i) is not None for i in range(4))
 
 
 def labels_of(batch: Batch) -> list[tuple[int, float]]:
-    weights = [1.0] * batch.num_labels if batch.weights is None else batch.weights.each.tolist()
+    weights = [1.0] * batch.num_labels if batch.weights is None else batch.weights.per_target.tolist()
     assert batch.label_weight == pytest.approx(sum(weights), rel=1e-12)
     return list(zip(batch.targets.tolist(), weights, strict=True))
 
@@ -192,19 +192,19 @@ def test_batches_carry_them_only_where_there_are_any(tmp_path: Path) -> None:
     made = tokenizer("chatml")
     rows = prepared(tmp_path, [TALK, chat(*LONG), chat(*LONG[:2])], made).train
     plain = prepared(tmp_path, [chat(*LONG)], made, name="plain").train
-    for layout in (Padded(4, pad_id=0), Packed(400, pad_id=0, longest=200)):
+    for layout in (Padded(4, pad_id=0), Packed(400, pad_id=0, max_length=200)):
         mixed = layout.batch(rows, [np.array([0]), np.array([1])], 4, epoch=0)
         weights = rows.weights(0)
         assert weights is not None
         at = np.flatnonzero(weights)
         of_first = list(zip(rows.ids(0)[at].tolist(), weights[at].tolist(), strict=True))
-        of_second = [(token, 1.0) for token in plain.ids(0)[plain.trained(0)].tolist()]
+        of_second = [(token, 1.0) for token in plain.ids(0)[plain.loss_mask(0)].tolist()]
         assert labels_of(mixed) == of_first + of_second
         none = layout.batch(rows, [np.array([1]), np.array([2])], 4, epoch=0)
         assert none.weights is None
         assert none.label_weight == none.num_labels
         assert layout.batch(rows, [], 4, epoch=0).label_weight == 0
-    assert NEXT_TOKENS.of(plain, 0, epoch=0).weights is None
+    assert NEXT_TOKEN.label(plain, 0, epoch=0).weights is None
 
 
 def test_a_mix_of_a_weighted_and_an_unweighted_source(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config.schema import DatasetConfig, MixSource
-from app.data.mixing import total
+from app.data.data_report import Counts
+from app.data.mixture import total
 from app.data.prepare import Data, prepare
-from app.data.report import Counts
-from app.data.token_rows import TokenRows
+from app.data.token_dataset import TokenRows
 from app.errors import DataError
 from tests.data.small import chat, config, tokenizer, write_chats, write_jsonl
 from tests.data.test_token_file import ROWS, written
@@ -39,7 +39,7 @@ def answers(rows: TokenRows | None) -> Counter[str]:
 
 
 def places(rows: TokenRows | None) -> list[str]:
-    return [] if rows is None else [rows.place(i) for i in range(len(rows))]
+    return [] if rows is None else [rows.source_location(i) for i in range(len(rows))]
 
 
 @pytest.fixture
@@ -189,11 +189,11 @@ def test_what_is_said_of_a_mix(two: Path) -> None:
 
 def test_joined_rows_are_those_of_the_parts(tmp_path: Path) -> None:
     one, other = written(tmp_path / "one", ROWS), written(tmp_path / "other", ROWS[1:])
-    rows = TokenRows.joined([one.select([2, 0]), other, TokenRows.joined([other, one]).select([4, 1])])
+    rows = TokenRows.concat([one.select([2, 0]), other, TokenRows.concat([other, one]).select([4, 1])])
     expected = [ROWS[i] for i in (2, 0, 1, 2, 2, 2)]
-    assert [rows.place(i) for i in range(6)] == [place for place, _, _ in expected]
+    assert [rows.source_location(i) for i in range(6)] == [place for place, _, _ in expected]
     assert [rows.ids(i).tolist() for i in range(6)] == [ids for _, ids, _ in expected]
-    assert [rows.trained(i).tolist() for i in range(6)] == [
+    assert [rows.loss_mask(i).tolist() for i in range(6)] == [
         [bool(t) for t in mask] for _, _, mask in expected
     ]
     assert rows.lengths.tolist() == [len(ids) for _, ids, _ in expected]

@@ -276,4 +276,4 @@ def test_a_name_that_is_not_utf8(tmp_path: Path) -> None:
     folder.mkdir()
     Path(os.fsdecode(os.fsencode(folder) + b"/caf\xe9.jsonl")).write_bytes(GOODS)
     data = prepare(config(folder), tokenizer(), str(tmp_path / "cache"))
-    assert data.train.place(0) == r"caf\udce9.jsonl:1"
+    assert data.train.source_location(0) == r"caf\udce9.jsonl:1"

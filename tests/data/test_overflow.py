@@ -5,15 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.data.encoding import Sample
-from app.data.overflow import POLICIES, fit, policy_for, too_many_dropped
-from app.data.report import Counts
+from app.data.data_report import Counts, too_many_dropped
+from app.data.overflow import POLICIES, fit, policy_for
+from app.data.tokenizer import Tokens
 from app.errors import DataError
 
 
-def sample(length: int, first_trained: int = 1) -> Sample:
+def sample(length: int, first_trained: int = 1) -> Tokens:
     trained = np.arange(length) >= max(first_trained, 1)
-    return Sample(np.arange(length, dtype=np.int32), trained)
+    return Tokens(np.arange(length, dtype=np.int32), trained)
 
 
 def test_what_auto_means() -> None:

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from app.data.layout import Packed, Units
-from app.data.packing import least_bins, plan_bins, stirred
+from app.data.collate import Packed, Units
+from app.data.packing import least_bins, plan_bins, shuffle_bins
 from tests.data.test_layout import rows_of
 
 
@@ -152,15 +152,15 @@ def chats(count: int, median: int = 120) -> list[int]:
 def test_every_row_once_and_bins_as_they_were_planned(
     lengths: list[int], tokens: int, longest: int, epoch: int
 ) -> None:
-    layout = Packed(tokens, pad_id=0, longest=min(longest, tokens))
+    layout = Packed(tokens, pad_id=0, max_length=min(longest, tokens))
     plain, found = (epoch_of(layout, lengths, epoch, stir=stir) for stir in (False, True))
     assert sorted(found.order.tolist()) == list(range(len(lengths)))
     assert found.starts.tolist() == plain.starts.tolist()
-    assert found.most_documents == plain.most_documents
+    assert found.max_documents == plain.max_documents
     for members in bins_of(found):
         room = tokens - sum(lengths[row] for row in members)
         assert room >= 0
-        assert len(members) + -(-room // layout.longest) <= found.most_documents
+        assert len(members) + -(-room // layout.max_length) <= found.max_documents
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_every_row_once_and_bins_as_they_were_planned(
 def test_most_neighbours_are_new_where_hardly_two_rows_are_equally_long(
     count: int, median: int, kept: float
 ) -> None:
-    layout, lengths = Packed(2048, pad_id=0, longest=2048), chats(count, median)
+    layout, lengths = Packed(2048, pad_id=0, max_length=2048), chats(count, median)
     shares = {}
     for stir in (False, True):
         first, second = (neighbours(epoch_of(layout, lengths, epoch, stir=stir)) for epoch in (1, 2))
@@ -181,8 +181,8 @@ def test_the_bins_of_four_epochs_are_those_that_they_were() -> None:
     """A run that goes on after an update of the program must find the same rows in its next step."""
     digest = hashlib.sha256()
     for epoch in range(4):
-        units = epoch_of(Packed(2048, pad_id=0, longest=2048), chats(500), epoch, stir=epoch > 0)
-        digest.update(units.order.tobytes() + units.starts.tobytes() + bytes([units.most_documents]))
+        units = epoch_of(Packed(2048, pad_id=0, max_length=2048), chats(500), epoch, stir=epoch > 0)
+        digest.update(units.order.tobytes() + units.starts.tobytes() + bytes([units.max_documents]))
     assert digest.hexdigest()[:16] == "ec12e270afce0ae7"
 
 
@@ -190,6 +190,8 @@ def test_a_million_rows_cost_about_as_much_as_their_plan() -> None:
     lengths: NDArray[np.int32] = np.tile(np.array(chats(10_000), np.int32), 100)
     order, starts = plan_bins(lengths, 2048)
     begun = time.process_time()
-    found = stirred(order, starts, lengths[order], 2048, np.full(len(starts), 2048), np.random.default_rng(0))
+    found = shuffle_bins(
+        order, starts, lengths[order], 2048, np.full(len(starts), 2048), np.random.default_rng(0)
+    )
     assert time.process_time() - begun < 5
     assert not np.array_equal(found, order)

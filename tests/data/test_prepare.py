@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from app.data.prepare import Data, prepare, rows_to_score
-from app.data.token_rows import TokenRows
+from app.data.token_dataset import TokenRows
 from app.errors import ConfigError, DataError
 from tests.data.small import chat, config, tokenizer, write_chats
 
@@ -17,7 +17,7 @@ def read(path: Path | str, fmt: str = "messages", kind: str | None = "chatml", *
 
 
 def places(rows: TokenRows | None) -> list[str]:
-    return [] if rows is None else [rows.place(i) for i in range(len(rows))]
+    return [] if rows is None else [rows.source_location(i) for i in range(len(rows))]
 
 
 def talks(count: int, start: int = 0) -> list[list[dict[str, str]]]:
@@ -50,7 +50,7 @@ def test_a_fraction_is_held_out(tmp_path: Path) -> None:
         assert counts is not None
         assert counts.samples == len(rows)
         assert counts.tokens == rows.lengths.sum()
-        assert counts.trained_tokens == sum(rows.trained(i).sum() for i in range(len(rows)))
+        assert counts.trained_tokens == sum(rows.loss_mask(i).sum() for i in range(len(rows)))
 
 
 def test_a_row_keeps_its_side_when_others_come_and_lengths_change(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_row_keeps_its_side_when_others_come_and_lengths_change(tmp_path: Path
 def test_equal_rows_take_the_same_side(tmp_path: Path) -> None:
     data = read(write_chats(tmp_path / "a.jsonl", *talks(40), *talks(40)), eval_fraction=0.5)
     assert data.eval is not None
-    assert not set(data.train.digests.tolist()) & set(data.eval.digests.tolist())
+    assert not set(data.train.ids_hashes.tolist()) & set(data.eval.ids_hashes.tolist())
 
 
 def test_samples_of_one_conversation_take_the_same_side(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_instruction_and_a_template_that_is_missing(tmp_path: Path) -> None:
     assert made.decode(data.train.ids(0)) == (
         "<|im_start|>user\nadd\n\n1 and 2<|im_end|>\n<|im_start|>assistant\n3<|im_end|>\n"
     )
-    assert data.train.place(0) == "a.csv:2"
+    assert data.train.source_location(0) == "a.csv:2"
     with pytest.raises(ConfigError, match=r"model\.chat_template"):
         read(path, "instruction", kind=None)
 

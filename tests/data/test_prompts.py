@@ -1,24 +1,27 @@
-"""What is asked from a file, and what is told of files that cannot be asked from."""
+"""What is as_conversation from a file, and what is told of files that cannot be as_conversation from."""
 
 from pathlib import Path
 
 import pytest
 
-from app.data.prompts import asked, read_prompts
+from app.data.prompts import as_conversation, read_prompts
 from app.errors import DataError
 
 
 def test_lines_and_rows_are_conversations(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\ufeffHi\n\n  Who are you?\n", encoding="utf-8")
-    assert read_prompts(str(tmp_path / "a.txt"), None) == [asked("Hi", None), asked("  Who are you?", None)]
+    expected = [as_conversation("Hi", None), as_conversation("  Who are you?", None)]
+    assert read_prompts(str(tmp_path / "a.txt"), None) == expected
     (tmp_path / "a.jsonl").write_text(
         '{"prompt": "Hi"}\n'
         '{"messages": [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}]}\n'
         '{"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "C"}]}\n'
     )
     first, second, third = read_prompts(str(tmp_path / "a.jsonl"), "Be kind.")
-    assert first == asked("Hi", "Be kind.")
-    assert second == asked("A", "Be kind."), "the answer that a row has is what is asked for"
+    assert first == as_conversation("Hi", "Be kind.")
+    assert second == as_conversation("A", "Be kind."), (
+        "the answer that a row has is what is as_conversation for"
+    )
     assert third[0] == {"role": "system", "content": "S"}, "a row's own system line counts"
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from app.data import readers
 from app.data.readers import read_file
-from app.data.shapes import Broken
+from app.data.types import Broken
 from app.errors import DataError
 
 ROWS = [{"q": "one\ntwo", "a": "ü"}, {"q": "", "a": "x, y"}]

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.data.encoding import Encoder
-from app.data.rendering import Drafts, Renderer
-from app.data.shapes import Conversation, Document, Draft, RowProblem
-from app.data.tokenizer import check_tokenizer
+from app.data.loss_mask import RenderedRow, Renderer
+from app.data.tokenizer import Encoder, check_tokenizer
+from app.data.types import Conversation, Document, RenderedText, RowProblem
 from app.errors import ConfigError, DataError
 from tests.data.small import TEMPLATES, chat, tokenizer, trained_texts
 
@@ -20,11 +19,11 @@ ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "mistral": "</s>", "gemm
 
 def drafts(
     kind: str, messages: list[dict[str, str]], train_on: str = "auto", on_unstable: str = "expand"
-) -> Drafts:
+) -> RenderedRow:
     return Renderer(tokenizer(kind), train_on, on_unstable).drafts(Conversation(messages), "a.jsonl:1")
 
 
-def trained(draft: Draft) -> list[str]:
+def trained(draft: RenderedText) -> list[str]:
     return [draft.text[start:end] for start, end in draft.spans]
 
 

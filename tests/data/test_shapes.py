@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.data.encoding import Encoder
-from app.data.layout import Padded
+from app.data.collate import Padded
 from app.data.loader import eval_batches
+from app.data.loss_mask import Renderer
 from app.data.prepare import prepare
-from app.data.rendering import Renderer
-from app.data.shapes import RowProblem
+from app.data.tokenizer import Encoder
+from app.data.types import RowProblem
 from tests.data.shapes import CASES, HERE, SHAPES, conversation, drafts, golden, labels, shaped
 from tests.data.small import chat, config, tokenizer, write_jsonl
 

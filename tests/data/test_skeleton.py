@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.assets import ROOT
-from app.data.rendering import Drafts, Renderer
-from app.data.shapes import Conversation, RowProblem
-from app.data.skeleton import skeleton_of, stand_ins
+from app.data.chat_template import skeleton_of, stand_ins
+from app.data.loss_mask import RenderedRow, Renderer
+from app.data.types import Conversation, RowProblem
 from tests.data.shapes import SHAPES, shaped
 from tests.data.small import TEMPLATES, chat, tokenizer
 
@@ -60,14 +60,14 @@ def made(name: str) -> Any:
     return other
 
 
-def outcome(renderer: Renderer, messages: list[dict[str, Any]], **more: Any) -> Drafts | str:
+def outcome(renderer: Renderer, messages: list[dict[str, Any]], **more: Any) -> RenderedRow | str:
     try:
         return renderer.drafts(Conversation(messages, **more), "a.jsonl:1")
     except RowProblem as problem:
         return str(problem)
 
 
-def by_prefixes(renderer: Renderer, messages: list[dict[str, Any]], **more: Any) -> Drafts | str:
+def by_prefixes(renderer: Renderer, messages: list[dict[str, Any]], **more: Any) -> RenderedRow | str:
     """A message with another key has no skeleton, and no template here reads this one."""
     return outcome(renderer, [{**message, "unread": ""} for message in messages], **more)
 
@@ -136,7 +136,7 @@ class Counted:
 def test_the_second_of_a_pattern_is_rendered_once(name: str) -> None:
     counted = Counted(made(name))
     renderer = Renderer(counted, "assistant", "expand")
-    assert isinstance(outcome(renderer, chat("a", "b", "c", "d")), Drafts)
+    assert isinstance(outcome(renderer, chat("a", "b", "c", "d")), RenderedRow)
     counted.since()
     outcome(renderer, chat("What?", "That.", "So?", "So."))
     assert (counted.since() == 1) == (name not in WITHOUT)
@@ -146,7 +146,7 @@ def test_a_renderer_that_changes_words_is_believed() -> None:
     renderer = Renderer(Counted(tokenizer("chatml"), "x", "X"), "assistant", "expand")
     outcome(renderer, chat("a", "b"))
     drafts = outcome(renderer, chat("x", "x"))
-    assert isinstance(drafts, Drafts)
+    assert isinstance(drafts, RenderedRow)
     assert "X" in drafts.samples[0].text
 
 

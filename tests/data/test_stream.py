@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.data import stream
+from app.data import row_pipeline
 from app.data.formats import empty_parts, read_row
 from app.data.prepare import Data, prepare
 from app.errors import DataError
@@ -31,9 +31,9 @@ def test_rows_keep_their_order_and_place(tmp_path: Path) -> None:
     rows = [{"messages": chat("Hi", "x" * n)} for n in range(5)]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     data = read(path)
-    assert [data.train.place(i) for i in range(5)] == [f"a.jsonl:{i}" for i in range(1, 6)]
+    assert [data.train.source_location(i) for i in range(5)] == [f"a.jsonl:{i}" for i in range(1, 6)]
     made = tokenizer("chatml")
-    texts = [trained_texts(made, data.train.ids(i), data.train.trained(i)) for i in range(5)]
+    texts = [trained_texts(made, data.train.ids(i), data.train.loss_mask(i)) for i in range(5)]
     assert texts == [["x" * n + "<|im_end|>"] for n in range(5)]
 
 
@@ -41,8 +41,8 @@ def test_batches_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     path = write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("Hi", "x" * n)} for n in range(9)])
     fingerprints = set()
     for rows, chars in ((512, 1 << 21), (2, 1 << 21), (512, 50)):
-        monkeypatch.setattr(stream, "_ROWS", rows)
-        monkeypatch.setattr(stream, "_CHARS", chars)
+        monkeypatch.setattr(row_pipeline, "_ROWS", rows)
+        monkeypatch.setattr(row_pipeline, "_CHARS", chars)
         data = prepare(config(path), tokenizer(), str(tmp_path / f"{rows}-{chars}"))
         assert len(data.train) == 9
         fingerprints.add(data.train.fingerprint)
@@ -73,7 +73,7 @@ def test_one_reason_is_told_once(tmp_path: Path) -> None:
 def test_bad_rows_are_an_error_before_the_file_is_read_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "_ROWS", 2)
+    monkeypatch.setattr(row_pipeline, "_ROWS", 2)
     path = write_jsonl(tmp_path / "a.jsonl", [TYPO, GOOD, {"chat": []}])
     assert len(problems(path)) == 1
 
@@ -81,7 +81,7 @@ def test_bad_rows_are_an_error_before_the_file_is_read_to_its_end(
 def test_skipped_rows_are_counted_and_listed(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [GOOD, *[TYPO] * 25, GOOD])
     data = read(path, on_bad_row="skip")
-    assert [data.train.place(i) for i in range(len(data.train))] == ["a.jsonl:1", "a.jsonl:27"]
+    assert [data.train.source_location(i) for i in range(len(data.train))] == ["a.jsonl:1", "a.jsonl:27"]
     counts = data.report.train
     assert (counts.rows_read, counts.rows_kept, counts.bad_rows) == (27, 2, 25)
     assert counts.bad_places == [f"a.jsonl:{n}" for n in range(2, 22)]
@@ -166,7 +166,7 @@ def test_an_unstable_template_is_told_once(tmp_path: Path) -> None:
     thought = chat("Hi", "<think>hm</think>Hello", "And?", "<think>oh</think>Bye")
     path = write_chats(tmp_path / "a.jsonl", thought, chat("Hi", "Hello"), thought)
     data = read(path, kind="thinking")
-    assert [data.train.place(i) for i in range(5)] == [f"a.jsonl:{n}" for n in (1, 1, 2, 3, 3)]
+    assert [data.train.source_location(i) for i in range(5)] == [f"a.jsonl:{n}" for n in (1, 1, 2, 3, 3)]
     counts = data.report.train
     assert (counts.rows_kept, counts.samples, counts.unstable, counts.expanded_into) == (3, 5, 2, 4)
     rewrites = "train: the chat template rewrites earlier turns: 2 conversations"
@@ -191,7 +191,7 @@ def test_text_in_pieces(tmp_path: Path) -> None:
     counts = data.report.train
     assert counts.samples == counts.pieces > 2
     assert (counts.rows_kept, counts.split, counts.tokens_lost) == (1, 1, 0)
-    assert {data.train.place(i) for i in range(len(data.train))} == {"book.txt"}
+    assert {data.train.source_location(i) for i in range(len(data.train))} == {"book.txt"}
     assert counts.trained_tokens == counts.longest - 1
     assert data.train.ids(len(data.train) - 1)[-1] == tokenizer(None).eos_token_id
 
@@ -214,7 +214,7 @@ def test_every_row_is_accounted_for(
     counts = data.report.train
     assert counts.rows_read == len(rows) == counts.rows_kept + counts.rows_lost + counts.bad_rows
     assert counts.over_long == counts.dropped + counts.truncated
-    assert counts.rows_kept == len({data.train.place(i) for i in range(len(data.train))})
+    assert counts.rows_kept == len({data.train.source_location(i) for i in range(len(data.train))})
     assert counts.samples == len(data.train)
     assert counts.tokens == sum(len(data.train.ids(i)) for i in range(len(data.train)))
-    assert counts.trained_tokens == sum(data.train.trained(i).sum() for i in range(len(data.train))) > 0
+    assert counts.trained_tokens == sum(data.train.loss_mask(i).sum() for i in range(len(data.train))) > 0

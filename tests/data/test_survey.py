@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.data import survey
-from app.data.layout import Padded
-from app.data.loader import Loader, Share
+from app.data import length_statistics
+from app.data.collate import Padded
+from app.data.data_report import Counts
+from app.data.loader import Loader, StepSplit
 from app.data.prepare import prepare
-from app.data.report import Counts
 from tests.data.small import chat, config, tokenizer, write_chats
 from tests.data.test_layout import rows_of
 
@@ -33,7 +33,7 @@ def surveyed(lengths: Sequence[int], longest: int) -> tuple[Any, Counts]:
 
 @given(LENGTHS, st.integers(1, 300))
 def test_percentiles_are_those_of_all_samples_dropped_ones_too(lengths: list[int], longest: int) -> None:
-    told = survey.percentiles(*surveyed(lengths, longest))
+    told = length_statistics.percentiles(*surveyed(lengths, longest))
     assert told is not None
     assert list(told) == ["p5", "p25", "p50", "p75", "p90", "p95", "p99", "max"]
     assert told["max"] == max(lengths)
@@ -46,24 +46,24 @@ def test_percentiles_are_those_of_all_samples_dropped_ones_too(lengths: list[int
 @given(LENGTHS, st.integers(1, 300), st.sampled_from([0.5, 0.9, 0.99, 1.0]))
 def test_the_advised_length_keeps_what_it_says(lengths: list[int], longest: int, share: float) -> None:
     kept, counts = surveyed(lengths, longest)
-    length = survey.length_that_keeps(share, kept, counts)
+    length = length_statistics.length_that_keeps(share, kept, counts)
     assert length is not None
     assert np.mean(np.array(lengths) <= length) >= share - 1e-9
-    within = survey.share_within(longest, kept, counts)
+    within = length_statistics.share_within(longest, kept, counts)
     assert within == pytest.approx(np.mean(np.array(lengths) <= longest))
 
 
 def test_nothing_has_no_percentiles() -> None:
     none = np.empty(0, np.int32)
-    assert survey.percentiles(none, Counts()) is None
-    assert survey.length_that_keeps(0.99, none, Counts()) is None
-    assert survey.padded_fill(none, 2, 4) is None
-    assert survey.packed(none, 8) == survey.Packing(0, 0, None)
+    assert length_statistics.percentiles(none, Counts()) is None
+    assert length_statistics.length_that_keeps(0.99, none, Counts()) is None
+    assert length_statistics.padded_fill(none, 2, 4) is None
+    assert length_statistics.packed(none, 8) == length_statistics.Packing(0, 0, None)
 
 
 @given(LENGTHS)
 def test_the_histogram_has_every_sample_in_its_class(lengths: list[int]) -> None:
-    told = survey.histogram(np.array(lengths, np.int32))
+    told = length_statistics.histogram(np.array(lengths, np.int32))
     assert np.histogram(lengths, told["edges"])[0].tolist() == told["samples"]
     assert sum(told["samples"]) == len(lengths)
     assert len(told["samples"]) <= 32
@@ -73,8 +73,8 @@ def test_the_histogram_has_every_sample_in_its_class(lengths: list[int]) -> None
 def test_padding_wastes_what_the_loader_wastes(groups: int, per_batch: int, micro: int) -> None:
     """Where all micro-batches hold rows of one length the order does not matter."""
     lengths = np.full(groups * per_batch * micro, 5, np.int32)
-    told = survey.padded_fill(lengths, per_batch, per_batch * micro)
-    loader = Loader(rows_of(lengths.tolist()), Padded(per_batch, 0), Share(micro), seed=0)
+    told = length_statistics.padded_fill(lengths, per_batch, per_batch * micro)
+    loader = Loader(rows_of(lengths.tolist()), Padded(per_batch, 0), StepSplit(micro), seed=0)
     batches = [batch for step in range(loader.steps_per_epoch) for batch in loader.batches(step)]
     real = sum(b.num_tokens for b in batches) / sum(b.ids.numel() for b in batches)
     assert told == pytest.approx(real) == pytest.approx(5 / 8)
@@ -82,8 +82,8 @@ def test_padding_wastes_what_the_loader_wastes(groups: int, per_batch: int, micr
 
 def test_padding_is_near_what_the_loader_wastes() -> None:
     lengths = np.random.default_rng(1).integers(5, 200, 4000)
-    told = survey.padded_fill(lengths.astype(np.int32), 4, 16)
-    loader = Loader(rows_of(lengths.tolist()), Padded(4, 0), Share(4), seed=3)
+    told = length_statistics.padded_fill(lengths.astype(np.int32), 4, 16)
+    loader = Loader(rows_of(lengths.tolist()), Padded(4, 0), StepSplit(4), seed=3)
     batches = [batch for step in range(loader.steps_per_epoch) for batch in loader.batches(step)]
     real = sum(b.num_tokens for b in batches) / sum(b.ids.numel() for b in batches)
     assert told == pytest.approx(real, abs=0.01)
@@ -93,5 +93,5 @@ def test_equal_rows(tmp_path: Path) -> None:
     same, other = chat("Hi", "Hello"), chat("Hi", "Hello!")
     path = write_chats(tmp_path / "a.jsonl", same, other, same, same)
     data = prepare(config(path), tokenizer(), str(tmp_path))
-    assert data.train.again.tolist() == [False, False, True, True]
-    assert not data.train.select([0, 1]).again.any()
+    assert data.train.is_duplicate.tolist() == [False, False, True, True]
+    assert not data.train.select([0, 1]).is_duplicate.any()

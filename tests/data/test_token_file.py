@@ -17,19 +17,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.data import making, token_file
-from app.data.encoding import Sample
+from app.data import row_pipeline, token_cache
 from app.data.prepare import prepare
-from app.data.token_file import RowWriter, cached_rows, open_rows
-from app.data.token_rows import TokenRows
+from app.data.token_cache import RowWriter, cached_rows, open_rows
+from app.data.token_dataset import TokenRows
+from app.data.tokenizer import Tokens
 from app.errors import EnvironmentProblem
 from tests.data.small import LINES, chat, config, tokenizer, write_chats
 
 ROWS = [("a.jsonl:1", [5, 6, 7], [0, 1, 1]), ("b ü.jsonl:2", [9], [0]), ("a.jsonl:3", [5, 6, 7], [0, 0, 1])]
 
 
-def sample(ids: Sequence[int], trained: Sequence[int], **more: Any) -> Sample:
-    return Sample(np.array(ids, np.int32), np.array(trained, np.bool_), **more)
+def sample(ids: Sequence[int], trained: Sequence[int], **more: Any) -> Tokens:
+    return Tokens(np.array(ids, np.int32), np.array(trained, np.bool_), **more)
 
 
 def write_all(writer: RowWriter, rows: Sequence[tuple[str, list[int], list[int]]] = ROWS) -> dict[str, Any]:
@@ -56,21 +56,21 @@ def names(folder: Path) -> list[str]:
 def test_rows_come_back_whatever_batch_they_are_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(token_file, "_BATCH_ROWS", size)
+    monkeypatch.setattr(token_cache, "_BATCH_ROWS", size)
     rows = written(tmp_path, ROWS)
     assert rows.lengths.tolist() == [3, 1, 3]
     assert rows.lengths.dtype == np.int32
     for i, (place, ids, trained) in enumerate(ROWS):
-        assert (rows.place(i), rows.ids(i).tolist(), rows.second(i)) == (place, ids, -1)
-        assert rows.trained(i).tolist() == [bool(t) for t in trained]
-        assert [each.dtype.name for each in (rows.ids(i), rows.trained(i))] == ["int32", "bool"]
+        assert (rows.source_location(i), rows.ids(i).tolist(), rows.second_start(i)) == (place, ids, -1)
+        assert rows.loss_mask(i).tolist() == [bool(t) for t in trained]
+        assert [each.dtype.name for each in (rows.ids(i), rows.loss_mask(i))] == ["int32", "bool"]
         assert rows.weights(i) is None
-        for values in (rows.ids(i), rows.trained(i), rows.lengths):
+        for values in (rows.ids(i), rows.loss_mask(i), rows.lengths):
             with pytest.raises(ValueError, match="read-only"):
                 values[0] = 1
     assert (rows.num_trained, rows.label_weight, rows.largest_id, rows.class_counts()) == (3, 3.0, 9, {})
-    assert rows.again.tolist() == [False, False, False]
-    assert rows.select([0, 1, 0]).again.tolist() == [False, False, True]
+    assert rows.is_duplicate.tolist() == [False, False, False]
+    assert rows.select([0, 1, 0]).is_duplicate.tolist() == [False, False, True]
 
 
 def test_labels_and_sides_come_back(tmp_path: Path) -> None:
@@ -82,10 +82,10 @@ def test_labels_and_sides_come_back(tmp_path: Path) -> None:
     rows, _ = cached_rows(str(tmp_path), "key", write)
     assert rows.class_counts() == {"9": 1, "10": 2}
     assert [rows.class_of(i) for i in range(3)] == ["10", "9", "10"]
-    assert [rows.second(i) for i in range(3)] == [0, 1, 2]
-    assert rows.of_classes(["10", "none"]).tolist() == [True, False, True]
+    assert [rows.second_start(i) for i in range(3)] == [0, 1, 2]
+    assert rows.has_class(["10", "none"]).tolist() == [True, False, True]
     assert rows.label_counts.tolist() == [1, 1, 1]
-    mixed = TokenRows.joined([written(tmp_path / "plain", ROWS), rows]).select([0, 4])
+    mixed = TokenRows.concat([written(tmp_path / "plain", ROWS), rows]).select([0, 4])
     assert mixed.class_counts() == {"9": 1}
 
 
@@ -97,7 +97,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> TokenRows:
 @given(chosen=st.lists(st.integers(0, 2)))
 def test_a_selection_has_the_chosen_rows(three: TokenRows, chosen: list[int]) -> None:
     view = three.select([2, 1, 0]).select(chosen)
-    assert [view.place(i) for i in range(len(view))] == [ROWS[2 - i][0] for i in chosen]
+    assert [view.source_location(i) for i in range(len(view))] == [ROWS[2 - i][0] for i in chosen]
     assert [view.ids(i).tolist() for i in range(len(view))] == [ROWS[2 - i][1] for i in chosen]
     assert view.lengths.tolist() == [len(ROWS[2 - i][1]) for i in chosen]
     assert view.num_trained == sum(sum(ROWS[2 - i][2]) for i in chosen)
@@ -116,7 +116,7 @@ def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
 def test_no_rows_at_all(tmp_path: Path) -> None:
     rows = written(tmp_path, [])
     assert (len(rows), rows.lengths.tolist(), rows.num_trained, rows.largest_id) == (0, [], 0, 0)
-    assert (rows.class_counts(), rows.again.tolist(), rows.sides.tolist()) == ({}, [], [])
+    assert (rows.class_counts(), rows.is_duplicate.tolist(), rows.split_hashes.tolist()) == ({}, [], [])
 
 
 def test_a_second_time_nothing_is_tokenised_nor_written(
@@ -126,7 +126,7 @@ def test_a_second_time_nothing_is_tokenised_nor_written(
     path = write_chats(tmp_path / "a.jsonl", chat("Hi", "Hello"), chat("Thank you", "You are welcome!"))
     first = prepare(config(path), tokenizer(), str(tmp_path / "cache"))
     for name in ("read_row", "Encoder"):  # whatever asked for a row would fail
-        monkeypatch.setattr(making, name, None)
+        monkeypatch.setattr(row_pipeline, name, None)
     shutil.rmtree(tmp_path / "cache" / "locks")
     (tmp_path / "copy").mkdir()
     copy = Path(shutil.copy2(path, tmp_path / "copy"))
@@ -202,9 +202,9 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
 def test_what_killed_writers_left_goes(tmp_path: Path) -> None:
     """At once where the lock says that they are dead; what other machines and other keys left, after a day."""
     mine, far, other, old = (
-        f"key.{token_file._HOST}.1.part",
+        f"key.{token_cache._HOST}.1.part",
         "key.0badc0de.2.part",
-        f"other.{token_file._HOST}.3.part",
+        f"other.{token_cache._HOST}.3.part",
         "old.0badc0de.4.part",
     )
     (tmp_path / "tokens").mkdir()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from app.data.layout import Padded
+from app.data.collate import Padded
 from app.data.prepare import Data
 from app.distributed.process_group import Runtime
 from app.evaluation.run import Scoring

@@ -2,7 +2,7 @@
 
 import torch
 
-from app.batch import Batch, Documents
+from app.batch import Batch, PackedSequences
 from app.config.load import compose_run
 from app.config.schema import RunConfig
 from app.distributed.host_group import Peers
@@ -48,7 +48,11 @@ def small_run(*overrides: str) -> RunConfig:
 def batch_of(shape: Shape, vocabulary: int = 1024) -> Batch:
     random = torch.Generator().manual_seed(0)
     rows = torch.randperm(shape.tokens, generator=random)[: shape.label_rows].sort().values
-    documents = Documents.of(shape.documents, shape.longest, shape.places) if shape.documents else None
+    documents = (
+        PackedSequences.from_lengths(shape.documents, shape.longest, shape.places)
+        if shape.documents
+        else None
+    )
     return Batch(
         ids=torch.randint(vocabulary, (shape.rows, shape.width), generator=random),
         positions=torch.arange(shape.width).expand(shape.rows, -1).contiguous(),

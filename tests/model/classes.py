@@ -7,7 +7,7 @@ import torch
 from app.batch import Batch
 from app.config.schema import TaskConfig
 from app.data.collate import BinShape, collate_packed, collate_padded
-from app.data.labels import Labelled
+from app.data.objectives import LabelledTokens
 from app.model.trainee import Trainee
 from tests.model.small import (
     ENCODERS,
@@ -44,15 +44,15 @@ def of_classes(kind: str, **given: Any) -> Trainee:
     return trainee_of(kind, given.pop("adapter", None), model=model, task=CLASSES, **given)
 
 
-def rows(kind: str, targets: tuple[int, ...] = TARGETS) -> list[Labelled]:
-    """As app.data.labels makes them."""
+def rows(kind: str, targets: tuple[int, ...] = TARGETS) -> list[LabelledTokens]:
+    """As app.data.objectives makes them."""
     sides = SECOND if kind in TAKES_SIDES else (-1, -1, -1)
     return [
-        Labelled(
+        LabelledTokens(
             document.numpy(),
             torch.tensor([len(document) - 1 if kind in KINDS else 0]).numpy(),
             torch.tensor([target]).numpy(),
-            second=second,
+            second_start=second,
         )
         for document, target, second in zip(DOCUMENTS, targets, sides, strict=True)
     ]

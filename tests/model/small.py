@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.batch import IGNORE, Batch, Documents
+from app.batch import IGNORE, Batch, PackedSequences
 from app.config.schema import AdapterConfig, CompileConfig, ModelConfig, QuantizationConfig, TaskConfig
 from app.model.attention import register
 from app.model.build import ModelSections, build_trainee
@@ -179,7 +179,9 @@ def batch_of(documents: list[Tensor], labels_from: int = 1, fill: int = 0, *, is
         lengths=tuple(len(d) for d in documents),
         num_labels=len(targets),
         num_tokens=sum(len(d) for d in documents),
-        documents=Documents.of([part for d in documents for part in (len(d), size - len(d)) if part])
+        documents=PackedSequences.from_lengths(
+            [part for d in documents for part in (len(d), size - len(d)) if part]
+        )
         if isolate
         else None,
     )
@@ -197,7 +199,7 @@ def packed(documents: list[Tensor], labels_from: int = 1, filling: int = 0) -> B
         ids=torch.cat(parts)[None],
         positions=torch.cat([torch.arange(len(d)) for d in parts])[None],
         label_rows=torch.tensor(rows, dtype=torch.long),
-        documents=Documents.of([len(d) for d in parts]),
+        documents=PackedSequences.from_lengths([len(d) for d in parts]),
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.batch import Batch, Documents
+from app.batch import Batch, PackedSequences
 from app.model.attention import NAME, Rules, plain, register, sdpa
 from app.model.positions import first_position
 from tests.choices import pairwise
@@ -233,7 +233,10 @@ def test_a_document_does_not_see_its_neighbours() -> None:
     ids = torch.cat([DOCUMENTS[0], documents_of((5,), seed=9)[0], DOCUMENTS[2]])[None]
     positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
     after = lm.base_model(
-        input_ids=ids, position_ids=positions, use_cache=False, documents=Documents.of(LENGTHS)
+        input_ids=ids,
+        position_ids=positions,
+        use_cache=False,
+        documents=PackedSequences.from_lengths(LENGTHS),
     )[0][0]
     first, changed, last = torch.split(after, list(LENGTHS))
     assert torch.equal(first, before[0])

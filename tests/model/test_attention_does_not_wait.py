@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.batch import Documents
+from app.batch import PackedSequences
 from app.model.attention import BACKENDS, Backend, Rules, cudnn, flash, register, sdpa, varlen
 from app.model.attention.rules import Kernel
 from app.model.weights import build_on_meta
@@ -65,7 +65,7 @@ def test_no_layer_reads_a_value_of_the_device(name: str, kind: str, monkeypatch:
     monkeypatch.setitem(BACKENDS, "stand_in", Backend(run=kernel, requires=lambda _device: []))
     lm = build_on_meta(model_config(kind), CAUSAL, register("stand_in"))
     ids = torch.zeros(1, sum(LENGTHS), dtype=torch.long, device=META)
-    documents = Documents.of(LENGTHS, longest=40, places=9).to(META)
+    documents = PackedSequences.from_lengths(LENGTHS, max_seqlen=40, max_documents=9).to(META)
     hidden = lm.base_model(input_ids=ids, position_ids=ids, use_cache=False, documents=documents)[0]
     hidden.sum().backward()
     assert hidden.shape[:2] == ids.shape
@@ -73,8 +73,12 @@ def test_no_layer_reads_a_value_of_the_device(name: str, kind: str, monkeypatch:
 
 
 def test_the_proof_can_fail() -> None:
-    documents = Documents.of(LENGTHS).to(META)
-    for read in (documents.bounds[-1].item, documents.bounds.tolist, lambda: bool(documents.bounds[1])):
+    documents = PackedSequences.from_lengths(LENGTHS).to(META)
+    for read in (
+        documents.cu_seqlens[-1].item,
+        documents.cu_seqlens.tolist,
+        lambda: bool(documents.cu_seqlens[1]),
+    ):
         with pytest.raises((RuntimeError, NotImplementedError)):
             read()
 
@@ -92,7 +96,7 @@ def test_what_a_graph_may_depend_on_is_the_same_in_every_batch() -> None:
 
     rules = PLAIN
     for lengths in ((20, 1, 11, 32), (40, 24), (10,) * 6 + (4,)):
-        documents = Documents.of(lengths, longest=40, places=9)
+        documents = PackedSequences.from_lengths(lengths, max_seqlen=40, max_documents=9)
         q, k, v = (torch.zeros(1, heads, 64, 8) for heads in (4, 2, 2))
         for function in (stand_ins.torch_2_13, stand_ins.flash_3):
             spy.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]

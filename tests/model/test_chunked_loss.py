@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from app.batch import IGNORE, Batch, Weights
+from app.batch import IGNORE, Batch, LossWeights
 from app.errors import EnvironmentProblem
 from app.model import chunked_loss
 from app.model.chunked_loss import (
@@ -298,7 +298,7 @@ def test_every_kind_gets_what_it_is(kind: str) -> None:
 def test_labels_of_different_weight_are_proven_so() -> None:
     trainee = trainee_of("llama")
     each = torch.linspace(0.1, 2.0, len(BATCH.targets))
-    batch = replace(BATCH, weights=Weights(each, float(each.sum())))
+    batch = replace(BATCH, weights=LossWeights(each, float(each.sum())))
     general = trainee(batch)[0]
     assert settle_head(trainee, batch)[0].holds
     assert float(trainee(batch)[0].detach()) == pytest.approx(float(general.detach()), rel=1e-6)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.batch import Batch, Documents
+from app.batch import Batch, PackedSequences
 from app.config.schema import CompileConfig, QuantizationConfig
 from app.errors import ConfigError, EnvironmentProblem, TrainingError
 from app.model import compiling, settling
@@ -51,7 +51,7 @@ def packed(seed: int) -> Batch:
     while sum(lengths) < TOKENS:
         lengths.append(min(drawn.randrange(1, LONGEST), TOKENS - sum(lengths)))
     batch = small.packed(small.documents_of(tuple(lengths), seed=seed))
-    return replace(batch, documents=Documents.of(lengths, LONGEST, PLACES))
+    return replace(batch, documents=PackedSequences.from_lengths(lengths, LONGEST, PLACES))
 
 
 def outcome(trainee: Trainee, batch: Batch) -> list[Tensor]:
@@ -164,7 +164,9 @@ def test_another_graph_in_the_middle_of_a_run_is_an_error() -> None:
     settle(trainee, blocks_of(trainee), packed(0))
     batch = packed(1)
     assert batch.documents is not None
-    longer = replace(batch, documents=replace(batch.documents, bounds=batch.documents.bounds[:-1].clone()))
+    longer = replace(
+        batch, documents=replace(batch.documents, cu_seqlens=batch.documents.cu_seqlens[:-1].clone())
+    )
     with pytest.raises(
         TrainingError, match=r"compile=blocks: a layer would need another graph.*Set compile=none"
     ):
@@ -201,7 +203,7 @@ def test_layers_that_compile_to_other_numbers_are_not_used(monkeypatch: pytest.M
 def test_one_operation_for_all_documents_is_sdpa(causal: bool, window: int | None, key_heads: int) -> None:
     rules = replace(PLAIN, causal=causal, window=window, scale=0.7)
     generator = torch.Generator().manual_seed(0)
-    documents = Documents.of((20, 1, 11, 5), 40, 9)
+    documents = PackedSequences.from_lengths((20, 1, 11, 5), 40, 9)
     leaves = [
         torch.randn(1, n, 37, 8, generator=generator).requires_grad_() for n in (4, key_heads, key_heads)
     ]
@@ -215,7 +217,7 @@ def test_one_operation_for_all_documents_is_sdpa(causal: bool, window: int | Non
 
 def test_the_operation_is_what_torch_asks_of_one() -> None:
     q, k, v = (torch.randn(1, n, 37, 8, requires_grad=True) for n in (4, 2, 2))
-    bounds = Documents.of((20, 1, 11, 5), 40, 9).bounds
+    bounds = PackedSequences.from_lengths((20, 1, 11, 5), 40, 9).cu_seqlens
     for window in (None, 3):
         torch.library.opcheck(torch.ops.app.split_attention, (q, k, v, bounds, True, 0.7, window))
 
@@ -224,7 +226,7 @@ def test_the_operation_is_what_torch_asks_of_one() -> None:
 def test_the_operation_refuses_what_it_does_not_know(changes: dict[str, Any]) -> None:
     q, k, v = (torch.zeros(1, 4, 37, 8) for _ in range(3))
     with pytest.raises(ConfigError, match="attention=sdpa cannot do"):
-        split(q, k, v, replace(PLAIN, **changes), Documents.of((37,)))
+        split(q, k, v, replace(PLAIN, **changes), PackedSequences.from_lengths((37,)))
 
 
 def test_attention_that_reads_where_documents_are_is_not_compiled_for_a_gpu() -> None:

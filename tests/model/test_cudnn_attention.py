@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.batch import Documents
+from app.batch import PackedSequences
 from app.config.schema import AttentionConfig
 from app.errors import ConfigError
 from app.model.attention import BACKENDS, Backend, Rules, cudnn, needs_of, register, sdpa, select
@@ -160,6 +160,6 @@ def test_no_document_is_said_to_be_shorter_than_cudnn_can_do() -> None:
 
     q, k, v = heads()
     for longest in (64, 2048):
-        documents = Documents.of(DOCUMENTS.lengths, longest)
+        documents = PackedSequences.from_lengths(DOCUMENTS.lengths, longest)
         cudnn.kernel_of(spy, CUDNN)(q, k, v, PLAIN, documents)
     assert told == [129, 129, 2048, 2048]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from app.batch import Batch, Documents
+from app.batch import Batch, PackedSequences
 from app.config.schema import QuantizationConfig
 from app.errors import EnvironmentProblem
 from app.model.attention import BACKENDS, NAME, Rules, sdpa
@@ -105,7 +105,7 @@ def test_the_probe_refuses_every_kind_of_wrong_gradient(
 ) -> None:
     """A kernel whose forward is right and whose backward is not."""
 
-    def wrong(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: Documents | None) -> Tensor:
+    def wrong(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
         return sdpa(q, k, v.detach(), rules, documents)
 
     monkeypatch.setitem(BACKENDS, "sdpa", replace(BACKENDS["sdpa"], run=wrong))

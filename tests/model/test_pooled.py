@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from app.config.schema import ModelConfig, TaskConfig
-from app.data.labels import Labelled
+from app.data.objectives import LabelledTokens
 from app.errors import ConfigError, EnvironmentProblem
 from app.model.attention import NAME, register
 from app.model.held import Held
@@ -42,11 +42,11 @@ def one_by_one(trainee: Trainee, kind: str) -> tuple[float, dict[str, Tensor]]:
         lm.set_attn_implementation(NAME)
 
 
-def alone(lm: Any, row: Labelled) -> Tensor:
+def alone(lm: Any, row: LabelledTokens) -> Tensor:
     ids = torch.from_numpy(row.ids)
     sides = {}
-    if row.second >= 0:
-        sides["token_type_ids"] = (torch.arange(len(ids)) >= row.second).long()[None]
+    if row.second_start >= 0:
+        sides["token_type_ids"] = (torch.arange(len(ids)) >= row.second_start).long()[None]
     logits = lm(input_ids=ids[None], use_cache=False, **sides).logits
     return F.cross_entropy(logits, torch.from_numpy(row.targets).long(), reduction="sum")
 

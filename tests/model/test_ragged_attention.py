@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.batch import Documents
+from app.batch import PackedSequences
 from app.config.schema import AttentionConfig
 from app.errors import ConfigError
 from app.model.attention import (
@@ -35,7 +35,7 @@ from tests.model.stand_ins import NEEDS
 from tests.model.test_attention import gradient_of, largest, separate, side_by_side
 
 LENGTHS = (20, 1, 11, 5)
-DOCUMENTS = Documents.of(LENGTHS, longest=64, places=7)
+DOCUMENTS = PackedSequences.from_lengths(LENGTHS, max_seqlen=64, max_documents=7)
 PLAIN = Rules(causal=True, scale=None, dropout=0.0, window=None, softcap=None, sinks=None)
 TORCH: list[Callable[..., Any]] = [stand_ins.torch_2_11, stand_ins.torch_2_13]
 FLASH: list[Callable[..., Any]] = [stand_ins.flash_2, stand_ins.flash_3]

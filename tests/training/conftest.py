@@ -10,8 +10,8 @@ import torch
 
 from app.config.load import compose_run
 from app.config.schema import RunConfig
-from app.data.layout import Packed, Padded
-from app.data.loader import Loader, Share, eval_batches
+from app.data.collate import Packed, Padded
+from app.data.loader import Loader, StepSplit, eval_batches
 from app.data.prepare import Data, prepare
 from app.distributed.process_group import Runtime, start
 from app.model.attention import Needs, needs_of
@@ -99,7 +99,7 @@ def stepper_of(run: RunConfig, runtime: Runtime) -> Stepper:
 @pytest.fixture
 def loader_of(data: Data) -> Callable[..., Loader]:
     def build(rows: int, micro_batches: int, processes: int = 1, rank: int = 0) -> Loader:
-        return Loader(data.train, Padded(rows, pad_id=0), Share(micro_batches, processes, rank), seed=0)
+        return Loader(data.train, Padded(rows, pad_id=0), StepSplit(micro_batches, processes, rank), seed=0)
 
     return build
 
@@ -107,8 +107,8 @@ def loader_of(data: Data) -> Callable[..., Loader]:
 @pytest.fixture
 def packed_loader_of(data: Data) -> Callable[..., Loader]:
     def build(tokens: int, micro_batches: int, processes: int = 1, rank: int = 0) -> Loader:
-        layout = Packed(tokens, pad_id=0, longest=tokens)
-        return Loader(data.train, layout, Share(micro_batches, processes, rank), seed=0)
+        layout = Packed(tokens, pad_id=0, max_length=tokens)
+        return Loader(data.train, layout, StepSplit(micro_batches, processes, rank), seed=0)
 
     return build
 

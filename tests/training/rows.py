@@ -5,15 +5,15 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from app.data.encoding import Sample
-from app.data.token_rows import RecordBatchView, TokenRows, as_columns, digest, record_batch
+from app.data.token_dataset import RecordBatchView, TokenRows, as_columns, digest, record_batch
+from app.data.tokenizer import Tokens
 
 Row = tuple[Sequence[int], Sequence[bool]]  # its tokens, and which of them are trained
 
 
 def token_rows(rows: Sequence[Row]) -> TokenRows:
     """Each row is on a side of its own, unless it is a copy of another."""
-    samples = [Sample(np.array(ids, np.int32), np.array(trained, np.bool_)) for ids, trained in rows]
+    samples = [Tokens(np.array(ids, np.int32), np.array(trained, np.bool_)) for ids, trained in rows]
     columns = [as_columns(f"f:{at}", each, digest(each.ids)) for at, each in enumerate(samples)]
     return TokenRows(RecordBatchView(record_batch(columns)))
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from app.batch import Batch
-from app.data.labels import Classes
-from app.data.layout import Layout, Packed, Padded
-from app.data.loader import Loader, Share, eval_batches
+from app.data.collate import Layout, Packed, Padded
+from app.data.loader import Loader, StepSplit, eval_batches
+from app.data.objectives import Classification
 from app.data.prepare import prepare
 from app.distributed.process_group import Runtime
 from app.evaluation.compare import SideBySide
@@ -44,9 +44,9 @@ def test_any_batch_gives_the_figures_of_one_document_at_a_time(
     run = small_run(*GIVEN, f"dataset.path={write_jsonl(tmp_path / 'a.jsonl', rows)}")
     data = prepare(run.dataset, tokenizer, str(tmp_path / "cache"), classes=NAMES)
     assert data.eval is not None
-    labels = Classes(NAMES, both_ways=False, pad_id=0)
+    labels = Classification(NAMES, bidirectional=False, pad_id=0)
     stepper = stepper_of(run, runtime)
-    loader = Loader(data.train, Padded(8, 0, labels), Share(1), seed=0)
+    loader = Loader(data.train, Padded(8, 0, labels), StepSplit(1), seed=0)
     for step in range(loader.steps_per_epoch):
         stepper.run(loader.batches(step), 1e-2)
 
@@ -68,7 +68,7 @@ def test_any_batch_gives_the_figures_of_one_document_at_a_time(
         assert each.macro_f1 == pytest.approx(sum(f1(true, chosen, name) for name in there) / len(there))
     sums = score_rows(trainee, eval_batches(data.eval, layouts[-1]), runtime, count, answers=False, classes=4)
     assert Scores.of(sums.sum(axis=0)).line() == pytest.approx(found[-1].line())
-    told = SideBySide.of({"tuned": sums, "base": sums}, data.eval.sides)
+    told = SideBySide.of({"tuned": sums, "base": sums}, data.eval.split_hashes)
     assert told.as_dict()["difference_macro_f1"] == 0
     low, high = told.as_dict()["macro_f1_interval"]
     assert low <= found[-1].line()["macro_f1"] <= high
@@ -90,5 +90,5 @@ def test_parts_of_a_batch_keep_the_sides_of_pairs(layout: Callable[[str], Batch]
     assert len(parts) == 3
     loss = sum(float(trainee(part)[0].detach()) for part in parts)
     assert loss == pytest.approx(float(trainee(whole)[0].detach()), rel=1e-5)
-    without = replace(whole, segments=None)
+    without = replace(whole, token_type_ids=None)
     assert loss != pytest.approx(float(trainee(without)[0].detach()), rel=1e-4), "or it would show nothing"

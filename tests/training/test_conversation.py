@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from app.data.shapes import Message
+from app.data.types import Message
 from app.training.conversation import HELP, Conversation
 
 

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.data.layout import Layout, Packed, Padded
-from app.data.loader import Loader, Share, eval_batches
+from app.data.collate import Layout, Packed, Padded
+from app.data.loader import Loader, StepSplit, eval_batches
 from app.data.prepare import Data
-from app.data.token_rows import TokenRows
+from app.data.token_dataset import TokenRows
 from app.distributed.process_group import Runtime
 from app.evaluation.compare import SideBySide
 from app.model.generation import end_ids, generate
@@ -46,7 +46,7 @@ def would_be_written(lm: Any, rows: TokenRows, ends: list[list[int]]) -> list[li
     for i, of_row in enumerate(ends):
         ids = rows.ids(i).tolist()
         told = []
-        for at in stretches(rows.trained(i)):
+        for at in stretches(rows.loss_mask(i)):
             expected = ids[at]
             written = generate(lm, [ids[: at.start]], of_row, len(expected))[0]
             told.append(written == (expected[:-1] if expected[-1] in of_row else expected))
@@ -57,7 +57,7 @@ def would_be_written(lm: Any, rows: TokenRows, ends: list[list[int]]) -> list[li
 def layouts_of(longest: int) -> list[Layout]:
     return [
         *(Padded(size, pad_id=0) for size in (1, 5)),
-        *(Packed(longest * n, pad_id=0, longest=longest) for n in (1, 3)),
+        *(Packed(longest * n, pad_id=0, max_length=longest) for n in (1, 3)),
     ]
 
 
@@ -81,7 +81,7 @@ def test_answers_with_and_without_an_end_in_one_turn_or_several(kind: str, runti
         found = sums_of(trainee, rows, layout, runtime)
         assert found[:, ANSWERS].tolist() == [len(told) for told in expected]
         assert found[:, EXACT].tolist() == [sum(told) for told in expected]
-        assert found[:, LABELS].tolist() == [int(rows.trained(i).sum()) for i in range(len(rows))]
+        assert found[:, LABELS].tolist() == [int(rows.loss_mask(i).sum()) for i in range(len(rows))]
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def learnt(data: Data) -> tuple[Trainee, Runtime]:
     run = small_run("recipe=full", "model.weights=random")
     runtime = start(run.launch, "fp32", seed=0)
     stepper = stepper_of(run, runtime)
-    loader = Loader(data.eval, Padded(10, pad_id=0), Share(1), seed=0)
+    loader = Loader(data.eval, Padded(10, pad_id=0), StepSplit(1), seed=0)
     for step in range(28):
         stepper.run(loader.batches(step), 1e-2)
     return stepper.trainee, runtime
@@ -128,7 +128,7 @@ def test_figures_and_intervals_depend_neither_on_batches_nor_on_the_order_of_row
         for layout in layouts_of(int(rows.lengths.max())):
             sums = sums_of(trainee, rows, layout, runtime)
             other = sums * [1.5, 1.0, 0.5, 1.0, 0.5, 1.0]
-            found.append(SideBySide.of({"tuned": sums, "base": other}, rows.sides).as_dict())
+            found.append(SideBySide.of({"tuned": sums, "base": other}, rows.split_hashes).as_dict())
     assert found[0]["exact_match_interval"][0] < found[0]["exact_match"] < found[0]["exact_match_interval"][1]
     for other_way in found[1:]:
         assert other_way.keys() == found[0].keys()

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from app.batch import IGNORE
 from app.config.load import compose_run
-from app.data.collate import BinShape, collate_packed, collate_padded
-from app.data.labels import next_tokens
-from app.data.layout import Packed, Padded
+from app.data.collate import BinShape, Packed, Padded, collate_packed, collate_padded
 from app.data.loader import Loader, crowded_batch, eval_batches
+from app.data.objectives import label_next_tokens
 from app.data.prepare import Data
 from app.distributed.process_group import Runtime
 from tests.training.conftest import stepper_of
@@ -23,7 +22,9 @@ from tests.training.conftest import stepper_of
 
 def seen(loader: Loader, epoch: int) -> list[str]:
     steps = loader.steps_per_epoch
-    return [place for step in range(epoch * steps, (epoch + 1) * steps) for place in loader.places(step)]
+    return [
+        place for step in range(epoch * steps, (epoch + 1) * steps) for place in loader.source_locations(step)
+    ]
 
 
 @pytest.mark.parametrize(("rows", "micro"), [(8, 1), (7, 3), (64, 1), (100, 1), (1, 1)])
@@ -31,7 +32,7 @@ def test_every_row_once_an_epoch_and_another_order_the_next(
     rows: int, micro: int, loader_of: Callable[..., Loader], data: Data
 ) -> None:
     loader = loader_of(rows, micro)
-    every = sorted(data.train.place(i) for i in range(len(data.train)))
+    every = sorted(data.train.source_location(i) for i in range(len(data.train)))
     first, second = seen(loader, 0), seen(loader, 1)
     assert sorted(first) == sorted(second) == every
     assert first != second
@@ -53,7 +54,7 @@ ROW = st.integers(2, 12).flatmap(
 @given(st.lists(ROW, max_size=5))
 def test_each_label_is_predicted_by_the_state_before_it(rows: list[tuple[list[int], list[bool]]]) -> None:
     arrays = [(np.array(ids, np.int32), np.array([False, *trained])) for ids, trained in rows]
-    batch = collate_padded([next_tokens(*row) for row in arrays], pad_id=0)
+    batch = collate_padded([label_next_tokens(*row) for row in arrays], pad_id=0)
     expected = {
         (r, t - 1, int(ids[t])) for r, (ids, trained) in enumerate(arrays) for t in np.flatnonzero(trained)
     }
@@ -77,14 +78,14 @@ def test_packed_rows_keep_their_own_positions_and_labels(
 ) -> None:
     arrays = [(np.array(ids, np.int32), np.array([False, *trained])) for ids, trained in rows]
     capacity = sum(len(ids) for ids, _ in arrays) + spare
-    shape = BinShape(max(capacity, 1), longest=12, places=len(rows) + 2)
-    batch = collate_packed([next_tokens(*row) for row in arrays], pad_id=0, shape=shape)
+    shape = BinShape(max(capacity, 1), max_length=12, max_documents=len(rows) + 2)
+    batch = collate_packed([label_next_tokens(*row) for row in arrays], pad_id=0, shape=shape)
     assert batch.ids.shape == (1, max(capacity, 1))
     assert batch.documents is not None
     documents = batch.documents.lengths
     assert sum(documents) == batch.ids.shape[1]
     assert documents[: len(rows)] == tuple(len(ids) for ids, _ in rows)
-    assert all(0 < n <= shape.longest for n in documents)
+    assert all(0 < n <= shape.max_length for n in documents)
     assert batch.positions[0].tolist() == [i for n in documents for i in range(n)]
     starts = np.cumsum([0, *documents]).tolist()
     expected = {
@@ -104,23 +105,30 @@ def test_packed_epochs_lose_nothing_and_change_neighbours(
 ) -> None:
     loader = packed_loader_of(tokens, micro)
     first, second = seen(loader, 0), seen(loader, 1)
-    assert sorted(first) == sorted(second) == sorted(data.train.place(i) for i in range(len(data.train)))
+    assert (
+        sorted(first)
+        == sorted(second)
+        == sorted(data.train.source_location(i) for i in range(len(data.train)))
+    )
     shapes = {b.ids.shape for step in range(loader.steps_per_epoch) for b in loader.batches(step)}
     assert shapes == {(1, tokens)}
     steps = loader.steps_per_epoch
-    epochs = [{frozenset(loader.places(step)) for step in range(e * steps, (e + 1) * steps)} for e in (0, 1)]
+    epochs = [
+        {frozenset(loader.source_locations(step)) for step in range(e * steps, (e + 1) * steps)}
+        for e in (0, 1)
+    ]
     assert epochs[0] != epochs[1]
 
 
 def test_padding_never_takes_a_position_that_the_model_may_not_have() -> None:
-    batch = collate_padded([next_tokens(np.arange(5, 15, dtype=np.int32), np.arange(10) > 0)], pad_id=0)
+    batch = collate_padded([label_next_tokens(np.arange(5, 15, dtype=np.int32), np.arange(10) > 0)], pad_id=0)
     assert batch.ids.shape == (1, 16)
     assert int(batch.positions.max()) == 9
 
 
 def test_moving_a_batch_keeps_what_the_host_knows() -> None:
     batch = collate_padded(
-        [next_tokens(np.arange(5, 9, dtype=np.int32), np.array([False, True, True, False]))], pad_id=0
+        [label_next_tokens(np.arange(5, 9, dtype=np.int32), np.array([False, True, True, False]))], pad_id=0
     )
     moved = batch.to(torch.device("meta"))
     assert moved.ids.device.type == "meta"
@@ -129,7 +137,7 @@ def test_moving_a_batch_keeps_what_the_host_knows() -> None:
 
 def test_the_crowded_batch_has_most_rows(data: Data) -> None:
     """What is proven on it is proven where documents have neighbours."""
-    layout = Packed(256, pad_id=0, longest=256)
+    layout = Packed(256, pad_id=0, max_length=256)
     crowded = crowded_batch(data.train, layout)
     bins = list(eval_batches(data.train, layout))
     assert len(crowded.lengths) == max(len(batch.lengths) for batch in bins) > 2

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from app.data.labels import NEXT_TOKENS
-from app.data.layout import Layout, Packed, Padded
-from app.data.loader import Loader, Share, eval_batches
+from app.data.collate import Layout, Packed, Padded
+from app.data.loader import Loader, StepSplit, eval_batches
+from app.data.objectives import NEXT_TOKEN
 from app.data.prepare import Data, prepare
-from app.data.token_rows import TokenRows
+from app.data.token_dataset import TokenRows
 from app.distributed.process_group import Runtime
 from app.model.trainee import Trainee
 from app.training.preview import preview
@@ -69,8 +69,8 @@ def layouts() -> list[tuple[Layout, int]]:
         (Padded(24, pad_id=0), 1),
         (Padded(1, pad_id=0), 24),
         (Padded(5, pad_id=0), 5),
-        (Packed(LONGEST, pad_id=0, longest=LONGEST), 24),
-        (Packed(8 * LONGEST, pad_id=0, longest=LONGEST), 3),
+        (Packed(LONGEST, pad_id=0, max_length=LONGEST), 24),
+        (Packed(8 * LONGEST, pad_id=0, max_length=LONGEST), 3),
     ]
 
 
@@ -78,12 +78,12 @@ def plain(trainee: Trainee, rows: TokenRows) -> tuple[Tensor, Tensor]:
     """Of all trained tokens the loss and the weight, from the full logits of one row at a time, written out."""
     losses, counts = [], []
     for i in range(len(rows)):
-        ids, trained = torch.tensor(rows.ids(i).tolist()), torch.tensor(rows.trained(i).tolist())
+        ids, trained = torch.tensor(rows.ids(i).tolist()), torch.tensor(rows.loss_mask(i).tolist())
         weights = rows.weights(i)
         logits = trainee.language_model(ids[None]).logits[0, :-1].double()
         losses.append(F.cross_entropy(logits, ids[1:], reduction="none")[trained[1:]])
         counts.append(
-            torch.tensor((rows.trained(i) if weights is None else weights).tolist())[trained].double()
+            torch.tensor((rows.loss_mask(i) if weights is None else weights).tolist())[trained].double()
         )
     return torch.cat(losses), torch.cat(counts)
 
@@ -94,7 +94,7 @@ def test_loss_and_gradient_are_those_of_the_plain_formula_however_rows_are_split
 ) -> None:
     run = small_run(f"recipe={recipe}", "training.clip=0")
     theirs = stepper_of(run, runtime)
-    warm = Loader(rows, Padded(24, pad_id=0), Share(1), seed=0).batches(0)
+    warm = Loader(rows, Padded(24, pad_id=0), StepSplit(1), seed=0).batches(0)
     theirs.run(warm, 1e-2)  # or every lora_B would be zero
     theirs.optimizer.zero_grad()
     losses, weights = plain(theirs.trainee, rows)
@@ -104,7 +104,7 @@ def test_loss_and_gradient_are_those_of_the_plain_formula_however_rows_are_split
     for layout, micro_batches in layouts():
         ours = stepper_of(run, runtime)
         ours.run(warm, 1e-2)
-        loader = Loader(rows, layout, Share(micro_batches), seed=1)
+        loader = Loader(rows, layout, StepSplit(micro_batches), seed=1)
         assert loader.steps_per_epoch == 1
         result = ours.run(loader.batches(0), 0.0)
         assert result.labels == len(losses)
@@ -123,7 +123,7 @@ def test_an_evaluation_is_the_same_mean_and_counts_tokens_alike(rows: TokenRows,
         scores.append(score(trainee, eval_batches(rows, layout), runtime, answers=True))
         assert scores[-1].loss == pytest.approx(expected, rel=1e-6)
         sums = score_rows(trainee, eval_batches(rows, layout), runtime, len(rows), answers=True)
-        assert sums[:, LABELS].tolist() == [int(rows.trained(i).sum()) for i in range(len(rows))]
+        assert sums[:, LABELS].tolist() == [int(rows.loss_mask(i).sum()) for i in range(len(rows))]
         ends = np.cumsum(sums[:, LABELS]).astype(int)[:-1]
         for i, (loss, weight) in enumerate(
             zip(
@@ -145,7 +145,7 @@ def test_weights_of_one_change_no_bit(tokenizer: Any, tmp_path: Path, runtime: R
     found = []
     for each in (ones, none):
         stepper = stepper_of(small_run("recipe=lora"), runtime)
-        loader = Loader(each, Packed(256, pad_id=0, longest=LONGEST), Share(2), seed=0)
+        loader = Loader(each, Packed(256, pad_id=0, max_length=LONGEST), StepSplit(2), seed=0)
         batches = [loader.batches(step) for step in range(3)]
         assert all(batch.weights is None for step in batches for batch in step)
         found.append([float(stepper.run(step, 1e-2).loss_sum) for step in batches])
@@ -161,14 +161,14 @@ def test_all_weights_times_a_number_are_the_same_weights(
         path = tmp_path / name
         rows = rows_of(path, tokenizer, weights).select([i for i in range(24) if i % 4 != 3])
         stepper = stepper_of(small_run("recipe=full", "training.clip=0"), runtime)
-        result = stepper.run(Loader(rows, Padded(18, pad_id=0), Share(1), seed=0).batches(0), 0.0)
+        result = stepper.run(Loader(rows, Padded(18, pad_id=0), StepSplit(1), seed=0).batches(0), 0.0)
         found.append((result.mean(float(result.loss_sum)), gradients(stepper)))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
     assert relative(found[0][1], found[1][1]) <= 1e-6
 
 
 def test_they_are_shown_with_the_samples(rows: TokenRows, tokenizer: Any) -> None:
-    shown = preview(rows, NEXT_TOKENS, tokenizer, first=True)["rows"]
+    shown = preview(rows, NEXT_TOKEN, tokenizer, first=True)["rows"]
     marks = [
         [(piece["trained"], piece.get("weight")) for piece in row["pieces"] if piece["trained"]]
         for row in shown
@@ -180,7 +180,7 @@ def test_they_are_shown_with_the_samples(rows: TokenRows, tokenizer: Any) -> Non
         [(True, None)],
     ]
     for i, row in enumerate(shown):
-        assert row["trained_tokens"] == rows.trained(i).sum()
+        assert row["trained_tokens"] == rows.loss_mask(i).sum()
         assert "".join(piece["text"] for piece in row["pieces"]) == tokenizer.decode(rows.ids(i))
 
 
@@ -190,7 +190,7 @@ def test_a_step_of_weights_below_one_is_not_divided_by_one(
     """Sums below one are sums as well."""
     rows = rows_of(tmp_path, tokenizer, (1e-5,)).select([0])
     stepper = stepper_of(small_run("recipe=full"), runtime)
-    result = stepper.run(Loader(rows, Padded(1, pad_id=0), Share(1), seed=0).batches(0), 0.0)
+    result = stepper.run(Loader(rows, Padded(1, pad_id=0), StepSplit(1), seed=0).batches(0), 0.0)
     assert 0 < result.weight < 0.01
     with torch.no_grad():
         losses, _ = plain(stepper.trainee, rows)

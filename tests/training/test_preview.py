@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from app.config.schema import TaskConfig
-from app.data.labels import NEXT_TOKENS, HiddenTokens, labels_of
+from app.data.objectives import NEXT_TOKEN, MaskedTokens, build_objective
 from app.data.prepare import Data
-from app.data.token_rows import TokenRows
+from app.data.token_dataset import TokenRows
 from app.training.preview import preview
 from tests.training.rows import token_rows
 
@@ -32,22 +32,25 @@ def letters(text: str) -> list[int]:
 
 def test_the_shipped_rows_come_back_with_their_labels(data: Data, tokenizer: Any) -> None:
     shown = preview(
-        data.train, labels_of(TaskConfig(kind="causal"), tokenizer, 0, both_ways=False), tokenizer
+        data.train, build_objective(TaskConfig(kind="causal"), tokenizer, 0, bidirectional=False), tokenizer
     )
-    places = [data.train.place(i) for i in range(len(data.train))]
+    places = [data.train.source_location(i) for i in range(len(data.train))]
     assert [row["place"] for row in shown["rows"]] == [places[i] for i in (0, 21, 42, 63)]
     for row in shown["rows"]:
         i = places.index(row["place"])
         assert "".join(piece["text"] for piece in row["pieces"]) == tokenizer.decode(data.train.ids(i))
         trained = "".join(piece["text"] for piece in row["pieces"] if piece["trained"])
-        assert trained == tokenizer.decode(data.train.ids(i)[data.train.trained(i)])
-        assert (row["tokens"], row["trained_tokens"]) == (len(data.train.ids(i)), data.train.trained(i).sum())
+        assert trained == tokenizer.decode(data.train.ids(i)[data.train.loss_mask(i)])
+        assert (row["tokens"], row["trained_tokens"]) == (
+            len(data.train.ids(i)),
+            data.train.loss_mask(i).sum(),
+        )
     assert sum(shown["lengths"]["samples"]) == len(data.train)
 
 
 def test_no_space_is_lost_between_pieces() -> None:
     rows = rows_of((letters("ask me now"), [0] * 3 + [1] * 3 + [0] * 4))
-    (row,) = preview(rows, NEXT_TOKENS, Letters())["rows"]
+    (row,) = preview(rows, NEXT_TOKEN, Letters())["rows"]
     assert [(piece["text"], piece["trained"]) for piece in row["pieces"]] == [
         ("ask", False),
         (" me", True),
@@ -57,7 +60,7 @@ def test_no_space_is_lost_between_pieces() -> None:
 
 def test_long_rows_are_cut_and_say_so() -> None:
     rows = rows_of((letters("a" * 500 + "b" * 3), [0] * 500 + [1] * 3), (letters("cd" * 300), [0, 1] * 300))
-    long, striped = preview(rows, NEXT_TOKENS, Letters())["rows"]
+    long, striped = preview(rows, NEXT_TOKEN, Letters())["rows"]
     assert [piece["text"] for piece in long["pieces"]] == [f"{'a' * 80} … (340 tokens) … {'a' * 80}", "bbb"]
     assert len(striped["pieces"]) == 201
     assert striped["pieces"][-1] == {"text": " … (400 more tokens)", "trained": False}
@@ -65,10 +68,10 @@ def test_long_rows_are_cut_and_say_so() -> None:
 
 def test_hidden_tokens_are_those_of_the_first_epoch() -> None:
     rows = rows_of((letters("abcdefghij"), [0] * 10))
-    labels = HiddenTokens(0.3, ord("_"), np.array([0]), np.array(letters("xyz"), np.int32), seed=1)
+    labels = MaskedTokens(0.3, ord("_"), np.array([0]), np.array(letters("xyz"), np.int32), seed=1)
     shown = preview(rows, labels, Letters())
     marked = "".join(piece["text"] for piece in shown["rows"][0]["pieces"] if piece["trained"])
-    assert sorted(marked) == sorted(chr(each) for each in labels.of(rows, 0, epoch=0).targets)
+    assert sorted(marked) == sorted(chr(each) for each in labels.label(rows, 0, epoch=0).targets)
     assert len(marked) == 3
     assert "hidden" in shown["marked"]
 
@@ -76,7 +79,7 @@ def test_hidden_tokens_are_those_of_the_first_epoch() -> None:
 @pytest.mark.parametrize("lengths", [[2], [1, 32, 33], [5, 64, 1000], [3] * 7])
 def test_lengths_are_counted_where_they_belong(lengths: list[int]) -> None:
     rows = rows_of(*((letters("a" * n), [0] * n) for n in lengths))
-    counted = preview(rows, NEXT_TOKENS, Letters())["lengths"]
+    counted = preview(rows, NEXT_TOKEN, Letters())["lengths"]
     edges, samples = counted["edges"], counted["samples"]
     assert len(samples) <= 32
     assert samples == [sum(start <= n < end for n in lengths) for start, end in pairwise(edges)]

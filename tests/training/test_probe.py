@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from app.batch import Documents
+from app.batch import PackedSequences
 from app.data.loader import Loader
 from app.errors import EnvironmentProblem
 from app.model import attention
@@ -37,7 +37,7 @@ def test_attention_that_is_wrong_is_refused(
 ) -> None:
     """One fault lets documents see each other; the other has no leak at all and is wrong all the same."""
 
-    def wrong(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: Documents | None) -> Tensor:
+    def wrong(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
         if fault == "leak":
             return attention.sdpa(q, k, v, rules, None)
         return attention.sdpa(q, k, v, replace(rules, window=2), documents)
@@ -61,7 +61,7 @@ def test_one_document_cannot_leak(packed_loader_of: Callable[..., Loader]) -> No
         lengths=alone.lengths[:1],
         num_labels=1,
         num_tokens=alone.lengths[0],
-        documents=Documents.of(alone.lengths[:1]),
+        documents=PackedSequences.from_lengths(alone.lengths[:1]),
     )
     check_packing(trainee, single)
     assert trainee.training

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from app.config.schema import RunConfig
-from app.data.layout import Packed
-from app.data.loader import Loader, Share
+from app.data.collate import Packed
+from app.data.loader import Loader, StepSplit
 from app.data.prepare import Data
 from app.distributed.process_group import start
 from app.model.attention import register, select
@@ -50,7 +50,7 @@ def losses(run: RunConfig, data: Data) -> list[float]:
     trainee = build_trainee(sections_of(run, attention), runtime.device, run.seed, "nowhere")
     begin_alike(trainee)
     stepper = Stepper(trainee, build_optimizer(run.optimizer, trainee), runtime, 1.0, fp16=False)
-    loader = Loader(data.train, Packed(TOKENS, pad_id=0, longest=TOKENS), Share(1), seed=0)
+    loader = Loader(data.train, Packed(TOKENS, pad_id=0, max_length=TOKENS), StepSplit(1), seed=0)
     assert loader.steps_per_epoch == EPOCH
     found = []
     for step in range(len(GOLDEN)):

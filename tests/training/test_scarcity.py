@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from app.batch import Batch
-from app.data.layout import Layout, Packed, Padded
+from app.data.collate import Layout, Packed, Padded
 from app.data.loader import Loader, eval_batches
 from app.data.prepare import Data
 from app.distributed.process_group import Runtime

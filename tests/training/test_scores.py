@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from app.data.layout import Layout, Packed, Padded
+from app.data.collate import Layout, Packed, Padded
 from app.data.loader import Loader, eval_batches
 from app.data.prepare import Data
 from app.distributed.process_group import Runtime
@@ -28,7 +28,7 @@ def test_any_batch_size_gives_the_same_scores_and_they_are_the_plain_means(
     trainee = stepper.trainee
     layouts: list[Layout] = [
         *(Padded(size, pad_id=0) for size in (1, 3, 16, 1000)),
-        *(Packed(t, pad_id=0, longest=t) for t in (64, 256)),
+        *(Packed(t, pad_id=0, max_length=t) for t in (64, 256)),
     ]
     scores = [score(trainee, eval_batches(rows, layout), runtime) for layout in layouts]
     losses = [each.loss for each in scores]
@@ -41,7 +41,7 @@ def test_any_batch_size_gives_the_same_scores_and_they_are_the_plain_means(
         ids = torch.tensor(rows.ids(i).tolist())
         with torch.no_grad():
             logits = trainee.language_model(ids[None]).logits[0, :-1].double()
-        trained = torch.from_numpy(rows.trained(i)[1:].copy())
+        trained = torch.from_numpy(rows.loss_mask(i)[1:].copy())
         parts.append(F.cross_entropy(logits, ids[1:], reduction="none")[trained])
         right += int((logits.argmax(-1) == ids[1:])[trained].sum())
     assert losses[0] == pytest.approx(float(torch.cat(parts).mean()), rel=1e-6)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from app.data.layout import Padded
-from app.data.loader import Loader, Share
+from app.data.collate import Padded
+from app.data.loader import Loader, StepSplit
 from app.data.prepare import Data
 from app.distributed.process_group import Runtime
 from app.training.storage_counter import kept_bytes
@@ -15,7 +15,7 @@ BLOCK = 64  # weights that share a constant of NF4
 
 def after_a_step(data: Data, runtime: Runtime, *overrides: str) -> Stepper:
     stepper = stepper_of(small_run(*overrides), runtime)
-    stepper.run(Loader(data.train, Padded(4, pad_id=0), Share(1), seed=0).batches(0), 1e-3)
+    stepper.run(Loader(data.train, Padded(4, pad_id=0), StepSplit(1), seed=0).batches(0), 1e-3)
     return stepper
 
 

@@ -88,7 +88,7 @@ def test_bad_steps_are_named_counted_and_end_the_run(make_loop: MakeLoop, folder
     assert loop.progress.skipped_steps == 3
     named = [m for m in notebook.messages if m.startswith("step 4 skipped")]
     assert len(named) == 1
-    assert all(place in named[0] for place in loop.parts.loader.places(3)[:8])
+    assert all(place in named[0] for place in loop.parts.loader.source_locations(3)[:8])
 
 
 @pytest.mark.parametrize(("half", "step"), [("lora_B", 1), ("lora_A", 2)])

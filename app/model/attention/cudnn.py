@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.batch import Documents
+from app.batch import PackedSequences
 from app.errors import ConfigError
 from app.model.attention.dense import sdpa
 from app.model.attention.ragged import cannot, gpu_lacking, refusals, require_rules, side_by_side, window_of
@@ -42,7 +42,7 @@ def refuses(needs: Needs) -> list[str]:
     return [*refusals(needs, largest=_LARGEST_HEAD), *windows]
 
 
-def cudnn(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: Documents | None) -> Tensor:
+def cudnn(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
     """With the operation of this torch."""
     return bound(q.device)(q, k, v, rules, documents)
 
@@ -54,13 +54,13 @@ def kernel_of(operation: Callable[..., Any], chosen: int) -> Kernel:
     are shared, so nobody stands for what it would compute.
     """
 
-    def run(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: Documents | None) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
         if documents is None:
             return sdpa(q, k, v, rules, None)
         require_rules("cudnn", rules)
-        if window_of(rules, documents.longest)[0] >= 0:
+        if window_of(rules, documents.max_seqlen)[0] >= 0:
             raise ConfigError(cannot("cudnn", ["sliding windows"]))
-        bounds, longest = documents.bounds, max(documents.longest, _SHORTEST)
+        bounds, longest = documents.cu_seqlens, max(documents.max_seqlen, _SHORTEST)
 
         def call(query: Tensor, key: Tensor, value: Tensor) -> Any:
             return operation(

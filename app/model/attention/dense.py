@@ -4,11 +4,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from app.batch import Documents
+from app.batch import PackedSequences
 from app.model.attention.rules import Rules
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: Documents | None) -> Tensor:
+def sdpa(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
     """torch's scaled_dot_product_attention on each document by itself, or plain arithmetic for what it cannot do.
 
     Padded rows need no mask: no real token looks at the padding on its right.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.batch import Documents
+from app.batch import PackedSequences
 from app.model.attention.dense import sdpa
 from app.model.attention.ragged import (
     accepts,
@@ -39,7 +39,7 @@ def refuses(needs: Needs) -> list[str]:
     return refusals(needs, softcap=True)
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: Documents | None) -> Tensor:
+def flash(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
     """With the package of this machine."""
     return bound(q.device)(q, k, v, rules, documents)
 
@@ -47,11 +47,11 @@ def flash(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: Documents | 
 def kernel_of(function: Callable[..., Any]) -> Kernel:
     """Bound to one of the two; padded rows go to `sdpa`, one call for them too."""
 
-    def run(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: Documents | None) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
         if documents is None:
             return sdpa(q, k, v, rules, None)
         require_rules("flash", rules, softcap=True)
-        bounds, longest = documents.bounds, documents.longest
+        bounds, longest = documents.cu_seqlens, documents.max_seqlen
 
         def call(*tokens: Tensor) -> Any:
             return function(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from app.batch import Documents
+from app.batch import PackedSequences
 from app.model.attention.backends import BACKENDS
 from app.model.attention.rules import Kernel, Rules
 
@@ -43,7 +43,7 @@ def _as_transformers_calls_it(kernel: Kernel) -> Callable[..., tuple[Tensor, Non
         attention_mask: Tensor | None,  # noqa: ARG001  none is ever built for our name
         dropout: float = 0.0,
         scaling: float | None = None,
-        documents: Documents | None = None,
+        documents: PackedSequences | None = None,
         **layer: Any,
     ) -> tuple[Tensor, None]:
         causal = layer.get("is_causal")
@@ -65,7 +65,7 @@ def _as_transformers_calls_it(kernel: Kernel) -> Callable[..., tuple[Tensor, Non
 
 
 def _in_one_row(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: Documents
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences
 ) -> Tensor:
     """Documents that lie in several rows, one row after another."""
     rows = q.shape[0]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.batch import Documents
+from app.batch import PackedSequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Needs:
     window: bool = False  # whether one cuts documents of this run
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Rules, Documents | None], Tensor]
+Kernel = Callable[[Tensor, Tensor, Tensor, Rules, PackedSequences | None], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Backend:
     `run` takes [B, H, S, D] (fewer heads for keys and values where they are shared) and returns the same shape: the
     documents of a packed row, of which B is 1, or padded rows when there are none. `requires` says what this machine
     lacks, `refuses` what of a run's needs it cannot do, both in words. Without `refuses` it is right for every model.
-    `traced` gives what compiled layers call in place of `run`: of `Documents` it reads what is the same in all batches.
+    `traced` gives what compiled layers call in place of `run`: it reads only what all batches share.
     """
 
     run: Kernel

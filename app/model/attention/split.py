@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.batch import Documents
+from app.batch import PackedSequences
 from app.errors import ConfigError
 from app.model.attention.dense import allowed, sdpa
 from app.model.attention.ragged import cannot, require_rules
@@ -30,7 +30,7 @@ def split_on(device: torch.device) -> Kernel:
     return split
 
 
-def split(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: Documents | None) -> Tensor:
+def split(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
     """What `sdpa` computes, for plain rules."""
     if documents is None:  # nothing that is compiled
         return sdpa(q, k, v, rules, None)
@@ -39,9 +39,9 @@ def split(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: Documents | 
         raise ConfigError(cannot("sdpa", ["keys and values of two sizes in a compiled layer"]))
     kind = q.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else v.dtype
-    window = rules.window if rules.window is not None and rules.window < documents.longest else None
+    window = rules.window if rules.window is not None and rules.window < documents.max_seqlen else None
     out: Tensor = _split(
-        q.to(dtype), k.to(dtype), v.to(dtype), documents.bounds, rules.causal, rules.scale, window
+        q.to(dtype), k.to(dtype), v.to(dtype), documents.cu_seqlens, rules.causal, rules.scale, window
     )[0]
     return out
 

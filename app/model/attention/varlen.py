@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.batch import Documents
+from app.batch import PackedSequences
 from app.model.attention.dense import sdpa
 from app.model.attention.ragged import (
     accepts,
@@ -32,7 +32,7 @@ def refuses(needs: Needs) -> list[str]:
     return refusals(needs)
 
 
-def varlen(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: Documents | None) -> Tensor:
+def varlen(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
     """With the function of this torch."""
     return bound(q.device)(q, k, v, rules, documents)
 
@@ -41,11 +41,11 @@ def kernel_of(function: Callable[..., Any]) -> Kernel:
     """Bound to the arguments that `function` has; padded rows go to `sdpa`, one call for them too."""
     names_shared_heads = accepts(function, "enable_gqa")  # without it, fewer key heads are simply given
 
-    def run(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: Documents | None) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
         if documents is None:
             return sdpa(q, k, v, rules, None)
         require_rules("varlen", rules)
-        bounds, longest = documents.bounds, documents.longest
+        bounds, longest = documents.cu_seqlens, documents.max_seqlen
         shared = {"enable_gqa": True} if names_shared_heads and q.shape[1] != k.shape[1] else {}
 
         def call(*tokens: Tensor) -> Any:

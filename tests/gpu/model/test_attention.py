@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.batch import Batch, Documents
+from app.batch import Batch, PackedSequences
 from app.config.schema import AttentionConfig, LaunchConfig
 from app.distributed.process_group import Runtime, start
 from app.model.attention import BACKENDS, Rules, plain, sdpa, select
@@ -33,8 +33,8 @@ def gpu() -> torch.device:
     return torch.device("cuda")
 
 
-def documents(lengths: tuple[int, ...] = LENGTHS, places: int = 16) -> Documents:
-    return Documents.of(lengths, LONGEST, places).to(gpu())
+def documents(lengths: tuple[int, ...] = LENGTHS, places: int = 16) -> PackedSequences:
+    return PackedSequences.from_lengths(lengths, LONGEST, places).to(gpu())
 
 
 def heads(key_heads: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,7 +58,7 @@ def outcome(run: Any, inputs: tuple[Tensor, ...], rules: Rules) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, weight)]
 
 
-def by_definition(q: Tensor, k: Tensor, v: Tensor, rules: Rules, packed: Documents) -> Tensor:
+def by_definition(q: Tensor, k: Tensor, v: Tensor, rules: Rules, packed: PackedSequences) -> Tensor:
     split = (t.split(packed.lengths, dim=2) for t in (q, k, v))
     return torch.cat([plain(a, b, c, rules) for a, b, c in zip(*split, strict=True)], dim=2)
 
@@ -138,7 +138,7 @@ def packed_batch(step: int) -> Batch:
     apart = [drawn.randrange(1, 20) for _ in range(8)]
     batch = small.packed(small.documents_of(tuple(n for d in apart for n in (40 + d, 40 - d)), seed=step))
     assert batch.documents is not None
-    return replace(batch, documents=Documents.of(batch.documents.lengths, 64, 20))
+    return replace(batch, documents=PackedSequences.from_lengths(batch.documents.lengths, 64, 20))
 
 
 def gradient(backend: str, kind: str, precision: str) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from app.batch import Batch, Documents
+from app.batch import Batch, PackedSequences
 from app.config.schema import CompileConfig, LaunchConfig
 from app.distributed.process_group import start
 from app.model.attention import register
@@ -45,7 +45,7 @@ def packed(step: int) -> Batch:
     apart = [drawn.randrange(1, 20) for _ in range(4)]
     batch = small.packed(small.documents_of(tuple(n for d in apart for n in (40 + d, 40 - d)), seed=step))
     assert batch.documents is not None
-    return replace(batch, documents=Documents.of(batch.documents.lengths, 64, 20))
+    return replace(batch, documents=PackedSequences.from_lengths(batch.documents.lengths, 64, 20))
 
 
 def losses(backend: str, compiled: CompileConfig, *, quietly: bool = False) -> list[float]:

@@ -101,7 +101,7 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class RenderedText:
     """One sample before tokenisation. A raw one still needs the tokens that open and close a document."""
 
     text: str

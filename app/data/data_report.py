@@ -1,8 +1,11 @@
 """What became of the rows: counted while they are read, told to people, kept in the manifest."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from app.config.schema import DatasetConfig
+from app.data.types import Source
 
 MAX_PLACES = 20
 _MAX_REASONS = 20
@@ -201,3 +204,71 @@ def _many(number: int, noun: str) -> str:
 
 def _first(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+_MAX_DROPPED_SHARE = 0.05  # of the samples, before `auto` calls it an error
+_SHOWN = 5  # bad rows in one error
+
+
+def stop_reasons(config: DatasetConfig, source: Source, counts: Counts) -> Iterator[str]:
+    """Every problem of one source, in words; none if a run goes on with it."""
+    named = f"{source.key}={source.name}"
+    if config.on_bad_row == "error":
+        yield from bad_row_problems(counts)
+    if config.on_overflow == "error" and counts.over_long:
+        yield (
+            f"{named}: {counts.over_long:,} samples are longer than dataset.max_length={config.max_length}, the longest"
+            f" {counts.longest:,} tokens; raise it, or set dataset.on_overflow=truncate or drop"
+        )
+    if config.on_unstable_template == "error" and counts.unstable:
+        yield (
+            f"{named}: the chat template rewrites earlier turns of {counts.unstable:,} conversations; set"
+            " dataset.on_unstable_template=expand (a sample for each turn) or last (one for the last)"
+        )
+    too_many = too_many_dropped(counts, config.on_overflow, config.max_length, config.format)
+    yield from [too_many] if too_many else _nothing_left(named, config, counts)
+
+
+def without_stops(config: DatasetConfig) -> DatasetConfig:
+    """The same rows by settings that no row stops: what would, is left out and counted."""
+    policy = "drop" if config.on_overflow == "error" else config.on_overflow
+    unstable = "expand" if config.on_unstable_template == "error" else config.on_unstable_template
+    return replace(config, on_bad_row="skip", on_overflow=policy, on_unstable_template=unstable)
+
+
+def too_many_dropped(counts: Counts, on_overflow: str, max_length: int, fmt: str) -> str | None:
+    """What is wrong if `auto` dropped so much that it is more likely a mistake."""
+    made = counts.samples + counts.held_out + counts.left_over + counts.dropped
+    if on_overflow != "auto" or fmt == "text" or counts.dropped <= _MAX_DROPPED_SHARE * made:
+        return None
+    return (
+        f"dataset.max_length={max_length}: {counts.dropped:,} of {made:,} samples of {counts.source}"
+        f" ({counts.dropped / made:.1%}) are longer, the longest {counts.longest:,} tokens; raise it, or"
+        " choose their fate: dataset.on_overflow=truncate or drop"
+    )
+
+
+def _nothing_left(named: str, config: DatasetConfig, counts: Counts) -> Iterator[str]:
+    if not counts.rows_read:
+        yield f"{named}: has no rows"
+    elif not counts.rows_kept and not (counts.bad_rows and config.on_bad_row == "error"):
+        bad = f"; {counts.bad_rows:,} bad, the first {counts.first_problem}" if counts.bad_rows else ""
+        long = f"; {counts.dropped:,} longer than dataset.max_length={config.max_length}"
+        yield (
+            f"{named}: of {counts.rows_read:,} rows none can be trained on{bad}{long if counts.dropped else ''}"
+        )
+
+
+def bad_row_problems(counts: Counts) -> list[str]:
+    """Each reason once, since all rows may have the same one; none if no row is bad."""
+    problems = [
+        f"{counts.bad_first[reason]}{_more(rows - 1)}: {reason}"
+        for reason, rows in list(counts.bad_by_reason.items())[:_SHOWN]
+    ]
+    if problems:
+        problems[-1] += " (dataset.on_bad_row=skip leaves bad rows out)"
+    return problems
+
+
+def _more(rows: int) -> str:
+    return f" and {rows:,} more row{'s' * (rows > 1)}" if rows else ""

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from app.data.encoding import Sample
+from app.data.tokenizer import Tokens
 
 # One row. `ids_hash` is of the token ids, `mask_hash` of the mask (of the weights where some are neither 0 nor 1, of
 # the label where there is one); rows of one `side` must not be parted between training and evaluation.
@@ -37,7 +37,7 @@ _WHOLE_NUMBER = re.compile(r"[-+]?[0-9]{1,18}")
 Columns = tuple[Any, ...]  # of one row, in the order of the schema
 
 
-def as_columns(place: str, sample: Sample, side: int) -> Columns:
+def as_columns(place: str, sample: Tokens, side: int) -> Columns:
     """One row of the schema."""
     weights = _other_than_0_and_1(sample.weights)
     mask: NDArray[Any] = sample.trained if weights is None else weights
@@ -122,7 +122,7 @@ class TokenRows:
         self._chosen = np.arange(self._firsts[-1]) if chosen is None else chosen
 
     @classmethod
-    def joined(cls, parts: Sequence["TokenRows"]) -> "TokenRows":
+    def concat(cls, parts: Sequence["TokenRows"]) -> "TokenRows":
         """The rows of all parts, one part after the other."""
         before = np.cumsum([0, *(part._firsts[-1] for part in parts)])
         chosen = [part._chosen + first for part, first in zip(parts, before, strict=False)]
@@ -147,7 +147,7 @@ class TokenRows:
         batch, row = self._at(i)
         return batch.ids[batch.offsets[row] : batch.offsets[row + 1]]
 
-    def trained(self, i: int) -> NDArray[np.bool_]:
+    def loss_mask(self, i: int) -> NDArray[np.bool_]:
         """Which tokens of row i the model must predict; never the first."""
         batch, row = self._at(i)
         return batch.trained[batch.offsets[row] : batch.offsets[row + 1]]
@@ -158,12 +158,12 @@ class TokenRows:
         weights = batch.weights[batch.weight_offsets[row] : batch.weight_offsets[row + 1]]
         return weights if len(weights) else None
 
-    def place(self, i: int) -> str:
+    def source_location(self, i: int) -> str:
         """Where row i came from: "train.jsonl:17", or "org/name[train] row 17"."""
         batch, row = self._at(i)
         return batch.text("place", row)
 
-    def second(self, i: int) -> int:
+    def second_start(self, i: int) -> int:
         """Where the second side of row i begins; -1 where models are told of no sides."""
         batch, row = self._at(i)
         return int(batch.column("second")[row])
@@ -179,7 +179,7 @@ class TokenRows:
         counted = np.bincount(codes[codes >= 0], minlength=len(names)).tolist()
         return {name: number for name, number in zip(names, counted, strict=True) if number}
 
-    def of_classes(self, known: Sequence[str]) -> NDArray[np.bool_]:
+    def has_class(self, known: Sequence[str]) -> NDArray[np.bool_]:
         """Which rows have one of these labels."""
         names, codes = self._classes
         return np.isin(codes, [at for at, name in enumerate(names) if name in set(known)])
@@ -221,31 +221,31 @@ class TokenRows:
         return max((int(batch.column("largest_id").max(initial=0)) for batch in self._batches), default=0)
 
     @property
-    def digests(self) -> NDArray[np.uint64]:
+    def ids_hashes(self) -> NDArray[np.uint64]:
         """A hash of each row's token ids."""
         return self._column("ids_hash")
 
     @property
-    def contents(self) -> NDArray[np.uint64]:
+    def content_hashes(self) -> NDArray[np.uint64]:
         """A hash of each row's token ids, and of which are trained with which weight."""
-        return np.asarray(self.digests + self._column("mask_hash") * _MASK_FACTOR, np.uint64)
+        return np.asarray(self.ids_hashes + self._column("mask_hash") * _MASK_FACTOR, np.uint64)
 
     @property
-    def again(self) -> NDArray[np.bool_]:
+    def is_duplicate(self) -> NDArray[np.bool_]:
         """Which rows are equal to an earlier one."""
-        again = np.ones(len(self), np.bool_)
-        again[np.unique(self.contents, return_index=True)[1]] = False
-        return again
+        duplicate = np.ones(len(self), np.bool_)
+        duplicate[np.unique(self.content_hashes, return_index=True)[1]] = False
+        return duplicate
 
     @property
-    def sides(self) -> NDArray[np.uint64]:
+    def split_hashes(self) -> NDArray[np.uint64]:
         """A hash that rows share which must not be parted between training and evaluation."""
         return self._column("side")
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash of all token ids, masks and weights, in their order."""
-        content = hashlib.sha256(self.digests.tobytes())
+        content = hashlib.sha256(self.ids_hashes.tobytes())
         content.update(self._column("mask_hash").tobytes())
         return content.hexdigest()
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.config.schema import TaskConfig
-from app.data.token_rows import TokenRows
+from app.data.token_dataset import TokenRows
 from app.data.tokenizer import Tokenizer
 from app.errors import ConfigError
 
@@ -16,51 +16,51 @@ _HIDDEN, _REPLACED = 0.8, 0.1  # of the chosen tokens, as in BERT; the others st
 
 
 @dataclass(frozen=True, slots=True)
-class Labelled:
+class LabelledTokens:
     """One row as the model reads it: the state at `at[i]` must predict `targets[i]`."""
 
     ids: NDArray[np.int32]
     at: NDArray[np.int64]
     targets: NDArray[np.int32]
     weights: NDArray[np.float32] | None = None  # how much each target counts; None: 1
-    second: int = -1  # where the second side of a pair begins, for models that are told
+    second_start: int = -1  # where the second side of a pair begins, for models that are told
 
 
-class Labels(Protocol):
+class Objective(Protocol):
     """How a task labels rows."""
 
     @property
-    def both_ways(self) -> bool:
+    def bidirectional(self) -> bool:
         """Whether tokens see those after them, so that padding must be kept from them."""
 
-    def of(self, rows: TokenRows, i: int, epoch: int) -> Labelled:
+    def label(self, rows: TokenRows, i: int, epoch: int) -> LabelledTokens:
         """Row i; the same whenever it is asked for the same epoch."""
 
 
 @dataclass(frozen=True, slots=True)
-class NextTokens:
+class NextToken:
     """Every state predicts the token after it, where that one is trained."""
 
-    both_ways: bool = False
+    bidirectional: bool = False
 
-    def of(self, rows: TokenRows, i: int, epoch: int) -> Labelled:  # noqa: ARG002  nothing is drawn
+    def label(self, rows: TokenRows, i: int, epoch: int) -> LabelledTokens:  # noqa: ARG002  nothing is drawn
         """The row as it is."""
-        return next_tokens(rows.ids(i), rows.trained(i), rows.weights(i))
+        return label_next_tokens(rows.ids(i), rows.loss_mask(i), rows.weights(i))
 
 
-NEXT_TOKENS = NextTokens()
+NEXT_TOKEN = NextToken()
 
 
-def next_tokens(
+def label_next_tokens(
     ids: NDArray[np.int32], trained: NDArray[np.bool_], weights: NDArray[np.float32] | None = None
-) -> Labelled:
+) -> LabelledTokens:
     """The state before a trained token predicts it."""
     at = np.flatnonzero(trained)
-    return Labelled(ids, at - 1, ids[at], None if weights is None else weights[at])
+    return LabelledTokens(ids, at - 1, ids[at], None if weights is None else weights[at])
 
 
 @dataclass(frozen=True, slots=True)
-class HiddenTokens:
+class MaskedTokens:
     """A share of each row's tokens is drawn anew in each epoch, hidden, and predicted where it stood."""
 
     share: float
@@ -68,17 +68,17 @@ class HiddenTokens:
     special: NDArray[np.int64]  # never drawn
     ordinary: NDArray[np.int32]  # what a token is replaced by
     seed: int
-    both_ways: bool = True
+    bidirectional: bool = True
 
-    def of(self, rows: TokenRows, i: int, epoch: int) -> Labelled:
+    def label(self, rows: TokenRows, i: int, epoch: int) -> LabelledTokens:
         """The draw follows from seed, epoch and row alone: packing and batches change nothing."""
         ids = rows.ids(i)
         free = np.flatnonzero(~np.isin(ids, self.special))
         if not len(free):
-            return Labelled(ids, free, ids[free])
+            return LabelledTokens(ids, free, ids[free])
         random = np.random.default_rng([self.seed, epoch, i])
         at = np.sort(random.choice(free, max(1, round(self.share * len(free))), replace=False))
-        return Labelled(self._hidden(ids, at, random), at, ids[at])
+        return LabelledTokens(self._hidden(ids, at, random), at, ids[at])
 
     def _hidden(
         self, ids: NDArray[np.int32], at: NDArray[np.int64], random: np.random.Generator
@@ -92,22 +92,24 @@ class HiddenTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Classes:
+class Classification:
     """The state of one token predicts the class: of the first where tokens see those after them, else of the last.
 
     Of the last one that is no padding, to be exact: models of transformers look for that.
     """
 
     names: tuple[str, ...]
-    both_ways: bool
+    bidirectional: bool
     pad_id: int | None
 
-    def of(self, rows: TokenRows, i: int, epoch: int) -> Labelled:  # noqa: ARG002  nothing is drawn
+    def label(self, rows: TokenRows, i: int, epoch: int) -> LabelledTokens:  # noqa: ARG002  nothing is drawn
         """The row as it is."""
         ids = rows.ids(i)
-        at = 0 if self.both_ways else self.last(ids)
+        at = 0 if self.bidirectional else self.last(ids)
         target = self.names.index(rows.class_of(i))
-        return Labelled(ids, np.array([at]), np.array([target], np.int32), second=rows.second(i))
+        return LabelledTokens(
+            ids, np.array([at]), np.array([target], np.int32), second_start=rows.second_start(i)
+        )
 
     def last(self, ids: NDArray[np.int32]) -> int:
         """The place of the last token; the first one's where all are padding."""
@@ -115,15 +117,15 @@ class Classes:
         return int(real[-1]) if len(real) else 0
 
 
-def _causal(_config: TaskConfig, _tokenizer: Tokenizer, _seed: int, _both_ways: bool) -> Labels:
-    return NEXT_TOKENS
+def _causal(_config: TaskConfig, _tokenizer: Tokenizer, _seed: int, _both_ways: bool) -> Objective:
+    return NEXT_TOKEN
 
 
-def _classes(config: TaskConfig, tokenizer: Tokenizer, _seed: int, both_ways: bool) -> Labels:
-    return Classes(tuple(config.labels), both_ways, tokenizer.pad_token_id)
+def _classes(config: TaskConfig, tokenizer: Tokenizer, _seed: int, bidirectional: bool) -> Objective:
+    return Classification(tuple(config.labels), bidirectional, tokenizer.pad_token_id)
 
 
-def _masked(config: TaskConfig, tokenizer: Tokenizer, seed: int, _both_ways: bool) -> Labels:
+def _masked(config: TaskConfig, tokenizer: Tokenizer, seed: int, _both_ways: bool) -> Objective:
     if tokenizer.mask_token_id is None:
         raise ConfigError(
             "task.kind=masked: the tokenizer has no mask token. Give the tokenizer of an encoder "
@@ -131,21 +133,23 @@ def _masked(config: TaskConfig, tokenizer: Tokenizer, seed: int, _both_ways: boo
         )
     special = sorted(set(tokenizer.all_special_ids))
     ordinary = np.setdiff1d(np.array(sorted(tokenizer.get_vocab().values())), special).astype(np.int32)
-    return HiddenTokens(config.mask_share, tokenizer.mask_token_id, np.array(special), ordinary, seed)
+    return MaskedTokens(config.mask_share, tokenizer.mask_token_id, np.array(special), ordinary, seed)
 
 
-LABELS: dict[str, Callable[[TaskConfig, Tokenizer, int, bool], Labels]] = {
+OBJECTIVES: dict[str, Callable[[TaskConfig, Tokenizer, int, bool], Objective]] = {
     "causal": _causal,
     "masked": _masked,
     "classification": _classes,
 }
 
 
-def labels_of(config: TaskConfig, tokenizer: Any, seed: int, *, both_ways: bool) -> Labels:
+def build_objective(config: TaskConfig, tokenizer: Any, seed: int, *, bidirectional: bool) -> Objective:
     """Of a run's task, and a model whose tokens see those after them or do not."""
-    return LABELS[config.kind](config, tokenizer, seed, both_ways)
+    return OBJECTIVES[config.kind](config, tokenizer, seed, bidirectional)
 
 
-def read(rows: TokenRows, units: Sequence[NDArray[np.int64]], labels: Labels, epoch: int) -> list[Labelled]:
+def read(
+    rows: TokenRows, units: Sequence[NDArray[np.int64]], labels: Objective, epoch: int
+) -> list[LabelledTokens]:
     """The rows of `units`, one after another."""
-    return [labels.of(rows, int(i), epoch) for unit in units for i in unit]
+    return [labels.label(rows, int(i), epoch) for unit in units for i in unit]

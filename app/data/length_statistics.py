@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from app.data.data_report import Counts
 from app.data.packing import least_bins, plan_bins
-from app.data.report import Counts
 
 _PERCENTS = (5, 25, 50, 75, 90, 95, 99)
 _BARS = 32

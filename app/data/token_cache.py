@@ -14,15 +14,16 @@ import os
 import platform
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
 
-from app.data.encoding import Sample
-from app.data.token_rows import SCHEMA, Columns, RecordBatchView, TokenRows, as_columns, record_batch
+from app.data.token_dataset import SCHEMA, Columns, RecordBatchView, TokenRows, as_columns, record_batch
+from app.data.tokenizer import Tokenizer, Tokens
 from app.errors import EnvironmentProblem
 
 _BATCH_ROWS = 4096  # of one record batch,
@@ -92,7 +93,7 @@ class RowWriter:
             self._file = path.open("wb")
             self._writer = pa.ipc.new_file(self._file, SCHEMA)
 
-    def add(self, place: str, sample: Sample, side: int) -> None:
+    def add(self, place: str, sample: Tokens, side: int) -> None:
         """One row; `side` is shared by the rows that must not be parted between training and evaluation."""
         self._waiting.append(as_columns(place, sample, side))
         self._waiting_tokens += len(sample.ids)
@@ -177,3 +178,23 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+CODE_VERSION = 2  # raise it with every change of what rows become; a test of rows of all formats says when
+
+
+def cache_key(content: str, tokenizer: Tokenizer, settings: Mapping[str, Any]) -> str:
+    """The same on every machine and for every path and cache folder."""
+    parts = {
+        "content": content,
+        "settings": dict(settings),
+        "tokenizer": _sha256(tokenizer.backend_tokenizer.to_str()),
+        "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "template": tokenizer.chat_template,
+        "code": [CODE_VERSION, *(version(package) for package in ("tokenizers", "transformers"))],
+    }
+    return _sha256(json.dumps(parts, sort_keys=True))[:32]
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

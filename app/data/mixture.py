@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from app.data.report import MAX_PLACES, Counts, Share
-from app.data.token_rows import TokenRows
+from app.data.data_report import MAX_PLACES, Counts, Share
+from app.data.token_dataset import TokenRows
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)  # apart from the hash that holds rows out
 
@@ -31,7 +31,7 @@ class Pool:
         """One source is a mix of itself."""
         parts = [rows for rows, _ in sources.values()]
         owner = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-        rows = parts[0] if len(parts) == 1 else TokenRows.joined(parts)
+        rows = parts[0] if len(parts) == 1 else TokenRows.concat(parts)
         return cls(rows, owner, {name: counts for name, (_, counts) in sources.items()}, weights)
 
     def keep(self, kept: NDArray[np.bool_]) -> "Pool":
@@ -44,7 +44,7 @@ class Pool:
 
     def without_equals(self, *, drop: bool) -> "Pool":
         """Count rows that are equal to an earlier one, of whatever source; leave them out if asked."""
-        again = self.rows.again
+        again = self.rows.is_duplicate
         for counts, number in zip(self.counts.values(), self._per_source(again), strict=True):
             counts.duplicates = number
             counts.duplicates_dropped = number if drop else 0
@@ -85,7 +85,7 @@ def times(rows: TokenRows, chosen: NDArray[np.int64], weight: float) -> NDArray[
     whole = int(weight)
     rest = round((weight - whole) * len(chosen))
     # samples of one conversation share the hash, so they come and go together but for the last one
-    order = np.argsort(rows.sides[chosen] * _ODD, kind="stable")
+    order = np.argsort(rows.split_hashes[chosen] * _ODD, kind="stable")
     return np.concatenate([np.repeat(chosen, whole), np.sort(chosen[order[:rest]])])
 
 

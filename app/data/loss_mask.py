@@ -11,10 +11,16 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any
 
-from app.data.script import Script, common_start, script_of
-from app.data.shapes import Conversation, Document, Draft, Example, Message, RowProblem, Span
-from app.data.skeleton import Skeleton, skeleton_of, stand_ins
+from app.data.chat_template import (
+    RenderedConversation,
+    Skeleton,
+    common_start,
+    render_conversation,
+    skeleton_of,
+    stand_ins,
+)
 from app.data.tokenizer import Tokenizer
+from app.data.types import Conversation, Document, Example, Message, RenderedText, RowProblem, Span
 from app.errors import DataError
 
 _Part = tuple[Span, float]  # characters, and the weight of their tokens
@@ -25,10 +31,10 @@ _EMPTY_THOUGHT = re.compile(r"\s*([<\[]\|?\w+\|?[>\]])?\s*[<\[]\|?/\w+\|?[>\]]\s
 
 
 @dataclass(frozen=True, slots=True)
-class Drafts:
+class RenderedRow:
     """The samples of one row, and what is worth telling about how they came about."""
 
-    samples: list[Draft]
+    samples: list[RenderedText]
     unstable: bool = False  # the template rewrites earlier turns
     unseen: int = 0  # messages, and lists of tools, of which the template writes nothing
     shortened: int = 0  # trained answers of which the template leaves out a part
@@ -58,20 +64,22 @@ class Renderer:
         self._on_unstable = on_unstable
         self._skeletons: dict[_Pattern, Skeleton | None] = {}
 
-    def drafts(self, content: Conversation | Document | Example, place: str) -> Drafts:
+    def drafts(self, content: Conversation | Document | Example, place: str) -> RenderedRow:
         """The samples of one row. `place` is for the error that an unstable template may be."""
         if isinstance(content, Document):
-            return Drafts([self._document(content)])
+            return RenderedRow([self._document(content)])
         if isinstance(content, Example):
-            return Drafts([Draft(content.text, (), raw=True, label=content.label, second=content.second)])
+            return RenderedRow(
+                [RenderedText(content.text, (), raw=True, label=content.label, second=content.second)]
+            )
         marked = sum(self._special.search(message["content"]) is not None for message in content.messages)
         known = ("auto", "assistant", "last", "all", *(["completion"] if content.answer else []))
         assert self._train_on in known, self._train_on
-        script = script_of(content, self._tokenizer)
+        script = render_conversation(content, self._tokenizer)
         drafts = self._filled(script, content) or self._rendered(script, content, place)
         return replace(drafts, marked=marked)
 
-    def _filled(self, script: Script, content: Conversation) -> Drafts | None:
+    def _filled(self, script: RenderedConversation, content: Conversation) -> RenderedRow | None:
         """As `_rendered`, without rendering prefixes; None where a skeleton does not give the text of this row.
 
         Equal text is not enough: where a blank answer stands, or one that begins with what asks for it, only
@@ -91,10 +99,10 @@ class Renderer:
         if text != whole:
             return None
         weights = [content.weights.get(index, 1.0) for index in pattern[1]]
-        return Drafts([_of_parts(text, list(zip(spans, weights, strict=True)))])
+        return RenderedRow([_of_parts(text, list(zip(spans, weights, strict=True)))])
 
     def _skeleton(self, roles: Sequence[str], trained: Sequence[int]) -> Skeleton | None:
-        script = Script(self._tokenizer, stand_ins(roles), None)
+        script = RenderedConversation(self._tokenizer, stand_ins(roles), None)
         try:
             spans = [self._turn(script, index, 1.0).span for index in trained]
             if _unseen(script) or not all(map(_only_adds, repeat(script), trained, spans)):
@@ -103,22 +111,22 @@ class Renderer:
             return None
         return skeleton_of(script.whole, spans)
 
-    def _rendered(self, script: Script, content: Conversation, place: str) -> Drafts:
+    def _rendered(self, script: RenderedConversation, content: Conversation, place: str) -> RenderedRow:
         whole, unseen = script.whole, _unseen(script)
         if self._train_on == "all":
-            return Drafts([_of_parts(whole, _parts(script, content))], unseen=unseen)
+            return RenderedRow([_of_parts(whole, _parts(script, content))], unseen=unseen)
         at = self._trained(content)
         turns = [self._turn(script, index, content.weights.get(index, 1.0)) for index in at]
         cut = sum(not _is_whole(script.messages[i], turn.text) for i, turn in zip(at, turns, strict=True))
         if all(turn.stands_in(whole) for turn in turns):
             parts = [(turn.span, turn.weight) for turn in turns]
-            return Drafts([_of_parts(whole, parts)], unseen=unseen, shortened=cut)
-        return Drafts(self._unstable(turns, place), unstable=True, unseen=unseen, shortened=cut)
+            return RenderedRow([_of_parts(whole, parts)], unseen=unseen, shortened=cut)
+        return RenderedRow(self._unstable(turns, place), unstable=True, unseen=unseen, shortened=cut)
 
-    def _document(self, document: Document) -> Draft:
+    def _document(self, document: Document) -> RenderedText:
         assert self._train_on in ("auto", "completion", "all"), self._train_on
         start = 0 if self._train_on == "all" else document.answer
-        return Draft(document.text, ((start, len(document.text)),), raw=True)
+        return RenderedText(document.text, ((start, len(document.text)),), raw=True)
 
     def _trained(self, content: Conversation) -> list[int]:
         """The messages that are trained."""
@@ -149,7 +157,7 @@ class Renderer:
             )
         return kept
 
-    def _turn(self, script: Script, index: int, weight: float) -> _Turn:
+    def _turn(self, script: RenderedConversation, index: int, weight: float) -> _Turn:
         through = script.prefix(index + 1)
         start = _start(script, index, through)
         if start is None:
@@ -161,7 +169,7 @@ class Renderer:
         span = start, max(start, len(text.rstrip()))  # white space after the end is no answer
         return _Turn(text, span, weight)
 
-    def _unclosed(self, script: Script, index: int, through: str) -> str:
+    def _unclosed(self, script: RenderedConversation, index: int, through: str) -> str:
         """Without the token that closes a conversation, where the turn has an end of its own and the talk goes on."""
         if script.whole.startswith(through):
             return through
@@ -169,7 +177,7 @@ class Renderer:
         has_end = not shorter.endswith(_said(script.messages[index]))
         return shorter if has_end and script.whole.startswith(shorter) else through
 
-    def _unstable(self, turns: list[_Turn], place: str) -> list[Draft]:
+    def _unstable(self, turns: list[_Turn], place: str) -> list[RenderedText]:
         if self._on_unstable == "error":
             raise DataError(
                 f"{place}: the chat template rewrites earlier turns of this conversation;"
@@ -184,7 +192,7 @@ def _is_plain(message: Message) -> bool:
     return message.keys() == {"role", "content"} and bool(message["content"].strip())
 
 
-def _only_adds(script: Script, index: int, span: Span) -> bool:
+def _only_adds(script: RenderedConversation, index: int, span: Span) -> bool:
     """Whether an answer is all that follows its prompt, without a thought before it, and stays as the talk goes on."""
     through, prompt = script.prefix(index + 1), script.prefix(index, ask=True)
     if index == 0 or not through.startswith(prompt) or not script.whole.startswith(through):
@@ -200,7 +208,7 @@ def _any_of(special: Mapping[str, Any]) -> re.Pattern[str]:
     return re.compile("|".join(texts) or r"(?!)")
 
 
-def _start(script: Script, index: int, through: str) -> int | None:
+def _start(script: RenderedConversation, index: int, through: str) -> int | None:
     """The first character of `through` that is the answer's; None if it does not begin with what was asked."""
     if index == 0:  # nobody asked
         return len(_shared(script.head(0), through))
@@ -219,7 +227,7 @@ def _shared(*texts: str) -> str:
     return common_start(*texts).rstrip(" ")
 
 
-def _empty_thought(script: Script, index: int, start: int, answer: str) -> int:
+def _empty_thought(script: RenderedConversation, index: int, start: int, answer: str) -> int:
     """How many characters of an answer the template writes for one without thoughts, which nobody has to learn."""
     said = _said(script.messages[index])
     if said and answer.lstrip().startswith(said) and not _EMPTY_THOUGHT.match(said):
@@ -246,13 +254,13 @@ def _squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-def _of_parts(text: str, parts: Sequence[_Part]) -> Draft:
+def _of_parts(text: str, parts: Sequence[_Part]) -> RenderedText:
     """Weights are only told where one is not 1."""
     weights = tuple(weight for _, weight in parts)
-    return Draft(text, tuple(span for span, _ in parts), False, weights if {*weights} - {1.0} else ())
+    return RenderedText(text, tuple(span for span, _ in parts), False, weights if {*weights} - {1.0} else ())
 
 
-def _parts(script: Script, content: Conversation) -> list[_Part]:
+def _parts(script: RenderedConversation, content: Conversation) -> list[_Part]:
     """Everything but the messages that are taken out, each with its weight."""
     parts: list[_Part] = []
     start = 0
@@ -272,7 +280,7 @@ def _parts(script: Script, content: Conversation) -> list[_Part]:
     return [((first, end), weight) for (first, end), weight in parts if end > first and weight]
 
 
-def _unseen(script: Script) -> int:
+def _unseen(script: RenderedConversation) -> int:
     """Messages of which the template writes nothing, and tools that it does not name."""
     whole = script.whole
     lost = sum(not _is_in(whole, _said(m)) for m in script.messages if m["role"] != "assistant")
