@@ -18,11 +18,10 @@ from app.config.commands import CheckConfig, check_config, run_command
 from app.config.help import asks_for_help
 from app.config.schema import RunConfig
 from app.distributed.environment import world
+from app.distributed.failures import fail_as_one_of_several, report_failure
+from app.distributed.launch import launch, processes_to_start
 from app.errors import ConfigError
 from app.files import report_write_errors, write_json, write_text
-from app.launch.agent import launch, processes_to_start
-from app.launch.failures import leave_failure
-from app.launch.worker import fail_as_one_of_several
 from app.tracking.console import Console, open_console
 
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
@@ -51,7 +50,7 @@ def check(config: CheckConfig, console: Console) -> int:
 def _tell(text: str) -> None:
     """Once, where a launcher of ours would tell that this process failed."""
     if world().is_joined:
-        leave_failure(0, STOPS, text)
+        report_failure(0, STOPS, text)
     else:
         sys.stderr.write(f"{text}\n")
 
@@ -98,7 +97,7 @@ def _cluster(config: CheckConfig, _console: Console) -> dict[str, Any]:
     try:
         facts = check_cluster(process, config.folder)
     except Unreachable as problem:
-        leave_failure(here.rank, problem.exit_code, problem.report())
+        report_failure(here.rank, problem.exit_code, problem.report())
         os._exit(problem.exit_code)  # an orderly end would wait for the others
     if here.is_first:
         show_check(cluster_sections(facts))

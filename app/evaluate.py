@@ -14,11 +14,11 @@ from typing import Any
 from app.config.commands import run_command
 from app.config.finished_run import EvaluateConfig, evaluate_config
 from app.distributed.environment import world
+from app.distributed.failures import fail_as_one_of_several, reporting_crashes
+from app.distributed.launch import launch, processes_to_start
 from app.errors import ConfigError, EnvironmentProblem
 from app.evaluation.lm_eval import lay_harness, require_harness, table
 from app.files import report_write_errors, write_json
-from app.launch.agent import launch, processes_to_start
-from app.launch.worker import fail_as_one_of_several, failing_once
 from app.tracking.console import Console, open_console
 from app.tracking.formatting import align
 from app.tracking.manifest import read_manifest
@@ -113,7 +113,7 @@ def _command(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Exit codes as of app.train."""
-    with failing_once():
+    with reporting_crashes():
         run_command(_command, fail_as_one_of_several)
 
 

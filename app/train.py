@@ -8,6 +8,7 @@ python -m app.train -m recipe=lora,full seed=1,2,3    a sweep: one run for each 
 
 import os
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 import hydra
@@ -20,15 +21,15 @@ from app.config.load import VERSION_BASE, checked_arguments, load_run, store_sch
 from app.config.overrides import is_sweep
 from app.config.schema import RunConfig
 from app.distributed.environment import world
-from app.errors import AppError, ConfigError
-from app.launch.agent import processes_to_start, train_in_processes
-from app.launch.worker import (
-    fail_as_one_of_several,
-    failing_once,
-    go_on_given,
+from app.distributed.failures import fail_as_one_of_several, reporting_crashes
+from app.distributed.launch import (
+    launched_resume_command,
+    launched_run,
+    processes_to_start,
     require_named_folder,
-    run_given,
+    train_in_processes,
 )
+from app.errors import AppError, ConfigError
 from app.tracking.console import Console, open_console
 from app.tracking.output_dir import RunFolder
 from app.tracking.recorder import read_result
@@ -45,7 +46,9 @@ def train(run: RunConfig, go_on: str = "") -> int:
     set_inductor_cache(run)
     count = processes_to_start(run.launch)
     if count:
-        return train_in_processes(count, run, go_on)
+        from app.training.checkpoint import DEPTH
+
+        return train_in_processes(count, run, go_on, Path(run.output_dir) / "checkpoints" / DEPTH)
     if not world().is_first:
         return _train_in(RunFolder.joined(run.output_dir), run, Console(enabled=False), go_on)
     with RunFolder.claim(run.output_dir, run.resume) as folder:
@@ -113,7 +116,7 @@ def main() -> None:
     use_expandable_segments()
     try:
         require_platform()
-        with failing_once():
+        with reporting_crashes():
             _dispatch(sys.argv[1:])
     except AppError as problem:
         _leave(problem)
@@ -122,9 +125,9 @@ def main() -> None:
 
 
 def _dispatch(arguments: list[str]) -> None:
-    given = run_given()
+    given = launched_run()
     if given is not None:
-        sys.exit(train(given, go_on_given()))
+        sys.exit(train(given, launched_resume_command()))
     if asks_for_help(arguments):
         sys.stdout.write(help_text())
         return

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from app.errors import EnvironmentProblem
 
-_NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """`local` is within this machine."""
+    """Ranks and sizes as torchrun defines them; `local`: within this machine."""
 
     rank: int = 0
     size: int = 1
@@ -19,7 +19,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """The one process that speaks and writes."""
+        """Whether this is the process that prints and writes."""
         return self.rank == 0
 
     @property
@@ -29,12 +29,12 @@ class World:
 
 
 def world() -> World:
-    """As torchrun, accelerate and our own launcher tell it; a task of Slurm's srun is told in the same words first."""
+    """From the variables of torchrun, accelerate and our own launcher; those of a Slurm task are translated first."""
     if "RANK" not in os.environ:
         _translate_slurm()
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         return World()
-    missing = [name for name in _NEEDED if name not in os.environ]
+    missing = [name for name in _REQUIRED if name not in os.environ]
     if missing:
         raise EnvironmentProblem(
             f"WORLD_SIZE={os.environ['WORLD_SIZE']}: this process was started as one of several, but "
@@ -51,19 +51,19 @@ def world() -> World:
 
 
 def _translate_slurm() -> None:
-    """Of a step with several tasks; a batch script by itself is one process, whatever its job has."""
-    told = os.environ
-    if int(told.get("SLURM_STEP_NUM_TASKS", "1")) <= 1 or "SLURM_PROCID" not in told:
+    """Set torchrun's variables from those of a Slurm step with several tasks; a batch script alone is one process."""
+    env = os.environ
+    if int(env.get("SLURM_STEP_NUM_TASKS", "1")) <= 1 or "SLURM_PROCID" not in env:
         return
-    tasks_here = told.get("SLURM_STEP_TASKS_PER_NODE", "1").split(",")[0].split("(")[0]
-    told["RANK"], told["LOCAL_RANK"] = told["SLURM_PROCID"], told.get("SLURM_LOCALID", "0")
-    told["WORLD_SIZE"], told["LOCAL_WORLD_SIZE"] = told["SLURM_STEP_NUM_TASKS"], tasks_here
-    told.setdefault("MASTER_ADDR", _first_host(told.get("SLURM_STEP_NODELIST", "localhost")))
-    told.setdefault("MASTER_PORT", str(20_000 + int(told.get("SLURM_JOB_ID", "0")) % 20_000))
+    tasks_here = env.get("SLURM_STEP_TASKS_PER_NODE", "1").split(",")[0].split("(")[0]
+    env["RANK"], env["LOCAL_RANK"] = env["SLURM_PROCID"], env.get("SLURM_LOCALID", "0")
+    env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"] = env["SLURM_STEP_NUM_TASKS"], tasks_here
+    env.setdefault("MASTER_ADDR", _first_host(env.get("SLURM_STEP_NODELIST", "localhost")))
+    env.setdefault("MASTER_PORT", str(20_000 + int(env.get("SLURM_JOB_ID", "0")) % 20_000))
 
 
 def _first_host(nodes: str) -> str:
-    """Of Slurm's short form: `gpu[03-05,9],login1` begins with gpu03."""
+    """The first host of Slurm's short form: `gpu[03-05,9],login1` begins with gpu03."""
     name, bracket, rest = nodes.partition("[")
     if not bracket or "," in name:
         return name.split(",")[0]

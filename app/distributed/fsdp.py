@@ -1,15 +1,17 @@
-"""Weights, gradients and optimizer states divided among processes by torch's FSDP2 (`fully_shard`).
+"""Weights, gradients and optimizer states sharded by torch's FSDP2 (`fully_shard`), over a device mesh.
 
-Each repeated layer is a unit whose weights are gathered while it computes; what lies outside of layers (embeddings,
-last norm, head) is the root's. Weights of 4 bits are divided as the bytes they are; their scales stay on each process.
+Each repeated layer is a unit whose weights are all-gathered while it computes; what lies outside of layers (embeddings,
+last norm, head) is the root unit. Weights of 4 bits are sharded as bytes; their scales are whole on each process.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -21,10 +23,47 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from app.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSizes:
+    """`replicate` copies of a model, each sharded among `shard` processes."""
+
+    replicate: int
+    shard: int
+
+
+def mesh_sizes(
+    kind: str, shard: int | None, replicate: int | None, processes: int, local_processes: int
+) -> MeshSizes:
+    """Fill in what is `None`: fsdp shards among all processes, hsdp among those of a machine."""
+    if shard is None:
+        shard = processes // replicate if replicate else (local_processes if kind == "hsdp" else processes)
+    if replicate is None:
+        replicate = max(1, processes // shard) if shard else 1
+    if shard * replicate != processes:
+        raise ConfigError(
+            f"parallel.shard={shard} parallel.replicate={replicate}: {shard} x {replicate} is not {processes}, the "
+            f"number of processes. Set parallel.shard to a divisor of {processes}, or leave both at auto."
+        )
+    return MeshSizes(replicate, shard)
+
+
+def device_mesh(device_type: str, sizes: MeshSizes) -> DeviceMesh:
+    """One dimension, or two where there are copies."""
+    if sizes.replicate == 1:
+        return init_device_mesh(device_type, (sizes.shard,), mesh_dim_names=("shard",))
+    return init_device_mesh(
+        device_type, (sizes.replicate, sizes.shard), mesh_dim_names=("replicate", "shard")
+    )
+
 
 class Sharding:
-    """Of one model. `reshard`: let gathered weights go between forward and backward; `sync_each`: reduce the gradients
-    of each micro-batch, so that they are divided at all times; `offload`: keep shards in memory of the host.
+    """The sharding of one model.
+
+    `reshard`: free gathered weights between forward and backward; `sync_each`: reduce-scatter the gradients of each
+    micro-batch, so that they are sharded at all times; `offload`: keep shards in memory of the host.
     """
 
     def __init__(self, mesh: DeviceMesh, *, reshard: bool, sync_each: bool, offload: bool) -> None:
@@ -125,8 +164,13 @@ def _module(unit: FSDPModule) -> nn.Module:
     return unit
 
 
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether this process keeps a part of a tensor only."""
+    return isinstance(tensor, DTensor)
+
+
 def local(tensor: Tensor) -> Tensor:
-    """What this process keeps of it."""
+    """The shard that this process keeps."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

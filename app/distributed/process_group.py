@@ -1,58 +1,128 @@
-"""The processes, the device, the threads: Accelerate, used for what it is good at and kept from the rest."""
+"""The process group, device and threads of a process, by Accelerate, and what the processes exchange on the host."""
 
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from app.config.schema import LaunchConfig, ParallelConfig
 from app.distributed.environment import world
-from app.distributed.failure_flag import FailureFlag
-from app.distributed.fsdp import Sharding
-from app.distributed.host_group import Peers
-from app.distributed.mesh import arrangement, device_mesh
-from app.distributed.reduction import Alone, Divided, Reduction, Together
+from app.distributed.failures import FailureFlag
+from app.distributed.fsdp import Sharding, device_mesh, mesh_sizes
+from app.distributed.gradient_reduction import (
+    AllReduce,
+    GradientReduction,
+    ShardedGradients,
+    SingleProcess,
+)
+from app.errors import EnvironmentProblem
 
 # Accelerate takes these over its arguments: it would divide our loss, or choose a precision of its own
-_HIJACKING = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_MIXED_PRECISION")
-_PATIENCE = timedelta(hours=1)  # with a process that writes a large model to a slow disk
+_ACCELERATE_VARIABLES = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_MIXED_PRECISION")
+_TIMEOUT = timedelta(hours=1)  # of a process that writes a large model to a slow disk
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True)
+class HostGroup:
+    """All processes of the run, which exchange a few numbers on the host, never through a device.
+
+    `group`: of gloo; None where there is one process.
+    """
+
+    rank: int
+    count: int
+    group: Any = None
+
+    def gathered(self, values: Sequence[float]) -> list[list[float]]:
+        """The values of every process, by rank."""
+        if self.group is None:
+            return [[float(value) for value in values]]
+        mine = torch.tensor(values, dtype=torch.float64)
+        every = [torch.empty_like(mine) for _ in range(self.count)]
+        torch.distributed.all_gather(every, mine, group=self.group)
+        return [each.tolist() for each in every]
+
+    def totals(self, values: Sequence[float]) -> list[float]:
+        """Each value summed over all processes, in the same order on each."""
+        return [sum(column) for column in zip(*self.gathered(values), strict=True)]
+
+    def highest(self, value: float) -> float:
+        """The largest of all processes' values."""
+        return max(each for (each,) in self.gathered([value]))
+
+    def collected(self, value: Any) -> list[Any]:
+        """A plain object of every process, by rank."""
+        if self.group is None:
+            return [value]
+        every: list[Any] = [None] * self.count
+        torch.distributed.all_gather_object(every, value, group=self.group)
+        return every
+
+    def in_step(self, items: Iterable[Item]) -> Iterator[Item | None]:
+        """Yield as often on every process: None after the last item where others have more."""
+        waiting = iter(items)
+        while True:
+            item = next(waiting, None)
+            if not self.highest(item is not None):
+                return
+            yield item
+
+    def wait_for_all(self) -> None:
+        """Return when all processes have called it."""
+        if self.group is not None:
+            torch.distributed.barrier(group=self.group)
+
+    def require_same(self, facts: Mapping[str, Any]) -> None:
+        """Refuse processes that would train different things together."""
+        for rank, theirs in enumerate(self.collected(dict(facts))):
+            different = [
+                f"{key}: {facts.get(key)} on process {self.rank}, {theirs.get(key)} on process {rank}"
+                for key in sorted({*facts, *theirs})
+                if facts.get(key) != theirs.get(key)
+            ]
+            if different:
+                raise EnvironmentProblem(
+                    f"the processes of this run do not see the same ({'; '.join(different[:4])}). Give all of them "
+                    "the same settings, and output_dir and the data on a disk that they share."
+                )
 
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """Where this process runs and how it speaks with the others."""
+    """The device, threads and process group of this process."""
 
     accelerator: Any
     device: torch.device
-    peers: Peers
+    peers: HostGroup
     threads: int
     flag: FailureFlag | None = None  # where there are several processes
 
     @property
     def rank(self) -> int:
-        """Of this process; 0 is the one that speaks and writes."""
+        """0 is the process that prints and writes."""
         return self.peers.rank
 
     @property
     def processes(self) -> int:
-        """Of the whole run."""
         return self.peers.count
 
     def sharding(self, parallel: ParallelConfig) -> Sharding | None:
-        """How a model is divided; None where every process has the whole of it."""
+        """None where every process has the whole model."""
         if not parallel.divides or self.processes == 1:
             return None
         shard, replicate = (
             None if each == "auto" else int(each) for each in (parallel.shard, parallel.replicate)
         )
-        arranged = arrangement(parallel.kind, shard, replicate, self.processes, world().local_size)
+        sizes = mesh_sizes(parallel.kind, shard, replicate, self.processes, world().local_size)
         return Sharding(
-            device_mesh(self.device.type, arranged),
+            device_mesh(self.device.type, sizes),
             reshard=parallel.reshard,
             sync_each=parallel.sync == "each",
             offload=parallel.offload,
@@ -60,23 +130,23 @@ class Runtime:
 
     def reduction(
         self, parameters: Sequence[nn.Parameter], sharding: Sharding | None, *, whole_matrices: bool
-    ) -> Reduction:
-        """Gradients of `parameters` as sums over all processes.
+    ) -> GradientReduction:
+        """Sum the gradients of `parameters` over all processes.
 
-        What is frozen or a buffer is the same everywhere by construction and is not sent round.
+        Frozen weights and buffers are equal by construction and are not sent.
         """
         if self.processes == 1:
-            return Alone(parameters)
+            return SingleProcess(parameters)
         if sharding is None:
-            return Together(parameters)
-        return Divided(parameters, sharding, whole_matrices=whole_matrices)
+            return AllReduce(parameters)
+        return ShardedGradients(parameters, sharding, whole_matrices=whole_matrices)
 
     def seed(self, seed: int) -> None:
-        """Random numbers of this process's own: what it drops out is not what another one does."""
+        """Seed this process by its rank, so that dropout differs between processes."""
         torch.manual_seed(seed + self.rank)
 
     def leave(self) -> None:
-        """End together: a launcher takes a process that ends early with a code of its own for a failure of all."""
+        """End together: to a launcher, a process that ends early with a code of its own is a failure of all."""
         if self.flag is not None:
             self.flag.let_down()
         self.peers.wait_for_all()
@@ -84,19 +154,19 @@ class Runtime:
             torch.distributed.destroy_process_group()
 
     def peak_memory_bytes(self) -> int:
-        """The most memory so far: of the device, or of the process without one."""
+        """Peak memory of the device, or of the process on a CPU."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
 def default_device() -> torch.device:
-    """Where a process of this machine computes, before it has been given its own device."""
+    """The kind of device that processes of this machine compute on."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def idle_gpus() -> list[str]:
-    """A remark where this machine has more GPUs than the run takes."""
+    """A remark where the run leaves GPUs of this machine unused."""
     visible, used = torch.cuda.device_count(), world().local_size
     if visible <= used:
         return []
@@ -104,7 +174,7 @@ def idle_gpus() -> list[str]:
 
 
 def parallel_notes(parallel: ParallelConfig, processes: int) -> list[str]:
-    """A remark where there is nobody to divide with."""
+    """A remark where one process is to shard a model."""
     if not parallel.divides or processes > 1:
         return []
     return [
@@ -113,7 +183,7 @@ def parallel_notes(parallel: ParallelConfig, processes: int) -> list[str]:
 
 
 def crowded_cores() -> list[str]:
-    """A remark where processes without GPUs are more than there are cores."""
+    """A remark where a machine without GPUs has more processes than cores."""
     cores, processes = len(os.sched_getaffinity(0)), world().local_size
     if torch.cuda.is_available() or processes <= cores:
         return []
@@ -124,15 +194,15 @@ def crowded_cores() -> list[str]:
 
 
 def start(launch: LaunchConfig, precision: str, seed: int) -> Runtime:
-    """The runtime of this process, its threads and its random numbers set; returns when all processes are there."""
-    for name in _HIJACKING:
+    """Set threads and random numbers, and return when all processes have met."""
+    for name in _ACCELERATE_VARIABLES:
         os.environ.pop(name, None)
     cores = len(os.sched_getaffinity(0))
     threads = launch.threads or max(1, cores // world().local_size)
     accelerator = _accelerator(threads)
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    peers = Peers(accelerator.process_index, accelerator.num_processes, _host_group(accelerator))
+    peers = HostGroup(accelerator.process_index, accelerator.num_processes, _host_group(accelerator))
     # a CPU with a number is to torch another device than its tensors have, which would be copied
     device = accelerator.device if accelerator.device.type != "cpu" else torch.device("cpu")
     flag = FailureFlag(peers.rank) if peers.count > 1 else None
@@ -149,8 +219,8 @@ def _accelerator(threads: int) -> Any:
     on_cpu = not torch.cuda.is_available()
     handlers: list[Any] = []
     if world().is_joined:
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # it would warn that nobody has said it
-        handlers = [InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=_PATIENCE)]
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # torch would warn that it is not set
+        handlers = [InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=_TIMEOUT)]
     return Accelerator(
         cpu=on_cpu,  # without it, two processes on a machine without a GPU would each train alone
         mixed_precision="no",
@@ -163,4 +233,4 @@ def _host_group(accelerator: Any) -> Any:
     """For numbers that are on the host already: NCCL would take them over the device and back."""
     if accelerator.num_processes == 1:
         return None
-    return torch.distributed.new_group(backend="gloo", timeout=_PATIENCE)
+    return torch.distributed.new_group(backend="gloo", timeout=_TIMEOUT)

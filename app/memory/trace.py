@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from app.batch import Batch, LossWeights, PackedSequences
 from app.config.schema import RunConfig
-from app.distributed.host_group import Peers
-from app.distributed.process_group import Runtime
+from app.distributed.process_group import HostGroup, Runtime
 from app.memory.cuda_ops import GPU_WORKSPACE, AutocastOfCuda, PagedStates
 from app.memory.fake_tensors import FakeAnswers, materialise
 from app.memory.flops import Arithmetic
@@ -31,7 +30,7 @@ from app.optim.optimizers import build_optimizer
 from app.training.storage_counter import CPU_WORKSPACE, StorageCounter, kept_tensors
 from app.training.train_step import Stepper
 
-_ALONE = Runtime(accelerator=None, device=torch.device("cpu"), peers=Peers(rank=0, count=1), threads=1)
+_ALONE = Runtime(accelerator=None, device=torch.device("cpu"), peers=HostGroup(rank=0, count=1), threads=1)
 
 # All that a plan is made of, by name; bytes at the worst instant of a phase by phase and kind
 Numbers = dict[tuple[str, ...], int]

@@ -14,6 +14,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from app.pages.read_run import read_sweep
 from app.pages.render import written_page
 from app.pages.sweep_page import sweep_page
+from app.signals import CTRL_C, START_ME_AGAIN, StopRequest, listening
 from app.sweeps.trial_process import Printed, TrialProcess, reason
 from app.sweeps.trials import (
     DRY_RUN,
@@ -38,7 +39,6 @@ from app.tracking.formatting import (
 from app.tracking.output_dir import user_of
 from app.tracking.recorder import read_result
 from app.tracking.redact import masked_text
-from app.training.signals import CTRL_C, START_ME_AGAIN, StopRequest, listening
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -10,7 +10,7 @@ from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 
 from app.files import report_write_errors
-from app.training.signals import CTRL_C
+from app.signals import CTRL_C
 
 _PR_SET_PDEATHSIG = 1
 _MAX_REASON_LINES = 12

@@ -11,7 +11,7 @@ from dataclasses import replace
 from app.batch import Batch
 from app.config.schema import RunConfig, TrainingConfig
 from app.config.validate import converted
-from app.distributed.host_group import Peers
+from app.distributed.process_group import HostGroup
 from app.errors import ConfigError
 from app.training.choices import Choices
 
@@ -75,7 +75,7 @@ def settled_bins(
     layers: int,
     kept: Mapping[str, str],
     find: MaxBinTokens | None,
-    peers: Peers,
+    peers: HostGroup,
 ) -> tuple[RunConfig, list[str]]:
     """The run with its bins in numbers, and remarks. A continued run keeps the size that it began with."""
     if not has_auto_bins(run):
@@ -106,7 +106,7 @@ def kept_layers(choices: Mapping[str, str]) -> bool | int | None:
     return converted(choices[LAYERS_CHOICE], bool | int) if LAYERS_CHOICE in choices else None
 
 
-def found_layers(find: Callable[[], tuple[int, str]], peers: Peers, layers: int) -> tuple[int, str]:
+def found_layers(find: Callable[[], tuple[int, str]], peers: HostGroup, layers: int) -> tuple[int, str]:
     """The number of layers to recompute, decided by the first process for all, and a remark.
 
     A kind of model that cannot be planned gets what needs least memory.

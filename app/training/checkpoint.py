@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from app.config.schema import CheckpointConfig
-from app.distributed import checkpoint as sharded
-from app.distributed.host_group import Peers
+from app.distributed import sharded_checkpoint as sharded
+from app.distributed.process_group import HostGroup
 from app.errors import CheckpointError
 from app.files import (
     checksummed_folder,
@@ -81,7 +81,7 @@ class Checkpoints:
         self._identity = dict(identity)
         self._choices = dict(choices)
 
-    def save(self, progress: Progress, stepper: Stepper, peers: Peers) -> None:
+    def save(self, progress: Progress, stepper: Stepper, peers: HostGroup) -> None:
         """Write one, whole or not at all, and drop those that are no longer kept. The first process does, for all;
         where the model is divided each writes its parts.
         """
@@ -115,7 +115,7 @@ class Checkpoints:
             (aside / _STATE).write_text(json.dumps(state))
         self._drop_old(progress)
 
-    def load(self, folder: Path, stepper: Stepper, peers: Peers) -> Progress:
+    def load(self, folder: Path, stepper: Stepper, peers: HostGroup) -> Progress:
         """Put everything back as it was after the step of `folder`, saved by any number of processes."""
         state = json.loads((folder / _STATE).read_text())
         self._require_same_run(folder, state["identity"])

@@ -2,7 +2,7 @@
 
 from app.config.commands import python
 from app.config.schema import RunConfig
-from app.distributed.host_group import Peers
+from app.distributed.process_group import HostGroup
 from app.files import checksummed_folder
 from app.model.save import save_model
 from app.model.trainee import Trainee
@@ -65,7 +65,7 @@ def _known(loop: Loop, predicted: Predicted | None) -> dict[str, float | None]:
 
 
 def _take_best(
-    checkpoints: Checkpoints, progress: Progress, trainee: Trainee, record: Recorder, peers: Peers
+    checkpoints: Checkpoints, progress: Progress, trainee: Trainee, record: Recorder, peers: HostGroup
 ) -> None:
     save = checkpoints.best(progress)
     if save is None or progress.best_step == progress.step:

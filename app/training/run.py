@@ -12,7 +12,7 @@ from app.config.dataset import trains_answers
 from app.config.schema import RunConfig
 from app.distributed.environment import world
 from app.distributed.fsdp import first_number
-from app.distributed.reduction import Divided
+from app.distributed.gradient_reduction import ShardedGradients
 from app.errors import AppError
 from app.model.build import base_path, build_trainee, unpacked_base
 from app.model.fingerprint import base_fingerprint
@@ -23,6 +23,7 @@ from app.oom_retry import TooLargeTogether, told_where_it_ends_a_run
 from app.optim.optimizers import build_optimizer, looks_at_matrices
 from app.pages.render import written_page
 from app.pages.run_page import run_page
+from app.signals import listening
 from app.tracking.console import Console
 from app.tracking.output_dir import RunFolder
 from app.tracking.recorder import Recorder
@@ -47,7 +48,6 @@ from app.training.rehearsal import is_due, rehearse
 from app.training.resolve import with_format
 from app.training.samples import sampler
 from app.training.setup import Ground, facts, lay_ground, layout_of, table
-from app.training.signals import listening
 from app.training.storage_counter import kept_bytes
 from app.training.train_step import Stepper
 from app.training.trainer import Loop, Parts, Rhythm
@@ -183,7 +183,7 @@ def _stepper(run: RunConfig, ground: Ground, trainee: Trainee) -> Stepper:
     whole = looks_at_matrices(run.optimizer)
     reduction = ground.runtime.reduction(trained, trainee.sharding, whole_matrices=whole)
     shards = None
-    if isinstance(reduction, Divided) and not whole:
+    if isinstance(reduction, ShardedGradients) and not whole:
         shards = {each: (own, first_number(each)) for each, own in reduction.local.items()}
     optimizer = build_optimizer(run.optimizer, trainee, run.seed, shards)
     fp16 = ground.choices.precision == "fp16"

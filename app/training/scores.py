@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from app.batch import Batch
-from app.distributed.host_group import Peers
-from app.distributed.process_group import Runtime
+from app.distributed.process_group import HostGroup, Runtime
 from app.model.trainee import Trainee
 from app.oom_retry import TooLargeTogether, as_it_fits, smaller_ones, split, tried
 from app.tracking.jsonl_metrics import finite_or_none
@@ -164,7 +163,7 @@ def _scored(trainee: Trainee, batches: Iterable[Batch], runtime: Runtime, depth:
 
 
 def _in_step(
-    scores: Callable[[Batch], tuple[Tensor, Tensor]], batches: Iterable[Batch], peers: Peers, depth: int
+    scores: Callable[[Batch], tuple[Tensor, Tensor]], batches: Iterable[Batch], peers: HostGroup, depth: int
 ) -> _Scored:
     """Every pass takes all processes: who has fewer batches repeats one, and its scores count for nothing."""
     parts = [part for batch in batches for part in split(batch, depth)]

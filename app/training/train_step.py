@@ -9,8 +9,8 @@ from torch import Tensor
 
 from app.batch import Batch
 from app.distributed.fsdp import local
+from app.distributed.gradient_reduction import GradientReduction, SingleProcess
 from app.distributed.process_group import Runtime
-from app.distributed.reduction import Alone, Reduction
 from app.model.trainee import Trainee
 from app.oom_retry import TooLargeTogether, does_not_fit, halves, split, tried
 from app.optim.first_states import drop_states, make_states
@@ -48,7 +48,7 @@ class Stepper:
         clip: float,
         *,
         fp16: bool,
-        reduction: Reduction | None = None,  # one process alone, unless it is given
+        reduction: GradientReduction | None = None,  # one process alone, unless it is given
     ) -> None:
         self.trainee = trainee
         self.optimizer = optimizer
@@ -58,7 +58,7 @@ class Stepper:
         self._parameters = list(trainee.trained().values())
         self._skips_on_device = skips_on_device(optimizer)
         self._in_backward = in_backward(self._parameters, optimizer)
-        self._reduction = reduction or Alone(self._parameters)
+        self._reduction = reduction or SingleProcess(self._parameters)
         self._sums = self._in_backward or self._reduction
         self.depth = 0  # how often micro-batches are halved, because they did not fit into memory
         # called as forward, backward and update begin, the first two of each micro-batch

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from app.distributed import checkpoint
-from app.distributed.fsdp import like_shard, local, shard_of
-from app.distributed.host_group import Peers
+from app.distributed import sharded_checkpoint
+from app.distributed.fsdp import is_sharded, like_shard, local, shard_of
+from app.distributed.process_group import HostGroup
 from app.errors import CheckpointError
 from app.optim.one_by_one import STEPS_ROUNDED
 from app.optim.state import named_states, saved_names
@@ -39,7 +38,7 @@ def named_tensors(stepper: Stepper) -> dict[str, Tensor]:
 
 def _portable(value: Tensor, parameter: nn.Parameter) -> tuple[str, Tensor]:
     """A part of a whole that is divided as its parameter is. What is neither that nor a number is of one process."""
-    if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or value.ndim == 0:
+    if not is_sharded(parameter) or is_sharded(value) or value.ndim == 0:
         return "", value
     if value.shape == local(parameter).shape:
         return "", like_shard(value, parameter)
@@ -58,15 +57,15 @@ def plain_states(stepper: Stepper) -> dict[str, Any]:
     return numbers | ({STEPS_ROUNDED: group[STEPS_ROUNDED]} if STEPS_ROUNDED in group else {})
 
 
-def load_divided(folder: Path, plain: Mapping[str, Any], stepper: Stepper, peers: Peers) -> None:
+def load_divided(folder: Path, plain: Mapping[str, Any], stepper: Stepper, peers: HostGroup) -> None:
     """Where the checkpoint or this run, or both, are divided."""
     if not stepper.optimizer.state:
         stepper.make_states()
     wanted = named_tensors(stepper)
     shards = folder / SHARDS
     if shards.is_dir():
-        _require_names(folder, wanted, checkpoint.names_in(shards), peers)
-        checkpoint.load(wanted, shards, peers.group)
+        _require_names(folder, wanted, sharded_checkpoint.names_in(shards), peers)
+        sharded_checkpoint.load(wanted, shards, peers.group)
         numbers = dict(plain)
     else:
         names = {place: name.removeprefix("network.") for place, name in saved_names(plain).items()}
@@ -78,12 +77,12 @@ def load_divided(folder: Path, plain: Mapping[str, Any], stepper: Stepper, peers
         stepper.optimizer.param_groups[0][STEPS_ROUNDED] = numbers[STEPS_ROUNDED]
 
 
-def load_weights(folder: Path, trained: Mapping[str, nn.Parameter], peers: Peers) -> None:
+def load_weights(folder: Path, trained: Mapping[str, nn.Parameter], peers: HostGroup) -> None:
     """The trained weights of a save into the parameters of the same names."""
     wanted: dict[str, Tensor] = {f"weights/{name}": each.detach() for name, each in trained.items()}
     shards = folder / SHARDS
     if shards.is_dir():
-        checkpoint.load(wanted, shards, peers.group)
+        sharded_checkpoint.load(wanted, shards, peers.group)
         return
     with safe_open(folder / WEIGHTS, framework="pt") as saved, torch.no_grad():
         names = set(saved.keys())
@@ -102,7 +101,7 @@ def _states(stepper: Stepper) -> dict[str, dict[str, Any]]:
     return {name.removeprefix("network."): states for name, states in found.items()}
 
 
-def _require_names(folder: Path, wanted: Mapping[str, Tensor], have: set[str], peers: Peers) -> None:
+def _require_names(folder: Path, wanted: Mapping[str, Tensor], have: set[str], peers: HostGroup) -> None:
     """All processes refuse together: what one lacks, another one may have."""
     missing = sorted({name for each in peers.collected(sorted(wanted.keys() - have)) for name in each})
     if not missing:
@@ -117,7 +116,9 @@ def _require_names(folder: Path, wanted: Mapping[str, Tensor], have: set[str], p
     raise CheckpointError(f"{folder} has other weights than this run trains (for instance {missing[0]}).")
 
 
-def _load_rows(folder: Path, names: Mapping[str, str], wanted: Mapping[str, Tensor], peers: Peers) -> None:
+def _load_rows(
+    folder: Path, names: Mapping[str, str], wanted: Mapping[str, Tensor], peers: HostGroup
+) -> None:
     """Each process its rows, of files that have whole tensors."""
     with (
         safe_open(folder / WEIGHTS, framework="pt") as weights,
@@ -144,7 +145,7 @@ def _copy_rows(saved: Any, name: str, tensor: Tensor) -> None:
     if tensor.ndim == 0:
         own.copy_(saved.get_tensor(name))
     elif own.numel():
-        own.copy_(saved.get_slice(name)[checkpoint.own_rows(tensor)])
+        own.copy_(saved.get_slice(name)[sharded_checkpoint.own_rows(tensor)])
 
 
 def _renamed(plain: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

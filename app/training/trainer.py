@@ -13,13 +13,13 @@ from app.data.loader import Loader
 from app.distributed.process_group import Runtime
 from app.errors import TrainingError
 from app.model.flow import LAST_STEP, silent_layers
+from app.signals import START_ME_AGAIN, StopRequest
 from app.training.ahead import Ahead
 from app.training.checkpoint import Checkpoints
 from app.training.eta import Course, Pace
 from app.training.memory import Measured
 from app.training.progress import Progress
 from app.training.scores import Scores, score
-from app.training.signals import START_ME_AGAIN, StopRequest
 from app.training.steps import StepPlan
 from app.training.train_step import Stepper, StepResult
 

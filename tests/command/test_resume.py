@@ -7,7 +7,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from app.training.signals import HEARD
+from app.signals import HEARD
 from tests.runs import FINISHED, SMALL, FinishedRuns, Zygote, has_reached, metrics, result, same_ending
 
 

@@ -6,8 +6,7 @@ import torch
 from app.batch import Batch
 from app.config.schema import RunConfig
 from app.distributed.environment import World
-from app.distributed.host_group import Peers
-from app.distributed.process_group import Runtime
+from app.distributed.process_group import HostGroup, Runtime
 from app.memory.estimate import predict
 from app.memory.planner import largest_bins, recompute_fewest
 from app.model.build import build_trainee
@@ -20,7 +19,7 @@ from app.training.setup import sections_of
 from app.training.train_step import Stepper
 from tests.memory.truth import PACKED, batch_of, small_run
 
-ALONE = Runtime(None, torch.device("cpu"), Peers(0, 1), 1)
+ALONE = Runtime(None, torch.device("cpu"), HostGroup(0, 1), 1)
 CHOICES = Choices("fp32", "sdpa")
 
 
@@ -87,10 +86,10 @@ def test_a_model_that_is_divided_is_not_planned_and_told_so(monkeypatch: pytest.
     forecast = Forecast.made(predict, run, CHOICES, batch, 1, "cpu")
     assert forecast.predicted is None
     assert forecast.words.startswith(reason)
-    count, remark = found_layers(lambda: recompute_fewest(run, CHOICES, batch, 1, 3), Peers(0, 1), 3)
+    count, remark = found_layers(lambda: recompute_fewest(run, CHOICES, batch, 1, 3), HostGroup(0, 1), 3)
     assert count == 3
     assert remark.startswith(reason)
-    _, (told,) = settled_bins(run, CHOICES, 3, {}, largest_bins, Peers(0, 1))
+    _, (told,) = settled_bins(run, CHOICES, 3, {}, largest_bins, HostGroup(0, 1))
     assert reason in told
 
 

@@ -5,8 +5,7 @@ import torch
 from app.batch import Batch, PackedSequences
 from app.config.load import compose_run
 from app.config.schema import RunConfig
-from app.distributed.host_group import Peers
-from app.distributed.process_group import Runtime
+from app.distributed.process_group import HostGroup, Runtime
 from app.memory.shape import Shape
 from app.model.build import build_trainee
 from app.model.chunked_loss import settle_head
@@ -75,7 +74,7 @@ def counted_peaks(run: RunConfig, shape: Shape) -> tuple[int, int]:
     sections = sections_of(run, Choices(run.precision.kind, run.attention.kind))
     trainee = build_trainee(sections, torch.device("cpu"), run.seed, "nowhere")
     optimizer = build_optimizer(run.optimizer, trainee)
-    alone = Runtime(None, torch.device("cpu"), Peers(0, 1), 1)
+    alone = Runtime(None, torch.device("cpu"), HostGroup(0, 1), 1)
     stepper = Stepper(trainee, optimizer, alone, run.training.clip, fp16=run.precision.kind == "fp16")
     settle_head(trainee, batch_of(shape))
     batches = [batch_of(shape) for _ in range(shape.micro_batches)]

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.batch import Batch
 from app.data.loader import Loader
+from app.signals import StopRequest
 from app.training.ahead import Ahead
-from app.training.signals import StopRequest
 from tests.training.conftest import MakeLoop, small_run
 from tests.training.test_optimizer_in_backward import AS_THEY_COME, BF16, FULL
 

@@ -6,13 +6,13 @@ import pytest
 
 from app.config.load import compose_run
 from app.config.schema import RunConfig
-from app.distributed.host_group import Peers
+from app.distributed.process_group import HostGroup
 from app.errors import ConfigError
 from app.training.auto_batch import bin_sizes, settled_bins, step_tokens, suggested_bin, with_bins
 from app.training.choices import Choices
 
 CHOICES = Choices("fp32", "sdpa")
-ALONE = Peers(0, 1)
+ALONE = HostGroup(0, 1)
 
 
 def asked(*words: str) -> RunConfig:

@@ -11,8 +11,7 @@ import torch
 
 from app.config.schema import CheckpointConfig
 from app.data.loader import Loader
-from app.distributed.host_group import Peers
-from app.distributed.process_group import Runtime
+from app.distributed.process_group import HostGroup, Runtime
 from app.errors import CheckpointError, EnvironmentProblem
 from app.files import checksummed_folder, verify_checksums
 from app.training.checkpoint import Checkpoints, choices_of, find_checkpoint
@@ -20,7 +19,7 @@ from app.training.progress import Progress
 from app.training.train_step import Stepper
 from tests.training.conftest import small_run, stepper_of
 
-ALONE = Peers(rank=0, count=1)
+ALONE = HostGroup(rank=0, count=1)
 CHOICES = {"precision": "fp32", "attention": "sdpa"}
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from app.data.loader import Loader
-from app.distributed.host_group import Peers
-from app.distributed.process_group import Runtime
+from app.distributed.process_group import HostGroup, Runtime
 from app.errors import ConfigError, EnvironmentProblem
 from app.training.checkpoint import Checkpoints
 from app.training.optimizer_in_backward import require_alone, require_unscaled
@@ -72,7 +71,7 @@ def test_no_more_than_two_gradients_are_alive(runtime: Runtime, loader_of: Calla
 def test_a_run_goes_on_from_its_checkpoint_to_the_last_bit(
     words: tuple[str, ...], folder: Path, runtime: Runtime, loader_of: Callable[..., Loader]
 ) -> None:
-    alone, loader, run = Peers(rank=0, count=1), loader_of(4, 1), small_run(*FULL, *words)
+    alone, loader, run = HostGroup(rank=0, count=1), loader_of(4, 1), small_run(*FULL, *words)
     saver = Checkpoints(folder, run.checkpoint, {}, {})
     stepper = stepper_of(run, runtime)
     norms(stepper, loader, range(2))
@@ -108,7 +107,7 @@ def test_a_gradient_that_is_not_finite_leaves_its_own_weight(
 
 
 def test_it_is_said_that_others_were_stepped(make_loop: MakeLoop) -> None:
-    from app.training.signals import StopRequest
+    from app.signals import StopRequest
 
     loop, notebook = make_loop(small_run(*FULL, AS_THEY_COME, "checkpoint.every=0", "eval.every=0"), 2)
     victim: nn.Parameter = next(iter(loop.parts.stepper.trainee.trained().values()))

@@ -9,8 +9,8 @@ import torch
 
 from app.errors import EnvironmentProblem
 from app.model.trainee import Trainee
+from app.signals import StopRequest
 from app.training.rehearsal import Rehearsed, is_due, rehearse
-from app.training.signals import StopRequest
 from app.training.trainer import Loop
 from tests.optim.small import KINDS
 from tests.scarcity import WHERE, scarce

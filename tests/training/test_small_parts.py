@@ -15,11 +15,11 @@ from app.config.schema import AttentionConfig, LaunchConfig, PrecisionConfig, Tr
 from app.distributed.process_group import start
 from app.errors import ConfigError
 from app.model.attention import BACKENDS, Needs
+from app.signals import HEARD, listening
 from app.training import precision
 from app.training.choices import choose
 from app.training.progress import Progress
 from app.training.setup import attention_needs
-from app.training.signals import HEARD, listening
 from app.training.steps import plan_steps
 from tests.training.conftest import small_run
 

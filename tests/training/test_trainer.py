@@ -10,8 +10,8 @@ import torch
 from app.data.prepare import Data
 from app.errors import TrainingError
 from app.optim.loss_scale import LossScale
+from app.signals import StopRequest
 from app.training.scores import score
-from app.training.signals import StopRequest
 from tests.training.conftest import MakeLoop, small_run
 
 

@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from app.launch.failures import FOLDER, Failure, account_of, first_of, leave_failure, left_by
+from app.distributed.failures import (
+    FOLDER,
+    Failure,
+    failure_message,
+    read_failure,
+    report_failure,
+    root_cause,
+)
 
 KILLED = Failure(1, -signal.SIGKILL, at=100.0)  # noticed in whole seconds, after the others had spoken
 PEER = Failure(0, 1, at=100.4, text="Connection closed by peer")
@@ -25,29 +32,29 @@ LATER_KILLED_BY_THE_AGENT = Failure(1, -signal.SIGKILL, at=130.0)
     ],
 )
 def test_the_cause_is_told_and_not_what_followed(failures: list[Failure], cause: Failure) -> None:
-    assert first_of(failures) == first_of(failures[::-1]) == cause
+    assert root_cause(failures) == root_cause(failures[::-1]) == cause
 
 
 def test_what_a_process_leaves_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path))
-    leave_failure(3, 2, "error: no such file")
-    found = left_by(tmp_path, 3)
+    report_failure(3, 2, "error: no such file")
+    found = read_failure(tmp_path, 3)
     assert found is not None
     assert (found.rank, found.code, found.exit_code) == (3, 2, 2)
-    assert account_of(found, 4, printed="") == "error: no such file\n(process 3 of 4)"
-    assert left_by(tmp_path, 0) is None
+    assert failure_message(found, 4, printed="") == "error: no such file\n(process 3 of 4)"
+    assert read_failure(tmp_path, 0) is None
 
 
 def test_without_our_launcher_it_is_told_at_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(FOLDER, raising=False)
-    leave_failure(3, 2, "error: no such file")
+    report_failure(3, 2, "error: no such file")
     assert capsys.readouterr().err == "error: no such file\n(process 3)\n"
 
 
 def test_a_silent_death_is_told_with_its_last_words() -> None:
     assert KILLED.exit_code == 137
-    told = account_of(Failure(1, -signal.SIGSEGV, at=1.0), 2, printed="one\ntwo\n")
+    told = failure_message(Failure(1, -signal.SIGSEGV, at=1.0), 2, printed="one\ntwo\n")
     assert told == "process 1 of 2 was killed by SIGSEGV. Its last words:\none\ntwo"
-    assert account_of(Failure(1, 7, at=1.0), 2, printed="") == "process 1 of 2 ended with code 7."
+    assert failure_message(Failure(1, 7, at=1.0), 2, printed="") == "process 1 of 2 ended with code 7."

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from app.distributed.ddp import GradientSum
+from app.distributed.gradient_reduction import AllReduce
 from tests.conftest import REPO
 
 PROCESSES = 3
@@ -40,20 +40,20 @@ def expected(step: int) -> list[Tensor]:
 def summed(rank: int, fails_in: int | None) -> list[list[Tensor]]:
     """Of each step. Rank 1 fails midway in a backward pass of the step `fails_in`, and repeats its micro-batches."""
     network, unused = layers(), nn.Parameter(torch.ones(7))
-    gradients = GradientSum([*network.parameters(), unused], SMALL_BUCKETS_MB)
+    gradients = AllReduce([*network.parameters(), unused], SMALL_BUCKETS_MB)
     found = []
     for step in range(STEPS):
-        gradients.clear()
+        gradients.begin()
         if step == fails_in and rank == 1:
             backward(network, rows(step, rank, 0))
             hook = network[1].register_full_backward_pre_hook(_out_of_memory)
             with pytest.raises(torch.OutOfMemoryError):
                 backward(network, rows(step, rank, 1))
             hook.remove()
-            gradients.clear()
+            gradients.begin()
         for micro_batch in range(MICRO_BATCHES):
             backward(network, rows(step, rank, micro_batch))
-        gradients.reduce()
+        gradients.finish()
         assert unused.grad is not None
         assert not unused.grad.any()
         found.append([p.grad.clone() for p in network.parameters() if p.grad is not None])
@@ -74,7 +74,7 @@ def main(rank: int, folder: Path) -> None:
 
 
 def test_gradients_are_sums_and_a_process_repeats_its_passes_alone(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.distributed.test_ddp"]
+    command = [sys.executable, "-m", "tests.distributed.test_gradient_reduction"]
     processes = [
         subprocess.Popen([*command, str(rank), str(tmp_path)], cwd=REPO, stderr=subprocess.DEVNULL)
         for rank in range(PROCESSES)

@@ -1,6 +1,6 @@
-"""Sharded checkpoints by torch's distributed checkpoint (DCP): each process writes and reads its own parts.
+"""Sharded checkpoints by torch's distributed checkpoint (DCP): each process writes and reads its own shards.
 
-A file is read with pickle (`.metadata`), so only folders whose hashes were compared may be given.
+`.metadata` is a pickle, so only folders whose hashes were compared may be read.
 """
 
 from collections.abc import Mapping
@@ -15,23 +15,23 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def save(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:
-    """By all processes of `group` together. What several have under one name is written once."""
+    """Write, by all processes of `group` together; a tensor that several have under one name is written once."""
     state_dict_saver.save(dict(tensors), storage_writer=FileSystemWriter(folder), process_group=group)
 
 
 def load(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:
-    """Into the tensors, in place, divided in any way. `group`: None for one process by itself."""
+    """Fill the tensors in place, however they are sharded. `group`: None for one process by itself."""
     reader = FileSystemReader(folder)
     state_dict_loader.load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
 
 
 def names_in(folder: Path) -> set[str]:
-    """Of all tensors of a checkpoint."""
+    """Names of all tensors of a checkpoint."""
     return set(FileSystemReader(folder).read_metadata().state_dict_metadata)
 
 
 def own_rows(tensor: Tensor) -> slice:
-    """Which rows of the whole this process keeps."""
+    """The rows of the whole tensor that this process keeps."""
     if not isinstance(tensor, DTensor):
         return slice(None)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -1,4 +1,4 @@
-"""The processes of a run on this machine, under torch's elastic agent; several machines are torchrun's business."""
+"""Start the processes of a run on this machine by torch's elastic agent; on several machines torchrun does."""
 
 import contextlib
 import inspect
@@ -17,16 +17,44 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from app.config.load import read_run
 from app.config.schema import LaunchConfig, RunConfig
 from app.distributed.environment import world
+from app.distributed.failures import FOLDER, Failure, failure_message, read_failure, root_cause
 from app.errors import ConfigError
-from app.launch.failures import FOLDER, Failure, account_of, first_of, left_by
-from app.launch.worker import GO_ON, RUN
-from app.training.signals import CODES
+from app.signals import CODES
 
 MAX_RESTARTS = 3  # of a run that needs smaller parts
-_GRACE = 20  # seconds for the others after one has failed
-_SAVED = frozenset(CODES.values())  # the processes have said what there is to say
+_SHUTDOWN_SECONDS = 20  # for the other processes after one has failed
+_SAVED_CODES = frozenset(CODES.values())  # the processes have printed all there is to say
+_RUN_FILE, _RESUME_FILE = "run.yaml", "resume.txt"
+
+
+# ---- in a process that was started
+
+
+def launched_run() -> RunConfig | None:
+    """The run that our launcher started this process for."""
+    folder = os.environ.get(FOLDER)
+    return None if folder is None else read_run(Path(folder) / _RUN_FILE)
+
+
+def launched_resume_command() -> str:
+    """How to continue that run: the launcher alone knows its command."""
+    return (Path(os.environ[FOLDER]) / _RESUME_FILE).read_text()
+
+
+def require_named_folder(overrides: Sequence[str]) -> None:
+    """Refuse processes of another launcher that would each name a folder by the clock."""
+    named = any(override.lstrip("+").startswith("output_dir=") for override in overrides)
+    if world().is_joined and not named:
+        raise ConfigError(
+            f"output_dir has no value that all {world().size} processes share. Give output_dir=DIR when torchrun, "
+            "accelerate or srun starts them."
+        )
+
+
+# ---- in the process that starts them
 
 
 def processes_to_start(launch: LaunchConfig) -> int:
@@ -47,19 +75,17 @@ def processes_to_start(launch: LaunchConfig) -> int:
     return wanted if wanted > 1 else 0
 
 
-def train_in_processes(count: int, run: RunConfig, go_on: str) -> int:
+def train_in_processes(count: int, run: RunConfig, resume_command: str, depth_file: Path) -> int:
     """`app.train` for this very run: what a clock or an environment decided is decided once, for all.
 
-    Where a divided model ran out of memory it starts again from its last checkpoint, in smaller parts.
+    Where a sharded model ran out of memory, which `depth_file` tells, it starts again from its last checkpoint, in
+    smaller parts.
     """
-    from app.training.checkpoint import DEPTH
-
-    noted = Path(run.output_dir) / "checkpoints" / DEPTH
     for restarts_left in range(MAX_RESTARTS, -1, -1):
-        before = _depth(noted)
+        before = _depth(depth_file)
         settings = OmegaConf.to_yaml(OmegaConf.create(asdict(run)))
-        code = launch(count, ["-m", "app.train"], {RUN: settings, GO_ON: go_on})
-        depth = _depth(noted)
+        code = launch(count, ["-m", "app.train"], {_RUN_FILE: settings, _RESUME_FILE: resume_command})
+        depth = _depth(depth_file)
         if depth <= before or not restarts_left:
             break
         sys.stderr.write(
@@ -69,8 +95,8 @@ def train_in_processes(count: int, run: RunConfig, go_on: str) -> int:
     return code
 
 
-def _depth(noted: Path) -> int:
-    return int(noted.read_text()) if noted.is_file() else 0
+def _depth(file: Path) -> int:
+    return int(file.read_text()) if file.is_file() else 0
 
 
 def launch(count: int, program: Sequence[str], files: Mapping[str, str] | None = None) -> int:
@@ -78,27 +104,26 @@ def launch(count: int, program: Sequence[str], files: Mapping[str, str] | None =
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what is to be told, we tell
-    with tempfile.TemporaryDirectory(prefix="app-launch-") as name, _passed_on() as asked:
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we print the one message
+    with tempfile.TemporaryDirectory(prefix="app-launch-") as name, _forwarding_signals() as received:
         for file, text in (files or {}).items():
             (Path(name) / file).write_text(text)
         os.environ[FOLDER] = name
         try:
-            elastic_launch(_settings(count, name), sys.executable)("-u", *program)
+            elastic_launch(_elastic_config(count, name), sys.executable)("-u", *program)
         except ChildFailedError as failed:
-            return _tell(_failures(failed, Path(name)), count, asked, Path(name))
+            return _report(_failures(failed, Path(name)), count, received, Path(name))
         finally:
             del os.environ[FOLDER]
     return 0
 
 
-def _settings(count: int, folder: str) -> Any:
+def _elastic_config(count: int, folder: str) -> Any:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
 
-    grace: dict[str, Any] = {
-        "shutdown_timeout": _GRACE
-    }  # torch 2.11 and before have 30 seconds and no name for them
+    # torch 2.11 and before have 30 seconds and no name for them
+    timeouts: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_SECONDS}
     known = inspect.signature(ElasticConfig).parameters
     return ElasticConfig(
         min_nodes=1,
@@ -110,28 +135,28 @@ def _settings(count: int, folder: str) -> Any:
         max_restarts=0,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=dict.fromkeys(range(1, count), Std.ALL)),
-        signals_to_handle="SIGHUP,SIGQUIT",  # the others are passed on by us, and waited for
-        **{key: value for key, value in grace.items() if key in known},
+        signals_to_handle="SIGHUP,SIGQUIT",  # the others are forwarded by us, and waited for
+        **{key: value for key, value in timeouts.items() if key in known},
     )
 
 
 @contextlib.contextmanager
-def _passed_on() -> Iterator[list[int]]:
+def _forwarding_signals() -> Iterator[list[int]]:
     """Signals that ask the run to stop reach every process once; each saves and ends with the code for it.
 
-    The agent would send its own, wait half a minute and kill whatever is still saving.
+    The agent would send its own, wait half a minute and kill a process that still saves.
     """
-    asked: list[int] = []
+    received: list[int] = []
 
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        asked.append(number)
+    def forward(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
         for child in _children():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, number)
 
-    before = {number: signal.signal(number, pass_on) for number in CODES}
+    before = {number: signal.signal(number, forward) for number in CODES}
     try:
-        yield asked
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -144,22 +169,22 @@ def _children() -> list[int]:
 
 def _failures(failed: Any, folder: Path) -> list[Failure]:
     return [
-        left_by(folder, rank) or Failure(rank, each.exitcode, float(each.timestamp or time.time()))
+        read_failure(folder, rank) or Failure(rank, each.exitcode, float(each.timestamp or time.time()))
         for rank, each in failed.failures.items()
     ]
 
 
-def _tell(failures: list[Failure], count: int, asked: list[int], folder: Path) -> int:
-    """One message for what happened, however many processes it ended; none where it was asked for."""
-    first = first_of(failures)
-    if first.code in _SAVED and not first.text:
+def _report(failures: list[Failure], count: int, received: list[int], folder: Path) -> int:
+    """Print one message, however many processes ended; none where a signal asked for it."""
+    first = root_cause(failures)
+    if first.code in _SAVED_CODES and not first.text:
         return first.code
-    if asked and first.code == -asked[0]:
+    if received and first.code == -received[0]:
         return first.exit_code  # before it could do anything that is worth saving
     printed = "".join(
         f.read_text(errors="replace") for f in sorted(folder.glob(f"*/*/{first.rank}/stderr.log"))
     )
-    sys.stderr.write(f"{account_of(first, count, printed)}\n")
+    sys.stderr.write(f"{failure_message(first, count, printed)}\n")
     return first.exit_code
 
 

@@ -1,0 +1,169 @@
+"""How the gradients of a step come together: of one process, summed by DDP, or sharded by FSDP.
+
+DDP sends a gradient as soon as a backward pass has made it, so a process that runs out of memory in that pass cannot
+make it again: some of its gradients are on their way. Here every micro-batch only accumulates, and `finish` starts the
+all-reduce by a backward pass that computes nothing and cannot run out of memory. The other processes wait in it.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from app.distributed.fsdp import Sharding, local, local_parameters
+
+
+class GradientReduction(Protocol):
+    """What a train step asks for, in this order."""
+
+    stepped: Sequence[nn.Parameter]  # by the optimizer of this process
+    can_repeat: bool  # whether a process may repeat its passes while the others wait
+
+    def begin(self) -> None:
+        """Drop all gradients, before a step and before its passes are repeated."""
+
+    def expect_last(self) -> None:
+        """Prepare for the last backward pass of this process in the step."""
+
+    def finish(self) -> None:
+        """Return when each of `stepped` has its gradient, summed over all processes."""
+
+    def gradients(self) -> list[Tensor]:
+        """Give `stepped` their gradients, and return those that this process keeps."""
+
+    def total(self, squares: Tensor) -> Tensor:
+        """Sum over all gradients, from the sum over those that this process keeps."""
+
+
+class SingleProcess:
+    """One process: its gradients are all there are."""
+
+    can_repeat = True
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.stepped = parameters
+
+    def begin(self) -> None:
+        for parameter in self.stepped:
+            parameter.grad = None
+
+    def expect_last(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.stepped if parameter.grad is not None]
+
+    def total(self, squares: Tensor) -> Tensor:
+        return squares
+
+
+class AllReduce(SingleProcess):
+    """Several processes that each have the whole model, by torch's DistributedDataParallel.
+
+    Gradients are views of its buckets, so they need no memory of their own; the buckets are the same in every start.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], bucket_mb: float | None = None) -> None:
+        super().__init__(parameters)
+        for parameter in parameters:
+            torch.distributed.broadcast(parameter.data, 0)
+        self._ddp = DistributedDataParallel(
+            _NoPass(parameters),
+            init_sync=False,
+            bucket_cap_mb=bucket_mb,
+            gradient_as_bucket_view=True,
+        )
+        self._ddp.register_comm_hook(None, _summed)
+        self._warm_up()
+        self._views = [parameter.grad for parameter in self.stepped]
+        self.begin()
+
+    def begin(self) -> None:
+        for parameter, view in zip(self.stepped, self._views, strict=True):
+            assert view is not None
+            parameter.grad = view.zero_()
+
+    def finish(self) -> None:
+        self._ddp().backward()
+
+    def _warm_up(self) -> None:
+        """Make DDP rebuild its buckets, which it does before its second reduction.
+
+        Sums of three processes are then made in another order, so a continued run would differ from an uninterrupted
+        one unless this happens before step 1.
+        """
+        for _ in range(2):
+            self.finish()
+
+
+class ShardedGradients:
+    """Several processes that shard a model. `whole_matrices`: the optimizer computes on whole tensors."""
+
+    can_repeat = False  # the others are in the middle of the same pass
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], sharding: Sharding, *, whole_matrices: bool
+    ) -> None:
+        self._parameters = parameters
+        self._sharding = sharding
+        self.local = {} if whole_matrices else local_parameters(parameters)
+        self.stepped: Sequence[nn.Parameter] = parameters if whole_matrices else list(self.local.values())
+
+    def begin(self) -> None:
+        for parameter in (*self._parameters, *self.stepped):
+            parameter.grad = None
+        self._sharding.begin_step()
+
+    def expect_last(self) -> None:
+        self._sharding.expect_last()
+
+    def finish(self) -> None:
+        """Do nothing: the backward pass has waited for the reduction."""
+
+    def gradients(self) -> list[Tensor]:
+        for parameter, own in self.local.items():
+            own.grad = None if parameter.grad is None else local(parameter.grad)
+        found = [local(each.grad) for each in self._parameters if each.grad is not None]
+        return [each for each in found if each.numel()]
+
+    def total(self, squares: Tensor) -> Tensor:
+        return self._sharding.total(squares)
+
+
+class _NoPass(nn.Module):
+    """The module that DDP wraps: all parameters take part in a pass whose gradients are zero."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self.reduced = nn.ParameterList(parameters)
+
+    def forward(self) -> Tensor:
+        result: Tensor = _Zero.apply(*self.reduced)  # type: ignore[no-untyped-call]
+        return result
+
+
+class _Zero(torch.autograd.Function):
+    """0, with zeros as gradients, which take no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.shapes = [parameter.shape for parameter in parameters]
+        ctx.dtypes = [parameter.dtype for parameter in parameters]
+        return parameters[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, ...]:
+        pairs = zip(ctx.shapes, ctx.dtypes, strict=True)
+        return tuple(upstream[0].new_zeros((), dtype=dtype).expand(shape) for shape, dtype in pairs)
+
+
+def _summed(_state: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+    """Sum, where DDP by itself averages: the loss is divided by the weight of all processes already."""
+    work = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
+    summed: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return summed

@@ -1,1 +1,0 @@
-"""Several processes for one run: torch's elastic agent starts them, watches them and tells once how they ended."""
