@@ -13,6 +13,7 @@ import pytest
 from tests import marks
 from tests.global_state import restored
 from tests.runs import FinishedRuns, Zygote
+from tests.several_processes import ProcessesByCount
 
 REPO = Path(__file__).parent.parent
 GPU_TESTS = REPO / "tests" / "gpu"
@@ -75,6 +76,14 @@ def zygote() -> Iterator[Zygote]:
     served = Zygote(_environment_of_processes())
     yield served
     served.close()
+
+
+@pytest.fixture(scope="session")
+def processes(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessesByCount]:
+    """`processes(2).run(function)`: in two processes of one group, which stay for the session."""
+    started = ProcessesByCount(zygote, tmp_path_factory.mktemp("processes"))
+    yield started
+    started.close()
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,18 @@ from app.errors import ConfigError, refuse
 # there is one tree of configurations, and it is checked; `rerun` would unpickle a file
 _OTHER_ROOTS = ("config_path", "config_name", "config_dir", "experimental_rerun")
 _CAN_BE_ABSENT = ("experiment", "debug")  # groups without a choice unless one is made
+# choices that other programs have
+_NOT_OFFERED = {
+    "parallel=deepspeed": (
+        "DeepSpeed is not offered, because it brings an optimizer, clipping and checkpoints of its own, and its ZeRO-3 "
+        "cannot differentiate the loss head. Choose parallel=zero2 or zero3, which torch's FSDP2 does, and "
+        "parallel.offload=true for the memory of the host."
+    ),
+    "parallel=megatron": (
+        "Megatron is not offered, because it trains models that are written for it, and PEFT's adapters break on "
+        "layers that are divided by rows. Choose parallel=fsdp, or hsdp on several machines."
+    ),
+}
 
 
 def is_sweep(arguments: Sequence[str]) -> bool:
@@ -165,6 +177,9 @@ def _no_sweep(key: str, value: str, schema: type) -> str:
 def _wrong_choice(group: str, choice: Any) -> Iterator[str]:
     names = choices_by_group()[group]
     if choice in names or (choice is None and group in _CAN_BE_ABSENT):
+        return
+    if f"{group}={choice}" in _NOT_OFFERED:
+        yield f"{group}={choice}: {_NOT_OFFERED[f'{group}={choice}']}"
         return
     meant = did_you_mean(shown(choice), names, listing=False)
     yield f"{group}={shown(choice)}: there is no such {group}.{meant} Choose one of {', '.join(names)}."

@@ -143,6 +143,11 @@ def _models_are_divided_by_layers_alone(run: RunConfig) -> Iterator[str]:
             f"parallel.context={run.parallel.context}: context parallelism is not offered, because it lets packed "
             "documents see each other. Set parallel.context=1, and training.recompute=true for long rows."
         )
+    if run.parallel.divides and run.parallel.overlap:
+        yield (
+            f"parallel.overlap=true is of parallel=ddp; parallel={run.parallel.kind} always reduces gradients while it "
+            "computes. Set parallel.overlap=false, or parallel=ddp."
+        )
     if run.parallel.divides and run.optimizer.kind == "adafactor":
         yield (
             f"optimizer=adafactor looks at whole tensors, and parallel={run.parallel.kind} gives each process a part. "

@@ -222,6 +222,7 @@ class ParallelConfig:
     replicate: int | str = number(at_least=1)
     reshard: bool = MISSING
     sync: str = choice("each", "last")
+    overlap: bool = MISSING
     offload: bool = MISSING
     tensor: int = number(at_least=1)
     context: int = number(at_least=1)

@@ -24,8 +24,8 @@ class GradientReduction(Protocol):
     def begin(self) -> None:
         """Drop all gradients, before a step and before its passes are repeated."""
 
-    def expect_last(self) -> None:
-        """Prepare for the last backward pass of this process in the step."""
+    def last_loss(self, loss: Tensor) -> Tensor:
+        """Prepare for the last backward pass of this process in the step, and return what it begins from."""
 
     def finish(self) -> None:
         """Return when each of `stepped` has its gradient, summed over all processes."""
@@ -49,8 +49,8 @@ class SingleProcess:
         for parameter in self.stepped:
             parameter.grad = None
 
-    def expect_last(self) -> None:
-        pass
+    def last_loss(self, loss: Tensor) -> Tensor:
+        return loss
 
     def finish(self) -> None:
         pass
@@ -66,10 +66,14 @@ class AllReduce(SingleProcess):
     """Several processes that each have the whole model, by torch's DistributedDataParallel.
 
     Gradients are views of its buckets, so they need no memory of their own; the buckets are the same in every start.
+    `overlap`: reduce during the last backward pass of a step, which can then not be repeated.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], bucket_mb: float | None = None) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], *, overlap: bool = False, bucket_mb: float | None = None
+    ) -> None:
         super().__init__(parameters)
+        self._overlap = overlap
         for parameter in parameters:
             torch.distributed.broadcast(parameter.data, 0)
         self._ddp = DistributedDataParallel(
@@ -87,18 +91,28 @@ class AllReduce(SingleProcess):
         for parameter, view in zip(self.stepped, self._views, strict=True):
             assert view is not None
             parameter.grad = view.zero_()
+        self.can_repeat = True
+
+    def last_loss(self, loss: Tensor) -> Tensor:
+        if not self._overlap:
+            return loss
+        self.can_repeat = False
+        prepared: Tensor = loss + self._ddp()  # made last, so its backward comes first and holds up no other
+        return prepared
 
     def finish(self) -> None:
-        self._ddp().backward()
+        if self.can_repeat:
+            self._ddp().backward()
 
     def _warm_up(self) -> None:
         """Make DDP rebuild its buckets, which it does before its second reduction.
 
         Sums of three processes are then made in another order, so a continued run would differ from an uninterrupted
-        one unless this happens before step 1.
+        one unless this happens before step 1. New buckets follow the order in which gradients arrive: from the last
+        parameter to the first, as in a model.
         """
         for _ in range(2):
-            self.finish()
+            self._ddp(one_by_one=True).backward()
 
 
 class ShardedGradients:
@@ -119,8 +133,9 @@ class ShardedGradients:
             parameter.grad = None
         self._sharding.begin_step()
 
-    def expect_last(self) -> None:
+    def last_loss(self, loss: Tensor) -> Tensor:
         self._sharding.expect_last()
+        return loss
 
     def finish(self) -> None:
         """Do nothing: the backward pass has waited for the reduction."""
@@ -142,9 +157,10 @@ class _NoPass(nn.Module):
         super().__init__()
         self.reduced = nn.ParameterList(parameters)
 
-    def forward(self) -> Tensor:
-        result: Tensor = _Zero.apply(*self.reduced)  # type: ignore[no-untyped-call]
-        return result
+    def forward(self, *, one_by_one: bool = False) -> Tensor:
+        groups = [[each] for each in self.reduced] if one_by_one else [self.reduced]
+        zeros: list[Tensor] = [_Zero.apply(*group) for group in groups]  # type: ignore[no-untyped-call]
+        return torch.stack(zeros).sum()
 
 
 class _Zero(torch.autograd.Function):

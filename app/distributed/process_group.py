@@ -129,7 +129,12 @@ class Runtime:
         )
 
     def reduction(
-        self, parameters: Sequence[nn.Parameter], sharding: Sharding | None, *, whole_matrices: bool
+        self,
+        parameters: Sequence[nn.Parameter],
+        sharding: Sharding | None,
+        *,
+        whole_matrices: bool,
+        overlap: bool = False,
     ) -> GradientReduction:
         """Sum the gradients of `parameters` over all processes.
 
@@ -138,7 +143,7 @@ class Runtime:
         if self.processes == 1:
             return SingleProcess(parameters)
         if sharding is None:
-            return AllReduce(parameters)
+            return AllReduce(parameters, overlap=overlap)
         return ShardedGradients(parameters, sharding, whole_matrices=whole_matrices)
 
     def seed(self, seed: int) -> None:

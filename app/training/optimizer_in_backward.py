@@ -72,9 +72,10 @@ class InBackward:
                 {},
             )
 
-    def expect_last(self) -> None:
-        """After the next backward pass gradients are complete."""
+    def last_loss(self, loss: Tensor) -> Tensor:
+        """After the backward pass of this loss gradients are complete."""
         self._last = True
+        return loss
 
     def finish(self) -> None:
         """Gradients of parts before the last one that it has not added to."""

@@ -181,7 +181,9 @@ def _stepper(run: RunConfig, ground: Ground, trainee: Trainee) -> Stepper:
     """Ready for its first step, with random numbers that do not depend on what was built before."""
     trained = list(trainee.trained().values())
     whole = looks_at_matrices(run.optimizer)
-    reduction = ground.runtime.reduction(trained, trainee.sharding, whole_matrices=whole)
+    reduction = ground.runtime.reduction(
+        trained, trainee.sharding, whole_matrices=whole, overlap=run.parallel.overlap
+    )
     shards = None
     if isinstance(reduction, ShardedGradients) and not whole:
         shards = {each: (own, first_number(each)) for each, own in reduction.local.items()}

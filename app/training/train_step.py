@@ -151,14 +151,14 @@ class Stepper:
         factor = 1.0 / (weight or 1.0) if self.scale is None else self.scale.value / (weight or 1.0)
         passes = self._passes(len(parts))
         for at in range(passes):
-            if at == passes - 1:
-                self._sums.expect_last()
             part = parts[min(at, len(parts) - 1)]
             self._begin("forward")
             loss, _ = self.trainee(part.to(self._runtime.device))
             counts = at < len(parts)
             scaled = loss * (factor if counts else 0.0)
             self._begin("backward")
+            if at == passes - 1:
+                scaled = self._sums.last_loss(scaled)
             scaled.backward()
             if counts:
                 total += loss.detach()

@@ -35,6 +35,8 @@ REFUSED = [
     ("model=Llama", "Did you mean llama?"),
     ("model=lllama", "model=lllama: there is no such model. Did you mean llama?"),
     ("recipe=loar", "recipe=loar: there is no such recipe. Did you mean lora?"),
+    ("parallel=deepspeed", "parallel=deepspeed: DeepSpeed is not offered, because it brings an optimizer"),
+    ("parallel=megatron", "parallel=megatron: Megatron is not offered, because it trains models that are written for"),
     ("modl=llama", "modl is neither a key nor a group. Did you mean model=bert|folder|llama|llama_70b|mistral|modern"),
     ("optimiser=adamw", "Did you mean optimizer=adafactor|adamw|"),
     ("+recipi=lora", "recipi is neither a key nor a group. Did you mean recipe=full|"),

@@ -79,6 +79,8 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
      "and parallel=fsdp lets them go as they are sent. Set compile.graphs=false, or parallel=auto"),
     ({"parallel.tensor": 2}, "parallel.tensor=2: tensor parallelism is not offered"),
     ({"parallel.context": 2}, "parallel.context=2: context parallelism is not offered"),
+    ({"parallel.kind": "fsdp", "parallel.overlap": True},
+     "parallel.overlap=true is of parallel=ddp; parallel=fsdp always reduces gradients while it computes"),
     ({"parallel.kind": "fsdp", "optimizer.kind": "adafactor", **FULL},
      "optimizer=adafactor looks at whole tensors, and parallel=fsdp gives each process a part"),
     ({"batching.tokens": 100}, "dataset.max_length=256 is more than a bin holds (batching.tokens=100)"),

@@ -1,15 +1,16 @@
 """Gradients of several processes: sums over all of them, the same in every start, whatever a process has to repeat."""
 
-import subprocess
-import sys
-from pathlib import Path
+from functools import wraps
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from app.distributed import gradient_reduction
 from app.distributed.gradient_reduction import AllReduce
-from tests.conftest import REPO
+from app.distributed.process_group import Runtime
+from tests.several_processes import ProcessesByCount
 
 PROCESSES = 3
 SMALL_BUCKETS_MB = 0.0001
@@ -25,70 +26,121 @@ def rows(step: int, rank: int, micro_batch: int) -> Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * step + 10 * rank + micro_batch))
 
 
-def backward(network: nn.Module, x: Tensor) -> None:
-    network(x).square().sum().backward()
+def loss(network: nn.Module, x: Tensor) -> Tensor:
+    found: Tensor = network(x).square().sum()
+    return found
 
 
 def expected(step: int) -> list[Tensor]:
     plain = layers().double()
     for rank in range(PROCESSES):
         for micro_batch in range(MICRO_BATCHES):
-            backward(plain, rows(step, rank, micro_batch).double())
+            loss(plain, rows(step, rank, micro_batch).double()).backward()
     return [p.grad for p in plain.parameters() if p.grad is not None]
 
 
-def summed(rank: int, fails_in: int | None) -> list[list[Tensor]]:
-    """Of each step. Rank 1 fails midway in a backward pass of the step `fails_in`, and repeats its micro-batches."""
+def accumulate(network: nn.Module, reduction: AllReduce, step: int, rank: int) -> None:
+    for micro_batch in range(MICRO_BATCHES):
+        found = loss(network, rows(step, rank, micro_batch))
+        if micro_batch == MICRO_BATCHES - 1:
+            found = reduction.last_loss(found)
+        found.backward()
+    reduction.finish()
+
+
+def copies(network: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in network.parameters() if p.grad is not None]
+
+
+def gradients_of_steps(runtime: Runtime, overlap: bool, failing_step: int | None) -> list[list[Tensor]]:
+    """Rank 1 fails midway in a backward pass of `failing_step`, and repeats its micro-batches."""
     network, unused = layers(), nn.Parameter(torch.ones(7))
-    gradients = AllReduce([*network.parameters(), unused], SMALL_BUCKETS_MB)
+    reduction = AllReduce([*network.parameters(), unused], overlap=overlap, bucket_mb=SMALL_BUCKETS_MB)
     found = []
     for step in range(STEPS):
-        gradients.begin()
-        if step == fails_in and rank == 1:
-            backward(network, rows(step, rank, 0))
-            hook = network[1].register_full_backward_pre_hook(_out_of_memory)
+        reduction.begin()
+        if step == failing_step and runtime.rank == 1:
+            loss(network, rows(step, 1, 0)).backward()
+            hook = network[1].register_full_backward_pre_hook(run_out_of_memory)
             with pytest.raises(torch.OutOfMemoryError):
-                backward(network, rows(step, rank, 1))
+                loss(network, rows(step, 1, 1)).backward()
             hook.remove()
-            gradients.begin()
-        for micro_batch in range(MICRO_BATCHES):
-            backward(network, rows(step, rank, micro_batch))
-        gradients.finish()
+            reduction.begin()
+        accumulate(network, reduction, step, runtime.rank)
         assert unused.grad is not None
         assert not unused.grad.any()
-        found.append([p.grad.clone() for p in network.parameters() if p.grad is not None])
+        found.append(copies(network))
     return found
 
 
-def _out_of_memory(_module: nn.Module, _gradient: object) -> None:
+def run_out_of_memory(_module: nn.Module, _gradient: object) -> None:
     raise torch.OutOfMemoryError
 
 
-def main(rank: int, folder: Path) -> None:
-    """One of the processes."""
-    torch.set_num_threads(1)
-    store = f"file://{folder / 'store'}"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=PROCESSES)
-    torch.save([summed(rank, None), summed(rank, 1)], folder / f"{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
-def test_gradients_are_sums_and_a_process_repeats_its_passes_alone(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.distributed.test_gradient_reduction"]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(tmp_path)], cwd=REPO, stderr=subprocess.DEVNULL)
-        for rank in range(PROCESSES)
-    ]
-    assert [process.wait(120) for process in processes] == [0] * PROCESSES
-    first, *others = (torch.load(tmp_path / f"{rank}.pt") for rank in range(PROCESSES))
-    undisturbed, disturbed = first
+def test_all_reduce_gives_sums_and_one_process_repeats_its_passes(processes: ProcessesByCount) -> None:
+    several = processes(PROCESSES)
+    undisturbed, *others = several.run(gradients_of_steps, False, None)
     for step in range(STEPS):
-        for found, again, exact in zip(undisturbed[step], disturbed[step], expected(step), strict=True):
+        for found, exact in zip(undisturbed[step], expected(step), strict=True):
             torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
-            assert torch.equal(again, found)
-        for other, _ in others:
+    disturbed = several.run(gradients_of_steps, False, 1)
+    overlapping = several.run(gradients_of_steps, True, None)
+    for other in (*others, *disturbed, *overlapping):
+        for step in range(STEPS):
             assert all(map(torch.equal, other[step], undisturbed[step]))
 
 
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+class WithoutWarmUp(AllReduce):
+    """DDP as it comes."""
+
+    def _warm_up(self) -> None:
+        for parameter in self.stepped:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def first_equals_second(runtime: Runtime, kind: type[AllReduce]) -> bool:
+    """Whether the gradient of a batch is the same as the first one of a start and as a later one."""
+    network = layers()
+    reduction = kind(list(network.parameters()), bucket_mb=SMALL_BUCKETS_MB)
+    found = []
+    for _ in range(2):
+        reduction.begin()
+        accumulate(network, reduction, 0, runtime.rank)
+        found.append(copies(network))
+    return all(map(torch.equal, *found))
+
+
+def test_all_reduce_is_exact_from_the_first_step_and_ddp_alone_is_not(processes: ProcessesByCount) -> None:
+    several = processes(PROCESSES)
+    assert several.run(first_equals_second, AllReduce) == [True] * PROCESSES
+    assert False in several.run(first_equals_second, WithoutWarmUp)
+
+
+def events_of_last_backward(_runtime: Runtime) -> list[str]:
+    """Which reductions start before the first layer has its gradient, and whether a process may still repeat."""
+    events = []
+    own: Any = gradient_reduction._summed
+
+    @wraps(own)
+    def noted(state: object, bucket: Any) -> Any:
+        events.append("reduction")
+        return own(state, bucket)
+
+    gradient_reduction._summed = noted  # type: ignore[assignment]
+    try:
+        network = layers()
+        reduction = AllReduce(list(network.parameters()), overlap=True, bucket_mb=SMALL_BUCKETS_MB)
+        first = next(network.parameters())
+        first.register_post_accumulate_grad_hook(lambda _: events.append("first layer"))
+        events.clear()
+        reduction.last_loss(loss(network, rows(0, 0, 0))).backward()
+        return [*events, str(reduction.can_repeat)]
+    finally:
+        gradient_reduction._summed = own
+
+
+def test_overlap_reduces_the_last_layers_while_the_first_compute(processes: ProcessesByCount) -> None:
+    for events in processes(PROCESSES).run(events_of_last_backward):
+        assert events[:2] == ["reduction", "reduction"]
+        assert events.index("first layer") < len(events) - 2
+        assert events[-1] == "False"

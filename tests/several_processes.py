@@ -1,0 +1,96 @@
+"""Processes of one process group that stay: all together run one function after the other.
+
+Starting several processes and their group costs more than most cases take, so one start serves the cases of all files.
+"""
+
+import pickle
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from tests.runs import Zygote
+
+PATIENCE_SECONDS = 120  # processes that do not make the same collectives wait for ever
+
+
+class Processes:
+    """`count` processes; a function that fails in one of them fails the test, and ends all."""
+
+    def __init__(self, zygote: Zygote, folder: Path, count: int) -> None:
+        self._sockets = tempfile.TemporaryDirectory()
+        address = f"{self._sockets.name}/parent"
+        with Listener(address, "AF_UNIX", backlog=count) as listener:
+            module = "tests.several_processes"
+            self._running = zygote.start_together(folder, count, address, module=module)
+            accepted = [listener.accept() for _ in range(count)]
+        self._connections: dict[int, Connection] = {each.recv(): each for each in accepted}
+        self.is_usable = True
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """`function(runtime, *arguments)` in each process; the results by rank."""
+        for connection in self._connections.values():
+            connection.send_bytes(pickle.dumps((function, arguments)))
+        results = []
+        for rank in sorted(self._connections):
+            connection = self._connections[rank]
+            has_answered = connection.poll(PATIENCE_SECONDS)
+            finished, result = pickle.loads(connection.recv_bytes()) if has_answered else (False, "no answer")
+            if not finished:
+                self._kill()
+                raise AssertionError(f"process {rank}: {result}")
+            results.append(result)
+        return results
+
+    def close(self) -> None:
+        if self.is_usable:
+            for connection in self._connections.values():
+                connection.send_bytes(pickle.dumps(None))
+            for running in self._running:
+                running.wait()
+        self._sockets.cleanup()
+
+    def _kill(self) -> None:
+        self.is_usable = False
+        for running in self._running:
+            running.kill()
+
+
+class ProcessesByCount:
+    """`processes(3)`: those of a session, started when they are first asked for, and again after a failure."""
+
+    def __init__(self, zygote: Zygote, folder: Path) -> None:
+        self._zygote, self._folder = zygote, folder
+        self._started: dict[int, Processes] = {}
+
+    def __call__(self, count: int) -> Processes:
+        found = self._started.get(count)
+        if found is None or not found.is_usable:
+            found = self._started[count] = Processes(self._zygote, self._folder, count)
+        return found
+
+    def close(self) -> None:
+        for each in self._started.values():
+            each.close()
+
+
+def main() -> None:
+    """One of the processes."""
+    from app.config.schema import LaunchConfig
+    from app.distributed.environment import world
+    from app.distributed.process_group import start
+
+    with Client(sys.argv[1]) as parent:
+        parent.send(world().rank)
+        runtime = start(LaunchConfig(num_processes=1, threads=1), "fp32", 0)
+        while (work := pickle.loads(parent.recv_bytes())) is not None:
+            function, arguments = work
+            try:
+                answer = (True, function(runtime, *arguments))
+            except BaseException:  # noqa: BLE001  the test reports it
+                answer = (False, traceback.format_exc())
+            parent.send_bytes(pickle.dumps(answer))
+        runtime.leave()
