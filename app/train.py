@@ -14,10 +14,10 @@ from typing import NoReturn
 import hydra
 from omegaconf import DictConfig
 
-from app.config.commands import how_to_go_on, require_platform
+from app.config.commands import require_platform, resume_command
 from app.config.groups import CONF
 from app.config.help import asks_for_help, help_text
-from app.config.load import VERSION_BASE, checked_arguments, load_run, store_schema
+from app.config.load import VERSION_BASE, load_run, store_schema, validated_arguments
 from app.config.overrides import is_sweep
 from app.config.schema import RunConfig
 from app.distributed.environment import world
@@ -99,7 +99,7 @@ def _under_hydra(config: DictConfig) -> float | None:
 def _how_to_go_on(run: RunConfig) -> str:
     if world().is_joined:  # another launcher started it, so its command is not known here
         return "To go on, start the same command with resume=auto."
-    return how_to_go_on(_typed, run.output_dir)
+    return resume_command(_typed, run.output_dir)
 
 
 def _leave(problem: AppError) -> NoReturn:
@@ -136,7 +136,7 @@ def _dispatch(arguments: list[str]) -> None:
 
         sys.exit(sweep(arguments, _check_parts))
     _typed[:] = arguments
-    sys.argv[1:] = checked_arguments(arguments)
+    sys.argv[1:] = validated_arguments(arguments)
     require_named_folder(sys.argv[1:])
     store_schema()
     _under_hydra()

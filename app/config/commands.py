@@ -1,4 +1,4 @@
-"""How commands end and are typed again; and what those can be told that are not about a finished run."""
+"""Exit codes and command lines of all commands; options of app.generate, app.report and app.check."""
 
 import platform
 import shlex
@@ -10,40 +10,42 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from app.config.did_you_mean import did_you_mean
-from app.config.hardware import HardwareConfig, lacking, read_hardware
+from app.config.hardware import HardwareConfig, missing_hardware_support, read_hardware
 from app.config.load import compose_run
-from app.config.overrides import check_overrides, key_of, split_words
+from app.config.overrides import check_overrides, key_of, split_arguments
 from app.config.schema import RunConfig, number
-from app.config.validate import is_optional, kinds, typed
+from app.config.validate import field_types, is_optional, parse_section
 from app.errors import AppError, ConfigError, EnvironmentProblem, refuse
 
 Section = TypeVar("Section")
 
-_ELSEWHERE = {
+_UNSUPPORTED_SYSTEMS = {
     "Darwin": "macOS is not supported: use a Linux machine.",
     "Windows": "Windows is not supported: install WSL 2 (wsl --install) and run this inside it.",
 }
 
 
 def require_platform(system: str = "", machine: str = "") -> None:
-    """Linux on x86-64 or aarch64; the arguments stand for another machine's."""
+    """Refuse everything but Linux on x86-64 or aarch64; tests give the arguments."""
     system, machine = system or platform.system(), machine or platform.machine()
     if system != "Linux":
-        raise EnvironmentProblem(_ELSEWHERE.get(system, f"{system} is not supported: use a Linux machine."))
+        raise EnvironmentProblem(
+            _UNSUPPORTED_SYSTEMS.get(system, f"{system} is not supported: use a Linux machine.")
+        )
     if machine not in ("x86_64", "aarch64"):
         raise EnvironmentProblem(f"Linux on {machine} is not supported: x86-64 and aarch64 are.")
 
 
 def run_command(
-    command: Callable[[Sequence[str]], int], told: Callable[[AppError], None] | None = None
+    command: Callable[[Sequence[str]], int], on_error: Callable[[AppError], None] | None = None
 ) -> NoReturn:
-    """`command` on the words of the command line; exit codes as of app.train. `told` may tell a problem."""
+    """Run `command` on the arguments and exit with its code, or with that of a problem, which `on_error` is given."""
     try:
         require_platform()
         sys.exit(command(sys.argv[1:]))
     except AppError as problem:
-        if told is not None:
-            told(problem)
+        if on_error is not None:
+            on_error(problem)
         sys.stderr.write(f"{problem.report()}\n")
         sys.exit(problem.exit_code)
     except KeyboardInterrupt:
@@ -51,34 +53,34 @@ def run_command(
 
 
 def python() -> str:
-    """The program's interpreter need not be the one of the shell."""
+    """How to type this interpreter, which need not be the `python` of the shell."""
     if shutil.which("python") == sys.executable:
         return "python"
     own = Path(sys.executable)
     return str(own.relative_to(Path.cwd())) if own.is_relative_to(Path.cwd()) else str(own)
 
 
-def how_to_go_on(words: Sequence[str], output_dir: str) -> str:
-    """For a run that `words` started; all of them stay, because a checkpoint is that of the same settings."""
-    kept = [word for word in words if key_of(word) not in {"output_dir", "resume"}]
-    command = [python(), "-m", "app.train", *kept, f"output_dir={output_dir}", "resume=auto"]
+def resume_command(arguments: Sequence[str], output_dir: str) -> str:
+    """How to continue a run that `arguments` started; its settings stay, because the checkpoint was made with them."""
+    settings = [text for text in arguments if key_of(text) not in {"output_dir", "resume"}]
+    command = [python(), "-m", "app.train", *settings, f"output_dir={output_dir}", "resume=auto"]
     return f"To go on:\n{shlex.join(command)}"
 
 
 def parse_command(
     arguments: Sequence[str], schema: type[Section], problems_of: Callable[[Section], Iterable[str]]
 ) -> Section:
-    """`key=value ...` as a sound `schema` object. A value is all text after the first `=`: prompts need no quotes."""
+    """Read `key=value ...` as a valid `schema` object. All text after the first `=` is the value, without quotes."""
     data: dict[str, Any] = {}
     problems = []
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if equals:
-            data[key] = None if value == "null" and is_optional(kinds(schema).get(key)) else value
+            data[key] = None if value == "null" and is_optional(field_types(schema).get(key)) else value
         else:
-            problems.append(f"{argument!r} is not key=value. Keys: {', '.join(kinds(schema))}.")
+            problems.append(f"{argument!r} is not key=value. Keys: {', '.join(field_types(schema))}.")
     refuse(problems)
-    config = typed(schema, data)
+    config = parse_section(schema, data)
     refuse(problems_of(config))
     return config
 
@@ -88,7 +90,7 @@ def parse_command(
 
 @dataclass(kw_only=True, slots=True)
 class GenerateConfig:
-    """`temperature=0` is greedy. Without `prompt` and `prompts` it is a conversation."""
+    """Options of app.generate. `temperature=0` is greedy; without `prompt` and `prompts` it is a conversation."""
 
     run: str | None = None
     model: str | None = None
@@ -108,7 +110,7 @@ class GenerateConfig:
 
     @property
     def sampling(self) -> dict[str, float | int | bool]:
-        """In the words of transformers."""
+        """Arguments for `generate` of transformers."""
         if self.temperature == 0:
             return {"do_sample": False}
         limits = {} if self.top_k is None else {"top_k": self.top_k}
@@ -116,7 +118,7 @@ class GenerateConfig:
 
 
 def generate_config(arguments: Sequence[str]) -> GenerateConfig:
-    """From the command line, with everything that is wrong with it."""
+    """Read the command line; one ConfigError has all its problems."""
     return parse_command(arguments, GenerateConfig, _generate_problems)
 
 
@@ -141,7 +143,7 @@ def _generate_problems(config: GenerateConfig) -> Iterator[str]:
 
 
 def class_problems(config: GenerateConfig, folder: str, pair: bool) -> Iterator[str]:
-    """What means nothing to a model that answers with a label."""
+    """Options without a meaning for a model that answers with a label."""
     given = {"system": config.system, "chat": config.chat, "temperature": config.temperature or None}
     idle = [key for key, value in given.items() if value is not None]
     if idle:
@@ -164,7 +166,7 @@ def class_problems(config: GenerateConfig, folder: str, pair: bool) -> Iterator[
 
 @dataclass(kw_only=True, slots=True)
 class ReportConfig:
-    """One of the first three; `to` is the file to write, the usual place unless given."""
+    """Options of app.report: one of `run`, `sweep` and `runs`; `to` is the file to write."""
 
     run: str | None = None
     sweep: str | None = None
@@ -173,28 +175,26 @@ class ReportConfig:
 
     @property
     def given(self) -> list[tuple[str, Path]]:
-        """The folders, each with how it was named."""
+        """The folders, each with the option that named it."""
         named = [("run", self.run), ("sweep", self.sweep)]
         named += [("runs", text) for text in folders_in(self.runs or "")]
         return [(f"{key}={text}", Path(text).expanduser()) for key, text in named if text is not None]
 
     @property
     def target(self) -> Path:
-        """The file; beside what it is about, or here where it is about several."""
+        """File to write: in the folder of the run or sweep, or in the current one for several runs."""
         if self.to is not None:
             return Path(self.to).expanduser()
         return Path("comparison.html") if self.runs is not None else self.given[0][1] / "report.html"
 
 
 def report_config(arguments: Sequence[str]) -> ReportConfig:
-    """From the command line, with everything that is wrong with it."""
+    """Read the command line; one ConfigError has all its problems."""
     return parse_command(arguments, ReportConfig, _report_problems)
 
 
 def folders_in(text: str) -> list[str]:
-    """Separated by commas; a comma may belong to a name, as in the folders of a sweep's trials: the longest names that
-    exist are taken.
-    """
+    """Split a list at its commas, but not inside the longest names that exist: folders of trials contain commas."""
     parts = text.split(",")
     found = []
     while parts:
@@ -219,13 +219,13 @@ def _report_problems(config: ReportConfig) -> Iterator[str]:
 # ---- app.check
 
 CHECKS = ("data", "memory", "cluster")
-_WITHOUT_A_WORD = ("data", "memory")
+_DEFAULT_CHECKS = ("data", "memory")
 
 
 @dataclass(frozen=True, slots=True)
 class CheckConfig:
-    """`folder` is None where no output_dir was given: then nothing is written. `overrides` are those of the run;
-    `hardware` is None for the machine at hand; `exact` traces every layer.
+    """What app.check does. Without `folder` nothing is written; `hardware` is None for this machine; `exact` traces
+    every layer.
     """
 
     checks: tuple[str, ...]
@@ -238,51 +238,51 @@ class CheckConfig:
 
 @dataclass(kw_only=True, slots=True)
 class _CheckOptions:
-    """What app.check is told beside the run and the hardware."""
+    """Options of app.check itself."""
 
     exact: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
 class _CheckKeys(RunConfig):
-    """Every key that may stand in the command line."""
+    """All keys of the command line, so that all misspelt ones are reported at once."""
 
     hardware: HardwareConfig
     exact: bool = False
 
 
 def check_config(arguments: Sequence[str]) -> CheckConfig:
-    """From the command line, with everything that is wrong with it."""
-    checks, rest = _checks_asked(arguments)
-    overrides, switches = split_words(rest)
+    """Read the command line; one ConfigError has all its problems."""
+    checks, rest = _split_check_names(arguments)
+    overrides, switches = split_arguments(rest)
     if switches:
         raise ConfigError(f"{' '.join(switches)} is a switch of app.train. Leave it out.")
-    check_overrides(overrides, _CheckKeys)  # of all keys together, so that all misspelt ones are told at once
+    check_overrides(overrides, _CheckKeys)
     own = [text for text in overrides if key_of(text) == "exact"]
-    of_hardware = [text for text in overrides if key_of(text).partition(".")[0] == "hardware"]
-    of_run = [text for text in overrides if text not in own and text not in of_hardware]
-    if (own or of_hardware) and "memory" not in checks:
+    hardware_overrides = [text for text in overrides if key_of(text).partition(".")[0] == "hardware"]
+    run_overrides = [text for text in overrides if text not in own and text not in hardware_overrides]
+    if (own or hardware_overrides) and "memory" not in checks:
         raise ConfigError(
-            f"{' '.join([*own, *of_hardware])}: only app.check memory asks for it. Leave it out."
+            f"{' '.join([*own, *hardware_overrides])}: only app.check memory asks for it. Leave it out."
         )
-    run = compose_run(of_run)
-    given = any(key_of(text) == "output_dir" for text in of_run)
+    run = compose_run(run_overrides)
+    given = any(key_of(text) == "output_dir" for text in run_overrides)
     folder = Path(run.output_dir).expanduser() if given else None
-    options = typed(_CheckOptions, {key_of(text): text.partition("=")[2] for text in own})
-    hardware = read_hardware(of_hardware)
-    refuse([] if hardware is None else lacking(run.quantization, hardware))
-    return CheckConfig(checks, run, folder, tuple(of_run), hardware, options.exact)
+    options = parse_section(_CheckOptions, {key_of(text): text.partition("=")[2] for text in own})
+    hardware = read_hardware(hardware_overrides)
+    refuse([] if hardware is None else missing_hardware_support(run.quantization, hardware))
+    return CheckConfig(checks, run, folder, tuple(run_overrides), hardware, options.exact)
 
 
-def _checks_asked(arguments: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
-    """By the first word, if that is one; and the other words."""
+def _split_check_names(arguments: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+    """The checks that the first word names, and the other words."""
     if not arguments or "=" in arguments[0] or arguments[0].startswith(("-", "~")):
-        return _WITHOUT_A_WORD, list(arguments)
+        return _DEFAULT_CHECKS, list(arguments)
     word = arguments[0]
     if word not in CHECKS:
         meant = did_you_mean(word, CHECKS, listing=False)
         raise ConfigError(
             f"{word!r} is neither a check nor key=value.{meant} Checks: {', '.join(CHECKS)}; "
-            f"no word means {' and '.join(_WITHOUT_A_WORD)}."
+            f"no word means {' and '.join(_DEFAULT_CHECKS)}."
         )
     return (word,), list(arguments[1:])

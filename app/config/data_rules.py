@@ -1,4 +1,4 @@
-"""Rules about rows, their formats and what is learnt of them: see `config.rules`."""
+"""Rules about the dataset: formats, trained tokens, labels, mixes. `app.config.rules` has the others."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from app.config.dataset import LABELLED_FORMATS, TRAIN_ON, key_of, sources_of
 from app.config.did_you_mean import did_you_mean_key
 from app.config.schema import Columns, DatasetConfig, MixSource, RunConfig
-from app.config.validate import shown
+from app.config.validate import format_value
 
 _LIST_PATH = re.compile(r"[^*]+\.\*(\.[^*]+)?")
 
@@ -22,7 +22,7 @@ def _trained_part_fits_the_format(run: RunConfig) -> Iterator[str]:
             )
 
 
-def _hidden_tokens_are_of_text(run: RunConfig) -> Iterator[str]:
+def _masked_tokens_are_of_text(run: RunConfig) -> Iterator[str]:
     if run.task.kind != "masked":
         return
     for name, source in sources_of(run.dataset).items():
@@ -36,7 +36,7 @@ def _hidden_tokens_are_of_text(run: RunConfig) -> Iterator[str]:
         yield f"task.mask_share={run.task.mask_share:g} hides nothing. Set task.mask_share=0.15."
 
 
-def _labels_are_of_classes(run: RunConfig) -> Iterator[str]:
+def _labelled_rows_are_classified(run: RunConfig) -> Iterator[str]:
     is_of_labels = run.task.kind == "classification"
     for name, source in sources_of(run.dataset).items():
         given = f"{key_of(name)}.format={source.format}"
@@ -52,18 +52,15 @@ def _labels_are_of_classes(run: RunConfig) -> Iterator[str]:
             )
 
 
-def _labels_are_classes(run: RunConfig) -> Iterator[str]:
-    labels = run.task.labels
+def _labels_are_distinct(run: RunConfig) -> Iterator[str]:
+    labels, given = run.task.labels, f"task.labels={format_value(run.task.labels)}"
     if labels and run.task.kind != "classification":
-        yield (
-            f"task.labels={shown(labels)} means nothing for task={run.task.kind}. "
-            "Set task=classification, or leave it out."
-        )
+        yield (f"{given} means nothing for task={run.task.kind}. Set task=classification, or leave it out.")
     elif len(labels) == 1:
-        yield f"task.labels={shown(labels)}: there is nothing to choose. Give two or more, or none: those of the rows."
+        yield f"{given}: there is nothing to choose. Give two or more, or none: those of the rows."
     elif len(set(labels)) < len(labels):
         twice = sorted({label for label in labels if labels.count(label) > 1})
-        yield f"task.labels={shown(labels)} names {', '.join(twice)} more than once. Give each label once."
+        yield f"{given} names {', '.join(twice)} more than once. Give each label once."
 
 
 def _one_list_makes_rows(run: RunConfig) -> Iterator[str]:
@@ -154,9 +151,9 @@ def _one_process_prepares_rows(run: RunConfig) -> Iterator[str]:
 
 DATA_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _trained_part_fits_the_format,
-    _hidden_tokens_are_of_text,
-    _labels_are_of_classes,
-    _labels_are_classes,
+    _masked_tokens_are_of_text,
+    _labelled_rows_are_classified,
+    _labels_are_distinct,
     _one_list_makes_rows,
     _only_text_splits,
     _a_mix_is_whole,

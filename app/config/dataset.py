@@ -1,14 +1,15 @@
-"""What is known of a dataset before any row is read: its sources, and what their formats mean."""
+"""Facts about a dataset that its configuration gives: sources, formats, which tokens are trained."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from typing import Any
 
 from app.config.schema import Columns, DatasetConfig, MixSource
 
 # rendered by a chat template
 CHAT_FORMATS = ("messages", "sharegpt", "instruction", "question_answer", "chat_completion")
 
-LABELLED_FORMATS = ("labelled_text", "text_pair")  # a text or two, and the class that they are of
+LABELLED_FORMATS = ("labelled_text", "text_pair")  # one or two texts with a class
 
 # what `dataset.train_on` can mean for rows of each format
 TRAIN_ON: Mapping[str, tuple[str, ...]] = {
@@ -17,20 +18,21 @@ TRAIN_ON: Mapping[str, tuple[str, ...]] = {
     "prompt_completion": ("auto", "completion", "all"),
     "text": ("auto", "all"),
     **dict.fromkeys(LABELLED_FORMATS, ("auto",)),
-    "auto": ("auto", "assistant", "last", "completion", "all"),  # asked again once the rows are known
+    "auto": ("auto", "assistant", "last", "completion", "all"),  # checked again once the rows are known
 }
+WITHOUT_HELD_OUT_ROWS: Mapping[str, Any] = {"eval_path": None, "eval_split": None, "eval_fraction": 0.0}
 
 
 def sources_of(dataset: DatasetConfig) -> dict[str, DatasetConfig]:
-    """The section of each source that has a weight, by its name in `dataset.mix`; of a single one, without a name."""
+    """The section of each source with a weight, by its name in `dataset.mix`; a single source has an empty name."""
     if not dataset.mix:
         return {"": dataset}
     return {name: _section(dataset, source) for name, source in dataset.mix.items() if source.weight}
 
 
 def _section(dataset: DatasetConfig, source: MixSource) -> DatasetConfig:
-    """A revision and a configuration of the hub belong to one source; the rest is that of the dataset unless given."""
-    known = {each.name for each in fields(Columns)}  # a misspelt one is told by the rules
+    """The keys of `dataset` with those of the source; sources never share `hub_config` and `revision`."""
+    known = {each.name for each in fields(Columns)}  # the rules report a misspelt one
     return replace(
         dataset,
         mix={},
@@ -45,35 +47,40 @@ def _section(dataset: DatasetConfig, source: MixSource) -> DatasetConfig:
 
 
 def key_of(name: str) -> str:
-    """Where the keys of a source begin."""
+    """Prefix of the keys of a source."""
     return f"dataset.mix.{name}" if name else "dataset"
 
 
 def paths_of(dataset: DatasetConfig) -> str:
-    """Where the rows are from, for people."""
+    """The paths of all sources as text."""
     return " + ".join(str(section.path) for section in sources_of(dataset).values())
 
 
 def formats_of(dataset: DatasetConfig) -> str:
-    """Of all sources, for people."""
+    """The formats of all sources as text."""
     return " + ".join(dict.fromkeys(section.format for section in sources_of(dataset).values()))
 
 
 def formats_for(task: str) -> tuple[str, ...]:
-    """Those whose rows a task can learn from; `dataset.format=auto` looks for no other."""
+    """The formats that a task can be trained on; `dataset.format=auto` chooses among them."""
     of_labels = task == "classification"
     return tuple(fmt for fmt in TRAIN_ON if fmt != "auto" and (fmt in LABELLED_FORMATS) is of_labels)
 
 
 def trains_answers(dataset: DatasetConfig) -> bool:
-    """Whether what is trained of a row answers what stands before it; else it is the whole row."""
+    """Whether the trained tokens answer a prompt; otherwise whole rows are trained."""
     formats = {source.format for source in sources_of(dataset).values()}
     return not formats <= {"text", *LABELLED_FORMATS} and dataset.train_on != "all"
 
 
 def has_chats(dataset: DatasetConfig) -> bool:
-    """Whether a chat template writes any of the rows, held-out ones of a file of their own among them."""
+    """Whether a chat template renders any rows, including those of `dataset.eval_path`."""
     formats = {source.format for source in sources_of(dataset).values()}
     if dataset.eval_path is not None:
         formats.add(dataset.format)
     return not formats.isdisjoint(CHAT_FORMATS)
+
+
+def has_held_out_rows(dataset: DatasetConfig) -> bool:
+    """Whether the dataset has rows for evaluation."""
+    return any(getattr(dataset, name) != nothing for name, nothing in WITHOUT_HELD_OUT_ROWS.items())

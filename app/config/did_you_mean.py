@@ -1,13 +1,13 @@
-"""The nearest valid name, for whoever mistyped one."""
+"""Suggestions for a misspelt name."""
 
 from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches
 
-_SHOWN = 12
+_MAX_LISTED_NAMES = 12
 
 
 def nearest(given: str, names: Iterable[str]) -> str | None:
-    """The one name that was probably meant; a right first letter makes up for much."""
+    """The most similar name; one with the right first letter may differ more."""
     by_lower = {name.lower(): name for name in sorted(names)}
     initial = [name for name in by_lower if name[:1] == given[:1].lower()]
     near = get_close_matches(given.lower(), by_lower, n=1, cutoff=0.6) or get_close_matches(
@@ -17,7 +17,7 @@ def nearest(given: str, names: Iterable[str]) -> str | None:
 
 
 def nearest_keys(given: str, keys: Iterable[str]) -> list[str]:
-    """The keys that were probably meant: nearly the same, or of the same last part, or near it in the same section."""
+    """The most similar dotted keys: nearly equal, or with the same last part, or similar in the same section."""
     known = sorted(keys)
     section, _, leaf = given.rpartition(".")
     nearly_equal = get_close_matches(given, known, n=1, cutoff=0.88)
@@ -32,17 +32,17 @@ def nearest_keys(given: str, keys: Iterable[str]) -> list[str]:
 
 
 def did_you_mean(given: str, known: Iterable[str], *, listing: bool = True) -> str:
-    """` Did you mean x?` when something is near, else (`listing`) the names themselves, as many as fit on a line."""
+    """` Did you mean x?` if a name is similar, else (`listing`) the first of the valid names."""
     names = sorted(known)
     near = nearest(given, names)
     if near:
         return f" Did you mean {near}?"
-    listed = ", ".join(names[:_SHOWN]) + (" and more" if len(names) > _SHOWN else "")
+    listed = ", ".join(names[:_MAX_LISTED_NAMES]) + (" and more" if len(names) > _MAX_LISTED_NAMES else "")
     return f" Known: {listed}." if names and listing else ""
 
 
 def did_you_mean_key(given: str, known: Iterable[str]) -> str:
-    """The same for dotted keys: also finds a key by its last part (`lr` is `optimizer.lr`)."""
+    """A suggestion for a dotted key, which may be given by its last part (`lr` for `optimizer.lr`)."""
     keys = sorted(known)
     near = nearest_keys(given, keys)
     if near:

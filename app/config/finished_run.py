@@ -1,4 +1,4 @@
-"""A run that was made, and what `app.evaluate`, `app.export` and `app.reproduce` may change of it."""
+"""Configuration of a finished run, with the changes that app.evaluate, app.export and app.reproduce allow."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
@@ -8,20 +8,21 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from app.config.dataset import WITHOUT_HELD_OUT_ROWS, has_held_out_rows
 from app.config.groups import choices_by_group
-from app.config.load import checked, read_run, resolved, section_of
+from app.config.load import load_choice, read_run, resolved, validated
 from app.config.overrides import check_overrides, key_of
 from app.config.schema import AttentionConfig, DatasetConfig, RunConfig, choice, number
-from app.config.validate import is_key, kinds
+from app.config.validate import field_types, is_key
 from app.errors import CheckpointError, ConfigError, refuse
 
-# what was chosen for the machine when the run in a folder was made
-ChoicesOf = Callable[[Path], Mapping[str, Any]]
+# reads the choices that the run in a folder made for its machine
+ReadChoices = Callable[[Path], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What a command line sets: choices by their group, values by their dotted key."""
+    """Changes on a command line: choices by group, values by dotted key."""
 
     choices: Mapping[str, str]
     values: Mapping[str, Any]
@@ -31,20 +32,20 @@ class Changes:
 
 
 def read_changes(
-    arguments: Sequence[str], schema: type[RunConfig], may: Sequence[str], why_not: Mapping[str, str]
+    arguments: Sequence[str], schema: type[RunConfig], allowed: Sequence[str], why_not: Mapping[str, str]
 ) -> Changes:
-    """Checked as app.train checks its own. Of `schema` only what `may` names, or lies in a section that it names, is
-    taken: the rest would change nothing, so it is refused, with the reason that `why_not` has for its section.
+    """Validate overrides of the `allowed` keys and sections. Others would change nothing: they are refused for the
+    reason that `why_not` gives for their section.
     """
     problems, others = [], []
     for text in arguments:
         key = key_of(text).lstrip("~")
         known = key in choices_by_group() or is_key(schema, key) or key.partition(".")[0] == "hydra"
         parts = key.split(".")
-        # innermost first; the whole is the empty one
-        places = [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
-        if known and not any(place in may for place in places):
-            reason = next(why_not[place] for place in places if place in why_not)
+        # the key, then its sections; "" is the whole run
+        sections = [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
+        if known and not any(section in allowed for section in sections):
+            reason = next(why_not[section] for section in sections if section in why_not)
             problems.append(f"{text}: {key} does not apply, {reason}.")
         else:
             others.append(text)
@@ -53,11 +54,11 @@ def read_changes(
     except ConfigError as found:
         problems += found.problems
     refuse(problems)
-    return _sorted_out(overrides, schema)
+    return _changes_of(overrides, schema)
 
 
 def finished_folder(given: str | None) -> Path:
-    """The folder of `run=`, if the run in it came to its end."""
+    """The folder of `run=`, whose run must have finished."""
     folder = run_folder(given)
     if not (folder / "final").is_dir():
         raise CheckpointError(
@@ -68,7 +69,7 @@ def finished_folder(given: str | None) -> Path:
 
 
 def run_folder(given: str | None) -> Path:
-    """The folder of `run=`."""
+    """The folder of `run=`, which must exist."""
     if given is None:
         raise ConfigError("run has no value. Give run=DIR, the output_dir of a run.")
     folder = Path(given).expanduser()
@@ -77,21 +78,21 @@ def run_folder(given: str | None) -> Path:
     return folder
 
 
-def settled(run: RunConfig, choices: Mapping[str, Any]) -> RunConfig:
-    """The run with what was left to the machine as it was when the run was made; `choices` are of its manifest."""
+def with_recorded_choices(run: RunConfig, choices: Mapping[str, Any]) -> RunConfig:
+    """The run with each `auto` as the `choices` of its manifest have it."""
     if run.precision.kind == "auto" and "precision" in choices:
         run = replace(run, precision=replace(run.precision, kind=choices["precision"]))
     if run.attention.kind == "auto" and "attention" in choices:
         run = replace(run, attention=AttentionConfig(kind=choices["attention"]))
-    # on a CPU their number may move the last bits
+    # on a CPU the number of threads may change the last bits
     if run.launch.threads is None and choices.get("device") == "cpu":
         run = replace(run, launch=replace(run.launch, threads=choices["threads"]))
     return run
 
 
-def changed(run: RunConfig, changes: Changes, over: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain data of a run with `over` and, over that, `changes`; a chosen group replaces its section."""
-    chosen = {group: section_of(group, choice) for group, choice in changes.choices.items()}
+def apply_changes(run: RunConfig, changes: Changes, over: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain data of a run with `over` and then `changes` applied; a chosen group replaces its section."""
+    chosen = {group: load_choice(group, choice) for group, choice in changes.choices.items()}
     config = OmegaConf.create({**asdict(run), **chosen})
     for key, value in {**over, **changes.values}.items():
         OmegaConf.update(config, key, value, merge=True)
@@ -99,11 +100,11 @@ def changed(run: RunConfig, changes: Changes, over: Mapping[str, Any]) -> dict[s
 
 
 def as_run(config: RunConfig) -> RunConfig:
-    """Without the keys that belong to a command."""
+    """The run without the keys of a command."""
     return RunConfig(**{each.name: getattr(config, each.name) for each in fields(RunConfig)})
 
 
-def _sorted_out(overrides: Sequence[str], schema: type) -> Changes:
+def _changes_of(overrides: Sequence[str], schema: type) -> Changes:
     choices: dict[str, str] = {}
     values: dict[str, Any] = {}
     parse = OverridesParser.create().parse_override
@@ -117,24 +118,23 @@ def _sorted_out(overrides: Sequence[str], schema: type) -> Changes:
 
 
 def _flat(key: str, value: Any, schema: type) -> dict[str, Any]:
-    """`dataset={path: x}` is `dataset.path=x`."""
-    if not isinstance(value, dict) or not is_dataclass(kinds(schema).get(key)):
+    """`{dataset.path: x}` for `dataset={path: x}`."""
+    if not isinstance(value, dict) or not is_dataclass(field_types(schema).get(key)):
         return {key: value}
     return {k: v for name, inner in value.items() for k, v in _flat(f"{key}.{name}", inner, schema).items()}
 
 
 @dataclass(kw_only=True, slots=True)
-class _OfARun(RunConfig):
+class _FinishedRun(RunConfig):
     run: str
 
     @property
     def folder(self) -> Path:
-        """Of the run."""
         return Path(self.run).expanduser()
 
 
-# meant for the time of the training, and in the way afterwards; the chat template lies in final/
-_AFTER_TRAINING: Mapping[str, Any] = {
+# keys of the training alone; the chat template lies in final/
+_NOT_FOR_A_FINISHED_RUN: Mapping[str, Any] = {
     "resume": None,
     "dry_run": False,
     "checkpoint.final": "last",
@@ -144,15 +144,16 @@ _AFTER_TRAINING: Mapping[str, Any] = {
 }
 
 
-def _precision(choices: Mapping[str, Any]) -> dict[str, Any]:
-    """The kernel of attention may be another on this machine: only precision decides the number."""
-    return {name: kind for name, kind in choices.items() if name == "precision"}
+def _with_recorded_precision(folder: Path, read_choices: ReadChoices) -> RunConfig:
+    """The run with its recorded precision; the attention kernel may differ on this machine, without changing scores."""
+    choices = {name: kind for name, kind in read_choices(folder).items() if name == "precision"}
+    return with_recorded_choices(read_run(folder / "run.yaml"), choices)
 
 
 # ---- app.evaluate
 
 _WEIGHTS = "because the weights are those of the run; weights=tuned, base or both chooses between them"
-EVALUATE_MAY = (
+EVALUATE_ALLOWED = (
     *("run", "weights", "output_dir", "cache_dir", "dataset", "attention", "precision"),
     *("batching.packing", "batching.tokens", "eval.rows", "launch.threads", "launch.num_processes"),
     *("model.path", "model.chat_template", "harness", "harness_limit", "harness_chat"),
@@ -163,45 +164,39 @@ _EVALUATE_WHY_NOT = {
     **dict.fromkeys(("model", "adapter", "quantization", "recipe", "experiment"), _WEIGHTS),
 }
 _SOURCE = ("path", "mix", "split", "hub_config", "revision")
-_HELD_OUT: Mapping[str, Any] = {"eval_path": None, "eval_split": None, "eval_fraction": 0.0}
 _LIMITS: Mapping[str, Any] = {"max_rows": None, "eval_max_rows": None}
 
 
 @dataclass(kw_only=True, slots=True)
-class EvaluateConfig(_OfARun):
-    """The run as it is scored. `output_dir` is where evaluate.json goes: the folder of the run, unless given."""
+class EvaluateConfig(_FinishedRun):
+    """Options of app.evaluate. evaluate.json goes to `output_dir`, the folder of the run unless given."""
 
     weights: str = choice("tuned", "base", "both", default="tuned")
-    harness: list[str] = field(default_factory=list)  # tasks of lm-evaluation-harness, instead of rows
+    harness: list[str] = field(default_factory=list)  # tasks of lm-evaluation-harness, in place of rows
     harness_limit: int | None = number(None, at_least=1)  # rows of each task
-    harness_chat: bool = False  # its questions through the chat template
+    harness_chat: bool = False  # asks through the chat template
 
 
-def evaluate_config(arguments: Sequence[str], choices_of: ChoicesOf) -> EvaluateConfig:
-    """From the command line."""
+def evaluate_config(arguments: Sequence[str], read_choices: ReadChoices) -> EvaluateConfig:
+    """Read the command line of app.evaluate."""
     changes = read_changes(
-        [_listed(text) for text in arguments], EvaluateConfig, EVALUATE_MAY, _EVALUATE_WHY_NOT
+        [_as_list(text) for text in arguments], EvaluateConfig, EVALUATE_ALLOWED, _EVALUATE_WHY_NOT
     )
     folder = finished_folder(changes.values.get("run"))
-    run = settled(read_run(folder / "run.yaml"), _precision(choices_of(folder)))
-    over = {**_AFTER_TRAINING, "output_dir": str(folder), "model.tokenizer": str(folder / "final")}
-    data = changed(run, changes, over)
+    run = _with_recorded_precision(folder, read_choices)
+    over = {**_NOT_FOR_A_FINISHED_RUN, "output_dir": str(folder), "model.tokenizer": str(folder / "final")}
+    data = apply_changes(run, changes, over)
     if changes.values.get("harness"):
         refuse(_harness_problems(changes))
     else:
-        data["dataset"] = _rows_to_score(asdict(run.dataset), data["dataset"], changes)
-    config = checked(data, EvaluateConfig)
+        data["dataset"] = _rows_to_score(run.dataset, data["dataset"], changes)
+    config = validated(data, EvaluateConfig)
     refuse(_evaluate_problems(config, changes))
     return config
 
 
-def holds_out(dataset: DatasetConfig) -> bool:
-    """Whether the rows to score are a part that is held out, or named for it."""
-    return any(getattr(dataset, name) != nothing for name, nothing in _HELD_OUT.items())
-
-
-def _listed(text: str) -> str:
-    """`harness=a,b` would be a sweep."""
+def _as_list(text: str) -> str:
+    """`harness=[a,b]` for `harness=a,b`, which would be a sweep."""
     key, _, value = text.partition("=")
     return f"{key}=[{value}]" if key == "harness" and value and value[0] not in "[\"'" else text
 
@@ -241,26 +236,27 @@ def _evaluate_problems(config: EvaluateConfig, changes: Changes) -> Iterator[str
         )
 
 
-def _rows_to_score(own: dict[str, Any], given: dict[str, Any], changes: Changes) -> dict[str, Any]:
-    """The rows that the run held out; of another dataset those that it names for evaluation, else all.
+def _rows_to_score(own_dataset: DatasetConfig, given: dict[str, Any], changes: Changes) -> dict[str, Any]:
+    """The dataset section to score: rows that the run held out; of another dataset its held-out rows, else all.
 
-    What holds rows out or limits them belongs to the dataset that it was given for, not to the next one.
+    Keys that hold rows out or limit them belong to the dataset that they were given for.
     """
-    typed_in = {name for name in (*_HELD_OUT, *_LIMITS) if f"dataset.{name}" in changes}
+    own = asdict(own_dataset)
+    typed_in = {name for name in (*WITHOUT_HELD_OUT_ROWS, *_LIMITS) if f"dataset.{name}" in changes}
     forgotten: dict[str, Any] = {}
     if "dataset" in changes.choices:
         if any(own[name] != given.get(name) for name in _SOURCE):
             forgotten = {"eval_fraction": 0.0}
-    elif any(own[name] != given[name] for name in (*_SOURCE, *_HELD_OUT)):
-        forgotten = {**_HELD_OUT, **_LIMITS}
-    elif "dataset.path" not in changes and all(own[name] == nothing for name, nothing in _HELD_OUT.items()):
-        these = f"(dataset.path={own['path']} scores those that it was trained on)."
+    elif any(own[name] != given[name] for name in (*_SOURCE, *WITHOUT_HELD_OUT_ROWS)):
+        forgotten = {**WITHOUT_HELD_OUT_ROWS, **_LIMITS}
+    elif "dataset.path" not in changes and not has_held_out_rows(own_dataset):
+        trained_on = f"(dataset.path={own['path']} scores those that it was trained on)."
         raise ConfigError(
             f"run={changes.values['run']}: it held no rows out. Give dataset.path=FILE with rows to score "
-            + ("" if own["path"] is None else these)
+            + ("" if own["path"] is None else trained_on)
         )
     if "dataset.path" in changes and own["mix"]:
-        forgotten["mix"] = {}  # other rows in the place of a mix
+        forgotten["mix"] = {}
     rows = {**given, **{name: nothing for name, nothing in forgotten.items() if name not in typed_in}}
     if "max_rows" in typed_in and (rows.get("eval_path") or rows.get("eval_split")):
         raise ConfigError(
@@ -272,18 +268,18 @@ def _rows_to_score(own: dict[str, Any], given: dict[str, Any], changes: Changes)
 
 # ---- app.export
 
-EXPORT_MAY = (
+EXPORT_ALLOWED = (
     *("run", "to", "kind", "dtype", "shard_gb", "cache_dir", "launch.threads", "model.path"),
     *("dataset.path", "dataset.eval_path", "dataset.eval_fraction"),
 )
 _EXPORT_WHY_NOT = {"": "because an export writes down what the run made; only its files may lie elsewhere"}
-# the certificate takes the rows that the run held out one by one, through plain attention
+# the export is verified on single held-out rows, through plain attention
 _FOR_EXPORT = {"eval.rows": 1, "batching.packing": False, "attention.kind": "sdpa", "tracker.kind": "none"}
 
 
 @dataclass(kw_only=True, slots=True)
-class ExportConfig(_OfARun):
-    """The run as it is exported. `dtype` and `shard_gb` (the largest file) are of `kind=merged`."""
+class ExportConfig(_FinishedRun):
+    """Options of app.export. `dtype` and `shard_gb` (of the largest file) are for `kind=merged`."""
 
     to: str
     kind: str = choice("adapter", "merged")
@@ -292,17 +288,16 @@ class ExportConfig(_OfARun):
 
     @property
     def target(self) -> Path:
-        """Where the export is to be."""
         return Path(self.to).expanduser().absolute()
 
 
-def export_config(arguments: Sequence[str], choices_of: ChoicesOf) -> ExportConfig:
-    """From the command line."""
-    changes = read_changes(arguments, ExportConfig, EXPORT_MAY, _EXPORT_WHY_NOT)
+def export_config(arguments: Sequence[str], read_choices: ReadChoices) -> ExportConfig:
+    """Read the command line of app.export."""
+    changes = read_changes(arguments, ExportConfig, EXPORT_ALLOWED, _EXPORT_WHY_NOT)
     folder = finished_folder(changes.values.get("run"))
-    run = settled(read_run(folder / "run.yaml"), _precision(choices_of(folder)))
-    over = {**_AFTER_TRAINING, **_FOR_EXPORT, "model.tokenizer": str(folder / "final")}
-    config = checked(changed(run, changes, over), ExportConfig)
+    run = _with_recorded_precision(folder, read_choices)
+    over = {**_NOT_FOR_A_FINISHED_RUN, **_FOR_EXPORT, "model.tokenizer": str(folder / "final")}
+    config = validated(apply_changes(run, changes, over), ExportConfig)
     refuse(_export_problems(config, changes))
     return config
 
@@ -327,7 +322,7 @@ def _export_problems(config: ExportConfig, changes: Changes) -> Iterator[str]:
 
 # ---- app.reproduce
 
-REPRODUCE_MAY = (
+REPRODUCE_ALLOWED = (
     *("run", "output_dir", "steps", "tolerance", "anyway", "attention", "precision", "launch.threads"),
     *("cache_dir", "dataset.path", "dataset.mix", "dataset.eval_path"),
     *("model.path", "model.tokenizer", "model.chat_template"),
@@ -338,20 +333,20 @@ _REPRODUCE_WHY_NOT = {
 
 
 @dataclass(kw_only=True, slots=True)
-class ReproduceConfig(_OfARun):
-    """The run as it is run again. `tolerance` is relative: 0 asks for the same bits."""
+class ReproduceConfig(_FinishedRun):
+    """Options of app.reproduce. `tolerance` is relative; 0 asks for the same bits."""
 
     steps: int | None = number(None, at_least=1)
     tolerance: float = number(0.0, at_least=0)
     anyway: bool = False
 
 
-def reproduce_config(arguments: Sequence[str], choices_of: ChoicesOf) -> ReproduceConfig:
-    """From the command line."""
-    changes = read_changes(arguments, ReproduceConfig, REPRODUCE_MAY, _REPRODUCE_WHY_NOT)
+def reproduce_config(arguments: Sequence[str], read_choices: ReadChoices) -> ReproduceConfig:
+    """Read the command line of app.reproduce."""
+    changes = read_changes(arguments, ReproduceConfig, REPRODUCE_ALLOWED, _REPRODUCE_WHY_NOT)
     folder = run_folder(changes.values.get("run"))
-    run = settled(read_run(folder / "run.yaml"), choices_of(folder))
-    # a run that began at a checkpoint of another begins there again; one that was stopped begins at the beginning
+    run = with_recorded_choices(read_run(folder / "run.yaml"), read_choices(folder))
+    # a run that began at a checkpoint of another run begins there again; a resumed run begins at step 0
     resume = run.resume
     if resume == "auto" or (resume and Path(resume).expanduser().resolve().is_relative_to(folder.resolve())):
         resume = None
@@ -359,6 +354,6 @@ def reproduce_config(arguments: Sequence[str], choices_of: ChoicesOf) -> Reprodu
         "output_dir": f"{folder.resolve()}-reproduced",
         "resume": resume,
         "dry_run": False,
-        "tracker.kind": "none",  # its curves are there already
+        "tracker.kind": "none",
     }
-    return checked(changed(run, changes, over), ReproduceConfig)
+    return validated(apply_changes(run, changes, over), ReproduceConfig)

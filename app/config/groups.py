@@ -1,4 +1,4 @@
-"""Where conf/ is, and which groups and choices it has. The folder listing is the only list of names."""
+"""The folder conf/ with its groups and choices. Its listing is the only list of their names."""
 
 from functools import cache
 from pathlib import Path
@@ -11,7 +11,7 @@ CONF = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
 
 
 def choices_by_group() -> dict[str, tuple[str, ...]]:
-    """Every group with the names that can be chosen; files that start with `_` are parts of others."""
+    """The names that can be chosen, by group; files that start with `_` are parts of others."""
     return _choices_in(CONF)
 
 

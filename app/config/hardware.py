@@ -1,4 +1,4 @@
-"""`hardware=NAME` of app.check: a file of conf/hardware, with what the command line changes of it."""
+"""`hardware=NAME` of app.check: the GPUs of conf/hardware, with overrides of the command line."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,15 +9,15 @@ import yaml
 from app.config import groups
 from app.config.overrides import key_of
 from app.config.schema import QuantizationConfig, number
-from app.config.validate import typed
+from app.config.validate import parse_section
 from app.errors import ConfigError
 
-_FP8_FROM = (8, 9)  # compute capability: Ada, Hopper and what came after them
+_MIN_FP8_CAPABILITY = (8, 9)  # Ada, Hopper and later
 
 
 @dataclass(kw_only=True, slots=True)
 class HardwareConfig:
-    """Facts of one GPU; `name` is that of its file, and `names` are what its driver calls it."""
+    """Facts about a GPU; `name` is that of its file, `names` are those of its driver."""
 
     name: str
     label: str
@@ -31,49 +31,49 @@ class HardwareConfig:
 
     @property
     def has_fp8(self) -> bool:
-        """Whether its tensor cores multiply such numbers, and CUDA knows how."""
+        """Whether its tensor cores multiply fp8 through CUDA."""
         if self.capability is None or self.fp8_tflops is None:
             return False
         major, _, minor = self.capability.partition(".")
-        return (int(major), int(minor or 0)) >= _FP8_FROM
+        return (int(major), int(minor or 0)) >= _MIN_FP8_CAPABILITY
 
 
 @dataclass(kw_only=True, slots=True)
 class _Root:
-    """So that messages name the keys as they are typed."""
+    """Wrapper so that messages name the keys as they are typed."""
 
     hardware: HardwareConfig
 
 
-def read_hardware(words: Sequence[str]) -> HardwareConfig | None:
-    """From the overrides `hardware=...` and `hardware.KEY=...`, the last of each; None: the machine at hand."""
-    given = {key_of(word): word.partition("=")[2].strip("'\"") for word in words}
+def read_hardware(overrides: Sequence[str]) -> HardwareConfig | None:
+    """Read `hardware=...` and `hardware.KEY=...`, the last of each; None stands for this machine."""
+    given = {key_of(text): text.partition("=")[2].strip("'\"") for text in overrides}
     name = given.pop("hardware", "auto")
     if name != "auto":
         changes = {key.partition(".")[2]: None if text == "null" else text for key, text in given.items()}
         return _read(name, changes)
     if given:
         raise ConfigError(
-            f"{next(iter(given))} needs hardware=NAME, which it changes. Choose one of {', '.join(named())}."
+            f"{next(iter(given))} needs hardware=NAME, which it changes. Choose one of {', '.join(hardware_names())}."
         )
     return None
 
 
-def every_hardware() -> list[HardwareConfig]:
-    """All GPUs that have a file."""
-    return [_read(name, {}) for name in named()]
+def all_hardware() -> list[HardwareConfig]:
+    """Every GPU of conf/hardware."""
+    return [_read(name, {}) for name in hardware_names()]
 
 
-def named() -> list[str]:
+def hardware_names() -> list[str]:
     """The names of the files, without the one that stands for whatever is present."""
     return [name for name in groups.choices_by_group()["hardware"] if name != "auto"]
 
 
-def lacking(quantization: QuantizationConfig, hardware: HardwareConfig) -> list[str]:
-    """What a run needs and this GPU does not have."""
+def missing_hardware_support(quantization: QuantizationConfig, hardware: HardwareConfig) -> list[str]:
+    """Problems of a run that needs what this GPU lacks."""
     if quantization.kind != "fp8" or hardware.has_fp8:
         return []
-    those = ", ".join(each.name for each in every_hardware() if each.has_fp8)
+    those = ", ".join(each.name for each in all_hardware() if each.has_fp8)
     has = "none of CUDA's" if hardware.capability is None else hardware.capability
     return [
         f"quantization.kind=fp8 needs an NVIDIA GPU of compute capability 8.9 or higher, and "
@@ -91,4 +91,4 @@ def _read(name: str, changes: Mapping[str, Any]) -> HardwareConfig:
         raise ConfigError(
             f"{file}: expected label:, memory_gib: and so on, as in the other files of the folder."
         )
-    return typed(_Root, {"hardware": {"name": name, **facts, **changes}}).hardware
+    return parse_section(_Root, {"hardware": {"name": name, **facts, **changes}}).hardware

@@ -1,4 +1,4 @@
-"""What `--help` shows: the commands, and every group with its choices, read from conf/ itself."""
+"""Text of `--help`: the commands, and every group with its choices from conf/."""
 
 import textwrap
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from app.config.groups import CONF, choices_by_group
 from app.config.load import default_choices
 
 _WIDTH = 110
-_TOLD = ("recipe", "model", "dataset", "task", "sweep")  # groups whose choices are told one by one
+_LISTED_GROUPS = ("recipe", "model", "dataset", "task", "sweep")  # with a line for each choice
 _FRAME = """\
 Fine-tune a language model.
 
@@ -31,17 +31,17 @@ Keys are explained in docs/config.md, data in docs/data.md.
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:
-    """Hydra's own help shows files that nobody can choose."""
+    """Whether our help is asked for; Hydra's would show files that cannot be chosen."""
     return any(argument in {"-h", "--help"} for argument in arguments)
 
 
 def help_text() -> str:
-    """For app.train."""
+    """The help of app.train."""
     chosen = default_choices()
     lines = []
     for group, names in choices_by_group().items():
         starred = {name: f"{name}*" if chosen.get(group) == name else name for name in names}
-        if group in _TOLD:
+        if group in _LISTED_GROUPS:
             lines.append(f"  {group}")
             lines += [
                 f"    {word:<20}{_purpose(CONF / group / f'{name}.yaml')}" for name, word in starred.items()
@@ -55,7 +55,7 @@ def help_text() -> str:
 
 
 def _purpose(file: Path) -> str:
-    """The first line of its first comment, without the command that shows its use."""
+    """First line of a file's first comment, without the example command in it."""
     lines = file.read_text("utf-8").splitlines()
     comment = next(line for line in lines if line.startswith("# ") and "@package" not in line)
     return textwrap.shorten(

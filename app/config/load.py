@@ -15,10 +15,10 @@ from yaml import YAMLError
 
 from app.assets import PREFIX
 from app.config import groups
-from app.config.overrides import key_of, sort_overrides, split_words
+from app.config.overrides import key_of, partition_overrides, split_arguments
 from app.config.rules import problems_of
 from app.config.schema import RunConfig
-from app.config.validate import key_problems, typed
+from app.config.validate import key_problems, parse_section
 from app.errors import CheckpointError, ConfigError, refuse
 
 VERSION_BASE = "1.3"
@@ -27,63 +27,63 @@ Run = TypeVar("Run", bound=RunConfig)
 
 
 def load_run(config: DictConfig) -> RunConfig:
-    """The typed run. The plain container is read into the schema anew: Hydra lets `+key=...` past its own check."""
-    return checked(_plain(config), RunConfig)
+    """The typed run, validated from plain data because Hydra lets `+key=...` past its own check."""
+    return validated(_plain(config), RunConfig)
 
 
-def checked(data: Mapping[str, Any], schema: type[Run]) -> Run:
-    """Plain data, as it stands in a run.yaml, as a typed run that broke no rule, maybe with keys of a command."""
-    config = typed(schema, data)
+def validated(data: Mapping[str, Any], schema: type[Run]) -> Run:
+    """Validate plain data of a run.yaml by `schema`, RunConfig or one with keys of a command, and by the rules."""
+    config = parse_section(schema, data)
     refuse(problems_of(config))
     return config
 
 
 def read_run(file: Path) -> RunConfig:
-    """The run that a run.yaml describes; rules about its start (resume, folders) have had their time."""
+    """The run of a run.yaml, without the rules: those about resume and folders hold at its start only."""
     try:
         data = OmegaConf.to_container(OmegaConf.load(file))
-        return typed(RunConfig, data if isinstance(data, dict) else {})  # type: ignore[arg-type]
+        return parse_section(RunConfig, data if isinstance(data, dict) else {})  # type: ignore[arg-type]
     except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException, ConfigError) as fault:
         reason = " ".join(fault.problems) if isinstance(fault, ConfigError) else _one_line(fault)
         raise CheckpointError(f"{file} cannot be read as the configuration of a run: {reason}") from fault
 
 
 def compose_run(overrides: Sequence[str]) -> RunConfig:
-    """What `hydra.main` would hand over for these overrides, with every problem in one ConfigError."""
-    return _composed(_checked_words(overrides))
+    """Compose a run as `hydra.main` does; one ConfigError has every problem."""
+    return _composed(_checked_overrides(overrides))
 
 
-def checked_arguments(arguments: Sequence[str]) -> list[str]:
-    """Command-line words as Hydra takes them; ConfigError with everything that is wrong with the run they describe."""
-    overrides, switches = split_words(arguments)
-    words = _checked_words(overrides)
-    _composed(words)
-    return [*switches, *words]
+def validated_arguments(arguments: Sequence[str]) -> list[str]:
+    """Command-line arguments for Hydra; one ConfigError has every problem of the run that they describe."""
+    overrides, switches = split_arguments(arguments)
+    composable = _checked_overrides(overrides)
+    _composed(composable)
+    return [*switches, *composable]
 
 
-def _checked_words(overrides: Sequence[str]) -> list[str]:
-    """As `check_overrides`; where a word means nothing, the values of the others are looked at all the same."""
-    checked, problems = sort_overrides(overrides, RunConfig)
-    checked = _with_any_model(checked)
+def _checked_overrides(overrides: Sequence[str]) -> list[str]:
+    """Overrides that compose; where some are invalid, the values of the others are validated all the same."""
+    valid, problems = partition_overrides(overrides, RunConfig)
+    valid = _with_folder_model(valid)
     if problems:
-        raise ConfigError([*problems, *_wrong_values(checked)])
-    return checked
+        raise ConfigError([*problems, *_wrong_values(valid)])
+    return valid
 
 
 def _wrong_values(overrides: Sequence[str]) -> list[str]:
-    """Only what is told of a key that was given: all else may follow from what is missing."""
+    """Problems with the given keys alone: others may follow from the overrides that were left out."""
     if not overrides:
         return []
     given = tuple(f"{key_of(text)}=" for text in overrides)
     try:
-        typed(RunConfig, _plain(_compose(overrides)))
+        parse_section(RunConfig, _plain(_compose(overrides)))
     except ConfigError as wrong:
         return [problem for problem in wrong.problems if problem.startswith(given)]
     return []
 
 
-def _with_any_model(overrides: list[str]) -> list[str]:
-    """`model.path=...` alone names a model of its own: the sizes and rates of the default one do not suit it."""
+def _with_folder_model(overrides: list[str]) -> list[str]:
+    """Choose `model=folder` for a bare `model.path=...`: sizes and rates of the default model do not suit it."""
     given = {key_of(text): text.partition("=")[2] for text in overrides}
     path = given.get("model.path", PREFIX)
     if path.strip("'\"").startswith(PREFIX) or given.keys() & {"model", "experiment"}:
@@ -91,23 +91,23 @@ def _with_any_model(overrides: list[str]) -> list[str]:
     return ["model=folder", *overrides]
 
 
-def section_of(group: str, choice: str) -> dict[str, Any]:
-    """The section that a file of conf/ makes, its references to other sections as they stand."""
+def load_choice(group: str, choice: str) -> dict[str, Any]:
+    """The section of a group's choice, its `${...}` unresolved."""
     return _as_dict(_compose([f"{group}={choice}"])[group], resolve=False)
 
 
 def default_choices() -> dict[str, str | None]:
-    """The choice of each group where none is made."""
+    """The default choice of each group."""
     return dict(_compose([]).hydra.runtime.choices)
 
 
 def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain data with every `${...}` looked up."""
+    """Plain data with every `${...}` resolved."""
     return _plain(OmegaConf.create(dict(data)))
 
 
 def _composed(overrides: Sequence[str]) -> RunConfig:
-    """The typed run, if every override means something: the numbers of pretrained weights lie beside them."""
+    """The typed run; numbers of an architecture are refused for pretrained weights, which bring their own."""
     run = load_run(_compose(overrides))
     numbers = [text.lstrip("+") for text in overrides if key_of(text).startswith("model.architecture")]
     if numbers and run.model.weights == "pretrained":
@@ -122,7 +122,7 @@ def _composed(overrides: Sequence[str]) -> RunConfig:
 
 
 def _compose(overrides: Sequence[str]) -> DictConfig:
-    """Composes without the typed schema, because Hydra stops at the first key that a schema refuses."""
+    """Compose without the typed schema, because Hydra stops at the first key that a schema refuses."""
     store_schema({})
     GlobalHydra.instance().clear()
     try:
@@ -156,9 +156,9 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 
 def _lookup_problem(fault: OmegaConfBaseException) -> str:
-    told = _one_line(fault).partition(" full_key:")[0].rpartition("while resolving interpolation: ")[2]
+    quoted = _one_line(fault).partition(" full_key:")[0].rpartition("while resolving interpolation: ")[2]
     where = f"{fault.full_key}: " if fault.full_key else ""
-    reason = told.strip('"')
+    reason = quoted.strip('"')
     return f"{where}{reason}."
 
 

@@ -1,7 +1,4 @@
-"""What single keys cannot say: combinations that cannot work, and what this version does not do yet.
-
-Each rule is a pure function from the run to its problems; all of them are reported together.
-"""
+"""Rules about combinations of keys that cannot work. Each is a pure function from the run to its problems."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +10,7 @@ Rule = Callable[[RunConfig], Iterator[str]]
 
 
 def problems_of(run: RunConfig) -> list[str]:
-    """Every broken rule, in the order of RULES."""
+    """The problems of every broken rule, in the order of RULES."""
     return [problem for rule in RULES for problem in rule(run)]
 
 
@@ -107,7 +104,7 @@ def _narrow_weights_are_of_whole_models(run: RunConfig) -> Iterator[str]:
 
 
 def _steps_in_backward_see_one_gradient(run: RunConfig) -> Iterator[str]:
-    """All that stands in the way in one message: they are mended together."""
+    """One message names all conflicting settings, because they are changed together."""
     if not run.optimizer.in_backward:
         return
     if run.adapter.kind != "none":

@@ -1,7 +1,7 @@
-"""The typed shape of a run. Values live in conf/, one owner per key; here are only names, types and limits.
+"""Typed schema of a run: names, types and limits of its keys. Values live in conf/, one owner per key.
 
-`MISSING` means that conf/ must give a value. A section always exists; the ones that can be off have `kind: none`.
-Every `kind` must be the name of a file in the group's folder, which is checked against conf/ itself.
+`MISSING` means that conf/ must give a value. Every section exists; those that can be off have `kind: none`. A `kind`
+must be the name of a file in the group's folder.
 """
 
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-CHOICES = "choices"  # what a field says of itself in its metadata
+CHOICES = "choices"  # keys of a field's metadata
 LIMITS = "limits"
 SECTIONS = "sections"
 
@@ -26,7 +26,7 @@ def number(default: Any = MISSING, **limits: float) -> Any:
 
 @dataclass(kw_only=True, slots=True)
 class Suggest:
-    """What suits this model; recipes refer to these."""
+    """Settings that suit this model; recipes refer to them."""
 
     lr_full: float = number(above=0)
     lr_full_by_task: dict[str, Any] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Suggest:
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
-    """Facts of one model. `architecture` has the numbers of its config.json, so that no hub is needed for them."""
+    """Facts about a model. `architecture` has the numbers of its config.json, so that they need no hub."""
 
     path: str = MISSING
     revision: str | None = None
@@ -54,7 +54,7 @@ class ModelConfig:
 
 @dataclass(kw_only=True, slots=True)
 class Columns:
-    """Which column of the data has what; only those of the chosen format are read. Null: nobody reads it."""
+    """Names of the columns; only those of the chosen format are read, and none for null."""
 
     messages: str = MISSING
     conversations: str = MISSING
@@ -76,7 +76,7 @@ class Columns:
 
 @dataclass(kw_only=True, slots=True)
 class MixSource:
-    """One source of a mix. `weight` is how often an epoch has each of its rows; what is null is as for all sources."""
+    """One source of a mix. `weight` is how often an epoch has each of its rows; null takes the key of the dataset."""
 
     path: str = MISSING
     weight: float = number(1.0, at_least=0, at_most=1000)
@@ -90,10 +90,10 @@ class MixSource:
 
 @dataclass(kw_only=True, slots=True)
 class DatasetConfig:
-    """Where the rows are, what shape they have, and what is trained of them. `mix` is in place of `path`, by name."""
+    """Where the rows are, their format, and which tokens are trained. `mix` has named sources in place of `path`."""
 
     path: str | None = MISSING
-    # sections by names of the user's; Hydra, which would refuse to add to a typed mapping, is not told their type
+    # sections by the user's names; untyped because Hydra refuses to add keys to a typed mapping
     mix: dict[str, Any] = field(default_factory=dict, metadata={SECTIONS: MixSource})
     format: str = choice(
         *("auto", "messages", "sharegpt", "instruction", "question_answer"),
@@ -121,8 +121,8 @@ class DatasetConfig:
 class TaskConfig:
     """What the model learns to predict.
 
-    `mask_share` is the part of a row's tokens that is hidden from it; `labels` are the names of all classes in their
-    order, none: those of the training rows, which run.yaml then has.
+    `mask_share` is the fraction of tokens that are masked; `labels` are the names of all classes in their order, by
+    default those of the training rows, which run.yaml then has.
     """
 
     kind: str = MISSING
@@ -141,14 +141,14 @@ class BatchingConfig:
 
     @property
     def bin_tokens(self) -> int:
-        """Of a bin, once `auto` is settled (`engine.bins`)."""
-        assert isinstance(self.tokens, int), "batching.tokens=auto is not settled yet"
+        """Tokens of a bin, once `auto` is resolved."""
+        assert isinstance(self.tokens, int), "batching.tokens=auto is not resolved yet"
         return self.tokens
 
 
 @dataclass(kw_only=True, slots=True)
 class AdapterConfig:
-    """What is trained on top of a frozen base; `none` trains the whole model."""
+    """The adapter on a frozen base; `none` trains the whole model."""
 
     kind: str = MISSING
     r: int = number(0, at_least=0)
@@ -160,7 +160,7 @@ class AdapterConfig:
 
 @dataclass(kw_only=True, slots=True)
 class QuantizationConfig:
-    """How the frozen base is stored. `double_quant`: its scales are quantised too, half a bit a weight less."""
+    """How the frozen base is stored. `double_quant` quantises its scales too, which saves half a bit a weight."""
 
     kind: str = MISSING
     double_quant: bool = False
@@ -168,7 +168,7 @@ class QuantizationConfig:
 
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
-    """Each kind reads the fields that its YAML sets; `lr` belongs to the recipe."""
+    """The optimizer; each kind reads the keys that its YAML sets, and the recipe sets `lr`."""
 
     kind: str = MISSING
     lr: float = number(above=0)
@@ -199,7 +199,7 @@ class AttentionConfig:
 
 @dataclass(kw_only=True, slots=True)
 class PrecisionConfig:
-    """In which numbers the arithmetic is done, and in which the weights are held where the whole model is trained."""
+    """Data types of the arithmetic and, in full fine-tuning, of the weights."""
 
     kind: str = MISSING
     trained: str = choice("fp32", "bf16", default="fp32")
@@ -207,7 +207,7 @@ class PrecisionConfig:
 
 @dataclass(kw_only=True, slots=True)
 class CompileConfig:
-    """Which parts torch's compiler makes. `graphs`: a GPU is sent their kernels as one recorded graph."""
+    """Use of torch.compile. `graphs` launches the kernels of a GPU as one recorded CUDA graph."""
 
     kind: str = MISSING
     graphs: bool = False
@@ -215,7 +215,7 @@ class CompileConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ParallelConfig:
-    """How several processes share the work. `shard` processes divide each of `replicate` copies of the model."""
+    """How several processes share the work: each of `replicate` copies of the model is sharded over `shard`."""
 
     kind: str = choice("auto", "ddp", "fsdp", "hsdp")
     shard: int | str = number(at_least=1)
@@ -229,7 +229,7 @@ class ParallelConfig:
 
     @property
     def divides(self) -> bool:
-        """Whether a process keeps a part of the model only."""
+        """Whether each process has only a shard of the model."""
         return self.kind in {"fsdp", "hsdp"}
 
 
@@ -244,10 +244,10 @@ class TrackerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class TrainingConfig:
-    """How long, and what happens to the gradient. `recompute`: all layers, none, the first so many, or auto.
+    """Length of the training, clipping, and activation checkpointing.
 
-    `rehearse`: the largest micro-batch once through everything before the first step; `auto`: on a GPU.
-    `offload`: what recomputed layers keep waits in the memory of the host.
+    `recompute`: all layers, none, the first so many, or auto. `offload` keeps the inputs of recomputed layers on the
+    host. `rehearse` runs the largest micro-batch once before the first step; `auto` does on a GPU.
     """
 
     epochs: float = number(above=0)
@@ -262,7 +262,7 @@ class TrainingConfig:
 
 @dataclass(kw_only=True, slots=True)
 class EvalConfig:
-    """When the held-out rows are scored; `every: 0` means only at the end. Patience counts evaluations, 0 is off."""
+    """Evaluations on held-out rows; `every: 0` means only at the end. `patience` counts evaluations, 0 is off."""
 
     every: int = number(at_least=0)
     rows: int = number(at_least=1)
@@ -274,7 +274,7 @@ class EvalConfig:
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
-    """When the run is saved, how many saves stay, and which weights end up in final/."""
+    """Checkpoints: how often, how many are kept, and the weights of final/."""
 
     every: int = number(at_least=0)
     keep: int = number(at_least=1)
@@ -284,14 +284,14 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True, slots=True)
 class RecordConfig:
-    """How often a line is written."""
+    """How often a line of metrics is written."""
 
     every: int = number(at_least=1)
 
 
 @dataclass(kw_only=True, slots=True)
 class LaunchConfig:
-    """Processes on this machine (`auto`: one for each GPU) and threads; `threads: null` shares the cores out evenly."""
+    """Processes on this machine (`auto`: one per GPU) and their threads (null: an equal share of the cores)."""
 
     num_processes: int | str = number(at_least=1)
     threads: int | None = number(at_least=1, at_most=1024)
@@ -299,7 +299,7 @@ class LaunchConfig:
 
 @dataclass(kw_only=True, slots=True)
 class RunConfig:
-    """Everything that `python -m app.train` can be told."""
+    """All keys of `python -m app.train`."""
 
     output_dir: str = MISSING
     seed: int = number(at_least=0, at_most=2**32 - 1)

@@ -1,7 +1,7 @@
-"""Plain data into a typed section: every unknown key, wrong type, wrong choice and missing value, all at once.
+"""Validation of plain data by a typed schema: all unknown keys, wrong types, choices and missing values at once.
 
-Neither library would do: OmegaConf takes `${...}` in any text for an interpolation, also in a prompt about the shell;
-pydantic takes true for the number 1, tells one bound of two, and doubles the time to the message of a misspelt key.
+OmegaConf would take `${...}` in any text for an interpolation, also in a prompt about the shell. Pydantic takes true
+for the number 1, reports one bound of two, and doubles the time to the message about a misspelt key.
 """
 
 import math
@@ -24,8 +24,8 @@ from app.errors import refuse
 Section = TypeVar("Section")
 
 
-def typed(schema: type[Section], data: Mapping[str, Any]) -> Section:
-    """`data` as a `schema` object, or one ConfigError with every problem."""
+def parse_section(schema: type[Section], data: Mapping[str, Any]) -> Section:
+    """Validate `data` as a `schema` object; one ConfigError has every problem."""
     problems = key_problems(schema, data)
     result: Section = _section(schema, data, "", problems)
     refuse(problems)
@@ -33,31 +33,31 @@ def typed(schema: type[Section], data: Mapping[str, Any]) -> Section:
 
 
 def key_problems(schema: Any, data: Mapping[str, Any]) -> list[str]:
-    """Only what is wrong with the keys of `data`; its values may be interpolations still."""
-    return list(_key_problems(schema, data, "", kinds(schema)))
+    """Problems with the keys of `data` alone; values may be unresolved interpolations."""
+    return list(_key_problems(schema, data, "", field_types(schema)))
 
 
-def _kinds(schema: Any) -> dict[str, Any]:
+def _field_types(schema: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for each in fields(schema):
         found[each.name] = each.type
         if is_dataclass(each.type):
-            found |= {f"{each.name}.{inner}": kind for inner, kind in kinds(each.type).items()}
+            found |= {f"{each.name}.{inner}": kind for inner, kind in field_types(each.type).items()}
     return found
 
 
 # the type of every dotted key of a schema, sections included
-kinds: Callable[[Any], dict[str, Any]] = cache(_kinds)
+field_types: Callable[[Any], dict[str, Any]] = cache(_field_types)
 
 
 def leaf_keys(schema: Any) -> tuple[str, ...]:
-    """Every dotted key of a schema that holds a value."""
-    return tuple(key for key, kind in kinds(schema).items() if not is_dataclass(kind))
+    """Every dotted key of a schema that has a value, not a section."""
+    return tuple(key for key, kind in field_types(schema).items() if not is_dataclass(kind))
 
 
 def is_key(schema: Any, key: str) -> bool:
-    """Whether a dotted key is one of `schema`, names a section of it, or lies in a mapping that takes any key."""
-    known = kinds(schema)
+    """Whether `schema` has the dotted key, as a value, a section, or inside a mapping that takes any key."""
+    known = field_types(schema)
     return key in known or any(key.startswith(f"{m}.") for m, kind in known.items() if kind == dict[str, Any])
 
 
@@ -72,7 +72,7 @@ def _key_problems(schema: Any, data: Mapping[str, Any], prefix: str, known: Coll
         elif SECTIONS in each.metadata and isinstance(value, Mapping):
             inner = each.metadata[SECTIONS]
             for name, its in value.items():
-                own = [f"{path}.{name}.{key}" for key in kinds(inner)]
+                own = [f"{path}.{name}.{key}" for key in field_types(inner)]
                 yield from _section_problems(inner, its, f"{path}.{name}", own)
 
 
@@ -81,11 +81,11 @@ def _section_problems(schema: Any, value: Any, path: str, known: Collection[str]
         yield from _key_problems(schema, value, f"{path}.", known)
     else:
         first = fields(schema)[0].name
-        yield f"{path}={shown(value)}: {path} is a section. Give its keys, such as {path}.{first}=..."
+        yield f"{path}={format_value(value)}: {path} is a section. Give its keys, such as {path}.{first}=..."
 
 
 def _section(schema: Any, data: Mapping[str, Any], prefix: str, problems: list[str]) -> Any:
-    """A `schema` object; None once anything was wrong. What is no section is told with the keys."""
+    """A `schema` object, or None after any problem; `_key_problems` reports values in place of sections."""
     values: dict[str, Any] = {}
     for each in fields(schema):
         path, given = prefix + each.name, data.get(each.name, MISSING)
@@ -109,20 +109,20 @@ def _section(schema: Any, data: Mapping[str, Any], prefix: str, problems: list[s
 
 def _value(path: str, given: Any, each: Field[Any], problems: list[str]) -> Any:
     try:
-        value = converted(given, each.type)
+        value = convert(given, each.type)
     except ValueError as expected:
-        problems.append(f"{path}={shown(given)}: expected {expected}.")
+        problems.append(f"{path}={format_value(given)}: expected {expected}.")
         return None
     if value == "" and each.default != "":
         or_null = f", or {path}=null" if is_optional(each.type) else ""
         problems.append(f"{path}= is empty. Give a value{or_null}.")
     else:
-        problems += _unfit(path, value, each.metadata)
+        problems += _value_problems(path, value, each.metadata)
     return value
 
 
-def _unfit(path: str, value: Any, metadata: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with a value of the right type."""
+def _value_problems(path: str, value: Any, metadata: Mapping[str, Any]) -> Iterator[str]:
+    """Problems with a value of the right type: its choices and limits."""
     group, _, leaf = path.rpartition(".")
     allowed = choices_by_group()[group] if group and leaf == "kind" else metadata.get(CHOICES, ())
     limits = metadata.get(LIMITS, {})
@@ -146,29 +146,29 @@ _LIMITS: dict[str, Callable[[Any, Any], bool]] = {
 }
 
 
-def converted(value: Any, kind: Any) -> Any:
-    """`value` as `kind`, the type hint of a field; ValueError with what was expected."""
+def convert(value: Any, kind: Any) -> Any:
+    """Convert `value` to `kind`, the type hint of a field; the ValueError says what was expected."""
     if value is None and is_optional(kind):
         return None
-    plain = _without_none(kind)
+    plain = _optional_parts(kind)
     # beside other types text is `auto` alone
     parts = [part if len(plain) == 1 or part is not str else "auto" for part in plain]
     for part in reversed(parts):  # numbers before true and false: beside them 0 and 1 are counts
         with suppress(ValueError, KeyError):
             return _read(value, part)
-    *others, last = (word for part in parts for word in _KINDS[part][2])
+    *others, last = (name for part in parts for name in _TYPES[part][2])
     expected = f"{', '.join(others)} or {last}" if others else last
     raise ValueError(expected + (" or null" if is_optional(kind) else ""))
 
 
-def is_text(kind: Any) -> bool:
-    """Whether a field takes any text."""
-    return _without_none(kind) == (str,)
+def takes_text(kind: Any) -> bool:
+    """Whether a field's type is text."""
+    return _optional_parts(kind) == (str,)
 
 
 def number_type(kind: Any) -> type[int] | type[float] | None:
-    """Which kind of number a field takes, if it takes any."""
-    plain = _without_none(kind)
+    """int or float for a field that takes numbers, else None."""
+    plain = _optional_parts(kind)
     if plain == (float,):
         return float
     return int if plain in ((int,), (int, str)) else None
@@ -179,27 +179,27 @@ def is_optional(kind: Any) -> bool:
     return NoneType in get_args(kind)
 
 
-def shown(value: Any) -> str:
-    """A value as one would type it."""
+def format_value(value: Any) -> str:
+    """A value as it is typed on the command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(shown, value))}]"
+        return f"[{', '.join(map(format_value, value))}]"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {shown(inner)}' for key, inner in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {format_value(inner)}' for key, inner in value.items())}}}"
     return str(value)
 
 
-def _without_none(kind: Any) -> tuple[Any, ...]:
+def _optional_parts(kind: Any) -> tuple[Any, ...]:
     parts = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     return tuple(part for part in parts if part is not NoneType)
 
 
 _BOOLS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
-# types that are taken, how they are read, and the words for what was expected
-_KINDS: dict[Any, tuple[tuple[type, ...], Callable[[Any], Any], tuple[str, ...]]] = {
+# accepted types, the conversion, and the names for what was expected
+_TYPES: dict[Any, tuple[tuple[type, ...], Callable[[Any], Any], tuple[str, ...]]] = {
     bool: ((bool, int, str), lambda value: _BOOLS[str(value).lower()], ("true", "false")),
     int: ((int, str), int, ("a whole number",)),
     float: ((int, float, str), float, ("a number",)),
@@ -212,7 +212,7 @@ _KINDS: dict[Any, tuple[tuple[type, ...], Callable[[Any], Any], tuple[str, ...]]
 
 
 def _read(value: Any, part: Any) -> Any:
-    types, read, _ = _KINDS[part]
+    types, read, _ = _TYPES[part]
     if not isinstance(value, types) or (isinstance(value, bool) and part is not bool):
         raise ValueError(value)
     return read(value)

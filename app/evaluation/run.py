@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from app.batch import Batch
-from app.config.dataset import has_chats, paths_of, trains_answers
-from app.config.finished_run import holds_out
+from app.config.dataset import has_chats, has_held_out_rows, paths_of, trains_answers
 from app.config.schema import RunConfig
 from app.data.collate import Layout
 from app.data.data_report import split_lines
@@ -65,7 +64,7 @@ class Scoring(Subject):
             return "these are the rows that the run held out"
         if self.rows_are == "trained_on":
             return "these are the very rows that the run was trained on: they say nothing of others"
-        if holds_out(self.run.dataset):
+        if has_held_out_rows(self.run.dataset):
             return "these are not the same rows as the run held out"
         return f"these are all rows of {paths_of(self.run.dataset)}: nothing is held out of them"
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from app.config.hardware import HardwareConfig, every_hardware
+from app.config.hardware import HardwareConfig, all_hardware
 from app.config.schema import RunConfig
 from app.memory.estimate import MemoryPlan
 from app.memory.shape import Shape
@@ -61,7 +61,7 @@ def machine_of(hardware: HardwareConfig | None) -> Machine:
     if not torch.cuda.is_available():
         return Machine("cpu", "the processor of this machine", "cpu", _host_memory(), _resident(), True)
     name, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
-    known = known_as(name, every_hardware())
+    known = known_as(name, all_hardware())
     found = (
         Machine(name, name, "gpu", memory, ASSUMED_CONTEXT, False)
         if known is None

@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from app.config import groups
 from app.config.did_you_mean import did_you_mean
 from app.config.schema import RunConfig, choice, number
-from app.config.validate import typed
+from app.config.validate import parse_section
 from app.errors import ConfigError, refuse
 from app.sweeps.grid import MAX_TRIALS, Setting, too_many
 from app.sweeps.search_space import Dimension, Range, composed, value_in
@@ -70,7 +70,7 @@ def read_preset(words: Sequence[str]) -> Preset:
     data = _from_file(name)
     for key, value in changes.items():
         _put(data, key, value)
-    config = typed(_Root, {GROUP: data}).sweep
+    config = parse_section(_Root, {GROUP: data}).sweep
     _require_budget(name, config)
     spaces = frozenset(key.removeprefix(_SPACE) for key in changes if key.startswith(_SPACE))
     return Preset(name, config, spaces & config.space.keys())

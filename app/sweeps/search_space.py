@@ -14,7 +14,7 @@ from app.config.did_you_mean import did_you_mean
 from app.config.groups import choices_by_group
 from app.config.load import compose_run
 from app.config.schema import RunConfig
-from app.config.validate import kinds, number_type, shown
+from app.config.validate import field_types, format_value, number_type
 from app.errors import ConfigError, refuse
 from app.sweeps.grid import Setting, settings_of, wrong_overrides
 from app.sweeps.trials import key_of
@@ -165,14 +165,14 @@ def _multiplied(text: str, run: RunConfig) -> str:
         raise ConfigError(
             f"{text}: {key} has no number in this run that could be multiplied. Give numbers in sweep.space.{key}."
         )
-    if number_type(kinds(RunConfig)[key]) is int:
+    if number_type(field_types(RunConfig)[key]) is int:
         return f"{key}={max(1, round(base * factor))}"
     return f"{key}={base * factor:.{_DIGITS}g}"
 
 
 def _named(key: str, given: Any) -> str:
     """As it is typed."""
-    return f"sweep.space.{key}={shown(given)}"
+    return f"sweep.space.{key}={format_value(given)}"
 
 
 def _setting(key: str, given: Any) -> Setting:
@@ -197,7 +197,7 @@ def _wrong(texts: Sequence[str]) -> list[str]:
 
 def _number_type(key: str, given: Any) -> type[int] | type[float]:
     """Of a key that must take numbers."""
-    kind = kinds(RunConfig).get(key)
+    kind = field_types(RunConfig).get(key)
     if kind is None and key not in choices_by_group():
         raise ConfigError(_wrong([f"{key}=1"]))
     found = number_type(kind)
@@ -269,4 +269,4 @@ def _written(value: Any) -> str:
     if isinstance(value, str) and not _BARE.fullmatch(value):
         quoted: str = QuotedString(value, Quote.single).with_quotes()
         return quoted
-    return shown(value)
+    return format_value(value)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from app.config.overrides import split_words
+from app.config.overrides import split_arguments
 from app.config.schema import RunConfig
 from app.errors import AppError, ConfigError, refuse
 from app.sweeps.grid import Grid, Setting, settings_of, wrong_overrides
@@ -44,7 +44,7 @@ def sweep(arguments: Sequence[str], check_parts: Callable[[RunConfig], None]) ->
 
 def planned(arguments: Sequence[str], check_parts: Callable[[RunConfig], None]) -> Plan:
     """From the words of the command line."""
-    preset, space, settings = _read(split_words(arguments, sweep=True)[0])
+    preset, space, settings = _read(split_arguments(arguments, sweep=True)[0])
     of_trials = [setting for setting in settings if setting.key != _FOLDER]
     given = [text for setting in settings if setting.key == _FOLDER for text in setting.texts]
     dimensions, notes = dimensions_of(preset, space, of_trials, given)

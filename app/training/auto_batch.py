@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from app.batch import Batch
 from app.config.schema import RunConfig, TrainingConfig
-from app.config.validate import converted
+from app.config.validate import convert
 from app.distributed.process_group import HostGroup
 from app.errors import ConfigError
 from app.training.choices import Choices
@@ -103,7 +103,7 @@ def recomputed_layers(training: TrainingConfig) -> bool | int:
 
 def kept_layers(choices: Mapping[str, str]) -> bool | int | None:
     """What a continued run began with; None where there is nothing to continue."""
-    return converted(choices[LAYERS_CHOICE], bool | int) if LAYERS_CHOICE in choices else None
+    return convert(choices[LAYERS_CHOICE], bool | int) if LAYERS_CHOICE in choices else None
 
 
 def found_layers(find: Callable[[], tuple[int, str]], peers: HostGroup, layers: int) -> tuple[int, str]:

@@ -9,7 +9,7 @@ import pytest
 
 from app.config.load import compose_run
 from app.config.schema import RunConfig
-from app.config.validate import typed
+from app.config.validate import parse_section
 from app.errors import ConfigError
 
 
@@ -31,7 +31,7 @@ def data_with(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_with(changes: dict[str, Any]) -> RunConfig:
-    return typed(RunConfig, data_with(changes))
+    return parse_section(RunConfig, data_with(changes))
 
 
 def problems_in(changes: dict[str, Any]) -> list[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from app.config.commands import check_config, folders_in, generate_config, report_config, require_platform
-from app.config.hardware import every_hardware, named, read_hardware
+from app.config.hardware import all_hardware, hardware_names, read_hardware
 from app.config.load import compose_run
 from app.errors import ConfigError, EnvironmentProblem
 
@@ -114,8 +114,8 @@ def refusal(*words: str) -> str:
 
 
 def test_every_gpu_has_sound_facts() -> None:
-    table = {hardware.name: hardware for hardware in every_hardware()}
-    assert list(table) == named()
+    table = {hardware.name: hardware for hardware in all_hardware()}
+    assert list(table) == hardware_names()
     assert "auto" not in table
     for name, hardware in table.items():
         assert 20 < hardware.memory_gib < 300, name

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 
 from app.config.dataset import sources_of
-from app.config.load import checked, compose_run
+from app.config.load import compose_run, validated
 from app.config.schema import RunConfig
 from tests.config.small import refusal_of
 
@@ -40,7 +40,7 @@ def test_a_source_has_what_it_was_given_and_the_rest_of_the_dataset() -> None:
     assert (chat.path, chat.format, chat.max_rows, chat.revision) == ("a.jsonl", "messages", 7, None)
     assert (code.path, code.format, code.max_rows, code.revision) == ("b.jsonl", "text", 7, "v1")
     assert (code.columns.text, chat.columns.text, code.split) == ("body", "text", "dev")
-    assert checked(asdict(run), RunConfig) == run, "as it stands in a run.yaml"
+    assert validated(asdict(run), RunConfig) == run, "as it stands in a run.yaml"
 
 
 def test_sources_as_one_mapping() -> None:

@@ -6,21 +6,21 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from app.config.dataset import has_held_out_rows
 from app.config.finished_run import (
-    EVALUATE_MAY,
-    EXPORT_MAY,
+    EVALUATE_ALLOWED,
+    EXPORT_ALLOWED,
     EvaluateConfig,
     ExportConfig,
     as_run,
     evaluate_config,
     export_config,
-    holds_out,
     read_changes,
     reproduce_config,
-    settled,
+    with_recorded_choices,
 )
 from app.config.schema import RunConfig
-from app.config.validate import kinds
+from app.config.validate import field_types
 from app.errors import AppError, CheckpointError, ConfigError
 from tests.config.small import data_with, run_with
 
@@ -127,9 +127,9 @@ def test_all_that_is_wrong_comes_together() -> None:
 
 
 def test_what_may_change_is_there_to_be_changed() -> None:
-    assert set(EVALUATE_MAY) <= kinds(EvaluateConfig).keys()
-    assert set(EXPORT_MAY) <= kinds(ExportConfig).keys()
-    (first,) = read_changes(["dataset.columns.text=a"], EvaluateConfig, EVALUATE_MAY, {}).values
+    assert set(EVALUATE_ALLOWED) <= field_types(EvaluateConfig).keys()
+    assert set(EXPORT_ALLOWED) <= field_types(ExportConfig).keys()
+    (first,) = read_changes(["dataset.columns.text=a"], EvaluateConfig, EVALUATE_ALLOWED, {}).values
     assert first == "dataset.columns.text"
 
 
@@ -150,11 +150,11 @@ def test_precision_is_kept_and_attention_is_that_of_this_machine(run: Path) -> N
     config = evaluation(run, choices=chosen)
     assert (config.precision.kind, config.attention.kind, config.launch.threads) == ("fp32", "auto", None)
     assert evaluation(run, "precision=auto", choices=chosen).precision.kind == "auto"
-    again = settled(run_with({}), chosen)
+    again = with_recorded_choices(run_with({}), chosen)
     assert (again.precision.kind, again.attention.kind, again.launch.threads) == ("fp32", "flash", 3)
     asked = run_with({"precision.kind": "bf16", "attention.kind": "sdpa", "launch.threads": 1})
-    assert settled(asked, chosen) == asked
-    on_gpu = settled(run_with({}), {**chosen, "device": "cuda"})
+    assert with_recorded_choices(asked, chosen) == asked
+    on_gpu = with_recorded_choices(run_with({}), {**chosen, "device": "cuda"})
     assert on_gpu.launch.threads is None
 
 
@@ -237,7 +237,7 @@ def test_a_part_that_was_held_out_stays_so(tmp_path: Path) -> None:
     assert rows_of(run)["eval_fraction"] == 0.3
     assert rows_of(run, "dataset=messages", f"dataset.path={own}")["eval_fraction"] == 0.02
     assert rows_of(run, "dataset=messages", "dataset.path=other.jsonl") == {"path": "other.jsonl"}
-    assert holds_out(evaluation(run).dataset)
+    assert has_held_out_rows(evaluation(run).dataset)
 
 
 def test_where_nothing_was_held_out_rows_must_be_named(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config import groups
-from app.config.load import checked_arguments, compose_run
-from app.config.overrides import check_overrides, is_sweep, split_words
+from app.config.load import compose_run, validated_arguments
+from app.config.overrides import check_overrides, is_sweep, split_arguments
 from app.config.schema import RunConfig
-from app.config.validate import kinds, leaf_keys
+from app.config.validate import field_types, leaf_keys
 from app.errors import ConfigError
 from tests.config.small import refusal_of
 
@@ -164,7 +164,7 @@ def test_nine_of_ten_slips_of_one_key_stroke_are_understood() -> None:
     while tried < 200:
         key = dice.choice(keys)
         slip = dice.choice(SLIPS)(key, dice.randrange(len(key)))
-        if slip in kinds(RunConfig) or not all(slip.split(".")):
+        if slip in field_types(RunConfig) or not all(slip.split(".")):
             continue
         with pytest.raises(ConfigError) as refusal:
             check_overrides([f"{slip}=1"], RunConfig)
@@ -178,7 +178,7 @@ def test_nine_of_ten_slips_of_one_key_stroke_are_understood() -> None:
 )
 def test_whatever_is_typed_is_read_or_refused(parts: list[str]) -> None:
     with suppress(ConfigError):
-        check_overrides(split_words(["".join(parts)])[0], RunConfig)
+        check_overrides(split_arguments(["".join(parts)])[0], RunConfig)
 
 
 # ---- what reaches the run
@@ -244,7 +244,7 @@ def test_what_was_checked_can_be_checked_again() -> None:
 def test_the_program_runs_what_was_checked() -> None:
     """The words that Hydra gets give the same run as the words that were typed."""
     words = ["experiment=null", "output_dir=a=b", "model.architecture.new=1", "model.weights=random"]
-    assert compose_run(checked_arguments(words)) == compose_run(words)
+    assert compose_run(validated_arguments(words)) == compose_run(words)
 
 
 @pytest.mark.parametrize(
@@ -282,8 +282,8 @@ def test_a_path_alone_means_any_model_and_not_the_small_one(
 
 def test_switches_and_settings_may_be_mixed() -> None:
     words = ["seed=1", "--cfg", "job", "adapter.r=3"]
-    assert split_words(words) == (["seed=1", "adapter.r=3"], ["--cfg", "job"])
-    assert checked_arguments(words) == ["--cfg", "job", "++seed=1", "++adapter.r=3"]
+    assert split_arguments(words) == (["seed=1", "adapter.r=3"], ["--cfg", "job"])
+    assert validated_arguments(words) == ["--cfg", "job", "++seed=1", "++adapter.r=3"]
 
 
 WRONG_SWITCHES = [
@@ -305,7 +305,7 @@ WRONG_SWITCHES = [
 @pytest.mark.parametrize(("words", "sweep", "message"), WRONG_SWITCHES)
 def test_a_switch_that_is_not_there_is_refused(words: list[str], sweep: bool, message: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        split_words(words, sweep=sweep)
+        split_arguments(words, sweep=sweep)
     (problem,) = refusal.value.problems
     assert message in problem
 
@@ -320,4 +320,4 @@ def test_a_switch_that_is_not_there_is_refused(words: list[str], sweep: bool, me
 def test_a_sweep_is_known_by_its_switch(words: list[str], sweep: bool) -> None:
     assert is_sweep(words) is sweep
     settings = [word for word in words if word[:1] != "-" and word != "job"]
-    assert split_words(words, sweep=sweep)[0] == settings
+    assert split_arguments(words, sweep=sweep)[0] == settings

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from app.config.load import checked, compose_run, read_run
+from app.config.load import compose_run, read_run, validated
 from app.config.schema import RunConfig
 from app.config.validate import leaf_keys
 from app.errors import CheckpointError, ConfigError
@@ -96,7 +96,7 @@ def test_a_missing_key_is_named() -> None:
     data = data_with({})
     del data["training"], data["seed"]
     with pytest.raises(ConfigError) as refusal:
-        checked(data, RunConfig)
+        validated(data, RunConfig)
     assert "seed has no value. Give seed=..." in refusal.value.problems
     assert "training.clip has no value. Give training.clip=..." in refusal.value.problems
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from app.config.hardware import every_hardware, read_hardware
+from app.config.hardware import all_hardware, read_hardware
 from app.config.load import compose_run
 from app.memory.fit import ASSUMED_CONTEXT, bound, bucket_bytes, judge, known_as, machine_of
 from app.memory.shape import worst_case
@@ -106,7 +106,7 @@ NAMES = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_gpu_is_known_by_what_its_driver_calls_it(name: str) -> None:
-    known = known_as(name, every_hardware())
+    known = known_as(name, all_hardware())
     assert (known and known.name) == NAMES[name]
 
 

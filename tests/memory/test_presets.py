@@ -1,6 +1,6 @@
 """The presets for 70 billion weights keep what they promise, by the plan."""
 
-from app.config.hardware import every_hardware
+from app.config.hardware import all_hardware
 from app.config.load import compose_run
 from app.memory.fit import machine_of
 from app.memory.planner import Planned, Planner, by_facts
@@ -8,7 +8,7 @@ from app.memory.planner import Planned, Planner, by_facts
 
 def planned(experiment: str, hardware: str) -> Planned:
     words = [f"experiment={experiment}", "dataset=messages", "dataset.path=none.jsonl"]
-    (card,) = (each for each in every_hardware() if each.name == hardware)
+    (card,) = (each for each in all_hardware() if each.name == hardware)
     return Planner(machine_of(card)).at(by_facts(compose_run(words), words))
 
 

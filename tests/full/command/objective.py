@@ -6,11 +6,11 @@ from hydra import compose, initialize_config_dir
 
 from app import train
 from app.config.groups import CONF
-from app.config.load import VERSION_BASE, checked_arguments, store_schema
+from app.config.load import VERSION_BASE, store_schema, validated_arguments
 
 
 def main() -> None:
-    overrides = checked_arguments(sys.argv[1:])
+    overrides = validated_arguments(sys.argv[1:])
     store_schema()
     with initialize_config_dir(str(CONF), version_base=VERSION_BASE):
         config = compose("config", overrides=overrides, return_hydra_config=True)
