@@ -160,10 +160,10 @@ def _check_parts(config: CheckConfig) -> None:
     """What each part can say in milliseconds, all problems together."""
     from app.data import sources
     from app.memory.limits import not_planned
-    from app.model import source, templates
+    from app.model import source, tokenizer
 
     run = config.run
-    problems = [*sources.check(run.dataset), *templates.check(run.model)] if "data" in config.checks else []
+    problems = [*sources.check(run.dataset), *tokenizer.check(run.model)] if "data" in config.checks else []
     if "memory" in config.checks:
         problems += [*source.check(run.model), *not_planned(run.parallel, _planned_processes(config))]
     if problems:

@@ -77,9 +77,9 @@ def ask(config: EvaluateConfig, names: Sequence[str], console: Console) -> None:
 def _check_parts(config: EvaluateConfig) -> None:
     """What each part can say in milliseconds, all problems together."""
     from app.data import sources
-    from app.model import templates
+    from app.model import tokenizer
 
-    problems = [*sources.check(config.dataset, training=False), *templates.check(config.model)]
+    problems = [*sources.check(config.dataset, training=False), *tokenizer.check(config.model)]
     if problems:
         raise ConfigError(problems)
 

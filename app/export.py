@@ -58,9 +58,9 @@ def export(config: ExportConfig, console: Console) -> int:
 def _check_parts(config: ExportConfig) -> None:
     """What each part can say in milliseconds, all problems together."""
     from app.data import sources
-    from app.model import templates
+    from app.model import tokenizer
 
-    problems = [*sources.check(config.dataset, training=False), *templates.check(config.model)]
+    problems = [*sources.check(config.dataset, training=False), *tokenizer.check(config.model)]
     if problems:
         raise ConfigError(problems)
 

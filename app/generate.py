@@ -24,7 +24,7 @@ from app.files import write_text
 from app.tracking.formatting import printable
 
 if TYPE_CHECKING:
-    from app.model.answers import Answerer
+    from app.model.generate import TextGenerator
 
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
 
@@ -65,7 +65,7 @@ def _classify(config: GenerateConfig, folder: Path, run: RunConfig) -> None:
     one = [config.prompt, *([config.second] if pair else [])]
     fields = [columns.sentence1, columns.sentence2] if pair else [columns.text]
     texts = [list(map(str, one))] if config.prompts is None else read_examples(config.prompts, fields)
-    from app.model.classifier import Classifier
+    from app.model.generate import Classifier
     from app.model.load import load_tuned, load_tuned_tokenizer
     from app.model.tasks import task_of
 
@@ -106,7 +106,7 @@ def _in_json(texts: Sequence[str], fields: Sequence[str], found: dict[str, float
     )
 
 
-def _answerer(config: GenerateConfig, folder: Path | None, run: RunConfig | None) -> "Answerer":
+def _answerer(config: GenerateConfig, folder: Path | None, run: RunConfig | None) -> "TextGenerator":
     if run is not None and run.task.kind != "causal":
         raise ConfigError(
             f"run={folder}: it was tuned with task={run.task.kind}, and such a model writes no text. "
@@ -114,7 +114,7 @@ def _answerer(config: GenerateConfig, folder: Path | None, run: RunConfig | None
         )
     import torch
 
-    from app.model.answers import Answerer
+    from app.model.generate import TextGenerator
     from app.model.load import load_any, load_tuned, load_tuned_tokenizer
     from app.model.tasks import TASKS
 
@@ -131,10 +131,12 @@ def _answerer(config: GenerateConfig, folder: Path | None, run: RunConfig | None
     chosen = chat if config.chat is None else config.chat
     if chosen and not tokenizer.chat_template:
         raise ConfigError("chat=true: this tokenizer has no chat template. Set chat=false.")
-    return Answerer(lm, tokenizer, chosen, config.max_new_tokens, dict(config.sampling))
+    return TextGenerator(lm, tokenizer, chosen, config.max_new_tokens, dict(config.sampling))
 
 
-def _answer_file(config: GenerateConfig, answerer: "Answerer", questions: list[list[dict[str, Any]]]) -> None:
+def _answer_file(
+    config: GenerateConfig, answerer: "TextGenerator", questions: list[list[dict[str, Any]]]
+) -> None:
     """One JSON line for each question, in their order."""
     found: dict[int, str] = {}
     for place, answer in answerer.answers(questions, config.batch):
@@ -152,7 +154,7 @@ def _answer_file(config: GenerateConfig, answerer: "Answerer", questions: list[l
         sys.stderr.write(f"\n{config.output}\n")
 
 
-def _converse(config: GenerateConfig, answerer: "Answerer") -> None:
+def _converse(config: GenerateConfig, answerer: "TextGenerator") -> None:
     from app.training.conversation import Conversation
 
     if not answerer.chat:

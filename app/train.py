@@ -67,14 +67,14 @@ def _train_in(folder: RunFolder, run: RunConfig, console: Console, go_on: str) -
 def _check_parts(run: RunConfig) -> None:
     """What each part can say in milliseconds, all problems together."""
     from app.data import sources
-    from app.model import source, templates
+    from app.model import source, tokenizer
     from app.optim import requirements
     from app.tracking import trackers
 
     problems = [
         *sources.check(run.dataset),
         *source.check(run.model),
-        *templates.check(run.model),
+        *tokenizer.check(run.model),
         *requirements.check(run.optimizer),
         *trackers.check(run.tracker),
     ]

@@ -63,9 +63,9 @@ def has_cudnn_attention() -> bool:
     """What the backend itself says of this machine."""
     import torch
 
-    from app.model.attention import cudnn
+    from app.model.attention.varlen import cudnn_requires
 
-    return num_gpus() > 0 and not cudnn.requires(torch.device("cuda"))
+    return num_gpus() > 0 and not cudnn_requires(torch.device("cuda"))
 
 
 def interprets_kernels() -> bool:

@@ -18,7 +18,7 @@ from app.errors import ConfigError, EnvironmentProblem
 from app.tracking.formatting import align_columns
 
 if TYPE_CHECKING:
-    from app.model.trainee import Trainee
+    from app.model.training_model import TrainingModel
 
 # torch and lm_eval are imported inside functions: that lm_eval is missing must not cost seconds
 
@@ -34,15 +34,15 @@ class Harness:
     limit: int | None
     chat: bool
 
-    def figures(self, trainee: "Trainee", tokenizer: Any, rows: int) -> Figures:
+    def figures(self, trainee: "TrainingModel", tokenizer: Any, rows: int) -> Figures:
         """Of each task and group, its numbers; `rows` are asked at a time."""
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
 
-        from app.model.attention import right_own
+        from app.model.attention import own_attention
 
         lm = trainee.language_model
-        lm.set_attn_implementation(right_own(lm))
+        lm.set_attn_implementation(own_attention(lm))
         half = trainee.compute
         model = HFLM(pretrained=lm, tokenizer=tokenizer, batch_size=rows, mixed_precision_dtype=half)
         found = simple_evaluate(

@@ -27,7 +27,7 @@ from app.training.limits import within_positions
 from app.training.proofs import prove_on
 from app.training.resolve import with_format
 from app.training.scores import Sums, score_rows
-from app.training.setup import attention_needs, layout_of, require_known_ids, sees_both_ways
+from app.training.setup import attention_needs, is_bidirectional, layout_of, require_known_ids
 from app.training.subject import Subject, sections_of
 
 Say = Callable[[str], None]
@@ -117,7 +117,7 @@ def lay_scoring(run: RunConfig, folder: Path, hashes: Mapping[str, Any], *, tune
     runtime = start(run.launch, choices.precision, run.seed)
     sections = sections_of(run, folder, choices, tuned=tuned)
     require_known_ids(run.model, [rows], plan_model(sections).vocabulary)
-    labels = build_objective(run.task, tokenizer, run.seed, bidirectional=sees_both_ways(read))
+    labels = build_objective(run.task, tokenizer, run.seed, bidirectional=is_bidirectional(read))
     return Scoring(
         folder=folder,
         run=replace(run, dataset=read.dataset),

@@ -25,10 +25,17 @@ from app.exports.verify import (
 )
 from app.files import MANIFEST, verify_checksums
 from app.model.build import base_path
-from app.model.delta import read_deltas, whole_weights
 from app.model.dtypes import DTYPES
-from app.model.merge import EXPORTED, Merge, merged_config, plan_merge, stored_tensors
-from app.model.quantization import lack_of_machine, lasting
+from app.model.merge import (
+    EXPORTED,
+    Merge,
+    fully_trained_weights,
+    merged_config,
+    plan_merge,
+    read_lora_deltas,
+    stored_tensors,
+)
+from app.model.quantization import missing_hardware, quantization_after_training
 from app.model.tasks import task_of
 from app.tracking.formatting import format_bytes
 from app.tracking.model_card import Loading
@@ -93,7 +100,7 @@ class Export:
         if self._numbers != final:
             return 0
         stored = stored_tensors(final)
-        return sum(len(stored[name].shape) > 1 for name in whole_weights(final).values())
+        return sum(len(stored[name].shape) > 1 for name in fully_trained_weights(final).values())
 
     def certify(self, folder: Path, want: Expected, allowed: Tolerance) -> Certificate:
         """By a process that loads what was written to `folder`."""
@@ -120,7 +127,7 @@ def lay_export(config: ExportConfig, scoring: Scoring) -> Export:
     merge = None
     if config.kind == "merged":
         adapter = final if (final / _ADAPTER).is_file() else None
-        deltas = {} if adapter is None else read_deltas(adapter)
+        deltas = {} if adapter is None else read_lora_deltas(adapter)
         merge = plan_merge(sections, deltas, config.dtype, scoring.runtime.device, adapter)
     export = Export(config, scoring, tuple(_copied(config, final, base)), base, merge, trained)
     _require_room(export)
@@ -130,11 +137,11 @@ def lay_export(config: ExportConfig, scoring: Scoring) -> Export:
 def _as_it_is_used(scoring: Scoring) -> tuple[Scoring, Scoring | None]:
     """What whoever loads the export has; and what training had, where that is another and can be computed here."""
     run, device = scoring.run, scoring.runtime.device
-    later = lasting(run.quantization)
+    later = quantization_after_training(run.quantization)
     if later == run.quantization:
         return scoring, None
     used = replace(scoring, run=replace(run, quantization=later))
-    return used, scoring if lack_of_machine(run.quantization, device) is None else None
+    return used, scoring if missing_hardware(run.quantization, device) is None else None
 
 
 def make_export(export: Export, card: str, facts: dict[str, Any], say: Say) -> Certificate:

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from app.evaluation.run import Scoring
 from app.exports import reload
-from app.model.attention import right_own
+from app.model.attention import own_attention
 from app.model.build import ModelSections
 from app.model.dtypes import DTYPES
-from app.model.quantization import linear_outside
+from app.model.quantization import other_linear_layers
 from app.model.tasks import task_of
-from app.model.trainee import Trainee
+from app.model.training_model import TrainingModel
 from app.model.weights import build_on_meta
 
 _ROWS = 8
@@ -178,7 +178,7 @@ def _finite(number: Tensor) -> float | None:
     return float(number) if bool(number.isfinite()) else None
 
 
-def _labelled(scoring: Scoring, trainee: Trainee) -> tuple[dict[str, Tensor], list[Tensor]]:
+def _labelled(scoring: Scoring, trainee: TrainingModel) -> tuple[dict[str, Tensor], list[Tensor]]:
     """The first short rows, else the shortest; of each the last positions that predict something, and what."""
     rows = scoring.rows
     order = np.argsort(np.where(rows.lengths <= _SHORT, 0, rows.lengths), kind="stable")
@@ -208,7 +208,7 @@ def _plan(folder: Path, base: Path | None, scoring: Scoring, place: Path) -> dic
         "base": str(base) if adapter else None,
         "dtype": plain_name(DTYPES[sections.precision].base) if adapter else "float32",
         "four_bit": four_bit_options(sections) if adapter else None,
-        "attention": right_own(lm),
+        "attention": own_attention(lm),
         "trust_remote_code": sections.model.trust_remote_code,
         "device": str(scoring.runtime.device),
         "threads": scoring.runtime.threads if scoring.runtime.device.type == "cpu" else None,
@@ -219,10 +219,10 @@ def _plan(folder: Path, base: Path | None, scoring: Scoring, place: Path) -> dic
 
 def four_bit_options(sections: ModelSections) -> dict[str, Any] | None:
     """What BitsAndBytesConfig is told, as plain values."""
-    if sections.packing is None:
+    if sections.quantizer is None:
         return None
     lm = build_on_meta(sections.model, task_of(sections.task), "eager")
-    return sections.packing.bitsandbytes(linear_outside(lm))
+    return sections.quantizer.bitsandbytes_arguments(other_linear_layers(lm))
 
 
 def plain_name(dtype: torch.dtype) -> str:

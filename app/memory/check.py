@@ -12,7 +12,7 @@ from app.memory.fit import Machine, Verdict, bound, machine_of
 from app.memory.planner import Planned, Planner, by_facts
 from app.memory.shape import Shape
 from app.memory.suggest import COSTS, Suggestion, Suggestions
-from app.model.quantization import require_machine
+from app.model.quantization import require_hardware
 from app.training.auto_batch import offload_notes
 from app.training.torch_environment import has_expandable_segments
 
@@ -28,7 +28,7 @@ def check_memory(
     """`memory` but its `stops` and `seconds`. Knobs are tried where it does not fit."""
     machine = machine_of(hardware)
     if hardware is None:
-        require_machine(run.quantization, default_device())
+        require_hardware(run.quantization, default_device())
     planner = Planner(machine, processes)
     suggestions = Suggestions(planner, overrides)
     found = planner.at(by_facts(run, overrides), exact=exact)

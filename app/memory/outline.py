@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from app.model.adapter import attach
+from app.model.activation_checkpointing import repeated_layers
 from app.model.build import ModelSections
-from app.model.pooled import keep_exact
-from app.model.quantization import require_quantizable, settle
-from app.model.recompute import repeated_layers
+from app.model.head import keep_head_in_fp32
+from app.model.lora import attach
+from app.model.quantization import require_quantizable
 from app.model.tasks import task_of
 from app.model.weights import build_on_meta
 
@@ -31,13 +31,13 @@ class Outline:
         sections = self._sections
         with torch.device("meta"):
             lm = _of_depth(self._lm, depth)
-            if sections.packing is not None:
-                require_quantizable(sections.model, lm, sections.packing)
-                sections.packing.pack(lm.base_model)
-                settle(lm, sections.packing)
+            if sections.quantizer is not None:
+                require_quantizable(sections.model, lm, sections.quantizer)
+                sections.quantizer.quantize(lm.base_model)
+                sections.quantizer.finish(lm)
             task = task_of(sections.task)
             if task.pooled:
-                keep_exact(lm)
+                keep_head_in_fp32(lm)
             return attach(sections.adapter, task, lm, sections.model.path)
 
 

@@ -8,8 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from app.memory.flops import Arithmetic
-from app.model.offload import Host
-from app.model.recompute import recompute, repeated_layers
+from app.model.activation_checkpointing import HostOffload, recompute, repeated_layers
 from app.training.storage_counter import Event, StorageCounter
 from app.training.train_step import Stepper
 
@@ -53,7 +52,11 @@ def backward_of(layer: int, plain: int, recomputed: int, *, offloads: bool = Fal
 
 
 def watch(
-    stepper: Stepper, counter: StorageCounter, arithmetic: Arithmetic, recomputed: int, host: Host | None
+    stepper: Stepper,
+    counter: StorageCounter,
+    arithmetic: Arithmetic,
+    recomputed: int,
+    host: HostOffload | None,
 ) -> None:
     """Make every phase of the stepper known to the counters as it begins, and recompute the first layers."""
     trainee = stepper.trainee

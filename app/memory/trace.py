@@ -18,13 +18,13 @@ from app.memory.flops import Arithmetic
 from app.memory.outline import Outline
 from app.memory.phases import BETWEEN, EVALUATION, KEPT, SAVE, peaks, watch
 from app.memory.shape import Shape
+from app.model.activation_checkpointing import HostOffload
 from app.model.chunked_loss import linear_head
 from app.model.dtypes import DTYPES
 from app.model.fusion import fuse
 from app.model.kernels import as_on_gpu
-from app.model.offload import Host
 from app.model.tasks import task_of
-from app.model.trainee import Trainee
+from app.model.training_model import TrainingModel
 from app.optim.one_by_one import ordinary
 from app.optim.optimizers import build_optimizer
 from app.training.storage_counter import CPU_WORKSPACE, StorageCounter, kept_tensors
@@ -68,7 +68,7 @@ class _Ready:
     stepper: Stepper
     counter: StorageCounter
     paged: PagedStates
-    host: Host | None
+    host: HostOffload | None
     batch: Batch
     evaluated: Batch | None
 
@@ -115,7 +115,7 @@ def _ready(traced: Traced, network: nn.Module, recomputed: int, arithmetic: Arit
         counter.hold(kind, tensors)
     if run.adapter.fused:
         trainee.fused = fuse(network, None)
-    host = Host("meta" if traced.on_gpu else "cpu") if run.training.offload else None
+    host = HostOffload("meta" if traced.on_gpu else "cpu") if run.training.offload else None
     watch(stepper, counter, arithmetic, recomputed, host)
     if traced.shape.micro_batches > 1:
         trainee.register_forward_pre_hook(_leave_gradients)
@@ -129,15 +129,15 @@ def _ready(traced: Traced, network: nn.Module, recomputed: int, arithmetic: Arit
     return _Ready(stepper, counter, paged, host, batch, evaluated)
 
 
-def _trainee(traced: Traced, network: nn.Module) -> Trainee:
+def _trainee(traced: Traced, network: nn.Module) -> TrainingModel:
     """With the head that a run would prove."""
     pooled = task_of(traced.run.task).pooled
-    trainee = Trainee(network, DTYPES[traced.precision].compute, pooled=pooled).train()
+    trainee = TrainingModel(network, DTYPES[traced.precision].compute, pooled=pooled).train()
     trainee.linear = None if pooled else linear_head(trainee.language_model)
     return trainee
 
 
-def _optimizer(traced: Traced, trainee: Trainee, paged: PagedStates) -> Optimizer:
+def _optimizer(traced: Traced, trainee: TrainingModel, paged: PagedStates) -> Optimizer:
     """With states as after the first step: the second one is where the peak is."""
     stepped = list(trainee.trained().values())
     optimizer = build_optimizer(traced.run.optimizer, trainee, traced.run.seed)

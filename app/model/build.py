@@ -9,20 +9,19 @@ from typing import Any
 import torch
 
 from app.config.schema import AdapterConfig, CompileConfig, ModelConfig, QuantizationConfig, TaskConfig
-from app.model.adapter import attach
+from app.model.activation_checkpointing import HostOffload, recompute, repeated_layers, require_layers
 from app.model.attention import register
-from app.model.compiling import compile_blocks
+from app.model.compile import compile_blocks
 from app.model.dtypes import DTYPES
-from app.model.fp8_linear import rows_as_they_are
+from app.model.fp8_linear import without_row_rounding
 from app.model.fusion import fuse
+from app.model.head import keep_head_in_fp32
 from app.model.held import Held
-from app.model.offload import Host
-from app.model.pooled import keep_exact
-from app.model.quantization import Packing, packing_of, require_quantizable
-from app.model.recompute import recompute, repeated_layers, require_layers
+from app.model.lora import attach
+from app.model.quantization import Quantizer, quantizer_of, require_quantizable
 from app.model.source import local_place
 from app.model.tasks import task_of
-from app.model.trainee import Trainee
+from app.model.training_model import TrainingModel
 from app.model.weights import build_on_meta, draw_unpacked, load_base, load_packed
 
 
@@ -62,9 +61,9 @@ class ModelSections:
         return self.model.weights == "random" and self.adapter.kind != "none"
 
     @property
-    def packing(self) -> Packing | None:
+    def quantizer(self) -> Quantizer | None:
         """How the base is packed; its arithmetic is that of the precision."""
-        return packing_of(self.quantization, self.computed_in)
+        return quantizer_of(self.quantization, self.computed_in)
 
     @property
     def computed_in(self) -> torch.dtype:
@@ -80,24 +79,26 @@ class ModelSections:
     @property
     def trains_base(self) -> bool:
         """Not where an adapter is trained beside it."""
-        return self.adapter.kind == "none" and self.packing is None
+        return self.adapter.kind == "none" and self.quantizer is None
 
 
-def build_trainee(sections: ModelSections, device: torch.device, seed: int, base_path: str) -> Trainee:
+def build_training_model(
+    sections: ModelSections, device: torch.device, seed: int, base_path: str
+) -> TrainingModel:
     """Base weights, adapter, attention and loss, on `device`, ready for training."""
     lm = build_base(sections, device, seed)
     torch.manual_seed(seed)  # the adapter starts the same whatever the base drew
     network = attach(sections.adapter, task_of(sections.task), lm, base_path)
-    blocks = compile_blocks(lm, sections.compile, device)
-    recompute(lm, sections.recompute, Host() if sections.offload else None)
+    compiled = compile_blocks(lm, sections.compile, device)
+    recompute(lm, sections.recompute, HostOffload() if sections.offload else None)
     pooled = task_of(sections.task).pooled
-    trainee = Trainee(network.to(device), DTYPES[sections.precision].compute, pooled=pooled)
-    trainee.train()
-    trainee.blocks = blocks
-    if sections.adapter.fused and blocks is None:  # a compiler sees through no pass by hand
-        with rows_as_they_are(network):
-            trainee.fused = fuse(network, partial(trainee.arithmetic, device))
-    return trainee
+    training_model = TrainingModel(network.to(device), DTYPES[sections.precision].compute, pooled=pooled)
+    training_model.train()
+    training_model.compiled_layers = compiled
+    if sections.adapter.fused and compiled is None:  # a compiler sees through no pass by hand
+        with without_row_rounding(network):
+            training_model.fused = fuse(network, partial(training_model.autocast, device))
+    return training_model
 
 
 def build_base(sections: ModelSections, device: torch.device, seed: int) -> Any:
@@ -109,18 +110,18 @@ def build_base(sections: ModelSections, device: torch.device, seed: int) -> Any:
     compiled_on = None if sections.compile.kind == "none" else device
     held = Held(sections.base_dtype, device, register(sections.attention, compiled_on))
     task = task_of(sections.task)
-    if sections.packing is not None:
-        lm = load_packed(sections.model, task, sections.packing, held, seed)
+    if sections.quantizer is not None:
+        lm = load_packed(sections.model, task, sections.quantizer, held, seed)
     else:
         lm = load_base(sections.model, task, held, seed)
     if task.pooled:
-        keep_exact(lm)
+        keep_head_in_fp32(lm)
     return lm
 
 
 def unpacked_base(sections: ModelSections, device: torch.device, seed: int) -> Any | None:
-    """A random base as it was before it was quantised, or None if the trainee has it still."""
-    if sections.packing is None:
+    """A random base as it was before it was quantised, or None if the training_model has it still."""
+    if sections.quantizer is None:
         return None
     held = Held(DTYPES[sections.precision].base, device, "eager")
     return draw_unpacked(sections.model, task_of(sections.task), held, seed)
@@ -135,8 +136,8 @@ def plan_model(sections: ModelSections) -> ModelPlan:
     """Counts from a model without memory; also finds adapter targets that match nothing."""
     lm = build_on_meta(sections.model, task_of(sections.task), "eager")
     require_layers(lm, sections.recompute)
-    if sections.packing is not None:
-        require_quantizable(sections.model, lm, sections.packing)
+    if sections.quantizer is not None:
+        require_quantizable(sections.model, lm, sections.quantizer)
     with torch.device("meta"):  # adapters of a large model would take a gigabyte, and seconds to draw
         network: Any = attach(sections.adapter, task_of(sections.task), lm, sections.model.path)
     sizes = [(p.numel(), p.requires_grad) for p in network.parameters()]

@@ -8,8 +8,8 @@ the model's own way before the first step.
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -17,14 +17,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.batch import IGNORE, Batch
+from app.batch import IGNORE
 from app.model.head import Head, head_parameters, own_head
-from app.model.kernels import taken_by
-from app.model.kernels.loss import spend
-from app.model.proof import Proof, furthest, reason, worst
-
-if TYPE_CHECKING:
-    from app.model.trainee import Trainee
+from app.model.kernels import loss_and_grad_inplace, uses_kernels
 
 _LEAST_ROWS = 512  # smaller chunks were up to 3.5 times slower than one piece
 _CHUNK_BYTES = 256 << 20
@@ -37,15 +32,6 @@ _VIEWS = frozenset(
     {"view", "_unsafe_view", "unsqueeze", "squeeze", "slice", "select", "t", "detach", "alias"}
 )
 _PRODUCTS = frozenset({"mm", "addmm"})
-
-_COMPARED_ROWS = 48
-_COMPARED_CHUNK = 20  # so that sums over chunks are compared too
-_LARGE = 30.0  # logits at which soft-capping shows
-_EXACT = 1e-5
-_ROUNDINGS = 8  # of the dtype that is computed in
-_TF32 = 2.0**-10
-
-_WHAT = "loss and gradients of a linear head against those of the model's own"
 
 
 def chunk_rows(vocabulary: int) -> int:
@@ -155,7 +141,7 @@ class LinearHead:
 
     def uses_kernel(self, device: torch.device) -> bool:
         """Whether logits there are spent by it."""
-        return self.kernel and taken_by(device)
+        return self.kernel and uses_kernels(device)
 
     def loss_sum(self, rows: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
         """The sum of cross-entropies over all targets that are not IGNORE, each times its weight, in float32."""
@@ -172,7 +158,9 @@ class LinearHead:
         with for_trained_head(rows, self.trained) as given, self.products(given) as products:
             for part, _, logits in products.chunks(given):
                 chosen[part] = logits.argmax(-1)
-                losses[part] = spend(logits, targets[part], None, gradient=False, kernel=self.kernel)
+                losses[part] = loss_and_grad_inplace(
+                    logits, targets[part], None, gradient=False, kernel=self.kernel
+                )
         return losses, chosen
 
     @contextlib.contextmanager
@@ -270,7 +258,9 @@ class _LinearLoss(torch.autograd.Function):
         with head.products(rows) as products:
             for part, piece, logits in products.chunks(rows):
                 each = None if weights is None else weights[part]
-                total += spend(logits, targets[part], each, gradient=wanted, kernel=head.kernel).sum()
+                total += loss_and_grad_inplace(
+                    logits, targets[part], each, gradient=wanted, kernel=head.kernel
+                ).sum()
                 _add_gradients(found, part, piece, logits, products.weight)
         return total
 
@@ -309,93 +299,3 @@ def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     if gradient.dtype == torch.float32:
         return gradient.mul_(scale).to(dtype)
     return (gradient.float() * scale).to(dtype)
-
-
-def settle_head(trainee: "Trainee", batch: Batch) -> list[Proof]:
-    """Let the trainee take the faster way where it gives what its own gives; the comparison."""
-    head = None if trainee.pooled else linear_head(trainee.language_model)
-    trainee.linear, remarks = None, []
-    if head is None:
-        trainee.head_remarks = ()
-        return []
-    rows, weighted = _states(trainee, batch), batch.weights is not None
-    ways = {"the model's own way": replace(head, kernel=False)}
-    if head.uses_kernel(rows.device):
-        ways = {"its plain arithmetic": head, **ways}
-    proofs = []
-    for instead, way in ways.items():
-        proof, fault = _tried(trainee, way, rows, weighted=weighted)
-        if proof.holds:
-            trainee.linear, proofs = way, [proof]
-            break
-        found = fault or f"it differs by {proof.difference:.1e} (allowed {proof.allowed:.1e})"
-        remarks.append(f"loss head: {instead} is taken for the faster one: {found}")
-    trainee.head_remarks = tuple(remarks)
-    return proofs
-
-
-def _states(trainee: "Trainee", batch: Batch) -> Tensor:
-    """Hidden states of the first tokens."""
-    lm, mode = trainee.language_model, trainee.training
-    trainee.eval()
-    with torch.no_grad(), trainee.arithmetic(batch.ids.device):
-        positions = batch.positions[:1, :_COMPARED_ROWS] + trainee.first_position
-        hidden = lm.base_model(
-            input_ids=batch.ids[:1, :_COMPARED_ROWS], position_ids=positions, use_cache=False
-        )[0][0]
-    trainee.train(mode)
-    result: Tensor = hidden
-    return result
-
-
-def _tried(trainee: "Trainee", head: LinearHead, rows: Tensor, *, weighted: bool) -> tuple[Proof, str]:
-    """A kernel that cannot be made here is no reason to stop."""
-    nothing = Proof(_WHAT, float("inf"), 0.0)
-    try:
-        return _proof(trainee, head, rows, weighted=weighted), ""
-    except Exception as fault:
-        if not head.uses_kernel(rows.device):
-            raise
-        return nothing, reason(fault)
-
-
-def _proof(trainee: "Trainee", head: LinearHead, rows: Tensor, *, weighted: bool) -> Proof:
-    with trainee.arithmetic(rows.device):
-        with torch.no_grad():
-            largest = trainee.head(rows).float().abs().max().clamp_min(1e-6)
-        apart = worst(
-            _difference(trainee, head, given.to(rows.dtype), weighted=weighted)
-            for given in (rows, rows.float() * (_LARGE / largest))
-        )
-        kind = rows.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
-    return Proof(_WHAT, apart, _allowed(dtype, kind))
-
-
-def _allowed(dtype: torch.dtype, kind: str) -> float:
-    if dtype != torch.float32:
-        return _ROUNDINGS * torch.finfo(dtype).eps
-    rounds = kind == "cuda" and torch.get_float32_matmul_precision() != "highest"
-    return _ROUNDINGS * _TF32 if rounds else _EXACT
-
-
-def _difference(trainee: "Trainee", head: LinearHead, rows: Tensor, *, weighted: bool) -> float:
-    """The largest relative one, of loss and gradients."""
-    places = torch.arange(len(rows), device=rows.device)
-    targets = (places * 7919) % head.layer.out_features
-    targets[3::11] = IGNORE
-    weights = 1 + torch.sin(places.float()) / 2 if weighted else None
-    trained = head_parameters(trainee.language_model)
-    ways: list[Any] = [
-        lambda given: token_loss_sum(trainee.head, given, targets, trained, _COMPARED_CHUNK, weights),
-        lambda given: replace(head, chunk=_COMPARED_CHUNK).loss_sum(given, targets, weights),
-    ]
-    own, ours = (_outcome(way, rows, trained) for way in ways)
-    return furthest(ours, own)
-
-
-def _outcome(way: Any, rows: Tensor, trained: list[nn.Parameter]) -> list[Tensor]:
-    leaf = rows.detach().requires_grad_()
-    with torch.enable_grad():
-        loss = way(leaf)
-    return [loss.detach(), *torch.autograd.grad(loss, [leaf, *trained])]

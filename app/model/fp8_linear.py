@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from app.errors import EnvironmentProblem
+from app.model.comparison import Comparison, first_line, max_difference
 from app.model.kernels import can_run
-from app.model.proof import Proof, furthest, reason
-from app.model.quantization import Packing, weight_of
 
 Rounded = tuple[Tensor, Tensor]  # rows [n, k] in e4m3, and the scale of each [n, 1]
 
@@ -55,12 +54,12 @@ def quantize_reference(rows: Tensor) -> Rounded:
 
 def quantize_by_kernel(rows: Tensor) -> Rounded:
     """The same in one launch, where a program can hold a row."""
-    from app.model.kernels import fp8_triton
+    from app.model import triton_kernels
 
-    if rows.shape[1] > fp8_triton.WIDEST:
+    if rows.shape[1] > triton_kernels.MAX_WIDTH:
         return quantize_reference(rows)
     out, scales = _quantized_like(rows)
-    fp8_triton.quantize_rows(rows, out, scales, _LEAST, _LARGEST)
+    triton_kernels.quantize_rows(rows, out, scales, _LEAST, _LARGEST)
     return out, scales
 
 
@@ -196,7 +195,7 @@ class _Linear(torch.autograd.Function):
 
 
 @contextmanager
-def rows_as_they_are(network: nn.Module) -> Iterator[None]:
+def without_row_rounding(network: nn.Module) -> Iterator[None]:
     """For comparisons of something else: rounding rows makes much of the last digit of what is rounded."""
     layers = [layer for layer in network.modules() if isinstance(layer, Fp8Linear)]
     try:
@@ -208,54 +207,16 @@ def rows_as_they_are(network: nn.Module) -> Iterator[None]:
             del layer.rounds_rows
 
 
-class EightBit(Packing):
-    """Of use while training: the adapter is one of the ordinary base, since eight bits leave little to make up for."""
-
-    kind = "fp8"
-    goes_with_adapter = False
-
-    def packed(self, layer: Any) -> nn.Module:
-        """Two copies and their scales."""
-        return Fp8Linear(weight_of(layer), layer.bias)
-
-    def unpacked(self, weight: Tensor) -> Tensor:
-        """As forward has it."""
-        return Fp8Linear(weight, None).unpacked(weight.dtype)
-
-    def unfit(self, name: str, outputs: int, inputs: int) -> str | None:
-        """Kernels take squares of 16."""
-        if outputs % _SIDE or inputs % _SIDE:
-            return f"{name} has {inputs} inputs and {outputs} outputs, not both multiples of {_SIDE}"
-        return None
-
-    def missing(self, device: torch.device) -> str | None:
-        """A CPU computes the same numbers in float32."""
-        if device.type != "cuda":
-            return None
-        found, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
-        if torch.version.hip is None and found >= _CAPABILITY:
-            return None
-        return (
-            f"quantization.kind=fp8 needs an NVIDIA GPU of compute capability 8.9 or higher (Ada, Hopper or newer), "
-            f"and this {name} has {found[0]}.{found[1]}. Set quantization=none, or quantization=nf4 for less memory."
-        )
-
-    def slow_on(self, device: str) -> str | None:
-        """No CPU multiplies in fp8."""
-        slow = (
-            "quantization=fp8: a CPU has no fp8, so its products are made in float32, slower than without it"
-        )
-        return slow if device == "cpu" else None
-
-
-def prove(network: nn.Module, present: Callable[[nn.Module], Any] = nullcontext) -> list[Proof]:
+def compare_products(
+    network: nn.Module, present: Callable[[nn.Module], Any] = nullcontext
+) -> list[Comparison]:
     """Each size of layer on this device against float32; a difference is refused. A kernel that rounds rows otherwise
     than torch, or does not start, is not used, and its proof says so. In `present` a module has its weights.
     """
     layers = {tuple(each.weight.shape): each for each in network.modules() if isinstance(each, Fp8Linear)}
     kernels = list(_kernel_compared(layers.values()))
     proofs = [proof for layer in layers.values() for proof in _products_compared(layer, present)]
-    wrong = [proof for proof in proofs if not proof.holds]
+    wrong = [proof for proof in proofs if not proof.passed]
     if wrong:
         raise EnvironmentProblem(
             f"quantization.kind=fp8: {wrong[0].what} differs by {wrong[0].difference:.1e} (allowed "
@@ -265,7 +226,7 @@ def prove(network: nn.Module, present: Callable[[nn.Module], Any] = nullcontext)
 
 
 @torch.no_grad()
-def _kernel_compared(layers: Iterable[Fp8Linear]) -> Iterator[Proof]:
+def _kernel_compared(layers: Iterable[Fp8Linear]) -> Iterator[Comparison]:
     widths = {(part.shape[1], part.device) for each in layers for part in (each.weight, each.weight_back)}
     for width, device in sorted(widths, key=str):
         if not (KERNEL["used"] and can_run(device)):
@@ -275,12 +236,12 @@ def _kernel_compared(layers: Iterable[Fp8Linear]) -> Iterator[Proof]:
             ours, theirs = (
                 out.float() * scales for out, scales in (quantize_by_kernel(rows), quantize_reference(rows))
             )
-            found = furthest([ours], [theirs])
+            found = max_difference([ours], [theirs])
         except Exception as fault:  # noqa: BLE001 (whatever a compiler says: torch's own way is there)
-            found, why = math.nan, f" ({reason(fault)})"
+            found, why = math.nan, f" ({first_line(fault)})"
         what = f"fp8 rows of {width} rounded by a kernel, against torch's own way{why}"
-        proof = Proof(what, found, _SAME)
-        KERNEL["used"] = proof.holds
+        proof = Comparison(what, found, _SAME)
+        KERNEL["used"] = proof.passed
         yield proof
 
 
@@ -291,7 +252,7 @@ def _rows(width: int, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
-def _products_compared(layer: Fp8Linear, present: Callable[[nn.Module], Any]) -> list[Proof]:
+def _products_compared(layer: Fp8Linear, present: Callable[[nn.Module], Any]) -> list[Comparison]:
     with present(layer):
         return [
             _compared("product", layer.weight, layer.scale, fast=True),
@@ -299,7 +260,7 @@ def _products_compared(layer: Fp8Linear, present: Callable[[nn.Module], Any]) ->
         ]
 
 
-def _compared(words: str, weight: Tensor, scales: Tensor, *, fast: bool) -> Proof:
+def _compared(words: str, weight: Tensor, scales: Tensor, *, fast: bool) -> Comparison:
     outputs, inputs = weight.shape
     dtype, allowed = (torch.bfloat16, _ALLOWED) if weight.is_cuda else (torch.float32, _EXACT)
     rows = _rows(inputs, weight.device, dtype)
@@ -311,6 +272,8 @@ def _compared(words: str, weight: Tensor, scales: Tensor, *, fast: bool) -> Proo
             f"quantization.kind=fp8: torch {torch.__version__} cannot multiply {(outputs, inputs)} in fp8 on "
             f"this device ({' '.join(str(fault).split())[:200]}). Set quantization=none."
         ) from fault
-    return Proof(
-        f"fp8 {words} weight, {inputs} to {outputs}, against float32", furthest([found], [expected]), allowed
+    return Comparison(
+        f"fp8 {words} weight, {inputs} to {outputs}, against float32",
+        max_difference([found], [expected]),
+        allowed,
     )

@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from app.model.quantization import DequantizeBuffer, dequantized
+from app.model.nf4 import DequantizeBuffer, dequantized
 from app.model.rms_norm import Recompute, recompute_of, with_recompute
 
 Halves = tuple[Tensor | None, Tensor | None]

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from app.model.comparison import Comparison, max_difference
 from app.model.fused_lora import LoraLayer, computed_in, gated_mlp, lora_layer_of, together
 from app.model.kernels import on_gpu
-from app.model.proof import Proof, furthest
-from app.model.quantization import DequantizeBuffer
+from app.model.nf4 import DequantizeBuffer
 from app.model.rms_norm import eps_of, rms_norm_of
 
 # Children of one module that read the same rows, by the names that transformers gives them
@@ -46,7 +46,7 @@ class Fused:
     gated: int = 0
     shared: int = 0  # groups of layers that are given the same rows
     norms: int = 0
-    proofs: tuple[Proof, ...] = ()
+    proofs: tuple[Comparison, ...] = ()
     unknown: tuple[str, ...] = ()  # modules whose layers may read the same rows, under other names
 
     def remarks(self) -> list[str]:
@@ -56,7 +56,7 @@ class Fused:
                 f"adapter.fused=true: {proof.what} differs by {proof.difference:.1e} (allowed "
                 f"{proof.allowed:.1e}), so these layers are computed as the model and PEFT do"
                 for proof in self.proofs
-                if not proof.holds
+                if not proof.passed
             ),
             *(
                 f"adapter.fused=true: {names} are no names of layers that read the same rows, as far as is known "
@@ -92,7 +92,7 @@ def fuse(network: nn.Module, arithmetic: Arithmetic) -> Fused:
     network that has no numbers.
     """
     layers = _lora_layers(network)
-    proofs: dict[tuple[Any, ...], Proof] = {}
+    proofs: dict[tuple[Any, ...], Comparison] = {}
 
     def sound(pieces: Iterable[_Piece]) -> list[_Piece]:
         """One comparison for pieces that are alike, each in an arithmetic of its own: autocast remembers casts."""
@@ -101,7 +101,7 @@ def fuse(network: nn.Module, arithmetic: Arithmetic) -> Fused:
             if arithmetic is not None:
                 with arithmetic():
                     proofs[alike] = _compared(piece)
-        return [piece for piece in given if arithmetic is None or proofs[piece.alike].holds]
+        return [piece for piece in given if arithmetic is None or proofs[piece.alike].passed]
 
     linear = sound(_piece([layer], partial(_one, layer)) for layer in layers.values())
     gated, norms = sound(_gated_pieces(network, layers)), sound(_norm_pieces(network))
@@ -262,7 +262,7 @@ class Shared:
         return forward
 
 
-def _compared(piece: _Piece) -> Proof:
+def _compared(piece: _Piece) -> Comparison:
     """Outputs and gradients on a few rows, with every B drawn as large as makes the adapter count."""
     x, exact = _rows_for(piece)
     halves = [layer.lora().b for layer in piece.layers]
@@ -276,7 +276,7 @@ def _compared(piece: _Piece) -> Proof:
             for b, before in zip(halves, kept, strict=True):
                 b.copy_(before)
     allowed = exact if x.dtype == torch.float32 else _ROUNDINGS * torch.finfo(x.dtype).eps
-    return Proof(f"{_name(piece)}, against its own forward", furthest(ours, own), allowed)
+    return Comparison(f"{_name(piece)}, against its own forward", max_difference(ours, own), allowed)
 
 
 def _rows_for(piece: _Piece) -> tuple[Tensor, float]:

@@ -9,16 +9,16 @@ import torch
 
 from app.config.schema import ModelConfig, QuantizationConfig
 from app.errors import CheckpointError
-from app.model.adapter import quiet_peft
-from app.model.attention import right_own
+from app.model.attention import own_attention
 from app.model.build import ModelSections, build_base
 from app.model.dtypes import DTYPES
 from app.model.held import Held
-from app.model.quantization import lasting, packing_of
+from app.model.lora import quiet_peft
+from app.model.quantization import quantization_after_training, quantizer_of
 from app.model.source import fetch_folder, gist, require_weights
 from app.model.tasks import Task, task_of
 from app.model.tokenizer import load_tokenizer
-from app.model.trainee import Trainee
+from app.model.training_model import TrainingModel
 from app.model.weights import drawing_by, read_packed, read_weights, stored_dtype
 
 _ADAPTER = "adapter_config.json"
@@ -66,9 +66,9 @@ def reads_base(run: Path, *, tuned: bool) -> bool:
     return not tuned or _is_adapter(run / "final")
 
 
-def load_trainee(
+def load_training_model(
     run: Path, sections: ModelSections, device: torch.device, seed: int, *, tuned: bool
-) -> Trainee:
+) -> TrainingModel:
     """A finished run, or its base, as training held it, to be scored; `sections.model` is that of `weights_of`."""
     final = run / "final"
     network: Any = build_base(sections, device, seed)
@@ -76,7 +76,7 @@ def load_trainee(
         network.requires_grad_(False)  # as attaching an adapter did in training
         network = _with_adapter(network, final) if tuned else network
     pooled = task_of(sections.task).pooled
-    return Trainee(network.to(device), DTYPES[sections.precision].compute, pooled=pooled).eval()
+    return TrainingModel(network.to(device), DTYPES[sections.precision].compute, pooled=pooled).eval()
 
 
 def load_any(model: ModelConfig, task: Task) -> tuple[Any, Any]:
@@ -133,16 +133,16 @@ def _load(
     logging.disable_progress_bar()
     require_weights(folder, path)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if quantization is None or lasting(quantization).kind == "none":
+    if quantization is None or quantization_after_training(quantization).kind == "none":
         with drawing_by(seed):
             lm = read_weights(model, task, folder, dtype="auto", device_map={"": device})
     else:
         dtype = stored_dtype(model, task, folder)
-        packing = packing_of(quantization, dtype)
-        assert packing is not None
+        quantizer = quantizer_of(quantization, dtype)
+        assert quantizer is not None
         with drawing_by(seed):
-            lm = read_packed(model, task, folder, packing, Held(dtype, device, "eager"))
-    lm.set_attn_implementation(right_own(lm))
+            lm = read_packed(model, task, folder, quantizer, Held(dtype, device, "eager"))
+    lm.set_attn_implementation(own_attention(lm))
     return lm.eval()
 
 

@@ -15,12 +15,95 @@ from torch import Tensor
 
 from app.errors import CheckpointError, ConfigError
 from app.model.build import ModelSections
-from app.model.delta import WEIGHTS, LowRank, whole_weights
 from app.model.dtypes import DTYPES
 from app.model.fingerprint import weight_files
-from app.model.quantization import Packing, linear_inside
+from app.model.quantization import Quantizer, backbone_linear_layers
 from app.model.tasks import task_of
 from app.model.weights import build_on_meta
+
+_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
+_PREFIX = "base_model.model."
+WEIGHTS = "adapter_model.safetensors"
+# what would make the sum another one, with the value that does not
+_PLAIN = {
+    "peft_type": "LORA",
+    "use_dora": False,
+    "lora_bias": False,
+    "bias": "none",
+    "alpha_pattern": {},
+    "target_parameters": None,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoraDelta:
+    """scale * B @ A, of a layer's weight [out, in]."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+    def whole(self, device: torch.device) -> Tensor:
+        """In fp32."""
+        return self.scale * (self.b.to(device, torch.float32) @ self.a.to(device, torch.float32))
+
+
+def read_lora_deltas(final: Path) -> dict[str, LoraDelta]:
+    """By the full name of the layer; refused where something in the adapter is more than such a product."""
+    from safetensors.torch import load_file
+
+    config = json.loads((final / "adapter_config.json").read_text())
+    _require_plain(final, config)
+    halves: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in load_file(str(final / WEIGHTS)).items():
+        known = _NAME.fullmatch(name)
+        if known is None and _is_whole(name, config):
+            continue
+        if known is None:
+            raise CheckpointError(_refusal(final, f"the tensor {name}"))
+        halves.setdefault(known["module"], {})[known["half"]] = tensor
+    alone = sorted(module for module, both in halves.items() if both.keys() != {"A", "B"})
+    if alone or not halves:
+        raise CheckpointError(f"{final}: the adapter lacks a half of {', '.join(alone[:3]) or 'everything'}.")
+    return {
+        module: LoraDelta(both["A"], both["B"], _scale(config, both["A"])) for module, both in halves.items()
+    }
+
+
+def fully_trained_weights(final: Path) -> dict[str, str]:
+    """What the adapter has in place of a weight of the base: by the name in the model, the name in its file."""
+    from safetensors import safe_open
+
+    config = json.loads((final / "adapter_config.json").read_text())
+    with safe_open(str(final / WEIGHTS), "pt") as content:
+        names = [name for name in content.keys() if _is_whole(name, config)]  # noqa: SIM118 (not a mapping)
+    return {name.removeprefix(_PREFIX): name for name in names}
+
+
+def _is_whole(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether a weight is of a module that was trained as a whole."""
+    parts = name.removeprefix(_PREFIX).split(".")[:-1]
+    return name.startswith(_PREFIX) and not set(parts).isdisjoint(config.get("modules_to_save") or ())
+
+
+def _scale(config: Mapping[str, Any], a: Tensor) -> float:
+    rank, alpha = a.shape[0], float(config["lora_alpha"])
+    return float(alpha / rank**0.5 if config.get("use_rslora") else alpha / rank)
+
+
+def _require_plain(final: Path, config: Mapping[str, Any]) -> None:
+    for key, plain in _PLAIN.items():
+        given = config.get(key)
+        if given != plain and given:
+            raise CheckpointError(_refusal(final, f"{key}={given}"))
+
+
+def _refusal(final: Path, what: str) -> str:
+    return (
+        f"kind=merged: the adapter in {final} has {what}, which is not merged here yet. kind=adapter exports it as "
+        "it is."
+    )
+
 
 EXPORTED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -48,10 +131,10 @@ class Merge:
     """What becomes of the weights of a folder. Names of `deltas`, `packed` and `transposed` are those in its files."""
 
     tensors: Mapping[str, Stored]
-    deltas: Mapping[str, LowRank]
+    deltas: Mapping[str, LoraDelta]
     packed: frozenset[str]  # held in fewer bits during training
     transposed: frozenset[str]  # stored [in, out]
-    packing: Packing | None
+    quantizer: Quantizer | None
     held: torch.dtype  # as training stored what it did not pack
     out: torch.dtype
     as_stored: re.Pattern[str] | None  # what transformers keeps in fp32 whatever it is asked for
@@ -108,8 +191,8 @@ class Merge:
         transposed = name in self.transposed
         weight = weight.T.contiguous() if transposed else weight
         if name in self.packed:
-            assert self.packing is not None
-            weight = self.packing.unpacked(weight.float())
+            assert self.quantizer is not None
+            weight = self.quantizer.rounded(weight.float())
         if name in self.deltas:
             weight = weight.float() + self.deltas[name].whole(self.device)
         return weight.T.contiguous() if transposed else weight
@@ -144,7 +227,7 @@ _WIDTHS = {**_FLOATS, **dict.fromkeys(("I64", "U64"), 8), **dict.fromkeys(("I32"
 
 def plan_merge(
     sections: ModelSections,
-    deltas: Mapping[str, LowRank],
+    deltas: Mapping[str, LoraDelta],
     dtype: str,
     device: torch.device,
     final: Path | None = None,
@@ -159,7 +242,7 @@ def plan_merge(
     tensors = stored_tensors(folder)
     if final is not None and task_of(sections.task).pooled:
         tensors = _with_head(lm, tensors, final)
-    packed = linear_inside(lm) if sections.packing is not None else []
+    packed = backbone_linear_layers(lm) if sections.quantizer is not None else []
     names = _names_in_files(lm, {*packed, *deltas}, tensors, sections.model.path)
     frozen = sections.adapter.kind != "none"
     held = DTYPES[sections.precision].base if frozen else torch.float32
@@ -168,7 +251,7 @@ def plan_merge(
         deltas={names[layer]: delta for layer, delta in deltas.items()},
         packed=frozenset(names[layer] for layer in packed),
         transposed=frozenset(name for layer, name in names.items() if _is_conv1d(lm.get_submodule(layer))),
-        packing=sections.packing,
+        quantizer=sections.quantizer,
         held=held,
         out=EXPORTED[dtype],
         as_stored=_kept_in_fp32(lm, held),
@@ -197,7 +280,7 @@ def _with_head(lm: Any, tensors: Mapping[str, Stored], final: Path) -> dict[str,
     has_prefix = any(name.startswith(inside) for name in tensors)
     known = lm.state_dict()
     kept = {n: t for n, t in tensors.items() if n.startswith(inside) or not has_prefix or n in known}
-    for name, stored_as in whole_weights(final).items():
+    for name, stored_as in fully_trained_weights(final).items():
         short = name.removeprefix(inside)
         kept[short if short in kept else name] = own[stored_as]
     return kept

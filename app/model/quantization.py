@@ -1,13 +1,11 @@
-"""The frozen base in fewer bits: other layers in place of the backbone's linear ones; head and embeddings stay.
+"""The frozen base in fewer bits: quantised layers in place of the backbone's linear ones; head and embeddings stay.
 
-The table of kinds, and NF4 by bitsandbytes; `quantization=fp8` is in `model.fp8_linear`.
+The table of kinds: NF4 (`model.nf4`, by bitsandbytes) and fp8 (`model.fp8_linear`).
 """
 
-import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
@@ -15,88 +13,82 @@ from torch import Tensor, nn
 
 from app.config.schema import ModelConfig, PrecisionConfig, QuantizationConfig
 from app.errors import ConfigError
-from app.model.head import is_of_backbone
+from app.model import nf4
+from app.model.fp8_linear import Fp8Linear
+from app.model.head import in_backbone
 
-# As it is imported on a CPU with avx512_bf16, it looks for a kernel that nothing here uses, and tells of its absence.
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-
-POOLER = "pooler."  # of a backbone; it belongs to the head, which stays as it is
-
-# Weights that share a scale. Where a row does not end with a block, bitsandbytes takes the wrong scales for the rest
-# on CPUs with AVX-512: the weights come back four times as far off as they should, without an error.
-_BLOCK = 64
-_SCALES_BLOCK = 256  # scales that share one in turn
-_CPU_PIECE = 1 << 20  # weights
+_POOLER = "pooler."  # of a backbone; it belongs to the head, which stays as it is
+_FP8_MULTIPLE = 16  # sizes that fp8 products take
+_FP8_MIN_CAPABILITY = (8, 9)  # Ada, the first GPUs with fp8; then Hopper
 
 
-class Packing(ABC):
-    """One way. Whoever builds, loads or plans a model asks this, and knows no kind by name."""
+class Quantizer(ABC):
+    """One kind of quantisation: what building, loading and planning a model ask."""
 
     kind: str  # as quantization.kind has it
-    # whether the adapter is worth less on a base that is not packed: then whoever uses it later packs alike
-    goes_with_adapter: bool
+    # whether the adapter has learnt to make up for the rounding: then it is used later on a base quantised alike
+    needed_by_adapter: bool
 
-    def pack(self, part: nn.Module) -> None:
-        """Every plain linear layer inside `part`, in place; the unpacked weights are let go one by one."""
+    def quantize(self, part: nn.Module) -> None:
+        """Replace every plain linear layer inside `part`, one by one, so that full weights are freed as it goes."""
         for name, layer in list(part.named_modules()):
-            if is_linear(layer) and not name.startswith(POOLER):
-                self.pack_one(part, name)
+            if is_linear(layer) and not name.startswith(_POOLER):
+                self.quantize_layer(part, name)
 
-    def pack_one(self, part: nn.Module, name: str) -> None:
-        """The same for the layer of this name."""
-        part.set_submodule(name, self.packed(part.get_submodule(name)))
+    def quantize_layer(self, part: nn.Module, name: str) -> None:
+        part.set_submodule(name, self.quantized(part.get_submodule(name)))
 
-    @abstractmethod
-    def packed(self, layer: Any) -> nn.Module:
-        """What takes the place of a plain linear layer, frozen."""
-
-    @abstractmethod
-    def unpacked(self, weight: Tensor) -> Tensor:
-        """A linear layer's weight [out, in] as the packed layer has it, in the dtype that it came in."""
+    def finish(self, lm: Any) -> None:
+        """Prepare a model whose layers were all quantised."""
+        left = backbone_linear_layers(lm)
+        assert not left, f"not quantised: {left}"
 
     @abstractmethod
-    def unfit(self, name: str, outputs: int, inputs: int) -> str | None:
-        """Why a layer of these sizes cannot be packed."""
+    def quantized(self, layer: Any) -> nn.Module:
+        """The frozen layer that replaces a plain linear one."""
 
-    def missing(self, device: torch.device) -> str | None:  # noqa: ARG002
-        """What this device lacks to compute with packed layers, and what to do; None: nothing."""
+    @abstractmethod
+    def rounded(self, weight: Tensor) -> Tensor:
+        """A weight [out, in] as the quantised layer has it, in the dtype that it came in."""
+
+    @abstractmethod
+    def unsupported(self, name: str, outputs: int, inputs: int) -> str | None:
+        """Why a layer of these sizes cannot be quantised."""
+
+    def missing_on(self, device: torch.device) -> str | None:  # noqa: ARG002
+        """What `device` lacks to compute with quantised layers, and what to do."""
         return None
 
     def slow_on(self, device: str) -> str | None:  # noqa: ARG002
-        """A note, where it is only good for trying out."""
+        """A note where it is good for trying out only."""
         return None
 
-    def for_transformers(self, outside: list[str]) -> Any | None:  # noqa: ARG002
-        """What from_pretrained is told to pack each weight as it is read; None: it cannot."""
+    def bitsandbytes_arguments(self, outside: list[str]) -> dict[str, Any] | None:  # noqa: ARG002
+        """Plain arguments of BitsAndBytesConfig that quantise alike, `outside` left alone; None: there are none."""
         return None
 
-    def bitsandbytes(self, outside: list[str]) -> dict[str, Any] | None:  # noqa: ARG002
-        """The same as plain arguments of BitsAndBytesConfig, for whoever loads the base elsewhere; None: as it is."""
-        return None
+    def transformers_config(self, outside: list[str]) -> Any | None:
+        """The argument with which from_pretrained quantises each weight as it is read."""
+        given = self.bitsandbytes_arguments(outside)
+        if given is None:
+            return None
+        from transformers import BitsAndBytesConfig
 
-    def settle(self, lm: Any) -> None:  # noqa: ARG002
-        """After all of it was packed."""
-        return
+        return BitsAndBytesConfig(**given)
 
 
 @dataclass(frozen=True, slots=True)
-class FourBit(Packing):
-    """By bitsandbytes, and what it is told."""
+class Nf4(Quantizer):
+    """Four bits by bitsandbytes."""
 
     kind = "nf4"
-    goes_with_adapter = True  # it has learnt to make up for the rounding of these very weights
+    needed_by_adapter = True
 
     quant_type: str
     double_quant: bool
     compute: torch.dtype
 
-    def for_transformers(self, outside: list[str]) -> Any:
-        """`outside` is left alone."""
-        from transformers import BitsAndBytesConfig
-
-        return BitsAndBytesConfig(**self.bitsandbytes(outside))
-
-    def bitsandbytes(self, outside: list[str]) -> dict[str, Any]:
+    def bitsandbytes_arguments(self, outside: list[str]) -> dict[str, Any]:
         """Dtypes by their names, as transformers takes them."""
         return {
             "load_in_4bit": True,
@@ -106,172 +98,83 @@ class FourBit(Packing):
             "llm_int8_skip_modules": outside,
         }
 
-    def unpacked(self, weight: Tensor) -> Tensor:
-        """As the packed layer computes with it."""
+    def rounded(self, weight: Tensor) -> Tensor:
         rows, columns = weight.shape
         layer = nn.Linear(columns, rows, bias=False, device="meta")
         layer.weight = nn.Parameter(weight, requires_grad=False)
-        return dequantized(self.packed(layer))
+        return nf4.dequantized(self.quantized(layer))
 
-    def packed(self, layer: Any) -> nn.Module:
-        """Of bitsandbytes' own class."""
-        from bitsandbytes.nn import Linear4bit, Params4bit
-
-        weight = weight_of(layer)
-        packed = Linear4bit(
-            weight.shape[1],
-            weight.shape[0],
-            bias=layer.bias is not None,
-            compute_dtype=self.compute,
-            compress_statistics=self.double_quant,
+    def quantized(self, layer: Any) -> nn.Module:
+        return nf4.linear_4bit(
+            weight_of(layer),
+            layer.bias,
             quant_type=self.quant_type,
-            device="meta",
+            double_quant=self.double_quant,
+            compute=self.compute,
         )
-        as_made = {key: value for key, value in packed.weight.__dict__.items() if key != "data"}
-        data = weight.contiguous()
-        if not weight.is_meta:  # there it stays what it is, as bitsandbytes leaves it
-            data, packed.quant_state = self._quantized(data)
-            as_made |= {"quant_state": packed.quant_state, "bnb_quantized": True, "module": packed}
-        packed.weight = Params4bit(data, requires_grad=False, **as_made)
-        packed.weight._is_hf_initialized = True  # a parent's initialisation must not draw over the bytes
-        packed.bias = layer.bias
-        result: nn.Module = packed.requires_grad_(False)
-        return result
 
-    def unfit(self, name: str, outputs: int, inputs: int) -> str | None:  # noqa: ARG002
-        """A row must end with a block."""
-        return f"{name} has {inputs} inputs, not a multiple of {_BLOCK}" if inputs % _BLOCK else None
+    def unsupported(self, name: str, outputs: int, inputs: int) -> str | None:  # noqa: ARG002
+        if inputs % nf4.BLOCK:
+            return f"{name} has {inputs} inputs, not a multiple of {nf4.BLOCK}"
+        return None
 
-    def settle(self, lm: Any) -> None:
-        """Say so to PEFT, and let layers compute by `_forward_4bit`."""
-        from bitsandbytes.nn import Linear4bit
-
+    def finish(self, lm: Any) -> None:
+        """Tell PEFT, and let layers compute by our forward."""
+        nf4.install_forward(lm)
         lm.is_loaded_in_4bit = True
-        for layer in lm.modules():
-            if isinstance(layer, Linear4bit):
-                layer.forward = MethodType(_forward_4bit, layer)
+        Quantizer.finish(self, lm)  # a dataclass with slots is made anew, and super() would not know it
 
-    def _quantized(self, weight: Tensor) -> tuple[Tensor, Any]:
-        """As bitsandbytes packs it, to the last bit. On a CPU it makes six copies on the way, so it gets pieces."""
-        from bitsandbytes.functional import QuantState, quantize_4bit, quantize_blockwise
 
-        limit = _CPU_PIECE if weight.device.type == "cpu" else weight.numel()
-        pieces = [
-            quantize_4bit(rows, blocksize=_BLOCK, compress_statistics=False, quant_type=self.quant_type)
-            for rows in weight.split(max(limit // weight.shape[1], 1))
-        ]
-        data = torch.cat([packed for packed, _ in pieces])
-        scales = torch.cat([state.absmax for _, state in pieces])
-        known: dict[str, Any] = {"absmax": scales}
-        if self.double_quant:
-            offset = scales.mean()
-            absmax, second = quantize_blockwise(scales - offset, blocksize=_SCALES_BLOCK)
-            known = {"absmax": absmax, "offset": offset, "state2": second}
-        state = QuantState(
-            shape=weight.shape,
-            dtype=weight.dtype,
-            blocksize=_BLOCK,
-            code=pieces[0][1].code,
-            quant_type=self.quant_type,
-            **known,
+class Fp8(Quantizer):
+    """Eight bits while training; later the adapter is used on the ordinary base, as there is little to make up for."""
+
+    kind = "fp8"
+    needed_by_adapter = False
+
+    def quantized(self, layer: Any) -> nn.Module:
+        return Fp8Linear(weight_of(layer), layer.bias)
+
+    def rounded(self, weight: Tensor) -> Tensor:
+        return Fp8Linear(weight, None).unpacked(weight.dtype)
+
+    def unsupported(self, name: str, outputs: int, inputs: int) -> str | None:
+        if outputs % _FP8_MULTIPLE or inputs % _FP8_MULTIPLE:
+            return f"{name} has {inputs} inputs and {outputs} outputs, not both multiples of {_FP8_MULTIPLE}"
+        return None
+
+    def missing_on(self, device: torch.device) -> str | None:
+        """A CPU computes the same numbers in float32."""
+        if device.type != "cuda":
+            return None
+        found, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+        if torch.version.hip is None and found >= _FP8_MIN_CAPABILITY:
+            return None
+        return (
+            f"quantization.kind=fp8 needs an NVIDIA GPU of compute capability 8.9 or higher (Ada, Hopper or newer), "
+            f"and this {name} has {found[0]}.{found[1]}. Set quantization=none, or quantization=nf4 for less memory."
         )
-        return data, state
+
+    def slow_on(self, device: str) -> str | None:
+        slow = (
+            "quantization=fp8: a CPU has no fp8, so its products are made in float32, slower than without it"
+        )
+        return slow if device == "cpu" else None
 
 
-def _forward_4bit(self: Any, x: Tensor) -> Tensor:
-    """Of a packed layer, with the state that the layer holds: bitsandbytes' own makes a parameter of a weight that FSDP
-    gathered. On CPUs with avx512_bf16 that also rearranges every weight in place at the first evaluation: the next step
-    would compute with other numbers, and a continued run with others again.
-    """
-    import bitsandbytes
-
-    rows = x.to(self.compute_dtype or x.dtype)
-    bias = None if self.bias is None else self.bias.to(rows.dtype)
-    out: Tensor = bitsandbytes.matmul_4bit(rows, self.weight, bias=bias, quant_state=self.quant_state)
-    return out.to(x.dtype)
-
-
-def dequantized(layer: Any) -> Tensor:
-    """The weight [out, in] of a packed layer, in the dtype that it had."""
-    from bitsandbytes.functional import dequantize_4bit
-
-    result: Tensor = dequantize_4bit(layer.weight.data, layer.quant_state)
-    return result
-
-
-# One operation, so that a plan on tensors without memory sees what bitsandbytes' own sees on a GPU: nothing new
-_OPS = torch.library.Library("app_kernels", "FRAGMENT")
-_OPS.define("dequantize_4bit(Tensor data, Tensor scales, int blocksize, str kind, Tensor(a!) out) -> ()")
-
-
-def _dequantize_on_cpu(data: Tensor, scales: Tensor, blocksize: int, kind: str, out: Tensor) -> None:
-    """bitsandbytes has no such kernel for a CPU, which comes here in tests alone."""
-    from bitsandbytes.functional import QuantState, dequantize_4bit
-
-    state = QuantState(scales, shape=out.shape, blocksize=blocksize, quant_type=kind, dtype=out.dtype)
-    out.copy_(dequantize_4bit(data, state))
-
-
-def _dequantize_on_gpu(data: Tensor, scales: Tensor, blocksize: int, kind: str, out: Tensor) -> None:
-    from bitsandbytes.functional import dequantize_4bit
-
-    dequantize_4bit(data, absmax=scales, out=out, blocksize=blocksize, quant_type=kind)
-
-
-_OPS.impl("dequantize_4bit", _dequantize_on_cpu, "CPU")
-_OPS.impl("dequantize_4bit", _dequantize_on_gpu, "CUDA")
-torch.library.register_fake("app_kernels::dequantize_4bit", lambda *_given: None, lib=_OPS)
-
-
-class DequantizeBuffer:
-    """Memory for one weight, as large as the largest; what is in it holds until the next is dequantised.
-
-    So a product must not keep it for its backward pass.
-    """
-
-    def __init__(self, layers: Iterable[Any]) -> None:
-        self._largest = max(layer.in_features * layer.out_features for layer in layers)
-        self._buffers: dict[torch.dtype, Tensor] = {}
-
-    def dequantized(self, layer: Any, dtype: torch.dtype) -> Tensor:
-        """The weight [out, in] of a packed layer, until the next."""
-        from bitsandbytes.functional import dequantize_blockwise
-
-        state, data = layer.quant_state, layer.weight.data
-        if dtype not in self._buffers:
-            self._buffers[dtype] = torch.empty(self._largest, dtype=dtype, device=data.device)
-        out = self._buffers[dtype][: state.shape.numel()].view(state.shape)
-        scales = state.absmax
-        if state.nested:
-            scales = dequantize_blockwise(scales, state.state2).add_(state.offset)
-        torch.ops.app_kernels.dequantize_4bit(data, scales, state.blocksize, state.quant_type, out)
-        return out
-
-
-def _nf4(config: QuantizationConfig, compute: torch.dtype) -> FourBit:
-    return FourBit("nf4", config.double_quant, compute)
-
-
-def _fp8(_config: QuantizationConfig, _compute: torch.dtype) -> Packing:
-    from app.model.fp8_linear import EightBit
-
-    return EightBit()
-
-
-QUANTIZATIONS: dict[str, Callable[[QuantizationConfig, torch.dtype], Packing | None]] = {
+QUANTIZATIONS: dict[str, Callable[[QuantizationConfig, torch.dtype], Quantizer | None]] = {
     "none": lambda _config, _compute: None,
-    "nf4": _nf4,
-    "fp8": _fp8,
+    "nf4": lambda config, compute: Nf4("nf4", config.double_quant, compute),
+    "fp8": lambda _config, _compute: Fp8(),
 }
 
 
-def packing_of(config: QuantizationConfig, compute: torch.dtype) -> Packing | None:
-    """How the base is packed, None when it is not."""
+def quantizer_of(config: QuantizationConfig, compute: torch.dtype) -> Quantizer | None:
+    """The quantiser of the base, None where it is not quantised."""
     return QUANTIZATIONS[config.kind](config, compute)
 
 
 def is_linear(layer: nn.Module) -> bool:
-    """Of those that are replaced, not replaced yet."""
+    """Whether `layer` is one of those that are replaced, not replaced yet."""
     return type(layer) is nn.Linear or type(layer).__name__ == "Conv1D"
 
 
@@ -281,50 +184,43 @@ def weight_of(layer: Any) -> Tensor:
     return weight if isinstance(layer, nn.Linear) else weight.T
 
 
-def constants_of(weight: Any) -> Iterator[Tensor]:
-    """What a packed weight needs to be unpacked, where it is no part of its layer."""
+def quant_state_tensors(weight: Any) -> Iterator[Tensor]:
+    """Tensors of a 4-bit weight's quantisation state that are not parameters or buffers of its layer."""
     state = getattr(weight, "quant_state", None)
     while state is not None:
         yield from (each for each in (state.absmax, state.code, state.offset) if isinstance(each, Tensor))
         state = state.state2
 
 
-def linear_outside(lm: Any) -> list[str]:
-    """The head, and whatever else is linear beside the backbone."""
-    return [name for name in _linear(lm) if not is_of_backbone(lm, name)]
+def other_linear_layers(lm: Any) -> list[str]:
+    """Names of the head and of whatever else is linear beside the backbone."""
+    return [name for name in _linear(lm) if not in_backbone(lm, name)]
 
 
-def linear_inside(lm: Any) -> list[str]:
-    """What `pack` packs of an unpacked model."""
-    return [name for name in _linear(lm) if is_of_backbone(lm, name)]
+def backbone_linear_layers(lm: Any) -> list[str]:
+    """Names of the layers that a quantiser replaces."""
+    return [name for name in _linear(lm) if in_backbone(lm, name)]
 
 
 def _linear(lm: Any) -> list[str]:
     return [name for name, layer in lm.named_modules() if is_linear(layer)]
 
 
-def settle(lm: Any, packing: Packing) -> None:
-    """After packing: nothing is left."""
-    packing.settle(lm)
-    left = linear_inside(lm)
-    assert not left, f"not quantised: {left}"
+def quantization_after_training(config: QuantizationConfig) -> QuantizationConfig:
+    """The quantisation of the base on which the adapter is used later."""
+    quantizer = quantizer_of(config, torch.float32)
+    return config if quantizer is None or quantizer.needed_by_adapter else QuantizationConfig(kind="none")
 
 
-def lasting(config: QuantizationConfig) -> QuantizationConfig:
-    """How the base is held by whoever uses the adapter after training."""
-    packing = packing_of(config, torch.float32)
-    return config if packing is None or packing.goes_with_adapter else QuantizationConfig(kind="none")
-
-
-def require_quantizable(given: ModelConfig, lm: Any, packing: Packing) -> None:
+def require_quantizable(given: ModelConfig, lm: Any, quantizer: Quantizer) -> None:
     """Refuse by name what would stay large, or come out wrong; `lm` may be on meta."""
     kind = lm.config.model_type
 
     def refuse(reason: str) -> None:
         source = "model.architecture" if given.weights == "random" else f"model.path={given.path}"
         raise ConfigError(
-            f"quantization.kind={packing.kind}: a model of kind {kind} ({source}) cannot be quantised here: {reason}. "
-            "Set recipe=lora or quantization=none, or choose another model."
+            f"quantization.kind={quantizer.kind}: a model of kind {kind} ({source}) cannot be quantised here: "
+            f"{reason}. Set recipe=lora or quantization=none, or choose another model."
         )
 
     if getattr(lm.config, "quantization_config", None) is not None:
@@ -332,30 +228,29 @@ def require_quantizable(given: ModelConfig, lm: Any, packing: Packing) -> None:
     if any(".experts." in f".{name}" for name, _ in lm.base_model.named_parameters()):
         refuse("its experts are stacked, and stacked weights are not quantised yet")
     for name, layer in lm.base_model.named_modules():
-        if is_linear(layer) and not name.startswith(POOLER):
-            outputs, inputs = weight_of(layer).shape
-            reason = packing.unfit(name, outputs, inputs)
+        if is_linear(layer) and not name.startswith(_POOLER):
+            reason = quantizer.unsupported(name, *weight_of(layer).shape)
             if reason is not None:
                 refuse(reason)
 
 
-def lack_of_machine(config: QuantizationConfig, device: torch.device) -> str | None:
-    """What a device lacks for it, and what to do."""
-    packing = packing_of(config, torch.float32)
-    return None if packing is None else packing.missing(device)
+def missing_hardware(config: QuantizationConfig, device: torch.device) -> str | None:
+    """What `device` lacks for the quantisation, and what to do."""
+    quantizer = quantizer_of(config, torch.float32)
+    return None if quantizer is None else quantizer.missing_on(device)
 
 
-def require_machine(config: QuantizationConfig, device: torch.device) -> None:
-    """Told before any weight is read."""
-    lack = lack_of_machine(config, device)
-    if lack is not None:
-        raise ConfigError(lack)
+def require_hardware(config: QuantizationConfig, device: torch.device) -> None:
+    """Refuse before any weight is read."""
+    missing = missing_hardware(config, device)
+    if missing is not None:
+        raise ConfigError(missing)
 
 
 def notes(config: QuantizationConfig, precision: PrecisionConfig, chosen: str, device: str) -> list[str]:
-    """What is true of a quantised run on this machine and that its recipe does not say."""
-    packing = packing_of(config, torch.float32)
-    if packing is None:
+    """What is true of a quantised run on this machine and does not show in its recipe."""
+    quantizer = quantizer_of(config, torch.float32)
+    if quantizer is None:
         return []
     found = []
     if precision.kind == "auto" and chosen != "bf16":
@@ -363,5 +258,5 @@ def notes(config: QuantizationConfig, precision: PrecisionConfig, chosen: str, d
             f"quantization={config.kind}: this {device.upper()} has no bf16 instructions, so precision=auto means "
             f"{chosen}; what is not quantised is stored and computed in {chosen}"
         )
-    slow = packing.slow_on(device)
+    slow = quantizer.slow_on(device)
     return [*found, slow] if slow is not None else found

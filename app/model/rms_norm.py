@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 
-from app.model.proof import worst
+from app.model.comparison import max_or_nan
 
 _ROWS = 8  # that are compared
 _EXACT = 1e-6
@@ -173,7 +173,7 @@ def _differences(module: Any, norms: Sequence[RmsNorm]) -> list[tuple[float, flo
         stand_in.__dict__["_parameters"] = module._parameters | {"weight": nn.Parameter(weight.to(weight_in))}
         own = type(module).forward(stand_in, x.to(x_in))
         found.append([_difference(norm(x.to(x_in), stand_in.weight), own) for norm in norms])
-    return [(exact, worst(rounded)) for exact, *rounded in zip(*found, strict=True)]
+    return [(exact, max_or_nan(rounded)) for exact, *rounded in zip(*found, strict=True)]
 
 
 def _difference(ours: Tensor, own: Tensor) -> float:

@@ -6,28 +6,30 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from app.model.trainee import Trainee
+from app.model.training_model import TrainingModel
 
 State = dict[str, Tensor]
 
 
-def save_model(trainee: Trainee, tokenizer: Any, folder: Path, state: State | None = None) -> None:
+def save_model(
+    training_model: TrainingModel, tokenizer: Any, folder: Path, state: State | None = None
+) -> None:
     """An adapter in PEFT's format, or a whole model in transformers' format, with the tokenizer beside it. `state`:
     whole tensors of what is saved, where the model has parts of them only.
     """
-    network: Any = trainee.network
-    lm = trainee.language_model
+    network: Any = training_model.network
+    lm = training_model.language_model
     if (
-        trainee.pooled and lm.config.pad_token_id is None
+        training_model.pooled and lm.config.pad_token_id is None
     ):  # without it transformers answers one text at a time
         lm.config.pad_token_id = tokenizer.pad_token_id
     given: dict[str, Any] = {} if state is None else {"state_dict": state}
-    if trainee.network is trainee.language_model:
+    if training_model.network is training_model.language_model:
         _save_pretrained(network, folder, **given)
     else:
         # "auto" would ask the hub about the vocabulary of the base
         network.save_pretrained(str(folder), save_embedding_layers=False, **given)
-        if trainee.pooled:
+        if training_model.pooled:
             _save_classes(lm, folder)
     tokenizer.save_pretrained(str(folder))
 
@@ -42,7 +44,7 @@ def _save_classes(lm: Any, folder: Path) -> None:
 
 
 def save_base(
-    trainee: Trainee,
+    training_model: TrainingModel,
     tokenizer: Any,
     folder: Path,
     unpacked: nn.Module | None = None,
@@ -53,7 +55,7 @@ def save_base(
     Of a quantised one the `unpacked` weights are kept: any tool reads them, and packed again they give the same bytes.
     """
     if unpacked is None:
-        lm = trainee.language_model
+        lm = training_model.language_model
         known = lm.state_dict() if state is None else state
         kept = {name: tensor for name, tensor in known.items() if _is_of_base(name)}
         plain = {_without_adapter(name): tensor for name, tensor in kept.items()}

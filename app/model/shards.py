@@ -13,12 +13,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from app.model.held import Held
-from app.model.quantization import Packing, linear_inside
+from app.model.quantization import Quantizer, backbone_linear_layers
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def read_shards(lm: Any, folder: Path, packing: Packing | None, held: Held) -> bool:
+def read_shards(lm: Any, folder: Path, quantizer: Quantizer | None, held: Held) -> bool:
     """Fill `lm`, whose parameters are on meta; false, and nothing is done, where its names are not those of the files.
 
     transformers renames, splits and joins what some kinds have in their files, and knows which of them stay in float32.
@@ -27,15 +27,15 @@ def read_shards(lm: Any, folder: Path, packing: Packing | None, held: Held) -> b
     files = _files(folder)
     if not _named_alike(lm, files) or _has_own_dtypes(lm):
         return False
-    packed = set() if packing is None else set(linear_inside(lm))
+    packed = set() if quantizer is None else set(backbone_linear_layers(lm))
     for file, names in files.items():
         with _opened(file) as tensors:
             for name in sorted(names):
                 layer = name.removesuffix(".weight")
                 _put(lm, name, tensors.get_tensor(name), held, stays=layer not in packed)
-                if packing is not None and layer in packed:
-                    packing.pack_one(lm, layer)
-    if packing is None:
+                if quantizer is not None and layer in packed:
+                    quantizer.quantize_layer(lm, layer)
+    if quantizer is None:
         lm.requires_grad_(True)
     lm.tie_weights()
     lm.to(held.device)  # buffers

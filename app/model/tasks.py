@@ -32,7 +32,7 @@ class Task:
 
         return kind in getattr(modeling_auto, f"{self.kinds}_NAMES")
 
-    def sees_both_ways(self, lm: Any) -> bool:
+    def is_bidirectional(self, lm: Any) -> bool:
         """Whether tokens of this model see those after them."""
         if self.bidirectional is not None:
             return self.bidirectional

@@ -13,12 +13,12 @@ from app.config.did_you_mean import did_you_mean
 from app.config.schema import ModelConfig
 from app.errors import ConfigError, EnvironmentProblem
 from app.model.drawing import draw
+from app.model.head import is_of_head
 from app.model.held import Held
-from app.model.pooled import is_of_head
-from app.model.quantization import Packing, linear_outside, require_quantizable, settle
+from app.model.quantization import Quantizer, other_linear_layers, require_quantizable
 from app.model.shards import parameters_on_meta, read_shards
 from app.model.source import fetch_folder, folder_at_hand, gist, local_place, require_config, require_weights
-from app.model.support import require_kind, require_structure
+from app.model.supported_models import require_kind, require_structure
 from app.model.tasks import Task
 
 
@@ -55,42 +55,42 @@ def _options(held: Held) -> dict[str, Any]:
 def load_packed(
     config: ModelConfig,
     task: Task,
-    packing: Packing,
+    quantizer: Quantizer,
     held: Held,
     seed: int,
 ) -> Any:
     """The same with the backbone in fewer bits; unpacked it never exists as a whole."""
-    lack = packing.missing(held.device)
+    lack = quantizer.missing_on(held.device)
     if lack is not None:
         raise ConfigError(lack)
     if config.weights == "random":
         lm = _on_meta(config, task, _numbers(config, task), held.dtype, held.attention)
-        require_quantizable(config, lm, packing)
-        draw(lm, held.device, seed, packing.pack)
-        packing.pack(lm.base_model)  # what is linear beside the repeated layers
-        settle(lm, packing)
+        require_quantizable(config, lm, quantizer)
+        draw(lm, held.device, seed, quantizer.quantize)
+        quantizer.quantize(lm.base_model)  # what is linear beside the repeated layers
+        quantizer.finish(lm)
     else:
         folder = fetch_folder(config, config.path, with_weights=True)
         require_weights(folder, config.path)
         with drawing_by(seed):
-            lm = read_packed(config, task, folder, packing, held)
+            lm = read_packed(config, task, folder, quantizer, held)
     require_structure(config, task, lm)
     return lm
 
 
-def read_packed(config: ModelConfig, task: Task, folder: Path, packing: Packing, held: Held) -> Any:
+def read_packed(config: ModelConfig, task: Task, folder: Path, quantizer: Quantizer, held: Held) -> Any:
     """The model of a local folder, each weight packed as it is read."""
     plan = _on_meta(config, task, _numbers_of(config, task, folder), held.dtype, held.attention)
-    require_quantizable(config, plan, packing)
+    require_quantizable(config, plan, quantizer)
     lm = _without_weights(config, task, folder, held)
     with _readable(config, folder):
-        is_read = read_shards(lm, folder, packing, held)
+        is_read = read_shards(lm, folder, quantizer, held)
     if not is_read:
-        told = packing.for_transformers(linear_outside(plan))
+        told = quantizer.transformers_config(other_linear_layers(plan))
         packs = {} if told is None else {"quantization_config": told}
         lm = read_weights(config, task, folder, **_options(held), **packs)
-        packing.pack(lm.base_model)  # nothing is left where transformers did
-    settle(lm, packing)
+        quantizer.quantize(lm.base_model)  # nothing is left where transformers did
+    quantizer.finish(lm)
     return lm
 
 

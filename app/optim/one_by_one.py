@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from app.optim.groups import Trained
+from app.optim.gradient_scaling import skips_on_device, step_unless
+from app.optim.parameter_groups import Trained
 from app.optim.rounding import round_into
-from app.optim.skip import skips_on_device, step_unless
 
 STEPS_ROUNDED = "steps_rounded"  # in the first group, for a state_dict has it then
 

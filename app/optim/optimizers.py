@@ -11,14 +11,13 @@ from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 
 from app.config.schema import OptimizerConfig
-from app.optim.groups import Trained, parameter_groups, trained_parameters
-from app.optim.muon import MuonWithAdamW
 from app.optim.one_by_one import OneByOne
+from app.optim.parameter_groups import Trained, parameter_groups, trained_parameters
 
 OptimizerKind = Callable[[OptimizerConfig, Sequence[Trained]], Optimizer]
 
 
-def looks_at_matrices(config: OptimizerConfig) -> bool:
+def needs_whole_matrices(config: OptimizerConfig) -> bool:
     """Whether an update of a number depends on others of its tensor, so that a part of it is not enough."""
     return config.kind == "muon"
 
@@ -117,3 +116,35 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
     "paged_adamw_32bit": _bitsandbytes_adamw("PagedAdamW32bit"),
     "lion_8bit": _lion_8bit,
 }
+
+
+class MuonWithAdamW(Optimizer):
+    """Steps both; to the outside their groups and their states are those of one optimizer.
+
+    It cannot skip a step on the device: torch's Muon has no such switch.
+    """
+
+    def __init__(self, muon: Muon, adamw: AdamW) -> None:
+        self.parts: tuple[Optimizer, Optimizer] = (muon, adamw)
+        self._num_matrix_groups = len(muon.param_groups)
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+        self._share()
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Both parts; a closure makes no sense for two."""
+        assert closure is None
+        for part in self.parts:
+            part.step()
+        return None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; afterwards the parts work on what was loaded."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def _share(self) -> None:
+        # Each part touches the state of its own parameters only, so one dictionary serves both.
+        muon, adamw = self.parts
+        muon.state = adamw.state = self.state
+        muon.param_groups = self.param_groups[: self._num_matrix_groups]
+        adamw.param_groups = self.param_groups[self._num_matrix_groups :]

@@ -23,7 +23,7 @@ from app.files import (
     temp_dir_of,
     verify_checksums,
 )
-from app.optim.state import flatten, load_state
+from app.optim.optimizer_state import flatten, load_state
 from app.training.progress import Progress
 from app.training.train_step import Stepper
 from app.training.trained_state import (

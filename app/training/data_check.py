@@ -24,7 +24,7 @@ from app.training.data_advice import advice
 from app.training.limits import within_positions
 from app.training.preview import preview
 from app.training.resolve import with_format
-from app.training.setup import layout_of, require_known_ids, sees_both_ways
+from app.training.setup import is_bidirectional, layout_of, require_known_ids
 from app.training.steps import StepPlan, plan_steps
 
 
@@ -150,7 +150,7 @@ def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> Da
         run = with_classes(run, data.classes)
     except ConfigError as problem:
         found += problem.problems
-    labels = build_objective(run.task, tokenizer, run.seed, bidirectional=sees_both_ways(run))
+    labels = build_objective(run.task, tokenizer, run.seed, bidirectional=is_bidirectional(run))
     found += _unknown_ids(run, data)
     share = StepSplit(run.batching.accumulation, processes)
     loader = Loader(data.train, layout_of(run, run.batching.rows, tokenizer, labels), share, run.seed)

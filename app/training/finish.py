@@ -5,7 +5,7 @@ from app.config.schema import RunConfig
 from app.distributed.process_group import HostGroup
 from app.files import checksummed_folder
 from app.model.save import save_model
-from app.model.trainee import Trainee
+from app.model.training_model import TrainingModel
 from app.tracking.formatting import format_bytes
 from app.tracking.recorder import Recorder, before_after
 from app.training.checkpoint import Checkpoints
@@ -65,7 +65,7 @@ def _known(loop: Loop, predicted: Predicted | None) -> dict[str, float | None]:
 
 
 def _take_best(
-    checkpoints: Checkpoints, progress: Progress, trainee: Trainee, record: Recorder, peers: HostGroup
+    checkpoints: Checkpoints, progress: Progress, trainee: TrainingModel, record: Recorder, peers: HostGroup
 ) -> None:
     save = checkpoints.best(progress)
     if save is None or progress.best_step == progress.step:

@@ -5,10 +5,12 @@ from typing import Any
 from app.config.schema import RunConfig
 from app.data.loader import Loader
 from app.data.token_dataset import TokenRows
-from app.model.trainee import Trainee
+from app.model.training_model import TrainingModel
 
 
-def identity(run: RunConfig, rows: TokenRows, loader: Loader, trainee: Trainee, steps: int) -> dict[str, Any]:
+def identity(
+    run: RunConfig, rows: TokenRows, loader: Loader, trainee: TrainingModel, steps: int
+) -> dict[str, Any]:
     """Plain values by the key to type; a checkpoint with other values is of another run."""
     return {
         "dataset (its tokens)": rows.fingerprint,

@@ -76,7 +76,7 @@ class Measured:
         """A step."""
         self._steps += 1
         # these make storages, or give up their memory, without an operation that could be seen
-        unseen = stepper.trainee.blocks is not None or stepper.trainee.sharding is not None
+        unseen = stepper.trainee.compiled_layers is not None or stepper.trainee.sharding is not None
         if self._steps != self._counted_at or self._runtime.device.type != "cpu" or unseen:
             return stepper.run(batches, lr)
         counter = StorageCounter("cpu")

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from app.config.schema import OptimizerConfig
 from app.errors import ConfigError
 from app.oom_retry import does_not_fit
+from app.optim.gradient_scaling import skips_on_device
 from app.optim.one_by_one import OneByOne
-from app.optim.skip import skips_on_device
 
 
 def require_alone(optimizer: OptimizerConfig, processes: int) -> None:

@@ -78,7 +78,7 @@ def _through(stepper: Stepper, batches: Sequence[Batch], parts: Parts) -> None:
     """States that a checkpoint brought are there already, and are left alone."""
     is_fresh = not stepper.optimizer.state
     if is_fresh:
-        stepper.make_states()
+        stepper.allocate_states()
     stepper.try_out(batches)
     if parts.eval_batches is not None:  # they come longest first
         few = islice(parts.eval_batches(), 1)

@@ -14,13 +14,13 @@ from app.distributed.environment import world
 from app.distributed.fsdp import first_number
 from app.distributed.gradient_reduction import ShardedGradients
 from app.errors import AppError
-from app.model.build import base_path, build_trainee, unpacked_base
+from app.model.activation_checkpointing import repeated_layers
+from app.model.build import base_path, build_training_model, unpacked_base
 from app.model.fingerprint import base_fingerprint
-from app.model.recompute import repeated_layers
 from app.model.save import save_base
-from app.model.trainee import Trainee
+from app.model.training_model import TrainingModel
 from app.oom_retry import TooLargeTogether, told_where_it_ends_a_run
-from app.optim.optimizers import build_optimizer, looks_at_matrices
+from app.optim.optimizers import build_optimizer, needs_whole_matrices
 from app.pages.render import written_page
 from app.pages.run_page import run_page
 from app.signals import listening
@@ -162,14 +162,13 @@ _ENTRIES = (
     "scores",
     "predicted",
     "likelihoods",
-    "check_head",
     "within",
 )  # where passes of a divided model begin
 
 
-def _trainee(run: RunConfig, ground: Ground, folder: RunFolder) -> Trainee:
+def _trainee(run: RunConfig, ground: Ground, folder: RunFolder) -> TrainingModel:
     sections, runtime = ground.sections, ground.runtime
-    trainee = build_trainee(sections, runtime.device, run.seed, base_path(run.model, folder.base))
+    trainee = build_training_model(sections, runtime.device, run.seed, base_path(run.model, folder.base))
     sharding = runtime.sharding(run.parallel)
     if sharding is not None:
         sharding.divide(trainee, repeated_layers(trainee.language_model), _ENTRIES)
@@ -177,10 +176,10 @@ def _trainee(run: RunConfig, ground: Ground, folder: RunFolder) -> Trainee:
     return trainee
 
 
-def _stepper(run: RunConfig, ground: Ground, trainee: Trainee) -> Stepper:
+def _stepper(run: RunConfig, ground: Ground, trainee: TrainingModel) -> Stepper:
     """Ready for its first step, with random numbers that do not depend on what was built before."""
     trained = list(trainee.trained().values())
-    whole = looks_at_matrices(run.optimizer)
+    whole = needs_whole_matrices(run.optimizer)
     reduction = ground.runtime.reduction(
         trained, trainee.sharding, whole_matrices=whole, overlap=run.parallel.overlap
     )
@@ -238,10 +237,10 @@ def _noted(checkpoints: Checkpoints) -> Iterator[None]:
         raise TooLargeTogether("a micro-batch of another process", depth) from fault
 
 
-def _tell_base(run: RunConfig, ground: Ground, trainee: Trainee, record: Recorder) -> None:
+def _tell_base(run: RunConfig, ground: Ground, trainee: TrainingModel, record: Recorder) -> None:
     """By its hash; one that no file has is kept. Layers that are lent come from all processes."""
     is_kept = ground.sections.keeps_random_base and run.checkpoint.save_random_base and not ground.save
-    gathers = is_kept and ground.sections.packing is None
+    gathers = is_kept and ground.sections.quantizer is None
     named = trainee.language_model.state_dict() if gathers else {}
     state = trainee.gathered(named, keeps=world().is_first) if gathers else None
     if not world().is_first:
@@ -273,7 +272,7 @@ def _parts(
     )
 
 
-def _shown(trainee: Trainee, show: Callable[[int], None]) -> Callable[[int], None]:
+def _shown(trainee: TrainingModel, show: Callable[[int], None]) -> Callable[[int], None]:
     """The first process asks; where the model is divided all do, with the same words, and the first one notes it."""
     if trainee.sharding is None:
         return show if world().is_first else lambda _step: None

@@ -10,8 +10,8 @@ import torch
 from app.config.schema import EvalConfig
 from app.data.objectives import Classification, LabelledTokens, Objective
 from app.data.token_dataset import TokenRows
-from app.model.generation import end_ids, generate
-from app.model.trainee import Trainee
+from app.model.generate import end_ids, generate
+from app.model.training_model import TrainingModel
 from app.tracking.formatting import Sample
 from app.tracking.recorder import Recorder
 
@@ -36,7 +36,7 @@ def sampler(
     config: EvalConfig,
     rows: TokenRows | None,
     labels: Objective,
-    trainee: Trainee,
+    trainee: TrainingModel,
     tokenizer: Any,
     record: Recorder,
 ) -> Callable[[int], None]:
@@ -50,13 +50,13 @@ def sampler(
     )
 
     def show(step: int) -> None:
-        with trainee.arithmetic(trainee.language_model.device):
+        with trainee.autocast(trainee.language_model.device):
             record.samples(step, ask(shown, trainee))
 
     return show
 
 
-def _answered(shown: Shown, trainee: Trainee) -> list[Sample]:
+def _answered(shown: Shown, trainee: TrainingModel) -> list[Sample]:
     """What the model writes after the prompt of each row."""
     pairs = [_split(shown.rows, i) for i in shown.chosen]
     lm = trainee.language_model
@@ -77,7 +77,7 @@ def _split(rows: TokenRows, i: int) -> tuple[list[int], list[int]]:
     return ids[:start].tolist(), ids[start:end].tolist()
 
 
-def _classified(shown: Shown, trainee: Trainee) -> list[Sample]:
+def _classified(shown: Shown, trainee: TrainingModel) -> list[Sample]:
     """The likeliest class of each row, and how likely it is to the model."""
     assert isinstance(shown.labels, Classification)
     samples = []
@@ -105,7 +105,7 @@ def _as_tensors(row: LabelledTokens) -> tuple[torch.Tensor, torch.Tensor | None]
     return ids, None if row.second_start < 0 else (torch.arange(len(ids)) >= row.second_start).long()
 
 
-def _filled(shown: Shown, trainee: Trainee) -> list[Sample]:
+def _filled(shown: Shown, trainee: TrainingModel) -> list[Sample]:
     """What the model takes the first hidden tokens of each row for."""
     samples = []
     mode = trainee.training

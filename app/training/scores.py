@@ -11,7 +11,7 @@ from torch import Tensor
 
 from app.batch import Batch
 from app.distributed.process_group import HostGroup, Runtime
-from app.model.trainee import Trainee
+from app.model.training_model import TrainingModel
 from app.oom_retry import TooLargeTogether, as_it_fits, smaller_ones, split, tried
 from app.tracking.jsonl_metrics import finite_or_none
 
@@ -110,7 +110,7 @@ class Scores:
 
 
 def score(
-    trainee: Trainee,
+    trainee: TrainingModel,
     batches: Iterable[Batch],
     runtime: Runtime,
     *,
@@ -128,7 +128,7 @@ def score(
 
 
 def score_rows(
-    trainee: Trainee,
+    trainee: TrainingModel,
     batches: Iterable[Batch],
     runtime: Runtime,
     rows: int,
@@ -148,7 +148,7 @@ def score_rows(
 _Scored = Iterator[tuple[Batch, tuple[Tensor, Tensor]]]
 
 
-def _scored(trainee: Trainee, batches: Iterable[Batch], runtime: Runtime, depth: int) -> _Scored:
+def _scored(trainee: TrainingModel, batches: Iterable[Batch], runtime: Runtime, depth: int) -> _Scored:
     """Each batch, or parts of it, with losses and choices."""
 
     def scores(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -178,7 +178,7 @@ def _in_step(
 
 
 def _of_documents(
-    trainee: Trainee, scored: _Scored, device: torch.device, *, answers: bool, classes: int
+    trainee: TrainingModel, scored: _Scored, device: torch.device, *, answers: bool, classes: int
 ) -> tuple[NDArray[np.int64], Sums]:
     """Which row each document is, and its sums. They stay on the device until all batches are through."""
     samples: list[int] = []

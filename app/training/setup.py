@@ -24,13 +24,13 @@ from app.errors import ConfigError
 from app.model import quantization
 from app.model.attention import Needs, needs_of
 from app.model.build import ModelPlan, ModelSections, plan_model
-from app.model.compiling import require_compilable
+from app.model.compile import require_compilable
 from app.model.dtypes import DTYPES
 from app.model.tasks import task_of
 from app.model.tokenizer import load_tokenizer
 from app.model.weights import build_on_meta
 from app.optim import requirements
-from app.optim.schedule import learning_rate
+from app.optim.lr_schedule import learning_rate
 from app.training import gpu_in_use
 from app.training.auto_batch import MaxBinTokens, offload_notes, recomputed_layers, settled_bins
 from app.training.checkpoint import choices_of, find_checkpoint
@@ -92,7 +92,7 @@ def lay_ground(
     tokenizer = load_tokenizer(run.model, needs_template=has_chats(run.dataset))
     data = prepare(run.dataset, tokenizer, run.cache_dir, notes, classes=run.task.labels)
     run = with_classes(run, data.classes)
-    labels = build_objective(run.task, tokenizer, run.seed, bidirectional=sees_both_ways(run))
+    labels = build_objective(run.task, tokenizer, run.seed, bidirectional=is_bidirectional(run))
     save, remarks = find_checkpoint(checkpoints, run.resume, tidy=world().is_first)
     for note in gpu_in_use.notes():  # asked before this process takes anything itself
         say(f"memory  {note}")
@@ -100,7 +100,7 @@ def lay_ground(
     choices = choose(run.precision, run.attention, partial(attention_needs, run), kept)
     require_unscaled(run.optimizer, choices.precision)
     runtime = start(run.launch, choices.precision, run.seed)
-    quantization.require_machine(run.quantization, runtime.device)
+    quantization.require_hardware(run.quantization, runtime.device)
     sections = sections_of(run, choices)
     counts = plan_model(sections)
     run, found = settled_bins(run, choices, counts.layers, kept, largest, runtime.peers)
@@ -162,14 +162,14 @@ def attention_needs(run: RunConfig, precision: str) -> Needs:
     """What attention must do in this run, asked of its model without memory."""
     task = task_of(run.task)
     lm = build_on_meta(run.model, task, "eager")
-    packed = run.batching.packing or task.sees_both_ways(lm)
+    packed = run.batching.packing or task.is_bidirectional(lm)
     return needs_of(lm, DTYPES[precision].compute, packed=packed, longest=run.dataset.max_length)
 
 
-def sees_both_ways(run: RunConfig) -> bool:
+def is_bidirectional(run: RunConfig) -> bool:
     """Whether tokens of the run's model see those after them; the model is asked where its task does not say."""
     task = task_of(run.task)
-    return task.sees_both_ways(
+    return task.is_bidirectional(
         None if task.bidirectional is not None else build_on_meta(run.model, task, "eager")
     )
 

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.distributed.fsdp import local
-from app.model.kernels import loss
-from app.model.quantization import constants_of
-from app.model.trainee import Trainee
+from app.model.kernels import workspace_bytes
+from app.model.quantization import quant_state_tensors
+from app.model.training_model import TrainingModel
 from app.optim.one_by_one import stepped_by, steps_in_backward
 
 _ASKS_DEVICE = torch.ops.prim.device.default
@@ -31,7 +31,7 @@ Event = tuple[int, int]  # serial of a storage, and its bytes: above 0 when made
 # ---- what stays from step to step
 
 
-def kept_bytes(trainee: Trainee, optimizer: Optimizer) -> dict[str, int]:
+def kept_bytes(trainee: TrainingModel, optimizer: Optimizer) -> dict[str, int]:
     """Bytes on this process by part. Gradients are counted as at the end of a step, as large as what this process
     steps; there are none where weights are stepped in the backward pass.
     """
@@ -51,14 +51,14 @@ def _local_bytes(tensor: Tensor) -> int:
     return own.numel() * own.element_size()
 
 
-def kept_tensors(trainee: Trainee, optimizer: Optimizer | None) -> dict[str, list[Tensor]]:
+def kept_tensors(trainee: TrainingModel, optimizer: Optimizer | None) -> dict[str, list[Tensor]]:
     """Tensors by part, without gradients."""
     trained = {id(parameter) for parameter in trainee.trained().values()}
     weights = list(trainee.network.parameters())
     frozen = [weight for weight in weights if id(weight) not in trained]
     return {
         "frozen_weights": [*frozen, *trainee.network.buffers()],
-        "quantization_constants": [each for weight in frozen for each in constants_of(weight)],
+        "quantization_constants": [each for weight in frozen for each in quant_state_tensors(weight)],
         "trained_weights": [weight for weight in weights if id(weight) in trained],
         "optimizer_states": [] if optimizer is None else list(_tensors(optimizer.state.values())),
     }
@@ -110,7 +110,7 @@ def _fp8_product(
 
 CPU_WORKSPACE: Workspace = {
     "bitsandbytes::gemm_4bit": _dequantized_weight,
-    "app_kernels::spend_logits": loss.hidden,
+    "app_kernels::loss_and_grad": workspace_bytes,
     "app_fp8::quantize_rows": _fp8_rows,
     "app_fp8::product": _fp8_product,
 }

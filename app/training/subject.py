@@ -11,8 +11,8 @@ from app.distributed.process_group import Runtime, start
 from app.errors import CheckpointError
 from app.model.build import ModelSections
 from app.model.fingerprint import base_fingerprint
-from app.model.load import load_trainee, reads_base, weights_of
-from app.model.trainee import Trainee
+from app.model.load import load_training_model, reads_base, weights_of
+from app.model.training_model import TrainingModel
 from app.training.choices import Choices, choose
 from app.training.setup import attention_needs
 
@@ -27,11 +27,11 @@ class Subject:
     choices: Choices
     runtime: Runtime
 
-    def trainee(self, *, tuned: bool) -> Trainee:
+    def trainee(self, *, tuned: bool) -> TrainingModel:
         """The tuned model, or its base, as training held it."""
         sections = self.sections(tuned=tuned)
         self.require_same_base(tuned=tuned)
-        return load_trainee(self.folder, sections, self.runtime.device, self.run.seed, tuned=tuned)
+        return load_training_model(self.folder, sections, self.runtime.device, self.run.seed, tuned=tuned)
 
     def sections(self, *, tuned: bool) -> ModelSections:
         """What decides how it is built; its model's path is the local folder of the weights that are read."""

@@ -11,12 +11,17 @@ from app.batch import Batch
 from app.distributed.fsdp import local
 from app.distributed.gradient_reduction import GradientReduction, SingleProcess
 from app.distributed.process_group import Runtime
-from app.model.trainee import Trainee
+from app.model.training_model import TrainingModel
 from app.oom_retry import TooLargeTogether, does_not_fit, halves, split, tried
-from app.optim.first_states import drop_states, make_states
-from app.optim.loss_scale import LossScale
-from app.optim.norm import clip_factor, scale_gradients, squares
-from app.optim.skip import skips_on_device, step_unless
+from app.optim.gradient_scaling import (
+    LossScale,
+    clip_factor,
+    scale_gradients,
+    skips_on_device,
+    squares,
+    step_unless,
+)
+from app.optim.optimizer_state import allocate_states, drop_states
 from app.training.optimizer_in_backward import in_backward
 from app.training.storage_counter import kept_bytes
 
@@ -42,7 +47,7 @@ class Stepper:
 
     def __init__(
         self,
-        trainee: Trainee,
+        trainee: TrainingModel,
         optimizer: torch.optim.Optimizer,
         runtime: Runtime,
         clip: float,
@@ -118,7 +123,7 @@ class Stepper:
         self.depth = int(self._runtime.peers.highest(self.depth))
         self.forget_gradients()
 
-    def make_states(self) -> None:
+    def allocate_states(self) -> None:
         """Those that the first step would make, with the memory that it would take; no weight is changed."""
         self._sums.begin()
         self._reduction.gradients()  # where they have memory of their own, it is this
@@ -127,12 +132,12 @@ class Stepper:
             for parameter in together:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            if tried(make_states, self.optimizer) is None:
+            if tried(allocate_states, self.optimizer) is None:
                 raise does_not_fit("the step of the optimizer", self._kept())
             self.forget_gradients()
 
     def drop_states(self) -> None:
-        """As before `make_states`."""
+        """As before `allocate_states`."""
         drop_states(self.optimizer)
 
     def own_gradients(self) -> dict[str, Tensor | None]:

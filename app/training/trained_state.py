@@ -17,7 +17,7 @@ from app.distributed.fsdp import is_sharded, like_shard, local, shard_of
 from app.distributed.process_group import HostGroup
 from app.errors import CheckpointError
 from app.optim.one_by_one import STEPS_ROUNDED
-from app.optim.state import named_states, saved_names
+from app.optim.optimizer_state import named_states, saved_names
 from app.training.train_step import Stepper
 
 WEIGHTS, OPTIMIZER, SHARDS = "weights.safetensors", "optimizer.safetensors", "shards"
@@ -60,7 +60,7 @@ def plain_states(stepper: Stepper) -> dict[str, Any]:
 def load_divided(folder: Path, plain: Mapping[str, Any], stepper: Stepper, peers: HostGroup) -> None:
     """Where the checkpoint or this run, or both, are divided."""
     if not stepper.optimizer.state:
-        stepper.make_states()
+        stepper.allocate_states()
     wanted = named_tensors(stepper)
     shards = folder / SHARDS
     if shards.is_dir():

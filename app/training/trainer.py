@@ -12,7 +12,7 @@ from app.config.schema import CheckpointConfig, EvalConfig, TrainingConfig
 from app.data.loader import Loader
 from app.distributed.process_group import Runtime
 from app.errors import TrainingError
-from app.model.flow import LAST_STEP, silent_layers
+from app.model.checks import LAST_CHECKED_STEP, layers_without_gradient
 from app.signals import START_ME_AGAIN, StopRequest
 from app.training.ahead import Ahead
 from app.training.checkpoint import Checkpoints
@@ -134,7 +134,7 @@ class Loop:
         self._window.tokens += result.tokens
         self._skipped.append(result.skipped)
         self._tell_splits(self.parts.stepper.depth)
-        if self._made < LAST_STEP and not bool(result.skipped):
+        if self._made < LAST_CHECKED_STEP and not bool(result.skipped):
             self._made += 1
             self._check_flow()
         return result
@@ -150,7 +150,7 @@ class Loop:
 
     def _check_flow(self) -> None:
         """In the first steps: an adapter that gets no gradient is told now, not after the run."""
-        found = silent_layers(self.parts.stepper.own_gradients(), self._made)
+        found = layers_without_gradient(self.parts.stepper.own_gradients(), self._made)
         of_all = [set(each) for each in self.parts.runtime.peers.collected(found)]
         silent = [name for name in found if all(name in each for each in of_all)]  # others may have its rows
         if silent:

@@ -87,13 +87,13 @@ def _measured(folder: Path, reader: str) -> dict[str, Any]:
     from app.model import weights
     from app.model.attention import register
     from app.model.held import Held
-    from app.model.quantization import packing_of
+    from app.model.quantization import quantizer_of
     from app.model.tasks import TASKS
 
     if reader == "transformers":
         vars(weights)["read_shards"] = lambda *_: False
     run = compose_run([f"model.path={folder}", "recipe=qlora", "model.tokenizer=asset:tiny"])
-    packing = packing_of(run.quantization, torch.bfloat16)
+    packing = quantizer_of(run.quantization, torch.bfloat16)
     assert packing is not None
     _warm_up(folder)
     held = Held(torch.bfloat16, torch.device("cpu"), register("sdpa"))

@@ -16,13 +16,13 @@ from app.config.schema import RunConfig
 from app.data.collate import BinShape, collate_packed, collate_padded
 from app.data.objectives import label_next_tokens
 from app.distributed.process_group import Runtime, start
-from app.model.adapter import attach
 from app.model.attention import register
-from app.model.build import build_trainee
-from app.model.chunked_loss import settle_head
+from app.model.build import build_training_model
+from app.model.checks import choose_loss_head
 from app.model.dtypes import DTYPES
 from app.model.held import Held
-from app.model.quantization import packing_of
+from app.model.lora import attach
+from app.model.quantization import quantizer_of
 from app.model.tasks import TASKS
 from app.model.weights import load_base, load_packed
 from app.optim.optimizers import build_optimizer
@@ -79,7 +79,7 @@ def network_of(prepared: Prepared, attention: str) -> Any:
     """The very weights of our own model, adapters included, as transformers and PEFT compute with them."""
     run, device, seed = prepared.run, prepared.runtime.device, prepared.run.seed
     dtypes, task = DTYPES[prepared.choices.precision], TASKS[run.task.kind]
-    packing = packing_of(run.quantization, dtypes.compute or dtypes.base)
+    packing = quantizer_of(run.quantization, dtypes.compute or dtypes.base)
     if packing is not None:
         lm = load_packed(run.model, task, packing, Held(dtypes.base, device, attention), seed)
     else:
@@ -125,13 +125,13 @@ class Ours:
     def __init__(self, prepared: Prepared) -> None:
         run = prepared.run
         sections = sections_of(run, prepared.choices)
-        trainee = build_trainee(sections, prepared.runtime.device, run.seed, BASE)
+        trainee = build_training_model(sections, prepared.runtime.device, run.seed, BASE)
         fp16 = prepared.choices.precision == "fp16"
         optimizer = build_optimizer(run.optimizer, trainee)
         self._stepper = Stepper(trainee, optimizer, prepared.runtime, run.training.clip, fp16=fp16)
         self._prepared = prepared
         self._collate = Collator(prepared)
-        settle_head(trainee, self._collate(prepared.steps[0][0]).to(prepared.runtime.device))
+        choose_loss_head(trainee, self._collate(prepared.steps[0][0]).to(prepared.runtime.device))
         self.network: nn.Module = trainee.network
         self.attention = prepared.choices.attention
         self.layout = BINS if run.batching.packing else PADDED

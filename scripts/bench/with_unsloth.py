@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from app.model.adapter import layers_to_adapt
 from app.model.dtypes import DTYPES
 from app.model.held import Held
+from app.model.lora import layers_to_adapt
 from app.model.tasks import TASKS
 from app.model.weights import draw_unpacked, load_base
 from scripts.bench.contest import Contest
@@ -73,8 +73,8 @@ def _adapted(prepared: Prepared, folder: str, names: list[str]) -> Any:
 
 
 def _start_like_ours(prepared: Prepared, network: Any) -> None:
-    """lora_A is drawn in the order of the layers, from the same seed, as `app.model.adapter` has it drawn."""
-    from app.model.adapter import attach
+    """lora_A is drawn in the order of the layers, from the same seed, as `app.model.lora` has it drawn."""
+    from app.model.lora import attach
     from app.model.weights import build_on_meta
 
     run = prepared.run

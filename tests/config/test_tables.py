@@ -11,13 +11,13 @@ from app.config.schema import CHOICES, DatasetConfig
 from app.data.formats import FORMATS
 from app.data.objectives import OBJECTIVES
 from app.data.overflow import POLICIES
-from app.model.adapter import ADAPTERS
 from app.model.attention import BACKENDS
 from app.model.dtypes import DTYPES
+from app.model.lora import ADAPTERS
 from app.model.quantization import QUANTIZATIONS
 from app.model.tasks import TASKS
+from app.optim.lr_schedule import SCHEDULES
 from app.optim.optimizers import OPTIMIZERS
-from app.optim.schedule import SCHEDULES
 from app.tracking.trackers import TRACKERS
 
 

@@ -9,8 +9,8 @@ from app.distributed.environment import World
 from app.distributed.process_group import HostGroup, Runtime
 from app.memory.estimate import predict
 from app.memory.planner import largest_bins, recompute_fewest
-from app.model.build import build_trainee
-from app.model.chunked_loss import settle_head
+from app.model.build import build_training_model
+from app.model.checks import choose_loss_head
 from app.optim.optimizers import build_optimizer
 from app.training.auto_batch import found_layers, settled_bins
 from app.training.choices import Choices
@@ -24,8 +24,8 @@ CHOICES = Choices("fp32", "sdpa")
 
 
 def stepper_of(run: RunConfig) -> Stepper:
-    trainee = build_trainee(sections_of(run, CHOICES), torch.device("cpu"), run.seed, "nowhere")
-    settle_head(trainee, batch_of(PACKED))
+    trainee = build_training_model(sections_of(run, CHOICES), torch.device("cpu"), run.seed, "nowhere")
+    choose_loss_head(trainee, batch_of(PACKED))
     return Stepper(trainee, build_optimizer(run.optimizer, trainee), ALONE, run.training.clip, fp16=False)
 
 

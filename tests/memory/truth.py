@@ -7,8 +7,8 @@ from app.config.load import compose_run
 from app.config.schema import RunConfig
 from app.distributed.process_group import HostGroup, Runtime
 from app.memory.shape import Shape
-from app.model.build import build_trainee
-from app.model.chunked_loss import settle_head
+from app.model.build import build_training_model
+from app.model.checks import choose_loss_head
 from app.optim.optimizers import build_optimizer
 from app.training.choices import Choices
 from app.training.setup import sections_of
@@ -72,11 +72,11 @@ def counted_peak(run: RunConfig, shape: Shape) -> int:
 def counted_peaks(run: RunConfig, shape: Shape) -> tuple[int, int]:
     """The same, and of an evaluation of as large a batch after it."""
     sections = sections_of(run, Choices(run.precision.kind, run.attention.kind))
-    trainee = build_trainee(sections, torch.device("cpu"), run.seed, "nowhere")
+    trainee = build_training_model(sections, torch.device("cpu"), run.seed, "nowhere")
     optimizer = build_optimizer(run.optimizer, trainee)
     alone = Runtime(None, torch.device("cpu"), HostGroup(0, 1), 1)
     stepper = Stepper(trainee, optimizer, alone, run.training.clip, fp16=run.precision.kind == "fp16")
-    settle_head(trainee, batch_of(shape))
+    choose_loss_head(trainee, batch_of(shape))
     batches = [batch_of(shape) for _ in range(shape.micro_batches)]
     stepper.run(batches, 1e-3)
     stepper.forget_gradients()

@@ -8,7 +8,7 @@ from app.batch import Batch
 from app.config.schema import TaskConfig
 from app.data.collate import BinShape, collate_packed, collate_padded
 from app.data.objectives import LabelledTokens
-from app.model.trainee import Trainee
+from app.model.training_model import TrainingModel
 from tests.model.small import (
     ENCODERS,
     KINDS,
@@ -17,7 +17,7 @@ from tests.model.small import (
     lora,
     model_config,
     numbers,
-    trainee_of,
+    training_model_of,
     wide_numbers,
 )
 
@@ -32,8 +32,8 @@ _MORE: dict[str, dict[str, Any]] = {"distilbert": {}, "electra": {"attention_pro
 POOLED = ("llama", "qwen3", "gpt2", "mistral", *ENCODERS, *_MORE)
 
 
-def of_classes(kind: str, **given: Any) -> Trainee:
-    """A trainee of three classes; `quantization` makes it as wide as that needs."""
+def of_classes(kind: str, **given: Any) -> TrainingModel:
+    """A training_model of three classes; `quantization` makes it as wide as that needs."""
     wide = "quantization" in given
     architecture = (wide_numbers if wide else numbers)(kind)
     if kind in _MORE:
@@ -41,11 +41,11 @@ def of_classes(kind: str, **given: Any) -> Trainee:
         architecture |= dict.fromkeys(_UNDROPPED, 0.0) | _MORE[kind] | {"embedding_size": size}
         architecture |= {"dim": size, "hidden_dim": inner, "n_layers": 2, "n_heads": 4}
     model = model_config(kind, architecture=architecture)
-    return trainee_of(kind, given.pop("adapter", None), model=model, task=CLASSES, **given)
+    return training_model_of(kind, given.pop("adapter", None), model=model, task=CLASSES, **given)
 
 
 def rows(kind: str, targets: tuple[int, ...] = TARGETS) -> list[LabelledTokens]:
-    """As app.data.objectives makes them."""
+    """As app.data.labels makes them."""
     sides = SECOND if kind in TAKES_SIDES else (-1, -1, -1)
     return [
         LabelledTokens(
@@ -68,6 +68,6 @@ def in_rows(kind: str) -> Batch:
     return collate_padded(rows(kind), 0, isolate=kind not in KINDS)
 
 
-def adapted(kind: str, **given: Any) -> Trainee:
+def adapted(kind: str, **given: Any) -> TrainingModel:
     """The same with an adapter."""
     return of_classes(kind, adapter=lora(), **given)

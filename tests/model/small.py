@@ -9,9 +9,11 @@ from torch import Tensor
 from app.batch import IGNORE, Batch, PackedSequences
 from app.config.schema import AdapterConfig, CompileConfig, ModelConfig, QuantizationConfig, TaskConfig
 from app.model.attention import register
-from app.model.build import ModelSections, build_trainee
+from app.model.build import ModelSections, build_training_model
+from app.model.comparison import Comparison
+from app.model.compile import verify_compiled
 from app.model.tasks import TASKS, Task
-from app.model.trainee import Trainee
+from app.model.training_model import TrainingModel
 
 CAUSAL = TASKS["causal"]
 VOCABULARY = 64
@@ -247,7 +249,7 @@ def full() -> AdapterConfig:
 def sections(
     model: ModelConfig, adapter: AdapterConfig, precision: str = "fp32", **given: Any
 ) -> ModelSections:
-    """What build_trainee takes."""
+    """What build_training_model takes."""
     return ModelSections(
         model=model,
         task=given.get("task") or TaskConfig(kind="masked" if _is_encoder(model) else "causal"),
@@ -264,26 +266,26 @@ def _is_encoder(model: ModelConfig) -> bool:
     return model.architecture.get("model_type") in ENCODERS
 
 
-def trainee_of(
+def training_model_of(
     kind: str = "llama", adapter: AdapterConfig | None = None, precision: str = "fp32", **given: Any
-) -> Trainee:
-    """A tiny trainee with random weights; a fresh adapter changes nothing, so give it some weight."""
+) -> TrainingModel:
+    """A tiny training_model with random weights; a fresh adapter changes nothing, so give it some weight."""
     numbers_of = wide_numbers if given.get("quantization") else numbers
     model = given.pop("model", None) or model_config(kind, architecture=numbers_of(kind))
     parts = sections(model, adapter or full(), precision, **given)
-    trainee = build_trainee(parts, torch.device("cpu"), seed=0, base_path="base")
+    training_model = build_training_model(parts, torch.device("cpu"), seed=0, base_path="base")
     generator = torch.Generator().manual_seed(3)
-    for name, parameter in trainee.network.named_parameters():
+    for name, parameter in training_model.network.named_parameters():
         if ".lora_B." in name:
             parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
-    return trainee
+    return training_model
 
 
-def gradients(trainee: Trainee) -> dict[str, Tensor]:
+def gradients(training_model: TrainingModel) -> dict[str, Tensor]:
     """Copies, by name; a parameter that got none counts as zero."""
     return {
         name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-        for name, p in trainee.trained().items()
+        for name, p in training_model.trained().items()
     }
 
 
@@ -302,3 +304,10 @@ def _pairs(found: Any, expected: Any) -> list[tuple[Tensor, Tensor]]:
         assert found.keys() == expected.keys()
         return [(found[name], expected[name]) for name in expected]
     return list(zip(found, expected, strict=True))
+
+
+def verified(training_model: TrainingModel, batch: Batch) -> Comparison | None:
+    """Its compiled layers, compared with their own forward."""
+    layers = training_model.compiled_layers
+    assert layers is not None
+    return verify_compiled(training_model, training_model.trained(), layers, batch, training_model.compute)

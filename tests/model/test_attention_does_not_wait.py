@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from app.batch import PackedSequences
-from app.model.attention import BACKENDS, Backend, Rules, cudnn, flash, register, sdpa, varlen
-from app.model.attention.rules import Kernel
+from app.model.attention import BACKENDS, Backend, Rules, register, sdpa
+from app.model.attention.requirements import Kernel
+from app.model.attention.varlen import cudnn_kernel, flash_kernel, varlen_kernel
 from app.model.weights import build_on_meta
 from tests.model import stand_ins
 from tests.model.small import CAUSAL, model_config
@@ -35,16 +36,16 @@ def blind(function: Callable[..., Any]) -> Callable[..., Any]:
 def torchs_own() -> Kernel:
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen.kernel_of(varlen_attn)
+    return varlen_kernel(varlen_attn)
 
 
 KERNELS: dict[str, Callable[[], Kernel]] = {
     "sdpa": lambda: sdpa,
     "varlen": torchs_own,
-    "varlen of torch 2.11": lambda: varlen.kernel_of(blind(stand_ins.torch_2_11)),
-    "cudnn": lambda: cudnn.kernel_of(blind(stand_ins.torch_2_15), stand_ins.CUDNN),
-    "flash 2": lambda: flash.kernel_of(blind(stand_ins.flash_2)),
-    "flash 3": lambda: flash.kernel_of(blind(stand_ins.flash_3)),
+    "varlen of torch 2.11": lambda: varlen_kernel(blind(stand_ins.torch_2_11)),
+    "cudnn": lambda: cudnn_kernel(blind(stand_ins.torch_2_15), stand_ins.CUDNN),
+    "flash 2": lambda: flash_kernel(blind(stand_ins.flash_2)),
+    "flash 3": lambda: flash_kernel(blind(stand_ins.flash_3)),
 }
 NO_WINDOWS = ("cudnn", "mistral")
 
@@ -100,7 +101,7 @@ def test_what_a_graph_may_depend_on_is_the_same_in_every_batch() -> None:
         q, k, v = (torch.zeros(1, heads, 64, 8) for heads in (4, 2, 2))
         for function in (stand_ins.torch_2_13, stand_ins.flash_3):
             spy.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
-            kernel = varlen.kernel_of(spy) if function is stand_ins.torch_2_13 else flash.kernel_of(spy)
+            kernel = varlen_kernel(spy) if function is stand_ins.torch_2_13 else flash_kernel(spy)
             kernel(q, k, v, rules, documents)
-        cudnn.kernel_of(spy, stand_ins.CUDNN)(q, k, v, rules, documents)
+        cudnn_kernel(spy, stand_ins.CUDNN)(q, k, v, rules, documents)
     assert given[:3] == given[3:6] == given[6:]

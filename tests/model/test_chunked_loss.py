@@ -13,19 +13,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from app.batch import IGNORE, Batch, LossWeights
 from app.errors import EnvironmentProblem
-from app.model import chunked_loss
+from app.model import checks, chunked_loss
+from app.model.checks import check_head, choose_loss_head
 from app.model.chunked_loss import (
     LinearHead,
     chunk_rows,
     rows_of_a_chunk,
-    settle_head,
     token_loss_sum,
     token_scores,
 )
 from app.model.head import own_head
-from app.model.kernels import as_on_gpu
-from app.model.kernels.loss import spend as spend_logits
-from app.model.trainee import Trainee
+from app.model.kernels import as_on_gpu, loss_and_grad_inplace
+from app.model.training_model import TrainingModel
 from app.training.storage_counter import StorageCounter
 from tests.choices import pairwise, taking_turns
 from tests.model.small import (
@@ -39,7 +38,7 @@ from tests.model.small import (
     documents_of,
     gradients,
     lora,
-    trainee_of,
+    training_model_of,
 )
 
 DOCUMENTS = documents_of((12, 5, 9))
@@ -47,33 +46,35 @@ BATCH = batch_of(DOCUMENTS, labels_from=3, fill=4)
 MORE_THAN_LINEAR = {"gemma2", "granite", "cohere2", "bert", "roberta", "modernbert"}
 
 
-def plain_loss(trainee: Trainee, batch: Batch) -> Tensor:
+def plain_loss(training_model: TrainingModel, batch: Batch) -> Tensor:
     """All logits of the model's own forward, and torch's cross-entropy."""
-    with trainee.arithmetic(batch.ids.device):
-        out = trainee.language_model(input_ids=batch.ids, position_ids=batch.positions, use_cache=False)
+    with training_model.autocast(batch.ids.device):
+        out = training_model.language_model(
+            input_ids=batch.ids, position_ids=batch.positions, use_cache=False
+        )
     logits = out.logits.flatten(0, 1)[batch.label_rows]
     return F.cross_entropy(logits.float(), batch.targets, ignore_index=IGNORE, reduction="sum")
 
 
-def measured(trainee: Trainee, loss_of: Callable[[], Tensor]) -> tuple[float, dict[str, Tensor]]:
-    trainee.zero_grad()
+def measured(training_model: TrainingModel, loss_of: Callable[[], Tensor]) -> tuple[float, dict[str, Tensor]]:
+    training_model.zero_grad()
     torch.manual_seed(0)
     loss = loss_of()
     loss.backward()
-    return float(loss.detach()), gradients(trainee)
+    return float(loss.detach()), gradients(training_model)
 
 
-def check_against_plain(trainee: Trainee, tolerance: float = 1e-6) -> None:
-    expected_loss, expected = measured(trainee, lambda: plain_loss(trainee, BATCH))
-    loss, found = measured(trainee, lambda: trainee(BATCH)[0])
+def check_against_plain(training_model: TrainingModel, tolerance: float = 1e-6) -> None:
+    expected_loss, expected = measured(training_model, lambda: plain_loss(training_model, BATCH))
+    loss, found = measured(training_model, lambda: training_model(BATCH)[0])
     assert loss == pytest.approx(expected_loss, rel=tolerance)
     assert sum(float(g.abs().sum()) for g in expected.values()) > 0
     assert distance(found, expected) <= tolerance
 
 
-def chunked(trainee: Trainee, rows: int) -> Trainee:
-    trainee._chunk = rows
-    return trainee
+def chunked(training_model: TrainingModel, rows: int) -> TrainingModel:
+    training_model._chunk = rows
+    return training_model
 
 
 def layer_of(hidden: int, vocabulary: int, *, bias: bool = False) -> nn.Linear:
@@ -118,12 +119,12 @@ def test_equals_float64_arithmetic(way: str, chunk: int, *, bias: bool, weighted
 
 @pytest.mark.parametrize(("kind", "adapter"), taking_turns(tuple(KINDS), (None, lora())))
 def test_loss_and_gradient_equal_those_of_all_logits(kind: str, adapter: Any) -> None:
-    check_against_plain(chunked(trainee_of(kind, adapter), 7))
+    check_against_plain(chunked(training_model_of(kind, adapter), 7))
 
 
 @pytest.mark.parametrize(("chunk", "kind"), [(1, "llama"), (10_000, "gemma2")])  # an own and a tied head
 def test_any_chunk_size_gives_the_same(kind: str, chunk: int) -> None:
-    check_against_plain(chunked(trainee_of(kind), chunk))
+    check_against_plain(chunked(training_model_of(kind), chunk))
 
 
 @pytest.mark.parametrize(("adapter", "fill", "linear"), pairwise((None, lora()), (0, 4), (False, True)))
@@ -131,18 +132,18 @@ def test_a_batch_without_labels_gives_zeros_that_can_go_backward(
     adapter: Any, fill: int, *, linear: bool
 ) -> None:
     """Under data parallelism a rank without labels must still take part in the reduction."""
-    trainee = trainee_of("llama", adapter)
+    training_model = training_model_of("llama", adapter)
     if linear:
-        settle_head(trainee, BATCH)
-    loss, count = trainee(batch_of(DOCUMENTS, labels_from=99, fill=fill))
+        choose_loss_head(training_model, BATCH)
+    loss, count = training_model(batch_of(DOCUMENTS, labels_from=99, fill=fill))
     assert (float(loss.detach()), count) == (0.0, 0)
     loss.backward()
-    assert all(p.grad is not None and not p.grad.any() for p in trainee.trained().values())
+    assert all(p.grad is not None and not p.grad.any() for p in training_model.trained().values())
 
 
 @pytest.mark.parametrize("scored", [False, True])
 def test_the_logits_of_a_chunk_are_gone_before_the_next(*, scored: bool) -> None:
-    trainee = chunked(trainee_of(), 7)
+    training_model = chunked(training_model_of(), 7)
     made: list[StorageWeakRef] = []
     alive: list[int] = []
 
@@ -151,8 +152,8 @@ def test_the_logits_of_a_chunk_are_gone_before_the_next(*, scored: bool) -> None
         assert out.shape[-2] == 7
         made.append(StorageWeakRef(out.untyped_storage()))
 
-    with trainee.language_model.lm_head.register_forward_hook(note):
-        found = trainee.scores(BATCH)[0] if scored else trainee(BATCH)[0]
+    with training_model.language_model.lm_head.register_forward_hook(note):
+        found = training_model.scores(BATCH)[0] if scored else training_model(BATCH)[0]
     assert alive == [0, 0, 0]
     assert all(logits.expired() for logits in made)
     assert found.requires_grad == (not scored)
@@ -179,16 +180,20 @@ def test_chunks_are_alike_and_bounded(vocabulary: int, rows: int) -> None:
     ("precision", "tolerance", "adapter"), [("bf16", 2e-2, None), ("fp16", 3e-3, lora())]
 )
 def test_half_precision_stays_near(precision: str, tolerance: float, adapter: Any) -> None:
-    in_full = trainee_of("llama", adapter)
+    in_full = training_model_of("llama", adapter)
     exact = float(in_full(BATCH)[0].detach())
-    trainee = chunked(trainee_of("llama", adapter, precision), 7)  # several chunks share autocast's casts
-    trainee.load_state_dict(in_full.state_dict())  # not every torch draws the same numbers in every dtype
-    loss, found = measured(trainee, lambda: trainee(BATCH)[0])
+    training_model = chunked(
+        training_model_of("llama", adapter, precision), 7
+    )  # several chunks share autocast's casts
+    training_model.load_state_dict(
+        in_full.state_dict()
+    )  # not every torch draws the same numbers in every dtype
+    loss, found = measured(training_model, lambda: training_model(BATCH)[0])
     assert loss == pytest.approx(exact, rel=tolerance)
-    expected_loss, expected = measured(trainee, lambda: plain_loss(trainee, BATCH))
+    expected_loss, expected = measured(training_model, lambda: plain_loss(training_model, BATCH))
     assert loss == pytest.approx(expected_loss, rel=tolerance)
     assert distance(found, expected) <= 3 * tolerance
-    assert {p.dtype for p in trainee.trained().values()} == {torch.float32}
+    assert {p.dtype for p in training_model.trained().values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -210,12 +215,12 @@ def test_a_trained_head_in_fp16_has_a_gradient_that_a_scale_can_save(way: str) -
 
 
 def test_a_scaled_loss_does_not_overflow_the_rows_in_fp16() -> None:
-    trainee = trainee_of("llama", lora(), "fp16")
-    loss, count = trainee(BATCH)
+    training_model = training_model_of("llama", lora(), "fp16")
+    loss, count = training_model(BATCH)
     (loss * 65536 / count).backward()
-    scaled = gradients(trainee)
+    scaled = gradients(training_model)
     assert all(g.isfinite().all() for g in scaled.values())
-    _, plain = measured(trainee, lambda: trainee(BATCH)[0] / count)
+    _, plain = measured(training_model, lambda: training_model(BATCH)[0] / count)
     assert distance({n: g / 65536 for n, g in scaled.items()}, plain) <= 1e-2
 
 
@@ -232,15 +237,15 @@ def test_the_backbone_is_itself_again_after_the_head_ran() -> None:
 
 @pytest.mark.parametrize("kind", [*ALL_KINDS, "opt"])
 def test_the_head_is_the_models_own(kind: str) -> None:
-    trainee = trainee_of(kind)
-    trainee.train()
-    trainee.check_head(BATCH)
-    assert trainee.training
+    training_model = training_model_of(kind)
+    training_model.train()
+    check_head(training_model, BATCH)
+    assert training_model.training
 
 
 def test_a_head_that_differs_is_refused() -> None:
-    trainee = trainee_of("llama")
-    lm = trainee.language_model
+    training_model = training_model_of("llama")
+    lm = training_model.language_model
     kind = type(lm)
 
     class Twisted(kind):  # type: ignore[misc, valid-type]
@@ -256,21 +261,21 @@ def test_a_head_that_differs_is_refused() -> None:
     with pytest.raises(
         EnvironmentProblem, match=r"kind llama computes its logits in .* \(relative difference 9\.9e-03\)"
     ):
-        trainee.check_head(BATCH)
+        check_head(training_model, BATCH)
 
 
 @pytest.mark.parametrize(("chunk", "kind"), [(7, "llama"), (10_000, "gemma2")])
 def test_scores_are_those_of_all_logits(kind: str, chunk: int) -> None:
-    trainee = chunked(trainee_of(kind), chunk).eval()
+    training_model = chunked(training_model_of(kind), chunk).eval()
     with torch.no_grad():
-        lm = trainee.language_model
+        lm = training_model.language_model
         out = lm(input_ids=BATCH.ids, position_ids=BATCH.positions, use_cache=False)
     logits = out.logits.flatten(0, 1)[BATCH.label_rows]
     targets = BATCH.targets.clone()
     targets[::3] = logits.argmax(-1)[::3]  # random weights would hit next to nothing
     targets[BATCH.targets == IGNORE] = IGNORE
     expected = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
-    losses, chosen = trainee.scores(replace(BATCH, targets=targets))
+    losses, chosen = training_model.scores(replace(BATCH, targets=targets))
     hits = chosen == targets
     assert losses.tolist() == pytest.approx(expected.tolist(), rel=1e-5, abs=1e-6)
     assert hits.tolist() == (logits.argmax(-1) == targets).tolist()
@@ -281,80 +286,80 @@ def test_scores_are_those_of_all_logits(kind: str, chunk: int) -> None:
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_every_kind_gets_what_it_is(kind: str) -> None:
-    trainee = trainee_of(kind, lora() if kind in KINDS else None)
-    before = [p.detach().clone() for p in trainee.parameters()]
-    proofs = settle_head(trainee, BATCH)
-    assert (trainee.linear is None) == (kind in MORE_THAN_LINEAR)
-    assert len(proofs) == (trainee.linear is not None)
-    assert all(proof.holds for proof in proofs)
-    assert trainee.remarks() == []
-    assert trainee.training
-    assert all(torch.equal(p, old) for p, old in zip(trainee.parameters(), before, strict=True))
-    assert all(p.grad is None for p in trainee.parameters())
+    training_model = training_model_of(kind, lora() if kind in KINDS else None)
+    before = [p.detach().clone() for p in training_model.parameters()]
+    proofs = choose_loss_head(training_model, BATCH)
+    assert (training_model.linear is None) == (kind in MORE_THAN_LINEAR)
+    assert len(proofs) == (training_model.linear is not None)
+    assert all(proof.passed for proof in proofs)
+    assert training_model.remarks() == []
+    assert training_model.training
+    assert all(torch.equal(p, old) for p, old in zip(training_model.parameters(), before, strict=True))
+    assert all(p.grad is None for p in training_model.parameters())
     if kind in KINDS:
-        check_against_plain(trainee)
+        check_against_plain(training_model)
 
 
 def test_labels_of_different_weight_are_proven_so() -> None:
-    trainee = trainee_of("llama")
+    training_model = training_model_of("llama")
     each = torch.linspace(0.1, 2.0, len(BATCH.targets))
     batch = replace(BATCH, weights=LossWeights(each, float(each.sum())))
-    general = trainee(batch)[0]
-    assert settle_head(trainee, batch)[0].holds
-    assert float(trainee(batch)[0].detach()) == pytest.approx(float(general.detach()), rel=1e-6)
+    general = training_model(batch)[0]
+    assert choose_loss_head(training_model, batch)[0].passed
+    assert float(training_model(batch)[0].detach()) == pytest.approx(float(general.detach()), rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "granite"])
 def test_the_proof_refuses_what_only_looks_linear(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Soft-capping leaves small logits nearly as they are, so they are tried large too."""
-    trainee = trainee_of(kind)
-    lm = trainee.language_model
+    training_model = training_model_of(kind)
+    lm = training_model.language_model
     with torch.no_grad():
         lm.get_output_embeddings().weight.mul_(1e-3)
-    monkeypatch.setattr(chunked_loss, "linear_head", lambda _lm: LinearHead(lm.get_output_embeddings()))
-    assert settle_head(trainee, BATCH) == []
-    assert trainee.linear is None
-    assert "the model's own way is taken" in trainee.remarks()[0]
+    monkeypatch.setattr(checks, "linear_head", lambda _lm: LinearHead(lm.get_output_embeddings()))
+    assert choose_loss_head(training_model, BATCH) == []
+    assert training_model.linear is None
+    assert "the model's own way is taken" in training_model.remarks()[0]
 
 
 @pytest.mark.parametrize("fault", ["raises", "differs"])
 def test_a_kernel_that_fails_is_replaced_by_plain_torch(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = spend_logits
+    real = loss_and_grad_inplace
 
-    def spend(logits: Tensor, *others: Any, kernel: bool, **given: Any) -> Tensor:
+    def failing(logits: Tensor, *others: Any, kernel: bool, **given: Any) -> Tensor:
         if kernel and fault == "raises":
             raise RuntimeError("Failed to find C compiler.\nmore")
         return real(logits, *others, kernel=kernel, **given) * (1.01 if kernel else 1)
 
-    monkeypatch.setattr(chunked_loss, "spend", spend)
-    trainee = trainee_of("llama", lora())
+    monkeypatch.setattr(chunked_loss, "loss_and_grad_inplace", failing)
+    training_model = training_model_of("llama", lora())
     with as_on_gpu():
-        (proof,) = settle_head(trainee, BATCH)
-    assert proof.holds
-    assert trainee.linear is not None
-    assert not trainee.linear.kernel
-    (remark,) = trainee.remarks()
+        (proof,) = choose_loss_head(training_model, BATCH)
+    assert proof.passed
+    assert training_model.linear is not None
+    assert not training_model.linear.kernel
+    (remark,) = training_model.remarks()
     assert remark.startswith("loss head: its plain arithmetic is taken for the faster one: ")
     assert ("Failed to find C compiler." if fault == "raises" else "differs by 1.0e-02") in remark
 
 
 def test_gradients_that_are_no_numbers_are_seen_beside_a_right_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked_loss, "_scaled", lambda gradient, *_: gradient * float("nan"))
-    trainee = trainee_of("llama", lora())
-    assert settle_head(trainee, BATCH) == []
-    assert "the model's own way is taken" in trainee.remarks()[0]
+    training_model = training_model_of("llama", lora())
+    assert choose_loss_head(training_model, BATCH) == []
+    assert "the model's own way is taken" in training_model.remarks()[0]
 
 
 @pytest.mark.parametrize(("precision", "adapter"), taking_turns(("fp32", "bf16", "fp16"), (None, lora())))
 def test_is_as_near_to_the_general_way_in_every_precision(precision: str, adapter: Any) -> None:
-    trainee = trainee_of("qwen2", adapter, precision)
-    assert settle_head(trainee, BATCH)[0].holds
-    assert trainee.linear is not None
-    losses, chosen = trainee.scores(BATCH)
-    loss = trainee(BATCH)[0]
+    training_model = training_model_of("qwen2", adapter, precision)
+    assert choose_loss_head(training_model, BATCH)[0].passed
+    assert training_model.linear is not None
+    losses, chosen = training_model.scores(BATCH)
+    loss = training_model(BATCH)[0]
     assert float(losses.double().sum()) == pytest.approx(float(loss.detach()), rel=1e-6)
-    trainee.linear = None
-    others, others_chosen = trainee.scores(BATCH)
+    training_model.linear = None
+    others, others_chosen = training_model.scores(BATCH)
     torch.testing.assert_close(losses, others, rtol=2e-3 if precision != "fp32" else 1e-6, atol=1e-5)
     assert torch.equal(chosen, others_chosen)
 

@@ -12,16 +12,17 @@ from torch import Tensor
 from app.batch import PackedSequences
 from app.config.schema import AttentionConfig
 from app.errors import ConfigError
-from app.model.attention import BACKENDS, Backend, Rules, cudnn, needs_of, register, sdpa, select
+from app.model.attention import BACKENDS, Backend, Rules, needs_of, register, sdpa, select, varlen
+from app.model.attention.varlen import cudnn_kernel, cudnn_requires
 from app.model.weights import build_on_meta
 from tests.choices import pairwise
 from tests.model.small import CAUSAL, built, model_config
 from tests.model.stand_ins import CUDNN, NEEDS, torch_2_15
 from tests.model.test_attention import gradient_of, largest, separate, side_by_side
-from tests.model.test_ragged_attention import DOCUMENTS, PLAIN, heads, with_gradients
+from tests.model.test_varlen_attention import DOCUMENTS, PLAIN, heads, with_gradients
 
 GPU = torch.device("cuda")
-KERNEL = cudnn.kernel_of(torch_2_15, CUDNN)
+KERNEL = cudnn_kernel(torch_2_15, CUDNN)
 
 
 @pytest.mark.parametrize(
@@ -49,10 +50,6 @@ def test_whole_models_equal_their_own_eager_attention(kind: str, monkeypatch: py
     register("sdpa")
 
 
-def test_it_is_named_by_the_number_that_torch_gives_it() -> None:
-    assert cudnn._number() == CUDNN
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -77,15 +74,15 @@ def test_padded_rows_are_one_dense_call() -> None:
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if this machine had one, the newest torch and the newest cuDNN."""
-    monkeypatch.setattr(cudnn, "gpu_lacking", lambda _device: [])
+    monkeypatch.setattr(varlen, "missing_gpu", lambda _device: [])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    monkeypatch.setattr(cudnn, "_operation", lambda: torch_2_15)
+    monkeypatch.setattr(varlen, "_cudnn_operation", lambda: torch_2_15)
 
 
 @pytest.mark.usefixtures("hopper")
 def test_a_machine_that_has_everything_lacks_nothing() -> None:
-    assert cudnn.requires(GPU) == []
+    assert cudnn_requires(GPU) == []
     assert select(AttentionConfig(kind="cudnn"), GPU, lambda: NEEDS) == "cudnn"
 
 
@@ -95,8 +92,8 @@ def test_a_machine_that_has_everything_lacks_nothing() -> None:
     [
         (torch.cuda, "get_device_capability", lambda _device: (8, 9), "Hopper or Blackwell"),
         (torch.cuda, "get_device_capability", lambda _device: (12, 0), "Hopper or Blackwell"),
-        (cudnn, "gpu_lacking", lambda _device: ["a GPU"], "Hopper or Blackwell"),
-        (cudnn, "_operation", lambda: None, f"torch 2.15 or newer (this is {torch.__version__})"),
+        (varlen, "missing_gpu", lambda _device: ["a GPU"], "Hopper or Blackwell"),
+        (varlen, "_cudnn_operation", lambda: None, f"torch 2.15 or newer (this is {torch.__version__})"),
         (torch.backends.cudnn, "version", lambda: 91002, "cuDNN 9.18 or newer (here it is 9.10)"),
         (torch.backends.cudnn, "version", lambda: None, "cuDNN 9.18 or newer (here it is missing)"),
     ],
@@ -105,7 +102,7 @@ def test_what_is_missing_is_named(
     where: Any, name: str, value: Any, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(where, name, value)
-    (missing,) = cudnn.requires(GPU)
+    (missing,) = cudnn_requires(GPU)
     assert words in missing
 
 
@@ -117,7 +114,7 @@ def test_an_operation_that_cannot_be_told_is_never_taken(
     schema = SimpleNamespace(arguments=[SimpleNamespace(name=name) for name in arguments])
     operation: Any = SimpleNamespace(default=SimpleNamespace(_schema=schema))
     monkeypatch.setattr(torch.ops, "torch_attn", SimpleNamespace(_varlen_attn=operation))
-    assert (cudnn._operation() is operation) == there
+    assert (varlen._cudnn_operation() is operation) == there
 
 
 @pytest.mark.usefixtures("hopper")
@@ -161,5 +158,5 @@ def test_no_document_is_said_to_be_shorter_than_cudnn_can_do() -> None:
     q, k, v = heads()
     for longest in (64, 2048):
         documents = PackedSequences.from_lengths(DOCUMENTS.lengths, longest)
-        cudnn.kernel_of(spy, CUDNN)(q, k, v, PLAIN, documents)
+        cudnn_kernel(spy, CUDNN)(q, k, v, PLAIN, documents)
     assert told == [129, 129, 2048, 2048]

@@ -12,21 +12,21 @@ from torch import Tensor, nn
 from app.config.schema import PrecisionConfig, QuantizationConfig
 from app.errors import ConfigError, EnvironmentProblem
 from app.model import fp8_linear
-from app.model.build import build_trainee, unpacked_base
+from app.model.build import build_training_model, unpacked_base
 from app.model.fp8_linear import (
     E4M3,
     LAST_ROWS,
     Fp8Linear,
-    prove,
+    compare_products,
     quantize_reference,
     quantize_rows,
-    rows_as_they_are,
+    without_row_rounding,
 )
 from app.model.load import load_tuned
-from app.model.quantization import lasting, notes, packing_of
+from app.model.quantization import notes, quantization_after_training, quantizer_of
 from app.model.save import save_base, save_model
 from app.model.tokenizer import load_tokenizer
-from app.model.trainee import Trainee
+from app.model.training_model import TrainingModel
 from tests.marks import requires_interpreter
 from tests.model.small import (
     CAUSAL,
@@ -37,7 +37,7 @@ from tests.model.small import (
     lora,
     model_config,
     sections,
-    trainee_of,
+    training_model_of,
     wide_numbers,
 )
 
@@ -61,8 +61,8 @@ def fp8_layers(network: nn.Module) -> dict[str, Fp8Linear]:
     return {name: module for name, module in network.named_modules() if isinstance(module, Fp8Linear)}
 
 
-def eight(kind: str = "llama", precision: str = "fp32", **given: Any) -> Trainee:
-    return trainee_of(kind, given.pop("adapter", lora()), precision, quantization=FP8, **given)
+def eight(kind: str = "llama", precision: str = "fp32", **given: Any) -> TrainingModel:
+    return training_model_of(kind, given.pop("adapter", lora()), precision, quantization=FP8, **given)
 
 
 def test_a_row_is_rounded_to_the_nearest_of_e4m3_at_its_own_scale() -> None:
@@ -155,27 +155,27 @@ def test_rows_that_several_layers_read_are_rounded_once(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("kind", DENSE)
 def test_the_whole_backbone_is_in_fp8_and_the_head_is_not(kind: str) -> None:
-    trainee = eight(kind, "bf16")
-    found = fp8_layers(trainee.network)
-    plain = trainee_of(kind, lora(), "bf16", model=model_config(kind, architecture=wide_numbers(kind)))
+    training_model = eight(kind, "bf16")
+    found = fp8_layers(training_model.network)
+    plain = training_model_of(kind, lora(), "bf16", model=model_config(kind, architecture=wide_numbers(kind)))
     known = dict(plain.language_model.base_model.named_modules())
     expected = {n for n, m in known.items() if n.endswith("base_layer")}
     inside = {n.split("base_model.model.", 1)[1].split(".", 1)[1] for n in found}
     assert inside == expected
-    assert {p.dtype for p in trainee.trained().values()} == {torch.float32}
-    frozen = {p.dtype for p in trainee.network.parameters() if not p.requires_grad}
+    assert {p.dtype for p in training_model.trained().values()} == {torch.float32}
+    frozen = {p.dtype for p in training_model.network.parameters() if not p.requires_grad}
     assert frozen == {torch.uint8, torch.bfloat16}
-    assert trainee.language_model.get_output_embeddings().weight.dtype == torch.bfloat16
-    assert list(trainee.trained()) == list(plain.trained()), "names stay PEFT's"
-    kinds = {type(m).__module__ for m in trainee.network.modules() if hasattr(m, "lora_A")}
+    assert training_model.language_model.get_output_embeddings().weight.dtype == torch.bfloat16
+    assert list(training_model.trained()) == list(plain.trained()), "names stay PEFT's"
+    kinds = {type(m).__module__ for m in training_model.network.modules() if hasattr(m, "lora_A")}
     assert kinds == {"peft.tuners.lora.layer"}
 
 
-def dequantised(trainee: Trainee, kind: str = "llama") -> Trainee:
+def dequantised(training_model: TrainingModel, kind: str = "llama") -> TrainingModel:
     """The same model in plain linear layers that have the rounded weights."""
     model = model_config(kind, architecture=wide_numbers(kind))
-    plain = trainee_of(kind, lora(), model=model)
-    found, given = fp8_layers(trainee.network), dict(trainee.network.named_parameters())
+    plain = training_model_of(kind, lora(), model=model)
+    found, given = fp8_layers(training_model.network), dict(training_model.network.named_parameters())
     for name, parameter in plain.network.named_parameters():
         layer = found.get(name.removesuffix(".weight"))
         source = given[name] if layer is None else layer.unpacked(torch.float32)
@@ -183,22 +183,22 @@ def dequantised(trainee: Trainee, kind: str = "llama") -> Trainee:
     return plain
 
 
-def outcome(trainee: Trainee, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    trainee.zero_grad()
-    loss = trainee(batch)[0]
+def outcome(training_model: TrainingModel, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    training_model.zero_grad()
+    loss = training_model(batch)[0]
     loss.backward()
-    return loss.detach(), gradients(trainee)
+    return loss.detach(), gradients(training_model)
 
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_without_rounded_rows_it_is_the_model_of_the_rounded_weights(fused: bool) -> None:
-    trainee, batch = eight(adapter=lora(fused=fused)), batch_of(documents_of((12, 9)))
-    plain = outcome(dequantised(trainee), batch)
-    with rows_as_they_are(trainee.network):
-        exact = outcome(trainee, batch)
+    training_model, batch = eight(adapter=lora(fused=fused)), batch_of(documents_of((12, 9)))
+    plain = outcome(dequantised(training_model), batch)
+    with without_row_rounding(training_model.network):
+        exact = outcome(training_model, batch)
     assert distance(exact[0], plain[0]) <= 1e-5
     assert distance(exact[1], plain[1]) <= 1e-5
-    rounded = outcome(trainee, batch)
+    rounded = outcome(training_model, batch)
     assert 1e-4 < distance(rounded[1], plain[1]) < 0.5
 
 
@@ -216,28 +216,28 @@ def test_fused_layers_compute_what_peft_computes(precision: str) -> None:
 def test_an_adapter_is_saved_for_the_ordinary_base(tmp_path: Path) -> None:
     model = model_config(architecture=wide_numbers("llama"))
     parts = sections(model, lora(), quantization=FP8)
-    trainee = build_trainee(parts, CPU, 0, str(tmp_path / "base"))
-    optimizer = torch.optim.AdamW(trainee.trained().values(), lr=1e-2)
+    training_model = build_training_model(parts, CPU, 0, str(tmp_path / "base"))
+    optimizer = torch.optim.AdamW(training_model.trained().values(), lr=1e-2)
     for seed in range(3):
-        trainee(batch_of(documents_of((8, 5), seed)))[0].backward()
+        training_model(batch_of(documents_of((8, 5), seed)))[0].backward()
         optimizer.step()
         optimizer.zero_grad()
     tokenizer = load_tokenizer(model, needs_template=True)
     base = unpacked_base(parts, CPU, 0)
     assert base is not None
-    save_base(trainee, tokenizer, tmp_path / "base", base)
-    save_model(trainee, tokenizer, tmp_path / "final")
+    save_base(training_model, tokenizer, tmp_path / "base", base)
+    save_model(training_model, tokenizer, tmp_path / "final")
     with torch.no_grad():
-        trained = trainee.language_model.eval()(IDS).logits
+        trained = training_model.language_model.eval()(IDS).logits
         later = load_tuned(tmp_path, model, CAUSAL, adapter=True, quantization=FP8)
         plain = load_tuned(tmp_path, model, CAUSAL, adapter=True)
         assert not fp8_layers(later)
         assert later(IDS).logits.equal(plain(IDS).logits)
         assert 1e-4 < distance(later(IDS).logits, trained) < 0.2
-    again = build_trainee(
+    again = build_training_model(
         sections(model_config(path=str(tmp_path / "base")), lora(), quantization=FP8), CPU, 0, "base"
     )
-    ours, theirs = fp8_layers(trainee.network), fp8_layers(again.network)
+    ours, theirs = fp8_layers(training_model.network), fp8_layers(again.network)
     assert ours.keys() == theirs.keys()
     for name, layer in ours.items():
         assert torch.equal(layer.weight, theirs[name].weight), name
@@ -246,7 +246,7 @@ def test_an_adapter_is_saved_for_the_ordinary_base(tmp_path: Path) -> None:
 
 def test_what_holds_after_training() -> None:
     nf4 = QuantizationConfig(kind="nf4", double_quant=True)
-    assert [lasting(each).kind for each in (FP8, nf4, QuantizationConfig(kind="none"))] == [
+    assert [quantization_after_training(each).kind for each in (FP8, nf4, QuantizationConfig(kind="none"))] == [
         "none", "nf4", "none",
     ]  # fmt: skip
 
@@ -254,7 +254,7 @@ def test_what_holds_after_training() -> None:
 def test_sizes_that_kernels_do_not_take_are_refused() -> None:
     narrow = model_config(architecture=wide_numbers("llama", intermediate_size=120))
     with pytest.raises(ConfigError, match=r"quantization.kind=fp8: .*120 outputs, not both multiples of 16"):
-        build_trainee(sections(narrow, lora(), quantization=FP8), CPU, 0, "base")
+        build_training_model(sections(narrow, lora(), quantization=FP8), CPU, 0, "base")
 
 
 @pytest.mark.parametrize(("capability", "refused"), [((8, 0), True), ((8, 9), False), ((9, 0), False)])
@@ -263,9 +263,9 @@ def test_a_gpu_without_fp8_is_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA Card")
-    packing = packing_of(FP8, torch.float32)
+    packing = quantizer_of(FP8, torch.float32)
     assert packing is not None
-    lack = packing.missing(torch.device("cuda", 0))
+    lack = packing.missing_on(torch.device("cuda", 0))
     assert (lack is not None) == refused
     if lack is not None:
         assert lack.startswith(
@@ -282,10 +282,10 @@ def test_a_cpu_is_told_that_it_is_slow() -> None:
 
 
 def test_products_are_proven_before_the_first_step() -> None:
-    proofs = prove(eight().network)
+    proofs = compare_products(eight().network)
     assert len(proofs) == 8, "q and o, k and v, gate and up, down: forward and back"
-    assert all(proof.holds for proof in proofs)
-    assert prove(trainee_of("llama", lora()).network) == []
+    assert all(proof.passed for proof in proofs)
+    assert compare_products(training_model_of("llama", lora()).network) == []
 
 
 @pytest.mark.parametrize("wrong", ["scales", "layout", "raises"])
@@ -304,7 +304,7 @@ def test_a_wrong_product_is_refused(wrong: str, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(
         EnvironmentProblem, match=r"quantization.kind=fp8: .*Set quantization=none"
     ) as refusal:
-        prove(network)
+        compare_products(network)
     assert wrong != "raises" or "Expected both dimensions" in str(refusal.value)
 
 
@@ -332,7 +332,7 @@ def by_kernel(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """In Triton's interpreter, whose casts are its own (bf16 is cut off, e4m3 forgets to carry). So the arithmetic is
     compared before its last step, rounded to float32, and e4m3 as far as the interpreter knows it.
     """
-    from app.model.kernels.fp8_triton import quantize_rows as launch
+    from app.model.triton_kernels import quantize_rows as launch
 
     out, scales = torch.empty_like(rows, dtype=dtype), torch.empty(len(rows), 1)
     launch(rows, out, scales, 1e-12, 448.0)
@@ -400,7 +400,7 @@ def test_a_kernel_that_is_wrong_is_not_used_and_says_why(wrong: Any, monkeypatch
     monkeypatch.setattr(fp8_linear, "can_run", lambda _device: True)
     monkeypatch.setitem(fp8_linear.KERNEL, "used", True)
     monkeypatch.setattr(fp8_linear, "quantize_by_kernel", wrong or quantize_reference)
-    failed = [proof for proof in prove(eight().network) if not proof.holds]
+    failed = [proof for proof in compare_products(eight().network) if not proof.passed]
     assert fp8_linear.KERNEL["used"] == (wrong is None)
     if wrong is not None:
         (proof,) = failed

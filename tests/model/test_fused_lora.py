@@ -14,9 +14,9 @@ from app.config.schema import QuantizationConfig
 from app.model import fused_lora
 from app.model.fusion import fuse
 from app.model.kernels import as_on_gpu
-from app.model.trainee import Trainee
-from tests.model.small import ALL_KINDS, distance, gradients, lora, trainee_of
-from tests.model.test_recompute import BATCH, saved_bytes
+from app.model.training_model import TrainingModel
+from tests.model.small import ALL_KINDS, distance, gradients, lora, training_model_of
+from tests.model.test_activation_checkpointing import BATCH, saved_bytes
 
 NF4 = QuantizationConfig(kind="nf4", double_quant=True)
 FUSED = {  # of two layers: adapted layers, gated MLPs, groups of the same rows, norms
@@ -39,18 +39,20 @@ FUSED = {  # of two layers: adapted layers, gated MLPs, groups of the same rows,
 }
 
 
-def pair(kind: str, precision: str = "fp32", **given: Any) -> tuple[Trainee, Trainee]:
+def pair(kind: str, precision: str = "fp32", **given: Any) -> tuple[TrainingModel, TrainingModel]:
     """The same numbers, fused and as PEFT computes."""
     adapter = given.pop("adapter", {})
-    fused, plain = (trainee_of(kind, lora(fused=f, **adapter), precision, **given) for f in (True, False))
+    fused, plain = (
+        training_model_of(kind, lora(fused=f, **adapter), precision, **given) for f in (True, False)
+    )
     return fused, plain
 
 
-def outcome(trainee: Trainee) -> tuple[float, dict[str, Tensor]]:
-    trainee.zero_grad()
-    loss = trainee(BATCH)[0]
+def outcome(training_model: TrainingModel) -> tuple[float, dict[str, Tensor]]:
+    training_model.zero_grad()
+    loss = training_model(BATCH)[0]
     loss.backward()
-    return float(loss.detach()), gradients(trainee)
+    return float(loss.detach()), gradients(training_model)
 
 
 @pytest.mark.parametrize("kind", sorted(ALL_KINDS))
@@ -59,7 +61,7 @@ def test_each_kind_is_fused_as_far_as_it_gives_the_same(kind: str) -> None:
     fused, plain = pair(kind)
     found = fused.fused
     assert (found.linear, found.gated, found.shared, found.norms) == FUSED[kind]
-    assert all(proof.holds for proof in found.proofs)
+    assert all(proof.passed for proof in found.proofs)
     assert fused.remarks() == []
     assert list(fused.network.state_dict()) == list(plain.network.state_dict())
     assert plain.fused.linear == plain.fused.gated == 0
@@ -83,7 +85,7 @@ def test_a_group_under_other_names_is_told() -> None:
 def test_bf16_is_as_near_to_the_truth_as_plain_passes(kind: str, name: str) -> None:
     """Each part by itself: of a whole model chance decides. Qwen 2 has biases, Gemma 2 another activation."""
     truth, fused, plain = (
-        trainee_of(kind, lora(fused=which == "fused"), precision)
+        training_model_of(kind, lora(fused=which == "fused"), precision)
         for which, precision in (("truth", "fp32"), ("fused", "bf16"), ("plain", "bf16"))
     )
     with torch.no_grad():
@@ -94,15 +96,15 @@ def test_bf16_is_as_near_to_the_truth_as_plain_passes(kind: str, name: str) -> N
         assert 0 < distance(ours, its) <= 1.3 * distance(theirs, its), "an average would be 1"
 
 
-def on_rows(trainee: Trainee, name: str) -> list[Tensor]:
+def on_rows(training_model: TrainingModel, name: str) -> list[Tensor]:
     """What a part of the first layer makes of many rows, and all gradients."""
-    module = trainee.language_model.base_model.get_submodule(f"layers.0.{name}")
+    module = training_model.language_model.base_model.get_submodule(f"layers.0.{name}")
     generator = torch.Generator().manual_seed(1)
     trained = [p for p in module.parameters() if p.requires_grad]
     like = trained[0]  # an A: of a gated MLP that of the gate, whose inputs are the MLP's
     leaf = torch.randn(1, 512, like.shape[1], generator=generator).bfloat16().requires_grad_()
-    with trainee.arithmetic(leaf.device):
-        out = module(leaf if trainee.compute else leaf.float())
+    with training_model.autocast(leaf.device):
+        out = module(leaf if training_model.compute else leaf.float())
     given = torch.randn(out.shape, generator=generator).bfloat16()
     return [out.detach(), *torch.autograd.grad(out, [leaf, *trained], given.to(out.dtype))]
 
@@ -125,7 +127,7 @@ def test_nothing_else_is_kept_for_backward(quantization: QuantizationConfig | No
 
 def test_q_k_and_v_keep_one_product_with_all_their_a() -> None:
     """[rows, 3 r], and none of r for each."""
-    trainee = trainee_of("llama", lora(r=5))
+    training_model = training_model_of("llama", lora(r=5))
     shapes: list[tuple[int, ...]] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -133,7 +135,7 @@ def test_q_k_and_v_keep_one_product_with_all_their_a() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        trainee(BATCH)
+        training_model(BATCH)
     tokens = BATCH.ids.numel()
     widths = sorted(shape[1] for shape in shapes if shape[:1] == (tokens,) and shape[-1] % 5 == 0)
     assert widths == [5] * 4 + [10] * 2 + [15] * 2  # o and down, gate|up, q|k|v, of two layers
@@ -142,9 +144,9 @@ def test_q_k_and_v_keep_one_product_with_all_their_a() -> None:
 @pytest.mark.parametrize(("kind", "precision"), [("llama", "fp32"), ("qwen2", "bf16")])
 def test_nf4_weights_through_one_buffer_give_the_same(kind: str, precision: str) -> None:
     """As on a GPU: every weight is written over before the backward pass. Qwen 2 has biases."""
-    plain = trainee_of(kind, lora(), precision, quantization=NF4)
+    plain = training_model_of(kind, lora(), precision, quantization=NF4)
     with as_on_gpu():
-        buffered = trainee_of(kind, lora(), precision, quantization=NF4)
+        buffered = training_model_of(kind, lora(), precision, quantization=NF4)
     assert buffered.remarks() == []
     assert buffered.fused.linear == plain.fused.linear
     (loss, found), (wanted_loss, wanted) = outcome(buffered), outcome(plain)
@@ -153,7 +155,7 @@ def test_nf4_weights_through_one_buffer_give_the_same(kind: str, precision: str)
 
 
 def test_dropout_is_left_to_peft() -> None:
-    found = trainee_of("llama", lora(dropout=0.1)).fused
+    found = training_model_of("llama", lora(dropout=0.1)).fused
     assert (found.linear, found.gated) == (0, 0)
 
 
@@ -173,8 +175,8 @@ def test_switched_off_it_is_the_base_and_merged_it_counts_once() -> None:
 def test_parameters_that_are_put_in_later_are_those_that_count() -> None:
     """As FSDP does: the module is held, and no parameter of it."""
     fused, plain = pair("llama")
-    for trainee in (fused, plain):
-        for module in trainee.network.modules():
+    for training_model in (fused, plain):
+        for module in training_model.network.modules():
             for part in ("lora_A", "lora_B"):
                 if hasattr(module, part) and "default" in getattr(module, part):
                     layer = getattr(module, part)["default"]
@@ -189,7 +191,7 @@ def test_the_comparison_leaves_no_trace() -> None:
     fused, plain = pair("llama")
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        fuse(plain.network, lambda: plain.arithmetic(torch.device("cpu")))
+        fuse(plain.network, lambda: plain.autocast(torch.device("cpu")))
         drawn = torch.rand(1)
         torch.manual_seed(5)
         assert torch.equal(drawn, torch.rand(1))
@@ -198,14 +200,14 @@ def test_the_comparison_leaves_no_trace() -> None:
 
 
 def test_an_mlp_that_does_more_is_left_alone() -> None:
-    plain = trainee_of("llama", lora(fused=False))
+    plain = training_model_of("llama", lora(fused=False))
     for module in plain.network.modules():
         if type(module).__name__ == "LlamaMLP":
             module.forward = _with_more(module)
     expected = outcome(plain)
-    found = fuse(plain.network, lambda: plain.arithmetic(torch.device("cpu")))
+    found = fuse(plain.network, lambda: plain.autocast(torch.device("cpu")))
     assert (found.linear, found.gated, found.shared) == (14, 0, 4), "gate and up are together still"
-    assert [proof.holds for proof in found.proofs].count(False) == 1
+    assert [proof.passed for proof in found.proofs].count(False) == 1
     (remark,) = found.remarks()
     assert "so these layers are computed as the model and PEFT do" in remark
     again = outcome(plain)
@@ -246,20 +248,20 @@ def test_the_comparison_sees_a_wrong_pass(
 
     monkeypatch.setattr(fused_lora, "products", products)
     monkeypatch.setattr(fused_lora, "gradients", wrong)
-    found = trainee_of("llama", lora(), precision).fused
+    found = training_model_of("llama", lora(), precision).fused
     assert (found.linear, found.gated, found.shared) == (0, 0, 0)
-    assert not any(proof.holds for proof in found.proofs if "Norm" not in proof.what)
+    assert not any(proof.passed for proof in found.proofs if "Norm" not in proof.what)
 
 
 def test_a_wrong_gate_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     real = fused_lora._Gate.backward
     monkeypatch.setattr(fused_lora._Gate, "backward", lambda ctx, g: real(ctx, g * 1.1))
-    found = trainee_of("llama", lora()).fused
+    found = training_model_of("llama", lora()).fused
     assert (found.linear, found.gated, found.shared) == (14, 0, 4)
 
 
 def test_a_trained_base_is_no_frozen_one() -> None:
-    plain = trainee_of("llama", lora(fused=False))
+    plain = training_model_of("llama", lora(fused=False))
     for module in plain.network.modules():
         if isinstance(module, nn.Linear):
             module.weight.requires_grad_()
@@ -271,7 +273,7 @@ class Attention(nn.Module):
 
     def __init__(self, calls: Any) -> None:
         super().__init__()
-        adapted = trainee_of("llama", lora(fused=False)).language_model.base_model.layers[0].self_attn
+        adapted = training_model_of("llama", lora(fused=False)).language_model.base_model.layers[0].self_attn
         self.q_proj, self.k_proj, self.v_proj = adapted.q_proj, adapted.k_proj, adapted.v_proj
         self.calls = calls
 
@@ -354,11 +356,11 @@ def test_nothing_outlives_the_forward_pass(calls: Any) -> None:
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 def test_no_tensor_is_left_after_a_step(recompute: bool) -> None:
-    trainee = trainee_of("llama", lora(), recompute=recompute)
+    training_model = training_model_of("llama", lora(), recompute=recompute)
 
     def live_after_a_step() -> list[Tensor]:
-        trainee(BATCH)[0].backward()
-        trainee.zero_grad()
+        training_model(BATCH)[0].backward()
+        training_model.zero_grad()
         gc.collect()
         return [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
 
@@ -369,8 +371,8 @@ def test_no_tensor_is_left_after_a_step(recompute: bool) -> None:
 
 def test_answers_are_the_same_with_a_cache() -> None:
     answers = []
-    for trainee in pair("llama"):
-        lm = trainee.language_model.eval()
+    for training_model in pair("llama"):
+        lm = training_model.language_model.eval()
         prompt = torch.arange(3, 9)[None]
         answers.append(lm.generate(prompt, max_new_tokens=8, do_sample=False, use_cache=True))
     assert torch.equal(*answers)

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from app.model.attention import NAME
-from app.model.generation import end_ids, generate
-from tests.model.small import batch_of, built, documents_of, lora, trainee_of
+from app.model.generate import end_ids, generate
+from tests.model.small import batch_of, built, documents_of, lora, training_model_of
 
 PROMPTS = [d.tolist() for d in documents_of((12, 3, 7))]
 NEW = 20  # past the window of 8
@@ -66,13 +66,13 @@ def test_answers_in_the_middle_of_training_change_nothing_of_it(precision: str) 
     batch = batch_of(documents_of((6, 4)))
     losses = []
     for asks in (False, True):
-        trainee = trainee_of("llama", lora(dropout=0.2), precision, recompute=True)
+        training_model = training_model_of("llama", lora(dropout=0.2), precision, recompute=True)
         torch.manual_seed(5)
-        trainee(batch)
+        training_model(batch)
         if asks:
-            with trainee.arithmetic(torch.device("cpu")):
-                assert len(generate(trainee.language_model, PROMPTS, [], 4)) == len(PROMPTS)
-        losses.append(float(trainee(batch)[0].detach()))
+            with training_model.autocast(torch.device("cpu")):
+                assert len(generate(training_model.language_model, PROMPTS, [], 4)) == len(PROMPTS)
+        losses.append(float(training_model(batch)[0].detach()))
     assert losses[0] == losses[1]
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from app.batch import IGNORE
-from app.model.kernels.loss import spend_plain
+from app.model.kernels import plain_loss_and_grad
 from tests.marks import requires_interpreter
 from tests.model.small import distance
 
@@ -35,14 +35,14 @@ def exact(logits: Tensor, targets: Tensor, weights: Tensor | None) -> tuple[Tens
     return losses.detach(), torch.autograd.grad(losses.sum(), leaf)[0]
 
 
-def check(spend: Any, logits: Tensor, targets: Tensor, weights: Tensor | None) -> None:
+def check(loss_and_grad: Any, logits: Tensor, targets: Tensor, weights: Tensor | None) -> None:
     wanted, gradient = exact(logits, targets, weights)
     before = logits.clone()
     losses = torch.full((len(logits),), float("nan"), device=logits.device)
-    spend(before, targets, weights, losses, gradient=False)
+    loss_and_grad(before, targets, weights, losses, gradient=False)
     torch.testing.assert_close(losses.double(), wanted, rtol=2e-6, atol=2e-6)
     losses.fill_(float("nan"))
-    spend(logits, targets, weights, losses, gradient=True)
+    loss_and_grad(logits, targets, weights, losses, gradient=True)
     torch.testing.assert_close(losses.double(), wanted, rtol=2e-6, atol=2e-6)
     assert distance(logits.double(), gradient) <= ROUNDED[logits.dtype]
     assert not logits[targets == IGNORE].any()
@@ -55,7 +55,7 @@ def check(spend: Any, logits: Tensor, targets: Tensor, weights: Tensor | None) -
 def test_plain(vocabulary: int, dtype: torch.dtype, *, weighted: bool) -> None:
     """Of 5000 logits a piece has 52 rows."""
     logits, targets, weights = given(130, vocabulary, dtype, CPU)
-    check(spend_plain, logits, targets, weights if weighted else None)
+    check(plain_loss_and_grad, logits, targets, weights if weighted else None)
 
 
 @requires_interpreter
@@ -64,31 +64,31 @@ def test_plain(vocabulary: int, dtype: torch.dtype, *, weighted: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_the_kernel(vocabulary: int, dtype: torch.dtype, *, weighted: bool) -> None:
     """19001 logits are three blocks, the last of them not full."""
-    from app.model.kernels.loss_triton import spend
+    from app.model.triton_kernels import loss_and_grad
 
     logits, targets, weights = given(9, vocabulary, dtype, CPU)
-    check(spend, logits, targets, weights if weighted else None)
+    check(loss_and_grad, logits, targets, weights if weighted else None)
 
 
 @requires_interpreter
 def test_the_kernel_in_bf16() -> None:
     """The interpreter cuts off where a GPU rounds."""
-    from app.model.kernels.loss_triton import spend
+    from app.model.triton_kernels import loss_and_grad
 
     logits, targets, _ = given(9, 1000, torch.bfloat16, CPU)
     wanted, gradient = exact(logits, targets, None)
     losses = torch.empty(9)
-    spend(logits, targets, None, losses, gradient=True)
+    loss_and_grad(logits, targets, None, losses, gradient=True)
     torch.testing.assert_close(losses.double(), wanted, rtol=2e-6, atol=2e-6)
     assert distance(logits.double(), gradient) <= 8e-3
 
 
 @requires_interpreter
 def test_the_kernel_follows_the_rows_of_a_larger_memory() -> None:
-    from app.model.kernels.loss_triton import spend
+    from app.model.triton_kernels import loss_and_grad
 
     room = torch.zeros(6, 100)
     logits, targets, _ = given(6, 64, torch.float32, CPU)
     room[:, :64] = logits
-    check(spend, room[:, :64], targets, None)
+    check(loss_and_grad, room[:, :64], targets, None)
     assert not room[:, 64:].any()

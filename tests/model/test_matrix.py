@@ -15,8 +15,8 @@ from app.batch import Batch, PackedSequences
 from app.config.schema import QuantizationConfig
 from app.errors import EnvironmentProblem
 from app.model.attention import BACKENDS, NAME, Rules, sdpa
-from app.model.probe import check_packing
-from app.model.trainee import Trainee
+from app.model.checks import check_packing
+from app.model.training_model import TrainingModel
 from tests.choices import taking_turns
 from tests.model.small import (
     ALL_KINDS,
@@ -27,7 +27,7 @@ from tests.model.small import (
     gradients,
     lora,
     packed,
-    trainee_of,
+    training_model_of,
 )
 
 DOCUMENTS = documents_of((20, 5, 11))  # longer than the window of 8, shorter, and neither
@@ -47,11 +47,11 @@ QUICK = [case for case in taking_turns(ALL_KINDS, tuple(METHODS)) if case in CAS
 SLOW = [case for case in CASES if case not in QUICK]
 
 
-def one_by_one(trainee: Trainee) -> tuple[float, dict[str, Tensor]]:
-    lm = trainee.language_model
+def one_by_one(training_model: TrainingModel) -> tuple[float, dict[str, Tensor]]:
+    lm = training_model.language_model
     lm.set_attn_implementation("eager")  # until after backward, which may compute forward again
     try:
-        return measured(trainee, torch.stack([_alone(lm, document) for document in DOCUMENTS]).sum())
+        return measured(training_model, torch.stack([_alone(lm, document) for document in DOCUMENTS]).sum())
     finally:
         lm.set_attn_implementation(NAME)
 
@@ -61,10 +61,10 @@ def _alone(lm: Any, document: Tensor) -> Tensor:
     return F.cross_entropy(logits[FIRST - 1 : -1], document[FIRST:], reduction="sum")
 
 
-def measured(trainee: Trainee, loss: Tensor) -> tuple[float, dict[str, Tensor]]:
-    trainee.zero_grad()
+def measured(training_model: TrainingModel, loss: Tensor) -> tuple[float, dict[str, Tensor]]:
+    training_model.zero_grad()
     loss.backward()
-    return float(loss.detach()), gradients(trainee)
+    return float(loss.detach()), gradients(training_model)
 
 
 def as_peft_computes(method: dict[str, Any]) -> dict[str, Any]:
@@ -85,10 +85,10 @@ def test_loss_and_gradient_are_those_of_one_document_at_a_time(kind: str, method
 
 
 def check_one_by_one(kind: str, method: str) -> None:
-    trainee = trainee_of(kind, **METHODS[method])
-    expected_loss, expected = one_by_one(trainee_of(kind, **as_peft_computes(METHODS[method])))
+    training_model = training_model_of(kind, **METHODS[method])
+    expected_loss, expected = one_by_one(training_model_of(kind, **as_peft_computes(METHODS[method])))
     for layout in (in_one_row, in_rows):
-        loss, found = measured(trainee, trainee(layout(kind))[0])
+        loss, found = measured(training_model, training_model(layout(kind))[0])
         assert loss == pytest.approx(expected_loss, rel=1e-5), layout.__name__
         assert distance(found, expected) <= 1e-5, layout.__name__
 
@@ -96,7 +96,7 @@ def check_one_by_one(kind: str, method: str) -> None:
 @pytest.mark.parametrize(("kind", "precision"), taking_turns(ALL_KINDS, ("fp32", "bf16")))
 def test_the_probe_passes_every_kind(kind: str, precision: str) -> None:
     """In bf16 its bound is three times what the model's own kernels differ by."""
-    check_packing(trainee_of(kind, lora(), precision), packed(DOCUMENTS))
+    check_packing(training_model_of(kind, lora(), precision), packed(DOCUMENTS))
 
 
 @pytest.mark.parametrize(("kind", "precision"), [("llama", "fp32"), ("gemma2", "bf16"), ("bert", "fp32")])
@@ -109,6 +109,6 @@ def test_the_probe_refuses_every_kind_of_wrong_gradient(
         return sdpa(q, k, v.detach(), rules, documents)
 
     monkeypatch.setitem(BACKENDS, "sdpa", replace(BACKENDS["sdpa"], run=wrong))
-    trainee = trainee_of(kind, lora(), precision)
+    training_model = training_model_of(kind, lora(), precision)
     with pytest.raises(EnvironmentProblem, match=rf"of kind {kind} gives another gradient"):
-        check_packing(trainee, packed(DOCUMENTS))
+        check_packing(training_model, packed(DOCUMENTS))

@@ -11,12 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from app.config.schema import AdapterConfig, ModelConfig, QuantizationConfig
 from app.errors import CheckpointError, ConfigError
-from app.model.build import ModelSections, base_path, build_trainee, unpacked_base
-from app.model.delta import read_deltas
-from app.model.merge import Merge, merged_config, plan_merge
+from app.model.build import ModelSections, base_path, build_training_model, unpacked_base
+from app.model.merge import Merge, merged_config, plan_merge, read_lora_deltas
 from app.model.save import save_base, save_model
 from app.model.tokenizer import load_tokenizer
-from app.model.trainee import Trainee
+from app.model.training_model import TrainingModel
 from tests.model.small import (
     distance,
     documents_of,
@@ -37,28 +36,28 @@ NOISE = 2e-6  # of logits in fp32: W x + B (A x) is summed up in another order t
 
 
 class Tuned:
-    """A trainee whose adapter, or weights, are far from where they began, and its folders."""
+    """A training_model whose adapter, or weights, are far from where they began, and its folders."""
 
     def __init__(self, place: Path, kind: str, adapter: AdapterConfig, precision: str, nf4: bool) -> None:
         self.final, self.base = place / "final", place / "base"
         architecture = (wide_numbers if nf4 else numbers)(kind)
         config = model_config(kind, architecture=architecture)
         parts = sections(config, adapter, precision, quantization=NF4 if nf4 else None)
-        self.trainee = build_trainee(parts, CPU, 0, base_path(config, self.base)).eval()
+        self.training_model = build_training_model(parts, CPU, 0, base_path(config, self.base)).eval()
         generator = torch.Generator().manual_seed(3)
-        for parameter in self.trainee.trained().values():
+        for parameter in self.training_model.trained().values():
             parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
         tokenizer = load_tokenizer(model_config(), needs_template=True)
         if adapter.kind != "none":
-            save_base(self.trainee, tokenizer, self.base, unpacked_base(parts, CPU, 0))
-        save_model(self.trainee, tokenizer, self.final)
+            save_base(self.training_model, tokenizer, self.base, unpacked_base(parts, CPU, 0))
+        save_model(self.training_model, tokenizer, self.final)
         self.kind = kind
         self.weights = self.base if adapter.kind != "none" else self.final
         model = ModelConfig(path=str(self.weights), weights="pretrained", architecture={})
         self.parts = sections(model, adapter, precision, quantization=parts.quantization, task=parts.task)
 
     def plan(self, dtype: str = "fp32", parts: ModelSections | None = None) -> Merge:
-        deltas = read_deltas(self.final) if self.weights == self.base else {}
+        deltas = read_lora_deltas(self.final) if self.weights == self.base else {}
         return plan_merge(parts or self.parts, deltas, dtype, CPU)
 
     def merged(self, place: Path, dtype: str = "fp32", shard_bytes: float = GIB) -> Any:
@@ -97,7 +96,7 @@ def weights_of(run: Tuned) -> dict[str, torch.Tensor]:
     from peft.tuners.lora import LoraLayer
 
     found = {}
-    for name, layer in run.trainee.language_model.named_modules():
+    for name, layer in run.training_model.language_model.named_modules():
         if isinstance(layer, LoraLayer):
             weight: Any = layer.base_layer.weight
             state = getattr(weight, "quant_state", None)
@@ -112,11 +111,11 @@ def weights_of(run: Tuned) -> dict[str, torch.Tensor]:
     return found
 
 
-def in_fp32(trainee: Trainee) -> torch.Tensor:
+def in_fp32(training_model: TrainingModel) -> torch.Tensor:
     from app.exports.reload import in_fp32 as convert
 
-    convert(trainee)
-    return logits(trainee.language_model)
+    convert(training_model)
+    return logits(training_model.language_model)
 
 
 CASES = [
@@ -130,7 +129,7 @@ def test_merged_is_the_base_that_was_trained_against_and_the_adapter(
     tmp_path: Path, kind: str, precision: str, nf4: bool
 ) -> None:
     run = tuned(tmp_path, kind, precision=precision, nf4=nf4)
-    ours = in_fp32(run.trainee)
+    ours = in_fp32(run.training_model)
     lm = run.merged(tmp_path / "merged")
     assert {p.dtype for p in lm.parameters()} == {torch.float32}
     assert not hasattr(lm.config, "quantization_config")
@@ -148,7 +147,7 @@ def test_merged_is_the_base_that_was_trained_against_and_the_adapter(
 
 def test_merging_onto_the_base_before_it_was_packed_is_seen(tmp_path: Path) -> None:
     run = tuned(tmp_path, nf4=True)
-    ours = in_fp32(run.trainee)
+    ours = in_fp32(run.training_model)
     parts = sections(run.parts.model, run.parts.adapter, "fp32")
     careless = tmp_path / "careless"
     careless.mkdir()
@@ -164,7 +163,7 @@ def test_layers_that_were_packed_and_not_adapted_are_unpacked_too(tmp_path: Path
     plan = run.plan()
     assert len(plan.packed) == 14
     assert len(plan.deltas) == 2
-    assert distance(logits(run.merged(tmp_path / "merged")), in_fp32(run.trainee)) <= NOISE
+    assert distance(logits(run.merged(tmp_path / "merged")), in_fp32(run.training_model)) <= NOISE
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("bf16", 2.0**-8), ("fp16", 2.0**-11)])
@@ -181,7 +180,7 @@ def test_weights_are_rounded_once(tmp_path: Path, dtype: str, bound: float) -> N
     stored = load_file(place / "model.safetensors")
     assert sum(t.numel() * t.element_size() for t in stored.values()) == rounded.bytes
     again = run.merged(tmp_path / "again", dtype)
-    assert 0 < distance(logits(again.float()), in_fp32(run.trainee)) <= bound * 16**0.5
+    assert 0 < distance(logits(again.float()), in_fp32(run.training_model)) <= bound * 16**0.5
 
 
 def test_only_what_changes_counts_as_rounded(tmp_path: Path) -> None:
@@ -199,7 +198,7 @@ def test_only_what_changes_counts_as_rounded(tmp_path: Path) -> None:
 def test_a_whole_model_is_converted(tmp_path: Path) -> None:
     run = tuned(tmp_path, adapter=full())
     assert run.plan().deltas == {}
-    assert distance(logits(run.merged(tmp_path / "merged")), in_fp32(run.trainee)) <= NOISE
+    assert distance(logits(run.merged(tmp_path / "merged")), in_fp32(run.training_model)) <= NOISE
     assert run.merged(tmp_path / "half", "bf16").dtype == torch.bfloat16
 
 
@@ -217,7 +216,7 @@ def test_no_file_is_larger_than_asked_and_all_are_found(tmp_path: Path) -> None:
             size = sum(content.get_tensor(name).nbytes for name in names)
         assert size <= 20_000 or len(names) == 1
         assert {index["weight_map"][name] for name in names} == {file.name}
-    assert distance(logits(lm), in_fp32(run.trainee)) <= NOISE
+    assert distance(logits(lm), in_fp32(run.training_model)) <= NOISE
 
 
 def test_names_without_the_prefix_of_the_backbone_are_known(tmp_path: Path) -> None:
@@ -228,7 +227,7 @@ def test_names_without_the_prefix_of_the_backbone_are_known(tmp_path: Path) -> N
         {name.removeprefix("transformer."): t for name, t in load_file(file).items()}, file, {"format": "pt"}
     )
     assert "h.0.attn.c_attn.weight" in run.plan().deltas
-    assert distance(logits(run.merged(tmp_path / "merged")), in_fp32(run.trainee)) <= NOISE
+    assert distance(logits(run.merged(tmp_path / "merged")), in_fp32(run.training_model)) <= NOISE
 
 
 def test_an_adapter_without_its_weight_is_refused(tmp_path: Path) -> None:

@@ -7,19 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.model.offload import Host
-from app.model.trainee import Trainee
-from tests.model.small import batch_of, documents_of, gradients, lora, trainee_of
+from app.model.activation_checkpointing import HostOffload
+from app.model.training_model import TrainingModel
+from tests.model.small import batch_of, documents_of, gradients, lora, training_model_of
 
 BATCH = batch_of(documents_of((24, 9, 17)))
 
 
-def gradient(trainee: Trainee, passes: int = 1) -> dict[str, Tensor]:
+def gradient(training_model: TrainingModel, passes: int = 1) -> dict[str, Tensor]:
     torch.manual_seed(7)
-    trainee.zero_grad()
+    training_model.zero_grad()
     for _ in range(passes):
-        trainee(BATCH)[0].backward()
-    return gradients(trainee)
+        training_model(BATCH)[0].backward()
+    return gradients(training_model)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,8 @@ def gradient(trainee: Trainee, passes: int = 1) -> dict[str, Tensor]:
 )
 def test_gradients_are_the_same_to_the_bit(kind: str, adapter: Any) -> None:
     here, away = (
-        gradient(trainee_of(kind, adapter, recompute=True, offload=on), passes=2) for on in (False, True)
+        gradient(training_model_of(kind, adapter, recompute=True, offload=on), passes=2)
+        for on in (False, True)
     )
     assert any(each.any() for each in here.values())
     assert all(torch.equal(away[name], here[name]) for name in here)
@@ -44,11 +45,11 @@ class Layers:
     """A stack of layers that notes how many of the inputs that came back are alive."""
 
     def __init__(self, count: int) -> None:
-        self.host = Host()
+        self.host = HostOffload()
         self.count = count
         self.back: list[Any] = []
         self.most = 0
-        fetched = self.host._fetched
+        fetched = self.host._to_device
 
         def noted(away: Any) -> Any:
             found = fetched(away)
@@ -56,13 +57,13 @@ class Layers:
             self.most = max(self.most, sum(each() is not None for each in self.back))
             return found
 
-        self.host._fetched = noted  # type: ignore[method-assign]
+        self.host._to_device = noted  # type: ignore[method-assign,assignment]
 
     def loss(self, x: Tensor) -> Tensor:
         from torch.utils.checkpoint import checkpoint
 
         for layer in range(self.count):
-            with self.host.keeps(layer):
+            with self.host.offload(layer):
                 x = checkpoint(lambda given: (given * 1.5).tanh() * given, x, use_reentrant=False)
         return x.sum()
 
@@ -93,6 +94,6 @@ def test_a_pass_that_is_never_gone_back_leaves_the_next_one_alone() -> None:
 
 
 def test_without_gradients_nothing_goes_away() -> None:
-    trainee = trainee_of("llama", recompute=True, offload=True)
+    training_model = training_model_of("llama", recompute=True, offload=True)
     with torch.no_grad():
-        assert torch.isfinite(trainee(BATCH)[0])
+        assert torch.isfinite(training_model(BATCH)[0])

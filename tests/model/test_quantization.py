@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from app.config.schema import ModelConfig, PrecisionConfig, QuantizationConfig
 from app.errors import ConfigError
 from app.model.attention import register
-from app.model.build import ModelSections, build_trainee, plan_model, unpacked_base
+from app.model.build import ModelSections, build_training_model, plan_model, unpacked_base
 from app.model.held import Held
 from app.model.load import load_tuned
-from app.model.quantization import DequantizeBuffer, FourBit, dequantized, notes, packing_of, settle
+from app.model.nf4 import DequantizeBuffer, dequantized
+from app.model.quantization import Nf4, notes, quantizer_of
 from app.model.save import save_base, save_model
 from app.model.tokenizer import load_tokenizer
-from app.model.trainee import Trainee
+from app.model.training_model import TrainingModel
 from app.model.weights import build_on_meta, load_base, load_packed
 from tests.model.small import (
     CAUSAL,
@@ -32,7 +33,7 @@ from tests.model.small import (
     model_config,
     packed,
     sections,
-    trainee_of,
+    training_model_of,
     wide_numbers,
 )
 
@@ -53,8 +54,8 @@ def parts_of(kind: str = "llama", precision: str = "fp32", **given: Any) -> Mode
     return sections(model, lora(), precision, quantization=NF4, **given)
 
 
-def qlora(kind: str = "llama", precision: str = "fp32", **given: Any) -> Trainee:
-    return trainee_of(kind, lora(), precision, quantization=NF4, **given)
+def qlora(kind: str = "llama", precision: str = "fp32", **given: Any) -> TrainingModel:
+    return training_model_of(kind, lora(), precision, quantization=NF4, **given)
 
 
 def packed_layers(network: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -116,7 +117,7 @@ def test_the_whole_backbone_is_in_four_bits_and_the_head_is_not(kind: str) -> No
 
 
 def packing(compute: torch.dtype) -> Any:
-    return packing_of(NF4, compute)
+    return quantizer_of(NF4, compute)
 
 
 @pytest.mark.parametrize(
@@ -126,19 +127,21 @@ def test_a_random_base_is_drawn_and_saved_and_packed_again_to_the_same_bytes(
     kind: str, precision: str, tmp_path: Path
 ) -> None:
     parts = parts_of(kind, precision)
-    trainee = build_trainee(parts, CPU, 0, "base")
-    base = packed_bytes(trainee.network)
-    assert same(packed_bytes(build_trainee(parts, CPU, 0, "base").network), base)
-    assert not same(packed_bytes(build_trainee(parts, CPU, 1, "base").network), base)
+    training_model = build_training_model(parts, CPU, 0, "base")
+    base = packed_bytes(training_model.network)
+    assert same(packed_bytes(build_training_model(parts, CPU, 0, "base").network), base)
+    assert not same(packed_bytes(build_training_model(parts, CPU, 1, "base").network), base)
 
     tokenizer = load_tokenizer(wide(), needs_template=True)
     unpacked = unpacked_base(parts, CPU, 0)
     assert unpacked is not None
-    save_base(trainee, tokenizer, tmp_path, unpacked)
+    save_base(training_model, tokenizer, tmp_path, unpacked)
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
-    again = build_trainee(parts_of(precision=precision, model=wide(path=str(tmp_path))), CPU, 0, "base")
+    again = build_training_model(
+        parts_of(precision=precision, model=wide(path=str(tmp_path))), CPU, 0, "base"
+    )
     assert same(packed_bytes(again.network), base)
-    others = {name: p for name, p in trainee.network.named_parameters() if ".base_layer." not in name}
+    others = {name: p for name, p in training_model.network.named_parameters() if ".base_layer." not in name}
     assert same({name: p for name, p in again.network.named_parameters() if name in others}, others)
 
 
@@ -147,8 +150,8 @@ def test_a_folder_is_packed_as_it_is_read_like_its_layers_one_by_one(kind: str, 
     built(kind, "eager", **wide_numbers(kind)).save_pretrained(str(tmp_path))
     config = wide(path=str(tmp_path))
     whole = load_base(config, CAUSAL, Held(torch.float32, CPU, register("sdpa")), 0)
-    packing(torch.float32).pack(whole.base_model)
-    settle(whole, packing(torch.float32))
+    packing(torch.float32).quantize(whole.base_model)
+    packing(torch.float32).finish(whole)
     read = load_packed(config, CAUSAL, packing(torch.float32), Held(torch.float32, CPU, register("sdpa")), 0)
     assert same(packed_bytes(read), packed_bytes(whole))
     with torch.no_grad():
@@ -166,13 +169,13 @@ def test_weights_of_a_bf16_folder_pack_to_the_same_bytes_in_fp32(tmp_path: Path)
     assert same(*found)
 
 
-def unpacked_copy(trainee: Trainee, precision: str) -> Trainee:
+def unpacked_copy(training_model: TrainingModel, precision: str) -> TrainingModel:
     """The same model in plain linear layers that have the unpacked weights."""
     from bitsandbytes.functional import dequantize_4bit
 
-    plain = trainee_of("llama", lora(), precision, model=wide())
-    layers = dict(packed_layers(trainee.network))
-    given = dict(trainee.network.named_parameters())
+    plain = training_model_of("llama", lora(), precision, model=wide())
+    layers = dict(packed_layers(training_model.network))
+    given = dict(training_model.network.named_parameters())
     for name, parameter in plain.network.named_parameters():
         layer = layers.get(name.removesuffix(".weight"))
         source = (
@@ -186,8 +189,8 @@ def unpacked_copy(trainee: Trainee, precision: str) -> Trainee:
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_one_buffer_holds_each_weight_as_bitsandbytes_gives_it(dtype: torch.dtype, *, double: bool) -> None:
-    four_bit = FourBit("nf4", double_quant=double, compute=dtype)
-    large, small = (four_bit.packed(nn.Linear(192, n, bias=False, dtype=dtype)) for n in (300, 16))
+    four_bit = Nf4("nf4", double_quant=double, compute=dtype)
+    large, small = (four_bit.quantized(nn.Linear(192, n, bias=False, dtype=dtype)) for n in (300, 16))
     buffer = DequantizeBuffer([small, large])
     first = buffer.dequantized(large, dtype)
     assert torch.equal(first, dequantized(large))
@@ -198,9 +201,9 @@ def test_one_buffer_holds_each_weight_as_bitsandbytes_gives_it(dtype: torch.dtyp
 
 def test_a_packed_layer_computes_with_the_state_that_it_holds() -> None:
     """Where FSDP gathers a weight, it is a plain parameter, in backward too."""
-    layer: Any = FourBit("nf4", double_quant=True, compute=torch.float32).packed(nn.Linear(64, 32))
+    layer: Any = Nf4("nf4", double_quant=True, compute=torch.float32).quantized(nn.Linear(64, 32))
     holder = nn.Sequential(layer)
-    packing(torch.float32).settle(holder)
+    packing(torch.float32).finish(holder)
     x = torch.randn(5, 64, requires_grad=True)
     expected = layer(x)
     (of_x,) = torch.autograd.grad(expected.cos().sum(), x)
@@ -217,10 +220,10 @@ def test_loss_and_gradients_are_those_of_the_unpacked_weights(precision: str, al
     ours = qlora(precision=precision)
     batch = batch_of(documents_of((12, 9)))
     found = []
-    for trainee in (ours, unpacked_copy(ours, precision)):
-        loss = trainee(batch)[0]
+    for training_model in (ours, unpacked_copy(ours, precision)):
+        loss = training_model(batch)[0]
         loss.backward()
-        found.append((loss.detach(), gradients(trainee)))
+        found.append((loss.detach(), gradients(training_model)))
     assert distance(found[0][0], found[1][0]) <= allowed
     assert distance(found[0][1], found[1][1]) <= allowed
     assert all(g.abs().max() > 0 for g in found[0][1].values())
@@ -228,26 +231,30 @@ def test_loss_and_gradients_are_those_of_the_unpacked_weights(precision: str, al
 
 def test_four_bits_are_not_the_weights_they_were_made_of() -> None:
     """Or the tests above would also pass without quantisation."""
-    trainee = qlora()
+    training_model = qlora()
     base = unpacked_base(parts_of(), CPU, 0)
     assert base is not None
-    rounded = unpacked_copy(trainee, "fp32").language_model.base_model.layers[0].mlp.up_proj.base_layer.weight
+    rounded = (
+        unpacked_copy(training_model, "fp32")
+        .language_model.base_model.layers[0]
+        .mlp.up_proj.base_layer.weight
+    )
     exact = base.base_model.layers[0].mlp.up_proj.weight
     assert 0.03 < distance(rounded.detach(), exact.detach()) < 0.2
 
 
-def loss_and_gradients(trainee: Trainee, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    trainee.zero_grad()
-    loss = trainee(batch)[0]
+def loss_and_gradients(training_model: TrainingModel, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    training_model.zero_grad()
+    loss = training_model(batch)[0]
     loss.backward()
-    return loss.detach(), gradients(trainee)
+    return loss.detach(), gradients(training_model)
 
 
 def test_packed_documents_give_the_gradients_of_padded_ones() -> None:
     documents = documents_of((12, 9, 3))
-    trainee = qlora()
-    in_rows = loss_and_gradients(trainee, batch_of(documents))
-    in_one = loss_and_gradients(trainee, packed(documents, filling=4))
+    training_model = qlora()
+    in_rows = loss_and_gradients(training_model, batch_of(documents))
+    in_one = loss_and_gradients(training_model, packed(documents, filling=4))
     assert distance(in_one[0], in_rows[0]) <= 1e-6
     assert distance(in_one[1], in_rows[1]) <= 1e-6
 
@@ -264,23 +271,25 @@ def test_an_evaluation_changes_neither_the_base_nor_the_next_step(
     rearranging(monkeypatch)
     built("llama", "eager", **wide_numbers("llama")).save_pretrained(str(tmp_path))
     model = wide() if source == "random" else wide(path=str(tmp_path))
-    trainee = build_trainee(parts_of(model=model), CPU, 0, "base")
-    adapted = {type(m).__module__ for m in trainee.network.modules() if type(m).__name__ == "Linear4bit"}
+    training_model = build_training_model(parts_of(model=model), CPU, 0, "base")
+    adapted = {
+        type(m).__module__ for m in training_model.network.modules() if type(m).__name__ == "Linear4bit"
+    }
     assert adapted == {"bitsandbytes.nn.modules", "peft.tuners.lora.bnb"}, "PEFT was not told"
 
     batch = batch_of(documents_of((8, 5)))
-    base, before = packed_bytes(trainee.network), loss_and_gradients(trainee, batch)
-    trainee.eval()
+    base, before = packed_bytes(training_model.network), loss_and_gradients(training_model, batch)
+    training_model.eval()
     with torch.no_grad():
-        trainee(batch)
-    trainee.train()
-    after = loss_and_gradients(trainee, batch)
+        training_model(batch)
+    training_model.train()
+    after = loss_and_gradients(training_model, batch)
     assert after[0].equal(before[0])
     assert same(after[1], before[1])
-    for parameter in trainee.trained().values():
+    for parameter in training_model.trained().values():
         parameter.data -= 0.1 * parameter.grad  # type: ignore[operator]
-    trainee(batch)[0].backward()
-    assert same(packed_bytes(trainee.network), base)
+    training_model(batch)[0].backward()
+    assert same(packed_bytes(training_model.network), base)
 
 
 def test_the_rearrangement_is_what_the_test_above_would_see(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,17 +330,17 @@ def test_the_adapter_gives_the_same_logits_on_the_same_base_here_and_elsewhere(
     tmp_path: Path, app_env: dict[str, str]
 ) -> None:
     parts = parts_of()
-    trainee = build_trainee(parts, CPU, 0, str(tmp_path / "base"))
-    optimizer = torch.optim.AdamW(trainee.trained().values(), lr=1e-2)
+    training_model = build_training_model(parts, CPU, 0, str(tmp_path / "base"))
+    optimizer = torch.optim.AdamW(training_model.trained().values(), lr=1e-2)
     for seed in range(3):
-        trainee(batch_of(documents_of((8, 5), seed)))[0].backward()
+        training_model(batch_of(documents_of((8, 5), seed)))[0].backward()
         optimizer.step()
         optimizer.zero_grad()
     tokenizer = load_tokenizer(wide(), needs_template=True)
-    save_base(trainee, tokenizer, tmp_path / "base", unpacked_base(parts, CPU, 0))
-    save_model(trainee, tokenizer, tmp_path / "final")
+    save_base(training_model, tokenizer, tmp_path / "base", unpacked_base(parts, CPU, 0))
+    save_model(training_model, tokenizer, tmp_path / "final")
     with torch.no_grad():
-        ours = trainee.language_model.eval()(IDS).logits
+        ours = training_model.language_model.eval()(IDS).logits
         here, without = (
             load_tuned(tmp_path, wide(), CAUSAL, adapter=adapter, quantization=NF4)(IDS).logits
             for adapter in (True, False)
@@ -362,7 +371,7 @@ def test_the_adapter_gives_the_same_logits_on_the_same_base_here_and_elsewhere(
 def refused(parts: ModelSections, words: str) -> None:
     ways: list[Callable[[], object]] = [
         lambda: plan_model(parts),
-        lambda: build_trainee(parts, CPU, 0, "base"),
+        lambda: build_training_model(parts, CPU, 0, "base"),
     ]
     for way in ways:
         with pytest.raises(ConfigError, match=words) as refusal:
@@ -402,11 +411,11 @@ def test_weights_are_counted_and_not_their_bytes(kind: str) -> None:
 
 def test_adapters_are_fp32_and_what_is_not_packed_follows_the_precision() -> None:
     for precision, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
-        trainee = qlora(precision=precision)
-        frozen = {p.dtype for p in trainee.network.parameters() if not p.requires_grad}
+        training_model = qlora(precision=precision)
+        frozen = {p.dtype for p in training_model.network.parameters() if not p.requires_grad}
         assert frozen == {torch.uint8, dtype}
-        assert {p.dtype for p in trainee.trained().values()} == {torch.float32}
-        assert {layer.compute_dtype for _, layer in packed_layers(trainee.network)} == {dtype}
+        assert {p.dtype for p in training_model.trained().values()} == {torch.float32}
+        assert {layer.compute_dtype for _, layer in packed_layers(training_model.network)} == {dtype}
 
 
 def test_a_machine_without_bf16_is_told_what_is_done_instead() -> None:

@@ -10,16 +10,16 @@ from torch import Tensor, nn
 
 from app.model.fusion import fuse
 from app.model.rms_norm import RmsNorm, eps_of, rms_norm_of
-from app.model.trainee import Trainee
-from tests.model.small import distance, full, gradients, lora, trainee_of
-from tests.model.test_recompute import BATCH
+from app.model.training_model import TrainingModel
+from tests.model.small import distance, full, gradients, lora, training_model_of
+from tests.model.test_activation_checkpointing import BATCH
 
 # rounds before it weighs; rounds after; multiplies by 1 + weight; over the numbers of a head
 NORMS = {"llama": "norm", "olmo2": "norm", "gemma2": "norm", "qwen3": "layers.0.self_attn.q_norm"}
 
 
 def norm_of(kind: str) -> Any:
-    module: Any = trainee_of(kind).language_model.base_model.get_submodule(NORMS[kind])
+    module: Any = training_model_of(kind).language_model.base_model.get_submodule(NORMS[kind])
     generator = torch.Generator().manual_seed(2)
     weight = torch.randn(module.weight.shape, generator=generator)
     module.weight.data = weight.to(module.weight.dtype)
@@ -126,16 +126,16 @@ def test_modules_of_one_class_with_other_settings_are_looked_at_apart() -> None:
 def test_the_comparison_sees_a_wrong_norm(part: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = getattr(RmsNorm, part)
     monkeypatch.setattr(RmsNorm, part, lambda *given: real(*given) * 1.1)
-    assert trainee_of("llama", lora(), precision).fused.norms == 0
+    assert training_model_of("llama", lora(), precision).fused.norms == 0
 
 
-def kept_of(trainee: Trainee) -> tuple[set[int], list[int]]:
+def kept_of(training_model: TrainingModel) -> tuple[set[int], list[int]]:
     """Addresses of all that is kept for the backward pass, and of the outputs of the norms, in their order."""
     kept: dict[int, Tensor] = {}
     outputs: list[Tensor] = []  # alive, so that an address means one tensor
     hooks = [
         module.register_forward_hook(lambda _module, _given, out: outputs.append(out))
-        for module in trainee.network.modules()
+        for module in training_model.network.modules()
         if "Norm" in type(module).__name__
     ]
 
@@ -144,7 +144,7 @@ def kept_of(trainee: Trainee) -> tuple[set[int], list[int]]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        trainee(BATCH)
+        training_model(BATCH)
     for hook in hooks:
         hook.remove()
     return set(kept), [out.data_ptr() for out in outputs]
@@ -153,10 +153,10 @@ def kept_of(trainee: Trainee) -> tuple[set[int], list[int]]:
 @pytest.mark.parametrize(("kind", "precision"), [("llama", "fp32"), ("qwen2", "bf16"), ("gemma2", "bf16")])
 def test_no_layer_keeps_what_a_norm_made(kind: str, precision: str) -> None:
     """But the first, whose input nobody keeps."""
-    kept, outputs = kept_of(trainee_of(kind, lora(), precision))
+    kept, outputs = kept_of(training_model_of(kind, lora(), precision))
     before_a_layer = outputs[:-1]  # and before the head
     assert [place for place, each in enumerate(before_a_layer) if each in kept] == [0]
-    kept, outputs = kept_of(trainee_of(kind, lora(fused=False), precision))
+    kept, outputs = kept_of(training_model_of(kind, lora(fused=False), precision))
     assert precision == "bf16" or kept.intersection(outputs[1:-1]), "in 16 bits PEFT keeps copies of them"
 
 
@@ -166,14 +166,14 @@ def test_trained_norms_get_their_gradients(kind: str, adapter: Any) -> None:
     """Of an adapter's base too: the weight that a layer makes the norm's output with again is a trained one."""
     results = []
     for fused in (True, False):
-        trainee = trainee_of(kind, adapter() if adapter is full else lora(fused=fused))
-        for name, parameter in trainee.network.named_parameters():
+        training_model = training_model_of(kind, adapter() if adapter is full else lora(fused=fused))
+        for name, parameter in training_model.network.named_parameters():
             parameter.requires_grad_(parameter.requires_grad or "norm" in name)
         if adapter is full and fused:
-            assert fuse(trainee.network, partial(trainee.arithmetic, torch.device("cpu"))).norms
-        loss = trainee(BATCH)[0]
+            assert fuse(training_model.network, partial(training_model.autocast, torch.device("cpu"))).norms
+        loss = training_model(BATCH)[0]
         loss.backward()
-        results.append((float(loss.detach()), gradients(trainee)))
+        results.append((float(loss.detach()), gradients(training_model)))
     (loss, found), (expected_loss, expected) = results
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     for name in expected:
@@ -184,22 +184,22 @@ def test_an_output_that_was_changed_is_kept() -> None:
     """How it was made is no longer true."""
     results = []
     for fused in (True, False):
-        trainee = trainee_of("llama", lora(fused=fused))
-        for module in trainee.network.modules():
+        training_model = training_model_of("llama", lora(fused=fused))
+        for module in training_model.network.modules():
             if type(module).__name__ == "LlamaRMSNorm":
                 module.register_forward_hook(lambda _module, _given, out: out.mul_(1.5))
-        trainee(BATCH)[0].backward()
-        results.append(gradients(trainee))
+        training_model(BATCH)[0].backward()
+        results.append(gradients(training_model))
     assert distance(*results) <= 1e-5
 
 
 def test_nothing_is_told_in_evaluation() -> None:
-    trainee = trainee_of("llama", lora())
+    training_model = training_model_of("llama", lora())
     outputs: list[Tensor] = []
-    trainee.network.get_submodule("base_model.model.model.norm").register_forward_hook(
+    training_model.network.get_submodule("base_model.model.model.norm").register_forward_hook(
         lambda _module, _given, out: outputs.append(out)
     )
     with torch.no_grad():
-        trainee(BATCH)
-    trainee(BATCH)
+        training_model(BATCH)
+    training_model(BATCH)
     assert [hasattr(out, "recompute") for out in outputs] == [False, True]

@@ -10,11 +10,11 @@ import torch
 
 from app.config.schema import AdapterConfig
 from app.errors import CheckpointError, EnvironmentProblem
-from app.model.build import base_path, build_trainee
+from app.model.build import base_path, build_training_model
 from app.model.load import load_tuned, load_tuned_tokenizer
 from app.model.save import save_base, save_model
 from app.model.tokenizer import load_tokenizer
-from app.model.trainee import Trainee
+from app.model.training_model import TrainingModel
 from tests.model.small import (
     CAUSAL,
     batch_of,
@@ -56,15 +56,17 @@ def folder_of(kind: str, place: Path) -> Path:
     return place
 
 
-def trained(config: Any, adapter: AdapterConfig, precision: str = "fp32", base: str = "base") -> Trainee:
+def trained(
+    config: Any, adapter: AdapterConfig, precision: str = "fp32", base: str = "base"
+) -> TrainingModel:
     """Three steps of training, large enough to see."""
-    trainee = build_trainee(sections(config, adapter, precision), CPU, 0, base)
-    optimizer = torch.optim.AdamW(trainee.trained().values(), lr=1e-2)
+    training_model = build_training_model(sections(config, adapter, precision), CPU, 0, base)
+    optimizer = torch.optim.AdamW(training_model.trained().values(), lr=1e-2)
     for seed in range(3):
-        trainee(batch_of(documents_of((8, 5), seed)))[0].backward()
+        training_model(batch_of(documents_of((8, 5), seed)))[0].backward()
         optimizer.step()
         optimizer.zero_grad()
-    return trainee
+    return training_model
 
 
 def logits(lm: Any) -> torch.Tensor:
@@ -73,9 +75,9 @@ def logits(lm: Any) -> torch.Tensor:
     return found
 
 
-def frozen_hash(trainee: Trainee) -> str:
+def frozen_hash(training_model: TrainingModel) -> str:
     """Of all weights that are not trained."""
-    frozen = [p for p in trainee.network.parameters() if not p.requires_grad]
+    frozen = [p for p in training_model.network.parameters() if not p.requires_grad]
     return sha256(
         b"".join(p.detach().contiguous().view(torch.uint8).numpy().tobytes() for p in frozen)
     ).hexdigest()
@@ -100,10 +102,10 @@ def test_what_is_saved_gives_the_same_logits_in_the_ordinary_tools(
         base = folder_of(kind, tmp_path / f"base{i}")
         before = {f.name: sha256(f.read_bytes()).hexdigest() for f in base.iterdir()}
         config = model_config(path=str(base))
-        trainee = trained(config, adapter, base=base_path(config, tmp_path))
+        training_model = trained(config, adapter, base=base_path(config, tmp_path))
         final = tmp_path / f"final{i}"
-        save_model(trainee, tokenizer, final)
-        expected.append(logits(trainee.language_model))
+        save_model(training_model, tokenizer, final)
+        expected.append(logits(training_model.language_model))
         assert distance(expected[-1], logits(built(kind))) > 1e-2, "training changed nothing"
         assert {f.name: sha256(f.read_bytes()).hexdigest() for f in base.iterdir()} == before
         arguments += [str(tmp_path / f"logits{i}.pt"), str(final)]
@@ -124,7 +126,7 @@ def test_what_is_saved_gives_the_same_logits_in_the_ordinary_tools(
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_training_an_adapter_leaves_the_base_as_it_was(precision: str) -> None:
     config = model_config()
-    untouched = build_trainee(sections(config, lora(), precision), CPU, 0, "base")
+    untouched = build_training_model(sections(config, lora(), precision), CPU, 0, "base")
     assert frozen_hash(trained(config, lora(), precision)) == frozen_hash(untouched)
 
 
@@ -132,9 +134,9 @@ def test_an_adapter_folder_has_an_adapter_and_nothing_of_the_base(tmp_path: Path
     from safetensors import safe_open
 
     config = model_config(path=str(folder_of("llama", tmp_path / "base")))
-    trainee = trained(config, lora(r=4, alpha=8.0), "bf16", base=base_path(config, tmp_path))
+    training_model = trained(config, lora(r=4, alpha=8.0), "bf16", base=base_path(config, tmp_path))
     final = tmp_path / "final"
-    save_model(trainee, load_tokenizer(model_config(), needs_template=True), final)
+    save_model(training_model, load_tokenizer(model_config(), needs_template=True), final)
     written = json.loads((final / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == str(tmp_path / "base")
     assert (written["r"], written["lora_alpha"], written["task_type"]) == (4, 8.0, "CAUSAL_LM")
@@ -153,25 +155,25 @@ def test_an_adapter_folder_has_an_adapter_and_nothing_of_the_base(tmp_path: Path
 def test_a_random_base_is_kept_as_it_was_before_the_adapter(kind: str, tmp_path: Path) -> None:
     config = model_config(kind)
     place = tmp_path / "base"
-    trainee = trained(config, lora(), base=base_path(config, place))
+    training_model = trained(config, lora(), base=base_path(config, place))
     tokenizer = load_tokenizer(config, needs_template=True)
-    save_base(trainee, tokenizer, place)
-    save_model(trainee, tokenizer, tmp_path / "final")
-    base = build_trainee(sections(config, full()), CPU, 0, "").language_model
+    save_base(training_model, tokenizer, place)
+    save_model(training_model, tokenizer, tmp_path / "final")
+    base = build_training_model(sections(config, full()), CPU, 0, "").language_model
     assert distance(logits(load_tuned(tmp_path, config, CAUSAL, adapter=False)), logits(base)) <= 1e-6
     tuned = logits(load_tuned(tmp_path, config, CAUSAL, adapter=True))
-    assert distance(tuned, logits(trainee.language_model)) <= 1e-6
+    assert distance(tuned, logits(training_model.language_model)) <= 1e-6
     assert distance(tuned, logits(base)) > 1e-2
 
 
 def test_a_tuned_model_answers_from_its_folder(tmp_path: Path) -> None:
     config = model_config(path=str(folder_of("llama", tmp_path / "model")))
-    trainee = trained(config, full())
+    training_model = trained(config, full())
     tokenizer = load_tokenizer(model_config(), needs_template=True)
-    save_model(trainee, tokenizer, tmp_path / "run" / "final")
+    save_model(training_model, tokenizer, tmp_path / "run" / "final")
     lm = load_tuned(tmp_path / "run", config, CAUSAL, adapter=True)
     assert not lm.training
-    assert distance(logits(lm), logits(trainee.language_model)) <= 1e-6
+    assert distance(logits(lm), logits(training_model.language_model)) <= 1e-6
     assert load_tuned_tokenizer(tmp_path / "run" / "final").chat_template == tokenizer.chat_template
     with pytest.raises(CheckpointError, match=r"adapter=false: .* is a whole model"):
         load_tuned(tmp_path / "run", config, CAUSAL, adapter=False)
@@ -179,14 +181,14 @@ def test_a_tuned_model_answers_from_its_folder(tmp_path: Path) -> None:
 
 def test_damaged_runs_are_told(tmp_path: Path) -> None:
     config = model_config()
-    trainee = trained(config, lora(), base=base_path(config, tmp_path / "base"))
+    training_model = trained(config, lora(), base=base_path(config, tmp_path / "base"))
     tokenizer = load_tokenizer(config, needs_template=True)
-    save_model(trainee, tokenizer, tmp_path / "final")
+    save_model(training_model, tokenizer, tmp_path / "final")
     with pytest.raises(
         CheckpointError, match=r"its base of random weights is not there any more \(it was .*base\)"
     ):
         load_tuned(tmp_path, config, CAUSAL, adapter=True)
-    save_base(trainee, tokenizer, tmp_path / "base")
+    save_base(training_model, tokenizer, tmp_path / "base")
     for file, error in (
         ("final/adapter_model.safetensors", CheckpointError),
         ("base/model.safetensors", EnvironmentProblem),

@@ -13,7 +13,7 @@ from app.errors import EnvironmentProblem
 from app.model import weights
 from app.model.attention import register
 from app.model.held import Held
-from app.model.quantization import packing_of
+from app.model.quantization import quantizer_of
 from app.model.shards import read_shards
 from app.model.weights import load_packed
 from tests.model.small import CAUSAL, built, documents_of, wide_numbers
@@ -31,7 +31,7 @@ def saved(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    four_bit = packing_of(NF4, dtype)
+    four_bit = quantizer_of(NF4, dtype)
     assert four_bit is not None
     return load_packed(wide(path=str(folder)), CAUSAL, four_bit, Held(dtype, CPU, register("sdpa")), 0)
 

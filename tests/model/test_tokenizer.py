@@ -7,8 +7,7 @@ import pytest
 
 from app.assets import ROOT
 from app.errors import ConfigError, EnvironmentProblem
-from app.model.templates import check, chosen_template, template_names
-from app.model.tokenizer import load_tokenizer, tokenizer_hash
+from app.model.tokenizer import check, chosen_template, load_tokenizer, template_names, tokenizer_hash
 from tests.model.small import model_config
 
 MESSAGES = [{"role": "user", "content": "Hi"}]

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from app.config.groups import CONF
 from app.errors import AppError, ConfigError, EnvironmentProblem
 from app.model.attention import NAME, register
-from app.model.build import base_path, build_trainee, plan_model
+from app.model.build import base_path, build_training_model, plan_model
 from app.model.held import Held
 from app.model.load import load_tuned
 from app.model.save import save_model
@@ -29,7 +29,7 @@ from tests.model.small import (
     model_config,
     numbers,
     sections,
-    trainee_of,
+    training_model_of,
 )
 
 CPU = torch.device("cpu")
@@ -228,16 +228,16 @@ def test_nothing_is_asked_of_the_hub_when_all_is_local(
     parts = sections(config, adapter)
     tokenizer = load_tokenizer(config, needs_template=True)
     plan_model(parts)
-    trainee = build_trainee(parts, CPU, 0, base_path(config, tmp_path / "base"))
-    trainee(batch_of(documents_of((5,))))[0].backward()
-    save_model(trainee, tokenizer, tmp_path / "run" / "final")
+    training_model = build_training_model(parts, CPU, 0, base_path(config, tmp_path / "base"))
+    training_model(batch_of(documents_of((5,))))[0].backward()
+    save_model(training_model, tokenizer, tmp_path / "run" / "final")
     load_tuned(tmp_path / "run", config, CAUSAL, adapter=True)
     assert calls_out == []
 
 
 def test_saving_an_adapter_asks_the_hub_nothing_about_its_base(tmp_path: Path, calls_out: list[str]) -> None:
-    trainee = build_trainee(sections(model_config(), lora()), CPU, 0, "org/name")
-    save_model(trainee, load_tokenizer(model_config(), needs_template=True), tmp_path)
+    training_model = build_training_model(sections(model_config(), lora()), CPU, 0, "org/name")
+    save_model(training_model, load_tokenizer(model_config(), needs_template=True), tmp_path)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == "org/name"
     assert calls_out == []
 
@@ -262,9 +262,9 @@ def test_transformers_says_nothing_while_a_model_is_built_and_run(
 
     transformers.logging.set_verbosity_warning()
     logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]  # or an earlier test has used them up
-    build_trainee(sections(model_config(path=str(folder)), lora()), CPU, 0, "base")
+    build_training_model(sections(model_config(path=str(folder)), lora()), CPU, 0, "base")
     for kind in ("llama", "gpt2"):  # GPT-2 would ask for a mask
-        trainee_of(kind, lora())(batch_of(documents_of((5, 3))))
+        training_model_of(kind, lora())(batch_of(documents_of((5, 3))))
     assert capfd.readouterr() == ("", "")
     assert [r.getMessage() for r in caplog.records] == []
 

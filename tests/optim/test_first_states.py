@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from app.optim.first_states import drop_states, make_states
+from app.optim.optimizer_state import allocate_states, drop_states
 from tests.optim.small import KINDS, Regression, built, train
-from tests.optim.test_state import equal
+from tests.optim.test_optimizer_state import equal
 
 
 def with_zero_gradients(model: nn.Module) -> None:
@@ -37,7 +37,7 @@ def test_every_state_is_made_and_no_weight_moves(kind: str) -> None:
     model, optimizer = begun(kind)
     before = bits(model)
     with_zero_gradients(model)
-    assert make_states(optimizer) == len(before)
+    assert allocate_states(optimizer) == len(before)
     assert all(map(torch.equal, bits(model), before))
     assert set(optimizer.state) == set(model.parameters())
     assert all(any(isinstance(value, torch.Tensor) for value in s.values()) for s in optimizer.state.values())
@@ -62,7 +62,7 @@ def test_they_need_what_a_first_step_makes(kind: str) -> None:
 
     model, optimizer = begun(kind)
     with_zero_gradients(model)
-    make_states(optimizer)
+    allocate_states(optimizer)
     other, really = begun(kind)
     train(other, really, range(1))
     assert sizes(optimizer) == sizes(really)
@@ -74,7 +74,7 @@ def test_later_steps_are_the_same(kind: str) -> None:
     expected = train(plain_model, plain, range(4))
     model, optimizer = begun(kind)
     with_zero_gradients(model)
-    make_states(optimizer)
+    allocate_states(optimizer)
     drop_states(optimizer)
     optimizer.zero_grad()
     assert train(model, optimizer, range(4)) == expected
@@ -93,7 +93,7 @@ def test_paged_states_stay_as_they_were_initialised(monkeypatch: pytest.MonkeyPa
         return buffer
 
     monkeypatch.setattr(optimizer, "get_state_buffer", paged)
-    make_states(optimizer)
+    allocate_states(optimizer)
     drop_states(optimizer)
     assert set(optimizer.state) == {model.wide.weight, model.narrow.weight}
     for state in optimizer.state.values():

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from app.optim.gradient_scaling import skips_on_device, step_unless
 from app.optim.one_by_one import OneByOne, ordinary, steps_in_backward
 from app.optim.optimizers import build_optimizer
 from app.optim.requirements import BITSANDBYTES_KINDS
-from app.optim.skip import skips_on_device, step_unless
 from app.training.storage_counter import StorageCounter
 from tests.optim.small import KINDS, Regression, built, regression, section, train
-from tests.optim.test_skip import SKIPPING
-from tests.optim.test_state import equal, read, write
+from tests.optim.test_gradient_scaling import SKIPPING
+from tests.optim.test_optimizer_state import equal, read, write
 
 
 def narrow(kind: str, seed: int = 0, **values: Any) -> tuple[Regression, Optimizer]:

@@ -15,11 +15,11 @@ from app.data.loader import Loader, StepSplit, eval_batches
 from app.data.prepare import Data, prepare
 from app.distributed.process_group import Runtime, start
 from app.model.attention import Needs, needs_of
-from app.model.build import ModelSections, build_trainee
+from app.model.build import ModelSections, build_training_model
 from app.model.dtypes import DTYPES
 from app.model.tasks import TASKS
 from app.model.tokenizer import load_tokenizer
-from app.model.trainee import Trainee
+from app.model.training_model import TrainingModel
 from app.model.weights import build_on_meta
 from app.optim.optimizers import build_optimizer
 from app.training.auto_batch import recomputed_layers
@@ -86,8 +86,10 @@ def needs_for(run: RunConfig) -> Needs:
     return needs_of(lm, DTYPES[run.precision.kind].compute, packed=True)
 
 
-def trainee_of(run: RunConfig) -> Trainee:
-    return build_trainee(sections_of(run, run.attention.kind), torch.device("cpu"), run.seed, "nowhere")
+def trainee_of(run: RunConfig) -> TrainingModel:
+    return build_training_model(
+        sections_of(run, run.attention.kind), torch.device("cpu"), run.seed, "nowhere"
+    )
 
 
 def stepper_of(run: RunConfig, runtime: Runtime) -> Stepper:

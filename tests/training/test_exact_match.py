@@ -12,10 +12,10 @@ from app.data.prepare import Data
 from app.data.token_dataset import TokenRows
 from app.distributed.process_group import Runtime
 from app.evaluation.compare import SideBySide
-from app.model.generation import end_ids, generate
-from app.model.trainee import Trainee
+from app.model.generate import end_ids, generate
+from app.model.training_model import TrainingModel
 from app.training.scores import ANSWERS, EXACT, LABELS, Sums, score, score_rows
-from tests.model.small import VOCABULARY, trainee_of
+from tests.model.small import VOCABULARY, training_model_of
 from tests.training.conftest import small_run, stepper_of
 from tests.training.rows import Row, stretches, token_rows
 
@@ -61,13 +61,13 @@ def layouts_of(longest: int) -> list[Layout]:
     ]
 
 
-def sums_of(trainee: Trainee, rows: TokenRows, layout: Layout, runtime: Runtime) -> Sums:
+def sums_of(trainee: TrainingModel, rows: TokenRows, layout: Layout, runtime: Runtime) -> Sums:
     return score_rows(trainee, eval_batches(rows, layout), runtime, len(rows), answers=True)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2", "gemma2", "gpt_oss"])
 def test_answers_with_and_without_an_end_in_one_turn_or_several(kind: str, runtime: Runtime) -> None:
-    trainee = trainee_of(kind)
+    trainee = training_model_of(kind)
     draw = random.Random(1)
     made = [conversation(trainee.language_model, draw) for _ in range(16)]
     rows = token_rows([row for row, _ in made])
@@ -85,7 +85,7 @@ def test_answers_with_and_without_an_end_in_one_turn_or_several(kind: str, runti
 
 
 @pytest.fixture(scope="module")
-def learnt(data: Data) -> tuple[Trainee, Runtime]:
+def learnt(data: Data) -> tuple[TrainingModel, Runtime]:
     """Taught so that it knows some answers and not others."""
     from app.distributed.process_group import start
 
@@ -100,7 +100,7 @@ def learnt(data: Data) -> tuple[Trainee, Runtime]:
 
 
 def test_on_chats_it_is_what_the_model_would_have_answered(
-    data: Data, learnt: tuple[Trainee, Runtime], tokenizer: Any
+    data: Data, learnt: tuple[TrainingModel, Runtime], tokenizer: Any
 ) -> None:
     assert data.eval is not None
     rows, (trainee, runtime) = data.eval, learnt
@@ -118,7 +118,7 @@ def test_on_chats_it_is_what_the_model_would_have_answered(
 
 
 def test_figures_and_intervals_depend_neither_on_batches_nor_on_the_order_of_rows(
-    data: Data, learnt: tuple[Trainee, Runtime]
+    data: Data, learnt: tuple[TrainingModel, Runtime]
 ) -> None:
     assert data.eval is not None
     trainee, runtime = learnt

@@ -17,7 +17,7 @@ from app.data.objectives import NEXT_TOKEN
 from app.data.prepare import Data, prepare
 from app.data.token_dataset import TokenRows
 from app.distributed.process_group import Runtime
-from app.model.trainee import Trainee
+from app.model.training_model import TrainingModel
 from app.training.preview import preview
 from app.training.scores import LABELS, LOSS, WEIGHT, score, score_rows
 from tests.training.conftest import small_run, stepper_of
@@ -74,7 +74,7 @@ def layouts() -> list[tuple[Layout, int]]:
     ]
 
 
-def plain(trainee: Trainee, rows: TokenRows) -> tuple[Tensor, Tensor]:
+def plain(trainee: TrainingModel, rows: TokenRows) -> tuple[Tensor, Tensor]:
     """Of all trained tokens the loss and the weight, from the full logits of one row at a time, written out."""
     losses, counts = [], []
     for i in range(len(rows)):

@@ -14,10 +14,10 @@ from app.data.loader import Loader, StepSplit
 from app.data.prepare import Data
 from app.distributed.process_group import start
 from app.model.attention import register, select
-from app.model.build import build_trainee
+from app.model.build import build_training_model
 from app.model.held import Held
 from app.model.tasks import TASKS
-from app.model.trainee import Trainee
+from app.model.training_model import TrainingModel
 from app.model.weights import load_base
 from app.optim.optimizers import build_optimizer
 from app.training.train_step import Stepper
@@ -36,7 +36,7 @@ def run_on_a_saved_base(folder: Path, *overrides: str) -> RunConfig:
     return replace(run, model=replace(run.model, path=str(folder), weights="pretrained"))
 
 
-def begin_alike(trainee: Trainee) -> None:
+def begin_alike(trainee: TrainingModel) -> None:
     """Adapters too are drawn on the device they live on, so they are drawn again here."""
     generator = torch.Generator().manual_seed(0)
     for name, parameter in trainee.trained().items():
@@ -47,7 +47,7 @@ def begin_alike(trainee: Trainee) -> None:
 def losses(run: RunConfig, data: Data) -> list[float]:
     runtime = start(run.launch, run.precision.kind, run.seed)
     attention = select(run.attention, runtime.device, lambda: needs_for(run))
-    trainee = build_trainee(sections_of(run, attention), runtime.device, run.seed, "nowhere")
+    trainee = build_training_model(sections_of(run, attention), runtime.device, run.seed, "nowhere")
     begin_alike(trainee)
     stepper = Stepper(trainee, build_optimizer(run.optimizer, trainee), runtime, 1.0, fp16=False)
     loader = Loader(data.train, Packed(TOKENS, pad_id=0, max_length=TOKENS), StepSplit(1), seed=0)

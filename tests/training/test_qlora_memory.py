@@ -8,7 +8,7 @@ from app.config.load import compose_run
 from app.config.schema import RunConfig
 from app.distributed.process_group import start
 from app.model.attention import select
-from app.model.build import build_trainee
+from app.model.build import build_training_model
 from app.optim.optimizers import build_optimizer
 from app.training.train_step import Stepper
 from tests.model.small import documents_of, packed
@@ -32,7 +32,7 @@ def two_steps(run: RunConfig) -> Stepper:
     """Of a micro-batch as large as the recipe's, every token trained."""
     runtime = start(run.launch, run.precision.kind, run.seed)
     attention = select(run.attention, runtime.device, lambda: needs_for(run))
-    trainee = build_trainee(sections_of(run, attention), runtime.device, run.seed, "nowhere")
+    trainee = build_training_model(sections_of(run, attention), runtime.device, run.seed, "nowhere")
     if runtime.device.type == "cuda":
         assert torch.cuda.max_memory_allocated() < 9e9, "the unpacked base was there as a whole"
     optimizer = build_optimizer(run.optimizer, trainee)

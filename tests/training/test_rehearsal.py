@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from app.errors import EnvironmentProblem
-from app.model.trainee import Trainee
+from app.model.training_model import TrainingModel
 from app.signals import StopRequest
 from app.training.rehearsal import Rehearsed, is_due, rehearse
 from app.training.trainer import Loop
@@ -116,7 +116,7 @@ def test_an_evaluation_that_does_not_fit_is_known_before_the_first_step(
     def scores(*_: Any) -> Any:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(Trainee, "scores", scores)
+    monkeypatch.setattr(TrainingModel, "scores", scores)
     with pytest.raises(EnvironmentProblem, match=r"a document of \d+ tokens by itself, in an evaluation"):
         rehearsed(loop)
     assert loop.progress.step == 0

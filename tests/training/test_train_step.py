@@ -9,7 +9,7 @@ from torch import Tensor
 
 from app.data.loader import Loader
 from app.distributed.process_group import Runtime
-from app.model.trainee import Trainee
+from app.model.training_model import TrainingModel
 from app.training.train_step import Stepper
 from tests.training.conftest import small_run, stepper_of, trainee_of
 
@@ -32,7 +32,7 @@ def warm(stepper: Stepper, loader: Loader) -> Stepper:
     return stepper
 
 
-def plain_loss(trainee: Trainee, loader: Loader, step: int) -> Tensor:
+def plain_loss(trainee: TrainingModel, loader: Loader, step: int) -> Tensor:
     """The mean over all trained tokens, from the full logits of one row at a time, written out."""
     losses = []
     for batch in loader.batches(step):

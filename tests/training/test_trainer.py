@@ -9,7 +9,7 @@ import torch
 
 from app.data.prepare import Data
 from app.errors import TrainingError
-from app.optim.loss_scale import LossScale
+from app.optim.gradient_scaling import LossScale
 from app.signals import StopRequest
 from app.training.scores import score
 from tests.training.conftest import MakeLoop, small_run

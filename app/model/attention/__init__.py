@@ -1,11 +1,16 @@
 """Attention as one function of ours that every supported transformers model calls, over a table of backends."""
 
-from app.model.attention.backends import BACKENDS, select
-from app.model.attention.dense import plain, sdpa
-from app.model.attention.interface import NAME, register, register_kernel
-from app.model.attention.needs import needs_of
-from app.model.attention.own import right_own
-from app.model.attention.rules import Backend, Kernel, Needs, Rules
+from app.model.attention.registry import (
+    BACKENDS,
+    NAME,
+    Backend,
+    own_attention,
+    register,
+    register_kernel,
+    select,
+)
+from app.model.attention.requirements import Kernel, Needs, Rules, needs_of
+from app.model.attention.sdpa import plain, sdpa
 
 __all__ = [
     "BACKENDS",
@@ -15,10 +20,10 @@ __all__ = [
     "Needs",
     "Rules",
     "needs_of",
+    "own_attention",
     "plain",
     "register",
     "register_kernel",
-    "right_own",
     "sdpa",
     "select",
 ]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.model.small import MORE_KINDS, lora, trainee_of
+from tests.model.small import MORE_KINDS, lora, training_model_of
 from tests.model.test_attention import check_parity
 from tests.model.test_chunked_loss import check_against_plain, chunked
 from tests.model.test_matrix import SLOW, check_one_by_one
@@ -23,4 +23,4 @@ def test_equals_the_models_own_eager_attention(kind: str) -> None:
 @pytest.mark.parametrize("adapter", [None, lora()], ids=["full", "lora"])
 @pytest.mark.parametrize("kind", MORE_KINDS)
 def test_loss_and_gradient_equal_those_of_all_logits(kind: str, adapter: Any) -> None:
-    check_against_plain(chunked(trainee_of(kind, adapter), 7))
+    check_against_plain(chunked(training_model_of(kind, adapter), 7))

@@ -12,8 +12,8 @@ from app.batch import Batch, PackedSequences
 from app.config.schema import AttentionConfig, LaunchConfig
 from app.distributed.process_group import Runtime, start
 from app.model.attention import BACKENDS, Rules, plain, sdpa, select
-from app.model.build import build_trainee
-from app.model.trainee import Trainee
+from app.model.build import build_training_model
+from app.model.training_model import TrainingModel
 from app.optim.optimizers import build_optimizer
 from app.training.train_step import Stepper
 from tests.gpu import waiting_is_an_error
@@ -127,9 +127,9 @@ def test_auto_finds_a_kernel_for_all_documents_on_any_gpu_that_has_one() -> None
     assert select(AttentionConfig(kind="auto"), gpu(), lambda: replace(NEEDS, sinks=True)) == "sdpa"
 
 
-def trainee_with(backend: str, kind: str, adapter: Any, precision: str = "bf16") -> Trainee:
+def training_model_with(backend: str, kind: str, adapter: Any, precision: str = "bf16") -> TrainingModel:
     parts = small.sections(small.model_config(kind), adapter, precision)
-    return build_trainee(replace(parts, attention=backend), gpu(), seed=0, base_path="base")
+    return build_training_model(replace(parts, attention=backend), gpu(), seed=0, base_path="base")
 
 
 def packed_batch(step: int) -> Batch:
@@ -142,10 +142,10 @@ def packed_batch(step: int) -> Batch:
 
 
 def gradient(backend: str, kind: str, precision: str) -> dict[str, Tensor]:
-    trainee = trainee_with(backend, kind, small.full(), precision)
-    loss, labels = trainee(packed_batch(0).to(gpu()))
+    training_model = training_model_with(backend, kind, small.full(), precision)
+    loss, labels = training_model(packed_batch(0).to(gpu()))
     (loss / labels).backward()
-    return small.gradients(trainee)
+    return small.gradients(training_model)
 
 
 @pytest.mark.parametrize(
@@ -167,9 +167,9 @@ def test_the_gradient_of_a_packed_step_is_that_of_sdpa(backend: str, kind: str) 
 
 def stepper_with(backend: str) -> tuple[Stepper, Runtime]:
     runtime = start(LaunchConfig(num_processes=1, threads=1), "bf16", seed=0)
-    trainee = trainee_with(backend, "llama", small.lora())
-    optimizer = build_optimizer(section("adamw"), trainee)
-    return Stepper(trainee, optimizer, runtime, 1.0, fp16=False), runtime
+    training_model = training_model_with(backend, "llama", small.lora())
+    optimizer = build_optimizer(section("adamw"), training_model)
+    return Stepper(training_model, optimizer, runtime, 1.0, fp16=False), runtime
 
 
 @pytest.mark.parametrize("backend", ["sdpa", *ALL])

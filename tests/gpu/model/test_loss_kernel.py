@@ -12,14 +12,14 @@ from tests.model.test_loss_kernel import GPU, ROUNDED, check, exact, given
 @pytest.mark.parametrize("vocabulary", [128256, 151936, 32000])
 @pytest.mark.parametrize("dtype", ROUNDED, ids=str)
 def test_the_kernel_on_a_gpu(vocabulary: int, dtype: torch.dtype, *, weighted: bool) -> None:
-    from app.model.kernels.loss_triton import spend
+    from app.model.triton_kernels import loss_and_grad
 
     logits, targets, weights = given(96, vocabulary, dtype, GPU)
-    check(spend, logits, targets, weights if weighted else None)
+    check(loss_and_grad, logits, targets, weights if weighted else None)
 
 
 def test_rows_whose_place_is_beyond_32_bits() -> None:
-    from app.model.kernels.loss_triton import spend
+    from app.model.triton_kernels import loss_and_grad
 
     logits = torch.zeros(17000, 128256, dtype=torch.bfloat16, device=GPU)
     logits[-1, 7] = 3.0
@@ -27,6 +27,6 @@ def test_rows_whose_place_is_beyond_32_bits() -> None:
     targets[-1] = 7
     wanted, gradient = exact(logits[-1:], targets[-1:], None)
     losses = torch.empty(17000, device=GPU)
-    spend(logits, targets, None, losses, gradient=True)
+    loss_and_grad(logits, targets, None, losses, gradient=True)
     torch.testing.assert_close(losses[-1:].double(), wanted, rtol=2e-6, atol=2e-6)
     assert distance(logits[-1:].double(), gradient) <= ROUNDED[torch.bfloat16]

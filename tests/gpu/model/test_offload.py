@@ -3,26 +3,26 @@
 import torch
 from torch import Tensor
 
-from app.model.offload import Host
+from app.model.activation_checkpointing import HostOffload
 
 
 def test_on_a_gpu_as_well_and_it_takes_less() -> None:
     """Many layers, so that their inputs are most of what lives."""
     from torch.utils.checkpoint import checkpoint
 
-    def run(host: Host | None) -> tuple[Tensor, int]:
+    def run(host: HostOffload | None) -> tuple[Tensor, int]:
         torch.manual_seed(0)
         x = torch.randn(1, 4096, 1024, device="cuda", requires_grad=True)
         torch.cuda.reset_peak_memory_stats()
         y = x * 1.0
         for layer in range(24):
-            with host.keeps(layer) if host else torch.enable_grad():
+            with host.offload(layer) if host else torch.enable_grad():
                 y = checkpoint(lambda given: (given @ given.mT).tanh() @ given / 64, y, use_reentrant=False)
         y.sum().backward()
         assert x.grad is not None
         return x.grad, torch.cuda.max_memory_allocated()
 
     run(None)
-    (here, much), (away, less) = run(None), run(Host())
+    (here, much), (away, less) = run(None), run(HostOffload())
     assert torch.equal(here, away)
     assert much - less > 15 * 4096 * 1024 * 4

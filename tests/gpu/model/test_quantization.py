@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from app.model.fused_lora import frozen_of
-from app.model.quantization import DequantizeBuffer, FourBit, dequantized
+from app.model.nf4 import DequantizeBuffer, dequantized
+from app.model.quantization import Nf4
 from tests.model.small import distance
 
 SHAPES = ((1024, 4096), (14336, 4096), (4096, 14336))  # outputs, inputs
@@ -13,7 +14,7 @@ SHAPES = ((1024, 4096), (14336, 4096), (4096, 14336))  # outputs, inputs
 
 def packed_layer(outputs: int, inputs: int, dtype: torch.dtype, *, double: bool = True) -> nn.Module:
     layer = nn.Linear(inputs, outputs, bias=False, device="cuda", dtype=dtype)
-    return FourBit("nf4", double_quant=double, compute=dtype).packed(layer)
+    return Nf4("nf4", double_quant=double, compute=dtype).quantized(layer)
 
 
 @pytest.mark.parametrize("double", [False, True])

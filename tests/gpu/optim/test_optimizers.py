@@ -7,15 +7,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from app.optim.first_states import drop_states, make_states
+from app.optim.gradient_scaling import step_unless
+from app.optim.optimizer_state import allocate_states, drop_states, flatten, load_state
 from app.optim.optimizers import build_optimizer
 from app.optim.requirements import PAGED_KINDS
 from app.optim.rounding import round_into
-from app.optim.skip import step_unless
-from app.optim.state import flatten, load_state
 from tests.gpu import waiting_is_an_error
 from tests.optim.small import KINDS, section
-from tests.optim.test_skip import SKIPPING
+from tests.optim.test_gradient_scaling import SKIPPING
 
 
 def large() -> nn.Linear:
@@ -81,7 +80,7 @@ def test_states_made_ahead_leave_no_trace(kind: str) -> None:
     before = model.weight.detach().clone()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    make_states(optimizer)
+    allocate_states(optimizer)
     assert torch.equal(model.weight, before)
     drop_states(optimizer)
     optimizer.zero_grad()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from app.model.build import build_trainee
+from app.model.build import build_training_model
 from app.optim.optimizers import build_optimizer
 from app.training.train_step import Stepper
 from tests.gpu import waiting_is_an_error
@@ -21,7 +21,7 @@ def test_whole_steps_do_not_wait_for_the_device(words: tuple[str, ...], make_loo
     run = small_run(*words, *QUIET)
     loop, _ = make_loop(run, 20)
     device = loop.parts.runtime.device
-    trainee = build_trainee(sections_of(run), device, run.seed, "nowhere")
+    trainee = build_training_model(sections_of(run), device, run.seed, "nowhere")
     optimizer = build_optimizer(run.optimizer, trainee, run.seed)
     stepper = Stepper(trainee, optimizer, loop.parts.runtime, run.training.clip, fp16=False)
     loop.parts = replace(loop.parts, stepper=stepper)

@@ -1,0 +1,124 @@
+"""What layers ask of attention, what a run needs, and what variable-length kernels refuse."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.batch import PackedSequences
+from app.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Parameters of one layer's attention besides q, k and v."""
+
+    causal: bool
+    scale: float | None
+    dropout: float
+    window: int | None  # tokens each side of the query may see, itself included
+    softcap: float | None
+    sinks: Tensor | None  # one logit per head that takes part in the softmax and is dropped
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a run needs of attention, known before any weight is loaded."""
+
+    packed: bool
+    compute: torch.dtype | None  # of autocast; None: everything is float32
+    softcap: bool
+    sinks: bool
+    dropout: bool
+    key_size: int  # of one head of keys or queries
+    value_size: int
+    window: bool = False  # whether a sliding window is shorter than documents of this run
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Rules, PackedSequences | None], Tensor]
+
+
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+
+
+def needs_of(lm: Any, compute: torch.dtype | None, *, packed: bool, longest: int | None = None) -> Needs:
+    """Needs read from configuration and parameter names; `lm` may be on meta, `longest` bounds the tokens of a row.
+
+    A rule that does not show in the configuration is refused by the kernel (`require_rules`).
+    """
+    config = lm.config
+    key_size, value_size = _head_sizes(config)
+    return Needs(
+        packed=packed,
+        compute=compute,
+        softcap=getattr(config, "attn_logit_softcapping", None) is not None,
+        sinks=any(name.endswith(".sinks") for name, _ in lm.named_parameters()),
+        dropout=any(getattr(config, name, None) for name in _DROPOUTS),
+        key_size=key_size,
+        value_size=value_size,
+        window=_has_window(config, longest),
+    )
+
+
+def _has_window(config: Any, longest: int | None) -> bool:
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if window is None or (kinds and "sliding_attention" not in kinds):
+        return False
+    return longest is None or window < longest
+
+
+def _head_sizes(config: Any) -> tuple[int, int]:
+    """Sizes of a key and a value; kinds with compressed keys and values have two."""
+    even = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rotated = getattr(config, "qk_rope_head_dim", None)
+    if rotated is None:
+        return even, even
+    return config.qk_nope_head_dim + rotated, config.v_head_dim
+
+
+_AMPERE = (8, 0)
+_MAX_HEAD_SIZE = 256
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def missing_gpu(device: torch.device) -> list[str]:
+    """The GPU that `device` lacks, in words."""
+    ampere = "an NVIDIA GPU of the Ampere generation or newer"
+    if device.type != "cuda" or torch.version.cuda is None:
+        return [ampere]
+    return [] if torch.cuda.get_device_capability(device) >= _AMPERE else [ampere]
+
+
+def refusals(needs: Needs, *, softcap: bool = False, max_head_size: int = _MAX_HEAD_SIZE) -> list[str]:
+    """The needs that a variable-length kernel cannot serve, in words; the keywords say what this one can."""
+    size = needs.key_size
+    asked = {
+        "padded rows (batching.packing=false)": not needs.packed,
+        "float32 arithmetic (precision=fp32 or tf32)": needs.compute not in _HALVES,
+        "soft-capping": needs.softcap and not softcap,
+        "attention sinks": needs.sinks,
+        "dropout of attention weights": needs.dropout,
+        f"heads of {size} numbers (multiples of 8 up to {max_head_size})": size % 8 or size > max_head_size,
+        f"keys of {size} and values of {needs.value_size} numbers": size != needs.value_size,
+    }
+    return [words for words, wanted in asked.items() if wanted]
+
+
+def require_rules(name: str, rules: Rules, *, softcap: bool = False) -> None:
+    """Refuse a rule that the model's configuration did not show."""
+    asked = {
+        "soft-capping": rules.softcap is not None and not softcap,
+        "attention sinks": rules.sinks is not None,
+        "dropout of attention weights": rules.dropout > 0,
+    }
+    wanted = [words for words, asks in asked.items() if asks]
+    if wanted:
+        raise ConfigError(cannot(name, wanted))
+
+
+def cannot(name: str, wanted: list[str]) -> str:
+    """The message that backend `name` cannot do what is wanted."""
+    return f"attention={name} cannot do {' and '.join(wanted)}, which this run asks for. Set attention=sdpa."

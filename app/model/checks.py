@@ -1,0 +1,303 @@
+"""Checks before the first step: the loss head, packing; and after it, that the gradient reaches every adapter.
+
+Packed documents are compared with each document by itself through the model's own plain attention: the logits, and the
+gradient that reaches the embeddings through every layer. A search for leaks between documents would pass models that
+are wrong without leaking.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from app.batch import IGNORE, Batch, PackedSequences
+from app.errors import EnvironmentProblem
+from app.model.attention import NAME, own_attention
+from app.model.chunked_loss import LinearHead, linear_head, token_loss_sum
+from app.model.comparison import Comparison, first_line, max_difference, max_or_nan
+from app.model.head import head_parameters
+from app.model.training_model import TrainingModel
+
+_MAX_DOCUMENTS = 4  # that a check computes
+_MAX_TOKENS = 128  # of each
+_PACKING_FP32 = {"logits": 1e-5, "gradient": 1e-4}  # allowed where everything is float32
+_PACKING_FACTOR = 3  # elsewhere, times what the model's own kernels differ by
+
+_HEAD_TOKENS = 64
+_HEAD_TOLERANCE = 1e-5  # of the largest logit, in float32
+
+_LOSS_ROWS = 48
+_LOSS_CHUNK = 20  # rows, so that sums over chunks are compared too
+_LARGE_LOGIT = 30.0  # at which soft-capping shows
+_LOSS_FP32 = 1e-5
+_LOSS_ROUNDINGS = 8  # of the dtype of the arithmetic
+_TF32_EPS = 2.0**-10
+_LOSS = "loss and gradients of a linear head against those of the model's own"
+
+# B starts at zero, so A has no gradient before B has moved
+_HALF_OF_STEP = {1: "lora_B", 2: "lora_A"}
+LAST_CHECKED_STEP = max(_HALF_OF_STEP)
+
+
+def layers_without_gradient(gradients: Mapping[str, Tensor | None], step: int) -> list[str]:
+    """The adapted layers whose half that must move in `step` (1 or 2) has no gradient, by the names of parameters.
+
+    Skipped steps do not count: they left B at zero.
+    """
+    half = _HALF_OF_STEP[step]
+    return [
+        name.removeprefix("base_model.model.").partition(f".{half}")[0]
+        for name, gradient in gradients.items()
+        if f".{half}." in name and (gradient is None or not gradient.any())
+    ]
+
+
+@torch.no_grad()
+def check_head(model: TrainingModel, batch: Batch) -> Comparison:
+    """Refuse a kind whose logits are not its head applied to its backbone's output."""
+    mode = model.training
+    model.eval()
+    with model.autocast(batch.ids.device) if model.pooled else contextlib.nullcontext():
+        own, ours = (_pooled_logits if model.pooled else _token_logits)(model, batch)
+    model.train(mode)
+    error = float((own - ours).abs().max() / own.abs().max().clamp_min(torch.finfo(own.dtype).tiny))
+    found = Comparison("logits through our head against the model's own", error, _HEAD_TOLERANCE)
+    if not found.passed:
+        raise EnvironmentProblem(
+            f"model.path: a model of kind {model.language_model.config.model_type} computes its logits in a way that "
+            f"this program does not follow (relative difference {error:.1e}), so its loss would be wrong. "
+            "Choose another model."
+        )
+    return found
+
+
+def _token_logits(model: TrainingModel, batch: Batch) -> tuple[Tensor, Tensor]:
+    lm = model.language_model
+    ids = batch.ids[:1, :_HEAD_TOKENS]
+    positions = batch.positions[:1, :_HEAD_TOKENS] + model.first_position
+    own = lm(input_ids=ids, position_ids=positions, use_cache=False).logits[0].float()
+    hidden = lm.base_model(input_ids=ids, position_ids=positions, use_cache=False)[0]
+    return own, model.head(hidden[0]).float()
+
+
+def _pooled_logits(model: TrainingModel, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Whole documents with the model's own positions and pooling, and our head on the states that training takes."""
+    lm = model.language_model
+    own, ours = [], []
+    places = zip(batch.label_rows.tolist(), batch.starts, batch.lengths, strict=False)
+    for at, start, length in list(places)[:_MAX_DOCUMENTS]:
+        ids = batch.ids.flatten()[start : start + length][None]
+        segments = (
+            None
+            if batch.token_type_ids is None
+            else batch.token_type_ids.flatten()[start : start + length][None]
+        )
+        given = {"input_ids": ids, "use_cache": False, **model.segment_arguments(segments)}
+        own.append(lm(**given).logits[0])
+        hidden = lm.base_model(**given)[0]
+        ours.append(model.head(hidden[0, at - start][None])[0])  # alone: several would be rounded otherwise
+    return torch.stack(own).float(), torch.stack(ours).float()
+
+
+def choose_loss_head(model: TrainingModel, batch: Batch) -> list[Comparison]:
+    """Set `model.linear` to the fastest way whose loss and gradients are those of the model's own head."""
+    head = None if model.pooled else linear_head(model.language_model)
+    model.linear, model.head_remarks = None, ()
+    if head is None:
+        return []
+    rows, weighted = _hidden_states(model, batch), batch.weights is not None
+    fallbacks = {"the model's own way": replace(head, kernel=False)}
+    if head.uses_kernel(rows.device):
+        fallbacks = {"its plain arithmetic": head, **fallbacks}
+    for fallback, candidate in fallbacks.items():
+        found, error = _compare_or_fail(model, candidate, rows, weighted=weighted)
+        if found.passed:
+            model.linear = candidate
+            return [found]
+        cause = error or f"it differs by {found.difference:.1e} (allowed {found.allowed:.1e})"
+        model.head_remarks += (f"loss head: {fallback} is taken for the faster one: {cause}",)
+    return []
+
+
+def _hidden_states(model: TrainingModel, batch: Batch) -> Tensor:
+    lm, mode = model.language_model, model.training
+    model.eval()
+    with torch.no_grad(), model.autocast(batch.ids.device):
+        ids = batch.ids[:1, :_LOSS_ROWS]
+        positions = batch.positions[:1, :_LOSS_ROWS] + model.first_position
+        hidden: Tensor = lm.base_model(input_ids=ids, position_ids=positions, use_cache=False)[0][0]
+    model.train(mode)
+    return hidden
+
+
+def _compare_or_fail(
+    model: TrainingModel, head: LinearHead, rows: Tensor, *, weighted: bool
+) -> tuple[Comparison, str]:
+    """A kernel that cannot be compiled here fails the comparison, with the error's first line."""
+    try:
+        return _compare_losses(model, head, rows, weighted=weighted), ""
+    except Exception as error:
+        if not head.uses_kernel(rows.device):
+            raise
+        return Comparison(_LOSS, float("inf"), 0.0), first_line(error)
+
+
+def _compare_losses(model: TrainingModel, head: LinearHead, rows: Tensor, *, weighted: bool) -> Comparison:
+    kind = rows.device.type
+    with model.autocast(rows.device):
+        with torch.no_grad():
+            largest = model.head(rows).float().abs().max().clamp_min(1e-6)
+        difference = max_or_nan(
+            _loss_difference(model, head, given.to(rows.dtype), weighted=weighted)
+            for given in (rows, rows.float() * (_LARGE_LOGIT / largest))
+        )
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
+    if dtype != torch.float32:
+        allowed = _LOSS_ROUNDINGS * torch.finfo(dtype).eps
+    elif kind == "cuda" and torch.get_float32_matmul_precision() != "highest":
+        allowed = _LOSS_ROUNDINGS * _TF32_EPS
+    else:
+        allowed = _LOSS_FP32
+    return Comparison(_LOSS, difference, allowed)
+
+
+def _loss_difference(model: TrainingModel, head: LinearHead, rows: Tensor, *, weighted: bool) -> float:
+    at = torch.arange(len(rows), device=rows.device)
+    targets = (at * 7919) % head.layer.out_features
+    targets[3::11] = IGNORE
+    weights = 1 + torch.sin(at.float()) / 2 if weighted else None
+    trained = head_parameters(model.language_model)
+
+    def outcome(loss_sum: Any) -> list[Tensor]:
+        leaf = rows.detach().requires_grad_()
+        with torch.enable_grad():
+            loss = loss_sum(leaf)
+        return [loss.detach(), *torch.autograd.grad(loss, [leaf, *trained])]
+
+    ours = outcome(lambda given: replace(head, chunk=_LOSS_CHUNK).loss_sum(given, targets, weights))
+    own = outcome(lambda given: token_loss_sum(model.head, given, targets, trained, _LOSS_CHUNK, weights))
+    return max_difference(ours, own)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    logits: Tensor  # [tokens, vocabulary]
+    gradient: Tensor  # [tokens, hidden]
+
+    def differences(self, expected: "_Outcome") -> dict[str, float]:
+        """The largest difference of logits by the largest logit, and of gradients by their norm."""
+        logits, theirs = self.logits.float(), expected.logits.float()
+        gradient, its = self.gradient.double(), expected.gradient.double()
+        return {
+            "logits": float((logits - theirs).abs().max() / theirs.abs().max()),
+            "gradient": float((gradient - its).norm() / its.norm()),
+        }
+
+
+def check_packing(model: TrainingModel, batch: Batch) -> list[Comparison]:
+    """Refuse to train packed when documents of `batch` give anything else for being packed."""
+    documents = [] if batch.documents is None else _documents_of(batch)
+    if len(documents) < 2:
+        return []
+    mode = model.training
+    model.eval()
+    with model.autocast(batch.ids.device):
+        separate = _separate(model, documents, "eager")
+        found = _packed(model, documents).differences(separate)
+        exact = (
+            torch.get_float32_matmul_precision() == "highest"
+            and separate.logits.dtype == torch.float32
+            and model.compute is None
+        )
+        allowed = _PACKING_FP32 if exact else _allowed_rounding(model, documents, separate)
+    model.train(mode)
+    for what, difference in found.items():
+        if not difference <= allowed[what]:  # NaN too
+            raise EnvironmentProblem(
+                f"batching.packing=true: a model of kind {model.language_model.config.model_type} gives another {what} "
+                f"when documents are packed (relative difference {difference:.1e}, allowed {allowed[what]:.1e}), so it "
+                "would be trained wrongly. Set batching.packing=false."
+            )
+    return [
+        Comparison(f"{what} of packed documents against separate ones", difference, allowed[what])
+        for what, difference in found.items()
+    ]
+
+
+def _documents_of(batch: Batch) -> list[Tensor]:
+    """The beginnings of the first documents, without what fills up bins and rows."""
+    if batch.ids.shape[0] > 1:
+        documents = [batch.ids[row, :n] for row, n in enumerate(batch.lengths)]
+    else:
+        documents = list(batch.ids[0, : sum(batch.lengths)].split(batch.lengths))
+    return [document[:_MAX_TOKENS] for document in documents[:_MAX_DOCUMENTS]]
+
+
+def _packed(model: TrainingModel, documents: Sequence[Tensor]) -> _Outcome:
+    lengths, device = [len(d) for d in documents], documents[0].device
+    positions = torch.cat([torch.arange(n, device=device) for n in lengths])
+    packed = PackedSequences.from_lengths(
+        lengths, max_documents=len(lengths) + 2
+    )  # with empty ones, as in training
+    return _outcome(
+        model,
+        torch.cat(list(documents))[None],
+        position_ids=positions[None] + model.first_position,
+        documents=packed.to(device),
+    )
+
+
+def _separate(
+    model: TrainingModel, documents: Sequence[Tensor], attention: str, noise: float = 0.0
+) -> _Outcome:
+    """Each document by itself, by the model's own attention and its own counting of positions."""
+    lm: Any = model.language_model
+    lm.set_attn_implementation(attention)
+    try:
+        parts = [_outcome(model, document[None], noise=noise) for document in documents]
+    finally:
+        lm.set_attn_implementation(NAME)
+    return _Outcome(torch.cat([p.logits for p in parts]), torch.cat([p.gradient for p in parts]))
+
+
+def _outcome(model: TrainingModel, ids: Tensor, noise: float = 0.0, **given: Any) -> _Outcome:
+    lm: Any = model.language_model
+    with torch.enable_grad(), _embeddings_as_leaf(lm.get_input_embeddings(), noise) as leaves:
+        hidden = lm.base_model(input_ids=ids, use_cache=False, **given)[0][0]
+        # weights that follow from token and dimension, not from the layout
+        weights = torch.cos(ids[0, :, None].float() + torch.arange(hidden.shape[-1], device=hidden.device))
+        gradient = torch.autograd.grad((hidden.float() * weights).sum(), leaves)[0]
+    with torch.no_grad():
+        return _Outcome(model.head(hidden.detach()), gradient[0])
+
+
+@contextlib.contextmanager
+def _embeddings_as_leaf(embedding: nn.Module, noise: float) -> Iterator[list[Tensor]]:
+    """Collects the embeddings of the next forward as leaves of its graph, changed by up to `noise` of themselves."""
+    leaves: list[Tensor] = []
+
+    def cut(_module: Any, _args: Any, out: Tensor) -> Tensor:
+        leaf = out.detach()
+        if noise:
+            at = torch.arange(leaf.numel(), device=leaf.device).view_as(leaf)
+            leaf = leaf * (1 + noise * torch.cos(at))
+        leaves.append(leaf.to(out.dtype).requires_grad_())
+        return leaves[-1]
+
+    handle = embedding.register_forward_hook(cut)
+    try:
+        yield leaves
+    finally:
+        handle.remove()
+
+
+def _allowed_rounding(model: TrainingModel, documents: Sequence[Tensor], own: _Outcome) -> dict[str, float]:
+    """From the difference of the model's own two kernels; where it has but one, of one rounding of its embeddings."""
+    kernel = own_attention(model.language_model)
+    eps = torch.finfo(model.compute or own.logits.dtype).eps
+    noise = eps / 2 if kernel == "eager" else 0.0
+    found = _separate(model, documents, kernel, noise).differences(own)
+    return {what: max(_PACKING_FACTOR * found[what], eps) for what in found}

@@ -1,0 +1,242 @@
+"""The repeated layers of a model through torch.compile: one graph for all layers that are alike, for the whole run.
+
+All micro-batches of a packed run have one shape and differ in the values of one tensor: where documents begin. So the
+graph is made and verified once, before the first step, and a later need for another one is an error. Other shapes, and
+passes without a gradient, use the layer's own forward: evaluations, answers, micro-batches that had to be split.
+"""
+
+import contextlib
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
+from importlib.util import find_spec
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from app.batch import Batch
+from app.config.schema import CompileConfig
+from app.errors import ConfigError, EnvironmentProblem, TrainingError
+from app.model.activation_checkpointing import repeated_layers
+from app.model.comparison import Comparison, max_or_nan
+
+BACKEND = "inductor"  # tests take one that makes graphs and no code
+_ALLOWED_FP32 = 1e-4  # of the gradient's norm
+_ALLOWED_ROUNDINGS = 8  # of the dtype of the arithmetic
+_COMPILERS = ("g++", "clang++", "c++")
+
+
+def require_compilable(config: CompileConfig, device: torch.device) -> None:
+    """Refuse, before a weight is loaded, what cannot be compiled on this machine."""
+    if config.kind == "none":
+        return
+    if config.graphs and device.type != "cuda":
+        raise ConfigError(
+            f"compile.graphs=true records kernels of an NVIDIA GPU, and this run is on {device.type}. "
+            "Set compile.graphs=false."
+        )
+    if device.type == "cpu" and not any(map(shutil.which, _COMPILERS)):
+        raise EnvironmentProblem(
+            "compile=blocks on a CPU needs a C++ compiler, and there is none: install g++, or set compile=none."
+        )
+    if device.type == "cuda" and find_spec("triton") is None:
+        raise EnvironmentProblem(
+            "compile=blocks on a GPU needs the package triton, which is not installed. Set compile=none."
+        )
+
+
+class CompiledLayers:
+    """The compiled layers of one model. `graphs` counts the graphs that were made, `seconds` what that took."""
+
+    def __init__(self, layers: list[Any], *, recorded: bool) -> None:
+        self.layers = len(layers)
+        self.graphs = 0
+        self.seconds = 0.0
+        self.settled = False  # a further graph is an error
+        self.fault: str | None = None  # why layers use their own forward after all
+        self._on = True
+        self._shape: torch.Size | None = None
+        self._recorded = recorded
+        self._compiled: Any = torch.compile(
+            _fresh(_own_forward), fullgraph=True, dynamic=False, backend=self._compile_graph
+        )
+        for layer in layers:
+            layer.forward = self._compiled_forward(layer, first=layer is layers[0])
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context in which every layer uses its own forward."""
+        before, self._on = self._on, False
+        try:
+            yield
+        finally:
+            self._on = before
+
+    def give_up(self, fault: str) -> None:
+        """Use the layers' own forward for the rest of the run."""
+        self._on, self.fault = False, fault
+
+    def remarks(self) -> list[str]:
+        if self.fault is not None:
+            return [f"compile=blocks: {self.fault}, so layers are computed as without it"]
+        return [
+            f"compile=blocks: {self.layers} layers are {self.graphs} graph{'s' * (self.graphs != 1)}, made in "
+            f"{self.seconds:.1f} s before the first step; memory is planned as without it"
+        ]
+
+    def _compiled_forward(self, layer: Any, *, first: bool) -> Callable[..., Any]:
+        own = layer.forward
+
+        @wraps(own)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not self._fits(args, kwargs):
+                return own(*args, **kwargs)
+            if first and self._recorded:
+                torch.compiler.cudagraph_mark_step_begin()
+            try:
+                return self._compiled(layer, *args, **kwargs)
+            except torch._dynamo.exc.TorchDynamoException as fault:
+                if not self.settled:
+                    raise
+                raise TrainingError(
+                    f"compile=blocks: a layer would need another graph in the middle of the run ({gist(fault)}). "
+                    "Set compile=none; the last checkpoint can be continued with it."
+                ) from fault
+
+        return forward
+
+    def _fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if not self._on or kwargs.get("documents") is None or not torch.is_grad_enabled():
+            return False
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        self._shape = self._shape or hidden.shape
+        return hidden.shape == self._shape
+
+    def _compile_graph(self, graph: Any, inputs: list[Any]) -> Any:
+        """The backend that torch calls for each graph."""
+        if self.settled:
+            raise RuntimeError("all graphs were made before the first step")
+        self.graphs += 1
+        backend: Any = torch._dynamo.lookup_backend(BACKEND)
+        if BACKEND != "inductor":
+            return backend(graph, inputs)
+        # random numbers are those that the layers would draw by themselves
+        wanted = {"fallback_random": True, "triton.cudagraphs": self._recorded}
+        return backend(graph, inputs, config_patches=wanted)
+
+
+def compile_blocks(lm: nn.Module, config: CompileConfig, device: torch.device) -> CompiledLayers | None:
+    """Compile the layers; called before they are wrapped for recomputing, so that the second pass is compiled too."""
+    if config.kind == "none":
+        return None
+    require_compilable(config, device)
+    import torch._dynamo  # noqa: F401  its errors are named above
+
+    return CompiledLayers(repeated_layers(lm), recorded=config.graphs)
+
+
+def gist(fault: BaseException) -> str:
+    """The first lines of a compiler's error."""
+    lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
+    return f"{type(fault).__name__}: {' '.join(lines[:2])[:200]}" if lines else type(fault).__name__
+
+
+def _own_forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    return type(layer).forward(layer, *args, **kwargs)
+
+
+def _fresh(function: Any) -> Any:
+    """A copy with a code object of its own: torch caches graphs by code object, and another model has other graphs."""
+    return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+
+
+def verify_compiled(
+    model: nn.Module,
+    trained: Mapping[str, nn.Parameter],
+    layers: CompiledLayers,
+    batch: Batch,
+    compute: torch.dtype | None,
+) -> Comparison | None:
+    """Compile before the first step, and compare loss and gradient of `batch` with those of the layers' own forward.
+
+    Where they differ, or nothing can be compiled, the run goes on without. None: there is nothing to compare.
+    """
+    parameters = list(trained.values())
+    own = _Gradients()
+    with layers.paused():
+        expected = _backward(model, batch, parameters, own.keep)
+    try:
+        begun = time.perf_counter()
+        _backward(model, batch, parameters, lambda _parameter, _gradient: None)
+        layers.seconds += time.perf_counter() - begun
+        loss = _backward(model, batch, parameters, own.compare)  # as all later ones: no graph is made
+    except RuntimeError as fault:  # of any stage of the compiler, and of what it made
+        layers.give_up(f"the compiler cannot do this model ({gist(fault)})")
+        return None
+    layers.settled = True
+    difference = max_or_nan([abs(loss - expected) / max(abs(expected), 1e-30), own.difference])
+    allowed = _ALLOWED_FP32 if compute is None else _ALLOWED_ROUNDINGS * torch.finfo(compute).eps
+    found = Comparison("loss and gradient of compiled layers against their own", difference, allowed)
+    if not found.passed:
+        layers.give_up(f"compiled layers differ by {difference:.1e} (allowed {allowed:.1e})")
+        return None
+    return found
+
+
+class _Gradients:
+    """Gradients of the layers' own forward, kept on the host: the device has memory for those of one pass at most."""
+
+    def __init__(self) -> None:
+        self._kept: dict[nn.Parameter, Tensor] = {}
+        self._square = self._square_apart = 0.0
+
+    def keep(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        self._kept[parameter] = gradient.to("cpu")
+        self._square += _square(gradient)
+
+    def compare(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        kept = self._kept.pop(parameter, None)
+        apart = gradient.float() if kept is None else gradient.float() - kept.to(gradient.device).float()
+        self._square_apart += _square(apart)
+
+    @property
+    def difference(self) -> float:
+        """Relative, over all parameters; those without a gradient in the compiled pass count in full."""
+        missing = sum(_square(each) for each in self._kept.values())
+        return math.sqrt((self._square_apart + missing) / max(self._square, 1e-60))
+
+
+def _square(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float32)) ** 2
+
+
+def _backward(
+    model: nn.Module,
+    batch: Batch,
+    parameters: Sequence[nn.Parameter],
+    take: Callable[[nn.Parameter, Tensor], None],
+) -> float:
+    """Forward and backward; `take` gets each gradient as it is made. The run's random numbers stay as they are."""
+
+    def arrived(parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter.grad is not None
+        take(parameter, parameter.grad)
+        parameter.grad = None
+
+    device = batch.ids.device
+    hooks = [each.register_post_accumulate_grad_hook(arrived) for each in parameters]
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+            loss, _ = model(batch)
+            (loss / (batch.label_weight or 1.0)).backward()
+            return float(loss.detach())
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter in parameters:
+            parameter.grad = None

@@ -1,0 +1,186 @@
+"""Conversations to answers: rendered as the model was trained to see them, one by one, in batches, or as they come."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from app.errors import ConfigError
+from app.model.attention import NAME, own_attention
+from app.model.head import takes_segments
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TextGenerator:
+    """A model that is ready to be asked; `chat` says whether prompts go through the chat template."""
+
+    lm: Any
+    tokenizer: Any
+    chat: bool
+    max_new: int
+    sampling: dict[str, Any]
+
+    def ids(self, messages: Sequence[Message]) -> list[int]:
+        """What the model reads."""
+        if not self.chat:
+            text = "\n\n".join(message["content"] for message in messages)
+            plain: list[int] = self.tokenizer(text).input_ids
+            return plain
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        except Exception as fault:  # a template may raise anything it likes
+            raise ConfigError(f"the chat template refuses this conversation: {fault}") from fault
+        rendered: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
+        return rendered
+
+    def answers(self, conversations: Sequence[Sequence[Message]], batch: int) -> Iterator[tuple[int, str]]:
+        """Each answer with the place of its conversation; those of like length are asked together."""
+        prompts = [self.ids(messages) for messages in conversations]
+        order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+        for start in range(0, len(order), batch):
+            chosen = order[start : start + batch]
+            yield from zip(chosen, self._together([prompts[i] for i in chosen]), strict=True)
+
+    def stream(self, messages: Sequence[Message], write: Callable[[str], None]) -> str:
+        """The answer, written piece by piece as it comes."""
+        ids = self.ids(messages)
+        pieces = _Pieces(self.tokenizer, write, skip=len(ids))
+        new = self._generated([ids], streamer=pieces)[0]
+        pieces.end()
+        return self._text(new)
+
+    def _together(self, prompts: Sequence[Sequence[int]]) -> list[str]:
+        return [self._text(new) for new in self._generated(prompts)]
+
+    @torch.no_grad()
+    def _generated(self, prompts: Sequence[Sequence[int]], **more: Any) -> list[list[int]]:
+        """Padded on the left: what is new begins at one place for all."""
+        width = max(map(len, prompts))
+        ends = end_ids(self.lm, self.tokenizer)
+        pad = ends[0] if ends else 0
+        ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=self.lm.device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.lm.device)
+        out = self.lm.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=self.max_new,
+            eos_token_id=ends or None,
+            pad_token_id=pad,
+            use_cache=True,
+            **self.sampling,
+            **more,
+        )
+        return [_until(row, ends) for row in out[:, width:].tolist()]
+
+    def _text(self, ids: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return text.strip()
+
+
+def _until(ids: list[int], ends: Sequence[int]) -> list[int]:
+    """Up to the first end, which is left out with all that follows it."""
+    first = next((at for at, token in enumerate(ids) if token in ends), len(ids))
+    return ids[:first]
+
+
+class _Pieces:
+    """What transformers hands each new token to. A piece is written when it can no longer change."""
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], None], skip: int) -> None:
+        self._tokenizer = tokenizer
+        self._write = write
+        self._skip = skip
+        self._ids: list[int] = []
+        self._written = 0
+
+    def put(self, tokens: torch.Tensor) -> None:
+        """The prompt first, then token by token."""
+        new = tokens.flatten().tolist()
+        skipped = min(self._skip, len(new))
+        self._skip -= skipped
+        self._ids += new[skipped:]
+        self._flush(final=False)
+
+    def end(self) -> None:
+        """What was held back."""
+        self._flush(final=True)
+
+    def _flush(self, *, final: bool) -> None:
+        text: str = self._tokenizer.decode(self._ids, skip_special_tokens=True).lstrip()
+        if not final and text.endswith("\N{REPLACEMENT CHARACTER}"):  # the first half of a character
+            return
+        self._write(text[self._written :])
+        self._written = max(self._written, len(text))
+
+
+def end_ids(lm: Any, tokenizer: Any) -> list[int]:
+    """Every token that ends an answer, of the model and of the tokenizer."""
+    declared = [lm.generation_config.eos_token_id, lm.config.eos_token_id, tokenizer.eos_token_id]
+    flat: Iterable[int] = (i for d in declared if d is not None for i in (d if isinstance(d, list) else [d]))
+    return sorted(set(flat))
+
+
+@torch.no_grad()
+def generate(
+    lm: Any, prompts: Sequence[Sequence[int]], ends: list[int], max_new: int, **sampling: Any
+) -> list[list[int]]:
+    """New ids for each prompt, up to an end id or `max_new`; one prompt at a time, so that none is padded."""
+    own, mode = lm.config._attn_implementation, lm.training
+    if own in {NAME, "sdpa"}:  # ours knows no key-value cache
+        lm.set_attn_implementation(own_attention(lm))
+    lm.eval()
+    try:
+        return [_answer(lm, prompt, ends, max_new, sampling) for prompt in prompts]
+    finally:
+        lm.train(mode)
+        if own in {NAME, "sdpa"}:
+            lm.set_attn_implementation(own)
+
+
+def _answer(
+    lm: Any, prompt: Sequence[int], ends: list[int], max_new: int, sampling: dict[str, Any]
+) -> list[int]:
+    ids = torch.tensor([list(prompt)], device=lm.device)
+    out = lm.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new,
+        eos_token_id=ends or None,
+        pad_token_id=ends[0] if ends else None,
+        use_cache=True,
+        **({"do_sample": False} | sampling),
+    )
+    new: list[int] = out[0, ids.shape[1] :].tolist()
+    return new[:-1] if new and new[-1] in ends else new
+
+
+@dataclass(frozen=True, slots=True)
+class Classifier:
+    """A model that is ready to be asked; no text is longer than `max_length` tokens to it."""
+
+    lm: Any
+    tokenizer: Any
+    max_length: int
+
+    def answers(self, texts: Sequence[Sequence[str]]) -> Iterator[tuple[dict[str, float], bool]]:
+        """Of each text or pair the probability of every label, likeliest first, and whether it had to be cut off.
+
+        One at a time: then no padding can change a probability.
+        """
+        for each in texts:
+            cut = len(self.tokenizer(*each, verbose=False).input_ids) > self.max_length
+            yield self._likelihoods(each), cut
+
+    @torch.no_grad()
+    def _likelihoods(self, texts: Sequence[str]) -> dict[str, float]:
+        read = self.tokenizer(*texts, truncation=True, max_length=self.max_length, return_tensors="pt")
+        wanted = ["input_ids", *(["token_type_ids"] if len(texts) > 1 and takes_segments(self.lm) else [])]
+        given = {name: read[name].to(self.lm.device) for name in wanted if name in read}
+        found = self.lm(**given).logits[0].float().softmax(-1).tolist()
+        names = self.lm.config.id2label
+        return dict(sorted(((names[at], p) for at, p in enumerate(found)), key=lambda each: -each[1]))

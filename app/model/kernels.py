@@ -1,0 +1,125 @@
+"""Where our Triton kernels run, and the operation that turns logits into losses and gradients in place.
+
+An operation of `torch.ops.app_kernels` is the kernel on a GPU (`model.triton_kernels`, imported when it is launched)
+and the plain arithmetic on a CPU. A memory plan, whose tensors have no memory, asks for its workspace.
+"""
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.batch import IGNORE
+
+_MIN_CAPABILITY = (8, 0)  # that Triton supports, and the first with bf16
+_CPU_PIECE_BYTES = (
+    1 << 20
+)  # of float32 logits that the plain arithmetic makes at once: what a CPU's caches hold
+_GPU_PIECE_BYTES = 64 << 20
+_ROW_BYTES = 16  # of targets and factors
+
+_as_on_gpu: ContextVar[bool] = ContextVar("as_on_gpu", default=False)
+
+
+@cache
+def can_run(device: torch.device) -> bool:
+    """Whether the kernels can be launched for tensors of `device`."""
+    if device.type != "cuda" or torch.version.cuda is None or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY
+
+
+def uses_kernels(device: torch.device) -> bool:
+    """Whether code for `device` goes the way that ends in kernels."""
+    return _as_on_gpu.get() or can_run(device)
+
+
+def on_gpu(device: torch.device) -> bool:
+    """Whether code for `device` goes the way of a GPU, with kernels or without."""
+    return _as_on_gpu.get() or device.type == "cuda"
+
+
+@contextlib.contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Context in which a CPU goes the way of a GPU: for memory plans, whose tensors are the CPU's, and for tests."""
+    before = _as_on_gpu.set(True)
+    try:
+        yield
+    finally:
+        _as_on_gpu.reset(before)
+
+
+_OPS = torch.library.Library("app_kernels", "FRAGMENT")
+_OPS.define(
+    "loss_and_grad(Tensor(a!) logits, Tensor targets, Tensor? weights, Tensor(b!) losses, bool gradient, bool kernel)"
+    " -> ()"
+)
+
+
+def loss_and_grad_inplace(
+    logits: Tensor, targets: Tensor, weights: Tensor | None, *, gradient: bool, kernel: bool
+) -> Tensor:
+    """The cross-entropy of each row times its weight, in float32, 0 for IGNORE; overwrites `logits` [n, vocabulary].
+
+    With `gradient` they become the gradient of the sum of these losses.
+    """
+    losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    kernel = kernel and uses_kernels(logits.device)
+    torch.ops.app_kernels.loss_and_grad(logits, targets, weights, losses, gradient, kernel)
+    return losses
+
+
+def plain_loss_and_grad(
+    logits: Tensor, targets: Tensor, weights: Tensor | None, losses: Tensor, *, gradient: bool
+) -> None:
+    """The plain arithmetic, a few rows at a time, in float32 and rounded once."""
+    counts = targets != IGNORE
+    factors = counts.float() if weights is None else weights * counts
+    wanted = targets.clamp_min(0)[:, None]
+    rows = max(1, _piece_bytes(logits) // (4 * logits.shape[1]))
+    for start in range(0, len(logits), rows):
+        part = slice(start, start + rows)
+        exact, factor = logits[part].float(), factors[part, None]
+        largest = exact.amax(1, keepdim=True)
+        loss = largest - exact.gather(1, wanted[part])
+        total = exact.sub_(largest).exp_().sum(1, keepdim=True)
+        losses[part] = (loss.add_(total.log()) * factor)[:, 0]
+        if gradient:
+            exact.mul_(factor / total).scatter_add_(1, wanted[part], -factor)
+            if exact.dtype != logits.dtype:
+                logits[part] = exact
+
+
+def _piece_bytes(logits: Tensor) -> int:
+    return _CPU_PIECE_BYTES if logits.device.type == "cpu" else _GPU_PIECE_BYTES
+
+
+def workspace_bytes(
+    logits: Tensor, _targets: Any, _weights: Any, _losses: Any, _gradient: bool, kernel: bool
+) -> int:
+    """Bytes that the operation allocates and frees."""
+    if kernel:
+        return 0
+    copied = 0 if logits.dtype == torch.float32 else min(_piece_bytes(logits), 4 * logits.numel())
+    return copied + _ROW_BYTES * len(logits)
+
+
+def _loss_and_grad(
+    logits: Tensor, targets: Tensor, weights: Tensor | None, losses: Tensor, gradient: bool, kernel: bool
+) -> None:
+    if kernel and logits.is_cuda:
+        from app.model import triton_kernels
+
+        triton_kernels.loss_and_grad(logits, targets, weights, losses, gradient=gradient)
+    else:
+        plain_loss_and_grad(logits, targets, weights, losses, gradient=gradient)
+
+
+_OPS.impl("loss_and_grad", _loss_and_grad, "CPU")
+_OPS.impl("loss_and_grad", _loss_and_grad, "CUDA")
+torch.library.register_fake("app_kernels::loss_and_grad", lambda *_given: None, lib=_OPS)

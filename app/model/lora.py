@@ -1,0 +1,137 @@
+"""Adapters on the linear layers of a frozen base, and the proof that exactly they are trained."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from app.config.did_you_mean import did_you_mean
+from app.config.schema import AdapterConfig
+from app.errors import ConfigError
+from app.model.head import head_modules, in_backbone
+from app.model.tasks import Task
+
+ALL_LINEAR = "all-linear"
+_ROUTERS = frozenset({"gate", "shared_expert_gate", "router"})
+_PARTS_OF_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+
+
+def attach(config: AdapterConfig, task: Task, lm: Any, base_path: str) -> nn.Module:
+    """What is trained: `lm` itself, or `lm` with adapters inside and everything else frozen."""
+    return ADAPTERS[config.kind](config, task, lm, base_path)
+
+
+def _none(_config: AdapterConfig, _task: Task, lm: Any, _base_path: str) -> nn.Module:
+    network: nn.Module = lm
+    return network
+
+
+def _lora(config: AdapterConfig, task: Task, lm: Any, base_path: str) -> nn.Module:
+    layers = layers_to_adapt(config.targets, lm)
+    head = head_modules(lm) if task.pooled else []
+    whole = {
+        f"base_model.model.{name}.modules_to_save.default.{weight}"
+        for name in head
+        for weight, _ in lm.get_submodule(name).named_parameters()
+    }
+    lm.name_or_path = base_path  # PEFT writes this down as the adapter's base
+    with quiet_peft():
+        from peft import LoraConfig, get_peft_model
+
+        lora = LoraConfig(
+            task_type=task.peft_type,
+            r=config.r,
+            lora_alpha=config.alpha,
+            lora_dropout=config.dropout,
+            target_modules=_short_names(layers, lm),
+            fan_in_fan_out=any(_is_conv1d(lm.get_submodule(layer)) for layer in layers),
+            modules_to_save=sorted({name.rpartition(".")[2] for name in head}) or None,
+        )
+        network = get_peft_model(lm, lora)
+    _prove_trained(network, {*_halves(layers), *whole})
+    result: nn.Module = network
+    return result
+
+
+@contextlib.contextmanager
+def quiet_peft() -> Iterator[None]:
+    """PEFT asks transformers for a name that transformers has since changed: nothing that a user could mend."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+        yield
+
+
+ADAPTERS: dict[str, Callable[[AdapterConfig, Task, Any, str], nn.Module]] = {"none": _none, "lora": _lora}
+
+
+def layers_to_adapt(targets: list[str], lm: Any) -> list[str]:
+    """The full names of the layers that `targets` mean; each target must match, and the head never does.
+
+    Of a mixture of experts all-linear means attention. The experts are stacked in 3D parameters and no linear
+    layers, routers decide who gets a token, and PEFT takes the names of dense and shared experts for the stacked ones.
+    """
+    linear = _linear_layers(lm)
+    chosen: set[str] = set()
+    problems = []
+    for target in targets:
+        matched = _all_linear(linear) if target == ALL_LINEAR else _ending_in(target, linear)
+        if not matched:
+            known = sorted({name.rpartition(".")[2] for name in linear})
+            problems.append(
+                f"adapter.targets: {target} matches no linear layer of this model ({', '.join(known)}; "
+                f"or {ALL_LINEAR}).{did_you_mean(target, known)}"
+            )
+        chosen.update(matched)
+    if problems:
+        raise ConfigError(problems)
+    return sorted(chosen)
+
+
+def _all_linear(linear: list[str]) -> list[str]:
+    return [name for name in linear if not _ROUTERS & set(name.split("."))]
+
+
+def _ending_in(target: str, linear: list[str]) -> list[str]:
+    return [name for name in linear if name == target or name.endswith(f".{target}")]
+
+
+def _linear_layers(lm: Any) -> list[str]:
+    """What stands outside the backbone is the head."""
+    unusable = _PARTS_OF_EXPERTS if _has_stacked_experts(lm) else frozenset()
+    return [
+        name
+        for name, module in lm.named_modules()
+        if in_backbone(lm, name)
+        and (isinstance(module, nn.Linear) or _is_conv1d(module))
+        and name.rpartition(".")[2] not in unusable
+    ]
+
+
+def _has_stacked_experts(lm: nn.Module) -> bool:
+    return any(".experts." in name and parameter.ndim == 3 for name, parameter in lm.named_parameters())
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """GPT-2's linear layer, its weight transposed."""
+    return type(module).__name__ == "Conv1D"
+
+
+def _short_names(layers: list[str], lm: Any) -> list[str]:
+    """PEFT matches by the end of a name: short names, as other tools write them, if they mean just these layers."""
+    short = sorted({name.rpartition(".")[2] for name in layers})
+    meant = [name for name, _ in lm.named_modules() if name.rpartition(".")[2] in short]
+    return short if set(meant) <= set(layers) else layers
+
+
+def _halves(layers: list[str]) -> set[str]:
+    return {f"base_model.model.{layer}.lora_{half}.default.weight" for layer in layers for half in ("A", "B")}
+
+
+def _prove_trained(network: nn.Module, expected: set[str]) -> None:
+    """Trained are lora_A and lora_B of every chosen layer, a new head as a whole, and nothing else."""
+    trained = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
+    assert trained == expected, (
+        f"trained but not meant: {trained - expected}; meant but not trained: {expected - trained}"
+    )

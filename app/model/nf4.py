@@ -1,0 +1,150 @@
+"""NF4 by bitsandbytes: quantised layers and their forward, and dequantising into one shared buffer."""
+
+import logging
+from collections.abc import Iterable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Imported on a CPU with avx512_bf16, bitsandbytes looks for a kernel that nothing here uses, and logs its absence.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+# Weights that share a scale. Where a row does not end with a block, bitsandbytes takes the wrong scales for the rest
+# on CPUs with AVX-512: the weights come back four times as far off as they should, without an error.
+BLOCK = 64
+_SCALES_BLOCK = 256  # scales that share one in turn
+_MAX_CPU_WEIGHTS = 1 << 20  # quantised at once: on a CPU bitsandbytes makes six copies on the way
+
+
+def linear_4bit(
+    weight: Tensor, bias: Any, *, quant_type: str, double_quant: bool, compute: torch.dtype
+) -> nn.Module:
+    """A frozen layer of bitsandbytes' own class; on meta its weight keeps its shape, as bitsandbytes leaves it."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    layer = Linear4bit(
+        weight.shape[1],
+        weight.shape[0],
+        bias=bias is not None,
+        compute_dtype=compute,
+        compress_statistics=double_quant,
+        quant_type=quant_type,
+        device="meta",
+    )
+    attributes = {key: value for key, value in layer.weight.__dict__.items() if key != "data"}
+    data = weight.contiguous()
+    if not weight.is_meta:
+        data, layer.quant_state = _quantize(data, quant_type, double_quant=double_quant)
+        attributes |= {"quant_state": layer.quant_state, "bnb_quantized": True, "module": layer}
+    layer.weight = Params4bit(data, requires_grad=False, **attributes)
+    layer.weight._is_hf_initialized = True  # a parent's initialisation must not draw over the bytes
+    layer.bias = bias
+    result: nn.Module = layer.requires_grad_(False)
+    return result
+
+
+def _quantize(weight: Tensor, quant_type: str, *, double_quant: bool) -> tuple[Tensor, Any]:
+    """The bytes and state that bitsandbytes gives, to the last bit, made in pieces on a CPU."""
+    from bitsandbytes.functional import QuantState, quantize_4bit, quantize_blockwise
+
+    limit = _MAX_CPU_WEIGHTS if weight.device.type == "cpu" else weight.numel()
+    pieces = [
+        quantize_4bit(rows, blocksize=BLOCK, compress_statistics=False, quant_type=quant_type)
+        for rows in weight.split(max(limit // weight.shape[1], 1))
+    ]
+    data = torch.cat([packed for packed, _ in pieces])
+    scales = torch.cat([state.absmax for _, state in pieces])
+    known: dict[str, Any] = {"absmax": scales}
+    if double_quant:
+        offset = scales.mean()
+        absmax, second = quantize_blockwise(scales - offset, blocksize=_SCALES_BLOCK)
+        known = {"absmax": absmax, "offset": offset, "state2": second}
+    state = QuantState(
+        shape=weight.shape,
+        dtype=weight.dtype,
+        blocksize=BLOCK,
+        code=pieces[0][1].code,
+        quant_type=quant_type,
+        **known,
+    )
+    return data, state
+
+
+def install_forward(lm: nn.Module) -> None:
+    """Let all 4-bit layers compute by `_forward_4bit`."""
+    from bitsandbytes.nn import Linear4bit
+
+    for layer in lm.modules():
+        if isinstance(layer, Linear4bit):
+            layer.forward = MethodType(_forward_4bit, layer)
+
+
+def _forward_4bit(self: Any, x: Tensor) -> Tensor:
+    """Forward with the quantisation state that the layer holds: bitsandbytes' own makes a parameter of a weight that
+    FSDP gathered. On CPUs with avx512_bf16 that also rearranges every weight in place at the first evaluation: the next
+    step would compute with other numbers, and a continued run with others again.
+    """
+    import bitsandbytes
+
+    rows = x.to(self.compute_dtype or x.dtype)
+    bias = None if self.bias is None else self.bias.to(rows.dtype)
+    out: Tensor = bitsandbytes.matmul_4bit(rows, self.weight, bias=bias, quant_state=self.quant_state)
+    return out.to(x.dtype)
+
+
+def dequantized(layer: Any) -> Tensor:
+    """The weight [out, in] of a 4-bit layer, in the dtype that it had."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    result: Tensor = dequantize_4bit(layer.weight.data, layer.quant_state)
+    return result
+
+
+# One operation, so that the memory plan, on tensors without memory, counts what it takes on a GPU: nothing new
+_OPS = torch.library.Library("app_kernels", "FRAGMENT")
+_OPS.define("dequantize_4bit(Tensor data, Tensor scales, int blocksize, str kind, Tensor(a!) out) -> ()")
+
+
+def _dequantize_on_cpu(data: Tensor, scales: Tensor, blocksize: int, kind: str, out: Tensor) -> None:
+    """Used by tests alone: bitsandbytes has no such kernel for a CPU."""
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+
+    state = QuantState(scales, shape=out.shape, blocksize=blocksize, quant_type=kind, dtype=out.dtype)
+    out.copy_(dequantize_4bit(data, state))
+
+
+def _dequantize_on_gpu(data: Tensor, scales: Tensor, blocksize: int, kind: str, out: Tensor) -> None:
+    from bitsandbytes.functional import dequantize_4bit
+
+    dequantize_4bit(data, absmax=scales, out=out, blocksize=blocksize, quant_type=kind)
+
+
+_OPS.impl("dequantize_4bit", _dequantize_on_cpu, "CPU")
+_OPS.impl("dequantize_4bit", _dequantize_on_gpu, "CUDA")
+torch.library.register_fake("app_kernels::dequantize_4bit", lambda *_given: None, lib=_OPS)
+
+
+class DequantizeBuffer:
+    """One buffer as large as the largest weight. Its contents are valid until the next weight is dequantised, so no
+    product may save it for its backward pass.
+    """
+
+    def __init__(self, layers: Iterable[Any]) -> None:
+        self._max_weights = max(layer.in_features * layer.out_features for layer in layers)
+        self._buffers: dict[torch.dtype, Tensor] = {}
+
+    def dequantized(self, layer: Any, dtype: torch.dtype) -> Tensor:
+        """The weight [out, in] of a 4-bit layer."""
+        from bitsandbytes.functional import dequantize_blockwise
+
+        state, data = layer.quant_state, layer.weight.data
+        if dtype not in self._buffers:
+            self._buffers[dtype] = torch.empty(self._max_weights, dtype=dtype, device=data.device)
+        out = self._buffers[dtype][: state.shape.numel()].view(state.shape)
+        scales = state.absmax
+        if state.nested:
+            scales = dequantize_blockwise(scales, state.state2).add_(state.offset)
+        torch.ops.app_kernels.dequantize_4bit(data, scales, state.blocksize, state.quant_type, out)
+        return out

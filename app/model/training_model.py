@@ -1,0 +1,146 @@
+"""The module that is trained: its forward takes a Batch and returns the loss sum and the number of labels."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from app.batch import Batch
+from app.model.chunked_loss import LinearHead, chunk_rows, token_loss_sum, token_scores
+from app.model.compile import CompiledLayers
+from app.model.fusion import Fused
+from app.model.head import (
+    Head,
+    class_loss_sum,
+    class_scores,
+    head_parameters,
+    own_head,
+    pooled_head,
+    takes_segments,
+)
+from app.model.positions import first_position
+
+Result = TypeVar("Result")
+
+
+class TrainingModel(nn.Module):
+    """A language model with its loss. `network` is the model, or PEFT's wrapper around it."""
+
+    def __init__(self, network: nn.Module, compute: torch.dtype | None, *, pooled: bool = False) -> None:
+        super().__init__()
+        self.network = network
+        self.compute = compute
+        self.fused = Fused()
+        self.compiled_layers: CompiledLayers | None = None
+        self.sharding: Any = None  # app.distributed.fsdp.Sharding, where the model is sharded
+        self.pooled = pooled  # one answer per document
+        lm = self.language_model
+        self.linear: LinearHead | None = None  # set by checks.choose_loss_head
+        self.head_remarks: tuple[str, ...] = ()
+        self.head: Head = pooled_head(lm) if pooled else own_head(lm)
+        self.takes_segments = takes_segments(lm)
+        self._trained: dict[str, nn.Parameter] = {}
+        self.first_position = first_position(lm)
+        self._chunk = chunk_rows(lm.config.get_text_config().vocab_size)
+
+    @property
+    def language_model(self) -> Any:
+        """The transformers model, adapters inside it or not."""
+        unwrap = getattr(self.network, "get_base_model", None)
+        return self.network if unwrap is None else unwrap()
+
+    def forward(self, batch: Batch) -> tuple[Tensor, int]:
+        """The sum of the losses of all labelled tokens or documents, each times its weight, and how many they are."""
+        with self.autocast(batch.ids.device):
+            rows = self._labelled_rows(batch)
+            if self.pooled:
+                return class_loss_sum(self.head, rows, batch.targets), batch.num_labels
+            weights = None if batch.weights is None else batch.weights.per_target
+            if self.linear is not None:
+                return self.linear.loss_sum(rows, batch.targets, weights), batch.num_labels
+            trained = head_parameters(self.language_model)
+            loss = token_loss_sum(self.head, rows, batch.targets, trained, self._chunk, weights)
+        return loss, batch.num_labels
+
+    @torch.no_grad()
+    def scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The loss of each target, and the token or class that the model would have chosen."""
+        with self.autocast(batch.ids.device):
+            rows = self._labelled_rows(batch)
+            if self.pooled:
+                return class_scores(self.head, rows, batch.targets)
+            if self.linear is not None:
+                return self.linear.scores(rows, batch.targets)
+            trained = head_parameters(self.language_model)
+            return token_scores(self.head, rows, batch.targets, trained, self._chunk)
+
+    def remarks(self) -> list[str]:
+        """Notes on what is computed in a slower way than it could be, or by other code than the model's own."""
+        compiled = self.compiled_layers.remarks() if self.compiled_layers else []
+        return [*self.fused.remarks(), *self.head_remarks, *compiled]
+
+    def _labelled_rows(self, batch: Batch) -> Tensor:
+        hidden = self.language_model.base_model(
+            input_ids=batch.ids,
+            position_ids=batch.positions + self.first_position,
+            use_cache=False,
+            documents=batch.documents,
+            **self.segment_arguments(batch.token_type_ids),
+        )[0]
+        rows: Tensor = hidden.flatten(0, 1).index_select(0, batch.label_rows)
+        return rows
+
+    def segment_arguments(self, segments: Tensor | None) -> dict[str, Tensor]:
+        """The argument for a backbone that takes segments."""
+        return {} if segments is None or not self.takes_segments else {"token_type_ids": segments}
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The trained parameters by their names in the network; tied ones once."""
+        return self._trained or self._trained_now()
+
+    def _trained_now(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.network.named_parameters() if p.requires_grad}
+
+    def divided_by(self, sharding: Any) -> None:
+        """Note the sharded parameters (DTensors): after a pass modules show gathered ones."""
+        self.sharding = sharding
+        self._trained = self._trained_now()
+
+    def within(self, work: Callable[[], Result]) -> Result:
+        """Run `work`, which calls submodules directly: a forward hook of FSDP gathers what layers share."""
+        return work()
+
+    def gathered(self, state: Mapping[str, Tensor], *, keeps: bool) -> dict[str, Tensor] | None:
+        """Full tensors for the process that `keeps` them; None where the model is not sharded."""
+        if self.sharding is None:
+            return None
+        found: dict[str, Tensor] = self.sharding.state_on_host(state, keeps=keeps)
+        return found
+
+    @contextlib.contextmanager
+    def autocast(self, device: torch.device) -> Iterator[None]:
+        """Autocast in the run's precision: Accelerate's does nothing for fp16 on a CPU, silently."""
+        if self.compute is None:
+            yield
+        else:
+            # a cached cast of a gathered weight would outlive the layer that gathered it
+            cache = self.sharding is None
+            with torch.autocast(device.type, dtype=self.compute, cache_enabled=cache):
+                yield
+
+    @torch.no_grad()
+    def predicted(self, ids: Tensor) -> Tensor:
+        """The likeliest token at each position of one document."""
+        lm = self.language_model
+        logits: Tensor = lm(input_ids=ids[None].to(lm.device), use_cache=False).logits
+        return logits[0].argmax(-1).cpu()
+
+    @torch.no_grad()
+    def likelihoods(self, ids: Tensor, segments: Tensor | None) -> Tensor:
+        """The probability of each class for one document."""
+        lm = self.language_model
+        given = {name: each[None].to(lm.device) for name, each in self.segment_arguments(segments).items()}
+        logits: Tensor = lm(input_ids=ids[None].to(lm.device), use_cache=False, **given).logits
+        return logits[0].float().softmax(-1).cpu()

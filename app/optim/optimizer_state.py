@@ -1,0 +1,182 @@
+"""Optimizer state as named tensors (for safetensors) and plain values (for JSON), exactly, and back.
+
+A name is the path through the nested dictionaries: `state/0/exp_avg`. A part of digits is a whole number.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from app.errors import CheckpointError
+from app.optim.gradient_scaling import skips_on_device, step_unless
+from app.optim.one_by_one import ordinary
+
+StateDict = dict[str, Any]
+
+
+def flatten(state_dict: StateDict) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Sorted by name: equal states give equal files. The tensors are no copies: write them before a step."""
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, Any] = {}
+    _flatten_into(tensors, plain, "", state_dict)
+    return _apart(dict(sorted(tensors.items()))), dict(sorted(plain.items()))
+
+
+def unflatten(tensors: dict[str, Tensor], plain: dict[str, Any]) -> StateDict:
+    """What `flatten` was given."""
+    state_dict: StateDict = {}
+    for path, value in [*tensors.items(), *((path, _decode(value)) for path, value in plain.items())]:
+        *parents, last = (int(part) if part.isdigit() else part for part in path.split("/"))
+        place: dict[Any, Any] = state_dict
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    return state_dict
+
+
+def load_state(optimizer: Optimizer, tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:
+    """Continue with a flat state. The tensors become the optimizer's own: do not use them again."""
+    saved = unflatten(tensors, plain)
+    if _names(saved) != _names(optimizer.state_dict()):
+        raise CheckpointError(
+            "resume: the checkpoint has the optimizer state of other trained parameters than this run's; "
+            "type model=, adapter= and optimizer= as in the run.yaml it belongs to, or another output_dir"
+        )
+    load_nested(optimizer, saved)
+
+
+def named_states(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    """What the optimizer keeps of each parameter, by its name. The tensors are its own: to write to them changes it."""
+    return {
+        name: optimizer.state[parameter]
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        if parameter in optimizer.state
+    }
+
+
+def saved_names(plain: Mapping[str, Any]) -> dict[str, str]:
+    """Of a flat state that goes by numbers, `name/key` of each path."""
+    groups = unflatten({}, dict(plain))["param_groups"]
+    pairs = (zip(each["params"], each["param_names"], strict=True) for each in groups)
+    return {f"state/{number}": name for group in pairs for number, name in group}
+
+
+def load_nested(optimizer: Optimizer, saved: StateDict) -> None:
+    """As torch has it; what was paged is paged again."""
+    if getattr(ordinary(optimizer), "is_paged", False):
+        _load_paged(optimizer, saved)
+    else:
+        optimizer.load_state_dict(saved)
+
+
+def _flatten_into(tensors: dict[str, Tensor], plain: dict[str, Any], path: str, value: Any) -> None:
+    if isinstance(value, Tensor):
+        tensors[path] = value.detach().contiguous()
+    elif isinstance(value, dict) and value:
+        for key, inner in value.items():
+            assert isinstance(key, int) or not (key.isdigit() or "/" in key), key
+            _flatten_into(tensors, plain, f"{path}/{key}" if path else str(key), inner)
+    else:
+        plain[path] = _encode(value)
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """safetensors refuses shared memory, and all 8-bit states share one quantisation map."""
+    seen: set[int] = set()
+    apart: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        address = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if address in seen else tensor
+        seen.add(address)
+    return apart
+
+
+def _encode(value: Any) -> Any:
+    """JSON has no tuples, and its keys are always text."""
+    if isinstance(value, tuple):
+        return {"tuple": [_encode(item) for item in value]}
+    if isinstance(value, list):
+        return [_encode(item) for item in value]
+    if isinstance(value, dict):
+        return {"dict": [[_encode(key), _encode(item)] for key, item in value.items()]}
+    assert value is None or isinstance(value, bool | int | float | str), type(value)
+    return value
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    if isinstance(value, dict):
+        if "tuple" in value:
+            return tuple(_decode(item) for item in value["tuple"])
+        return {_decode(key): _decode(item) for key, item in value["dict"]}
+    return value
+
+
+def _names(state_dict: StateDict) -> list[list[str]]:
+    """The parameters of each group: states are kept by position, so the order must be the same."""
+    return [group["param_names"] for group in state_dict["param_groups"]]
+
+
+def _load_paged(optimizer: Optimizer, saved: StateDict) -> None:
+    """bitsandbytes loads into ordinary device memory, where paged states may not fit."""
+    paged: Any = ordinary(optimizer)
+    optimizer.load_state_dict(saved, move_to_device=False)  # type: ignore[call-arg]
+    with torch.no_grad():
+        for parameter, state in optimizer.state.items():
+            for key in state.keys() & {"state1", "state2"}:
+                buffer = paged.get_state_buffer(parameter, dtype=state[key].dtype)
+                state[key] = buffer.copy_(state[key])
+    paged.to_gpu()
+
+
+def allocate_states(optimizer: Optimizer) -> int:
+    """Changes no parameter; returns how many have states. All that are to get some have a gradient, which is zero."""
+    groups = [dict(group) for group in optimizer.param_groups]
+    _make(optimizer)
+    for group, before in zip(optimizer.param_groups, groups, strict=True):
+        group.update(before)  # no step was made, and none is counted
+    return len(optimizer.state)
+
+
+def _make(optimizer: Optimizer) -> None:
+    """One parameter at a time, if that is how it is stepped: its copies are part of what must fit."""
+    inner: Any = ordinary(optimizer)
+    if callable(getattr(inner, "init_state", None)) and (inner is optimizer or inner.is_paged):
+        _initialise(inner)
+    elif skips_on_device(optimizer):
+        device = optimizer.param_groups[0]["params"][0].device
+        step_unless(optimizer, torch.ones((), device=device))
+    else:
+        _step_on_the_spot(optimizer)
+
+
+def drop_states(optimizer: Optimizer) -> None:
+    """As before `allocate_states`. Paged memory cannot be given back: it stays, as bitsandbytes has initialised it."""
+    for parameter in list(optimizer.state):
+        if not any(getattr(value, "is_paged", False) for value in optimizer.state[parameter].values()):
+            del optimizer.state[parameter]
+
+
+@torch.no_grad()
+def _initialise(optimizer: Any) -> None:
+    for at, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if not optimizer.state[parameter]:
+                optimizer.init_state(group, parameter, at, place)
+
+
+def _step_on_the_spot(optimizer: Optimizer) -> None:
+    """At a rate of zero nothing decays or is added; with gradients of zero not even a zero changes its sign."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        optimizer.step()
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate

@@ -1,0 +1,80 @@
+"""What only a GPU can show of compiled layers: real kernels inside a graph, no waiting, recorded graphs."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from app.batch import Batch, PackedSequences
+from app.config.schema import CompileConfig, LaunchConfig
+from app.distributed.process_group import start
+from app.model.attention import register
+from app.model.build import build_training_model
+from app.optim.optimizers import build_optimizer
+from app.training.train_step import Stepper
+from tests.gpu import waiting_is_an_error
+from tests.marks import requires_cudnn_attention, requires_flash_attention
+from tests.model import small
+from tests.optim.small import section
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+
+BACKENDS = [
+    pytest.param("varlen"),
+    pytest.param("flash", marks=requires_flash_attention),
+    pytest.param("cudnn", marks=requires_cudnn_attention),
+]
+STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+    register("sdpa")
+
+
+def packed(step: int) -> Batch:
+    """Of one shape and as many labels, whatever the documents are."""
+    drawn = random.Random(step)
+    apart = [drawn.randrange(1, 20) for _ in range(4)]
+    batch = small.packed(small.documents_of(tuple(n for d in apart for n in (40 + d, 40 - d)), seed=step))
+    assert batch.documents is not None
+    return replace(batch, documents=PackedSequences.from_lengths(batch.documents.lengths, 64, 20))
+
+
+def losses(backend: str, compiled: CompileConfig, *, quietly: bool = False) -> list[float]:
+    """Of a few steps; `quietly`: the last ones must not wait for the device."""
+    runtime = start(LaunchConfig(num_processes=1, threads=1), "bf16", seed=0)
+    parts = small.sections(small.model_config("llama"), small.lora(), "bf16", compile=compiled)
+    training_model = build_training_model(
+        replace(parts, attention=backend), runtime.device, seed=0, base_path="base"
+    )
+    if training_model.compiled_layers is not None:
+        proof = small.verified(training_model, packed(0).to(runtime.device))
+        assert proof is not None, training_model.compiled_layers.fault
+        assert (
+            training_model.compiled_layers.graphs == 2
+        )  # nobody waits for a gradient of what goes into the first layer
+    stepper = Stepper(
+        training_model, build_optimizer(section("adamw"), training_model), runtime, 1.0, fp16=False
+    )
+    found = [stepper.run([packed(step)], 1e-3) for step in range(STEPS)]
+    torch.cuda.synchronize(runtime.device)
+    if quietly:
+        with waiting_is_an_error():
+            for step in range(STEPS, 2 * STEPS):
+                stepper.run([packed(step)], 1e-3)
+    return [float(each.loss_sum) / each.labels for each in found]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_losses_are_those_of_layers_that_are_not_compiled(backend: str, graphs: bool) -> None:
+    plain = losses(backend, CompileConfig(kind="none"))
+    compiled = losses(backend, CompileConfig(kind="blocks", graphs=graphs), quietly=True)
+    assert compiled == pytest.approx(plain, rel=1e-2)

@@ -1,0 +1,91 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.errors import ConfigError
+from app.model.activation_checkpointing import recompute, require_layers
+from app.model.training_model import TrainingModel
+from tests.choices import taking_turns
+from tests.model.small import (
+    KINDS,
+    batch_of,
+    built,
+    distance,
+    documents_of,
+    gradients,
+    lora,
+    training_model_of,
+)
+
+BATCH = batch_of(documents_of((24, 9, 17)))
+
+
+def gradient(training_model: TrainingModel) -> dict[str, Tensor]:
+    torch.manual_seed(7)  # dropout draws the same in both
+    training_model.zero_grad()
+    training_model(BATCH)[0].backward()
+    return gradients(training_model)
+
+
+@pytest.mark.parametrize(("kind", "adapter"), taking_turns(tuple(KINDS), (None, lora(), lora(dropout=0.3))))
+def test_gradients_are_the_same(kind: str, adapter: Any) -> None:
+    kept = gradient(training_model_of(kind, adapter))
+    again = gradient(training_model_of(kind, adapter, recompute=True))
+    assert distance(again, kept) <= 1e-7
+    assert any(g.any() for g in kept.values())
+
+
+def test_dropout_is_really_there() -> None:
+    without, with_dropout = (gradient(training_model_of("llama", lora(dropout=p))) for p in (0.0, 0.3))
+    assert distance(with_dropout, without) > 0.05
+
+
+def test_bf16_gradients_are_the_same() -> None:
+    kept = gradient(training_model_of("llama", lora(), "bf16"))
+    assert distance(gradient(training_model_of("llama", lora(), "bf16", recompute=True)), kept) <= 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_so_many_layers_are_recomputed(kind: str) -> None:
+    lm = built(kind)
+    assert [recompute(lm, wanted) for wanted in (False, 0, 1, 2, True)] == [0, 0, 1, 2, 2]
+
+
+def test_more_layers_than_there_are() -> None:
+    require_layers(built("llama"), 2)
+    with pytest.raises(ConfigError, match=r"training\.recompute=3: this model has 2 layers\. Give 0 to 2"):
+        require_layers(built("llama"), 3)
+
+
+def saved_bytes(training_model: TrainingModel) -> int:
+    """What the forward pass keeps for backward, weights not counted."""
+    weights = {p.untyped_storage().data_ptr() for p in training_model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        training_model(BATCH)
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("adapter", [None, lora()], ids=["full", "lora"])
+def test_less_is_kept(adapter: Any) -> None:
+    kept = saved_bytes(training_model_of("llama", adapter))
+    first, all_of_them = (saved_bytes(training_model_of("llama", adapter, recompute=n)) for n in (1, True))
+    assert all_of_them < 0.5 * kept
+    # not the half: what a first layer computes before its first adapter needs no gradient
+    assert 0.35 < (kept - first) / (kept - all_of_them) <= 0.51
+
+
+def test_without_gradients_nothing_is_wrapped_up() -> None:
+    training_model = training_model_of("llama", recompute=True)
+    expected = float(training_model(BATCH)[0].detach())
+    with torch.no_grad():
+        assert float(training_model(BATCH)[0]) == expected

@@ -1,0 +1,253 @@
+"""Compiled layers: the numbers of the layers' own forward, one graph for all that are alike, and no other later."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.batch import Batch, PackedSequences
+from app.config.schema import CompileConfig, QuantizationConfig
+from app.errors import ConfigError, EnvironmentProblem, TrainingError
+from app.model import compile as compiling
+from app.model.attention import BACKENDS, Rules, register, sdpa
+from app.model.attention.sdpa import split, split_on
+from app.model.compile import CompiledLayers, require_compilable
+from app.model.training_model import TrainingModel
+from tests.choices import taking_turns
+from tests.model import small
+
+# torch's compiler does both, and ignores its own warnings where pytest has not set that back
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+BLOCKS, NONE = CompileConfig(kind="blocks"), CompileConfig(kind="none")
+PLAIN = Rules(causal=True, scale=None, dropout=0.0, window=None, softcap=None, sinks=None)
+TOKENS, LONGEST, PLACES = 96, 40, 48
+NF4 = QuantizationConfig(kind="nf4", double_quant=True)
+
+
+@pytest.fixture(autouse=True)
+def _graphs_without_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Everything but the writing of C++, which takes seconds a graph; tests/full has one without this."""
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
+    yield
+    torch._dynamo.reset()
+    register("sdpa")
+
+
+def packed(seed: int) -> Batch:
+    """Of the shape that all batches have; how many documents there are, and where, differs."""
+    drawn = random.Random(seed)
+    lengths: list[int] = []
+    while sum(lengths) < TOKENS:
+        lengths.append(min(drawn.randrange(1, LONGEST), TOKENS - sum(lengths)))
+    batch = small.packed(small.documents_of(tuple(lengths), seed=seed))
+    return replace(batch, documents=PackedSequences.from_lengths(lengths, LONGEST, PLACES))
+
+
+def outcome(training_model: TrainingModel, batch: Batch) -> list[Tensor]:
+    loss, labels = training_model(batch)
+    trained = list(training_model.trained().values())
+    return [loss.detach(), *torch.autograd.grad(loss / labels, trained)]
+
+
+def max_difference(found: list[Tensor], expected: list[Tensor]) -> float:
+    pairs = zip(found, expected, strict=True)
+    return max(float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in pairs)
+
+
+def by_its_own(seeds: range, kind: str = "llama", **given: Any) -> list[list[Tensor]]:
+    """Asked first: models of one process share what computes their attention."""
+    training_model = small.training_model_of(kind, **given)
+    return [outcome(training_model, packed(seed)) for seed in seeds]
+
+
+def blocks_of(training_model: TrainingModel) -> CompiledLayers:
+    assert training_model.compiled_layers is not None
+    return training_model.compiled_layers
+
+
+# Nobody waits for a gradient of what goes into the first layer on a frozen embedding: it is a kind by itself.
+GRAPHS = {"full": 1, "lora": 2, "qlora": 2}
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"adapter": small.lora()},
+    "qlora": {"adapter": small.lora(), "quantization": NF4},
+}
+
+
+@pytest.mark.parametrize(("method", "recompute"), [("full", 1), ("lora", False), ("qlora", True)])
+def test_a_run_has_the_numbers_of_its_layers_and_one_graph(method: str, recompute: bool | int) -> None:
+    given = METHODS[method]
+    expected = by_its_own(range(1, 5), recompute=recompute, **given)
+    training_model = small.training_model_of("llama", recompute=recompute, compile=BLOCKS, **given)
+    blocks = blocks_of(training_model)
+    proof = small.verified(training_model, packed(0))
+    assert proof is not None, blocks.fault
+    assert proof.passed
+    for seed, wanted in enumerate(expected, 1):
+        assert max_difference(outcome(training_model, packed(seed)), wanted) <= 1e-5
+    assert blocks.graphs == GRAPHS[method]
+    assert len({packed(seed).documents.lengths for seed in range(5)}) == 5  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("kind", "graphs"), [("gemma3_text", 2), ("bert", 1)])
+def test_layers_that_are_not_alike_have_graphs_of_their_own(kind: str, graphs: int) -> None:
+    (expected,) = by_its_own(range(1, 2), kind)
+    training_model = small.training_model_of(kind, compile=BLOCKS)
+    proof = small.verified(training_model, packed(0))
+    assert proof is not None, blocks_of(training_model).fault
+    assert proof.passed
+    assert max_difference(outcome(training_model, packed(1)), expected) <= 1e-5
+    assert blocks_of(training_model).graphs == graphs
+
+
+def test_bf16_is_as_near_as_its_digits_allow() -> None:
+    training_model = small.training_model_of("llama", small.lora(), "bf16", compile=BLOCKS)
+    proof = small.verified(training_model, packed(0))
+    assert proof is not None, blocks_of(training_model).fault
+    assert proof.passed
+
+
+def test_proving_leaves_weights_gradients_and_random_numbers_alone() -> None:
+    training_model = small.training_model_of("llama", small.lora(), compile=BLOCKS)
+    before = {name: each.clone() for name, each in training_model.network.state_dict().items()}
+    state = torch.get_rng_state()
+    small.verified(training_model, packed(0))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in training_model.network.parameters())
+    assert all(torch.equal(each, before[name]) for name, each in training_model.network.state_dict().items())
+
+
+@pytest.mark.parametrize("spoilt", ["none", "missing", "not a number"])
+def test_of_a_whole_model_no_two_gradients_are_held_at_once(
+    spoilt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 billion trained weights have 32 GB of them. One that compiled layers do not give, or badly, is a difference."""
+    held: list[int] = []
+    training_model = small.training_model_of("llama", compile=BLOCKS)
+    weights = list(training_model.trained().values())
+    compare = compiling._Gradients.compare
+
+    def watched(own: Any, parameter: Any, gradient: Tensor) -> None:
+        held.append(sum(each.grad is not None for each in weights))
+        if spoilt != "missing" or parameter is not weights[3]:
+            compare(own, parameter, gradient * (float("nan") if spoilt == "not a number" else 1))
+
+    monkeypatch.setattr(compiling._Gradients, "compare", watched)
+    proof = small.verified(training_model, packed(0))
+    assert held == [1] * len(weights)
+    assert (proof is not None) == (spoilt == "none")
+
+
+def test_another_shape_an_evaluation_and_a_padded_batch_are_not_compiled() -> None:
+    training_model = small.training_model_of("llama", small.lora(), compile=BLOCKS)
+    small.verified(training_model, packed(0))
+    half = small.packed(small.documents_of((20, 11)))
+    assert bool(torch.isfinite(training_model(half)[0]))
+    training_model.scores(packed(1))
+    training_model(small.batch_of(small.documents_of((20, 11))))
+    assert blocks_of(training_model).graphs == GRAPHS["lora"]
+
+
+def test_another_graph_in_the_middle_of_a_run_is_an_error() -> None:
+    training_model = small.training_model_of("llama", small.lora(), compile=BLOCKS)
+    small.verified(training_model, packed(0))
+    batch = packed(1)
+    assert batch.documents is not None
+    longer = replace(
+        batch, documents=replace(batch.documents, cu_seqlens=batch.documents.cu_seqlens[:-1].clone())
+    )
+    with pytest.raises(
+        TrainingError, match=r"compile=blocks: a layer would need another graph.*Set compile=none"
+    ):
+        training_model(longer)
+
+
+def test_what_cannot_be_compiled_is_computed_without_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_graph: Any, _inputs: Any) -> Any:
+        raise RuntimeError("no code for this")
+
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda _name: broken)
+    (expected,) = by_its_own(range(1, 2), adapter=small.lora())
+    training_model = small.training_model_of("llama", small.lora(), compile=BLOCKS)
+    assert small.verified(training_model, packed(0)) is None
+    (remark,) = training_model.remarks()
+    assert "compile=blocks: the compiler cannot do this model" in remark
+    assert "no code for this" in remark
+    assert max_difference(outcome(training_model, packed(1)), expected) <= 1e-5
+
+
+def test_layers_that_compile_to_other_numbers_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(graph: Any, _inputs: Any) -> Any:
+        return lambda *given: tuple(each * 1.01 for each in graph(*given))
+
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda _name: wrong)
+    training_model = small.training_model_of("llama", small.lora(), compile=BLOCKS)
+    assert small.verified(training_model, packed(0)) is None
+    assert "compiled layers differ by" in training_model.remarks()[0]
+
+
+@pytest.mark.parametrize(
+    ("causal", "window", "key_heads"), taking_turns([True, False], [None, 3, 100], [1, 2, 4])
+)
+def test_one_operation_for_all_documents_is_sdpa(causal: bool, window: int | None, key_heads: int) -> None:
+    rules = replace(PLAIN, causal=causal, window=window, scale=0.7)
+    generator = torch.Generator().manual_seed(0)
+    documents = PackedSequences.from_lengths((20, 1, 11, 5), 40, 9)
+    leaves = [
+        torch.randn(1, n, 37, 8, generator=generator).requires_grad_() for n in (4, key_heads, key_heads)
+    ]
+    weight = torch.randn(1, 4, 37, 8, generator=generator)
+    found, expected = (
+        [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]
+        for out in (kernel(leaves[0], leaves[1], leaves[2], rules, documents) for kernel in (split, sdpa))
+    )
+    assert max_difference(found, expected) <= 1e-5
+
+
+def test_the_operation_is_what_torch_asks_of_one() -> None:
+    q, k, v = (torch.randn(1, n, 37, 8, requires_grad=True) for n in (4, 2, 2))
+    bounds = PackedSequences.from_lengths((20, 1, 11, 5), 40, 9).cu_seqlens
+    for window in (None, 3):
+        torch.library.opcheck(torch.ops.app.split_attention, (q, k, v, bounds, True, 0.7, window))
+
+
+@pytest.mark.parametrize("changes", [{"softcap": 2.0}, {"sinks": torch.zeros(4)}, {"dropout": 0.1}])
+def test_the_operation_refuses_what_it_does_not_know(changes: dict[str, Any]) -> None:
+    q, k, v = (torch.zeros(1, 4, 37, 8) for _ in range(3))
+    with pytest.raises(ConfigError, match="attention=sdpa cannot do"):
+        split(q, k, v, replace(PLAIN, **changes), PackedSequences.from_lengths((37,)))
+
+
+def test_attention_that_reads_where_documents_are_is_not_compiled_for_a_gpu() -> None:
+    with pytest.raises(ConfigError, match=r"Set attention=varlen .* or compile=none"):
+        split_on(GPU)
+    assert {name for name, each in BACKENDS.items() if each.compiled is None} == set()
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "missing", "words"),
+    [
+        (replace(BLOCKS, graphs=True), CPU, "", r"compile\.graphs=true records .* Set compile\.graphs=false"),
+        (BLOCKS, CPU, "which", r"a C\+\+ compiler.*install g\+\+, or set compile=none"),
+        (BLOCKS, GPU, "find_spec", r"the package triton.*Set compile=none"),
+    ],
+)
+def test_what_is_missing_is_told_before_weights_are_loaded(
+    config: CompileConfig, device: torch.device, missing: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if missing:
+        found: Any = SimpleNamespace(which=lambda _name: None) if missing == "which" else lambda _name: None
+        monkeypatch.setattr(compiling, "shutil" if missing == "which" else missing, found)
+    with pytest.raises((ConfigError, EnvironmentProblem), match=words):
+        require_compilable(config, device)
+    require_compilable(NONE, device)

@@ -1,0 +1,149 @@
+"""A head for classes: every kind, packed and padded, full, LoRA and QLoRA, against the plainest thing there is.
+
+That is one document at a time through the model's own forward, with its own attention and pooling, and torch's
+cross-entropy.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from app.config.schema import ModelConfig, TaskConfig
+from app.data.objectives import LabelledTokens
+from app.errors import ConfigError, EnvironmentProblem
+from app.model.attention import NAME, register
+from app.model.checks import check_head, check_packing
+from app.model.head import head_modules
+from app.model.held import Held
+from app.model.save import save_model
+from app.model.tasks import task_of
+from app.model.tokenizer import load_tokenizer
+from app.model.training_model import TrainingModel
+from app.model.weights import drawing_by, load_base, read_weights
+from tests.choices import taking_turns
+from tests.model.classes import CLASSES, LABELS, POOLED, adapted, in_one_row, in_rows, of_classes, rows
+from tests.model.small import distance, gradients, model_config
+from tests.model.test_matrix import METHODS
+
+CPU = torch.device("cpu")
+
+
+def one_by_one(training_model: TrainingModel, kind: str) -> tuple[float, dict[str, Tensor]]:
+    lm = training_model.language_model
+    lm.set_attn_implementation("eager")
+    try:
+        return measured(training_model, torch.stack([alone(lm, row) for row in rows(kind)]).sum())
+    finally:
+        lm.set_attn_implementation(NAME)
+
+
+def alone(lm: Any, row: LabelledTokens) -> Tensor:
+    ids = torch.from_numpy(row.ids)
+    sides = {}
+    if row.second_start >= 0:
+        sides["token_type_ids"] = (torch.arange(len(ids)) >= row.second_start).long()[None]
+    logits = lm(input_ids=ids[None], use_cache=False, **sides).logits
+    return F.cross_entropy(logits, torch.from_numpy(row.targets).long(), reduction="sum")
+
+
+def measured(training_model: TrainingModel, loss: Tensor) -> tuple[float, dict[str, Tensor]]:
+    training_model.zero_grad()
+    loss.backward()
+    return float(loss.detach()), gradients(training_model)
+
+
+@pytest.mark.parametrize(("kind", "method"), taking_turns(tuple(POOLED), tuple(METHODS)))
+def test_loss_and_gradient_are_those_of_one_document_at_a_time(kind: str, method: str) -> None:
+    training_model = of_classes(kind, **METHODS[method])
+    expected_loss, expected = one_by_one(training_model, kind)
+    assert all(float(each.norm()) > 0 for name, each in expected.items() if "modules_to_save" in name)
+    for layout in (in_one_row, in_rows):
+        loss, found = measured(training_model, training_model(layout(kind))[0])
+        assert loss == pytest.approx(expected_loss, rel=1e-5), layout.__name__
+        assert distance(found, expected) <= 1e-5, layout.__name__
+
+
+@pytest.mark.parametrize(("kind", "precision"), taking_turns(tuple(POOLED), ("fp32", "bf16")))
+def test_the_checks_before_the_first_step_pass_every_kind(kind: str, precision: str) -> None:
+    training_model = adapted(kind, precision=precision)
+    for layout in (in_one_row, in_rows):
+        assert check_head(training_model, layout(kind)).passed, layout.__name__
+    assert all(proof.passed for proof in check_packing(training_model, in_one_row(kind)))
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_a_state_that_the_model_does_not_pool_is_refused(kind: str) -> None:
+    training_model, batch = of_classes(kind), in_one_row(kind)
+    other = replace(batch, label_rows=batch.label_rows + (1 if kind == "bert" else -1))
+    with pytest.raises(EnvironmentProblem, match=f"a model of kind {kind} computes its logits in a way"):
+        check_head(training_model, other)
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert", "distilbert"])
+def test_the_head_is_trained_as_a_whole_in_fp32_whatever_the_base_is_in(kind: str) -> None:
+    training_model = adapted(kind, precision="bf16")
+    trained = training_model.trained()
+    assert {p.dtype for p in trained.values()} == {torch.float32}
+    for module in head_modules(training_model.language_model):
+        assert any(f".{module}.modules_to_save.default." in name for name in trained), module
+    assert not any("lora_" in name and "pooler" in name for name in trained)
+
+
+def test_a_new_classifier_depends_on_the_seed_alone_and_the_rest_is_that_of_the_folder(
+    tmp_path: Path,
+) -> None:
+    masked = TaskConfig(kind="masked")
+    base = load_base(model_config("bert"), task_of(masked), Held(torch.float32, CPU, register("sdpa")), 5)
+    base.save_pretrained(str(tmp_path))
+    config = ModelConfig(path=str(tmp_path), weights="pretrained", architecture={})
+
+    def drawn(seed: int) -> Any:
+        torch.manual_seed(torch.seed() % 1000)  # whatever was drawn before
+        return load_base(config, task_of(CLASSES), Held(torch.float32, CPU, register("sdpa")), seed)
+
+    first, again, other = drawn(1), drawn(1), drawn(2)
+    assert first.config.id2label == dict(enumerate(LABELS))
+    assert distance(again.state_dict(), first.state_dict()) == 0
+    assert not torch.equal(other.classifier.weight, first.classifier.weight)
+    body, known = first.bert.encoder.state_dict(), base.bert.encoder.state_dict()
+    assert distance(body, known) == 0
+
+    first.save_pretrained(str(tmp_path))
+    assert torch.equal(drawn(7).classifier.weight, first.classifier.weight), "one of the same labels goes on"
+    with pytest.raises(
+        ConfigError, match=r"it has a classifier already, of north, east, south, and the labels"
+    ):
+        read_weights(config, task_of(TaskConfig(kind="classification", labels=["a", "b", "c"])), tmp_path)
+    two = task_of(TaskConfig(kind="classification", labels=["a", "b"]))
+    with drawing_by(0):
+        assert read_weights(config, two, tmp_path).classifier.out_features == 2
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert", "roberta"])
+def test_ordinary_tools_load_what_is_saved(kind: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    from app.model.save import save_base
+
+    training_model = adapted(kind)
+    for name, parameter in training_model.trained().items():
+        if "modules_to_save" in name:
+            parameter.data += 0.3
+    tokenizer = load_tokenizer(model_config(), needs_template=False)
+    save_base(training_model, tokenizer, tmp_path / "base")
+    save_model(training_model, tokenizer, tmp_path / "final")
+    numbers = AutoConfig.from_pretrained(str(tmp_path / "final"))
+    assert numbers.label2id == {name: at for at, name in enumerate(LABELS)}
+    lm = AutoModelForSequenceClassification.from_pretrained(str(tmp_path / "base"), config=numbers)
+    tuned = PeftModel.from_pretrained(lm, str(tmp_path / "final")).eval()
+    for row in rows("llama"):
+        ids = torch.from_numpy(row.ids)[None]
+        with torch.no_grad():
+            expected = training_model.eval().language_model(input_ids=ids, use_cache=False).logits
+            assert distance(tuned(input_ids=ids, use_cache=False).logits, expected) < 1e-5

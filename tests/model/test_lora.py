@@ -1,0 +1,187 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from app.errors import ConfigError
+from app.model.lora import layers_to_adapt
+from tests.model.small import (
+    CAUSAL,
+    KINDS,
+    batch_of,
+    built,
+    distance,
+    documents_of,
+    lora,
+    model_config,
+    sections,
+    training_model_of,
+)
+
+BATCH = batch_of(documents_of((9, 4)))
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def adapted(training_model: Any) -> set[str]:
+    """The layers that got an adapter, by their full name in the transformers model."""
+    ends = (".lora_A.default.weight", ".lora_B.default.weight")
+    names = list(training_model.trained())
+    assert all(name.endswith(ends) for name in names), names
+    return {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in names}
+
+
+def test_all_linear_means_every_linear_layer_of_the_backbone_and_nothing_else() -> None:
+    training_model = training_model_of("llama", lora())
+    expected = {
+        f"model.layers.{i}.{'mlp' if name in PROJECTIONS[4:] else 'self_attn'}.{name}"
+        for i in range(2)
+        for name in PROJECTIONS
+    }
+    assert adapted(training_model) == expected
+    assert len(training_model.trained()) == 2 * len(expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_head_the_embedding_and_the_routers_are_left_alone(kind: str) -> None:
+    training_model = training_model_of(kind, lora())
+    layers = adapted(training_model)
+    lm = training_model.language_model
+    assert layers
+    assert not [name for name in layers if name.startswith(("lm_head", "model.embed", "transformer.wte"))]
+    assert not [name for name in layers if {"gate", "router"} & set(name.split("."))]
+    assert not lm.get_output_embeddings().weight.requires_grad
+    assert not lm.get_input_embeddings().weight.requires_grad
+
+
+def test_a_linear_router_is_left_out_unless_it_is_named() -> None:
+    lm = built("qwen2_moe")
+    assert not [n for n in layers_to_adapt(["all-linear"], lm) if n.endswith("shared_expert_gate")]
+    named = layers_to_adapt(["shared_expert_gate"], lm)
+    assert named == [f"model.layers.{i}.mlp.shared_expert_gate" for i in range(2)]
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen2_moe", "mixtral", "olmoe"])
+def test_of_experts_only_the_attention_is_adapted(kind: str) -> None:
+    """PEFT takes gate_proj and its like for the stacked experts, even where they name a dense or a shared one."""
+    training_model = training_model_of(kind, lora())
+    assert {name.split(".")[3] for name in adapted(training_model)} == {"self_attn"}
+    with pytest.raises(ConfigError, match=r"adapter\.targets: down_proj matches no linear layer"):
+        training_model_of(kind, lora(targets=["down_proj"]))
+
+
+def test_targets_can_be_listed_by_any_end_of_their_names() -> None:
+    assert adapted(training_model_of("llama", lora(targets=["q_proj", "1.mlp.down_proj"]))) == {
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.mlp.down_proj",
+    }
+
+
+def test_every_target_must_match() -> None:
+    with pytest.raises(ConfigError) as refused:
+        training_model_of("llama", lora(targets=["q_proj", "qproj", "lm_head", "proj"]))
+    messages = refused.value.problems
+    assert [m.split(" matches")[0] for m in messages] == [
+        "adapter.targets: qproj",
+        "adapter.targets: lm_head",
+        "adapter.targets: proj",
+    ]
+    assert "down_proj, gate_proj" in messages[0]
+    assert "Did you mean q_proj?" in messages[0]
+
+
+def test_a_short_name_is_not_used_where_it_would_reach_other_layers() -> None:
+    """The head of this model ends like layers of its backbone; PEFT would adapt it as well."""
+    lm = built("llama")
+    lm.add_module("q_proj", nn.Linear(4, 4))
+    from app.model.lora import attach
+
+    network = attach(lora(targets=["q_proj"]), CAUSAL, lm, "base")
+    assert len([n for n, p in network.named_parameters() if p.requires_grad]) == 4
+
+
+def test_gpt2_has_linear_layers_of_another_class() -> None:
+    training_model = training_model_of("gpt2", lora())
+    assert {name.rpartition(".")[2] for name in adapted(training_model)} == {"c_attn", "c_proj", "c_fc"}
+    training_model(BATCH)[0].backward()
+    assert all(p.grad is not None and p.grad.any() for p in training_model.trained().values())
+
+
+def test_full_training_trains_everything() -> None:
+    training_model = training_model_of("llama")
+    assert training_model.trained().keys() == dict(training_model.language_model.named_parameters()).keys()
+    tied = training_model_of("gemma2")
+    assert "lm_head.weight" not in tied.trained()
+    assert "model.embed_tokens.weight" in tied.trained()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_adapters_are_fp32_on_a_half_precision_base(precision: str) -> None:
+    training_model = training_model_of("llama", lora(), precision)
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    assert {p.dtype for p in training_model.trained().values()} == {torch.float32}
+    frozen = {name: p.dtype for name, p in training_model.network.named_parameters() if not p.requires_grad}
+    assert set(frozen.values()) == {half}
+    assert [name for name in frozen if "norm" in name]
+
+
+def test_full_training_keeps_fp32_weights_under_bf16() -> None:
+    assert {p.dtype for p in training_model_of("llama", None, "bf16").parameters()} == {torch.float32}
+
+
+def test_the_adapter_adds_alpha_over_r_times_b_times_a() -> None:
+    training_model = training_model_of("llama", lora(r=4, alpha=12.0, targets=["q_proj"]))
+    layer = training_model.language_model.model.layers[0].self_attn.q_proj
+    x = torch.randn(3, 32)
+    added = x @ layer.lora_A["default"].weight.T @ layer.lora_B["default"].weight.T * (12 / 4)
+    assert distance(layer(x).detach(), (layer.base_layer(x) + added).detach()) <= 1e-6
+    assert added.abs().max() > 0.1
+
+
+def test_a_new_adapter_changes_nothing_yet() -> None:
+    from app.model.build import build_training_model
+
+    base = training_model_of("llama")
+    fresh = build_training_model(sections(model_config(), lora()), torch.device("cpu"), 0, "base")
+    assert float(fresh(BATCH)[0].detach()) == float(base(BATCH)[0].detach())
+
+
+def test_the_seed_decides_the_adapter_whatever_the_base_drew() -> None:
+    first, again = (training_model_of("llama", lora()).trained() for _ in range(2))
+    torch.manual_seed(99)
+    third = training_model_of("llama", lora()).trained()
+    from app.model.build import build_training_model
+
+    other = build_training_model(sections(model_config(), lora()), torch.device("cpu"), 1, "base").trained()
+    halves = [name for name in first if ".lora_A." in name]
+    assert all(torch.equal(first[n], again[n]) and torch.equal(first[n], third[n]) for n in first)
+    assert not any(torch.equal(first[n], other[n]) for n in halves)
+
+
+def test_names_in_the_file_are_those_of_peft(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from safetensors import safe_open
+
+    names = []
+    ours = training_model_of("llama", lora()).network
+    theirs = get_peft_model(
+        built("llama"), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
+    )
+    for folder, network in (("ours", ours), ("theirs", theirs)):
+        network.save_pretrained(str(tmp_path / folder), save_embedding_layers=False)  # type: ignore[operator]
+        with safe_open(str(tmp_path / folder / "adapter_model.safetensors"), "pt") as file:
+            names.append({name: tuple(file.get_slice(name).get_shape()) for name in file.keys()})  # noqa: SIM118
+    assert names[0] == names[1]
+    assert len(names[0]) == 28
+
+
+def test_gradients_reach_b_at_once_and_a_after_a_step() -> None:
+    from app.model.build import build_training_model
+
+    training_model = build_training_model(sections(model_config(), lora()), torch.device("cpu"), 0, "base")
+    training_model(BATCH)[0].backward()
+    for name, p in training_model.trained().items():
+        assert p.grad is not None
+        assert bool(p.grad.any()) == (".lora_B." in name), name

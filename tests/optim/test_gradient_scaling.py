@@ -1,0 +1,55 @@
+from copy import deepcopy
+
+import pytest
+import torch
+
+from app.optim.gradient_scaling import skips_on_device, step_unless
+from tests.optim.small import KINDS, built, train
+from tests.optim.test_optimizer_state import equal
+
+SKIPPING = ("adamw", "sgd")
+
+
+def test_exactly_the_fused_kinds_of_torch_skip_on_the_device() -> None:
+    assert {kind for kind in KINDS if skips_on_device(built(kind)[1])} == set(SKIPPING)
+
+
+@pytest.mark.parametrize("kind", SKIPPING)
+def test_a_skipped_step_leaves_parameters_and_states_alone(kind: str) -> None:
+    model, optimizer = built(kind, weight_decay=0.1)
+    train(model, optimizer, range(2))
+    before = deepcopy((model.state_dict(), optimizer.state_dict()))
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    step_unless(optimizer, torch.ones(()))
+    assert equal((model.state_dict(), optimizer.state_dict()), before)
+
+
+@pytest.mark.parametrize("kind", SKIPPING)
+def test_a_skipped_first_step_does_not_spoil_the_next_ones(kind: str) -> None:
+    model, optimizer = built(kind)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, torch.inf)
+    step_unless(optimizer, torch.ones(()))
+    optimizer.zero_grad()
+    undisturbed_model, undisturbed = built(kind)
+    assert train(model, optimizer, range(3)) == train(undisturbed_model, undisturbed, range(3))
+    assert equal(model.state_dict(), undisturbed_model.state_dict())
+
+
+@pytest.mark.parametrize("kind", SKIPPING)
+def test_without_the_flag_it_is_an_ordinary_step(kind: str) -> None:
+    (model, optimizer), (other_model, other) = built(kind), built(kind)
+    for parameter, twin in zip(model.parameters(), other_model.parameters(), strict=True):
+        parameter.grad = torch.ones_like(parameter)
+        twin.grad = torch.ones_like(twin)
+    step_unless(optimizer, torch.zeros(()))
+    other.step()
+    assert equal(model.state_dict(), other_model.state_dict())
+    assert not hasattr(optimizer, "found_inf")
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - set(SKIPPING)))
+def test_asking_a_kind_that_cannot_is_our_fault(kind: str) -> None:
+    with pytest.raises(AssertionError):
+        step_unless(built(kind)[1], torch.zeros(()))

@@ -1,0 +1,97 @@
+import subprocess
+import sys
+from itertools import pairwise
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from app.config.groups import CONF, choices_by_group
+from app.config.schema import ScheduleConfig
+from app.optim.lr_schedule import SCHEDULES, learning_rate, warmup_steps
+
+KINDS = choices_by_group()["schedule"]
+
+
+def section(kind: str, **values: Any) -> ScheduleConfig:
+    in_file = OmegaConf.load(CONF / "schedule" / f"{kind}.yaml")
+    schema = OmegaConf.structured(ScheduleConfig)
+    return cast(ScheduleConfig, OmegaConf.to_object(OmegaConf.merge(schema, in_file, values)))
+
+
+def curve(config: ScheduleConfig, total: int, peak: float = 1.0) -> list[float]:
+    return [learning_rate(config, peak, step, total) for step in range(total)]
+
+
+def test_the_table_and_conf_have_the_same_kinds() -> None:
+    assert set(SCHEDULES) == set(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("constant", [1 / 3, 2 / 3, 1, 1, 1, 1, 1, 1, 1, 1]),
+        ("linear", [1 / 3, 2 / 3, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]),
+        ("cosine", [1 / 3, 2 / 3, 1, 0.965746, 0.868198, 0.722208, 0.55, 0.377792, 0.231802, 0.134254]),
+        ("wsd", [1 / 3, 2 / 3, 1, 1, 1, 1, 1, 0.775, 0.55, 0.325]),
+    ],
+)
+def test_ten_steps_with_two_of_warm_up(kind: str, expected: list[float]) -> None:
+    values = {"cosine": {"final_fraction": 0.1}, "wsd": {"final_fraction": 0.1, "decay_fraction": 0.4}}
+    config = section(kind, warmup_fraction=0.2, **values.get(kind, {}))
+    assert curve(config, 10) == pytest.approx(expected, abs=1e-6)
+    assert curve(config, 10, peak=3e-4) == pytest.approx([3e-4 * value for value in expected], abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_warm_up_the_first_step_has_the_peak(kind: str) -> None:
+    assert learning_rate(section(kind, warmup_fraction=0.0), 2e-4, 0, 100) == 2e-4
+
+
+@pytest.mark.parametrize(("kind", "final"), [("linear", 0.0), ("linear", 0.3), ("cosine", 0.1), ("wsd", 0.2)])
+def test_a_long_run_ends_near_the_final_fraction(kind: str, final: float) -> None:
+    last = curve(section(kind, final_fraction=final), 10_000)[-1]
+    assert final <= last < final + 0.001
+    assert last > 0
+
+
+@pytest.mark.parametrize(
+    ("fraction", "total", "expected"),
+    [(0.0, 100, 0), (0.03, 100, 3), (0.03, 5, 1), (0.9, 2, 1), (0.03, 1, 0)],
+)
+def test_warm_up_has_a_step_and_is_never_the_whole_run(fraction: float, total: int, expected: int) -> None:
+    assert warmup_steps(section("cosine", warmup_fraction=fraction), total) == expected
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    total=st.integers(1, 60),
+    warmup=st.floats(0, 0.99),
+    final=st.floats(0, 1),
+    decay=st.floats(0, 1),
+    peak=st.floats(1e-8, 10),
+)
+def test_it_rises_to_the_peak_then_never_rises_again_and_stays_in_range(
+    kind: str, total: int, warmup: float, final: float, decay: float, peak: float
+) -> None:
+    config = section(kind, warmup_fraction=warmup, final_fraction=final, decay_fraction=decay)
+    rates = curve(config, total, peak)
+    top = warmup_steps(config, total)
+    assert all(0 < rate <= peak for rate in rates)
+    assert rates[top] == peak
+    assert all(a < b for a, b in pairwise(rates[: top + 1]))
+    assert all(a >= b for a, b in pairwise(rates[top:]))
+    if kind != "constant":
+        assert min(rates[top:]) >= final * peak * (1 - 1e-12)
+
+
+def test_a_step_outside_of_the_run_is_our_fault() -> None:
+    with pytest.raises(AssertionError):
+        learning_rate(section("cosine"), 1.0, 10, 10)
+
+
+def test_schedules_and_requirements_do_not_import_torch() -> None:
+    code = "import sys, app.optim.lr_schedule, app.optim.requirements; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

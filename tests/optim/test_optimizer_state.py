@@ -1,0 +1,121 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.optim import Optimizer
+
+from app.errors import CheckpointError
+from app.optim.optimizer_state import flatten, load_state, unflatten
+from app.optim.optimizers import build_optimizer
+from tests.optim.small import KINDS, built, section, train
+
+
+def equal(a: Any, b: Any) -> bool:
+    """To the bit, types of containers and numbers included."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+def write(optimizer: Optimizer, folder: Path) -> None:
+    tensors, plain = flatten(optimizer.state_dict())
+    save_file(tensors, folder / "optimizer.safetensors")
+    (folder / "optimizer.json").write_text(json.dumps(plain, allow_nan=False))
+
+
+def read(optimizer: Optimizer, folder: Path) -> None:
+    plain = json.loads((folder / "optimizer.json").read_text())
+    load_state(optimizer, load_file(folder / "optimizer.safetensors"), plain)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.glob("optimizer.*"))}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_continued_from_files_equals_uninterrupted(kind: str, tmp_path: Path) -> None:
+    whole_model, whole = built(kind, weight_decay=0.01)
+    expected = train(whole_model, whole, range(8))
+
+    first_model, first = built(kind, weight_decay=0.01)
+    losses = train(first_model, first, range(4))
+    first_folder = tmp_path / "first"
+    first_folder.mkdir()
+    write(first, first_folder)
+    written = files(first_folder)
+
+    second_model, second = built(kind, seed=1, weight_decay=0.01)
+    second_model.load_state_dict(first_model.state_dict())
+    read(second, first_folder)
+    losses += train(second_model, second, range(4, 8))
+
+    assert losses == expected
+    assert equal(second_model.state_dict(), whole_model.state_dict())
+    assert equal(second.state_dict(), whole.state_dict())
+    assert files(first_folder) == written, "training on changed the file that it was loaded from"
+    write(second, tmp_path)
+    after = files(tmp_path)
+    write(whole, tmp_path)
+    assert files(tmp_path) == after
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_flattening_and_back_is_the_identity(kind: str, steps: int, tmp_path: Path) -> None:
+    model, optimizer = built(kind)
+    train(model, optimizer, range(steps))
+    state_dict = optimizer.state_dict()
+    tensors, plain = flatten(state_dict)
+    save_file(tensors, tmp_path / "t.safetensors")
+    again = unflatten(load_file(tmp_path / "t.safetensors"), json.loads(json.dumps(plain)))
+    assert equal(again, state_dict)
+
+
+def test_numbers_none_tuples_and_nested_dictionaries_survive() -> None:
+    state = {
+        "state": {0: {"step": 3, "inner": {"x": torch.arange(3), 7: None}}, 1: {}},
+        "param_groups": [
+            {"betas": (0.9, 0.999), "lr": 0.1 + 0.2, "on": True, "by": {1: "one"}, "params": [0]}
+        ],
+    }
+    tensors, plain = flatten(state)
+    assert list(tensors) == ["state/0/inner/x"]
+    again = unflatten(tensors, json.loads(json.dumps(plain)))
+    assert equal(again, state)
+
+
+def test_keys_that_would_not_come_back_are_our_fault() -> None:
+    for key in ("1", "a/b"):
+        with pytest.raises(AssertionError):
+            flatten({"state": {key: 1}})
+
+
+def test_a_muon_that_was_loaded_goes_on_with_the_loaded_state() -> None:
+    model, optimizer = built("muon")
+    train(model, optimizer, range(3))
+    tensors, plain = flatten(optimizer.state_dict())
+    fresh_model, fresh = built("muon")
+    load_state(fresh, {name: tensor.clone() for name, tensor in tensors.items()}, plain)
+    for group in fresh.param_groups:
+        group["lr"] = 0.0
+    before = fresh_model.wide.weight.detach().clone()
+    train(fresh_model, fresh, range(3, 4))
+    assert torch.equal(fresh_model.wide.weight, before)
+    assert fresh.state[fresh_model.head.bias]["step"] == 4
+
+
+def test_the_state_of_other_parameters_is_refused() -> None:
+    model, optimizer = built("adamw")
+    tensors, plain = flatten(optimizer.state_dict())
+    model.wide.requires_grad_(False)
+    with pytest.raises(CheckpointError, match=r"resume: .*other trained parameters"):
+        load_state(build_optimizer(section("adamw"), model), tensors, plain)

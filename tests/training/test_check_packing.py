@@ -1,0 +1,67 @@
+"""A packed run starts only if packing changes nothing."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from torch import Tensor
+
+from app.batch import PackedSequences
+from app.data.loader import Loader
+from app.errors import EnvironmentProblem
+from app.model import attention
+from app.model.attention import Rules
+from app.model.checks import check_packing
+from tests.training.conftest import small_run, trainee_of
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("recipe", ["lora", "full"])
+def test_a_right_model_passes_and_is_left_as_it_was(
+    recipe: str, precision: str, packed_loader_of: Callable[..., Loader]
+) -> None:
+    trainee = trainee_of(small_run(f"recipe={recipe}", f"precision={precision}"))
+    batch = packed_loader_of(128, 1).batches(0)[0]
+    assert len(batch.lengths) >= 2
+    before = float(trainee(batch)[0].detach())
+    check_packing(trainee, batch)
+    assert trainee.training
+    assert trainee.language_model.config._attn_implementation == attention.NAME
+    assert float(trainee(batch)[0].detach()) == before
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("fault", ["leak", "window"])
+def test_attention_that_is_wrong_is_refused(
+    fault: str, precision: str, packed_loader_of: Callable[..., Loader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One fault lets documents see each other; the other has no leak at all and is wrong all the same."""
+
+    def wrong(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
+        if fault == "leak":
+            return attention.sdpa(q, k, v, rules, None)
+        return attention.sdpa(q, k, v, replace(rules, window=2), documents)
+
+    backend = attention.Backend(run=wrong, requires=attention.BACKENDS["sdpa"].requires)
+    monkeypatch.setitem(attention.BACKENDS, "sdpa", backend)
+    trainee = trainee_of(small_run("recipe=full", f"precision={precision}"))
+    with pytest.raises(EnvironmentProblem, match=r"batching\.packing=true: a model of kind llama"):
+        check_packing(trainee, packed_loader_of(128, 1).batches(0)[0])
+    assert trainee.training
+
+
+def test_one_document_cannot_leak(packed_loader_of: Callable[..., Loader]) -> None:
+    trainee = trainee_of(small_run("recipe=full"))
+    alone = next(b for b in packed_loader_of(48, 1).batches(0) if len(b.lengths) >= 1)
+    single = type(alone)(
+        ids=alone.ids[:, : alone.lengths[0]],
+        positions=alone.positions[:, : alone.lengths[0]],
+        label_rows=alone.label_rows,
+        targets=alone.targets,
+        lengths=alone.lengths[:1],
+        num_labels=1,
+        num_tokens=alone.lengths[0],
+        documents=PackedSequences.from_lengths(alone.lengths[:1]),
+    )
+    check_packing(trainee, single)
+    assert trainee.training
