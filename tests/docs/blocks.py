@@ -46,8 +46,7 @@ class _Block:
 
 
 def documents() -> list[Path]:
-    """README and every guide."""
-    return [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]
+    return [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").rglob("*.md"))]
 
 
 def commands_of(document: Path) -> list[Command]:
