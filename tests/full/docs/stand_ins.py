@@ -28,13 +28,6 @@ def _tables(folder: Path) -> None:
         (folder / f"part-{part}.csv").write_text("\n".join(["instruction,answer", *rows]) + "\n")
 
 
-def _books(folder: Path) -> None:
-    folder.mkdir()
-    texts = [turn["content"] for row in rows_of_the_sample() for turn in row["messages"]]
-    for name in ("one", "two"):
-        (folder / f"{name}.txt").write_text("\n".join(texts * 20))
-
-
 def _turns(path: Path) -> None:
     speakers = {"system": "system", "user": "human", "assistant": "gpt"}
     talks = [
@@ -46,13 +39,6 @@ def _turns(path: Path) -> None:
 
 def _sums(path: Path) -> None:
     rows = [{"question": f"What is {n} and {n}?", "answer": str(n + n)} for n in range(ROWS)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def _tasks(path: Path) -> None:
-    """Instructions with several things to do them to."""
-    examples = [[{"input": str(n + m), "output": str(2 * (n + m))} for m in range(2)] for n in range(ROWS)]
-    rows = [{"instruction": "Double it.", "instances": each} for each in examples]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -68,24 +54,14 @@ def _reviews(path: Path) -> None:
     path.write_text("\n".join(["text,label", *told]) + "\n")
 
 
-def _pairs(path: Path) -> None:
-    beasts = ("dog", "cat", "cow")
-    pairs = [(beasts[n % 3], beasts[n // 3 % 3]) for n in range(ROWS)]
-    rows = [{"premise": f"I saw a {a}.", "hypothesis": f"A {b}?", "label": int(a == b)} for a, b in pairs]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 STAND_INS: dict[str, Callable[[Path], None]] = {
     "chat.jsonl": _chat,
     "new.jsonl": _chat,
     "questions.jsonl": _questions,
     "rows.jsonl": _turns,
     "sums.jsonl": _sums,
-    "tasks.jsonl": _tasks,
     "reviews.csv": _reviews,
-    "pairs.jsonl": _pairs,
     "data": _tables,
-    "books": _books,
 }
 
 
