@@ -32,44 +32,44 @@ def score(config: EvaluateConfig, names: Sequence[str], console: Console) -> Non
     target = _writable(config.output_dir) / "evaluate.json"
     console.say(f"run     {config.folder}, {' and '.join(names)}")
     from app.evaluation.compare import SideBySide
-    from app.evaluation.run import lay_scoring
+    from app.evaluation.run import prepare_evaluation
     from app.training.scores import Scores
 
     hashes = _manifest(config.folder).get("hashes", {})
-    scoring = lay_scoring(config, config.folder, hashes, tuned=names[0] == "tuned", say=console.say)
-    console.say(align(scoring.table(), width=8))
+    evaluation = prepare_evaluation(config, config.folder, hashes, tuned=names[0] == "tuned", say=console.say)
+    console.say(align(evaluation.table(), width=8))
     sums = {}
     for name in names:
-        sums[name] = scoring.sums(tuned=name == "tuned", say=console.say)
-        if len(names) > 1:  # the first may be long before the second
+        sums[name] = evaluation.sums(tuned=name == "tuned", say=console.say)
+        if len(names) > 1:  # the second may take long
             console.say(f"{name:<8}{Scores.of(sums[name].sum(axis=0)).words()}")
-    if scoring.runtime.rank == 0:
-        found = SideBySide.of(sums, scoring.rows.split_hashes)
+    if evaluation.runtime.rank == 0:
+        found = SideBySide.of(sums, evaluation.rows.split_hashes)
         console.say(found.table())
-        facts = {"answers": found.answers, **scoring.facts(), "weights": config.weights}
+        facts = {"answers": found.answers, **evaluation.facts(), "weights": config.weights}
         write_json(target, {**found.as_dict(), **facts})
         console.say(f"written {target}")
-    scoring.runtime.leave()
+    evaluation.runtime.leave()
 
 
 def ask(config: EvaluateConfig, names: Sequence[str], console: Console) -> None:
     """From a checked config to harness.json."""
     require_harness(config.harness)
     target = _writable(config.output_dir) / "harness.json"
+    from app.evaluation.run import open_finished_run
     from app.model.tokenizer import load_tokenizer
-    from app.training.subject import lay_subject
 
     console.say(f"run     {config.folder}, {' and '.join(names)}\nharness {', '.join(config.harness)}")
     harness = lay_harness(config.harness, config.harness_limit, chat=config.harness_chat)
     tokenizer = load_tokenizer(config.model, needs_template=config.harness_chat)
     hashes = _manifest(config.folder).get("hashes", {})
-    subject = lay_subject(config, config.folder, hashes, tuned=names[0] == "tuned")
+    finished = open_finished_run(config, config.folder, hashes, tuned=names[0] == "tuned")
     sides = {
-        name: harness.figures(subject.trainee(tuned=name == "tuned"), tokenizer, config.eval.rows)
+        name: harness.figures(finished.trainee(tuned=name == "tuned"), tokenizer, config.eval.rows)
         for name in names
     }
     console.say(table(sides))
-    facts = {**harness.facts(), "run": str(config.folder), "precision": subject.choices.precision}
+    facts = {**harness.facts(), "run": str(config.folder), "precision": finished.choices.precision}
     write_json(target, {**sides, **facts})
     console.say(f"written {target}")
 
@@ -85,7 +85,7 @@ def _check_parts(config: EvaluateConfig) -> None:
 
 
 def _writable(output_dir: str) -> Path:
-    """Known before the scoring, not after it."""
+    """Make the output folder, and find out before scoring that it can be written to."""
     folder = Path(output_dir).expanduser()
     with report_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -27,28 +27,29 @@ if TYPE_CHECKING:
 
 
 def export(config: ExportConfig, console: Console) -> int:
-    """From a checked config to a folder with its certificate; returns the exit code."""
+    """From a checked config to a verified folder; returns the exit code."""
     require_target(config.to, config.target)
     _check_parts(config)
-    from app.evaluation.run import lay_scoring
-    from app.exports.export import lay_export, make_export
+    from app.evaluation.run import prepare_evaluation
+    from app.exports.export import make_export, prepare_export
 
     manifest = _manifest(config.folder)
-    scoring = lay_scoring(config, config.folder, manifest.get("hashes", {}), tuned=True, say=console.say)
-    laid = lay_export(config, scoring)
+    hashes = manifest.get("hashes", {})
+    evaluation = prepare_evaluation(config, config.folder, hashes, tuned=True, say=console.say)
+    planned = prepare_export(config, evaluation)
     console.say(
         align(
             [
                 ("run", str(config.folder)),
-                ("to", f"{config.to}, {format_bytes(laid.bytes)}"),
-                ("kind", f"{config.kind}, {config.dtype}" if laid.merge else config.kind),
+                ("to", f"{config.to}, {format_bytes(planned.bytes)}"),
+                ("kind", f"{config.kind}, {config.dtype}" if planned.merge else config.kind),
             ],
             width=8,
         )
     )
-    certificate = make_export(laid, _card(laid, manifest), _facts(laid), console.say)
-    console.say(align([("proof", certificate.lines())], width=8))
-    if certificate.passed:
+    verification = make_export(planned, _card(planned, manifest), _facts(planned), console.say)
+    console.say(align([("proof", verification.lines())], width=8))
+    if verification.passed:
         console.say(f"done    {config.to}")
         return 0
     console.say(f"failed  the weights were removed; {config.target / REPORT} has the numbers")
@@ -65,22 +66,24 @@ def _check_parts(config: ExportConfig) -> None:
         raise ConfigError(problems)
 
 
-def _card(laid: "Export", manifest: dict[str, Any]) -> str:
+def _card(planned: "Export", manifest: dict[str, Any]) -> str:
     from app.exports.export import loading_of
     from app.tracking.model_card import model_card
 
-    folder = laid.config.folder
-    return model_card(asdict(read_run(folder / "run.yaml")), manifest, read_result(folder), loading_of(laid))
+    folder = planned.config.folder
+    return model_card(
+        asdict(read_run(folder / "run.yaml")), manifest, read_result(folder), loading_of(planned)
+    )
 
 
-def _facts(laid: "Export") -> dict[str, Any]:
-    """What export.json says besides the certificate."""
-    config = laid.config
+def _facts(planned: "Export") -> dict[str, Any]:
+    """The facts of export.json besides the verification."""
+    config = planned.config
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "run": str(config.folder.resolve()),
         "base": None if config.model.weights == "random" else config.model.path,
-        "base_hash": laid.scoring.hashes.get("base"),
+        "base_hash": planned.evaluation.hashes.get("base"),
         "versions": program_here(),
     }
 
@@ -95,7 +98,7 @@ def _command(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Exit codes as of app.train; 3 if the certificate failed."""
+    """Exit codes as of app.train; 3 if the verification failed."""
     run_command(_command)
 
 

@@ -65,9 +65,9 @@ def _require_new(folder: Path) -> None:
 
 def _differences(folder: RunFolder, run: RunConfig) -> tuple[list[Difference], list[Difference]]:
     """What may move the numbers, and what makes it another run."""
-    from app.training.origin import origin_now
+    from app.training.summary import provenance
 
-    then, now = read_manifest(folder.manifest), {**program_here(), **origin_now(run)}
+    then, now = read_manifest(folder.manifest), {**program_here(), **provenance(run)}
     return of_programs(then, now), of_content(then, now)
 
 

@@ -22,7 +22,7 @@ IMPORTS = (
     "bitsandbytes.optim",
     "transformers.models.llama.modeling_llama",
     "transformers.generation",
-    "app.training.setup",
+    "app.training.resolve",
     "app.training.finish",
     "app.training.samples",
     "app.evaluation.run",

@@ -1,9 +1,8 @@
-"""An evaluation of a finished run: what is known before weights are loaded, then the weights one after the other."""
+"""An evaluation of a finished run: what is known before weights are loaded, then one model after the other."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,51 +12,100 @@ from app.config.schema import RunConfig
 from app.data.collate import Layout
 from app.data.data_report import split_lines
 from app.data.loader import crowded_batch, eval_batches
-from app.data.objectives import build_objective
 from app.data.prepare import rows_to_score
 from app.data.token_dataset import TokenRows
-from app.distributed.process_group import start
-from app.model.build import plan_model
-from app.model.load import weights_of
+from app.distributed.process_group import Runtime, start
+from app.errors import CheckpointError
+from app.model.build import ModelSections
+from app.model.fingerprint import base_fingerprint
+from app.model.load import load_training_model, reads_base, weights_of
 from app.model.tokenizer import load_tokenizer
+from app.model.training_model import TrainingModel
 from app.tracking.formatting import format_duration
-from app.training.choices import choose
-from app.training.eta import Course, Pace
-from app.training.limits import within_positions
+from app.training.choices import Choices
+from app.training.eta import Eta, Workload
 from app.training.proofs import prove_on
-from app.training.resolve import with_format
+from app.training.resolve import (
+    build_meta_model,
+    layout_of,
+    limit_to_positions,
+    objective_of,
+    require_known_ids,
+    resolve_choices,
+    resolve_format,
+)
 from app.training.scores import Sums, score_rows
-from app.training.setup import attention_needs, is_bidirectional, layout_of, require_known_ids
-from app.training.subject import Subject, sections_of
 
-Say = Callable[[str], None]
-_SECONDS_BETWEEN_WORDS = 10.0
+SECONDS_BETWEEN_MESSAGES = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Scoring(Subject):
-    """The rows to score, and how."""
+class FinishedRun:
+    """A finished run resolved for this machine. `hashes` are those of its manifest."""
+
+    folder: Path
+    run: RunConfig
+    hashes: Mapping[str, Any]
+    meta_model: Any  # the base network on the meta device, without an adapter
+    choices: Choices
+    runtime: Runtime
+
+    def trainee(self, *, tuned: bool) -> TrainingModel:
+        """Load the tuned model, or its base, in the dtypes and packing of training."""
+        sections = self.sections(tuned=tuned)
+        self.require_same_base(tuned=tuned)
+        return load_training_model(self.folder, sections, self.runtime.device, self.run.seed, tuned=tuned)
+
+    def sections(self, *, tuned: bool) -> ModelSections:
+        """The settings that decide how it is built; `model.path` is the local folder of the weights."""
+        run = self.run
+        return ModelSections(
+            model=weights_of(self.folder, run.model, tuned=tuned),
+            task=run.task,
+            adapter=run.adapter,
+            quantization=run.quantization,
+            attention=self.choices.attention,
+            precision=self.choices.precision,
+            recompute=False,
+            trained=run.precision.trained,
+        )
+
+    def require_same_base(self, *, tuned: bool) -> None:
+        """Refuse another base than the adapter was trained on: it would have a loss too, only a wrong one."""
+        expected = self.hashes.get("base")
+        if expected is None or not reads_base(self.folder, tuned=tuned):
+            return
+        if base_fingerprint(self.sections(tuned=tuned).model) != expected:
+            raise CheckpointError(
+                f"model.path={self.run.model.path}: the weights there are not the base of run={self.folder}: their "
+                "hash is not the one in its manifest.json. Give model.path=DIR of the base that was tuned."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation(FinishedRun):
+    """The rows to score, and how they are batched."""
 
     rows: TokenRows
-    told: list[str]  # of the rows, for people
+    row_lines: list[str]  # about the rows, for people
     layout: Layout
 
     @property
     def rows_are(self) -> str:
-        """`held_out` by the run, `trained_on` by it, or `other`; by their tokens, whatever the file is called."""
+        """`held_out`, `trained_on` or `other`: rows are recognised by their tokens, not by their file."""
         known = {self.hashes.get("train"): "trained_on", self.hashes.get("eval"): "held_out"}
         return known.get(self.rows.fingerprint, "other")
 
     def table(self) -> list[tuple[str, str]]:
         """What is going to be scored, for people."""
-        batching, held_rows = self.run.batching, self.run.eval.rows
+        batching, rows = self.run.batching, self.run.eval.rows
         units = (
             f"packed in bins of {batching.bin_tokens} tokens"
             if batching.packing
-            else f"{held_rows} rows at a time"
+            else f"{rows} rows at a time"
         )
         machine = f"{self.choices.precision}, {self.choices.attention} attention, {self.runtime.device.type}"
-        return [("data", "\n".join([*self.told, self._origin()])), ("with", f"{units}, {machine}")]
+        return [("data", "\n".join([*self.row_lines, self._origin()])), ("with", f"{units}, {machine}")]
 
     def _origin(self) -> str:
         if self.rows_are == "held_out":
@@ -68,17 +116,16 @@ class Scoring(Subject):
             return "these are not the same rows as the run held out"
         return f"these are all rows of {paths_of(self.run.dataset)}: nothing is held out of them"
 
-    def sums(self, *, tuned: bool, say: Say) -> Sums:
-        """Of each row, by the tuned model or by its base; one of them in memory at a time."""
+    def sums(self, *, tuned: bool, say: Callable[[str], None]) -> Sums:
+        """Score each row by the tuned model or by its base; only one of them is in memory at a time."""
         trainee = self.trainee(tuned=tuned)
-        device = self.runtime.device
-        prove_on(trainee, crowded_batch(self.rows, self.layout).to(device))
+        prove_on(trainee, crowded_batch(self.rows, self.layout).to(self.runtime.device))
         answers = trains_answers(self.run.dataset)
         rows, classes = len(self.rows), len(self.run.task.labels)
         return score_rows(trainee, self._batches(say), self.runtime, rows, answers=answers, classes=classes)
 
     def facts(self) -> dict[str, Any]:
-        """What was scored, and how."""
+        """What was scored, and how, for evaluate.json."""
         dataset = self.run.dataset
         return {
             "rows": len(self.rows),
@@ -93,38 +140,48 @@ class Scoring(Subject):
             "packing": self.run.batching.packing,
         }
 
-    def _batches(self, say: Say) -> Iterator[Batch]:
-        """This process's share of the rows; now and then it says how far it is."""
+    def _batches(self, say: Callable[[str], None]) -> Iterator[Batch]:
+        """This process's share of the rows, with a progress message every few seconds."""
         total = int(self.rows.lengths.sum(dtype="int64"))
-        pace, told = Pace(Course(end=total)), time.monotonic()
-        done, left = 0, pace.seconds_left(0)
+        eta, last_message = Eta(Workload(end=total)), time.monotonic()
+        done, left = 0, eta.seconds_left(0)
         for batch in eval_batches(self.rows, self.layout, self.runtime.processes, self.runtime.rank):
             yield batch
             done += batch.num_tokens * self.runtime.processes
-            left = pace.seconds_left(done)
-            if left is not None and time.monotonic() - told > _SECONDS_BETWEEN_WORDS:
-                told = time.monotonic()
+            left = eta.seconds_left(done)
+            if left is not None and time.monotonic() - last_message > SECONDS_BETWEEN_MESSAGES:
+                last_message = time.monotonic()
                 say(f"scored {done:,} of {total:,} tokens | {format_duration(left)} left")
 
 
-def lay_scoring(run: RunConfig, folder: Path, hashes: Mapping[str, Any], *, tuned: bool, say: Say) -> Scoring:
-    """Tokenizer, rows, machine: each line needs only those above it. `tuned`: of the weights that come first."""
-    read = within_positions(replace(run, model=weights_of(folder, run.model, tuned=tuned)), say)
-    read, why = with_format(read)
+def open_finished_run(run: RunConfig, folder: Path, hashes: Mapping[str, Any], *, tuned: bool) -> FinishedRun:
+    """Resolve precision and attention and start the processes. `tuned`: whether the tuned weights are read first."""
+    read = replace(run, model=weights_of(folder, run.model, tuned=tuned))
+    meta_model = build_meta_model(read)
+    choices = resolve_choices(read, meta_model, {})
+    runtime = start(run.launch, choices.precision, run.seed)
+    return FinishedRun(folder, run, hashes, meta_model, choices, runtime)
+
+
+def prepare_evaluation(
+    run: RunConfig, folder: Path, hashes: Mapping[str, Any], *, tuned: bool, say: Callable[[str], None]
+) -> Evaluation:
+    """Each line needs only those above it. `tuned`: whether the tuned weights are read first."""
+    read = limit_to_positions(replace(run, model=weights_of(folder, run.model, tuned=tuned)), say)
+    read, format_notes = resolve_format(read)
     tokenizer = load_tokenizer(run.model, needs_template=has_chats(read.dataset))
     rows, counts, notes = rows_to_score(read.dataset, tokenizer, run.cache_dir, run.task.labels)
-    choices = choose(run.precision, run.attention, partial(attention_needs, read), {})
-    runtime = start(run.launch, choices.precision, run.seed)
-    sections = sections_of(run, folder, choices, tuned=tuned)
-    require_known_ids(run.model, [rows], plan_model(sections).vocabulary)
-    labels = build_objective(run.task, tokenizer, run.seed, bidirectional=is_bidirectional(read))
-    return Scoring(
+    finished = open_finished_run(replace(run, dataset=read.dataset), folder, hashes, tuned=tuned)
+    require_known_ids(run.model, [rows], finished.meta_model.get_input_embeddings().num_embeddings)
+    objective = objective_of(read, tokenizer, finished.meta_model)
+    return Evaluation(
         folder=folder,
-        run=replace(run, dataset=read.dataset),
+        run=finished.run,
         hashes=hashes,
+        meta_model=finished.meta_model,
+        choices=finished.choices,
+        runtime=finished.runtime,
         rows=rows,
-        told=[*split_lines("scored", counts), *why, *notes],
-        layout=layout_of(read, run.eval.rows, tokenizer, labels),
-        choices=choices,
-        runtime=runtime,
+        row_lines=[*split_lines("scored", counts), *format_notes, *notes],
+        layout=layout_of(read, run.eval.rows, tokenizer, objective),
     )

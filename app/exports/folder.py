@@ -1,4 +1,4 @@
-"""The folder of an export: who may have it, written aside, hashed, whole or absent. No torch here."""
+"""The folder of an export: checked before, written whole or not at all, hashed. Imports no torch."""
 
 import errno
 import hashlib
@@ -17,26 +17,26 @@ REPORT = "export.json"
 
 
 def require_target(given: str, target: Path) -> None:
-    """New, empty, or the report of an export that failed."""
+    """Refuse a target that is not new or empty, unless it only has the report of a failed export."""
     if target.is_file():
         raise ConfigError(f"to={given}: this is a file. Give a new or empty folder.")
     names = sorted(file.name for file in target.iterdir()) if target.is_dir() else []
-    if names and not _has_only_failed(target, names):
+    if names and not _has_only_failed_report(target, names):
         shown = ", ".join(names[:4])
         raise ConfigError(
             f"to={given}: the folder is not empty (it has {shown}). Give a new or empty folder."
         )
-    place = existing(target)
+    place = existing_parent(target)
     if not os.access(place, os.W_OK):
         raise EnvironmentProblem(f"to={given}: {place} cannot be written to. Give another folder.")
 
 
 @contextmanager
-def written_aside(target: Path) -> Iterator[Path]:
-    """A folder that becomes `target` when all of it is on the disk, and vanishes on any fault."""
+def atomic_export(target: Path) -> Iterator[Path]:
+    """A temporary folder that is renamed to `target` when all of it is on the disk, and deleted on any error."""
     try:
-        with atomic_folder(target, _flush_all) as aside:
-            yield aside
+        with atomic_folder(target, _fsync_all) as folder:
+            yield folder
     except BaseException as fault:
         if is_disk_full(fault):
             raise EnvironmentProblem(
@@ -48,7 +48,7 @@ def written_aside(target: Path) -> Iterator[Path]:
 
 
 def hashes_of(folder: Path) -> dict[str, dict[str, Any]]:
-    """Of every file in a folder, with its size."""
+    """Hash and size of every file in a folder."""
     found = {}
     for file in sorted(file for file in folder.rglob("*") if file.is_file()):
         with file.open("rb") as stream:
@@ -58,7 +58,7 @@ def hashes_of(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def empty(folder: Path) -> None:
-    """Nothing stays in it."""
+    """Delete all that is in it."""
     for entry in folder.iterdir():
         if entry.is_dir():
             shutil.rmtree(entry)
@@ -66,22 +66,22 @@ def empty(folder: Path) -> None:
             entry.unlink()
 
 
-def write_plain_json(path: Path, value: Any) -> None:
-    """For a folder that is flushed as a whole."""
+def write_json_unflushed(path: Path, value: Any) -> None:
+    """Write JSON into a folder that is fsynced as a whole later."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def existing(target: Path) -> Path:
-    """The folder in which the first new one will be made."""
+def existing_parent(target: Path) -> Path:
+    """The nearest folder above `target` that exists."""
     return next(folder for folder in (target, *target.parents) if folder.exists())
 
 
-def _flush_all(folder: Path) -> None:
+def _fsync_all(folder: Path) -> None:
     for file in (*folder.rglob("*"), folder):
         fsync(file)
 
 
-def _has_only_failed(target: Path, names: list[str]) -> bool:
+def _has_only_failed_report(target: Path, names: list[str]) -> bool:
     try:
         return names == [REPORT] and json.loads((target / REPORT).read_text())["passed"] is False
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,6 +1,6 @@
-"""An export as anybody else would load it: run as a process of its own, with nothing of this program in it.
+"""Loads an export as its users would: run as a process of its own that imports nothing of this program.
 
-python reload.py PLAN.json      the logits that the plan asks for, as safetensors where the plan wants them
+python reload.py PLAN.json      writes the logits of the rows in the plan as safetensors
 """
 
 import json
@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 
 def load(plan: dict[str, Any]) -> Any:
-    """By transformers and PEFT, then in fp32: what is compared are weights, not the rounding of arithmetic."""
+    """Load by transformers and PEFT, then compute in fp32: weights are compared, not the rounding of arithmetic."""
     import transformers
 
     options: dict[str, Any] = {
@@ -38,7 +38,7 @@ def load(plan: dict[str, Any]) -> Any:
 
 
 def in_fp32(network: torch.nn.Module) -> None:
-    """The arithmetic, in place; packed weights stay packed."""
+    """Switch arithmetic to fp32 in place; packed weights stay packed."""
     torch.nn.Module.float(network)  # transformers' own refuses a packed model
     for layer in network.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
@@ -49,9 +49,9 @@ def in_fp32(network: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def logits(lm: Any, rows: dict[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
-    """Of each row `ids.N` at the positions `at.N`; without positions there is one answer for a row.
+    """Logits of each row `ids.N` at the positions `at.N`, or one answer for a row without positions.
 
-    `sides.N` tells the model of the two sides of a pair.
+    `sides.N` are the segment ids of a pair of texts.
     """
     found = {}
     for name in sorted(key for key in rows if key.startswith("ids.")):
@@ -66,7 +66,7 @@ def logits(lm: Any, rows: dict[str, torch.Tensor], device: str) -> dict[str, tor
 
 
 def main() -> None:
-    """The only argument is the plan."""
+    """Read the plan that the only argument names, and write the logits."""
     warnings.simplefilter("ignore", FutureWarning)
     plan = json.loads(Path(sys.argv[1]).read_text())
     if plan["threads"]:

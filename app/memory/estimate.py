@@ -19,10 +19,9 @@ from app.memory.shape import Shape
 from app.memory.trace import Numbers, Traced, trace
 from app.model.attention import register, register_kernel
 from app.training.auto_batch import recomputed_layers
-from app.training.choices import Choices
+from app.training.choices import Choices, choose_precision
 from app.training.memory import Predicted
-from app.training.precision import choose_precision
-from app.training.setup import sections_of
+from app.training.resolve import sections_of
 
 _FEW = 2  # layers of a sort: the first and the last are special, and those between are alike
 

@@ -22,7 +22,7 @@ from app.training.auto_batch import (
     with_bins,
 )
 from app.training.choices import Choices
-from app.training.limits import within_positions
+from app.training.resolve import limit_to_positions
 
 # A micro-batch costs as much again as the arithmetic of so many tokens: kernels are started, weights are read, and the
 # last tiles of a product are not full. Assumed; that larger bins are faster at all is what matters.
@@ -66,7 +66,7 @@ class Planner:
     def at(self, run: RunConfig, *, exact: bool = False) -> Planned:
         """The largest micro-batch that the settings allow, with what `auto` comes to; `exact` traces every layer."""
         require_planned(run.parallel, self.processes)
-        run = within_positions(run, lambda _: None)
+        run = limit_to_positions(run, lambda _: None)
         if has_auto_bins(run):
             found = self._largest_bins(run)
             if exact:

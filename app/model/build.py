@@ -1,6 +1,7 @@
 """The assembly of a trainable model, top to bottom."""
 
 import logging
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -132,14 +133,15 @@ def _not_about_masks(record: logging.LogRecord) -> bool:
     return "attention_mask" not in record.getMessage()
 
 
-def plan_model(sections: ModelSections) -> ModelPlan:
-    """Counts from a model without memory; also finds adapter targets that match nothing."""
-    lm = build_on_meta(sections.model, task_of(sections.task), "eager")
+def plan_model(sections: ModelSections, meta_model: Any = None) -> ModelPlan:
+    """Counts from a model without memory, a given one stays as it is; finds adapter targets that match nothing."""
+    task = task_of(sections.task)
+    lm = build_on_meta(sections.model, task, "eager") if meta_model is None else deepcopy(meta_model)
     require_layers(lm, sections.recompute)
     if sections.quantizer is not None:
         require_quantizable(sections.model, lm, sections.quantizer)
     with torch.device("meta"):  # adapters of a large model would take a gigabyte, and seconds to draw
-        network: Any = attach(sections.adapter, task_of(sections.task), lm, sections.model.path)
+        network: Any = attach(sections.adapter, task, lm, sections.model.path)
     sizes = [(p.numel(), p.requires_grad) for p in network.parameters()]
     return ModelPlan(
         total=sum(n for n, _ in sizes),

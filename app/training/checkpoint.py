@@ -1,10 +1,11 @@
-"""Saving a run so that it continues bit for bit, and finding the save that can be trusted."""
+"""Checkpoints: saving a run so that it continues bit for bit, and finding the newest one that is intact."""
 
 import json
 import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from app.files import (
     verify_checksums,
 )
 from app.optim.optimizer_state import flatten, load_state
-from app.training.progress import Progress
 from app.training.train_step import Stepper
 from app.training.trained_state import (
     OPTIMIZER,
@@ -40,16 +40,44 @@ _RANDOM, _STATE, DEPTH = "random.safetensors", "state.json", "depth.json"
 _NAME = re.compile(r"step-(\d{6,})$")
 
 
+@dataclass(slots=True)
+class Progress:
+    """Counts since the first step of the run, over all of its starts."""
+
+    step: int = 0  # optimizer steps done; also the cursor of the loader
+    tokens: int = 0
+    trained_tokens: int = 0
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    best_loss: float | None = None
+    best_step: int = 0
+    evals_without_gain: int = 0
+    first_loss: float | None = None
+    last_loss: float | None = None
+    last_eval_loss: float | None = None
+    depth: int = 0  # how often micro-batches are halved since they did not fit into memory
+
+    def note_eval(self, loss: float, min_delta: float) -> bool:
+        """Take in an evaluation; true when it is the best so far."""
+        self.last_eval_loss = loss
+        improved = self.best_loss is None or loss < self.best_loss - min_delta
+        if improved:
+            self.best_loss, self.best_step, self.evals_without_gain = loss, self.step, 0
+        else:
+            self.evals_without_gain += 1
+        return improved
+
+
 def find_checkpoint(folder: Path, resume: str | None, *, tidy: bool = True) -> tuple[Path | None, list[str]]:
-    """The save to continue from, with a remark about each one that was passed over; `tidy`: clear up first."""
+    """Find the checkpoint to continue from, with a remark for each damaged one; `tidy` removes unfinished ones."""
     if resume is None:
         return None, []
     if tidy:
         remove_temp_dirs(folder)
     if resume != "auto":
-        return _trusted(Path(resume)), []
+        return _intact(Path(resume)), []
     remarks: list[str] = []
-    for save in sorted(_saves(folder), key=_step_of, reverse=True):
+    for save in sorted(_checkpoints_in(folder), key=_step_of, reverse=True):
         fault = verify_checksums(save)
         if fault is None:
             return save, remarks
@@ -63,7 +91,7 @@ def find_checkpoint(folder: Path, resume: str | None, *, tidy: bool = True) -> t
 
 
 def choices_of(save: Path | None) -> dict[str, str]:
-    """What was chosen for the machine when the run began; a continued run keeps it."""
+    """Read what `auto` came to when the run began: a continued run keeps it."""
     if save is None:
         return {}
     choices: dict[str, str] = json.loads((save / _STATE).read_text())["choices"]
@@ -71,7 +99,7 @@ def choices_of(save: Path | None) -> dict[str, str]:
 
 
 class Checkpoints:
-    """The saves of one run. `identity` must be equal for a save to be continued; `choices` were made at the start."""
+    """The checkpoints of one run. One is continued only where its `identity` equals that of the run."""
 
     def __init__(
         self, folder: Path, config: CheckpointConfig, identity: Mapping[str, Any], choices: Mapping[str, str]
@@ -82,8 +110,8 @@ class Checkpoints:
         self._choices = dict(choices)
 
     def save(self, progress: Progress, stepper: Stepper, peers: HostGroup) -> None:
-        """Write one, whole or not at all, and drop those that are no longer kept. The first process does, for all;
-        where the model is divided each writes its parts.
+        """Write one, whole or not at all, and delete old ones. The first process writes; of a sharded model each
+        process writes its shards.
         """
         random = peers.collected(_random_state())
         plains = peers.collected(plain_states(stepper))
@@ -91,14 +119,14 @@ class Checkpoints:
         sharding = stepper.trainee.sharding
         if peers.rank > 0:
             if sharding is not None:
-                peers.wait_for_all()  # the folder is there
+                peers.wait_for_all()  # until the folder exists
                 with report_full_disk(target):
                     sharded.save(named_tensors(stepper), temp_dir_of(target) / SHARDS, peers.group)
             return
         state = {
             "identity": self._identity,
             "choices": self._choices,
-            "progress": progress.as_dict(),
+            "progress": asdict(progress),
             "scaler": None if stepper.scale is None else stepper.scale.state_dict(),
         }
         with checksummed_folder(target) as aside:
@@ -113,10 +141,10 @@ class Checkpoints:
                 state |= {"optimizer": plain}
             save_file(_by_rank(random), aside / _RANDOM)
             (aside / _STATE).write_text(json.dumps(state))
-        self._drop_old(progress)
+        self._delete_old(progress)
 
     def load(self, folder: Path, stepper: Stepper, peers: HostGroup) -> Progress:
-        """Put everything back as it was after the step of `folder`, saved by any number of processes."""
+        """Restore the state after the step of `folder`, saved by any number of processes."""
         state = json.loads((folder / _STATE).read_text())
         self._require_same_run(folder, state["identity"])
         if state.get("optimizers"):
@@ -135,19 +163,18 @@ class Checkpoints:
         return Progress(**state["progress"])
 
     def note_depth(self, depth: int) -> None:
-        """For the next start, from whichever save: what this one cannot do again, and so finds out too late."""
+        """Tell the next start to split deeper: this one cannot repeat its micro-batch."""
         self.folder.mkdir(exist_ok=True)
-        aside = temp_dir_of(self.folder / f"{os.getpid()}-{DEPTH}")  # several may find it out at once
+        aside = temp_dir_of(self.folder / f"{os.getpid()}-{DEPTH}")  # several processes may write at once
         aside.write_text(json.dumps(depth))
         aside.rename(self.folder / DEPTH)
 
     def noted_depth(self) -> int:
-        """0 where nothing was noted."""
         file = self.folder / DEPTH
         return int(json.loads(file.read_text())) if file.is_file() else 0
 
     def best(self, progress: Progress) -> Path | None:
-        """The save of the best evaluation, if it is still there and whole."""
+        """The checkpoint of the best evaluation, if it still exists and is intact."""
         folder = self.folder / f"step-{progress.best_step:06d}"
         return folder if folder.is_dir() and verify_checksums(folder) is None else None
 
@@ -163,20 +190,20 @@ class Checkpoints:
                 "Give the settings it was made with, or another output_dir without resume."
             )
 
-    def _drop_old(self, progress: Progress) -> None:
-        saves = sorted(_saves(self.folder), key=_step_of)
-        for folder in saves[: -self._config.keep]:
+    def _delete_old(self, progress: Progress) -> None:
+        found = sorted(_checkpoints_in(self.folder), key=_step_of)
+        for folder in found[: -self._config.keep]:
             if _step_of(folder) != progress.best_step:
                 shutil.rmtree(folder)
 
 
-def _trusted(folder: Path) -> Path:
-    """`resume=PATH` may name a checkpoint or a run folder."""
+def _intact(folder: Path) -> Path:
+    """Check `resume=PATH`, which names a checkpoint or a run folder."""
     if not _NAME.search(folder.name):
-        saves = sorted(_saves(folder / "checkpoints"), key=_step_of)
-        if not saves:
+        found = sorted(_checkpoints_in(folder / "checkpoints"), key=_step_of)
+        if not found:
             raise CheckpointError(f"resume={folder}: no checkpoint there. Give RUN/checkpoints/step-000100.")
-        folder = saves[-1]
+        folder = found[-1]
     fault = verify_checksums(folder)
     if fault is not None:
         raise CheckpointError(
@@ -185,7 +212,7 @@ def _trusted(folder: Path) -> Path:
     return folder
 
 
-def _saves(folder: Path) -> list[Path]:
+def _checkpoints_in(folder: Path) -> list[Path]:
     return [f for f in folder.iterdir() if f.is_dir() and _NAME.match(f.name)] if folder.is_dir() else []
 
 
@@ -200,7 +227,6 @@ def _save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
 
 
 def _random_state() -> dict[str, Tensor]:
-    """Of this process and its device."""
     on_device = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
     return {"cpu": torch.get_rng_state(), **on_device}
 
@@ -210,7 +236,7 @@ def _by_rank(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _set_random_state(states: Mapping[str, Tensor], rank: int) -> None:
-    """A process that the saved run did not have keeps its seed."""
+    """A rank that the saved run did not have keeps its seed."""
     if f"{rank}.cpu" in states:
         torch.set_rng_state(states[f"{rank}.cpu"])
     if f"{rank}.cuda" in states and torch.cuda.is_available():

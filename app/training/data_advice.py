@@ -9,7 +9,7 @@ from app.config.schema import RunConfig
 from app.data import length_statistics
 from app.data.overflow import policy_for
 from app.data.prepare import Data
-from app.training.steps import StepPlan
+from app.training.resolve import StepPlan
 
 _KEEP = 0.99  # of the samples whole
 _BAD = 0.01  # of the rows

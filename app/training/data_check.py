@@ -1,4 +1,4 @@
-"""What a run would learn from, looked through before it is started: no weights, and no row stops it."""
+"""`app.check data`: what a run would learn from, all rows, before it is started. No weights, and no row stops it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,7 +9,6 @@ from app.config.schema import DatasetConfig, RunConfig
 from app.data import length_statistics
 from app.data.data_report import Counts, stop_reasons, without_stops
 from app.data.loader import Loader, StepSplit
-from app.data.objectives import build_objective
 from app.data.prepare import Data, prepare
 from app.data.token_dataset import TokenRows
 from app.data.types import Source
@@ -17,27 +16,32 @@ from app.errors import ConfigError
 from app.model.source import config_numbers, positions_of
 from app.model.tasks import task_of
 from app.model.tokenizer import load_tokenizer
-from app.model.weights import build_on_meta
 from app.training.auto_batch import has_auto_bins, suggested_bin, with_bins
-from app.training.classes import with_classes
 from app.training.data_advice import advice
-from app.training.limits import within_positions
-from app.training.preview import preview
-from app.training.resolve import with_format
-from app.training.setup import is_bidirectional, layout_of, require_known_ids
-from app.training.steps import StepPlan, plan_steps
+from app.training.resolve import (
+    StepPlan,
+    build_meta_model,
+    layout_of,
+    limit_to_positions,
+    objective_of,
+    plan_steps,
+    require_known_ids,
+    resolve_classes,
+    resolve_format,
+)
+from app.training.samples import preview
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataCheck:
-    """What was found. `stops` is what a run with these settings would end with."""
+    """Facts about the data. `stops` are the errors that a run with these settings would end with."""
 
     run: RunConfig
     data: Data
     packing: length_statistics.Packing
     padded_fill: float | None
     loader: Loader
-    plan: StepPlan | None  # of no rows there are no steps
+    plan: StepPlan | None  # None where no row is left
     processes: int
     positions: int | None  # that the model has
     preview: dict[str, Any]
@@ -69,7 +73,7 @@ class DataCheck:
 
     @property
     def duplicates(self) -> int:
-        """Of all rows of the training sources, those held out of them too: equal rows are on the same side."""
+        """Repeated rows of the training sources, held-out ones included: equal rows are on the same side."""
         return self.data.report.train.duplicates
 
     def _held(self, counts: Counts, rows: TokenRows) -> dict[str, Any]:
@@ -81,7 +85,7 @@ class DataCheck:
         }
 
     def _sources(self) -> list[dict[str, Any]]:
-        """Of a mix, what was read of each, and what an epoch has of it: a row for each."""
+        """One entry for each source of a mix: what was read of it, and what an epoch has of it."""
         report, sections = self.data.report, sources_of(self.run.dataset)
         return [
             {
@@ -131,8 +135,8 @@ class DataCheck:
 
 
 def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> DataCheck:
-    """Everything that a run with these settings, divided among `processes`, would know of its data."""
-    run, notes = with_format(within_positions(run, say))
+    """Resolve and prepare the data as a run in `processes` would, and collect what stops it instead of raising."""
+    run, notes = resolve_format(limit_to_positions(run, say))
     if has_auto_bins(run):
         run = with_bins(run, suggested_bin(run))
         notes = [
@@ -147,15 +151,18 @@ def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> Da
     tokenizer = load_tokenizer(run.model, needs_template=has_chats(run.dataset))
     data = prepare(without_stops(run.dataset), tokenizer, run.cache_dir, notes, judge, run.task.labels)
     try:
-        run = with_classes(run, data.classes)
+        run = resolve_classes(run, data.classes)
     except ConfigError as problem:
         found += problem.problems
-    labels = build_objective(run.task, tokenizer, run.seed, bidirectional=is_bidirectional(run))
-    found += _unknown_ids(run, data)
+    ids_fit = _fits_config(run, data)
+    # building the model, even without memory, takes longer than the rest of a small check
+    meta_model = None if ids_fit and task_of(run.task).bidirectional is not None else build_meta_model(run)
+    objective = objective_of(run, tokenizer, meta_model)
+    found += [] if ids_fit else _unknown_ids(run, data, meta_model)
     share = StepSplit(run.batching.accumulation, processes)
-    loader = Loader(data.train, layout_of(run, run.batching.rows, tokenizer, labels), share, run.seed)
+    loader = Loader(data.train, layout_of(run, run.batching.rows, tokenizer, objective), share, run.seed)
     lengths = data.train.lengths
-    rows_per_step = run.batching.rows * share.micro_batches * processes  # if they were padded
+    rows_per_step = run.batching.rows * share.micro_batches * processes  # in padded micro-batches
     return DataCheck(
         run=run,
         data=data,
@@ -165,27 +172,28 @@ def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> Da
         plan=plan_steps(run.training, loader.steps_per_epoch) if loader.num_units else None,
         processes=processes,
         positions=positions_of(run.model),
-        preview=preview(data.train, labels, tokenizer, first=True),
+        preview=preview(data.train, objective, tokenizer, first=True),
         stops=found,
     )
 
 
-def _unknown_ids(run: RunConfig, data: Data) -> list[str]:
-    """The model is built, without memory, only where its config.json does not settle the matter."""
-    told = config_numbers(run.model).get("vocab_size")
+def _fits_config(run: RunConfig, data: Data) -> bool:
+    """Whether config.json alone says that the model knows all ids."""
+    vocabulary = config_numbers(run.model).get("vocab_size")
     largest = max(rows.largest_id for rows in (data.train, data.eval) if rows is not None)
-    if isinstance(told, int) and largest < told:
-        return []
-    embeddings = build_on_meta(run.model, task_of(run.task), "eager").get_input_embeddings()
+    return isinstance(vocabulary, int) and largest < vocabulary
+
+
+def _unknown_ids(run: RunConfig, data: Data, meta_model: Any) -> list[str]:
+    vocabulary = meta_model.get_input_embeddings().num_embeddings
     try:
-        require_known_ids(run.model, [data.train, data.eval], embeddings.num_embeddings)
+        require_known_ids(run.model, [data.train, data.eval], vocabulary)
     except ConfigError as problem:
         return list(problem.problems)
     return []
 
 
 def _split(counts: Counts, rows: TokenRows) -> dict[str, Any]:
-    """What both sides have."""
     return {
         "rows": counts.rows_read,
         "bad_rows": counts.bad_rows,
@@ -211,7 +219,7 @@ def _split(counts: Counts, rows: TokenRows) -> dict[str, Any]:
 
 
 def _weights(counts: Counts) -> dict[str, Any]:
-    """What messages of other weights than 1 make of the trained tokens."""
+    """How message weights other than 1 change the share of the trained tokens."""
     return {
         "samples": counts.weighted_samples,
         "trained_tokens_count_as": counts.label_weight,

@@ -8,25 +8,26 @@ from app.model.save import save_model
 from app.model.training_model import TrainingModel
 from app.tracking.formatting import format_bytes
 from app.tracking.recorder import Recorder, before_after
-from app.training.checkpoint import Checkpoints
+from app.training.checkpoint import Checkpoints, Progress
 from app.training.memory import Predicted
-from app.training.progress import Progress
-from app.training.setup import Ground
+from app.training.resolve import ResolvedRun
 from app.training.trained_state import load_weights
-from app.training.trainer import Loop
+from app.training.trainer import Trainer
 
 
-def finish(run: RunConfig, ground: Ground, loop: Loop, record: Recorder, predicted: Predicted | None) -> int:
+def finish(
+    run: RunConfig, resolved: ResolvedRun, loop: Trainer, record: Recorder, predicted: Predicted | None
+) -> int:
     """Write what came out; returns the exit code."""
     parts, progress, known = loop.parts, loop.progress, _known(loop, predicted)
     if run.checkpoint.final == "best":
         _take_best(parts.checkpoints, progress, parts.stepper.trainee, record, parts.runtime.peers)
     trainee = parts.stepper.trainee
-    named = trainee.language_model.state_dict() if ground.sections.trains_base else trainee.trained()
+    named = trainee.language_model.state_dict() if resolved.sections.trains_base else trainee.trained()
     state = trainee.gathered(named, keeps=parts.runtime.rank == 0)
     if parts.runtime.rank == 0:
         with checksummed_folder(record.folder.final) as aside:
-            save_model(trainee, ground.tokenizer, aside, state)
+            save_model(trainee, resolved.tokenizer, aside, state)
         answers = before_after(record.folder.samples)
         if answers:
             record.message(answers)
@@ -36,7 +37,7 @@ def finish(run: RunConfig, ground: Ground, loop: Loop, record: Recorder, predict
     return 0
 
 
-def stop(loop: Loop, record: Recorder, predicted: Predicted | None) -> int:
+def stop(loop: Trainer, record: Recorder, predicted: Predicted | None) -> int:
     """The same for a run that was asked to stop, and has saved."""
     record.message(f"stopped after step {loop.progress.step}, which is saved.")
     record.finish("stopped", **_known(loop, predicted))
@@ -44,7 +45,7 @@ def stop(loop: Loop, record: Recorder, predicted: Predicted | None) -> int:
     return loop.stopped_by
 
 
-def _known(loop: Loop, predicted: Predicted | None) -> dict[str, float | None]:
+def _known(loop: Trainer, predicted: Predicted | None) -> dict[str, float | None]:
     """What the lines of this start tell; a start that had nothing left to do has no speed of its own."""
     progress, peers = loop.progress, loop.parts.runtime.peers
     measured = int(
@@ -74,7 +75,7 @@ def _take_best(
     record.message(f"final/ has the weights of step {progress.best_step}, the best evaluation")
 
 
-def _closing_words(what: str, record: Recorder, known: dict[str, float | None], loop: Loop) -> str:
+def _closing_words(what: str, record: Recorder, known: dict[str, float | None], loop: Trainer) -> str:
     progress, speed = loop.progress, known.get("tokens_per_second")
     evaluated = "" if progress.last_eval_loss is None else f", eval loss {progress.last_eval_loss:.4f}"
     if loop.scores is not None and loop.scores.of_classes:

@@ -18,7 +18,7 @@ from app.optim.gradient_scaling import skips_on_device
 from app.optim.one_by_one import OneByOne
 
 
-def require_alone(optimizer: OptimizerConfig, processes: int) -> None:
+def require_one_process(optimizer: OptimizerConfig, processes: int) -> None:
     """Refuse several processes, which add their gradients up first."""
     if optimizer.in_backward and processes > 1:
         raise ConfigError(

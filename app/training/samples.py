@@ -1,13 +1,16 @@
-"""A few held-out rows, completed by the model as it is now."""
+"""What people see of rows: training rows with their loss mask, and held-out rows answered by the model so far."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from app.config.schema import EvalConfig
+from app.data.length_statistics import histogram
 from app.data.objectives import Classification, LabelledTokens, Objective
 from app.data.token_dataset import TokenRows
 from app.model.generate import end_ids, generate
@@ -15,19 +18,93 @@ from app.model.training_model import TrainingModel
 from app.tracking.formatting import Sample
 from app.tracking.recorder import Recorder
 
+PREVIEW_ROWS = 4
+MAX_STRETCHES = 200  # of a preview row
+MAX_STRETCH_TOKENS = 160  # half from its beginning and half from its end
+
+
+def preview(rows: TokenRows, objective: Objective, tokenizer: Any, *, first: bool = False) -> dict[str, Any]:
+    """Training rows spread over the data, or its `first` ones, with what the model must predict of them."""
+    count = min(PREVIEW_ROWS, len(rows))
+    chosen = range(count) if first else np.linspace(0, len(rows) - 1, count).astype(int).tolist()
+    show = _example if isinstance(objective, Classification) else _row
+    masked = objective.bidirectional and not isinstance(objective, Classification)
+    return {
+        "marked": "hidden in the first epoch, to be predicted" if masked else "to be predicted",
+        "rows": [show(rows, i, _marks(rows, i, objective), tokenizer) for i in chosen],
+        "lengths": histogram(rows.lengths),
+    }
+
+
+def _marks(rows: TokenRows, i: int, objective: Objective) -> NDArray[np.float32]:
+    """The weight of each token in the loss; 0 where it is not predicted."""
+    if not objective.bidirectional or isinstance(objective, Classification):
+        weights = rows.weights(i)
+        return rows.loss_mask(i).astype(np.float32) if weights is None else weights
+    drawn = np.zeros(len(rows.ids(i)), np.float32)
+    drawn[objective.label(rows, i, epoch=0).at] = 1.0
+    return drawn
+
+
+def _row(rows: TokenRows, i: int, marks: NDArray[np.float32], tokenizer: Any) -> dict[str, Any]:
+    ids = rows.ids(i).tolist()
+    edges = [0, *(np.flatnonzero(np.diff(marks)) + 1).tolist(), len(ids)]
+    pieces: list[dict[str, Any]] = []
+    for start, end in list(pairwise(edges))[:MAX_STRETCHES]:
+        text = "".join(_texts(ids, start, end, tokenizer))
+        weight = float(f"{marks[start]:.6g}")  # as it was written, before rounding to float32
+        other = {} if weight in (0.0, 1.0) else {"weight": weight}
+        pieces.append({"text": text, "trained": bool(weight), **other})
+    if len(edges) - 1 > MAX_STRETCHES:
+        pieces.append({"text": f" … ({len(ids) - edges[MAX_STRETCHES]:,} more tokens)", "trained": False})
+    return {
+        "place": rows.source_location(i),
+        "tokens": len(ids),
+        "trained_tokens": int(np.count_nonzero(marks)),
+        "pieces": pieces,
+    }
+
+
+def _example(rows: TokenRows, i: int, marks: NDArray[np.float32], tokenizer: Any) -> dict[str, Any]:
+    """Append the label, which is predicted and no part of the text."""
+    row = _row(rows, i, marks, tokenizer)
+    label = {"text": rows.class_of(i), "trained": True}
+    return {**row, "trained_tokens": 1, "pieces": [*row["pieces"], {"text": "\n", "trained": False}, label]}
+
+
+def _texts(ids: list[int], start: int, end: int, tokenizer: Any) -> Iterator[str]:
+    """Decode a stretch of tokens; the middle of a long one is replaced by its length."""
+    left_out = end - start - MAX_STRETCH_TOKENS
+    if left_out <= 0:
+        yield _text(ids, start, end, tokenizer)
+        return
+    yield _text(ids, start, start + MAX_STRETCH_TOKENS // 2, tokenizer)
+    yield f" … ({left_out:,} tokens) … "
+    yield _text(ids, end - MAX_STRETCH_TOKENS // 2, end, tokenizer)
+
+
+def _text(ids: list[int], start: int, end: int, tokenizer: Any) -> str:
+    """Decode with the token before, then remove its text: some tokenizers drop a leading space."""
+    alone: str = tokenizer.decode(ids[start:end])
+    if start == 0:
+        return alone
+    before: str = tokenizer.decode(ids[start - 1 : start])
+    both: str = tokenizer.decode(ids[start - 1 : end])
+    return both.removeprefix(before) if both.startswith(before) else alone
+
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """The rows that are shown, and what the model is asked with."""
+class HeldOutRows:
+    """Held-out rows, and what the model needs to answer them."""
 
     rows: TokenRows
-    chosen: list[int]
-    labels: Objective
+    indices: list[int]
+    objective: Objective
     tokenizer: Any
-    max_new: int
+    max_new_tokens: int
 
-    def words(self, ids: Any) -> str:
-        """Ids as text, without special tokens."""
+    def text(self, ids: Any) -> str:
+        """Decode without special tokens."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
@@ -35,41 +112,45 @@ class Shown:
 def sampler(
     config: EvalConfig,
     rows: TokenRows | None,
-    labels: Objective,
+    objective: Objective,
     trainee: TrainingModel,
     tokenizer: Any,
-    record: Recorder,
+    recorder: Recorder,
 ) -> Callable[[int], None]:
-    """A function that shows the answers at a step. Greedy, so that it draws no random number of the run."""
+    """Return a function that records the answers at a step. Generation is greedy: it draws no random number."""
     if rows is None or config.samples == 0:
         return lambda _step: None
     chosen = np.linspace(0, len(rows) - 1, min(config.samples, len(rows))).astype(int).tolist()
-    shown = Shown(rows, chosen, labels, tokenizer, config.sample_tokens)
+    held_out = HeldOutRows(rows, chosen, objective, tokenizer, config.sample_tokens)
     ask = (
-        _classified if isinstance(labels, Classification) else _filled if labels.bidirectional else _answered
+        _classified
+        if isinstance(objective, Classification)
+        else _filled
+        if objective.bidirectional
+        else _answered
     )
 
     def show(step: int) -> None:
         with trainee.autocast(trainee.language_model.device):
-            record.samples(step, ask(shown, trainee))
+            recorder.samples(step, ask(held_out, trainee))
 
     return show
 
 
-def _answered(shown: Shown, trainee: TrainingModel) -> list[Sample]:
-    """What the model writes after the prompt of each row."""
-    pairs = [_split(shown.rows, i) for i in shown.chosen]
+def _answered(held_out: HeldOutRows, trainee: TrainingModel) -> list[Sample]:
+    """Generate from the prompt of each row."""
+    pairs = [_split(held_out.rows, i) for i in held_out.indices]
     lm = trainee.language_model
-    ends = end_ids(lm, shown.tokenizer)
-    answers = generate(lm, [prompt for prompt, _ in pairs], ends, shown.max_new)
+    ends = end_ids(lm, held_out.tokenizer)
+    answers = generate(lm, [prompt for prompt, _ in pairs], ends, held_out.max_new_tokens)
     return [
-        Sample(prompt=shown.words(prompt), expected=shown.words(expected), answer=shown.words(answer))
+        Sample(prompt=held_out.text(prompt), expected=held_out.text(expected), answer=held_out.text(answer))
         for (prompt, expected), answer in zip(pairs, answers, strict=True)
     ]
 
 
 def _split(rows: TokenRows, i: int) -> tuple[list[int], list[int]]:
-    """The tokens before the first trained one, and that stretch of trained ones."""
+    """Split a row into the tokens before the first trained one, and that first trained stretch."""
     ids, trained = rows.ids(i), rows.loss_mask(i)
     start = int(np.argmax(trained))
     untrained_after = np.flatnonzero(~trained[start:])
@@ -77,21 +158,21 @@ def _split(rows: TokenRows, i: int) -> tuple[list[int], list[int]]:
     return ids[:start].tolist(), ids[start:end].tolist()
 
 
-def _classified(shown: Shown, trainee: TrainingModel) -> list[Sample]:
-    """The likeliest class of each row, and how likely it is to the model."""
-    assert isinstance(shown.labels, Classification)
+def _classified(held_out: HeldOutRows, trainee: TrainingModel) -> list[Sample]:
+    """Predict the class of each row, with its probability."""
+    assert isinstance(held_out.objective, Classification)
     samples = []
     mode = trainee.training
     trainee.eval()
-    for i in shown.chosen:
-        row = shown.labels.label(shown.rows, i, epoch=0)
+    for i in held_out.indices:
+        row = held_out.objective.label(held_out.rows, i, epoch=0)
         likelihoods = trainee.likelihoods(*_as_tensors(row))
         best = int(likelihoods.argmax())
         samples.append(
             Sample(
-                prompt=shown.words(row.ids),
-                expected=shown.rows.class_of(i),
-                answer=shown.labels.names[best],
+                prompt=held_out.text(row.ids),
+                expected=held_out.rows.class_of(i),
+                answer=held_out.objective.names[best],
                 likelihood=float(likelihoods[best]),
             )
         )
@@ -100,25 +181,25 @@ def _classified(shown: Shown, trainee: TrainingModel) -> list[Sample]:
 
 
 def _as_tensors(row: LabelledTokens) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Ids, and the sides of a pair where there are any."""
+    """Ids, and segment ids where the row is a pair of texts."""
     ids = torch.from_numpy(row.ids.astype(np.int64))
     return ids, None if row.second_start < 0 else (torch.arange(len(ids)) >= row.second_start).long()
 
 
-def _filled(shown: Shown, trainee: TrainingModel) -> list[Sample]:
-    """What the model takes the first hidden tokens of each row for."""
+def _filled(held_out: HeldOutRows, trainee: TrainingModel) -> list[Sample]:
+    """Predict the first masked tokens of each row."""
     samples = []
     mode = trainee.training
     trainee.eval()
-    for i in shown.chosen:
-        row = shown.labels.label(shown.rows, i, epoch=0)
-        few = slice(shown.max_new)
+    for i in held_out.indices:
+        row = held_out.objective.label(held_out.rows, i, epoch=0)
+        few = slice(held_out.max_new_tokens)
         found = trainee.predicted(torch.from_numpy(row.ids.astype(np.int64)))[row.at[few]]
         samples.append(
             Sample(
-                prompt=shown.tokenizer.decode(row.ids),
-                expected=" ".join(shown.words([t]) for t in row.targets[few]),
-                answer=" ".join(shown.words([t]) for t in found.tolist()),
+                prompt=held_out.tokenizer.decode(row.ids),
+                expected=" ".join(held_out.text([t]) for t in row.targets[few]),
+                answer=" ".join(held_out.text([t]) for t in found.tolist()),
             )
         )
     trainee.train(mode)

@@ -1,10 +1,11 @@
-"""The training loop: steps, and what happens between them."""
+"""The training loop: steps, and what happens between them: evaluations, lines of metrics, checkpoints, stops."""
 
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from app.batch import Batch
@@ -14,35 +15,19 @@ from app.distributed.process_group import Runtime
 from app.errors import TrainingError
 from app.model.checks import LAST_CHECKED_STEP, layers_without_gradient
 from app.signals import START_ME_AGAIN, StopRequest
-from app.training.ahead import Ahead
-from app.training.checkpoint import Checkpoints
-from app.training.eta import Course, Pace
+from app.tracking.recorder import Recorder
+from app.training.checkpoint import Checkpoints, Progress
+from app.training.eta import Eta, Workload
 from app.training.memory import Measured
-from app.training.progress import Progress
+from app.training.resolve import StepPlan
 from app.training.scores import Scores, score
-from app.training.steps import StepPlan
+from app.training.summary import skipped_message, split_message
 from app.training.train_step import Stepper, StepResult
-
-
-class Journal(Protocol):
-    """What the loop tells the record."""
-
-    def message(self, text: str) -> None:
-        """A remark for whoever watches."""
-
-    def step(self, values: dict[str, float | int], seconds_left: float | None) -> None:
-        """A line of metrics, and how long the rest takes."""
-
-    def evaluation(self, values: dict[str, float | int]) -> None:
-        """A line of an evaluation."""
-
-    def sync(self) -> None:
-        """All lines onto the disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the command assembled."""
+    """What the trainer works with."""
 
     runtime: Runtime
     plan: StepPlan
@@ -51,16 +36,16 @@ class Parts:
     stepper: Stepper
     learning_rate: Callable[[int], float]
     checkpoints: Checkpoints
-    journal: Journal
+    recorder: Recorder
     show_samples: Callable[[int], None]
-    classes: int = 0  # of a classification
-    answers: bool = False  # whether trained are answers, which an evaluation can find right as a whole
+    classes: int = 0  # labels of a classification
+    answers: bool = False  # whether exact match of whole answers is scored
     eval_size: float = 0.0  # tokens of an evaluation over those of a step
 
 
 @dataclass(frozen=True, slots=True)
-class Rhythm:
-    """The sections of the config that say how often things happen."""
+class Intervals:
+    """The sections of the config that set how often the trainer evaluates, saves and records."""
 
     training: TrainingConfig
     eval: EvalConfig
@@ -70,40 +55,63 @@ class Rhythm:
 
 @dataclass(slots=True)
 class _Window:
-    """What has been measured since the last line of metrics."""
+    """Counts since the last line of metrics."""
 
     started: float = field(default_factory=time.perf_counter)
     tokens: int = 0
 
 
-class Loop:
+class Prefetch:
+    """Makes the micro-batches of the next step while the device is busy, in pinned memory.
+
+    From pageable memory the host would wait for all queued work at the first copy of each step. A stream of its own
+    would not pay: a micro-batch is some hundred kilobytes of ids, a hundred-thousandth of the step.
+    """
+
+    def __init__(self, make: Callable[[int], list[Batch]], device: torch.device) -> None:
+        self._make = make  # a pure function of the step, so an unused result is no loss
+        self._pins = device.type == "cuda"
+        self._ready: tuple[int, list[Batch]] | None = None
+
+    def batches(self, step: int) -> list[Batch]:
+        ready, self._ready = self._ready, None
+        return ready[1] if ready is not None and ready[0] == step else self._made(step)
+
+    def prepare(self, step: int) -> None:
+        self._ready = step, self._made(step)
+
+    def _made(self, step: int) -> list[Batch]:
+        batches = self._make(step)
+        return [batch.pinned() for batch in batches] if self._pins else batches
+
+
+class Trainer:
     """Runs from `progress` to the end of the plan, or until asked to stop."""
 
-    def __init__(self, parts: Parts, rhythm: Rhythm, progress: Progress) -> None:
+    def __init__(self, parts: Parts, intervals: Intervals, progress: Progress) -> None:
         self.parts = parts
-        self._rhythm = rhythm
+        self._intervals = intervals
         self.progress = progress
-        self._ahead = Ahead(parts.loader.batches, parts.runtime.device)
+        self._prefetch = Prefetch(parts.loader.batches, parts.runtime.device)
         self._window = _Window()
-        self._pace = Pace(_course(parts, rhythm, progress))
+        self._eta = Eta(_workload(parts, intervals, progress))
         self._tokens, self._seconds = 0, 0.0
         self.scores: Scores | None = None  # of the last evaluation of this start
-        self.stopped_by: int | None = None  # the exit code that was asked for
+        self.stopped_by: int | None = None  # the requested exit code
         self.memory = Measured(parts.runtime, parts.plan.steps - progress.step)
-        # steps that changed something, as far as flow is checked
-        self._made = progress.step - progress.skipped_steps
-        self._skipped: list[Tensor] = []  # flags that nobody has read yet: reading them waits for the device
+        self._updates = progress.step - progress.skipped_steps  # counted while gradients are checked
+        self._skipped: list[Tensor] = []  # flags on the device: reading one waits for all queued work
 
     @property
     def tokens_per_second(self) -> float:
-        """Of training since this start; evaluations, samples and saves excluded."""
+        """The speed of this start, without evaluations, samples and saves."""
         return self._tokens / self._seconds if self._seconds else 0.0
 
     def fit(self, request: StopRequest) -> bool:
-        """True when the run came to its end, false when it was asked to stop and has saved."""
+        """Train; true at the end of the run, false after a stop request, with a checkpoint saved."""
         while self.progress.step < self.parts.plan.steps:
             result = self._step()
-            if self.progress.step == self._rhythm.training.stop_after:
+            if self.progress.step == self._intervals.training.stop_after:
                 request.exit_code = START_ME_AGAIN
             asked = self._is_asked_to_stop(request)
             if asked or self._should_report():
@@ -117,7 +125,7 @@ class Loop:
         return True
 
     def _is_asked_to_stop(self, request: StopRequest) -> bool:
-        """Whether any process was: signals reach them at different times, and all must stop after the same step."""
+        """Whether any process was: signals arrive at different times, and all must stop after the same step."""
         code = int(self.parts.runtime.peers.highest(request.exit_code or 0))
         self.stopped_by = code or None
         return code > 0
@@ -125,34 +133,32 @@ class Loop:
     def _step(self) -> StepResult:
         at = self.progress.step
         lr = self.parts.learning_rate(at)
-        result = self.memory.run(self.parts.stepper, self._ahead.batches(at), lr)
+        result = self.memory.run(self.parts.stepper, self._prefetch.batches(at), lr)
         self.progress.step = at + 1
         if not self._at_end():
-            self._ahead.prepare(at + 1)  # before anybody waits for the device
+            self._prefetch.prepare(at + 1)  # before a line of metrics waits for the device
         self.progress.tokens += result.tokens
         self.progress.trained_tokens += result.labels
         self._window.tokens += result.tokens
         self._skipped.append(result.skipped)
-        self._tell_splits(self.parts.stepper.depth)
-        if self._made < LAST_CHECKED_STEP and not bool(result.skipped):
-            self._made += 1
-            self._check_flow()
+        self._note_split(self.parts.stepper.depth)
+        if self._updates < LAST_CHECKED_STEP and not bool(result.skipped):
+            self._updates += 1
+            self._check_gradients()
         return result
 
-    def _tell_splits(self, depth: int) -> None:
+    def _note_split(self, depth: int) -> None:
         if depth > self.progress.depth:
-            self.parts.journal.message(
-                f"step {self.progress.step}: out of memory, so micro-batches are split by documents from here on, into "
-                f"up to {2**depth} parts. The gradient is the same, nothing is left out. A smaller batching.tokens "
-                "(or batching.rows) with more batching.accumulation is faster"
-            )
+            self.parts.recorder.message(split_message(self.progress.step, depth))
         self.progress.depth = depth
 
-    def _check_flow(self) -> None:
-        """In the first steps: an adapter that gets no gradient is told now, not after the run."""
-        found = layers_without_gradient(self.parts.stepper.own_gradients(), self._made)
+    def _check_gradients(self) -> None:
+        """Stop in the first steps where an adapter gets no gradient."""
+        found = layers_without_gradient(self.parts.stepper.own_gradients(), self._updates)
         of_all = [set(each) for each in self.parts.runtime.peers.collected(found)]
-        silent = [name for name in found if all(name in each for each in of_all)]  # others may have its rows
+        silent = [
+            name for name in found if all(name in each for each in of_all)
+        ]  # rows for them may be on other ranks
         if silent:
             shown = ", ".join(silent[:3]) + (f" and {len(silent) - 3} more" if len(silent) > 3 else "")
             raise TrainingError(
@@ -167,39 +173,39 @@ class Loop:
         return self.progress.step >= self.parts.plan.steps
 
     def _out_of_patience(self) -> bool:
-        patience = self._rhythm.eval.patience
+        patience = self._intervals.eval.patience
         return patience > 0 and self.progress.evals_without_gain >= patience
 
     def _should_report(self) -> bool:
-        """The first and the last step, and beside each evaluation."""
-        due = self._due(self._rhythm.record_every) or self._due(self._rhythm.eval.every)
+        """Also the first and the last step, and beside each evaluation."""
+        due = self._due(self._intervals.record_every) or self._due(self._intervals.eval.every)
         return due or self._at_end() or self.progress.step == 1
 
     def _should_save(self, improved: bool) -> bool:
-        return self._due(self._rhythm.checkpoint.every) or (
-            improved and self._rhythm.checkpoint.final == "best"
+        return self._due(self._intervals.checkpoint.every) or (
+            improved and self._intervals.checkpoint.final == "best"
         )
 
     def _evaluate_if_due(self) -> bool:
         parts, step = self.parts, self.progress.step
-        if parts.eval_batches is None or not (self._at_end() or self._due(self._rhythm.eval.every)):
+        if parts.eval_batches is None or not (self._at_end() or self._due(self._intervals.eval.every)):
             return False
         started = time.perf_counter()
         parts.stepper.forget_gradients()
         stepper, batches = parts.stepper, parts.eval_batches()
-        of_whom: dict[str, Any] = {"answers": parts.answers, "classes": parts.classes, "depth": stepper.depth}
-        scores = score(stepper.trainee, batches, parts.runtime, **of_whom)
+        options: dict[str, Any] = {"answers": parts.answers, "classes": parts.classes, "depth": stepper.depth}
+        scores = score(stepper.trainee, batches, parts.runtime, **options)
         self.scores = scores
-        improved = self.progress.note_eval(scores.loss, self._rhythm.eval.min_delta)
-        parts.journal.evaluation({"step": step, "epoch": parts.plan.epoch(step), **scores.line()})
+        improved = self.progress.note_eval(scores.loss, self._intervals.eval.min_delta)
+        parts.recorder.evaluation({"step": step, "epoch": parts.plan.epoch(step), **scores.line()})
         parts.show_samples(step)
         seconds = time.perf_counter() - started
-        self._pace.evaluated(seconds)
-        self._window.started += seconds  # training speed is of training
+        self._eta.evaluated(seconds)
+        self._window.started += seconds  # evaluation does not count as training time
         return improved
 
     def _report(self, result: StepResult) -> None:
-        """The only place where the host waits for the device."""
+        """Write a line of metrics. Only here the host waits for the device."""
         runtime, progress = self.parts.runtime, self.progress
         self._count_skipped()
         loss = result.mean(runtime.peers.totals([float(result.loss_sum)])[0])
@@ -208,7 +214,7 @@ class Loop:
         self._seconds += seconds
         progress.first_loss = loss if progress.first_loss is None else progress.first_loss
         progress.last_loss = loss
-        self.parts.journal.step(
+        self.parts.recorder.step(
             {
                 "step": progress.step,
                 "epoch": self.parts.plan.epoch(progress.step),
@@ -220,12 +226,12 @@ class Loop:
                 "tokens_per_second": self._window.tokens / seconds,
                 "peak_memory_bytes": int(runtime.peers.highest(runtime.peak_memory_bytes())),
             },
-            self._pace.seconds_left(progress.step),
+            self._eta.seconds_left(progress.step),
         )
         self._window = _Window()
 
     def _count_skipped(self) -> None:
-        """Name the rows of steps whose gradient was not finite; stop when they do not end."""
+        """Name the rows of steps that were skipped; stop after too many in a row."""
         flags = [bool(flag) for flag in self._skipped]
         self._skipped.clear()
         for step, skipped in enumerate(flags, self.progress.step - len(flags)):
@@ -233,12 +239,9 @@ class Loop:
             if skipped:
                 self.progress.skipped_steps += 1
                 places = self.parts.loader.source_locations(step)
-                shown = ", ".join(places[:8]) + (f" and {len(places) - 8} more" if len(places) > 8 else "")
-                self.parts.journal.message(
-                    f"step {step + 1} {self.parts.stepper.skipping}. Its rows: {shown}"
-                )
+                self.parts.recorder.message(skipped_message(step + 1, self.parts.stepper.skipping, places))
         if (
-            self.progress.skipped_in_a_row >= self._rhythm.training.max_bad_steps
+            self.progress.skipped_in_a_row >= self._intervals.training.max_bad_steps
             and not self._scale_can_fall()
         ):
             raise TrainingError(
@@ -253,23 +256,23 @@ class Loop:
     def _save(self) -> None:
         started = time.perf_counter()
         self._count_skipped()
-        self.parts.journal.sync()
+        self.parts.recorder.sync()
         peers = self.parts.runtime.peers
-        self._tell_splits(int(peers.highest(self.parts.stepper.depth)))  # what the next step will begin with
+        self._note_split(int(peers.highest(self.parts.stepper.depth)))  # that of the next step
         self.parts.checkpoints.save(self.progress, self.parts.stepper, peers)
         seconds = time.perf_counter() - started
-        self._pace.saved(seconds, planned=self._at_end() or self._due(self._rhythm.checkpoint.every))
+        self._eta.saved(seconds, planned=self._at_end() or self._due(self._intervals.checkpoint.every))
         self._window.started += seconds
 
 
-def _course(parts: Parts, rhythm: Rhythm, progress: Progress) -> Course:
-    """Of this start: it may be told to stop before the end of the run."""
-    total, stop = parts.plan.steps, rhythm.training.stop_after
+def _workload(parts: Parts, intervals: Intervals, progress: Progress) -> Workload:
+    """What this start has to do: it may stop before the end of the run."""
+    total, stop = parts.plan.steps, intervals.training.stop_after
     end = stop if stop is not None and progress.step < stop < total else total
-    return Course(
+    return Workload(
         end=end,
-        eval_every=rhythm.eval.every,
-        save_every=rhythm.checkpoint.every,
+        eval_every=intervals.eval.every,
+        save_every=intervals.checkpoint.every,
         evaluates=parts.eval_batches is not None,
         evaluates_at_end=end == total,
         eval_size=parts.eval_size,

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,8 +25,8 @@ from app.model.quantization import quantizer_of
 from app.model.tasks import TASKS
 from app.model.weights import load_base, load_packed
 from app.optim.optimizers import build_optimizer
-from app.training.choices import Choices, choose
-from app.training.setup import attention_needs, sections_of
+from app.training.choices import Choices
+from app.training.resolve import build_meta_model, resolve_choices, sections_of
 from app.training.train_step import Stepper
 from scripts.bench.contest import Contest, run_of
 from scripts.bench.machine import Clock
@@ -68,7 +67,7 @@ class Prepared:
 def prepare(contest: Contest, settings: tuple[str, ...] = ()) -> Prepared:
     """`settings` are those of one of our variants."""
     run = run_of(contest, settings)
-    choices = choose(run.precision, run.attention, partial(attention_needs, run), {})
+    choices = resolve_choices(run, build_meta_model(run), {})
     runtime = start(run.launch, choices.precision, run.seed)
     assert runtime.device.type == contest.device, f"{contest.device} was asked for, and there is none"
     steps = workload(contest, run.model.architecture["vocab_size"])

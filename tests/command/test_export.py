@@ -95,13 +95,13 @@ def test_room_is_asked_for_before_anything_is_written(
 ) -> None:
     from app.config.finished_run import export_config
     from app.errors import EnvironmentProblem
-    from app.evaluation.run import lay_scoring
-    from app.exports.export import lay_export
+    from app.evaluation.run import prepare_evaluation
+    from app.exports.export import prepare_export
 
     config = export_config([f"run={finished('lora')}", f"to={tmp_path}/a/b", "kind=merged"], lambda _: {})
-    scoring = lay_scoring(config, config.folder, {}, tuned=True, say=lambda _: None)
+    scoring = prepare_evaluation(config, config.folder, {}, tuned=True, say=lambda _: None)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=17_000_000))
     with pytest.raises(EnvironmentProblem, match=r"the export takes 17 MB, and .* has 17 MB free"):
-        lay_export(config, scoring)
+        prepare_export(config, scoring)
     assert not (tmp_path / "a").exists()

@@ -5,7 +5,8 @@ import os
 import pytest
 import torch
 
-from app.distributed.process_group import crowded_cores
+from app.config.schema import LaunchConfig
+from app.distributed.process_group import crowded_cores, start
 
 
 @pytest.fixture
@@ -32,3 +33,21 @@ def test_more_processes_than_cores_are_remarked_on(cores: int, monkeypatch: pyte
 def test_as_many_as_cores_are_not(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     started(monkeypatch, cores)
     assert crowded_cores() == []
+
+
+def test_accelerate_does_not_take_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its environment would divide our loss, or choose a precision of its own."""
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    runtime = start(LaunchConfig(num_processes=1, threads=1), "fp32", seed=3)
+    assert runtime.accelerator.gradient_accumulation_steps == 1
+    assert runtime.accelerator.mixed_precision == "no"
+    loss = torch.ones((), requires_grad=True)
+    runtime.accelerator.backward(loss * 1.0)
+    assert float(loss.grad or 0) == 1.0
+    assert (runtime.processes, runtime.rank, runtime.threads) == (1, 0, 1)
+    assert runtime.peers.totals([1, 2.5]) == [1.0, 2.5]
+    assert runtime.peak_memory_bytes() > 10_000_000
+    drawn = torch.rand(2)
+    start(LaunchConfig(num_processes=1, threads=1), "fp32", seed=3)
+    assert torch.equal(torch.rand(2), drawn)

@@ -7,19 +7,20 @@ import pytest
 from app.data.collate import Padded
 from app.data.prepare import Data
 from app.distributed.process_group import Runtime
-from app.evaluation.run import Scoring
+from app.evaluation.run import Evaluation
 from app.training.choices import Choices
 from tests.training.conftest import small_run
 
 
-def scoring_of(data: Data, runtime: Runtime, hashes: dict[str, str], *overrides: str) -> Scoring:
+def evaluation_of(data: Data, runtime: Runtime, hashes: dict[str, str], *overrides: str) -> Evaluation:
     assert data.eval is not None
-    return Scoring(
+    return Evaluation(
         folder=Path("runs/mine"),
         run=small_run(*overrides),
         hashes=hashes,
+        meta_model=None,
         rows=data.eval,
-        told=["scored: some"],
+        row_lines=["scored: some"],
         layout=Padded(3, pad_id=0),
         choices=Choices(precision="fp32", attention="sdpa"),
         runtime=runtime,
@@ -30,11 +31,11 @@ def test_how_far_it_is_is_said_now_and_then(
     data: Data, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    parts = scoring_of(data, runtime, {})
+    parts = evaluation_of(data, runtime, {})
     total = int(parts.rows.lengths.sum())
     assert len(list(parts._batches(said.append))) == 7
     assert said == [], "it was over at once"
-    monkeypatch.setattr("app.evaluation.run._SECONDS_BETWEEN_WORDS", -1.0)
+    monkeypatch.setattr("app.evaluation.run.SECONDS_BETWEEN_MESSAGES", -1.0)
     assert sum(batch.num_tokens for batch in parts._batches(said.append)) == total
     assert len(said) == 7
     assert said[-1] == f"scored {total:,} of {total:,} tokens | 0:00:00 left"
@@ -43,16 +44,18 @@ def test_how_far_it_is_is_said_now_and_then(
 def test_rows_are_known_by_their_tokens(data: Data, runtime: Runtime) -> None:
     assert data.eval is not None
     ours = data.eval.fingerprint
-    known = [scoring_of(data, runtime, hashes).rows_are for hashes in ({"eval": ours}, {"train": ours}, {})]
+    known = [
+        evaluation_of(data, runtime, hashes).rows_are for hashes in ({"eval": ours}, {"train": ours}, {})
+    ]
     assert known == ["held_out", "trained_on", "other"]
 
 
 def test_the_table_says_what_is_scored_and_how(data: Data, runtime: Runtime) -> None:
     names, values = zip(
-        *scoring_of(data, runtime, {}, "eval.rows=3", "batching.packing=false").table(), strict=True
+        *evaluation_of(data, runtime, {}, "eval.rows=3", "batching.packing=false").table(), strict=True
     )
     assert names == ("data", "with")
     assert values[0] == "scored: some\nthese are not the same rows as the run held out"
     assert values[1] == f"3 rows at a time, fp32, sdpa attention, {runtime.device.type}"
-    all_rows = scoring_of(data, runtime, {}, "dataset.eval_path=null").table()[0][1]
+    all_rows = evaluation_of(data, runtime, {}, "dataset.eval_path=null").table()[0][1]
     assert "these are all rows of asset:sample/train.jsonl: nothing is held out of them" in all_rows

@@ -9,7 +9,7 @@ from app.errors import ConfigError
 from app.memory.estimate import MemoryPlan, plan_memory, planned_choices
 from app.memory.limits import not_planned, require_planned
 from app.memory.outline import Outline
-from app.training.setup import sections_of
+from app.training.resolve import sections_of
 from tests.memory.truth import EXPERTS, PACKED, small_run
 
 NEAR = 4096  # bytes: norms of gradients are stacked, and their stack is rounded up

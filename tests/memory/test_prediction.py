@@ -15,7 +15,7 @@ from app.optim.optimizers import build_optimizer
 from app.training.auto_batch import found_layers, settled_bins
 from app.training.choices import Choices
 from app.training.memory import Forecast, Measured, Predicted
-from app.training.setup import sections_of
+from app.training.resolve import sections_of
 from app.training.train_step import Stepper
 from tests.memory.truth import PACKED, batch_of, small_run
 

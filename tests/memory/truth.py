@@ -11,7 +11,7 @@ from app.model.build import build_training_model
 from app.model.checks import choose_loss_head
 from app.optim.optimizers import build_optimizer
 from app.training.choices import Choices
-from app.training.setup import sections_of
+from app.training.resolve import sections_of
 from app.training.storage_counter import StorageCounter, kept_tensors
 from app.training.train_step import Stepper
 

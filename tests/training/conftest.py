@@ -22,12 +22,12 @@ from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
 from app.model.weights import build_on_meta
 from app.optim.optimizers import build_optimizer
+from app.tracking.recorder import Recorder
 from app.training.auto_batch import recomputed_layers
-from app.training.checkpoint import Checkpoints
-from app.training.progress import Progress
-from app.training.steps import StepPlan
+from app.training.checkpoint import Checkpoints, Progress
+from app.training.resolve import StepPlan
 from app.training.train_step import Stepper
-from app.training.trainer import Loop, Parts, Rhythm
+from app.training.trainer import Intervals, Parts, Trainer
 
 SMALL = (
     "model.weights=random",
@@ -121,8 +121,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @dataclass
-class Notebook:
-    """A journal that remembers."""
+class Notebook(Recorder):
+    """Keeps in memory what a recorder would write."""
 
     steps: list[dict[str, Any]] = field(default_factory=list)
     left: list[float | None] = field(default_factory=list)
@@ -134,7 +134,7 @@ class Notebook:
     def message(self, text: str) -> None:
         self.messages.append(text)
 
-    def step(self, values: Any, seconds_left: float | None) -> None:
+    def step(self, values: Any, seconds_left: float | None = None) -> None:
         self.steps.append(dict(values))
         self.left.append(seconds_left)
 
@@ -145,12 +145,12 @@ class Notebook:
         self.evaluations.append(dict(values))
 
 
-MakeLoop = Callable[..., tuple[Loop, Notebook]]
+MakeLoop = Callable[..., tuple[Trainer, Notebook]]
 
 
 @pytest.fixture
 def make_loop(runtime: Runtime, loader_of: Callable[..., Loader], data: Data, folder: Path) -> MakeLoop:
-    def make(run: RunConfig, steps: int, lr: float = 1e-3) -> tuple[Loop, Notebook]:
+    def make(run: RunConfig, steps: int, lr: float = 1e-3) -> tuple[Trainer, Notebook]:
         loader, notebook = loader_of(8, 1), Notebook()
         rows = data.eval
         assert rows is not None
@@ -162,11 +162,11 @@ def make_loop(runtime: Runtime, loader_of: Callable[..., Loader], data: Data, fo
             stepper=stepper_of(run, runtime),
             learning_rate=lambda _step: lr,
             checkpoints=Checkpoints(folder, run.checkpoint, {}, {}),
-            journal=notebook,
+            recorder=notebook,
             show_samples=notebook.sampled.append,
         )
-        return Loop(
-            parts, Rhythm(run.training, run.eval, run.checkpoint, run.record.every), Progress()
+        return Trainer(
+            parts, Intervals(run.training, run.eval, run.checkpoint, run.record.every), Progress()
         ), notebook
 
     return make

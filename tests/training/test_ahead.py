@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from app.batch import Batch
 from app.data.loader import Loader
 from app.signals import StopRequest
-from app.training.ahead import Ahead
+from app.training.trainer import Prefetch
 from tests.training.conftest import MakeLoop, small_run
 from tests.training.test_optimizer_in_backward import AS_THEY_COME, BF16, FULL
 
@@ -29,7 +29,7 @@ def test_each_step_gets_its_own_whatever_was_prepared(loader_of: Callable[..., L
         made.append(step)
         return loader.batches(step)
 
-    ahead = Ahead(make, CPU)
+    ahead = Prefetch(make, CPU)
     for step, prepared in ((0, 1), (1, 2), (7, 8), (3, None), (3, 3)):
         found = ahead.batches(step)
         assert all(torch.equal(a.ids, b.ids) for a, b in zip(found, loader.batches(step), strict=True))
@@ -48,7 +48,7 @@ def test_for_a_gpu_every_tensor_of_a_batch_is_pinned(
         return tensor.clone()
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    (batch,) = Ahead(packed_loader_of(256, 1).batches, GPU).batches(0)
+    (batch,) = Prefetch(packed_loader_of(256, 1).batches, GPU).batches(0)
     assert len(pinned) == len(batch.tensors) == 5
     assert all(torch.equal(a, b) for a, b in zip(batch.tensors, batch.to(CPU).tensors, strict=True))
 
@@ -61,7 +61,7 @@ def test_nothing_is_made_for_after_the_end_and_a_stop_costs_nothing(make_loop: M
         made.append(step)
         return loop.parts.loader.batches(step)
 
-    loop._ahead = Ahead(make, CPU)
+    loop._prefetch = Prefetch(make, CPU)
     loop.fit(StopRequest())
     assert made == [0, 1, 2, 3]
     loop.fit(StopRequest())

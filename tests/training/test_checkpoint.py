@@ -14,8 +14,7 @@ from app.data.loader import Loader
 from app.distributed.process_group import HostGroup, Runtime
 from app.errors import CheckpointError, EnvironmentProblem
 from app.files import checksummed_folder, verify_checksums
-from app.training.checkpoint import Checkpoints, choices_of, find_checkpoint
-from app.training.progress import Progress
+from app.training.checkpoint import Checkpoints, Progress, choices_of, find_checkpoint
 from app.training.train_step import Stepper
 from tests.training.conftest import small_run, stepper_of
 
@@ -156,3 +155,13 @@ def test_a_run_folder_can_be_named_too(stepper: Stepper, tmp_path: Path) -> None
     assert find_checkpoint(tmp_path / "elsewhere", str(tmp_path)) == (save, [])
     with pytest.raises(CheckpointError, match="no checkpoint there"):
         find_checkpoint(tmp_path, str(tmp_path / "checkpoints"))
+
+
+def test_a_gain_must_exceed_min_delta() -> None:
+    progress = Progress(step=1)
+    assert progress.note_eval(2.0, 0.1)
+    progress.step = 2
+    assert not progress.note_eval(1.95, 0.1)
+    assert (progress.evals_without_gain, progress.best_step) == (1, 1)
+    assert progress.note_eval(1.8, 0.1)
+    assert (progress.evals_without_gain, progress.best_step, progress.last_eval_loss) == (0, 2, 1.8)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.training.data_check import DataCheck, check_data
-from app.training.setup import lay_ground
+from app.training.resolve import resolve_run
 from tests.data.small import chat, write_chats, write_jsonl
 from tests.training.conftest import small_run
 
@@ -44,16 +44,16 @@ def test_it_counts_what_a_run_counts(
 ) -> None:
     words = (*batching, "training.epochs=2.5", f"cache_dir={tmp_path / 'cache'}", *ALL_ROWS)
     facts = look(*words, processes=processes).facts()
-    ground = lay_ground(small_run(*words), tmp_path / "checkpoints", lambda _text: None)
-    assert facts["units_per_step"] == ground.loader.units_per_step * processes
-    train = ground.data.report.train
+    run = resolve_run(small_run(*words), tmp_path / "checkpoints", lambda _text: None)
+    assert facts["units_per_step"] == run.loader.units_per_step * processes
+    train = run.data.report.train
     assert (facts["rows"], facts["total_tokens"]) == (train.rows_read, train.tokens)
     assert facts["trained_tokens"] == train.trained_tokens
     if processes == 1:
-        assert (facts["steps"], facts["steps_per_epoch"]) == (ground.plan.steps, ground.plan.steps_per_epoch)
-        assert facts["tokens_per_step"] == pytest.approx(train.tokens / ground.plan.steps_per_epoch)
+        assert (facts["steps"], facts["steps_per_epoch"]) == (run.steps.steps, run.steps.steps_per_epoch)
+        assert facts["tokens_per_step"] == pytest.approx(train.tokens / run.steps.steps_per_epoch)
     if facts["packing"]:
-        assert facts["bins"] == ground.loader.num_units
+        assert facts["bins"] == run.loader.num_units
         assert facts["fill"] == pytest.approx(train.tokens / (facts["bins"] * facts["bin_tokens"]))
         assert facts["lower_bound_bins"] <= facts["bins"]
     json.dumps(facts, allow_nan=False)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from app.training.eta import Course, Pace
+from app.training.eta import Eta, Workload
 
 
 @dataclass
@@ -28,29 +28,30 @@ class World:
 
 
 def told(
-    course: Course, world: World, every: int = 5, done: int = 0
+    workload: Workload, world: World, every: int = 5, done: int = 0
 ) -> list[tuple[float, float | None, float]]:
     """For each line: seconds since the start, the time left as told, and as it was."""
     clock = Clock()
-    pace, lines = Pace(course, clock), []
+    eta, lines = Eta(workload, clock), []
     begin = clock.now
-    for step in range(done + 1, course.end + 1):
+    for step in range(done + 1, workload.end + 1):
         clock.now += world.step(step)
-        at_end = step == course.end
-        evaluates = course.evaluates and (
-            (course.eval_every and step % course.eval_every == 0) or (at_end and course.evaluates_at_end)
+        at_end = step == workload.end
+        evaluates = workload.evaluates and (
+            (workload.eval_every and step % workload.eval_every == 0)
+            or (at_end and workload.evaluates_at_end)
         )
         if step == 1 or step % every == 0 or at_end:
-            lines.append((clock.now, pace.seconds_left(step)))
+            lines.append((clock.now, eta.seconds_left(step)))
         if evaluates:
             clock.now += world.evaluation(step)
-            pace.evaluated(world.evaluation(step))
-        if at_end or (course.save_every and step % course.save_every == 0):
+            eta.evaluated(world.evaluation(step))
+        if at_end or (workload.save_every and step % workload.save_every == 0):
             clock.now += world.save
-            pace.saved(world.save, planned=True)
+            eta.saved(world.save, planned=True)
         elif evaluates and world.again:
             clock.now += world.again
-            pace.saved(world.again, planned=False)
+            eta.saved(world.again, planned=False)
     return [(now - begin, left, clock.now - now) for now, left in lines]
 
 
@@ -62,7 +63,7 @@ def largest_error(lines: list[tuple[float, float | None, float]], after: float =
     return max(abs((left or 0.0) - true) / true for left, true in counted if true > 0)
 
 
-PLAIN = Course(end=600)
+PLAIN = Workload(end=600)
 
 
 def steady(_step: int) -> float:
@@ -95,8 +96,8 @@ def test_steps_of_uneven_length_average_out() -> None:
 
 def test_a_change_of_speed_is_forgotten_after_minutes() -> None:
     """A machine that has another run for its first hour: what was then says nothing of the rest."""
-    course = replace(PLAIN, end=20_000)
-    lines = told(course, World(lambda step: 1.5 if step <= 2400 else 0.5), every=50)
+    workload = replace(PLAIN, end=20_000)
+    lines = told(workload, World(lambda step: 1.5 if step <= 2400 else 0.5), every=50)
     later = [line for line in lines if line[0] >= 3600 + 300 and line[2] > 0]
     assert max(abs((left or 0.0) - true) / true for _, left, true in later) <= 0.1
 
@@ -104,16 +105,16 @@ def test_a_change_of_speed_is_forgotten_after_minutes() -> None:
 @pytest.mark.parametrize(("every", "save_every"), [(0, 100), (50, 100), (70, 130), (50, 0)])
 def test_evaluations_and_saves_to_come_are_part_of_it(every: int, save_every: int) -> None:
     """They cost as much as the training; speed alone would be wrong by half. Here each is as large as was guessed."""
-    course = Course(evaluates=True, end=600, eval_every=every, save_every=save_every, eval_size=150.0)
-    lines = told(course, World(steady, evaluation=lambda _step: 25.0))
+    workload = Workload(evaluates=True, end=600, eval_every=every, save_every=save_every, eval_size=150.0)
+    lines = told(workload, World(steady, evaluation=lambda _step: 25.0))
     assert [left for _, left, _ in lines[2:]] == pytest.approx([true for *_, true in lines[2:]])
 
 
 def test_after_the_first_of_each_their_true_cost_counts() -> None:
     """The guess was ten times too low, and nobody knew what a save costs."""
-    course = Course(evaluates=True, end=1000, eval_every=50, save_every=100, eval_size=15.0)
+    workload = Workload(evaluates=True, end=1000, eval_every=50, save_every=100, eval_size=15.0)
     world = World(steady, evaluation=lambda step: 40.0 if step == 50 else 25.0, save=12.0)
-    lines = told(course, world)
+    lines = told(workload, world)
     assert largest_error(lines, after=150.0) <= 0.1
     by_speed_alone = 0.5 * (1000 - 500)
     left, true = next((left, true) for since, left, true in lines if since > 500)
@@ -122,28 +123,28 @@ def test_after_the_first_of_each_their_true_cost_counts() -> None:
 
 
 def test_saves_of_the_best_belong_to_their_evaluations() -> None:
-    course = Course(evaluates=True, end=1000, eval_every=50, save_every=0, eval_size=60.0)
+    workload = Workload(evaluates=True, end=1000, eval_every=50, save_every=0, eval_size=60.0)
     assert (
-        largest_error(told(course, World(steady, lambda _step: 10.0, save=20.0, again=20.0)), after=150.0)
+        largest_error(told(workload, World(steady, lambda _step: 10.0, save=20.0, again=20.0)), after=150.0)
         <= 0.1
     )
 
 
 def test_a_start_that_stops_on_its_way_does_not_count_what_comes_after() -> None:
-    course = Course(
+    workload = Workload(
         evaluates=True, end=130, eval_every=50, save_every=0, evaluates_at_end=False, eval_size=60.0
     )
-    lines = told(course, World(steady, evaluation=lambda _step: 10.0))
+    lines = told(workload, World(steady, evaluation=lambda _step: 10.0))
     assert [left for _, left, _ in lines[1:]] == pytest.approx([true for *_, true in lines[1:]])
     assert lines[-1][1] == 0.0
 
 
 @pytest.mark.parametrize(("every", "at_end"), [(0, True), (1, False), (3, True), (7, False), (10, True)])
 def test_what_is_to_come_is_counted_like_the_loop_does_it(every: int, at_end: bool) -> None:
-    course = Course(evaluates=True, end=10, eval_every=every, save_every=every, evaluates_at_end=at_end)
+    workload = Workload(evaluates=True, end=10, eval_every=every, save_every=every, evaluates_at_end=at_end)
     for step in range(1, 12):
         due = [s for s in range(step, 11) if every and s % every == 0]
         final = [10] if step <= 10 and 10 not in due else []
-        assert course.evaluations_from(step) == len(due) + len(final) * at_end
-        assert course.saves_from(step) == len(due) + len(final)
-    assert replace(course, evaluates=False).evaluations_from(1) == 0
+        assert workload.evaluations_from(step) == len(due) + len(final) * at_end
+        assert workload.saves_from(step) == len(due) + len(final)
+    assert replace(workload, evaluates=False).evaluations_from(1) == 0

@@ -18,7 +18,7 @@ from app.data.prepare import Data, prepare
 from app.data.token_dataset import TokenRows
 from app.distributed.process_group import Runtime
 from app.model.training_model import TrainingModel
-from app.training.preview import preview
+from app.training.samples import preview
 from app.training.scores import LABELS, LOSS, WEIGHT, score, score_rows
 from tests.training.conftest import small_run, stepper_of
 from tests.training.test_train_step import gradients, relative

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from app.data.loader import Loader
 from app.distributed.process_group import HostGroup, Runtime
 from app.errors import ConfigError, EnvironmentProblem
-from app.training.checkpoint import Checkpoints
-from app.training.optimizer_in_backward import require_alone, require_unscaled
-from app.training.progress import Progress
+from app.training.checkpoint import Checkpoints, Progress
+from app.training.optimizer_in_backward import require_one_process, require_unscaled
 from app.training.storage_counter import kept_bytes
 from app.training.train_step import Stepper
 from tests.scarcity import scarce
@@ -164,11 +163,11 @@ def test_an_update_that_does_not_fit_is_not_made_twice(
 
 def test_what_the_rules_cannot_know_is_refused_before_the_data() -> None:
     section = small_run(*FULL, AS_THEY_COME).optimizer
-    require_alone(section, 1)
+    require_one_process(section, 1)
     require_unscaled(section, "bf16")
     with pytest.raises(ConfigError, match=r"this run has 2\. Set optimizer\.in_backward=false"):
-        require_alone(section, 2)
+        require_one_process(section, 2)
     with pytest.raises(ConfigError, match="precision=auto means on this GPU"):
         require_unscaled(section, "fp16")
-    require_alone(small_run().optimizer, 2)
+    require_one_process(small_run().optimizer, 2)
     require_unscaled(small_run().optimizer, "fp16")

@@ -10,7 +10,7 @@ from app.config.schema import TaskConfig
 from app.data.objectives import NEXT_TOKEN, MaskedTokens, build_objective
 from app.data.prepare import Data
 from app.data.token_dataset import TokenRows
-from app.training.preview import preview
+from app.training.samples import preview
 from tests.training.rows import token_rows
 
 

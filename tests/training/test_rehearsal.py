@@ -10,8 +10,9 @@ import torch
 from app.errors import EnvironmentProblem
 from app.model.training_model import TrainingModel
 from app.signals import StopRequest
-from app.training.rehearsal import Rehearsed, is_due, rehearse
-from app.training.trainer import Loop
+from app.training.rehearsal import Rehearsal, is_due, rehearse
+from app.training.summary import rehearsal_message
+from app.training.trainer import Trainer
 from tests.optim.small import KINDS
 from tests.scarcity import WHERE, scarce
 from tests.training.conftest import MakeLoop, Notebook, small_run
@@ -21,7 +22,7 @@ LITTLE = ("precision=bf16", "precision.trained=bf16", "optimizer.in_backward=tru
 EVERYTHING = ("eval.every=2", "checkpoint.every=2", "checkpoint.keep=9", "record.every=1")
 
 
-def rehearsed(loop: Loop, micro_batches: int = 1) -> Rehearsed:
+def rehearsed(loop: Trainer, micro_batches: int = 1) -> Rehearsal:
     return rehearse(loop.parts, loop.progress, loop.parts.loader.largest(), micro_batches)
 
 
@@ -33,7 +34,7 @@ def files(folder: Path) -> dict[str, bytes]:
     }
 
 
-def ended(made: tuple[Loop, Notebook], folder: Path) -> tuple[list[Any], dict[str, bytes]]:
+def ended(made: tuple[Trainer, Notebook], folder: Path) -> tuple[list[Any], dict[str, bytes]]:
     """All numbers of a run, and all bytes of its checkpoints."""
     loop, notebook = made
     assert loop.fit(StopRequest())
@@ -103,7 +104,7 @@ def test_what_runs_out_of_memory_is_split_before_the_first_step(where: str, make
         assert memory.times - before <= 2 * len(notebook.evaluations)
     else:
         assert memory.times == before, "no step runs out of memory any more"
-    (told,) = [line for line in notebook.messages if "parts" in line]
+    told = rehearsal_message(found)
     assert "rehearsed a step and an evaluation" in told
     assert "fits only in parts: from the first step on micro-batches are split by documents" in told
 

@@ -18,12 +18,12 @@ import gc, sys
 from app import train
 from app.training import trainer
 
-def first_step(self, step=trainer.Loop._step):
+def first_step(self, step=trainer.Trainer._step):
     print("loaded", *sys.modules)
     assert gc.get_freeze_count() > 100_000
     return step(self)
 
-trainer.Loop._step = first_step
+trainer.Trainer._step = first_step
 sys.argv = ["train", "recipe=lora", "training.max_steps=1", "eval.every=0", "eval.samples=0", "output_dir=run"]
 train.main()
 """

@@ -27,7 +27,7 @@ def test_whole_steps_do_not_wait_for_the_device(words: tuple[str, ...], make_loo
     loop.parts = replace(loop.parts, stepper=stepper)
     for _ in range(3):
         loop._step()
-    ready = loop._ahead._ready
+    ready = loop._prefetch._ready
     assert ready is not None
     assert all(tensor.is_pinned() for batch in ready[1] for tensor in batch.tensors)
     torch.cuda.synchronize()

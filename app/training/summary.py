@@ -1,0 +1,189 @@
+"""What people read about a run and what its manifest keeps: made here, from values that the other parts return."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from app.config.dataset import formats_of, has_chats
+from app.config.schema import RunConfig
+from app.data.packing import beyond_least, least_bins
+from app.data.prepare import Data, prepare
+from app.distributed.process_group import crowded_cores, default_device, idle_gpus, parallel_notes
+from app.model import quantization
+from app.model.fingerprint import base_fingerprint
+from app.model.source import fetch_folder
+from app.model.tokenizer import load_tokenizer, tokenizer_hash
+from app.optim import requirements
+from app.tracking.formatting import format_bytes
+from app.training import gpu_in_use
+from app.training.auto_batch import offload_notes
+from app.training.resolve import ResolvedRun, limit_to_positions, resolve_format
+
+if TYPE_CHECKING:
+    from app.training.rehearsal import Rehearsal
+
+
+def run_table(resolved: ResolvedRun) -> list[tuple[str, str]]:
+    """The rows that a run prints before it starts."""
+    run, plan, counts = resolved.config, resolved.steps, resolved.counts
+    epochs = f"{plan.epoch(plan.steps):.3g} epochs" if plan.steps != plan.steps_per_epoch else "1 epoch"
+    share = f"{counts.total:,} weights, {counts.trained:,} trained ({counts.trained_share:.1%})"
+    base = "" if run.quantization.kind == "none" else f"{run.quantization.kind} base, "
+    choices, device = resolved.choices, resolved.runtime.device.type
+    machine = f"{base}{choices.precision}, {choices.attention} attention, {device}"
+    return [
+        ("model", f"{run.model.path}, {share}"),
+        ("data", "\n".join(resolved.data.report.lines())),
+        ("steps", f"{plan.steps:,} ({epochs}) of {_step_size(resolved)}"),
+        ("with", f"{run.optimizer.kind} lr {run.optimizer.lr:g}, {run.schedule.kind}, {machine}"),
+        *(("note", note) for note in _notes(resolved)),
+    ]
+
+
+def _notes(resolved: ResolvedRun) -> Iterator[str]:
+    run, device = resolved.config, resolved.runtime.device.type
+    if run.task.labels:
+        drawn = f"drawn from seed={run.seed} where the model has none of its size"
+        yield f"the classifier, of {len(run.task.labels)} labels, is {drawn}; it is trained as a whole in any recipe"
+    yield from quantization.notes(run.quantization, run.precision, resolved.choices.precision, device)
+    yield from requirements.notes(run.optimizer, device)
+    yield from offload_notes(run.training, device)
+    yield from idle_gpus()
+    yield from crowded_cores()
+    yield from parallel_notes(run.parallel, resolved.runtime.processes)
+    yield from gpu_in_use.notes()
+
+
+def _step_size(resolved: ResolvedRun) -> str:
+    loader, batching = resolved.loader, resolved.config.batching
+    count, processes = loader.units_per_step, resolved.runtime.processes
+    shared = f", shared by {processes} processes" if processes > 1 else ""
+    name = loader.unit_name.removesuffix("s") if count == 1 else loader.unit_name
+    fill = _bin_fill(resolved)
+    if fill is not None:
+        bound = beyond_least(loader.num_units, _min_bins(resolved) or 0)
+        return f"{count} {name} of {batching.bin_tokens} tokens, {fill:.1%} full ({bound}){shared}"
+    tokens = resolved.data.report.train.tokens
+    return f"{count} {name}, about {tokens / loader.num_units * count:,.0f} tokens{shared}"
+
+
+def _bin_fill(resolved: ResolvedRun) -> float | None:
+    """The share of the bins that is tokens; None for padded rows, which have no fixed size."""
+    batching = resolved.config.batching
+    if not batching.packing:
+        return None
+    return resolved.data.report.train.tokens / (resolved.loader.num_units * batching.bin_tokens)
+
+
+def _min_bins(resolved: ResolvedRun) -> int | None:
+    """A lower bound on the bins of any packing."""
+    batching = resolved.config.batching
+    return least_bins(resolved.data.train.lengths, batching.bin_tokens) if batching.packing else None
+
+
+def manifest_facts(resolved: ResolvedRun) -> dict[str, Any]:
+    """What was chosen, counted and hashed."""
+    run, runtime, loader = resolved.config, resolved.runtime, resolved.loader
+    others = gpu_in_use.taken_by_others()
+    return {
+        "seed": run.seed,
+        "choices": {
+            **asdict(resolved.choices),
+            "recompute": run.training.recompute,
+            "tokens": run.batching.tokens if run.batching.packing else None,
+            "format": formats_of(run.dataset),
+            "device": runtime.device.type,
+            "threads": runtime.threads,
+            "processes": runtime.processes,
+        },
+        "counts": {
+            "steps": resolved.steps.steps,
+            "weights": resolved.counts.total,
+            "trained_weights": resolved.counts.trained,
+            "units": loader.num_units,
+            "units_per_step": loader.units_per_step,
+            "unit_name": loader.unit_name,
+            "fill": _bin_fill(resolved),
+            "least_units": _min_bins(resolved),
+            "data": resolved.data.report.as_dict(),
+        },
+        "hardware": _hardware(),
+        "memory_taken": None if others is None else asdict(others),
+        "hashes": _content_hashes(resolved.data, resolved.tokenizer),
+    }
+
+
+def provenance(run: RunConfig) -> dict[str, Any]:
+    """`hardware` and `hashes` as the manifest would have them if `run` started here now."""
+    run, _ = resolve_format(limit_to_positions(run, lambda _note: None))
+    tokenizer = load_tokenizer(run.model, needs_template=has_chats(run.dataset))
+    data = prepare(run.dataset, tokenizer, run.cache_dir, classes=run.task.labels)
+    if run.model.weights == "pretrained":
+        fetch_folder(run.model, run.model.path, with_weights=True)
+    hashes = {**_content_hashes(data, tokenizer), "base": base_fingerprint(run.model)}
+    return {"hardware": _hardware(), "hashes": hashes}
+
+
+def _hardware() -> dict[str, str | None]:
+    """What decides which kernels compute."""
+    device = default_device()
+    return {
+        "device": device.type,
+        "gpu": torch.cuda.get_device_name() if device.type == "cuda" else None,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _content_hashes(data: Data, tokenizer: Any) -> dict[str, str | None]:
+    return {
+        "train": data.train.fingerprint,
+        "eval": None if data.eval is None else data.eval.fingerprint,
+        "tokenizer": tokenizer_hash(tokenizer),
+    }
+
+
+_SMALLER_IS_FASTER = (
+    "The gradient is the same, nothing is left out. A smaller batching.tokens (or batching.rows) with more "
+    "batching.accumulation is faster"
+)
+
+
+def split_message(step: int, depth: int) -> str:
+    """Printed when a step ran out of memory and was made again in smaller parts."""
+    return (
+        f"step {step}: out of memory, so micro-batches are split by documents from here on, into up to {2**depth} "
+        f"parts. {_SMALLER_IS_FASTER}"
+    )
+
+
+def resumed_split_note(depth: int) -> list[str]:
+    """A note for the first table where an earlier start ran out of memory."""
+    if not depth:
+        return []
+    parts = f"micro-batches are split by documents from the first step on, into up to {2**depth} parts"
+    return [f"{parts}: whole they did not fit in a start before"]
+
+
+def rehearsal_message(rehearsal: "Rehearsal") -> str:
+    """Printed before the first step."""
+    what = "a step and an evaluation" if rehearsal.evaluated else "a step"
+    parts = f"up to {2**rehearsal.depth} parts"
+    if rehearsal.deepened:
+        fits = (
+            "fits only in parts: from the first step on micro-batches are split by documents, into "
+            f"{parts}. {_SMALLER_IS_FASTER}"
+        )
+    else:
+        fits = f"fits in {parts}, as before" if rehearsal.depth else "fits"
+    return (
+        f"rehearsed {what} with the largest micro-batch, {rehearsal.tokens:,} tokens ({rehearsal.seconds:.1f} s, "
+        f"{format_bytes(rehearsal.peak_bytes)} at most): it {fits}"
+    )
+
+
+def skipped_message(step: int, what_happened: str, places: Sequence[str]) -> str:
+    """Printed for a step whose gradient was not finite, with the places of its rows."""
+    shown = ", ".join(places[:8]) + (f" and {len(places) - 8} more" if len(places) > 8 else "")
+    return f"step {step} {what_happened}. Its rows: {shown}"

@@ -1,0 +1,114 @@
+"""What a run means: its steps, its precision and attention, and rows no longer than the model has positions for."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.config.schema import AttentionConfig, PrecisionConfig, TrainingConfig
+from app.errors import ConfigError
+from app.model.attention import BACKENDS, Needs
+from app.training.choices import choose, choose_precision
+from app.training.resolve import build_meta_model, limit_to_positions, plan_steps, resolve_choices
+from tests.training.conftest import small_run
+
+
+def training(epochs: float, max_steps: int | None = None) -> TrainingConfig:
+    return TrainingConfig(epochs=epochs, max_steps=max_steps, clip=1.0, recompute=False, max_bad_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "max_steps", "per_epoch", "steps"),
+    [
+        (1, None, 10, 10),
+        (0.1, None, 30, 3),
+        (0.5, None, 5, 3),
+        (3, 7, 10, 7),
+        (1, 100, 10, 10),
+        (0.001, None, 10, 1),
+    ],
+)
+def test_steps_of_a_run(epochs: float, max_steps: int | None, per_epoch: int, steps: int) -> None:
+    assert plan_steps(training(epochs, max_steps), per_epoch).steps == steps
+
+
+@given(st.integers(1, 200), st.integers(1, 10_000))
+def test_whole_epochs_are_whole(epochs: int, per_epoch: int) -> None:
+    plan = plan_steps(training(epochs), per_epoch)
+    assert plan.steps == epochs * per_epoch
+    assert plan.epoch(plan.steps) == epochs
+
+
+def not_needed(precision: str) -> Needs:
+    raise AssertionError("a model was built to choose what every model can have")
+
+
+@pytest.mark.skipif("num_gpus() > 0", reason="tells what a machine without a GPU says")
+def test_tf32_is_refused_without_its_hardware() -> None:
+    with pytest.raises(ConfigError, match=r"precision=tf32 needs .* Choose precision=fp32"):
+        choose(PrecisionConfig(kind="tf32"), AttentionConfig(kind="auto"), not_needed, {})
+
+
+@pytest.mark.skipif("num_gpus() > 0", reason="tells what a machine without a GPU chooses")
+@pytest.mark.parametrize(("flags", "expected"), [("fpu avx2", "fp32"), ("fpu avx512_bf16 amx_bf16", "bf16")])
+def test_auto_takes_bf16_only_where_it_is_fast(
+    flags: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda _self: f"processor : 0\nflags\t\t: {flags}\n")
+    assert choose_precision(PrecisionConfig(kind="auto")) == expected
+
+
+def test_a_continued_run_keeps_what_auto_meant() -> None:
+    kept = {"precision": "fp16", "attention": "sdpa"}
+    auto = PrecisionConfig(kind="auto"), AttentionConfig(kind="auto")
+    assert choose(*auto, not_needed, kept).precision == "fp16"
+    assert choose(PrecisionConfig(kind="fp32"), auto[1], not_needed, kept).precision == "fp32"
+
+
+def test_a_run_on_a_gpu_asks_its_model_what_attention_must_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, backend in BACKENDS.items():
+        monkeypatch.setitem(BACKENDS, name, replace(backend, requires=lambda _device: []))
+    for overrides, expected in (((), "flash"), (("batching.packing=false",), "sdpa")):
+        run = small_run("precision=bf16", "attention=auto", *overrides)
+        chosen = resolve_choices(run, build_meta_model(run), {})
+        assert chosen.attention == expected
+    kept = {"precision": "fp32", "attention": "varlen"}
+    auto = small_run("precision=auto", "attention=auto")
+    with pytest.raises(ConfigError, match="attention=varlen cannot do float32 arithmetic"):
+        resolve_choices(auto, build_meta_model(auto), kept)
+
+
+@pytest.mark.parametrize("key", ["max_position_embeddings", "n_positions"])
+def test_a_folder_with_fewer_positions_shortens_the_rows(tmp_path: Path, key: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", key: 100}))
+    (tmp_path / "model.safetensors").touch()
+    run = small_run()
+    run = replace(run, model=replace(run.model, path=str(tmp_path), weights="pretrained"))
+    said: list[str] = []
+    assert limit_to_positions(run, said.append).dataset.max_length == 100
+    assert said == ["note    dataset.max_length=256 -> 100: the model has no more positions"]
+    assert run.dataset.max_length == 256, "what the caller has is left alone"
+
+
+@pytest.mark.parametrize("told", [{"pad_token_id": 1}, {}])
+def test_places_that_roberta_leaves_unused_are_no_positions(tmp_path: Path, told: dict[str, int]) -> None:
+    """Its padding token is 1 whether or not config.json says so."""
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    numbers = {"model_type": "roberta", "max_position_embeddings": 100, "vocab_size": 300, **sizes, **told}
+    (tmp_path / "config.json").write_text(json.dumps(numbers))
+    (tmp_path / "model.safetensors").touch()
+    run = small_run()
+    encoder = replace(run.model, path=str(tmp_path), weights="pretrained")
+    run = replace(run, model=encoder, task=replace(run.task, kind="masked", mask_share=0.15))
+    for length, kept in ((97, 97), (98, 98), (99, 98), (100, 98), (256, 98)):
+        longer = replace(run, dataset=replace(run.dataset, max_length=length))
+        assert limit_to_positions(longer, lambda _note: None).dataset.max_length == kept
+
+
+def test_enough_positions_change_nothing() -> None:
+    run, said = small_run(), list[str]()
+    assert limit_to_positions(run, said.append) is run
+    assert said == []
