@@ -1,4 +1,4 @@
-"""Where a row has what: a column by its name, a place inside one by a dotted path, every element of a list by `*`."""
+"""Columns of a row: by name, a place inside one by a dotted path, every element of a list by `*`."""
 
 from collections.abc import Iterator
 from dataclasses import fields
@@ -8,36 +8,31 @@ from app.config.schema import Columns
 from app.data.types import Broken, Located, Row, RowProblem, kind_of
 
 ABSENT = object()
-_EACH = ".*"
+_EVERY_ELEMENT = ".*"
 
 
 def value(row: Row, path: str) -> Any:
-    """What stands at `path` (`output`, `instances.0.output`), or ABSENT. A column of just this name comes first."""
+    """Look up `path` (`output`, `instances.0.output`), or ABSENT. A column of just this name comes first."""
     if path in row:
         return row[path]
-    place: Any = row
+    found: Any = row
     for part in path.split("."):
-        place = _inside(place, part)
-        if place is ABSENT:
-            break
-    return place
-
-
-def _inside(place: Any, part: str) -> Any:
-    if isinstance(place, dict):
-        return place.get(part, ABSENT)
-    if isinstance(place, list) and part.isdecimal() and int(part) < len(place):
-        return place[int(part)]
-    return ABSENT
+        if isinstance(found, dict):
+            found = found.get(part, ABSENT)
+        elif isinstance(found, list) and part.isdecimal() and int(part) < len(found):
+            found = found[int(part)]
+        else:
+            return ABSENT
+    return found
 
 
 def has(row: Row, path: str) -> bool:
-    """Whether anything stands there, null included."""
+    """Whether the row has it, null included."""
     return value(row, path) is not ABSENT
 
 
 def text(row: Row, path: str) -> str:
-    """What must be text."""
+    """The text of a column that must be text."""
     found = value(row, path)
     if not isinstance(found, str):
         raise RowProblem(f"column {path!r} must be text, found {kind_of(found)}")
@@ -45,47 +40,39 @@ def text(row: Row, path: str) -> str:
 
 
 def optional(row: Row, path: str | None) -> Any:
-    """What a row may have; None where it has nothing, or nobody wants it."""
+    """The value of a column that may be absent; None where it is, or where no column is named."""
     found = ABSENT if path is None else value(row, path)
     return None if found is ABSENT else found
 
 
 def optional_text(row: Row, path: str | None) -> str:
-    """Text that may be absent."""
+    """The text of a column that may be absent."""
     return "" if path is None or optional(row, path) is None else text(row, path)
 
 
 def unfolded(rows: Iterator[Located], columns: Columns, names: tuple[str, ...]) -> Iterator[Located]:
-    """Every row once for each element of the list that the columns called `names` go through; else as it is."""
-    lists = {path.partition(_EACH)[0] for path in _paths(columns, names) if _EACH in path}
-    if not lists:
+    """Repeat each row for every element of the list that the fields `names` of `columns` go through, if they do."""
+    given = (getattr(columns, field.name) for field in fields(Columns) if field.name in names)
+    paths = [path for path in given if path is not None and _EVERY_ELEMENT in path]
+    if not paths:
         return rows
-    (held,) = lists  # config.rules lets no second one pass
-    return (part for place, row in rows for part in _parts(place, row, held))
+    (column,) = {path.partition(_EVERY_ELEMENT)[0] for path in paths}  # config.rules lets no second one pass
+    return (part for location, row in rows for part in _elements(location, row, column))
 
 
-def _paths(columns: Columns, names: tuple[str, ...]) -> Iterator[str]:
-    for field in fields(Columns):
-        path = getattr(columns, field.name)
-        if field.name in names and path is not None:
-            yield path
-
-
-def _parts(place: str, row: Row | Broken, held: str) -> Iterator[Located]:
+def _elements(location: str, row: Row | Broken, column: str) -> Iterator[Located]:
     if isinstance(row, Broken):
-        yield place, row
+        yield location, row
         return
-    found = value(row, held)
+    found = value(row, column)
     if not isinstance(found, list) or not found:
         kind = "an empty list" if found == [] else "nothing" if found is ABSENT else kind_of(found)
-        yield (
-            place,
-            Broken(f"column {held!r} must be a list, because dataset.columns has {held}.*; found {kind}"),
-        )
+        problem = f"column {column!r} must be a list, because dataset.columns has {column}.*; found {kind}"
+        yield location, Broken(problem)
         return
-    path = [held] if held in row else held.split(".")
+    path = [column] if column in row else column.split(".")
     for index, element in enumerate(found):
-        yield f"{place} {held}[{index}]", _with(row, path, {"*": element})
+        yield f"{location} {column}[{index}]", _with(row, path, {"*": element})
 
 
 def _with(row: Any, path: list[str], element: dict[str, Any]) -> Any:

@@ -1,6 +1,6 @@
-"""Rows that hold a conversation, brought into the form that chat templates know.
+"""Rows that hold a conversation, read into the form that chat templates expect.
 
-OpenAI's messages, ShareGPT's turns, or messages in two columns; with tools, and calls of them.
+OpenAI's messages, ShareGPT's turns, or messages in two columns; with tools and tool calls.
 """
 
 import difflib
@@ -20,44 +20,40 @@ SPEAKERS = {
     "function_call": "assistant",
     **dict.fromkeys(("observation", "tool", "function_response"), "tool"),
 }
-_CALLS = "function_call"
 ROLES = ("system", "user", "assistant", "tool")
-_SAME_AS = {"developer": "system", "function": "tool"}  # names that the same roles had before or since
-_MIN_WEIGHT, _MAX_WEIGHT = (
-    1e-6,
-    1e6,
-)  # a weight beyond them is a mistake, and lost or overflows in half precision
+_ROLE_ALIASES = {"developer": "system", "function": "tool"}  # names that the same roles had before or since
+_MIN_WEIGHT, _MAX_WEIGHT = 1e-6, 1e6  # beyond them it is a mistake, and lost or overflows in half precision
 _READ_KEYS = ("role", "content", "tool_calls", "function_call", "train", "weight")
 
 
 def messages(row: Row, columns: Columns) -> Conversation:
-    """`[{"role": ..., "content": ...}, ...]`."""
-    return converse(_listed(row, columns.messages), row, columns)
+    """Read `[{"role": ..., "content": ...}, ...]`."""
+    return read_conversation(_message_list(row, columns.messages), row, columns)
 
 
 def sharegpt(row: Row, columns: Columns) -> Conversation:
-    """`[{"from": ..., "value": ...}, ...]`."""
-    turns = _listed(row, columns.conversations)
-    return converse([_turn(index, turn) for index, turn in enumerate(turns)], row, columns)
+    """Read `[{"from": ..., "value": ...}, ...]`."""
+    turns = _message_list(row, columns.conversations)
+    return read_conversation([_turn(index, turn) for index, turn in enumerate(turns)], row, columns)
 
 
 def chat_completion(row: Row, columns: Columns) -> Conversation:
-    """Messages to read, and messages to write after them; both are counted as one conversation."""
-    prompt, completion = (_side(row, column) for column in (columns.prompt, columns.completion))
-    talk = converse([*prompt, *completion], row, columns)
-    return replace(talk, answer=len(talk.messages) - len(completion))
+    """Read two lists of messages, prompt and completion, as one conversation."""
+    prompt, completion = (_prompt_or_completion(row, name) for name in (columns.prompt, columns.completion))
+    whole = read_conversation([*prompt, *completion], row, columns)
+    return replace(whole, completion_start=len(whole.messages) - len(completion))
 
 
-def _side(row: Row, column: str) -> list[Any]:
+def _prompt_or_completion(row: Row, column: str) -> list[Any]:
     if isinstance(value(row, column), str):
         raise RowProblem(
             f"column {column!r} must be a list of messages, found text; rows whose prompt and completion are both"
             " text are dataset.format=prompt_completion"
         )
-    return _listed(row, column)
+    return _message_list(row, column)
 
 
-def _listed(row: Row, column: str) -> list[Any]:
+def _message_list(row: Row, column: str) -> list[Any]:
     found = value(row, column)
     if not isinstance(found, list) or not found:
         what = "an empty list" if found == [] else kind_of(found)
@@ -76,33 +72,33 @@ def _turn(index: int, turn: object) -> Message:
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
         raise RowProblem(f"message {index} is from {speaker!r}; allowed: {allowed}")
     rest = {key: inner for key, inner in turn.items() if key not in ("from", "value")}
-    if speaker == _CALLS and isinstance(said, str):
-        calls = read_call_text(said, f"message {index}: the function_call")
-        return {**rest, "role": "assistant", "tool_calls": calls}
+    if speaker == "function_call" and isinstance(said, str):
+        calls = _parsed(said, f"message {index}: the function_call")  # one call, or a list of them
+        return {**rest, "role": "assistant", "tool_calls": calls if isinstance(calls, list) else [calls]}
     return {**rest, "role": SPEAKERS[speaker], "content": said}
 
 
-def converse(said: Sequence[object], row: Row, columns: Columns) -> Conversation:
-    """The conversation of `said`, with the columns of the row that belong to it."""
+def read_conversation(given_messages: Sequence[object], row: Row, columns: Columns) -> Conversation:
+    """Check messages, and add the columns `system` and `tools` of their row."""
     messages: list[Message] = []
-    marks: dict[int, bool] = {}
+    trained: dict[int, bool] = {}
     weights: dict[int, float] = {}
     system = optional_text(row, columns.system)
-    for index, given in enumerate(said):
-        message, mark, weight = _message(index, given)
+    for index, given in enumerate(given_messages):
+        message, is_trained, weight = _message(index, given)
         if index == 0 and system.strip():
-            messages = _opened(system, message, columns.system)
-        if mark is not None:
-            marks[len(messages)] = mark
+            messages = _system_messages(system, message, columns.system)
+        if is_trained is not None:
+            trained[len(messages)] = is_trained
         if weight not in (0.0, 1.0):
             weights[len(messages)] = weight
         messages.append(message)
     tools = None if columns.tools is None else read_tools(optional(row, columns.tools), columns.tools)
-    return Conversation(messages, tools, marks, weights)
+    return Conversation(messages, tools, trained, weights)
 
 
-def _opened(system: str, first: Message, column: str | None) -> list[Message]:
-    """What stands before the first message."""
+def _system_messages(system: str, first: Message, column: str | None) -> list[Message]:
+    """The messages to put before the first one."""
     if first["role"] != "system":
         return [{"role": "system", "content": system}]
     if first["content"].strip() == system.strip():
@@ -114,24 +110,21 @@ def _opened(system: str, first: Message, column: str | None) -> list[Message]:
 
 
 def _message(index: int, found: object) -> tuple[Message, bool | None, float]:
-    """The message, whether it is marked as trained (True), not trained (False) or neither (None), and its weight."""
+    """The message, whether it says that it is trained (None: it does not say), and its weight."""
     if not isinstance(found, dict):
         raise RowProblem(f"message {index} must be an object with role and content, found {kind_of(found)}")
     given = {
         key: value for key, value in found.items() if value is not None
     }  # tables fill absent keys with null
     role = _role(index, given)
-    calls = read_calls(index, {**given, "role": role})
-    content = _content(index, role, given.get("content"), silent=bool(calls))
-    message = {
-        "role": role,
-        "content": content,
-        **{key: value for key, value in given.items() if key not in _READ_KEYS},
-    }
+    calls = _calls(index, {**given, "role": role})
+    content = _content(index, role, given.get("content"), may_be_absent=bool(calls))
+    others = {key: value for key, value in given.items() if key not in _READ_KEYS}
+    message = {"role": role, "content": content, **others}
     if calls:
         message["tool_calls"] = calls
     weight = _weight(index, given.get("weight"))
-    return message, _mark(index, given, weight), weight
+    return message, _trained(index, given, weight), weight
 
 
 def _role(index: int, message: Message) -> str:
@@ -139,7 +132,7 @@ def _role(index: int, message: Message) -> str:
     if "role" not in message:
         hint = "; from/value is another convention: set dataset.format=sharegpt" if "from" in message else ""
         raise RowProblem(f"message {index} has no role; allowed: {allowed}{hint}")
-    role = _SAME_AS.get(str(message["role"]), message["role"])
+    role = _ROLE_ALIASES.get(str(message["role"]), message["role"])
     if role not in ROLES:
         near = difflib.get_close_matches(str(role).lower(), ROLES, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -147,9 +140,9 @@ def _role(index: int, message: Message) -> str:
     return str(role)
 
 
-def _content(index: int, role: str, content: Any, *, silent: bool) -> str:
-    """Text. One who calls tools may say nothing; what a tool returns may be an object."""
-    if content is None and silent:
+def _content(index: int, role: str, content: Any, *, may_be_absent: bool) -> str:
+    """Text of a message, whose parts are joined; a tool's result may be an object."""
+    if content is None and may_be_absent:
         return ""
     if isinstance(content, list):
         return "\n".join(_part(index, part) for part in content)
@@ -164,16 +157,15 @@ def _part(index: int, part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    what = (
-        f"of type {kind!r}" if isinstance(kind, str) and kind != "text" else f"{kind_of(part)} without text"
-    )
+    is_other = isinstance(kind, str) and kind != "text"
+    what = f"of type {kind!r}" if is_other else f"{kind_of(part)} without text"
     raise RowProblem(
         f"message {index}: a part of its content is {what}; only parts like"
         ' {"type": "text", "text": "..."} can be trained on'
     )
 
 
-def _mark(index: int, given: Message, weight: float) -> bool | None:
+def _trained(index: int, given: Message, weight: float) -> bool | None:
     """`train: false` or `weight: 0` takes a message out; `weight: 1` says nothing."""
     train = given.get("train")
     if not isinstance(train, bool | None):
@@ -186,7 +178,7 @@ def _mark(index: int, given: Message, weight: float) -> bool | None:
 
 
 def _weight(index: int, given: Any) -> float:
-    """How much each of its tokens counts in the loss."""
+    """Loss weight of each token of a message."""
     if given is None:
         return 1.0
     is_number = isinstance(given, int | float) and not isinstance(given, bool)
@@ -200,7 +192,7 @@ def _weight(index: int, given: Any) -> float:
 
 
 def read_tools(found: Any, column: str) -> list[dict[str, Any]] | None:
-    """The tools of a row: a list, or JSON text of one."""
+    """Read a list of tools, or JSON text of one."""
     if isinstance(found, str):
         found = _parsed(found, f"column {column!r}") if found.strip() else None
     if found is None or found == []:
@@ -228,8 +220,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def read_calls(index: int, message: Message) -> list[Message]:
-    """The calls that message `index` makes."""
+def _calls(index: int, message: Message) -> list[Message]:
     found = message.get("tool_calls") or []
     if not isinstance(found, list):
         raise RowProblem(f"message {index}: tool_calls must be a list, found {kind_of(found)}")
@@ -238,12 +229,6 @@ def read_calls(index: int, message: Message) -> list[Message]:
     if found and message["role"] != "assistant":
         raise RowProblem(f"message {index} calls tools, but is of {message['role']}, not of assistant")
     return [_call(f"message {index}: tool call {at}", call) for at, call in enumerate(found)]
-
-
-def read_call_text(text: str, where: str) -> list[Message]:
-    """Calls that stand as JSON text where a message's content would: one, or a list of them."""
-    found = _parsed(text, where)
-    return found if isinstance(found, list) else [found]
 
 
 def _call(where: str, call: Any) -> Message:
@@ -257,9 +242,9 @@ def _call(where: str, call: Any) -> Message:
         arguments = _parsed(arguments, f"{where}: arguments") if arguments.strip() else {}
     if not isinstance(arguments, dict | None):
         raise RowProblem(f"{where}: arguments must be an object, found {kind_of(arguments)}")
-    named = {"id": call["id"]} if call.get("id") else {}
-    said = {"name": function["name"], "arguments": arguments or {}}
-    return {**named, "type": "function", "function": said}
+    identity = {"id": call["id"]} if call.get("id") else {}
+    named = {"name": function["name"], "arguments": arguments or {}}
+    return {**identity, "type": "function", "function": named}
 
 
 def _parsed(text: str, where: str) -> Any:

@@ -1,26 +1,28 @@
-"""What became of the rows: counted while they are read, told to people, kept in the manifest."""
+"""What became of the rows: counts, lines for people, and the reasons why a run would stop at them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from app.config.schema import DatasetConfig
-from app.data.types import Source
+from app.data.sources import Source
 
 MAX_PLACES = 20
 _MAX_REASONS = 20
 _MAX_CLASSES = 12
-_STEP = 8  # tokens between two classes of over-long samples; a 32nd of their length where that is more
+_MAX_SHOWN_PROBLEMS = 5
+_MAX_DROPPED_SHARE = 0.05  # of the samples, before `auto` calls it an error
+_MIN_CLASS_TOKENS = 8  # width of a class of over-long samples; a 32nd of their length where that is more
 
 
 @dataclass(slots=True)
 class Counts:
-    """One split. rows_read = rows_kept + bad_rows + rows_lost; over_long = dropped + truncated + split."""
+    """Counts of one split. rows_read = rows_kept + bad_rows + rows_lost; over_long = dropped + truncated + split."""
 
     source: str = ""
     files_left_out: list[str] = field(default_factory=list)
     rows_read: int = 0
-    rows_kept: int = 0  # at least one sample came of them
+    rows_kept: int = 0  # with at least one sample
     rows_lost: int = 0  # good rows whose samples were all dropped as over-long
     bad_rows: int = 0
     bad_places: list[str] = field(default_factory=list)  # the first MAX_PLACES
@@ -30,9 +32,7 @@ class Counts:
     samples: int = 0
     tokens: int = 0
     trained_tokens: int = 0
-    label_weight: float = (
-        0.0  # what the trained tokens count in the loss: 1 each, or the weights of their messages
-    )
+    label_weight: float = 0.0  # of the trained tokens in the loss: 1 each, or the weights of their messages
     weighted_samples: int = 0  # with a message whose weight is neither 0 nor 1
     longest: int = 0  # tokens of the longest sample, before anything was cut
     over_long: int = 0  # samples longer than dataset.max_length
@@ -42,15 +42,15 @@ class Counts:
     dropped: int = 0
     truncated: int = 0
     split: int = 0
-    pieces: int = 0  # what the split ones became
+    pieces: int = 0  # of the split ones
     tokens_lost: int = 0  # of dropped samples, and cut off
     unstable: int = 0  # conversations whose earlier turns the template rewrites
     expanded_into: int = 0  # samples that they became; 0 if only their last turn is trained
-    glued: int = 0
-    endless: int = 0
-    unseen: int = 0
-    shortened: int = 0
-    marked: int = 0
+    glued: int = 0  # samples with a token across the edge of what is trained
+    endless: int = 0  # samples whose answer ends in no special token
+    unseen: int = 0  # messages of which the template writes nothing
+    shortened: int = 0  # answers of which the template leaves out a part
+    marked: int = 0  # messages with the text of a special token
     empty: dict[str, int] = field(default_factory=dict)  # texts without a word, by where they should be
     held_out: int = 0  # samples that dataset.eval_fraction took from here
     duplicates: int = 0  # samples whose tokens and mask an earlier one has
@@ -69,37 +69,37 @@ class Counts:
             self.bad_places.append(place)
 
     def too_long(self, length: int) -> None:
-        """Count an over-long sample; its class says which dataset.max_length would keep it."""
+        """Count an over-long sample by its class of lengths, which shows what max_length would keep it."""
         self.over_long += 1
-        width = max(_STEP, (1 << length.bit_length()) >> 6)
+        width = max(_MIN_CLASS_TOKENS, (1 << length.bit_length()) >> 6)
         end = str(-(-length // width) * width)  # a text, as it comes back from a file
         self.over_long_up_to[end] = self.over_long_up_to.get(end, 0) + 1
 
 
 @dataclass(slots=True)
-class Share:
-    """What an epoch has of one source of a mix."""
+class SourceShare:
+    """The part of an epoch that one source of a mix has."""
 
     weight: float
-    samples: int  # that there are
-    drawn: int  # that an epoch has, some several times
-    tokens: int  # of those
+    samples: int  # of the source
+    drawn: int  # samples of an epoch, some several times
+    tokens: int  # of the drawn samples
     trained_tokens: int
 
 
 @dataclass(slots=True)
 class DataReport:
-    """Both splits, and what holds for the data as a whole. Of a mix, `train` has the samples of an epoch."""
+    """Counts of both splits and of the data as a whole. Of a mix, `train` has the samples of an epoch."""
 
     train: Counts
     eval: Counts | None = None
     shared: int = 0  # eval samples that are also trained on
     notes: list[str] = field(default_factory=list)
     sources: dict[str, Counts] = field(default_factory=dict)  # of a mix
-    shares: dict[str, Share] = field(default_factory=dict)  # the same names
+    shares: dict[str, SourceShare] = field(default_factory=dict)  # the same names
 
     def lines(self) -> list[str]:
-        """For people: one line for each split, and one for each thing that is not as it could be."""
+        """A line for each split, and one for each thing that users should know."""
         lines = list(_mix_lines(self)) if self.sources else list(split_lines("train", self.train))
         if self.eval is not None:
             lines += split_lines("eval", self.eval)
@@ -108,12 +108,10 @@ class DataReport:
         return lines + self.notes
 
     def as_dict(self) -> dict[str, Any]:
-        """For the manifest."""
         return asdict(self)
 
 
 def _mix_lines(report: DataReport) -> Iterator[str]:
-    """What was lost is told with its source; the sum says only what an epoch has."""
     for name, counts in report.sources.items():
         yield from split_lines(f"train {name}", counts)
         share = report.shares[name]
@@ -125,13 +123,13 @@ def _mix_lines(report: DataReport) -> Iterator[str]:
 
 
 def split_lines(split: str, c: Counts) -> Iterator[str]:
-    """For people: what is there, then what was lost on the way and what the chat template did."""
+    """What a split has, then what was lost on the way and what the chat template did."""
     share = c.trained_tokens / max(c.tokens, 1)
     read = f"{_many(c.rows_read, 'row')} -> " if c.rows_read else ""
     trained = classes_line(c.classes) if c.classes else f"{c.trained_tokens:,} trained ({share:.0%})"
     yield f"{split}: {read}{_many(c.samples, 'sample')}, {_many(c.tokens, 'token')}, {trained}"
-    for told in (*_weight_lines(c), *_lost_lines(c), *_template_lines(c)):
-        yield f"{split}: {told}"
+    for line in (*_weight_lines(c), *_lost_lines(c), *_template_lines(c)):
+        yield f"{split}: {line}"
 
 
 def _weight_lines(c: Counts) -> Iterator[str]:
@@ -142,7 +140,7 @@ def _weight_lines(c: Counts) -> Iterator[str]:
 
 
 def in_words(names: Sequence[str]) -> str:
-    """The first of a list."""
+    """Join the first names of a list."""
     more = f" and {len(names) - _MAX_CLASSES:,} more" if len(names) > _MAX_CLASSES else ""
     return ", ".join(names[:_MAX_CLASSES]) + more
 
@@ -161,19 +159,17 @@ def _lost_lines(c: Counts) -> Iterator[str]:
         yield f"{_many(c.bad_rows, 'bad row')} skipped: {_first(c.bad_places)} ({c.first_problem})"
     if c.over_long:
         fates = {"dropped": c.dropped, "truncated": c.truncated, f"split into {c.pieces:,} pieces": c.split}
-        told = ", ".join(f"{number:,} {fate}" for fate, number in fates.items() if number)
+        shown = ", ".join(f"{number:,} {fate}" for fate, number in fates.items() if number)
         lost = f"; {_many(c.tokens_lost, 'token')} lost" if c.tokens_lost else ""
         longer = f"{_many(c.over_long, 'sample')} longer than dataset.max_length (the longest {c.longest:,})"
-        yield f"{longer}: {told}{lost}"
+        yield f"{longer}: {shown}{lost}"
     if c.empty:
-        told = ", ".join(f"{number:,} in {where}" for where, number in c.empty.items())
-        yield f"texts that are empty or white space: {told}"
+        shown = ", ".join(f"{number:,} in {where}" for where, number in c.empty.items())
+        yield f"texts that are empty or white space: {shown}"
     if c.duplicates:
-        fate = (
-            "left out"
-            if c.duplicates_dropped
-            else "trained on again (dataset.deduplicate=true leaves them out)"
-        )
+        fate = "trained on again (dataset.deduplicate=true leaves them out)"
+        if c.duplicates_dropped:
+            fate = "left out"
         yield f"{_many(c.duplicates, 'sample')} equal to an earlier one: {fate}"
     if c.left_over:
         yield f"{_many(c.left_over, 'sample')} beyond the wanted number not used"
@@ -206,12 +202,8 @@ def _first(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-_MAX_DROPPED_SHARE = 0.05  # of the samples, before `auto` calls it an error
-_SHOWN = 5  # bad rows in one error
-
-
 def stop_reasons(config: DatasetConfig, source: Source, counts: Counts) -> Iterator[str]:
-    """Every problem of one source, in words; none if a run goes on with it."""
+    """Every problem of one source that would stop a run."""
     named = f"{source.key}={source.name}"
     if config.on_bad_row == "error":
         yield from bad_row_problems(counts)
@@ -230,14 +222,14 @@ def stop_reasons(config: DatasetConfig, source: Source, counts: Counts) -> Itera
 
 
 def without_stops(config: DatasetConfig) -> DatasetConfig:
-    """The same rows by settings that no row stops: what would, is left out and counted."""
+    """Settings under which no row stops a run: those that would are left out and counted."""
     policy = "drop" if config.on_overflow == "error" else config.on_overflow
     unstable = "expand" if config.on_unstable_template == "error" else config.on_unstable_template
     return replace(config, on_bad_row="skip", on_overflow=policy, on_unstable_template=unstable)
 
 
 def too_many_dropped(counts: Counts, on_overflow: str, max_length: int, fmt: str) -> str | None:
-    """What is wrong if `auto` dropped so much that it is more likely a mistake."""
+    """The problem where `auto` dropped so many samples that it is more likely a mistake."""
     made = counts.samples + counts.held_out + counts.left_over + counts.dropped
     if on_overflow != "auto" or fmt == "text" or counts.dropped <= _MAX_DROPPED_SHARE * made:
         return None
@@ -260,10 +252,10 @@ def _nothing_left(named: str, config: DatasetConfig, counts: Counts) -> Iterator
 
 
 def bad_row_problems(counts: Counts) -> list[str]:
-    """Each reason once, since all rows may have the same one; none if no row is bad."""
+    """Each reason once, with its first row and the number of others; empty if no row is bad."""
     problems = [
         f"{counts.bad_first[reason]}{_more(rows - 1)}: {reason}"
-        for reason, rows in list(counts.bad_by_reason.items())[:_SHOWN]
+        for reason, rows in list(counts.bad_by_reason.items())[:_MAX_SHOWN_PROBLEMS]
     ]
     if problems:
         problems[-1] += " (dataset.on_bad_row=skip leaves bad rows out)"

@@ -1,4 +1,4 @@
-"""`dataset.format=auto`: which format the first rows have, and why; an error where that is not one thing."""
+"""`dataset.format=auto`: which format the first rows have, and why; an error where none or several fit."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -9,41 +9,40 @@ from app.config.dataset import formats_for, key_of, sources_of
 from app.config.schema import Columns, DatasetConfig
 from app.data.columns import ABSENT, has, unfolded, value
 from app.data.formats import FORMATS
-from app.data.sources import eval_source, train_source
-from app.data.types import Broken, Row, Source, kind_of
+from app.data.sources import Source, eval_source, train_source
+from app.data.types import Broken, Row, kind_of
 from app.errors import DataError
 
-LOOKED_AT = 200  # rows
-_ENOUGH = 0.9  # of them must fit: a bad row is told with its place when it is read
-_SHOWN = 12  # names
-_LINE = "\n    "
+INSPECTED_ROWS = 200
+_MIN_FITTING_SHARE = 0.9  # of the inspected rows; a bad row is told with its location when it is read
+_MAX_SHOWN_NAMES = 12
+_NEW_LINE = "\n    "
 
-_SAYS = ("content", "tool_calls", "function_call")  # at least one of them is in a message
+_CONTENT_KEYS = ("content", "tool_calls", "function_call")  # at least one of them is in a message
 _LABEL = "label"  # the field that need not hold text
-_CHATS = {
+_MESSAGES = {
     "messages": "objects with role and content",
     "sharegpt": "objects with from and value",
     "chat_completion": "objects with role and content",
 }
-_IN_ANY_COLUMN = ("messages", "sharegpt")  # conversations show by themselves, whatever the name
+_IN_ANY_COLUMN = ("messages", "sharegpt")  # conversations are recognised whatever their column is called
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A format, and the columns that it would read; `fits` of the rows have them."""
+    """A format, and the columns that it would read."""
 
     format: str
     columns: tuple[str, ...]
-    fits: int
+    fits: int  # rows that have these columns
     field: str | None = None  # of dataset.columns, where the column is called otherwise
 
-    def typed(self, key: str) -> str:
-        """What to type to choose it in the section `key`."""
+    def override(self, key: str) -> str:
+        """The words that choose it in the section `key`."""
         named = f" {key}.columns.{self.field}={self.columns[0]}" if self.field else ""
         return f"{key}.format={self.format}{named}"
 
     def reason(self, count: int) -> str:
-        """Why it was chosen of `count` rows."""
         many = len(self.columns) > 1
         share = "all" if self.fits == count else f"{self.fits:,}"
         of = "the only row" if count == 1 else f"{share} of the first {count:,} rows"
@@ -56,17 +55,17 @@ class _Candidate:
 def detect_formats(
     config: DatasetConfig, formats: Sequence[str] = formats_for("causal")
 ) -> tuple[DatasetConfig, list[str]]:
-    """The section with formats that are known, and what to tell about how each became known.
+    """Replace `auto` by the format of the rows; returns the section, and a note for each source.
 
-    Each source of a mix is looked at by itself, and so is a file of held-out rows beside it. DataError has the
-    problems of all. `formats` are those that it may be.
+    Each source of a mix is inspected by itself, and so is a file of held-out rows beside it. DataError has the
+    problems of all. `formats` are those to choose from.
     """
     found: dict[str, DatasetConfig] = {}
     notes: list[str] = []
     problems: list[str] = []
-    for name, section, source in _to_look_at(config):
+    for name, section, source in _undetected(config):
         try:
-            found[name], note = _recognised(section, source, key_of(name), formats)
+            found[name], note = _detect(section, source, key_of(name), formats)
             notes.append(note)
         except DataError as error:
             problems += error.problems
@@ -75,28 +74,28 @@ def detect_formats(
     mix = {
         name: each
         if name not in found
-        else replace(each, format=found[name].format, columns=_named(found[name]))
+        else replace(each, format=found[name].format, columns=_columns(found[name]))
         for name, each in config.mix.items()
     }
     return replace(found.get("", config), mix=mix), notes
 
 
-def _to_look_at(config: DatasetConfig) -> Iterator[tuple[str, DatasetConfig, Source]]:
-    """Where the rows of unknown formats are, under the name of their section."""
+def _undetected(config: DatasetConfig) -> Iterator[tuple[str, DatasetConfig, Source]]:
+    """Sources of unknown format, with the name of their section."""
     for name, section in sources_of(config).items():
         if section.format == "auto":
             yield name, section, train_source(section, name)
-    held = eval_source(config) if config.mix and config.format == "auto" else None
-    if held is not None:  # of one source, held-out rows are as those to train on
-        yield "", config, held
+    eval_rows = eval_source(config) if config.mix and config.format == "auto" else None
+    if eval_rows is not None:  # without a mix, held-out rows have the format of the others
+        yield "", config, eval_rows
 
 
-def _named(section: DatasetConfig) -> dict[str, str]:
-    """The columns that its format needs; all of them, because other sources may have other names for the same."""
+def _columns(section: DatasetConfig) -> dict[str, str]:
+    """All columns that its format needs, because other sources may have other names for the same."""
     return {field: getattr(section.columns, field) for field in FORMATS[section.format].needs}
 
 
-def _recognised(
+def _detect(
     config: DatasetConfig, source: Source, key: str, formats: Sequence[str]
 ) -> tuple[DatasetConfig, str]:
     named = f"{source.key}={source.name}"
@@ -109,26 +108,30 @@ def _recognised(
         begin = (
             f"{named}: {key}.format=auto finds {len(fitting)} ways to read these rows. Type the one you mean:"
         )
-        raise DataError(_LINE.join([begin, *(f"{c.typed(key)}   ({c.reason(len(rows))})" for c in fitting)]))
+        raise DataError(
+            _NEW_LINE.join([begin, *(f"{c.override(key)}   ({c.reason(len(rows))})" for c in fitting)])
+        )
     [found] = fitting
     columns = replace(config.columns, **({found.field: found.columns[0]} if found.field else {}))
-    return replace(config, format=found.format, columns=columns), _told(found, key, rows, columns)
+    return replace(config, format=found.format, columns=columns), _note(found, key, rows, columns)
 
 
 def _first_rows(named: str, found: Iterator[tuple[str, Row | Broken]]) -> list[Row]:
-    looked_at = list(islice(found, LOOKED_AT))
-    rows = [row for _, row in looked_at if not isinstance(row, Broken)]
-    if not looked_at:
+    first = list(islice(found, INSPECTED_ROWS))
+    rows = [row for _, row in first if not isinstance(row, Broken)]
+    if not first:
         raise DataError(f"{named}: has no rows")
-    for place, broken in looked_at[:1]:
-        if not rows and isinstance(broken, Broken):
-            raise DataError(f"{named}: none of its first rows can be read; {place}: {broken.reason}")
+    location, row = first[0]
+    if not rows and isinstance(row, Broken):
+        raise DataError(f"{named}: none of its first rows can be read; {location}: {row.reason}")
     return rows
 
 
 def _fitting(rows: Sequence[Row], columns: Columns, formats: Sequence[str]) -> list[_Candidate]:
     """The ways to read these rows. A column that has its usual name in one of them is not renamed for another."""
-    found = [each for each in _candidates(rows, columns, formats) if each.fits >= _ENOUGH * len(rows)]
+    found = [
+        each for each in _candidates(rows, columns, formats) if each.fits >= _MIN_FITTING_SHARE * len(rows)
+    ]
     taken = {name for each in found if each.field is None for name in each.columns}
     return [each for each in found if each.field is None or each.columns[0] not in taken]
 
@@ -141,7 +144,7 @@ def _candidates(rows: Sequence[Row], columns: Columns, formats: Sequence[str]) -
         fits = sum(all(_fits(fmt, value(row, name), field) for field, name in there.items()) for row in rows)
         usual = _Candidate(fmt, names, fits)
         yield usual
-        if fmt in _IN_ANY_COLUMN and usual.fits < _ENOUGH * len(rows):
+        if fmt in _IN_ANY_COLUMN and usual.fits < _MIN_FITTING_SHARE * len(rows):
             yield from _renamed(rows, fmt, shape.needs[0], usual.columns[0])
 
 
@@ -152,50 +155,50 @@ def _renamed(rows: Sequence[Row], fmt: str, field: str, usual: str) -> Iterator[
 
 
 def _fits(fmt: str, found: Any, field: str = "") -> bool:
-    """Whether a column that the format needs can be this. What no label can be is told when the row is read."""
+    """Whether a column that the format needs may hold `found`. Labels are checked when the row is read."""
     if field == _LABEL:
         return found is not ABSENT and found is not None
-    if fmt not in _CHATS:
+    if fmt not in _MESSAGES:
         return isinstance(found, str)
-    return isinstance(found, list) and bool(found) and all(_is_said(fmt, each) for each in found)
+    return isinstance(found, list) and bool(found) and all(_is_message(fmt, each) for each in found)
 
 
-def _is_said(fmt: str, each: Any) -> bool:
-    """Whether it is a message; tables fill absent keys with null."""
+def _is_message(fmt: str, each: Any) -> bool:
     if not isinstance(each, dict):
         return False
+    # tables fill absent keys with null
     given = {key for key, inner in each.items() if inner is not None}
     if fmt == "sharegpt":
         return {"from", "value"} <= given
-    return "role" in given and not given.isdisjoint(_SAYS)
+    return "role" in given and not given.isdisjoint(_CONTENT_KEYS)
 
 
 def _wanted(fmt: str) -> str:
     if _LABEL in FORMATS[fmt].needs:
         return "text and its label"
-    return f"lists of {_CHATS[fmt]}" if fmt in _CHATS else "text"
+    return f"lists of {_MESSAGES[fmt]}" if fmt in _MESSAGES else "text"
 
 
-def _told(found: _Candidate, key: str, rows: Sequence[Row], columns: Columns) -> str:
+def _note(found: _Candidate, key: str, rows: Sequence[Row], columns: Columns) -> str:
     given = [name for field in FORMATS[found.format].may if (name := getattr(columns, field))]
     may = [name for name in given if any(has(row, name) for row in rows)]
     read = {*found.columns, *may}
     unread = [name for name in _names(rows) if name not in read | {path.partition(".")[0] for path in read}]
     also = f"; also read: {_listed(may)}" if may else ""
     rest = f"; not read: {_listed(unread)}" if unread else ""
-    return f"{key}.format=auto: taken as {found.typed(key)}, because {found.reason(len(rows))}{also}{rest}"
+    return f"{key}.format=auto: taken as {found.override(key)}, because {found.reason(len(rows))}{also}{rest}"
 
 
 def _unknown(named: str, key: str, rows: Sequence[Row], columns: Columns, formats: Sequence[str]) -> str:
-    """What is there, and what each format lacks."""
+    """Say which columns there are, and what each format lacks."""
     shown = [f"{name} ({_kind(rows, name)})" for name in _names(rows)]
     found = _listed(shown) or "none"
     begin = f"{named}: {key}.format=auto knows no format for these rows; columns found: {found}"
-    wants = [_lacking(fmt, key, rows, columns) for fmt in formats]
-    return _LINE.join([begin, *wants, *_nested(key, rows)])
+    wants = [_missing(fmt, key, rows, columns) for fmt in formats]
+    return _NEW_LINE.join([begin, *wants, *_nested(key, rows)])
 
 
-def _lacking(fmt: str, key: str, rows: Sequence[Row], columns: Columns) -> str:
+def _missing(fmt: str, key: str, rows: Sequence[Row], columns: Columns) -> str:
     wants = []
     for field in FORMATS[fmt].needs:
         name = getattr(columns, field)
@@ -212,7 +215,7 @@ def _state(there: int, name: str, key: str, rows: Sequence[Row]) -> str:
 
 
 def _nested(key: str, rows: Sequence[Row]) -> Iterator[str]:
-    """Lists whose elements could be rows."""
+    """Advice for lists whose elements could be rows."""
     for name, found in rows[0].items():
         if isinstance(found, list) and found and isinstance(found[0], dict):
             keys = [str(each) for each in found[0]]
@@ -229,5 +232,5 @@ def _kind(rows: Sequence[Row], name: str) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    more = f" and {len(names) - _MAX_SHOWN_NAMES} more" if len(names) > _MAX_SHOWN_NAMES else ""
+    return ", ".join(names[:_MAX_SHOWN_NAMES]) + more

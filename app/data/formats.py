@@ -1,4 +1,4 @@
-"""What a row means: a conversation, a document or an example of a class. `FORMATS` has an entry for each shape."""
+"""From a row to its meaning: a conversation, a document or an example of a class. `FORMATS` is the table."""
 
 import difflib
 import re
@@ -9,12 +9,12 @@ from typing import Any
 from app.config.schema import Columns
 from app.data import conversations
 from app.data.columns import has, optional, optional_text, text, value
-from app.data.conversations import converse
-from app.data.types import Conversation, Document, Example, Message, Row, RowProblem, kind_of
+from app.data.conversations import read_conversation
+from app.data.types import Content, Conversation, Document, Example, Message, Row, RowProblem, kind_of
 
-_SPEAKING = ("user", "assistant")
+_SPEAKING_ROLES = ("user", "assistant")
 _FRACTION = re.compile(r"[-+]?(\d+\.\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\d+[eE][-+]?\d+")
-_MAX_LABEL_CHARS = 200  # characters of a name: what is longer is a text in the wrong column
+_MAX_LABEL_CHARS = 200  # a longer one is a text in the wrong column
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,21 +23,22 @@ class Format:
 
     needs: tuple[str, ...]
     may: tuple[str, ...]
-    read: Callable[[Row, Columns], Conversation | Document | Example]
+    read: Callable[[Row, Columns], Content]
 
 
 def instruction(row: Row, columns: Columns) -> Conversation:
-    """What to do, perhaps with what to do it to, perhaps after earlier turns; and what came of it."""
-    asked = text(row, columns.instruction)
+    """Read an instruction and its output, with an optional input and earlier turns."""
+    question = text(row, columns.instruction)
     more = optional_text(row, columns.input)
-    question = f"{asked}\n\n{more}" if more.strip() else asked
+    if more.strip():
+        question = f"{question}\n\n{more}"
     earlier = _history(optional(row, columns.history), columns.history)
-    return converse([*earlier, *_pair(question, text(row, columns.output))], row, columns)
+    return read_conversation([*earlier, *_pair(question, text(row, columns.output))], row, columns)
 
 
 def question_answer(row: Row, columns: Columns) -> Conversation:
-    """A question and its answer."""
-    return converse(_pair(text(row, columns.question), text(row, columns.answer)), row, columns)
+    """Read a question and its answer."""
+    return read_conversation(_pair(text(row, columns.question), text(row, columns.answer)), row, columns)
 
 
 def _history(found: Any, column: str | None) -> list[Message]:
@@ -59,7 +60,7 @@ def _pair(question: str, answer: str) -> list[Message]:
 
 
 def prompt_completion(row: Row, columns: Columns) -> Document:
-    """Two texts, joined as they are."""
+    """Read two texts, joined as they are."""
     for column in (columns.prompt, columns.completion):
         if isinstance(value(row, column), list):
             raise RowProblem(
@@ -67,30 +68,27 @@ def prompt_completion(row: Row, columns: Columns) -> Document:
                 " are dataset.format=chat_completion"
             )
     prompt = text(row, columns.prompt)
-    return Document(prompt + text(row, columns.completion), answer=len(prompt))
+    return Document(prompt + text(row, columns.completion), completion_start=len(prompt))
 
 
 def document(row: Row, columns: Columns) -> Document:
-    """One text."""
-    found = text(row, columns.text)
-    if not found.strip():
-        raise RowProblem(f"column {columns.text!r} is empty")
-    return Document(found)
+    """Read one text."""
+    return Document(_nonempty(row, columns.text))
 
 
 def labelled_text(row: Row, columns: Columns) -> Example:
-    """One text and its label."""
-    return Example(_filled(row, columns.text), _label(row, columns.label))
+    """Read one text and its label."""
+    return Example(_nonempty(row, columns.text), _label(row, columns.label))
 
 
 def text_pair(row: Row, columns: Columns) -> Example:
-    """Two texts and the label of how they go together."""
+    """Read two texts and the label of how they go together."""
     return Example(
-        _filled(row, columns.sentence1), _label(row, columns.label), _filled(row, columns.sentence2)
+        _nonempty(row, columns.sentence1), _label(row, columns.label), _nonempty(row, columns.sentence2)
     )
 
 
-def _filled(row: Row, column: str) -> str:
+def _nonempty(row: Row, column: str) -> str:
     found = text(row, column)
     if not found.strip():
         raise RowProblem(f"column {column!r} is empty")
@@ -98,7 +96,7 @@ def _filled(row: Row, column: str) -> str:
 
 
 def _label(row: Row, column: str) -> str:
-    """The name of a class; files without types write numbers as text, so both are one name."""
+    """Name of a class. CSV writes numbers as text, so a number and its text are one name."""
     found: Any = value(row, column)
     if isinstance(found, bool | int):
         return str(found).lower()
@@ -134,18 +132,16 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def read_row(row: Row, fmt: str, columns: Columns) -> Conversation | Document | Example:
-    """The meaning of one row; RowProblem says what is wrong with it."""
+def read_row(row: Row, fmt: str, columns: Columns) -> Content:
+    """Read one row; RowProblem says what is wrong with it."""
     for field in _expected(fmt, columns):
         if not has(row, getattr(columns, field)):
             raise RowProblem(_wrong_columns(row, field, fmt, columns))
     return FORMATS[fmt].read(row, columns)
 
 
-def empty_parts(
-    row: Row, content: Conversation | Document | Example, fmt: str, columns: Columns
-) -> Iterator[str]:
-    """Where there should be words and are none: columns that every row needs, or messages of one side."""
+def empty_parts(row: Row, content: Content, fmt: str, columns: Columns) -> Iterator[str]:
+    """Name the needed columns, and the roles of messages, whose text is empty or white space."""
     needed = {name: value(row, name) for name in (getattr(columns, field) for field in FORMATS[fmt].needs)}
     yield from (
         f"column {name}" for name, found in needed.items() if isinstance(found, str) and not found.strip()
@@ -153,17 +149,21 @@ def empty_parts(
     if not isinstance(content, Conversation) or any(isinstance(found, str) for found in needed.values()):
         return
     for message in content.messages:
-        if message["role"] in _SPEAKING and not message["content"].strip() and "tool_calls" not in message:
+        if (
+            message["role"] in _SPEAKING_ROLES
+            and not message["content"].strip()
+            and "tool_calls" not in message
+        ):
             yield f"messages of {message['role']}"
 
 
 def fields_of(fmt: str) -> tuple[str, ...]:
-    """The fields of `dataset.columns` that decide what rows of a format mean."""
+    """The fields of `dataset.columns` that a format reads."""
     return (*FORMATS[fmt].needs, *FORMATS[fmt].may)
 
 
 def _expected(fmt: str, columns: Columns) -> list[str]:
-    """What must be there: what is needed, and what was asked for by a name of its own."""
+    """Fields that must be there: those needed, and those that the config gave a name of its own."""
     given = [field for field in FORMATS[fmt].may if getattr(columns, field) not in (None, field)]
     return [*FORMATS[fmt].needs, *given]
 

@@ -1,4 +1,4 @@
-"""What a dataset is in numbers, from its token rows alone: lengths, equal rows, how well it packs or pads."""
+"""Lengths of token rows: percentiles, histogram, and how well they pack or pad."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,28 +10,28 @@ from app.data.data_report import Counts
 from app.data.packing import least_bins, plan_bins
 
 _PERCENTS = (5, 25, 50, 75, 90, 95, 99)
-_BARS = 32
-_MULTIPLE = 8  # padded rows are as long as the next one
+_MAX_CLASSES = 32
+_WIDTH_MULTIPLE = 8  # of padded rows
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How full bins are, and how few they could be at best."""
+    """How full bins are, and a lower bound of their number."""
 
     bins: int
     least: int
-    fill: float | None  # nothing fills no bins
+    fill: float | None  # None: no bins
 
 
 def packed(lengths: NDArray[np.int32], capacity: int) -> Packing:
-    """By the plan that a run has, in bins of `capacity`."""
+    """Plan bins of `capacity` as a run does."""
     bins = len(plan_bins(lengths, capacity)[1])
     fill = int(lengths.sum(dtype=np.int64)) / (bins * capacity) if bins else None
     return Packing(bins, least_bins(lengths, capacity), fill)
 
 
 def padded_fill(lengths: NDArray[np.int32], per_batch: int, per_step: int) -> float | None:
-    """How much of padded micro-batches is tokens, over steps of `per_step` rows that are sorted within."""
+    """Share of tokens in padded micro-batches, over steps of `per_step` rows that are sorted by length."""
     if not len(lengths):
         return None
     shuffled = np.random.default_rng(0).permutation(lengths)
@@ -39,28 +39,28 @@ def padded_fill(lengths: NDArray[np.int32], per_batch: int, per_step: int) -> fl
     whole = np.zeros(steps * per_step, np.int64)
     whole[: len(shuffled)] = shuffled
     batches = np.sort(whole.reshape(steps, per_step), axis=1)[:, ::-1].reshape(-1, per_batch)
-    widths = -(-batches[:, 0] // _MULTIPLE) * _MULTIPLE
+    widths = -(-batches[:, 0] // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
     return int(whole.sum()) / int((widths * (batches > 0).sum(axis=1)).sum())
 
 
 def percentiles(rows: NDArray[np.int32], counts: Counts) -> dict[str, int] | None:
-    """Of all samples as they were before any was dropped or cut off; None where there are none.
+    """Percentiles of all samples before any was dropped or cut off; None where there are none.
 
-    Over-long ones are known by the end of their class (8 tokens wide, or a 32nd of the length); the longest is
-    exact. Of texts in pieces it is the pieces that count.
+    Over-long samples count with the end of their class (8 tokens wide, or a 32nd of the length); the longest is
+    exact. Texts that were split count by their pieces.
     """
     lengths, samples = _before_policy(rows, counts)
     if not len(lengths):
         return None
     reached = np.cumsum(samples)
     at = [int(np.searchsorted(reached, reached[-1] * percent / 100)) for percent in _PERCENTS]
-    told = {f"p{percent}": int(lengths[i]) for percent, i in zip(_PERCENTS, at, strict=True)}
     longest = int(lengths[-1]) if counts.pieces else counts.longest
-    return {**{name: min(length, longest) for name, length in told.items()}, "max": longest}
+    found = {f"p{percent}": min(int(lengths[i]), longest) for percent, i in zip(_PERCENTS, at, strict=True)}
+    return {**found, "max": longest}
 
 
 def length_that_keeps(share: float, rows: NDArray[np.int32], counts: Counts) -> int | None:
-    """The least dataset.max_length by which so many samples stay whole, as far as their classes tell."""
+    """The smallest dataset.max_length that keeps this share of samples whole, as far as their classes tell."""
     lengths, samples = _before_policy(rows, counts)
     if not len(lengths) or counts.pieces:
         return None
@@ -69,32 +69,32 @@ def length_that_keeps(share: float, rows: NDArray[np.int32], counts: Counts) -> 
 
 
 def share_within(length: int, rows: NDArray[np.int32], counts: Counts) -> float:
-    """How many of all samples are no longer than that."""
+    """Share of all samples that are no longer than `length`."""
     lengths, samples = _before_policy(rows, counts)
     return float(samples[lengths <= length].sum() / samples.sum())
 
 
 def histogram(rows: NDArray[np.int32]) -> dict[str, list[int]]:
-    """Samples in classes of equal width."""
-    width = max(1, -(-int(rows.max(initial=1)) // _BARS))
+    """Count samples in classes of equal width."""
+    width = max(1, -(-int(rows.max(initial=1)) // _MAX_CLASSES))
     samples = np.bincount(np.maximum(rows - 1, 0) // width, minlength=1)
     return {"edges": [1 + width * at for at in range(len(samples) + 1)], "samples": samples.tolist()}
 
 
 def over_long(counts: Counts) -> list[dict[str, int]]:
-    """The classes of over-long samples, from the shortest."""
+    """Classes of over-long samples, from the shortest."""
     ends: Mapping[str, int] = counts.over_long_up_to
     return [{"up_to": int(end), "samples": ends[end]} for end in sorted(ends, key=int)]
 
 
 def _before_policy(rows: NDArray[np.int32], counts: Counts) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Lengths, rising, and how many samples have each."""
+    """Lengths, ascending, and how many samples have each, before the overflow policy."""
     samples = np.bincount(rows)
     if counts.pieces:
         kept = np.flatnonzero(samples)
         return kept, samples[kept]
     if counts.truncated and len(samples):
-        samples[-1] = max(0, samples[-1] - counts.truncated)  # these are as long as any may be
+        samples[-1] = max(0, samples[-1] - counts.truncated)  # truncated ones have max_length
     kept = np.flatnonzero(samples)
     ends = over_long(counts)
     lengths = np.concatenate([kept, np.array([each["up_to"] for each in ends], np.int64)])

@@ -2,7 +2,7 @@
 
 Step s takes the next R units (rows, or bins of packed rows) of its epoch's order, R = processes x micro-batches x
 units of a micro-batch; processes and micro-batches only divide them. Everything follows from the step number, so the
-cursor of a checkpoint is one integer, and continuing costs nothing.
+cursor of a checkpoint is one integer, and resuming costs nothing.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from app.data.token_dataset import TokenRows
 
 @dataclass(frozen=True, slots=True)
 class StepSplit:
-    """How a step is divided, and which part is ours."""
+    """How the units of a step are divided among processes and micro-batches."""
 
     micro_batches: int  # of one process
     processes: int = 1
@@ -29,14 +29,14 @@ class StepSplit:
 class Loader:
     """The training rows in the order of each epoch."""
 
-    def __init__(self, rows: TokenRows, layout: Layout, share: StepSplit, seed: int) -> None:
+    def __init__(self, rows: TokenRows, layout: Layout, split: StepSplit, seed: int) -> None:
         self._rows = rows
         self._layout = layout
-        self._share = share
+        self._split = split
         self._seed = seed
         self._epoch: tuple[int, Units, NDArray[np.int64]] | None = None
         self.unit_name = layout.unit_name
-        self.units_per_step = layout.units_per_batch * share.micro_batches * share.processes
+        self.units_per_step = layout.units_per_batch * split.micro_batches * split.processes
         self.num_units = len(self._order_of(0)[0])  # of every epoch: it follows from the lengths alone
 
     @property
@@ -46,20 +46,20 @@ class Loader:
 
     def batches(self, step: int) -> list[Batch]:
         """The micro-batches of this process at `step`, counted from 0 over all epochs."""
-        return self._batches(step, self._share)
+        return self._batches(step, self._split)
 
     def batches_of_first(self, step: int) -> list[Batch]:
-        """Those of the first process."""
-        return self._batches(step, replace(self._share, rank=0))
+        """The micro-batches of the first process."""
+        return self._batches(step, replace(self._split, rank=0))
 
-    def _batches(self, step: int, share: StepSplit) -> list[Batch]:
+    def _batches(self, step: int, split: StepSplit) -> list[Batch]:
         units, chosen = self._chosen(step)
         work = [_attention_work(self._rows.lengths[unit]) for unit in chosen]
         hardest_first = [chosen[i] for i in np.argsort([-n for n in work], kind="stable")]
-        parts = _even_parts(hardest_first, share.micro_batches * share.processes)
+        parts = _even_parts(hardest_first, split.micro_batches * split.processes)
         return [
             self._layout.batch(self._rows, part, units.max_documents, step // self.steps_per_epoch)
-            for part in _dealt(parts, share)
+            for part in _parts_of_rank(parts, split)
         ]
 
     def largest(self) -> Batch:
@@ -75,24 +75,21 @@ class Loader:
         return self._layout.batch(self._rows, [units[i] for i in most], units.max_documents, epoch=0)
 
     def source_locations(self, step: int) -> list[str]:
-        """Where the rows of `step` came from."""
+        """The source locations of all rows of `step`."""
         return [self._rows.source_location(int(i)) for unit in self._chosen(step)[1] for i in unit]
 
     def _chosen(self, step: int) -> tuple[Units, list[Unit]]:
         epoch, at = divmod(step, self.steps_per_epoch)
         units, order = self._order_of(epoch)
-        return units, [
-            units[int(i)] for i in order[at * self.units_per_step : (at + 1) * self.units_per_step]
-        ]
+        numbers = order[at * self.units_per_step : (at + 1) * self.units_per_step]
+        return units, [units[int(i)] for i in numbers]
 
     def _order_of(self, epoch: int) -> tuple[Units, NDArray[np.int64]]:
-        """The units of an epoch and their order: rows have new neighbours in each."""
+        """The units of an epoch and their order; after the first epoch rows have new neighbours in each."""
         if self._epoch is None or self._epoch[0] != epoch:
             random = np.random.default_rng([self._seed, epoch])
-            stir = (
-                np.random.default_rng([self._seed, epoch, 1]) if epoch else None
-            )  # the first has no epoch before it
-            units = self._layout.units(self._rows, random.permutation(len(self._rows)), stir)
+            shuffle = np.random.default_rng([self._seed, epoch, 1]) if epoch else None
+            units = self._layout.units(self._rows, random.permutation(len(self._rows)), shuffle)
             self._epoch = epoch, units, random.permutation(len(units))
         return self._epoch[1:]
 
@@ -100,7 +97,7 @@ class Loader:
 def eval_batches(rows: TokenRows, layout: Layout, processes: int = 1, rank: int = 0) -> Iterator[Batch]:
     """Every row once, over all processes; longest first, so that memory is tried at once.
 
-    A task that draws has the draws of the first epoch each time: evaluations can be compared.
+    Masked tokens are those of the first epoch each time: evaluations can be compared.
     """
     longest_first: NDArray[np.int64] = np.argsort(-rows.lengths, kind="stable")
     units = layout.units(rows, longest_first)
@@ -119,14 +116,14 @@ def crowded_batch(rows: TokenRows, layout: Layout) -> Batch:
 
 
 def _attention_work(lengths: NDArray[np.int32]) -> int:
-    """Each token looks at those before it in its row. All else costs the same for equal bins."""
+    """Cost of attention, quadratic in each row; all else costs the same for equal bins."""
     return int(np.square(lengths, dtype=np.int64).sum())
 
 
-def _dealt(parts: list[list[Unit]], share: StepSplit) -> list[list[Unit]]:
-    """Ours of the parts, hardest first: dealt there and back, so that no process has the harder one of each round."""
-    rounds = [parts[start : start + share.processes] for start in range(0, len(parts), share.processes)]
-    return [part[share.rank if at % 2 == 0 else -1 - share.rank] for at, part in enumerate(rounds)]
+def _parts_of_rank(parts: list[list[Unit]], split: StepSplit) -> list[list[Unit]]:
+    """The parts of one process, hardest first; every second round goes backwards, which evens out the work."""
+    rounds = [parts[start : start + split.processes] for start in range(0, len(parts), split.processes)]
+    return [part[split.rank if at % 2 == 0 else -1 - split.rank] for at, part in enumerate(rounds)]
 
 
 def _even_parts(chosen: list[Unit], parts: int) -> list[list[Unit]]:

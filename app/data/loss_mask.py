@@ -1,7 +1,7 @@
-"""Conversations to text, and which characters of it are trained, for any chat template.
+"""Rows to text, and which characters of it are trained, for any chat template.
 
-A template is only ever asked to write prefixes of the conversation: what it adds for an assistant turn,
-beyond what asks for that turn, is what the model must learn.
+The template is only ever asked to write prefixes of a conversation: what it adds for an assistant turn, beyond what
+asks for that turn, is what the model must learn.
 """
 
 import json
@@ -15,41 +15,49 @@ from app.data.chat_template import (
     RenderedConversation,
     Skeleton,
     common_start,
+    placeholders,
     render_conversation,
-    skeleton_of,
-    stand_ins,
 )
 from app.data.tokenizer import Tokenizer
-from app.data.types import Conversation, Document, Example, Message, RenderedText, RowProblem, Span
+from app.data.types import (
+    Content,
+    Conversation,
+    Document,
+    Example,
+    Message,
+    RenderedText,
+    RowProblem,
+    Span,
+)
 from app.errors import DataError
 
-_Part = tuple[Span, float]  # characters, and the weight of their tokens
+_WeightedSpan = tuple[Span, float]  # characters, and the loss weight of their tokens
 _Pattern = tuple[tuple[str, ...], tuple[int, ...]]  # roles, and which messages are trained
 _MAX_PATTERNS = 4096
-# a thought that was not thought, as templates write it for a model that is not to think; what asks may open it already
+# An empty thought, as templates write it for a model that is not to think; the prompt may have opened it already.
 _EMPTY_THOUGHT = re.compile(r"\s*([<\[]\|?\w+\|?[>\]])?\s*[<\[]\|?/\w+\|?[>\]]\s*")
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedRow:
-    """The samples of one row, and what is worth telling about how they came about."""
+    """The samples of one row, and counts for the data report."""
 
     samples: list[RenderedText]
     unstable: bool = False  # the template rewrites earlier turns
     unseen: int = 0  # messages, and lists of tools, of which the template writes nothing
     shortened: int = 0  # trained answers of which the template leaves out a part
-    empty: tuple[str, ...] = ()  # where words are missing
-    marked: int = 0  # messages that say what the tokenizer takes for a special token
+    empty: tuple[str, ...] = ()  # columns or roles without text
+    marked: int = 0  # messages with the text of a special token
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
     text: str  # the conversation up to and with this turn
     span: Span
-    weight: float  # of its tokens
+    weight: float
 
-    def stands_in(self, whole: str) -> bool:
-        """Whether the turn is there with all before it; what follows its end is of no importance."""
+    def is_prefix_of(self, whole: str) -> bool:
+        """Whether `whole` has the turn with all before it; what follows the end of the turn does not matter."""
         return whole.startswith(self.text[: self.span[1]])
 
 
@@ -64,8 +72,8 @@ class Renderer:
         self._on_unstable = on_unstable
         self._skeletons: dict[_Pattern, Skeleton | None] = {}
 
-    def drafts(self, content: Conversation | Document | Example, place: str) -> RenderedRow:
-        """The samples of one row. `place` is for the error that an unstable template may be."""
+    def render(self, content: Content, location: str) -> RenderedRow:
+        """Render one row. `location` is for the error that an unstable template may be."""
         if isinstance(content, Document):
             return RenderedRow([self._document(content)])
         if isinstance(content, Example):
@@ -73,83 +81,85 @@ class Renderer:
                 [RenderedText(content.text, (), raw=True, label=content.label, second=content.second)]
             )
         marked = sum(self._special.search(message["content"]) is not None for message in content.messages)
-        known = ("auto", "assistant", "last", "all", *(["completion"] if content.answer else []))
+        known = ("auto", "assistant", "last", "all", *(["completion"] if content.completion_start else []))
         assert self._train_on in known, self._train_on
-        script = render_conversation(content, self._tokenizer)
-        drafts = self._filled(script, content) or self._rendered(script, content, place)
-        return replace(drafts, marked=marked)
+        rendered = render_conversation(content, self._tokenizer)
+        row = self._from_skeleton(rendered, content) or self._from_prefixes(rendered, content, location)
+        return replace(row, marked=marked)
 
-    def _filled(self, script: RenderedConversation, content: Conversation) -> RenderedRow | None:
-        """As `_rendered`, without rendering prefixes; None where a skeleton does not give the text of this row.
+    def _from_skeleton(self, rendered: RenderedConversation, content: Conversation) -> RenderedRow | None:
+        """Find spans without rendering prefixes; None where the skeleton does not give the text of this row.
 
-        Equal text is not enough: where a blank answer stands, or one that begins with what asks for it, only
-        prefixes tell. So blank messages have no skeleton, nor has a pattern where an answer is not all that follows
-        its prompt.
+        Equal text is not enough: where an answer is blank, or begins with what asks for it, only prefixes tell. So
+        blank messages have no skeleton, nor has a pattern where an answer is not all that follows its prompt.
         """
-        if content.tools is not None or self._train_on == "all" or not all(map(_is_plain, script.messages)):
+        if content.tools is not None or self._train_on == "all" or not all(map(_is_plain, rendered.messages)):
             return None
-        whole = script.whole
-        pattern = tuple(message["role"] for message in script.messages), tuple(self._trained(content))
+        whole = rendered.whole
+        pattern = tuple(message["role"] for message in rendered.messages), tuple(self._trained(content))
         if pattern not in self._skeletons:
             if len(self._skeletons) >= _MAX_PATTERNS:
                 return None
             self._skeletons[pattern] = self._skeleton(*pattern)
         skeleton = self._skeletons[pattern]
-        text, spans = skeleton.filled(script.messages) if skeleton else ("", [])
+        text, spans = skeleton.fill(rendered.messages) if skeleton else ("", [])
         if text != whole:
             return None
         weights = [content.weights.get(index, 1.0) for index in pattern[1]]
-        return RenderedRow([_of_parts(text, list(zip(spans, weights, strict=True)))])
+        return RenderedRow([_with_spans(text, list(zip(spans, weights, strict=True)))])
 
     def _skeleton(self, roles: Sequence[str], trained: Sequence[int]) -> Skeleton | None:
-        script = RenderedConversation(self._tokenizer, stand_ins(roles), None)
+        rendered = RenderedConversation(self._tokenizer, placeholders(roles), None)
         try:
-            spans = [self._turn(script, index, 1.0).span for index in trained]
-            if _unseen(script) or not all(map(_only_adds, repeat(script), trained, spans)):
+            spans = [self._turn(rendered, index, 1.0).span for index in trained]
+            if _unseen(rendered) or not all(map(_only_adds, repeat(rendered), trained, spans)):
                 return None
-        except RowProblem:  # a template may refuse what the stand-ins say
+        except RowProblem:  # a template may refuse the placeholders
             return None
-        return skeleton_of(script.whole, spans)
+        return Skeleton.from_text(rendered.whole, spans)
 
-    def _rendered(self, script: RenderedConversation, content: Conversation, place: str) -> RenderedRow:
-        whole, unseen = script.whole, _unseen(script)
+    def _from_prefixes(
+        self, rendered: RenderedConversation, content: Conversation, location: str
+    ) -> RenderedRow:
+        whole, unseen = rendered.whole, _unseen(rendered)
         if self._train_on == "all":
-            return RenderedRow([_of_parts(whole, _parts(script, content))], unseen=unseen)
-        at = self._trained(content)
-        turns = [self._turn(script, index, content.weights.get(index, 1.0)) for index in at]
-        cut = sum(not _is_whole(script.messages[i], turn.text) for i, turn in zip(at, turns, strict=True))
-        if all(turn.stands_in(whole) for turn in turns):
-            parts = [(turn.span, turn.weight) for turn in turns]
-            return RenderedRow([_of_parts(whole, parts)], unseen=unseen, shortened=cut)
-        return RenderedRow(self._unstable(turns, place), unstable=True, unseen=unseen, shortened=cut)
+            return RenderedRow([_with_spans(whole, _all_but_untrained(rendered, content))], unseen=unseen)
+        indices = self._trained(content)
+        turns = [self._turn(rendered, index, content.weights.get(index, 1.0)) for index in indices]
+        messages = [rendered.messages[index] for index in indices]
+        cut = sum(not _is_whole(message, turn.text) for message, turn in zip(messages, turns, strict=True))
+        if all(turn.is_prefix_of(whole) for turn in turns):
+            spans = [(turn.span, turn.weight) for turn in turns]
+            return RenderedRow([_with_spans(whole, spans)], unseen=unseen, shortened=cut)
+        return RenderedRow(self._unstable(turns, location), unstable=True, unseen=unseen, shortened=cut)
 
     def _document(self, document: Document) -> RenderedText:
         assert self._train_on in ("auto", "completion", "all"), self._train_on
-        start = 0 if self._train_on == "all" else document.answer
+        start = 0 if self._train_on == "all" else document.completion_start
         return RenderedText(document.text, ((start, len(document.text)),), raw=True)
 
     def _trained(self, content: Conversation) -> list[int]:
-        """The messages that are trained."""
-        first = content.answer if self._train_on in ("auto", "completion") else 0
-        said = [m["role"] for m in content.messages]
-        wishes = {index: "train=true" for index, trained in content.marks.items() if trained}
+        """The indices of the messages that are trained."""
+        first = content.completion_start if self._train_on in ("auto", "completion") else 0
+        roles = [message["role"] for message in content.messages]
+        wishes = {index: "train=true" for index, trained in content.trained.items() if trained}
         wishes |= {index: f"weight={weight:g}" for index, weight in content.weights.items()}
         for index, wish in wishes.items():
-            if said[index] != "assistant" or index < first:
-                where = f"is of {said[index]}" if index >= first else "is in the prompt"
+            if roles[index] != "assistant" or index < first:
+                where = f"is of {roles[index]}" if index >= first else "is in the prompt"
                 what = "the completion" if first else "answers of the assistant"
                 raise RowProblem(
                     f"message {index} {where} and has {wish}, but"
                     f" dataset.train_on={self._train_on} trains {what} only"
                 )
-        at = [index for index, role in enumerate(said) if role == "assistant" and index >= first]
-        if not at:
+        answers = [index for index, role in enumerate(roles) if role == "assistant" and index >= first]
+        if not answers:
             where = " in its completion" if first else ""
             raise RowProblem(
                 f"has no assistant message{where}: dataset.train_on={self._train_on} trains nothing of it"
             )
-        wanted = at[-1:] if self._train_on == "last" else at
-        kept = [index for index in wanted if content.marks.get(index, True)]
+        wanted = answers[-1:] if self._train_on == "last" else answers
+        kept = [index for index in wanted if content.trained.get(index, True)]
         if not kept:
             raise RowProblem(
                 f"has no assistant message to train under dataset.train_on={self._train_on}: train=false or"
@@ -157,141 +167,135 @@ class Renderer:
             )
         return kept
 
-    def _turn(self, script: RenderedConversation, index: int, weight: float) -> _Turn:
-        through = script.prefix(index + 1)
-        start = _start(script, index, through)
+    def _turn(self, rendered: RenderedConversation, index: int, weight: float) -> _Turn:
+        through = rendered.prefix(index + 1)
+        start = _start(rendered, index, through)
         if start is None:
             raise RowProblem(
                 f"the chat template rewrites what comes before message {index} once it is answered,"
                 " so what is the answer cannot be told"
             )
-        text = self._unclosed(script, index, through)
+        text = self._without_final_eos(rendered, index, through)
         span = start, max(start, len(text.rstrip()))  # white space after the end is no answer
         return _Turn(text, span, weight)
 
-    def _unclosed(self, script: RenderedConversation, index: int, through: str) -> str:
-        """Without the token that closes a conversation, where the turn has an end of its own and the talk goes on."""
-        if script.whole.startswith(through):
+    def _without_final_eos(self, rendered: RenderedConversation, index: int, through: str) -> str:
+        """Drop the token that closes a whole conversation, where the turn has an end of its own and is not the last."""
+        if rendered.whole.startswith(through):
             return through
         shorter = through.rstrip().removesuffix(self._eos).rstrip()
-        has_end = not shorter.endswith(_said(script.messages[index]))
-        return shorter if has_end and script.whole.startswith(shorter) else through
+        has_end = not shorter.endswith(_text_of(rendered.messages[index]))
+        return shorter if has_end and rendered.whole.startswith(shorter) else through
 
-    def _unstable(self, turns: list[_Turn], place: str) -> list[RenderedText]:
+    def _unstable(self, turns: list[_Turn], location: str) -> list[RenderedText]:
         if self._on_unstable == "error":
             raise DataError(
-                f"{place}: the chat template rewrites earlier turns of this conversation;"
+                f"{location}: the chat template rewrites earlier turns of this conversation;"
                 " set dataset.on_unstable_template=expand (a sample for each turn) or last (one for the last)"
             )
         kept = turns if self._on_unstable == "expand" else turns[-1:]
-        return [_of_parts(turn.text, [(turn.span, turn.weight)]) for turn in kept]
+        return [_with_spans(turn.text, [(turn.span, turn.weight)]) for turn in kept]
 
 
 def _is_plain(message: Message) -> bool:
-    """Whether there is nothing but a role and words."""
+    """Whether a message has a role, a content that is not blank, and nothing else."""
     return message.keys() == {"role", "content"} and bool(message["content"].strip())
 
 
-def _only_adds(script: RenderedConversation, index: int, span: Span) -> bool:
-    """Whether an answer is all that follows its prompt, without a thought before it, and stays as the talk goes on."""
-    through, prompt = script.prefix(index + 1), script.prefix(index, ask=True)
-    if index == 0 or not through.startswith(prompt) or not script.whole.startswith(through):
+def _only_adds(rendered: RenderedConversation, index: int, span: Span) -> bool:
+    """Whether an answer is all that follows its prompt, without an empty thought, and stays in later prefixes."""
+    through, prompt = rendered.prefix(index + 1), rendered.prefix(index, ask=True)
+    if index == 0 or not through.startswith(prompt) or not rendered.whole.startswith(through):
         return False
-    thought = _EMPTY_THOUGHT.fullmatch(script.head(index)[len(prompt) :])
-    return span[0] == len(prompt) and thought is None and _is_whole(script.messages[index], through)
+    thought = _EMPTY_THOUGHT.fullmatch(rendered.answer_head(index)[len(prompt) :])
+    return span[0] == len(prompt) and thought is None and _is_whole(rendered.messages[index], through)
 
 
 def _any_of(special: Mapping[str, Any]) -> re.Pattern[str]:
-    """What finds the text of a special token; nothing where there is none."""
+    """A pattern of the text of any special token; it matches nothing where there is none."""
     named = [[tokens] if isinstance(tokens, str) else tokens for tokens in special.values()]
     texts = [re.escape(str(token)) for tokens in named for token in tokens if str(token).strip()]
     return re.compile("|".join(texts) or r"(?!)")
 
 
-def _start(script: RenderedConversation, index: int, through: str) -> int | None:
-    """The first character of `through` that is the answer's; None if it does not begin with what was asked."""
-    if index == 0:  # nobody asked
-        return len(_shared(script.head(0), through))
-    prompt = script.prefix(index, ask=True)
+def _start(rendered: RenderedConversation, index: int, through: str) -> int | None:
+    """First character of the answer in `through`; None if `through` does not begin with the messages before it."""
+    if index == 0:  # there is no prompt
+        return len(_shared_start(rendered.answer_head(0), through))
+    prompt = rendered.prefix(index, ask=True)
     start = len(prompt)
     if not through.startswith(prompt):
-        before = script.prefix(index)  # the template asks with more than it writes before an answer
+        before = rendered.prefix(index)  # the template asks with more than it writes before an answer
         if not through.startswith(before):
             return None
-        start = max(len(before), len(_shared(prompt, script.head(index), through)))
-    return start + _empty_thought(script, index, start, through[start:])
+        start = max(len(before), len(_shared_start(prompt, rendered.answer_head(index), through)))
+    return start + _empty_thought(rendered, index, start, through[start:])
 
 
-def _shared(*texts: str) -> str:
-    """How they all begin. A space before a word is a part of it."""
+def _shared_start(*texts: str) -> str:
+    """How all texts begin; a space before a word belongs to the word."""
     return common_start(*texts).rstrip(" ")
 
 
-def _empty_thought(script: RenderedConversation, index: int, start: int, answer: str) -> int:
-    """How many characters of an answer the template writes for one without thoughts, which nobody has to learn."""
-    said = _said(script.messages[index])
-    if said and answer.lstrip().startswith(said) and not _EMPTY_THOUGHT.match(said):
+def _empty_thought(rendered: RenderedConversation, index: int, start: int, answer: str) -> int:
+    """Count the characters of an empty thought that the template itself writes; they are not trained."""
+    text = _text_of(rendered.messages[index])
+    if text and answer.lstrip().startswith(text) and not _EMPTY_THOUGHT.match(text):
         return 0
-    head = script.head(index)[start:]
-    if answer.startswith(head) and _EMPTY_THOUGHT.fullmatch(head):
-        return len(head)
-    return 0
+    head = rendered.answer_head(index)[start:]
+    return len(head) if answer.startswith(head) and _EMPTY_THOUGHT.fullmatch(head) else 0
 
 
-def _said(message: Message) -> str:
+def _text_of(message: Message) -> str:
     return str(message.get("content", "")).strip()
 
 
 def _is_whole(message: Message, text: str) -> bool:
-    """Whether all that is thought and said is written, white space aside."""
-    for part in (_said(message), message.get("reasoning_content")):
-        if isinstance(part, str) and part not in text and _squeezed(part) not in _squeezed(text):
+    """Whether `text` has all of a message's thought and content, white space aside."""
+    for part in (_text_of(message), message.get("reasoning_content")):
+        if isinstance(part, str) and part not in text and "".join(part.split()) not in "".join(text.split()):
             return False
     return True
 
 
-def _squeezed(text: str) -> str:
-    return "".join(text.split())
+def _with_spans(text: str, spans: Sequence[_WeightedSpan]) -> RenderedText:
+    """Weights are only given where one is not 1."""
+    weights = tuple(weight for _, weight in spans)
+    return RenderedText(text, tuple(span for span, _ in spans), False, weights if {*weights} - {1.0} else ())
 
 
-def _of_parts(text: str, parts: Sequence[_Part]) -> RenderedText:
-    """Weights are only told where one is not 1."""
-    weights = tuple(weight for _, weight in parts)
-    return RenderedText(text, tuple(span for span, _ in parts), False, weights if {*weights} - {1.0} else ())
-
-
-def _parts(script: RenderedConversation, content: Conversation) -> list[_Part]:
-    """Everything but the messages that are taken out, each with its weight."""
-    parts: list[_Part] = []
+def _all_but_untrained(rendered: RenderedConversation, content: Conversation) -> list[_WeightedSpan]:
+    """Spans of everything but the messages that are taken out, each with its weight."""
+    spans: list[_WeightedSpan] = []
     start = 0
-    out = {index: 0.0 for index, trained in content.marks.items() if not trained}
-    for index, weight in sorted({**content.weights, **out}.items()):
-        before, through = script.prefix(index), script.prefix(index + 1)
-        stays = through.startswith(before) and script.whole.startswith(through)
-        if not stays or not _is_in(through[len(before) :], _said(script.messages[index])):
+    untrained = {index: 0.0 for index, trained in content.trained.items() if not trained}
+    for index, weight in sorted({**content.weights, **untrained}.items()):
+        before, through = rendered.prefix(index), rendered.prefix(index + 1)
+        is_stable = through.startswith(before) and rendered.whole.startswith(through)
+        if not is_stable or not _is_in(through[len(before) :], _text_of(rendered.messages[index])):
             wish = f"has weight={weight:g}" if weight else "is taken out of training"
             raise RowProblem(
                 f"message {index} {wish}, but where the chat template writes it cannot be told"
                 " under dataset.train_on=all"
             )
-        parts += [((start, len(before)), 1.0), ((len(before), len(through)), weight)]
+        spans += [((start, len(before)), 1.0), ((len(before), len(through)), weight)]
         start = len(through)
-    parts.append(((start, len(script.whole)), 1.0))
-    return [((first, end), weight) for (first, end), weight in parts if end > first and weight]
+    spans.append(((start, len(rendered.whole)), 1.0))
+    return [((first, end), weight) for (first, end), weight in spans if end > first and weight]
 
 
-def _unseen(script: RenderedConversation) -> int:
-    """Messages of which the template writes nothing, and tools that it does not name."""
-    whole = script.whole
-    lost = sum(not _is_in(whole, _said(m)) for m in script.messages if m["role"] != "assistant")
-    names = [tool["function"]["name"] for tool in script.tools or ()]
-    return lost + (not all(name in whole for name in names))
+def _unseen(rendered: RenderedConversation) -> int:
+    """Count the messages of which the template writes nothing, and 1 for tools that it does not name."""
+    whole = rendered.whole
+    others = [message for message in rendered.messages if message["role"] != "assistant"]
+    names = [tool["function"]["name"] for tool in rendered.tools or ()]
+    return sum(not _is_in(whole, _text_of(m)) for m in others) + (not all(name in whole for name in names))
 
 
-def _is_in(whole: str, said: str) -> bool:
-    """As it stands, or as JSON, which is how some templates show what a tool returned."""
+def _is_in(whole: str, text: str) -> bool:
+    """Whether `text` is written as it is, or as JSON, which is how some templates show what a tool returned."""
     return (
-        said in whole
-        or json.dumps(said, ensure_ascii=False)[1:-1] in whole
-        or json.dumps(said)[1:-1] in whole
+        text in whole
+        or json.dumps(text, ensure_ascii=False)[1:-1] in whole
+        or json.dumps(text)[1:-1] in whole
     )

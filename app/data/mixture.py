@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from app.data.data_report import MAX_PLACES, Counts, Share
+from app.data.data_report import MAX_PLACES, Counts, SourceShare
 from app.data.token_dataset import TokenRows
 
-_ODD = np.uint64(0x9E3779B97F4A7C15)  # apart from the hash that holds rows out
+_HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # makes the draw independent of the one that holds rows out
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,75 +22,74 @@ class Pool:
     """The rows of all sources, each once, one source after the other."""
 
     rows: TokenRows
-    owner: NDArray[np.int64]  # of each row, which source it is from
+    source_of: NDArray[np.int64]  # of each row, the number of its source
     counts: Mapping[str, Counts]  # by source
     weights: Sequence[float]
 
     @classmethod
-    def of(cls, sources: Mapping[str, tuple[TokenRows, Counts]], weights: Sequence[float]) -> "Pool":
-        """One source is a mix of itself."""
+    def from_sources(
+        cls, sources: Mapping[str, tuple[TokenRows, Counts]], weights: Sequence[float]
+    ) -> "Pool":
         parts = [rows for rows, _ in sources.values()]
-        owner = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+        source_of = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
         rows = parts[0] if len(parts) == 1 else TokenRows.concat(parts)
-        return cls(rows, owner, {name: counts for name, (_, counts) in sources.items()}, weights)
+        return cls(rows, source_of, {name: counts for name, (_, counts) in sources.items()}, weights)
 
     def keep(self, kept: NDArray[np.bool_]) -> "Pool":
-        """Only some of the rows; the counts are those of what is left."""
+        """Keep only some of the rows, and count again."""
         rows = self.rows.select(np.flatnonzero(kept))
-        pool = Pool(rows, self.owner[kept], self.counts, self.weights)
+        pool = Pool(rows, self.source_of[kept], self.counts, self.weights)
         for number, counts in enumerate(self.counts.values()):
-            recount(counts, rows.select(pool.of_source(number)))
+            recount(counts, rows.select(pool.rows_of(number)))
         return pool
 
-    def without_equals(self, *, drop: bool) -> "Pool":
-        """Count rows that are equal to an earlier one, of whatever source; leave them out if asked."""
-        again = self.rows.is_duplicate
-        for counts, number in zip(self.counts.values(), self._per_source(again), strict=True):
+    def deduplicated(self, *, drop: bool) -> "Pool":
+        """Count rows that are equal to an earlier one of any source, and drop them if asked."""
+        duplicate = self.rows.is_duplicate
+        for counts, number in zip(self.counts.values(), self._per_source(duplicate), strict=True):
             counts.duplicates = number
             counts.duplicates_dropped = number if drop else 0
-        return self.keep(~again) if drop and again.any() else self
+        return self.keep(~duplicate) if drop and duplicate.any() else self
 
-    def held_out(self, out: NDArray[np.bool_]) -> "Pool":
-        """What stays to be trained on."""
+    def without_held_out(self, out: NDArray[np.bool_]) -> "Pool":
         for counts, number in zip(self.counts.values(), self._per_source(out), strict=True):
             counts.held_out = number
         return self.keep(~out)
 
-    def of_source(self, number: int) -> NDArray[np.int64]:
-        """Which rows are from there."""
-        return np.flatnonzero(self.owner == number)
+    def rows_of(self, number: int) -> NDArray[np.int64]:
+        """Indices of the rows of a source."""
+        return np.flatnonzero(self.source_of == number)
 
-    def epoch(self) -> tuple[TokenRows, dict[str, Share]]:
-        """The rows as often as the weights say, and what each source has of them."""
+    def epoch(self) -> tuple[TokenRows, dict[str, SourceShare]]:
+        """The rows of an epoch, repeated by the weights, and the share of each source."""
         if "" in self.counts:  # a single source, which is no mix
             return self.rows, {}
-        drawn = [times(self.rows, self.of_source(n), weight) for n, weight in enumerate(self.weights)]
+        drawn = [times(self.rows, self.rows_of(n), weight) for n, weight in enumerate(self.weights)]
         shares = {
-            name: _share(weight, self.rows.select(self.of_source(number)), self.rows.select(drawn[number]))
+            name: _share(weight, self.rows.select(self.rows_of(number)), self.rows.select(drawn[number]))
             for number, (name, weight) in enumerate(zip(self.counts, self.weights, strict=True))
         }
         return self.rows.select(np.concatenate(drawn)), shares
 
     def total(self) -> Counts:
-        """Of all sources together."""
         return total(list(self.counts.values()))
 
     def _per_source(self, chosen: NDArray[np.bool_]) -> list[int]:
-        counted: list[int] = np.bincount(self.owner[chosen], minlength=len(self.counts)).tolist()
+        counted: list[int] = np.bincount(self.source_of[chosen], minlength=len(self.counts)).tolist()
         return counted
 
 
 def times(rows: TokenRows, chosen: NDArray[np.int64], weight: float) -> NDArray[np.int64]:
-    """The chosen rows `weight` times; for what is left of it, the rows of the lowest hashes."""
+    """Repeat the chosen rows `weight` times; of its fraction, take the rows of the lowest hashes."""
     whole = int(weight)
     rest = round((weight - whole) * len(chosen))
     # samples of one conversation share the hash, so they come and go together but for the last one
-    order = np.argsort(rows.split_hashes[chosen] * _ODD, kind="stable")
+    order = np.argsort(rows.split_hashes[chosen] * _HASH_FACTOR, kind="stable")
     return np.concatenate([np.repeat(chosen, whole), np.sort(chosen[order[:rest]])])
 
 
 def recount(counts: Counts, rows: TokenRows) -> None:
-    """What is left after rows went."""
+    """Count samples, tokens, weights and classes again after rows were removed."""
     counts.samples = len(rows)
     counts.tokens = int(rows.lengths.sum(dtype=np.int64))
     counts.trained_tokens = rows.num_trained
@@ -100,7 +99,7 @@ def recount(counts: Counts, rows: TokenRows) -> None:
 
 
 def total(parts: Sequence[Counts]) -> Counts:
-    """Sums, and the longest of all; of lists the beginning."""
+    """Counts of several sources together: sums, the longest sample, the first places."""
     if len(parts) == 1:
         return parts[0]
     merged: dict[str, Any] = {
@@ -123,6 +122,6 @@ def _together(name: str, values: Sequence[Any]) -> Any:
     return " + ".join(texts) if name == "source" else next(iter(texts), "")
 
 
-def _share(weight: float, rows: TokenRows, drawn: TokenRows) -> Share:
+def _share(weight: float, rows: TokenRows, drawn: TokenRows) -> SourceShare:
     tokens = int(drawn.lengths.sum(dtype=np.int64))
-    return Share(weight, len(rows), len(drawn), tokens, drawn.num_trained)
+    return SourceShare(weight, len(rows), len(drawn), tokens, drawn.num_trained)

@@ -1,4 +1,4 @@
-"""From `dataset` to token rows: those to train on, those held out, and what became of every row."""
+"""From the section `dataset` to token rows: those to train on, those held out, and a report of every row."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,33 +14,32 @@ from app.data.formats import fields_of
 from app.data.mixture import Pool, recount
 from app.data.overflow import policy_for
 from app.data.row_pipeline import write_rows
-from app.data.sources import eval_source, train_source
+from app.data.sources import Source, eval_source, train_source
 from app.data.token_cache import cache_key, cached_rows
 from app.data.token_dataset import TokenRows
-from app.data.tokenizer import Tokenizer, check_tokenizer, parts_pairs
-from app.data.types import Source
+from app.data.tokenizer import Tokenizer, check_tokenizer, separates_pairs
 from app.errors import DataError
 
-_RARE = 8  # rows of a label
-_DECIDING = ("format", "max_length", "train_on", "on_overflow", "on_bad_row", "on_unstable_template")
+_RARE_ROWS = 8  # a label with fewer is told
+_SETTINGS_IN_KEY = ("format", "max_length", "train_on", "on_overflow", "on_bad_row", "on_unstable_template")
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """`eval` is None where nothing is held out."""
+    """Token rows of both splits; `eval` is None where nothing is held out."""
 
     train: TokenRows
     eval: TokenRows | None
     report: DataReport
-    classes: tuple[str, ...] = ()  # of examples: all labels, in the order of the model's
+    classes: tuple[str, ...] = ()  # all labels of examples, in the order of the model's
 
 
 Prepared = tuple[TokenRows, Counts]
-Judge = Callable[[DatasetConfig, Source, Counts], None]  # is told of each source what became of its rows
+Judge = Callable[[DatasetConfig, Source, Counts], None]  # raises if the rows of a source will not do
 
 
 def stop_if_wrong(config: DatasetConfig, source: Source, counts: Counts) -> None:
-    """DataError with everything that keeps a run from going on."""
+    """Raise DataError with all reasons why a run stops at a source."""
     problems = list(stop_reasons(config, source, counts))
     if problems:
         raise DataError(problems)
@@ -56,22 +55,22 @@ def prepare(
 ) -> Data:
     """Token rows of both splits, from the cache if nothing that decides them has changed.
 
-    `notes` are told with them. `judge` decides whether a source will do. `classes` are the labels that rows may have;
-    without any, all that the rows have from which the training ones are.
+    `notes` are put into the report. `classes` are the labels that rows may have; without any, all labels of the rows
+    that are trained on or held out from them.
     """
     rows_of = partial(_rows, tokenizer=tokenizer, cache_dir=cache_dir, judge=judge, known=classes)
-    held = eval_source(config)
+    eval_rows = eval_source(config)
     pool = _pool(config, rows_of)
     known = tuple(classes or pool.rows.class_counts())
     report = DataReport(pool.total(), notes=[*notes, *_notes(config, tokenizer)])
-    if held is not None:
-        chosen, report.eval = rows_of(held, config.eval_max_rows, config, known=known)
+    if eval_rows is not None:
+        chosen, report.eval = rows_of(eval_rows, config.eval_max_rows, config, known=known)
         report.shared = int(np.isin(chosen.ids_hashes, pool.rows.ids_hashes).sum())
-        data = _mixed(pool, chosen, report)
+        data = _with_epoch(pool, chosen, report)
     elif config.eval_fraction > 0:
-        data = _parted(pool, config, report)
+        data = _hold_out(pool, config, report)
     else:
-        data = _mixed(pool, None, report)
+        data = _with_epoch(pool, None, report)
     report.notes += _class_notes(known, data.train)
     return replace(data, classes=known)
 
@@ -79,19 +78,19 @@ def prepare(
 def rows_to_score(
     config: DatasetConfig, tokenizer: Tokenizer, cache_dir: str, classes: Sequence[str] = ()
 ) -> tuple[TokenRows, Counts, list[str]]:
-    """The rows that a training holds out, without reading those it trains on; all rows where nothing is held out."""
+    """The rows that a run holds out, without reading those it trains on; all rows where it holds out none."""
     rows_of = partial(_rows, tokenizer=tokenizer, cache_dir=cache_dir, judge=stop_if_wrong, known=classes)
     notes = _notes(config, tokenizer)
-    held = eval_source(config)
-    if held is not None:
-        return *rows_of(held, config.eval_max_rows, config), notes
+    eval_rows = eval_source(config)
+    if eval_rows is not None:
+        return *rows_of(eval_rows, config.eval_max_rows, config), notes
     if config.eval_fraction == 0:
         pool = _pool(config, rows_of, most=config.eval_max_rows)
         counts = pool.total()
         return _first(pool.rows, config.eval_max_rows, counts), counts, notes
     pool = _pool(config, rows_of)
     number = len(pool.rows)
-    data = _parted(pool, config, DataReport(pool.total()))
+    data = _hold_out(pool, config, DataReport(pool.total()))
     if data.eval is None or data.report.eval is None:
         raise DataError(
             f"dataset.eval_fraction={config.eval_fraction} of {number:,} samples holds none out, so there is "
@@ -103,26 +102,21 @@ def rows_to_score(
 def _pool(config: DatasetConfig, rows_of: Callable[..., Prepared], most: int | None = None) -> Pool:
     """All sources, each from an entry of its own in the cache: a weight changes none of them. `most`: of each."""
     sections = sources_of(config)
-    found = {
-        name: rows_of(train_source(section, name), _least(section.max_rows, most), section)
-        for name, section in sections.items()
-    }
+    found = {}
+    for name, section in sections.items():
+        limit = min((n for n in (section.max_rows, most) if n is not None), default=None)
+        found[name] = rows_of(train_source(section, name), limit, section)
     weights = [config.mix[name].weight if name else 1.0 for name in sections]
-    return Pool.of(found, weights).without_equals(drop=config.deduplicate)
+    return Pool.from_sources(found, weights).deduplicated(drop=config.deduplicate)
 
 
-def _least(*limits: int | None) -> int | None:
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _mixed(pool: Pool, held: TokenRows | None, report: DataReport) -> Data:
-    """The rows of an epoch, by the weights."""
+def _with_epoch(pool: Pool, held_out: TokenRows | None, report: DataReport) -> Data:
     train, report.shares = pool.epoch()
     if report.shares:
         report.sources = dict(pool.counts)
     report.train = pool.total()
     recount(report.train, train)
-    return Data(train, held, report)
+    return Data(train, held_out, report)
 
 
 def _rows(
@@ -137,10 +131,10 @@ def _rows(
     """The rows of one source. `max_rows` holds for rows read, and for the samples that they become."""
     check_tokenizer(tokenizer, config.format)
     key = cache_key(source.fingerprint(), tokenizer, _settings(config, max_rows))
-    rows, told = cached_rows(
+    rows, facts = cached_rows(
         cache_dir, key, lambda writer: asdict(write_rows(source, max_rows, config, tokenizer, writer))
     )
-    counts = Counts(**told)
+    counts = Counts(**facts)
     counts.source = source.name  # the entry may have been made of a copy that lay elsewhere
     rows = _of_classes(rows, known, counts)
     judge(config, source, counts)
@@ -148,7 +142,7 @@ def _rows(
 
 
 def _of_classes(rows: TokenRows, known: Sequence[str], counts: Counts) -> TokenRows:
-    """Without rows whose label nobody knows: these are bad."""
+    """Drop rows with an unknown label, and count them as bad."""
     if not known or not rows.class_counts():
         return rows
     kept = rows.has_class(known)
@@ -165,20 +159,20 @@ def _of_classes(rows: TokenRows, known: Sequence[str], counts: Counts) -> TokenR
 
 
 def _settings(config: DatasetConfig, max_rows: int | None) -> dict[str, Any]:
-    """What decides the rows of an entry. Whether something in it stops a run is judged anew each time."""
-    fields = {name: getattr(without_stops(config), name) for name in _DECIDING}
+    """Settings that decide the rows of a cache entry; whether they stop a run is judged anew each time."""
+    fields = {name: getattr(without_stops(config), name) for name in _SETTINGS_IN_KEY}
     fields["on_overflow"] = policy_for(fields["on_overflow"], config.format)
     columns = {name: getattr(config.columns, name) for name in fields_of(config.format)}
     return {**fields, "columns": columns, "max_rows": max_rows}
 
 
 def _notes(config: DatasetConfig, tokenizer: Tokenizer) -> list[str]:
-    """What the rows do not show."""
+    """Notes on the data that its counts do not show."""
     notes = []
     if has_chats(config) and "strftime_now" in str(tokenizer.chat_template):
         notes.append("the chat template writes a date: that of the day on which the rows were tokenised")
     has_pairs = any(section.format == "text_pair" for section in sources_of(config).values())
-    if has_pairs and not parts_pairs(tokenizer):
+    if has_pairs and not separates_pairs(tokenizer):
         notes.append(
             "the tokenizer puts nothing between the two texts of a pair: where one ends is for the model to find;"
             " end the first with a line break, or whatever parts them"
@@ -187,7 +181,7 @@ def _notes(config: DatasetConfig, tokenizer: Tokenizer) -> list[str]:
 
 
 def _class_notes(known: Sequence[str], rows: TokenRows) -> list[str]:
-    """Labels that can hardly be learnt, and texts whose label is in doubt."""
+    """Notes on labels with few or no rows, and on texts with several labels."""
     if not known:
         return []
     counts = rows.class_counts()
@@ -195,38 +189,38 @@ def _class_notes(known: Sequence[str], rows: TokenRows) -> list[str]:
     absent = [name for name in known if name not in counts]
     if absent:
         notes.append(f"no row that is trained on has the label {in_words(absent)}: it cannot be learnt")
-    rare = [f"{name} ({number})" for name, number in counts.items() if number < _RARE]
+    rare = [f"{name} ({number})" for name, number in counts.items() if number < _RARE_ROWS]
     if rare:
         notes.append(f"very few rows have the label {in_words(rare)}: expect little of it")
-    doubtful = len(np.unique(rows.content_hashes)) - len(np.unique(rows.ids_hashes))
-    if doubtful:
+    ambiguous = len(np.unique(rows.content_hashes)) - len(np.unique(rows.ids_hashes))
+    if ambiguous:
         notes.append(
-            f"texts with more than one label: {doubtful:,}; the model can only learn how often each is given"
+            f"texts with more than one label: {ambiguous:,}; the model can only learn how often each is given"
         )
     return notes
 
 
-def _parted(pool: Pool, config: DatasetConfig, report: DataReport) -> Data:
-    """Hold out by a hash of each row's tokens: a row stays on its side when others come or go."""
+def _hold_out(pool: Pool, config: DatasetConfig, report: DataReport) -> Data:
+    """Hold out by a hash of each row's tokens: a row stays in its split when others come or go."""
     out = pool.rows.split_hashes < np.uint64(int(config.eval_fraction * 2**64))
     if not out.any():
         report.notes.append(
             f"eval: dataset.eval_fraction={config.eval_fraction} of {len(out):,} samples holds none out;"
             " there is no evaluation"
         )
-        return _mixed(pool, None, report)
+        return _with_epoch(pool, None, report)
     if out.all():
         raise DataError(
             f"dataset.eval_fraction={config.eval_fraction} leaves none of {len(out):,} samples to train on;"
             " lower it, or name the held-out rows with dataset.eval_path=FILE"
         )
     report.eval = Counts(source=report.train.source)
-    held = _first(pool.rows.select(np.flatnonzero(out)), config.eval_max_rows, report.eval)
-    return _mixed(pool.held_out(out), held, report)
+    held_out = _first(pool.rows.select(np.flatnonzero(out)), config.eval_max_rows, report.eval)
+    return _with_epoch(pool.without_held_out(out), held_out, report)
 
 
 def _first(rows: TokenRows, limit: int | None, counts: Counts) -> TokenRows:
-    """At most `limit` rows, counted."""
+    """Keep at most `limit` rows, and count again."""
     kept = rows if limit is None else rows.select(np.arange(min(limit, len(rows))))
     counts.left_over += len(rows) - len(kept)
     recount(counts, kept)

@@ -1,4 +1,4 @@
-"""Prompts from a file: lines of text, or rows with a prompt or messages."""
+"""Prompts for generation from a file: lines of text, or rows with a prompt or messages."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from app.errors import DataError
 
 
 def prompts_file(given: str) -> Path:
-    """What `prompts=` names; refused where it is not there."""
+    """The file that `prompts=` names; DataError if it does not exist."""
     path = Path(given).expanduser()
     if not path.is_file():
         raise DataError(f"prompts={given}: no such file. Give a .txt with a prompt a line, or a .jsonl.")
@@ -19,51 +19,51 @@ def prompts_file(given: str) -> Path:
 
 
 def read_prompts(given: str, system: str | None) -> list[list[Message]]:
-    """A conversation for each, ending with what is to be answered."""
-    return [_with_system(_of_row(place, row), system) for place, row in _rows(given)]
+    """Read a conversation for each prompt, ending with what is to be answered."""
+    return [_with_system(_of_row(location, row), system) for location, row in _rows(given)]
 
 
 def read_examples(given: str, fields: Sequence[str]) -> list[list[str]]:
-    """The texts to be labelled: of a line, or of the columns `fields` of a row; a single one may be called prompt."""
-    return [_texts_of(place, row, fields) for place, row in _rows(given)]
+    """Read the texts to classify: a line, or the columns `fields` of a row; a single one may be called prompt."""
+    return [_texts_of(location, row, fields) for location, row in _rows(given)]
 
 
 def _rows(given: str) -> list[tuple[str, Row]]:
-    """Each with its key and place; of text, a prompt a line."""
+    """All rows with key and location; a line of a text file is a prompt."""
     path, rows = prompts_file(given), list[tuple[str, Row]]()
     if extension(path) not in READERS:
         raise DataError(
             f"prompts={given}: files of this kind are not read. Give one of {', '.join(READERS)}."
         )
-    for place, row in read_file(path, given):
+    for location, row in read_file(path, given):
         if isinstance(row, Broken):
-            raise DataError(f"prompts={given}: {place}: {row.reason}")
+            raise DataError(f"prompts={given}: {location}: {row.reason}")
         if extension(path) in TEXT_FILES:
-            rows += [(place, {"prompt": line}) for line in row[TEXT_COLUMN].splitlines() if line.strip()]
+            rows += [(location, {"prompt": line}) for line in row[TEXT_COLUMN].splitlines() if line.strip()]
         else:
-            rows.append((place, row))
+            rows.append((location, row))
     if not rows:
         raise DataError(f"prompts={given}: it has no prompts.")
-    return [(f"prompts={given}: {place}", row) for place, row in rows]
+    return [(f"prompts={given}: {location}", row) for location, row in rows]
 
 
-def _texts_of(place: str, row: Row, fields: Sequence[str]) -> list[str]:
+def _texts_of(location: str, row: Row, fields: Sequence[str]) -> list[str]:
     found = [value(row, field) for field in fields]
     if len(fields) == 1 and not isinstance(found[0], str):
         found = [row.get("prompt")]
     if not all(isinstance(text, str) and text.strip() for text in found):
         raise DataError(
-            f"{place}: expected text in {' and '.join(fields)}; found columns {', '.join(row) or 'none'}."
+            f"{location}: expected text in {' and '.join(fields)}; found columns {', '.join(row) or 'none'}."
         )
     return found
 
 
 def as_conversation(prompt: str, system: str | None) -> list[Message]:
-    """One prompt as a conversation."""
+    """Make a conversation of one prompt."""
     return _with_system([{"role": "user", "content": prompt}], system)
 
 
-def _of_row(place: str, row: Row) -> list[Message]:
+def _of_row(location: str, row: Row) -> list[Message]:
     if isinstance(row.get("prompt"), str):
         return [{"role": "user", "content": row["prompt"]}]
     messages = row.get("messages")
@@ -74,7 +74,7 @@ def _of_row(place: str, row: Row) -> list[Message]:
     near = nearest("prompt", list(row))
     hint = f" Rename {near} to prompt." if near and near != "prompt" else ""
     raise DataError(
-        f"{place}: expected a column prompt with text, or messages with role and content; "
+        f"{location}: expected a column prompt with text, or messages with role and content; "
         f"found {', '.join(row) or 'nothing'}.{hint}"
     )
 

@@ -1,6 +1,6 @@
-"""Files to rows, each with its place. Not through `datasets`, which forgets the line of a row.
+"""Files to rows, each with its source location. Not through `datasets`, which forgets the line of a row.
 
-A kind of file is one entry of `READERS`. Files are UTF-8; what else they are is told, never guessed into rows.
+A kind of file is one entry of `READERS`. Files are UTF-8; another encoding is an error, never guessed.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ TEXT_COLUMN = "text"
 _MAX_TEXT_BYTES = 1 << 30
 _MAX_JSON_BYTES = 512 << 20  # what `json` makes of them takes several times as much memory
 _BLOCK_BYTES = 1 << 20  # read at once
-_LOOK_BYTES = 64  # of a file's beginning show its encoding
-_BATCH_ROWS = 256  # of a Parquet file in memory at once
-_MARKS = (
+_ENCODING_BYTES = 64  # of a file's beginning show its encoding
+_PARQUET_BATCH_ROWS = 256
+_BYTE_ORDER_MARKS = (
     (b"\xff\xfe\0\0", "UTF-32"),
     (b"\0\0\xfe\xff", "UTF-32"),
     (b"\xff\xfe", "UTF-16"),
@@ -38,39 +38,39 @@ _NO_ARRAY = "expected an array of rows, or an object that holds one"
 
 
 def read_file(path: Path, name: str) -> Iterator[Located]:
-    """Every row of one file; `name` is what places call it."""
+    """Every row of one file; `name` is how locations show it."""
     kind = extension(path)
     try:
         with open_file(path) as packed:
             is_gzip = path.suffix.lower() == ".gz"
             stream = io.BufferedReader(gzip.GzipFile(fileobj=packed)) if is_gzip else packed
-            if kind in _TEXT_TABLES and (problem := _other_encoding(stream.peek(_LOOK_BYTES))):
+            if kind in _TEXT_TABLES and (problem := _other_encoding(stream.peek(_ENCODING_BYTES))):
                 raise DataError(f"{name}: {problem}")
-            yield from _some_whole(READERS[kind](stream, name), name, is_text=kind in TEXT_FILES)
+            yield from _refuse_all_broken(READERS[kind](stream, name), name, is_text=kind in TEXT_FILES)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{name}: not a whole gzip file: {error}") from error
 
 
-def _some_whole(rows: Iterable[Located], name: str, *, is_text: bool) -> Iterator[Located]:
-    """The rows; DataError if none of them is one, because that is no bad row but another kind of file."""
-    broken, first, whole = 0, "", is_text  # a file of text is one row
-    for place, row in rows:
-        whole = whole or not isinstance(row, Broken)
-        if isinstance(row, Broken) and not whole:
-            broken, first = broken + 1, first or f"{place}: {row.reason}"
-        yield place, row
-    if broken and not whole:
+def _refuse_all_broken(rows: Iterable[Located], name: str, *, is_text: bool) -> Iterator[Located]:
+    """Pass rows on; DataError if all are broken, because then it is another kind of file."""
+    broken, first, any_whole = 0, "", is_text  # a file of text is one row
+    for location, row in rows:
+        any_whole = any_whole or not isinstance(row, Broken)
+        if isinstance(row, Broken) and not any_whole:
+            broken, first = broken + 1, first or f"{location}: {row.reason}"
+        yield location, row
+    if broken and not any_whole:
         raise DataError(f"{name}: none of its {broken:,} rows can be read; {first}")
 
 
 def extension(path: Path) -> str:
-    """What decides the reader: the last suffix but `.gz`, in lower case."""
+    """The last suffix but `.gz`, in lower case; it decides the reader."""
     bare = path.with_suffix("") if path.suffix.lower() == ".gz" else path
     return bare.suffix.lower()
 
 
 def open_file(path: Path) -> io.BufferedReader:
-    """Its bytes."""
+    """Open for reading bytes; a file that may not be read is the user's error."""
     try:
         return path.open("rb")
     except PermissionError as error:
@@ -95,22 +95,22 @@ def _parse_line(line: bytes) -> dict[str, object] | Broken:
         found = _nul_in(line) or f"column {error.colno}: {error.msg}"
         return Broken(f"{found}; each line must be one JSON object")
     except (ValueError, RecursionError) as error:
-        return Broken(_beyond_reading(error))
+        return Broken(_unreadable_json(error))
     if not isinstance(value, dict):
         return Broken(f"each line must be one JSON object, this one is {kind_of(value)}")
     return value
 
 
-def _beyond_reading(error: ValueError | RecursionError) -> str:
-    """Why valid JSON cannot be read all the same."""
+def _unreadable_json(error: ValueError | RecursionError) -> str:
+    """Why valid JSON cannot be read."""
     if isinstance(error, RecursionError):
         return "lists or objects in it are nested too deeply"
     return "holds a number of more than 4,300 digits; if it is none, put it in quotes"
 
 
 def _read_json(stream: BinaryIO, name: str) -> Iterator[Located]:
-    """The rows of an array, or of an object's only array, by their number."""
-    raw = _whole(
+    """The rows of an array, or of an object's only array; the location is their index."""
+    raw = _read_whole(
         stream,
         _MAX_JSON_BYTES,
         f"{name}: a JSON file is read as a whole, and of more than 512 MB none is; convert to JSONL, a row a line:"
@@ -141,7 +141,7 @@ def _json_value(raw: bytes, name: str) -> object:
         found = error.msg if text[: error.pos].strip() else _NO_ARRAY
         raise DataError(f"{name}:{error.lineno}: column {error.colno}: not valid JSON: {found}") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{name}: not valid JSON: {_beyond_reading(error)}") from error
+        raise DataError(f"{name}: not valid JSON: {_unreadable_json(error)}") from error
 
 
 def _only_array(value: object, name: str) -> list[Any]:
@@ -159,12 +159,12 @@ def _only_array(value: object, name: str) -> list[Any]:
 
 
 def _read_text(stream: BinaryIO, name: str) -> Iterator[Located]:
-    """One document; of a file that is not text nothing is taken, wherever the damage is."""
+    """Read the file as one document; one that is not text is broken as a whole."""
     too_large = (
         f"{name}: a text file is one document, and of more than 1 GB none is read; split it into files, or into"
         ' rows of JSON Lines, {"text": "..."}'
     )
-    yield name, _document(_whole(stream, _MAX_TEXT_BYTES, too_large))
+    yield name, _document(_read_whole(stream, _MAX_TEXT_BYTES, too_large))
 
 
 def _document(raw: bytes) -> dict[str, object] | Broken:
@@ -176,18 +176,18 @@ def _document(raw: bytes) -> dict[str, object] | Broken:
         return Broken(f"not UTF-8 at byte {error.start + 1}, in line {line}; save the file as UTF-8")
 
 
-def _whole(stream: BinaryIO, most: int, problem: str) -> bytes:
-    """All bytes; DataError if there are more than `most`."""
-    raw = b"".join(islice(iter(partial(stream.read, _BLOCK_BYTES), b""), most // _BLOCK_BYTES + 1))
-    if len(raw) > most:
+def _read_whole(stream: BinaryIO, max_bytes: int, problem: str) -> bytes:
+    """All bytes; DataError if there are more than `max_bytes`."""
+    raw = b"".join(islice(iter(partial(stream.read, _BLOCK_BYTES), b""), max_bytes // _BLOCK_BYTES + 1))
+    if len(raw) > max_bytes:
         raise DataError(problem)
     return raw
 
 
 def _other_encoding(start: bytes) -> str:
-    """What is wrong with a file that begins so, in words; empty where it may be UTF-8."""
-    found = next((name for mark, name in _MARKS if start.startswith(mark)), "")
-    even, odd = start[:_LOOK_BYTES:2], start[1:_LOOK_BYTES:2]
+    """The problem of a file whose beginning is not UTF-8; empty where it may be."""
+    found = next((name for mark, name in _BYTE_ORDER_MARKS if start.startswith(mark)), "")
+    even, odd = start[:_ENCODING_BYTES:2], start[1:_ENCODING_BYTES:2]
     # UTF-16 of Latin letters has a NUL in every other byte; text in UTF-8 has none at all
     if not found and odd and all(even) and not any(odd):
         found = "UTF-16LE"
@@ -199,44 +199,44 @@ def _other_encoding(start: bytes) -> str:
 
 
 def _nul_in(line: bytes | str) -> str:
-    """Where the first NUL is, in words; empty if there is none."""
+    """Say where the first NUL is; empty if there is none."""
     at = line.find(b"\0") if isinstance(line, bytes) else line.find("\0")
     unit = "byte" if isinstance(line, bytes) else "character"
     return f"{unit} {at + 1} is NUL, which no text has: the file is damaged, or not text" if at >= 0 else ""
 
 
 def _read_csv(stream: BinaryIO, name: str, delimiter: str) -> Iterator[Located]:
-    """One row for each record after the first; its place is the line that it begins in."""
+    """One row for each record after the first; its location is the line that it begins in."""
     csv.field_size_limit(sys.maxsize)  # a long answer is no mistake; the default stops at 131072 characters
     # A byte that is not UTF-8 makes its own row a bad one: a decoder that stops at it is thousands of lines ahead.
     with io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="") as lines:
         reader = csv.reader(lines, delimiter=delimiter, strict=True)
         header: list[str] = []
         while True:
-            place = f"{name}:{reader.line_num + 1}"
+            location = f"{name}:{reader.line_num + 1}"
             try:
                 fields = next(reader, None)
             except csv.Error as error:
-                raise DataError(f"{place}: cannot be read as CSV: {_what_is_wrong(error)}") from error
+                raise DataError(f"{location}: cannot be read as CSV: {_csv_problem(error)}") from error
             if fields is None:
                 return
             if fields and header:  # blank lines are no rows
-                yield place, _record(header, fields)
+                yield location, _record(header, fields)
             elif fields:
-                header = _header(fields, place)
+                header = _header(fields, location)
 
 
-def _what_is_wrong(error: csv.Error) -> str:
+def _csv_problem(error: csv.Error) -> str:
     if "unexpected end of data" in str(error):
         return 'a quote (") that opens in this row is never closed; close it, or write a quote inside a field as two'
     return f"{error}; a field with quotes stands in quotes, and each quote inside it is written as two"
 
 
-def _header(fields: list[str], place: str) -> list[str]:
-    problem = _no_text(fields)
+def _header(fields: list[str], location: str) -> list[str]:
+    problem = _not_text(fields)
     if problem or len(set(fields)) < len(fields):
         found = problem or f"found {fields}"
-        raise DataError(f"{place}: the first line must name the columns, each once; {found}")
+        raise DataError(f"{location}: the first line must name the columns, each once; {found}")
     return fields
 
 
@@ -245,11 +245,11 @@ def _record(header: list[str], fields: list[str]) -> dict[str, object] | Broken:
         return Broken(
             f"has {len(fields)} field{'s' * (len(fields) != 1)} where the first line names {len(header)} columns"
         )
-    problem = _no_text(fields)
+    problem = _not_text(fields)
     return Broken(problem) if problem else dict(zip(header, fields, strict=True))
 
 
-def _no_text(fields: list[str]) -> str:
+def _not_text(fields: list[str]) -> str:
     """Why a record is not text; empty if it is."""
     for field in fields:
         try:
@@ -270,7 +270,7 @@ def _read_parquet(stream: BinaryIO, name: str) -> Iterator[Located]:
         row = 0
         try:
             file = pyarrow.parquet.ParquetFile(opened, page_checksum_verification=True)
-            for batch in file.iter_batches(_BATCH_ROWS):
+            for batch in file.iter_batches(_PARQUET_BATCH_ROWS):
                 for record in _records(batch):
                     yield f"{name} row {row}", record
                     row += 1
@@ -280,7 +280,7 @@ def _read_parquet(stream: BinaryIO, name: str) -> Iterator[Located]:
 
 
 def _records(batch: Any) -> list[Any]:
-    """The records of an Arrow batch; alone, one that is not text can be told from the others."""
+    """The records of an Arrow batch; read one by one where a text is not UTF-8."""
     try:
         return list(batch.to_pylist())
     except UnicodeDecodeError as error:

@@ -1,7 +1,7 @@
-"""One Arrow file of token rows for a cache key: written aside, synced and renamed, then mapped into memory.
+"""One Arrow file of token rows for each cache key: written aside, synced and renamed, then mapped into memory.
 
-It is there whole or not at all: the footer of the file, and the numbers of rows and tokens, are what is written last.
-Of several processes that need the same rows one prepares them, and the others say that they wait.
+A file is there whole or not at all: its footer, and the numbers of rows and tokens, are written last. Of several
+processes that need the same rows one prepares them, and the others log that they wait.
 """
 
 import contextlib
@@ -25,20 +25,22 @@ import pyarrow as pa
 from app.data.token_dataset import SCHEMA, Columns, RecordBatchView, TokenRows, as_columns, record_batch
 from app.data.tokenizer import Tokenizer, Tokens
 from app.errors import EnvironmentProblem
+from app.files import fsync
 
-_BATCH_ROWS = 4096  # of one record batch,
-_BATCH_TOKENS = 1 << 22  # or fewer if they are long
-_ABANDONED = 24 * 3600  # seconds until a half-written file belongs to nobody, where no lock says so before
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+CODE_VERSION = 2  # raise it with every change of what rows become; a test of rows of all formats says when
+_BATCH_ROWS = 4096  # of one record batch
+_BATCH_TOKENS = 1 << 22  # fewer rows if they are long
+_ABANDONED_SECONDS = 24 * 3600  # after which a half-written file is removed without a lock
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
-_META = "rows"
+_META_KEY = "rows"
 
-Told = dict[str, Any]  # what there is to say about the rows, as JSON
+Facts = dict[str, Any]  # counts of the rows, as JSON
 log = logging.getLogger(__name__)
 
 
-def cached_rows(cache_dir: str, key: str, write: "Callable[[RowWriter], Told]") -> tuple[TokenRows, Told]:
-    """The rows of `key` and what was told of them; `write` makes them if they are not there."""
+def cached_rows(cache_dir: str, key: str, write: "Callable[[RowWriter], Facts]") -> tuple[TokenRows, Facts]:
+    """The rows of `key` and the facts stored with them; `write` makes both if they are not there."""
     path = Path(cache_dir).expanduser() / "tokens" / f"{key}.arrow"
     found = open_rows(path)
     if found is None:
@@ -55,26 +57,28 @@ def cached_rows(cache_dir: str, key: str, write: "Callable[[RowWriter], Told]") 
     return found
 
 
-def open_rows(path: Path) -> tuple[TokenRows, Told] | None:
-    """What a RowWriter finished, mapped; None if it is not there or not whole."""
+def open_rows(path: Path) -> tuple[TokenRows, Facts] | None:
+    """Map the file of a RowWriter; None if it is not there or not whole."""
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        if reader.schema != SCHEMA:  # of another version
+            return None
         last = reader.num_record_batches - 1
-        meta = json.loads(reader.get_batch_with_custom_metadata(last).custom_metadata[_META])
+        meta = json.loads(reader.get_batch_with_custom_metadata(last).custom_metadata[_META_KEY])
         rows = TokenRows(*(RecordBatchView(reader.get_batch(number)) for number in range(last)))
         tokens = int(rows.lengths.sum(dtype=np.int64))
-        return (rows, meta["told"]) if (len(rows), tokens) == (meta["rows"], meta["tokens"]) else None
+        return (rows, meta["facts"]) if (len(rows), tokens) == (meta["rows"], meta["tokens"]) else None
     except (OSError, ValueError, KeyError, TypeError):  # ArrowInvalid is a ValueError
         return None
 
 
 @contextlib.contextmanager
-def disk_explained(cache_dir: str, needed: int = 0) -> Iterator[None]:
-    """A full disk, or a folder that may not be written to, as something that the user can mend."""
+def explain_disk_errors(cache_dir: str, needed: int = 0) -> Iterator[None]:
+    """Turn a full disk, or a folder that may not be written to, into an error that the user can mend."""
     try:
         yield
     except OSError as error:
-        more = f"; it needs more than {needed:,} bytes" if needed and error.errno in _FULL else ""
+        more = f"; it needs more than {needed:,} bytes" if needed and error.errno in _FULL_DISK else ""
         raise EnvironmentProblem(
             f"cache_dir={cache_dir}: cannot write the token cache: {error.strerror}{more}; make room there, or set"
             " cache_dir to another folder"
@@ -86,54 +90,54 @@ class RowWriter:
 
     def __init__(self, path: Path, cache_dir: str) -> None:
         self._cache_dir = cache_dir
-        self._waiting: list[Columns] = []  # of the next batch
-        self._waiting_tokens = 0
+        self._pending: list[Columns] = []  # of the next batch
+        self._pending_tokens = 0
         self._rows = self._tokens = self._bytes = 0
-        with disk_explained(cache_dir):
+        with explain_disk_errors(cache_dir):
             self._file = path.open("wb")
             self._writer = pa.ipc.new_file(self._file, SCHEMA)
 
-    def add(self, place: str, sample: Tokens, side: int) -> None:
-        """One row; `side` is shared by the rows that must not be parted between training and evaluation."""
-        self._waiting.append(as_columns(place, sample, side))
-        self._waiting_tokens += len(sample.ids)
-        if len(self._waiting) >= _BATCH_ROWS or self._waiting_tokens >= _BATCH_TOKENS:
-            self._write_waiting()
+    def add(self, location: str, sample: Tokens, split_hash: int) -> None:
+        self._pending.append(as_columns(location, sample, split_hash))
+        self._pending_tokens += len(sample.ids)
+        if len(self._pending) >= _BATCH_ROWS or self._pending_tokens >= _BATCH_TOKENS:
+            self._write_pending()
 
-    def finish(self, told: Told) -> None:
-        """When this returns everything is on the disk."""
-        if self._waiting:
-            self._write_waiting()
-        meta = json.dumps({"rows": self._rows, "tokens": self._tokens, "told": told})
-        with disk_explained(self._cache_dir, self._bytes):
-            self._writer.write_batch(pa.RecordBatch.from_pylist([], SCHEMA), custom_metadata={_META: meta})
+    def finish(self, facts: Facts) -> None:
+        """Write the rest; on return everything is on the disk."""
+        if self._pending:
+            self._write_pending()
+        meta = json.dumps({"rows": self._rows, "tokens": self._tokens, "facts": facts})
+        with explain_disk_errors(self._cache_dir, self._bytes):
+            self._writer.write_batch(
+                pa.RecordBatch.from_pylist([], SCHEMA), custom_metadata={_META_KEY: meta}
+            )
             self._writer.close()
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
 
     def abandon(self) -> None:
-        """Close the file, whatever is in it."""
         with contextlib.suppress(OSError):
             self._file.close()
 
-    def _write_waiting(self) -> None:
-        batch = record_batch(self._waiting)
+    def _write_pending(self) -> None:
+        batch = record_batch(self._pending)
         self._bytes += batch.nbytes
-        with disk_explained(self._cache_dir, self._bytes):
+        with explain_disk_errors(self._cache_dir, self._bytes):
             self._writer.write_batch(batch)
-        self._rows, self._tokens = self._rows + len(self._waiting), self._tokens + self._waiting_tokens
-        self._waiting, self._waiting_tokens = [], 0
+        self._rows, self._tokens = self._rows + len(self._pending), self._tokens + self._pending_tokens
+        self._pending, self._pending_tokens = [], 0
 
 
 @contextlib.contextmanager
 def _lock(path: Path, cache_dir: str) -> Iterator[bool]:
-    """One process at a time makes a file. False where a file system knows no locks: then all make it, alike."""
-    with disk_explained(cache_dir):
-        place = path.parent.with_name("locks") / path.stem
-        for folder in (place.parent, path.parent):
+    """Let one process at a time make a file. False where a file system has no locks: then all make equal files."""
+    with explain_disk_errors(cache_dir):
+        lock_path = path.parent.with_name("locks") / path.stem
+        for folder in (lock_path.parent, path.parent):
             folder.mkdir(parents=True, exist_ok=True)
-        lock = place.open("wb")
+        lock = lock_path.open("wb")
     with lock:
         yield _locked(lock, cache_dir)
 
@@ -149,42 +153,31 @@ def _locked(lock: BinaryIO, cache_dir: str) -> bool:
     return True
 
 
-def _make(path: Path, cache_dir: str, write: Callable[[RowWriter], Told], *, locked: bool) -> None:
+def _make(path: Path, cache_dir: str, write: Callable[[RowWriter], Facts], *, locked: bool) -> None:
     _remove_abandoned(path, locked=locked)
     part = path.with_name(f"{path.stem}.{_HOST}.{uuid.uuid4().hex[:12]}.part")
     writer = RowWriter(part, cache_dir)
     try:
         writer.finish(write(writer))
-        with disk_explained(cache_dir):
+        with explain_disk_errors(cache_dir):
             part.replace(path)
-            _sync_folder(path.parent)
+            fsync(path.parent)
     finally:
         writer.abandon()
         part.unlink(missing_ok=True)
 
 
 def _remove_abandoned(path: Path, *, locked: bool) -> None:
-    """What killed writers left. Locks may not reach other machines: what these write goes after a day."""
+    """Remove what killed writers left; a day later where another machine, which a lock may not reach, wrote it."""
     for part in path.parent.glob("*.part"):
         with contextlib.suppress(OSError):
             dead = locked and part.name.startswith(f"{path.stem}.{_HOST}.")
-            if dead or time.time() - part.stat().st_mtime > _ABANDONED:
+            if dead or time.time() - part.stat().st_mtime > _ABANDONED_SECONDS:
                 part.unlink()
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-CODE_VERSION = 2  # raise it with every change of what rows become; a test of rows of all formats says when
-
-
 def cache_key(content: str, tokenizer: Tokenizer, settings: Mapping[str, Any]) -> str:
-    """The same on every machine and for every path and cache folder."""
+    """Hash content, tokenizer, settings and code; paths and machines do not matter."""
     parts = {
         "content": content,
         "settings": dict(settings),

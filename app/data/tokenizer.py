@@ -1,4 +1,4 @@
-"""What this folder asks of a tokenizer of transformers."""
+"""Text to token ids and loss mask, by a fast tokenizer of transformers."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,27 +13,25 @@ from app.config.dataset import CHAT_FORMATS, LABELLED_FORMATS
 from app.data.types import Message, RenderedText, Span
 from app.errors import ConfigError
 
+Ids = NDArray[np.int32]
+Mask = NDArray[np.bool_]
+Weights = NDArray[np.float32]
+
+_PIECE_CHARS = 1 << 18  # of a long document that are one text to the tokenizer
+_PIECES_AT_ONCE = 8  # a token takes some hundred bytes until it is a number
+_LONE_LINE_BREAK = re.compile(r"(?<=\S)\n(?=\S)")  # byte-level tokenizers join nothing across it
+
 
 class Encoding(Protocol):
     """One tokenised text of the fast backend."""
 
-    @property
-    def ids(self) -> list[int]:
-        """Token ids."""
+    ids: list[int]
+    type_ids: list[int]  # the text of a pair that each token is of, as models count them
+    sequence_ids: list[int | None]  # the text that each token is of; None for special tokens
 
-    @property
-    def type_ids(self) -> list[int]:
-        """Of each token the side of a pair, as models count them."""
+    def char_to_token(self, char_pos: int) -> int | None: ...
 
-    @property
-    def sequence_ids(self) -> list[int | None]:
-        """Of each token the text that it is of; None for what frames them."""
-
-    def char_to_token(self, char_pos: int) -> int | None:
-        """The token that holds a character, if one does."""
-
-    def token_to_chars(self, token_index: int) -> tuple[int, int] | None:
-        """The characters that a token holds."""
+    def token_to_chars(self, token_index: int) -> tuple[int, int] | None: ...
 
 
 class Backend(Protocol):
@@ -41,11 +39,9 @@ class Backend(Protocol):
 
     def encode_batch(
         self, input: Sequence[str | tuple[str, str]], *, add_special_tokens: bool
-    ) -> list[Encoding]:
-        """Many texts at once, on all threads."""
+    ) -> list[Encoding]: ...
 
-    def to_str(self) -> str:
-        """Everything that decides its tokens, as JSON."""
+    def to_str(self) -> str: ...
 
 
 class Tokenizer(Protocol):
@@ -59,25 +55,16 @@ class Tokenizer(Protocol):
     chat_template: str | dict[str, str] | None
     all_special_ids: list[int]
     model_input_names: list[str]
-
-    @property
-    def backend_tokenizer(self) -> Backend:
-        """The Rust tokenizer inside."""
-
-    @property
-    def special_tokens_map(self) -> Mapping[str, Any]:
-        """Which token plays which part."""
+    backend_tokenizer: Backend
+    special_tokens_map: Mapping[str, Any]
 
     def __call__(
         self, text: str, text_pair: str | None = None, *, add_special_tokens: bool, verbose: bool
-    ) -> Mapping[str, Any]:
-        """Tokens of one text, or of a pair."""
+    ) -> Mapping[str, Any]: ...
 
-    def get_vocab(self) -> dict[str, int]:
-        """Every token and its id."""
+    def get_vocab(self) -> dict[str, int]: ...
 
-    def get_added_vocab(self) -> dict[str, int]:
-        """Tokens that were added to the trained vocabulary."""
+    def get_added_vocab(self) -> dict[str, int]: ...
 
     def apply_chat_template(
         self,
@@ -86,12 +73,11 @@ class Tokenizer(Protocol):
         tools: list[dict[str, Any]] | None,
         tokenize: bool,
         add_generation_prompt: bool,
-    ) -> list[str]:
-        """Each conversation as text."""
+    ) -> list[str]: ...
 
 
 def check_tokenizer(tokenizer: Tokenizer, fmt: str) -> None:
-    """ConfigError if it cannot serve rows of the format `fmt`."""
+    """Raise ConfigError if it cannot serve rows of the format `fmt`."""
     if not tokenizer.is_fast:
         raise ConfigError(
             "model.tokenizer: only tokenizers of the fast kind (tokenizer.json) are supported: the others"
@@ -107,41 +93,33 @@ def check_tokenizer(tokenizer: Tokenizer, fmt: str) -> None:
         raise ConfigError(f"model.tokenizer: it has no end-of-text token, and dataset.format={fmt} needs one")
 
 
-def parts_pairs(tokenizer: Tokenizer) -> bool:
-    """Whether something of the tokenizer's own stands between the texts of a pair."""
+def separates_pairs(tokenizer: Tokenizer) -> bool:
+    """Whether the tokenizer puts a special token between the texts of a pair."""
     (encoding,) = tokenizer.backend_tokenizer.encode_batch([("a", "b")], add_special_tokens=True)
     owners = encoding.sequence_ids
     return None in owners[owners.index(0) : owners.index(1)]
 
 
-Ids = NDArray[np.int32]
-Mask = NDArray[np.bool_]
-Weights = NDArray[np.float32]
-Parts = NDArray[np.int8]
-
-_PIECE_CHARS = 1 << 18  # of a long document that are one text to the tokenizer
-_PIECES = 8  # of them tokenised at once: a token takes some hundred bytes until it is a number
-_CUT = re.compile(r"(?<=\S)\n(?=\S)")  # a lone line break: byte-level tokenizers join nothing across it
-
-
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Token ids, and which of them the model must predict."""
+    """One tokenised sample."""
 
     ids: Ids
-    trained: Mask
+    loss_mask: Mask  # which tokens the model must predict
     glued: bool = False  # a token reaches over the edge of what is trained, and so is not trained
     endless: bool = False  # what is trained ends in an ordinary token: the model will not learn to stop
     weights: Weights | None = (
-        None  # how much each token counts, 0 where it is not trained; None: trained ones count 1
+        None  # how much each token counts, 0 where the mask is off; None: masked-in ones count 1
     )
     label: str | None = None  # of an example: the class to be predicted, in place of tokens
-    owner: Parts | None = None  # of an example: which text each token is of, -1 for what frames them
-    second: int = -1  # of a pair, for models that tell its sides apart: the first token of the second side
+    text_ids: NDArray[np.int8] | None = (
+        None  # of an example: which text each token is of, -1 for special tokens
+    )
+    second_start: int = -1  # of a pair, for models with token types: the first token of the second text
 
 
 class Encoder:
-    """One tokenizer. The special tokens of a chat come from its template, those of a document from here."""
+    """Encodes with one tokenizer. A chat has its special tokens from its template, a document from here."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -150,94 +128,91 @@ class Encoder:
         framed = _as_ids(tokenizer("a", add_special_tokens=True, verbose=False)["input_ids"])
         start = _find(framed, inside)
         self._opening, after = framed[:start], framed[start + len(inside) :]
-        # an encoder's tokenizer has no end of its own, but closes what it frames
+        # an encoder's tokenizer has no end-of-text token, but closes what it frames
         self._closing = after if tokenizer.eos_token_id is None else _as_ids([tokenizer.eos_token_id])
         self._special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
 
-    def encode(self, drafts: Sequence[RenderedText]) -> list[Tokens]:
-        """One sample for each draft. Its first token is never trained: nothing comes before it."""
-        if drafts and drafts[0].label is not None:  # then all are: a format has them or has not
-            return list(self._examples(drafts))
-        short = [draft.text for draft in drafts if not _is_long(draft)]
-        encodings = iter(self._encodings(short))
+    def encode(self, texts: Sequence[RenderedText]) -> list[Tokens]:
+        """Tokenise in one batch, which keeps the tokenizer's threads busy. No first token is trained."""
+        if texts and texts[0].label is not None:  # then all have one: it follows from the format
+            return list(self._encode_examples(texts))
+        encodings = iter(self._encodings([text.text for text in texts if not _is_long(text)]))
         return [
-            self._long(draft) if _is_long(draft) else self._short(draft, next(encodings)) for draft in drafts
+            self._encode_long(text) if _is_long(text) else self._encode_one(text, next(encodings))
+            for text in texts
         ]
 
-    def _examples(self, drafts: Sequence[RenderedText]) -> Iterator[Tokens]:
-        """As the tokenizer frames them by itself, which is how they will be asked about."""
-        tokenizer, first = self._tokenizer, drafts[0]
-        texts = [d.text if d.second is None else (d.text, d.second) for d in drafts]
-        encodings = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=True)
-        _require_same(
-            encodings[0], tokenizer(first.text, first.second, add_special_tokens=True, verbose=False)
-        )
-        has_sides = first.second is not None and "token_type_ids" in tokenizer.model_input_names
-        for draft, encoding in zip(drafts, encodings, strict=True):
-            owner = np.array([-1 if at is None else at for at in encoding.sequence_ids], np.int8)
-            second = _second_side(encoding.type_ids) if has_sides else -1
-            nothing = np.zeros(len(owner), np.bool_)
-            yield Tokens(_as_ids(encoding.ids), nothing, label=draft.label, owner=owner, second=second)
+    def _encode_examples(self, texts: Sequence[RenderedText]) -> Iterator[Tokens]:
+        """With the tokenizer's own special tokens, as the model will be asked."""
+        tokenizer, first = self._tokenizer, texts[0]
+        inputs = [each.text if each.second is None else (each.text, each.second) for each in texts]
+        encodings = tokenizer.backend_tokenizer.encode_batch(inputs, add_special_tokens=True)
+        _check_same(encodings[0], tokenizer(first.text, first.second, add_special_tokens=True, verbose=False))
+        has_types = first.second is not None and "token_type_ids" in tokenizer.model_input_names
+        for text, encoding in zip(texts, encodings, strict=True):
+            text_ids = np.array([-1 if at is None else at for at in encoding.sequence_ids], np.int8)
+            second_start = _second_start(encoding.type_ids) if has_types else -1
+            no_mask = np.zeros(len(text_ids), np.bool_)
+            yield Tokens(
+                _as_ids(encoding.ids), no_mask, label=text.label, text_ids=text_ids, second_start=second_start
+            )
 
     def _encodings(self, texts: list[str]) -> list[Encoding]:
         """Straight from the backend: the wrapper around it takes as long again."""
         if not texts:
             return []
         encodings = self._tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
-        _require_same(encodings[0], self._tokenizer(texts[0], add_special_tokens=False, verbose=False))
+        _check_same(encodings[0], self._tokenizer(texts[0], add_special_tokens=False, verbose=False))
         return encodings
 
-    def _short(self, draft: RenderedText, encoding: Encoding) -> Tokens:
+    def _encode_one(self, text: RenderedText, encoding: Encoding) -> Tokens:
         ids = _as_ids(encoding.ids)
-        trained = np.zeros(len(ids), np.bool_)
+        mask = np.zeros(len(ids), np.bool_)
         glued = False
-        weights = np.zeros(len(ids), np.float32) if draft.weights else None
-        for at, span in enumerate(draft.spans):
-            first, stop, cut = _inside(encoding, len(ids), len(draft.text), span)
-            trained[first:stop] = True
+        weights = np.zeros(len(ids), np.float32) if text.weights else None
+        for at, span in enumerate(text.spans):
+            first, stop, cut = _tokens_inside(encoding, len(ids), len(text.text), span)
+            mask[first:stop] = True
             glued = glued or cut
             if weights is not None:
-                weights[first:stop] = draft.weights[at]
-        if draft.raw:
-            return self._raw(ids, trained, glued)
-        return self._chat(ids, trained, glued, weights)
-
-    def _long(self, draft: RenderedText) -> Tokens:
-        """In pieces, so that memory does not grow with the document; all of it is trained."""
-        texts, ids = _pieces(draft.text), [np.zeros(0, np.int32)]
-        while group := list(islice(texts, _PIECES)):
-            ids += (_as_ids(encoding.ids) for encoding in self._encodings(group))
-        joined = np.concatenate(ids)
-        return self._raw(joined, np.ones(len(joined), np.bool_), glued=False)
-
-    def _chat(self, ids: Ids, trained: Mask, glued: bool, weights: Weights | None) -> Tokens:
-        trained[:1] = False
+                weights[first:stop] = text.weights[at]
+        if text.raw:
+            return self._as_document(ids, mask, glued)
+        mask[:1] = False
         if weights is not None:
             weights[:1] = 0.0
-        last = np.flatnonzero(trained)[-1:]
+        last = np.flatnonzero(mask)[-1:]
         endless = any(int(token) not in self._special for token in ids[last])
-        return Tokens(ids, trained, glued, endless, weights)
+        return Tokens(ids, mask, glued, endless, weights)
 
-    def _raw(self, ids: Ids, trained: Mask, glued: bool) -> Tokens:
-        """A document with exactly one beginning and one end, whatever its text already has."""
+    def _encode_long(self, text: RenderedText) -> Tokens:
+        """Tokenise in pieces, so that memory does not grow with the document; all of it is trained."""
+        pieces, ids = _pieces(text.text), [np.zeros(0, np.int32)]
+        while group := list(islice(pieces, _PIECES_AT_ONCE)):
+            ids += (_as_ids(encoding.ids) for encoding in self._encodings(group))
+        joined = np.concatenate(ids)
+        return self._as_document(joined, np.ones(len(joined), np.bool_), glued=False)
+
+    def _as_document(self, ids: Ids, mask: Mask, glued: bool) -> Tokens:
+        """Add exactly one beginning and one end, whatever the text already has."""
         opening, closing = self._opening, self._closing
         if np.array_equal(ids[: len(opening)], opening):
             opening = opening[:0]
         if np.array_equal(ids[len(ids) - len(closing) :], closing):
             closing = closing[:0]
         ids = np.concatenate([opening, ids, closing])
-        trained = np.concatenate([np.zeros(len(opening), np.bool_), trained, np.ones(len(closing), np.bool_)])
-        trained[:1] = False
-        return Tokens(ids, trained, glued)
+        mask = np.concatenate([np.zeros(len(opening), np.bool_), mask, np.ones(len(closing), np.bool_)])
+        mask[:1] = False
+        return Tokens(ids, mask, glued)
 
 
-def _require_same(encoding: Encoding, told: Mapping[str, Any]) -> None:
-    if encoding.ids != list(told["input_ids"]):
+def _check_same(encoding: Encoding, from_wrapper: Mapping[str, Any]) -> None:
+    if encoding.ids != list(from_wrapper["input_ids"]):
         raise ConfigError("model.tokenizer: it changes text before its fast backend sees it; not supported")
 
 
-def _second_side(types: Sequence[int]) -> int:
-    """Where the second side begins, which goes to the end."""
+def _second_start(types: Sequence[int]) -> int:
+    """Where the second text begins, which goes to the end."""
     at = types.index(1) if 1 in types else len(types)
     if list(types) != [0] * at + [1] * (len(types) - at):
         raise ConfigError(
@@ -257,40 +232,39 @@ def _find(framed: Ids, inside: Ids) -> int:
     return next((at for at in starts if np.array_equal(framed[at : at + width], inside)), 0)
 
 
-def _is_long(draft: RenderedText) -> bool:
-    """Only plain text comes in files of any size; where characters decide what is trained, it stays whole."""
-    return draft.raw and len(draft.text) > _PIECE_CHARS and draft.spans == ((0, len(draft.text)),)
+def _is_long(text: RenderedText) -> bool:
+    """Whether to tokenise it in pieces. Only plain text is: elsewhere characters decide what is trained."""
+    return text.raw and len(text.text) > _PIECE_CHARS and text.spans == ((0, len(text.text)),)
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A long text in pieces that are tokenised one by one, so that memory does not grow with it."""
     at = 0
     while len(text) - at > _PIECE_CHARS:
         end = at + _PIECE_CHARS
-        cut = max((found.end() for found in _CUT.finditer(text, at + _PIECE_CHARS // 2, end)), default=end)
+        breaks = _LONE_LINE_BREAK.finditer(text, at + _PIECE_CHARS // 2, end)
+        cut = max((found.end() for found in breaks), default=end)
         yield text[at:cut]
         at = cut
     yield text[at:]
 
 
-def _inside(encoding: Encoding, num_tokens: int, num_chars: int, span: Span) -> tuple[int, int, bool]:
+def _tokens_inside(encoding: Encoding, num_tokens: int, num_chars: int, span: Span) -> tuple[int, int, bool]:
     """First and end of the tokens that lie wholly in the span, and whether one lies across an edge."""
     first = _first_from(encoding, num_tokens, num_chars, span[0])
     stop = _first_from(encoding, num_tokens, num_chars, span[1])
     across = first > 0 and _chars(encoding, first - 1)[1] > span[0]
     while stop > first and _chars(encoding, stop - 1)[1] > span[1]:
         stop, across = stop - 1, True
-    while (
-        stop < num_tokens and _chars(encoding, stop)[1] <= span[1]
-    ):  # without a character of its own, at the end
+    # tokens at the end without a character of their own
+    while stop < num_tokens and _chars(encoding, stop)[1] <= span[1]:
         stop += 1
     return first, max(first, stop), across
 
 
 def _first_from(encoding: Encoding, num_tokens: int, num_chars: int, char: int) -> int:
     """The first token that begins at or after a character."""
-    holders = (encoding.char_to_token(at) for at in range(char, num_chars))
-    token = next((held for held in holders if held is not None), num_tokens)  # some characters have no token
+    tokens = (encoding.char_to_token(at) for at in range(char, num_chars))  # some characters have no token
+    token = next((found for found in tokens if found is not None), num_tokens)
     while token < num_tokens and _chars(encoding, token)[0] < char:
         token += 1
     while token > 0 and _chars(encoding, token - 1)[0] >= char:  # tokens without characters of their own

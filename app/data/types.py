@@ -1,8 +1,8 @@
-"""What a row is on its way: what a file holds, what it means, and the text whose tokens are trained."""
+"""The forms of a row before it is tokenised: as a file holds it, by its meaning, and rendered as text."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 Row = dict[str, Any]
 Message = dict[str, Any]
@@ -16,16 +16,16 @@ class Broken:
     reason: str
 
 
-Located = tuple[str, Row | Broken]  # the place ("train.jsonl:17") and what is there
+Located = tuple[str, Row | Broken]  # the source location ("train.jsonl:17") and what is there
 
 
 def printable(text: str) -> str:
-    """Without what a terminal obeys or a file cannot hold: it may come from a row, and goes into messages."""
+    """Escape control characters and lone surrogates: text of a row goes into messages and onto terminals."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def kind_of(value: object) -> str:
-    """A value's type in words that hold for JSON, CSV and Parquet alike."""
+    """Name a value's type in words that hold for JSON, CSV and Parquet alike."""
     if value != value:  # noqa: PLR0124  what tables have in an empty cell of a column of numbers
         return "NaN"
     return _KINDS.get(type(value), f"a {type(value).__name__}")
@@ -43,70 +43,51 @@ _KINDS: dict[type, str] = {
 }
 
 
-class RowProblem(Exception):  # noqa: N818 (caught where the place is known; never reaches the user as it is)
+class RowProblem(Exception):  # noqa: N818 (caught where the location is known; never reaches the user as it is)
     """One row that cannot be trained on; the message says why, the catcher says where."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(printable(reason))
 
 
-class Source(Protocol):
-    """Rows in a fixed order, and a hash that changes whenever they could."""
-
-    @property
-    def name(self) -> str:
-        """What the user called it."""
-
-    @property
-    def key(self) -> str:
-        """Where: `dataset.path` or `dataset.eval_path`."""
-
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        """Files of the folder that are not read."""
-
-    def rows(self) -> Iterator[Located]:
-        """Every row with its place, from the beginning."""
-
-    def fingerprint(self) -> str:
-        """A hash of the content, and of the names that places are made of."""
-
-
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages for the chat template, checked; the completion begins with message `answer`, where there is one."""
+    """Checked messages for the chat template."""
 
     messages: list[Message]
-    tools: list[dict[str, Any]] | None = None  # that it may call, as the template wants them
-    marks: Mapping[int, bool] = field(default_factory=dict)  # messages that say whether they are trained
-    weights: Mapping[int, float] = field(default_factory=dict)  # those that count more or less than others
-    answer: int = 0
+    tools: list[dict[str, Any]] | None = None  # in the form that templates expect
+    trained: Mapping[int, bool] = field(default_factory=dict)  # messages that say whether they are trained
+    weights: Mapping[int, float] = field(default_factory=dict)  # messages whose loss weight is not 1
+    completion_start: int = 0  # the first message of the completion, where the row has one
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Text that is tokenised as it stands; what is learned begins at character `answer`."""
+    """Text that is tokenised without a template; characters from `completion_start` on are trained."""
 
     text: str
-    answer: int = 0
+    completion_start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A text, or two, of a class; tokenised as the tokenizer frames them by itself."""
+    """One or two texts with a class label; the tokenizer adds its own special tokens."""
 
     text: str
     label: str
     second: str | None = None
 
 
+Content = Conversation | Document | Example
+
+
 @dataclass(frozen=True, slots=True)
 class RenderedText:
-    """One sample before tokenisation. A raw one still needs the tokens that open and close a document."""
+    """One sample before tokenisation, with its loss mask as character spans."""
 
     text: str
     spans: tuple[Span, ...]
-    raw: bool
-    weights: tuple[float, ...] = ()  # of each span; none: each counts 1
-    label: str | None = None  # of an example, of which nothing is trained token by token
+    raw: bool  # still needs the tokens that open and close a document
+    weights: tuple[float, ...] = ()  # of each span; empty: each counts 1
+    label: str | None = None  # of an example, which has no loss mask
     second: str | None = None

@@ -10,8 +10,8 @@ from app.data import length_statistics
 from app.data.data_report import Counts, stop_reasons, without_stops
 from app.data.loader import Loader, StepSplit
 from app.data.prepare import Data, prepare
+from app.data.sources import Source
 from app.data.token_dataset import TokenRows
-from app.data.types import Source
 from app.errors import ConfigError
 from app.model.source import config_numbers, positions_of
 from app.model.tasks import task_of

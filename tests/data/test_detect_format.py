@@ -8,7 +8,7 @@ import pytest
 
 from app.config.dataset import formats_for, sources_of
 from app.config.schema import DatasetConfig, MixSource
-from app.data.detect_format import LOOKED_AT, detect_formats
+from app.data.detect_format import INSPECTED_ROWS, detect_formats
 from app.data.formats import FORMATS
 from app.errors import DataError
 from tests.data.small import chat, config, write_jsonl
@@ -126,9 +126,9 @@ def test_a_few_bad_rows_do_not_hide_the_format(tmp_path: Path) -> None:
 
 
 def test_only_the_first_rows_are_looked_at(tmp_path: Path) -> None:
-    found, note = auto(tmp_path, [ROWS["text"]] * LOOKED_AT + [ROWS["messages"]] * 9 * LOOKED_AT)
+    found, note = auto(tmp_path, [ROWS["text"]] * INSPECTED_ROWS + [ROWS["messages"]] * 9 * INSPECTED_ROWS)
     assert found.format == "text"
-    assert f"in all of the first {LOOKED_AT} rows" in note
+    assert f"in all of the first {INSPECTED_ROWS} rows" in note
 
 
 def test_more_than_one_way_to_read_rows_is_an_error(tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ def test_a_system_column_opens_the_conversation() -> None:
 
 def test_marks_follow_their_message_when_a_system_line_comes_before_it() -> None:
     said = [*chat("a"), {**chat("", "b")[1], "train": False}]
-    assert read({"messages": said, "system": "Be brief."}).marks == {2: False}
+    assert read({"messages": said, "system": "Be brief."}).trained == {2: False}
 
 
 @pytest.mark.parametrize(
@@ -214,10 +214,10 @@ def test_marks_follow_their_message_when_a_system_line_comes_before_it() -> None
 )
 def test_marks_of_messages(mark: dict[str, Any], expected: dict[int, bool]) -> None:
     made = read({"messages": [*chat("a"), {**chat("", "b")[1], **mark}]})
-    assert made == Conversation(chat("a", "b"), marks=expected)
+    assert made == Conversation(chat("a", "b"), trained=expected)
     turn = {"from": "gpt", "value": "b", **mark}
     made = read({"conversations": [{"from": "human", "value": "a"}, turn]}, "sharegpt")
-    assert made == Conversation(chat("a", "b"), marks=expected)
+    assert made == Conversation(chat("a", "b"), trained=expected)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_marks_of_messages(mark: dict[str, Any], expected: dict[int, bool]) -> N
 )
 def test_weights_of_messages(mark: dict[str, Any], weight: float) -> None:
     marks = {2: True} if "train" in mark else {}
-    expected = Conversation(chat("a", "b", system="s"), marks=marks, weights={2: weight})
+    expected = Conversation(chat("a", "b", system="s"), trained=marks, weights={2: weight})
     said = [*chat("a"), {**chat("", "b")[1], **mark}]
     assert read({"messages": said, "system": "s"}) == expected
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", **mark}]
@@ -375,7 +375,7 @@ def test_question_answer() -> None:
 
 def test_prompt_completion() -> None:
     row = {"prompt": "2 + 2 =", "completion": " 4"}
-    assert read(row, "prompt_completion") == Document("2 + 2 = 4", answer=7)
+    assert read(row, "prompt_completion") == Document("2 + 2 = 4", completion_start=7)
 
 
 ASKED = [{"role": "user", "content": "2 + 2?"}]
@@ -384,11 +384,11 @@ SAID = [{"role": "assistant", "content": "4"}]
 
 def test_chat_completion() -> None:
     row = {"prompt": ASKED, "completion": SAID, "tools": [ADD]}
-    assert read(row, "chat_completion") == Conversation([*ASKED, *SAID], [TOOL], answer=1)
-    opened = Conversation([*chat("2 + 2?", "4", system="Add.")], answer=2)
+    assert read(row, "chat_completion") == Conversation([*ASKED, *SAID], [TOOL], completion_start=1)
+    opened = Conversation([*chat("2 + 2?", "4", system="Add.")], completion_start=2)
     assert read({"prompt": ASKED, "completion": SAID, "system": "Add."}, "chat_completion") == opened
     named = read({"p": ASKED, "c": SAID}, "chat_completion", prompt="p", completion="c")
-    assert named == Conversation([*ASKED, *SAID], answer=1)
+    assert named == Conversation([*ASKED, *SAID], completion_start=1)
 
 
 @pytest.mark.parametrize(
@@ -429,7 +429,7 @@ def test_prompts_and_completions_of_the_other_kind(row: dict[str, Any], fmt: str
 
 
 def test_text() -> None:
-    assert read({"body": "ab"}, "text", text="body") == Document("ab", answer=0)
+    assert read({"body": "ab"}, "text", text="body") == Document("ab", completion_start=0)
     assert problem({"text": " \n"}, "text") == "column 'text' is empty"
     assert problem({"text": None}, "text") == "column 'text' must be text, found null"
 

@@ -156,7 +156,7 @@ def test_what_is_too_long_is_cut_as_transformers_cuts_it(
     told = made(*texts, truncation=True, max_length=room)
     assert cut.ids.tolist() == told.input_ids
     if second:
-        assert (np.arange(len(cut.ids)) >= cut.second).astype(int).tolist() == told.token_type_ids
+        assert (np.arange(len(cut.ids)) >= cut.second_start).astype(int).tolist() == told.token_type_ids
 
 
 def test_long_texts_are_cut_by_themselves_and_counted(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from app.data.token_dataset import RecordBatchView, TokenRows, as_columns, diges
 from app.data.tokenizer import Tokens
 from app.errors import DataError
 from tests.data.small import THINKING, chat, config, tokenizer, write_jsonl
-from tests.data.test_mixing import mixed
+from tests.data.test_mixture import mixed
 
 LONG = ["What is the capital of France?", "Paris.", "Write one line about rain.", "Rain falls on the roof."]
 

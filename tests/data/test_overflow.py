@@ -51,8 +51,8 @@ def test_split_trains_each_token_once(length: int, max_length: int) -> None:
     counts = Counts()
     pieces = fit(sample(length), max_length, "split", "a:1", counts)
     assert all(2 <= len(piece.ids) <= max_length for piece in pieces)
-    assert not any(piece.trained[0] for piece in pieces)
-    trained = np.concatenate([piece.ids[piece.trained] for piece in pieces])
+    assert not any(piece.loss_mask[0] for piece in pieces)
+    trained = np.concatenate([piece.ids[piece.loss_mask] for piece in pieces])
     assert trained.tolist() == list(range(1, length))
     assert counts.tokens_lost == 0
 

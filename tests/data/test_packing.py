@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from app.data.collate import Packed, Units
 from app.data.packing import least_bins, plan_bins, shuffle_bins
-from tests.data.test_layout import rows_of
+from tests.data.test_collate import rows_of
 
 
 def contents(lengths: NDArray[np.int64], capacity: int) -> list[list[int]]:

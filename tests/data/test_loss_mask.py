@@ -20,7 +20,7 @@ ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "mistral": "</s>", "gemm
 def drafts(
     kind: str, messages: list[dict[str, str]], train_on: str = "auto", on_unstable: str = "expand"
 ) -> RenderedRow:
-    return Renderer(tokenizer(kind), train_on, on_unstable).drafts(Conversation(messages), "a.jsonl:1")
+    return Renderer(tokenizer(kind), train_on, on_unstable).render(Conversation(messages), "a.jsonl:1")
 
 
 def trained(draft: RenderedText) -> list[str]:
@@ -31,7 +31,7 @@ def labels(kind: str, messages: list[dict[str, str]], train_on: str = "auto") ->
     """The trained tokens of each sample, run by run, decoded."""
     made = tokenizer(kind)
     samples = Encoder(made).encode(drafts(kind, messages, train_on).samples)
-    return [trained_texts(made, sample.ids, sample.trained) for sample in samples]
+    return [trained_texts(made, sample.ids, sample.loss_mask) for sample in samples]
 
 
 GOLDEN = {
@@ -72,9 +72,9 @@ def of_two_columns(
     kind: str, prompt: list[dict[str, str]], completion: list[dict[str, str]], train_on: str = "auto"
 ) -> list[list[str]]:
     """The trained texts of each sample."""
-    talk = Conversation([*prompt, *completion], answer=len(prompt))
+    talk = Conversation([*prompt, *completion], completion_start=len(prompt))
     return [
-        trained(draft) for draft in Renderer(tokenizer(kind), train_on, "expand").drafts(talk, "").samples
+        trained(draft) for draft in Renderer(tokenizer(kind), train_on, "expand").render(talk, "").samples
     ]
 
 
@@ -97,12 +97,12 @@ def test_what_else_can_be_trained_of_a_prompt_and_a_completion() -> None:
     assert everything == tokenizer("chatml").apply_chat_template(TALK, tokenize=False)
     with pytest.raises(RowProblem, match="no assistant message in its completion: "):
         of_two_columns("chatml", TALK[:2], TALK[2:3])
-    marked = Conversation(TALK, marks={1: True}, answer=2)
+    marked = Conversation(TALK, trained={1: True}, completion_start=2)
     with pytest.raises(
         RowProblem, match=r"message 1 is in the prompt and has train=true, .* the completion only"
     ):
-        Renderer(tokenizer("chatml"), "auto", "expand").drafts(marked, "")
-    assert Renderer(tokenizer("chatml"), "assistant", "expand").drafts(marked, "").samples
+        Renderer(tokenizer("chatml"), "auto", "expand").render(marked, "")
+    assert Renderer(tokenizer("chatml"), "assistant", "expand").render(marked, "").samples
 
 
 def test_a_turn_after_the_last_answer_is_read_only() -> None:
@@ -163,16 +163,16 @@ def test_other_ways_with_an_unstable_template() -> None:
 def test_a_template_that_asks_with_more_than_it_writes() -> None:
     made = tokenizer("chatml")
     made.chat_template = TEMPLATES["chatml"].replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
-    [draft] = Renderer(made, "auto", "error").drafts(Conversation(TALK[:2]), "").samples
+    [draft] = Renderer(made, "auto", "error").render(Conversation(TALK[:2]), "").samples
     assert trained(draft) == ["Rain is wet.<|im_end|>"]
-    [draft] = Renderer(made, "auto", "error").drafts(Conversation(chat("Hi", "<thin> ice")), "").samples
+    [draft] = Renderer(made, "auto", "error").render(Conversation(chat("Hi", "<thin> ice")), "").samples
     assert trained(draft) == ["<thin> ice<|im_end|>"]  # and not what answer and question have in common
 
 
 def test_a_template_without_a_way_to_ask() -> None:
     made = tokenizer("chatml")
     made.chat_template = TEMPLATES["chatml"].partition("{% if add_generation_prompt")[0]
-    [draft] = Renderer(made, "auto", "error").drafts(Conversation(TALK[:2]), "").samples
+    [draft] = Renderer(made, "auto", "error").render(Conversation(TALK[:2]), "").samples
     assert trained(draft) == ["<|im_start|>assistant\nRain is wet.<|im_end|>"]
 
 
@@ -180,7 +180,7 @@ def test_a_template_that_hides_what_was_asked() -> None:
     made = tokenizer("chatml")
     made.chat_template = "{{ messages | length }} {{ messages[-1]['content'] }}"
     with pytest.raises(RowProblem, match="rewrites what comes before message 1 once it is answered"):
-        Renderer(made, "auto", "expand").drafts(Conversation(TALK[:2]), "")
+        Renderer(made, "auto", "expand").render(Conversation(TALK[:2]), "")
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_a_message_that_a_template_leaves_out_is_counted() -> None:
         "{% for m in messages if m['role'] != 'system' %}" + TEMPLATES["chatml"].partition("%}")[2]
     )
     said = Conversation(chat("Hi", "Hello", system="Be brief."))
-    assert Renderer(made, "auto", "error").drafts(said, "").unseen == 1
+    assert Renderer(made, "auto", "error").render(said, "").unseen == 1
     assert drafts("chatml", said.messages).unseen == 0
 
 
@@ -211,7 +211,7 @@ def test_a_message_that_a_template_leaves_out_is_counted() -> None:
     ("train_on", "expected"), [("auto", ["cd"]), ("completion", ["cd"]), ("all", ["abcd"])]
 )
 def test_documents(train_on: str, expected: list[str]) -> None:
-    made = Renderer(tokenizer(None), train_on, "error").drafts(Document("abcd", answer=2), "")
+    made = Renderer(tokenizer(None), train_on, "error").render(Document("abcd", completion_start=2), "")
     assert [trained(sample) for sample in made.samples] == [expected]
 
 
@@ -219,7 +219,7 @@ def test_what_cannot_be_meant_is_a_fault_of_ours() -> None:
     with pytest.raises(AssertionError):
         drafts("chatml", TALK, "completion")
     with pytest.raises(AssertionError):
-        Renderer(tokenizer(None), "last", "error").drafts(Document("ab"), "")
+        Renderer(tokenizer(None), "last", "error").render(Document("ab"), "")
 
 
 def test_tokenizers_that_cannot_serve() -> None:
@@ -251,4 +251,4 @@ def test_only_what_the_assistant_says_is_trained(kind: str, said: list[str]) -> 
     assert sample.ids.tolist() == ids
     offsets = made(draft.text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     expected = [any(a <= start and end <= b for a, b in draft.spans) for start, end in offsets]
-    assert sample.trained.tolist() == [False, *expected[1:]]
+    assert sample.loss_mask.tolist() == [False, *expected[1:]]

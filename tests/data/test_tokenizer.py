@@ -36,23 +36,23 @@ def test_a_document_begins_and_ends_once(adds_bos: bool, marked: bool) -> None:
     [sample] = Encoder(made).encode([document(text)])
     bos = [made.bos_token_id] if adds_bos else []
     assert sample.ids.tolist() == [*bos, *inner, made.eos_token_id]
-    assert sample.trained.tolist() == [False] + [True] * (len(sample.ids) - 1)
+    assert sample.loss_mask.tolist() == [False] + [True] * (len(sample.ids) - 1)
 
 
 def test_of_prompt_and_completion_the_completion_and_the_end_are_trained() -> None:
     made = tokenizer(None, adds_bos=True)
     [sample] = Encoder(made).encode([document("two and two make four", start=11)])
-    assert made.decode(sample.ids[sample.trained]) == " make four</s>"
+    assert made.decode(sample.ids[sample.loss_mask]) == " make four</s>"
     assert not sample.glued
 
 
 def test_a_token_across_the_edge_is_not_trained_but_told() -> None:
     made = tokenizer(None)
     [sample] = Encoder(made).encode([document("two and two make four", start=12)])  # " make" is one token
-    assert made.decode(sample.ids[sample.trained]) == " four</s>"
+    assert made.decode(sample.ids[sample.loss_mask]) == " four</s>"
     assert sample.glued
     [ending] = Encoder(made).encode([RenderedText("two make four", ((3, 9),), raw=False)])
-    assert made.decode(ending.ids[ending.trained]) == " make"
+    assert made.decode(ending.ids[ending.loss_mask]) == " make"
     assert ending.glued
 
 
@@ -91,7 +91,7 @@ def test_long_documents_are_tokenised_in_pieces(monkeypatch: pytest.MonkeyPatch,
     assert len(text) > 3 * 400
     [long, short] = Encoder(made).encode([document(text), document("two")])
     assert made.decode(long.ids) == text + "</s>"
-    assert long.trained.tolist() == [False] + [True] * (len(long.ids) - 1)
+    assert long.loss_mask.tolist() == [False] + [True] * (len(long.ids) - 1)
     assert made.decode(short.ids) == "two</s>"
     if size == 400:  # each piece has a line break to end at, and then the tokens are those of the whole
         whole = made(text, add_special_tokens=False)["input_ids"]
@@ -102,7 +102,7 @@ def test_a_long_answer_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.data.tokenizer._PIECE_CHARS", 10)
     made = tokenizer(None)
     [sample] = Encoder(made).encode([document(TEXT, start=len(TEXT) - 8)])
-    assert made.decode(sample.ids[sample.trained]) == TEXT[-8:] + "</s>"
+    assert made.decode(sample.ids[sample.loss_mask]) == TEXT[-8:] + "</s>"
 
 
 def other_tokenizer(kind: str) -> Any:
@@ -133,4 +133,4 @@ def test_the_mask_follows_the_characters(data: st.DataObject, kind: str) -> None
     spans = tuple(zip(edges[::2], edges[1::2], strict=False))
     [sample] = Encoder(made).encode([RenderedText(text, spans, raw=False)])
     expected = by_offsets(made, RenderedText(text, spans, raw=False))
-    assert sample.trained.tolist() == [False, *expected[1:]][: len(expected)]
+    assert sample.loss_mask.tolist() == [False, *expected[1:]][: len(expected)]

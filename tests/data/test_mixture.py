@@ -17,7 +17,7 @@ from app.data.prepare import Data, prepare
 from app.data.token_dataset import TokenRows
 from app.errors import DataError
 from tests.data.small import chat, config, tokenizer, write_chats, write_jsonl
-from tests.data.test_token_file import ROWS, written
+from tests.data.test_token_cache import ROWS, written
 
 
 def talks(count: int, start: int = 0) -> list[list[dict[str, str]]]:

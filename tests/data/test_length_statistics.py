@@ -15,7 +15,7 @@ from app.data.data_report import Counts
 from app.data.loader import Loader, StepSplit
 from app.data.prepare import prepare
 from tests.data.small import chat, config, tokenizer, write_chats
-from tests.data.test_layout import rows_of
+from tests.data.test_collate import rows_of
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=60)
 

@@ -34,7 +34,7 @@ def sample(ids: Sequence[int], trained: Sequence[int], **more: Any) -> Tokens:
 
 def write_all(writer: RowWriter, rows: Sequence[tuple[str, list[int], list[int]]] = ROWS) -> dict[str, Any]:
     for place, ids, trained in rows:
-        writer.add(place, sample(ids, trained), side=len(ids))
+        writer.add(place, sample(ids, trained), split_hash=len(ids))
     return {"n": len(rows)}
 
 
@@ -76,7 +76,7 @@ def test_rows_come_back_whatever_batch_they_are_in(
 def test_labels_and_sides_come_back(tmp_path: Path) -> None:
     def write(writer: RowWriter) -> dict[str, Any]:
         for at, label in enumerate(["10", "9", "10"]):
-            writer.add(f"a:{at}", sample([1, 2, 3], [0, 0, 0], label=label, second=at), side=at)
+            writer.add(f"a:{at}", sample([1, 2, 3], [0, 0, 0], label=label, second_start=at), split_hash=at)
         return {}
 
     rows, _ = cached_rows(str(tmp_path), "key", write)

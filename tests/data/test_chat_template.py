@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.assets import ROOT
-from app.data.chat_template import skeleton_of, stand_ins
+from app.data.chat_template import Skeleton, placeholders
 from app.data.loss_mask import RenderedRow, Renderer
 from app.data.types import Conversation, RowProblem
-from tests.data.shapes import SHAPES, shaped
 from tests.data.small import TEMPLATES, chat, tokenizer
+from tests.data.template_shapes import SHAPES, shaped
 
 SHIPPED = sorted(file.stem for file in (ROOT / "templates").glob("*.jinja"))
 NAMES = [*SHAPES, *TEMPLATES, *SHIPPED]
@@ -62,7 +62,7 @@ def made(name: str) -> Any:
 
 def outcome(renderer: Renderer, messages: list[dict[str, Any]], **more: Any) -> RenderedRow | str:
     try:
-        return renderer.drafts(Conversation(messages, **more), "a.jsonl:1")
+        return renderer.render(Conversation(messages, **more), "a.jsonl:1")
     except RowProblem as problem:
         return str(problem)
 
@@ -89,7 +89,7 @@ def test_odd_words_are_trained_as_by_prefixes(
 ) -> None:
     messages = chat(*(text for pair in said for text in pair), system=system)
     more = {
-        "marks": {at: mark for at, mark in marks.items() if at < len(messages)},
+        "trained": {at: mark for at, mark in marks.items() if at < len(messages)},
         "weights": {at: weight for at, weight in weights.items() if at < len(messages)},
     }
     for name in NAMES:
@@ -151,12 +151,12 @@ def test_a_renderer_that_changes_words_is_believed() -> None:
 
 
 def test_a_span_that_begins_inside_a_message_has_no_skeleton() -> None:
-    [first, second] = stand_ins(["user", "assistant"])
+    [first, second] = placeholders(["user", "assistant"])
     text = f"u{first['content']}a{second['content']}e"
-    skeleton = skeleton_of(text, [(len(first["content"]) + 2, len(text))])
+    skeleton = Skeleton.from_text(text, [(len(first["content"]) + 2, len(text))])
     assert skeleton is not None
-    assert skeleton.filled(chat(" x ", "y\n")) == ("u x ay\ne", [(5, 8)])
-    assert skeleton_of(text, [(3, len(text))]) is None
-    stripped = skeleton_of(f"u{first['content'].strip()}{second['content'].lstrip()}", [])
+    assert skeleton.fill(chat(" x ", "y\n")) == ("u x ay\ne", [(5, 8)])
+    assert Skeleton.from_text(text, [(3, len(text))]) is None
+    stripped = Skeleton.from_text(f"u{first['content'].strip()}{second['content'].lstrip()}", [])
     assert stripped is not None
-    assert stripped.filled(chat(" x ", " y "))[0] == "uxy "
+    assert stripped.fill(chat(" x ", " y "))[0] == "uxy "

@@ -14,8 +14,8 @@ from app.data.loss_mask import Renderer
 from app.data.prepare import prepare
 from app.data.tokenizer import Encoder
 from app.data.types import RowProblem
-from tests.data.shapes import CASES, HERE, SHAPES, conversation, drafts, golden, labels, shaped
 from tests.data.small import chat, config, tokenizer, write_jsonl
+from tests.data.template_shapes import CASES, HERE, SHAPES, conversation, drafts, golden, labels, shaped
 
 ANSWER = {"role": "assistant", "content": "b"}
 
@@ -83,7 +83,7 @@ def test_of_any_conversation_only_the_answers_are_trained(
     for draft, sample in zip(made.samples, Encoder(shaped(name)).encode(made.samples), strict=True):
         assert shaped(name).decode(sample.ids) == draft.text
         beginnings = (sample.ids == shaped(name).bos_token_id).sum() if shape.bos else 1
-        assert (beginnings, sample.trained[0], bool(sample.endless)) == (1, False, False)
+        assert (beginnings, sample.loss_mask[0], bool(sample.endless)) == (1, False, False)
     assert (made.unseen, made.shortened) == (0, 0)
 
 
@@ -195,7 +195,7 @@ def test_a_template_that_writes_calls_as_python_is_refused() -> None:
     )
     row = {"messages": CASES["tools"]["messages"]}
     with pytest.raises(RowProblem, match="writes nothing of the tool call in message 1"):
-        Renderer(made, "assistant", "expand").drafts(conversation(row), "a.jsonl:1")
+        Renderer(made, "assistant", "expand").render(conversation(row), "a.jsonl:1")
 
 
 def test_the_end_is_trained_where_it_also_pads(tmp_path: Path) -> None:

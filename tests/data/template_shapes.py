@@ -1,6 +1,6 @@
 """The shapes that chat templates come in: a file each in templates/, written for these tests.
 
-`python -m tests.data.shapes` writes golden/ anew: read what changed before you believe it.
+`python -m tests.data.template_shapes` writes golden/ anew: read what changed before you believe it.
 """
 
 import json
@@ -123,13 +123,13 @@ def conversation(row: dict[str, Any]) -> Conversation:
 
 
 def drafts(name: str, row: dict[str, Any], train_on: str = "assistant") -> RenderedRow:
-    return Renderer(shaped(name), train_on, "expand").drafts(conversation(row), "a.jsonl:1")
+    return Renderer(shaped(name), train_on, "expand").render(conversation(row), "a.jsonl:1")
 
 
 def segments(tokenizer: Any, sample: Tokens) -> list[list[Any]]:
     """The text of a sample in stretches that are trained as a whole, or not."""
     runs: list[tuple[list[int], bool]] = []
-    for token, trained in zip(sample.ids.tolist(), sample.trained.tolist(), strict=True):
+    for token, trained in zip(sample.ids.tolist(), sample.loss_mask.tolist(), strict=True):
         if not runs or runs[-1][1] != trained:
             runs.append(([], trained))
         runs[-1][0].append(token)
