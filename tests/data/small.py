@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from app.config.groups import CONF
 from app.config.schema import DatasetConfig
+from app.data.token_dataset import TokenRows
 
 MARKS = [
     *("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "<think>", "</think>"),
@@ -115,6 +116,15 @@ def write_jsonl(path: Path, rows: Sequence[Any]) -> Path:
 
 def write_chats(path: Path, *chats: list[dict[str, str]]) -> Path:
     return write_jsonl(path, [{"messages": messages} for messages in chats])
+
+
+def greetings(count: int, start: int = 0) -> list[list[dict[str, str]]]:
+    """Short conversations that differ."""
+    return [chat("Hi", f"Hello {n}") for n in range(start, start + count)]
+
+
+def locations(rows: TokenRows | None) -> list[str]:
+    return [] if rows is None else [rows.source_location(i) for i in range(len(rows))]
 
 
 def trained_texts(tokenizer: Any, ids: Any, trained: Any) -> list[str]:

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.assets import ROOT
-from app.data.chat_template import Skeleton, placeholders
 from app.data.loss_mask import RenderedRow, Renderer
 from app.data.types import Conversation, RowProblem
 from tests.data.small import TEMPLATES, chat, tokenizer
@@ -148,15 +147,3 @@ def test_a_renderer_that_changes_words_is_believed() -> None:
     drafts = outcome(renderer, chat("x", "x"))
     assert isinstance(drafts, RenderedRow)
     assert "X" in drafts.samples[0].text
-
-
-def test_a_span_that_begins_inside_a_message_has_no_skeleton() -> None:
-    [first, second] = placeholders(["user", "assistant"])
-    text = f"u{first['content']}a{second['content']}e"
-    skeleton = Skeleton.from_text(text, [(len(first["content"]) + 2, len(text))])
-    assert skeleton is not None
-    assert skeleton.fill(chat(" x ", "y\n")) == ("u x ay\ne", [(5, 8)])
-    assert Skeleton.from_text(text, [(3, len(text))]) is None
-    stripped = Skeleton.from_text(f"u{first['content'].strip()}{second['content'].lstrip()}", [])
-    assert stripped is not None
-    assert stripped.fill(chat(" x ", " y "))[0] == "uxy "

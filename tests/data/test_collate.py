@@ -102,13 +102,6 @@ def test_documents_alone_are_their_own_measure() -> None:
         PackedSequences.from_lengths([3, 1], max_documents=1)
 
 
-def test_moving_a_packed_batch_moves_its_bounds() -> None:
-    layout = Packed(tokens=8, pad_id=0, max_length=8)
-    batch = layout.batch(rows_of([5]), [np.array([0])], 2, epoch=0).to(torch.device("meta"))
-    assert documents(batch).cu_seqlens.device.type == "meta"
-    assert documents(batch).lengths == (5, 3)
-
-
 STEPS = st.tuples(
     st.lists(st.integers(2, 20), min_size=1, max_size=60), st.integers(1, 4), st.integers(1, 4), st.booleans()
 )

@@ -1,4 +1,4 @@
-"""`dataset.format=auto`: what is detect_formats, why, and what is said where it is not one thing."""
+"""`dataset.format=auto`: which format is recognised, why, and what is said where it is not one thing."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -86,21 +86,6 @@ def test_content_in_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "said"),
-    [
-        ({"type": "image_url", "image_url": {}}, "of type 'image_url'"),
-        ({"type": "input_audio"}, "of type 'input_audio'"),
-        ({"type": "text"}, "an object without text"),
-        ({}, "an object without text"),
-        ("a", "text without text"),
-    ],
-)
-def test_parts_that_are_no_text(part: object, said: str) -> None:
-    told = problem({"messages": [{"role": "user", "content": [part]}]})
-    assert told.startswith(f"message 0: a part of its content is {said}; only parts like")
-
-
-@pytest.mark.parametrize(
     "calling",
     [
         {"content": None, "tool_calls": [{"type": "function", "function": CALL}]},
@@ -127,31 +112,6 @@ def test_a_call_keeps_its_id_and_what_is_said_with_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("calling", "said"),
-    [
-        ({"tool_calls": "add"}, "message 0: tool_calls must be a list, found text"),
-        (
-            {"tool_calls": 5, "function_call": {"name": "add"}},
-            "message 0: tool_calls must be a list, found a number",
-        ),
-        ({"tool_calls": [3]}, "message 0: tool call 0 must be an object with a function that has name"),
-        ({"tool_calls": [{"function": {}}]}, "message 0: tool call 0 must be an object with a function"),
-        (
-            {"tool_calls": [CALL, {**CALL, "arguments": "{a: 1}"}]},
-            "message 0: tool call 1: arguments is no JSON: Expecting property name",
-        ),
-        (
-            {"tool_calls": [{**CALL, "arguments": "[1]"}]},
-            "message 0: tool call 0: arguments must be an object, found a list",
-        ),
-        ({"role": "user", "tool_calls": [CALL]}, "message 0 calls tools, but is of user, not of assistant"),
-    ],
-)
-def test_calls_that_cannot_be_used(calling: dict[str, Any], said: str) -> None:
-    assert said in problem({"messages": [{"role": "assistant", "content": "", **calling}]})
-
-
-@pytest.mark.parametrize(
     "tools", [[TOOL], [ADD], json.dumps([TOOL]), [{**TOOL, "function": {**ADD, "strict": None}}]]
 )
 def test_tools(tools: object) -> None:
@@ -163,19 +123,6 @@ def test_tools(tools: object) -> None:
 @pytest.mark.parametrize("nothing", [None, [], "", "[]"])
 def test_no_tools(nothing: object) -> None:
     assert read({"messages": chat("a"), "tools": nothing}).tools is None
-
-
-@pytest.mark.parametrize(
-    ("tools", "said"),
-    [
-        ("add", "column 'tools' is no JSON: Expecting value at character 1"),
-        ({}, "column 'tools' must be a list of tools, found an object"),
-        ([TOOL, "add"], "column 'tools': tool 1 must be an object with a name"),
-        ([{"type": "function"}], "column 'tools': tool 0 must be an object with a name"),
-    ],
-)
-def test_tools_that_cannot_be_used(tools: object, said: str) -> None:
-    assert said in problem({"messages": chat("a"), "tools": tools})
 
 
 def test_a_system_column_opens_the_conversation() -> None:
@@ -233,66 +180,6 @@ def test_weights_of_messages(mark: dict[str, Any], weight: float) -> None:
     assert read({"conversations": turns, "system": "s"}, "sharegpt") == expected
 
 
-@pytest.mark.parametrize(
-    ("weight", "found"),
-    [
-        *[(bad, str(bad)) for bad in (-1, -0.5, 1e-7, 10**7, math.inf, -math.inf, math.nan, 10**400)],
-        *[("1", "text"), ("", "text"), (True, "true or false"), (False, "true or false"), ([1], "a list")],
-    ],
-)
-def test_weights_that_cannot_be_meant(weight: object, found: str) -> None:
-    said = problem({"messages": [*chat("a"), {"role": "assistant", "content": "b", "weight": weight}]})
-    assert "message 1: weight must be 0 (not trained) or a number from 1e-06 to 1,000,000" in said
-    assert said.endswith(f"found {found}")
-
-
-@pytest.mark.parametrize(
-    ("mark", "said"),
-    [
-        ({"train": "no"}, "message 0: train must be true or false, found text"),
-        ({"train": 0}, "message 0: train must be true or false, found a number"),
-        ({"train": True, "weight": 0}, "message 0 has train=true and weight=0: which of them?"),
-        ({"train": False, "weight": 0.5}, "message 0 has train=false and weight=0.5: which of them?"),
-    ],
-)
-def test_marks_that_cannot_be_meant(mark: dict[str, Any], said: str) -> None:
-    assert said in problem({"messages": [{"role": "assistant", "content": "b", **mark}]})
-
-
-@pytest.mark.parametrize(
-    ("message", "said"),
-    [
-        (
-            {"role": "asistant", "content": ""},
-            "message 1 has the role 'asistant';"
-            " allowed: system, user, assistant, tool; did you mean 'assistant'?",
-        ),
-        ({"role": "Human", "content": ""}, "message 1 has the role 'Human'; allowed: system"),
-        ({"role": 3, "content": ""}, "message 1 has the role 3"),
-        ({"role": ["user"], "content": ""}, "message 1 has the role ['user']"),
-        ({"content": ""}, "message 1 has no role; allowed: system, user, assistant, tool"),
-        ({"from": "gpt", "value": ""}, "set dataset.format=sharegpt"),
-        ({"role": "user"}, "message 1: content must be text, found null"),
-        ({"role": "assistant", "content": None}, "message 1: content must be text, found null"),
-        ({"role": "user", "content": 7}, "message 1: content must be text, found a number"),
-        ({"role": "user", "content": {"a": 1}}, "message 1: content must be text, found an object"),
-        ("hi", "message 1 must be an object with role and content, found text"),
-    ],
-)
-def test_a_message_that_cannot_be_used(message: object, said: str) -> None:
-    assert said in problem({"messages": [*chat("hi"), message]})
-
-
-@pytest.mark.parametrize(
-    ("found", "said"),
-    [("[]", "found text"), ([], "found an empty list"), (None, "found null"), ({}, "found an object")],
-)
-def test_messages_that_are_no_list(found: object, said: str) -> None:
-    assert problem({"messages": found}) == f"column 'messages' must be a list of messages, {said}"
-    told = problem({"conversations": found}, "sharegpt")
-    assert told == f"column 'conversations' must be a list of messages, {said}"
-
-
 def test_sharegpt() -> None:
     turns = [
         {"from": "system", "value": "s"},
@@ -314,23 +201,6 @@ def test_sharegpt() -> None:
     assert made.tools == [TOOL]
     two = [{"from": "function_call", "value": json.dumps([CALL, CALL])}]
     assert read({"turns": two}, "sharegpt", conversations="turns").messages[0]["tool_calls"] == calls * 2
-
-
-@pytest.mark.parametrize(
-    ("turn", "said"),
-    [
-        ("hi", "message 0 must be an object with from and value, found text"),
-        ({"value": "a"}, "message 0 has no from; allowed: human, user, gpt, assistant"),
-        ({"role": "user", "content": "a"}, "set dataset.format=messages"),
-        ({"from": "Human", "value": "a"}, "message 0 is from 'Human'; allowed: human, user"),
-        ({"from": ["human"], "value": "a"}, "message 0 is from ['human']; allowed"),
-        ({"from": "human"}, "message 0: content must be text, found null"),
-        ({"from": "function_call", "value": "add(1)"}, "message 0: the function_call is no JSON"),
-        ({"from": "function_call", "value": "3"}, "message 0: tool call 0 must be an object"),
-    ],
-)
-def test_a_turn_that_cannot_be_used(turn: object, said: str) -> None:
-    assert said in problem({"conversations": [turn]}, "sharegpt")
 
 
 @pytest.mark.parametrize(
@@ -362,12 +232,6 @@ def test_instruction_after_earlier_turns() -> None:
     assert read(row, "instruction", history=None).messages == chat("c\n\nx", "d", system="s")
 
 
-@pytest.mark.parametrize("history", ["a", ["a"], [["a"]], [["a", None]], [["a", "b", "c"]], {}])
-def test_a_history_that_is_none(history: object) -> None:
-    row = {"instruction": "c", "output": "d", "history": history}
-    assert problem(row, "instruction").startswith("column 'history'")
-
-
 def test_question_answer() -> None:
     assert read({"question": "a", "answer": "b"}, "question_answer") == Conversation(chat("a", "b"))
     assert "column 'answer' must be text" in problem({"question": "a", "answer": 3}, "question_answer")
@@ -391,43 +255,6 @@ def test_chat_completion() -> None:
     assert named == Conversation([*ASKED, *SAID], completion_start=1)
 
 
-@pytest.mark.parametrize(
-    ("row", "fmt", "said"),
-    [
-        (
-            {"prompt": "2 + 2?", "completion": SAID},
-            "chat_completion",
-            "column 'prompt' must be a list of messages, found text; rows whose prompt and completion are both text"
-            " are dataset.format=prompt_completion",
-        ),
-        (
-            {"prompt": ASKED, "completion": "4"},
-            "chat_completion",
-            "column 'completion' must be a list of messages",
-        ),
-        ({"prompt": ASKED, "completion": []}, "chat_completion", "list of messages, found an empty list"),
-        (
-            {"prompt": ASKED, "completion": [SAID]},
-            "chat_completion",
-            "message 1 must be an object with role and",
-        ),
-        (
-            {"prompt": "2 + 2?", "completion": SAID},
-            "prompt_completion",
-            "column 'completion' must be text, found a list; prompts and completions that are lists of messages are"
-            " dataset.format=chat_completion",
-        ),
-        (
-            {"prompt": ASKED, "completion": SAID},
-            "prompt_completion",
-            "column 'prompt' must be text, found a list",
-        ),
-    ],
-)
-def test_prompts_and_completions_of_the_other_kind(row: dict[str, Any], fmt: str, said: str) -> None:
-    assert said in problem(row, fmt)
-
-
 def test_text() -> None:
     assert read({"body": "ab"}, "text", text="body") == Document("ab", completion_start=0)
     assert problem({"text": " \n"}, "text") == "column 'text' is empty"
@@ -443,24 +270,131 @@ def test_a_path_leads_into_a_column() -> None:
         assert f"needs a column {path!r}; columns found: a, c, c.d" in problem(row, "text", text=path)
 
 
-@pytest.mark.parametrize(
-    ("row", "fmt", "said"),
-    [
-        (
-            {"dialogue": [], "id": 1},
-            "messages",
-            "dataset.format=messages needs a column 'messages'; columns found: dialogue, id;"
-            " set dataset.columns.messages=NAME",
-        ),
-        ({"message": []}, "messages", "set dataset.columns.messages=message"),
-        (
-            {"prompt": "", "completion": ""},
-            "messages",
-            "set dataset.columns.messages=NAME, or dataset.format=prompt_completion, which these columns fit",
-        ),
-        ({"instruction": "", "answer": ""}, "instruction", "needs a column 'output'"),
-        ({}, "text", "columns found: none"),
-    ],
+def user(content: object) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+def answer(**more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "assistant", "content": "", **more}]}
+
+
+NO_PART = "message 0: a part of its content is {}; only parts like"
+NO_WEIGHT = (
+    "message 0: weight must be 0 (not trained) or a number from 1e-06 to 1,000,000 (1 is that of other"
 )
-def test_wrong_columns(row: dict[str, Any], fmt: str, said: str) -> None:
+MESSAGES = [
+    (user([{"type": "image_url", "image_url": {}}]), NO_PART.format("of type 'image_url'")),
+    (user([{"type": "input_audio"}]), NO_PART.format("of type 'input_audio'")),
+    (user([{"type": "text"}]), NO_PART.format("an object without text")),
+    (user([{}]), NO_PART.format("an object without text")),
+    (user(["a"]), NO_PART.format("text without text")),
+    (user(7), "message 0: content must be text, found a number"),
+    (user({"a": 1}), "message 0: content must be text, found an object"),
+    (answer(content=None), "message 0: content must be text, found null"),
+    ({"messages": [{"role": "user"}]}, "message 0: content must be text, found null"),
+    (answer(tool_calls="add"), "message 0: tool_calls must be a list, found text"),
+    (answer(tool_calls=5, function_call={"name": "add"}), "tool_calls must be a list, found a number"),
+    (answer(tool_calls=[3]), "message 0: tool call 0 must be an object with a function that has name"),
+    (answer(tool_calls=[{"function": {}}]), "message 0: tool call 0 must be an object with a function"),
+    (
+        answer(tool_calls=[CALL, {**CALL, "arguments": "{a: 1}"}]),
+        "message 0: tool call 1: arguments is no JSON: Expecting property name",
+    ),
+    (answer(tool_calls=[{**CALL, "arguments": "[1]"}]), "arguments must be an object, found a list"),
+    (answer(role="user", tool_calls=[CALL]), "message 0 calls tools, but is of user, not of assistant"),
+    (answer(train="no"), "message 0: train must be true or false, found text"),
+    (answer(train=0), "message 0: train must be true or false, found a number"),
+    (answer(train=True, weight=0), "message 0 has train=true and weight=0: which of them?"),
+    (answer(train=False, weight=0.5), "message 0 has train=false and weight=0.5: which of them?"),
+    *(
+        (answer(weight=bad), f"{NO_WEIGHT} messages), found {bad}")
+        for bad in (-1, -0.5, 1e-7, 10**7, math.inf, -math.inf, math.nan, 10**400)
+    ),
+    (answer(weight="1"), "found text"),
+    (answer(weight=""), "found text"),
+    (answer(weight=True), "found true or false"),
+    (answer(weight=False), "found true or false"),
+    (answer(weight=[1]), "found a list"),
+    (
+        answer(role="asistant"),
+        "has the role 'asistant'; allowed: system, user, assistant, tool; did you mean 'assistant'?",
+    ),
+    (answer(role="Human"), "message 0 has the role 'Human'; allowed: system"),
+    (answer(role=3), "message 0 has the role 3"),
+    (answer(role=["user"]), "message 0 has the role ['user']"),
+    ({"messages": [{"content": ""}]}, "message 0 has no role; allowed: system, user, assistant, tool"),
+    ({"messages": [{"from": "gpt", "value": ""}]}, "set dataset.format=sharegpt"),
+    ({"messages": [*chat("hi"), "hi"]}, "message 1 must be an object with role and content, found text"),
+    ({"messages": "[]"}, "column 'messages' must be a list of messages, found text"),
+    ({"messages": []}, "column 'messages' must be a list of messages, found an empty list"),
+    ({"messages": None}, "column 'messages' must be a list of messages, found null"),
+    ({"messages": {}}, "column 'messages' must be a list of messages, found an object"),
+    ({**user("a"), "tools": "add"}, "column 'tools' is no JSON: Expecting value at character 1"),
+    ({**user("a"), "tools": {}}, "column 'tools' must be a list of tools, found an object"),
+    ({**user("a"), "tools": [TOOL, "add"]}, "column 'tools': tool 1 must be an object with a name"),
+    ({**user("a"), "tools": [{"type": "function"}]}, "column 'tools': tool 0 must be an object with a name"),
+    (
+        {"dialogue": [], "id": 1},
+        "dataset.format=messages needs a column 'messages'; columns found: dialogue, id;"
+        " set dataset.columns.messages=NAME",
+    ),
+    ({"message": []}, "set dataset.columns.messages=message"),
+    (
+        {"prompt": "", "completion": ""},
+        "set dataset.columns.messages=NAME, or dataset.format=prompt_completion, which these columns fit",
+    ),
+]
+TURNS = [
+    ("hi", "message 0 must be an object with from and value, found text"),
+    ({"value": "a"}, "message 0 has no from; allowed: human, user, gpt, assistant"),
+    ({"role": "user", "content": "a"}, "set dataset.format=messages"),
+    ({"from": "Human", "value": "a"}, "message 0 is from 'Human'; allowed: human, user"),
+    ({"from": ["human"], "value": "a"}, "message 0 is from ['human']; allowed"),
+    ({"from": "human"}, "message 0: content must be text, found null"),
+    ({"from": "function_call", "value": "add(1)"}, "message 0: the function_call is no JSON"),
+    ({"from": "function_call", "value": "3"}, "message 0: tool call 0 must be an object"),
+]
+IS_TEXT = (
+    "column 'prompt' must be a list of messages, found text; rows whose prompt and completion are both text are"
+    " dataset.format=prompt_completion"
+)
+IS_LIST = (
+    "column 'completion' must be text, found a list; prompts and completions that are lists of messages are"
+    " dataset.format=chat_completion"
+)
+HISTORIES: list[Any] = ["a", ["a"], [["a"]], [["a", None]], [["a", "b", "c"]], {}]
+OTHERS = [
+    (
+        "sharegpt",
+        {"conversations": []},
+        "column 'conversations' must be a list of messages, found an empty list",
+    ),
+    *(("sharegpt", {"conversations": [turn]}, said) for turn, said in TURNS),
+    *(
+        ("instruction", {"instruction": "c", "output": "d", "history": h}, "column 'history'")
+        for h in HISTORIES
+    ),
+    ("instruction", {"instruction": "", "answer": ""}, "needs a column 'output'"),
+    ("chat_completion", {"prompt": "2 + 2?", "completion": SAID}, IS_TEXT),
+    (
+        "chat_completion",
+        {"prompt": ASKED, "completion": "4"},
+        "column 'completion' must be a list of messages",
+    ),
+    ("chat_completion", {"prompt": ASKED, "completion": []}, "list of messages, found an empty list"),
+    ("chat_completion", {"prompt": ASKED, "completion": [SAID]}, "message 1 must be an object with role and"),
+    ("prompt_completion", {"prompt": "2 + 2?", "completion": SAID}, IS_LIST),
+    (
+        "prompt_completion",
+        {"prompt": ASKED, "completion": SAID},
+        "column 'prompt' must be text, found a list",
+    ),
+    ("text", {}, "columns found: none"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fmt", "row", "said"), [*(("messages", row, said) for row, said in MESSAGES), *OTHERS]
+)
+def test_row_that_cannot_be_used_says_why(fmt: str, row: dict[str, Any], said: str) -> None:
     assert said in problem(row, fmt)

@@ -56,11 +56,6 @@ def test_assistant_turns_and_their_ends_are_trained(kind: str) -> None:
     assert labels(kind, TALK, "assistant") == [GOLDEN[kind]]
 
 
-@pytest.mark.parametrize("kind", TEMPLATES)
-def test_only_the_last_turn_is_trained(kind: str) -> None:
-    assert labels(kind, TALK, "last") == [GOLDEN[kind][-1:]]
-
-
 @pytest.mark.parametrize("kind", WHOLE)
 def test_everything_is_trained_but_the_first_token(kind: str) -> None:
     messages = chat("Hi", "Hello", system="Be brief.")
@@ -109,18 +104,8 @@ def test_a_turn_after_the_last_answer_is_read_only() -> None:
     assert labels("chatml", [*TALK, *chat("And now?")]) == [GOLDEN["chatml"]]
 
 
-def test_a_conversation_may_begin_with_the_assistant() -> None:
-    assert labels("chatml", [*chat("x", "Hello")[1:], *TALK[:2]]) == [
-        ["Hello<|im_end|>", "Rain is wet.<|im_end|>"]
-    ]
-
-
 def test_white_space_of_an_answer_is_trained_but_not_what_follows_its_end() -> None:
     assert labels("chatml", chat("Hi", " two \n")) == [[" two \n<|im_end|>"]]
-
-
-def test_empty_answers_teach_to_stop() -> None:
-    assert labels("chatml", chat("Hi", "")) == [["<|im_end|>"]]
 
 
 @pytest.mark.parametrize("kind", ["llama3", "mistral", "gemma"])
@@ -213,13 +198,6 @@ def test_a_message_that_a_template_leaves_out_is_counted() -> None:
 def test_documents(train_on: str, expected: list[str]) -> None:
     made = Renderer(tokenizer(None), train_on, "error").render(Document("abcd", completion_start=2), "")
     assert [trained(sample) for sample in made.samples] == [expected]
-
-
-def test_what_cannot_be_meant_is_a_fault_of_ours() -> None:
-    with pytest.raises(AssertionError):
-        drafts("chatml", TALK, "completion")
-    with pytest.raises(AssertionError):
-        Renderer(tokenizer(None), "last", "error").render(Document("ab"), "")
 
 
 def test_tokenizers_that_cannot_serve() -> None:

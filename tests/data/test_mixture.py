@@ -16,12 +16,8 @@ from app.data.mixture import total
 from app.data.prepare import Data, prepare
 from app.data.token_dataset import TokenRows
 from app.errors import DataError
-from tests.data.small import chat, config, tokenizer, write_chats, write_jsonl
+from tests.data.small import config, greetings, locations, tokenizer, write_chats, write_jsonl
 from tests.data.test_token_cache import ROWS, written
-
-
-def talks(count: int, start: int = 0) -> list[list[dict[str, str]]]:
-    return [chat("Hi", f"Hello {n}") for n in range(start, start + count)]
 
 
 def mixed(folder: Path, mix: dict[str, dict[str, Any]], **changes: Any) -> Data:
@@ -38,14 +34,10 @@ def answers(rows: TokenRows | None) -> Counter[str]:
     return Counter() if rows is None else Counter(made.decode(rows.ids(i)) for i in range(len(rows)))
 
 
-def places(rows: TokenRows | None) -> list[str]:
-    return [] if rows is None else [rows.source_location(i) for i in range(len(rows))]
-
-
 @pytest.fixture
 def two(tmp_path: Path) -> Path:
-    write_chats(tmp_path / "a.jsonl", *talks(40))
-    write_chats(tmp_path / "b.jsonl", *talks(20, start=100))
+    write_chats(tmp_path / "a.jsonl", *greetings(40))
+    write_chats(tmp_path / "b.jsonl", *greetings(20, start=100))
     return tmp_path
 
 
@@ -54,7 +46,7 @@ def two(tmp_path: Path) -> Path:
 )
 def test_a_weight_is_how_often_an_epoch_has_each_row(two: Path, weight: float, each: dict[int, int]) -> None:
     data = mixed(two, {"a": {}, "b": {"weight": weight}})
-    times = Counter(places(data.train))
+    times = Counter(locations(data.train))
     assert {times[f"a.jsonl:{n}"] for n in range(1, 41)} == {1}
     assert Counter(n for place, n in times.items() if place.startswith("b")) == each
     share = data.report.shares["b"]
@@ -72,7 +64,7 @@ def test_a_fraction_is_the_same_rows_each_time_and_nearly_so_when_rows_come(two:
     all_of_a = set(answers(mixed(two, {"a": {}}).train))
     before = drawn()
     assert drawn() == before
-    write_chats(two / "b.jsonl", *talks(24, start=100))
+    write_chats(two / "b.jsonl", *greetings(24, start=100))
     after = drawn()
     assert (len(before), len(after)) == (10, 12)
     assert len(before & after) >= 8
@@ -100,7 +92,7 @@ def test_caps_formats_and_columns_are_of_each_source(two: Path) -> None:
     write_jsonl(two / "c.jsonl", [{"q": "two ", "a": f" and {n}"} for n in range(9)])
     own = {"format": "prompt_completion", "columns": {"prompt": "q", "completion": "a"}, "max_rows": 4}
     data = mixed(two, {"a": {"max_rows": 5}, "b": {}, "c": own}, max_rows=6)
-    assert Counter(place.partition(":")[0] for place in places(data.train)) == {
+    assert Counter(place.partition(":")[0] for place in locations(data.train)) == {
         "a.jsonl": 5,
         "b.jsonl": 6,
         "c.jsonl": 4,
@@ -123,15 +115,17 @@ def test_what_is_wrong_with_a_source_is_told_with_its_key(two: Path) -> None:
 
 
 def test_equal_samples_are_counted_and_dropped_only_if_asked(tmp_path: Path) -> None:
-    write_chats(tmp_path / "a.jsonl", *talks(10), *talks(3))
-    write_chats(tmp_path / "b.jsonl", *talks(5, start=8))
+    write_chats(tmp_path / "a.jsonl", *greetings(10), *greetings(3))
+    write_chats(tmp_path / "b.jsonl", *greetings(5, start=8))
     told = mixed(tmp_path, {"a": {}, "b": {}})
     assert [counts.duplicates for counts in told.report.sources.values()] == [3, 2]
     assert (len(told.train), told.report.train.duplicates_dropped) == (18, 0)
     assert any("2 samples equal to an earlier one: trained on again" in line for line in told.report.lines())
     data = mixed(tmp_path, {"a": {}, "b": {}}, deduplicate=True)
     assert set(answers(data.train).values()) == {1}
-    assert places(data.train) == [f"a.jsonl:{n}" for n in range(1, 11)] + [f"b.jsonl:{n}" for n in (3, 4, 5)]
+    assert locations(data.train) == [f"a.jsonl:{n}" for n in range(1, 11)] + [
+        f"b.jsonl:{n}" for n in (3, 4, 5)
+    ]
     assert [counts.duplicates_dropped for counts in data.report.sources.values()] == [3, 2]
     assert "train b: 2 samples equal to an earlier one: left out" in data.report.lines()
 
@@ -155,7 +149,7 @@ def test_a_row_never_changes_sides(two: Path) -> None:
 
     more = {"eval_fraction": 0.3}
     check(mixed(two, {"a": {}, "b": {}}, **more))
-    write_chats(two / "a.jsonl", *talks(30, start=500), *talks(40), *talks(40))
+    write_chats(two / "a.jsonl", *greetings(30, start=500), *greetings(40), *greetings(40))
     check(mixed(two, {"a": {}}, **more))
     check(mixed(two, {"b": {"weight": 3}, "a": {"weight": 0.5}}, **more))
     check(mixed(two, {"a": {}, "b": {}}, deduplicate=True, **more))

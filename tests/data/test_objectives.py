@@ -1,4 +1,4 @@
-"""What is hidden of a row follows from seed, epoch and row alone, and is what BERT was trained on."""
+"""What is masked of a row follows from seed, epoch and row alone, and is what BERT was trained on."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -14,36 +14,25 @@ from app.data.loader import Loader, StepSplit, eval_batches
 from app.data.objectives import MaskedTokens, build_objective
 from app.data.token_dataset import TokenRows
 from app.errors import ConfigError
+from tests.data.test_collate import Rows
 
 MASK, SPECIAL = 4, (0, 1, 2, 3, 4)
 ORDINARY = np.arange(5, 100, dtype=np.int32)
 
 
-class Rows:
-    """What labels and layouts read of token rows: row i holds its own ids between two special ones."""
-
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self.lengths = np.array(lengths, dtype=np.int32)
-
-    def __len__(self) -> int:
-        return len(self.lengths)
+class MarkedRows(Rows):
+    """Row i holds ids of its own between two special ones."""
 
     def ids(self, i: int) -> Any:
         inside = 5 + (np.arange(self.lengths[i] - 2) * 7 + i) % 90
         return np.array([1, *inside, 2], dtype=np.int32)
 
-    def loss_mask(self, i: int) -> Any:
-        return np.arange(self.lengths[i]) > 0
-
-    def weights(self, i: int) -> None:
-        return None
-
 
 def rows_of(lengths: Sequence[int]) -> TokenRows:
-    return cast(TokenRows, Rows(lengths))
+    return cast(TokenRows, MarkedRows(lengths))
 
 
-def hidden(share: float = 0.15, seed: int = 0) -> MaskedTokens:
+def masked(share: float = 0.15, seed: int = 0) -> MaskedTokens:
     return MaskedTokens(share, MASK, np.array(SPECIAL), ORDINARY, seed)
 
 
@@ -54,7 +43,7 @@ def test_a_share_of_the_ordinary_tokens_is_predicted_where_it_stood(
     length: int, share: float, row: int, epoch: int, seed: int
 ) -> None:
     rows = rows_of([length] * (row + 1))
-    ids, found = rows.ids(row), hidden(share, seed).label(rows, row, epoch)
+    ids, found = rows.ids(row), masked(share, seed).label(rows, row, epoch)
     assert len(found.at) == max(1, round(share * (length - 2)))
     assert sorted(set(found.at.tolist())) == found.at.tolist()
     assert found.targets.tolist() == ids[found.at].tolist()
@@ -62,13 +51,13 @@ def test_a_share_of_the_ordinary_tokens_is_predicted_where_it_stood(
     others = np.setdiff1d(np.arange(length), found.at)
     assert found.ids[others].tolist() == ids[others].tolist()
     assert set(found.ids[found.at].tolist()) <= {MASK, *ORDINARY.tolist()}
-    again = hidden(share, seed).label(rows, row, epoch)
+    again = masked(share, seed).label(rows, row, epoch)
     assert (again.at.tolist(), again.ids.tolist()) == (found.at.tolist(), found.ids.tolist())
 
 
-def test_four_of_five_are_masked_one_of_ten_replaced_and_each_epoch_hides_others() -> None:
+def test_four_of_five_are_masked_one_of_ten_replaced_and_each_epoch_masks_others() -> None:
     rows = rows_of([4002])
-    ids, draws = rows.ids(0), [hidden(0.5).label(rows, 0, epoch) for epoch in range(2)]
+    ids, draws = rows.ids(0), [masked(0.5).label(rows, 0, epoch) for epoch in range(2)]
     seen, was = draws[0].ids[draws[0].at], ids[draws[0].at]
     assert (seen == MASK).mean() == pytest.approx(0.8, abs=0.03)
     assert (seen == was).mean() == pytest.approx(0.1, abs=0.03)
@@ -76,7 +65,7 @@ def test_four_of_five_are_masked_one_of_ten_replaced_and_each_epoch_hides_others
 
 
 def test_a_row_of_special_tokens_has_nothing_to_predict() -> None:
-    found = hidden().label(rows_of([2]), 0, 0)
+    found = masked().label(rows_of([2]), 0, 0)
     assert (found.ids.tolist(), found.at.tolist(), found.targets.tolist()) == ([1, 2], [], [])
 
 
@@ -95,10 +84,10 @@ def predicted(batches: Any) -> list[tuple[int, ...]]:
 def test_packing_and_batches_change_nothing(epoch: int) -> None:
     rows = rows_of([5, 9, 3, 14, 14, 20, 7])
     layouts: list[Layout] = [
-        Padded(2, 0, hidden()),
-        Padded(7, 0, hidden()),
-        Packed(20, 0, 20, hidden()),
-        Packed(64, 0, 20, hidden()),
+        Padded(2, 0, masked()),
+        Padded(7, 0, masked()),
+        Packed(20, 0, 20, masked()),
+        Packed(64, 0, 20, masked()),
     ]
     found = []
     for layout in layouts:
@@ -111,7 +100,7 @@ def test_packing_and_batches_change_nothing(epoch: int) -> None:
 
 
 def test_padding_is_a_document_of_its_own_where_tokens_see_both_ways() -> None:
-    batch = next(iter(eval_batches(rows_of([5, 16, 9]), Padded(3, 0, hidden()))))
+    batch = next(iter(eval_batches(rows_of([5, 16, 9]), Padded(3, 0, masked()))))
     assert batch.documents is not None
     assert batch.documents.lengths == (16, 9, 7, 5, 11)
     assert (batch.ids.shape, len(batch.documents.cu_seqlens), batch.documents.max_seqlen) == ((3, 16), 7, 16)

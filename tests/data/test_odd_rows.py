@@ -100,8 +100,8 @@ CHARACTERS = [
     Case("half-key.jsonl", rb'{"\ud800": 1}' + b"\n", r"columns found: \ud800; set"),
     Case("half-role.jsonl", talk({"role": "\ud800", "content": ""}), r"message 0 has the role '\ud800'"),
     Case("escape-key.jsonl", rb'{"\u001b[31m": 1}' + b"\n", r"columns found: \x1b[31m; set"),
-    Case("long.jsonl", GOODS + raw_row(b"x y " * (1 << 16)), 2),
-    Case("long.csv", PAIR + b"a," + b"x y " * (1 << 16) + b"\n", 1),
+    Case("long.jsonl", GOODS + raw_row(b"x y " * 33_000), 2),
+    Case("long.csv", PAIR + b"a," + b"x y " * 33_000 + b"\n", 1),
     Case(
         "digits.jsonl",
         GOODS + b'{"n": %s}\n' % (b"9" * 5000),
@@ -198,8 +198,19 @@ FILES = [
         PAIR + b'a,b\nc,"d\ne,f\n',
         ':3: cannot be read as CSV: a quote (") that opens in this',
     ),
+    Case(
+        "same-names.csv",
+        b"prompt,prompt\na,b\n",
+        ":1: the first line must name the columns, each once; found",
+    ),
     Case("inner-quote.csv", PAIR + b'a,"b"c\n', ":2: cannot be read as CSV: ',' expected after"),
     Case("all-broken.jsonl", b"{\n" * 3, ": none of its 3 rows can be read; all-broken.jsonl:1: column 2"),
+    Case(
+        "element.json",
+        b"[" + GOODS + b", 7]",
+        "[1]: each row must be a JSON object, this one is a number",
+        (1, 1),
+    ),
     Case(
         "numbers.json",
         b"[1, 2]",

@@ -39,10 +39,6 @@ def test_jsonl(tmp_path: Path, name: str) -> None:
     assert read(path) == [(f"{name}:1", ROWS[0]), (f"{name}:4", ROWS[1])]
 
 
-def test_jsonl_with_byte_order_mark(tmp_path: Path) -> None:
-    assert read(saved(tmp_path, "r.jsonl", b'\xef\xbb\xbf{"q": 1}\r\n')) == [("r.jsonl:1", {"q": 1})]
-
-
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -50,12 +46,10 @@ def test_jsonl_with_byte_order_mark(tmp_path: Path) -> None:
         ("{'q': 1}", "column 2: Expecting property name"),
         ('["q"]', "each line must be one JSON object, this one is a list"),
         ("null", "this one is null"),
-        (b'{"q": "\xff"}', "not UTF-8 at byte 8 of the line"),
     ],
 )
-def test_a_malformed_line_is_a_row_of_its_own(tmp_path: Path, line: str | bytes, reason: str) -> None:
-    raw = line.encode() if isinstance(line, str) else line
-    rows = read(saved(tmp_path, "r.jsonl", b'{"q": 1}\n' + raw + b'\n{"q": 3}\n'))
+def test_a_malformed_line_is_a_row_of_its_own(tmp_path: Path, line: str, reason: str) -> None:
+    rows = read(saved(tmp_path, "r.jsonl", f'{{"q": 1}}\n{line}\n{{"q": 3}}\n'))
     assert [place for place, _ in rows] == ["r.jsonl:1", "r.jsonl:2", "r.jsonl:3"]
     assert isinstance(rows[1][1], Broken)
     assert reason in rows[1][1].reason
@@ -74,27 +68,15 @@ def test_rows_of_a_json_array_are_numbered(tmp_path: Path, name: str, wrapped: b
     [
         ('[{"q": 1},\n {"q": }]', r"r\.json:2: column 8: not valid JSON: Expecting value"),
         ('[{"q": 1}\n{"q": 2}]', r"r\.json:2: column 1: not valid JSON: Expecting ',' delimiter"),
-        ('[{"q": 1}', r"r\.json:1: column 10: not valid JSON: Expecting ','"),
-        ('[{"q": 1}] x', r"r\.json:1: column 12: not valid JSON: Extra data"),
         ('"text"', "expected an array of rows, or an object that holds one"),
-        ("", r"r\.json:1: column 1: not valid JSON: expected an array of rows"),
         ("<html>", r"r\.json:1: column 1: not valid JSON: expected an array of rows"),
         ('{"a": [], "b": []}', "an object with exactly one; arrays found: a, b"),
         ('{"a": 1}', "arrays found: none"),
-        (b'[{"q": 1},\n"\xff"]', r"r\.json:2: not UTF-8"),
     ],
 )
-def test_a_json_file_that_is_none(tmp_path: Path, content: str | bytes, message: str) -> None:
+def test_a_json_file_that_is_none(tmp_path: Path, content: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         read(saved(tmp_path, "r.json", content))
-
-
-def test_json_elements_that_are_no_rows(tmp_path: Path) -> None:
-    rows = read(saved(tmp_path, "r.json", '[{"q": 1}, 7]'))
-    assert rows == [
-        ("r.json[0]", {"q": 1}),
-        ("r.json[1]", Broken("each row must be a JSON object, this one is a number")),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -137,29 +119,6 @@ def test_csv(tmp_path: Path, name: str, delimiter: str) -> None:
     assert found == [(f"{name}:2", ROWS[0]), (f"{name}:4", ROWS[1])]  # the first row takes two lines
 
 
-def test_csv_fields_may_be_long(tmp_path: Path) -> None:
-    assert read(saved(tmp_path, "r.csv", "q\n" + "x" * 200_000))[0][1] == {"q": "x" * 200_000}
-
-
-def test_a_csv_row_with_a_field_too_many(tmp_path: Path) -> None:
-    rows = read(saved(tmp_path, "r.csv", "q,a\n1,2\n1,2,3\n\n4,5\n"))
-    assert [place for place, _ in rows] == ["r.csv:2", "r.csv:3", "r.csv:5"]
-    assert rows[1][1] == Broken("has 3 fields where the first line names 2 columns")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('q,a\n1,"2\n', r"r\.csv:2: cannot be read as CSV: a quote .* is never closed"),
-        (b"q,a\n1,\xff\n", r"none of its 1 rows can be read; r\.csv:2: not UTF-8"),
-        ("q,q\n1,2\n", r"r\.csv:1: the first line must name the columns, each once"),
-    ],
-)
-def test_a_csv_file_that_is_none(tmp_path: Path, content: str | bytes, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        read(saved(tmp_path, "r.csv", content))
-
-
 @pytest.mark.parametrize("name", ["r.parquet", "r.parquet.gz"])
 def test_parquet(tmp_path: Path, name: str) -> None:
     plain = tmp_path / "plain"
@@ -175,18 +134,6 @@ def test_a_text_file_is_one_document(tmp_path: Path, name: str) -> None:
     assert read(saved(tmp_path, name, "one\n\ntwo ü\n")) == [(name, {"text": "one\n\ntwo ü\n"})]
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"ab\xff", "not UTF-8 at byte 3, in line 1; save the file as UTF-8"),
-        (b"\xef\xbb\xbfa\nb\n\xc3", "not UTF-8 at byte 8, in line 3; save the file as UTF-8"),
-        (b"a\n" * 300_000 + b"\0", "byte 600001 is NUL, which no text has: the file is damaged, or not text"),
-    ],
-)
-def test_text_that_is_none(tmp_path: Path, content: bytes, reason: str) -> None:
-    assert read(saved(tmp_path, "r.txt", content)) == [("r.txt", Broken(reason))]
-
-
 @pytest.mark.parametrize("name", ["r.jsonl.gz", "r.parquet.gz", "r.txt.gz", "r.csv.gz"])
 def test_a_torn_or_false_gzip_file(tmp_path: Path, name: str) -> None:
     whole = saved(tmp_path, name, as_jsonl()).read_bytes()
@@ -194,8 +141,3 @@ def test_a_torn_or_false_gzip_file(tmp_path: Path, name: str) -> None:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=f"{name}: not a whole gzip file"):
             read(tmp_path / name)
-
-
-def test_parquet_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"r\.parquet: cannot be read as Parquet"):
-        read(saved(tmp_path, "r.parquet", "nothing of the kind"))

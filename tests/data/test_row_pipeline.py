@@ -91,25 +91,11 @@ def test_skipped_rows_are_counted_and_listed(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("on_bad_row", ["error", "skip"])
-def test_nothing_left_is_an_error(tmp_path: Path, on_bad_row: str) -> None:
-    [problem] = problems(write_jsonl(tmp_path / "a.jsonl", []), on_bad_row=on_bad_row)
-    assert problem == f"dataset.path={tmp_path}/a.jsonl: has no rows"
-
-
 def test_what_became_of_all_rows_is_told(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [TYPO, {"messages": chat("Hi", "x" * 999)}])
     [problem] = problems(path, on_bad_row="skip", on_overflow="drop")
     assert "of 2 rows none can be trained on; 1 bad, the first a.jsonl:1: message 0 has the role" in problem
     assert "; 1 longer than dataset.max_length=200" in problem
-
-
-def test_half_a_character(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(
-        '{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": ""}]}'
-    )
-    assert problems(path)[0].startswith("a.jsonl:1: holds half a character: '\\ud800'")
 
 
 def test_a_completion_that_is_one_token_with_its_prompt(tmp_path: Path) -> None:
@@ -141,20 +127,6 @@ def test_texts_without_words_are_counted_and_said(tmp_path: Path) -> None:
     row = {"messages": [*chat("Hi"), *calls, *chat("a", "b")]}
     content = read_row(row, "messages", config("x").columns)
     assert list(empty_parts(row, content, "messages", config("x").columns)) == []
-
-
-def test_plain_prompts_among_lists_of_messages_are_bad_rows(tmp_path: Path) -> None:
-    """Joined as they are, or written by the template: one set has one of the two."""
-    plain = {"prompt": "Hi", "completion": "Hello"}
-    [asked, said] = chat("Hi", "Hello")
-    listed = {"prompt": [asked], "completion": [said]}
-    path = write_jsonl(tmp_path / "a.jsonl", [listed, plain, listed])
-    [problem] = problems(path, "chat_completion")
-    assert problem.startswith("a.jsonl:2: column 'prompt' must be a list of messages, found text")
-    data = read(path, "chat_completion", on_bad_row="skip")
-    assert (data.report.train.rows_kept, data.report.train.bad_places) == (2, ["a.jsonl:2"])
-    [problem] = problems(path, "prompt_completion")
-    assert problem.startswith("a.jsonl:1 and 1 more row: column 'prompt' must be text, found a list")
 
 
 def test_an_empty_completion_teaches_to_stop(tmp_path: Path) -> None:

@@ -1,8 +1,0 @@
-import random
-
-import pytest
-
-
-@pytest.fixture
-def seeded() -> random.Random:
-    return random.Random(7)
