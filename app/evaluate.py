@@ -17,7 +17,7 @@ from app.distributed.environment import world
 from app.distributed.failures import fail_as_one_of_several, reporting_crashes
 from app.distributed.launch import launch, processes_to_start
 from app.errors import ConfigError, EnvironmentProblem
-from app.evaluation.lm_eval import lay_harness, require_harness, table
+from app.evaluation.lm_eval import prepare_harness, require_harness, table
 from app.files import report_write_errors, write_json
 from app.tracking.console import Console, open_console
 from app.tracking.formatting import align
@@ -27,11 +27,11 @@ from app.tracking.manifest import read_manifest
 
 
 def score(config: EvaluateConfig, names: Sequence[str], console: Console) -> None:
-    """From a checked config to evaluate.json."""
+    """Score rows by the models of `names` and write evaluate.json."""
     _check_parts(config)
-    target = _writable(config.output_dir) / "evaluate.json"
+    target = _writable_folder(config.output_dir) / "evaluate.json"
     console.say(f"run     {config.folder}, {' and '.join(names)}")
-    from app.evaluation.compare import SideBySide
+    from app.evaluation.compare import Comparison
     from app.evaluation.run import prepare_evaluation
     from app.training.scores import Scores
 
@@ -44,7 +44,7 @@ def score(config: EvaluateConfig, names: Sequence[str], console: Console) -> Non
         if len(names) > 1:  # the second may take long
             console.say(f"{name:<8}{Scores.of(sums[name].sum(axis=0)).words()}")
     if evaluation.runtime.rank == 0:
-        found = SideBySide.of(sums, evaluation.rows.split_hashes)
+        found = Comparison.of(sums, evaluation.rows.split_hashes)
         console.say(found.table())
         facts = {"answers": found.answers, **evaluation.facts(), "weights": config.weights}
         write_json(target, {**found.as_dict(), **facts})
@@ -52,20 +52,20 @@ def score(config: EvaluateConfig, names: Sequence[str], console: Console) -> Non
     evaluation.runtime.leave()
 
 
-def ask(config: EvaluateConfig, names: Sequence[str], console: Console) -> None:
-    """From a checked config to harness.json."""
+def run_harness(config: EvaluateConfig, names: Sequence[str], console: Console) -> None:
+    """Run the tasks of lm-evaluation-harness and write harness.json."""
     require_harness(config.harness)
-    target = _writable(config.output_dir) / "harness.json"
+    target = _writable_folder(config.output_dir) / "harness.json"
     from app.evaluation.run import open_finished_run
     from app.model.tokenizer import load_tokenizer
 
     console.say(f"run     {config.folder}, {' and '.join(names)}\nharness {', '.join(config.harness)}")
-    harness = lay_harness(config.harness, config.harness_limit, chat=config.harness_chat)
+    harness = prepare_harness(config.harness, config.harness_limit, chat=config.harness_chat)
     tokenizer = load_tokenizer(config.model, needs_template=config.harness_chat)
     hashes = _manifest(config.folder).get("hashes", {})
     finished = open_finished_run(config, config.folder, hashes, tuned=names[0] == "tuned")
     sides = {
-        name: harness.figures(finished.trainee(tuned=name == "tuned"), tokenizer, config.eval.rows)
+        name: harness.evaluate(finished.trainee(tuned=name == "tuned"), tokenizer, config.eval.rows)
         for name in names
     }
     console.say(table(sides))
@@ -75,7 +75,7 @@ def ask(config: EvaluateConfig, names: Sequence[str], console: Console) -> None:
 
 
 def _check_parts(config: EvaluateConfig) -> None:
-    """What each part can say in milliseconds, all problems together."""
+    """Collect the problems that each package finds in milliseconds, and report them together."""
     from app.data import sources
     from app.model import tokenizer
 
@@ -84,7 +84,7 @@ def _check_parts(config: EvaluateConfig) -> None:
         raise ConfigError(problems)
 
 
-def _writable(output_dir: str) -> Path:
+def _writable_folder(output_dir: str) -> Path:
     """Make the output folder, and find out before scoring that it can be written to."""
     folder = Path(output_dir).expanduser()
     with report_write_errors(folder):
@@ -106,8 +106,8 @@ def _command(arguments: Sequence[str]) -> int:
     if count:
         return launch(count, ["-m", "app.evaluate", *arguments])
     names = ("tuned", "base") if config.weights == "both" else (config.weights,)
-    begin = ask if config.harness else score
-    begin(config, names, open_console() if world().is_first else Console(enabled=False))
+    run = run_harness if config.harness else score
+    run(config, names, open_console() if world().is_first else Console(enabled=False))
     return 0
 
 

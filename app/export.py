@@ -57,7 +57,7 @@ def export(config: ExportConfig, console: Console) -> int:
 
 
 def _check_parts(config: ExportConfig) -> None:
-    """What each part can say in milliseconds, all problems together."""
+    """Collect the problems that each package finds in milliseconds, and report them together."""
     from app.data import sources
     from app.model import tokenizer
 

@@ -10,7 +10,7 @@ python -m app.generate model=Qwen/Qwen3-8B prompt="..." temperature=0.7
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +24,19 @@ from app.files import write_text
 from app.tracking.formatting import printable
 
 if TYPE_CHECKING:
+    from app.data.types import Message
     from app.model.generate import TextGenerator
 
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
 
+CHAT_HELP = (
+    "/new begins anew, /system TEXT sets the system line, /undo takes the last turn back, /quit ends; "
+    "Ctrl-C stops an answer"
+)
+
 
 def generate(config: GenerateConfig) -> None:
-    """From a checked config to answers."""
+    """From a checked config to answers on standard output or in a file."""
     from app.data.prompts import as_conversation, prompts_file, read_prompts
 
     if config.prompts is not None:
@@ -43,18 +49,18 @@ def generate(config: GenerateConfig) -> None:
     if config.second is not None:
         raise ConfigError("second is for a run of task=classification on pairs of texts. Leave it out.")
     questions = None if config.prompts is None else read_prompts(config.prompts, config.system)
-    answerer = _answerer(config, folder, run)
+    generator = _build_generator(config, folder, run)
     if questions is not None:
-        _answer_file(config, answerer, questions)
+        _answer_file(config, generator, questions)
     elif config.prompt is not None:
-        ((_, answer),) = answerer.answers([as_conversation(config.prompt, config.system)], batch=1)
+        ((_, answer),) = generator.answers([as_conversation(config.prompt, config.system)], batch=1)
         sys.stdout.write(f"{answer}\n")
     else:
-        _converse(config, answerer)
+        _converse(config, generator)
 
 
 def _classify(config: GenerateConfig, folder: Path, run: RunConfig) -> None:
-    """Labels with their probabilities."""
+    """Print or write the labels with their probabilities."""
     formats = {source.format for source in sources_of(run.dataset).values()}
     columns, pair = run.dataset.columns, "text_pair" in formats
     problems = list(class_problems(config, str(folder), pair))
@@ -82,7 +88,7 @@ def _classify(config: GenerateConfig, folder: Path, run: RunConfig) -> None:
     lines = []
     for each, (found, was_cut) in zip(texts, classifier.answers(texts), strict=True):
         cut += was_cut
-        lines.append(_in_words(found) if config.prompts is None else _in_json(each, fields, found))
+        lines.append(_as_text(found) if config.prompts is None else _as_json_line(each, fields, found))
     if config.output is None:
         sys.stdout.writelines(lines)
     else:
@@ -93,20 +99,20 @@ def _classify(config: GenerateConfig, folder: Path, run: RunConfig) -> None:
         sys.stderr.write(f"cut off, as longer than {longest}: {cut} of {len(texts)}\n")
 
 
-def _in_words(found: dict[str, float]) -> str:
-    """The label by itself, then all of them."""
+def _as_text(found: dict[str, float]) -> str:
+    """The likeliest label alone, then all labels with their probabilities."""
     best = next(iter(found))
     return f"{printable(best)}\n" + "".join(f"  {p:7.2%}  {printable(name)}\n" for name, p in found.items())
 
 
-def _in_json(texts: Sequence[str], fields: Sequence[str], found: dict[str, float]) -> str:
+def _as_json_line(texts: Sequence[str], fields: Sequence[str], found: dict[str, float]) -> str:
     given = dict(zip(fields, texts, strict=True))
     return (
         json.dumps({**given, "label": next(iter(found)), "probabilities": found}, ensure_ascii=False) + "\n"
     )
 
 
-def _answerer(config: GenerateConfig, folder: Path | None, run: RunConfig | None) -> "TextGenerator":
+def _build_generator(config: GenerateConfig, folder: Path | None, run: RunConfig | None) -> "TextGenerator":
     if run is not None and run.task.kind != "causal":
         raise ConfigError(
             f"run={folder}: it was tuned with task={run.task.kind}, and such a model writes no text. "
@@ -135,17 +141,17 @@ def _answerer(config: GenerateConfig, folder: Path | None, run: RunConfig | None
 
 
 def _answer_file(
-    config: GenerateConfig, answerer: "TextGenerator", questions: list[list[dict[str, Any]]]
+    config: GenerateConfig, generator: "TextGenerator", questions: list[list[dict[str, Any]]]
 ) -> None:
-    """One JSON line for each question, in their order."""
-    found: dict[int, str] = {}
-    for place, answer in answerer.answers(questions, config.batch):
-        found[place] = answer
+    """Write one JSON line for each question, in their order."""
+    answers: dict[int, str] = {}
+    for index, answer in generator.answers(questions, config.batch):
+        answers[index] = answer
         if config.output is not None:
-            sys.stderr.write(f"\r{len(found)} of {len(questions)} answered")
+            sys.stderr.write(f"\r{len(answers)} of {len(questions)} answered")
     lines = [
-        json.dumps({"messages": question, "answer": found[place]}, ensure_ascii=False) + "\n"
-        for place, question in enumerate(questions)
+        json.dumps({"messages": question, "answer": answers[index]}, ensure_ascii=False) + "\n"
+        for index, question in enumerate(questions)
     ]
     if config.output is None:
         sys.stdout.writelines(lines)
@@ -154,10 +160,8 @@ def _answer_file(
         sys.stderr.write(f"\n{config.output}\n")
 
 
-def _converse(config: GenerateConfig, answerer: "TextGenerator") -> None:
-    from app.training.conversation import Conversation
-
-    if not answerer.chat:
+def _converse(config: GenerateConfig, generator: "TextGenerator") -> None:
+    if not generator.chat:
         raise ConfigError(
             "prompt has no value. Give prompt=TEXT: this model was not trained on conversations."
         )
@@ -166,17 +170,67 @@ def _converse(config: GenerateConfig, answerer: "TextGenerator") -> None:
         sys.stdout.write(printable(text))
         sys.stdout.flush()
 
-    Conversation(answerer.stream, write, config.system).hold(_typed())
+    Conversation(generator.stream, write, config.system).run(_typed_lines())
 
 
-def _typed() -> Iterator[str]:
-    """Lines, with a sign that one is expected where somebody looks."""
-    watched = sys.stdin.isatty() and sys.stdout.isatty()
-    if watched:
-        import readline  # noqa: F401  lines can be edited and called back
+class Conversation:
+    """A conversation at a terminal. `answer` takes all messages and a function that writes, and returns the answer."""
+
+    def __init__(
+        self,
+        answer: "Callable[[list[Message], Callable[[str], None]], str]",
+        write: Callable[[str], Any],
+        system: str | None,
+    ) -> None:
+        self._answer = answer
+        self._write = write
+        self._system = system
+        self.messages: list[Message] = []
+
+    def run(self, lines: Iterable[str]) -> None:
+        """Answer until the lines end, or /quit."""
+        self._write(f"{CHAT_HELP}\n")
+        for line in lines:
+            if line.strip() in {"/quit", "/exit"}:
+                return
+            if line.startswith("/"):
+                self._command(line.strip())
+            elif line.strip():
+                self._turn(line.rstrip("\n"))
+
+    def _command(self, line: str) -> None:
+        word, _, rest = line.partition(" ")
+        if word == "/new":
+            self.messages = []
+        elif word == "/system":
+            self._system, self.messages = rest or None, []
+        elif word == "/undo":
+            self.messages = self.messages[:-2]
+        else:
+            self._write(f"{word} is no command. {CHAT_HELP}\n")
+
+    def _turn(self, line: str) -> None:
+        from app.data.prompts import as_conversation
+
+        messages = [*self.messages, {"role": "user", "content": line}]
+        with_system = [*as_conversation("", self._system)[:-1], *messages]
+        try:
+            answer = self._answer(with_system, self._write)
+        except KeyboardInterrupt:
+            self._write("\n(stopped; this turn is forgotten)\n")
+            return
+        self._write("\n")
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
+
+
+def _typed_lines() -> Iterator[str]:
+    """Read standard input, with a prompt and line editing at a terminal."""
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if is_terminal:
+        import readline  # noqa: F401  gives `input` editing and a history
     while True:
         try:
-            yield input("> " if watched else "")
+            yield input("> " if is_terminal else "")
         except EOFError:
             return
 

@@ -1,4 +1,4 @@
-"""Work made again in smaller parts where a device runs out of memory: a batch split by documents, the same sums."""
+"""The retry after out-of-memory: a batch is split by documents, and its parts give the same sums."""
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
@@ -13,23 +13,23 @@ from torch import Tensor
 from app.batch import IGNORE, Batch, LossWeights, PackedSequences
 from app.errors import EnvironmentProblem, Unfinished
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
-def tried(work: Callable[..., Found], *given: Any) -> Found | None:
-    """What `work` returns, or None where it ran out of memory; by then all that it had made is let go."""
+def try_or_none(work: Callable[..., Result], *arguments: Any) -> Result | None:
+    """Call `work`; None where it ran out of memory, after all that it allocated was freed."""
     try:
-        return work(*given)
+        return work(*arguments)
     except torch.OutOfMemoryError:
-        pass  # nothing is done here: as long as the exception lives, so does all that its frames hold
+        pass  # the retry is not made here: the exception keeps alive what its frames refer to
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return None
 
 
-def does_not_fit(what: str, kept: Mapping[str, int]) -> EnvironmentProblem:
-    """`kept` is what stays in memory from step to step, by part."""
+def out_of_memory_error(what: str, kept: Mapping[str, int]) -> EnvironmentProblem:
+    """The error that ends a run. `kept` are the bytes that stay allocated between steps, by part."""
     parts = ", ".join(f"{name.replace('_', ' ')} {size / 1e9:.2f} GB" for name, size in kept.items() if size)
     beside = f" beside what stays from step to step ({parts})" if parts else ""
     return EnvironmentProblem(
@@ -40,11 +40,11 @@ def does_not_fit(what: str, kept: Mapping[str, int]) -> EnvironmentProblem:
     )
 
 
-class TooLargeTogether(Unfinished):
-    """A micro-batch that cannot be made again, because other processes are in the middle of it."""
+class RetryOnRestart(Unfinished):
+    """A micro-batch cannot be repeated while other processes are in the middle of it: the next start splits deeper."""
 
     def __init__(self, what: str, depth: int) -> None:
-        self.depth = depth  # how often the next start halves micro-batches
+        self.depth = depth  # of splits in the next start
         super().__init__(
             f"out of memory: {what} does not fit, and with parallel=fsdp it cannot be made again while the other "
             "processes are in the middle of it. Start the same run again with resume=auto: from its last checkpoint "
@@ -54,24 +54,24 @@ class TooLargeTogether(Unfinished):
 
 
 @contextmanager
-def told_where_it_ends_a_run() -> Iterator[None]:
-    """Around what is not made in parts: loading weights, proofs, a save."""
+def explain_out_of_memory() -> Iterator[None]:
+    """Turn out-of-memory into a message where nothing can be split: loading weights, checks, checkpoints."""
     try:
         yield
     except torch.OutOfMemoryError as fault:
-        raise does_not_fit("what this run needs outside of its steps", {}) from fault
+        raise out_of_memory_error("what this run needs outside of its steps", {}) from fault
 
 
-def split(batch: Batch, depth: int) -> list[Batch]:
-    """Halved as often as `depth` says, as far as that goes; parts without labels add nothing and are left out."""
+def split_batch(batch: Batch, depth: int) -> list[Batch]:
+    """Halve `depth` times where possible; parts without labels add nothing and are left out."""
     parts = [batch]
     for _ in range(depth):
-        parts = [half for part in parts for half in halves(part) or [part]]
+        parts = [half for part in parts for half in halve(part) or [part]]
     return [part for part in parts if part.num_labels] or parts[:1]
 
 
-def halves(batch: Batch) -> list[Batch]:
-    """Two with all of its documents, one if only what fills up can be left out, or none."""
+def halve(batch: Batch) -> list[Batch]:
+    """Split by documents: two halves, one part without padding where there is one document, or none."""
     count = len(batch.lengths)
     if count > 1:
         cut = _middle(batch)
@@ -81,34 +81,34 @@ def halves(batch: Batch) -> list[Batch]:
     return []
 
 
-def as_it_fits(batch: Batch, work: Callable[[Batch], Found]) -> Iterator[tuple[Batch, Found]]:
-    """`work` on the batch, or on parts of it, in their order."""
-    waiting = [batch]
-    while waiting:
-        part = waiting.pop()
-        found = tried(work, part)
-        if found is not None:
-            yield part, found
+def in_parts_that_fit(batch: Batch, work: Callable[[Batch], Result]) -> Iterator[tuple[Batch, Result]]:
+    """Yield the results of `work` on the batch, or on parts of it in their order, halved until they fit."""
+    queue = [batch]
+    while queue:
+        part = queue.pop()
+        result = try_or_none(work, part)
+        if result is not None:
+            yield part, result
             continue
-        waiting += reversed(smaller_ones(part))
+        queue += reversed(require_halves(part))
 
 
-def smaller_ones(part: Batch) -> list[Batch]:
-    """Of what an evaluation has no room for; a document by itself ends the run."""
-    smaller = halves(part)
+def require_halves(part: Batch) -> list[Batch]:
+    """Split a batch of an evaluation; a single document that does not fit ends the run."""
+    smaller = halve(part)
     if not smaller:
-        raise does_not_fit(f"a document of {part.num_tokens} tokens by itself, in an evaluation,", {})
+        raise out_of_memory_error(f"a document of {part.num_tokens} tokens by itself, in an evaluation,", {})
     return smaller
 
 
 def _middle(batch: Batch) -> int:
-    """How many of the documents are the first half of the tokens."""
+    """The number of documents that have about half of the tokens."""
     sums = list(accumulate(batch.lengths))
     return 1 + min(range(len(sums) - 1), key=lambda i: abs(2 * sums[i] - sums[-1]))
 
 
 def _part(batch: Batch, first: int, last: int) -> Batch:
-    """Documents `first` to before `last`."""
+    """The documents from `first` up to `last`, exclusive."""
     cut = _of_one_row if batch.ids.shape[0] == 1 else _of_rows
     return cut(batch, first, last)
 

@@ -37,35 +37,35 @@ from app.training.torch_environment import set_inductor_cache, use_expandable_se
 
 # torch, and what needs it, is imported inside functions: a mistake in the command line must not cost seconds
 
-_typed: list[str] = []  # the words of the command line, which Hydra's function is not given
+_typed: list[str] = []  # the command line, which Hydra does not pass on
 
 
-def train(run: RunConfig, go_on: str = "") -> int:
-    """From a checked config to a finished folder; returns the exit code. `go_on`: how to continue if it is stopped."""
+def train(run: RunConfig, resume_hint: str = "") -> int:
+    """From a checked config to a finished folder; returns the exit code. `resume_hint` is printed if it is stopped."""
     _check_parts(run)
     set_inductor_cache(run)
     count = processes_to_start(run.launch)
     if count:
         from app.training.checkpoint import DEPTH
 
-        return train_in_processes(count, run, go_on, Path(run.output_dir) / "checkpoints" / DEPTH)
+        return train_in_processes(count, run, resume_hint, Path(run.output_dir) / "checkpoints" / DEPTH)
     if not world().is_first:
-        return _train_in(RunFolder.joined(run.output_dir), run, Console(enabled=False), go_on)
+        return _train_in(RunFolder.joined(run.output_dir), run, Console(enabled=False), resume_hint)
     with RunFolder.claim(run.output_dir, run.resume) as folder:
-        return _train_in(folder, run, open_console(), go_on)
+        return _train_in(folder, run, open_console(), resume_hint)
 
 
-def _train_in(folder: RunFolder, run: RunConfig, console: Console, go_on: str) -> int:
-    console.say(f"output  {folder.path}")  # what comes next takes seconds to load
+def _train_in(folder: RunFolder, run: RunConfig, console: Console, resume_hint: str) -> int:
+    console.say(f"output  {folder.path}")  # before imports that take seconds
     from app.memory.estimate import predict
     from app.memory.planner import largest_bins, recompute_fewest
     from app.training.run import train_in
 
-    return train_in(folder, run, console, go_on, predict, recompute_fewest, largest_bins)
+    return train_in(folder, run, console, resume_hint, predict, recompute_fewest, largest_bins)
 
 
 def _check_parts(run: RunConfig) -> None:
-    """What each part can say in milliseconds, all problems together."""
+    """Collect the problems that each package finds in milliseconds, and report them together."""
     from app.data import sources
     from app.model import source, tokenizer
     from app.optim import requirements
@@ -84,25 +84,25 @@ def _check_parts(run: RunConfig) -> None:
 
 @hydra.main(version_base=VERSION_BASE, config_path=str(CONF), config_name="config")
 def _under_hydra(config: DictConfig) -> float | None:
-    """Returns the objective, as sweepers that drive Hydra expect it."""
+    """Train; returns the objective, as sweepers that drive Hydra expect it."""
     try:
         run = load_run(config)
-        code = train(run, _how_to_go_on(run))
-    except AppError as problem:  # caught here, because Hydra would put a line of its own before the message
-        _leave(problem)
+        code = train(run, _resume_hint(run))
+    except AppError as problem:  # Hydra would print a line of its own before the message
+        _exit_with(problem)
     if code:
         sys.exit(code)
     objective: float | None = read_result(run.output_dir).get("objective")
     return objective
 
 
-def _how_to_go_on(run: RunConfig) -> str:
-    if world().is_joined:  # another launcher started it, so its command is not known here
+def _resume_hint(run: RunConfig) -> str:
+    if world().is_joined:  # the command of another launcher is not known here
         return "To go on, start the same command with resume=auto."
     return resume_command(_typed, run.output_dir)
 
 
-def _leave(problem: AppError) -> NoReturn:
+def _exit_with(problem: AppError) -> NoReturn:
     fail_as_one_of_several(problem)
     sys.stderr.write(f"{problem.report()}\n")
     sys.exit(problem.exit_code)
@@ -110,8 +110,8 @@ def _leave(problem: AppError) -> NoReturn:
 
 def main() -> None:
     """Exit codes: 0 done, 1 our fault, 2 the user's, 3 a trial failed, 75 saved (start me again), 130 Ctrl-C."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # a fault of ours keeps its whole traceback
-    # threads that wait without end for each other make two runs on one machine four times slower, not two
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # bugs keep their whole traceback
+    # without a limit on spinning threads two runs on one machine are four times slower, not two
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     use_expandable_segments()
     try:
@@ -119,7 +119,7 @@ def main() -> None:
         with reporting_crashes():
             _dispatch(sys.argv[1:])
     except AppError as problem:
-        _leave(problem)
+        _exit_with(problem)
     except KeyboardInterrupt:
         sys.exit(130)
 

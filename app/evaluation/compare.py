@@ -1,4 +1,4 @@
-"""Scores of one model, or of a tuned one and its base on the same rows, each with how far other rows would move it."""
+"""Scores of a tuned model, its base or both on the same rows, with bootstrap intervals over the rows."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,11 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from app.evaluation.bootstrap import LEVEL, RESAMPLES, bound_of_none, interval, num_clusters, resampled
 from app.tracking.formatting import align_columns
 from app.tracking.jsonl_metrics import finite_or_none
 from app.training.scores import ANSWERS, Sums, figures
 
+RESAMPLES = 2_000
+CONFIDENCE_LEVEL = 0.95
+MAX_GROUPS = 2_048  # more clusters than that are drawn in groups, see `resampled`
+RESAMPLES_AT_ONCE = 250  # so that their weights stay in the cache
+_SEED = 0  # the same for all runs: the same rows are compared on the same draws
 _SHARES = ("token_accuracy", "exact_match", "accuracy", "macro_f1")
 _WORDS: dict[str, tuple[str, Callable[[float], str]]] = {
     "eval_loss": ("loss", "{:.4f}".format),
@@ -30,33 +34,32 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure of these rows, and between which figures it would lie for most draws of as many; NaN: nobody knows."""
+    """A metric of these rows with its confidence interval; NaN where there is none."""
 
     value: float
     low: float
     high: float
 
     def words(self, form: Callable[[float], str]) -> str:
-        """For people."""
         if math.isnan(self.low) or math.isnan(self.high):
             return form(self.value)
         return f"{form(self.value)} [{form(self.low)}, {form(self.high)}]"
 
 
-Side = dict[str, Estimate]  # by the keys of figures
+Side = dict[str, Estimate]  # by metric
 
 
 @dataclass(frozen=True, slots=True)
-class SideBySide:
-    """Of each side its figures by their keys; with two sides there is a third one, the tuned model less its base."""
+class Comparison:
+    """Metrics of each side; with two sides a third one has the differences, tuned minus base."""
 
     sides: dict[str, Side]
     answers: int
     drawn_from: int
 
     @classmethod
-    def of(cls, sums: Mapping[str, Sums], clusters: NDArray[np.uint64]) -> "SideBySide":
-        """Sums of rows by `tuned` or `base` or both. Both are drawn with the same rows each time."""
+    def of(cls, sums: Mapping[str, Sums], clusters: NDArray[np.uint64]) -> "Comparison":
+        """From the sums of rows by `tuned`, `base` or both; both are resampled with the same rows."""
         count = num_clusters(clusters)
         together = resampled(np.concatenate(list(sums.values()), axis=1), clusters)
         parts = np.split(together, len(sums), axis=1)
@@ -69,7 +72,7 @@ class SideBySide:
         return cls(sides, answers, count)
 
     def as_dict(self) -> dict[str, Any]:
-        """For json: the first side by plain names, and where there are two each by its own."""
+        """For JSON: the first side by plain names, and where there are two, each with its own prefix."""
         first, *_ = self.sides.values()
         named = {
             f"{name}_{key}": value for name, side in self.sides.items() for key, value in _plain(side).items()
@@ -77,7 +80,7 @@ class SideBySide:
         return {**_plain(first), **(named if len(self.sides) > 1 else {})}
 
     def table(self) -> str:
-        """For people; figures that have no meaning for these rows are left out."""
+        """Lines for people, without metrics that have no meaning for these rows."""
         order = [name for name in ("base", "tuned", _DIFFERENCE) if name in self.sides]
         lines = [["", *order]]
         for key, (word, form) in _WORDS.items():
@@ -94,7 +97,7 @@ class SideBySide:
         if self.drawn_from < 2:
             return "one row alone says nothing of others: no intervals"
         paired = ", the same ones for both" if len(self.sides) > 1 else ""
-        return f"[{LEVEL:.0%} intervals: {RESAMPLES:,} draws of {self.drawn_from:,} rows{paired}]"
+        return f"[{CONFIDENCE_LEVEL:.0%} intervals: {RESAMPLES:,} draws of {self.drawn_from:,} rows{paired}]"
 
 
 def _estimates(values: Mapping[str, Values], draws: Mapping[str, Values], count: int) -> Side:
@@ -103,7 +106,7 @@ def _estimates(values: Mapping[str, Values], draws: Mapping[str, Values], count:
         value = float(values[key])
         low, high = (math.nan, math.nan) if count < 2 or math.isnan(value) else interval(draws[key])
         if low == high and key in _SHARES and value in {0.0, 1.0}:
-            # all rows alike: drawing them again shows no spread, and yet the next one may be another
+            # all rows are alike: resampling shows no spread, although the next row may differ
             far = bound_of_none(count)
             low, high = max(0.0, value - far), min(1.0, value + far)
         found[key] = Estimate(value, low, high)
@@ -113,11 +116,11 @@ def _estimates(values: Mapping[str, Values], draws: Mapping[str, Values], count:
 def _differences(
     tuned: Side, base: Side, tuned_draws: Mapping[str, Values], base_draws: Mapping[str, Values]
 ) -> Side:
-    """Of each draw of rows, so that what makes rows hard for both cancels."""
+    """Paired differences: they are taken within each draw of rows, so that hard rows cancel."""
     found = {}
     for key in tuned:
         ours, theirs = tuned[key], base[key]
-        with np.errstate(invalid="ignore"):  # of two infinities
+        with np.errstate(invalid="ignore"):  # infinity minus infinity
             value, draws = ours.value - theirs.value, tuned_draws[key] - base_draws[key]
         low, high = (math.nan, math.nan) if math.isnan(ours.low + theirs.low) else interval(draws)
         if low == high and key in _SHARES and {ours.value, theirs.value} <= {0.0, 1.0}:
@@ -127,7 +130,6 @@ def _differences(
 
 
 def _plain(side: Side) -> dict[str, Any]:
-    """All figures, then all intervals."""
     values = {key: finite_or_none(each.value) for key, each in side.items()}
     return values | {f"{key}_interval": _bounds(each) for key, each in side.items()}
 
@@ -142,3 +144,49 @@ def _signed(form: Callable[[float], str]) -> Callable[[float], str]:
 
 def _with_sign(form: Callable[[float], str], value: float) -> str:
     return f"+{form(value)}" if value > 0 else form(value)
+
+
+def resampled(
+    sums: NDArray[np.float64], clusters: NDArray[np.uint64], groups: int = MAX_GROUPS
+) -> NDArray[np.float64]:
+    """[RESAMPLES, columns]: sums over rows that were drawn again with replacement, whole clusters at a time.
+
+    `clusters` are hashes, so their order is random but independent of the order of rows in a file. Many clusters are
+    drawn in `groups` of neighbours: sums over many rows have the same spread, at a bounded cost.
+    """
+    drawn = _grouped(sums, clusters, groups)
+    count, random = len(drawn), np.random.default_rng(_SEED)
+    found = []
+    for _ in range(RESAMPLES // RESAMPLES_AT_ONCE):
+        chosen = random.integers(0, count, size=(RESAMPLES_AT_ONCE, count), dtype=np.int32)
+        chosen += np.arange(RESAMPLES_AT_ONCE, dtype=np.int32)[:, None] * count
+        times = np.bincount(chosen.ravel(), minlength=RESAMPLES_AT_ONCE * count).reshape(
+            RESAMPLES_AT_ONCE, count
+        )
+        with np.errstate(invalid="ignore"):  # a loss may be infinite
+            found.append(times.astype(np.float64) @ drawn)
+    return np.concatenate(found)
+
+
+def num_clusters(clusters: NDArray[np.uint64]) -> int:
+    """The number of clusters to draw from."""
+    return len(np.unique(clusters))
+
+
+def interval(values: NDArray[np.float64]) -> tuple[float, float]:
+    """The central interval that has CONFIDENCE_LEVEL of the values."""
+    ordered = np.sort(values)
+    outside = round(len(ordered) * (1 - CONFIDENCE_LEVEL) / 2)
+    return float(ordered[outside - 1]), float(ordered[-outside])
+
+
+def bound_of_none(clusters: int) -> float:
+    """The upper confidence bound of a share of which `clusters` draws had no hit."""
+    return float(1 - ((1 - CONFIDENCE_LEVEL) / 2) ** (1 / clusters))
+
+
+def _grouped(sums: NDArray[np.float64], clusters: NDArray[np.uint64], groups: int) -> NDArray[np.float64]:
+    """Sum the rows of each group of clusters, in the order of their hashes."""
+    names, cluster = np.unique(clusters, return_inverse=True)
+    of_group = cluster * min(groups, len(names)) // len(names)
+    return np.stack([np.bincount(of_group, weights=column) for column in sums.T], axis=1)

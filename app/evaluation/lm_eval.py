@@ -1,6 +1,6 @@
-"""The tasks of lm-evaluation-harness, an extra: asked of a run's model as training held it, in this process.
+"""Tasks of lm-evaluation-harness, an optional package, on a run's model in the dtypes of training, in this process.
 
-Its model class is given ours ready made, with transformers' own attention: ours knows neither caches nor padding.
+Its model class wraps ours, switched to transformers' own attention: packed attention has neither caches nor padding.
 """
 
 import logging
@@ -20,22 +20,22 @@ from app.tracking.formatting import align_columns
 if TYPE_CHECKING:
     from app.model.training_model import TrainingModel
 
-# torch and lm_eval are imported inside functions: that lm_eval is missing must not cost seconds
+# torch and lm_eval are imported inside functions, so that a missing lm_eval is reported at once
 
-Figures = dict[str, dict[str, float]]  # of each task
+Metrics = dict[str, dict[str, float]]  # by task
 
 
 @dataclass(frozen=True, slots=True)
 class Harness:
-    """Tasks that are known and whose rows are there."""
+    """Known tasks whose rows are on this machine."""
 
     tasks: Sequence[str]
     manager: Any
     limit: int | None
     chat: bool
 
-    def figures(self, trainee: "TrainingModel", tokenizer: Any, rows: int) -> Figures:
-        """Of each task and group, its numbers; `rows` are asked at a time."""
+    def evaluate(self, trainee: "TrainingModel", tokenizer: Any, rows: int) -> Metrics:
+        """Metrics of each task and group, in batches of `rows`."""
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
 
@@ -43,8 +43,8 @@ class Harness:
 
         lm = trainee.language_model
         lm.set_attn_implementation(own_attention(lm))
-        half = trainee.compute
-        model = HFLM(pretrained=lm, tokenizer=tokenizer, batch_size=rows, mixed_precision_dtype=half)
+        compute_dtype = trainee.compute
+        model = HFLM(pretrained=lm, tokenizer=tokenizer, batch_size=rows, mixed_precision_dtype=compute_dtype)
         found = simple_evaluate(
             model=model,
             tasks=list(self.tasks),
@@ -57,12 +57,12 @@ class Harness:
         return {name: _numbers(values) for name, values in results.items()}
 
     def facts(self) -> dict[str, Any]:
-        """How they were asked, and by which version."""
+        """Settings and version, for harness.json."""
         return {"limit": self.limit, "chat": self.chat, "lm_eval": version("lm_eval")}
 
 
 def require_harness(tasks: Sequence[str]) -> None:
-    """Told in milliseconds."""
+    """Refuse several processes and a missing package before anything heavy is imported."""
     if world().is_joined:
         raise EnvironmentProblem("harness= asks its tasks in one process: start it without torchrun or srun")
     if find_spec("lm_eval") is None:
@@ -72,8 +72,8 @@ def require_harness(tasks: Sequence[str]) -> None:
         )
 
 
-def lay_harness(tasks: Sequence[str], limit: int | None, *, chat: bool) -> Harness:
-    """Every task known and its rows fetched, before a weight is loaded."""
+def prepare_harness(tasks: Sequence[str], limit: int | None, *, chat: bool) -> Harness:
+    """Check that every task is known and fetch its rows, before weights are loaded."""
     from lm_eval.tasks import TaskManager
 
     from app.model.source import gist
@@ -97,11 +97,11 @@ def lay_harness(tasks: Sequence[str], limit: int | None, *, chat: bool) -> Harne
     return Harness(tasks, manager, limit, chat)
 
 
-def table(sides: Mapping[str, Figures]) -> str:
-    """For people: the base before what was made of it."""
+def table(sides: Mapping[str, Metrics]) -> str:
+    """Lines for people, the base first."""
     names = [name for name in ("base", "tuned") if name in sides]
     lines = [["", "", *names]] + [
-        [task, metric, *(_words(sides[name].get(task, {}), metric) for name in names)]
+        [task, metric, *(_with_error(sides[name].get(task, {}), metric) for name in names)]
         for task, figures in sides[names[0]].items()
         for metric in figures
         if not metric.endswith("_stderr")
@@ -109,7 +109,7 @@ def table(sides: Mapping[str, Figures]) -> str:
     return align_columns(lines)
 
 
-def _words(figures: Mapping[str, float], metric: str) -> str:
+def _with_error(figures: Mapping[str, float], metric: str) -> str:
     if metric not in figures:
         return "none"
     error = figures.get(f"{metric}_stderr")
@@ -117,7 +117,7 @@ def _words(figures: Mapping[str, float], metric: str) -> str:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """`acc,none` is a metric and its filter; a filter that does nothing is left out."""
+    """Plain names: `acc,none` is a metric and its filter, and the filter `none` is left out."""
     found = {}
     for key, value in values.items():
         metric, comma, how = key.partition(",")

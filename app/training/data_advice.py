@@ -1,70 +1,43 @@
-"""What follows from a look at the data: each advice has words to type, and why."""
+"""Advice of `app.check data`: settings to type, and why."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from app.config.dataset import trains_answers
 from app.config.schema import RunConfig
 from app.data import length_statistics
 from app.data.overflow import policy_for
-from app.data.prepare import Data
-from app.training.resolve import StepPlan
 
-_KEEP = 0.99  # of the samples whole
-_BAD = 0.01  # of the rows
-_FULL = 0.9  # of packed bins
-_WASTED = 0.85  # of padded micro-batches
-_TRAINED = 0.05  # of the tokens
-_STEPS = 20  # fewer make a poor schedule
-_EVAL_ROWS = 30  # fewer make a loss that says little
+if TYPE_CHECKING:
+    from app.training.data_check import DataCheck
+
+KEPT_SHARE = 0.99  # of the samples that an advised max_length keeps whole
+MAX_BAD_SHARE = 0.01  # of the rows
+MIN_BIN_FILL = 0.9
+MIN_PADDED_FILL = 0.85  # of padded micro-batches
+MIN_TRAINED_SHARE = 0.05  # of the tokens
+MIN_STEPS = 20  # fewer make a poor schedule
+MIN_EVAL_ROWS = 30  # fewer make a loss that says little
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """`key` is what to type, as far as it can be known."""
+    """`key` is what to type, with placeholders where it cannot be known."""
 
     key: str
     why: str
 
 
-class Found(Protocol):
-    """What a look at the data has found."""
-
-    @property
-    def data(self) -> Data:
-        """The rows of both splits, and what became of all."""
-
-    @property
-    def packing(self) -> length_statistics.Packing:
-        """Bins of the run, or those that it could have."""
-
-    @property
-    def padded_fill(self) -> float | None:
-        """Of micro-batches, if rows are or were padded."""
-
-    @property
-    def plan(self) -> StepPlan | None:
-        """None where no row is left."""
-
-    @property
-    def positions(self) -> int | None:
-        """The longest row that the model takes, if it says."""
-
-    @property
-    def duplicates(self) -> int:
-        """Of the training source."""
-
-
-def advice(run: RunConfig, found: Found) -> Iterator[Advice]:
-    """The most harmful first."""
+def advice(run: RunConfig, check: "DataCheck") -> Iterator[Advice]:
+    """Pieces of advice, the most harmful problem first."""
     for rule in _RULES:
-        yield from rule(run, found)
+        yield from rule(run, check)
 
 
-def _bad_rows(run: RunConfig, found: Found) -> Iterator[Advice]:
-    counts = found.data.report.train
-    if counts.bad_rows > _BAD * counts.rows_read and run.dataset.on_bad_row == "skip":
+def _bad_rows(run: RunConfig, check: "DataCheck") -> Iterator[Advice]:
+    counts = check.data.report.train
+    if counts.bad_rows > MAX_BAD_SHARE * counts.rows_read and run.dataset.on_bad_row == "skip":
         yield Advice(
             "dataset.on_bad_row=error",
             f"{counts.bad_rows:,} of {counts.rows_read:,} rows are bad and left out, the first "
@@ -78,13 +51,13 @@ def _bad_rows(run: RunConfig, found: Found) -> Iterator[Advice]:
         )
 
 
-def _over_long(run: RunConfig, found: Found) -> Iterator[Advice]:
-    counts, limit, lengths = found.data.report.train, run.dataset.max_length, found.data.train.lengths
-    needed = length_statistics.length_that_keeps(_KEEP, lengths, counts)
+def _over_long(run: RunConfig, check: "DataCheck") -> Iterator[Advice]:
+    counts, limit, lengths = check.data.report.train, run.dataset.max_length, check.data.train.lengths
+    needed = length_statistics.length_that_keeps(KEPT_SHARE, lengths, counts)
     if not counts.tokens_lost or needed is None or needed <= limit:
         return
     lost = f"{_many(counts.tokens_lost, 'token')} are lost now"
-    kept = needed if found.positions is None else min(needed, found.positions)
+    kept = needed if check.positions is None else min(needed, check.positions)
     then, now = (length_statistics.share_within(length, lengths, counts) for length in (kept, limit))
     if kept > limit and then > now:
         bins = f" batching.tokens={kept}" if run.batching.packing and kept > run.batching.bin_tokens else ""
@@ -101,13 +74,13 @@ def _over_long(run: RunConfig, found: Found) -> Iterator[Advice]:
         )
 
 
-def _duplicates(run: RunConfig, found: Found) -> Iterator[Advice]:
-    report = found.data.report
-    if found.duplicates and not run.dataset.deduplicate:
+def _duplicates(run: RunConfig, check: "DataCheck") -> Iterator[Advice]:
+    report = check.data.report
+    if check.duplicates and not run.dataset.deduplicate:
         samples = report.train.samples + report.train.held_out
         yield Advice(
             "dataset.deduplicate=true",
-            f"{_many(found.duplicates, 'sample')} of {samples:,} say what an earlier one says, token by token: each is "
+            f"{_many(check.duplicates, 'sample')} of {samples:,} say what an earlier one says, token by token: each is "
             "learned more often than the others; leave them out, unless that is meant",
         )
     if report.shared:
@@ -119,33 +92,33 @@ def _duplicates(run: RunConfig, found: Found) -> Iterator[Advice]:
         )
 
 
-def _held_out(run: RunConfig, found: Found) -> Iterator[Advice]:
-    held, samples = found.data.eval, len(found.data.train)
+def _held_out(run: RunConfig, check: "DataCheck") -> Iterator[Advice]:
+    held, samples = check.data.eval, len(check.data.train)
     if held is None and samples:
-        fraction = max(0.02, min(0.2, round(_EVAL_ROWS / samples, 2)))
+        fraction = max(0.02, min(0.2, round(MIN_EVAL_ROWS / samples, 2)))
         yield Advice(
             f"dataset.eval_fraction={fraction}",
             "nothing is held out: whether the model learns or only remembers will not be seen",
         )
-    elif held is not None and 0 < len(held) < _EVAL_ROWS and run.dataset.eval_max_rows is None:
-        fraction = min(0.5, round(_EVAL_ROWS / (len(held) + samples) + 0.005, 2))
+    elif held is not None and 0 < len(held) < MIN_EVAL_ROWS and run.dataset.eval_max_rows is None:
+        fraction = min(0.5, round(MIN_EVAL_ROWS / (len(held) + samples) + 0.005, 2))
         key = f"dataset.eval_fraction={fraction}" if _held_by_fraction(run) else "dataset.eval_path=FILE"
         yield Advice(
-            key, f"a loss over {_many(len(held), 'held-out sample')} says little; {_EVAL_ROWS} say more"
+            key, f"a loss over {_many(len(held), 'held-out sample')} says little; {MIN_EVAL_ROWS} say more"
         )
 
 
 def _held_by_fraction(run: RunConfig) -> bool:
-    """Whether the held-out rows are a part of the others."""
+    """Whether held-out rows are taken from the training source."""
     return run.dataset.eval_path is None and run.dataset.eval_split is None
 
 
-def _trained_share(run: RunConfig, found: Found) -> Iterator[Advice]:
-    counts = found.data.report.train
+def _trained_share(run: RunConfig, check: "DataCheck") -> Iterator[Advice]:
+    counts = check.data.report.train
     if run.task.kind != "causal" or not trains_answers(run.dataset) or not counts.tokens:
         return
     share = counts.trained_tokens / counts.tokens
-    if share >= _TRAINED:
+    if share >= MIN_TRAINED_SHARE:
         return
     if run.dataset.train_on == "last":
         yield Advice(
@@ -161,8 +134,8 @@ def _trained_share(run: RunConfig, found: Found) -> Iterator[Advice]:
         )
 
 
-def _template(_run: RunConfig, found: Found) -> Iterator[Advice]:
-    counts = found.data.report.train
+def _template(_run: RunConfig, check: "DataCheck") -> Iterator[Advice]:
+    counts = check.data.report.train
     if counts.expanded_into:
         yield Advice(
             "dataset.on_unstable_template=last",
@@ -188,25 +161,25 @@ def _template(_run: RunConfig, found: Found) -> Iterator[Advice]:
         )
 
 
-def _filling(run: RunConfig, found: Found) -> Iterator[Advice]:
-    fill, padded, lengths = found.packing.fill, found.padded_fill, found.data.train.lengths
+def _filling(run: RunConfig, check: "DataCheck") -> Iterator[Advice]:
+    fill, padded, lengths = check.packing.fill, check.padded_fill, check.data.train.lengths
     if fill is None or padded is None:
         return
     if not run.batching.packing:
-        if padded < _WASTED:
+        if padded < MIN_PADDED_FILL:
             yield Advice(
                 "batching.packing=true",
                 f"padded micro-batches are {padded:.0%} full, bins of {run.batching.bin_tokens:,} tokens {fill:.1%}",
             )
-    elif fill < _FULL and found.packing.bins > 1:
+    elif fill < MIN_BIN_FILL and check.packing.bins > 1:
         larger = 2 * run.batching.bin_tokens
         then = length_statistics.packed(lengths, larger).fill or 0.0
         if then > fill:
             yield Advice(f"batching.tokens={larger}", f"bins are {fill:.0%} full, these would be {then:.0%}")
 
 
-def _steps(run: RunConfig, found: Found) -> Iterator[Advice]:
-    plan, training = found.plan, run.training
+def _steps(run: RunConfig, check: "DataCheck") -> Iterator[Advice]:
+    plan, training = check.plan, run.training
     if plan is None:
         return
     if training.max_steps is not None and plan.steps < plan.steps_per_epoch:
@@ -214,13 +187,13 @@ def _steps(run: RunConfig, found: Found) -> Iterator[Advice]:
             "training.max_steps=null",
             f"{plan.steps:,} steps see {plan.epoch(plan.steps):.1%} of the rows; an epoch has {plan.steps_per_epoch:,}",
         )
-    elif plan.steps < _STEPS and training.max_steps is None:
+    elif plan.steps < MIN_STEPS and training.max_steps is None:
         if run.batching.accumulation > 1:
             yield Advice(
                 "batching.accumulation=1",
                 f"the run has {_many(plan.steps, 'step')}: smaller ones make more of them",
             )
-        epochs = -(-_STEPS // plan.steps_per_epoch)
+        epochs = -(-MIN_STEPS // plan.steps_per_epoch)
         yield Advice(f"training.epochs={epochs}", f"the run has {_many(plan.steps, 'step')}, few to learn in")
 
 
@@ -228,7 +201,7 @@ def _many(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-Rule = Callable[[RunConfig, Found], Iterator[Advice]]
+Rule = Callable[[RunConfig, "DataCheck"], Iterator[Advice]]
 _RULES: tuple[Rule, ...] = (
     _bad_rows,
     _over_long,

@@ -1,7 +1,7 @@
-"""Parameters that are stepped during the backward pass, each when its gradient is complete, which is let go then.
+"""Optimizer steps during the backward pass: each parameter as soon as its gradient is complete, which is then freed.
 
-No gradient waits for the others, so they take the memory of one. What is given up: gradients cannot be clipped to a
-common norm, added up over micro-batches or processes, or made again once the first weight has changed.
+All gradients together take the memory of one. In return they cannot be clipped to a common norm, accumulated over
+micro-batches or processes, or recomputed once the first weight has changed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 
 from app.config.schema import OptimizerConfig
 from app.errors import ConfigError
-from app.oom_retry import does_not_fit
+from app.oom_retry import out_of_memory_error
 from app.optim.gradient_scaling import skips_on_device
 from app.optim.one_by_one import OneByOne
 
 
 def require_one_process(optimizer: OptimizerConfig, processes: int) -> None:
-    """Refuse several processes, which add their gradients up first."""
+    """Refuse several processes, which reduce their gradients first."""
     if optimizer.in_backward and processes > 1:
         raise ConfigError(
             f"optimizer.in_backward=true steps weights before gradients of other processes are there, and this run has "
@@ -28,7 +28,7 @@ def require_one_process(optimizer: OptimizerConfig, processes: int) -> None:
 
 
 def require_unscaled(optimizer: OptimizerConfig, precision: str) -> None:
-    """Refuse what `precision=auto` came to where it is fp16, whose gradients are checked as a whole."""
+    """Refuse fp16, which `precision=auto` may mean: its loss scale checks all gradients before a step."""
     if optimizer.in_backward and precision == "fp16":
         raise ConfigError(
             "optimizer.in_backward=true does not go with fp16, which precision=auto means on this GPU. "
@@ -37,36 +37,36 @@ def require_unscaled(optimizer: OptimizerConfig, precision: str) -> None:
 
 
 def in_backward(parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> "InBackward | None":
-    """What runs the steps of an optimizer that was built for it."""
+    """None for an optimizer that was not built for steps in the backward pass."""
     if isinstance(optimizer, OneByOne) and optimizer.in_backward:
         return InBackward(parameters, optimizer)
     return None
 
 
 class InBackward:
-    """In place of a reduction (`engine.reduction`): of one process, its gradients used up as they come."""
+    """Stands in for the gradient reduction of a single process, and uses gradients up as they arrive."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], optimizer: OneByOne) -> None:
         self._parameters = parameters
         self._optimizer = optimizer
         self._skips_on_device = skips_on_device(optimizer)
-        self._norms: dict[nn.Parameter, Tensor] = {}  # of what was stepped, on the device
+        self._norms: dict[nn.Parameter, Tensor] = {}  # gradients that were used, on the device
         self._last = False
-        self._rehearses = False
+        self._is_rehearsal = False
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._arrived)
 
     def begin(self) -> None:
-        """A step."""
+        """Begin a step."""
         self._last = False
         self._norms.clear()
         for parameter in self._parameters:
             parameter.grad = None
 
     def require_unchanged(self) -> None:
-        """Before passes are made again: a forward pass that did not fit is, in parts, whose gradients add up."""
+        """Refuse to repeat a backward pass in which weights have changed already."""
         if self._norms:
-            raise does_not_fit(
+            raise out_of_memory_error(
                 "the rest of a backward pass in which weights have changed already, so that it cannot be made again in "
                 "smaller parts as with optimizer.in_backward=false,",
                 {},
@@ -78,23 +78,23 @@ class InBackward:
         return loss
 
     def finish(self) -> None:
-        """Gradients of parts before the last one that it has not added to."""
+        """Use gradients of earlier parts that the last part did not add to."""
         for parameter in self._parameters:
             if parameter.grad is not None:
                 self._take(parameter)
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Inside, gradients come and go, and no weight or state is changed."""
-        self._rehearses = True
+        """Inside, gradients are freed without a step."""
+        self._is_rehearsal = True
         try:
             yield
         finally:
-            self._rehearses = False
+            self._is_rehearsal = False
 
     def taken(self) -> tuple[Tensor, Tensor]:
         """The norm of all gradients of the step, and whether one of them was not finite."""
-        self._optimizer.step()  # there are no gradients left: it only counts
+        self._optimizer.step()  # without gradients it only counts the step
         norms = [self._norms[parameter] for parameter in self._parameters if parameter in self._norms]
         norm = torch.stack(norms).square().sum().sqrt()
         return norm, ~torch.isfinite(norm)
@@ -105,8 +105,8 @@ class InBackward:
 
     @torch.no_grad()
     def _take(self, parameter: nn.Parameter) -> None:
-        """A gradient that is not finite leaves its own parameter as it is; others may have been stepped by then."""
-        if self._rehearses:
+        """Step one parameter, unless its gradient is not finite; others may have been stepped before."""
+        if self._is_rehearsal:
             parameter.grad = None
             return
         assert parameter.grad is not None

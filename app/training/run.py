@@ -17,7 +17,7 @@ from app.model.build import base_path, build_training_model, unpacked_base
 from app.model.fingerprint import base_fingerprint
 from app.model.save import save_base
 from app.model.training_model import TrainingModel
-from app.oom_retry import TooLargeTogether, told_where_it_ends_a_run
+from app.oom_retry import RetryOnRestart, explain_out_of_memory
 from app.optim.optimizers import build_optimizer, needs_whole_matrices
 from app.pages.render import written_page
 from app.pages.run_page import run_page
@@ -39,19 +39,19 @@ from app.training.train_step import Stepper
 from app.training.trainer import Intervals, Parts, Trainer
 
 
-@told_where_it_ends_a_run()
+@explain_out_of_memory()
 def train_in(
     folder: RunFolder,
     run: RunConfig,
     console: Console,
-    go_on: str,
+    resume_hint: str,
     predict: Predict | None = None,
     min_recomputed_layers: MinRecomputedLayers | None = None,
     max_bin_tokens: MaxBinTokens | None = None,
 ) -> int:
     """Train, or report what would be trained; returns the exit code.
 
-    `go_on` is the command that continues a stopped run. The memory planner, a higher layer, predicts the peak and
+    `resume_hint` says how to continue a stopped run. The memory planner, a higher layer, predicts the peak and
     answers what `auto` asks of it.
     """
     resolved = resolve_run(run, folder.checkpoints, console.say, min_recomputed_layers, max_bin_tokens)
@@ -93,8 +93,8 @@ def train_in(
         else:
             code = stop(trainer, recorder, forecast.predicted)
         runtime.leave()
-    if go_on and not is_complete:
-        recorder.message(go_on)  # the last line, ready to be copied
+    if resume_hint and not is_complete:
+        recorder.message(resume_hint)  # the last line, ready to be copied
     return code
 
 
@@ -185,14 +185,14 @@ def _split_depth_noted(checkpoints: Checkpoints) -> Iterator[None]:
     known = checkpoints.noted_depth()
     try:
         yield
-    except TooLargeTogether as fault:
+    except RetryOnRestart as fault:
         checkpoints.note_depth(fault.depth)
         raise
     except RuntimeError as fault:
         depth = checkpoints.noted_depth()
         if depth <= known:
             raise
-        raise TooLargeTogether("a micro-batch of another process", depth) from fault
+        raise RetryOnRestart("a micro-batch of another process", depth) from fault
 
 
 def _tell_base(run: RunConfig, resolved: ResolvedRun, trainee: TrainingModel, record: Recorder) -> None:

@@ -1,4 +1,4 @@
-"""How good a model is on rows: sums over counts, the same for any batch size, packing, order or number of processes."""
+"""Scores of rows: sums over counts, the same for any batch size, packing, order or number of processes."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -12,25 +12,25 @@ from torch import Tensor
 from app.batch import Batch
 from app.distributed.process_group import HostGroup, Runtime
 from app.model.training_model import TrainingModel
-from app.oom_retry import TooLargeTogether, as_it_fits, smaller_ones, split, tried
+from app.oom_retry import RetryOnRestart, in_parts_that_fit, require_halves, split_batch, try_or_none
 from app.tracking.jsonl_metrics import finite_or_none
 
-# [..., 6]: of each row, or of several together. Of a classification there follow for each class how often it is true,
-# how often it was chosen, how often both.
+# [..., 6] for each row or a sum of rows. For a classification three counts of each class follow: how often it is true,
+# how often it was predicted, how often both.
 Sums = NDArray[np.float64]
-LOSS, LABELS, HITS, ANSWERS, EXACT, WEIGHT = range(6)  # losses and their weights; all others are counts
-_PLAIN = 6
+LOSS, LABELS, HITS, ANSWERS, EXACT, WEIGHT = range(6)  # all but losses and weights are counts
+_NUM_BASIC = 6
 
 
 def figures(sums: Sums) -> dict[str, NDArray[np.float64]]:
-    """What the sums say. NaN where there is nothing to divide by: rows without answers have no exact match."""
+    """Metrics from sums. NaN where there is nothing to divide by: rows without answers have no exact match."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         loss = sums[..., LOSS] / sums[..., WEIGHT]
-        if sums.shape[-1] > _PLAIN:
+        if sums.shape[-1] > _NUM_BASIC:
             return {
                 "eval_loss": loss,
                 "accuracy": sums[..., HITS] / sums[..., LABELS],
-                "macro_f1": _macro_f1(sums[..., _PLAIN:]),
+                "macro_f1": _macro_f1(sums[..., _NUM_BASIC:]),
             }
         return {
             "eval_loss": loss,
@@ -41,7 +41,7 @@ def figures(sums: Sums) -> dict[str, NDArray[np.float64]]:
 
 
 def _macro_f1(counts: Sums) -> NDArray[np.float64]:
-    """The mean of the F1 of all classes that are true or were chosen at least once."""
+    """The mean F1 of all classes that are true or were predicted at least once."""
     true, chosen, both = np.split(counts, 3, axis=-1)
     there = true + chosen
     f1 = np.divide(2 * both, there, out=np.zeros_like(both), where=there > 0)
@@ -51,16 +51,15 @@ def _macro_f1(counts: Sums) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of all trained tokens of all rows."""
+    """Metrics over all trained tokens of all rows."""
 
     loss: float  # the mean, in nats
-    token_accuracy: float  # the share that the model would have chosen, all before it being given
-    exact_match: float = math.nan  # the share of answers that it would have given, token for token, if asked
-    macro_f1: float = math.nan  # of classes; then the accuracy is that of documents, not of tokens
+    token_accuracy: float  # share where the target is the likeliest token, given all before it
+    exact_match: float = math.nan  # share of answers that greedy generation would give token for token
+    macro_f1: float = math.nan  # of a classification, where accuracy counts documents instead of tokens
 
     @classmethod
     def of(cls, sums: Sums) -> "Scores":
-        """From the sums over all rows."""
         known = {key: float(value) for key, value in figures(sums).items()}
         if "macro_f1" in known:
             return cls(known["eval_loss"], known["accuracy"], macro_f1=known["macro_f1"])
@@ -68,26 +67,24 @@ class Scores:
 
     @property
     def of_classes(self) -> bool:
-        """Whether it is classes that were chosen, one for a document."""
         return not math.isnan(self.macro_f1)
 
     @property
     def perplexity(self) -> float:
-        """Infinity where a float64 ends."""
         try:
             return math.exp(self.loss)
         except OverflowError:
             return math.inf
 
     def line(self) -> dict[str, float]:
-        """For a line of metrics; what has no meaning for these rows is left out."""
+        """Values for a line of metrics, without those that have no meaning for these rows."""
         if self.of_classes:
             return {"eval_loss": self.loss, "accuracy": self.token_accuracy, "macro_f1": self.macro_f1}
         exact = {} if math.isnan(self.exact_match) else {"exact_match": self.exact_match}
         return {"eval_loss": self.loss, **exact}
 
     def as_dict(self) -> dict[str, float | None]:
-        """For json, which has neither infinity nor NaN."""
+        """Values for JSON, which has neither infinity nor NaN."""
         if self.of_classes:
             return {key: finite_or_none(value) for key, value in self.line().items()}
         known = {
@@ -99,7 +96,6 @@ class Scores:
         return {key: finite_or_none(value) for key, value in known.items()}
 
     def words(self) -> str:
-        """For people."""
         if self.of_classes:
             accuracy = f"accuracy {self.token_accuracy:.2%}"
             return f"loss {self.loss:.4f} | {accuracy} | macro F1 {self.macro_f1:.2%}"
@@ -118,9 +114,9 @@ def score(
     classes: int = 0,
     depth: int = 0,
 ) -> Scores:
-    """Over the batches of all processes. `answers`: what is trained are answers, which can be right as a whole.
+    """Score the batches of all processes. `answers`: whether exact match of whole answers is counted.
 
-    `depth`: how often batches are halved where all processes must make as many passes.
+    `depth`: how often batches are halved where all processes must make the same number of passes.
     """
     scored = _scored(trainee, batches, runtime, depth)
     _, found = _of_documents(trainee, scored, runtime.device, answers=answers, classes=classes)
@@ -136,8 +132,8 @@ def score_rows(
     answers: bool,
     classes: int = 0,
 ) -> Sums:
-    """The sums of each of `rows` rows, on every process in their order, whoever scored them."""
-    total = np.zeros((rows, _PLAIN + 3 * classes))
+    """The sums of each of `rows` rows, in their order, gathered on every process."""
+    total = np.zeros((rows, _NUM_BASIC + 3 * classes))
     scored = _scored(trainee, batches, runtime, depth=0)
     mine = _of_documents(trainee, scored, runtime.device, answers=answers, classes=classes)
     for samples, found in runtime.peers.collected(mine):
@@ -149,14 +145,14 @@ _Scored = Iterator[tuple[Batch, tuple[Tensor, Tensor]]]
 
 
 def _scored(trainee: TrainingModel, batches: Iterable[Batch], runtime: Runtime, depth: int) -> _Scored:
-    """Each batch, or parts of it, with losses and choices."""
+    """Yield each batch, or parts of it that fit, with losses and predictions."""
 
     def scores(batch: Batch) -> tuple[Tensor, Tensor]:
         return trainee.scores(batch.to(runtime.device))
 
     if trainee.sharding is None:
         for batch in batches:
-            yield from as_it_fits(batch, scores)
+            yield from in_parts_that_fit(batch, scores)
         return
     yield from _in_step(scores, batches, runtime.peers, depth)
     trainee.sharding.at_rest()
@@ -165,14 +161,14 @@ def _scored(trainee: TrainingModel, batches: Iterable[Batch], runtime: Runtime, 
 def _in_step(
     scores: Callable[[Batch], tuple[Tensor, Tensor]], batches: Iterable[Batch], peers: HostGroup, depth: int
 ) -> _Scored:
-    """Every pass takes all processes: who has fewer batches repeats one, and its scores count for nothing."""
-    parts = [part for batch in batches for part in split(batch, depth)]
+    """Make the same number of passes on all ranks: one with fewer batches repeats one, without counting it."""
+    parts = [part for batch in batches for part in split_batch(batch, depth)]
     spare = next(each for each in peers.collected(parts[0] if parts else None) if each is not None)
     for part in peers.in_step(parts):
-        found = tried(scores, part or spare)
+        found = try_or_none(scores, part or spare)
         if found is None:
-            smaller_ones(part or spare)  # refuses where there are none: the next start would not fare better
-            raise TooLargeTogether("a batch of an evaluation", depth + 1)
+            require_halves(part or spare)  # raises where the next start could not split it either
+            raise RetryOnRestart("a batch of an evaluation", depth + 1)
         if part is not None:
             yield part, found
 
@@ -180,9 +176,9 @@ def _in_step(
 def _of_documents(
     trainee: TrainingModel, scored: _Scored, device: torch.device, *, answers: bool, classes: int
 ) -> tuple[NDArray[np.int64], Sums]:
-    """Which row each document is, and its sums. They stay on the device until all batches are through."""
+    """The row number of each document, and its sums, which stay on the device until the last batch."""
     samples: list[int] = []
-    pairs = [torch.zeros(2, 0, dtype=torch.long, device=device)]  # the true class and the chosen one
+    pairs = [torch.zeros(2, 0, dtype=torch.long, device=device)]  # the true class and the predicted one
     counts, sums = [np.zeros((3, 0))], [torch.zeros(3, 0, dtype=torch.float64, device=device)]
     mode = trainee.training
     trainee.eval()
@@ -190,10 +186,10 @@ def _of_documents(
         for part, (losses, chosen) in scored:
             number = part.num_labels
             pair = torch.stack([part.targets[:number].to(device), chosen[:number]])
-            places = _Places.of(part, answers=answers)
+            owners = _LabelOwners.of(part, answers=answers)
             samples += part.samples
-            counts.append(np.stack([places.labels, places.answers, places.weight]))
-            sums.append(places.sums(losses[:number], pair[0] == pair[1]))
+            counts.append(np.stack([owners.labels, owners.answers, owners.weight]))
+            sums.append(owners.sums(losses[:number], pair[0] == pair[1]))
             if classes:
                 pairs.append(pair)
     finally:
@@ -205,7 +201,7 @@ def _of_documents(
 
 
 def _by_class(pairs: Tensor, classes: int) -> list[NDArray[np.float64]]:
-    """Of each document, which has one label, whether each class is true, chosen, both."""
+    """For each document and class: whether it is true, predicted, both."""
     if not classes:
         return []
     true, chosen = (np.eye(classes)[each] for each in pairs.cpu().numpy())
@@ -213,26 +209,26 @@ def _by_class(pairs: Tensor, classes: int) -> list[NDArray[np.float64]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
-    """Of a batch: the document that each label belongs to, and the answer.
+class _LabelOwners:
+    """The document and the answer that each label of a batch belongs to.
 
-    An answer is a stretch of trained tokens that nothing interrupts, its end token included: greedy generation writes
-    exactly these if each of them is the likeliest after those before it, so that one pass over the row tells it.
+    An answer is an uninterrupted stretch of trained tokens, its end token included. Greedy generation writes it exactly
+    if each of its tokens is the likeliest after those before it, so one forward pass decides exact match.
     """
 
-    document: Tensor  # of each label
-    answer: Tensor  # of each label
-    document_of: Tensor  # of each answer
-    labels: NDArray[np.int64]  # of each document
-    answers: NDArray[np.int64]  # of each document
-    weights: Tensor | None  # of each label; None: 1
-    weight: NDArray[np.float64]  # of each document's labels together
+    document: Tensor  # index for each label
+    answer: Tensor  # index for each label
+    document_of: Tensor  # document index for each answer
+    labels: NDArray[np.int64]  # number in each document
+    answers: NDArray[np.int64]  # number in each document
+    weights: Tensor | None  # for each label; None: 1
+    weight: NDArray[np.float64]  # sum of the labels of each document
 
     @classmethod
-    def of(cls, batch: Batch, *, answers: bool) -> "_Places":
+    def of(cls, batch: Batch, *, answers: bool) -> "_LabelOwners":
         flat = batch.label_rows[: batch.num_labels].numpy()
         document = np.searchsorted(batch.starts, flat, side="right") - 1
-        # the last token of a document predicts nothing, so that labels of two documents never touch
+        # the last token of a document has no label, so labels of two documents are never adjacent
         begins = np.diff(flat, prepend=-2) != 1 if answers else np.zeros(len(flat), np.bool_)
         document_of = document[begins]
         size = len(batch.lengths)
@@ -247,8 +243,8 @@ class _Places:
             np.bincount(document, None if weights is None else weights.double().numpy(), size).astype(float),
         )
 
-    def sums(self, losses: Tensor, right: Tensor) -> Tensor:
-        """[3, documents]: loss, by its weights; right tokens, right answers."""
+    def sums(self, losses: Tensor, correct: Tensor) -> Tensor:
+        """[3, documents]: weighted loss, correct tokens, correct answers."""
         device, size = losses.device, len(self.labels)
         document = self.document.to(device, non_blocking=True)
         found = torch.zeros(3, size, dtype=torch.float64, device=device)
@@ -256,9 +252,9 @@ class _Places:
         if self.weights is not None:
             losses = losses * self.weights.to(device, non_blocking=True)
         found[0].index_add_(0, document, losses)
-        found[1].index_add_(0, document, right.double())
+        found[1].index_add_(0, document, correct.double())
         if len(self.document_of):
             wrong = torch.zeros(len(self.document_of), dtype=torch.int64, device=device)
-            wrong.index_add_(0, self.answer.to(device, non_blocking=True), (~right).long())
+            wrong.index_add_(0, self.answer.to(device, non_blocking=True), (~correct).long())
             found[2].index_add_(0, self.document_of.to(device, non_blocking=True), (wrong == 0).double())
         return found

@@ -12,7 +12,7 @@ from app.distributed.fsdp import local
 from app.distributed.gradient_reduction import GradientReduction, SingleProcess
 from app.distributed.process_group import Runtime
 from app.model.training_model import TrainingModel
-from app.oom_retry import TooLargeTogether, does_not_fit, halves, split, tried
+from app.oom_retry import RetryOnRestart, halve, out_of_memory_error, split_batch, try_or_none
 from app.optim.gradient_scaling import (
     LossScale,
     clip_factor,
@@ -28,22 +28,22 @@ from app.training.storage_counter import kept_bytes
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Tensors stay on the device until somebody prints them."""
+    """Tensors stay on the device until a line of metrics is written."""
 
-    loss_sum: Tensor  # over this process
+    loss_sum: Tensor  # of this process
     grad_norm: Tensor
-    skipped: Tensor  # true where the gradient was not finite, and nothing was changed
+    skipped: Tensor  # true where the gradient was not finite, so that the weights did not change
     labels: int  # over all processes
     tokens: int
-    weight: float  # of the labels together: their number, unless some count more or less
+    weight: float  # sum of the label weights: the number of labels where all weigh 1
 
     def mean(self, loss_sum: float) -> float:
-        """Of a sum over all processes."""
+        """The weighted mean, from the loss sum over all processes."""
         return loss_sum / (self.weight or 1.0)
 
 
 class Stepper:
-    """Runs steps. `scale` is there for fp16 only."""
+    """Runs optimizer steps. `scale` is the loss scale of fp16, else None."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Stepper:
         clip: float,
         *,
         fp16: bool,
-        reduction: GradientReduction | None = None,  # one process alone, unless it is given
+        reduction: GradientReduction | None = None,  # None: a single process
     ) -> None:
         self.trainee = trainee
         self.optimizer = optimizer
@@ -65,8 +65,8 @@ class Stepper:
         self._in_backward = in_backward(self._parameters, optimizer)
         self._reduction = reduction or SingleProcess(self._parameters)
         self._sums = self._in_backward or self._reduction
-        self.depth = 0  # how often micro-batches are halved, because they did not fit into memory
-        # called as forward, backward and update begin, the first two of each micro-batch
+        self.depth = 0  # how often micro-batches are halved since one ran out of memory
+        # called at the beginning of each forward pass, backward pass and update
         self.on_phase: Callable[[str], None] | None = None
 
     def run(self, batches: Sequence[Batch], lr: float) -> StepResult:
@@ -75,14 +75,14 @@ class Stepper:
             group["lr"] = lr
         labels, tokens, weight = self._counted(batches)
         loss_sum = self._backward(batches, weight)
-        updated = tried(self._update)
+        updated = try_or_none(self._update)
         if updated is None:
-            raise does_not_fit("the step of the optimizer", self._kept())
+            raise out_of_memory_error("the step of the optimizer", self._kept())
         norm, skipped = updated
         return StepResult(loss_sum, norm, skipped, int(labels), int(tokens), weight)
 
     def _counted(self, batches: Sequence[Batch]) -> tuple[float, float, float]:
-        """Of all processes: labels, tokens, weight. The deepest split of any is that of all from here on."""
+        """Sum labels, tokens and label weights over all processes, which also take over the deepest split of any."""
         mine = (
             sum(b.num_labels for b in batches),
             sum(b.num_tokens for b in batches),
@@ -94,29 +94,29 @@ class Stepper:
         return sum(labels), sum(tokens), sum(weights)
 
     def _backward(self, batches: Sequence[Batch], weight: float) -> Tensor:
-        """The gradient of all loss sums over the weight of all processes; made again in smaller parts if need be."""
+        """Compute the gradient of the loss sum over the weight of all processes; repeat in smaller parts if needed."""
         self._sums.begin()
         while True:
-            total = tried(self._attempt, batches, weight)
+            total = try_or_none(self._attempt, batches, weight)
             if total is not None:
                 self._sums.finish()
                 return total
             self._deepen(batches)
             if not self._reduction.can_repeat:
-                raise TooLargeTogether("a micro-batch", self.depth)
+                raise RetryOnRestart("a micro-batch", self.depth)
             if self._in_backward is not None:
                 self._in_backward.require_unchanged()
             self._sums.begin()
 
     @property
     def skipping(self) -> str:
-        """What happens in a step whose gradient is not finite, in words."""
+        """What happens in a step whose gradient is not finite, for the message."""
         if self._in_backward is None:
             return "skipped: its gradient is not finite"
         return "not made for weights whose gradient is not finite, others had been stepped by then"
 
     def try_out(self, batches: Sequence[Batch]) -> None:
-        """Forward and backward as in a step, for the memory that they take: only the depth may change."""
+        """Run forward and backward as a step does, to find out whether they fit; only the split depth may change."""
         _, _, weight = self._counted(batches)
         with nullcontext() if self._in_backward is None else self._in_backward.rehearsing():
             self._backward(batches, weight)
@@ -124,34 +124,33 @@ class Stepper:
         self.forget_gradients()
 
     def allocate_states(self) -> None:
-        """Those that the first step would make, with the memory that it would take; no weight is changed."""
+        """Allocate the optimizer states as the first step does; no weight changes."""
         self._sums.begin()
-        self._reduction.gradients()  # where they have memory of their own, it is this
+        self._reduction.gradients()  # allocates reduced gradients where they have memory of their own
         stepped = self._reduction.stepped
         for together in [stepped] if self._in_backward is None else [[each] for each in stepped]:
             for parameter in together:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            if tried(allocate_states, self.optimizer) is None:
-                raise does_not_fit("the step of the optimizer", self._kept())
+            if try_or_none(allocate_states, self.optimizer) is None:
+                raise out_of_memory_error("the step of the optimizer", self._kept())
             self.forget_gradients()
 
     def drop_states(self) -> None:
-        """As before `allocate_states`."""
         drop_states(self.optimizer)
 
     def own_gradients(self) -> dict[str, Tensor | None]:
-        """By the names of the trained weights; where a gradient is divided, the part that this process keeps."""
+        """Gradients by the names of trained weights; of a sharded one the local shard."""
         trained = self.trainee.trained().items()
         return {name: None if each.grad is None else local(each.grad) for name, each in trained}
 
     def forget_gradients(self) -> None:
-        """Nothing reads them after a step; an evaluation has use for their memory."""
+        """Free the gradients after a step, before an evaluation needs the memory."""
         for parameter in (*self._parameters, *self._reduction.stepped):
             parameter.grad = None
 
     def _attempt(self, batches: Sequence[Batch], weight: float) -> Tensor:
-        parts = [part for batch in batches for part in split(batch, self.depth)]
+        parts = [part for batch in batches for part in split_batch(batch, self.depth)]
         total = torch.zeros((), device=self._runtime.device)
         factor = 1.0 / (weight or 1.0) if self.scale is None else self.scale.value / (weight or 1.0)
         passes = self._passes(len(parts))
@@ -170,16 +169,16 @@ class Stepper:
         return total
 
     def _passes(self, own: int) -> int:
-        """Where a pass takes all processes, as many as the one with most parts makes: the last part is repeated."""
+        """Passes to make: where each is a collective, as many as the rank with the most parts; the last is repeated."""
         if self._reduction.can_repeat or self.depth == 0:
             return own
         return int(self._runtime.peers.highest(own))
 
     def _deepen(self, batches: Sequence[Batch]) -> None:
-        """The others need no word of it: they wait in the reduction, and learn it with the next step's counts."""
-        if not any(halves(part) for batch in batches for part in split(batch, self.depth)):
+        """Split one level deeper. Other ranks block in the reduction and learn it with the next step's counts."""
+        if not any(halve(part) for batch in batches for part in split_batch(batch, self.depth)):
             longest = max(max(batch.lengths, default=0) for batch in batches)
-            raise does_not_fit(f"a document of {longest} tokens by itself", self._kept())
+            raise out_of_memory_error(f"a document of {longest} tokens by itself", self._kept())
         self.depth += 1
 
     def _begin(self, phase: str) -> None:
@@ -190,7 +189,7 @@ class Stepper:
         return kept_bytes(self.trainee, self.optimizer)
 
     def _update(self) -> tuple[Tensor, Tensor]:
-        """Clip and step; leave everything as it is when the gradient is not finite."""
+        """Clip and step; skip the step where the gradient is not finite."""
         self._begin("update")
         if self._in_backward is not None:
             return self._in_backward.taken()

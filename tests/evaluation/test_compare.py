@@ -1,4 +1,4 @@
-"""Two models on the same rows: what is written, what is shown, and what is left out."""
+"""Two models on the same rows, with bootstrap intervals."""
 
 import json
 import math
@@ -7,9 +7,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from app.evaluation.compare import SideBySide
+from app.evaluation.compare import (
+    RESAMPLES,
+    Comparison,
+    bound_of_none,
+    interval,
+    num_clusters,
+    resampled,
+)
 from app.training.scores import ANSWERS, EXACT, HITS, LABELS, LOSS, WEIGHT, Sums
 
+Numbers = NDArray[np.float64]
 KEYS = ["eval_loss", "perplexity", "token_accuracy", "exact_match"]
 
 
@@ -29,9 +37,9 @@ def sides(rows: int) -> NDArray[np.uint64]:
     return np.random.default_rng(9).integers(0, 2**63, size=rows, dtype=np.uint64)
 
 
-def test_both_and_their_difference_each_with_an_interval() -> None:
+def test_comparison_has_intervals_of_both_sides_and_the_difference() -> None:
     tuned, base = sums_of(400, 1.0, 0.6, 0.5), sums_of(400, 3.0, 0.1, 0.05)
-    found = SideBySide.of({"tuned": tuned, "base": base}, sides(400)).as_dict()
+    found = Comparison.of({"tuned": tuned, "base": base}, sides(400)).as_dict()
     names = [f"{side}{key}" for side in ("", "tuned_", "base_", "difference_") for key in KEYS]
     assert sorted(found) == sorted([*names, *(f"{name}_interval" for name in names)])
     assert found["eval_loss"] == found["tuned_eval_loss"]
@@ -46,56 +54,56 @@ def test_both_and_their_difference_each_with_an_interval() -> None:
     assert found["tuned_perplexity_interval"] == pytest.approx(bounds)
 
 
-def test_the_difference_is_of_the_same_rows() -> None:
-    """Rows that are hard for both make both intervals wide and that of the difference none the wider."""
+def test_difference_is_paired_by_rows() -> None:
+    """Rows that are hard for both models widen both intervals, but not that of the difference."""
     base = sums_of(300, 3.0, 0.3, 0.2)
     tuned = base.copy()
     tuned[:, LOSS] -= tuned[:, LABELS] * 0.1
-    found = SideBySide.of({"tuned": tuned, "base": base}, sides(300)).as_dict()
+    found = Comparison.of({"tuned": tuned, "base": base}, sides(300)).as_dict()
     assert found["difference_eval_loss_interval"] == pytest.approx([-0.1, -0.1])
     low, high = found["base_eval_loss_interval"]
     assert high - low > 0.2
     assert found["difference_exact_match_interval"] == [0.0, 0.0]
 
 
-def test_no_hit_at_all_is_no_proof_that_there_never_is_one() -> None:
+def test_share_of_zero_or_one_keeps_an_interval() -> None:
     nothing, everything = sums_of(40, 3.0, 0.0, 0.0), sums_of(40, 1.0, 1.0, 1.0)
-    found = SideBySide.of({"tuned": everything, "base": nothing}, sides(40)).as_dict()
+    found = Comparison.of({"tuned": everything, "base": nothing}, sides(40)).as_dict()
     far = 1 - 0.025 ** (1 / 40)
     for key in ("token_accuracy", "exact_match"):
         assert found[f"base_{key}_interval"] == pytest.approx([0.0, far])
         assert found[f"tuned_{key}_interval"] == pytest.approx([1 - far, 1.0])
         assert found[f"difference_{key}_interval"] == pytest.approx([1 - 2 * far, 1.0])
-    same = SideBySide.of({"tuned": nothing, "base": nothing}, sides(40)).as_dict()
+    same = Comparison.of({"tuned": nothing, "base": nothing}, sides(40)).as_dict()
     assert same["difference_exact_match_interval"] == pytest.approx([-far, far])
 
 
-def test_what_has_no_answers_has_no_exact_match() -> None:
+def test_rows_without_answers_have_no_exact_match() -> None:
     sums = sums_of(50, 2.0, 0.4, 0.0)
     sums[:, [ANSWERS, EXACT]] = 0
-    found = SideBySide.of({"tuned": sums, "base": sums}, sides(50))
+    found = Comparison.of({"tuned": sums, "base": sums}, sides(50))
     assert {value for key, value in found.as_dict().items() if "exact_match" in key} == {None}
     assert "exact" not in found.table()
     assert found.answers == 0
 
 
-def test_one_row_has_no_interval_and_json_takes_what_is_not_finite() -> None:
-    alone = SideBySide.of({"tuned": sums_of(1, 2.0, 0.4, 0.5)}, sides(1))
+def test_one_row_has_no_interval_and_infinite_values_are_json() -> None:
+    alone = Comparison.of({"tuned": sums_of(1, 2.0, 0.4, 0.5)}, sides(1))
     assert {value for key, value in alone.as_dict().items() if key.endswith("_interval")} == {None}
     assert "one row alone says nothing of others: no intervals" in alone.table()
     assert "[" not in alone.table()
     for bad in (math.nan, math.inf, 1e6):
         ruined = sums_of(9, 2.0, 0.4, 0.5)
         ruined[3, LOSS] = bad
-        found = SideBySide.of({"tuned": ruined, "base": ruined}, sides(9))
+        found = Comparison.of({"tuned": ruined, "base": ruined}, sides(9))
         assert json.dumps(found.as_dict(), allow_nan=False)
         assert found.as_dict()["perplexity"] is None
         assert found.table()
 
 
-def test_the_table() -> None:
+def test_table_has_base_tuned_and_difference() -> None:
     tuned, base = sums_of(400, 1.0, 0.6, 0.5), sums_of(400, 3.0, 0.1, 0.05)
-    lines = SideBySide.of({"tuned": tuned, "base": base}, sides(400)).table().splitlines()
+    lines = Comparison.of({"tuned": tuned, "base": base}, sides(400)).table().splitlines()
     assert lines[0].split() == ["base", "tuned", "difference"]
     assert [line.split("   ")[0] for line in lines[1:5]] == [
         "loss",
@@ -106,6 +114,82 @@ def test_the_table() -> None:
     assert lines[1].split()[-3].startswith("-")
     assert lines[4].split()[-3].startswith("+")
     assert lines[5] == "[95% intervals: 2,000 draws of 400 rows, the same ones for both]"
-    (alone, *_, how) = SideBySide.of({"base": base}, sides(400)).table().splitlines()
+    (alone, *_, how) = Comparison.of({"base": base}, sides(400)).table().splitlines()
     assert alone.split() == ["base"]
     assert how == "[95% intervals: 2,000 draws of 400 rows]"
+
+
+def hashes(count: int, seed: int = 0) -> NDArray[np.uint64]:
+    return np.random.default_rng(seed).integers(0, 2**63, size=count, dtype=np.uint64)
+
+
+def conversations(random: np.random.Generator, count: int, turns: int) -> tuple[Numbers, NDArray[np.uint64]]:
+    """Clusters of turns with similar losses, whose mean over all tokens is 2."""
+    level = random.gamma(2.0, size=count).repeat(turns)
+    tokens = random.integers(5, 40, size=count * turns).astype(float)
+    loss = level * tokens + random.normal(size=count * turns)
+    return np.stack([loss, tokens], axis=1), hashes(count).repeat(turns)
+
+
+@pytest.mark.parametrize(("count", "groups"), [(100, 2_048), (900, 128)])
+def test_interval_covers_the_mean_95_percent_of_times(count: int, groups: int) -> None:
+    """Rows of a cluster are drawn together, and many rows in groups."""
+    random = np.random.default_rng(5)
+    within = []
+    for _ in range(250):
+        sums, clusters = conversations(random, count, turns=3)
+        drawn = resampled(sums, clusters, groups)
+        low, high = interval(drawn[:, 0] / drawn[:, 1])
+        within.append(low <= 2.0 <= high)
+    assert 0.915 <= np.mean(within) <= 0.98
+
+
+def test_clustered_rows_widen_the_interval() -> None:
+    sums, clusters = conversations(np.random.default_rng(0), 200, turns=4)
+    widths = []
+    for ways in (clusters, hashes(len(clusters))):
+        drawn = resampled(sums, ways)
+        low, high = interval(drawn[:, 0] / drawn[:, 1])
+        widths.append(high - low)
+    assert widths[0] > 1.6 * widths[1], "four turns that are alike are worth little more than one"
+
+
+def test_resamples_have_mean_and_standard_error_of_the_rows() -> None:
+    """With and without groups, against the standard error of the mean."""
+    values = np.random.default_rng(1).exponential(size=5_000)
+    for groups in (2_048, 10_000):
+        total, count = resampled(np.stack([values, np.ones(5_000)], axis=1), hashes(5_000), groups).T
+        drawn = total / count
+        assert drawn.shape == (RESAMPLES,)
+        assert drawn.mean() == pytest.approx(values.mean(), rel=2e-3)
+        assert drawn.std() == pytest.approx(values.std() / math.sqrt(5_000), rel=0.06)
+
+
+def test_resample_has_as_many_rows_as_the_data() -> None:
+    ones = np.ones((4_097, 1))
+    drawn = resampled(ones, hashes(4_097))
+    assert set(np.unique(drawn)) <= {*range(3_900, 4_300)}, "groups differ by one row"
+    assert (resampled(ones[:2_000], hashes(2_000)) == 2_000).all()
+
+
+def test_resamples_do_not_depend_on_row_order_or_other_columns() -> None:
+    sums, clusters = conversations(np.random.default_rng(2), 60, turns=2)
+    first = resampled(sums, clusters)
+    order = np.random.default_rng(3).permutation(len(sums))
+    assert resampled(sums[order], clusters[order]) == pytest.approx(first, rel=1e-12)
+    beside = resampled(np.concatenate([sums, sums[:, :1]], axis=1), clusters)
+    assert (beside[:, 2] == beside[:, 0]).all(), "both sides of a comparison see the same rows"
+    assert beside[:, :2] == pytest.approx(first)
+    assert num_clusters(clusters) == 60
+
+
+def test_interval_is_central_and_takes_infinity() -> None:
+    assert interval(np.random.default_rng(0).permutation(np.arange(1.0, 2_001.0))) == (50.0, 1_951.0)
+    assert interval(np.full(2_000, math.inf)) == (math.inf, math.inf)
+    assert math.isnan(interval(np.full(2_000, math.nan))[0])
+
+
+def test_bound_of_none_is_exact_binomial() -> None:
+    """With that share, so many rows without a hit have a probability of 2.5 %."""
+    for rows in (1, 12, 1_000):
+        assert (1 - bound_of_none(rows)) ** rows == pytest.approx(0.025)

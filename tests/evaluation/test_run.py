@@ -1,4 +1,4 @@
-"""An evaluation as people see it: which rows, how far it is."""
+"""An evaluation of a finished run: which rows, progress messages, the table."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def evaluation_of(data: Data, runtime: Runtime, hashes: dict[str, str], *overrid
     )
 
 
-def test_how_far_it_is_is_said_now_and_then(
+def test_batches_report_progress_every_few_seconds(
     data: Data, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
@@ -41,7 +41,7 @@ def test_how_far_it_is_is_said_now_and_then(
     assert said[-1] == f"scored {total:,} of {total:,} tokens | 0:00:00 left"
 
 
-def test_rows_are_known_by_their_tokens(data: Data, runtime: Runtime) -> None:
+def test_rows_are_recognised_by_their_tokens(data: Data, runtime: Runtime) -> None:
     assert data.eval is not None
     ours = data.eval.fingerprint
     known = [
@@ -50,7 +50,7 @@ def test_rows_are_known_by_their_tokens(data: Data, runtime: Runtime) -> None:
     assert known == ["held_out", "trained_on", "other"]
 
 
-def test_the_table_says_what_is_scored_and_how(data: Data, runtime: Runtime) -> None:
+def test_table_has_rows_and_machine(data: Data, runtime: Runtime) -> None:
     names, values = zip(
         *evaluation_of(data, runtime, {}, "eval.rows=3", "batching.packing=false").table(), strict=True
     )

@@ -116,4 +116,4 @@ def test_readings_are_found(make_loop: MakeLoop) -> None:
         loop._step()
     with Readings() as readings:
         loop._step()
-    assert [place.partition(":")[0] for place in readings.places] == ["step.py"]
+    assert [place.partition(":")[0] for place in readings.places] == ["train_step.py"]

@@ -16,8 +16,8 @@ from app.data.loader import Loader, StepSplit, eval_batches
 from app.data.objectives import Classification
 from app.data.prepare import prepare
 from app.distributed.process_group import Runtime
-from app.evaluation.compare import SideBySide
-from app.oom_retry import split
+from app.evaluation.compare import Comparison
+from app.oom_retry import split_batch
 from app.training.scores import Scores, figures, score, score_rows
 from tests.data.small import write_jsonl
 from tests.model.classes import in_one_row, in_rows, of_classes
@@ -68,7 +68,7 @@ def test_any_batch_gives_the_figures_of_one_document_at_a_time(
         assert each.macro_f1 == pytest.approx(sum(f1(true, chosen, name) for name in there) / len(there))
     sums = score_rows(trainee, eval_batches(data.eval, layouts[-1]), runtime, count, answers=False, classes=4)
     assert Scores.of(sums.sum(axis=0)).line() == pytest.approx(found[-1].line())
-    told = SideBySide.of({"tuned": sums, "base": sums}, data.eval.split_hashes)
+    told = Comparison.of({"tuned": sums, "base": sums}, data.eval.split_hashes)
     assert told.as_dict()["difference_macro_f1"] == 0
     low, high = told.as_dict()["macro_f1_interval"]
     assert low <= found[-1].line()["macro_f1"] <= high
@@ -86,7 +86,7 @@ def test_a_class_that_nobody_has_and_nobody_chose_counts_for_nothing() -> None:
 def test_parts_of_a_batch_keep_the_sides_of_pairs(layout: Callable[[str], Batch]) -> None:
     trainee = of_classes("bert").eval()
     whole = layout("bert")
-    parts = split(whole, 2)
+    parts = split_batch(whole, 2)
     assert len(parts) == 3
     loss = sum(float(trainee(part)[0].detach()) for part in parts)
     assert loss == pytest.approx(float(trainee(whole)[0].detach()), rel=1e-5)

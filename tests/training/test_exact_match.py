@@ -11,7 +11,7 @@ from app.data.loader import Loader, StepSplit, eval_batches
 from app.data.prepare import Data
 from app.data.token_dataset import TokenRows
 from app.distributed.process_group import Runtime
-from app.evaluation.compare import SideBySide
+from app.evaluation.compare import Comparison
 from app.model.generate import end_ids, generate
 from app.model.training_model import TrainingModel
 from app.training.scores import ANSWERS, EXACT, LABELS, Sums, score, score_rows
@@ -128,7 +128,7 @@ def test_figures_and_intervals_depend_neither_on_batches_nor_on_the_order_of_row
         for layout in layouts_of(int(rows.lengths.max())):
             sums = sums_of(trainee, rows, layout, runtime)
             other = sums * [1.5, 1.0, 0.5, 1.0, 0.5, 1.0]
-            found.append(SideBySide.of({"tuned": sums, "base": other}, rows.split_hashes).as_dict())
+            found.append(Comparison.of({"tuned": sums, "base": other}, rows.split_hashes).as_dict())
     assert found[0]["exact_match_interval"][0] < found[0]["exact_match"] < found[0]["exact_match_interval"][1]
     for other_way in found[1:]:
         assert other_way.keys() == found[0].keys()

@@ -14,7 +14,7 @@ from app.data.loader import Loader, eval_batches
 from app.data.prepare import Data
 from app.distributed.process_group import Runtime
 from app.errors import EnvironmentProblem
-from app.oom_retry import TooLargeTogether, halves, split
+from app.oom_retry import RetryOnRestart, halve, split_batch
 from app.training.scores import score
 from app.training.train_step import Stepper
 from tests.scarcity import scarce
@@ -56,23 +56,23 @@ def scanty(batches: list[Batch]) -> int:
 
 
 def parts_of(batch: Batch) -> list[Batch]:
-    return split(batch, depth=12)
+    return split_batch(batch, depth=12)
 
 
 def test_parts_have_all_documents_and_labels(batches: list[Batch]) -> None:
     for batch in batches:
         for depth in (0, 1, 2, 12):
-            parts = split(batch, depth)
+            parts = split_batch(batch, depth)
             assert tuple(n for part in parts for n in part.lengths) == batch.lengths
             assert sum(part.num_labels for part in parts) == batch.num_labels
             assert sum(part.num_tokens for part in parts) == batch.num_tokens
         assert all(len(part.lengths) == 1 for part in parts_of(batch))
-        first, second = halves(batch)
+        first, second = halve(batch)
         assert max(first.ids.numel(), second.ids.numel()) <= 0.75 * batch.ids.numel()
 
 
 def test_what_cannot_be_smaller(batches: list[Batch]) -> None:
-    assert [len(halves(part)) for part in parts_of(batches[0])] == [0] * len(batches[0].lengths)
+    assert [len(halve(part)) for part in parts_of(batches[0])] == [0] * len(batches[0].lengths)
 
 
 def test_parts_give_the_same_gradient(batches: list[Batch], runtime: Runtime) -> None:
@@ -114,7 +114,7 @@ def test_an_evaluation_whose_passes_others_share_ends_and_says_whether_to_begin_
     trainee = trainee_of(small_run("recipe=lora"))
     trainee.sharding = SimpleNamespace(at_rest=lambda: None)
     batches = list(eval_batches(data.eval, Padded(4, pad_id=0)))
-    with scarce("forward", tokens=batches[0].ids.numel() - 1), pytest.raises(TooLargeTogether) as fault:
+    with scarce("forward", tokens=batches[0].ids.numel() - 1), pytest.raises(RetryOnRestart) as fault:
         score(trainee, batches, runtime, depth=0)
     assert fault.value.depth == 1
     with scarce("forward", tokens=3), pytest.raises(EnvironmentProblem, match=r"a document of .* by itself"):

@@ -1,9 +1,9 @@
-"""A conversation remembers what was said, and forgets what it is told to."""
+"""The conversation of app.generate: history, commands, Ctrl-C."""
 
 from collections.abc import Callable
 
 from app.data.types import Message
-from app.training.conversation import HELP, Conversation
+from app.generate import CHAT_HELP, Conversation
 
 
 def talk(*lines: str, system: str | None = None) -> tuple[list[list[Message]], str, Conversation]:
@@ -19,7 +19,7 @@ def talk(*lines: str, system: str | None = None) -> tuple[list[list[Message]], s
         return f"answer {len(asked)}"
 
     conversation = Conversation(answer, shown.append, system)
-    conversation.hold(lines)
+    conversation.run(lines)
     return asked, "".join(shown), conversation
 
 
@@ -27,13 +27,13 @@ def contents(messages: list[Message]) -> list[str]:
     return [f"{m['role']}: {m['content']}" for m in messages]
 
 
-def test_history_goes_along() -> None:
+def test_conversation_sends_its_history() -> None:
     asked, shown, _ = talk("one\n", "  \n", "two\n", system="Be kind.")
     assert contents(asked[1]) == ["system: Be kind.", "user: one", "assistant: answer 1", "user: two"]
-    assert shown == f"{HELP}\nanswer 1\nanswer 2\n"
+    assert shown == f"{CHAT_HELP}\nanswer 1\nanswer 2\n"
 
 
-def test_commands() -> None:
+def test_conversation_commands_change_the_history() -> None:
     asked, shown, _ = talk(
         "one", "/undo", "two", "/system Be brief.", "three", "/nwe", "/new", "four", "/quit", "five"
     )
@@ -44,7 +44,7 @@ def test_commands() -> None:
     assert "/nwe is no command." in shown
 
 
-def test_a_stopped_answer_is_forgotten() -> None:
+def test_conversation_forgets_a_stopped_answer() -> None:
     asked, shown, conversation = talk("one", "stop", "two")
     assert contents(asked[2]) == ["user: one", "assistant: answer 1", "user: two"]
     assert "half an\n(stopped; this turn is forgotten)\n" in shown
