@@ -69,13 +69,13 @@ def _memory(config: CheckConfig, _console: Console) -> dict[str, Any]:
     begun = time.perf_counter()
     from app.memory.check import check_memory
     from app.pages.check_report import show_check
-    from app.pages.check_summary import memory_sections, stop
+    from app.pages.check_summary import memory_sections, out_of_memory_problem
 
     processes = _planned_processes(config)
     facts = check_memory(
         config.run, config.overrides, config.hardware, exact=config.exact, processes=processes
     )
-    facts["stops"] = [] if facts["fits"] else [stop(facts)]
+    facts["stops"] = [] if facts["fits"] else [out_of_memory_problem(facts)]
     facts["seconds"] = round(time.perf_counter() - begun, 2)
     show_check(memory_sections(facts))
     return facts

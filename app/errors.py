@@ -1,13 +1,13 @@
-"""What the user can mend. Anything else that is raised is a fault of ours and shows its traceback.
+"""Errors that the user can solve; any other exception is a bug and shows its traceback.
 
-A message names the key to type, the value given, what is allowed and what to do.
+A message names the key to type, the value given, the cause and the remedy.
 """
 
 from collections.abc import Iterable, Sequence
 
 
 class AppError(Exception):
-    """A problem, or several of one kind, that the user can mend; reported without a traceback."""
+    """One or several problems that the user can solve, reported without a traceback."""
 
     exit_code = 2
 
@@ -16,7 +16,7 @@ class AppError(Exception):
         super().__init__("\n".join(self.problems))
 
     def report(self) -> str:
-        """The whole message as it is printed: one line, or a numbered list."""
+        """The message to print: one line, or a numbered list."""
         if len(self.problems) == 1:
             return f"error: {self.problems[0]}"
         listed = "\n".join(f"  {i}. {problem}" for i, problem in enumerate(self.problems, 1))
@@ -28,7 +28,7 @@ class ConfigError(AppError):
 
 
 def refuse(problems: Iterable[str]) -> None:
-    """One ConfigError with all of them, if there are any."""
+    """Raise one ConfigError with all problems, if there are any."""
     found = list(problems)
     if found:
         raise ConfigError(found)
@@ -47,10 +47,10 @@ class CheckpointError(AppError):
 
 
 class Unfinished(AppError):  # noqa: N818 (no fault: what was saved goes on)
-    """A run that goes on when it is started again."""
+    """A run that was saved and continues when it is started again."""
 
     exit_code = 75
 
 
 class TrainingError(AppError):
-    """The training itself cannot go on: gradients that stay non-finite."""
+    """Training that cannot continue, such as gradients that stay non-finite."""

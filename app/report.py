@@ -1,4 +1,4 @@
-"""A page for people about a run, a sweep, or several runs: one HTML file that needs nothing else.
+"""Command app.report: an HTML page about a run, a sweep, or several runs, in one file that needs nothing else.
 
 python -m app.report run=runs/mine                    runs/mine/report.html, as each run writes it at its end
 python -m app.report sweep=runs/sweep-lr-d45e4692     the leaderboard, and what the swept values did
@@ -15,13 +15,13 @@ from app.files import write_text
 from app.pages.read_run import is_run, read_sweep
 from app.tracking.console import Console, open_console
 
-# the pages are imported inside functions: a mistake in the command line must not cost the reading of YAML and templates
+# pages are imported inside functions, so that a mistake in the command line is reported without loading YAML and jinja2
 
 _SWEEP = "sweep.json"
 
 
 def report(config: ReportConfig, console: Console) -> None:
-    """From a checked config to a file."""
+    """Write the page."""
     problems = [*_folder_problems(config), *_target_problems(config)]
     if problems:
         raise ConfigError(problems)
@@ -69,12 +69,12 @@ def _target_problems(config: ReportConfig) -> Iterator[str]:
         yield f"to={target}: there is no folder {target.parent}. Make it, or give another file."
     elif target.parent.is_dir() and not os.access(target.parent, os.W_OK):
         yield f"to={target}: {target.parent} cannot be written to. Give to=FILE in another folder."
-    elif target.exists() and not _is_ours(target):
+    elif target.exists() and not _is_report(target):
         yield f"to={target}: there is something else already. Move it away, or give another file."
 
 
-def _is_ours(file: Path) -> bool:
-    """A page that this command made may be made anew."""
+def _is_report(file: Path) -> bool:
+    """Whether this command made the file, and may replace it."""
     from app.pages.render import GENERATOR
 
     with file.open("rb") as content:
@@ -87,7 +87,7 @@ def _command(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Exit codes as of app.train."""
+    """Exit codes: docs/output.md."""
     run_command(_command)
 
 

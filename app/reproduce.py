@@ -14,7 +14,13 @@ from app.config.finished_run import ReproduceConfig, as_run, reproduce_config
 from app.config.schema import RunConfig
 from app.errors import CheckpointError, ConfigError
 from app.files import write_json
-from app.tracking.compare_runs import Difference, LineComparison, of_content, of_lines, of_programs
+from app.tracking.compare_runs import (
+    Difference,
+    LineComparison,
+    compare_content,
+    compare_lines,
+    compare_programs,
+)
 from app.tracking.console import Console, open_console
 from app.tracking.formatting import align
 from app.tracking.jsonl_metrics import read_lines
@@ -45,7 +51,7 @@ def reproduce(config: ReproduceConfig, console: Console) -> int:
             "now, give dataset.path=, dataset.eval_path= or model.path=; anyway=true runs it all the same."
         )
     code = train(run)
-    found = of_lines(lines, read_lines(after.metrics))
+    found = compare_lines(lines, read_lines(after.metrics))
     if code and found.last_step != last:
         console.say(f"stopped, not compared: give another output_dir, or remove {after.path}, to begin again")
         return code
@@ -68,7 +74,7 @@ def _differences(folder: RunFolder, run: RunConfig) -> tuple[list[Difference], l
     from app.training.summary import provenance
 
     then, now = read_manifest(folder.manifest), {**program_here(), **provenance(run)}
-    return of_programs(then, now), of_content(then, now)
+    return compare_programs(then, now), compare_content(then, now)
 
 
 def _told(differences: Sequence[Difference]) -> str:
@@ -78,7 +84,7 @@ def _told(differences: Sequence[Difference]) -> str:
 
 def _verdict(found: LineComparison, agrees: bool, last: int) -> str:
     ended = "" if found.last_step == last else f"\nit ended there; the first run went on to step {last}"
-    return f"{'agrees' if agrees else 'differs'}, {found.words()}{ended}"
+    return f"{'agrees' if agrees else 'differs'}, {found.summary()}{ended}"
 
 
 def _result(

@@ -39,7 +39,7 @@ from app.model.quantization import missing_hardware, quantization_after_training
 from app.model.tasks import task_of
 from app.tracking.formatting import format_bytes
 from app.tracking.model_card import Loading
-from app.tracking.redact import masked
+from app.tracking.redact import redact
 
 CARD = "README.md"
 _ADAPTER = "adapter_config.json"
@@ -162,7 +162,7 @@ def make_export(export: Export, card: str, facts: dict[str, Any], say: Callable[
             empty(folder)
         report = {**facts, "kind": config.kind, "dtype": config.dtype if export.merge else None}
         report |= {**verification.as_dict(), "files": hashes_of(folder)}
-        write_json_unflushed(folder / REPORT, masked(report))
+        write_json_unflushed(folder / REPORT, redact(report))
     return verification
 
 

@@ -1,1 +1,1 @@
-"""Pages for people, made of nothing but what lies in output folders: no torch, no network, no script."""
+"""HTML pages about runs, sweeps, comparisons and checks, made from output folders alone."""

@@ -1,4 +1,4 @@
-"""What models answered to held-out prompts: at the first and the last evaluation of a run, or in several runs."""
+"""Answers to held-out prompts: at the first and the last evaluation of a run, or of several runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from app.tracking.formatting import (
 )
 
 _MAX_PROMPTS = 24
-_Prompt = tuple[str, str, int]  # with what is expected, and which of several equal ones it is
+_Prompt = tuple[str, str, int]  # prompt, expected answer, number among equal ones
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`right` is None where nothing is judged."""
+    """An answer; `right` is None if it is not judged."""
 
     label: str
     text: str
@@ -24,7 +24,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Prompts, each with what was expected and answered; `more` are not shown."""
+    """Prompts, each with the expected and the given answers; `more` prompts are left out."""
 
     prompts: Sequence[tuple[str, Sequence[Answer]]]
     summary: str = ""
@@ -32,7 +32,7 @@ class Answers:
 
 
 def answers_before_and_after(lines: Sequence[Mapping[str, Any]]) -> Answers | None:
-    """The first step that has answers beside the last one; None without any."""
+    """Answers of the first and the last step in samples.jsonl; None without any."""
     steps = sorted({line["step"] for line in lines})
     steps = steps[:1] + steps[1:][-1:]
     found = {_moment(step): _answers(lines, step) for step in steps}
@@ -48,7 +48,7 @@ def answers_before_and_after(lines: Sequence[Mapping[str, Any]]) -> Answers | No
 
 
 def last_answers(runs: Sequence[tuple[str, SavedRun]]) -> Answers | None:
-    """Prompts that the last answers of at least two runs have in common; None where there are none."""
+    """Last answers of several runs to prompts that at least two of them share; None without any."""
     found = {}
     for name, run in runs:
         if run.samples:
@@ -81,13 +81,12 @@ def _prompt(
 
 
 def _text(line: Mapping[str, Any]) -> str:
-    """The answer, and of a label how likely it was to the model."""
+    """The answer, with its likelihood if it is a label."""
     likelihood, text = finite_number(line.get("likelihood")), str(line.get("answer", ""))
     return text if likelihood is None else f"{text} ({likelihood:.0%})"
 
 
 def _is_right(line: Mapping[str, Any]) -> bool:
-    """But for space around it."""
     return str(line.get("answer", "")).strip() == str(line.get("expected", "")).strip()
 
 

@@ -1,7 +1,7 @@
-"""Charts as numbers and places, which a template draws as SVG: lines over steps, dots over values, bars.
+"""Geometry of SVG charts for the templates: lines over steps, scatter plots, bars.
 
-Places are percentages, so that a chart fits any width while its words keep their size. Only the lines need
-coordinates: they lie in a picture of 1000 x 1000 that is stretched.
+Positions are percentages, so that a chart fits any width while its text keeps its size. Only lines need coordinates:
+they lie in a view box of 1000 x 1000 that is stretched.
 """
 
 import math
@@ -11,25 +11,25 @@ from itertools import pairwise
 from typing import Any
 
 from app.pages.read_run import SavedRun
-from app.tracking.formatting import finite_number, format_bytes, format_count, format_number
+from app.tracking.formatting import finite_number, format_bytes, format_count, format_number, truncate
 
 COLOURS = 8
-_STRETCHES = 75  # of a long line, four points of each
+_THINNING_SEGMENTS = 75  # of a long line, with four points each
 _MAX_LINE_DOTS = 60
 _TICKS = 5
-_MARGIN = 0.06  # of the range, so that no line runs along the edge
-_MIN_RANGE = 1e-9  # of the numbers; a smaller range is none
-_MIN_LOG_RATIO = 20.0  # of the largest to the smallest, before a linear axis hides what is small
-_TINY = 1e-150  # what is closer to zero is drawn as zero: quotients of it would be no numbers
-_MAX_LABEL = 14  # characters of a value below an axis
+_MARGIN = 0.06  # fraction of the range between lines and edge
+_MIN_RELATIVE_RANGE = 1e-9  # a smaller range counts as a constant
+_MIN_LOG_RATIO = 20.0  # of the largest to the smallest value for a logarithmic axis
+_TINY = 1e-150  # smaller numbers are drawn as zero, because their quotients overflow
+_MAX_LABEL_CHARACTERS = 14
 _MAX_LENGTH_BARS = 12
-Point = tuple[float, float | None]  # None: the line of the file has no number
-Words = Callable[[float], str]
+Point = tuple[float, float | None]  # None for a line of the file without a number
+Formatter = Callable[[float], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """`low` and `high` are numbers; `ticks` lie between them."""
+    """A linear or logarithmic axis from `low` to `high`."""
 
     low: float
     high: float
@@ -37,7 +37,7 @@ class Axis:
     log: bool = False
 
     def share(self, value: float) -> float:
-        """0 at the beginning of the axis, 1 at its end."""
+        """Position of a value: 0 at the beginning of the axis, 1 at its end."""
         if self.log:
             start = math.log(self.low)
             return (math.log(value) - start) / (math.log(self.high) - start)
@@ -46,11 +46,11 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """What a chart shows: its title, the name of its upright axis, and how its numbers are told and spread."""
+    """What a chart shows: title, unit and format of its values, and its vertical axis."""
 
     title: str
     unit: str
-    words: Words = format_number
+    formatter: Formatter = format_number
     may_log: bool = False
     from_zero: bool = False
     wide: bool = False
@@ -58,7 +58,7 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line of a chart."""
+    """A line of a chart."""
 
     name: str
     points: Sequence[Point]
@@ -67,7 +67,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Dot:
-    """At percentages of width and height; `text` is told when it is pointed at."""
+    """A point at percentages of width and height; `text` is its tooltip."""
 
     x: str
     y: str
@@ -78,7 +78,7 @@ class Dot:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """`lines` are colours with the points of each piece; `legend` has names and colours."""
+    """Geometry of a chart. `lines` are colours with the points of each piece; `legend` has names and colours."""
 
     quantity: Quantity
     x_name: str
@@ -92,7 +92,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """`share` of the longest possible bar; `beyond` is drawn in another colour."""
+    """A bar as a `share` of the longest possible one; `beyond` is drawn in another colour."""
 
     label: str
     share: float
@@ -101,20 +101,20 @@ class Bar:
 
 
 def line_chart(quantity: Quantity, series: Sequence[Series], *, legend: bool = True) -> Chart | None:
-    """Over steps; None where nothing was logged at all. Several charts of the same lines share one legend."""
+    """A chart over steps; None if nothing was logged. Charts of the same lines share one legend."""
     shown = [each for each in series if each.points]
     if not shown:
         return None
     across = axis_of((x for each in shown for x, _ in each.points), lambda x: f"{x:,.0f}", steps=True)
     known = [y for each in shown for _, y in each.points if y is not None]
-    up = axis_of(known, quantity.words, may_log=quantity.may_log, from_zero=quantity.from_zero)
+    up = axis_of(known, quantity.formatter, may_log=quantity.may_log, from_zero=quantity.from_zero)
     return Chart(
         quantity,
         "step",
         across,
         up,
         lines=[(each.colour % COLOURS, _pieces(thinned(each.points), across, up)) for each in shown],
-        dots=[dot for each in shown for dot in _line_dots(each, across, up, quantity.words)],
+        dots=[dot for each in shown for dot in _line_dots(each, across, up, quantity.formatter)],
         legend=[(each.name, each.colour % COLOURS) for each in shown] if legend and len(shown) > 1 else (),
         remarks=list(_remarks(shown, up)),
     )
@@ -124,20 +124,20 @@ _LOSS = Quantity("Loss", "mean of a trained token", may_log=True, wide=True)
 _OTHERS = {
     "lr": Quantity("Learning rate", "lr", from_zero=True),
     "grad_norm": Quantity("Gradient norm", "before clipping", may_log=True),
-    "tokens_per_second": Quantity("Tokens a second", "tokens/s", words=format_count, from_zero=True),
-    "peak_memory_bytes": Quantity("Peak memory", "measured", words=format_bytes, from_zero=True),
+    "tokens_per_second": Quantity("Tokens a second", "tokens/s", formatter=format_count, from_zero=True),
+    "peak_memory_bytes": Quantity("Peak memory", "measured", formatter=format_bytes, from_zero=True),
 }
 
 
 def curves(run: SavedRun) -> list[Chart]:
-    """Of one run; none where nothing was logged."""
+    """Charts of a run; none if nothing was logged."""
     losses = [Series("train", run.points("loss")), Series("held out", run.points("eval_loss"), 1)]
     others = (line_chart(kind, [Series(key, run.points(key))]) for key, kind in _OTHERS.items())
     return _drawn([line_chart(_LOSS, losses), *others])
 
 
 def curves_of_several(runs: Sequence[tuple[str, SavedRun]]) -> list[Chart]:
-    """Each run in a colour of its own, by the name that is given with it."""
+    """Charts of several named runs, each in its own colour."""
     losses = {
         "eval_loss": replace(_LOSS, title="Loss on held-out rows"),
         "loss": replace(_LOSS, title="Training loss"),
@@ -155,9 +155,9 @@ def _drawn(charts: Iterable[Chart | None]) -> list[Chart]:
 
 
 def scatter_chart(quantity: Quantity, x_name: str, found: Sequence[tuple[str, float, str]]) -> Chart:
-    """A dot for each value as it was typed, its number and what to tell of it; the lowest are marked."""
+    """A dot for each value as typed, with its number and tooltip; the lowest are marked."""
     across, places = _values_axis([value for value, _, _ in found])
-    up = axis_of([y for _, y, _ in found], quantity.words, may_log=quantity.may_log)
+    up = axis_of([y for _, y, _ in found], quantity.formatter, may_log=quantity.may_log)
     lowest = min(y for _, y, _ in found)
     dots = [
         Dot(percent(across.share(x)), percent(1 - up.share(y)), text, 2 if y == lowest else 0, y == lowest)
@@ -168,7 +168,7 @@ def scatter_chart(quantity: Quantity, x_name: str, found: Sequence[tuple[str, fl
 
 
 def length_bars(lengths: Mapping[str, Any], dropped: tuple[str, float] | None = None) -> list[Bar]:
-    """How many samples have how many tokens, neighbouring classes put together; nothing where `lengths` is odd."""
+    """Histogram of tokens per sample, with neighbouring classes joined; empty if `lengths` is malformed."""
     edges, counts = (
         [finite_number(each) for each in given] if isinstance(given, list) else []
         for given in (lengths.get("edges"), lengths.get("samples"))
@@ -191,55 +191,55 @@ def length_bars(lengths: Mapping[str, Any], dropped: tuple[str, float] | None = 
 
 def axis_of(
     values: Iterable[float],
-    words: Words = format_number,
+    formatter: Formatter = format_number,
     *,
     may_log: bool = False,
     from_zero: bool = False,
     steps: bool = False,
 ) -> Axis:
-    """Holds all `values`; logarithmic only where it may be, all are positive and they lie far apart.
+    """An axis that contains all `values`; logarithmic if allowed, and they are positive and far apart.
 
-    `steps` are whole numbers, and both ends are used.
+    An axis of `steps` has whole numbers and no margin.
     """
     known = list(values)
     low, high = min(known, default=0.0), max(known, default=1.0)
     if may_log and low > _TINY and high / low >= _MIN_LOG_RATIO:
         margin = (high / low) ** _MARGIN
         low, high = low / margin, high * margin
-        return Axis(low, high, _told(_log_ticks(low, high), words), log=True)
+        return Axis(low, high, _labelled(_log_ticks(low, high), formatter), log=True)
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
     size = max(abs(low), abs(high))
-    if high - low <= max(_MIN_RANGE * size, _TINY):
+    if high - low <= max(_MIN_RELATIVE_RANGE * size, _TINY):
         half = 1.0 if steps else size * 0.1 if size > _TINY else 0.5
         low, high = low - half, high + half
     elif not steps:
         margin = (high - low) * _MARGIN
         low, high = low - margin * (not from_zero or low < 0), high + margin
     ticks = _linear_ticks(low, high)
-    return Axis(low, high, _told([tick for tick in ticks if not steps or tick == round(tick)], words))
+    return Axis(low, high, _labelled([tick for tick in ticks if not steps or tick == round(tick)], formatter))
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """First, lowest, highest and last point of each stretch; a stretch without any number is a gap."""
-    if len(points) <= 4 * _STRETCHES:
+    """The first, lowest, highest and last point of each segment; a segment without any number is a gap."""
+    if len(points) <= 4 * _THINNING_SEGMENTS:
         return list(points)
-    edges = [len(points) * at // _STRETCHES for at in range(_STRETCHES + 1)]
-    kept: list[Point] = []
+    edges = [len(points) * at // _THINNING_SEGMENTS for at in range(_THINNING_SEGMENTS + 1)]
+    remaining: list[Point] = []
     for start, end in pairwise(edges):
         known = [(y, at) for at in range(start, end) if (y := points[at][1]) is not None]
         places = {known[0][1], min(known)[1], max(known)[1], known[-1][1]} if known else {start}
-        kept += [points[at] for at in sorted(places)]
-    return kept
+        remaining += [points[at] for at in sorted(places)]
+    return remaining
 
 
 def percent(share: float) -> str:
-    """For attributes of SVG."""
+    """A position as an attribute of SVG."""
     return f"{round(100 * share, 2):g}%"
 
 
 def as_numbers(texts: Sequence[str]) -> list[float] | None:
-    """All of them, if all are numbers."""
+    """The texts as numbers, if all are."""
     try:
         found = [finite_number(float(text)) for text in texts]
     except ValueError:
@@ -249,7 +249,7 @@ def as_numbers(texts: Sequence[str]) -> list[float] | None:
 
 
 def _pieces(points: Sequence[Point], across: Axis, up: Axis) -> list[str]:
-    """A line is interrupted where there is no number."""
+    """Points of a line, interrupted where there is no number."""
     pieces: list[list[str]] = [[]]
     for x, y in points:
         if y is None:
@@ -259,21 +259,21 @@ def _pieces(points: Sequence[Point], across: Axis, up: Axis) -> list[str]:
     return [" ".join(piece) for piece in pieces if piece]
 
 
-def _line_dots(series: Series, across: Axis, up: Axis, words: Words) -> Iterator[Dot]:
-    """Of lines of few points: a lone point would be no line at all."""
+def _line_dots(series: Series, across: Axis, up: Axis, formatter: Formatter) -> Iterator[Dot]:
+    """Dots on a line of few points: a single point draws no line."""
     for x, y in series.points if len(series.points) <= _MAX_LINE_DOTS else ():
         if y is not None:
-            text = f"step {x:,.0f}: {series.name} {words(y)}"
+            text = f"step {x:,.0f}: {series.name} {formatter(y)}"
             yield Dot(percent(across.share(x)), percent(1 - up.share(y)), text, series.colour % COLOURS)
 
 
 def _remarks(series: Sequence[Series], up: Axis) -> Iterator[str]:
-    """What must be said so that the picture does not deceive."""
+    """Notes below a chart: logarithmic scale, thinned lines, missing numbers."""
     if up.log:
         yield "Logarithmic scale."
     longest = max(len(each.points) for each in series)
-    if longest > 4 * _STRETCHES:
-        each_of = f"each {longest / _STRETCHES:,.0f}"
+    if longest > 4 * _THINNING_SEGMENTS:
+        each_of = f"each {longest / _THINNING_SEGMENTS:,.0f}"
         yield f"{longest:,} lines, drawn by the first, lowest, highest and last of {each_of}."
     for each in series:
         missing = sum(y is None for _, y in each.points)
@@ -282,15 +282,15 @@ def _remarks(series: Sequence[Series], up: Axis) -> Iterator[str]:
 
 
 def _values_axis(values: Sequence[str]) -> tuple[Axis, list[float]]:
-    """Numbers where all are, else each value at a place of its own."""
+    """A numeric axis if all values are numbers, else one with a position for each value."""
     numbers = as_numbers(values)
     if numbers is not None and len(set(numbers)) > 1:
         axis = axis_of(numbers, may_log=True)
-        if len(set(numbers)) <= 6:  # those themselves rather than round ones near them
+        if len(set(numbers)) <= 6:  # the values themselves as ticks
             axis = Axis(axis.low, axis.high, [(x, format_number(x)) for x in sorted(set(numbers))], axis.log)
         return axis, numbers
     names = list(dict.fromkeys(values))
-    labels = [name if len(name) <= _MAX_LABEL else f"{name[: _MAX_LABEL - 1]}…" for name in names]
+    labels = [truncate(name, _MAX_LABEL_CHARACTERS) for name in names]
     axis = Axis(-0.5, len(names) - 0.5, [(float(at), label) for at, label in enumerate(labels)])
     return axis, [float(names.index(value)) for value in values]
 
@@ -312,9 +312,9 @@ def _linear_ticks(low: float, high: float) -> list[float]:
     return [tick for tick in ticks if low <= tick <= high]  # rounding may put one just outside
 
 
-def _told(ticks: list[float], words: Words) -> list[tuple[float, str]]:
-    """Two ticks must not read alike."""
-    told = [words(tick) for tick in ticks]
-    if len(set(told)) < len(told):
-        told = [f"{tick:,.12g}" for tick in ticks]
-    return list(zip(ticks, told, strict=True))
+def _labelled(ticks: list[float], formatter: Formatter) -> list[tuple[float, str]]:
+    """Ticks with distinct labels."""
+    labels = [formatter(tick) for tick in ticks]
+    if len(set(labels)) < len(labels):
+        labels = [f"{tick:,.12g}" for tick in ticks]
+    return list(zip(ticks, labels, strict=True))

@@ -20,13 +20,13 @@ from app.pages.render import render
 from app.tracking.console import SafeStream
 from app.tracking.formatting import printable
 
-_BAR = 32  # characters of the longest
-_NARROW = 60  # columns; below, names stand above what they name
+_MAX_BAR_CHARACTERS = 32
+_MIN_COLUMNS = 60  # of a terminal with labels beside their texts; narrower ones stack them
 Rows = Iterator[tuple[str, Text]]
 
 
 def check_page(found: Mapping[str, Any]) -> str:
-    """From what check.json holds: `data`, `memory`, `cluster`."""
+    """The page for check.json, which has `data`, `memory` and `cluster` as far as they were checked."""
     data, memory, cluster = (found.get(name) for name in ("data", "memory", "cluster"))
     stops = [str(problem) for facts in found.values() for problem in facts["stops"]]
     badges = [("a run would stop", "bad") if stops else ("nothing stops a run", "good")]
@@ -45,13 +45,13 @@ def check_page(found: Mapping[str, Any]) -> str:
 
 
 def show_check(sections: Sequence[Section], stream: TextIO | None = None) -> None:
-    """All of it but the details. Rich honours NO_COLOR and the width of the terminal."""
+    """Print the sections without details; rich honours NO_COLOR and the width of the terminal."""
     safe = SafeStream(stream or sys.stdout)
     terminal = Terminal(file=cast(TextIO, safe), markup=False, highlight=False, emoji=False)
     for section in sections:
         rows = list(_rows(section, terminal))
         if rows:
-            terminal.print(_stacked(rows) if terminal.width < _NARROW else _beside(rows))
+            terminal.print(_stacked(rows) if terminal.width < _MIN_COLUMNS else _beside(rows))
 
 
 def _beside(rows: Sequence[tuple[str, Text]]) -> Table:
@@ -79,15 +79,15 @@ def _rows(section: Section, terminal: Terminal) -> Rows:
     yield from _bars(section, terminal)
     if section.samples:
         yield from _samples(section.samples, section.marked, terminal)
-    for at, (words, why) in enumerate(section.advice):
+    for at, (override, why) in enumerate(section.advice):
         name = "" if at else section.label
-        yield name, Text.assemble((printable(words), "bold cyan"), "\n", printable(why))
+        yield name, Text.assemble((printable(override), "bold cyan"), "\n", printable(why))
 
 
 def _bars(section: Section, terminal: Terminal) -> Rows:
     labels, texts = ([getattr(bar, name) for bar in section.bars] for name in ("label", "text"))
     width, numbers = (max(map(len, each), default=0) for each in (labels, texts))
-    longest = max(1, min(_BAR, terminal.width - width - numbers - 14))
+    longest = max(1, min(_MAX_BAR_CHARACTERS, terminal.width - width - numbers - 14))
     block = "█" if terminal.encoding.startswith("utf") else "#"
     for bar in section.bars:
         drawn = block * (max(1, round(longest * bar.share)) if bar.share else 0)
@@ -100,7 +100,7 @@ def _samples(samples: Sequence[TrainingSample], marked: str, terminal: Terminal)
     has_colour = terminal.color_system is not None and not terminal.no_color
 
     def mark(text: str) -> Text:
-        """Brackets where there are no colours."""
+        """Mark by colour, or by brackets where there is none."""
         return Text(text, style="black on green") if has_colour else Text(f"[[{text}]]", style="bold")
 
     yield "samples", Text.assemble("the first, ", mark(marked))

@@ -1,4 +1,4 @@
-"""What app.check found, in the words that its screen and its page share: rows of a label and a text, bars, advice."""
+"""Findings of app.check as sections of labelled texts, bars and advice, for its page and its terminal output."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from app.tracking.formatting import (
 )
 
 Facts = Mapping[str, Any]
-Rows = Sequence[tuple[str, str]]  # a row without a label belongs to the one before it
+Rows = Sequence[tuple[str, str]]  # label and text; an empty label continues the row before
 
 PARTS = {
     "frozen_weights": "frozen weights",
@@ -29,28 +29,28 @@ PARTS = {
     "margin_bytes": "margin",
     "all_else": "all else",
 }
-_ON_TOP = ("buckets_bytes", "lost_bytes", "context_bytes", "margin_bytes")  # of what lives at the peak
+_BEYOND_TENSORS = ("buckets_bytes", "lost_bytes", "context_bytes", "margin_bytes")
 _MAX_REASONS = 5
 _MAX_LABELS = 24
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of the page under its title, and of the screen without it. `details` are for the page alone."""
+    """A section of the page, and of the terminal without its title. `details` are for the page alone."""
 
     title: str
     rows: Rows = ()
     bars: Sequence[Bar] = ()
     samples: Sequence[TrainingSample] = ()
-    advice: Rows = ()  # what to type, and why
+    advice: Rows = ()  # override and reason
     label: str = "advice"
     details: Rows = ()
-    marked: str = ""  # what of the samples is
-    counts: bool = False  # bars stand for counts, not for bytes
+    marked: str = ""  # meaning of the marked parts of samples
+    counts: bool = False  # bars are counts, not bytes
 
 
 def data_sections(facts: Facts) -> list[Section]:
-    """From the part `data` of check.json."""
+    """Sections for `data` of check.json."""
     percentiles, preview = facts["length_percentiles"], facts["preview"]
     advice = [(str(each["set"]), str(each["why"])) for each in facts["advice"]]
     sections = [Section("Data", list(_data_rows(facts)))]
@@ -69,7 +69,7 @@ def data_sections(facts: Facts) -> list[Section]:
 
 
 def memory_sections(facts: Facts) -> list[Section]:
-    """From the part `memory` of check.json."""
+    """Sections for `memory` of check.json."""
     knobs = [(str(each["override"]), _knob(each)) for each in facts["knobs"]]
     if facts["together"]:
         needed = format_bytes(facts["together"]["needed_bytes"])
@@ -77,7 +77,7 @@ def memory_sections(facts: Facts) -> list[Section]:
     none = [("knobs", "none is needed" if facts["fits"] else "none saves memory")]
     most = max(facts["memory_bytes"], facts["needed_bytes"])
     bars = [
-        Bar(PARTS.get(name, name), size / most, format_bytes(size), name in _ON_TOP)
+        Bar(PARTS.get(name, name), size / most, format_bytes(size), name in _BEYOND_TENSORS)
         for name, size in _parts(facts)
     ]
     details = [
@@ -100,13 +100,13 @@ def memory_sections(facts: Facts) -> list[Section]:
 
 
 def _parts(facts: Facts) -> list[tuple[str, int]]:
-    """Everything that is needed, by its name in PARTS; nothing that would be told as 0."""
-    parts = [*facts["anatomy"].items(), *((name, facts.get(name) or 0) for name in _ON_TOP)]
+    """Parts of the needed memory by their names in PARTS, without those that round to 0."""
+    parts = [*facts["anatomy"].items(), *((name, facts.get(name) or 0) for name in _BEYOND_TENSORS)]
     return [(name, size) for name, size in parts if format_bytes(size) != format_bytes(0)]
 
 
 def cluster_sections(facts: Facts) -> list[Section]:
-    """From the part `cluster` of check.json."""
+    """Sections for `cluster` of check.json."""
     first = facts["ranks"][0]
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     members = [("processes", counted_processes(facts)), ("versions", versions)]
@@ -130,7 +130,7 @@ def cluster_sections(facts: Facts) -> list[Section]:
 
 
 def counted_processes(facts: Facts) -> str:
-    """What the check of a cluster is called."""
+    """Processes, machines and backend of a cluster check."""
     machines = _many(facts["machines"], "machine")
     return f"{facts['processes']} processes on {machines}, {facts['backend']}"
 
@@ -153,8 +153,8 @@ def _rate(row: Facts) -> str:
     )
 
 
-def stop(facts: Facts) -> str:
-    """What a person is told who would have started the run: the anatomy in a line, and the cheapest way in."""
+def out_of_memory_problem(facts: Facts) -> str:
+    """Problem of a run that does not fit: the needed memory by part, and the cheapest remedy."""
     parts = ", ".join(f"{PARTS.get(name, name)} {format_bytes(size)}" for name, size in _parts(facts))
     return f"it needs {_needed(facts)}: {parts}; the peak is in: {facts['peak_where']}. {_way_in(facts)}"
 
@@ -183,7 +183,7 @@ def _data_rows(facts: Facts) -> Iterator[tuple[str, str]]:
 
 
 def _side(name: str, split: Facts) -> Iterator[tuple[str, str]]:
-    """Labels, bad rows and empty texts of one side."""
+    """Labels, bad rows and empty texts of a split."""
     labels = list(split.get("labels", {}).items())
     if labels:
         more = f" and {len(labels) - _MAX_LABELS:,} more" if len(labels) > _MAX_LABELS else ""
@@ -193,7 +193,7 @@ def _side(name: str, split: Facts) -> Iterator[tuple[str, str]]:
         yield "" if at else f"{name}bad", f"{each['first']}{others}: {each['reason']}"
     if len(split["bad"]) > _MAX_REASONS:
         yield "", f"and {len(split['bad']) - _MAX_REASONS} more reasons"
-    if split["empty"]:  # no row is bad for it, and no model learns from it what was meant
+    if split["empty"]:  # such rows are not bad, but train nothing useful
         yield f"{name}empty", ", ".join(f"{count:,} in {where}" for where, count in split["empty"].items())
 
 

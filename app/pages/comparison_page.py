@@ -1,4 +1,4 @@
-"""The page of several runs beside each other: curves, results, settings that differ, what else differs, answers."""
+"""HTML page that compares runs: results, curves, settings and provenance that differ, answers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from app.pages.charts import curves_of_several
 from app.pages.read_run import SavedRun, read_run, section_of
 from app.pages.render import render
 from app.pages.run_page import method, status_badge
-from app.tracking.compare_runs import LineComparison, of_content, of_lines, of_programs
+from app.tracking.compare_runs import LineComparison, compare_content, compare_lines, compare_programs
 from app.tracking.formatting import (
     NO_VALUE,
     finite_number,
@@ -21,7 +21,7 @@ from app.tracking.formatting import (
     format_or,
 )
 
-_OF_A_START = ("output_dir", "resume")  # every run has its own
+_UNCOMPARED_KEYS = ("output_dir", "resume")
 _RESULTS = (
     ("objective", "objective", format_number, min),
     ("training loss, last", "train_loss_last", format_number, min),
@@ -33,9 +33,9 @@ _RESULTS = (
 
 
 def comparison_page(folders: Sequence[Path]) -> str:
-    """From what lies in folders that have runs."""
+    """Compare the runs of several folders."""
     runs = [read_run(folder) for folder in folders]
-    names = told_apart(folders)
+    names = distinct_names(folders)
     named = list(zip(names, runs, strict=True))
     return render(
         "comparison",
@@ -54,8 +54,8 @@ def comparison_page(folders: Sequence[Path]) -> str:
     )
 
 
-def told_apart(folders: Sequence[Path]) -> list[str]:
-    """Their names, with as much of the folders above as it takes."""
+def distinct_names(folders: Sequence[Path]) -> list[str]:
+    """Names of folders, with as many parent folders as make them distinct."""
     whole_paths = [folder.resolve() for folder in folders]
     most = max(len(path.parts) for path in whole_paths)
     for depth in range(1, most + 1):
@@ -66,20 +66,22 @@ def told_apart(folders: Sequence[Path]) -> list[str]:
 
 
 def _results(runs: Sequence[SavedRun]) -> Iterator[tuple[str, list[tuple[str | None, bool]]]]:
-    """Of each what is told, and whether it is the better one."""
-    for name, key, words, better in _RESULTS:
+    """Rows of results; each cell has its text, and whether it is the best."""
+    for name, key, formatter, better in _RESULTS:
         known = [finite_number(run.result.get(key)) for run in runs]
         there = [each for each in known if each is not None]
         best = better(there) if better and len(set(there)) > 1 else None
         if there:
-            cells = [(format_or(each, words, NO_VALUE), each is not None and each == best) for each in known]
+            cells = [
+                (format_or(each, formatter, NO_VALUE), each is not None and each == best) for each in known
+            ]
             yield name, cells
 
 
 def _settings(runs: Sequence[SavedRun]) -> list[tuple[str, ...]]:
-    """Every key in which not all are the same."""
+    """Every key that differs between runs."""
     settings = [dict(_flat(run.settings)) for run in runs]
-    keys = dict.fromkeys(key for each in settings for key in each if key not in _OF_A_START)
+    keys = dict.fromkeys(key for each in settings for key in each if key not in _UNCOMPARED_KEYS)
     return [
         (key, *(each.get(key, NO_VALUE) for each in settings))
         for key in keys
@@ -88,7 +90,7 @@ def _settings(runs: Sequence[SavedRun]) -> list[tuple[str, ...]]:
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """`optimizer.lr` and its value as text."""
+    """Dotted keys with their values as text."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{before}{key}.")
@@ -97,24 +99,24 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, st
 
 
 def _origin(name: str, run: SavedRun, first: SavedRun) -> dict[str, Any]:
-    """A further run against the first."""
-    then, now = _shaped(first.manifest), _shaped(run.manifest)
-    differences = [*of_programs(then, now), *of_content(then, now)]
+    """Differences between a run and the first."""
+    then, now = _complete(first.manifest), _complete(run.manifest)
+    differences = [*compare_programs(then, now), *compare_content(then, now)]
     return {
         "name": name,
-        "lines": _line_words(of_lines(first.lines, run.lines)),
+        "lines": _line_summary(compare_lines(first.lines, run.lines)),
         "rows": [(each.name, each.then, each.now) for each in differences],
     }
 
 
-def _shaped(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """With every part that is compared, whatever the file lacks."""
+def _complete(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest with every compared section, even if the file lacks it."""
     parts = {name: section_of(manifest, name) for name in ("packages", "hardware", "hashes")}
     program = {**section_of(manifest, "program"), "git": section_of(manifest, "program", "git")}
     return {"python": manifest.get("python"), "program": program, **parts}
 
 
-def _line_words(lines: LineComparison) -> str:
+def _line_summary(lines: LineComparison) -> str:
     if not lines.lines:
         return "No line of both is of the same step."
     if lines.first is None or lines.largest is None:

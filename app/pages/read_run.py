@@ -1,4 +1,4 @@
-"""Reads what the folders of runs and sweeps hold, without trust: any file may be absent, half written or torn."""
+"""Reader of the folders of runs and sweeps, in which any file may be absent, half written or malformed."""
 
 import json
 import re
@@ -14,9 +14,9 @@ from app.tracking.formatting import (
     format_integer,
 )
 from app.tracking.jsonl_metrics import read_lines
-from app.tracking.output_dir import RunFolder, user_of
+from app.tracking.output_dir import RunFolder, lock_owner
 from app.tracking.recorder import STATUSES, read_result
-from app.tracking.redact import masked
+from app.tracking.redact import redact
 
 UNFINISHED, RUNNING = "unfinished", "running"
 _STAMP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d)  ", re.MULTILINE)
@@ -24,7 +24,7 @@ _STAMP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d)  ", re.MULT
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
-    """`remarks` are about files that could not be read as they should."""
+    """Files of a run. `remarks` are about files that could not be read."""
 
     folder: Path
     status: str
@@ -41,16 +41,15 @@ class SavedRun:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
         return self.folder.resolve().name
 
     @property
     def starts(self) -> list[Mapping[str, Any]]:
-        """One for each time that it was started, in their order."""
+        """The starts of the run in their order."""
         return [each for each in list_of(self.manifest.get("starts")) if isinstance(each, dict)]
 
     def seconds(self) -> float | None:
-        """From each start to the last word before the next one; what lay between is not in it."""
+        """Total time from each start to the last message before the next one."""
         begun = [time for each in self.starts if (time := _time(each.get("time")))]
         if not begun or not self.message_times:
             return None
@@ -62,14 +61,14 @@ class SavedRun:
         return total
 
     def points(self, key: str) -> list[tuple[float, float | None]]:
-        """What was logged under a name, by step."""
+        """Logged values of a metric by step."""
         found = [(float(line["step"]), finite_number(line[key])) for line in self.lines if key in line]
         return sorted(found, key=lambda point: point[0])
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
-    """A row as the model reads it. `pieces` are texts, whether they are trained, and their weight if it has one."""
+    """A training row. `pieces` are texts, whether they are trained, and their weight as text."""
 
     place: str
     pieces: list[tuple[str, bool, str]]
@@ -77,7 +76,7 @@ class TrainingSample:
 
 @dataclass(frozen=True, slots=True)
 class SavedTrial:
-    """`values` are the swept settings, by key."""
+    """A trial of sweep.json; `values` are its swept settings by key."""
 
     number: int
     folder: Path
@@ -92,13 +91,13 @@ class SavedTrial:
 
     @property
     def name(self) -> str:
-        """With what was swept."""
+        """Number and swept settings."""
         return f"{self.number}: {' '.join(f'{key}={value}' for key, value in self.values.items())}"
 
 
 @dataclass(frozen=True, slots=True)
 class SavedSweep:
-    """`trials` in the order of the file."""
+    """A sweep.json."""
 
     folder: Path
     command: tuple[str, ...]
@@ -106,18 +105,18 @@ class SavedSweep:
 
     @property
     def keys(self) -> list[str]:
-        """Of the swept settings."""
+        """Keys of the swept settings."""
         return list(dict.fromkeys(key for trial in self.trials for key in trial.values))
 
     def ranked(self) -> list[SavedTrial]:
-        """The lowest objective first; those that have none last."""
+        """Trials by objective, the lowest first and those without one last."""
         return sorted(
             self.trials, key=lambda each: (each.objective is None, each.objective or 0.0, each.number)
         )
 
 
 def section_of(values: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
-    """The mapping that lies there; an empty one where none does."""
+    """The mapping at a path of keys; empty if there is none."""
     for name in path:
         inner = values.get(name)
         values = inner if isinstance(inner, Mapping) else {}
@@ -125,13 +124,13 @@ def section_of(values: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether there is anything of a run in it."""
+    """Whether the folder has any file of a run."""
     own = RunFolder(folder)
     return any(file.is_file() for file in (own.run_yaml, own.manifest, own.metrics, own.result))
 
 
 def read_run(folder: Path) -> SavedRun:
-    """Of a folder that `is_run`."""
+    """Read the run of a folder that `is_run`."""
     own, remarks = RunFolder(folder), list[str]()
     result = read_result(folder)
     if own.result.is_file() and not result:
@@ -149,8 +148,8 @@ def read_run(folder: Path) -> SavedRun:
             for line in _lines(own.metrics, remarks)
             if (numbers := _numbers(line))["step"] is not None
         ],
-        samples=masked(_lines(own.samples, remarks)),
-        preview=masked(_mapping(own.preview, remarks)),
+        samples=redact(_lines(own.samples, remarks)),
+        preview=redact(_mapping(own.preview, remarks)),
         scores=_mapping(folder / "evaluate.json", remarks),
         message_times=_message_times(own.log),
         remarks=remarks,
@@ -158,10 +157,10 @@ def read_run(folder: Path) -> SavedRun:
 
 
 def _status(folder: Path, result: Mapping[str, Any]) -> str:
-    """As result.json has it; without one it is at work, or was killed."""
+    """Status of result.json; without that file the run is running, or was killed."""
     if result.get("status") in STATUSES:
         return str(result["status"])
-    return RUNNING if user_of(folder) else UNFINISHED
+    return RUNNING if lock_owner(folder) else UNFINISHED
 
 
 def _text(path: Path) -> str:
@@ -184,7 +183,7 @@ def _mapping(path: Path, remarks: list[str]) -> dict[str, Any]:
 
 
 def _lines(path: Path, remarks: list[str]) -> list[dict[str, Any]]:
-    """What is whole; the rest is counted."""
+    """The complete lines; a remark counts the others."""
     if not path.is_file():
         return []
     whole = list(read_lines(path))
@@ -198,7 +197,7 @@ def _lines(path: Path, remarks: list[str]) -> list[dict[str, Any]]:
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
-    """As a line of metrics is: numbers, or none."""
+    """A line of metrics with None for values that are no numbers."""
     return {key: None if finite_number(value) is None else value for key, value in line.items()}
 
 
@@ -231,7 +230,7 @@ def _time(text: Any) -> datetime | None:
 
 
 def list_of(value: Any) -> list[Any]:
-    """The list, or none at all."""
+    """The value if it is a list, else an empty one."""
     return value if isinstance(value, list) else []
 
 
@@ -252,7 +251,7 @@ def training_samples(preview: Mapping[str, Any]) -> list[TrainingSample]:
 
 
 def read_sweep(folder: Path) -> SavedSweep | None:
-    """None where there is no sweep.json, or none that can be read."""
+    """Read sweep.json; None if it is absent or malformed."""
     try:
         values = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -263,20 +262,20 @@ def read_sweep(folder: Path) -> SavedSweep | None:
     return SavedSweep(folder, _texts(values.get("command")), tuple(trials))
 
 
-def _trial(folder: Path, told: Mapping[str, Any]) -> SavedTrial:
-    """Its folder lies in that of the sweep, wherever that was moved to."""
-    settings = [text.lstrip("+").partition("=") for text in _texts(told.get("swept"))]
+def _trial(folder: Path, values: Mapping[str, Any]) -> SavedTrial:
+    """A trial, with its folder inside that of the sweep, which may have been moved."""
+    settings = [text.lstrip("+").partition("=") for text in _texts(values.get("swept"))]
     return SavedTrial(
-        number=int(finite_number(told.get("number")) or 0),
-        folder=folder / Path(str(told.get("folder") or "-")).name,
-        status=str(told.get("status")),
-        objective=finite_number(told.get("objective")),
-        steps=finite_number(told.get("steps")),
-        tokens_per_second=finite_number(told.get("tokens_per_second")),
-        seconds=finite_number(told.get("seconds")),
+        number=int(finite_number(values.get("number")) or 0),
+        folder=folder / Path(str(values.get("folder") or "-")).name,
+        status=str(values.get("status")),
+        objective=finite_number(values.get("objective")),
+        steps=finite_number(values.get("steps")),
+        tokens_per_second=finite_number(values.get("tokens_per_second")),
+        seconds=finite_number(values.get("seconds")),
         values={key: value for key, _, value in settings},
-        overrides=_texts(told.get("overrides")),
-        error=None if told.get("error") is None else str(told["error"]),
+        overrides=_texts(values.get("overrides")),
+        error=None if values.get("error") is None else str(values["error"]),
     )
 
 

@@ -1,4 +1,4 @@
-"""Renders pages by jinja: every text in them is escaped; they have no script, and may not load anything."""
+"""Rendering of pages by jinja2: all values are escaped; pages have no script and load nothing."""
 
 from collections.abc import Callable
 from datetime import datetime
@@ -15,34 +15,34 @@ from app.tracking.formatting import (
     printable,
 )
 
-GENERATOR = "app.report"  # by it a page is known as one of ours, which may be written over
-_LONGEST = 1500  # characters of a prompt or an answer
+GENERATOR = "app.report"  # marks pages that app.report may overwrite
+_MAX_TEXT_CHARACTERS = 1500  # of a prompt or an answer
 
 
 def render(template: str, **values: Any) -> str:
-    """A whole file, from templates/NAME.html.j2."""
+    """Render templates/NAME.html.j2 as a whole file."""
     made = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
     page = environment().get_template(f"{template}.html.j2")
     return page.render(generator=GENERATOR, made=made, version=app.__version__, **values)
 
 
-def written_page(target: Path, make: Callable[[], str]) -> str:
-    """What to say of a page that is made at the end of something that must not fail by it."""
+def write_page(target: Path, make: Callable[[], str]) -> str:
+    """Write a page at the end of a run or sweep, which must not fail by it; returns the message about it."""
     try:
         write_text(target, make())
-    except Exception as fault:  # noqa: BLE001  whatever it is, what the page is about has not suffered
+    except Exception as fault:  # noqa: BLE001
         return f"report  could not be made ({type(fault).__name__}: {fault}); nothing else is missing"
     return f"report  {target}"
 
 
 @cache
 def environment() -> Environment:
-    """The templates of this package, and what they may call."""
+    """The templates of this package with their filters."""
     made = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=_printed,
+        finalize=_finalize,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -50,15 +50,15 @@ def environment() -> Environment:
     return made
 
 
-def _printed(value: Any) -> Any:
-    """What stands for a value that a template puts into a page, before it is escaped."""
+def _finalize(value: Any) -> Any:
+    """Text of a value before it is escaped: without control characters, empty for None."""
     if isinstance(value, str) and not hasattr(value, "__html__"):
         return printable(value)
     return "" if value is None else value
 
 
 def _shortened(text: str) -> str:
-    """Long texts by their beginning, with what is left out."""
-    if len(text) <= _LONGEST:
+    """The beginning of a long text, with the number of characters left out."""
+    if len(text) <= _MAX_TEXT_CHARACTERS:
         return text
-    return f"{text[:_LONGEST]} … ({len(text) - _LONGEST:,} more characters)"
+    return f"{text[:_MAX_TEXT_CHARACTERS]} … ({len(text) - _MAX_TEXT_CHARACTERS:,} more characters)"

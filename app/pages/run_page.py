@@ -1,4 +1,4 @@
-"""The page of one run: how it went, what it learnt from, what it answers, and how to run it again."""
+"""HTML page of a run: status, curves, scores, answers, data, memory, checks and provenance."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,7 +58,7 @@ _MAX_LABELS = 50
 
 
 def run_page(folder: Path) -> str:
-    """From what lies in a folder that has a run."""
+    """The page of the run in a folder."""
     run = read_run(folder)
     badge = status_badge(run.status)
     return render(
@@ -93,12 +93,12 @@ def run_page(folder: Path) -> str:
 
 
 def status_badge(status: str) -> tuple[str, str]:
-    """How a run ended, and the tone in which that is said."""
+    """Text and colour class of a status."""
     return _STATUSES.get(status, (status, "warn"))
 
 
 def method(run: SavedRun) -> str:
-    """In a line: how which model was tuned on what, and with what."""
+    """One line: method, model, dataset, optimizer, device."""
     chosen, path = section_of(run.manifest, "choices"), _setting(run, "dataset", "path")
     parts = (
         _tuning(run),
@@ -168,7 +168,7 @@ def _tiles(run: SavedRun) -> Iterator[tuple[str, str | None]]:
 
 
 def _scores(run: SavedRun) -> dict[str, Any] | None:
-    """What app.evaluate left in the folder of the run, of one model or of two beside each other."""
+    """Scores of evaluate.json, of one model or of base and tuned model."""
     sides = [side for side in ("base_", "tuned_") if f"{side}eval_loss" in run.scores] or [""]
     rows = [
         (key.replace("_", " "), *(format_or(run.scores.get(f"{side}{key}"), format_number) for side in sides))
@@ -192,8 +192,8 @@ def _data(run: SavedRun) -> dict[str, Any]:
             if side.get("source")
         ],
         "counts": [
-            (words, *(_count(key, side) for side in sides))
-            for key, words in _COUNTS.items()
+            (label, *(_count(key, side) for side in sides))
+            for key, label in _COUNTS.items()
             if any(side.get(key) for side in sides)
         ],
         "labels": [
@@ -226,7 +226,7 @@ def _filling(run: SavedRun) -> Iterator[str]:
 
 
 def _memory(run: SavedRun) -> dict[str, Any] | None:
-    """What was planned before the run beside what was measured, and of both what is known of their parts."""
+    """Predicted and measured memory, with their parts."""
     peaks = [y for _, y in run.points("peak_memory_bytes") if y is not None]
     if not peaks:
         return None
@@ -278,7 +278,7 @@ def _peaks(run: SavedRun, peaks: Sequence[float]) -> Iterator[tuple[str, str | N
 
 
 def _checks(run: SavedRun) -> list[tuple[str, str, str, bool | None]]:
-    """What was compared before the first step: difference, what is allowed, and whether it holds."""
+    """Checks before the first step: name, difference, tolerance, and whether it passed."""
     found = []
     for each in list_of(run.manifest.get("proofs")):
         if isinstance(each, Mapping):
@@ -290,7 +290,7 @@ def _checks(run: SavedRun) -> list[tuple[str, str, str, bool | None]]:
 
 
 def _commands(run: SavedRun) -> Iterator[tuple[str, str]]:
-    """The same numbers once more, and the command that was typed."""
+    """Commands that reproduce the run, and the one that was typed."""
     again = shlex.join(["python", "-m", "app.reproduce", f"run={run.folder}"])
     yield "The same run from its own files, compared line by line:", again
     line = [str(word) for word in list_of(run.starts[0].get("command_line"))] if run.starts else []

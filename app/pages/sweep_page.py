@@ -1,4 +1,4 @@
-"""The page of a sweep: the best trial as a command, the ranking, and what the swept values did."""
+"""HTML page of a sweep: the best trial as a command, the ranking, and the objective by each swept key."""
 
 import shlex
 from collections import Counter
@@ -21,15 +21,16 @@ from app.tracking.formatting import (
 )
 
 _MAX_CURVES = 6  # of the best trials
-_STATES = ("running", "stopped", "pending", "finished", "dry_run", "failed")  # the first that any trial is in
-_OPEN = ("pending", "running", "stopped")
+# a sweep has the first status that any trial has
+_STATUSES = ("running", "stopped", "pending", "finished", "dry_run", "failed")
+_UNFINISHED = ("pending", "running", "stopped")
 _REPORT = "report.html"
 
 
 def sweep_page(sweep: SavedSweep, target: Path) -> str:
-    """`target` is where the page will lie: from there it leads to those of the trials."""
+    """The page of a sweep. Links to the pages of trials are relative to `target`."""
     ranked = sweep.ranked()
-    states = {trial.status for trial in sweep.trials}
+    statuses = {trial.status for trial in sweep.trials}
     shown = [trial for trial in ranked if is_run(trial.folder)][:_MAX_CURVES]
     named = [trial.name for trial in shown]
     return render(
@@ -37,7 +38,7 @@ def sweep_page(sweep: SavedSweep, target: Path) -> str:
         title=f"sweep {sweep.folder.resolve().name}",
         sweep=sweep,
         name=sweep.folder.resolve().name,
-        badge=status_badge(next((each for each in _STATES if each in states), "pending")),
+        badge=status_badge(next((each for each in _STATUSES if each in statuses), "pending")),
         notes=list(_notes(sweep)),
         tiles=list(_tiles(sweep, ranked)),
         best=_best(ranked),
@@ -56,7 +57,7 @@ def _notes(sweep: SavedSweep) -> Iterator[tuple[str, str]]:
         yield "warn", "No trial has begun."
     if counts["failed"]:
         yield "bad", f"{counts['failed']} of {trials} trials failed; their errors stand below."
-    left = sum(counts[each] for each in _OPEN)
+    left = sum(counts[each] for each in _UNFINISHED)
     if left:
         yield "warn", f"{left} of {trials} trials are not done: the ranking may change."
 
@@ -71,7 +72,7 @@ def _tiles(sweep: SavedSweep, ranked: list[SavedTrial]) -> Iterator[tuple[str, s
 
 
 def _best(ranked: list[SavedTrial]) -> dict[str, Any] | None:
-    """Only where it finished, as the sweep itself says it."""
+    """The best finished trial with its command."""
     for trial in ranked[:1]:
         if trial.status == "finished" and trial.objective is not None:
             command = shlex.join(["python", "-m", "app.train", *trial.overrides])
@@ -80,7 +81,7 @@ def _best(ranked: list[SavedTrial]) -> dict[str, Any] | None:
 
 
 def _panels(sweep: SavedSweep) -> list[Chart]:
-    """One for each swept key."""
+    """A scatter chart for each swept key."""
     charts = []
     for key in sweep.keys:
         found = [

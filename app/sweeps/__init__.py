@@ -1,1 +1,1 @@
-"""One command, many runs: each trial is a process of its own. Nothing here imports torch."""
+"""Sweeps: one command, many runs, each a process of its own. Nothing here imports torch."""

@@ -1,4 +1,4 @@
-"""The command line of a sweep: which values each setting takes, in Hydra's own grammar, and all their combinations."""
+"""Grid of a sweep: the values of each setting on the command line, in Hydra's grammar, and their combinations."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ from app.errors import ConfigError
 from app.sweeps.trials import Outcome, Trial, key_of, name_of
 
 MAX_TRIALS = 1000
-_OF_THE_SWEEP = {
+_UNSWEEPABLE = {
     "resume": "a sweep goes on by itself: give the same command again, without resume",
     "output_dir": "one folder holds the whole sweep, with a folder for each trial in it. Give one",
 }
@@ -26,45 +26,45 @@ _OF_THE_SWEEP = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """An override for each value. `same` is Hydra's writing of them, in which 1e-3 and 0.001 are equal.
+    """A key with an override for each value. `canonical` are the overrides as Hydra writes them: 1e-3 as 0.001.
 
-    `is_relative`: its values are multiples, such as 0.5x, of what the key has without it.
+    `is_relative`: the values are multiples, such as 0.5x, of the value without the sweep.
     """
 
     key: str
     texts: tuple[str, ...]
-    same: tuple[str, ...]
+    canonical: tuple[str, ...]
     is_relative: bool = False
 
     @property
     def is_swept(self) -> bool:
-        """Whether trials differ in it."""
+        """Whether the setting has several values."""
         return len(self.texts) > 1
 
 
 class Grid:
-    """Every combination of the values; the last setting changes fastest. Known before the first trial starts."""
+    """Every combination of the values; the last setting changes fastest."""
 
-    def __init__(self, combinations: Sequence[tuple[str, ...]], varied: Collection[str]) -> None:
+    def __init__(self, combinations: Sequence[tuple[str, ...]], swept_keys: Collection[str]) -> None:
         digits = len(str(len(combinations)))
         self.points: Sequence[Trial] = [
             Trial(number, overrides, swept, name_of(number, digits, swept))
             for number, overrides in enumerate(combinations, 1)
-            for swept in [tuple(text for text in overrides if key_of(text) in varied)]
+            for swept in [tuple(text for text in overrides if key_of(text) in swept_keys)]
         ]
         self.count = len(self.points)
 
     def recall(self, _recorded: Sequence[Mapping[str, Any]], /) -> Sequence[Trial]:
-        """All of them: they depend on the command alone."""
+        """All trials: they depend on the command alone."""
         return self.points
 
     def next(self, ended: Sequence[Outcome], /) -> Trial | None:
-        """One after the other."""
+        """The next trial in order."""
         return self.points[len(ended)] if len(ended) < self.count else None
 
 
 def settings_of(overrides: Sequence[str]) -> tuple[list[Setting], list[str]]:
-    """In the order given; and everything that a sweep cannot do."""
+    """The settings in the given order, and their problems."""
     parse = OverridesParser.create().parse_override
     settings: list[Setting] = []
     problems: list[str] = []
@@ -77,7 +77,7 @@ def settings_of(overrides: Sequence[str]) -> tuple[list[Setting], list[str]]:
 
 
 def wrong_overrides(texts: Iterable[str]) -> dict[str, Sequence[str]]:
-    """What is wrong with single overrides, whatever they are combined with."""
+    """Problems of single overrides, whatever they are combined with."""
     wrong: dict[str, Sequence[str]] = {}
     for text in dict.fromkeys(texts):
         try:
@@ -88,7 +88,7 @@ def wrong_overrides(texts: Iterable[str]) -> dict[str, Sequence[str]]:
 
 
 def too_many(settings: Sequence[Setting]) -> Iterator[str]:
-    """For one sweep. A slip like range(1,1e9) is told before the trials fill the memory."""
+    """Problem of too many trials, found before a slip like range(1,1e9) fills the memory."""
     swept = [setting for setting in settings if setting.is_swept]
     if math.prod(len(setting.texts) for setting in swept) > MAX_TRIALS:
         keys = ", ".join(setting.key for setting in swept)
@@ -105,13 +105,13 @@ def _given_twice(settings: Sequence[Setting]) -> Iterator[str]:
 def _setting(parse: Callable[[str], Override], text: str) -> Setting:
     try:
         override = parse(text)
-    except HydraException:  # text that needs quotes, or nonsense: the check of the run decides
+    except HydraException:  # text that needs quotes, or an error: the validation of the run decides
         return Setting(key_of(text), (text,), (text,))
     _refuse(override, text)
     bare = override.key_or_group
     if not override.is_sweep_override():
-        same = f"~{bare}" if override.is_delete() else f"{bare}={override.get_value_element_as_str()}"
-        return Setting(bare, (text,), (same,))
+        canonical = f"~{bare}" if override.is_delete() else f"{bare}={override.get_value_element_as_str()}"
+        return Setting(bare, (text,), (canonical,))
     written = _values(override, text)
     twice = [value for value, count in Counter(written).items() if count > 1]
     if twice:
@@ -128,7 +128,7 @@ def _refuse(override: Override, text: str) -> None:
             "Leave hydra settings out; output_dir=... names the folder of the sweep."
         )
     if key == "resume" or (key == "output_dir" and override.is_sweep_override()):
-        raise ConfigError(f"{text}: {_OF_THE_SWEEP[key]}.")
+        raise ConfigError(f"{text}: {_UNSWEEPABLE[key]}.")
     if override.value_type == ValueType.INTERVAL_SWEEP:
         raise ConfigError(
             f"{text}: an interval has no list of values. Write them, as in {key}=1,2 or range(1,3); "
@@ -141,7 +141,7 @@ def _refuse(override: Override, text: str) -> None:
 
 
 def _values(override: Override, text: str) -> list[str]:
-    """What the setting is swept over, as Hydra writes it; sums of a float range without their rounding."""
+    """The swept values as Hydra writes them; those of a float range without rounding errors."""
     value = override.value()
     if isinstance(value, Glob):
         return _matches(override.key_or_group, value, text)
@@ -162,9 +162,9 @@ def _matches(key: str, glob: Glob, text: str) -> list[str]:
 
 
 def _as_typed(parse: Callable[[str], Override], override: Override, written: list[str]) -> list[str]:
-    """The values as the user wrote them, where Hydra reads each by itself as the same; else as Hydra writes it.
+    """The values as typed if Hydra reads each of them as the same value, else as Hydra writes them.
 
-    For people who wrote 3e-4, and for text like `007` that Hydra would take for a number.
+    This keeps 3e-4, and text like `007`, which Hydra would take for a number.
     """
     inside = override.get_value_string().strip()
     if inside.startswith("choice("):
@@ -174,5 +174,5 @@ def _as_typed(parse: Callable[[str], Override], override: Override, written: lis
         alone = [parse(f"{override.key_or_group}={piece}") for piece in pieces]
     except HydraException:
         return written
-    same = [None if each.is_sweep_override() else each.get_value_element_as_str() for each in alone]
-    return pieces if same == written else written
+    read = [None if each.is_sweep_override() else each.get_value_element_as_str() for each in alone]
+    return pieces if read == written else written

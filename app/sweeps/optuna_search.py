@@ -1,7 +1,7 @@
-"""A search: each trial is chosen by optuna's TPE from how the earlier ones ended.
+"""Search by optuna's TPE, which chooses each trial from the outcomes of the earlier ones.
 
-What sweep.json says of the earlier trials is the whole memory. The study is built anew for each trial: one on disk
-would know a trial that is not recorded when the sweep was killed in between, and a failure that is mended by now.
+sweep.json is the only state. The study is built again for each trial: a study on disk could have a trial that a
+killed sweep did not record, or a failure that a later start repaired.
 """
 
 import hashlib
@@ -15,20 +15,20 @@ from app.config.groups import choices_by_group
 from app.errors import ConfigError
 from app.sweeps.grid import Setting
 from app.sweeps.preset import SweepConfig
-from app.sweeps.search_space import Dimension, Range, ends, runs_of, settled, times, value_in
+from app.sweeps.search_space import Dimension, Range, corners, multiply_out, parse_multiple, runs_of, value_in
 from app.sweeps.trials import DRY_RUN, Outcome, Trial, key_of, name_of, value_of
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
-STARTUP_TRIALS = 4  # before the first one that is chosen; more would leave little of a dozen
-_NUMBER_DIGITS = 3  # there may be more trials later
-_MAX_POINTS = 32  # that are composed to check a space
-_TRIES = 8  # to find a point that is not there yet; then the first one that is not is taken
+STARTUP_TRIALS = 4  # random trials before TPE chooses; more would leave few of a dozen
+_TRIAL_NUMBER_DIGITS = 3
+_MAX_CHECKED_POINTS = 32  # composed to check a space
+_MAX_ATTEMPTS = 8  # to find an unused point; then the first unused one is taken
 
 
 class Search:
-    """Trials as they are proposed, one after the other."""
+    """Proposer of trials by TPE."""
 
     def __init__(self, dimensions: Sequence[Dimension], config: SweepConfig) -> None:
         self._given = tuple(d.texts[0] for d in dimensions if isinstance(d, Setting) and not d.is_swept)
@@ -38,13 +38,13 @@ class Search:
         self.count = config.trials or 0
         self._recalled: Sequence[Trial] = []
         self._require_enough()
-        combinations = [(*self._given, *texts) for texts in ends(self._dimensions, _MAX_POINTS)]
+        combinations = [(*self._given, *texts) for texts in corners(self._dimensions, _MAX_CHECKED_POINTS)]
         self.points: Sequence[Trial] = [
-            Trial(0, texts, self._swept(texts), "") for texts in settled(combinations, self._relative)
+            Trial(0, texts, self._swept(texts), "") for texts in multiply_out(combinations, self._relative)
         ]
 
     def recall(self, recorded: Sequence[Mapping[str, Any]], /) -> Sequence[Trial]:
-        """As they were proposed: how the ones before them ended may be otherwise by now. Without plans at the end."""
+        """The recorded trials as they were proposed then, without dry runs at the end."""
         plans = itertools.takewhile(lambda each: each["status"] == DRY_RUN, reversed(recorded))
         began = recorded[: len(recorded) - len(list(plans))]
         if len(began) > self.count:
@@ -56,22 +56,24 @@ class Search:
         return self._recalled
 
     def next(self, ended: Sequence[Outcome], /) -> Trial | None:
-        """The same for the same seed and the same outcomes, in one start or in several."""
+        """The next trial, which depends on the seed and the outcomes alone."""
         number = len(ended) + 1
         if number <= len(self._recalled):
             return self._recalled[number - 1]
-        has_only_plans = number > STARTUP_TRIALS and all(each.status == DRY_RUN for each in ended)
-        if number > self.count or has_only_plans:
+        has_only_dry_runs = number > STARTUP_TRIALS and all(each.status == DRY_RUN for each in ended)
+        if number > self.count or has_only_dry_runs:
             return None
-        told = [(each.proposed or {}, each.objective) for each in ended]
+        observed = [(each.proposed or {}, each.objective) for each in ended]
         first = self._first() if number == 1 else None
-        return self._trial(number, first or chosen(self._dimensions, told, seed=self._seed, number=number))
+        return self._trial(
+            number, first or suggest(self._dimensions, observed, seed=self._seed, number=number)
+        )
 
     def _trial(self, number: int, point: Mapping[str, Any]) -> Trial:
         texts = (d.text(point[d.key]) if isinstance(d, Range) else point[d.key] for d in self._dimensions)
-        (overrides,) = settled([(*self._given, *texts)], self._relative)
+        (overrides,) = multiply_out([(*self._given, *texts)], self._relative)
         swept = self._swept(overrides)
-        return Trial(number, overrides, swept, name_of(number, _NUMBER_DIGITS, swept), point)
+        return Trial(number, overrides, swept, name_of(number, _TRIAL_NUMBER_DIGITS, swept), point)
 
     def _recorded(self, each: Mapping[str, Any]) -> Trial:
         swept = tuple(each["swept"])
@@ -82,7 +84,7 @@ class Search:
         return overrides[len(overrides) - len(self._dimensions) :]
 
     def _first(self) -> Mapping[str, Any] | None:
-        """The run without the sweep, so that the best one is never worse; None when that lies outside."""
+        """The run without the sweep, so that the best trial is never worse; None if it lies outside the space."""
         (run,) = runs_of([self._given])
         groups = {
             d.key: _place(d, value_in(run, d.key)) or d.texts[0]
@@ -103,19 +105,19 @@ class Search:
             )
 
 
-def chosen(
+def suggest(
     dimensions: Sequence[Dimension],
-    told: Sequence[tuple[Mapping[str, Any], float | None]],
+    observed: Sequence[tuple[Mapping[str, Any], float | None]],
     *,
     seed: int,
     number: int,
     startup: int = STARTUP_TRIALS,
 ) -> Mapping[str, Any]:
-    """A value for each dimension; `told` are the earlier points with their objectives, None for what failed.
+    """A value for each dimension; `observed` are the earlier points with their objectives, None for a failure.
 
-    What failed is told as pruned, which TPE ranks last; what it is told as failed it forgets, and goes there again.
+    Failures are reported to optuna as pruned, which TPE ranks last; it ignores failed trials and repeats them.
     """
-    import optuna  # not at the top: nobody needs it whose command is wrong
+    import optuna  # only here: slow to import
     from optuna.trial import TrialState, create_trial
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -127,10 +129,10 @@ def chosen(
             value=objective,
             state=TrialState.PRUNED if objective is None else TrialState.COMPLETE,
         )
-        for point, objective in told
+        for point, objective in observed
     ]
-    used = [point for point, _ in told]
-    for attempt in range(_TRIES):
+    used = [point for point, _ in observed]
+    for attempt in range(_MAX_ATTEMPTS):
         digest = hashlib.sha256(f"{seed} {number} {attempt}".encode()).digest()
         sampler = optuna.samplers.TPESampler(seed=int.from_bytes(digest[:4], "big"), n_startup_trials=startup)
         study = optuna.create_study(direction="minimize", sampler=sampler)
@@ -158,7 +160,7 @@ def _distribution(dimension: Dimension) -> "BaseDistribution":
 def _first_unused(
     dimensions: Sequence[Dimension], used: Sequence[Mapping[str, Any]]
 ) -> Mapping[str, Any] | None:
-    """None in a space that has no end."""
+    """The first unused point; None in an infinite space."""
     values = [list(each.texts) if isinstance(each, Setting) else each.numbers() for each in dimensions]
     keys = [each.key for each in dimensions]
     every = (dict(zip(keys, combination, strict=True)) for combination in itertools.product(*values))
@@ -166,10 +168,10 @@ def _first_unused(
 
 
 def _place(dimension: Dimension, value: Any) -> Any:
-    """Where in a dimension the value of a run lies; None when it does not."""
+    """The value of a run as one of the dimension; None if it lies outside."""
     wanted = 1.0 if dimension.is_relative else value
     if isinstance(dimension, Setting):
-        meant = (lambda text: times(text.partition("=")[2])) if dimension.is_relative else value_of
+        meant = (lambda text: parse_multiple(text.partition("=")[2])) if dimension.is_relative else value_of
         return next((text for text in dimension.texts if meant(text) == wanted), None)
     if isinstance(wanted, bool) or not isinstance(wanted, int | float):
         return None

@@ -1,6 +1,4 @@
-"""`sweep=NAME` and `sweep.KEY=VALUE`: a file of conf/sweep, what the command line changes of it, and what trials
-differ in.
-"""
+"""Sweep presets: `sweep=NAME`, a file of conf/sweep, with the changes of `sweep.KEY=VALUE`."""
 
 import itertools
 import math
@@ -19,7 +17,7 @@ from app.config.schema import RunConfig, choice, number
 from app.config.validate import parse_section
 from app.errors import ConfigError, refuse
 from app.sweeps.grid import MAX_TRIALS, Setting, too_many
-from app.sweeps.search_space import Dimension, Range, composed, value_in
+from app.sweeps.search_space import Dimension, Range, compose_or_error, value_in
 from app.sweeps.trials import key_of
 
 GROUP = "sweep"
@@ -28,7 +26,7 @@ _SPACE = f"{GROUP}.space."
 
 @dataclass(kw_only=True, slots=True)
 class SweepConfig:
-    """What a file of conf/sweep says. `trials` and `seed` are those of a search: a grid has as many as it has."""
+    """A file of conf/sweep. `trials` and `seed` are for a search: a grid has its own number of trials."""
 
     proposer: str = choice("grid", "tpe")
     space: dict[str, Any] = field(default_factory=dict)
@@ -38,7 +36,7 @@ class SweepConfig:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """`given` are the keys of its space that the command line names; the name is empty without `sweep=`."""
+    """A preset; `given` are the keys of its space on the command line. The name is empty without `sweep=`."""
 
     name: str
     config: SweepConfig
@@ -50,18 +48,18 @@ NO_PRESET = Preset("", SweepConfig(proposer="grid"))
 
 @dataclass(kw_only=True, slots=True)
 class _Root:
-    """So that messages name the keys as they are typed."""
+    """Wrapper so that messages name the keys as they are typed."""
 
     sweep: SweepConfig = field(default_factory=SweepConfig)
 
 
-def is_of_the_sweep(text: str) -> bool:
-    """Whether an override is about the sweep and not about its trials."""
+def is_sweep_key(text: str) -> bool:
+    """Whether an override is for the sweep, not for its trials."""
     return key_of(text).partition(".")[0] == GROUP
 
 
 def read_preset(words: Sequence[str]) -> Preset:
-    """From the overrides that are of the sweep; one ConfigError with all that is wrong with them."""
+    """Read the overrides of the sweep; one ConfigError has all their problems."""
     overrides = _parsed(words)
     if not overrides:
         return NO_PRESET
@@ -79,29 +77,29 @@ def read_preset(words: Sequence[str]) -> Preset:
 def dimensions_of(
     preset: Preset, space: Sequence[Dimension], settings: Sequence[Setting], extra: Sequence[str]
 ) -> tuple[list[Dimension], list[str]]:
-    """The settings first, then what is left of the preset's space; and what is said of it on the screen.
+    """The settings, then the dimensions of the preset; and messages about the latter.
 
-    The command line wins: a key that it gives is not varied by the preset, unless by multiples of what is given.
+    The command line wins: the preset does not vary a given key, except by multiples of the given value.
     """
     given = {setting.key: setting for setting in settings}
-    kept = [
+    candidates = [
         each for each in space if each.key not in given or (each.is_relative and not given[each.key].is_swept)
     ]
-    off = _off(kept, settings, extra)
+    unused_in = _reasons_unused(candidates, settings, extra)
     combinations = math.prod(len(setting.texts) for setting in settings)
-    idle = {key: where[0] for key, where in off.items() if len(where) == combinations}
-    varied = [each for each in kept if each.key not in idle]
-    _require_use(preset, space, varied, idle)
-    dimensions: list[Dimension] = [*settings, *varied]
+    unused = {key: reasons[0] for key, reasons in unused_in.items() if len(reasons) == combinations}
+    searched = [each for each in candidates if each.key not in unused]
+    _require_use(preset, space, searched, unused)
+    dimensions: list[Dimension] = [*settings, *searched]
     if preset.config.proposer == "grid":
         refuse(
-            f"sweep.space.{each.key}: in some trials {off[each.key][0]}, so they would be the same run. "
+            f"sweep.space.{each.key}: in some trials {unused_in[each.key][0]}, so they would be the same run. "
             "Sweep them apart."
-            for each in varied
-            if off.get(each.key)
+            for each in searched
+            if unused_in.get(each.key)
         )
         refuse(too_many([each for each in dimensions if isinstance(each, Setting)]))
-    lines = [*map(_shown, varied), *(f"not {key}: {reason}" for key, reason in idle.items())]
+    lines = [*map(_describe, searched), *(f"not {key}: {reason}" for key, reason in unused.items())]
     return dimensions, [f"{'' if i else 'varied':8}{line}" for i, line in enumerate(lines)]
 
 
@@ -156,7 +154,7 @@ def _from_file(name: str) -> dict[str, Any]:
 
 
 def _require_budget(name: str, config: SweepConfig) -> None:
-    """A search needs a number of trials, and a grid has its own."""
+    """Require a number of trials for a search, and none for a grid."""
     if config.proposer == "tpe":
         config.seed = config.seed or 0
         if config.trials is None:
@@ -171,7 +169,7 @@ def _require_budget(name: str, config: SweepConfig) -> None:
 
 
 def _put(data: dict[str, Any], key: str, value: Any) -> None:
-    """As the command line says it; null takes a key out of the space."""
+    """Set a key of the preset; null removes a key from the space."""
     if key.startswith(_SPACE):
         data["space"].pop(key.removeprefix(_SPACE), None)
         if value is not None:
@@ -182,18 +180,18 @@ def _put(data: dict[str, Any], key: str, value: Any) -> None:
         data[key.removeprefix(f"{GROUP}.")] = dict(value) if isinstance(value, Mapping) else value
 
 
-def _off(
+def _reasons_unused(
     space: Sequence[Dimension], settings: Sequence[Setting], extra: Sequence[str]
 ) -> dict[str, list[str]]:
-    """Keys of sections that are off in some trials, such as those of the adapter in a full fine-tuning; each with what
-    it says of these, once for each combination of the settings."""
+    """Keys of sections that are off in some trials, such as the adapter in full fine-tuning, with a reason for each
+    such combination of the settings."""
     choices = groups.choices_by_group()
     sections = {each.key: each.key.partition(".")[0] for each in space if "." in each.key}
     sections = {key: section for key, section in sections.items() if "none" in choices.get(section, ())}
     if not sections:
         return {}
     combinations = itertools.product(*(setting.texts for setting in settings))
-    runs = [run for texts in combinations if isinstance(run := composed((*texts, *extra)), RunConfig)]
+    runs = [run for texts in combinations if isinstance(run := compose_or_error((*texts, *extra)), RunConfig)]
     return {
         key: [
             f"it changes nothing with {section}.kind=none" for run in runs if value_in(run, section) == "none"
@@ -203,19 +201,19 @@ def _off(
 
 
 def _require_use(
-    preset: Preset, space: Sequence[Dimension], varied: Sequence[Dimension], idle: dict[str, str]
+    preset: Preset, space: Sequence[Dimension], searched: Sequence[Dimension], unused: dict[str, str]
 ) -> None:
-    """Nothing that was asked for is left out in silence."""
-    refuse(f"sweep.space.{key}: {idle[key]}. Leave it out." for key in sorted(preset.given & idle.keys()))
-    if preset.name and not varied:
+    """Refuse given keys without effect, and a preset without any dimension."""
+    refuse(f"sweep.space.{key}: {unused[key]}. Leave it out." for key in sorted(preset.given & unused.keys()))
+    if preset.name and not searched:
         given = "is given, and what is given wins"
-        reasons = [f"{each.key} {idle.get(each.key, given).removeprefix('it ')}" for each in space]
+        reasons = [f"{each.key} {unused.get(each.key, given).removeprefix('it ')}" for each in space]
         raise ConfigError(
             f"sweep={preset.name} has nothing to vary: {'; '.join(reasons) or 'its space is empty'}."
         )
 
 
-def _shown(dimension: Dimension) -> str:
+def _describe(dimension: Dimension) -> str:
     texts = [text.partition("=")[2] for text in dimension.texts]
     if isinstance(dimension, Range):
         return f"{dimension.key} from {' to '.join(texts)}{', log' if dimension.log else ''}"

@@ -1,4 +1,4 @@
-"""The trials, one after the other; what comes of them; going on after a stop."""
+"""Runner of a sweep: starts its trials one after the other, records their outcomes, and resumes after a stop."""
 
 import os
 import shutil
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 from hydra.core.override_parser.types import Quote, QuotedString
 
 from app.pages.read_run import read_sweep
-from app.pages.render import written_page
+from app.pages.render import write_page
 from app.pages.sweep_page import sweep_page
 from app.signals import CTRL_C, START_ME_AGAIN, StopRequest, listening
-from app.sweeps.trial_process import Printed, TrialProcess, reason
+from app.sweeps.trial_process import TrialLog, TrialProcess, reason
 from app.sweeps.trials import (
     DRY_RUN,
     FAILED,
@@ -26,8 +26,8 @@ from app.sweeps.trials import (
     SweepFolder,
     Trial,
     best,
+    describe,
     leaderboard,
-    shown,
     values_of,
 )
 from app.tracking.console import SafeStream, rich_terminal
@@ -36,63 +36,63 @@ from app.tracking.formatting import (
     format_duration,
     printable,
 )
-from app.tracking.output_dir import user_of
+from app.tracking.output_dir import lock_owner
 from app.tracking.recorder import read_result
-from app.tracking.redact import masked_text
+from app.tracking.redact import redact_text
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 SOME_FAILED = 3
-_SECONDS_BETWEEN_LOOKS = 0.2
-_BEGINNING_OF_LINE, _ERASE = "\r", "\x1b[2K"
+_POLL_SECONDS = 0.2
+_LINE_START, _ERASE_LINE = "\r", "\x1b[2K"
 
 
 class Proposer(Protocol):
-    """Which trials a sweep makes, and in which order: a grid or a search.
+    """Chooses the trials of a sweep: a grid or a search.
 
-    `points` is what is checked before the first trial starts: the trials, or the ends of what they may be.
+    `points` are checked before the first trial: all trials of a grid, the corners of a search space.
     """
 
     points: Sequence[Trial]
-    count: int  # of the trials that it makes in all
+    count: int  # number of trials
 
     def recall(self, recorded: Sequence[Mapping[str, Any]], /) -> Sequence[Trial]:
-        """The trials that are known before the first one starts, with those that sweep.json has of earlier starts."""
+        """The trials known before the first one starts, given those of earlier starts in sweep.json."""
 
     def next(self, ended: Sequence[Outcome], /) -> Trial | None:
-        """The one to run now that the earlier ones have ended like this; None when there is no more."""
+        """The trial to run after these outcomes; None at the end."""
 
 
 class Screen:
-    """Lines that stay and, on a terminal, one below them that moves. On standard output if no stream is given."""
+    """Output of a sweep: lines and, on a terminal, a status line below them. By default on standard output."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = SafeStream(stream or sys.stdout)
         self._line = ""
 
     def say(self, text: str) -> None:
-        """It stays; the moving line is gone."""
+        """Print lines in place of the status line."""
         self.show("")
-        self._stream.write(f"{printable(masked_text(text))}\n")
+        self._stream.write(f"{printable(redact_text(text))}\n")
         self._stream.flush()
 
     def show(self, text: str) -> None:
-        """In place of what was shown so before; nowhere but on a terminal."""
+        """Show a status line on a terminal."""
         if text != self._line and self._stream.is_terminal():
             width = shutil.get_terminal_size().columns - 1
-            self._stream.write(f"{_BEGINNING_OF_LINE}{_ERASE}{printable(text)[:width]}")
+            self._stream.write(f"{_LINE_START}{_ERASE_LINE}{printable(text)[:width]}")
             self._stream.flush()
             self._line = text
 
     def table(self, table: "Table") -> None:
-        """As wide as it needs to be where there is no terminal to fit."""
+        """Print a table, as wide as needed where there is no terminal."""
         self.show("")
         rich_terminal(self._stream).print(table)
 
 
 class Runner:
-    """Runs what the proposer proposes and keeps sweep.json."""
+    """Runs the trials of the proposer and writes sweep.json."""
 
     def __init__(
         self,
@@ -104,32 +104,32 @@ class Runner:
     ) -> None:
         self._folder = folder
         self._proposer = proposer
-        self._report = folder.path / "report.html"
+        self._page_file = folder.path / "report.html"
         self._facts = {"identity": identity, "command": list(command)}
         self._notes = notes
         self._screen = Screen()
         self._ended: list[Outcome] = []
         before = folder.read().get("trials", [])
         self._seconds_before: dict[int, float] = {each["number"]: each["seconds"] for each in before}
-        self._outlook = [self._finished(trial) or self._new(trial) for trial in proposer.recall(before)]
+        self._expected = [self._finished(trial) or self._new(trial) for trial in proposer.recall(before)]
 
     def run(self) -> int:
-        """To the end, or until asked to stop; returns the exit code."""
+        """Run to the end or until a stop request; returns the exit code."""
         count = self._proposer.count
         self._screen.say(f"sweep   {self._folder.path}, {count} {'trials' if count > 1 else 'trial'}")
         for note in self._notes:
             self._screen.say(note)
         with listening() as request:
             while request.exit_code is None and (trial := self._proposer.next(self._ended)):
-                self._screen.say(f"trial {trial.number}/{count}  {shown(trial.swept)}".rstrip())
-                self._wait_for_its_user(self._place(trial), request)
+                self._screen.say(f"trial {trial.number}/{count}  {describe(trial.swept)}".rstrip())
+                self._wait_for_lock(self._place(trial), request)
                 if request.exit_code is None:
                     self._ended.append(self._known(trial) or self._run(trial, request))
                     self._write()
         return self._close(request)
 
     def _known(self, trial: Trial) -> Outcome | None:
-        """How it ended, if it is finished already."""
+        """The outcome of a trial that finished before."""
         outcome = self._finished(trial)
         if outcome:
             self._screen.say(f"  finished before, {_in_short(outcome)}")
@@ -138,7 +138,7 @@ class Runner:
     def _run(self, trial: Trial, request: StopRequest) -> Outcome:
         outcome = replace(self._new(trial), status=RUNNING)
         self._write(outcome)
-        printed = Printed(self._folder.path / f"{trial.name}.txt")
+        printed = TrialLog(self._folder.path / f"{trial.name}.txt")
         begin = time.monotonic()
         code = self._follow(self._start(trial, printed), printed, request)
         seconds = outcome.seconds + time.monotonic() - begin
@@ -149,24 +149,24 @@ class Runner:
             outcome = replace(outcome, status=STOPPED)
         else:
             outcome = replace(outcome, status=FAILED, error=reason(code, printed.text()))
-        self._tell(outcome, printed)
+        self._report_outcome(outcome, printed)
         return outcome
 
-    def _start(self, trial: Trial, printed: Printed) -> TrialProcess:
+    def _start(self, trial: Trial, printed: TrialLog) -> TrialProcess:
         place = QuotedString(str(self._place(trial)), Quote.single).with_quotes()
         group = os.environ.get("WANDB_RUN_GROUP") or self._folder.path.name
         environment = {**os.environ, "WANDB_RUN_GROUP": group}
         overrides = (*trial.overrides, f"output_dir={place}", "resume=auto")
         return TrialProcess(overrides, environment, printed.path)
 
-    def _follow(self, process: TrialProcess, printed: Printed, request: StopRequest) -> int:
-        """Until it has ended; a stop is passed on, and a trial that stops by itself stops the sweep."""
-        is_told = False
+    def _follow(self, process: TrialProcess, printed: TrialLog, request: StopRequest) -> int:
+        """Wait for the end of a trial. A stop request is passed on; a trial that stops by itself stops the sweep."""
+        is_asked = False
         try:
-            while (code := process.ended(within=_SECONDS_BETWEEN_LOOKS)) is None:
+            while (code := process.wait(_POLL_SECONDS)) is None:
                 self._screen.show(f"  {printed.latest()}")
-                if request.exit_code is not None and not is_told:
-                    is_told = True
+                if request.exit_code is not None and not is_asked:
+                    is_asked = True
                     self._screen.say("  stopping: the trial saves its state; Ctrl-C once more kills it")
                     process.ask(request.exit_code)
         except KeyboardInterrupt:
@@ -178,16 +178,16 @@ class Runner:
             request.exit_code = code
         return code
 
-    def _wait_for_its_user(self, place: Path, request: StopRequest) -> None:
-        """When a sweep was killed, its trial saves before it ends."""
-        is_told = False
-        while (user := user_of(place)) and request.exit_code is None:
-            if not is_told:
+    def _wait_for_lock(self, place: Path, request: StopRequest) -> None:
+        """Wait for a trial of a killed sweep, which saves before it ends."""
+        is_reported = False
+        while (user := lock_owner(place)) and request.exit_code is None:
+            if not is_reported:
                 self._screen.say(f"  waiting: {user} still uses {place}")
-            is_told = True
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
+            is_reported = True
+            time.sleep(_POLL_SECONDS)
 
-    def _tell(self, outcome: Outcome, printed: Printed) -> None:
+    def _report_outcome(self, outcome: Outcome, printed: TrialLog) -> None:
         took = format_duration(outcome.seconds)
         if outcome.status == FINISHED:
             self._screen.say(f"  finished, {_in_short(outcome)}, {took}")
@@ -208,7 +208,7 @@ class Runner:
             text = f"trial {winner['number']}, {winner['folder']}\n{winner['line']}"
             self._screen.say("\n" + align([("best", text), ("all", str(self._folder.content))]))
         if self._ended:
-            self._screen.say(written_page(self._report, self._page))
+            self._screen.say(write_page(self._page_file, self._page))
         is_whole = self._proposer.next(self._ended) is None and STOPPED not in self._statuses()
         if request.exit_code is not None and not is_whole:
             self._screen.say("stopped; the same command goes on from here")
@@ -223,15 +223,15 @@ class Runner:
     def _page(self) -> str:
         sweep = read_sweep(self._folder.path)
         assert sweep is not None, "it has just been written"
-        return sweep_page(sweep, self._report)
+        return sweep_page(sweep, self._page_file)
 
     def _statuses(self) -> list[str]:
         return [each.status for each in self._ended]
 
     def _all(self, running: Outcome | None = None) -> list[Outcome]:
-        """Those that have ended, the one that runs, and those that come now or were finished earlier."""
+        """Outcomes of all known trials: ended, running, and expected."""
         begun = [*self._ended, running] if running else self._ended
-        return [*begun, *self._outlook[len(begun) :]]
+        return [*begun, *self._expected[len(begun) :]]
 
     def _write(self, running: Outcome | None = None) -> None:
         trials = self._all(running)

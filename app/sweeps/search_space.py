@@ -1,4 +1,4 @@
-"""The space of a sweep: lists of values, ranges of numbers, and multiples (0.5x) of what the run has without it."""
+"""Search space of a sweep: lists of values, ranges of numbers, and multiples (0.5x) of the run's own value."""
 
 import itertools
 import math
@@ -19,16 +19,16 @@ from app.errors import ConfigError, refuse
 from app.sweeps.grid import Setting, settings_of, wrong_overrides
 from app.sweeps.trials import key_of
 
-_PARTS = ("low", "high", "log", "step")
-_TIMES = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)x", re.IGNORECASE)
-_BARE = re.compile(r"[A-Za-z0-9_./+-]+", re.ASCII)
-_SLACK = 1e-9
-_DIGITS = 4  # of a number that a search chose: more would only be harder to read
+_RANGE_KEYS = ("low", "high", "log", "step")
+_MULTIPLE = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)x", re.IGNORECASE)
+_UNQUOTED = re.compile(r"[A-Za-z0-9_./+-]+", re.ASCII)
+_STEP_TOLERANCE = 1e-9  # fraction of a step
+_SIGNIFICANT_DIGITS = 4  # of a proposed number
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Numbers from `low` to `high`, both included; multiples of what the key has without it, if `is_relative`."""
+    """Numbers from `low` to `high`, both included; multiples of the run's own value if `is_relative`."""
 
     key: str
     low: float
@@ -41,57 +41,57 @@ class Range:
     is_swept = True
 
     def text(self, number: float) -> str:
-        """The override."""
+        """The override with a number."""
         short = f"{number:g}"
         written = short if float(short) == number else repr(number)
         return f"{self.key}={written}{'x' if self.is_relative else ''}"
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The ends."""
+        """The overrides of both ends."""
         return self.text(self.low), self.text(self.high)
 
     @property
     def count(self) -> int | None:
-        """Of its numbers; None when they lie densely."""
+        """How many numbers it has; None for a continuous range."""
         step = self._step
-        return None if step is None else math.floor((self.high - self.low) / step + _SLACK) + 1
+        return None if step is None else math.floor((self.high - self.low) / step + _STEP_TOLERANCE) + 1
 
     def numbers(self) -> list[float]:
-        """All of them, where they can be counted; else none."""
+        """All numbers; none for a continuous range."""
         return [self.rounded(self.low + each * (self._step or 0)) for each in range(self.count or 0)]
 
     def has(self, number: float) -> bool:
-        """Whether it lies in the range, and on a step of it."""
+        """Whether a number lies in the range and on a step."""
         if not self.low <= number <= self.high:
             return False
-        return self._step is None or abs((number - self.low) / self._step % 1 - 0.5) > 0.5 - _SLACK
+        return self._step is None or abs((number - self.low) / self._step % 1 - 0.5) > 0.5 - _STEP_TOLERANCE
 
     @property
     def _step(self) -> float | None:
         return self.step or (1 if self.is_whole else None)
 
     def rounded(self, number: float) -> float:
-        """To a few digits, and never out of the range; sums of steps without their error: 0.3, not 0.300000001."""
+        """Round a proposed number to few digits inside the range, and remove rounding errors of steps."""
         if self.is_whole:
             return int(number)
         if self.step is not None:
             return float(f"{number:.12g}")
-        near = float(f"{number:.{_DIGITS}g}")
+        near = float(f"{number:.{_SIGNIFICANT_DIGITS}g}")
         return near if self.low <= near <= self.high else number
 
 
 Dimension = Setting | Range
 
 
-def times(value: Any) -> float | None:
-    """0.5 for `0.5x`, and None for what is no multiple."""
-    found = _TIMES.fullmatch(value) if isinstance(value, str) else None
+def parse_multiple(value: Any) -> float | None:
+    """0.5 for `0.5x`; None for other values."""
+    found = _MULTIPLE.fullmatch(value) if isinstance(value, str) else None
     return _number(found[1]) if found else None
 
 
 def dimensions_in(space: Mapping[str, Any]) -> tuple[list[Dimension], list[str]]:
-    """In the order of the space; and everything that is wrong with it."""
+    """The dimensions in the order of the space, and their problems."""
     found: list[Dimension] = []
     problems: list[str] = []
     for key, given in space.items():
@@ -102,19 +102,19 @@ def dimensions_in(space: Mapping[str, Any]) -> tuple[list[Dimension], list[str]]
     return found, problems
 
 
-def ends(dimensions: Sequence[Dimension], most: int) -> list[tuple[str, ...]]:
-    """Every combination of values and ends; when these are too many, each value with the first ones of the others."""
+def corners(dimensions: Sequence[Dimension], max_count: int) -> list[tuple[str, ...]]:
+    """All combinations of values and ends of ranges; if too many, each value with the first of the other dimensions."""
     choices = [dimension.texts for dimension in dimensions]
-    if math.prod(map(len, choices)) <= most:
+    if math.prod(map(len, choices)) <= max_count:
         return list(itertools.product(*choices))
     first = tuple(texts[0] for texts in choices)
-    varied = [(*first[:i], text, *first[i + 1 :]) for i, texts in enumerate(choices) for text in texts[1:]]
-    return [first, *varied]
+    others = [(*first[:i], text, *first[i + 1 :]) for i, texts in enumerate(choices) for text in texts[1:]]
+    return [first, *others]
 
 
 @cache
-def composed(overrides: tuple[str, ...]) -> RunConfig | ConfigError:
-    """The run of these overrides, or what is wrong with it."""
+def compose_or_error(overrides: tuple[str, ...]) -> RunConfig | ConfigError:
+    """The run of the overrides, or its problems."""
     try:
         return compose_run(overrides)
     except ConfigError as problem:
@@ -122,100 +122,108 @@ def composed(overrides: tuple[str, ...]) -> RunConfig | ConfigError:
 
 
 def runs_of(commands: Sequence[tuple[str, ...]]) -> list[RunConfig]:
-    """The runs; one ConfigError with everything that is wrong with them."""
-    found = [composed(command) for command in commands]
+    """The runs of several commands; one ConfigError has all their problems."""
+    found = [compose_or_error(command) for command in commands]
     wrong = [problem for each in found if isinstance(each, ConfigError) for problem in each.problems]
     refuse(list(dict.fromkeys(wrong)))
     return [each for each in found if isinstance(each, RunConfig)]
 
 
 def value_in(run: RunConfig, key: str) -> Any:
-    """What a run has at a dotted key; of a group, the kind."""
+    """The value of a run at a dotted key; for a section, its kind."""
     value: Any = run
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
     return getattr(value, "kind", None) if is_dataclass(value) else value
 
 
-def settled(combinations: Sequence[tuple[str, ...]], relative: Collection[str]) -> list[tuple[str, ...]]:
-    """The overrides of each trial, with numbers in place of the multiples that the keys `relative` have.
+def multiply_out(combinations: Sequence[tuple[str, ...]], relative: Collection[str]) -> list[tuple[str, ...]]:
+    """The overrides of each trial, with numbers in place of multiples for the keys in `relative`.
 
-    A number that the user gave for such a key is what the multiples are of, and is not given again.
+    A number given for such a key is the base of the multiples, which replace it.
     """
     if not relative:
         return list(combinations)
 
     def is_multiple(text: str) -> bool:
-        return key_of(text) in relative and times(text.partition("=")[2]) is not None
+        return key_of(text) in relative and parse_multiple(text.partition("=")[2]) is not None
 
     others = [tuple(text for text in texts if not is_multiple(text)) for texts in combinations]
     runs = dict(zip(others, runs_of(others), strict=True))
     found = []
     for texts, rest in zip(combinations, others, strict=True):
         multiples = {key_of(text) for text in texts if is_multiple(text)}
-        kept = [text for text in texts if is_multiple(text) or key_of(text) not in multiples]
-        found.append(tuple(_multiplied(text, runs[rest]) if is_multiple(text) else text for text in kept))
+        remaining = [text for text in texts if is_multiple(text) or key_of(text) not in multiples]
+        found.append(
+            tuple(_multiplied(text, runs[rest]) if is_multiple(text) else text for text in remaining)
+        )
     return found
 
 
 def _multiplied(text: str, run: RunConfig) -> str:
     key, _, multiple = text.partition("=")
-    base, factor = value_in(run, key), times(multiple)
+    base, factor = value_in(run, key), parse_multiple(multiple)
     if isinstance(base, bool) or not isinstance(base, int | float) or factor is None:
         raise ConfigError(
             f"{text}: {key} has no number in this run that could be multiplied. Give numbers in sweep.space.{key}."
         )
     if number_type(field_types(RunConfig)[key]) is int:
         return f"{key}={max(1, round(base * factor))}"
-    return f"{key}={base * factor:.{_DIGITS}g}"
+    return f"{key}={base * factor:.{_SIGNIFICANT_DIGITS}g}"
 
 
-def _named(key: str, given: Any) -> str:
-    """As it is typed."""
+def _as_typed(key: str, given: Any) -> str:
+    """The override as it is typed."""
     return f"sweep.space.{key}={format_value(given)}"
 
 
 def _setting(key: str, given: Any) -> Setting:
     if not isinstance(given, list) or not given:
-        raise ConfigError(f"{_named(key, given)}: expected values, [a, b], or a range, {{low: 1, high: 2}}.")
-    factors = [times(value) for value in given]
+        raise ConfigError(
+            f"{_as_typed(key, given)}: expected values, [a, b], or a range, {{low: 1, high: 2}}."
+        )
+    factors = [parse_multiple(value) for value in given]
     is_relative = any(factor is not None for factor in factors)
-    settings, problems = settings_of([f"{key}={','.join(map(_written, given))}"])
+    settings, problems = settings_of([f"{key}={','.join(map(_as_override_value, given))}"])
     if is_relative:
         _number_type(key, given)
         if not all(factors):
-            problems.append(f"{_named(key, given)}: multiples (0.5x, above 0) and values do not go together.")
+            problems.append(
+                f"{_as_typed(key, given)}: multiples (0.5x, above 0) and values do not go together."
+            )
     elif settings:
-        problems += _wrong(settings[0].texts)
+        problems += _override_problems(settings[0].texts)
     refuse(problems)
     return replace(settings[0], is_relative=is_relative)
 
 
-def _wrong(texts: Sequence[str]) -> list[str]:
+def _override_problems(texts: Sequence[str]) -> list[str]:
     return [problem for several in wrong_overrides(texts).values() for problem in several]
 
 
 def _number_type(key: str, given: Any) -> type[int] | type[float]:
-    """Of a key that must take numbers."""
+    """int or float for a key, which must take numbers."""
     kind = field_types(RunConfig).get(key)
     if kind is None and key not in choices_by_group():
-        raise ConfigError(_wrong([f"{key}=1"]))
+        raise ConfigError(_override_problems([f"{key}=1"]))
     found = number_type(kind)
     if found is None:
-        raise ConfigError(f"{_named(key, given)}: {key} takes no numbers. Give a list of values.")
+        raise ConfigError(f"{_as_typed(key, given)}: {key} takes no numbers. Give a list of values.")
     return found
 
 
 def _range(key: str, given: Mapping[str, Any]) -> Range:
     problems = [
-        f"{_named(key, given)}: {part} is no part of a range.{did_you_mean(str(part), _PARTS)}"
+        f"{_as_typed(key, given)}: {part} is no part of a range.{did_you_mean(str(part), _RANGE_KEYS)}"
         for part in given
-        if part not in _PARTS
+        if part not in _RANGE_KEYS
     ]
-    problems += [f"{_named(key, given)}: {part} is missing." for part in ("low", "high") if part not in given]
+    problems += [
+        f"{_as_typed(key, given)}: {part} is missing." for part in ("low", "high") if part not in given
+    ]
     is_whole = _number_type(key, given) is int
     refuse(problems)
-    low, high = times(given["low"]), times(given["high"])
+    low, high = parse_multiple(given["low"]), parse_multiple(given["high"])
     is_relative = low is not None or high is not None
     if not is_relative:
         low, high = _number(given["low"]), _number(given["high"])
@@ -223,11 +231,11 @@ def _range(key: str, given: Mapping[str, Any]) -> Range:
     log, step = given.get("log", False), _number(given.get("step"))
     if low is None or high is None or not math.isfinite(high - low):
         raise ConfigError(
-            f"{_named(key, given)}: low and high must be numbers, or both multiples of the run's own value, "
+            f"{_as_typed(key, given)}: low and high must be numbers, or both multiples of the run's own value, "
             "such as 0.1x and 10x."
         )
     if fault := _fault(given, (low, high), step, is_whole=is_whole):
-        raise ConfigError(f"{_named(key, given)}: {fault}")
+        raise ConfigError(f"{_as_typed(key, given)}: {fault}")
     if is_whole:
         return Range(key, int(low), int(high), log, step and int(step), is_whole=True)
     return Range(key, low, high, log, step, is_relative=is_relative)
@@ -236,7 +244,7 @@ def _range(key: str, given: Mapping[str, Any]) -> Range:
 def _fault(
     given: Mapping[str, Any], ends: tuple[float, float], step: float | None, *, is_whole: bool
 ) -> str | None:
-    """What is wrong with the numbers of a range."""
+    """The first problem with the numbers of a range."""
     low, high = ends
     log, has_step = given.get("log", False), given.get("step") is not None
     faults = (
@@ -247,11 +255,11 @@ def _fault(
         (has_step and log is True, "step and log do not go together."),
         (is_whole and any(each != int(each) for each in (low, high, step or 0)), "expected whole numbers."),
     )
-    return next((words for is_so, words in faults if is_so), None)
+    return next((text for is_fault, text in faults if is_fault), None)
 
 
 def _number(value: Any) -> float | None:
-    """YAML takes 1e-5 for text."""
+    """A number of YAML, which takes 1e-5 for text."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -260,13 +268,13 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _written(value: Any) -> str:
-    """As Hydra's grammar takes it."""
+def _as_override_value(value: Any) -> str:
+    """A value in Hydra's override grammar."""
     if isinstance(value, list):
-        return f"[{','.join(map(_written, value))}]"
+        return f"[{','.join(map(_as_override_value, value))}]"
     if isinstance(value, Mapping):
-        return f"{{{','.join(f'{key}: {_written(inner)}' for key, inner in value.items())}}}"
-    if isinstance(value, str) and not _BARE.fullmatch(value):
+        return f"{{{','.join(f'{key}: {_as_override_value(inner)}' for key, inner in value.items())}}}"
+    if isinstance(value, str) and not _UNQUOTED.fullmatch(value):
         quoted: str = QuotedString(value, Quote.single).with_quotes()
         return quoted
     return format_value(value)

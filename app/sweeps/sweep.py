@@ -1,4 +1,4 @@
-"""`python -m app.train -m ...`: from the command line to the leaderboard. All trials are checked before the first."""
+"""Command `app.train -m`: plans a sweep, checks all its trials, then runs them."""
 
 import hashlib
 import itertools
@@ -13,19 +13,19 @@ from app.config.schema import RunConfig
 from app.errors import AppError, ConfigError, refuse
 from app.sweeps.grid import Grid, Setting, settings_of, wrong_overrides
 from app.sweeps.optuna_search import Search
-from app.sweeps.preset import NO_PRESET, Preset, SweepConfig, dimensions_of, is_of_the_sweep, read_preset
+from app.sweeps.preset import NO_PRESET, Preset, SweepConfig, dimensions_of, is_sweep_key, read_preset
 from app.sweeps.runner import Proposer, Runner
-from app.sweeps.search_space import Dimension, Range, composed, dimensions_in, settled
-from app.sweeps.trials import SweepFolder, Trial, shown
+from app.sweeps.search_space import Dimension, Range, compose_or_error, dimensions_in, multiply_out
+from app.sweeps.trials import SweepFolder, Trial, describe
 
 _FOLDER = "output_dir"
-_OF_ONE_START = ("output_dir", "dry_run")  # they do not make it another sweep
+_NOT_IN_IDENTITY = ("output_dir", "dry_run")
 _MAX_FOLDER_CHARACTERS = 48
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A sweep whose trials, or the ends of what they may be, are known to be sound."""
+    """A sweep whose trials, or the corners of whose search space, are valid."""
 
     proposer: Proposer
     runs: Sequence[RunConfig]
@@ -35,15 +35,15 @@ class Plan:
 
 
 def sweep(arguments: Sequence[str], check_parts: Callable[[RunConfig], None]) -> int:
-    """Returns the exit code; `check_parts` is the run's own check."""
-    plan = planned(arguments, check_parts)
+    """Run a sweep; returns the exit code. `check_parts` is the check of a run before it starts."""
+    plan = plan_sweep(arguments, check_parts)
     with SweepFolder.claim(plan.place, plan.identity) as folder:
         command = ["python", "-m", "app.train", *arguments]
         return Runner(folder, plan.identity, plan.proposer, command, plan.notes).run()
 
 
-def planned(arguments: Sequence[str], check_parts: Callable[[RunConfig], None]) -> Plan:
-    """From the words of the command line."""
+def plan_sweep(arguments: Sequence[str], check_parts: Callable[[RunConfig], None]) -> Plan:
+    """Plan the sweep of a command line."""
     preset, space, settings = _read(split_arguments(arguments, sweep=True)[0])
     of_trials = [setting for setting in settings if setting.key != _FOLDER]
     given = [text for setting in settings if setting.key == _FOLDER for text in setting.texts]
@@ -55,7 +55,7 @@ def planned(arguments: Sequence[str], check_parts: Callable[[RunConfig], None]) 
 
 
 def proposer_of(dimensions: Sequence[Dimension], config: SweepConfig) -> Proposer:
-    """A search, or the grid of all values."""
+    """A search or a grid."""
     if config.proposer == "tpe":
         return Search(dimensions, config)
     settings = [each for each in dimensions if isinstance(each, Setting)]
@@ -66,13 +66,13 @@ def proposer_of(dimensions: Sequence[Dimension], config: SweepConfig) -> Propose
     )
     combinations = list(itertools.product(*(setting.texts for setting in settings)))
     relative = {setting.key for setting in settings if setting.is_relative}
-    varied = relative | {setting.key for setting in settings if setting.is_swept}
-    return Grid(settled(combinations, relative), varied)
+    swept_keys = relative | {setting.key for setting in settings if setting.is_swept}
+    return Grid(multiply_out(combinations, relative), swept_keys)
 
 
 def identity_of(settings: Sequence[Setting], preset: Preset = NO_PRESET) -> str:
-    """The same for the same command, however its numbers are written; a search may get more trials later."""
-    same: list[Any] = [setting.same for setting in settings if setting.key not in _OF_ONE_START]
+    """Hash of a sweep, which does not depend on how numbers are written, nor on the number of trials of a search."""
+    same: list[Any] = [setting.canonical for setting in settings if setting.key not in _NOT_IN_IDENTITY]
     if preset.name:
         same.append(asdict(preset.config) | {"trials": None})
     return hashlib.sha256(json.dumps(same).encode()).hexdigest()
@@ -86,19 +86,19 @@ def default_path(settings: Sequence[Setting], preset: Preset = NO_PRESET) -> str
 
 
 def _read(overrides: Sequence[str]) -> tuple[Preset, list[Dimension], list[Setting]]:
-    """What single words say, and all that is wrong with any of them."""
+    """Read all overrides; one ConfigError has the problems of each of them."""
     problems: list[str] = []
     preset, space = NO_PRESET, list[Dimension]()
     try:
-        preset = read_preset([text for text in overrides if is_of_the_sweep(text)])
+        preset = read_preset([text for text in overrides if is_sweep_key(text)])
         problems += _missing_packages(preset.config)
         space, wrong_space = dimensions_in(preset.config.space)
         problems += wrong_space
     except ConfigError as problem:
         problems += problem.problems
-    settings, refused = settings_of([text for text in overrides if not is_of_the_sweep(text)])
+    settings, refused = settings_of([text for text in overrides if not is_sweep_key(text)])
     problems += refused
-    if problems or preset.name:  # there are no trials yet to be checked, but their words can be
+    if problems or preset.name:  # without trials to check yet, check their overrides
         wrong = wrong_overrides(text for setting in settings for text in setting.texts)
         problems += (problem for several in wrong.values() for problem in several)
     refuse(dict.fromkeys(problems))
@@ -117,20 +117,20 @@ def _missing_packages(config: SweepConfig) -> list[str]:
 def _checked_runs(
     trials: Sequence[Trial], extra: Sequence[str], check_parts: Callable[[RunConfig], None]
 ) -> list[RunConfig]:
-    """The run of each trial, told `extra` too; one ConfigError with what is wrong with any of them, each thing once."""
+    """The run of each trial with `extra` overrides; one ConfigError has every problem once."""
     wrong = wrong_overrides([*extra, *(text for trial in trials for text in trial.overrides)])
     runs: list[RunConfig] = []
     found: dict[str, list[Trial]] = {}
     for trial in trials:
         if wrong.keys() & {*trial.overrides, *extra}:
             continue
-        run = composed((*trial.overrides, *extra))
+        run = compose_or_error((*trial.overrides, *extra))
         if isinstance(run, RunConfig):
             runs.append(run)
         for problem in _problems(run, check_parts):
             found.setdefault(problem, []).append(trial)
     problems = [problem for several in wrong.values() for problem in several]
-    problems += [_placed(problem, by, len(trials)) for problem, by in found.items()]
+    problems += [_with_trials(problem, by, len(trials)) for problem, by in found.items()]
     refuse(dict.fromkeys(problems))
     return runs
 
@@ -145,18 +145,18 @@ def _problems(run: RunConfig | ConfigError, check_parts: Callable[[RunConfig], N
     return ()
 
 
-def _placed(problem: str, by: Sequence[Trial], trials: int) -> str:
-    """With the trials that have it, unless all of them do; points of a space have no number."""
+def _with_trials(problem: str, by: Sequence[Trial], trials: int) -> str:
+    """A problem with the trials that have it, unless all have; points of a search space have no number."""
     if len(by) == trials:
         return problem
     if not by[0].number:
-        return f"{problem} (with {shown(by[0].swept)})"
+        return f"{problem} (with {describe(by[0].swept)})"
     others = f" and {len(by) - 1} more" if len(by) > 1 else ""
-    return f"{problem} (trial {by[0].number}{others}: {shown(by[0].swept)})"
+    return f"{problem} (trial {by[0].number}{others}: {describe(by[0].swept)})"
 
 
 def _one_folder(runs: Sequence[RunConfig], given: str) -> str:
-    """Where `output_dir` leads, which may depend on other settings but must not on swept ones."""
+    """The folder of `output_dir`, which must not depend on swept settings."""
     places = sorted({run.output_dir for run in runs})
     if len(places) > 1:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""A trial as a process of its own: started, followed by what it prints, told to stop, never left behind."""
+"""Process of a trial: start, output, stop and kill."""
 
 import ctypes
 import os
@@ -14,11 +14,11 @@ from app.signals import CTRL_C
 
 _PR_SET_PDEATHSIG = 1
 _MAX_REASON_LINES = 12
-_STEP = "step "
+_STEP_PREFIX = "step "
 
 
 class TrialProcess:
-    """`python -m app.train overrides` that prints into a file: a pipe would break when the sweep is killed."""
+    """`python -m app.train` that prints to a file, because a pipe would break when the sweep is killed."""
 
     def __init__(self, overrides: Sequence[str], environment: Mapping[str, str], printed: Path) -> None:
         with report_write_errors(printed):
@@ -31,18 +31,18 @@ class TrialProcess:
                 stderr=STDOUT,
                 env=environment,
                 start_new_session=True,  # Ctrl-C reaches the sweep alone, which passes it on once
-                preexec_fn=_stop_when_the_sweep_dies(),  # noqa: PLW1509 (a sweep has no threads)
+                preexec_fn=_terminate_with_parent(),  # noqa: PLW1509 (a sweep has no threads)
             )
 
-    def ended(self, within: float) -> int | None:
-        """Its exit code, negative for a signal; None when it still runs after that many seconds."""
+    def wait(self, seconds: float) -> int | None:
+        """Exit code, negative for a signal; None if it still runs after `seconds`."""
         try:
-            return self._process.wait(within)
+            return self._process.wait(seconds)
         except TimeoutExpired:
             return None
 
     def ask(self, exit_code: int) -> None:
-        """To save and end with that code: as a terminal does, or as a scheduler does."""
+        """Ask it to save and exit with that code, by SIGINT as a terminal does or SIGTERM as a scheduler does."""
         if exit_code == CTRL_C:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGINT)
@@ -50,14 +50,14 @@ class TrialProcess:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> int:
-        """At once, with all that it started."""
+        """Kill it with all its children."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         return self._process.wait()
 
 
-class Printed:
-    """The part of a file that is written from now on."""
+class TrialLog:
+    """Output file of a trial, from its current end on."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -65,16 +65,15 @@ class Printed:
         self._latest = "starting"
 
     def text(self) -> str:
-        """All of it."""
         return self._since(self._begin).decode("utf-8", "replace")
 
     def latest(self) -> str:
-        """The line to show: the newest step, or what is said before the first one."""
+        """The newest line of a step, or the newest line before the first step."""
         whole, newline, _ = self._since(self._seen).rpartition(b"\n")
         self._seen += len(whole) + len(newline)
         lines = whole.decode("utf-8", "replace").splitlines()
-        steps = [line for line in lines if line.startswith(_STEP)]
-        if steps or (lines and not self._latest.startswith(_STEP)):
+        steps = [line for line in lines if line.startswith(_STEP_PREFIX)]
+        if steps or (lines and not self._latest.startswith(_STEP_PREFIX)):
             self._latest = (steps or lines)[-1]
         return self._latest
 
@@ -87,7 +86,7 @@ class Printed:
 
 
 def reason(exit_code: int, text: str) -> str:
-    """Why a trial failed, in a few lines."""
+    """Why a trial failed, in at most a few lines."""
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
         return f"killed by {name}" + (": out of memory?" if name == "SIGKILL" else "")
@@ -98,13 +97,13 @@ def reason(exit_code: int, text: str) -> str:
     return lines[-1] if lines else "it said nothing"
 
 
-def _stop_when_the_sweep_dies() -> Callable[[], None]:
-    """For the child, before it becomes the program: SIGTERM when this process ends in whatever way."""
+def _terminate_with_parent() -> Callable[[], None]:
+    """Function for the forked child that requests SIGTERM when this process ends, in whatever way."""
     libc, sweep = ctypes.CDLL(None), os.getpid()
 
     def ask_the_kernel() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != sweep:  # it was gone before
+        if os.getppid() != sweep:  # it ended before the request
             os._exit(1)
 
     return ask_the_kernel

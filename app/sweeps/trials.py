@@ -1,4 +1,4 @@
-"""The trials of a sweep: what each is told, how it ended, the folder that keeps them, and their ranking."""
+"""Trials of a sweep: their overrides, outcomes, folder and ranking."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from app.tracking.formatting import (
     format_count,
 )
 from app.tracking.output_dir import ClaimedFolder, names_in, shown_names
-from app.tracking.redact import masked
+from app.tracking.redact import redact
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,15 +29,14 @@ FINISHED, DRY_RUN = "finished", "dry_run"
 _CONTENT = "sweep.json"
 _MAX_NAME_CHARACTERS = 96
 _BRACKETS = re.compile(r"[\[\]{}()'\"]")
-_UNSAFE = re.compile(r"[^\w.=,+-]+", re.ASCII)
+_UNSAFE_CHARACTERS = re.compile(r"[^\w.=,+-]+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """`overrides` are all it is told, `swept` those in which trials differ, `name` is that of its folder.
+    """A trial: all `overrides`, the `swept` ones among them, and the `name` of its folder.
 
-    `proposed` is the point of a space that a search chose, in the search's own terms. Number 0 is a point that is only
-    checked, not run.
+    `proposed` is the point of the search space that a search chose. Number 0 is a point that is checked, not run.
     """
 
     number: int
@@ -49,7 +48,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A trial as it stands in sweep.json. `values` has what is swept, typed; `seconds` are those of all its starts."""
+    """A trial in sweep.json. `values` are the typed swept values; `seconds` is the time of all its starts."""
 
     number: int
     overrides: Sequence[str]
@@ -66,30 +65,30 @@ class Outcome:
     error: str | None = None
 
 
-def shown(swept: Sequence[str]) -> str:
-    """What is special about a trial, for people."""
+def describe(swept: Sequence[str]) -> str:
+    """The swept overrides of a trial as text."""
     return " ".join(text.lstrip("+") for text in swept)
 
 
 def name_of(number: int, digits: int, swept: Sequence[str]) -> str:
-    """For a folder, on any file system: the number makes it unique, the rest is for people and may be cut."""
-    words = _UNSAFE.sub("_", _BRACKETS.sub("", shown(swept).replace(" ", ",")))
-    return f"{number:0{digits}}-{words}"[:_MAX_NAME_CHARACTERS].rstrip("-._,")
+    """Name of a trial's folder, valid on any file system: a unique number with a readable rest, which may be cut."""
+    text = _UNSAFE_CHARACTERS.sub("_", _BRACKETS.sub("", describe(swept).replace(" ", ",")))
+    return f"{number:0{digits}}-{text}"[:_MAX_NAME_CHARACTERS].rstrip("-._,")
 
 
 def key_of(text: str) -> str:
-    """Of an override, without the prefix that says how it is set."""
+    """Key of an override, without its prefix."""
     return text.partition("=")[0].lstrip("+~")
 
 
 def values_of(overrides: Sequence[str]) -> dict[str, Any]:
-    """By key, as numbers, lists and text."""
+    """Typed values of overrides by key."""
     return {key_of(text): value_of(text) for text in overrides}
 
 
 @cache
 def value_of(text: str) -> Any:
-    """As Hydra reads it; what needs quotes is text, and what JSON has no number for."""
+    """The typed value of an override as Hydra reads it; unreadable values, NaN and infinity are text."""
     try:
         value = OverridesParser.create().parse_override(text).value()
     except HydraException:
@@ -98,11 +97,11 @@ def value_of(text: str) -> Any:
 
 
 class SweepFolder(ClaimedFolder):
-    """One sweep, and one process at work in it; only the one that `claim` gave may be written to."""
+    """Folder of a sweep; only a folder from `claim` may be written to."""
 
     @classmethod
     def claim(cls, given: str, identity: str) -> "SweepFolder":
-        """The folder for this process alone."""
+        """Lock the folder for this process."""
         path = Path(given).expanduser()
         folder = cls._claim(
             path,
@@ -126,11 +125,11 @@ class SweepFolder(ClaimedFolder):
 
     @property
     def content(self) -> Path:
-        """What the sweep is and how its trials ended."""
+        """sweep.json, which has the command and the outcomes of the trials."""
         return self.path / _CONTENT
 
     def read(self) -> dict[str, Any]:
-        """What an earlier start wrote; nothing if there was none."""
+        """Content of sweep.json; empty before the first start."""
         if not self.content.exists():
             return {}
         try:
@@ -142,12 +141,12 @@ class SweepFolder(ClaimedFolder):
         return values
 
     def write(self, facts: dict[str, Any], trials: Sequence[Outcome]) -> None:
-        """All of it anew, so that others can watch."""
-        write_json(self.content, masked({**facts, "trials": [asdict(each) for each in trials]}))
+        """Replace sweep.json, which other programs may be reading."""
+        write_json(self.content, redact({**facts, "trials": [asdict(each) for each in trials]}))
 
 
 def _refuse_foreign(path: Path, given: str) -> None:
-    """Only an empty folder, or one that has a sweep."""
+    """Refuse a folder that is neither empty nor of a sweep."""
     names = names_in(path, given)
     if names and _CONTENT not in names:
         raise ConfigError(
@@ -157,12 +156,12 @@ def _refuse_foreign(path: Path, given: str) -> None:
 
 
 def ranked(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """The lowest objective first; those that have none (failed, not a number) last, in their order."""
+    """Outcomes by objective, the lowest first and those without one (failed, NaN) last."""
     return sorted(outcomes, key=lambda each: (each.objective is None, each.objective or 0.0, each.number))
 
 
 def best(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
-    """For sweep.json; `line` is what to type after `python -m app.train`. None when no trial has an objective."""
+    """The best finished trial for sweep.json; `line` is what to type after `python -m app.train`."""
     first = next(iter(ranked(outcomes)), None)
     if first is None or first.objective is None or first.status != FINISHED:
         return None
@@ -176,7 +175,7 @@ def best(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
 
 
 def leaderboard(outcomes: Sequence[Outcome]) -> "Table":
-    """A row for each trial, a column for each setting in which they differ."""
+    """Table with a row for each trial and a column for each swept setting."""
     from rich.table import Table
 
     settings = [key_of(text) for each in outcomes[:1] for text in each.swept]

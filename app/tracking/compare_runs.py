@@ -1,4 +1,4 @@
-"""Two runs beside each other: where they come from, and their numbers line by line."""
+"""Comparison of two runs: their provenance, and their metrics line by line."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -7,13 +7,13 @@ from typing import Any
 
 from app.tracking.jsonl_metrics import finite_or_none
 
-COMPARED = ("loss", "grad_norm", "lr", "tokens", "trained_tokens", "eval_loss")  # clocks and memory are not
+COMPARED = ("loss", "grad_norm", "lr", "tokens", "trained_tokens", "eval_loss")
 _ABSENT = "none"
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A value of the first run and what it is in the second."""
+    """A fact that differs between the first run (`then`) and the second (`now`)."""
 
     name: str
     then: str
@@ -23,8 +23,8 @@ class Difference:
         return f"{self.name}: {self.then} then, {self.now} now"
 
 
-def of_programs(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """What may move the numbers of two manifests: versions, commit, hardware."""
+def compare_programs(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
+    """Differences of two manifests that may change results: versions, commit, hardware."""
     return [
         *_different({"python": then.get("python")}, {"python": now.get("python")}),
         *_different(then.get("packages", {}), now.get("packages", {})),
@@ -33,8 +33,8 @@ def of_programs(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Differe
     ]
 
 
-def of_content(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """What must be the same: rows, tokenizer, base. A hash that the older manifest does not have is no difference."""
+def compare_content(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
+    """Different hashes of rows, tokenizer and base; hashes that the older manifest lacks are left out."""
     names = {
         "train": "rows to train on",
         "eval": "rows held out",
@@ -47,8 +47,8 @@ def of_content(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Differen
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
-    """One number of two runs. `relative` to the larger of both; infinite where one has none."""
+class MetricDifference:
+    """A metric that differs. `relative` is to the larger value, and infinite where one is missing."""
 
     step: int
     name: str
@@ -60,33 +60,32 @@ class Apart:
         return f"{self.name} of step {self.step}, {self.then} then and {self.now} now (relative {self.relative:.1e})"
 
     def as_dict(self) -> dict[str, Any]:
-        """For json, which has no infinity."""
+        """For JSON, which has no infinity."""
         return {**asdict(self), "relative": finite_or_none(self.relative)}
 
 
 @dataclass(frozen=True, slots=True)
 class LineComparison:
-    """The lines that both runs have; where a run was stopped it has one that the other lacks."""
+    """The lines that both runs have; a resumed run may have others."""
 
     lines: int
     last_step: int | None
-    first: Apart | None  # that differs
-    largest: Apart | None
+    first: MetricDifference | None
+    largest: MetricDifference | None
 
     def within(self, tolerance: float) -> bool:
-        """Whether no number differs by more."""
+        """Whether every relative difference is at most `tolerance`."""
         return self.largest is None or self.largest.relative <= tolerance
 
-    def words(self) -> str:
-        """For people."""
+    def summary(self) -> str:
         compared = f"{self.lines} lines up to step {self.last_step}"
         if self.first is None or self.largest is None:
             return f"{compared}, to the last bit"
         return f"{compared}\nfirst: {self.first}\nmost:  {self.largest}"
 
 
-def of_lines(then: Iterable[Mapping[str, Any]], now: Iterable[Mapping[str, Any]]) -> LineComparison:
-    """Of two metrics.jsonl, each line with that of the same step and kind."""
+def compare_lines(then: Iterable[Mapping[str, Any]], now: Iterable[Mapping[str, Any]]) -> LineComparison:
+    """Compare the lines of two metrics.jsonl of equal step and kind."""
     before, after = _by_step(then), _by_step(now)
     shared = sorted(before.keys() & after.keys())
     apart = [found for place in shared for found in _apart(place[0], before[place], after[place])]
@@ -124,11 +123,11 @@ def _by_step(lines: Iterable[Mapping[str, Any]]) -> dict[tuple[int, bool], Mappi
     return {(line["step"], "eval_loss" in line): line for line in lines}
 
 
-def _apart(step: int, then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterable[Apart]:
+def _apart(step: int, then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterable[MetricDifference]:
     for name in COMPARED:
         before, after = then.get(name), now.get(name)
         if before != after:
-            yield Apart(step, name, before, after, _relative(before, after))
+            yield MetricDifference(step, name, before, after, _relative(before, after))
 
 
 def _relative(then: float | None, now: float | None) -> float:

@@ -1,4 +1,4 @@
-"""What is shown: a progress bar on a terminal, else lines. It is never a reason to stop a run."""
+"""Console output: a progress bar on a terminal, else lines. A broken stream never stops a run."""
 
 import logging
 import os
@@ -20,15 +20,14 @@ if TYPE_CHECKING:
     from rich.console import Console as Terminal
     from rich.progress import Progress
 
-_SECONDS_BETWEEN_DRAWINGS = 0.1
-_WIDTH_OF_A_FILE = 240  # tables in a file or pipe are as wide as they need to be
+_MIN_REDRAW_SECONDS = 0.1
+_FILE_WIDTH = 240  # columns of a table in a file or pipe
 
 
 class Console:
     """A bar at the bottom of a terminal and messages above it; one line per logged step in a pipe or file.
 
-    No thread runs beside the training: the bar is drawn when there is something new. With `enabled=False` (processes
-    that are not the first one) nothing is shown.
+    No thread redraws the bar: it changes with each step. With `enabled=False` (ranks other than 0) nothing is shown.
     """
 
     def __init__(self, stream: TextIO | None = None, *, enabled: bool = True) -> None:
@@ -39,14 +38,14 @@ class Console:
         self._drawn = 0.0
 
     def begin(self, total: int, done: int) -> None:
-        """The run has `total` steps; `done` of them were made before."""
+        """Show progress over `total` steps, of which earlier starts made `done`."""
         self._total = total
         if self._progress:
             self._progress.add_task("", total=total, completed=done, numbers="")
             self._progress.start()
 
     def say(self, text: str) -> None:
-        """One message."""
+        """Print a message."""
         if self._progress:
             from rich.text import Text
 
@@ -56,7 +55,7 @@ class Console:
             self._stream.flush()
 
     def step(self, values: Mapping[str, Any], seconds_left: float | None = None) -> None:
-        """The numbers of one step, and how long the rest takes."""
+        """Show the numbers of a step and the time left."""
         if not self._progress:
             self.say(step_line(values, self._total, seconds_left))
             return
@@ -64,12 +63,12 @@ class Console:
         for task in self._progress.task_ids:
             self._progress.update(task, completed=values["step"], numbers=numbers)
         now = time.monotonic()
-        if now - self._drawn >= _SECONDS_BETWEEN_DRAWINGS or values["step"] == self._total:
+        if now - self._drawn >= _MIN_REDRAW_SECONDS or values["step"] == self._total:
             self._progress.refresh()
             self._drawn = now
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """What the model answers by now: on a terminal a table as wide as it is."""
+        """Show answers of the model, on a terminal as a table."""
         if not self._progress:
             self.say(samples_text(step, samples))
             return
@@ -83,14 +82,14 @@ class Console:
         self._progress.console.print(table)
 
     def close(self) -> None:
-        """The last bar stays, the cursor comes back."""
+        """Leave the last bar on the screen and restore the cursor."""
         if self._progress and self._progress.live.is_started:
             self._progress.refresh()
             self._progress.stop()
 
 
 class SafeStream:
-    """A stream that falls silent where the real one breaks: a closed pipe, a closed terminal, a full disk."""
+    """Stream that drops output after an error: a closed pipe, a closed terminal, a full disk."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -98,11 +97,10 @@ class SafeStream:
 
     @property
     def encoding(self) -> str:
-        """Of the real stream."""
         return self._stream.encoding or "utf-8"
 
     def write(self, text: str) -> int:
-        """Characters that the encoding lacks become question marks."""
+        """Write; characters that the encoding lacks become question marks."""
         if not self._broken:
             try:
                 self._stream.write(text.encode(self.encoding, "replace").decode(self.encoding))
@@ -111,7 +109,6 @@ class SafeStream:
         return len(text)
 
     def flush(self) -> None:
-        """Most breaks show here."""
         if not self._broken:
             try:
                 self._stream.flush()
@@ -119,27 +116,26 @@ class SafeStream:
                 self._fall_silent()
 
     def isatty(self) -> bool:
-        """False for a closed stream."""
+        """Whether it is a terminal; False for a closed stream."""
         try:
             return self._stream.isatty()
         except ValueError:
             return False
 
     def is_terminal(self) -> bool:
-        """Whether it obeys when it is told to go back in a line: TERM says what it is."""
+        """Whether it is a terminal that can move the cursor, by TERM."""
         return self.isatty() and os.environ.get("TERM", "") not in {"", "dumb", "unknown"}
 
     def fileno(self) -> int:
-        """Of the real stream."""
         return self._stream.fileno()
 
     def _fall_silent(self) -> None:
         self._broken = True
-        # What is left in the buffer would fail once more when the interpreter ends, with exit code 120.
+        # the rest of the buffer would fail again when the interpreter ends, with exit code 120
         with suppress(OSError, ValueError):
-            nothing = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nothing, self._stream.fileno())
-            os.close(nothing)
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, self._stream.fileno())
+            os.close(devnull)
 
 
 class _LogToConsole(logging.Handler):
@@ -148,25 +144,24 @@ class _LogToConsole(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        """One line, as all others."""
         self._console.say(record.getMessage())
 
 
 def open_console(stream: TextIO | None = None) -> Console:
-    """On standard output if no stream is given; the log of this program's packages is shown on it too."""
+    """A console, by default on standard output, that also prints the log records of `app.*`."""
     console = Console(stream)
-    ours = logging.getLogger("app")
-    ours.handlers[:] = [_LogToConsole(console)]
-    ours.setLevel(logging.INFO)
-    ours.propagate = False  # Hydra would write the same into a file of its own
+    logger = logging.getLogger("app")
+    logger.handlers[:] = [_LogToConsole(console)]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False  # Hydra would write them to a file of its own
     return console
 
 
 def rich_terminal(stream: SafeStream) -> "Terminal":
-    """Rich's view of a stream; it honours NO_COLOR and the width of a terminal."""
+    """A rich console on the stream; it honours NO_COLOR and the width of a terminal."""
     from rich.console import Console as Terminal
 
-    width = None if stream.is_terminal() else _WIDTH_OF_A_FILE
+    width = None if stream.is_terminal() else _FILE_WIDTH
     return Terminal(file=cast(TextIO, stream), width=width, markup=False, highlight=False, emoji=False)
 
 

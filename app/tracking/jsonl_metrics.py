@@ -1,6 +1,6 @@
-"""Lines of JSON that grow with the run and can be taken back to a step.
+"""Append-only JSON lines of a run (metrics.jsonl, samples.jsonl), which a resume truncates after its step.
 
-Numbers come back exactly as they were. JSON has no NaN and no infinity: they are written as null.
+Numbers are read back exactly. JSON has no NaN and no infinity: they are written as null.
 """
 
 import json
@@ -12,14 +12,14 @@ from typing import Any, TextIO
 from app.files import append_text, fsync, report_write_errors, write_text
 
 
-class StepLines:
-    """A file of objects that each have a `step`: metrics.jsonl, samples.jsonl."""
+class StepLog:
+    """A file of JSON objects that each have a `step`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """One line, keys in the order given."""
+        """Append a line, with the keys in the given order."""
         assert "step" in values
         finite = {key: finite_or_none(value) for key, value in values.items()}
         append_text(self.path, json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n")
@@ -30,28 +30,28 @@ class StepLines:
             with report_write_errors(self.path):
                 fsync(self.path)
 
-    def rewind(self, step: int) -> list[dict[str, Any]]:
-        """Cut what came after `step` and what was torn; give what is left."""
+    def truncate_after(self, step: int) -> list[dict[str, Any]]:
+        """Remove lines after `step` and torn lines; returns the others."""
         if not self.path.exists():
             return []
         with _open(self.path) as file:
             lines = list(file)
-        kept = [(line, values) for line in lines if (values := _whole(line)) and values["step"] <= step]
-        if len(kept) < len(lines):
-            write_text(self.path, "".join(line for line, _ in kept))
-        return [values for _, values in kept]
+        remaining = [(line, values) for line in lines if (values := _parse(line)) and values["step"] <= step]
+        if len(remaining) < len(lines):
+            write_text(self.path, "".join(line for line, _ in remaining))
+        return [values for _, values in remaining]
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """What is whole of a file that may still be written to."""
+    """The complete lines of a file that may still be written to."""
     with _open(path) as file:
         for line in file:
-            if values := _whole(line):
+            if values := _parse(line):
                 yield values
 
 
 def finite_or_none(value: Any) -> Any:
-    """The value as JSON can have it."""
+    """The value, or None for NaN and infinity, which JSON lacks."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -59,7 +59,7 @@ def _open(path: Path) -> TextIO:
     return path.open(encoding="utf-8", errors="replace")
 
 
-def _whole(line: str) -> dict[str, Any] | None:
+def _parse(line: str) -> dict[str, Any] | None:
     if not line.endswith("\n"):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Where a run comes from, as far as it can be known without importing anything heavy."""
+"""manifest.json: provenance of a run (versions, commit, command line, machine), read without heavy imports."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from typing import Any
 import app
 from app.errors import CheckpointError
 from app.files import write_json
-from app.tracking.redact import masked
+from app.tracking.redact import redact
 from app.tracking.trackers import TRACKERS
 
 PACKAGES = (
@@ -34,25 +34,25 @@ PACKAGES = (
 
 
 class Manifest:
-    """manifest.json of this start. `starts` lists the earlier ones of the same run too."""
+    """manifest.json of this start; `starts` lists the earlier starts of the run too."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._content = _describe(read_manifest(path))
 
     def add(self, facts: Mapping[str, Any]) -> None:
-        """Write it with these; a mapping is added to the one of the same name."""
+        """Add facts and write the file; a mapping is merged into that of the same name."""
         for name, value in facts.items():
             old = self._content.get(name)
             self._content[name] = value
             if isinstance(old, dict) and isinstance(value, Mapping):
                 self._content[name] = {**old, **value}
-        write_json(self._path, masked(self._content))
+        write_json(self._path, redact(self._content))
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that are installed."""
-    from importlib.metadata import PackageNotFoundError, version  # 15 ms that a misspelt key need not cost
+    """Versions of the installed packages."""
+    from importlib.metadata import PackageNotFoundError, version  # 15 ms that a misspelt key should not cost
 
     found = {}
     for package in PACKAGES:
@@ -64,7 +64,7 @@ def versions() -> dict[str, str]:
 
 
 def git_state(package: Path) -> dict[str, Any] | None:
-    """Commit of the checkout that the program runs from and whether files differ; None if it is installed."""
+    """Commit of the checkout with `package`, and whether files differ; None for an installed package."""
     if not (package.parent / ".git").exists():
         return None
     commit = _git(package.parent, "rev-parse", "HEAD")
@@ -91,7 +91,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def program_here() -> dict[str, Any]:
-    """What would run on this machine."""
+    """The program, packages and machine of this process."""
     return {
         "program": {"version": app.__version__, "git": git_state(Path(app.__file__).parent)},
         "python": platform.python_version(),
@@ -119,7 +119,7 @@ def _describe(before: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """What a start wrote; empty where none did."""
+    """Content of a manifest.json; empty if there is none."""
     if not path.exists():
         return {}
     try:

@@ -1,4 +1,4 @@
-"""The card of a model: what it is, how it is loaded, what made it. For people, in the Markdown that hubs show."""
+"""Model card of an export, in the Markdown of hubs: what the model is, how to load it, how it was made."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from typing import Any
 from app.tracking.formatting import (
     format_bytes,
 )
-from app.tracking.redact import masked_text
+from app.tracking.redact import redact_text
 
 _SETTINGS = {
     "adapter": ("kind", "r", "alpha", "dropout", "targets"),
@@ -33,17 +33,17 @@ _PIPELINES = {
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """What whoever loads it must write."""
+    """How to load an export."""
 
     auto_class: str
-    base: str | None  # of an adapter: a hub id or a folder; None of a whole model
-    base_inside: bool  # it lies in base/ of the export
+    base: str | None  # hub id or folder of an adapter's base; None for a whole model
+    base_inside: bool  # the base lies in base/ of the export
     dtype: str
     four_bit: Mapping[str, Any] | None = None  # arguments of BitsAndBytesConfig
-    own_classes: bool = False  # an adapter brings the config.json that names them
+    own_classes: bool = False  # the adapter brings a config.json that names the classes
 
     def code(self) -> str:
-        """Python that works in the folder of the card."""
+        """Python code that loads it, to run in the folder of the card."""
         auto = ["AutoTokenizer", self.auto_class, *(["BitsAndBytesConfig"] if self.four_bit else [])]
         auto += ["AutoConfig"] if self.own_classes else []
         lines = [
@@ -74,7 +74,7 @@ class Loading:
 def model_card(
     run: Mapping[str, Any], manifest: Mapping[str, Any], result: Mapping[str, Any], loading: Loading
 ) -> str:
-    """From the run's own settings and records; secrets masked, nothing of them read as Markdown."""
+    """The card of a run, from its settings and files; secrets are masked and Markdown in values is escaped."""
     model = run["model"]
     base = "random weights" if model["weights"] == "random" else model["path"]
     what = "LoRA adapter" if loading.base is not None else "whole model"
@@ -96,11 +96,11 @@ def model_card(
         "## Made with",
         _table(("", ""), _origin(manifest, result)),
     ]
-    return masked_text("\n\n".join(part for part in parts if part)) + "\n"
+    return redact_text("\n\n".join(part for part in parts if part)) + "\n"
 
 
 def _front(model: Mapping[str, Any], loading: Loading) -> str:
-    """What hubs read: YAML, of which JSON's texts are a part."""
+    """YAML metadata for hubs; JSON strings are YAML."""
     named = {
         "library_name": "transformers" if loading.base is None else "peft",
         "pipeline_tag": _PIPELINES.get(loading.auto_class),
@@ -181,13 +181,13 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def _link(address: str) -> str:
-    """In angle brackets, where signs of Markdown need no escape, if it can be one."""
+    """A link in angle brackets, where Markdown needs no escape, if the address can be one."""
     is_plain = address.startswith(("https://", "http://")) and not set(address) & set("<> \n\t")
     return f"<{address}>" if is_plain else _cell(address)
 
 
 def _cell(value: Any) -> str:
-    """As it stands, whatever is in it."""
+    """A value as text, with Markdown and HTML escaped."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int):

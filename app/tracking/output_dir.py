@@ -1,4 +1,4 @@
-"""The output folder of a run or sweep: where things are in it, and the lock that keeps it to one process."""
+"""Output folder of a run or sweep: names of its files, and the lock that gives it to one process."""
 
 import errno
 import fcntl
@@ -14,7 +14,7 @@ from app.errors import AppError, ConfigError, EnvironmentProblem
 from app.files import is_partial, report_write_errors
 
 _LOCK = ".lock"
-_NAMES = {
+_RUN_FILES = {
     "run.yaml",
     "manifest.json",
     "metrics.jsonl",
@@ -25,60 +25,60 @@ _NAMES = {
     "final",
     "base",
 }
-_BEFORE_A_RUN = {"check.json", "check.html"}  # what app.check leaves in the folder of a run to come
-# File systems that know no locks: there nobody is kept out, which is better than keeping everybody out.
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
-_locks: set[int] = set()  # descriptors of this process
+_CHECK_FILES = {"check.json", "check.html"}  # of app.check, in the folder of a later run
+# on file systems without locks a folder is used unlocked rather than refused
+_NO_LOCK_SUPPORT = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+_locks: set[int] = set()  # lock descriptors of this process
 
 
 class _LockedError(Exception):
-    """Another process has the lock; the text says which, as far as it is known."""
+    """Another process has the lock; the text names it if it is known."""
 
 
 class ClaimedFolder:
-    """A folder that this process alone may write to. The lock ends with the process, however that ends."""
+    """A locked folder for this process alone. The lock ends with the process, however that ends."""
 
-    def __init__(self, path: Path, descriptor: int | None = None, made: tuple[Path, ...] = ()) -> None:
+    def __init__(self, path: Path, descriptor: int | None = None, created: tuple[Path, ...] = ()) -> None:
         self.path = path
         self._descriptor = descriptor
-        self._made = made
+        self._created = created
 
     @classmethod
     def _claim(cls, path: Path, refuse: Callable[[], None], in_use: Callable[[object], str]) -> Self:
-        """Made if need be. `refuse` raises what speaks against it; a refusal leaves everything as it was."""
+        """Create the folder if needed and lock it. If `refuse` raises, everything stays as it was."""
         with report_write_errors(path):
-            if user := user_of(path):
+            if user := lock_owner(path):
                 raise EnvironmentProblem(in_use(user))
             refuse()
-            made = [folder for folder in (path, *path.parents) if not folder.exists()]
-            claimed = cls(path, None, tuple(made))
+            created = [folder for folder in (path, *path.parents) if not folder.exists()]
+            claimed = cls(path, None, tuple(created))
             try:
                 path.mkdir(parents=True, exist_ok=True)
                 claimed._descriptor = _take_lock(path / _LOCK)
             except _LockedError as locked:
                 raise EnvironmentProblem(in_use(locked)) from None
             except OSError:
-                claimed._remove_made()
+                claimed._remove_created()
                 raise
             try:
-                refuse()  # another process may have come and gone since
+                refuse()  # another process may have used the folder since the first check
             except AppError:
                 claimed.release()
                 raise
         return claimed
 
     def release(self) -> None:
-        """Let others claim it; a folder that was made and left empty goes. Nothing in a forked child."""
+        """Unlock the folder, and remove it if it was created and is empty. A forked child does nothing."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None and descriptor in _locks:
             _locks.remove(descriptor)
             with suppress(OSError):
                 (self.path / _LOCK).unlink()
             os.close(descriptor)
-            self._remove_made()
+            self._remove_created()
 
-    def _remove_made(self) -> None:
-        for folder in self._made:
+    def _remove_created(self) -> None:
+        for folder in self._created:
             with suppress(OSError):
                 (folder / _LOCK).unlink()
             with suppress(OSError):
@@ -92,10 +92,10 @@ class ClaimedFolder:
 
 
 class RunFolder(ClaimedFolder):
-    """An interface that other programs read; only the one that `claim` gave may be written to."""
+    """Files of a run, an interface for other programs; only a folder from `claim` may be written to."""
 
-    def __init__(self, path: Path, descriptor: int | None = None, made: tuple[Path, ...] = ()) -> None:
-        super().__init__(path, descriptor, made)
+    def __init__(self, path: Path, descriptor: int | None = None, created: tuple[Path, ...] = ()) -> None:
+        super().__init__(path, descriptor, created)
         self.run_yaml = path / "run.yaml"  # the resolved configuration
         self.manifest = path / "manifest.json"  # versions, commit, seed, choices, counts, hashes
         self.metrics = path / "metrics.jsonl"  # one object per logged step or evaluation
@@ -103,23 +103,23 @@ class RunFolder(ClaimedFolder):
         self.preview = path / "preview.json"  # a few training rows as text, with what is trained of them
         self.report = path / "report.html"  # the page for people
         self.result = path / "result.json"  # how it ended; absent while it runs
-        self.log = path / "log.txt"  # everything that was said, as plain text
+        self.log = path / "log.txt"  # all messages as plain text
         self.checkpoints = path / "checkpoints"  # one folder per saved step
         self.final = path / "final"  # the adapter or the model, as other tools load it
-        self.base = path / "base"  # the random base that nothing else could make again
+        self.base = path / "base"  # a random base, which an adapter needs
 
     def log_of(self, rank: int) -> Path:
-        """What a process said; numbers in the name for all but the first."""
+        """Log of a process, with its rank in the name except for rank 0."""
         return self.path / f"log-rank-{rank}.txt" if rank else self.log
 
     @classmethod
     def joined(cls, output_dir: str) -> "RunFolder":
-        """The folder that another process of the same run has claimed."""
+        """The folder, claimed by another process of the run."""
         return cls(Path(output_dir).expanduser().absolute())
 
     @classmethod
     def claim(cls, output_dir: str, resume: str | None) -> "RunFolder":
-        """The folder for this process alone."""
+        """Lock the folder for this process."""
         path = cls.joined(output_dir).path
         return cls._claim(
             path,
@@ -131,8 +131,8 @@ class RunFolder(ClaimedFolder):
         )
 
 
-def user_of(folder: Path) -> str | None:
-    """The process that has claimed a folder, in words; nothing is written."""
+def lock_owner(folder: Path) -> str | None:
+    """Name the process that has locked a folder, without writing to it."""
     try:
         descriptor = os.open(folder / _LOCK, os.O_RDWR)
     except OSError:
@@ -147,25 +147,25 @@ def user_of(folder: Path) -> str | None:
 
 
 def names_in(path: Path, given: str) -> list[str]:
-    """What a folder has besides locks, plans and what a kill leaves behind; nothing where there is none."""
+    """Names in a folder, without locks, files of app.check and leftovers of a kill; none if it does not exist."""
     if path.exists() and not path.is_dir():
         raise EnvironmentProblem(f"output_dir={given}: this is a file; choose a new or empty folder")
     names = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
-    return [name for name in names if name not in {_LOCK, *_BEFORE_A_RUN} and not is_partial(name)]
+    return [name for name in names if name not in {_LOCK, *_CHECK_FILES} and not is_partial(name)]
 
 
 def shown_names(names: list[str]) -> str:
-    """The first few of them."""
+    """The first names as text."""
     return f"{', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}"
 
 
 def _refuse_foreign(path: Path, output_dir: str, resume: str | None) -> None:
-    """Only an empty folder, or the run's own when it is to be continued."""
+    """Refuse a folder that is not empty, unless it has the run to resume."""
     names = names_in(path, output_dir)
-    if not names or _is_only_a_plan(path, names):
+    if not names or _has_only_dry_run(path, names):
         return
     shown = shown_names(names)
-    if not _NAMES.intersection(names):
+    if not _RUN_FILES.intersection(names):
         raise ConfigError(
             f"output_dir={output_dir}: the folder is not empty and not that of a run (it has {shown}); "
             "choose a new or empty folder"
@@ -182,8 +182,8 @@ def _refuse_foreign(path: Path, output_dir: str, resume: str | None) -> None:
         )
 
 
-def _is_only_a_plan(path: Path, names: list[str]) -> bool:
-    """What `dry_run=true` wrote is no run: the next one may take its place."""
+def _has_only_dry_run(path: Path, names: list[str]) -> bool:
+    """Whether `dry_run=true` wrote the folder, which a run may then use."""
     if "checkpoints" in names or "result.json" not in names:
         return False
     result: dict[str, object] = json.loads((path / "result.json").read_text())
@@ -203,14 +203,14 @@ def _take_lock(path: Path) -> int:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # its last owner removed the file in between
+        os.close(descriptor)  # the last owner removed the file after it was opened
 
 
 def _lock(descriptor: int) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as fault:
-        if fault.errno in _NO_LOCKS:
+        if fault.errno in _NO_LOCK_SUPPORT:
             return
         if not isinstance(fault, BlockingIOError):
             raise
@@ -226,7 +226,7 @@ def _is_still(path: Path, descriptor: int) -> bool:
 
 
 def _close_in_child() -> None:
-    # A lock belongs to all copies of the descriptor: a worker that outlives a killed run would keep it.
+    # a lock belongs to all copies of the descriptor: a worker that outlives a killed run would keep it
     for descriptor in _locks:
         os.close(descriptor)
     _locks.clear()

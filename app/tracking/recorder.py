@@ -1,4 +1,4 @@
-"""What a run writes besides weights, and what it says."""
+"""Recorder of a run: messages, metrics, samples, manifest, result and tracker."""
 
 import json
 import traceback
@@ -25,10 +25,10 @@ from app.tracking.formatting import (
     step_line,
     truncate,
 )
-from app.tracking.jsonl_metrics import StepLines, finite_or_none, read_lines
+from app.tracking.jsonl_metrics import StepLog, finite_or_none, read_lines
 from app.tracking.manifest import Manifest
 from app.tracking.output_dir import RunFolder
-from app.tracking.redact import masked, masked_text
+from app.tracking.redact import redact, redact_text
 from app.tracking.trackers import Tracker, open_tracker
 
 STATUSES = ("finished", "stopped", "failed", "dry_run")
@@ -45,13 +45,20 @@ RESULT_KEYS = (
     "memory_measured_bytes",
     "final",
 )
-_OF_LINES = ("eval_loss", "exact_match", "accuracy", "macro_f1", "tokens_per_second", "peak_memory_bytes")
+_RESULT_METRICS = (
+    "eval_loss",
+    "exact_match",
+    "accuracy",
+    "macro_f1",
+    "tokens_per_second",
+    "peak_memory_bytes",
+)
 
 
 class Recorder:
-    """A context: a run that leaves it by an exception has written how it failed.
+    """Context that records a run; leaving it by an exception records the failure.
 
-    Only that of the first process is `enabled`. That of another one has a log of its own and writes nothing else.
+    Only the recorder of rank 0 is `enabled`; those of other ranks write messages to their own logs.
     """
 
     def __init__(self, folder: RunFolder, console: Console | None = None, rank: int = 0) -> None:
@@ -60,10 +67,10 @@ class Recorder:
         self._log = folder.log_of(rank)
         self._console = console or Console(enabled=False)
         self._manifest = Manifest(folder.manifest) if self.enabled else None
-        self._metrics = StepLines(folder.metrics)
-        self._samples = StepLines(folder.samples)
+        self._metrics = StepLog(folder.metrics)
+        self._samples = StepLog(folder.samples)
         self._tracker: Tracker | None = None
-        self._known: dict[str, Any] = {}  # of result.json, from the lines of metrics.jsonl
+        self._result: dict[str, Any] = {}  # values of result.json that come from metrics.jsonl
         self._total: int | None = None
         self._finished = False
 
@@ -77,51 +84,51 @@ class Recorder:
         console: Console | None = None,
         step: int | None = None,
     ) -> "Recorder":
-        """The files of a start. `run` is the resolved configuration as plain data, `folder` was claimed.
+        """Write the files of a start. `run` is the resolved configuration as plain data, `folder` was claimed.
 
-        What was written after `step` is taken back: that of the checkpoint, -1 where there is none, nothing for None.
+        `step` is that of the checkpoint, after which all lines are removed, or -1 without one; None keeps all lines.
         """
-        safe_run = masked(run)
+        safe_run = redact(run)
         recorder = cls(folder, console or open_console())
         problem = recorder._open_tracker(tracker, safe_run, step)
         with report_write_errors(folder.result):
-            folder.result.unlink(missing_ok=True)  # that of an earlier start: this one has not ended
+            folder.result.unlink(missing_ok=True)  # of an earlier start
         write_text(folder.run_yaml, OmegaConf.to_yaml(OmegaConf.create(safe_run)))
         recorder.add_facts(**facts)
         if recorder._tracker:
-            recorder.message(f"tracker: {recorder._tracker.place}")
+            recorder.message(f"tracker: {recorder._tracker.location}")
         elif problem:
             recorder.message(f"{problem}; the run goes on without it")
         if step is not None:
-            recorder._rewind(step)
+            recorder._truncate_after(step)
         return recorder
 
     def add_facts(self, **facts: Any) -> None:
-        """What is known only by now, into the manifest."""
+        """Add facts to the manifest."""
         if self._manifest:
             self._manifest.add(facts)
 
     def preview(self, rows: Mapping[str, Any]) -> None:
-        """What is trained of a few rows; for people, so a run does not depend on it."""
-        write_json(self.folder.preview, masked(rows))
+        """Write preview.json: a few training rows with their loss masks."""
+        write_json(self.folder.preview, redact(rows))
 
     def begin(self, total: int, done: int = 0) -> None:
-        """The run has `total` steps, `done` of them before this start: from now on progress is shown."""
+        """Show progress over `total` steps, of which earlier starts made `done`."""
         self._total = total
         self._console.begin(total, done)
 
     def message(self, text: str) -> None:
-        """Something worth a line, on the screen and in the log."""
-        safe_text = masked_text(text)
+        """Print a message and add it to the log."""
+        safe_text = redact_text(text)
         self._console.say(safe_text)
         self._write_log(safe_text)
 
     def table(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Names and values in two columns."""
+        """Record names and values in two columns as a message."""
         self.message(align(rows))
 
     def step(self, values: Mapping[str, float | int | None], seconds_left: float | None = None) -> None:
-        """The numbers of one step that is logged: `step`, `loss` and what else there is."""
+        """Record the metrics of a step: `step`, `loss` and others."""
         if self.enabled:
             self._note(values)
             self._console.step(values, seconds_left)
@@ -129,14 +136,14 @@ class Recorder:
             self._track(values)
 
     def evaluation(self, values: Mapping[str, float | int | None]) -> None:
-        """The numbers of one evaluation: `step`, `eval_loss` and what else there is."""
+        """Record the metrics of an evaluation: `step`, `eval_loss` and others."""
         if self.enabled:
             self._note(values)
             self.message(evaluation_line(values))
             self._track(values)
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """What the model answers by now. On the screen only between: the table of both ends has the rest."""
+        """Record answers of the model; those of the first and last step are shown at the end of the run."""
         if not self.enabled:
             return
         for each in samples:
@@ -148,25 +155,25 @@ class Recorder:
             self._console.samples(step, samples)
 
     def sync(self) -> None:
-        """Onto the disk; before a checkpoint says that these lines exist."""
+        """Force metrics and samples onto the disk, before a checkpoint refers to them."""
         if self.enabled:
             self._metrics.fsync()
             self._samples.fsync()
 
     def finish(self, status: str, **result: Any) -> None:
-        """How it ended. What `result` leaves out is taken from the metrics, else null."""
+        """Write result.json. Values that `result` lacks come from the metrics, else null."""
         assert status in STATUSES, status
         assert result.keys() <= {*RESULT_KEYS, "error"}, result.keys()
         self._finished = True
         if not self.enabled:
             self.message(status)
             return
-        values = {"status": status, **dict.fromkeys(RESULT_KEYS), **self._known, **result}
+        values = {"status": status, **dict.fromkeys(RESULT_KEYS), **self._result, **result}
         with ExitStack() as closing:
             closing.callback(self._close_tracker, status)
             closing.callback(self._console.close)
             outcome = {key: finite_or_none(value) for key, value in values.items()}
-            write_json(self.folder.result, masked(outcome))
+            write_json(self.folder.result, redact(outcome))
 
     def __enter__(self) -> Self:
         return self
@@ -182,33 +189,33 @@ class Recorder:
         # What it failed of may keep these from being written too, and must stay what is raised.
         with suppress(AppError):
             if not isinstance(fault, KeyboardInterrupt | SystemExit):
-                self._write_log(masked_text(_account_of(fault)))
+                self._write_log(redact_text(_describe_failure(fault)))
         with suppress(AppError):
             self.finish("stopped" if stopped else "failed", error=_reason_of(fault))
         assert fault is not None, "the run ended without a result"
 
     def _note(self, values: Mapping[str, Any]) -> None:
         self._metrics.write(values)
-        self._see(values)
+        self._update_result(values)
 
-    def _see(self, values: Mapping[str, Any]) -> None:
-        """One line of metrics.jsonl, in the order in which they were written."""
+    def _update_result(self, values: Mapping[str, Any]) -> None:
+        """Update the result by a line of metrics.jsonl."""
         if "loss" in values:
-            self._known.setdefault("train_loss_first", values["loss"])
-            self._known |= {"train_loss_last": values["loss"], "steps": values["step"]}
-        self._known |= {key: values[key] for key in _OF_LINES if key in values}
+            self._result.setdefault("train_loss_first", values["loss"])
+            self._result |= {"train_loss_last": values["loss"], "steps": values["step"]}
+        self._result |= {key: values[key] for key in _RESULT_METRICS if key in values}
 
-    def _rewind(self, step: int) -> None:
-        for values in self._metrics.rewind(step):
-            self._see(values)
-        self._samples.rewind(step)
+    def _truncate_after(self, step: int) -> None:
+        for values in self._metrics.truncate_after(step):
+            self._update_result(values)
+        self._samples.truncate_after(step)
 
     def _write_log(self, text: str) -> None:
         now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
         append_text(self._log, f"{now}  {text}\n")
 
     def _open_tracker(self, config: TrackerConfig, run: Mapping[str, Any], step: int | None) -> str | None:
-        """What is wrong with it, for a run that has begun: a new one is refused."""
+        """Open the tracker. A new run is refused without it; a resumed one gets the problem as text."""
         step = -1 if step is None else step
         try:
             self._tracker = open_tracker(config, self.folder.path, run, step)
@@ -222,20 +229,24 @@ class Recorder:
         if self._tracker:
             try:
                 self._tracker.log(values)
-            except Exception as fault:  # noqa: BLE001  trackers raise what they like: none ends a run
+            except Exception as fault:  # noqa: BLE001  trackers raise anything, and must not end a run
                 self._tracker = None
-                self.message(f"{_lost(fault)}; the run goes on, its numbers are in {self.folder.metrics}")
+                self.message(
+                    f"{_tracker_failure(fault)}; the run goes on, its numbers are in {self.folder.metrics}"
+                )
 
     def _close_tracker(self, status: str) -> None:
         if self._tracker:
             try:
                 self._tracker.close(failed=status == "failed")
             except Exception as fault:  # noqa: BLE001
-                self.message(f"{_lost(fault)}; the numbers of the run are in {self.folder.metrics}")
+                self.message(
+                    f"{_tracker_failure(fault)}; the numbers of the run are in {self.folder.metrics}"
+                )
 
 
 def read_result(output_dir: str | Path) -> dict[str, Any]:
-    """What result.json of a run says; nothing while it runs, and where there is none."""
+    """Content of result.json; empty while the run goes on, and for a folder without a run."""
     try:
         values = json.loads((Path(output_dir).expanduser() / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -244,7 +255,7 @@ def read_result(output_dir: str | Path) -> dict[str, Any]:
 
 
 def logged_lines(folder: RunFolder, steps: int | None) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl of a run, up to `steps` if given; there is one at least."""
+    """The lines of metrics.jsonl, up to `steps` if given; no lines are an error."""
     missing = [file.name for file in (folder.manifest, folder.metrics) if not file.is_file()]
     lines = [] if missing else list(read_lines(folder.metrics))
     if not lines:
@@ -259,8 +270,8 @@ def logged_lines(folder: RunFolder, steps: int | None) -> list[dict[str, Any]]:
     return wanted
 
 
-def before_after(samples: Path) -> str | None:
-    """A table of the first and the last answers in samples.jsonl, or None if the file does not tell both."""
+def samples_table(samples: Path) -> str | None:
+    """A table of the first and the last answers in samples.jsonl, or None if the file has not both."""
     by_step: dict[int, list[Sample]] = {}
     for line in read_lines(samples) if samples.exists() else ():
         given = {key: line[key] for key in ("prompt", "expected", "answer", "likelihood") if key in line}
@@ -283,12 +294,12 @@ def before_after(samples: Path) -> str | None:
     return align_columns(cut, gap=2)
 
 
-def _lost(fault: Exception) -> str:
+def _tracker_failure(fault: Exception) -> str:
     return f"the tracker stopped working ({' '.join(str(fault).split()) or type(fault).__name__})"
 
 
-def _account_of(fault: BaseException | None) -> str:
-    """A fault of ours with its traceback, which means nothing to a user whose own problem it is."""
+def _describe_failure(fault: BaseException | None) -> str:
+    """The traceback of a bug, and the message alone of a problem that the user can solve."""
     if fault is None or isinstance(fault, AppError):
         return _reason_of(fault)
     return "".join(traceback.format_exception(fault)).rstrip()

@@ -1,4 +1,4 @@
-"""Keeping secrets out of everything that is written."""
+"""Redaction of secrets in everything that is written."""
 
 import os
 import re
@@ -18,39 +18,41 @@ _SHAPES = (
     (re.compile(r"\bhf_[A-Za-z0-9]{20,}"), MASK),
     (re.compile(r"(://)[^/\s@]+@"), rf"\1{MASK}@"),
 )
-_SHORTEST = 8  # a shorter value would be found in harmless places
+_MIN_SECRET_LENGTH = 8  # a shorter value may occur in harmless texts
 
 
-def masked(value: Any) -> Any:
-    """The same structure; what a secret's name stands before is masked, and secrets in texts are."""
+def redact(value: Any) -> Any:
+    """A copy of a structure with values of secret keys, and secrets inside texts, replaced by `***`."""
     if isinstance(value, Mapping):
-        return {key: _under(str(key), inner) for key, inner in value.items()}
+        return {key: _redact_value(str(key), inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [masked(item) for item in value]
+        return [redact(item) for item in value]
     if not isinstance(value, str):
         return value
     override = _OVERRIDE.match(value)
-    return masked_text(f"{override[1]}={_under(override[1], override[2])}" if override else value)
+    return redact_text(f"{override[1]}={_redact_value(override[1], override[2])}" if override else value)
 
 
-def masked_text(text: str) -> str:
-    """Without the secrets of the environment, and without what looks like one."""
-    for secret in _secrets_of_environment():
+def redact_text(text: str) -> str:
+    """Replace secrets of the environment, and texts that look like tokens or passwords."""
+    for secret in _environment_secrets():
         text = text.replace(secret, MASK)
     for shape, replacement in _SHAPES:
         text = shape.sub(replacement, text)
     return text
 
 
-def _under(name: str, value: Any) -> Any:
-    return MASK if isinstance(value, str) and value and _is_secret(name) else masked(value)
+def _redact_value(name: str, value: Any) -> Any:
+    return MASK if isinstance(value, str) and value and _is_secret(name) else redact(value)
 
 
 def _is_secret(name: str) -> bool:
     return bool(_SECRET_NAME.search(name)) and not _HARMLESS_NAME.search(name)
 
 
-def _secrets_of_environment() -> list[str]:
-    """Longest first, so that no part of one is left."""
-    values = {value for name, value in os.environ.items() if _is_secret(name) and len(value) >= _SHORTEST}
+def _environment_secrets() -> list[str]:
+    """Secret values of the environment, the longest first, so that no part of one remains."""
+    values = {
+        value for name, value in os.environ.items() if _is_secret(name) and len(value) >= _MIN_SECRET_LENGTH
+    }
     return sorted(values, key=len, reverse=True)

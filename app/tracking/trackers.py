@@ -1,7 +1,7 @@
-"""Trackers that metrics go to besides metrics.jsonl, through Accelerate's classes for them.
+"""Trackers (wandb, TensorBoard, MLflow and others) through Accelerate's classes.
 
-What is sent is the configuration, without secrets, and the numbers: no code, no output, and of the machine no more than
-the tracker cannot leave out. A tracker's package is imported only where it was chosen.
+They are sent the configuration without secrets, and the metrics: no code, no output, and as little about the machine
+as each tracker allows. A tracker's package is imported only if it was chosen.
 """
 
 import math
@@ -22,59 +22,58 @@ from app.files import report_write_errors, write_text
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """What a tracker is told of a start of a run."""
+    """Facts about a start of a run for its tracker."""
 
     project: str
     name: str
     folder: Path
-    run_id: str | None  # that the tracker gave to an earlier start
-    step: int  # that the run goes on from, -1 at its beginning
+    run_id: str | None  # given by the tracker to an earlier start
+    step: int  # of the checkpoint, -1 for a new run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackerKind:
-    """A class of Accelerate's, as it and its package are called; `run_id` is where the tracker has that."""
+    """A tracker class of Accelerate, by its name, and how this program uses it."""
 
     name: str
     arguments: Callable[[RunStart], dict[str, Any]]
-    run_id: str | None = None  # under which the next start joins this run
-    place: Callable[[Any], str] | None = None  # where the user finds it
-    keep_config: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    run_id: str | None = None  # attribute with the id by which the next start joins this run
+    location: Callable[[Any], str] | None = None  # where the user finds the run
+    config_of: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     finish: Callable[[Any, bool], None] = lambda tracker, _failed: tracker.finish()
     check: Callable[[], list[str]] = list
 
 
 class Tracker:
-    """One that is being written to. What it raises is for the caller to catch: it must not end a run."""
+    """An open tracker. The caller catches its exceptions, which must not end a run."""
 
     def __init__(self, kind: TrackerKind, tracker: Any) -> None:
         self._kind = kind
         self._tracker = tracker
 
     @property
-    def place(self) -> str:
-        """Where the user finds it."""
-        if self._kind.place:
-            return self._kind.place(self._tracker)
+    def location(self) -> str:
+        """Where the user finds the run."""
+        if self._kind.location:
+            return self._kind.location(self._tracker)
         return f"{self._kind.name} run {self.run_id or self._tracker.init_kwargs['dir']}"
 
     @property
     def run_id(self) -> str | None:
-        """Its own name of the run."""
+        """The tracker's own id of the run."""
         return str(attrgetter(self._kind.run_id)(self._tracker)) if self._kind.run_id else None
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """The numbers of one step or evaluation; `step` is among them."""
+        """Send the metrics of a step or an evaluation; `step` is among them."""
         numbers = {key: value for key, value in values.items() if key != "step" and _is_number(value)}
         self._tracker.log(numbers, step=values["step"])
 
     def close(self, *, failed: bool) -> None:
-        """Everything is out."""
         self._kind.finish(self._tracker, failed)
 
 
 def check(config: TrackerConfig) -> list[str]:
-    """What is missing, and what to type."""
+    """Problems with the chosen tracker: a missing package or login."""
     kind = TRACKERS[config.kind]
     if kind is None:
         return []
@@ -87,7 +86,7 @@ def check(config: TrackerConfig) -> list[str]:
 
 
 def open_tracker(config: TrackerConfig, folder: Path, run: Mapping[str, Any], step: int) -> Tracker | None:
-    """Of the kind that was chosen. `run` is the configuration, which has no secrets any more."""
+    """Open the chosen tracker. `run` is the configuration without secrets."""
     kind = TRACKERS[config.kind]
     if kind is None:
         return None
@@ -117,7 +116,7 @@ def _started(kind: TrackerKind, start: RunStart, run: Mapping[str, Any]) -> Any:
 
     tracker = LOGGER_TYPE_TO_CLASS[kind.name](**kind.arguments(start))
     tracker.start()
-    config = None if start.run_id else kind.keep_config(run)
+    config = None if start.run_id else kind.config_of(run)
     if config:
         tracker.store_init_configuration(config)
     return tracker
@@ -147,8 +146,8 @@ def _wandb(start: RunStart) -> dict[str, Any]:
     }
 
 
-def _wandb_place(tracker: Any) -> str:
-    """The page, or the command that sends it later."""
+def _wandb_location(tracker: Any) -> str:
+    """URL of the run, or the command that uploads it later."""
     run = tracker.run
     return f"wandb sync {Path(run.dir).parent}" if run.offline else str(run.url)
 
@@ -170,7 +169,7 @@ def _check_wandb() -> list[str]:
 
 
 def _tensorboard(start: RunStart) -> dict[str, Any]:
-    """TensorBoard drops what it has read of later steps: a continued run does them again."""
+    """Arguments for TensorBoard, which drops the later steps that a resumed run makes again."""
     return {"run_name": "tensorboard", "logging_dir": start.folder, "purge_step": start.step + 1}
 
 
@@ -186,7 +185,7 @@ def _finish_mlflow(_tracker: Any, failed: bool) -> None:
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys: MLflow has no nested parameters."""
+    """The configuration with dotted keys: MLflow has no nested parameters."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
@@ -209,7 +208,7 @@ def _comet(start: RunStart) -> dict[str, Any]:
 
 
 def _trackio(start: RunStart) -> dict[str, Any]:
-    """It knows runs by their names."""
+    """Arguments for trackio, which identifies runs by their names."""
     name = start.run_id or f"{start.name}-{secrets.token_hex(3)}"
     quiet: dict[str, Any] = dict.fromkeys(("embed", "auto_log_gpu", "auto_log_cpu"), False)
     return {"run_name": start.project, "name": name, "resume": "allow", **quiet}
@@ -246,21 +245,21 @@ TRACKERS: dict[str, TrackerKind | None] = {
         name="wandb",
         arguments=_wandb,
         run_id="run.id",
-        place=_wandb_place,
+        location=_wandb_location,
         finish=lambda tracker, failed: tracker.run.finish(exit_code=int(failed)),
         check=_check_wandb,
     ),
     "tensorboard": TrackerKind(
         name="tensorboard",
         arguments=_tensorboard,
-        place=lambda tracker: f"tensorboard --logdir {tracker.logging_dir}",
-        keep_config=lambda _run: {},  # it would be shown as another run
+        location=lambda tracker: f"tensorboard --logdir {tracker.logging_dir}",
+        config_of=lambda _run: {},  # TensorBoard would show it as another run
     ),
     "mlflow": TrackerKind(
         name="mlflow",
         arguments=_mlflow,
         run_id="active_run.info.run_id",
-        keep_config=_flat,
+        config_of=_flat,
         finish=_finish_mlflow,
     ),
     "comet": TrackerKind(name="comet_ml", arguments=_comet, run_id="writer.id"),

@@ -7,7 +7,7 @@ from app.files import checksummed_folder
 from app.model.save import save_model
 from app.model.training_model import TrainingModel
 from app.tracking.formatting import format_bytes
-from app.tracking.recorder import Recorder, before_after
+from app.tracking.recorder import Recorder, samples_table
 from app.training.checkpoint import Checkpoints, Progress
 from app.training.memory import Predicted
 from app.training.resolve import ResolvedRun
@@ -28,7 +28,7 @@ def finish(
     if parts.runtime.rank == 0:
         with checksummed_folder(record.folder.final) as aside:
             save_model(trainee, resolved.tokenizer, aside, state)
-        answers = before_after(record.folder.samples)
+        answers = samples_table(record.folder.samples)
         if answers:
             record.message(answers)
     what = "model" if run.adapter.kind == "none" else "adapter"

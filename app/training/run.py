@@ -19,7 +19,7 @@ from app.model.save import save_base
 from app.model.training_model import TrainingModel
 from app.oom_retry import RetryOnRestart, explain_out_of_memory
 from app.optim.optimizers import build_optimizer, needs_whole_matrices
-from app.pages.render import written_page
+from app.pages.render import write_page
 from app.pages.run_page import run_page
 from app.signals import listening
 from app.tracking.console import Console
@@ -168,7 +168,7 @@ def _opened(
             yield recorder
     finally:
         with suppress(AppError):  # the outcome of the run has been reported by now
-            recorder.message(written_page(folder.report, lambda: run_page(folder.path)))
+            recorder.message(write_page(folder.report, lambda: run_page(folder.path)))
 
 
 def _progress(resolved: ResolvedRun, checkpoints: Checkpoints, stepper: Stepper) -> Progress:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from app.pages.render import written_page
+from app.pages.render import write_page
 from tests.conftest import RunApp
 from tests.pages.reading import Element, chart, drawn, read, section
 from tests.runs import SMALL, FinishedRuns, Zygote, metrics
@@ -85,8 +85,8 @@ def test_a_fault_in_a_page_is_told_and_harms_nothing(tmp_path: Path) -> None:
     def broken() -> str:
         raise ZeroDivisionError("of ours")
 
-    told = written_page(tmp_path / "report.html", broken)
+    told = write_page(tmp_path / "report.html", broken)
     assert told == "report  could not be made (ZeroDivisionError: of ours); nothing else is missing"
-    told = written_page(tmp_path / "absent" / "report.html", lambda: "page")
+    told = write_page(tmp_path / "absent" / "report.html", lambda: "page")
     assert told.startswith("report  could not be made (EnvironmentProblem: ")
     assert list(tmp_path.iterdir()) == []

@@ -17,7 +17,7 @@ from app.config.load import compose_run
 from app.config.overrides import is_sweep
 from app.config.schema import RunConfig
 from app.errors import AppError
-from app.sweeps.sweep import planned
+from app.sweeps.sweep import plan_sweep
 from tests.conftest import REPO
 from tests.docs.blocks import Command, commands_of, documents
 
@@ -88,4 +88,4 @@ def runs_of(text: str) -> list[RunConfig]:
     settings = words[starts[-1] + 1 :]
     if not is_sweep(settings):
         return [compose_run(settings)]
-    return list(planned(settings, lambda _run: None).runs)
+    return list(plan_sweep(settings, lambda _run: None).runs)

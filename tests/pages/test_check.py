@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from app.pages.check_report import check_page, show_check
-from app.pages.check_summary import Section, cluster_sections, data_sections, memory_sections, stop
+from app.pages.check_summary import (
+    Section,
+    cluster_sections,
+    data_sections,
+    memory_sections,
+    out_of_memory_problem,
+)
 from tests.pages.facts import CLUSTER, DATA, MEMORY, TOO_LARGE
 from tests.pages.reading import Element, notes, read, section
 from tests.pages.test_render import HOSTILE
@@ -186,7 +192,7 @@ def test_what_would_stop_a_run_is_told_first() -> None:
 
 
 def test_stop_has_the_parts_and_the_cheapest_way_in() -> None:
-    told = stop(TOO_LARGE)
+    told = out_of_memory_problem(TOO_LARGE)
     assert told.startswith(
         "it needs 30.1 GB of the 25.2 GB of RTX 4090: frozen weights 15.0 GB, trained weights"
     )
@@ -194,9 +200,11 @@ def test_stop_has_the_parts_and_the_cheapest_way_in() -> None:
     assert told.endswith("Set recipe=qlora, which saves 10.9 GB.")
     none = {**TOO_LARGE, "knobs": TOO_LARGE["knobs"][:1]}
     together = {"override": "a=1 b=2", "needed_bytes": 1}
-    assert stop({**none, "together": together}).endswith("Set a=1 b=2.")
-    assert stop({**TOO_LARGE, "together": together}).endswith("Set a=1 b=2."), "it costs less"
-    assert stop(none).endswith("choose a smaller model or more memory.")
+    assert out_of_memory_problem({**none, "together": together}).endswith("Set a=1 b=2.")
+    assert out_of_memory_problem({**TOO_LARGE, "together": together}).endswith("Set a=1 b=2."), (
+        "it costs less"
+    )
+    assert out_of_memory_problem(none).endswith("choose a smaller model or more memory.")
 
 
 @pytest.mark.parametrize("facts", [DATA, MEMORY], ids=["data", "memory"])

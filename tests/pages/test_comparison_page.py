@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from app.pages.comparison_page import comparison_page, told_apart
+from app.pages.comparison_page import comparison_page, distinct_names
 from tests.pages.folders import MANIFEST, SETTINGS, lines_of, made_run, result_of, sample
 from tests.pages.reading import Element, chart, drawn, read, section
 from tests.pages.test_render import HOSTILE
@@ -86,6 +86,10 @@ def test_everything_hostile_is_text(tmp_path: Path) -> None:
 
 
 def test_names_are_as_long_as_it_takes() -> None:
-    assert told_apart([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
-    assert told_apart([Path("/x/one/a"), Path("/x/two/a"), Path("/x/two/b")]) == ["one/a", "two/a", "two/b"]
-    assert told_apart([Path("/x/a"), Path("/x/a")]) == ["1: a", "2: a"]
+    assert distinct_names([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
+    assert distinct_names([Path("/x/one/a"), Path("/x/two/a"), Path("/x/two/b")]) == [
+        "one/a",
+        "two/a",
+        "two/b",
+    ]
+    assert distinct_names([Path("/x/a"), Path("/x/a")]) == ["1: a", "2: a"]

@@ -7,10 +7,10 @@ from app.config.load import compose_run
 from app.errors import ConfigError
 from app.sweeps import sweep
 from app.sweeps.grid import settings_of
-from app.sweeps.preset import dimensions_of, is_of_the_sweep, read_preset
+from app.sweeps.preset import dimensions_of, is_sweep_key, read_preset
 from app.sweeps.runner import Proposer
 from app.sweeps.search_space import dimensions_in
-from app.sweeps.sweep import default_path, identity_of, planned, proposer_of
+from app.sweeps.sweep import default_path, identity_of, plan_sweep, proposer_of
 from tests.sweeps.test_sweep import nothing_more, refusal_of
 
 NAMES = choices_by_group()["sweep"]
@@ -18,8 +18,8 @@ NAMES = choices_by_group()["sweep"]
 
 def proposed(*words: str) -> tuple[Proposer, list[str]]:
     """And what is said on the screen."""
-    preset = read_preset([word for word in words if is_of_the_sweep(word)])
-    settings, problems = settings_of([word for word in words if not is_of_the_sweep(word)])
+    preset = read_preset([word for word in words if is_sweep_key(word)])
+    settings, problems = settings_of([word for word in words if not is_sweep_key(word)])
     space, wrong = dimensions_in(preset.config.space)
     assert (problems, wrong) == ([], [])
     dimensions, notes = dimensions_of(preset, space, settings, [])
@@ -38,7 +38,7 @@ def rates(*words: str) -> list[float]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_preset_makes_trials_that_are_right(name: str) -> None:
-    plan = planned(["-m", f"sweep={name}"], nothing_more)
+    plan = plan_sweep(["-m", f"sweep={name}"], nothing_more)
     assert len(plan.runs) == len(plan.proposer.points)
     assert 5 <= plan.proposer.count <= 12
     assert plan.notes

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config.load import compose_run
-from app.sweeps.search_space import Dimension, Range, dimensions_in, ends, settled, times
+from app.sweeps.search_space import Dimension, Range, corners, dimensions_in, multiply_out, parse_multiple
 
 
 def dimension(key: str, given: Any) -> Dimension:
@@ -138,8 +138,8 @@ def test_numbers_of_a_range_that_can_be_counted() -> None:
 def test_ends_are_all_combinations_or_each_by_itself() -> None:
     three = dimension("seed", [1, 2, 3])
     two = Range("optimizer.lr", 0.1, 0.2)
-    assert len(ends([three, two], most=6)) == 6
-    assert ends([three, two], most=5) == [
+    assert len(corners([three, two], max_count=6)) == 6
+    assert corners([three, two], max_count=5) == [
         ("seed=1", "optimizer.lr=0.1"),
         ("seed=2", "optimizer.lr=0.1"),
         ("seed=3", "optimizer.lr=0.1"),
@@ -152,11 +152,11 @@ def test_ends_are_all_combinations_or_each_by_itself() -> None:
     [("0.5x", 0.5), ("1e-2x", 0.01), ("3X", 3.0), ("1", None), ("x", None), ("..x", None), (3, None)],
 )
 def test_multiples(text: Any, factor: float | None) -> None:
-    assert times(text) == factor
+    assert parse_multiple(text) == factor
 
 
 def test_multiples_are_of_the_run_without_them() -> None:
-    found = settled(
+    found = multiply_out(
         [
             ("recipe=full", "optimizer.lr=2x"),
             ("recipe=lora", "adapter.r=8", "optimizer.lr=2x", "adapter.r=0.4x"),

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from app.sweeps.trial_process import Printed, reason
+from app.sweeps.trial_process import TrialLog, reason
 
 
 def test_the_newest_step_is_shown_and_only_of_this_start(tmp_path: Path) -> None:
     path = tmp_path / "1.txt"
     path.write_text("step 9/9 | of an earlier start\n")
-    printed = Printed(path)
+    printed = TrialLog(path)
     assert (printed.latest(), printed.text()) == ("starting", "")
     seen = []
     for text in (
@@ -29,7 +29,7 @@ def test_the_newest_step_is_shown_and_only_of_this_start(tmp_path: Path) -> None
 
 
 def test_a_file_that_is_not_there_yet(tmp_path: Path) -> None:
-    printed = Printed(tmp_path / "1.txt")
+    printed = TrialLog(tmp_path / "1.txt")
     assert (printed.latest(), printed.text()) == ("starting", "")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.errors import CheckpointError, ConfigError
-from app.tracking.compare_runs import of_content, of_lines, of_programs
+from app.tracking.compare_runs import compare_content, compare_lines, compare_programs
 from app.tracking.output_dir import RunFolder
 from app.tracking.recorder import logged_lines
 
@@ -22,8 +22,8 @@ THEN: dict[str, Any] = {
 
 
 def test_equal_origins_have_no_difference() -> None:
-    assert of_programs(THEN, dict(THEN)) == []
-    assert of_content(THEN, dict(THEN)) == []
+    assert compare_programs(THEN, dict(THEN)) == []
+    assert compare_content(THEN, dict(THEN)) == []
 
 
 def test_versions_commit_and_hardware_are_named() -> None:
@@ -33,7 +33,7 @@ def test_versions_commit_and_hardware_are_named() -> None:
         "packages": {"torch": "2.14.0", "wandb": "0.20"},
         "hardware": {"device": "cuda", "gpu": "a card", "cpu": "AVX2"},
     }
-    assert [str(each) for each in of_programs(THEN, now)] == [
+    assert [str(each) for each in compare_programs(THEN, now)] == [
         "python: 3.11.9 then, 3.12.1 now",
         "torch: 2.13.0 then, 2.14.0 now",
         "peft: 0.21.2 then, none now",
@@ -43,19 +43,19 @@ def test_versions_commit_and_hardware_are_named() -> None:
         "gpu: none then, a card now",
     ]
     installed = {**THEN, "program": {"version": "0.2", "git": None}}
-    assert [each.name for each in of_programs(THEN, installed)] == ["program", "commit"]
+    assert [each.name for each in compare_programs(THEN, installed)] == ["program", "commit"]
     old = {key: value for key, value in THEN.items() if key != "hardware"}
-    assert of_programs(old, THEN) == [], "what an older program did not write down is no difference"
+    assert compare_programs(old, THEN) == [], "what an older program did not write down is no difference"
 
 
 def test_rows_tokenizer_and_base_are_named() -> None:
     now = {"hashes": {"train": "2" * 64, "eval": "9" * 64, "tokenizer": "3" * 64, "base": "4" * 64}}
-    assert [str(each) for each in of_content(THEN, now)] == [
+    assert [str(each) for each in compare_content(THEN, now)] == [
         f"rows to train on: {'1' * 12} then, {'2' * 12} now",
         f"rows held out: none then, {'9' * 12} now",
     ]
     with_base = {"hashes": {"base": "5" * 64}}
-    assert [each.name for each in of_content(with_base, now)] == ["weights of the base"]
+    assert [each.name for each in compare_content(with_base, now)] == ["weights of the base"]
 
 
 def line(step: int, loss: float | None, **more: float) -> dict[str, Any]:
@@ -65,15 +65,15 @@ def line(step: int, loss: float | None, **more: float) -> dict[str, Any]:
 def test_clocks_and_lines_that_one_run_lacks_do_not_count() -> None:
     then = [line(1, 7.0), line(2, 6.0), {"step": 2, "eval_loss": 5.0}, line(3, None)]
     now = [line(1, 7.0, tokens_per_second=9.0), {"step": 2, "eval_loss": 5.0}, line(3, None), line(4, 1.0)]
-    found = of_lines(then, now)
+    found = compare_lines(then, now)
     assert (found.lines, found.last_step, found.first, found.largest) == (3, 3, None, None)
     assert found.within(0)
-    assert found.words() == "3 lines up to step 3, to the last bit"
+    assert found.summary() == "3 lines up to step 3, to the last bit"
 
 
 def test_the_first_and_the_largest_difference() -> None:
     then = [line(1, 8.0), line(2, 6.0), {"step": 2, "eval_loss": 5.0}]
-    found = of_lines(then, [line(1, 8.0), line(2, 6.0, grad_norm=2.002), {"step": 2, "eval_loss": 4.0}])
+    found = compare_lines(then, [line(1, 8.0), line(2, 6.0, grad_norm=2.002), {"step": 2, "eval_loss": 4.0}])
     assert found.first is not None
     assert found.largest is not None
     assert (found.first.step, found.first.name) == (2, "grad_norm")
@@ -81,11 +81,11 @@ def test_the_first_and_the_largest_difference() -> None:
     assert (found.largest.name, found.largest.then, found.largest.now) == ("eval_loss", 5.0, 4.0)
     assert not found.within(0.19)
     assert found.within(0.2)
-    assert "first: grad_norm of step 2, 2.0 then and 2.002 now (relative 1.0e-03)" in found.words()
+    assert "first: grad_norm of step 2, 2.0 then and 2.002 now (relative 1.0e-03)" in found.summary()
 
 
 def test_a_number_that_one_run_lacks_is_infinitely_far() -> None:
-    found = of_lines([line(1, None)], [line(1, 3.0)])
+    found = compare_lines([line(1, None)], [line(1, 3.0)])
     assert found.largest is not None
     assert found.largest.relative == math.inf
     assert not found.within(1e9)

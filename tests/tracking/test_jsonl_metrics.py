@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.tracking.jsonl_metrics import StepLines, finite_or_none, read_lines
+from app.tracking.jsonl_metrics import StepLog, finite_or_none, read_lines
 
 STEP = {
     "step": 5,
@@ -20,15 +20,15 @@ STEP = {
 }
 
 
-def written(path: Path, *steps: int) -> StepLines:
-    lines = StepLines(path)
+def written(path: Path, *steps: int) -> StepLog:
+    lines = StepLog(path)
     for step in steps:
         lines.write({"step": step, "loss": step / 3})
     return lines
 
 
 def test_a_line_is_as_other_programs_expect_it(tmp_path: Path) -> None:
-    lines = StepLines(tmp_path / "metrics.jsonl")
+    lines = StepLog(tmp_path / "metrics.jsonl")
     lines.write(STEP)
     lines.write({"step": 5, "epoch": 0.125, "eval_loss": 1.5})
     assert (tmp_path / "metrics.jsonl").read_text() == (
@@ -45,7 +45,7 @@ def test_numbers_come_back_exactly(
 ) -> None:
     path = tmp_path_factory.mktemp("lines") / "metrics.jsonl"
     values = {**numbers, "step": 1}
-    StepLines(path).write(values)
+    StepLog(path).write(values)
     assert list(read_lines(path)) == [values]
     assert [repr(value) for value in next(read_lines(path)).values()] == [
         repr(value) for value in values.values()
@@ -54,7 +54,7 @@ def test_numbers_come_back_exactly(
 
 def test_what_is_not_finite_becomes_null_and_the_line_stays_json(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    StepLines(path).write({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "lr": 0.1})
+    StepLog(path).write({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "lr": 0.1})
     assert json.loads(path.read_text()) == {"step": 1, "loss": None, "grad_norm": None, "lr": 0.1}
     assert finite_or_none(-float("inf")) is None
 
@@ -64,7 +64,7 @@ def test_what_is_not_finite_becomes_null_and_the_line_stays_json(tmp_path: Path)
 )
 def test_lines_after_the_step_are_cut(step: int, left: list[int], tmp_path: Path) -> None:
     lines = written(tmp_path / "metrics.jsonl", 2, 4, 6)
-    assert [values["step"] for values in lines.rewind(step)] == left
+    assert [values["step"] for values in lines.truncate_after(step)] == left
     assert [values["step"] for values in read_lines(lines.path)] == left
 
 
@@ -77,7 +77,7 @@ def test_a_torn_last_line_is_cut_and_the_next_one_is_whole(torn: str, tmp_path: 
     with lines.path.open("a") as file:
         file.write(torn)
     assert [values["step"] for values in read_lines(lines.path)] == [1, 2]
-    lines.rewind(10)
+    lines.truncate_after(10)
     assert lines.path.read_bytes() == whole
     lines.write({"step": 3})
     assert lines.path.read_bytes() == whole + b'{"step": 3}\n'
@@ -85,8 +85,8 @@ def test_a_torn_last_line_is_cut_and_the_next_one_is_whole(torn: str, tmp_path: 
 
 @pytest.mark.parametrize("text", ["a\u2028b\x85c\x0bd\re", "Übung 日本", "\ud800 alone", "tab\tline\n"])
 def test_any_text_of_a_users_data_stays_one_line_and_comes_back(text: str, tmp_path: Path) -> None:
-    lines = StepLines(tmp_path / "samples.jsonl")
+    lines = StepLog(tmp_path / "samples.jsonl")
     lines.write({"step": 1, "answer": text})
     lines.write({"step": 2, "answer": text})
-    assert lines.rewind(1) == [{"step": 1, "answer": text}]
+    assert lines.truncate_after(1) == [{"step": 1, "answer": text}]
     assert list(read_lines(lines.path)) == [{"step": 1, "answer": text}]

@@ -8,7 +8,7 @@ import pytest
 
 from app.errors import AppError, ConfigError, EnvironmentProblem
 from app.tracking import output_dir
-from app.tracking.output_dir import RunFolder, user_of
+from app.tracking.output_dir import RunFolder, lock_owner
 from tests.tracking.child import run, start
 
 CLAIM = """
@@ -185,7 +185,7 @@ def test_a_run_that_came_and_went_in_between_is_seen(tmp_path: Path, monkeypatch
     monkeypatch.setattr(output_dir, "_take_lock", late)
     with pytest.raises(ConfigError, match="already has a run"):
         RunFolder.claim(str(tmp_path), None)
-    assert user_of(tmp_path) is None
+    assert lock_owner(tmp_path) is None
 
 
 def test_a_lock_that_its_owner_removes_in_between_is_taken_anew(
@@ -200,4 +200,4 @@ def test_a_lock_that_its_owner_removes_in_between_is_taken_anew(
 
     monkeypatch.setattr(fcntl, "flock", once_late)
     with RunFolder.claim(str(tmp_path), None):
-        assert f"process {os.getpid()}" in (user_of(tmp_path) or "")
+        assert f"process {os.getpid()}" in (lock_owner(tmp_path) or "")

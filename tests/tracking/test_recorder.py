@@ -16,7 +16,7 @@ from app.tracking.console import open_console
 from app.tracking.formatting import Sample
 from app.tracking.jsonl_metrics import read_lines
 from app.tracking.output_dir import RunFolder
-from app.tracking.recorder import RESULT_KEYS, Recorder, before_after
+from app.tracking.recorder import RESULT_KEYS, Recorder, samples_table
 from tests.tracking.child import run
 from tests.tracking.test_jsonl_metrics import STEP
 
@@ -181,7 +181,7 @@ def test_a_continued_run_forgets_what_it_will_do_again(folder: RunFolder) -> Non
 
 
 class Broken:
-    place = "nowhere"
+    location = "nowhere"
 
     def log(self, values: Any) -> None:
         raise RuntimeError("no connection")
@@ -241,7 +241,7 @@ def test_first_and_last_answers_stand_beside_each_other(tmp_path: Path) -> None:
         (9, "2+2?", "4", "4"),
         (9, "x" * 50 + " and why?", "so", "so"),
     )
-    assert before_after(file) == (
+    assert samples_table(file) == (
         f"{'held out':<40}  expected  before{' ' * 22}  after step 9\n"
         f"{'2+2?':<40}  4         the moon{' ' * 20}  4\n"
         f"…{'x' * 30} and why?  so        {'y' * 27}…  so"
@@ -257,7 +257,7 @@ def test_first_and_last_answers_stand_beside_each_other(tmp_path: Path) -> None:
     ],
 )
 def test_answers_without_both_ends_are_no_table(lines: list[Any], tmp_path: Path) -> None:
-    assert before_after(answers(tmp_path, *lines)) is None
+    assert samples_table(answers(tmp_path, *lines)) is None
 
 
 def test_a_disk_that_fills_up_ends_the_run_with_a_message_and_keeps_the_lines(tmp_path: Path) -> None:

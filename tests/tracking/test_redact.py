@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from app.tracking.redact import MASK, masked, masked_text
+from app.tracking.redact import MASK, redact, redact_text
 
 HUB = "hf_" + "AbCdEfGhIjKlMnOpQrStUvWx"
 
@@ -27,7 +27,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_secrets_in_a_text(text: str, expected: str) -> None:
-    assert masked_text(text) == expected
+    assert redact_text(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -49,4 +49,4 @@ def test_secrets_in_a_text(text: str, expected: str) -> None:
     ],
 )
 def test_secrets_in_a_structure(value: Any, expected: Any) -> None:
-    assert masked(value) == expected
+    assert redact(value) == expected

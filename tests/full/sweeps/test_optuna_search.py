@@ -4,7 +4,7 @@ import math
 import statistics
 from typing import Any
 
-from app.sweeps.optuna_search import STARTUP_TRIALS, chosen
+from app.sweeps.optuna_search import STARTUP_TRIALS, suggest
 from app.sweeps.search_space import dimensions_in
 from app.sweeps.trials import FAILED
 from tests.sweeps.test_optuna_search import ended, search, valley
@@ -37,7 +37,7 @@ def test_it_finds_a_minimum_better_than_chance() -> None:
     def best(seed: int, startup: int) -> float:
         points: list[tuple[Any, float | None]] = []
         for number in range(1, 41):
-            point = chosen(space, points, seed=seed, number=number, startup=startup)
+            point = suggest(space, points, seed=seed, number=number, startup=startup)
             rate = (math.log10(point["optimizer.lr"]) + 3.2) ** 2
             rank = abs(math.log2(int(point["adapter.r"].partition("=")[2]) / 32)) / 10
             points.append((point, rate + (point["adapter.dropout"] - 0.3) ** 2 + rank))
