@@ -159,13 +159,12 @@ def _write(folder: Path, found: dict[str, Any], console: Console) -> None:
 def _check_parts(config: CheckConfig) -> None:
     """What each part can say in milliseconds, all problems together."""
     from app.data import sources
-    from app.memory.limits import not_planned
     from app.model import source, tokenizer
 
     run = config.run
     problems = [*sources.check(run.dataset), *tokenizer.check(run.model)] if "data" in config.checks else []
     if "memory" in config.checks:
-        problems += [*source.check(run.model), *not_planned(run.parallel, _planned_processes(config))]
+        problems += source.check(run.model)
     if problems:
         raise ConfigError(problems)
 

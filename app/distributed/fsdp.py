@@ -4,7 +4,7 @@ Each repeated layer is a unit whose weights are all-gathered while it computes; 
 last norm, head) is the root unit. Weights of 4 bits are sharded as bytes; their scales are whole on each process.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeGuard
@@ -172,6 +172,11 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
 def local(tensor: Tensor) -> Tensor:
     """The shard that this process keeps."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def has_dtensor(types: Iterable[type]) -> bool:
+    """Whether an operation is given a DTensor."""
+    return DTensor in types
 
 
 def local_parameters(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:

@@ -126,13 +126,16 @@ def _notes(found: Planned, machine: Machine, processes: int) -> Iterator[str]:
         yield f"the context of {machine.label} was not measured yet: {machine.context_bytes / 1e9:.1f} GB are assumed"
     if not has_expandable_segments():
         yield "the environment switches expandable segments off; without them torch takes more"
-    if processes > 1:
+    if processes > 1 and found.run.parallel.divides:
+        yield f"each of {processes} processes keeps its share of weights, gradients and states, and gathers layers"
+    elif processes > 1:
         yield f"each of {processes} processes needs as much: data parallelism divides rows, not the model"
-    yield from _on_the_host(found.plan)
+    yield from _on_the_host(found.plan, offloads=processes > 1 and found.run.parallel.offload)
 
 
-def _on_the_host(plan: MemoryPlan) -> Iterator[str]:
+def _on_the_host(plan: MemoryPlan, *, offloads: bool) -> Iterator[str]:
     if plan.host_bytes:
-        yield f"{plan.host_bytes / 1e9:.1f} GB of optimizer states lie in the memory of the host"
+        parts = "shards, gradients and optimizer states" if offloads else "optimizer states"
+        yield f"{plan.host_bytes / 1e9:.1f} GB of {parts} lie in the memory of the host"
     if plan.offloaded_bytes:
         yield f"{plan.offloaded_bytes / 1e9:.1f} GB of inputs of layers wait in the memory of the host"

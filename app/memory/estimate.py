@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from app.batch import Batch
 from app.config.schema import PrecisionConfig, RunConfig
 from app.distributed.environment import world
+from app.distributed.fsdp import MeshSizes
+from app.distributed.process_group import mesh_sizes_of
 from app.memory import cuda_ops
-from app.memory.limits import require_planned
 from app.memory.outline import Outline
 from app.memory.phases import ANATOMY, ORDER
 from app.memory.shape import Shape
@@ -23,7 +24,8 @@ from app.training.choices import Choices, choose_precision
 from app.training.memory import Predicted
 from app.training.resolve import sections_of
 
-_FEW = 2  # layers of a sort: the first and the last are special, and those between are alike
+_EDGES = 2  # layers of a sort that are special, the first and the last; the others are alike
+_SHARDED_EDGES = 4  # their neighbours, too: weights are gathered one layer ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +55,22 @@ class Estimate:
     """Plans of one step that differ in how many layers are recomputed; every trace is made once."""
 
     def __init__(
-        self, run: RunConfig, shape: Shape, device: str, choices: Choices, *, steps_only: bool = False
+        self,
+        run: RunConfig,
+        shape: Shape,
+        device: str,
+        choices: Choices,
+        *,
+        steps_only: bool = False,
+        mesh_sizes: MeshSizes | None = None,
     ) -> None:
-        """`device`: gpu or cpu; `steps_only`: without an evaluation."""
+        """`device`: gpu or cpu; `steps_only`: without an evaluation; `mesh_sizes`: where the model is sharded."""
         evaluated = None if steps_only else shape.of_evaluation(run)
         on_gpu = device == "gpu"
         name = (
             register_kernel(cuda_ops.attention, cuda_ops.ATTENTION) if on_gpu else register(choices.attention)
         )
-        self._traced = Traced(run, choices.precision, shape, evaluated, on_gpu)
+        self._traced = Traced(run, choices.precision, shape, evaluated, on_gpu, mesh_sizes)
         self._outline = Outline(sections_of(run, choices), name)
         self._traces: dict[tuple[int, int], Numbers] = {}
         self.layers = self._outline.depth
@@ -71,7 +80,8 @@ class Estimate:
         recomputed = self.layers if recompute is True else int(recompute)
         plain = self.layers - recomputed
         second = self._traced.run.training.offload  # is special, too
-        base = min(plain, _FEW), min(recomputed, _FEW + second)
+        edges = _SHARDED_EDGES if self._traced.mesh_sizes else _EDGES
+        base = min(plain, edges), min(recomputed, edges + second)
         exact = exact or not self._outline.alike or sum(base) + 1 >= self.layers
         whole = plain, recomputed
         numbers = self._numbers(*whole) if exact else self._extrapolated(base, whole)
@@ -132,10 +142,11 @@ def plan_memory(
     exact: bool = False,
     choices: Choices | None = None,
     steps_only: bool = False,
+    mesh_sizes: MeshSizes | None = None,
 ) -> MemoryPlan:
-    """Of one process. `device`: gpu or cpu; `exact` traces every layer; `choices` of a run that has made them."""
+    """The plan of one process. `device`: gpu or cpu; `exact` traces every layer."""
     choices = choices or planned_choices(run.precision, device)
-    estimate = Estimate(run, shape, device, choices, steps_only=steps_only)
+    estimate = Estimate(run, shape, device, choices, steps_only=steps_only, mesh_sizes=mesh_sizes)
     return estimate.planned(recomputed_layers(run.training), exact=exact)
 
 
@@ -148,8 +159,10 @@ def planned_choices(precision: PrecisionConfig, device: str) -> Choices:
 
 def predict(run: RunConfig, choices: Choices, largest: Batch, micro_batches: int, device: str) -> Predicted:
     """What a run is told before its weights are loaded. On a CPU one step is counted, so a step is predicted."""
-    require_planned(run.parallel, world().size)
     on_cpu = device == "cpu"
     shape = Shape.of(largest, micro_batches)
-    plan = plan_memory(run, shape, "cpu" if on_cpu else "gpu", choices=choices, steps_only=on_cpu)
+    sizes = mesh_sizes_of(run.parallel, world().size, world().local_size)
+    plan = plan_memory(
+        run, shape, "cpu" if on_cpu else "gpu", choices=choices, steps_only=on_cpu, mesh_sizes=sizes
+    )
     return Predicted(plan.peak_bytes, plan.peak_where, plan.anatomy)

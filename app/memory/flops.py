@@ -117,12 +117,17 @@ class Arithmetic:
         if self._passes is None:
             self._passes = self.mode.get_total_flops()
 
-    def counted(self) -> dict[str, int]:
-        """All of it, and what of the passes is in fp8 or was computed before."""
+    def counted(self, passes: int = 1) -> dict[str, int]:
+        """Operations of one pass, those of them that are in fp8 or were computed before, and of the update."""
         total = self.mode.get_total_flops()
-        passes = total if self._passes is None else self._passes
+        in_passes = total if self._passes is None else self._passes
         in_fp8 = self.mode.get_flop_counts().get("Global", {}).get(_packet(_FP8), 0)
-        return {"flops": passes, "fp8": in_fp8, "repeated": self._repeated, "update": total - passes}
+        return {
+            "flops": in_passes // passes,
+            "fp8": in_fp8 // passes,
+            "repeated": self._repeated // passes,
+            "update": total - in_passes,
+        }
 
 
 def _packet(name: str) -> Any | None:

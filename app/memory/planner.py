@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from app.batch import Batch
 from app.config.schema import RunConfig
 from app.distributed.environment import world
+from app.distributed.process_group import mesh_sizes_of
 from app.memory.estimate import Estimate, MemoryPlan, planned_choices
 from app.memory.fit import Machine, Verdict, judge, machine_of, seconds_per_token
-from app.memory.limits import require_planned
 from app.memory.shape import Shape, worst_case
 from app.model.source import folder_at_hand
 from app.training.auto_batch import (
@@ -58,14 +58,20 @@ class Planned:
 class Planner:
     """On one machine, of a run in one of `processes`. `choices` are those of a run that has made them."""
 
-    def __init__(self, machine: Machine, processes: int = 1, choices: Choices | None = None) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        processes: int = 1,
+        choices: Choices | None = None,
+        local_processes: int | None = None,
+    ) -> None:
         self.machine = machine
         self.processes = processes
+        self._local_processes = local_processes or processes
         self._choices = choices
 
     def at(self, run: RunConfig, *, exact: bool = False) -> Planned:
         """The largest micro-batch that the settings allow, with what `auto` comes to; `exact` traces every layer."""
-        require_planned(run.parallel, self.processes)
         run = limit_to_positions(run, lambda _: None)
         if has_auto_bins(run):
             found = self._largest_bins(run)
@@ -76,20 +82,20 @@ class Planner:
 
     def of_batch(self, run: RunConfig, shape: Shape) -> Planned:
         """The same of a micro-batch that is known."""
-        require_planned(run.parallel, self.processes)
         return self._fewest_layers(run, shape)
 
     def _fewest_layers(self, run: RunConfig, shape: Shape | None = None, *, exact: bool = False) -> Planned:
         """As many recomputed layers as were asked for, or with `auto` as few as fit."""
         shape = shape or worst_case(run)
         choices = self._choices or planned_choices(run.precision, self.machine.device)
-        estimate = Estimate(run, shape, self.machine.device, choices)
+        sizes = mesh_sizes_of(run.parallel, self.processes, self._local_processes)
+        estimate = Estimate(run, shape, self.machine.device, choices, mesh_sizes=sizes)
 
         def planned(count: int | bool, *, exact: bool = False) -> Planned:
             other = replace(run, training=replace(run.training, recompute=count))
             plan = estimate.planned(count, exact=exact)
             seconds = seconds_per_token(other, plan, shape.tokens, self.machine)
-            verdict = judge(plan, self.machine, self.processes)
+            verdict = judge(plan, self.machine, 1 if sizes else self.processes)
             return Planned(other, shape, plan, verdict, seconds, estimate.layers)
 
         if run.training.recompute != AUTO:
@@ -169,7 +175,8 @@ def largest_bins(run: RunConfig, choices: Choices, _layers: int) -> tuple[int, s
 
 
 def _here(choices: Choices) -> Planner:
-    return Planner(machine_of(None).shared_by(world().local_size), world().size, choices)
+    here = world()
+    return Planner(machine_of(None).shared_by(here.local_size), here.size, choices, here.local_size)
 
 
 def bins_in_words(found: Planned, parts: int, machine: Machine) -> str:

@@ -164,6 +164,13 @@ def _offload(run: RunConfig) -> Iterator[Knob]:
         )
 
 
+def _shard(run: RunConfig) -> Iterator[Knob]:
+    if run.launch.num_processes != 1 and not run.parallel.divides:
+        yield Knob(
+            ("parallel=fsdp",), SPEED, "the model is divided among the processes, and gathered layer by layer"
+        )
+
+
 def _smaller_bins(run: RunConfig) -> Iterator[Knob]:
     batching, longest = run.batching, run.dataset.max_length
     if batching.packing and batching.bin_tokens > longest:
@@ -251,6 +258,7 @@ def _rank(run: RunConfig) -> Iterator[Knob]:
 _KNOBS: tuple[Callable[[RunConfig], Iterator[Knob]], ...] = (
     _recompute,
     _offload,
+    _shard,
     _smaller_bins,
     _fewer_rows,
     _states,

@@ -1,6 +1,7 @@
 """One step of the training's own stepper, and an evaluation, on fake tensors, every storage counted."""
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +12,17 @@ from torch.optim import Optimizer
 
 from app.batch import Batch, LossWeights, PackedSequences
 from app.config.schema import RunConfig
+from app.distributed.fake_process_group import fake_device_mesh
+from app.distributed.fsdp import MeshSizes, Sharding, first_number, is_sharded
+from app.distributed.gradient_reduction import GradientReduction, ShardedGradients, SingleProcess
 from app.distributed.process_group import HostGroup, Runtime
 from app.memory.cuda_ops import GPU_WORKSPACE, AutocastOfCuda, PagedStates
 from app.memory.fake_tensors import FakeAnswers, materialise
 from app.memory.flops import Arithmetic
 from app.memory.outline import Outline
-from app.memory.phases import BETWEEN, EVALUATION, KEPT, SAVE, peaks, watch
+from app.memory.phases import BETWEEN, EVALUATION, HOST, KEPT, SAVE, peaks, watch
 from app.memory.shape import Shape
-from app.model.activation_checkpointing import HostOffload
+from app.model.activation_checkpointing import HostOffload, repeated_layers
 from app.model.chunked_loss import linear_head
 from app.model.dtypes import DTYPES
 from app.model.fusion import fuse
@@ -26,7 +30,7 @@ from app.model.kernels import as_on_gpu
 from app.model.tasks import task_of
 from app.model.training_model import TrainingModel
 from app.optim.one_by_one import ordinary
-from app.optim.optimizers import build_optimizer
+from app.optim.optimizers import build_optimizer, needs_whole_matrices
 from app.training.storage_counter import CPU_WORKSPACE, StorageCounter, kept_tensors
 from app.training.train_step import Stepper
 
@@ -45,25 +49,47 @@ class Traced:
     shape: Shape
     evaluated: Shape | None  # None: no evaluation is traced
     on_gpu: bool
+    mesh_sizes: MeshSizes | None = None  # None: every process has the whole model
+
+    @property
+    def passes(self) -> int:
+        """Micro-batches that are traced. Where gradients are sharded the second one is like all later ones."""
+        return min(self.shape.micro_batches, 2) if self.mesh_sizes else 1
+
+    @property
+    def shards_on_host(self) -> bool:
+        """Whether shards, their gradients and states are in another memory, which a CPU does not have."""
+        return self.on_gpu and self.mesh_sizes is not None and self.run.parallel.offload
 
 
 def trace(traced: Traced, outline: Outline, plain: int, recomputed: int) -> Numbers:
-    """Of a model of `recomputed` layers that are computed again in backward, and `plain` layers after them."""
+    """Count a model of `recomputed` layers that are computed again in backward, and `plain` layers after them."""
     network, arithmetic = outline.network(plain + recomputed), Arithmetic()
     with ExitStack() as modes:
+        sharding = None if traced.mesh_sizes is None else modes.enter_context(_sharding(traced))
         if traced.on_gpu:
             modes.enter_context(as_on_gpu())
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         modes.enter_context(FakeAnswers())  # type: ignore[no-untyped-call]
-        ready = _ready(traced, network, recomputed, arithmetic)
+        ready = _ready(traced, network, recomputed, arithmetic, sharding)
         if traced.on_gpu:
             modes.enter_context(AutocastOfCuda())
-        return _counted(ready, arithmetic)
+        return _counted(ready, arithmetic, traced)
+
+
+@contextmanager
+def _sharding(traced: Traced) -> Iterator[Sharding]:
+    sizes, parallel = traced.mesh_sizes, traced.run.parallel
+    assert sizes is not None
+    with fake_device_mesh(sizes) as mesh:
+        yield Sharding(
+            mesh, reshard=parallel.reshard, sync_each=parallel.sync == "each", offload=parallel.offload
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """What a step needs, and what looks at it."""
+    """A step that can be run, and its counters."""
 
     stepper: Stepper
     counter: StorageCounter
@@ -73,10 +99,10 @@ class _Ready:
     evaluated: Batch | None
 
 
-def _counted(ready: _Ready, arithmetic: Arithmetic) -> Numbers:
-    stepper, counter = ready.stepper, ready.counter
+def _counted(ready: _Ready, arithmetic: Arithmetic, traced: Traced) -> Numbers:
+    stepper, counter, passes = ready.stepper, ready.counter, traced.passes
     with arithmetic.mode, counter:
-        result = stepper.run([ready.batch], lr=1e-4)
+        result = stepper.run([ready.batch] * passes, lr=1e-4)
     counter.enter(SAVE)
     given = (each.grad for each in stepper.trainee.trained().values() if each.grad is not None)
     gradients = [counter.serial_of(each) for each in given]
@@ -86,7 +112,8 @@ def _counted(ready: _Ready, arithmetic: Arithmetic) -> Numbers:
         with counter:
             stepper.trainee.eval().scores(ready.evaluated)
     del result  # its numbers are there until the run has read them
-    kinds = {**counter.kinds, **dict.fromkeys((each for each in gradients if each is not None), "gradients")}
+    of_gradients = HOST if traced.shards_on_host else "gradients"
+    kinds = {**counter.kinds, **{serial: of_gradients for serial in gradients if serial is not None}}
     sizes = {serial: size for serial, size in reversed(counter.events) if size > 0}
     worst = peaks(counter.events, counter.phases, kinds)
     numbers: Numbers = {
@@ -95,29 +122,38 @@ def _counted(ready: _Ready, arithmetic: Arithmetic) -> Numbers:
         if phase != BETWEEN  # no larger than both phases that it lies between, and some depths lack it
         for kind, size in of_kinds.items()
     }
+    on_host = [sizes.get(serial, 0) for serial, kind in kinds.items() if kind == HOST]
     return numbers | {
         ("kept",): sum(sizes.get(serial, 0) for serial, kind in kinds.items() if kind in KEPT),
-        ("host",): ready.paged.host_bytes,
+        ("host",): ready.paged.host_bytes + sum(on_host),
         ("offloaded",): 0 if ready.host is None else ready.host.bytes,
-        **{(name,): count for name, count in arithmetic.counted().items()},
+        **{(name,): count for name, count in arithmetic.counted(passes).items()},
     }
 
 
-def _ready(traced: Traced, network: nn.Module, recomputed: int, arithmetic: Arithmetic) -> _Ready:
-    """After a first step."""
+def _ready(
+    traced: Traced, network: nn.Module, recomputed: int, arithmetic: Arithmetic, sharding: Sharding | None
+) -> _Ready:
+    """A second step: the first one makes the optimizer's states."""
     run, paged = traced.run, PagedStates()
     materialise(network)
     trainee = _trainee(traced, network)
-    optimizer = _optimizer(traced, trainee, paged)
-    stepper = Stepper(trainee, optimizer, _ALONE, run.training.clip, fp16=traced.precision == "fp16")
+    if sharding is not None:
+        sharding.divide(trainee, repeated_layers(trainee.language_model), ["scores"])
+        trainee.divided_by(sharding)
+    reduction = _reduction(traced, trainee, sharding)
+    optimizer = _optimizer(traced, trainee, reduction, paged)
+    fp16 = traced.precision == "fp16"
+    stepper = Stepper(trainee, optimizer, _ALONE, run.training.clip, fp16=fp16, reduction=reduction)
     counter = StorageCounter("cpu", GPU_WORKSPACE if traced.on_gpu else CPU_WORKSPACE)
+    if traced.shards_on_host:
+        counter.hold(HOST, [each for each in network.parameters() if is_sharded(each)])
+        counter.hold(HOST, kept_tensors(trainee, optimizer)["optimizer_states"])
     for kind, tensors in kept_tensors(trainee, optimizer).items():
-        counter.hold(kind, tensors)
-    if run.adapter.fused:
-        trainee.fused = fuse(network, None)
+        counter.hold(kind, [each for each in tensors if counter.kind_of(each) != HOST])
     host = HostOffload("meta" if traced.on_gpu else "cpu") if run.training.offload else None
     watch(stepper, counter, arithmetic, recomputed, host)
-    if traced.shape.micro_batches > 1:
+    if traced.shape.micro_batches > 1 and traced.passes == 1:
         trainee.register_forward_pre_hook(_leave_gradients)
     batch = _batch(traced.shape)
     evaluated = None if traced.evaluated is None else _batch(traced.evaluated)
@@ -130,20 +166,33 @@ def _ready(traced: Traced, network: nn.Module, recomputed: int, arithmetic: Arit
 
 
 def _trainee(traced: Traced, network: nn.Module) -> TrainingModel:
-    """With the head that a run would prove."""
+    """With the head that a run would use after its check."""
     pooled = task_of(traced.run.task).pooled
     trainee = TrainingModel(network, DTYPES[traced.precision].compute, pooled=pooled).train()
     trainee.linear = None if pooled else linear_head(trainee.language_model)
+    if traced.run.adapter.fused:
+        trainee.fused = fuse(network, None)
     return trainee
 
 
-def _optimizer(traced: Traced, trainee: TrainingModel, paged: PagedStates) -> Optimizer:
+def _reduction(traced: Traced, trainee: TrainingModel, sharding: Sharding | None) -> GradientReduction:
+    trained = list(trainee.trained().values())
+    if sharding is None:
+        return SingleProcess(trained)
+    return ShardedGradients(trained, sharding, whole_matrices=needs_whole_matrices(traced.run.optimizer))
+
+
+def _optimizer(
+    traced: Traced, trainee: TrainingModel, reduction: GradientReduction, paged: PagedStates
+) -> Optimizer:
     """With states as after the first step: the second one is where the peak is."""
-    stepped = list(trainee.trained().values())
-    optimizer = build_optimizer(traced.run.optimizer, trainee, traced.run.seed)
+    shards = None
+    if isinstance(reduction, ShardedGradients) and reduction.local:
+        shards = {each: (own, first_number(each)) for each, own in reduction.local.items()}
+    optimizer = build_optimizer(traced.run.optimizer, trainee, traced.run.seed, shards)
     if traced.on_gpu:  # to a CPU the host is no other memory
         paged.take_from(ordinary(optimizer))
-    for parameter in stepped:
+    for parameter in reduction.stepped:
         parameter.grad = torch.empty_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

@@ -20,6 +20,7 @@ PARTS = {
     "trained_weights": "trained weights",
     "gradients": "gradients",
     "optimizer_states": "optimizer states",
+    "gathered_weights": "gathered weights",
     "saved_activations": "saved activations",
     "temporary": "temporary",
     "loss_head": "loss head",

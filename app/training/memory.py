@@ -75,14 +75,14 @@ class Measured:
     def run(self, stepper: Stepper, batches: Sequence[Batch], lr: float) -> StepResult:
         """A step."""
         self._steps += 1
-        # these make storages, or give up their memory, without an operation that could be seen
-        unseen = stepper.trainee.compiled_layers is not None or stepper.trainee.sharding is not None
-        if self._steps != self._counted_at or self._runtime.device.type != "cpu" or unseen:
+        # compiled layers make storages without an operation that could be seen
+        is_compiled = stepper.trainee.compiled_layers is not None
+        if self._steps != self._counted_at or self._runtime.device.type != "cpu" or is_compiled:
             return stepper.run(batches, lr)
         counter = StorageCounter("cpu")
         for kind, tensors in kept_tensors(stepper.trainee, stepper.optimizer).items():
             counter.hold(kind, tensors)
-        if self._runtime.processes > 1:  # these stay: gradients are views of what is sent
+        if self._runtime.processes > 1:  # with DDP these stay: gradients are views of what is sent
             counter.hold("gradients", (p.grad for p in stepper.trainee.parameters() if p.grad is not None))
         for batch in batches:
             counter.ignore(batch.tensors)

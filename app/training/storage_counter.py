@@ -13,12 +13,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.distributed.fsdp import local
+from app.distributed.fsdp import has_dtensor, local
 from app.model.kernels import workspace_bytes
 from app.model.quantization import quant_state_tensors
 from app.model.training_model import TrainingModel
 from app.optim.one_by_one import stepped_by, steps_in_backward
 
+_ALL_GATHERED = "fsdp::split_with_sizes_copy"
+GATHERED = "gathered_weights"  # the kind of storages that FSDP gathers weights into
 _ASKS_DEVICE = torch.ops.prim.device.default
 _BLOCK_BYTES = 512  # what CUDA's allocator rounds up to; the same everywhere, so that counts can be compared
 _FLOAT32_BYTES = 4
@@ -58,7 +60,9 @@ def kept_tensors(trainee: TrainingModel, optimizer: Optimizer | None) -> dict[st
     frozen = [weight for weight in weights if id(weight) not in trained]
     return {
         "frozen_weights": [*frozen, *trainee.network.buffers()],
-        "quantization_constants": [each for weight in frozen for each in quant_state_tensors(weight)],
+        "quantization_constants": [
+            each for layer in trainee.network.modules() for each in quant_state_tensors(layer)
+        ],
         "trained_weights": [weight for weight in weights if id(weight) in trained],
         "optimizer_states": [] if optimizer is None else list(_tensors(optimizer.state.values())),
     }
@@ -127,50 +131,65 @@ def rounded(size: int) -> int:
 class StorageCounter(TorchDispatchMode):
     """Counts storages of `device` while it is entered; changes nothing that is computed.
 
-    Storages made before are counted if they are given to `hold`; those given to `ignore` never are.
+    Storages made before are counted if they are given to `hold`; those given to `ignore` never are. Of DTensors the
+    local tensors are counted. FSDP resizes storages of gathered weights without an operation: to their size before
+    it copies into them, and to 0 when they are resharded.
     """
 
     def __init__(self, device: str, workspace: Workspace = CPU_WORKSPACE) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
-        self.kinds: dict[int, str] = {}  # by serial, of storages given to `hold`
+        self.kinds: dict[int, str] = {}  # by serial, of storages given to `hold` and of gathered weights
         self.phases: list[tuple[int, str]] = []  # by the index of the event that each begins with
         self.current = self.peak = 0
         self._device = device
         self._workspace = workspace
         self._known: dict[int, tuple[int, int, Any]] = {}  # by the address of the C++ storage
+        self._gathered: dict[int, tuple[int, int]] = {}  # serial and bytes by address
         self._serial = 0
 
     def hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Count tensors that were made before."""
         for tensor in tensors:
-            serial = self._see(tensor)
+            serial = self._see(local(tensor))
             if serial is not None:
                 self.kinds[serial] = kind
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Do not count these tensors, nor views of them."""
         for tensor in tensors:
-            self._add(tensor.untyped_storage(), 0)
+            self._add(local(tensor).untyped_storage(), 0)
 
     def enter(self, phase: str) -> None:
         """Begin a phase: later events belong to it."""
+        self._forget_resharded()
         self.phases.append((len(self.events), phase))
 
     def serial_of(self, tensor: Tensor) -> int | None:
         """The serial of its storage in `events`."""
-        known = self._known.get(tensor.untyped_storage()._cdata)
+        known = self._known.get(local(tensor).untyped_storage()._cdata)
         return None if known is None else known[0]
+
+    def kind_of(self, tensor: Tensor) -> str | None:
+        """The kind that its storage is held as."""
+        serial = self.serial_of(tensor)
+        return None if serial is None else self.kinds.get(serial)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _ASKS_DEVICE:  # most of what autograd asks of a fake tensor, and nothing is made
             return args[0].device
+        if has_dtensor(types):
+            return NotImplemented  # its operations on local tensors come back here
+        self._forget_resharded()
         out = func(*args, **kwargs)
         for each in out if isinstance(out, list | tuple) else (out,):
             if isinstance(each, Tensor):
                 self._see(each)
-        workspace = self._workspace.get(func._overloadpacket._qualified_op_name)
+        name = func._overloadpacket._qualified_op_name
+        if name == _ALL_GATHERED:
+            self._see_gathered(kwargs["out"])
+        workspace = self._workspace.get(name)
         if workspace is not None:
             self._pass(workspace(*args, **kwargs))
         return out
@@ -184,6 +203,24 @@ class StorageCounter(TorchDispatchMode):
             return known[0]
         size = storage.nbytes()
         return self._add(storage, rounded(size)) if size else None
+
+    def _see_gathered(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            self._see(tensor)
+            address = tensor.untyped_storage()._cdata
+            if address in self._known:
+                serial, size, _ = self._known[address]
+                self._gathered[address] = serial, size
+                self.kinds[serial] = GATHERED
+
+    def _forget_resharded(self) -> None:
+        for address, (serial, size) in list(self._gathered.items()):
+            known = self._known.get(address)
+            if known is None or known[0] != serial:  # freed
+                del self._gathered[address]
+            elif known[2]().nbytes() == 0:
+                del self._gathered[address], self._known[address]
+                self._count(serial, -size)
 
     def _add(self, storage: Any, size: int) -> int:
         self._serial += 1

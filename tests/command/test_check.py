@@ -127,7 +127,6 @@ WRONG = {
     "data dataset.max_lenght=3": "error: dataset.max_lenght is not a key. Did you mean dataset.max_length?",
     "memori": "error: 'memori' is neither a check nor key=value. Did you mean memory?",
     "memory hardware=h10": "error: hardware=h10: there is no such hardware. Did you mean h100?",
-    "memory parallel=fsdp launch.num_processes=2": "error: parallel=fsdp: the memory of a run that divides its",
     "data -m seed=1,2": "error: -m starts a sweep, and this is one run. Leave it out.",
     "data --cfg job": "error: --cfg",
     "cluster": "error: launch.num_processes=1: one process has no others to find. Set launch.num_processes=2",

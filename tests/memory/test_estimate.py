@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from app.config.load import compose_run
-from app.errors import ConfigError
+from app.distributed.fsdp import MeshSizes
 from app.memory.estimate import MemoryPlan, plan_memory, planned_choices
-from app.memory.limits import not_planned, require_planned
 from app.memory.outline import Outline
 from app.training.resolve import sections_of
 from tests.memory.truth import EXPERTS, PACKED, small_run
@@ -102,10 +101,22 @@ def test_paged_states_lie_on_the_host() -> None:
     assert device.host_bytes == 0
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "hsdp"])
-def test_a_divided_model_is_not_planned_and_says_so(kind: str) -> None:
-    run = compose_run([f"parallel={kind}"])
-    with pytest.raises(ConfigError, match=f"parallel={kind}: the memory of a run .* among 2 processes"):
-        require_planned(run.parallel, 2)
-    assert not_planned(run.parallel, 1) == []
-    assert not_planned(compose_run([]).parallel, 2) == []
+def test_sharded_plan_of_many_processes_holds_the_share_of_one() -> None:
+    run = small_run("recipe=full", "parallel=fsdp", "precision=bf16")
+    whole, eighth = plan_memory(run, PACKED), plan_memory(run, PACKED, mesh_sizes=MeshSizes(1, 8))
+    for part in ("trained_weights", "optimizer_states"):
+        assert eighth.anatomy[part] == pytest.approx(whole.anatomy[part] / 8, rel=0.05)
+    assert eighth.anatomy["gathered_weights"] > 0 == whole.anatomy["gathered_weights"]
+
+
+def test_sharded_plan_extrapolated_equals_trace_of_all_layers() -> None:
+    run = small_run(
+        *("recipe=lora", "parallel=hsdp", "training.recompute=true", "precision=bf16"),
+        *("model.architecture.num_hidden_layers=9", "batching.accumulation=3"),
+    )
+    shape, sizes = replace(PACKED, micro_batches=3), MeshSizes(2, 4)
+    guess, whole = (plan_memory(run, shape, exact=exact, mesh_sizes=sizes) for exact in (False, True))
+    assert whole.traced_layers == 9 > guess.traced_layers
+    assert (guess.peak_where, guess.anatomy) == (whole.peak_where, whole.anatomy)
+    assert guess.flops == whole.flops
+    assert max(abs(size - whole.phases[phase]) for phase, size in guess.phases.items()) <= 2 * NEAR

@@ -8,11 +8,10 @@ from app.config.schema import RunConfig
 from app.distributed.environment import World
 from app.distributed.process_group import HostGroup, Runtime
 from app.memory.estimate import predict
-from app.memory.planner import largest_bins, recompute_fewest
+from app.memory.planner import recompute_fewest
 from app.model.build import build_training_model
 from app.model.checks import choose_loss_head
 from app.optim.optimizers import build_optimizer
-from app.training.auto_batch import found_layers, settled_bins
 from app.training.choices import Choices
 from app.training.memory import Forecast, Measured, Predicted
 from app.training.resolve import sections_of
@@ -77,20 +76,17 @@ def test_a_prediction_that_fails_is_one_line() -> None:
     assert forecast.facts() == {}
 
 
-def test_a_model_that_is_divided_is_not_planned_and_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All layers are recomputed, and bins are as the model suggests."""
+def test_prediction_of_sharded_run_is_that_of_one_of_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, batch = small_run("recipe=full", "parallel=fsdp", "training.recompute=0"), batch_of(PACKED)
+    alone = predict(run, CHOICES, batch, 1, "cpu")
     for module in ("estimate", "planner"):
-        monkeypatch.setattr(f"app.memory.{module}.world", lambda: World(0, 2, 0, 2))
-    reason = "parallel=fsdp: the memory of a run that divides its model among 2 processes is not planned"
-    run, batch = small_run("parallel=fsdp", "batching.tokens=auto"), batch_of(PACKED)
-    forecast = Forecast.made(predict, run, CHOICES, batch, 1, "cpu")
-    assert forecast.predicted is None
-    assert forecast.words.startswith(reason)
-    count, remark = found_layers(lambda: recompute_fewest(run, CHOICES, batch, 1, 3), HostGroup(0, 1), 3)
-    assert count == 3
-    assert remark.startswith(reason)
-    _, (told,) = settled_bins(run, CHOICES, 3, {}, largest_bins, HostGroup(0, 1))
-    assert reason in told
+        monkeypatch.setattr(f"app.memory.{module}.world", lambda: World(0, 4, 0, 4))
+    shared = predict(run, CHOICES, batch, 1, "cpu")
+    assert shared.anatomy["trained_weights"] == pytest.approx(alone.anatomy["trained_weights"] / 4, rel=0.02)
+    auto = small_run("recipe=full", "parallel=fsdp", "training.recompute=auto")
+    layers, remark = recompute_fewest(auto, CHOICES, batch, 1, 3)
+    assert layers == 0
+    assert remark.startswith("training.recompute=auto: 0 of 3 layers, which needs")
 
 
 def test_predicting_leaves_random_numbers_alone() -> None:

@@ -5,11 +5,15 @@ import torch
 from app.batch import Batch, PackedSequences
 from app.config.load import compose_run
 from app.config.schema import RunConfig
+from app.distributed.fsdp import first_number
+from app.distributed.gradient_reduction import ShardedGradients
 from app.distributed.process_group import HostGroup, Runtime
 from app.memory.shape import Shape
+from app.model.activation_checkpointing import repeated_layers
 from app.model.build import build_training_model
 from app.model.checks import choose_loss_head
-from app.optim.optimizers import build_optimizer
+from app.model.training_model import TrainingModel
+from app.optim.optimizers import build_optimizer, needs_whole_matrices
 from app.training.choices import Choices
 from app.training.resolve import sections_of
 from app.training.storage_counter import StorageCounter, kept_tensors
@@ -69,19 +73,18 @@ def counted_peak(run: RunConfig, shape: Shape) -> int:
     return counted_peaks(run, shape)[0]
 
 
-def counted_peaks(run: RunConfig, shape: Shape) -> tuple[int, int]:
-    """The same, and of an evaluation of as large a batch after it."""
+def counted_peaks(run: RunConfig, shape: Shape, runtime: Runtime | None = None) -> tuple[int, int]:
+    """The same, and of an evaluation of as large a batch after it. `runtime`: of one of several processes."""
+    runtime = runtime or Runtime(None, torch.device("cpu"), HostGroup(0, 1), 1)
     sections = sections_of(run, Choices(run.precision.kind, run.attention.kind))
     trainee = build_training_model(sections, torch.device("cpu"), run.seed, "nowhere")
-    optimizer = build_optimizer(run.optimizer, trainee)
-    alone = Runtime(None, torch.device("cpu"), HostGroup(0, 1), 1)
-    stepper = Stepper(trainee, optimizer, alone, run.training.clip, fp16=run.precision.kind == "fp16")
     choose_loss_head(trainee, batch_of(shape))
+    stepper = stepper_of(run, trainee, runtime)
     batches = [batch_of(shape) for _ in range(shape.micro_batches)]
     stepper.run(batches, 1e-3)
     stepper.forget_gradients()
     counter = StorageCounter("cpu")
-    for kind, tensors in kept_tensors(trainee, optimizer).items():
+    for kind, tensors in kept_tensors(trainee, stepper.optimizer).items():
         counter.hold(kind, tensors)
     for batch in batches:
         counter.ignore(batch.tensors)
@@ -92,3 +95,18 @@ def counted_peaks(run: RunConfig, shape: Shape) -> tuple[int, int]:
         counter.peak = counter.current
         trainee.eval().scores(batches[0])
     return in_step, counter.peak
+
+
+def stepper_of(run: RunConfig, trainee: TrainingModel, runtime: Runtime) -> Stepper:
+    """As a run assembles it."""
+    sharding = runtime.sharding(run.parallel)
+    if sharding is not None:
+        sharding.divide(trainee, repeated_layers(trainee.language_model), ["scores"])
+        trainee.divided_by(sharding)
+    trained = list(trainee.trained().values())
+    reduction = runtime.reduction(trained, sharding, whole_matrices=needs_whole_matrices(run.optimizer))
+    own = reduction.local.items() if isinstance(reduction, ShardedGradients) else ()
+    shards = {each: (local, first_number(each)) for each, local in own}
+    optimizer = build_optimizer(run.optimizer, trainee, run.seed, shards or None)
+    fp16 = run.precision.kind == "fp16"
+    return Stepper(trainee, optimizer, runtime, run.training.clip, fp16=fp16, reduction=reduction)
