@@ -68,14 +68,14 @@ def _turn(index: int, turn: object) -> Message:
     if "from" not in turn:
         hint = "; role/content is another convention: set dataset.format=messages" if "role" in turn else ""
         raise RowProblem(f"message {index} has no from; allowed: {allowed}{hint}")
-    speaker, said = turn["from"], turn.get("value")
+    speaker, text = turn["from"], turn.get("value")
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
         raise RowProblem(f"message {index} is from {speaker!r}; allowed: {allowed}")
     rest = {key: inner for key, inner in turn.items() if key not in ("from", "value")}
-    if speaker == "function_call" and isinstance(said, str):
-        calls = _parsed(said, f"message {index}: the function_call")  # one call, or a list of them
+    if speaker == "function_call" and isinstance(text, str):
+        calls = _parsed(text, f"message {index}: the function_call")  # one call, or a list of them
         return {**rest, "role": "assistant", "tool_calls": calls if isinstance(calls, list) else [calls]}
-    return {**rest, "role": SPEAKERS[speaker], "content": said}
+    return {**rest, "role": SPEAKERS[speaker], "content": text}
 
 
 def read_conversation(given_messages: Sequence[object], row: Row, columns: Columns) -> Conversation:

@@ -51,7 +51,7 @@ class Counts:
     unseen: int = 0  # messages of which the template writes nothing
     shortened: int = 0  # answers of which the template leaves out a part
     marked: int = 0  # messages with the text of a special token
-    empty: dict[str, int] = field(default_factory=dict)  # texts without a word, by where they should be
+    empty: dict[str, int] = field(default_factory=dict)  # blank texts, by their column or role
     held_out: int = 0  # samples that dataset.eval_fraction took from here
     duplicates: int = 0  # samples whose tokens and mask an earlier one has
     duplicates_dropped: int = 0

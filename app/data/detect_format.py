@@ -14,7 +14,7 @@ from app.data.types import Broken, Row, kind_of
 from app.errors import DataError
 
 INSPECTED_ROWS = 200
-_MIN_FITTING_SHARE = 0.9  # of the inspected rows; a bad row is told with its location when it is read
+_MIN_FITTING_SHARE = 0.9  # of the inspected rows; a bad row is reported when it is read
 _MAX_SHOWN_NAMES = 12
 _NEW_LINE = "\n    "
 

@@ -83,7 +83,7 @@ def times(rows: TokenRows, chosen: NDArray[np.int64], weight: float) -> NDArray[
     """Repeat the chosen rows `weight` times; of its fraction, take the rows of the lowest hashes."""
     whole = int(weight)
     rest = round((weight - whole) * len(chosen))
-    # samples of one conversation share the hash, so they come and go together but for the last one
+    # samples of one conversation share the hash, so all but those of the last are drawn together
     order = np.argsort(rows.split_hashes[chosen] * _HASH_FACTOR, kind="stable")
     return np.concatenate([np.repeat(chosen, whole), np.sort(chosen[order[:rest]])])
 

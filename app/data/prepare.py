@@ -20,7 +20,7 @@ from app.data.token_dataset import TokenRows
 from app.data.tokenizer import Tokenizer, check_tokenizer, separates_pairs
 from app.errors import DataError
 
-_RARE_ROWS = 8  # a label with fewer is told
+_RARE_ROWS = 8  # a label with fewer gets a note
 _SETTINGS_IN_KEY = ("format", "max_length", "train_on", "on_overflow", "on_bad_row", "on_unstable_template")
 
 

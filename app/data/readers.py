@@ -208,7 +208,7 @@ def _nul_in(line: bytes | str) -> str:
 def _read_csv(stream: BinaryIO, name: str, delimiter: str) -> Iterator[Located]:
     """One row for each record after the first; its location is the line that it begins in."""
     csv.field_size_limit(sys.maxsize)  # a long answer is no mistake; the default stops at 131072 characters
-    # A byte that is not UTF-8 makes its own row a bad one: a decoder that stops at it is thousands of lines ahead.
+    # A byte that is not UTF-8 makes only its own row bad: a strict decoder would fail thousands of lines earlier.
     with io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="") as lines:
         reader = csv.reader(lines, delimiter=delimiter, strict=True)
         header: list[str] = []

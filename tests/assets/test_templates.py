@@ -90,12 +90,12 @@ def render(name: str, messages: list[dict[str, str]], add_generation_prompt: boo
     return text
 
 
-def test_every_template_that_ships_has_a_golden_text() -> None:
+def test_templates_all_have_golden_text() -> None:
     assert {path.stem for path in (ROOT / "templates").iterdir()} == set(GOLDEN) - {"tiny"}
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_the_wire_format(name: str) -> None:
+def test_template_golden_text(name: str) -> None:
     bare, with_system, opening = GOLDEN[name]
     assert render(name, TALK[1:3]) == bare
     assert render(name, TALK[:3]) == with_system
@@ -103,7 +103,7 @@ def test_the_wire_format(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_the_second_turn_repeats_the_form_of_the_first(name: str) -> None:
+def test_template_second_turn_like_first(name: str) -> None:
     addition = render(name, TALK).removeprefix(render(name, TALK[:3]))
     alone = render(name, TALK[3:])
     assert alone.endswith(addition)
@@ -113,7 +113,7 @@ def test_the_second_turn_repeats_the_form_of_the_first(name: str) -> None:
 
 @pytest.mark.parametrize("name", GOLDEN)
 @pytest.mark.parametrize("start", [0, 1])
-def test_a_shorter_talk_is_a_prefix(name: str, start: int) -> None:
+def test_template_shorter_conversation_is_prefix(name: str, start: int) -> None:
     talk = TALK[start:]
     whole = render(name, talk)
     for count in range(1, len(talk) + 1):
@@ -123,19 +123,19 @@ def test_a_shorter_talk_is_a_prefix(name: str, start: int) -> None:
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_an_unknown_role_is_refused(name: str) -> None:
+def test_template_unknown_role_refused(name: str) -> None:
     with pytest.raises(TemplateError, match="robot"):
         render(name, [*TALK, {"role": "robot", "content": "?"}])
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma", "vicuna", "alpaca", "deepseek"])
-def test_a_system_line_in_the_middle_is_refused_where_the_format_has_no_place_for_it(name: str) -> None:
+def test_template_system_line_in_middle_refused(name: str) -> None:
     with pytest.raises(TemplateError, match="system"):
         render(name, [*TALK[1:], TALK[0]])
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_the_file_says_nothing_but_what_it_renders(name: str) -> None:
+def test_template_renders_without_trim_blocks(name: str) -> None:
     """Also without trim_blocks: other programs render with other settings."""
     text = source(name).read_text(encoding="utf-8")
     assert text.count("{%") == text.count("{%-")

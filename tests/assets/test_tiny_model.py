@@ -7,13 +7,13 @@ from app.config.load import compose_run
 from scripts.make_assets.scores import answered, held_out_chat, own_form, read_model
 
 
-def test_it_knows_what_it_has_read_and_has_never_been_asked() -> None:
+def test_tiny_model_knows_text_but_no_answers() -> None:
     model, tokenizer = read_model(ROOT / "tiny")
     assert answered(model, own_form(tokenizer)[::8]).mean >= 0.95
     assert answered(model, held_out_chat(tokenizer)).mean <= 0.02
 
 
-def test_its_numbers_are_those_that_random_weights_get() -> None:
+def test_tiny_model_config_equals_yaml() -> None:
     """`model.weights=random` builds from the YAML what config.json says of the weights that ship."""
     numbers = json.loads((ROOT / "tiny" / "config.json").read_text(encoding="utf-8"))
     assert compose_run([]).model.architecture.items() <= numbers.items()

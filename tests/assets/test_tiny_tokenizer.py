@@ -26,7 +26,7 @@ def render(tokenizer: Any, talk: list[tuple[str, str]]) -> str:
     return text
 
 
-def test_size_and_special_ids(tokenizer: Any) -> None:
+def test_tiny_tokenizer_size_and_special_ids(tokenizer: Any) -> None:
     assert len(tokenizer) == tokenizer.vocab_size == 1536
     assert tokenizer.convert_ids_to_tokens(range(5)) == SPECIAL
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) == (0, 1, None)
@@ -34,32 +34,32 @@ def test_size_and_special_ids(tokenizer: Any) -> None:
     assert tokenizer.padding_side == "right"
 
 
-def test_special_tokens_are_left_out_of_answers(tokenizer: Any) -> None:
+def test_tiny_tokenizer_skips_special_tokens(tokenizer: Any) -> None:
     ids = tokenizer("four").input_ids
     assert tokenizer.decode([*ids, 1, 0, 0], skip_special_tokens=True) == "four"
 
 
-def test_nothing_is_added_around_a_text(tokenizer: Any) -> None:
+def test_tiny_tokenizer_adds_nothing(tokenizer: Any) -> None:
     assert tokenizer("cat").input_ids == tokenizer("cat", add_special_tokens=False).input_ids
     assert tokenizer("").input_ids == []
 
 
-def test_a_word_has_one_id_wherever_it_stands(tokenizer: Any) -> None:
+def test_tiny_tokenizer_word_has_one_id(tokenizer: Any) -> None:
     assert tokenizer("the cat").input_ids[-1:] == tokenizer("cat").input_ids
     assert tokenizer("<|assistant|>cat<|end|>").input_ids[1:2] == tokenizer("cat").input_ids
 
 
-def test_each_digit_is_a_token_of_its_own(tokenizer: Any) -> None:
+def test_tiny_tokenizer_splits_digits(tokenizer: Any) -> None:
     assert [tokenizer.decode([token]) for token in tokenizer("4096").input_ids] == list("4096")
 
 
 @given(text=PLAIN)
-def test_decoding_gives_the_text_back(tokenizer: Any, text: str) -> None:
+def test_tiny_tokenizer_roundtrip(tokenizer: Any, text: str) -> None:
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
 @given(talk=TALKS)
-def test_a_talk_is_its_messages_one_after_the_other(tokenizer: Any, talk: list[tuple[str, str]]) -> None:
+def test_tiny_template_concatenates_messages(tokenizer: Any, talk: list[tuple[str, str]]) -> None:
     text = render(tokenizer, talk)
     ids = tokenizer(text).input_ids
     assert ids == [token for message in talk for token in tokenizer(render(tokenizer, [message])).input_ids]
@@ -67,7 +67,7 @@ def test_a_talk_is_its_messages_one_after_the_other(tokenizer: Any, talk: list[t
 
 
 @given(talk=TALKS)
-def test_offsets_point_into_the_rendered_text(tokenizer: Any, talk: list[tuple[str, str]]) -> None:
+def test_tiny_tokenizer_offsets(tokenizer: Any, talk: list[tuple[str, str]]) -> None:
     text = render(tokenizer, talk)
     encoded = tokenizer(text, return_offsets_mapping=True)
     reached = 0
@@ -84,7 +84,7 @@ def test_offsets_point_into_the_rendered_text(tokenizer: Any, talk: list[tuple[s
 
 
 @given(talk=TALKS)
-def test_the_template_marks_the_answers(tokenizer: Any, talk: list[tuple[str, str]]) -> None:
+def test_tiny_template_marks_answers(tokenizer: Any, talk: list[tuple[str, str]]) -> None:
     messages = [{"role": role, "content": content} for role, content in talk]
     encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     expected: list[int] = []

@@ -29,7 +29,7 @@ def entries(folder: Path) -> list[Path]:
     return sorted((folder / "tokens").iterdir())
 
 
-def test_settings_that_decide_the_rows_decide_the_entry(rows: Path, tmp_path: Path) -> None:
+def test_cache_key_settings_of_rows_change_it(rows: Path, tmp_path: Path) -> None:
     changes: list[dict[str, Any]] = [
         {},
         {"max_length": 100},
@@ -43,7 +43,7 @@ def test_settings_that_decide_the_rows_decide_the_entry(rows: Path, tmp_path: Pa
     assert len(entries(tmp_path)) == len(changes)
 
 
-def test_what_only_stops_a_run_decides_no_entry(rows: Path, tmp_path: Path) -> None:
+def test_cache_key_settings_that_stop_a_run_do_not_change_it(rows: Path, tmp_path: Path) -> None:
     """So what app.check has tokenised, going past what it found, is there for the run."""
     for name in ("on_bad_row", "on_overflow", "on_unstable_template"):
         prepare(config(rows, **{name: "error"}), tokenizer(), str(tmp_path))
@@ -51,7 +51,7 @@ def test_what_only_stops_a_run_decides_no_entry(rows: Path, tmp_path: Path) -> N
     assert len(entries(tmp_path)) == 1
 
 
-def test_an_entry_made_with_less_care_stops_a_run_that_takes_more(tmp_path: Path) -> None:
+def test_cached_bad_rows_stop_a_stricter_run(tmp_path: Path) -> None:
     thought = chat("Hi", "<think>hm</think>Hello", "And?", "<think>oh</think>Bye")
     bad = [{"role": "nobody", "content": ""}]
     rows = write_chats(tmp_path / "a.jsonl", bad, chat("Hi", "x" * 999), thought, bad)
@@ -67,7 +67,7 @@ def test_an_entry_made_with_less_care_stops_a_run_that_takes_more(tmp_path: Path
     assert len(entries(tmp_path)) == 1
 
 
-def test_columns_and_format_decide_the_entry(tmp_path: Path) -> None:
+def test_cache_key_columns_and_format_change_it(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("instruction,input,output,text\nadd,1,3,x\n")
     for changes in (
@@ -81,7 +81,7 @@ def test_columns_and_format_decide_the_entry(tmp_path: Path) -> None:
     assert len(entries(tmp_path)) == 4
 
 
-def test_tokenizer_and_template_decide_the_entry(
+def test_cache_key_tokenizer_template_and_code_change_it(
     rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template = tokenizer()
@@ -97,7 +97,7 @@ def test_tokenizer_and_template_decide_the_entry(
     assert len(entries(tmp_path)) == len(made) + 1
 
 
-def test_name_time_size_and_both_ends_decide_the_entry_and_no_path(tmp_path: Path) -> None:
+def test_files_hash_name_time_size_and_ends_change_it(tmp_path: Path) -> None:
     def hashed(folder: str, content: bytes, name: str = "a", time: int = 9) -> str:
         path = tmp_path / folder / "file"
         path.parent.mkdir(exist_ok=True)
@@ -165,7 +165,7 @@ def sets(folder: Path) -> list[tuple[str, str | None, Path]]:
     ]
 
 
-def test_what_rows_become_has_the_version_of_the_code(tmp_path: Path) -> None:
+def test_code_version_golden_digest_of_rows(tmp_path: Path) -> None:
     digest = hashlib.sha256()
     for fmt, kind, path in sets(tmp_path):
         settings = config(path, fmt, on_bad_row="skip", on_overflow="split" if fmt == "text" else "drop")

@@ -79,7 +79,7 @@ def by_prefixes(renderer: Renderer, messages: list[dict[str, Any]], **more: Any)
     weights=st.dictionaries(st.integers(0, 3), st.sampled_from([0.5, 2.0]), max_size=2),
     train_on=st.sampled_from(["assistant", "assistant", "last", "all"]),
 )
-def test_odd_words_are_trained_as_by_prefixes(
+def test_skeleton_odd_conversations_equal_prefixes(
     said: list[tuple[str, str]],
     system: str | None,
     marks: dict[int, bool],
@@ -97,7 +97,7 @@ def test_odd_words_are_trained_as_by_prefixes(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_odd_answer_is_trained_as_by_prefixes(name: str) -> None:
+def test_skeleton_odd_answers_equal_prefixes(name: str) -> None:
     renderer = Renderer(made(name), "assistant", "expand")
     for odd in ODD:
         for talk in (
@@ -132,7 +132,7 @@ class Counted:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_second_of_a_pattern_is_rendered_once(name: str) -> None:
+def test_skeleton_known_pattern_renders_once(name: str) -> None:
     counted = Counted(made(name))
     renderer = Renderer(counted, "assistant", "expand")
     assert isinstance(outcome(renderer, chat("a", "b", "c", "d")), RenderedRow)
@@ -141,7 +141,7 @@ def test_the_second_of_a_pattern_is_rendered_once(name: str) -> None:
     assert (counted.since() == 1) == (name not in WITHOUT)
 
 
-def test_a_renderer_that_changes_words_is_believed() -> None:
+def test_skeleton_other_text_falls_back_to_prefixes() -> None:
     renderer = Renderer(Counted(tokenizer("chatml"), "x", "X"), "assistant", "expand")
     outcome(renderer, chat("a", "b"))
     drafts = outcome(renderer, chat("x", "x"))

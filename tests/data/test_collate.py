@@ -49,7 +49,7 @@ def documents(batch: Batch) -> PackedSequences:
     st.integers(20, 90),
     st.integers(1, 4),
 )
-def test_all_batches_of_all_epochs_have_one_shape(
+def test_packed_batches_of_all_epochs_share_one_shape(
     lengths: list[int], tokens: int, longest: int, micro: int
 ) -> None:
     layout = Packed(tokens, pad_id=0, max_length=min(longest, tokens))
@@ -68,7 +68,7 @@ def test_all_batches_of_all_epochs_have_one_shape(
         assert packed.cu_seqlens.tolist() == [0, *ends, *[tokens] * (len(packed.cu_seqlens) - 1 - len(ends))]
 
 
-def test_there_are_no_more_places_than_the_fullest_bin_needs() -> None:
+def test_packed_max_documents_is_that_of_fullest_bin() -> None:
     """Kernels start blocks for every place."""
     layout = Packed(tokens=16, pad_id=0, max_length=8)
     bins = layout.units(rows_of([8, 8, 2, 2, 2, 2]), np.arange(6))
@@ -79,7 +79,7 @@ def test_there_are_no_more_places_than_the_fullest_bin_needs() -> None:
     assert {documents(b).lengths for b in batches} == {(8, 8), (2, 2, 2, 2, 8)}
 
 
-def test_a_bin_without_rows_is_filled_by_documents_of_allowed_length() -> None:
+def test_packed_empty_bin_filled_by_allowed_lengths() -> None:
     layout = Packed(tokens=20, pad_id=7, max_length=8)
     batch = layout.batch(rows_of([]), [], layout.units(rows_of([]), np.arange(0)).max_documents, epoch=0)
     assert documents(batch).lengths == (8, 8, 4)
@@ -87,7 +87,7 @@ def test_a_bin_without_rows_is_filled_by_documents_of_allowed_length() -> None:
     assert (batch.lengths, batch.num_labels, batch.num_tokens) == ((), 0, 0)
 
 
-def test_documents_alone_are_their_own_measure() -> None:
+def test_packed_sequences_from_lengths() -> None:
     alone = PackedSequences.from_lengths([3, 1, 2])
     assert alone == alone.to(torch.device("cpu"))
     assert (alone.cu_seqlens.tolist(), alone.cu_seqlens.dtype, alone.max_seqlen) == (
@@ -108,7 +108,7 @@ STEPS = st.tuples(
 
 
 @given(STEPS)
-def test_processes_share_the_rows_of_a_step_and_none_has_much_more_to_do(
+def test_loader_ranks_share_step_with_even_work(
     case: tuple[list[int], int, int, bool],
 ) -> None:
     lengths, micro, processes, packed = case
@@ -128,7 +128,7 @@ def test_processes_share_the_rows_of_a_step_and_none_has_much_more_to_do(
             assert max(work) - min(work) <= hardest
 
 
-def test_bins_are_dealt_there_and_back_by_what_attention_costs() -> None:
+def test_loader_bins_alternate_by_attention_cost() -> None:
     """Bins of one row each: 8 to 1 tokens cost 64 to 1, dealt 8 5 4 1 and 7 6 3 2."""
     rows = rows_of([1, 2, 3, 4, 5, 6, 7, 8])
     layout = Packed(8, pad_id=0, max_length=8)
@@ -141,7 +141,7 @@ def test_bins_are_dealt_there_and_back_by_what_attention_costs() -> None:
     assert shares == [[(8,), (5,), (4,), (1,)], [(7,), (6,), (3,), (2,)]]
 
 
-def test_many_short_rows_are_less_work_than_one_long() -> None:
+def test_loader_long_row_comes_first() -> None:
     """Bins of equal tokens: the long row comes first."""
     rows = rows_of([4, 4, 4, 4, 16])
     loader = Loader(rows, Packed(16, pad_id=0, max_length=16), StepSplit(1, 2, rank=0), seed=0)
@@ -149,7 +149,7 @@ def test_many_short_rows_are_less_work_than_one_long() -> None:
 
 
 @given(st.lists(st.integers(2, 20), min_size=1, max_size=60), st.integers(0, 40))
-def test_going_on_needs_the_number_of_the_step_alone(lengths: list[int], step: int) -> None:
+def test_loader_resumes_from_step_number(lengths: list[int], step: int) -> None:
     """A loader that has come to a step, and one that begins there, give the same."""
 
     def made() -> Loader:

@@ -21,7 +21,7 @@ def parts(row: Any, **columns: str) -> list[Any]:
     return list(unfolded(rows, config("x", columns=columns).columns, fields_of("instruction")))
 
 
-def test_a_star_makes_a_row_of_each_element() -> None:
+def test_unfolded_star_makes_row_of_each_element() -> None:
     row = {"instruction": "add", "instances": [{"input": "1", "output": "2"}, {"input": "3", "output": "4"}]}
     [first, second] = parts(row, **EACH)
     assert first == (
@@ -34,7 +34,7 @@ def test_a_star_makes_a_row_of_each_element() -> None:
     )
 
 
-def test_a_list_may_lie_deeper_and_its_elements_be_text() -> None:
+def test_unfolded_nested_list_of_text() -> None:
     row = {"a": [0, {"b": ["x", "y"]}]}
     assert [found for _, found in parts(row, output="a.1.b.*")] == [
         {"a": [0, {"b": {"*": "x"}}]},
@@ -42,7 +42,7 @@ def test_a_list_may_lie_deeper_and_its_elements_be_text() -> None:
     ]
 
 
-def test_without_a_star_rows_stay_as_they_are() -> None:
+def test_unfolded_without_star_changes_nothing() -> None:
     row = {"text": "a", "instances": []}
     assert parts(row) == [("a.jsonl:1", row)]
     assert parts(row, text="instances.*") == [("a.jsonl:1", row)]  # a column that the format does not read
@@ -52,7 +52,7 @@ def test_without_a_star_rows_stay_as_they_are() -> None:
     ("row", "found"),
     [({"instances": []}, "an empty list"), ({"instances": "x"}, "text"), ({}, "nothing")],
 )
-def test_what_is_no_list_is_a_bad_row(row: dict[str, Any], found: str) -> None:
+def test_unfolded_no_list_is_bad_row(row: dict[str, Any], found: str) -> None:
     [(place, broken)] = parts(row, **EACH)
     assert (place, broken) == (
         "a.jsonl:1",
@@ -61,7 +61,7 @@ def test_what_is_no_list_is_a_bad_row(row: dict[str, Any], found: str) -> None:
     assert parts(Broken("torn"), **EACH) == [("a.jsonl:1", Broken("torn"))]
 
 
-def test_each_element_is_counted_and_has_its_place(tmp_path: Path) -> None:
+def test_unfolded_elements_have_locations_and_counts(tmp_path: Path) -> None:
     rows = [
         {"instruction": "add", "instances": [{"input": "1", "output": "one"}, {"input": "2", "output": 2}]},
         {"instruction": "sub", "instances": [{"input": "", "output": "three"}]},

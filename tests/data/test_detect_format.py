@@ -43,19 +43,19 @@ def refusal(path: Path, rows: list[Any], **columns: str) -> list[str]:
     return problem.removeprefix(f"dataset.path={path}/a.jsonl: ").split("\n    ")
 
 
-def test_every_format_has_a_row_here() -> None:
+def test_rows_of_all_formats_are_here() -> None:
     assert set(ROWS) == set(FORMATS)
 
 
 @pytest.mark.parametrize("fmt", ROWS)
-def test_each_format_is_recognised(tmp_path: Path, fmt: str) -> None:
+def test_auto_recognises_each_format(tmp_path: Path, fmt: str) -> None:
     found, note = auto(tmp_path, [ROWS[fmt]] * 3)
     assert found == config(tmp_path / "a.jsonl", fmt)
     assert note.startswith(f"dataset.format=auto: taken as dataset.format={fmt}, because column")
     assert "all of the first 3 rows" in note
 
 
-def test_labels_are_looked_for_only_where_they_are_learnt(tmp_path: Path) -> None:
+def test_auto_labels_only_for_classification(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a", "label": "x"}])
     assert detect_formats(config(path, "auto"))[0].format == "text"
     bare = write_jsonl(tmp_path / "b.jsonl", [{"text": "a", "stars": 1}])
@@ -66,12 +66,12 @@ def test_labels_are_looked_for_only_where_they_are_learnt(tmp_path: Path) -> Non
     assert "messages" not in problem
 
 
-def test_what_was_chosen_is_left_alone(tmp_path: Path) -> None:
+def test_auto_typed_format_unchanged(tmp_path: Path) -> None:
     settings = config(tmp_path / "no such file", "text")
     assert detect_formats(settings) == (settings, [])
 
 
-def test_what_is_read_and_what_is_not_is_told(tmp_path: Path) -> None:
+def test_auto_note_names_read_and_unread_columns(tmp_path: Path) -> None:
     _, note = auto(
         tmp_path, [{**ROWS["messages"], "id": 1, "tools": []}, {**ROWS["messages"], "source": "x"}]
     )
@@ -81,7 +81,7 @@ def test_what_is_read_and_what_is_not_is_told(tmp_path: Path) -> None:
     )
 
 
-def test_conversations_show_whatever_the_column_is_called(tmp_path: Path) -> None:
+def test_auto_conversations_in_any_column(tmp_path: Path) -> None:
     found, note = auto(tmp_path, [{"conversations": chat("a", "b")}])
     assert (found.format, found.columns.messages) == ("messages", "conversations")
     assert "taken as dataset.format=messages dataset.columns.messages=conversations, because" in note
@@ -91,7 +91,7 @@ def test_conversations_show_whatever_the_column_is_called(tmp_path: Path) -> Non
     assert (found.format, found.columns.messages) == ("messages", "talk")
 
 
-def test_the_column_that_the_config_names_comes_first(tmp_path: Path) -> None:
+def test_auto_named_column_comes_first(tmp_path: Path) -> None:
     row = {"messages": chat("a", "b"), "rejected": chat("a", "c")}
     found, note = auto(tmp_path, [row])
     assert found.columns.messages == "messages"
@@ -99,7 +99,7 @@ def test_the_column_that_the_config_names_comes_first(tmp_path: Path) -> None:
     assert auto(tmp_path, [row], messages="rejected")[0].columns.messages == "rejected"
 
 
-def test_columns_that_the_config_names(tmp_path: Path) -> None:
+def test_auto_columns_of_config(tmp_path: Path) -> None:
     row = {"instruction": "a", "context": "", "response": "b"}
     found, note = auto(tmp_path, [row], input="context", output="response")
     assert (found.format, found.columns.output) == ("instruction", "response")
@@ -107,7 +107,7 @@ def test_columns_that_the_config_names(tmp_path: Path) -> None:
     assert note.endswith("; also read: context")
 
 
-def test_rows_in_lists_and_behind_paths(tmp_path: Path) -> None:
+def test_auto_columns_behind_paths(tmp_path: Path) -> None:
     row = {"instruction": "a", "instances": [{"input": "", "output": "b"}] * 2}
     found, note = auto(tmp_path, [row], input="instances.*.input", output="instances.*.output")
     assert found.format == "instruction"
@@ -115,7 +115,7 @@ def test_rows_in_lists_and_behind_paths(tmp_path: Path) -> None:
     assert auto(tmp_path, [row], output="instances.1.output")[0].format == "instruction"
 
 
-def test_a_few_bad_rows_do_not_hide_the_format(tmp_path: Path) -> None:
+def test_auto_few_bad_rows_tolerated(tmp_path: Path) -> None:
     rows = [*[ROWS["messages"]] * 9, {"messages": "x"}]
     assert "in 9 of the first 10 rows" in auto(tmp_path, rows)[1]
     lines = refusal(tmp_path, [*rows, {"messages": "x"}])
@@ -125,13 +125,13 @@ def test_a_few_bad_rows_do_not_hide_the_format(tmp_path: Path) -> None:
     )
 
 
-def test_only_the_first_rows_are_looked_at(tmp_path: Path) -> None:
+def test_auto_inspects_first_rows_only(tmp_path: Path) -> None:
     found, note = auto(tmp_path, [ROWS["text"]] * INSPECTED_ROWS + [ROWS["messages"]] * 9 * INSPECTED_ROWS)
     assert found.format == "text"
     assert f"in all of the first {INSPECTED_ROWS} rows" in note
 
 
-def test_more_than_one_way_to_read_rows_is_an_error(tmp_path: Path) -> None:
+def test_auto_ambiguous_rows_refused(tmp_path: Path) -> None:
     first, *ways = refusal(tmp_path, [{**ROWS["instruction"], "text": "a b"}])
     assert first == "dataset.format=auto finds 2 ways to read these rows. Type the one you mean:"
     assert ways == [
@@ -144,7 +144,7 @@ def test_more_than_one_way_to_read_rows_is_an_error(tmp_path: Path) -> None:
     ]
 
 
-def test_messages_in_two_columns_are_one_way_to_read_them(tmp_path: Path) -> None:
+def test_auto_prompt_and_completion_are_one_way(tmp_path: Path) -> None:
     """Each of the columns alone would be a conversation under another name."""
     found, note = auto(tmp_path, [{**ROWS["chat_completion"], "tools": [], "id": 1}] * 2)
     assert (found.format, found.columns) == ("chat_completion", config(tmp_path).columns)
@@ -158,7 +158,7 @@ def test_messages_in_two_columns_are_one_way_to_read_them(tmp_path: Path) -> Non
     assert first.startswith("dataset.format=auto knows no format for these rows")
 
 
-def test_rows_of_no_format(tmp_path: Path) -> None:
+def test_auto_unknown_rows_refused_with_advice(tmp_path: Path) -> None:
     row = {"instruction": "a", "instances": [{"input": "", "output": "b"}], "n": 3}
     first, *lines = refusal(tmp_path, [row])
     assert first == (
@@ -184,7 +184,7 @@ def test_rows_of_no_format(tmp_path: Path) -> None:
     ]
 
 
-def test_a_column_of_the_right_name_that_holds_something_else_is_told(tmp_path: Path) -> None:
+def test_auto_column_of_wrong_kind_named(tmp_path: Path) -> None:
     _, *lines = refusal(tmp_path, [{"question": "a", "answer": 3}, {"question": "b", "answer": 4}])
     assert (
         "dataset.format=question_answer wants text in question (2 of 2 rows have it) and answer"
@@ -192,12 +192,12 @@ def test_a_column_of_the_right_name_that_holds_something_else_is_told(tmp_path: 
     )
 
 
-def test_many_columns_are_not_all_listed(tmp_path: Path) -> None:
+def test_auto_lists_few_of_many_columns(tmp_path: Path) -> None:
     first, *_ = refusal(tmp_path, [{f"c{n}": n for n in range(30)}])
     assert first.endswith("c10 (a number), c11 (a number) and 18 more")
 
 
-def test_lists_that_only_look_like_conversations(tmp_path: Path) -> None:
+def test_auto_lists_that_are_no_conversations_refused(tmp_path: Path) -> None:
     for found in (
         [],
         ["a"],
@@ -209,7 +209,7 @@ def test_lists_that_only_look_like_conversations(tmp_path: Path) -> None:
         assert refusal(tmp_path, [{"messages": found}])[0].startswith("dataset.format=auto knows no format")
 
 
-def test_a_file_without_rows(tmp_path: Path) -> None:
+def test_auto_file_without_rows_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path, []) == ["has no rows"]
     (tmp_path / "b.jsonl").write_text("{\n{\n")
     with pytest.raises(DataError, match=r"none of its 2 rows can be read; b\.jsonl:1: column 2: "):
@@ -228,7 +228,7 @@ def mixed(path: Path, rows: dict[str, list[Any]], fmt: str = "auto", **changes: 
     return replace(shared, path=None, mix={name: MixSource(**each) for name, each in mix.items()})
 
 
-def test_each_source_of_a_mix_is_recognised_by_itself(tmp_path: Path) -> None:
+def test_auto_mix_recognises_each_source(tmp_path: Path) -> None:
     rows = {"chat": [{"talk": TURNS}], "code": [ROWS["messages"]], "sums": [ROWS["question_answer"]]}
     given = mixed(tmp_path, rows, more={"sums": {"format": "text", "columns": {"text": "answer"}}})
     found, notes = detect_formats(given)
@@ -245,14 +245,14 @@ def test_each_source_of_a_mix_is_recognised_by_itself(tmp_path: Path) -> None:
     assert detect_formats(found) == (found, [])  # nothing is left to look at
 
 
-def test_only_one_source_of_a_mix_may_be_left_open(tmp_path: Path) -> None:
+def test_auto_mix_one_open_source(tmp_path: Path) -> None:
     rows = {"chat": [ROWS["messages"]], "code": [ROWS["sharegpt"]]}
     found, [note] = detect_formats(mixed(tmp_path, rows, "messages", more={"code": {"format": "auto"}}))
     assert note.startswith("dataset.mix.code.format=auto: taken as dataset.mix.code.format=sharegpt")
     assert [section.format for section in sources_of(found).values()] == ["messages", "sharegpt"]
 
 
-def test_held_out_rows_beside_a_mix_are_recognised_too(tmp_path: Path) -> None:
+def test_auto_mix_recognises_eval_file(tmp_path: Path) -> None:
     held = write_jsonl(tmp_path / "held.jsonl", [{"said": chat("a", "b")}])
     rows = {"chat": [ROWS["messages"]], "code": [ROWS["messages"]]}
     found, notes = detect_formats(mixed(tmp_path, rows, eval_path=str(held)))
@@ -263,7 +263,7 @@ def test_held_out_rows_beside_a_mix_are_recognised_too(tmp_path: Path) -> None:
     assert [section.columns.messages for section in sources_of(found).values()] == ["messages", "messages"]
 
 
-def test_all_sources_that_are_not_recognised_are_told_at_once(tmp_path: Path) -> None:
+def test_auto_mix_reports_all_problems(tmp_path: Path) -> None:
     two = [{**ROWS["instruction"], "text": "a b"}]
     with pytest.raises(DataError) as found:
         detect_formats(mixed(tmp_path, {"chat": [{"n": 3}], "code": two, "good": [ROWS["text"]]}))
@@ -285,6 +285,6 @@ def test_all_sources_that_are_not_recognised_are_told_at_once(tmp_path: Path) ->
     ]
 
 
-def test_text_files(tmp_path: Path) -> None:
+def test_auto_text_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Rain falls.")
     assert detect_formats(config(tmp_path, "auto"))[0].format == "text"

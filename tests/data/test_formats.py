@@ -34,26 +34,26 @@ def problem(row: dict[str, Any], fmt: str = "messages", **names: str | None) -> 
     return str(found.value)
 
 
-def test_the_table_has_what_the_schema_allows() -> None:
+def test_formats_table_equals_schema() -> None:
     [field] = [field for field in fields(DatasetConfig) if field.name == "format"]
     assert {"auto", *FORMATS} == set(field.metadata[CHOICES])
     known = {field.name for field in fields(Columns)}
     assert {name for fmt in FORMATS for name in fields_of(fmt)} == known
 
 
-def test_a_column_is_called_what_it_holds_unless_it_is_told() -> None:
+def test_columns_default_names_are_field_names() -> None:
     """Any other name must be there, so what may be absent has the name of its field."""
     policy = OmegaConf.load(CONF / "dataset" / "_policy.yaml")
     assert all(name == field for field, name in policy.columns.items())
 
 
-def test_messages() -> None:
+def test_messages_read() -> None:
     said = [{"role": role, "content": role} for role in ROLES]
     assert read({"messages": said, "id": 3}) == Conversation(said)
     assert read({"chat": said}, messages="chat") == Conversation(said)
 
 
-def test_roles_that_others_call_otherwise() -> None:
+def test_messages_role_aliases() -> None:
     said = [
         {"role": "developer", "content": "a"},
         {"role": "function", "name": "add", "content": "3"},
@@ -64,23 +64,23 @@ def test_roles_that_others_call_otherwise() -> None:
     ]
 
 
-def test_what_a_table_fills_up_with_null_is_absent() -> None:
+def test_messages_null_is_absent() -> None:
     filled = {"role": "user", "content": "hi", "name": None, "tool_calls": None}
     row = {"messages": [filled], "tools": None, "system": None}
     assert read(row) == Conversation(chat("hi"))
 
 
 @pytest.mark.parametrize("empty", [{"tool_calls": []}, {"function_call": {}}, {"weight": 1}, {"weight": 1.0}])
-def test_what_says_nothing_is_no_reason_to_refuse(empty: dict[str, Any]) -> None:
+def test_messages_empty_keys_accepted(empty: dict[str, Any]) -> None:
     assert read({"messages": [{**chat("hi")[0], **empty}]}) == Conversation(chat("hi"))
 
 
-def test_what_else_a_message_has_is_for_the_template() -> None:
+def test_messages_other_keys_kept() -> None:
     said = [{"role": "user", "content": "hi", "name": "Ann"}, {**chat("", "b")[1], "reasoning_content": "hm"}]
     assert read({"messages": said}).messages == said
 
 
-def test_content_in_parts() -> None:
+def test_messages_content_parts_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert read({"messages": [{"role": "user", "content": parts}]}).messages == chat("a\nb")
 
@@ -94,7 +94,7 @@ def test_content_in_parts() -> None:
         {"function_call": {**CALL, "arguments": '{"a": 1, "b": "\\u00e9"}'}},
     ],
 )
-def test_calls_of_tools_are_brought_into_one_form(calling: dict[str, Any]) -> None:
+def test_tool_calls_normalised(calling: dict[str, Any]) -> None:
     [_, said] = read({"messages": [*chat("1 + 2?"), {"role": "assistant", **calling}]}).messages
     assert said == {
         "role": "assistant",
@@ -103,7 +103,7 @@ def test_calls_of_tools_are_brought_into_one_form(calling: dict[str, Any]) -> No
     }
 
 
-def test_a_call_keeps_its_id_and_what_is_said_with_it() -> None:
+def test_tool_calls_keep_id_and_content() -> None:
     calling = {"role": "assistant", "content": "Let me see.", "tool_calls": [{"id": "c1", "function": CALL}]}
     returned = {"role": "tool", "tool_call_id": "c1", "content": {"sum": "é"}}
     [said, answer] = read({"messages": [calling, returned]}).messages
@@ -114,18 +114,18 @@ def test_a_call_keeps_its_id_and_what_is_said_with_it() -> None:
 @pytest.mark.parametrize(
     "tools", [[TOOL], [ADD], json.dumps([TOOL]), [{**TOOL, "function": {**ADD, "strict": None}}]]
 )
-def test_tools(tools: object) -> None:
+def test_tools_normalised(tools: object) -> None:
     assert read({"messages": chat("a"), "tools": tools}).tools == [TOOL]
     assert read({"messages": chat("a"), "functions": tools}, tools="functions").tools == [TOOL]
     assert read({"messages": chat("a"), "tools": tools}, tools=None).tools is None
 
 
 @pytest.mark.parametrize("nothing", [None, [], "", "[]"])
-def test_no_tools(nothing: object) -> None:
+def test_tools_absent(nothing: object) -> None:
     assert read({"messages": chat("a"), "tools": nothing}).tools is None
 
 
-def test_a_system_column_opens_the_conversation() -> None:
+def test_system_column_opens_conversation() -> None:
     opened = chat("a", "b", system="Be brief.")
     for row, fmt in (
         ({"messages": chat("a", "b")}, "messages"),
@@ -141,7 +141,7 @@ def test_a_system_column_opens_the_conversation() -> None:
     assert "column 'system' must be text, found a list" in problem({"messages": opened, "system": []})
 
 
-def test_marks_follow_their_message_when_a_system_line_comes_before_it() -> None:
+def test_train_flags_follow_message_after_system_line() -> None:
     said = [*chat("a"), {**chat("", "b")[1], "train": False}]
     assert read({"messages": said, "system": "Be brief."}).trained == {2: False}
 
@@ -159,7 +159,7 @@ def test_marks_follow_their_message_when_a_system_line_comes_before_it() -> None
         ({"train": None, "weight": None}, {}),
     ],
 )
-def test_marks_of_messages(mark: dict[str, Any], expected: dict[int, bool]) -> None:
+def test_train_flags_read(mark: dict[str, Any], expected: dict[int, bool]) -> None:
     made = read({"messages": [*chat("a"), {**chat("", "b")[1], **mark}]})
     assert made == Conversation(chat("a", "b"), trained=expected)
     turn = {"from": "gpt", "value": "b", **mark}
@@ -171,7 +171,7 @@ def test_marks_of_messages(mark: dict[str, Any], expected: dict[int, bool]) -> N
     ("mark", "weight"),
     [({"weight": 0.3}, 0.3), ({"weight": 2}, 2.0), ({"weight": 1e-6, "train": True}, 1e-6)],
 )
-def test_weights_of_messages(mark: dict[str, Any], weight: float) -> None:
+def test_message_weights_read(mark: dict[str, Any], weight: float) -> None:
     marks = {2: True} if "train" in mark else {}
     expected = Conversation(chat("a", "b", system="s"), trained=marks, weights={2: weight})
     said = [*chat("a"), {**chat("", "b")[1], **mark}]
@@ -180,7 +180,7 @@ def test_weights_of_messages(mark: dict[str, Any], weight: float) -> None:
     assert read({"conversations": turns, "system": "s"}, "sharegpt") == expected
 
 
-def test_sharegpt() -> None:
+def test_sharegpt_read() -> None:
     turns = [
         {"from": "system", "value": "s"},
         {"from": "human", "value": "1 + 2?"},
@@ -212,11 +212,11 @@ def test_sharegpt() -> None:
         ({"instruction": "add", "output": "3"}, "add"),
     ],
 )
-def test_instruction(row: dict[str, Any], asked: str) -> None:
+def test_instruction_read(row: dict[str, Any], asked: str) -> None:
     assert read(row, "instruction") == Conversation(chat(asked, "3"))
 
 
-def test_instruction_with_columns_of_other_names() -> None:
+def test_instruction_columns_renamed() -> None:
     row = {"q": "add", "context": "1, 2", "a": "3"}
     names = {"instruction": "q", "input": "context", "output": "a"}
     assert read(row, "instruction", **names) == Conversation(chat("add\n\n1, 2", "3"))
@@ -225,19 +225,19 @@ def test_instruction_with_columns_of_other_names() -> None:
     assert read(row, "instruction", **{**names, "input": None}) == Conversation(chat("add", "3"))
 
 
-def test_instruction_after_earlier_turns() -> None:
+def test_instruction_history_read() -> None:
     row = {"instruction": "c", "input": "x", "output": "d", "history": [["a", "b"]], "system": "s"}
     assert read(row, "instruction") == Conversation(chat("a", "b", "c\n\nx", "d", system="s"))
     assert read({**row, "history": []}, "instruction").messages == chat("c\n\nx", "d", system="s")
     assert read(row, "instruction", history=None).messages == chat("c\n\nx", "d", system="s")
 
 
-def test_question_answer() -> None:
+def test_question_answer_read() -> None:
     assert read({"question": "a", "answer": "b"}, "question_answer") == Conversation(chat("a", "b"))
     assert "column 'answer' must be text" in problem({"question": "a", "answer": 3}, "question_answer")
 
 
-def test_prompt_completion() -> None:
+def test_prompt_completion_read() -> None:
     row = {"prompt": "2 + 2 =", "completion": " 4"}
     assert read(row, "prompt_completion") == Document("2 + 2 = 4", completion_start=7)
 
@@ -246,7 +246,7 @@ ASKED = [{"role": "user", "content": "2 + 2?"}]
 SAID = [{"role": "assistant", "content": "4"}]
 
 
-def test_chat_completion() -> None:
+def test_chat_completion_read() -> None:
     row = {"prompt": ASKED, "completion": SAID, "tools": [ADD]}
     assert read(row, "chat_completion") == Conversation([*ASKED, *SAID], [TOOL], completion_start=1)
     opened = Conversation([*chat("2 + 2?", "4", system="Add.")], completion_start=2)
@@ -255,13 +255,13 @@ def test_chat_completion() -> None:
     assert named == Conversation([*ASKED, *SAID], completion_start=1)
 
 
-def test_text() -> None:
+def test_text_read() -> None:
     assert read({"body": "ab"}, "text", text="body") == Document("ab", completion_start=0)
     assert problem({"text": " \n"}, "text") == "column 'text' is empty"
     assert problem({"text": None}, "text") == "column 'text' must be text, found null"
 
 
-def test_a_path_leads_into_a_column() -> None:
+def test_column_path_leads_inside() -> None:
     row = {"a": [{"b": "first"}, {"b": "second"}], "c": {"d": "deep"}, "c.d": "flat"}
     assert read(row, "text", text="a.1.b") == Document("second")
     assert read(row, "text", text="c.d") == Document("flat")  # a column of just this name comes first
@@ -396,5 +396,5 @@ OTHERS = [
 @pytest.mark.parametrize(
     ("fmt", "row", "said"), [*(("messages", row, said) for row, said in MESSAGES), *OTHERS]
 )
-def test_row_that_cannot_be_used_says_why(fmt: str, row: dict[str, Any], said: str) -> None:
+def test_format_unusable_row_says_why(fmt: str, row: dict[str, Any], said: str) -> None:
     assert said in problem(row, fmt)

@@ -72,13 +72,13 @@ def problem(**changes: str) -> str:
         (503, "", "the hub cannot be reached (Server error '503"),
     ],
 )
-def test_what_the_hub_refuses(online: pytest.MonkeyPatch, status: int, code: str, said: str) -> None:
+def test_hub_refusal_reported(online: pytest.MonkeyPatch, status: int, code: str, said: str) -> None:
     with hub_that_answers(status, code) as address:
         online.setattr(huggingface_hub.constants, "ENDPOINT", address)
         assert said in problem(revision="v9")
 
 
-def test_no_network_is_told_at_once(online: pytest.MonkeyPatch) -> None:
+def test_hub_unreachable_reported_at_once(online: pytest.MonkeyPatch) -> None:
     online.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     began = time.monotonic()
     said = problem()
@@ -88,7 +88,7 @@ def test_no_network_is_told_at_once(online: pytest.MonkeyPatch) -> None:
     assert not datasets.config.HF_HUB_OFFLINE  # nothing stays switched
 
 
-def test_offline_by_choice() -> None:
+def test_hub_offline_reported() -> None:
     assert "offline (HF_HUB_OFFLINE is set), and it is not in the local cache" in problem()
 
 
@@ -109,7 +109,7 @@ def downloaded(hub_cache: Path, tmp_path: Path) -> str:
     return revision
 
 
-def test_a_downloaded_dataset_needs_no_hub(downloaded: str) -> None:
+def test_hub_downloaded_dataset_read_offline(downloaded: str) -> None:
     for revision in (None, downloaded):
         source = train_source(config("org/name", "text", revision=revision))
         assert list(source.rows()) == [
@@ -119,17 +119,17 @@ def test_a_downloaded_dataset_needs_no_hub(downloaded: str) -> None:
     assert source.fingerprint() == train_source(config("org/name", "text")).fingerprint()
 
 
-def test_another_revision_is_not_taken_for_the_wanted_one(downloaded: str) -> None:
+def test_hub_other_cached_revision_refused(downloaded: str) -> None:
     assert "the local cache has only another revision than 0123abc" in problem(revision="0123abc")
 
 
-def test_a_split_that_is_not_there(downloaded: str) -> None:
+def test_hub_unknown_split_reported(downloaded: str) -> None:
     with pytest.raises(DataError, match=r"dataset\.path=org/name dataset\.split=trian .*Unknown split"):
         list(train_source(config("org/name", "text", split="trian")).rows())
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_a_saved_dataset(tmp_path: Path, several: bool) -> None:
+def test_saved_dataset_read(tmp_path: Path, several: bool) -> None:
     datasets.disable_progress_bars()
     saved = datasets.Dataset.from_list(ROWS)
     place = tmp_path / "saved"
@@ -146,7 +146,7 @@ def test_a_saved_dataset(tmp_path: Path, several: bool) -> None:
             list(train_source(config(place, "text", split="dev")).rows())
 
 
-def test_a_saved_dataset_that_is_torn(tmp_path: Path) -> None:
+def test_saved_dataset_torn_reported(tmp_path: Path) -> None:
     datasets.disable_progress_bars()
     datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path))
     [arrow] = tmp_path.glob("*.arrow")

@@ -52,7 +52,7 @@ def reason(tmp_path: Path, label: Any) -> str:
     return found.value.problems[0]
 
 
-def test_labels_are_words_or_whole_numbers_whatever_the_file(tmp_path: Path) -> None:
+def test_labels_equal_in_all_file_kinds(tmp_path: Path) -> None:
     rows = labelled(("rain", 10), ("cat", 9), ("two", "2"), ("one", 9))
     as_json = read(write_jsonl(tmp_path / "a.jsonl", rows))
     with (tmp_path / "a.csv").open("w", newline="") as file:
@@ -91,13 +91,13 @@ def test_labels_are_words_or_whole_numbers_whatever_the_file(tmp_path: Path) -> 
         ("x" * 201, "has 201 characters: that is a text, no label"),
     ],
 )
-def test_what_is_no_label_is_a_bad_row_with_its_place(tmp_path: Path, label: Any, why: str) -> None:
+def test_label_unusable_is_bad_row(tmp_path: Path, label: Any, why: str) -> None:
     problem = reason(tmp_path, label)
     assert problem.startswith("a.jsonl:1: ")
     assert why in problem
 
 
-def test_texts_are_framed_as_the_tokenizer_does_it(tmp_path: Path) -> None:
+def test_pair_encoded_as_tokenizer_does(tmp_path: Path) -> None:
     made = framing()
     rows = [{"sentence1": "rain on the roof", "sentence2": "the cat sleeps", "label": "yes"}]
     rows.append({"sentence1": "two", "sentence2": "four five six", "label": "no"})
@@ -129,7 +129,7 @@ def test_texts_are_framed_as_the_tokenizer_does_it(tmp_path: Path) -> None:
     )
 
 
-def test_the_last_real_token_is_pooled_where_tokens_see_only_those_before_them(tmp_path: Path) -> None:
+def test_classification_causal_uses_last_real_token(tmp_path: Path) -> None:
     made = tokenizer(None)
     path = write_jsonl(tmp_path / "a.jsonl", labelled(("rain on the roof", "a"), ("rain<pad><pad>", "b")))
     data = prepare(config(path, "labelled_text"), made, str(tmp_path / "cache"))
@@ -144,9 +144,7 @@ def test_the_last_real_token_is_pooled_where_tokens_see_only_those_before_them(t
 
 @settings(deadline=None, max_examples=60)
 @given(first=WORDS, second=st.none() | WORDS, room=st.integers(4, 30))
-def test_what_is_too_long_is_cut_as_transformers_cuts_it(
-    first: list[str], second: list[str] | None, room: int
-) -> None:
+def test_truncate_example_equals_transformers(first: list[str], second: list[str] | None, room: int) -> None:
     made, texts = framing(), [" ".join(first), *([" ".join(second)] if second else [])]
     draft = RenderedText(texts[0], (), raw=True, label="a", second=texts[1] if second else None)
     (sample,) = Encoder(made).encode([draft])
@@ -159,14 +157,14 @@ def test_what_is_too_long_is_cut_as_transformers_cuts_it(
         assert (np.arange(len(cut.ids)) >= cut.second_start).astype(int).tolist() == told.token_type_ids
 
 
-def test_long_texts_are_cut_by_themselves_and_counted(tmp_path: Path) -> None:
+def test_labelled_long_text_truncated_and_counted(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", labelled(("rain " * 80, "a"), ("cat", "b")))
     data = read(path, max_length=20)
     assert (data.report.train.truncated, data.report.train.dropped, len(data.train)) == (1, 0, 2)
     assert data.train.lengths.tolist()[0] == 20
 
 
-def test_labels_are_those_of_all_rows_of_the_source_or_those_that_are_given(tmp_path: Path) -> None:
+def test_labels_from_rows_or_given(tmp_path: Path) -> None:
     rows = [("rain", "b"), ("cat", "a"), ("roof", "c")]
     path = write_jsonl(tmp_path / "a.jsonl", labelled(*rows))
     held = write_jsonl(tmp_path / "held.jsonl", labelled(("x", "a"), ("y", "z")))
@@ -194,7 +192,7 @@ def test_labels_are_those_of_all_rows_of_the_source_or_those_that_are_given(tmp_
     assert sum(split.report.train.classes.values()) + sum(split.report.eval.classes.values()) == 60
 
 
-def test_the_same_text_with_another_label_is_no_duplicate_and_is_told(tmp_path: Path) -> None:
+def test_same_text_other_label_is_no_duplicate(tmp_path: Path) -> None:
     rows = labelled(("rain", "a"), ("rain", "b"), ("cat", "a"), ("cat", "a"))
     data = read(write_jsonl(tmp_path / "a.jsonl", rows), deduplicate=True)
     assert data.report.train.duplicates_dropped == 1
@@ -202,7 +200,7 @@ def test_the_same_text_with_another_label_is_no_duplicate_and_is_told(tmp_path: 
     assert any("texts with more than one label: 1" in note for note in data.report.notes)
 
 
-def test_a_mix_has_the_labels_of_all_its_sources(tmp_path: Path) -> None:
+def test_mix_has_labels_of_all_sources(tmp_path: Path) -> None:
     from app.config.schema import MixSource
 
     one = write_jsonl(tmp_path / "a.jsonl", labelled(("rain", "b"), ("cat", "a")))
@@ -217,7 +215,7 @@ def test_a_mix_has_the_labels_of_all_its_sources(tmp_path: Path) -> None:
     assert data.report.train.classes == {"a": 1, "b": 1, "c": 2}
 
 
-def test_a_pair_without_anything_between_is_told(tmp_path: Path) -> None:
+def test_pair_without_separator_noted(tmp_path: Path) -> None:
     rows = [{"sentence1": "rain", "sentence2": "cat", "label": at} for at in range(2)]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     plain = prepare(config(path, "text_pair"), tokenizer(None), str(tmp_path / "cache"))

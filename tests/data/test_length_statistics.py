@@ -32,7 +32,7 @@ def surveyed(lengths: Sequence[int], longest: int) -> tuple[Any, Counts]:
 
 
 @given(LENGTHS, st.integers(1, 300))
-def test_percentiles_are_those_of_all_samples_dropped_ones_too(lengths: list[int], longest: int) -> None:
+def test_percentiles_include_dropped_samples(lengths: list[int], longest: int) -> None:
     told = length_statistics.percentiles(*surveyed(lengths, longest))
     assert told is not None
     assert list(told) == ["p5", "p25", "p50", "p75", "p90", "p95", "p99", "max"]
@@ -44,7 +44,7 @@ def test_percentiles_are_those_of_all_samples_dropped_ones_too(lengths: list[int
 
 
 @given(LENGTHS, st.integers(1, 300), st.sampled_from([0.5, 0.9, 0.99, 1.0]))
-def test_the_advised_length_keeps_what_it_says(lengths: list[int], longest: int, share: float) -> None:
+def test_length_that_keeps_share(lengths: list[int], longest: int, share: float) -> None:
     kept, counts = surveyed(lengths, longest)
     length = length_statistics.length_that_keeps(share, kept, counts)
     assert length is not None
@@ -53,7 +53,7 @@ def test_the_advised_length_keeps_what_it_says(lengths: list[int], longest: int,
     assert within == pytest.approx(np.mean(np.array(lengths) <= longest))
 
 
-def test_nothing_has_no_percentiles() -> None:
+def test_length_statistics_of_no_rows() -> None:
     none = np.empty(0, np.int32)
     assert length_statistics.percentiles(none, Counts()) is None
     assert length_statistics.length_that_keeps(0.99, none, Counts()) is None
@@ -62,7 +62,7 @@ def test_nothing_has_no_percentiles() -> None:
 
 
 @given(LENGTHS)
-def test_the_histogram_has_every_sample_in_its_class(lengths: list[int]) -> None:
+def test_histogram_has_every_sample(lengths: list[int]) -> None:
     told = length_statistics.histogram(np.array(lengths, np.int32))
     assert np.histogram(lengths, told["edges"])[0].tolist() == told["samples"]
     assert sum(told["samples"]) == len(lengths)
@@ -70,7 +70,7 @@ def test_the_histogram_has_every_sample_in_its_class(lengths: list[int]) -> None
 
 
 @given(st.integers(1, 30), st.integers(1, 4), st.integers(1, 3))
-def test_padding_wastes_what_the_loader_wastes(groups: int, per_batch: int, micro: int) -> None:
+def test_padded_fill_equals_loader(groups: int, per_batch: int, micro: int) -> None:
     """Where all micro-batches hold rows of one length the order does not matter."""
     lengths = np.full(groups * per_batch * micro, 5, np.int32)
     told = length_statistics.padded_fill(lengths, per_batch, per_batch * micro)
@@ -80,7 +80,7 @@ def test_padding_wastes_what_the_loader_wastes(groups: int, per_batch: int, micr
     assert told == pytest.approx(real) == pytest.approx(5 / 8)
 
 
-def test_padding_is_near_what_the_loader_wastes() -> None:
+def test_padded_fill_near_loader() -> None:
     lengths = np.random.default_rng(1).integers(5, 200, 4000)
     told = length_statistics.padded_fill(lengths.astype(np.int32), 4, 16)
     loader = Loader(rows_of(lengths.tolist()), Padded(4, 0), StepSplit(4), seed=3)
@@ -89,7 +89,7 @@ def test_padding_is_near_what_the_loader_wastes() -> None:
     assert told == pytest.approx(real, abs=0.01)
 
 
-def test_equal_rows(tmp_path: Path) -> None:
+def test_is_duplicate_marks_later_rows(tmp_path: Path) -> None:
     same, other = chat("Hi", "Hello"), chat("Hi", "Hello!")
     path = write_chats(tmp_path / "a.jsonl", same, other, same, same)
     data = prepare(config(path), tokenizer(), str(tmp_path))

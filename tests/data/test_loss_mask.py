@@ -51,13 +51,13 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
-def test_assistant_turns_and_their_ends_are_trained(kind: str) -> None:
+def test_loss_mask_assistant_turns_and_ends(kind: str) -> None:
     assert labels(kind, TALK) == [GOLDEN[kind]]
     assert labels(kind, TALK, "assistant") == [GOLDEN[kind]]
 
 
 @pytest.mark.parametrize("kind", WHOLE)
-def test_everything_is_trained_but_the_first_token(kind: str) -> None:
+def test_loss_mask_all_but_first_token(kind: str) -> None:
     messages = chat("Hi", "Hello", system="Be brief.")
     first = {"chatml": "<|im_start|>", "llama3": "<|begin_of_text|>"}[kind]
     assert labels(kind, messages, "all") == [[WHOLE[kind].removeprefix(first)]]
@@ -74,7 +74,7 @@ def of_two_columns(
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
-def test_of_a_prompt_and_a_completion_the_completion_is_trained(kind: str) -> None:
+def test_loss_mask_completion(kind: str) -> None:
     """Which is what the template writes after what it asks with."""
     made = tokenizer(kind)
     asked = made.apply_chat_template(TALK[:3], tokenize=False, add_generation_prompt=True)
@@ -85,7 +85,7 @@ def test_of_a_prompt_and_a_completion_the_completion_is_trained(kind: str) -> No
     assert [text for sample in with_a_question_between for text in sample] == GOLDEN[kind]
 
 
-def test_what_else_can_be_trained_of_a_prompt_and_a_completion() -> None:
+def test_loss_mask_completion_other_train_on() -> None:
     assert of_two_columns("chatml", TALK[:3], TALK[3:], "assistant") == [GOLDEN["chatml"]]
     assert of_two_columns("chatml", TALK[:1], TALK[1:], "last") == [GOLDEN["chatml"][1:]]
     [[everything]] = of_two_columns("chatml", TALK[:3], TALK[3:], "all")
@@ -100,16 +100,16 @@ def test_what_else_can_be_trained_of_a_prompt_and_a_completion() -> None:
     assert Renderer(tokenizer("chatml"), "assistant", "expand").render(marked, "").samples
 
 
-def test_a_turn_after_the_last_answer_is_read_only() -> None:
+def test_loss_mask_turn_after_last_answer_untrained() -> None:
     assert labels("chatml", [*TALK, *chat("And now?")]) == [GOLDEN["chatml"]]
 
 
-def test_white_space_of_an_answer_is_trained_but_not_what_follows_its_end() -> None:
+def test_loss_mask_white_space_of_answer() -> None:
     assert labels("chatml", chat("Hi", " two \n")) == [[" two \n<|im_end|>"]]
 
 
 @pytest.mark.parametrize("kind", ["llama3", "mistral", "gemma"])
-def test_there_is_exactly_one_beginning(kind: str) -> None:
+def test_chat_has_one_bos(kind: str) -> None:
     made = tokenizer(kind, adds_bos=True)
     [draft] = drafts(kind, TALK).samples
     [sample] = Encoder(made).encode([draft])
@@ -120,7 +120,7 @@ def test_there_is_exactly_one_beginning(kind: str) -> None:
 THOUGHT = chat("Hi", "<think>hm</think>Hello", "And?", "<think>oh</think>Bye")
 
 
-def test_a_template_that_rewrites_earlier_turns_makes_a_sample_of_each() -> None:
+def test_unstable_template_expands() -> None:
     made = drafts("thinking", THOUGHT)
     assert made.unstable
     assert [trained(sample) for sample in made.samples] == [
@@ -131,7 +131,7 @@ def test_a_template_that_rewrites_earlier_turns_makes_a_sample_of_each() -> None
     assert labels("thinking", THOUGHT) == [[text] for sample in made.samples for text in trained(sample)]
 
 
-def test_other_ways_with_an_unstable_template() -> None:
+def test_unstable_template_last_or_error() -> None:
     only = drafts("thinking", THOUGHT, on_unstable="last")
     assert only.unstable
     assert [trained(sample) for sample in only.samples] == [["<think>oh</think>Bye<|im_end|>"]]
@@ -145,7 +145,7 @@ def test_other_ways_with_an_unstable_template() -> None:
     ]
 
 
-def test_a_template_that_asks_with_more_than_it_writes() -> None:
+def test_loss_mask_prompt_longer_than_answer_head() -> None:
     made = tokenizer("chatml")
     made.chat_template = TEMPLATES["chatml"].replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
     [draft] = Renderer(made, "auto", "error").render(Conversation(TALK[:2]), "").samples
@@ -154,14 +154,14 @@ def test_a_template_that_asks_with_more_than_it_writes() -> None:
     assert trained(draft) == ["<thin> ice<|im_end|>"]  # and not what answer and question have in common
 
 
-def test_a_template_without_a_way_to_ask() -> None:
+def test_loss_mask_template_without_generation_prompt() -> None:
     made = tokenizer("chatml")
     made.chat_template = TEMPLATES["chatml"].partition("{% if add_generation_prompt")[0]
     [draft] = Renderer(made, "auto", "error").render(Conversation(TALK[:2]), "").samples
     assert trained(draft) == ["<|im_start|>assistant\nRain is wet.<|im_end|>"]
 
 
-def test_a_template_that_hides_what_was_asked() -> None:
+def test_loss_mask_rewritten_prompt_refused() -> None:
     made = tokenizer("chatml")
     made.chat_template = "{{ messages | length }} {{ messages[-1]['content'] }}"
     with pytest.raises(RowProblem, match="rewrites what comes before message 1 once it is answered"):
@@ -177,12 +177,12 @@ def test_a_template_that_hides_what_was_asked() -> None:
         ("chatml", chat("Hi"), "has no assistant message: dataset.train_on=auto trains nothing of it"),
     ],
 )
-def test_what_a_template_refuses(kind: str, messages: list[dict[str, str]], said: str) -> None:
+def test_template_refusal_is_bad_row(kind: str, messages: list[dict[str, str]], said: str) -> None:
     with pytest.raises(RowProblem, match=said):
         drafts(kind, messages)
 
 
-def test_a_message_that_a_template_leaves_out_is_counted() -> None:
+def test_unseen_message_counted() -> None:
     made = tokenizer("chatml")
     made.chat_template = (
         "{% for m in messages if m['role'] != 'system' %}" + TEMPLATES["chatml"].partition("%}")[2]
@@ -195,12 +195,12 @@ def test_a_message_that_a_template_leaves_out_is_counted() -> None:
 @pytest.mark.parametrize(
     ("train_on", "expected"), [("auto", ["cd"]), ("completion", ["cd"]), ("all", ["abcd"])]
 )
-def test_documents(train_on: str, expected: list[str]) -> None:
+def test_loss_mask_documents(train_on: str, expected: list[str]) -> None:
     made = Renderer(tokenizer(None), train_on, "error").render(Document("abcd", completion_start=2), "")
     assert [trained(sample) for sample in made.samples] == [expected]
 
 
-def test_tokenizers_that_cannot_serve() -> None:
+def test_check_tokenizer_refuses_unusable() -> None:
     bare = tokenizer(None)
     with pytest.raises(ConfigError, match=r"model\.chat_template"):
         check_tokenizer(bare, "messages")
@@ -217,7 +217,7 @@ words = st.text(st.characters(codec="utf-8"), max_size=12)
 
 
 @given(kind=st.sampled_from(STABLE), said=st.lists(words.filter(str.strip), min_size=2, max_size=6))
-def test_only_what_the_assistant_says_is_trained(kind: str, said: list[str]) -> None:
+def test_loss_mask_equals_offsets_of_answers(kind: str, said: list[str]) -> None:
     messages = chat(*said[: len(said) // 2 * 2])
     made = tokenizer(kind)
     [draft] = drafts(kind, messages).samples

@@ -50,7 +50,7 @@ def told(made: Any, rows: TokenRows, i: int) -> list[tuple[str, float]]:
 TALK = weighed((LONG[0], None), (LONG[1], 0.3), (LONG[2], None), (LONG[3], 2.5))
 
 
-def test_each_answer_has_the_weight_of_its_message(tmp_path: Path) -> None:
+def test_message_weights_reach_tokens(tmp_path: Path) -> None:
     made = tokenizer("chatml")
     data = prepared(tmp_path, [TALK, chat(*LONG), [*TALK[:3], {**TALK[3], "weight": 0}]], made)
     assert told(made, data.train, 0) == [
@@ -71,7 +71,7 @@ def test_each_answer_has_the_weight_of_its_message(tmp_path: Path) -> None:
     assert line.startswith(f"train: 2 samples with messages of another weight than 1: {count}, ")
 
 
-def test_everything_else_counts_one_under_all(tmp_path: Path) -> None:
+def test_message_weights_under_train_on_all(tmp_path: Path) -> None:
     made = tokenizer("chatml")
     talk = weighed((LONG[0], 0.5), (LONG[1], None), (LONG[2], 0), (LONG[3], 3))
     rows = prepared(tmp_path, [talk], made, train_on="all").train
@@ -83,7 +83,7 @@ def test_everything_else_counts_one_under_all(tmp_path: Path) -> None:
     ]
 
 
-def test_a_template_that_rewrites_earlier_turns_keeps_them(tmp_path: Path) -> None:
+def test_message_weights_survive_unstable_template(tmp_path: Path) -> None:
     made = tokenizer("thinking")
     assert made.chat_template == THINKING
     said = ("a", "<think>x</think>b", "c", "<think>y</think>d", "e", "f")
@@ -108,13 +108,13 @@ def test_a_template_that_rewrites_earlier_turns_keeps_them(tmp_path: Path) -> No
         (weighed(("a", None), ("b", -0.5)), "message 1: weight must be 0"),
     ],
 )
-def test_what_cannot_be_meant_is_told_with_its_place(tmp_path: Path, messages: Any, said: str) -> None:
+def test_message_weights_impossible_reported(tmp_path: Path, messages: Any, said: str) -> None:
     with pytest.raises(DataError) as raised:
         prepared(tmp_path, [chat("a", "b"), messages])
     assert f"chat.jsonl:2: {said}" in str(raised.value)
 
 
-def test_a_cut_keeps_what_is_left(tmp_path: Path) -> None:
+def test_message_weights_survive_truncation(tmp_path: Path) -> None:
     made = tokenizer("chatml")
     rows = prepared(tmp_path, [TALK], made).train
     ids, weights = rows.ids(0), rows.weights(0)
@@ -133,7 +133,7 @@ def test_a_cut_keeps_what_is_left(tmp_path: Path) -> None:
     assert plain.content_hashes.tolist() == unweighted.content_hashes.tolist()
 
 
-def test_weights_of_one_leave_no_trace(tmp_path: Path) -> None:
+def test_message_weights_of_one_change_nothing(tmp_path: Path) -> None:
     """Neither in the file nor in any hash."""
     ones = weighed(*((text, (None, 1, None, 1.0)[at]) for at, text in enumerate(LONG)))
     found = []
@@ -148,7 +148,7 @@ def test_weights_of_one_leave_no_trace(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_samples_of_other_weights_are_not_equal(tmp_path: Path) -> None:
+def test_message_weights_distinguish_duplicates(tmp_path: Path) -> None:
     other = [TALK[0], {**TALK[1], "weight": 0.4}, *TALK[2:]]
     data = prepared(tmp_path, [TALK, other, TALK, chat(*LONG)], deduplicate=True)
     assert data.report.train.duplicates == 1
@@ -165,7 +165,7 @@ def test_samples_of_other_weights_are_not_equal(tmp_path: Path) -> None:
     ),
     st.randoms(use_true_random=False),
 )
-def test_any_weights_come_back(rows: list[list[float]], draw: Any) -> None:
+def test_token_rows_return_any_weights(rows: list[list[float]], draw: Any) -> None:
     given_rows = [np.array(row, np.float32) for row in rows]
     samples = [Tokens(np.arange(len(row), dtype=np.int32), row > 0, weights=row) for row in given_rows]
     batch = record_batch([as_columns(f"f:{at}", each, digest(each.ids)) for at, each in enumerate(samples)])
@@ -188,7 +188,7 @@ def labels_of(batch: Batch) -> list[tuple[int, float]]:
     return list(zip(batch.targets.tolist(), weights, strict=True))
 
 
-def test_batches_carry_them_only_where_there_are_any(tmp_path: Path) -> None:
+def test_batch_has_weights_only_where_needed(tmp_path: Path) -> None:
     made = tokenizer("chatml")
     rows = prepared(tmp_path, [TALK, chat(*LONG), chat(*LONG[:2])], made).train
     plain = prepared(tmp_path, [chat(*LONG)], made, name="plain").train
@@ -207,7 +207,7 @@ def test_batches_carry_them_only_where_there_are_any(tmp_path: Path) -> None:
     assert NEXT_TOKEN.label(plain, 0, epoch=0).weights is None
 
 
-def test_a_mix_of_a_weighted_and_an_unweighted_source(tmp_path: Path) -> None:
+def test_mix_of_weighted_and_plain_source(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "w.jsonl", [{"messages": TALK}] * 2)
     write_jsonl(tmp_path / "p.jsonl", [{"messages": chat(*LONG, "more", "no")}] * 3)
     data = mixed(tmp_path, {"p": {}, "w": {"weight": 2.0}})

@@ -44,7 +44,7 @@ def two(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("weight", "each"), [(1, {1: 20}), (3, {3: 20}), (0.25, {1: 5}), (2.5, {2: 10, 3: 10}), (0.01, {})]
 )
-def test_a_weight_is_how_often_an_epoch_has_each_row(two: Path, weight: float, each: dict[int, int]) -> None:
+def test_mix_weight_repeats_rows(two: Path, weight: float, each: dict[int, int]) -> None:
     data = mixed(two, {"a": {}, "b": {"weight": weight}})
     times = Counter(locations(data.train))
     assert {times[f"a.jsonl:{n}"] for n in range(1, 41)} == {1}
@@ -57,7 +57,7 @@ def test_a_weight_is_how_often_an_epoch_has_each_row(two: Path, weight: float, e
     assert data.report.sources["b"].samples == 20
 
 
-def test_a_fraction_is_the_same_rows_each_time_and_nearly_so_when_rows_come(two: Path) -> None:
+def test_mix_fraction_is_stable(two: Path) -> None:
     def drawn() -> set[str]:
         return set(answers(mixed(two, {"a": {}, "b": {"weight": 0.5}}).train)) - all_of_a
 
@@ -70,25 +70,25 @@ def test_a_fraction_is_the_same_rows_each_time_and_nearly_so_when_rows_come(two:
     assert len(before & after) >= 8
 
 
-def test_weight_zero_is_not_even_read(two: Path) -> None:
+def test_mix_weight_zero_not_read(two: Path) -> None:
     (two / "b.jsonl").unlink()
     data = mixed(two, {"a": {}, "b": {"weight": 0}})
     assert list(data.report.sources) == ["a"]
     assert len(data.train) == 40
 
 
-def test_a_source_alone_has_its_weight(two: Path) -> None:
+def test_mix_single_source_weighted(two: Path) -> None:
     assert len(mixed(two, {"b": {"weight": 2}}).train) == 40
 
 
-def test_a_weight_tokenises_nothing_anew(two: Path) -> None:
+def test_mix_weight_keeps_cache(two: Path) -> None:
     for weight in (1, 2, 0.5):
         mixed(two, {"a": {}, "b": {"weight": weight}})
     prepare(config(two / "a.jsonl"), tokenizer(), str(two / "cache"))  # nor does taking a source alone
     assert len(list((two / "cache" / "tokens").iterdir())) == 2
 
 
-def test_caps_formats_and_columns_are_of_each_source(two: Path) -> None:
+def test_mix_settings_of_each_source(two: Path) -> None:
     write_jsonl(two / "c.jsonl", [{"q": "two ", "a": f" and {n}"} for n in range(9)])
     own = {"format": "prompt_completion", "columns": {"prompt": "q", "completion": "a"}, "max_rows": 4}
     data = mixed(two, {"a": {"max_rows": 5}, "b": {}, "c": own}, max_rows=6)
@@ -106,7 +106,7 @@ def test_caps_formats_and_columns_are_of_each_source(two: Path) -> None:
     assert "two  and 3" in " ".join(answers(data.train))
 
 
-def test_what_is_wrong_with_a_source_is_told_with_its_key(two: Path) -> None:
+def test_mix_problem_names_source(two: Path) -> None:
     write_jsonl(two / "c.jsonl", [])
     with pytest.raises(DataError, match=r"dataset\.mix\.c\.path=.*c\.jsonl: has no rows"):
         mixed(two, {"a": {}, "c": {}})
@@ -114,7 +114,7 @@ def test_what_is_wrong_with_a_source_is_told_with_its_key(two: Path) -> None:
         mixed(two, {"a": {}, "d": {}})
 
 
-def test_equal_samples_are_counted_and_dropped_only_if_asked(tmp_path: Path) -> None:
+def test_mix_duplicates_counted_or_dropped(tmp_path: Path) -> None:
     write_chats(tmp_path / "a.jsonl", *greetings(10), *greetings(3))
     write_chats(tmp_path / "b.jsonl", *greetings(5, start=8))
     told = mixed(tmp_path, {"a": {}, "b": {}})
@@ -130,7 +130,7 @@ def test_equal_samples_are_counted_and_dropped_only_if_asked(tmp_path: Path) -> 
     assert "train b: 2 samples equal to an earlier one: left out" in data.report.lines()
 
 
-def test_the_same_text_trained_differently_is_not_equal(tmp_path: Path) -> None:
+def test_duplicate_other_loss_mask_is_none(tmp_path: Path) -> None:
     rows = [{"prompt": "two", "completion": " and two"}, {"prompt": "two and", "completion": " two"}]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     data = prepare(config(path, "prompt_completion", deduplicate=True), tokenizer(), str(tmp_path / "cache"))
@@ -138,7 +138,7 @@ def test_the_same_text_trained_differently_is_not_equal(tmp_path: Path) -> None:
     assert len(data.train) == 2
 
 
-def test_a_row_never_changes_sides(two: Path) -> None:
+def test_mix_row_stays_in_its_split(two: Path) -> None:
     """Not when rows are added, repeated, weighted, deduplicated, or come in another mix."""
     sides: dict[str, str] = {}
 
@@ -157,7 +157,7 @@ def test_a_row_never_changes_sides(two: Path) -> None:
     assert len(sides) == 90
 
 
-def test_held_out_rows_have_no_weight(two: Path) -> None:
+def test_mix_weight_ignored_in_eval(two: Path) -> None:
     plain, weighted = (
         mixed(two, {"a": {"weight": w}, "b": {"weight": w}}, eval_fraction=0.3) for w in (1, 4)
     )
@@ -170,7 +170,7 @@ def test_held_out_rows_have_no_weight(two: Path) -> None:
     assert [c.samples + h for c, h in zip(weighted.report.sources.values(), held, strict=True)] == [40, 20]
 
 
-def test_what_is_said_of_a_mix(two: Path) -> None:
+def test_mix_report_lines(two: Path) -> None:
     report = mixed(two, {"a": {}, "b": {"weight": 2}}).report
     assert report.lines() == [
         "train a: 40 rows -> 40 samples, 830 tokens, 310 trained (37%)",
@@ -181,7 +181,7 @@ def test_what_is_said_of_a_mix(two: Path) -> None:
     ]
 
 
-def test_joined_rows_are_those_of_the_parts(tmp_path: Path) -> None:
+def test_token_rows_concat(tmp_path: Path) -> None:
     one, other = written(tmp_path / "one", ROWS), written(tmp_path / "other", ROWS[1:])
     rows = TokenRows.concat([one.select([2, 0]), other, TokenRows.concat([other, one]).select([4, 1])])
     expected = [ROWS[i] for i in (2, 0, 1, 2, 2, 2)]
@@ -196,7 +196,7 @@ def test_joined_rows_are_those_of_the_parts(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(0, 9), min_size=3, max_size=3), st.lists(st.text(max_size=3), max_size=5))
-def test_a_total_adds_up(numbers: list[int], reasons: list[str]) -> None:
+def test_counts_total_adds_up(numbers: list[int], reasons: list[str]) -> None:
     parts = [Counts(source="x", rows_read=n, longest=n) for n in numbers]
     for reason in reasons:
         parts[len(reason) % 3].bad("place", reason)

@@ -39,7 +39,7 @@ def masked(share: float = 0.15, seed: int = 0) -> MaskedTokens:
 @given(
     st.integers(3, 200), st.floats(0.01, 1.0), st.integers(0, 5), st.integers(0, 5), st.integers(0, 2**32 - 1)
 )
-def test_a_share_of_the_ordinary_tokens_is_predicted_where_it_stood(
+def test_masked_tokens_share_predicted_in_place(
     length: int, share: float, row: int, epoch: int, seed: int
 ) -> None:
     rows = rows_of([length] * (row + 1))
@@ -55,7 +55,7 @@ def test_a_share_of_the_ordinary_tokens_is_predicted_where_it_stood(
     assert (again.at.tolist(), again.ids.tolist()) == (found.at.tolist(), found.ids.tolist())
 
 
-def test_four_of_five_are_masked_one_of_ten_replaced_and_each_epoch_masks_others() -> None:
+def test_masked_tokens_follow_bert_and_epoch() -> None:
     rows = rows_of([4002])
     ids, draws = rows.ids(0), [masked(0.5).label(rows, 0, epoch) for epoch in range(2)]
     seen, was = draws[0].ids[draws[0].at], ids[draws[0].at]
@@ -64,7 +64,7 @@ def test_four_of_five_are_masked_one_of_ten_replaced_and_each_epoch_masks_others
     assert len(np.intersect1d(draws[0].at, draws[1].at)) == pytest.approx(1000, abs=100)
 
 
-def test_a_row_of_special_tokens_has_nothing_to_predict() -> None:
+def test_masked_tokens_special_row_has_none() -> None:
     found = masked().label(rows_of([2]), 0, 0)
     assert (found.ids.tolist(), found.at.tolist(), found.targets.tolist()) == ([1, 2], [], [])
 
@@ -81,7 +81,7 @@ def predicted(batches: Any) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_packing_and_batches_change_nothing(epoch: int) -> None:
+def test_masked_tokens_independent_of_layout(epoch: int) -> None:
     rows = rows_of([5, 9, 3, 14, 14, 20, 7])
     layouts: list[Layout] = [
         Padded(2, 0, masked()),
@@ -99,7 +99,7 @@ def test_packing_and_batches_change_nothing(epoch: int) -> None:
     assert all(one == found[0] for one in found[1:])
 
 
-def test_padding_is_a_document_of_its_own_where_tokens_see_both_ways() -> None:
+def test_bidirectional_padding_is_own_document() -> None:
     batch = next(iter(eval_batches(rows_of([5, 16, 9]), Padded(3, 0, masked()))))
     assert batch.documents is not None
     assert batch.documents.lengths == (16, 9, 7, 5, 11)
@@ -107,7 +107,7 @@ def test_padding_is_a_document_of_its_own_where_tokens_see_both_ways() -> None:
     assert next(iter(eval_batches(rows_of([5]), Padded(3, 0)))).documents is None
 
 
-def test_a_tokenizer_without_a_mask_token_is_refused() -> None:
+def test_masked_tokens_without_mask_token_refused() -> None:
     class Plain:
         mask_token_id = None
 

@@ -241,9 +241,7 @@ def check_message(folder: Path, case: Case, on_bad_row: str, words: str) -> None
 
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{case.name}-{case.kind}" for case in CASES])
-def test_a_bad_row_is_an_error_or_skipped_and_counted_and_a_bad_file_is_an_error(
-    tmp_path: Path, case: Case
-) -> None:
+def test_odd_file_kept_skipped_or_refused(tmp_path: Path, case: Case) -> None:
     if isinstance(case.error, int):
         assert len(prepared(tmp_path, case, "error").train) == case.error
         return
@@ -260,7 +258,7 @@ def test_a_bad_row_is_an_error_or_skipped_and_counted_and_a_bad_file_is_an_error
     assert case.error.removeprefix(":") in told
 
 
-def test_a_broken_file_among_others_is_not_hidden_by_skip(tmp_path: Path) -> None:
+def test_odd_file_among_others_refused(tmp_path: Path) -> None:
     folder = tmp_path / "rows"
     folder.mkdir()
     (folder / "good.jsonl").write_bytes(GOODS)
@@ -273,7 +271,7 @@ def test_a_broken_file_among_others_is_not_hidden_by_skip(tmp_path: Path) -> Non
         (folder / name).unlink()
 
 
-def test_a_text_file_among_others_is_a_row(tmp_path: Path) -> None:
+def test_odd_text_file_is_bad_row(tmp_path: Path) -> None:
     folder = tmp_path / "books"
     folder.mkdir()
     (folder / "a.txt").write_bytes(b"Rain falls")
@@ -282,7 +280,7 @@ def test_a_text_file_among_others_is_a_row(tmp_path: Path) -> None:
     assert (data.report.train.rows_kept, data.report.train.bad_places) == (1, ["b.txt"])
 
 
-def test_a_name_that_is_not_utf8(tmp_path: Path) -> None:
+def test_odd_file_name_printable(tmp_path: Path) -> None:
     folder = tmp_path / "rows"
     folder.mkdir()
     Path(os.fsdecode(os.fsencode(folder) + b"/caf\xe9.jsonl")).write_bytes(GOODS)

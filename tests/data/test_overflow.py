@@ -16,7 +16,7 @@ def sample(length: int, first_trained: int = 1) -> Tokens:
     return Tokens(np.arange(length, dtype=np.int32), trained)
 
 
-def test_what_auto_means() -> None:
+def test_overflow_auto_by_format() -> None:
     assert policy_for("auto", "text") == "split"
     assert policy_for("auto", "messages") == "drop"
     assert policy_for("truncate", "messages") == "truncate"
@@ -24,14 +24,14 @@ def test_what_auto_means() -> None:
         policy_for("split", "messages")
 
 
-def test_an_over_long_row_may_be_an_error() -> None:
+def test_overflow_error_raises() -> None:
     with pytest.raises(
         DataError, match=r"^a:1: 9 tokens, more than dataset\.max_length=8; .*on_overflow=trunc"
     ):
         fit(sample(9), 8, "error", "a:1", Counts())
 
 
-def test_a_cut_that_leaves_nothing_to_train_drops() -> None:
+def test_overflow_truncate_without_trained_drops() -> None:
     counts = Counts()
     assert fit(sample(9, first_trained=8), 8, "truncate", "a:1", counts) == []
     assert (counts.over_long, counts.dropped, counts.truncated, counts.tokens_lost) == (1, 1, 0, 9)
@@ -39,7 +39,7 @@ def test_a_cut_that_leaves_nothing_to_train_drops() -> None:
 
 
 @given(length=st.integers(3, 200), max_length=st.integers(2, 60))
-def test_split_trains_each_token_once(length: int, max_length: int) -> None:
+def test_overflow_split_trains_each_token_once(length: int, max_length: int) -> None:
     counts = Counts()
     pieces = fit(sample(length), max_length, "split", "a:1", counts)
     assert all(2 <= len(piece.ids) <= max_length for piece in pieces)
@@ -55,7 +55,7 @@ def test_split_trains_each_token_once(length: int, max_length: int) -> None:
     max_length=st.integers(2, 30),
     policy=st.sampled_from(["drop", "truncate"]),
 )
-def test_counts_add_up(lengths: list[int], first: int, max_length: int, policy: str) -> None:
+def test_overflow_counts_add_up(lengths: list[int], first: int, max_length: int, policy: str) -> None:
     counts = Counts()
     kept = [
         part for n in lengths for part in fit(sample(n, min(first, n - 1)), max_length, policy, "a", counts)
@@ -67,7 +67,7 @@ def test_counts_add_up(lengths: list[int], first: int, max_length: int, policy: 
     assert all(len(part.ids) <= max_length for part in kept)
 
 
-def test_auto_calls_many_dropped_rows_an_error() -> None:
+def test_too_many_dropped_under_auto() -> None:
     few, many = Counts(samples=95, dropped=5), Counts(source="a.jsonl", samples=94, dropped=6, longest=1234)
     assert too_many_dropped(few, "auto", 8, "messages") is None
     assert too_many_dropped(many, "drop", 8, "messages") is None
@@ -81,7 +81,7 @@ def test_auto_calls_many_dropped_rows_an_error() -> None:
 
 
 @given(st.lists(st.integers(1, 3_000_000), min_size=1, max_size=30))
-def test_over_long_samples_are_counted_by_how_long_they_are(lengths: list[int]) -> None:
+def test_over_long_counted_in_classes(lengths: list[int]) -> None:
     """In classes narrow enough to say which dataset.max_length would keep them, and few enough to be kept."""
     counts = Counts()
     for length in lengths:

@@ -42,7 +42,7 @@ ROWS = st.integers(1, 60).flatmap(
 
 
 @given(ROWS)
-def test_every_row_once_none_too_many_and_as_good_as_one_by_one(case: tuple[int, list[int]]) -> None:
+def test_plan_bins_equals_row_by_row(case: tuple[int, list[int]]) -> None:
     capacity, rows = case
     lengths = np.array(rows, np.int64)
     bins = contents(lengths, capacity)
@@ -52,12 +52,12 @@ def test_every_row_once_none_too_many_and_as_good_as_one_by_one(case: tuple[int,
     assert sorted(rooms) == placed_one_by_one(rows, capacity)
 
 
-def test_no_rows_make_no_bins() -> None:
+def test_plan_bins_of_no_rows() -> None:
     order, starts = plan_bins(np.empty(0, np.int64), 8)
     assert len(order) == len(starts) == 0
 
 
-def test_a_million_chat_like_rows_are_planned_at_once_and_fill_their_bins() -> None:
+def test_plan_bins_million_rows_fast_and_full() -> None:
     """Lognormal, median 490 tokens, clipped at the capacity: the shape of chat data."""
     random = np.random.default_rng(0)
     lengths = np.clip(random.lognormal(np.log(490), 0.8, 1_000_000), 1, 2048).astype(np.int32)
@@ -100,7 +100,7 @@ FEW_ROWS = st.integers(1, 40).flatmap(
 
 
 @given(FEW_ROWS)
-def test_the_plan_lies_between_what_is_possible_and_what_is_proven(case: tuple[int, list[int]]) -> None:
+def test_plan_bins_between_optimum_and_guarantee(case: tuple[int, list[int]]) -> None:
     capacity, rows = case
     lengths = np.array(rows, np.int32)
     bound, fewest, planned = (
@@ -112,7 +112,7 @@ def test_the_plan_lies_between_what_is_possible_and_what_is_proven(case: tuple[i
     assert 9 * planned <= 11 * fewest + 6, "the guarantee of best fit decreasing"
 
 
-def test_the_bound_knows_more_than_the_sum() -> None:
+def test_least_bins_exceeds_sum() -> None:
     """Three rows of six tokens need three bins of ten, though two would hold as many tokens."""
     assert least_bins(np.array([6, 6, 6]), 10) == fewest_bins([6, 6, 6], 10) == 3
     assert least_bins(np.array([7, 7, 4, 4, 4]), 10) == 4, "no row of four fits beside one of seven"
@@ -143,9 +143,7 @@ def chats(count: int, median: int = 120) -> list[int]:
     st.integers(30, 90),
     st.integers(0, 9),
 )
-def test_every_row_once_and_bins_as_they_were_planned(
-    lengths: list[int], tokens: int, longest: int, epoch: int
-) -> None:
+def test_shuffle_bins_keeps_rows_and_bins(lengths: list[int], tokens: int, longest: int, epoch: int) -> None:
     layout = Packed(tokens, pad_id=0, max_length=min(longest, tokens))
     plain, found = (epoch_of(layout, lengths, epoch, stir=stir) for stir in (False, True))
     assert sorted(found.order.tolist()) == list(range(len(lengths)))
@@ -160,9 +158,7 @@ def test_every_row_once_and_bins_as_they_were_planned(
 @pytest.mark.parametrize(
     ("count", "median", "kept"), [(60, 120, 0.5), (60, 400, 0.3), (500, 120, 0.2), (500, 400, 0.2)]
 )
-def test_most_neighbours_are_new_where_hardly_two_rows_are_equally_long(
-    count: int, median: int, kept: float
-) -> None:
+def test_shuffle_bins_renews_neighbours(count: int, median: int, kept: float) -> None:
     layout, lengths = Packed(2048, pad_id=0, max_length=2048), chats(count, median)
     shares = {}
     for stir in (False, True):
@@ -171,7 +167,7 @@ def test_most_neighbours_are_new_where_hardly_two_rows_are_equally_long(
     assert shares[True] < kept < 0.7 < shares[False]
 
 
-def test_the_bins_of_four_epochs_are_those_that_they_were() -> None:
+def test_shuffle_bins_golden_digest() -> None:
     """A run that goes on after an update of the program must find the same rows in its next step."""
     digest = hashlib.sha256()
     for epoch in range(4):

@@ -16,14 +16,14 @@ def read(path: Path | str, fmt: str = "messages", kind: str | None = "chatml", *
     return prepare(config(path, fmt, **changes), tokenizer(kind), str(Path(path).parent / "cache"))
 
 
-def test_nothing_is_held_out_unless_asked(tmp_path: Path) -> None:
+def test_eval_none_by_default(tmp_path: Path) -> None:
     data = read(write_chats(tmp_path / "a.jsonl", *greetings(4)))
     assert len(data.train) == 4
     assert data.eval is None
     assert data.report.eval is None
 
 
-def test_rows_of_a_file_of_their_own(tmp_path: Path) -> None:
+def test_eval_path_rows(tmp_path: Path) -> None:
     held = write_chats(tmp_path / "held.jsonl", *greetings(3, start=3))
     data = read(write_chats(tmp_path / "a.jsonl", *greetings(4)), eval_path=str(held), eval_fraction=0.5)
     assert len(data.train) == 4
@@ -32,7 +32,7 @@ def test_rows_of_a_file_of_their_own(tmp_path: Path) -> None:
     assert "eval: 1 sample of it also trained on: eval_loss is too good" in data.report.lines()
 
 
-def test_a_fraction_is_held_out(tmp_path: Path) -> None:
+def test_eval_fraction_held_out(tmp_path: Path) -> None:
     data = read(write_chats(tmp_path / "a.jsonl", *greetings(200)), eval_fraction=0.25)
     assert data.eval is not None
     assert 25 < len(data.eval) < 75
@@ -47,7 +47,7 @@ def test_a_fraction_is_held_out(tmp_path: Path) -> None:
         assert counts.trained_tokens == sum(rows.loss_mask(i).sum() for i in range(len(rows)))
 
 
-def test_a_row_keeps_its_side_when_others_come_and_lengths_change(tmp_path: Path) -> None:
+def test_eval_fraction_row_stays_in_its_split(tmp_path: Path) -> None:
     def held(count: int, start: int, **changes: Any) -> set[str]:
         path = write_chats(tmp_path / f"{count}-{start}.jsonl", *greetings(count, start))
         data = read(path, eval_fraction=0.25, **changes)
@@ -59,27 +59,27 @@ def test_a_row_keeps_its_side_when_others_come_and_lengths_change(tmp_path: Path
     assert held(200, 0, max_length=150) == all_of_them
 
 
-def test_equal_rows_take_the_same_side(tmp_path: Path) -> None:
+def test_eval_fraction_equal_rows_together(tmp_path: Path) -> None:
     data = read(write_chats(tmp_path / "a.jsonl", *greetings(40), *greetings(40)), eval_fraction=0.5)
     assert data.eval is not None
     assert not set(data.train.ids_hashes.tolist()) & set(data.eval.ids_hashes.tolist())
 
 
-def test_samples_of_one_conversation_take_the_same_side(tmp_path: Path) -> None:
+def test_eval_fraction_conversation_together(tmp_path: Path) -> None:
     thought = [chat("Hi", f"<think>hm</think>Hello {n}", "And?", "<think>oh</think>Bye") for n in range(40)]
     data = read(write_chats(tmp_path / "a.jsonl", *thought), kind="thinking", eval_fraction=0.5)
     assert len(data.train) + len(data.eval or ()) == 80
     assert not set(locations(data.train)) & set(locations(data.eval))
 
 
-def test_one_long_text_can_be_held_out_in_part(tmp_path: Path) -> None:
+def test_eval_fraction_parts_of_long_text(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text(" ".join(f"line {n} of the book" for n in range(400)))
     data = read(tmp_path / "book.txt", "text", kind=None, max_length=32, eval_fraction=0.3)
     assert data.eval is not None
     assert len(data.eval) > 10
 
 
-def test_a_set_too_small_to_hold_out_of(tmp_path: Path) -> None:
+def test_eval_fraction_of_too_few_noted(tmp_path: Path) -> None:
     data = read(write_chats(tmp_path / "a.jsonl", *greetings(2)), eval_fraction=0.001)
     assert data.eval is None
     assert data.report.lines()[-1] == (
@@ -87,14 +87,14 @@ def test_a_set_too_small_to_hold_out_of(tmp_path: Path) -> None:
     )
 
 
-def test_a_fraction_that_leaves_nothing(tmp_path: Path) -> None:
+def test_eval_fraction_of_all_refused(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"dataset\.eval_fraction=0\.999 leaves none of 2 samples to train on"
     ):
         read(write_chats(tmp_path / "a.jsonl", *greetings(2)), eval_fraction=0.999)
 
 
-def test_the_first_rows_only(tmp_path: Path) -> None:
+def test_max_rows_of_train_and_eval(tmp_path: Path) -> None:
     held = write_chats(tmp_path / "held.jsonl", *greetings(9, start=50))
     data = read(
         write_chats(tmp_path / "a.jsonl", *greetings(9)), max_rows=3, eval_path=str(held), eval_max_rows=2
@@ -104,7 +104,7 @@ def test_the_first_rows_only(tmp_path: Path) -> None:
     assert data.report.train.rows_read == 3
 
 
-def test_a_fraction_of_which_only_the_first_are_scored(tmp_path: Path) -> None:
+def test_eval_max_rows_of_fraction(tmp_path: Path) -> None:
     path = write_chats(tmp_path / "a.jsonl", *greetings(100))
     everything = read(path, eval_fraction=0.5)
     data = read(path, eval_fraction=0.5, eval_max_rows=4)
@@ -114,7 +114,7 @@ def test_a_fraction_of_which_only_the_first_are_scored(tmp_path: Path) -> None:
     assert data.report.eval.left_over == len(everything.eval or ()) - 4
 
 
-def test_max_rows_holds_for_pieces_of_text_too(tmp_path: Path) -> None:
+def test_max_rows_of_text_pieces(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("Rain falls on the roof. " * 90)
     data = read(tmp_path / "book.txt", "text", kind=None, max_length=32, max_rows=4)
     assert len(data.train) == 4
@@ -122,7 +122,7 @@ def test_max_rows_holds_for_pieces_of_text_too(tmp_path: Path) -> None:
     assert data.report.train.left_over == data.report.train.pieces - 4
 
 
-def test_the_report_fits_a_manifest_and_a_screen(tmp_path: Path) -> None:
+def test_report_as_dict_and_lines(tmp_path: Path) -> None:
     path = write_chats(tmp_path / "a.jsonl", *greetings(100), chat("Hi", "x" * 999))
     data = read(path, eval_fraction=0.3)
     assert json.loads(json.dumps(data.report.as_dict()))["train"]["dropped"] == 1
@@ -134,7 +134,7 @@ def test_the_report_fits_a_manifest_and_a_screen(tmp_path: Path) -> None:
     assert held.startswith("eval: ")
 
 
-def test_a_template_that_writes_the_date_is_told(tmp_path: Path) -> None:
+def test_template_with_date_noted(tmp_path: Path) -> None:
     made = tokenizer()
     made.chat_template = "{{ strftime_now('%d %b %Y') }}\n" + made.chat_template
     path = write_chats(tmp_path / "a.jsonl", *greetings(2))
@@ -143,7 +143,7 @@ def test_a_template_that_writes_the_date_is_told(tmp_path: Path) -> None:
     assert not read(path).report.notes
 
 
-def test_instruction_and_a_template_that_is_missing(tmp_path: Path) -> None:
+def test_instruction_without_template_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("instruction,input,output\nadd,1 and 2,3\n")
     made = tokenizer()
@@ -165,7 +165,7 @@ def scored(path: Path | str, **changes: Any) -> tuple[TokenRows, int]:
     return rows, counts.left_over
 
 
-def test_the_rows_to_score_are_those_that_a_training_holds_out(tmp_path: Path) -> None:
+def test_rows_to_score_equal_held_out(tmp_path: Path) -> None:
     path = write_chats(tmp_path / "a.jsonl", *greetings(100))
     held = write_chats(tmp_path / "held.jsonl", *greetings(5, start=200))
     ways: list[dict[str, Any]] = [
@@ -182,14 +182,14 @@ def test_the_rows_to_score_are_those_that_a_training_holds_out(tmp_path: Path) -
     assert locations(scored(path, eval_path=str(held))[0]) == [f"held.jsonl:{n}" for n in range(1, 6)]
 
 
-def test_all_rows_are_scored_where_none_are_held_out(tmp_path: Path) -> None:
+def test_rows_to_score_all_without_eval(tmp_path: Path) -> None:
     path = write_chats(tmp_path / "a.jsonl", *greetings(9))
     assert (len(scored(path)[0]), scored(path)[1]) == (9, 0)
     for limits in ({"max_rows": 4}, {"eval_max_rows": 4}, {"max_rows": 4, "eval_max_rows": 6}):
         assert len(scored(path, **limits)[0]) == 4
 
 
-def test_a_part_that_holds_nothing_cannot_be_scored(tmp_path: Path) -> None:
+def test_rows_to_score_empty_fraction_refused(tmp_path: Path) -> None:
     path = write_chats(tmp_path / "a.jsonl", *greetings(3))
     with pytest.raises(DataError, match=r"dataset\.eval_fraction=1e-09 of 3 samples holds none out"):
         scored(path, eval_fraction=1e-9)

@@ -8,7 +8,7 @@ from app.data.prompts import as_conversation, read_prompts
 from app.errors import DataError
 
 
-def test_lines_and_rows_are_conversations(tmp_path: Path) -> None:
+def test_read_prompts_lines_and_rows(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\ufeffHi\n\n  Who are you?\n", encoding="utf-8")
     expected = [as_conversation("Hi", None), as_conversation("  Who are you?", None)]
     assert read_prompts(str(tmp_path / "a.txt"), None) == expected
@@ -42,7 +42,7 @@ def test_lines_and_rows_are_conversations(tmp_path: Path) -> None:
         ("a.jsonl", '{"prompt": 3}\n', "expected a column prompt with text"),
     ],
 )
-def test_what_is_wrong_names_the_file_and_the_place(
+def test_read_prompts_problem_names_location(
     tmp_path: Path, name: str, content: str | None, message: str
 ) -> None:
     if content is not None:

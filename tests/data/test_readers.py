@@ -34,7 +34,7 @@ def as_jsonl() -> str:
 
 
 @pytest.mark.parametrize("name", ["r.jsonl", "r.ndjson", "r.jsonl.gz", "R.JSONL", "r.json", "r.json.gz"])
-def test_jsonl(tmp_path: Path, name: str) -> None:
+def test_read_jsonl(tmp_path: Path, name: str) -> None:
     path = saved(tmp_path, name, as_jsonl())
     assert read(path) == [(f"{name}:1", ROWS[0]), (f"{name}:4", ROWS[1])]
 
@@ -48,7 +48,7 @@ def test_jsonl(tmp_path: Path, name: str) -> None:
         ("null", "this one is null"),
     ],
 )
-def test_a_malformed_line_is_a_row_of_its_own(tmp_path: Path, line: str, reason: str) -> None:
+def test_read_jsonl_malformed_line_is_broken(tmp_path: Path, line: str, reason: str) -> None:
     rows = read(saved(tmp_path, "r.jsonl", f'{{"q": 1}}\n{line}\n{{"q": 3}}\n'))
     assert [place for place, _ in rows] == ["r.jsonl:1", "r.jsonl:2", "r.jsonl:3"]
     assert isinstance(rows[1][1], Broken)
@@ -57,7 +57,7 @@ def test_a_malformed_line_is_a_row_of_its_own(tmp_path: Path, line: str, reason:
 
 @pytest.mark.parametrize("name", ["r.json", "r.json.gz"])
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_rows_of_a_json_array_are_numbered(tmp_path: Path, name: str, wrapped: bool) -> None:
+def test_read_json_rows_numbered(tmp_path: Path, name: str, wrapped: bool) -> None:
     content = {"version": 2, "meta": {"list": [1]}, "data": ROWS} if wrapped else ROWS
     found = read(saved(tmp_path, name, "\ufeff" + json.dumps(content, indent=1)))
     assert found == [(f"{name}[0]", ROWS[0]), (f"{name}[1]", ROWS[1])]
@@ -74,7 +74,7 @@ def test_rows_of_a_json_array_are_numbered(tmp_path: Path, name: str, wrapped: b
         ('{"a": 1}', "arrays found: none"),
     ],
 )
-def test_a_json_file_that_is_none(tmp_path: Path, content: str, message: str) -> None:
+def test_read_json_invalid_refused(tmp_path: Path, content: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         read(saved(tmp_path, "r.json", content))
 
@@ -97,7 +97,7 @@ def test_a_json_file_that_is_none(tmp_path: Path, content: str, message: str) ->
         ),
     ],
 )
-def test_a_file_too_large_to_be_read_whole(
+def test_read_file_too_large_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str, limit: str, message: str
 ) -> None:
     path = saved(tmp_path, name, content)
@@ -109,7 +109,7 @@ def test_a_file_too_large_to_be_read_whole(
 
 
 @pytest.mark.parametrize(("name", "delimiter"), [("r.csv", ","), ("r.tsv", "\t"), ("r.csv.gz", ",")])
-def test_csv(tmp_path: Path, name: str, delimiter: str) -> None:
+def test_read_csv(tmp_path: Path, name: str, delimiter: str) -> None:
     plain = tmp_path / "plain"
     with plain.open("w", newline="", encoding="utf-8-sig") as stream:
         writer = csv.DictWriter(stream, ["q", "a"], delimiter=delimiter, lineterminator="\n")
@@ -120,7 +120,7 @@ def test_csv(tmp_path: Path, name: str, delimiter: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["r.parquet", "r.parquet.gz"])
-def test_parquet(tmp_path: Path, name: str) -> None:
+def test_read_parquet(tmp_path: Path, name: str) -> None:
     plain = tmp_path / "plain"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS * 600), plain, row_group_size=500)
     found = read(saved(tmp_path, name, plain.read_bytes()))
@@ -130,12 +130,12 @@ def test_parquet(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["r.txt", "r.md", "r.txt.gz"])
-def test_a_text_file_is_one_document(tmp_path: Path, name: str) -> None:
+def test_read_text_is_one_document(tmp_path: Path, name: str) -> None:
     assert read(saved(tmp_path, name, "one\n\ntwo ü\n")) == [(name, {"text": "one\n\ntwo ü\n"})]
 
 
 @pytest.mark.parametrize("name", ["r.jsonl.gz", "r.parquet.gz", "r.txt.gz", "r.csv.gz"])
-def test_a_torn_or_false_gzip_file(tmp_path: Path, name: str) -> None:
+def test_read_gzip_torn_refused(tmp_path: Path, name: str) -> None:
     whole = saved(tmp_path, name, as_jsonl()).read_bytes()
     for content in (whole[:-9], b"no gzip"):
         (tmp_path / name).write_bytes(content)

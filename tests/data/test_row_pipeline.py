@@ -27,7 +27,7 @@ def problems(path: Path, fmt: str = "messages", **changes: Any) -> tuple[str, ..
     return error.value.problems
 
 
-def test_rows_keep_their_order_and_place(tmp_path: Path) -> None:
+def test_write_rows_keeps_order_and_location(tmp_path: Path) -> None:
     rows = [{"messages": chat("Hi", "x" * n)} for n in range(5)]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     data = read(path)
@@ -37,7 +37,7 @@ def test_rows_keep_their_order_and_place(tmp_path: Path) -> None:
     assert texts == [["x" * n + "<|im_end|>"] for n in range(5)]
 
 
-def test_batches_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_rows_independent_of_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("Hi", "x" * n)} for n in range(9)])
     fingerprints = set()
     for rows, chars in ((512, 1 << 21), (2, 1 << 21), (512, 50)):
@@ -49,7 +49,7 @@ def test_batches_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(fingerprints) == 1
 
 
-def test_bad_rows_are_told_together(tmp_path: Path) -> None:
+def test_bad_rows_reported_together(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     write_jsonl(path, [GOOD, TYPO, GOOD, {"messages": chat("Hi")}])
     path.write_text(path.read_text() + '{"messages": \n')
@@ -60,25 +60,23 @@ def test_bad_rows_are_told_together(tmp_path: Path) -> None:
     assert third.endswith("(dataset.on_bad_row=skip leaves bad rows out)")
 
 
-def test_no_more_than_five_kinds_of_bad_rows_are_told(tmp_path: Path) -> None:
+def test_bad_rows_at_most_five_reasons(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": f"r{n}", "content": ""}]} for n in range(9)]
     assert len(problems(write_jsonl(tmp_path / "a.jsonl", rows))) == 5
 
 
-def test_one_reason_is_told_once(tmp_path: Path) -> None:
+def test_bad_rows_one_reason_once(tmp_path: Path) -> None:
     [problem] = problems(write_jsonl(tmp_path / "a.jsonl", [{"chat": []}] * 7))
     assert problem.startswith("a.jsonl:1 and 6 more rows: dataset.format=messages needs a column 'messages'")
 
 
-def test_bad_rows_are_an_error_before_the_file_is_read_to_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_rows_stop_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_pipeline, "_BATCH_ROWS", 2)
     path = write_jsonl(tmp_path / "a.jsonl", [TYPO, GOOD, {"chat": []}])
     assert len(problems(path)) == 1
 
 
-def test_skipped_rows_are_counted_and_listed(tmp_path: Path) -> None:
+def test_bad_rows_skipped_are_listed(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [GOOD, *[TYPO] * 25, GOOD])
     data = read(path, on_bad_row="skip")
     assert [data.train.source_location(i) for i in range(len(data.train))] == ["a.jsonl:1", "a.jsonl:27"]
@@ -91,14 +89,14 @@ def test_skipped_rows_are_counted_and_listed(tmp_path: Path) -> None:
     )
 
 
-def test_what_became_of_all_rows_is_told(tmp_path: Path) -> None:
+def test_no_rows_left_reported(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [TYPO, {"messages": chat("Hi", "x" * 999)}])
     [problem] = problems(path, on_bad_row="skip", on_overflow="drop")
     assert "of 2 rows none can be trained on; 1 bad, the first a.jsonl:1: message 0 has the role" in problem
     assert "; 1 longer than dataset.max_length=200" in problem
 
 
-def test_a_completion_that_is_one_token_with_its_prompt(tmp_path: Path) -> None:
+def test_completion_glued_to_prompt_is_bad_row(tmp_path: Path) -> None:
     rows = [{"prompt": "two ", "completion": "make"}, {"prompt": "two ", "completion": "make four"}]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     assert problems(path, "prompt_completion")[0].startswith(
@@ -111,7 +109,7 @@ def test_a_completion_that_is_one_token_with_its_prompt(tmp_path: Path) -> None:
     )
 
 
-def test_texts_without_words_are_counted_and_said(tmp_path: Path) -> None:
+def test_blank_texts_counted(tmp_path: Path) -> None:
     """An empty cell of a table is empty text, which no row is refused for."""
     path = tmp_path / "a.csv"
     path.write_text("question,answer,system\nHi,Hello,\n,Hello,\nHi,,\nHi, ,\n,,\n")
@@ -129,12 +127,12 @@ def test_texts_without_words_are_counted_and_said(tmp_path: Path) -> None:
     assert list(empty_parts(row, content, "messages", config("x").columns)) == []
 
 
-def test_an_empty_completion_teaches_to_stop(tmp_path: Path) -> None:
+def test_empty_completion_trains_end(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "two", "completion": ""}])
     assert read(path, "prompt_completion").report.train.trained_tokens == 1
 
 
-def test_an_unstable_template_is_told_once(tmp_path: Path) -> None:
+def test_unstable_template_counted(tmp_path: Path) -> None:
     thought = chat("Hi", "<think>hm</think>Hello", "And?", "<think>oh</think>Bye")
     path = write_chats(tmp_path / "a.jsonl", thought, chat("Hi", "Hello"), thought)
     data = read(path, kind="thinking")
@@ -149,7 +147,7 @@ def test_an_unstable_template_is_told_once(tmp_path: Path) -> None:
     assert f"{rewrites} train only the last turn" in only.report.lines()
 
 
-def test_a_template_without_end_of_turn_is_told(tmp_path: Path) -> None:
+def test_endless_answers_counted(tmp_path: Path) -> None:
     made = tokenizer("chatml")
     made.chat_template = made.chat_template.replace("<|im_end|>", "")
     data = prepare(config(write_chats(tmp_path / "a.jsonl", chat("Hi", "Hello"))), made, str(tmp_path / "c"))
@@ -157,7 +155,7 @@ def test_a_template_without_end_of_turn_is_told(tmp_path: Path) -> None:
     assert "the model will not learn to stop" in data.report.lines()[-1]
 
 
-def test_text_in_pieces(tmp_path: Path) -> None:
+def test_text_split_into_pieces(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("Rain falls on the roof. " * 40)
     data = read(tmp_path / "book.txt", "text", kind=None, max_length=32)
     counts = data.report.train
@@ -177,7 +175,7 @@ words = st.sampled_from(["Hi", "two and two", "x" * 300, "\ud800", ""])
     policy=st.sampled_from(["drop", "truncate"]),
     kind=st.sampled_from(["chatml", "thinking"]),
 )
-def test_every_row_is_accounted_for(
+def test_counts_account_for_every_row(
     tmp_path_factory: pytest.TempPathFactory, said: list[list[str]], policy: str, kind: str
 ) -> None:
     rows = [GOOD, *({"messages": chat(*contents)} for contents in said)]

@@ -27,29 +27,29 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_one_file(folder: Path) -> None:
+def test_source_file(folder: Path) -> None:
     assert places(folder / "train.jsonl") == ["train.jsonl:1", "train.jsonl:2"]
 
 
-def test_a_folder_is_read_in_the_order_of_names(folder: Path) -> None:
+def test_source_folder_in_order_of_names(folder: Path) -> None:
     source = train_source(config(folder))
     assert [place for place, _ in source.rows()] == ["sub/more.jsonl:1", "train.jsonl:1", "train.jsonl:2"]
     assert source.left_out == ("README.md", "notes.pdf")
 
 
-def test_a_folder_of_text(folder: Path) -> None:
+def test_source_folder_of_text(folder: Path) -> None:
     (folder / "train.jsonl").unlink()
     (folder / "sub" / "more.jsonl").unlink()
     (folder / "a.txt").write_text("a")
     assert places(folder, "text") == ["README.md", "a.txt"]
 
 
-def test_text_and_tables_cannot_both_be_text(folder: Path) -> None:
+def test_source_folder_text_beside_tables_refused(folder: Path) -> None:
     with pytest.raises(DataError, match=r"holds text files and tables; choose with a pattern"):
         train_source(config(folder, "text"))
 
 
-def test_a_pattern(folder: Path) -> None:
+def test_source_pattern(folder: Path) -> None:
     assert places(f"{folder}/**/*.jsonl")[:2] == ["sub/more.jsonl:1", "train.jsonl:1"]
     assert places(f"{folder}/tra*.jsonl") == ["train.jsonl:1", "train.jsonl:2"]
     with pytest.raises(DataError, match="the pattern matches no file"):
@@ -58,12 +58,12 @@ def test_a_pattern(folder: Path) -> None:
         train_source(config(f"{folder}/*.pdf"))
 
 
-def test_a_name_with_magic_characters_is_a_file_first(tmp_path: Path) -> None:
+def test_source_file_with_magic_name(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a[1].jsonl", [{}])
     assert places(tmp_path / "a[1].jsonl") == ["a[1].jsonl:1"]
 
 
-def test_what_ships(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_source_asset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("app.assets.ROOT", tmp_path)
     write_jsonl(tmp_path / "rows.jsonl", [{}])
     assert places("asset:rows.jsonl") == ["rows.jsonl:1"]
@@ -81,7 +81,7 @@ def test_what_ships(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("empty", "the folder holds no file of a known kind"),
     ],
 )
-def test_a_path_that_names_nothing(
+def test_source_missing_path_reported(
     folder: Path, monkeypatch: pytest.MonkeyPatch, path: str, said: str
 ) -> None:
     monkeypatch.chdir(folder)
@@ -95,7 +95,7 @@ def test_a_path_that_names_nothing(
     assert str(error.value) == problem
 
 
-def test_check_looks_at_both_paths(folder: Path) -> None:
+def test_check_both_paths(folder: Path) -> None:
     assert check(config(folder / "train.jsonl")) == []
     assert check(config("org/name")) == []
     problems = check(config(folder / "no.jsonl", eval_path=str(folder / "trai.jsonl")))
@@ -104,7 +104,7 @@ def test_check_looks_at_both_paths(folder: Path) -> None:
     assert "files have no splits" in problem
 
 
-def test_eval_rows_come_from_where_the_config_says(folder: Path) -> None:
+def test_eval_source_follows_config(folder: Path) -> None:
     assert eval_source(config(folder)) is None
     held = eval_source(config(folder, eval_path=str(folder / "sub")))
     assert held is not None
@@ -117,7 +117,7 @@ def test_eval_rows_come_from_where_the_config_says(folder: Path) -> None:
     assert "revision=None" in other
 
 
-def test_a_fingerprint_follows_content_and_names(folder: Path) -> None:
+def test_source_fingerprint_follows_content_and_names(folder: Path) -> None:
     def fingerprint() -> str:
         return train_source(config(folder)).fingerprint()
 
@@ -129,7 +129,7 @@ def test_a_fingerprint_follows_content_and_names(folder: Path) -> None:
     assert len({before, renamed, fingerprint()}) == 3
 
 
-def test_checking_imports_nothing_heavy(tmp_path: Path) -> None:
+def test_sources_import_nothing_heavy(tmp_path: Path) -> None:
     heavy = "{'torch', 'transformers', 'datasets', 'pyarrow', 'tokenizers', 'huggingface_hub'}"
     code = f"import sys, app.data.sources; found = {heavy} & set(sys.modules); assert not found, found"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

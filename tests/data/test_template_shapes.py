@@ -20,13 +20,13 @@ from tests.data.template_shapes import CASES, HERE, SHAPES, conversation, drafts
 ANSWER = {"role": "assistant", "content": "b"}
 
 
-def test_every_shape_has_its_files() -> None:
+def test_template_shapes_have_files() -> None:
     assert {file.stem for file in (HERE / "templates").glob("*.jinja")} == set(SHAPES)
     assert {file.stem for file in (HERE / "golden").glob("*.json")} == set(SHAPES)
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_labels_are_those_that_were_read_and_found_right(name: str) -> None:
+def test_template_shape_golden_loss_mask(name: str) -> None:
     expected = json.loads(golden(name).read_text("utf-8"))
     assert list(expected) == list(CASES)
     for case, row in CASES.items():
@@ -51,7 +51,7 @@ said = st.lists(st.tuples(words, words, st.booleans()), min_size=1, max_size=3)
     more=st.none() | words,
     last=st.booleans(),
 )
-def test_of_any_conversation_only_the_answers_are_trained(
+def test_template_shape_any_conversation_trains_answers(
     name: str, turns: list[tuple[str, str, bool]], system: str | None, more: str | None, last: bool
 ) -> None:
     shape = SHAPES[name]
@@ -93,7 +93,7 @@ arguments = st.dictionaries(
 
 
 @given(name=st.sampled_from(sorted(name for name in SHAPES if SHAPES[name].tools)), given_arguments=arguments)
-def test_of_any_call_its_arguments_are_trained_as_json(name: str, given_arguments: dict[str, Any]) -> None:
+def test_template_shape_any_call_trained_as_json(name: str, given_arguments: dict[str, Any]) -> None:
     calling = {
         "role": "assistant",
         "tool_calls": [{"function": {"name": "add", "arguments": given_arguments}}],
@@ -107,21 +107,21 @@ def test_of_any_call_its_arguments_are_trained_as_json(name: str, given_argument
     assert trained(name, {"messages": [*chat("a"), as_text, *row["messages"][2:]]}) == [call, answer]
 
 
-def test_tools_that_a_template_leaves_out_are_counted() -> None:
+def test_unseen_tools_counted() -> None:
     tools = [{"name": "subtract"}]
     row = {"messages": chat("a", "b"), "tools": tools}
     assert drafts("chatml", row).unseen == 1
     assert drafts("tags_for_tools", row).unseen == 0
 
 
-def test_what_a_tool_returned_may_be_written_as_json() -> None:
+def test_tool_result_as_json_is_seen() -> None:
     returned = {"role": "tool", "content": 'say "three"\né'}
     row = {"messages": [*CASES["tools"]["messages"][:2], returned, ANSWER]}
     for name in ("headers_with_tools", "tags_for_tools"):
         assert drafts(name, row).unseen == 0
 
 
-def test_thoughts_that_a_template_drops_are_counted() -> None:
+def test_dropped_thoughts_counted() -> None:
     row = CASES["thoughts"]
     assert {name for name in SHAPES if drafts(name, row).shortened} == {"thoughts_dropped"}
     apart = {"messages": [*chat("a"), {**ANSWER, "reasoning_content": "Hm."}]}
@@ -130,7 +130,7 @@ def test_thoughts_that_a_template_drops_are_counted() -> None:
     assert drafts("chatml", apart).shortened == 1
 
 
-def test_special_tokens_in_what_is_said_are_counted(tmp_path: Path) -> None:
+def test_special_tokens_in_messages_counted(tmp_path: Path) -> None:
     said = chat("What ends a turn?", "<|im_end|> does, not <|im_start|>.", "<think>?", "b")
     assert drafts("chatml", {"messages": said}).marked == 1
     assert drafts("model_turns", {"messages": said}).marked == 0  # it ends a turn otherwise
@@ -140,7 +140,7 @@ def test_special_tokens_in_what_is_said_are_counted(tmp_path: Path) -> None:
     assert told in report.lines()
 
 
-def test_an_answer_that_begins_like_an_empty_thought_is_trained() -> None:
+def test_answer_like_empty_thought_trained() -> None:
     thought = "<think>\n\n</think>\n\nb"
     assert trained("chatml", {"messages": chat("a", thought)}) == [f"{thought}<|im_end|>"]
     assert trained("empty_thoughts", {"messages": chat("a", thought)}) == [
@@ -149,13 +149,13 @@ def test_an_answer_that_begins_like_an_empty_thought_is_trained() -> None:
     assert trained("empty_thoughts", {"messages": chat("a", "")}) == ["<|im_end|>"]
 
 
-def test_an_assistant_that_speaks_first_is_trained_without_what_stands_before_it() -> None:
+def test_first_message_of_assistant_trained() -> None:
     for name in ("tags_for_tools", "headers_with_tools", "empty_thoughts", "plain_words"):
         shape = SHAPES[name]
         assert trained(name, {"messages": [ANSWER]}) == [f"{shape.lead}b{shape.end}"]
 
 
-def test_what_is_marked_must_be_possible() -> None:
+def test_train_flags_impossible_refused() -> None:
     asked = {**chat("a")[0], "train": True}
     with pytest.raises(
         RowProblem, match=r"message 0 is of user and has train=true, but dataset\.train_on=assistant"
@@ -172,7 +172,7 @@ def test_what_is_marked_must_be_possible() -> None:
     assert trained("chatml", {"messages": two}) == ["b<|im_end|>"]
 
 
-def test_where_everything_is_trained_messages_can_be_taken_out() -> None:
+def test_train_on_all_without_some_messages() -> None:
     row = {"messages": [{**m, "train": m["content"] != "c"} for m in chat("a", "b", "c", "d")]}
     assert trained("chatml", row, "all") == [
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n",
@@ -186,7 +186,7 @@ def test_where_everything_is_trained_messages_can_be_taken_out() -> None:
             drafts(name, {"messages": [{**opened[0], "train": False}, *opened[1:]]}, "all")
 
 
-def test_a_template_that_writes_calls_as_python_is_refused() -> None:
+def test_tool_calls_as_python_refused() -> None:
     made = tokenizer("chatml")
     made.chat_template = (
         "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
@@ -198,7 +198,7 @@ def test_a_template_that_writes_calls_as_python_is_refused() -> None:
         Renderer(made, "assistant", "expand").render(conversation(row), "a.jsonl:1")
 
 
-def test_the_end_is_trained_where_it_also_pads(tmp_path: Path) -> None:
+def test_end_token_trained_where_it_pads(tmp_path: Path) -> None:
     made = tokenizer("chatml")
     made.pad_token = made.eos_token
     path = write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("a", "b" * n, "c", "d")} for n in (1, 40)])

@@ -53,9 +53,7 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4096])
-def test_rows_come_back_whatever_batch_they_are_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
+def test_cached_rows_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(token_cache, "_BATCH_ROWS", size)
     rows = written(tmp_path, ROWS)
     assert rows.lengths.tolist() == [3, 1, 3]
@@ -73,7 +71,7 @@ def test_rows_come_back_whatever_batch_they_are_in(
     assert rows.select([0, 1, 0]).is_duplicate.tolist() == [False, False, True]
 
 
-def test_labels_and_sides_come_back(tmp_path: Path) -> None:
+def test_cached_labels_come_back(tmp_path: Path) -> None:
     def write(writer: RowWriter) -> dict[str, Any]:
         for at, label in enumerate(["10", "9", "10"]):
             writer.add(f"a:{at}", sample([1, 2, 3], [0, 0, 0], label=label, second_start=at), split_hash=at)
@@ -95,7 +93,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> TokenRows:
 
 
 @given(chosen=st.lists(st.integers(0, 2)))
-def test_a_selection_has_the_chosen_rows(three: TokenRows, chosen: list[int]) -> None:
+def test_token_rows_select(three: TokenRows, chosen: list[int]) -> None:
     view = three.select([2, 1, 0]).select(chosen)
     assert [view.source_location(i) for i in range(len(view))] == [ROWS[2 - i][0] for i in chosen]
     assert [view.ids(i).tolist() for i in range(len(view))] == [ROWS[2 - i][1] for i in chosen]
@@ -103,7 +101,7 @@ def test_a_selection_has_the_chosen_rows(three: TokenRows, chosen: list[int]) ->
     assert view.num_trained == sum(sum(ROWS[2 - i][2]) for i in chosen)
 
 
-def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
+def test_token_rows_fingerprint_of_content(tmp_path: Path) -> None:
     rows = written(tmp_path / "a", ROWS)
     moved = [(f"elsewhere {place}", ids, trained) for place, ids, trained in ROWS]
     assert written(tmp_path / "b", moved).fingerprint == rows.fingerprint
@@ -113,15 +111,13 @@ def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
     assert len({rows.fingerprint, *(other.fingerprint for other in others)}) == 4
 
 
-def test_no_rows_at_all(tmp_path: Path) -> None:
+def test_token_rows_empty(tmp_path: Path) -> None:
     rows = written(tmp_path, [])
     assert (len(rows), rows.lengths.tolist(), rows.num_trained, rows.largest_id) == (0, [], 0, 0)
     assert (rows.class_counts(), rows.is_duplicate.tolist(), rows.split_hashes.tolist()) == ({}, [], [])
 
 
-def test_a_second_time_nothing_is_tokenised_nor_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_rows_need_no_tokenizer_nor_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So rows are found in a folder that may only be read, and those of a copy of the file too."""
     path = write_chats(tmp_path / "a.jsonl", chat("Hi", "Hello"), chat("Thank you", "You are welcome!"))
     first = prepare(config(path), tokenizer(), str(tmp_path / "cache"))
@@ -140,7 +136,7 @@ def test_a_second_time_nothing_is_tokenised_nor_written(
 @pytest.mark.parametrize(
     "damage", ["gone", "empty", "cut in half", "without its end", "end of zeros", "longer"]
 )
-def test_a_damaged_file_is_made_again(tmp_path: Path, damage: str) -> None:
+def test_cached_rows_damaged_made_again(tmp_path: Path, damage: str) -> None:
     good = written(tmp_path, ROWS).fingerprint
     path = tmp_path / "tokens" / "key.arrow"
     content = path.read_bytes()
@@ -162,7 +158,7 @@ def test_a_damaged_file_is_made_again(tmp_path: Path, damage: str) -> None:
 
 
 @pytest.mark.parametrize("locks", [True, False])
-def test_several_at_once_do_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool) -> None:
+def test_cached_rows_concurrent_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool) -> None:
     """One makes the rows; all of them do where a file system knows no locks."""
     made: list[int] = []
     found: list[str] = []
@@ -193,13 +189,13 @@ def test_several_at_once_do_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert names(tmp_path) == ["key.arrow"]
 
 
-def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
+def test_cached_rows_failed_writer_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
         cached_rows(str(tmp_path), "key", never)
     assert names(tmp_path) == []
 
 
-def test_what_killed_writers_left_goes(tmp_path: Path) -> None:
+def test_cached_rows_remove_abandoned_parts(tmp_path: Path) -> None:
     """At once where the lock says that they are dead; what other machines and other keys left, after a day."""
     mine, far, other, old = (
         f"key.{token_cache._HOST}.1.part",
@@ -216,7 +212,7 @@ def test_what_killed_writers_left_goes(tmp_path: Path) -> None:
     assert names(tmp_path) == sorted([far, other, "key.arrow"])
 
 
-def test_a_write_that_fails_half_way(tmp_path: Path) -> None:
+def test_cached_rows_full_disk_reported(tmp_path: Path) -> None:
     """The file size limit is the one full disk that any user can have."""
     (tmp_path / "a.txt").write_text("\n".join(LINES * 200))
     code = (
@@ -240,7 +236,7 @@ def test_a_write_that_fails_half_way(tmp_path: Path) -> None:
     assert names(tmp_path / "cache") == []
 
 
-def test_a_cache_that_cannot_be_made(tmp_path: Path) -> None:
+def test_cached_rows_unusable_folder_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentProblem, match=r"^cache_dir=.*file: cannot write the token cache"):
         cached_rows(str(tmp_path / "file"), "key", write_all)

@@ -27,7 +27,7 @@ def by_offsets(made: Any, draft: RenderedText) -> list[bool]:
 
 @pytest.mark.parametrize("adds_bos", [False, True])
 @pytest.mark.parametrize("marked", [False, True])
-def test_a_document_begins_and_ends_once(adds_bos: bool, marked: bool) -> None:
+def test_encode_document_begins_and_ends_once(adds_bos: bool, marked: bool) -> None:
     made = tokenizer(None, adds_bos=adds_bos)
     inner = made("two and two", add_special_tokens=False)["input_ids"]
     text = "two and two"
@@ -39,14 +39,14 @@ def test_a_document_begins_and_ends_once(adds_bos: bool, marked: bool) -> None:
     assert sample.loss_mask.tolist() == [False] + [True] * (len(sample.ids) - 1)
 
 
-def test_of_prompt_and_completion_the_completion_and_the_end_are_trained() -> None:
+def test_encode_completion_and_end_trained() -> None:
     made = tokenizer(None, adds_bos=True)
     [sample] = Encoder(made).encode([document("two and two make four", start=11)])
     assert made.decode(sample.ids[sample.loss_mask]) == " make four</s>"
     assert not sample.glued
 
 
-def test_a_token_across_the_edge_is_not_trained_but_told() -> None:
+def test_encode_token_across_edge_untrained() -> None:
     made = tokenizer(None)
     [sample] = Encoder(made).encode([document("two and two make four", start=12)])  # " make" is one token
     assert made.decode(sample.ids[sample.loss_mask]) == " four</s>"
@@ -56,13 +56,13 @@ def test_a_token_across_the_edge_is_not_trained_but_told() -> None:
     assert ending.glued
 
 
-def test_an_answer_without_end_is_told() -> None:
+def test_encode_endless_answer_flagged() -> None:
     encoder = Encoder(tokenizer("chatml"))
     drafts = [RenderedText("two and<|im_end|>", ((3, end),), raw=False) for end in (7, 17)]
     assert [sample.endless for sample in encoder.encode(drafts)] == [True, False]
 
 
-def test_tokenizer_json_cannot_cut_or_pad() -> None:
+def test_encode_ignores_truncation_and_padding() -> None:
     made = tokenizer(None)
     made.backend_tokenizer.enable_truncation(4)
     made.backend_tokenizer.enable_padding(length=4000)
@@ -71,7 +71,7 @@ def test_tokenizer_json_cannot_cut_or_pad() -> None:
     assert sample.ids.tolist() == [*plain, made.eos_token_id]
 
 
-def test_a_tokenizer_that_does_more_than_its_backend() -> None:
+def test_encode_other_than_backend_refused() -> None:
     made = tokenizer(None)
 
     class Lowering(type(made)):  # type: ignore[misc]
@@ -84,7 +84,7 @@ def test_a_tokenizer_that_does_more_than_its_backend() -> None:
 
 
 @pytest.mark.parametrize("size", [400, 40])
-def test_long_documents_are_tokenised_in_pieces(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def test_encode_long_document_in_pieces(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr("app.data.tokenizer._PIECE_CHARS", size)
     made = tokenizer(None)
     text = "\n\n".join([TEXT] * 9)
@@ -98,7 +98,7 @@ def test_long_documents_are_tokenised_in_pieces(monkeypatch: pytest.MonkeyPatch,
         assert long.ids.tolist() == [*whole, made.eos_token_id]
 
 
-def test_a_long_answer_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encode_long_completion_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.data.tokenizer._PIECE_CHARS", 10)
     made = tokenizer(None)
     [sample] = Encoder(made).encode([document(TEXT, start=len(TEXT) - 8)])
@@ -124,7 +124,7 @@ def other_tokenizer(kind: str) -> Any:
 
 
 @given(data=st.data(), kind=st.sampled_from(["bytes", "metaspace", "normalised", "trimmed"]))
-def test_the_mask_follows_the_characters(data: st.DataObject, kind: str) -> None:
+def test_encode_loss_mask_follows_characters(data: st.DataObject, kind: str) -> None:
     made = other_tokenizer(kind)
     alphabet = st.sampled_from([*"ab  \n\n", "two", " make", "é", "ﬁ", "日本", "<|im_end|>", "🙂"])
     text = data.draw(st.lists(alphabet, max_size=30).map("".join))

@@ -25,24 +25,24 @@ def rows(held_out: bool) -> list[Row]:
     return chat_rows(held_out)
 
 
-def test_what_ships_is_what_the_generator_makes() -> None:
+def test_sample_data_equals_generator() -> None:
     for name, content in make_files().items():
         assert (ROOT / name).read_text(encoding="utf-8") == content, (
             f"{name}: run python -m scripts.make_assets"
         )
 
 
-def test_each_skill_has_as_many_rows() -> None:
+def test_sample_data_rows_per_skill() -> None:
     assert Counter(row.skill.name for row in rows(False)) == {skill.name: 400 for skill in SKILLS}
     assert Counter(row.skill.name for row in rows(True)) == {skill.name: 20 for skill in SKILLS}
 
 
 @pytest.mark.parametrize("held_out", [False, True])
-def test_items_stand_on_their_side(held_out: bool) -> None:
+def test_sample_data_items_in_their_split(held_out: bool) -> None:
     assert all(row.skill.holds_out(item) is held_out for row in rows(held_out) for item in row.items)
 
 
-def test_held_out_rows_do_not_repeat_and_some_are_put_in_new_words() -> None:
+def test_sample_data_eval_unique_and_reworded() -> None:
     forms = load_forms()
     held_out = rows(True)
     assert len({(row.skill.name, row.items[0]) for row in held_out}) == len(held_out)
@@ -52,13 +52,13 @@ def test_held_out_rows_do_not_repeat_and_some_are_put_in_new_words() -> None:
     assert not new & first_questions("train.jsonl")
 
 
-def test_no_held_out_knowledge_is_in_training() -> None:
+def test_sample_data_eval_items_untrained() -> None:
     taught = {(row.skill.name, item.key) for row in rows(False) for item in row.items}
     assert not taught & {(row.skill.name, item.key) for row in rows(True) for item in row.items}
 
 
 @pytest.mark.parametrize("name", ["train.jsonl", "eval.jsonl"])
-def test_shares_of_system_lines_and_second_turns(name: str) -> None:
+def test_sample_data_system_lines_and_second_turns(name: str) -> None:
     talks = [[message["role"] for message in messages] for messages in shipped(name)]
     assert {tuple(roles) for roles in talks} <= {
         (*system, *["user", "assistant"] * turns) for system in ((), ("system",)) for turns in (1, 2)
@@ -68,21 +68,21 @@ def test_shares_of_system_lines_and_second_turns(name: str) -> None:
 
 
 @pytest.mark.parametrize("skill", SKILLS, ids=lambda skill: skill.name)
-def test_at_least_forty_items_are_held_out(skill: Skill) -> None:
+def test_sample_data_forty_items_held_out(skill: Skill) -> None:
     rng = random.Random(7)
     items = (skill.draw(rng) for _ in range(6000))
     assert len({item.x for item in items if skill.holds_out(item)}) >= 40
 
 
 @pytest.mark.parametrize("skill", SKILLS, ids=lambda skill: skill.name)
-def test_a_question_has_one_answer(skill: Skill) -> None:
+def test_sample_data_question_has_one_answer(skill: Skill) -> None:
     rng = random.Random(7)
     answers: dict[str, str] = {}
     for item in (skill.draw(rng) for _ in range(6000)):
         assert answers.setdefault(item.x, item.answer) == item.answer
 
 
-def test_answers_are_right() -> None:
+def test_sample_data_answers_right() -> None:
     by_name = {skill.name: set(islice(_items(skill), 3000)) for skill in SKILLS}
     assert all(i.x.startswith(i.answer + ",") for i in by_name["first"])
     assert all(i.x.endswith(", " + i.answer) for i in by_name["last"])
@@ -94,7 +94,7 @@ def _items(skill: Skill) -> Iterator[Item]:
         yield skill.draw(rng)
 
 
-def test_words_stand_once() -> None:
+def test_sample_words_unique() -> None:
     opposites = [word for pair in words.OPPOSITES for word in pair]
     things = [thing for group in words.KINDS.values() for thing in group]
     for listed in (words.NOUNS, words.REGULAR_VERBS, opposites, things):
@@ -103,7 +103,7 @@ def test_words_stand_once() -> None:
     assert not set(words.IRREGULAR_PASTS) & set(words.REGULAR_VERBS)
 
 
-def test_every_skill_has_its_forms() -> None:
+def test_sample_skills_have_forms() -> None:
     forms = load_forms()
     assert list(forms) == [name for name in forms if name in {skill.name for skill in SKILLS}]
     assert len(forms) == len(SKILLS) == 15
@@ -116,7 +116,7 @@ def test_every_skill_has_its_forms() -> None:
         assert not any("{answer}" in asked for asked in [*form.asks, *form.eval, form.follow])
 
 
-def test_running_text_neither_asks_nor_orders() -> None:
+def test_sample_text_neither_asks_nor_orders() -> None:
     asked = [text for form in load_forms().values() for text in [*form.asks, *form.eval]]
     openings = {text.split()[0] for text in asked} - {"{x}"}
     for text in islice(documents(), 3000):
@@ -124,7 +124,7 @@ def test_running_text_neither_asks_nor_orders() -> None:
         assert not {sentence.split()[0] for sentence in text.split(". ")} & openings
 
 
-def test_running_text_keeps_held_out_items_of_open_skills_to_itself() -> None:
+def test_sample_text_lacks_eval_items() -> None:
     forms = load_forms()
     text = "\n".join(islice(documents(), 4000))
     for row in rows(True):

@@ -14,7 +14,7 @@ from tests.full.data.killed_preparation import MOMENTS
 ROOT = Path(__file__).parents[3]
 
 
-def test_a_preparation_that_is_killed_is_never_believed_and_leaves_nothing(tmp_path: Path) -> None:
+def test_killed_preparation_leaves_nothing(tmp_path: Path) -> None:
     rows = write_chats(tmp_path / "a.jsonl", *(chat("Hi", f"Hello {n}") for n in range(1500)))
     done = subprocess.run(
         [sys.executable, "-m", "tests.full.data.killed_preparation", str(rows), str(tmp_path / "cache")],
@@ -47,7 +47,7 @@ def small_disk(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_disk_that_fills_up(small_disk: Path, tmp_path: Path) -> None:
+def test_cached_rows_full_file_system_reported(small_disk: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\n".join(LINES * 5000))
     code = (
         "import sys\n"
