@@ -45,7 +45,7 @@ class Padded:
 
     rows: int  # of a micro-batch
     pad_id: int
-    labels: Objective = NEXT_TOKEN
+    objective: Objective = NEXT_TOKEN
 
     @property
     def units_per_batch(self) -> int:
@@ -65,8 +65,8 @@ class Padded:
 
     def batch(self, rows: TokenRows, units: Sequence[Unit], max_documents: int, epoch: int) -> Batch:  # noqa: ARG002
         """Collate one micro-batch; of no units, one that trains nothing."""
-        labelled = [self.labels.label(rows, int(i), epoch) for unit in units for i in unit]
-        return collate_padded(labelled, self.pad_id, isolate=self.labels.bidirectional)
+        labelled = [self.objective.label(rows, int(i), epoch) for unit in units for i in unit]
+        return collate_padded(labelled, self.pad_id, isolate=self.objective.bidirectional)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Packed:
     tokens: int
     pad_id: int
     max_length: int  # no row has more tokens; at most `tokens`
-    labels: Objective = NEXT_TOKEN
+    objective: Objective = NEXT_TOKEN
 
     @property
     def units_per_batch(self) -> int:
@@ -102,7 +102,7 @@ class Packed:
     def batch(self, rows: TokenRows, units: Sequence[Unit], max_documents: int, epoch: int) -> Batch:
         """Collate one bin, filled up to its full length."""
         shape = BinShape(self.tokens, self.max_length, max_documents)
-        labelled = [self.labels.label(rows, int(i), epoch) for unit in units for i in unit]
+        labelled = [self.objective.label(rows, int(i), epoch) for unit in units for i in unit]
         return collate_packed(labelled, self.pad_id, shape)
 
     def _max_documents(self, lengths: NDArray[Any], starts: NDArray[np.int64]) -> int:

@@ -2,8 +2,8 @@
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -32,11 +32,11 @@ def write_rows(
 ) -> Counts:
     """Write the token rows of the first `max_rows` rows."""
     counts = Counts(source=source.name, files_left_out=list(source.left_out))
-    sink = _CountingWriter(config, writer, counts)
+    pipeline = _Pipeline(config, tokenizer, writer, counts)
     logged = time.monotonic()
     rows = unfolded(source.rows(), config.columns, fields_of(config.format))
-    for batch in map(RowTokenizer(config, tokenizer), _batches(islice(rows, max_rows))):
-        sink.write(batch)
+    for batch in _batches(islice(rows, max_rows)):
+        pipeline.write(batch)
         if time.monotonic() - logged > _PROGRESS_SECONDS:
             logged = time.monotonic()
             log.info("%s: %d rows read, %d tokens", source.name, counts.rows_read, counts.tokens)
@@ -65,35 +65,37 @@ def _num_chars(value: Row | Broken | Any) -> int:
     return sum(_num_chars(each) for each in value) if isinstance(value, list) else 0
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizedRow:
-    """The samples of one row, rendered and tokenised, or why it is bad."""
+class _Pipeline:
+    """One dataset's settings and one tokenizer; every row that enters is counted once."""
 
-    location: str
-    rendered: RenderedRow
-    samples: Sequence[Tokens] = ()
-    problem: str = ""
-
-
-class RowTokenizer:
-    """Tokenises batches of rows under one dataset's settings; counts and writes nothing."""
-
-    def __init__(self, config: DatasetConfig, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, config: DatasetConfig, tokenizer: Tokenizer, writer: RowWriter, counts: Counts
+    ) -> None:
         self._config = config
-        self._encoder = Encoder(tokenizer)
         self._renderer = Renderer(tokenizer, config.train_on, config.on_unstable_template)
+        self._encoder = Encoder(tokenizer)
+        self._policy = policy_for(config.on_overflow, config.format)
+        self._writer = writer
+        self._counts = counts
 
-    def __call__(self, rows: Sequence[Located]) -> Iterator[TokenizedRow]:
-        """One for each row, in their order."""
+    def write(self, rows: Sequence[Located]) -> None:
+        """Render, tokenise and write a batch; DataError with the bad rows so far, if they are an error."""
         rendered = [self._render(location, row) for location, row in rows]
         texts = [text for each in rendered if isinstance(each, RenderedRow) for text in each.samples]
         tokens = iter(self._encoder.encode(texts))
         for (location, _), each in zip(rows, rendered, strict=True):
-            if isinstance(each, RenderedRow):
-                samples = [next(tokens) for _ in each.samples]
-                yield TokenizedRow(location, each, samples, _nothing_trained(each.samples, samples))
+            self._counts.rows_read += 1
+            if isinstance(each, str):
+                self._counts.bad(location, each)
+                continue
+            samples = [next(tokens) for _ in each.samples]
+            problem = _nothing_trained(each.samples, samples)
+            if problem:
+                self._counts.bad(location, problem)
             else:
-                yield TokenizedRow(location, RenderedRow([]), problem=each)
+                self._write_row(location, each, samples)
+        if self._config.on_bad_row == "error" and self._counts.bad_rows:
+            raise DataError(bad_row_problems(self._counts))
 
     def _render(self, location: str, row: Row | Broken) -> RenderedRow | str:
         """The texts of a row, or why it has none."""
@@ -103,7 +105,6 @@ class RowTokenizer:
         try:
             content = read_row(row, fmt, columns)
             rendered = self._renderer.render(content, location)
-            rendered = replace(rendered, empty=tuple(empty_parts(row, content, fmt, columns)))
             for sample in rendered.samples:
                 for text in (sample.text, sample.second or "", sample.label or ""):
                     text.encode()
@@ -111,7 +112,32 @@ class RowTokenizer:
             return str(problem)
         except UnicodeEncodeError as error:  # JSON can say "\\ud800", which no text has
             return f"holds half a character: {error.object[error.start]!r}"
-        return rendered
+        return replace(rendered, empty=tuple(empty_parts(row, content, fmt, columns)))
+
+    def _write_row(self, location: str, row: RenderedRow, samples: Sequence[Tokens]) -> None:
+        counts = self._counts
+        counts.unseen += row.unseen
+        counts.shortened += row.shortened
+        counts.marked += row.marked
+        for where in row.empty:
+            counts.empty[where] = counts.empty.get(where, 0) + 1
+        counts.unstable += row.unstable
+        if row.unstable and self._config.on_unstable_template == "expand":
+            counts.expanded_into += len(samples)
+        counts.glued += sum(sample.glued for sample in samples)
+        counts.endless += sum(sample.endless for sample in samples)
+        limit = self._config.max_length
+        kept = [part for each in samples for part in fit(each, limit, self._policy, location, counts)]
+        counts.rows_kept += bool(kept)
+        counts.rows_lost += not kept
+        for part in kept:
+            # Samples of one conversation repeat each other, so all go to training or all to evaluation; the pieces
+            # of a text do not.
+            deciding = part if self._policy == "split" else kept[-1]
+            self._writer.add(location, part, digest(deciding.ids))
+            counts.samples += 1
+            counts.tokens += len(part.ids)
+            counts.trained_tokens += int(part.loss_mask.sum()) if part.label is None else 1
 
 
 def _nothing_trained(texts: list[RenderedText], samples: list[Tokens]) -> str:
@@ -130,52 +156,3 @@ def _nothing_trained(texts: list[RenderedText], samples: list[Tokens]) -> str:
                 " space from the end of the prompt to the beginning of the completion"
             )
     return ""
-
-
-class _CountingWriter:
-    """Applies the overflow policy, and counts every row that enters once."""
-
-    def __init__(self, config: DatasetConfig, writer: RowWriter, counts: Counts) -> None:
-        self._config = config
-        self._policy = policy_for(config.on_overflow, config.format)
-        self._writer = writer
-        self._counts = counts
-
-    def write(self, batch: Iterable[TokenizedRow]) -> None:
-        """Write a batch; DataError with the bad rows so far, if they are an error."""
-        for row in batch:
-            self._counts.rows_read += 1
-            if row.problem:
-                self._counts.bad(row.location, row.problem)
-            else:
-                self._write_row(row)
-        if self._config.on_bad_row == "error" and self._counts.bad_rows:
-            raise DataError(bad_row_problems(self._counts))
-
-    def _write_row(self, row: TokenizedRow) -> None:
-        counts, rendered = self._counts, row.rendered
-        counts.unseen += rendered.unseen
-        counts.shortened += rendered.shortened
-        counts.marked += rendered.marked
-        for where in rendered.empty:
-            counts.empty[where] = counts.empty.get(where, 0) + 1
-        counts.unstable += rendered.unstable
-        if rendered.unstable and self._config.on_unstable_template == "expand":
-            counts.expanded_into += len(row.samples)
-        counts.glued += sum(sample.glued for sample in row.samples)
-        counts.endless += sum(sample.endless for sample in row.samples)
-        kept = [
-            part
-            for sample in row.samples
-            for part in fit(sample, self._config.max_length, self._policy, row.location, counts)
-        ]
-        counts.rows_kept += bool(kept)
-        counts.rows_lost += not kept
-        for part in kept:
-            # Samples of one conversation repeat each other, so all go to training or all to evaluation; the pieces
-            # of a text do not.
-            deciding = part if self._policy == "split" else kept[-1]
-            self._writer.add(row.location, part, digest(deciding.ids))
-            counts.samples += 1
-            counts.tokens += len(part.ids)
-            counts.trained_tokens += int(part.loss_mask.sum()) if part.label is None else 1

@@ -134,7 +134,7 @@ def test_cached_rows_need_no_tokenizer_nor_writing(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    "damage", ["gone", "empty", "cut in half", "without its end", "end of zeros", "longer"]
+    "damage", ["gone", "empty", "cut in half", "without its end", "end of zeros", "longer", "other columns"]
 )
 def test_cached_rows_damaged_made_again(tmp_path: Path, damage: str) -> None:
     good = written(tmp_path, ROWS).fingerprint
@@ -149,6 +149,7 @@ def test_cached_rows_damaged_made_again(tmp_path: Path, damage: str) -> None:
                 "without its end": content[:-9],
                 "end of zeros": content[:-64] + bytes(64),
                 "longer": content + b"0",
+                "other columns": content.replace(b"split_hash", b"other_hash"),
             }[damage]
         )
     assert open_rows(path) is None
