@@ -15,18 +15,10 @@ from app.config.groups import CONF
 from app.config.schema import DatasetConfig
 from app.data.token_dataset import TokenRows
 
-MARKS = [
-    *("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "<think>", "</think>"),
-    *(
-        "<|begin_of_text|>",
-        "<|start_header_id|>",
-        "<|end_header_id|>",
-        "<|eot_id|>",
-        "<bos>",
-        "<start_of_turn>",
-    ),
-    "<end_of_turn>",
-]
+MARKS = (
+    *"<pad> <s> </s> <|im_start|> <|im_end|> [INST] [/INST] <think> </think> <|begin_of_text|>".split(),
+    *"<|start_header_id|> <|end_header_id|> <|eot_id|> <bos> <start_of_turn> <end_of_turn>".split(),
+)
 LINES = [
     "What is the capital of France? The capital of France is Paris.",
     "Write one line about rain.\nRain falls on the roof, and the cat sleeps.",
@@ -68,13 +60,14 @@ _EOS = {"chatml": "<|im_end|>", "thinking": "<|im_end|>", "llama3": "<|eot_id|>"
 
 
 @cache
-def _trained(size: int) -> str:
+def trained_backend(size: int, special: tuple[str, ...]) -> str:
+    """A byte-level BPE tokenizer trained on a few lines, as JSON."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,
-        special_tokens=MARKS,
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -84,7 +77,7 @@ def _trained(size: int) -> str:
 
 def tokenizer(kind: str | None = "chatml", *, adds_bos: bool = False, size: int = 400) -> Any:
     """A byte-level BPE tokenizer with the chat template of `kind`, and the special tokens that go with it."""
-    backend = Backend.from_str(_trained(size))
+    backend = Backend.from_str(trained_backend(size, MARKS))
     bos, eos = _BOS.get(kind or "", "<s>"), _EOS.get(kind or "", "</s>")
     if adds_bos:
         backend.post_processor = processors.TemplateProcessing(

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from app.config.schema import Columns
@@ -18,7 +17,7 @@ from app.data.formats import read_row
 from app.data.loss_mask import RenderedRow, Renderer
 from app.data.tokenizer import Encoder, Tokens
 from app.data.types import Conversation, RowProblem
-from tests.data.small import LINES, chat, config
+from tests.data.small import chat, config, trained_backend
 
 HERE = Path(__file__).parent
 MARKS = (
@@ -86,23 +85,10 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @cache
-def _backend() -> str:
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<pad>", *MARKS], initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator(LINES * 20, trainer)
-    return backend.to_str()
-
-
-@cache
 def shaped(name: str) -> Any:
     """A tokenizer with a template of this shape."""
     made = PreTrainedTokenizerFast(
-        tokenizer_object=Backend.from_str(_backend()),
+        tokenizer_object=Backend.from_str(trained_backend(400, ("<pad>", *MARKS))),
         bos_token=SHAPES[name].bos or None,
         eos_token=SHAPES[name].eos,
         pad_token="<pad>",

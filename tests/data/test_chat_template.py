@@ -18,33 +18,11 @@ NAMES = [*SHAPES, *TEMPLATES, *SHIPPED]
 # those that close a conversation otherwise than it goes on, or open an answer otherwise than they ask for it
 WITHOUT = {"channels", "closed_at_the_end", "empty_thoughts", "thinking", "thoughts_of_last"}
 ODD = (
-    *(
-        "",
-        " ",
-        "\n",
-        "b",
-        " a",
-        "a ",
-        "\n\na\n",
-        "\u00a0a",
-        "\x1ca",
-        "a\u200b",
-        "e\u0301",
-        "'\"\\",
-        "{{ x }}",
-    ),
-    *(
-        "<think>",
-        "</think>",
-        "<think>\n\n</think>\n\nb",
-        "<think>x</think>y",
-        "a</think>",
-        "<|",
-        ">",
-        "[/INST]",
-    ),
-    *("<|im_end|>", "</s>", "<|end|>", "<|assistant|>", "<|im_start|>assistant\n", "assistant", "ASSISTANT:"),
-    *("\N{EM SPACE}a\N{EN SPACE}", "\U000f0000\U00100000\U000f0001", "\U00100001", "\U000f0000"),
+    *("", " ", "\n", "b", " a", "a ", "\n\na\n", "\u00a0a", "\x1ca", "a\u200b"),
+    *("e\u0301", "'\"\\", "{{ x }}", "assistant", "ASSISTANT:"),
+    *"<think> </think> <think>x</think>y a</think> <| > [/INST] <|im_end|> </s> <|end|> <|assistant|>".split(),
+    *("<think>\n\n</think>\n\nb", "<|im_start|>assistant\n", "\N{EM SPACE}a\N{EN SPACE}"),
+    *("\U000f0000\U00100000\U000f0001", "\U00100001", "\U000f0000"),
 )
 words = st.sampled_from(ODD) | st.text(max_size=6) | st.lists(st.sampled_from(ODD), max_size=3).map("".join)
 
