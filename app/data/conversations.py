@@ -113,9 +113,8 @@ def _message(index: int, found: object) -> tuple[Message, bool | None, float]:
     """The message, whether it says that it is trained (None: it does not say), and its weight."""
     if not isinstance(found, dict):
         raise RowProblem(f"message {index} must be an object with role and content, found {kind_of(found)}")
-    given = {
-        key: value for key, value in found.items() if value is not None
-    }  # tables fill absent keys with null
+    # tables fill absent keys with null
+    given = {key: value for key, value in found.items() if value is not None}
     role = _role(index, given)
     calls = _calls(index, {**given, "role": role})
     content = _content(index, role, given.get("content"), may_be_absent=bool(calls))

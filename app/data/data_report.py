@@ -36,9 +36,7 @@ class Counts:
     weighted_samples: int = 0  # with a message whose weight is neither 0 nor 1
     longest: int = 0  # tokens of the longest sample, before anything was cut
     over_long: int = 0  # samples longer than dataset.max_length
-    over_long_up_to: dict[str, int] = field(
-        default_factory=dict
-    )  # how many, by the end of a class of lengths
+    over_long_up_to: dict[str, int] = field(default_factory=dict)  # by the end of a class of lengths
     dropped: int = 0
     truncated: int = 0
     split: int = 0

@@ -70,9 +70,8 @@ class _OpenBins:
 
     def __init__(self, capacity: int) -> None:
         self._groups: list[list[tuple[_Content, int]]] = [[] for _ in range(capacity + 1)]
-        self._occupied = (
-            0  # bit n: there is a group with n free tokens, so the tightest fit is the lowest bit
-        )
+        # bit n: there is a group with n free tokens, so the tightest fit is the lowest bit
+        self._occupied = 0
 
     def put(self, content: _Content, free: int, bins: int) -> None:
         if bins:

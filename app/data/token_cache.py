@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from app.data.token_dataset import SCHEMA, Columns, RecordBatchView, TokenRows, as_columns, record_batch
+from app.data.token_dataset import SCHEMA, ColumnValues, RecordBatchView, TokenRows, as_columns, record_batch
 from app.data.tokenizer import Tokenizer, Tokens
 from app.errors import EnvironmentProblem
 from app.files import fsync
@@ -90,7 +90,7 @@ class RowWriter:
 
     def __init__(self, path: Path, cache_dir: str) -> None:
         self._cache_dir = cache_dir
-        self._pending: list[Columns] = []  # of the next batch
+        self._pending: list[ColumnValues] = []  # of the next batch
         self._pending_tokens = 0
         self._rows = self._tokens = self._bytes = 0
         with explain_disk_errors(cache_dir):

@@ -33,10 +33,10 @@ _NO_WEIGHTS = np.empty(0, np.float32)
 _MASK_HASH_FACTOR = np.uint64(0xC2B2AE3D27D4EB4F)
 _WHOLE_NUMBER = re.compile(r"[-+]?[0-9]{1,18}")
 
-Columns = tuple[Any, ...]  # of one row, in the order of the schema
+ColumnValues = tuple[Any, ...]  # of one row, in the order of the schema
 
 
-def as_columns(location: str, sample: Tokens, split_hash: int) -> Columns:
+def as_columns(location: str, sample: Tokens, split_hash: int) -> ColumnValues:
     """One row of the schema."""
     weights = sample.weights
     if weights is not None and np.isin(weights, (0, 1)).all():
@@ -52,7 +52,7 @@ def as_columns(location: str, sample: Tokens, split_hash: int) -> Columns:
     return (*lists, location, sample.label, *numbers)
 
 
-def record_batch(rows: Sequence[Columns]) -> Any:
+def record_batch(rows: Sequence[ColumnValues]) -> Any:
     """Rows of the schema as one Arrow record batch."""
     columns = zip(*rows, strict=True)
     arrays = [_array(list(values), field.type) for values, field in zip(columns, SCHEMA, strict=True)]

@@ -16,8 +16,9 @@ from app.config.schema import DatasetConfig
 from app.data.token_dataset import TokenRows
 
 MARKS = (
-    *"<pad> <s> </s> <|im_start|> <|im_end|> [INST] [/INST] <think> </think> <|begin_of_text|>".split(),
-    *"<|start_header_id|> <|end_header_id|> <|eot_id|> <bos> <start_of_turn> <end_of_turn>".split(),
+    *("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "<think>", "</think>"),
+    *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    *("<bos>", "<start_of_turn>", "<end_of_turn>"),
 )
 LINES = [
     "What is the capital of France? The capital of France is Paris.",

@@ -20,7 +20,8 @@ WITHOUT = {"channels", "closed_at_the_end", "empty_thoughts", "thinking", "thoug
 ODD = (
     *("", " ", "\n", "b", " a", "a ", "\n\na\n", "\u00a0a", "\x1ca", "a\u200b"),
     *("e\u0301", "'\"\\", "{{ x }}", "assistant", "ASSISTANT:"),
-    *"<think> </think> <think>x</think>y a</think> <| > [/INST] <|im_end|> </s> <|end|> <|assistant|>".split(),
+    *("<think>", "</think>", "<think>x</think>y", "a</think>", "<|", ">", "[/INST]"),
+    *("<|im_end|>", "</s>", "<|end|>", "<|assistant|>"),
     *("<think>\n\n</think>\n\nb", "<|im_start|>assistant\n", "\N{EM SPACE}a\N{EN SPACE}"),
     *("\U000f0000\U00100000\U000f0001", "\U00100001", "\U000f0000"),
 )
