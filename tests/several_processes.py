@@ -8,13 +8,13 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tests.runs import Zygote
 
-PATIENCE_SECONDS = 120  # processes that do not make the same collectives wait for ever
+PATIENCE_SECONDS = 60  # processes that do not make the same collectives wait for ever
 
 
 class Processes:
@@ -34,16 +34,18 @@ class Processes:
         """`function(runtime, *arguments)` in each process; the results by rank."""
         for connection in self._connections.values():
             connection.send_bytes(pickle.dumps((function, arguments)))
-        results = []
-        for rank in sorted(self._connections):
-            connection = self._connections[rank]
-            has_answered = connection.poll(PATIENCE_SECONDS)
-            finished, result = pickle.loads(connection.recv_bytes()) if has_answered else (False, "no answer")
-            if not finished:
-                self._kill()
-                raise AssertionError(f"process {rank}: {result}")
-            results.append(result)
-        return results
+        results: dict[int, Any] = {}
+        while len(results) < len(self._connections):
+            waiting = {each: rank for rank, each in self._connections.items() if rank not in results}
+            answered: list[Any] = wait(list(waiting), PATIENCE_SECONDS)
+            if not answered:
+                self._fail(f"no answer from {sorted(waiting.values())}")
+            for connection in answered:
+                finished, result = pickle.loads(connection.recv_bytes())
+                if not finished:
+                    self._fail(f"process {waiting[connection]}: {result}")
+                results[waiting[connection]] = result
+        return [results[rank] for rank in sorted(results)]
 
     def close(self) -> None:
         if self.is_usable:
@@ -53,10 +55,11 @@ class Processes:
                 running.wait()
         self._sockets.cleanup()
 
-    def _kill(self) -> None:
+    def _fail(self, reason: str) -> NoReturn:
         self.is_usable = False
         for running in self._running:
             running.kill()
+        raise AssertionError(reason)
 
 
 class ProcessesByCount:

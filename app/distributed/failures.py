@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -26,8 +27,11 @@ if TYPE_CHECKING:
 
 FOLDER = "APP_LAUNCH_FOLDER"  # environment variable: where processes of our own launcher write their failures
 POLL_SECONDS = 0.5
-CONNECT_SECONDS = 30.0  # for the store to answer at the start
+MEETING_SECONDS = 3600.0  # for the store to answer at the start: process 0 may come late
 FAILING_CONNECT_SECONDS = 2.0  # and at a failure: it may have died with the process that held it
+UNMET_CONNECT_SECONDS = (
+    5.0  # and at a failure before the processes have met: process 0 may fail a moment later
+)
 GRACE_SECONDS = 5.0  # in which a process that noticed by itself closes its records
 READ_SECONDS = 1.0  # for others to read the flag before the process that holds the store may end
 _LAST_LINES = 20
@@ -35,6 +39,7 @@ _SECONDARY_SECONDS = 5.0  # in which others fail because a peer was killed
 
 # Set in a process that is about to end: what it then loses is no failure of its own.
 _ENDING = threading.Event()
+_SEEN: list["_Raised"] = []  # the failure of another process that this one is about to end with
 
 
 # ---- the end of this process
@@ -51,7 +56,7 @@ def reporting_crashes() -> Iterator[None]:
     except (AppError, SystemExit, KeyboardInterrupt):
         raise
     except BaseException:  # noqa: BLE001  reported with its traceback, whatever it is
-        _fail(1, traceback.format_exc().rstrip(), same_for_all=False)
+        _fail(1, traceback.format_exc().rstrip())
 
 
 def fail_as_one_of_several(problem: AppError) -> None:
@@ -61,29 +66,53 @@ def fail_as_one_of_several(problem: AppError) -> None:
     except AppError:  # that was the problem
         return
     if here.is_joined:
-        _fail(problem.exit_code, problem.report(), same_for_all=not _has_met())
+        _fail(problem.exit_code, problem.report())
 
 
 def _has_met() -> bool:
-    """Before the processes meet they all do the same, and fail in the same way."""
+    """Whether the processes depend on each other by now: before, each fails of a cause of its own."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.distributed.is_initialized()
 
 
-def _fail(code: int, text: str, *, same_for_all: bool) -> NoReturn:
+def _fail(code: int, text: str) -> NoReturn:
     """End at once: an orderly end would wait for peers that may never come."""
-    rank = world().rank
-    flag = FailureFlag(rank) if _has_met() else None
-    code_of_other = None if flag is None else flag.raise_first(code)
-    if code_of_other is not None:  # this process fails because another one has
-        os._exit(code_of_other)
-    if rank == 0 or FOLDER in os.environ or not same_for_all:
+    rank, has_met = world().rank, _has_met()
+    if _SEEN:
+        os._exit(_SEEN[0].code)
+    flag = FailureFlag(rank)
+    first = flag.raise_first(code, text, has_met=has_met)
+    if first is None or not (has_met or first.has_text(text)):
         report_failure(rank, code, text)
     sys.stdout.flush()
     sys.stderr.flush()
-    if flag is not None:
+    if first is None:
         flag.let_others_read()
-    os._exit(code)
+    os._exit(first.code if first is not None and has_met else code)
+
+
+@dataclass(frozen=True, slots=True)
+class _Raised:
+    """The failure that a raised flag tells."""
+
+    code: int
+    rank: int
+    text_hash: str
+
+    @classmethod
+    def parse(cls, value: bytes) -> "_Raised":
+        code, rank, text_hash = value.decode().split()
+        return cls(int(code), int(rank), text_hash)
+
+    def __str__(self) -> str:
+        return f"{self.code} {self.rank} {self.text_hash}"
+
+    def has_text(self, text: str) -> bool:
+        return self.text_hash == _hash(text)
+
+
+def _hash(text: str) -> str:
+    return sha256(text.encode()).hexdigest()[:16]
 
 
 class FailureFlag:
@@ -94,35 +123,57 @@ class FailureFlag:
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._key = f"app/{run}/{start}/failed"
         self._rank = rank
+        self._hosted: TCPStore | None = None
 
     def watch(self) -> None:
         """From now on, end this process with the code of the first that raises the flag, within seconds."""
         threading.Thread(target=self._watch, name="failure flag", daemon=True).start()
 
-    def raise_first(self, code: int) -> int | None:
-        """Raise the flag; where another process was first, return its code."""
+    def raise_first(self, code: int, text: str, *, has_met: bool) -> _Raised | None:
+        """Raise the flag; where another process was first, return what that one raised."""
         _ENDING.set()
-        mine = f"{code} {self._rank}"
+        mine = _Raised(code, self._rank, _hash(text))
         try:
-            found = _store(FAILING_CONNECT_SECONDS).compare_set(self._key, "", mine).decode()
-        except RuntimeError:  # the process that held the store is gone
+            store = self._store_at_failure(has_met=has_met)
+            found = _Raised.parse(store.compare_set(self._key, "", str(mine)))
+            store.add(f"{self._key}/read", 1)
+        except RuntimeError:  # the process that held the store is gone, or never came
             return None
-        return None if found == mine else int(found.split()[0])
+        return None if found == mine else found
 
     def let_others_read(self) -> None:
         """Wait after `raise_first`, before this process ends: it may be the one that holds the store."""
-        time.sleep(READ_SECONDS)
+        if self._hosted is None:
+            time.sleep(READ_SECONDS)
+            return
+        end = time.monotonic() + UNMET_CONNECT_SECONDS
+        while self._hosted.add(f"{self._key}/read", 0) < world().size and time.monotonic() < end:
+            time.sleep(POLL_SECONDS / 5)
 
     def let_down(self) -> None:
         """Stop watching, before an orderly end."""
         _ENDING.set()
 
+    def _store_at_failure(self, *, has_met: bool) -> "TCPStore":
+        """Where no launcher holds the store, process 0 does: from the meeting on, or, if it fails before, from here."""
+        if has_met or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return _store(FAILING_CONNECT_SECONDS)
+        if self._rank > 0:
+            return _store(UNMET_CONNECT_SECONDS)
+        self._hosted = _store(UNMET_CONNECT_SECONDS, hosts=True)
+        return self._hosted
+
     def _watch(self) -> None:
         try:
-            store = _store(CONNECT_SECONDS)
+            store = _store(MEETING_SECONDS)
+        except RuntimeError:  # the process itself reports that it does not reach the others
+            return
+        try:
             while not _ENDING.wait(POLL_SECONDS):
                 if store.check([self._key]):
-                    self._end(int(store.get(self._key).split()[0]), GRACE_SECONDS)
+                    _SEEN.append(_Raised.parse(store.get(self._key)))
+                    store.add(f"{self._key}/read", 1)
+                    self._end(_SEEN[0].code, GRACE_SECONDS)
         except RuntimeError:
             if not _ENDING.wait(POLL_SECONDS):  # a peer that ended in order may be a moment ahead
                 sys.stderr.write(f"process {self._rank}: the process that holds the store is gone\n")
@@ -136,13 +187,14 @@ class FailureFlag:
         os._exit(code)
 
 
-def _store(timeout_seconds: float) -> "TCPStore":
+def _store(timeout_seconds: float, *, hosts: bool = False) -> "TCPStore":
     from torch._C._distributed_c10d import TCPStore
 
     return TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
-        is_master=False,
+        is_master=hosts,
+        wait_for_workers=False,
         timeout=timedelta(seconds=timeout_seconds),
     )
 

@@ -104,6 +104,9 @@ def launch(count: int, program: Sequence[str], files: Mapping[str, str] | None =
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # a store that is gone would be a C++ stack in each process
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we print the one message
     with tempfile.TemporaryDirectory(prefix="app-launch-") as name, _forwarding_signals() as received:
         for file, text in (files or {}).items():

@@ -211,15 +211,16 @@ def start(launch: LaunchConfig, precision: str, seed: int) -> Runtime:
         os.environ.pop(name, None)
     cores = len(os.sched_getaffinity(0))
     threads = launch.threads or max(1, cores // world().local_size)
+    here = world()
+    flag = FailureFlag(here.rank) if here.is_joined else None
+    if flag is not None:
+        flag.watch()  # another process may fail before it meets this one
     accelerator = _accelerator(threads)
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     peers = HostGroup(accelerator.process_index, accelerator.num_processes, _host_group(accelerator))
     # a CPU with a number is to torch another device than its tensors have, which would be copied
     device = accelerator.device if accelerator.device.type != "cpu" else torch.device("cpu")
-    flag = FailureFlag(peers.rank) if peers.count > 1 else None
-    if flag is not None:
-        flag.watch()
     runtime = Runtime(accelerator, device, peers, torch.get_num_threads(), flag)
     runtime.seed(seed)
     return runtime

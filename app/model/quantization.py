@@ -184,9 +184,9 @@ def weight_of(layer: Any) -> Tensor:
     return weight if isinstance(layer, nn.Linear) else weight.T
 
 
-def quant_state_tensors(weight: Any) -> Iterator[Tensor]:
-    """Tensors of a 4-bit weight's quantisation state that are not parameters or buffers of its layer."""
-    state = getattr(weight, "quant_state", None)
+def quant_state_tensors(layer: nn.Module) -> Iterator[Tensor]:
+    """Tensors of a 4-bit layer's quantisation state, which are not its parameters or buffers."""
+    state: Any = getattr(layer, "quant_state", None)
     while state is not None:
         yield from (each for each in (state.absmax, state.code, state.offset) if isinstance(each, Tensor))
         state = state.state2

@@ -126,3 +126,18 @@ def test_a_foreign_launcher_needs_a_named_folder_and_decides_the_number(
     ended = zygote.run_together(tmp_path, 2, *SMALL, "output_dir=run", "launch.num_processes=3")[0]
     assert ended.code == 2
     assert "launch.num_processes=3, but this process was started as one of 2" in ended.stderr
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_wrong_for_one_process_is_told_before_they_meet(
+    zygote: Zygote, tmp_path: Path, rank: int
+) -> None:
+    (tmp_path / f"{1 - rank}.jsonl").write_text('{"text": "one"}\n' * 8)
+    began = time.monotonic()
+    ended = zygote.run_together(
+        tmp_path, 2, *SMALL, "dataset=text", "dataset.path=${oc.env:RANK}.jsonl", "output_dir=run"
+    )
+    assert time.monotonic() - began < 20
+    assert [each.code for each in ended] == [2, 2]
+    assert ended[rank].stderr.startswith(f"error: dataset.path={rank}.jsonl")
+    assert "error: " not in ended[1 - rank].stderr

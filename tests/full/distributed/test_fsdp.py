@@ -1,0 +1,212 @@
+"""Models of every kind sharded by FSDP: the gradients of one process, shares of memory, fused pieces in use."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.batch import Batch
+from app.config.schema import ParallelConfig, QuantizationConfig
+from app.distributed.fsdp import Sharding, is_sharded, local
+from app.distributed.gradient_reduction import GradientReduction
+from app.distributed.process_group import Runtime
+from app.model import fused_lora
+from app.model.activation_checkpointing import repeated_layers
+from app.model.training_model import TrainingModel
+from app.training.storage_counter import kept_bytes
+from tests.model import classes
+from tests.model.small import (
+    ALL_KINDS,
+    ENCODERS,
+    MORE_KINDS,
+    batch_of,
+    distance,
+    documents_of,
+    lora,
+    model_config,
+    numbers,
+    packed,
+    training_model_of,
+)
+from tests.several_processes import ProcessesByCount
+
+PROCESSES = 2
+NF4 = QuantizationConfig(kind="nf4", double_quant=True)
+PARALLEL = ParallelConfig(
+    kind="fsdp", shard="auto", replicate="auto", reshard=True, sync="each", overlap=False, offload=False, tensor=1,
+    context=1,
+)  # fmt: skip
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"adapter": lora()},
+    "qlora": {"adapter": lora(), "quantization": NF4},
+}
+LENGTHS = ((20, 5, 11), (7, 16, 9), (13, 12))  # of the documents of each process
+
+
+# ---- in each of the processes
+
+
+def built(kind: str, method: str, **more: Any) -> TrainingModel:
+    """In eval mode: what is dropped out differs between processes."""
+    given = METHODS[method] | more
+    if kind == "classifier":
+        return classes.of_classes("llama", **given).eval()
+    if kind == "tied":
+        return training_model_of("llama", model=model_config(architecture=tied_numbers()), **given).eval()
+    return training_model_of(kind, **given).eval()
+
+
+def tied_numbers() -> dict[str, Any]:
+    return numbers("llama", tie_word_embeddings=True)
+
+
+def batch(kind: str, rank: int) -> Batch:
+    if kind == "classifier":
+        return classes.in_one_row("llama") if rank else classes.in_rows("llama")
+    documents = documents_of(LENGTHS[rank], seed=rank)
+    return batch_of(documents, isolate=True) if kind in ENCODERS else packed(documents)
+
+
+def shard(runtime: Runtime, model: TrainingModel) -> tuple[Sharding, GradientReduction]:
+    sharding = runtime.sharding(PARALLEL)
+    assert sharding is not None
+    sharding.divide(model, repeated_layers(model.language_model), ("scores", "within"))
+    model.divided_by(sharding)
+    trained = list(model.trained().values())
+    return sharding, runtime.reduction(trained, sharding, whole_matrices=False)
+
+
+def one_step(model: TrainingModel, reduction: GradientReduction, batches: list[Batch]) -> None:
+    reduction.begin()
+    for each in batches:
+        reduction.last_loss(model(each)[0]).backward()
+    reduction.finish()
+
+
+def whole_gradients(model: TrainingModel) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in model.trained().items():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        found[name] = gradient.full_tensor() if is_sharded(gradient) else gradient.clone()
+    return found
+
+
+def gradients_of_one_process(kind: str, method: str, **more: Any) -> dict[str, Tensor]:
+    model = built(kind, method, **more)
+    for rank in range(PROCESSES):
+        model(batch(kind, rank))[0].backward()
+    return whole_gradients(model)
+
+
+def distance_to_one_process(runtime: Runtime, kind: str, method: str) -> float:
+    expected = gradients_of_one_process(kind, method)
+    model = built(kind, method)
+    _, reduction = shard(runtime, model)
+    one_step(model, reduction, [batch(kind, runtime.rank)])
+    return distance(whole_gradients(model), expected)
+
+
+def bytes_of_shards(runtime: Runtime, method: str) -> None:
+    """Of every tensor each process keeps its rows alone: after sharding, steps, evaluations and checks."""
+    model = built("llama", method)
+    shapes = {name: each.shape for name, each in model.named_parameters()}
+    scales = kept_bytes(model, torch.optim.SGD(model.trained().values()))["quantization_constants"]
+    assert (scales > 0) == (method == "qlora")
+    sharding, reduction = shard(runtime, model)
+
+    def keeps_its_rows() -> None:
+        for name, parameter in model.named_parameters():
+            assert is_sharded(parameter), name
+            parts = torch.arange(shapes[name][0]).chunk(runtime.processes)
+            own = len(parts[runtime.rank]) if runtime.rank < len(parts) else 0
+            assert tuple(local(parameter).shape) == (own, *shapes[name][1:]), name
+            row_bytes = parameter.nbytes // shapes[name][0]
+            assert local(parameter).untyped_storage().nbytes() <= len(parts[0]) * row_bytes, name
+
+    keeps_its_rows()
+    one_step(model, reduction, [batch("llama", runtime.rank)])
+    for gradient in (each.grad for each in model.trained().values()):
+        assert gradient is not None
+        assert is_sharded(gradient)
+    reduction.begin()
+    keeps_its_rows()
+    model.scores(batch("llama", 0))
+    sharding.at_rest()
+    keeps_its_rows()
+    with sharding.checking():
+        model.within(model(batch("llama", 0))[0].backward)
+    keeps_its_rows()
+    assert all(each.grad is None for each in model.parameters())
+    sharded = kept_bytes(model, torch.optim.SGD(model.trained().values()))
+    assert sharded["quantization_constants"] == scales
+
+
+def calls_of_fused_pieces(build: Callable[[], TrainingModel], run: Callable[[TrainingModel], None]) -> int:
+    calls, own = [], fused_lora.products
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return own(*arguments)
+
+    model = build()
+    fused_lora.products = counted  # type: ignore[assignment]
+    try:
+        run(model)
+    finally:
+        fused_lora.products = own
+    return len(calls)
+
+
+def fused_and_plain(runtime: Runtime, method: str) -> tuple[int, int, float]:
+    """Calls of fused pieces in one process and sharded, and the distance to PEFT's own gradients."""
+    unfused = replace(lora(), fused=False)
+    expected = gradients_of_one_process("llama", method, adapter=unfused)
+    own = batch("llama", runtime.rank)
+    alone = calls_of_fused_pieces(partial_build(method), lambda model: model(own)[0].backward())
+    found: dict[str, Tensor] = {}
+
+    def sharded_step(model: TrainingModel) -> None:
+        _, reduction = shard(runtime, model)
+        one_step(model, reduction, [own])
+        found.update(whole_gradients(model))
+
+    return alone, calls_of_fused_pieces(partial_build(method), sharded_step), distance(found, expected)
+
+
+def partial_build(method: str) -> Callable[[], TrainingModel]:
+    return lambda: built("llama", method)
+
+
+# ---- the tests
+
+
+KINDS = (*ALL_KINDS, *MORE_KINDS, "tied", "classifier")
+CASES = [
+    *((kind, method) for kind in KINDS for method in ("full", "lora")),
+    *((kind, "qlora") for kind in ("llama", "gemma2", "classifier", "bert")),
+]
+
+
+@pytest.mark.parametrize(("kind", "method"), CASES)
+def test_fsdp_of_each_kind_gives_gradients_of_one_process(
+    processes: ProcessesByCount, kind: str, method: str
+) -> None:
+    first, second = processes(PROCESSES).run(distance_to_one_process, kind, method)
+    assert first == second <= 1e-6
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_fsdp_each_process_keeps_its_rows_alone(processes: ProcessesByCount, method: str, count: int) -> None:
+    processes(count).run(bytes_of_shards, method)
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_fsdp_uses_fused_pieces(processes: ProcessesByCount, method: str) -> None:
+    for alone, sharded, apart in processes(PROCESSES).run(fused_and_plain, method):
+        assert alone == sharded > 0
+        assert apart <= 1e-6
