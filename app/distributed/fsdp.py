@@ -7,7 +7,7 @@ last norm, head) is the root unit. Weights of 4 bits are sharded as bytes; their
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +96,21 @@ class Sharding:
         for name in entries:
             register_fsdp_forward_method(model, name)
 
+    @torch.no_grad()
+    def put(self, module: nn.Module, name: str, tensor: Any) -> None:
+        """Memory for this process's rows of a parameter that was sharded on meta, and their numbers. `tensor` has
+        `rows(low, high)`. The parameter is exchanged; FSDP takes it over in its first pass.
+        """
+        given = module._parameters[name]
+        assert given is not None
+        device = "cpu" if self._offload else self.mesh.device_type
+        sharded = torch.empty_like(given, device=device)
+        own = local(sharded)
+        if own.numel():
+            rows = own_rows(sharded)
+            own.copy_(tensor.rows(rows.start, rows.stop))
+        module._parameters[name] = nn.Parameter(sharded, requires_grad=given.requires_grad)
+
     def begin_step(self) -> None:
         """Gradients of the micro-batches that follow are reduced one by one, or with the last of the step."""
         self._root.set_requires_gradient_sync(self._sync_each)
@@ -131,8 +146,12 @@ class Sharding:
 
     @contextmanager
     def gathered(self, module: nn.Module) -> Iterator[None]:
-        """Inside, a module of one of the layers has its weights. All processes together, in a pass of the model."""
-        unit = next(each for each in self._units if each is not self._root and _has(each, module))
+        """Inside, a module has its weights. All processes together, in a pass of the model, which has the root's."""
+        layers = (each for each in self._units if each is not self._root and _has(each, module))
+        unit = next(layers, None)
+        if unit is None:
+            yield
+            return
         unit.unshard()
         try:
             yield
@@ -145,14 +164,12 @@ class Sharding:
         torch.distributed.all_reduce(squares, group=group)
         return squares
 
-    def state_on_host(self, state: Mapping[str, Tensor], *, keeps: bool) -> dict[str, Tensor]:
-        """Whole tensors in memory of the host, gathered one at a time; of a process that `keeps` none, empty."""
-        found = {}
-        for name, tensor in state.items():
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if keeps:
-                found[name] = whole.detach().to("cpu", copy=True)
-        return found
+
+def whole_tensors(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """In memory of the host, gathered one at a time by all processes together."""
+    for name, tensor in state.items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        yield name, whole.detach().to("cpu")
 
 
 def _has(unit: FSDPModule, module: nn.Module) -> bool:
@@ -188,12 +205,18 @@ def local_parameters(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, n
     }
 
 
+def own_rows(tensor: Tensor) -> slice:
+    """Which rows of the whole this process keeps."""
+    if not isinstance(tensor, DTensor):
+        return slice(None)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return slice(offset[0], offset[0] + shape[0])
+
+
 def first_number(tensor: Tensor) -> int:
     """Where the first number that this process keeps stands in the whole tensor."""
-    if not isinstance(tensor, DTensor):
-        return 0
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return offset[0] * (tensor.numel() // tensor.shape[0])
+    rows = own_rows(tensor)
+    return (rows.start or 0) * (tensor.numel() // len(tensor)) if tensor.ndim else 0
 
 
 def like_shard(tensor: Tensor, shard: Tensor) -> Tensor:

@@ -10,8 +10,6 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 def save(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:
@@ -28,11 +26,3 @@ def load(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:
 def names_in(folder: Path) -> set[str]:
     """Names of all tensors of a checkpoint."""
     return set(FileSystemReader(folder).read_metadata().state_dict_metadata)
-
-
-def own_rows(tensor: Tensor) -> slice:
-    """The rows of the whole tensor that this process keeps."""
-    if not isinstance(tensor, DTensor):
-        return slice(None)
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return slice(offset[0], offset[0] + shape[0])

@@ -1,6 +1,7 @@
 """The assembly of a trainable model, top to bottom."""
 
 import logging
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -8,22 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from app.config.schema import AdapterConfig, CompileConfig, ModelConfig, QuantizationConfig, TaskConfig
 from app.model.activation_checkpointing import HostOffload, recompute, repeated_layers, require_layers
 from app.model.attention import register
+from app.model.base_weights import Base, LoadOptions, SourceTensor, put_whole
 from app.model.compile import compile_blocks
 from app.model.dtypes import DTYPES
 from app.model.fp8_linear import without_row_rounding
-from app.model.fusion import fuse
+from app.model.fusion import Fused, fuse
 from app.model.head import keep_head_in_fp32
-from app.model.held import Held
-from app.model.lora import attach
+from app.model.load_base import build_on_meta, open_base
+from app.model.lora import attach, draw_halves, trained_copies
 from app.model.quantization import Quantizer, quantizer_of, require_quantizable
 from app.model.source import local_place
 from app.model.tasks import task_of
 from app.model.training_model import TrainingModel
-from app.model.weights import build_on_meta, draw_unpacked, load_base, load_packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,49 +85,97 @@ class ModelSections:
         return self.adapter.kind == "none" and self.quantizer is None
 
 
+# Methods of a TrainingModel beside forward, whose passes gather what is sharded
+_ENTRIES = ("scores", "predicted", "likelihoods", "within")
+
+
 def build_training_model(
-    sections: ModelSections, device: torch.device, seed: int, base_path: str
+    sections: ModelSections, device: torch.device, seed: int, base_path: str, sharding: Any = None
 ) -> TrainingModel:
-    """Base weights, adapter, attention and loss, on `device`, ready for training."""
-    lm = build_base(sections, device, seed)
+    """Base weights, adapter, attention and loss, on `device`, ready for training; `sharding` divides them among
+    processes (app.distributed.fsdp.Sharding).
+    """
+    base = open_training_base(sections, device, seed)
+    on_meta = base.is_empty
     torch.manual_seed(seed)  # the adapter starts the same whatever the base drew
-    network = attach(sections.adapter, task_of(sections.task), lm, base_path)
-    compiled = compile_blocks(lm, sections.compile, device)
-    recompute(lm, sections.recompute, HostOffload() if sections.offload else None)
+    with torch.device("meta") if on_meta else nullcontext():
+        network = attach(sections.adapter, task_of(sections.task), base.lm, base_path)
+    compiled = compile_blocks(base.lm, sections.compile, device)
+    recompute(base.lm, sections.recompute, HostOffload() if sections.offload else None)
     pooled = task_of(sections.task).pooled
-    training_model = TrainingModel(network.to(device), DTYPES[sections.precision].compute, pooled=pooled)
+    training_model = TrainingModel(
+        network if on_meta else network.to(device), DTYPES[sections.precision].compute, pooled=pooled
+    )
+    if sharding is not None:
+        if on_meta and sections.quantizer is not None:
+            sections.quantizer.use_stored_shapes(network)
+        sharding.divide(training_model, repeated_layers(base.lm), _ENTRIES)
+    if on_meta:
+        put = put_whole if sharding is None else sharding.put
+        base.fill(put, trained_copies(network))
+        draw_halves(network, device, put)
+        left = [name for name, each in network.named_parameters() if each.is_meta]
+        assert not left, f"not filled: {left[:3]}"
+    elif sharding is not None:
+        training_model.base_remarks = (_LOADED_WHOLE,)
+    if sharding is not None:
+        training_model.divided_by(sharding)
     training_model.train()
     training_model.compiled_layers = compiled
     if sections.adapter.fused and compiled is None:  # a compiler sees through no pass by hand
-        with without_row_rounding(network):
-            training_model.fused = fuse(network, partial(training_model.autocast, device))
+        training_model.fused = _fused(training_model, device)
     return training_model
+
+
+_LOADED_WHOLE = (
+    "the tensors in the model's files have other names than its modules, so each process loads all of them "
+    "before it keeps its part"
+)
+
+
+def _fused(training_model: TrainingModel, device: torch.device) -> Fused:
+    """Where the model is sharded, all processes compare the same layers, each gathered in turn."""
+    autocast, sharding = partial(training_model.autocast, device), training_model.sharding
+    with without_row_rounding(training_model.network):
+        if sharding is None:
+            return fuse(training_model.network, autocast)
+        with sharding.checking():
+            return training_model.within(lambda: fuse(training_model.network, autocast, sharding.gathered))
 
 
 def build_base(sections: ModelSections, device: torch.device, seed: int) -> Any:
     """The model without an adapter, its weights as training stores them and its attention ours."""
+    base = open_training_base(sections, device, seed)
+    if base.is_empty:
+        base.fill(put_whole)
+    return base.lm
+
+
+def open_training_base(sections: ModelSections, device: torch.device, seed: int) -> Base:
+    """The structure of `build_base`; weights are filled in later, unless transformers must load them."""
     import transformers
 
     transformers.logging.disable_progress_bar()  # one line of ours says what is loaded
     logging.getLogger("transformers.modeling_utils").addFilter(_not_about_masks)
     compiled_on = None if sections.compile.kind == "none" else device
-    held = Held(sections.base_dtype, device, register(sections.attention, compiled_on))
+    options = LoadOptions(sections.base_dtype, device, register(sections.attention, compiled_on))
     task = task_of(sections.task)
-    if sections.quantizer is not None:
-        lm = load_packed(sections.model, task, sections.quantizer, held, seed)
-    else:
-        lm = load_base(sections.model, task, held, seed)
+    base = open_base(sections.model, task, options, seed, sections.quantizer)
     if task.pooled:
-        keep_head_in_fp32(lm)
-    return lm
+        keep_head_in_fp32(base.lm)
+    return base
 
 
-def unpacked_base(sections: ModelSections, device: torch.device, seed: int) -> Any | None:
-    """A random base as it was before it was quantised, or None if the training_model has it still."""
-    if sections.quantizer is None:
-        return None
-    held = Held(DTYPES[sections.precision].base, device, "eager")
-    return draw_unpacked(sections.model, task_of(sections.task), held, seed)
+def random_base(sections: ModelSections, device: torch.device, seed: int) -> Any:
+    """A random base drawn once more and kept in memory of the host, as it is before it is quantised or sharded."""
+    options = LoadOptions(DTYPES[sections.precision].base, device, "eager")
+    base = open_base(sections.model, task_of(sections.task), options, seed)
+    base.fill(_put_on_host)
+    return base.lm.to("cpu")
+
+
+def _put_on_host(module: nn.Module, name: str, tensor: SourceTensor) -> None:
+    module._parameters[name] = nn.Parameter(tensor.whole().to("cpu"), requires_grad=False)
 
 
 def _not_about_masks(record: logging.LogRecord) -> bool:

@@ -6,6 +6,7 @@ their parent, and nothing outlives it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
@@ -85,11 +86,13 @@ class _Piece:
         return all(layer.is_usable() for layer in self.layers)
 
 
-def fuse(network: nn.Module, arithmetic: Arithmetic) -> Fused:
+def fuse(
+    network: nn.Module, arithmetic: Arithmetic, gathered: Callable[[nn.Module], Any] = nullcontext
+) -> Fused:
     """Put in what gives the modules' own results, and leave alone what does not.
 
     `arithmetic` is entered for the comparison: autocast of the run's precision. None: nothing is compared, for a
-    network that has no numbers.
+    network that has no numbers. In `gathered` a module has its weights.
     """
     layers = _lora_layers(network)
     proofs: dict[tuple[Any, ...], Comparison] = {}
@@ -99,7 +102,7 @@ def fuse(network: nn.Module, arithmetic: Arithmetic) -> Fused:
         given = list(pieces)
         for alike, piece in {each.alike: each for each in given}.items():
             if arithmetic is not None:
-                with arithmetic():
+                with gathered(piece.modules[0]), arithmetic():
                     proofs[alike] = _compared(piece)
         return [piece for piece in given if arithmetic is None or proofs[piece.alike].passed]
 

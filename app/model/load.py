@@ -10,16 +10,16 @@ import torch
 from app.config.schema import ModelConfig, QuantizationConfig
 from app.errors import CheckpointError
 from app.model.attention import own_attention
+from app.model.base_weights import LoadOptions, put_whole
 from app.model.build import ModelSections, build_base
 from app.model.dtypes import DTYPES
-from app.model.held import Held
+from app.model.load_base import drawing_by, open_folder, read_weights, stored_dtype
 from app.model.lora import quiet_peft
 from app.model.quantization import quantization_after_training, quantizer_of
 from app.model.source import fetch_folder, gist, require_weights
 from app.model.tasks import Task, task_of
 from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
-from app.model.weights import drawing_by, read_packed, read_weights, stored_dtype
 
 _ADAPTER = "adapter_config.json"
 
@@ -141,7 +141,10 @@ def _load(
         quantizer = quantizer_of(quantization, dtype)
         assert quantizer is not None
         with drawing_by(seed):
-            lm = read_packed(model, task, folder, quantizer, Held(dtype, device, "eager"))
+            base = open_folder(model, task, folder, LoadOptions(dtype, device, "eager"), quantizer)
+        if base.is_empty:
+            base.fill(put_whole)
+        lm = base.lm
     lm.set_attn_implementation(own_attention(lm))
     return lm.eval()
 

@@ -1,15 +1,18 @@
 """Adapters on the linear layers of a frozen base, and the proof that exactly they are trained."""
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from app.config.did_you_mean import did_you_mean
 from app.config.schema import AdapterConfig
 from app.errors import ConfigError
+from app.model.base_weights import in_memory
 from app.model.head import head_modules, in_backbone
 from app.model.tasks import Task
 
@@ -61,6 +64,37 @@ def quiet_peft() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
         yield
+
+
+@torch.no_grad()
+def draw_halves(network: nn.Module, device: torch.device, put: Callable[..., None]) -> None:
+    """Numbers for LoRA layers that were attached on meta: those that PEFT draws where it has memory, in its order.
+
+    It moves halves to the dtype that the base is computed in before it casts them to float32, so they are rounded.
+    """
+    for name, module in network.named_modules():
+        for adapter in getattr(module, "lora_A", ()):
+            base: Any = module.get_base_layer()
+            dtype = getattr(base, "compute_dtype", None) or base.weight.dtype
+            dtype = dtype if dtype.is_floating_point else torch.float32
+            halves = [(half, getattr(module, half)[adapter]) for half in ("lora_A", "lora_B")]
+            drawn = [nn.Linear(layer.in_features, layer.out_features, bias=False) for _, layer in halves]
+            nn.init.kaiming_uniform_(drawn[0].weight, a=math.sqrt(5))
+            nn.init.zeros_(drawn[1].weight)
+            for (half, layer), numbers in zip(halves, drawn, strict=True):
+                weight = numbers.weight.detach().to(device, dtype).float()
+                put(layer, "weight", in_memory(f"{name}.{half}.{adapter}.weight", weight))
+
+
+def trained_copies(network: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Of whole modules that are trained beside a frozen original, by each module of the original."""
+    found: dict[nn.Module, nn.Module] = {}
+    for module in network.modules():
+        if hasattr(module, "original_module"):  # PEFT's wrapper
+            wrapper: Any = module
+            (copied,) = wrapper.modules_to_save.values()
+            found |= dict(zip(wrapper.original_module.modules(), copied.modules(), strict=True))
+    return found
 
 
 ADAPTERS: dict[str, Callable[[AdapterConfig, Task, Any, str], nn.Module]] = {"none": _none, "lora": _lora}

@@ -17,9 +17,9 @@ from app.errors import CheckpointError, ConfigError
 from app.model.build import ModelSections
 from app.model.dtypes import DTYPES
 from app.model.fingerprint import weight_files
+from app.model.load_base import build_on_meta
 from app.model.quantization import Quantizer, backbone_linear_layers
 from app.model.tasks import task_of
-from app.model.weights import build_on_meta
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 _PREFIX = "base_model.model."

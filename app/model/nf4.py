@@ -81,6 +81,17 @@ def install_forward(lm: nn.Module) -> None:
             layer.forward = MethodType(_forward_4bit, layer)
 
 
+def use_stored_shapes(lm: nn.Module) -> None:
+    """On meta: two weights a byte, in plain parameters, as FSDP gathers them. The state is the layer's."""
+    from bitsandbytes.nn import Linear4bit
+
+    for layer in lm.modules():
+        if isinstance(layer, Linear4bit):
+            size = (layer.weight.numel() // 2, 1)
+            bytes_ = torch.empty(size, dtype=torch.uint8, device="meta")
+            layer.weight = nn.Parameter(bytes_, requires_grad=False)
+
+
 def _forward_4bit(self: Any, x: Tensor) -> Tensor:
     """Forward with the quantisation state that the layer holds: bitsandbytes' own makes a parameter of a weight that
     FSDP gathered. On CPUs with avx512_bf16 that also rearranges every weight in place at the first evaluation: the next

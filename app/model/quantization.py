@@ -47,6 +47,14 @@ class Quantizer(ABC):
     def quantized(self, layer: Any) -> nn.Module:
         """The frozen layer that replaces a plain linear one."""
 
+    def share_state(self, quantized: nn.Module, layer: nn.Module) -> None:  # noqa: ARG002
+        """`layer`, quantised on meta, takes what `quantized` knows of its bytes beside parameters and buffers."""
+        return
+
+    def use_stored_shapes(self, lm: nn.Module) -> None:  # noqa: ARG002
+        """On meta: weights in the shape and dtype of their bytes, so that these can be sharded."""
+        return
+
     @abstractmethod
     def rounded(self, weight: Tensor) -> Tensor:
         """A weight [out, in] as the quantised layer has it, in the dtype that it came in."""
@@ -112,6 +120,13 @@ class Nf4(Quantizer):
             double_quant=self.double_quant,
             compute=self.compute,
         )
+
+    def share_state(self, quantized: Any, layer: Any) -> None:
+        layer.quant_state = quantized.quant_state
+        quantized.weight.module = layer
+
+    def use_stored_shapes(self, lm: nn.Module) -> None:
+        nf4.use_stored_shapes(lm)
 
     def unsupported(self, name: str, outputs: int, inputs: int) -> str | None:  # noqa: ARG002
         if inputs % nf4.BLOCK:

@@ -1,21 +1,31 @@
 """The finished model as files that the ordinary tools load."""
 
 import copy
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from app.model.training_model import TrainingModel
 
-State = dict[str, Tensor]
+# Bytes in a file, as transformers divides them
+MAX_FILE_BYTES = 50 * 10**9
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"} | {
+    torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"
+}  # fmt: skip
 
 
 def save_model(
-    training_model: TrainingModel, tokenizer: Any, folder: Path, state: State | None = None
+    training_model: TrainingModel,
+    tokenizer: Any,
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor]] | None = None,
 ) -> None:
-    """An adapter in PEFT's format, or a whole model in transformers' format, with the tokenizer beside it. `state`:
-    whole tensors of what is saved, where the model has parts of them only.
+    """An adapter in PEFT's format, or a whole model in transformers' format, with the tokenizer beside it. `tensors`:
+    where the model is sharded, those of `saved_tensors`, whole, one at a time.
     """
     network: Any = training_model.network
     lm = training_model.language_model
@@ -23,15 +33,95 @@ def save_model(
         training_model.pooled and lm.config.pad_token_id is None
     ):  # without it transformers answers one text at a time
         lm.config.pad_token_id = tokenizer.pad_token_id
-    given: dict[str, Any] = {} if state is None else {"state_dict": state}
-    if training_model.network is training_model.language_model:
-        _save_pretrained(network, folder, **given)
-    else:
+    if training_model.network is not training_model.language_model:
+        given: dict[str, Any] = {} if tensors is None else {"state_dict": dict(tensors)}
         # "auto" would ask the hub about the vocabulary of the base
         network.save_pretrained(str(folder), save_embedding_layers=False, **given)
         if training_model.pooled:
             _save_classes(lm, folder)
+    elif tensors is None:
+        _save_pretrained(lm, folder)
+    elif _has_other_names_in_files(lm):
+        _save_pretrained(lm, folder, state_dict=dict(tensors))
+    else:
+        _save_one_by_one(lm, folder, saved_tensors(training_model), tensors)
     tokenizer.save_pretrained(str(folder))
+
+
+def saved_tensors(training_model: TrainingModel) -> dict[str, Tensor]:
+    """What `save_model` saves, as it is on this process: tied tensors once, and in files the widest numbers first, so
+    that each begins where its numbers may.
+    """
+    if training_model.network is not training_model.language_model:
+        return dict(training_model.trained())
+    lm: Any = training_model.language_model
+    state: dict[str, Tensor] = lm.state_dict(keep_vars=True)
+    tied = {name for name, source in lm.all_tied_weights_keys.items() if state.get(name) is state.get(source)}
+    kept = [(name, tensor.detach()) for name, tensor in state.items() if name not in tied]
+    return dict(sorted(kept, key=lambda each: -each[1].element_size()))
+
+
+def _has_other_names_in_files(lm: Any) -> bool:
+    """transformers renames, splits and joins the tensors of some kinds as it saves them, all at once."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    names = {name: torch.empty_like(each, device="meta") for name, each in lm.state_dict().items()}
+    written = revert_weight_conversion(lm, dict(names))
+    return bool(lm.is_remote_code()) or written.keys() != names.keys()
+
+
+def _save_one_by_one(
+    lm: Any, folder: Path, named: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]
+) -> None:
+    """As save_pretrained does, with one tensor in memory at a time. `tensors` come in the order of `named`."""
+    numbers = copy.deepcopy(lm.config)
+    numbers.architectures, numbers.dtype = [type(lm).__name__], str(lm.dtype).removeprefix("torch.")
+    numbers.save_pretrained(folder)
+    if lm.can_generate():
+        lm.generation_config.save_pretrained(folder)
+    files = _divided(named)
+    given, places = iter(tensors), dict[str, str]()
+    for number, names in enumerate(files, 1):
+        file = f"model-{number:05}-of-{len(files):05}.safetensors" if files[1:] else "model.safetensors"
+        _write_safetensors(folder / file, {name: named[name] for name in names}, given)
+        places |= dict.fromkeys(names, file)
+    if files[1:]:
+        total = sum(each.numel() * each.element_size() for each in named.values())
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _divided(named: Mapping[str, Tensor]) -> list[list[str]]:
+    """Names of the tensors in each file."""
+    files: list[list[str]] = [[]]
+    filled = 0
+    for name, tensor in named.items():
+        size = tensor.numel() * tensor.element_size()
+        if files[-1] and filled + size > MAX_FILE_BYTES:
+            files.append([])
+            filled = 0
+        files[-1].append(name)
+        filled += size
+    return files
+
+
+def _write_safetensors(
+    file: Path, named: Mapping[str, Tensor], tensors: Iterator[tuple[str, Tensor]]
+) -> None:
+    """The format is a length, a header in JSON that tells where each tensor begins and ends, and their bytes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, each in named.items():
+        begin, end = end, end + each.numel() * each.element_size()
+        header[name] = {"dtype": _DTYPES[each.dtype], "shape": list(each.shape), "data_offsets": [begin, end]}
+    content = json.dumps(header, separators=(",", ":")).encode()
+    content += b" " * (-len(content) % 8)
+    with file.open("wb") as stream:
+        stream.write(len(content).to_bytes(8, "little") + content)
+        for name in named:
+            given, tensor = next(tensors)
+            assert given == name
+            stream.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _save_classes(lm: Any, folder: Path) -> None:
@@ -47,21 +137,20 @@ def save_base(
     training_model: TrainingModel,
     tokenizer: Any,
     folder: Path,
-    unpacked: nn.Module | None = None,
-    state: State | None = None,
+    drawn: nn.Module | None = None,
 ) -> None:
     """A base of random weights, as it was before any adapter: nothing else could make it again.
 
-    Of a quantised one the `unpacked` weights are kept: any tool reads them, and packed again they give the same bytes.
+    Of a quantised or sharded one the weights are `drawn` once more: any tool reads them, and packed again they give the
+    same bytes.
     """
-    if unpacked is None:
+    if drawn is None:
         lm = training_model.language_model
-        known = lm.state_dict() if state is None else state
-        kept = {name: tensor for name, tensor in known.items() if _is_of_base(name)}
+        kept = {name: tensor for name, tensor in lm.state_dict().items() if _is_of_base(name)}
         plain = {_without_adapter(name): tensor for name, tensor in kept.items()}
         _save_pretrained(lm, folder, state_dict=plain)
     else:
-        _save_pretrained(unpacked, folder)
+        _save_pretrained(drawn, folder)
     tokenizer.save_pretrained(str(folder))
 
 

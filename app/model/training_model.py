@@ -1,7 +1,7 @@
 """The module that is trained: its forward takes a Batch and returns the loss sum and the number of labels."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -38,6 +38,7 @@ class TrainingModel(nn.Module):
         self.pooled = pooled  # one answer per document
         lm = self.language_model
         self.linear: LinearHead | None = None  # set by checks.choose_loss_head
+        self.base_remarks: tuple[str, ...] = ()
         self.head_remarks: tuple[str, ...] = ()
         self.head: Head = pooled_head(lm) if pooled else own_head(lm)
         self.takes_segments = takes_segments(lm)
@@ -79,7 +80,7 @@ class TrainingModel(nn.Module):
     def remarks(self) -> list[str]:
         """Notes on what is computed in a slower way than it could be, or by other code than the model's own."""
         compiled = self.compiled_layers.remarks() if self.compiled_layers else []
-        return [*self.fused.remarks(), *self.head_remarks, *compiled]
+        return [*self.base_remarks, *self.fused.remarks(), *self.head_remarks, *compiled]
 
     def _labelled_rows(self, batch: Batch) -> Tensor:
         hidden = self.language_model.base_model(
@@ -111,13 +112,6 @@ class TrainingModel(nn.Module):
     def within(self, work: Callable[[], Result]) -> Result:
         """Run `work`, which calls submodules directly: a forward hook of FSDP gathers what layers share."""
         return work()
-
-    def gathered(self, state: Mapping[str, Tensor], *, keeps: bool) -> dict[str, Tensor] | None:
-        """Full tensors for the process that `keeps` them; None where the model is not sharded."""
-        if self.sharding is None:
-            return None
-        found: dict[str, Tensor] = self.sharding.state_on_host(state, keeps=keeps)
-        return found
 
     @contextlib.contextmanager
     def autocast(self, device: torch.device) -> Iterator[None]:

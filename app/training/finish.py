@@ -1,10 +1,13 @@
 """The end of a run: the weights as files, the result, and what to do next."""
 
+from collections import deque
+
 from app.config.commands import python
 from app.config.schema import RunConfig
+from app.distributed.fsdp import whole_tensors
 from app.distributed.process_group import HostGroup
 from app.files import checksummed_folder
-from app.model.save import save_model
+from app.model.save import save_model, saved_tensors
 from app.model.training_model import TrainingModel
 from app.tracking.formatting import format_bytes
 from app.tracking.recorder import Recorder, samples_table
@@ -23,14 +26,15 @@ def finish(
     if run.checkpoint.final == "best":
         _take_best(parts.checkpoints, progress, parts.stepper.trainee, record, parts.runtime.peers)
     trainee = parts.stepper.trainee
-    named = trainee.language_model.state_dict() if resolved.sections.trains_base else trainee.trained()
-    state = trainee.gathered(named, keeps=parts.runtime.rank == 0)
+    tensors = None if trainee.sharding is None else whole_tensors(saved_tensors(trainee))
     if parts.runtime.rank == 0:
         with checksummed_folder(record.folder.final) as aside:
-            save_model(trainee, resolved.tokenizer, aside, state)
+            save_model(trainee, resolved.tokenizer, aside, tensors)
         answers = samples_table(record.folder.samples)
         if answers:
             record.message(answers)
+    else:
+        deque(tensors or (), maxlen=0)  # what the first process writes is gathered by all
     what = "model" if run.adapter.kind == "none" else "adapter"
     record.message(_closing_words(what, record, known, loop))
     record.finish("finished", final=str(record.folder.final), **known)

@@ -28,11 +28,11 @@ from app.model.attention import Needs, needs_of
 from app.model.build import ModelPlan, ModelSections, plan_model
 from app.model.compile import require_compilable
 from app.model.dtypes import DTYPES
+from app.model.load_base import build_on_meta, numbers_at_hand
 from app.model.positions import first_position
 from app.model.source import positions_of
 from app.model.tasks import task_of
 from app.model.tokenizer import load_tokenizer
-from app.model.weights import build_on_meta, numbers_at_hand
 from app.optim.lr_schedule import learning_rate
 from app.training import gpu_in_use
 from app.training.auto_batch import (

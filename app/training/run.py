@@ -12,8 +12,7 @@ from app.distributed.environment import world
 from app.distributed.fsdp import first_number
 from app.distributed.gradient_reduction import ShardedGradients
 from app.errors import AppError
-from app.model.activation_checkpointing import repeated_layers
-from app.model.build import base_path, build_training_model, unpacked_base
+from app.model.build import base_path, build_training_model, random_base
 from app.model.fingerprint import base_fingerprint
 from app.model.save import save_base
 from app.model.training_model import TrainingModel
@@ -116,22 +115,11 @@ def _report_dry_run(folder: RunFolder, resolved: ResolvedRun, console: Console, 
     return 0
 
 
-_ENTRIES = (
-    "scores",
-    "predicted",
-    "likelihoods",
-    "within",
-)  # where passes of a divided model begin
-
-
 def _trainee(run: RunConfig, resolved: ResolvedRun, folder: RunFolder) -> TrainingModel:
-    sections, runtime = resolved.sections, resolved.runtime
-    trainee = build_training_model(sections, runtime.device, run.seed, base_path(run.model, folder.base))
-    sharding = runtime.sharding(run.parallel)
-    if sharding is not None:
-        sharding.divide(trainee, repeated_layers(trainee.language_model), _ENTRIES)
-        trainee.divided_by(sharding)
-    return trainee
+    runtime, place = resolved.runtime, base_path(run.model, folder.base)
+    return build_training_model(
+        resolved.sections, runtime.device, run.seed, place, runtime.sharding(run.parallel)
+    )
 
 
 def _stepper(run: RunConfig, resolved: ResolvedRun, trainee: TrainingModel) -> Stepper:
@@ -196,19 +184,14 @@ def _split_depth_noted(checkpoints: Checkpoints) -> Iterator[None]:
 
 
 def _tell_base(run: RunConfig, resolved: ResolvedRun, trainee: TrainingModel, record: Recorder) -> None:
-    """By its hash; one that no file has is kept. Layers that are lent come from all processes."""
-    is_kept = (
-        resolved.sections.keeps_random_base and run.checkpoint.save_random_base and not resolved.checkpoint
-    )
-    gathers = is_kept and resolved.sections.quantizer is None
-    named = trainee.language_model.state_dict() if gathers else {}
-    state = trainee.gathered(named, keeps=world().is_first) if gathers else None
+    """By its hash; one that no file has is kept."""
     if not world().is_first:
         return
     record.add_facts(hashes={"base": base_fingerprint(run.model)})
-    if is_kept:
-        unpacked = unpacked_base(resolved.sections, resolved.runtime.device, run.seed)
-        save_base(trainee, resolved.tokenizer, record.folder.base, unpacked, state)
+    if resolved.sections.keeps_random_base and run.checkpoint.save_random_base and not resolved.checkpoint:
+        is_plain = resolved.sections.quantizer is None and trainee.sharding is None
+        drawn = None if is_plain else random_base(resolved.sections, resolved.runtime.device, run.seed)
+        save_base(trainee, resolved.tokenizer, record.folder.base, drawn)
 
 
 def _parts(resolved: ResolvedRun, stepper: Stepper, checkpoints: Checkpoints, recorder: Recorder) -> Parts:

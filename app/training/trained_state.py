@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from app.distributed import sharded_checkpoint
-from app.distributed.fsdp import is_sharded, like_shard, local, shard_of
+from app.distributed.fsdp import is_sharded, like_shard, local, own_rows, shard_of
 from app.distributed.process_group import HostGroup
 from app.errors import CheckpointError
 from app.optim.one_by_one import STEPS_ROUNDED
@@ -145,7 +145,7 @@ def _copy_rows(saved: Any, name: str, tensor: Tensor) -> None:
     if tensor.ndim == 0:
         own.copy_(saved.get_tensor(name))
     elif own.numel():
-        own.copy_(saved.get_slice(name)[sharded_checkpoint.own_rows(tensor)])
+        own.copy_(saved.get_slice(name)[own_rows(tensor)])
 
 
 def _renamed(plain: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -84,23 +84,23 @@ def _measured(folder: Path, reader: str) -> dict[str, Any]:
     import torch
 
     from app.config.load import compose_run
-    from app.model import weights
+    from app.model import load_base
     from app.model.attention import register
-    from app.model.held import Held
+    from app.model.base_weights import LoadOptions
     from app.model.quantization import quantizer_of
     from app.model.tasks import TASKS
 
     if reader == "transformers":
-        vars(weights)["read_shards"] = lambda *_: False
+        vars(load_base)["can_be_filled"] = lambda *_: False
     run = compose_run([f"model.path={folder}", "recipe=qlora", "model.tokenizer=asset:tiny"])
     packing = quantizer_of(run.quantization, torch.bfloat16)
     assert packing is not None
     _warm_up(folder)
-    held = Held(torch.bfloat16, torch.device("cpu"), register("sdpa"))
-    given = (run.model, TASKS["causal"], packing, held, 0)
+    options = LoadOptions(torch.bfloat16, torch.device("cpu"), register("sdpa"))
+    given = (run.model, TASKS["causal"], options, 0, packing)
     with _Peak() as peak:
         began = time.perf_counter()
-        lm = weights.load_packed(*given)
+        lm = load_base.load_base(*given)
         took = time.perf_counter() - began
     return {
         "reader": reader,
@@ -119,7 +119,7 @@ def _warm_up(folder: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from app.model.shards import parameters_on_meta
+    from app.model.load_base import parameters_on_meta
 
     with parameters_on_meta():
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(folder)))

@@ -16,14 +16,14 @@ from app.data.collate import BinShape, collate_packed, collate_padded
 from app.data.objectives import label_next_tokens
 from app.distributed.process_group import Runtime, start
 from app.model.attention import register
+from app.model.base_weights import LoadOptions
 from app.model.build import build_training_model
 from app.model.checks import choose_loss_head
 from app.model.dtypes import DTYPES
-from app.model.held import Held
+from app.model.load_base import load_base
 from app.model.lora import attach
 from app.model.quantization import quantizer_of
 from app.model.tasks import TASKS
-from app.model.weights import load_base, load_packed
 from app.optim.optimizers import build_optimizer
 from app.training.choices import Choices
 from app.training.resolve import build_meta_model, resolve_choices, sections_of
@@ -79,11 +79,8 @@ def network_of(prepared: Prepared, attention: str) -> Any:
     run, device, seed = prepared.run, prepared.runtime.device, prepared.run.seed
     dtypes, task = DTYPES[prepared.choices.precision], TASKS[run.task.kind]
     packing = quantizer_of(run.quantization, dtypes.compute or dtypes.base)
-    if packing is not None:
-        lm = load_packed(run.model, task, packing, Held(dtypes.base, device, attention), seed)
-    else:
-        dtype = dtypes.base if run.adapter.kind != "none" else torch.float32
-        lm = load_base(run.model, task, Held(dtype, device, attention), seed)
+    dtype = dtypes.base if packing is not None or run.adapter.kind != "none" else torch.float32
+    lm = load_base(run.model, task, LoadOptions(dtype, device, attention), seed, packing)
     torch.manual_seed(seed)
     network: Any = attach(run.adapter, task, lm, BASE).to(device)
     network.train()

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from app.model.base_weights import LoadOptions
 from app.model.dtypes import DTYPES
-from app.model.held import Held
+from app.model.load_base import load_base
 from app.model.lora import layers_to_adapt
 from app.model.tasks import TASKS
-from app.model.weights import draw_unpacked, load_base
 from scripts.bench.contest import Contest
 from scripts.bench.loops import BASE, PACKED, Prepared, prepare
 from scripts.bench.machine import Clock
@@ -45,8 +45,7 @@ def _write_base(prepared: Prepared, folder: str) -> list[str]:
     """The weights that ours begins with; returns which layers get adapters."""
     run, device = prepared.run, prepared.runtime.device
     task, dtype = TASKS[run.task.kind], DTYPES[prepared.choices.precision].base
-    make = draw_unpacked if run.quantization.kind != "none" else load_base
-    lm = make(run.model, task, Held(dtype, device, "sdpa"), run.seed)
+    lm = load_base(run.model, task, LoadOptions(dtype, device, "sdpa"), run.seed)
     lm.save_pretrained(folder)
     return sorted({name.rpartition(".")[2] for name in layers_to_adapt(run.adapter.targets, lm)})
 
@@ -74,8 +73,8 @@ def _adapted(prepared: Prepared, folder: str, names: list[str]) -> Any:
 
 def _start_like_ours(prepared: Prepared, network: Any) -> None:
     """lora_A is drawn in the order of the layers, from the same seed, as `app.model.lora` has it drawn."""
+    from app.model.load_base import build_on_meta
     from app.model.lora import attach
-    from app.model.weights import build_on_meta
 
     run = prepared.run
     with torch.device(prepared.runtime.device):

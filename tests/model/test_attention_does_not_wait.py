@@ -13,7 +13,7 @@ from app.batch import PackedSequences
 from app.model.attention import BACKENDS, Backend, Rules, register, sdpa
 from app.model.attention.requirements import Kernel
 from app.model.attention.varlen import cudnn_kernel, flash_kernel, varlen_kernel
-from app.model.weights import build_on_meta
+from app.model.load_base import build_on_meta
 from tests.model import stand_ins
 from tests.model.small import CAUSAL, model_config
 

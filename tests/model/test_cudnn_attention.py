@@ -14,7 +14,7 @@ from app.config.schema import AttentionConfig
 from app.errors import ConfigError
 from app.model.attention import BACKENDS, Backend, Rules, needs_of, register, sdpa, select, varlen
 from app.model.attention.varlen import cudnn_kernel, cudnn_requires
-from app.model.weights import build_on_meta
+from app.model.load_base import build_on_meta
 from tests.choices import pairwise
 from tests.model.small import CAUSAL, built, model_config
 from tests.model.stand_ins import CUDNN, NEEDS, torch_2_15

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from app.config.schema import PrecisionConfig, QuantizationConfig
 from app.errors import ConfigError, EnvironmentProblem
 from app.model import fp8_linear
-from app.model.build import build_training_model, unpacked_base
+from app.model.build import build_training_model, random_base
 from app.model.fp8_linear import (
     E4M3,
     LAST_ROWS,
@@ -223,7 +223,7 @@ def test_an_adapter_is_saved_for_the_ordinary_base(tmp_path: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     tokenizer = load_tokenizer(model, needs_template=True)
-    base = unpacked_base(parts, CPU, 0)
+    base = random_base(parts, CPU, 0)
     assert base is not None
     save_base(training_model, tokenizer, tmp_path / "base", base)
     save_model(training_model, tokenizer, tmp_path / "final")

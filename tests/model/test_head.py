@@ -17,14 +17,14 @@ from app.config.schema import ModelConfig, TaskConfig
 from app.data.objectives import LabelledTokens
 from app.errors import ConfigError, EnvironmentProblem
 from app.model.attention import NAME, register
+from app.model.base_weights import LoadOptions
 from app.model.checks import check_head, check_packing
 from app.model.head import head_modules
-from app.model.held import Held
+from app.model.load_base import drawing_by, load_base, read_weights
 from app.model.save import save_model
 from app.model.tasks import task_of
 from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
-from app.model.weights import drawing_by, load_base, read_weights
 from tests.choices import taking_turns
 from tests.model.classes import CLASSES, LABELS, POOLED, adapted, in_one_row, in_rows, of_classes, rows
 from tests.model.small import distance, gradients, model_config
@@ -98,13 +98,15 @@ def test_a_new_classifier_depends_on_the_seed_alone_and_the_rest_is_that_of_the_
     tmp_path: Path,
 ) -> None:
     masked = TaskConfig(kind="masked")
-    base = load_base(model_config("bert"), task_of(masked), Held(torch.float32, CPU, register("sdpa")), 5)
+    base = load_base(
+        model_config("bert"), task_of(masked), LoadOptions(torch.float32, CPU, register("sdpa")), 5
+    )
     base.save_pretrained(str(tmp_path))
     config = ModelConfig(path=str(tmp_path), weights="pretrained", architecture={})
 
     def drawn(seed: int) -> Any:
         torch.manual_seed(torch.seed() % 1000)  # whatever was drawn before
-        return load_base(config, task_of(CLASSES), Held(torch.float32, CPU, register("sdpa")), seed)
+        return load_base(config, task_of(CLASSES), LoadOptions(torch.float32, CPU, register("sdpa")), seed)
 
     first, again, other = drawn(1), drawn(1), drawn(2)
     assert first.config.id2label == dict(enumerate(LABELS))

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from app.config.schema import AdapterConfig, ModelConfig, QuantizationConfig
 from app.errors import CheckpointError, ConfigError
-from app.model.build import ModelSections, base_path, build_training_model, unpacked_base
+from app.model.build import ModelSections, base_path, build_training_model, random_base
 from app.model.merge import Merge, merged_config, plan_merge, read_lora_deltas
 from app.model.save import save_base, save_model
 from app.model.tokenizer import load_tokenizer
@@ -49,7 +49,7 @@ class Tuned:
             parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
         tokenizer = load_tokenizer(model_config(), needs_template=True)
         if adapter.kind != "none":
-            save_base(self.training_model, tokenizer, self.base, unpacked_base(parts, CPU, 0))
+            save_base(self.training_model, tokenizer, self.base, random_base(parts, CPU, 0))
         save_model(self.training_model, tokenizer, self.final)
         self.kind = kind
         self.weights = self.base if adapter.kind != "none" else self.final

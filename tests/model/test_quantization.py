@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from app.config.schema import ModelConfig, PrecisionConfig, QuantizationConfig
 from app.errors import ConfigError
 from app.model.attention import register
-from app.model.build import ModelSections, build_training_model, plan_model, unpacked_base
-from app.model.held import Held
+from app.model.base_weights import LoadOptions
+from app.model.build import ModelSections, build_training_model, plan_model, random_base
 from app.model.load import load_tuned
+from app.model.load_base import build_on_meta, load_base
 from app.model.nf4 import DequantizeBuffer, dequantized
 from app.model.quantization import Nf4, notes, quantizer_of
 from app.model.save import save_base, save_model
 from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
-from app.model.weights import build_on_meta, load_base, load_packed
 from tests.model.small import (
     CAUSAL,
     batch_of,
@@ -97,9 +97,8 @@ def linear_in_backbone(kind: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("kind", DENSE)
 def test_the_whole_backbone_is_in_four_bits_and_the_head_is_not(kind: str) -> None:
-    lm = load_packed(
-        wide(kind), CAUSAL, packing(torch.bfloat16), Held(torch.bfloat16, CPU, register("sdpa")), 0
-    )
+    options = LoadOptions(torch.bfloat16, CPU, register("sdpa"))
+    lm = load_base(wide(kind), CAUSAL, options, 0, packing(torch.bfloat16))
     layers = dict(packed_layers(lm))
     sizes = linear_in_backbone(kind)
     assert layers.keys() == sizes.keys()
@@ -133,8 +132,7 @@ def test_a_random_base_is_drawn_and_saved_and_packed_again_to_the_same_bytes(
     assert not same(packed_bytes(build_training_model(parts, CPU, 1, "base").network), base)
 
     tokenizer = load_tokenizer(wide(), needs_template=True)
-    unpacked = unpacked_base(parts, CPU, 0)
-    assert unpacked is not None
+    unpacked = random_base(parts, CPU, 0)
     save_base(training_model, tokenizer, tmp_path, unpacked)
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
     again = build_training_model(
@@ -149,10 +147,12 @@ def test_a_random_base_is_drawn_and_saved_and_packed_again_to_the_same_bytes(
 def test_a_folder_is_packed_as_it_is_read_like_its_layers_one_by_one(kind: str, tmp_path: Path) -> None:
     built(kind, "eager", **wide_numbers(kind)).save_pretrained(str(tmp_path))
     config = wide(path=str(tmp_path))
-    whole = load_base(config, CAUSAL, Held(torch.float32, CPU, register("sdpa")), 0)
+    whole = load_base(config, CAUSAL, LoadOptions(torch.float32, CPU, register("sdpa")), 0)
     packing(torch.float32).quantize(whole.base_model)
     packing(torch.float32).finish(whole)
-    read = load_packed(config, CAUSAL, packing(torch.float32), Held(torch.float32, CPU, register("sdpa")), 0)
+    read = load_base(
+        config, CAUSAL, LoadOptions(torch.float32, CPU, register("sdpa")), 0, packing(torch.float32)
+    )
     assert same(packed_bytes(read), packed_bytes(whole))
     with torch.no_grad():
         assert read.eval()(IDS).logits.equal(whole.eval()(IDS).logits)
@@ -163,7 +163,7 @@ def test_weights_of_a_bf16_folder_pack_to_the_same_bytes_in_fp32(tmp_path: Path)
     built("llama", "eager", torch.bfloat16, **wide_numbers("llama")).save_pretrained(str(tmp_path))
     config = wide(path=str(tmp_path))
     found = [
-        packed_bytes(load_packed(config, CAUSAL, packing(dtype), Held(dtype, CPU, register("sdpa")), 0))
+        packed_bytes(load_base(config, CAUSAL, LoadOptions(dtype, CPU, register("sdpa")), 0, packing(dtype)))
         for dtype in (torch.float32, torch.bfloat16)
     ]
     assert same(*found)
@@ -232,8 +232,7 @@ def test_loss_and_gradients_are_those_of_the_unpacked_weights(precision: str, al
 def test_four_bits_are_not_the_weights_they_were_made_of() -> None:
     """Or the tests above would also pass without quantisation."""
     training_model = qlora()
-    base = unpacked_base(parts_of(), CPU, 0)
-    assert base is not None
+    base = random_base(parts_of(), CPU, 0)
     rounded = (
         unpacked_copy(training_model, "fp32")
         .language_model.base_model.layers[0]
@@ -337,7 +336,7 @@ def test_the_adapter_gives_the_same_logits_on_the_same_base_here_and_elsewhere(
         optimizer.step()
         optimizer.zero_grad()
     tokenizer = load_tokenizer(wide(), needs_template=True)
-    save_base(training_model, tokenizer, tmp_path / "base", unpacked_base(parts, CPU, 0))
+    save_base(training_model, tokenizer, tmp_path / "base", random_base(parts, CPU, 0))
     save_model(training_model, tokenizer, tmp_path / "final")
     with torch.no_grad():
         ours = training_model.language_model.eval()(IDS).logits

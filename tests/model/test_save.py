@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from app.config.schema import AdapterConfig
 from app.errors import CheckpointError, EnvironmentProblem
+from app.model import save
 from app.model.build import base_path, build_training_model
 from app.model.load import load_tuned, load_tuned_tokenizer
-from app.model.save import save_base, save_model
+from app.model.save import save_base, save_model, saved_tensors
 from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
 from tests.model.small import (
@@ -25,6 +28,8 @@ from tests.model.small import (
     lora,
     model_config,
     sections,
+    task_of,
+    training_model_of,
 )
 
 CPU = torch.device("cpu")
@@ -164,6 +169,33 @@ def test_a_random_base_is_kept_as_it_was_before_the_adapter(kind: str, tmp_path:
     tuned = logits(load_tuned(tmp_path, config, CAUSAL, adapter=True))
     assert distance(tuned, logits(training_model.language_model)) <= 1e-6
     assert distance(tuned, logits(base)) > 1e-2
+
+
+@pytest.mark.parametrize("limit", [None, 20_000])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2", "bert", "mixtral"])
+def test_sharded_model_saved_tensor_by_tensor_equals_a_whole_one(
+    kind: str, limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training_model = training_model_of(kind, full())
+    tokenizer = load_tokenizer(model_config(), needs_template=True)
+    if limit is not None:
+        monkeypatch.setattr(save, "MAX_FILE_BYTES", limit)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    save_model(training_model, tokenizer, whole)
+    save_model(training_model, tokenizer, parts, iter(saved_tensors(training_model).items()))
+    for name in ("config.json", "generation_config.json"):
+        files = [folder / name for folder in (whole, parts)]
+        assert len({file.read_text() if file.exists() else "" for file in files}) == 1, name
+    written = list(parts.glob("*.safetensors"))
+    assert (len(written) > 1) == (limit is not None and kind != "mixtral"), "its tensors are joined in memory"
+    left, right = load_file(whole / "model.safetensors"), dict[str, Tensor]()
+    for file in written:
+        right |= load_file(file)
+    assert left.keys() == right.keys()
+    assert all(left[name].equal(right[name]) for name in left)
+    lm = task_of(kind).model_class.from_pretrained(str(parts))
+    expected = training_model.language_model.state_dict()
+    assert all(each.equal(expected[name]) for name, each in lm.state_dict().items())
 
 
 def test_a_tuned_model_answers_from_its_folder(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ import torch
 from app.config.schema import TaskConfig
 from app.errors import ConfigError
 from app.model.attention import register
+from app.model.base_weights import LoadOptions
 from app.model.build import plan_model
-from app.model.held import Held
-from app.model.weights import load_base
+from app.model.load_base import load_base
 from tests.model.small import CAUSAL, KINDS, full, lora, model_config, sections
 
 _UNDECODED: dict[str, Any] = {"is_decoder": False}
@@ -87,14 +87,14 @@ def attempts(config: Any) -> list[Callable[[], Any]]:
     device = torch.device("cpu")
     return [
         lambda: plan_model(sections(config, full())),
-        lambda: load_base(config, CAUSAL, Held(torch.float32, device, register("sdpa")), seed=0),
+        lambda: load_base(config, CAUSAL, LoadOptions(torch.float32, device, register("sdpa")), seed=0),
     ]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "opt"])
 def test_the_plan_accepts_kinds_that_are_right_and_counts_them(kind: str) -> None:
     config = model_config(kind)
-    lm = load_base(config, CAUSAL, Held(torch.float32, torch.device("cpu"), register("sdpa")), seed=0)
+    lm = load_base(config, CAUSAL, LoadOptions(torch.float32, torch.device("cpu"), register("sdpa")), seed=0)
     plan = plan_model(sections(config, full()))
     assert plan.total == plan.trained == sum(p.numel() for p in lm.parameters())
     with_adapter = plan_model(sections(config, lora(r=2)))

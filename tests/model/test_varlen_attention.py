@@ -27,7 +27,7 @@ from app.model.attention import (
 )
 from app.model.attention.requirements import Kernel
 from app.model.attention.varlen import flash_kernel, flash_requires, varlen_kernel, varlen_requires
-from app.model.weights import build_on_meta
+from app.model.load_base import build_on_meta
 from tests.choices import pairwise
 from tests.model import stand_ins
 from tests.model.small import CAUSAL, KINDS, built, model_config

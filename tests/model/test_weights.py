@@ -12,12 +12,12 @@ from omegaconf import OmegaConf
 from app.config.groups import CONF
 from app.errors import AppError, ConfigError, EnvironmentProblem
 from app.model.attention import NAME, register
+from app.model.base_weights import LoadOptions
 from app.model.build import base_path, build_training_model, plan_model
-from app.model.held import Held
 from app.model.load import load_tuned
+from app.model.load_base import build_on_meta, load_base
 from app.model.save import save_model
 from app.model.tokenizer import load_tokenizer
-from app.model.weights import build_on_meta, load_base
 from tests.model.small import (
     CAUSAL,
     KINDS,
@@ -45,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def load(config: Any, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
-    return load_base(config, CAUSAL, Held(dtype, CPU, register("sdpa")), seed)
+    return load_base(config, CAUSAL, LoadOptions(dtype, CPU, register("sdpa")), seed)
 
 
 @pytest.mark.parametrize(

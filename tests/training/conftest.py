@@ -17,10 +17,10 @@ from app.distributed.process_group import Runtime, start
 from app.model.attention import Needs, needs_of
 from app.model.build import ModelSections, build_training_model
 from app.model.dtypes import DTYPES
+from app.model.load_base import build_on_meta
 from app.model.tasks import TASKS
 from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
-from app.model.weights import build_on_meta
 from app.optim.optimizers import build_optimizer
 from app.tracking.recorder import Recorder
 from app.training.auto_batch import recomputed_layers

@@ -14,11 +14,11 @@ from app.data.loader import Loader, StepSplit
 from app.data.prepare import Data
 from app.distributed.process_group import start
 from app.model.attention import register, select
+from app.model.base_weights import LoadOptions
 from app.model.build import build_training_model
-from app.model.held import Held
+from app.model.load_base import load_base
 from app.model.tasks import TASKS
 from app.model.training_model import TrainingModel
-from app.model.weights import load_base
 from app.optim.optimizers import build_optimizer
 from app.training.train_step import Stepper
 from tests.training.conftest import needs_for, sections_of, small_run
@@ -32,7 +32,9 @@ def run_on_a_saved_base(folder: Path, *overrides: str) -> RunConfig:
     """Random weights, drawn on the CPU wherever the run is going to be."""
     run = small_run("recipe=qlora", "model.architecture.initializer_range=0.2", *overrides)
     cpu, task = torch.device("cpu"), TASKS["causal"]
-    load_base(run.model, task, Held(torch.float32, cpu, register("sdpa")), 0).save_pretrained(str(folder))
+    load_base(run.model, task, LoadOptions(torch.float32, cpu, register("sdpa")), 0).save_pretrained(
+        str(folder)
+    )
     return replace(run, model=replace(run.model, path=str(folder), weights="pretrained"))
 
 

@@ -1,108 +1,127 @@
-"""The base model: loaded from safetensors, or built from the numbers in its YAML."""
+"""The base model of transformers: its structure from config.json or from the numbers in its YAML, then its weights.
+
+A kind whose files have other names than its modules is loaded whole, by transformers itself; `model.base_weights` fills
+all others tensor by tensor.
+"""
 
 import contextlib
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from app.config.did_you_mean import did_you_mean
 from app.config.schema import ModelConfig
 from app.errors import ConfigError, EnvironmentProblem
-from app.model.drawing import draw
+from app.model.base_weights import (
+    Base,
+    LoadOptions,
+    can_be_filled,
+    files_in,
+    put_whole,
+    random_tensors,
+    tensors_in_files,
+)
 from app.model.head import is_of_head
-from app.model.held import Held
 from app.model.quantization import Quantizer, other_linear_layers, require_quantizable
-from app.model.shards import parameters_on_meta, read_shards
 from app.model.source import fetch_folder, folder_at_hand, gist, local_place, require_config, require_weights
 from app.model.supported_models import require_kind, require_structure
 from app.model.tasks import Task
 
 
 def load_base(
-    config: ModelConfig,
-    task: Task,
-    held: Held,
-    seed: int,
+    config: ModelConfig, task: Task, options: LoadOptions, seed: int, quantizer: Quantizer | None = None
 ) -> Any:
-    """A causal language model of transformers."""
-    if config.weights == "random":
-        lm = _random(config, task, _numbers(config, task), held, seed)
-    else:
-        folder = fetch_folder(config, config.path, with_weights=True)
-        require_weights(folder, config.path)
-        require_kind(config, task, _numbers_of(config, task, folder))
-        with drawing_by(seed):
-            lm = read_weights(config, task, folder, **_options(held))
-    require_structure(config, task, lm)
-    return lm
+    """A causal language model of transformers, with all of its weights; with `quantizer` the backbone in fewer bits."""
+    base = open_base(config, task, options, seed, quantizer)
+    if base.is_empty:
+        base.fill(put_whole)
+    return base.lm
 
 
-def _without_weights(config: ModelConfig, task: Task, folder: Path, held: Held) -> Any:
-    """The model of a local folder, with the buffers that it computes."""
-    with _readable(config, folder), parameters_on_meta():
-        return _from_config(config, task, _numbers_of(config, task, folder), held.dtype, held.attention)
-
-
-def _options(held: Held) -> dict[str, Any]:
-    """For transformers."""
-    return {"dtype": held.dtype, "attn_implementation": held.attention, "device_map": {"": held.device}}
-
-
-def load_packed(
-    config: ModelConfig,
-    task: Task,
-    quantizer: Quantizer,
-    held: Held,
-    seed: int,
-) -> Any:
-    """The same with the backbone in fewer bits; unpacked it never exists as a whole."""
-    lack = quantizer.missing_on(held.device)
+def open_base(
+    config: ModelConfig, task: Task, options: LoadOptions, seed: int, quantizer: Quantizer | None = None
+) -> Base:
+    """A base whose structure is settled; unless it was loaded whole its weights are filled in later."""
+    lack = None if quantizer is None else quantizer.missing_on(options.device)
     if lack is not None:
         raise ConfigError(lack)
     if config.weights == "random":
-        lm = _on_meta(config, task, _numbers(config, task), held.dtype, held.attention)
-        require_quantizable(config, lm, quantizer)
-        draw(lm, held.device, seed, quantizer.quantize)
-        quantizer.quantize(lm.base_model)  # what is linear beside the repeated layers
-        quantizer.finish(lm)
-    else:
-        folder = fetch_folder(config, config.path, with_weights=True)
-        require_weights(folder, config.path)
-        with drawing_by(seed):
-            lm = read_packed(config, task, folder, quantizer, held)
-    require_structure(config, task, lm)
-    return lm
+        return _random_base(config, task, options, seed, quantizer)
+    folder = fetch_folder(config, config.path, with_weights=True)
+    require_weights(folder, config.path)
+    with drawing_by(seed):
+        return open_folder(config, task, folder, options, quantizer)
 
 
-def read_packed(config: ModelConfig, task: Task, folder: Path, quantizer: Quantizer, held: Held) -> Any:
-    """The model of a local folder, each weight packed as it is read."""
-    plan = _on_meta(config, task, _numbers_of(config, task, folder), held.dtype, held.attention)
-    require_quantizable(config, plan, quantizer)
-    lm = _without_weights(config, task, folder, held)
+def open_folder(
+    config: ModelConfig, task: Task, folder: Path, options: LoadOptions, quantizer: Quantizer | None
+) -> Base:
+    """A local folder. What transformers must load is loaded here, by it, packed as it is read where it can."""
+    plan = _planned(config, task, _numbers_of(config, task, folder), options, quantizer)
+    with _readable(config, folder), parameters_on_meta():
+        lm = _from_config(config, task, _numbers_of(config, task, folder), options.dtype, options.attention)
+    lm.tie_weights()
     with _readable(config, folder):
-        is_read = read_shards(lm, folder, quantizer, held)
-    if not is_read:
-        told = quantizer.transformers_config(other_linear_layers(plan))
+        files = files_in(folder)
+    if can_be_filled(lm, files):
+        _take_generation_settings(lm, folder)
+        shapes = {name: each.shape for name, each in plan.named_parameters(remove_duplicate=False)}
+        base = Base(lm, options, tensors_in_files(files, shapes), partial(_readable, config, folder))
+    else:
+        told = None if quantizer is None else quantizer.transformers_config(other_linear_layers(plan))
         packs = {} if told is None else {"quantization_config": told}
-        lm = read_weights(config, task, folder, **_options(held), **packs)
-        quantizer.quantize(lm.base_model)  # nothing is left where transformers did
-    quantizer.finish(lm)
-    return lm
+        place = {"dtype": options.dtype, "attn_implementation": options.attention}
+        lm = read_weights(config, task, folder, device_map={"": options.device}, **place, **packs)
+        base = Base(lm, options)
+    if quantizer is not None:
+        base.quantize(quantizer)
+    lm.eval()
+    return base
 
 
-def draw_unpacked(config: ModelConfig, task: Task, held: Held, seed: int) -> Any:
-    """The base that load_packed packed, drawn once more and kept in host memory, for saving."""
-    lm = _on_meta(config, task, _numbers(config, task), held.dtype, held.attention)
-    draw(lm, held.device, seed, _to_host)
-    return lm.to("cpu")
+def _random_base(
+    config: ModelConfig, task: Task, options: LoadOptions, seed: int, quantizer: Quantizer | None
+) -> Base:
+    plan = _planned(config, task, _numbers(config, task), options, quantizer)
+    with parameters_on_meta():
+        lm = _from_config(config, task, _numbers(config, task), options.dtype, options.attention)
+    lm.tie_weights()
+    base = Base(lm.eval(), options, random_tensors(plan, options.device, seed))
+    if quantizer is not None:
+        base.quantize(quantizer)
+    return base
 
 
-def _to_host(layer: nn.Module) -> None:
-    layer.to("cpu")
+def _planned(
+    config: ModelConfig, task: Task, numbers: Any, options: LoadOptions, quantizer: Quantizer | None
+) -> Any:
+    """The model without memory, and refusals of what cannot be trained or packed."""
+    plan = _on_meta(config, task, numbers, options.dtype, options.attention)
+    require_structure(config, task, plan)
+    if quantizer is not None:
+        require_quantizable(config, plan, quantizer)
+    return plan
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Models that are made inside have no parameters in memory, but the buffers that they compute."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        yield
+
+
+def _take_generation_settings(lm: Any, folder: Path) -> None:
+    """As from_pretrained does: they are no part of the model's own numbers."""
+    from transformers import GenerationConfig
+
+    if (folder / "generation_config.json").is_file():
+        lm.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
 
 
 def build_on_meta(config: ModelConfig, task: Task, attention: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -125,15 +144,6 @@ def _on_meta(config: ModelConfig, task: Task, numbers: Any, dtype: torch.dtype, 
     require_kind(config, task, numbers)
     with torch.device("meta"):
         return _from_config(config, task, numbers, dtype, attention)
-
-
-def _random(config: ModelConfig, task: Task, numbers: Any, held: Held, seed: int) -> Any:
-    """The draws of the rest of the program stay what they were."""
-    require_kind(config, task, numbers)
-    drawn_on = [held.device] if held.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=drawn_on), torch.device(held.device):
-        torch.manual_seed(seed)
-        return _from_config(config, task, numbers, held.dtype, held.attention)
 
 
 def _numbers(config: ModelConfig, task: Task) -> Any:

@@ -1,4 +1,4 @@
-"""A base packed file by file is the one that transformers packs, and needs the memory of one file."""
+"""A base is filled with the tensors that transformers reads, or with random ones that depend on names alone."""
 
 import json
 from pathlib import Path
@@ -10,13 +10,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from app.errors import EnvironmentProblem
-from app.model import weights
+from app.model import load_base
 from app.model.attention import register
-from app.model.held import Held
+from app.model.base_weights import LoadOptions
 from app.model.quantization import quantizer_of
-from app.model.shards import read_shards
-from app.model.weights import load_packed
-from tests.model.small import CAUSAL, built, documents_of, wide_numbers
+from tests.model.small import (
+    ALL_KINDS,
+    CAUSAL,
+    built,
+    config_of,
+    documents_of,
+    model_config,
+    task_of,
+    wide_numbers,
+)
 from tests.model.test_quantization import NF4, packed_bytes, wide
 
 CPU = torch.device("cpu")
@@ -33,7 +40,13 @@ def saved(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     four_bit = quantizer_of(NF4, dtype)
     assert four_bit is not None
-    return load_packed(wide(path=str(folder)), CAUSAL, four_bit, Held(dtype, CPU, register("sdpa")), 0)
+    options = LoadOptions(dtype, CPU, register("sdpa"))
+    return load_base.load_base(wide(path=str(folder)), CAUSAL, options, 0, four_bit)
+
+
+def open_base(folder: Path) -> Any:
+    options = LoadOptions(torch.float32, CPU, register("sdpa"))
+    return load_base.open_base(model_config(path=str(folder)), CAUSAL, options, 0)
 
 
 def state(lm: Any) -> dict[str, Tensor]:
@@ -48,17 +61,11 @@ def test_what_is_read_is_what_transformers_reads(
     kind: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = saved(kind, tmp_path)
-    asked: list[bool] = []
-
-    def noted(*given: Any) -> bool:
-        asked.append(read_shards(*given))
-        return asked[-1]
-
-    monkeypatch.setattr(weights, "read_shards", noted)
     ours = load(folder, dtype)
-    monkeypatch.setattr(weights, "read_shards", lambda *_: False)
+    assert open_base(folder).is_empty, "its tensors are read one at a time"
+    monkeypatch.setattr(load_base, "can_be_filled", lambda *_: False)
     theirs = load(folder, dtype)
-    assert asked == [True], "it was read here"
+    assert not open_base(folder).is_empty
     left, right = state(ours), state(theirs)
     assert left.keys() == right.keys()
     for name in left:
@@ -108,3 +115,47 @@ def test_a_damaged_file_is_told_with_its_folder(damage: str, tmp_path: Path) -> 
     with pytest.raises(EnvironmentProblem, match=r"cannot be loaded") as refusal:
         load(folder)
     assert str(folder) in str(refusal.value)
+
+
+def drawn(kind: str, seed: int = 0, four_bit: Any = None) -> Any:
+    options = LoadOptions(torch.float32, CPU, "eager")
+    config = model_config(kind) if four_bit is None else wide(kind)
+    return load_base.load_base(config, task_of(kind), options, seed, four_bit)
+
+
+@pytest.mark.parametrize("kind", [*ALL_KINDS, "deepseek_v3", "opt"])
+def test_random_base_is_as_large_as_its_own_initialisation_makes_it(kind: str) -> None:
+    """Buffers are equal, tied weights tied; what a kind initialises by the role of a module is, too."""
+    lm, whole = drawn(kind), fresh(kind)
+    expected = dict(whole.named_parameters())
+    assert {name for name, _ in lm.named_parameters()} == expected.keys()
+    for name, parameter in lm.named_parameters():
+        assert parameter.device == CPU
+        spread = float(expected[name].detach().float().std(correction=0))
+        if spread == 0:
+            assert parameter.equal(expected[name]), name
+        elif parameter.numel() > 500:
+            assert float(parameter.detach().std()) == pytest.approx(spread, rel=0.2), name
+    buffers = dict(whole.named_buffers())
+    assert all(buffer.equal(buffers[name]) for name, buffer in lm.named_buffers())
+    head, embedding = lm.get_output_embeddings().weight, lm.get_input_embeddings().weight
+    assert (head is embedding) == lm.config.tie_word_embeddings
+
+
+def fresh(kind: str) -> Any:
+    config = config_of(kind)
+    with torch.random.fork_rng(devices=[]):
+        return task_of(kind).model_class.from_config(config, attn_implementation="eager")
+
+
+def test_random_numbers_depend_on_seed_and_name_alone() -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    first = drawn("llama").state_dict()
+    assert torch.rand(3).equal(expected), "what the program draws stays what it was"
+    again, other = drawn("llama").state_dict(), drawn("llama", seed=1).state_dict()
+    assert all(first[name].equal(again[name]) for name in first)
+    assert not first["lm_head.weight"].equal(other["lm_head.weight"])
+    layers = [first[f"model.layers.{at}.mlp.up_proj.weight"] for at in range(2)]
+    assert not layers[0].equal(layers[1])

@@ -1,0 +1,251 @@
+"""The weights of a base: where its tensors come from, one at a time, and the walk that fills a model with them.
+
+The order serves any number of processes. Structure comes first, on meta: packed layers, adapters, shards. Then one
+walk over the tensors of the base fills what this process keeps of them, so that no process ever holds the whole model.
+"""
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from app.model.quantization import Quantizer, backbone_linear_layers
+
+_ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How the weights of a base are stored, where, and with which attention, a name that transformers knows."""
+
+    dtype: torch.dtype
+    device: torch.device
+    attention: str
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTensor:
+    """A tensor of a base, not read yet. What is read may be a mapped piece of a file, or shared: copy it to keep it."""
+
+    name: str
+    shape: torch.Size
+    whole: Callable[[], Tensor]
+    rows: Callable[[int, int], Tensor]  # from the first up to the second number
+
+
+# Gives a module's parameter its numbers, of which a process may keep some rows only
+Put = Callable[[nn.Module, str, SourceTensor], None]
+
+
+class Base:
+    """A base model. `lm` is on meta until it is filled, but for the buffers that it computes; or was loaded whole."""
+
+    def __init__(
+        self,
+        lm: Any,
+        options: LoadOptions,
+        tensors: Iterable[SourceTensor] | None = None,
+        readable: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.lm = lm
+        self._options = options
+        self._tensors = tensors
+        self._readable = readable  # around reading: one message for files that are damaged
+        self._modules = dict(lm.named_modules())
+        self._quantizer: Quantizer | None = None
+        self._plain: dict[str, nn.Module] = {}  # of layers that are quantised, as they were before
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether its weights are still to be read or drawn."""
+        return self._tensors is not None
+
+    def quantize(self, quantizer: Quantizer) -> None:
+        """Quantised layers in place of plain ones. On meta this is structure alone."""
+        self._quantizer = quantizer
+        self._plain = {name: self.lm.get_submodule(name) for name in backbone_linear_layers(self.lm)}
+        quantizer.quantize(self.lm.base_model)  # nothing is left where transformers did
+        quantizer.finish(self.lm)
+        self._modules = dict(self.lm.named_modules())
+
+    def fill(self, put: Put, copies: Mapping[nn.Module, nn.Module] | None = None) -> None:
+        """`copies`: modules that begin with the numbers of others, as a head that an adapter trains."""
+        assert self._tensors is not None
+        owners = self._owners()
+        with self._readable():
+            for tensor in self._tensors:
+                place, _, last = tensor.name.rpartition(".")
+                if place in self._plain and last == "weight":
+                    self._put_quantized(place, tensor, put)
+                    continue
+                module = self._modules[place]
+                parameter, holders = owners[id(module._parameters[last])]
+                put(module, last, self._converted(tensor, parameter))
+                for other, name in holders:
+                    other._parameters[name] = module._parameters[last]
+                if copies and module in copies:
+                    put(copies[module], last, self._converted(tensor, parameter))
+        self._tensors = None
+        for module in self.lm.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(self._options.device)
+
+    def _owners(self) -> dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
+        """By the id of a parameter on meta: tied ones are several modules'. It is held, so that no id comes again."""
+        found: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
+        for module in self._modules.values():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    found.setdefault(id(parameter), (parameter, []))[1].append((module, name))
+        return found
+
+    def _converted(self, tensor: SourceTensor, parameter: nn.Parameter) -> SourceTensor:
+        """In the dtype and on the device that training has it in. A head in float32 is rounded as its backbone is."""
+
+        def convert(given: Tensor, *, copied: bool) -> Tensor:
+            dtype = self._options.dtype if given.is_floating_point() else given.dtype
+            return given.to(self._options.device, dtype, copy=copied).to(parameter.dtype)
+
+        return SourceTensor(
+            tensor.name,
+            tensor.shape,
+            lambda: convert(tensor.whole(), copied=True),
+            lambda low, high: convert(tensor.rows(low, high), copied=False),
+        )
+
+    def _put_quantized(self, name: str, tensor: SourceTensor, put: Put) -> None:
+        """Quantised whole: a process that keeps some rows of the bytes has the scales of all."""
+        assert self._quantizer is not None
+        layer = copy.copy(self._plain[name])
+        weight = tensor.whole().to(self._options.device, self._options.dtype)
+        layer._parameters = {"weight": nn.Parameter(weight, requires_grad=False), "bias": None}
+        quantized = self._quantizer.quantized(layer)
+        module = self._modules[name]
+        self._quantizer.share_state(quantized, module)
+        for last, bytes_ in quantized.named_parameters():
+            put(module, last, in_memory(tensor.name, bytes_))
+        module._buffers.update(quantized._buffers)
+
+
+def put_whole(module: nn.Module, name: str, tensor: SourceTensor) -> None:
+    """All of it, by one process that keeps the whole model."""
+    whole, expected = tensor.whole(), module._parameters[name]
+    assert expected is not None
+    if not isinstance(whole, nn.Parameter):  # or one of bitsandbytes' class
+        whole = nn.Parameter(whole, requires_grad=expected.requires_grad)
+    module._parameters[name] = whole
+
+
+def in_memory(name: str, tensor: Tensor) -> SourceTensor:
+    """A tensor that is there."""
+    return SourceTensor(name, tensor.shape, lambda: tensor, lambda low, high: tensor.detach()[low:high])
+
+
+def tensors_in_files(
+    files: Mapping[Path, set[str]], shapes: Mapping[str, torch.Size]
+) -> Iterator[SourceTensor]:
+    """File by file. transformers keeps every file mapped until the last one is through; here one is open at a time."""
+    for file, names in files.items():
+        with _opened(file) as content:
+            for name in sorted(names):
+                shape, expected = content.get_slice(name).get_shape(), shapes[name]
+                if tuple(shape) != expected:
+                    raise ValueError(f"{name} is {tuple(shape)}, the model has {tuple(expected)}")
+                yield SourceTensor(
+                    name, expected, partial(content.get_tensor, name), partial(_rows, content, name)
+                )
+
+
+def random_tensors(lm: Any, device: torch.device, seed: int) -> Iterator[SourceTensor]:
+    """Tensors on `device` for an `lm` on meta, those of one module at a time; tied ones once.
+
+    The numbers depend on seed, kind, sizes and the module's name alone, and what the rest of the program draws stays
+    what it was.
+    """
+    lm.tie_weights()
+    done: set[int] = set()
+    for name, module in lm.named_modules():
+        own = {last: each for last, each in module._parameters.items() if each is not None}
+        if done.issuperset(map(id, own.values())):
+            continue
+        drawn = _drawn(lm, name, device, seed)
+        for last, meta in own.items():
+            if id(meta) not in done:
+                yield in_memory(f"{name}.{last}".lstrip("."), drawn[last])
+        done.update(map(id, own.values()))
+
+
+def files_in(folder: Path) -> dict[Path, set[str]]:
+    """Names of the tensors in each weight file of a folder."""
+    index = folder / _INDEX
+    if not index.is_file():
+        with _opened(folder / _ONE) as tensors:
+            return {folder / _ONE: set(tensors.keys())}
+    places: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
+    inside: dict[Path, set[str]] = {}
+    for name, file in places.items():
+        inside.setdefault(folder / file, set()).add(name)
+    return inside
+
+
+def can_be_filled(lm: Any, files: Mapping[Path, set[str]]) -> bool:
+    """Each tensor is a parameter, and of parameters that are one under several names exactly one is there.
+
+    transformers renames, splits and joins what some kinds have in their files, and knows which of them stay in float32.
+    """
+    names: dict[int, set[str]] = {}
+    for name, parameter in lm.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    found = [name for inside in files.values() for name in inside]
+    once = all(len(same & set(found)) == 1 for same in names.values())
+    has_own_dtypes = any(getattr(lm, f"_keep_in_fp32_modules{kind}", None) for kind in ("", "_strict"))
+    return once and len(found) == len(names) and not has_own_dtypes
+
+
+@torch.no_grad()
+def _drawn(lm: Any, name: str, device: torch.device, seed: int) -> dict[str, Tensor]:
+    """The parameters of one module by the model's own initialisation: the module's, then that of those around it, for
+    some kinds treat modules by their role in these. All other modules stay on meta, where drawing does nothing.
+    """
+    module = lm.get_submodule(name)
+    parts = name.split(".") if name else []
+    around = [lm.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
+    on_meta = dict(module._parameters)
+    drawn = {
+        last: nn.Parameter(torch.full_like(each, torch.nan, device=device))
+        for last, each in on_meta.items()
+        if each is not None
+    }
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    module._parameters.update(drawn)
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+            for each in around:
+                lm._init_weights(each)
+    finally:
+        module._parameters.update(on_meta)
+    forgotten = [last for last, each in drawn.items() if bool(each.isnan().any())]
+    assert not forgotten, f"{type(module).__name__} does not initialise {forgotten}"
+    return {last: each.detach() for last, each in drawn.items()}
+
+
+def _rows(content: Any, name: str, low: int, high: int) -> Tensor:
+    rows: Tensor = content.get_slice(name)[low:high]
+    return rows
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt", device="cpu") as tensors:
+        yield tensors
