@@ -1,4 +1,4 @@
-"""Links between documents, and the length of their lines."""
+"""Links between documents, files that they name, and the length of their lines."""
 
 import re
 from pathlib import Path
@@ -27,6 +27,14 @@ def test_links_lead_to_what_exists(page: Path) -> None:
         target = (page.parent / name).resolve() if name else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+def test_files_named_exist(page: Path) -> None:
+    named = re.findall(
+        r"`((?:app|conf|docs|scripts|tests|\.ci|\.devcontainer)/[a-z0-9_./-]*)`", page.read_text()
+    )
+    assert [name for name in named if not (REPO / name).exists()] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
