@@ -38,7 +38,7 @@ def with_talks(folder: Path) -> Path:
     return folder
 
 
-def test_what_was_recognised_is_kept(zygote: Zygote, folder: Path) -> None:
+def test_detected_format_is_written_to_run_yaml(zygote: Zygote, folder: Path) -> None:
     whole = zygote.run(folder, *FEW[:-1], "output_dir=whole")
     assert whole.code == 0, whole.stderr
     assert RECOGNISED in " ".join(whole.stdout.split())
@@ -85,7 +85,7 @@ def test_what_was_recognised_is_kept(zygote: Zygote, folder: Path) -> None:
         ("seed=0", {"words": "a"}, "knows no format for these rows; columns found: words (text)"),
     ],
 )
-def test_what_it_cannot_mean_is_the_users_to_mend(
+def test_undetectable_format_is_a_user_error(
     zygote: Zygote, folder: Path, given: str, row: dict[str, str] | None, said: str
 ) -> None:
     if row is not None:

@@ -34,7 +34,7 @@ def facts_in(folder: Path) -> dict[str, Any]:
     return facts
 
 
-def test_what_ships_is_looked_through_and_a_run_finds_the_same(zygote: Zygote, tmp_path: Path) -> None:
+def test_check_data_equals_the_facts_of_a_run(zygote: Zygote, tmp_path: Path) -> None:
     """In the same folder: what the check left there is in nobody's way."""
     words = (*SMALL, "model.weights=random", f"cache_dir={tmp_path / 'cache'}", "output_dir=run")
     code, said, wrong = look(zygote, tmp_path, "data", *words)
@@ -57,9 +57,7 @@ def test_what_ships_is_looked_through_and_a_run_finds_the_same(zygote: Zygote, t
     assert f"% full ({'provably' if counts['units'] == counts['least_units'] else ''}" in ended.stdout
 
 
-def test_bad_rows_are_told_with_places_and_the_code_is_that_of_the_run(
-    zygote: Zygote, tmp_path: Path
-) -> None:
+def test_check_data_bad_rows_have_places_and_exit_code_2(zygote: Zygote, tmp_path: Path) -> None:
     good = [chat(f"What is {n}?", f"It is {n}") for n in range(40)]
     bad = [{"role": "asistant", "content": "x"}]
     write_chats(tmp_path / "a.jsonl", *good[:20], bad, *good[20:], bad)
@@ -79,9 +77,7 @@ def test_bad_rows_are_told_with_places_and_the_code_is_that_of_the_run(
     assert (code, wrong) == (0, "")
 
 
-def test_without_a_folder_nothing_is_written_and_without_a_word_all_is_checked(
-    zygote: Zygote, tmp_path: Path
-) -> None:
+def test_check_without_arguments_checks_all_and_writes_nothing(zygote: Zygote, tmp_path: Path) -> None:
     write_chats(tmp_path / "a.jsonl", chat("Hi", "Hello"), chat("Hi", "Hello"))
     cache = tmp_path / "cache"
     words = ("dataset=messages", "dataset.path=a.jsonl", f"cache_dir={cache}")
@@ -96,7 +92,7 @@ def memory_in(folder: Path) -> dict[str, Any]:
     return facts
 
 
-def test_memory_is_known_without_data_or_weights(zygote: Zygote, tmp_path: Path) -> None:
+def test_check_memory_needs_no_data_or_weights(zygote: Zygote, tmp_path: Path) -> None:
     """The rows are nowhere, and the model is on no disk here."""
     words = (
         "model=llama",
@@ -136,19 +132,19 @@ WRONG = {
 
 
 @pytest.mark.parametrize("words", WRONG)
-def test_what_is_mistyped_is_told(zygote: Zygote, words: str, tmp_path: Path) -> None:
+def test_check_typos_are_reported(zygote: Zygote, words: str, tmp_path: Path) -> None:
     code, said, wrong = look(zygote, tmp_path, *words.split())
     assert wrong.startswith(WRONG[words])
     assert (code, said) == (2, "")
 
 
-def test_help(zygote: Zygote, tmp_path: Path) -> None:
+def test_check_help_prints_usage(zygote: Zygote, tmp_path: Path) -> None:
     code, said, wrong = look(zygote, tmp_path, "--help")
     assert (code, wrong) == (0, "")
     assert "python -m app.check data" in said
 
 
-def test_processes_of_a_cluster_find_each_other(zygote: Zygote, tmp_path: Path) -> None:
+def test_check_cluster_processes_find_each_other(zygote: Zygote, tmp_path: Path) -> None:
     words = ("cluster", "output_dir=look")
     first, second = zygote.run_together(tmp_path, 2, *words, module="app.check")
     assert (first.code, first.stderr, second.code, second.stdout, second.stderr) == (0, "", 0, "", "")

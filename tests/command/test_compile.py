@@ -13,7 +13,7 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
-def test_padded_rows_are_refused_in_no_time(zygote: Zygote, tmp_path: Path) -> None:
+def test_compile_refuses_padded_rows_early(zygote: Zygote, tmp_path: Path) -> None:
     ended = zygote.run(tmp_path, "compile=blocks", "batching.packing=false", f"output_dir={tmp_path / 'run'}")
     assert ended.code == 2
     assert "Set batching.packing=true, or compile=none" in ended.stderr

@@ -35,7 +35,7 @@ def eval_loss(run: Path) -> float:
     return last_evaluation(run)["eval_loss"]
 
 
-def test_it_is_the_last_evaluation_of_the_run_and_the_base_beside_it(
+def test_evaluate_equals_last_evaluation_of_the_run(
     zygote: Zygote, finished: FinishedRuns, tmp_path: Path
 ) -> None:
     check_last_evaluation(zygote, finished, tmp_path, "lora")
@@ -77,7 +77,7 @@ def check_last_evaluation(zygote: Zygote, finished: FinishedRuns, tmp_path: Path
     assert f"written {run / 'evaluate.json'}" in ended.stdout
 
 
-def test_a_run_that_held_nothing_out_is_not_scored_on_what_it_learnt(
+def test_evaluate_without_held_out_rows_is_refused(
     zygote: Zygote, finished: FinishedRuns, tmp_path: Path
 ) -> None:
     finished.copy(tmp_path / "run")
@@ -103,7 +103,7 @@ def test_a_run_that_held_nothing_out_is_not_scored_on_what_it_learnt(
         (("run=run", "output_dir=run/run.yaml"), "output_dir: cannot write run/run.yaml"),
     ],
 )
-def test_what_is_wrong_is_told_before_anything_is_loaded(
+def test_evaluate_errors_come_before_loading(
     zygote: Zygote, finished: FinishedRuns, tmp_path: Path, given: tuple[str, ...], message: str
 ) -> None:
     before = content_of(finished.copy(tmp_path / "run"))

@@ -20,7 +20,7 @@ def report(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_merged_model_is_proven(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
+def test_merged_export_is_verified(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
     ended = export(zygote, tmp_path, finished("qlora"), "kind=merged", "dtype=bf16", "shard_gb=0.0002")
     assert (ended.code, ended.stderr) == (0, "")
     found = report(tmp_path / "out")
@@ -37,9 +37,7 @@ def test_a_merged_model_is_proven(zygote: Zygote, finished: FinishedRuns, tmp_pa
     assert "PeftModel" not in card
 
 
-def test_an_export_that_is_not_the_model_leaves_only_its_report(
-    zygote: Zygote, finished: FinishedRuns, tmp_path: Path
-) -> None:
+def test_failed_export_leaves_only_its_report(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
     check_spoilt(zygote, finished, tmp_path, ("lora", "tensor"))
 
 
@@ -69,7 +67,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("recipe", "given", "message"), WRONG, ids=[given for _, given, _ in WRONG])
-def test_what_cannot_be_exported_is_told(
+def test_impossible_export_is_refused(
     zygote: Zygote, finished: FinishedRuns, tmp_path: Path, recipe: str, given: str, message: str
 ) -> None:
     run = finished(recipe)
@@ -82,15 +80,13 @@ def test_what_cannot_be_exported_is_told(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_missing_is_told_before_anything_is_loaded(
-    zygote: Zygote, finished: FinishedRuns, tmp_path: Path
-) -> None:
+def test_export_errors_come_before_loading(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
     ended = zygote.run(tmp_path, f"run={finished('lora')}", module="app.export")
     refused(ended.code, ended.stdout, ended.stderr, "kind has no value. Give kind=...")
     assert "to has no value. Give to=..." in ended.stderr
 
 
-def test_room_is_asked_for_before_anything_is_written(
+def test_export_checks_disk_space_first(
     finished: FinishedRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from app.config.finished_run import export_config

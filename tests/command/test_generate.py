@@ -6,9 +6,7 @@ from pathlib import Path
 from tests.runs import FinishedRuns, Zygote
 
 
-def test_a_file_of_prompts_is_answered_in_its_order(
-    zygote: Zygote, finished: FinishedRuns, tmp_path: Path
-) -> None:
+def test_generate_answers_a_file_in_order(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
     prompts = ["Name the opposite of new.", "Hi", "What is two and three?"]
     (tmp_path / "asked.txt").write_text("\n".join(prompts))
     common = (f"run={finished()}", "max_new_tokens=4")
@@ -30,7 +28,7 @@ def test_a_file_of_prompts_is_answered_in_its_order(
     assert [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()] == rows
 
 
-def test_any_folder_can_be_asked_and_the_base_is_the_run_without_its_adapter(
+def test_generate_base_equals_run_without_adapter(
     zygote: Zygote, finished: FinishedRuns, tmp_path: Path
 ) -> None:
     asked = ("prompt=Name the opposite of new.", "max_new_tokens=6")

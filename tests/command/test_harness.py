@@ -7,7 +7,7 @@ from app.evaluation import lm_eval
 from app.evaluation.lm_eval import _numbers, require_harness, table
 
 
-def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_harness_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lm_eval, "find_spec", lambda _name: None)
     with pytest.raises(
         EnvironmentProblem, match=r"harness=arc_easy,piqa needs .* pip install 'lm_eval>=0.4.13,<0.5'"
@@ -15,7 +15,7 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
         require_harness(["arc_easy", "piqa"])
 
 
-def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_harness_refuses_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -23,7 +23,7 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         require_harness(["arc_easy"])
 
 
-def test_numbers_are_read_by_metric_and_filter() -> None:
+def test_harness_metrics_have_plain_names() -> None:
     told = {
         "alias": "a",
         "sample_len": 20,

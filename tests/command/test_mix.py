@@ -20,7 +20,7 @@ def sources(folder: Path) -> None:
     write_chats(folder / "code.jsonl", *(chat("Hi", f"Print {n}") for n in range(15)), chat("Hi", "Hello 1"))
 
 
-def test_a_mix_that_cannot_be_is_refused_before_anything_is_loaded(zygote: Zygote, tmp_path: Path) -> None:
+def test_impossible_mix_is_refused_early(zygote: Zygote, tmp_path: Path) -> None:
     sources(tmp_path)
     given = ("dataset.mix.code.path=cod.jsonl", "output_dir=run")
     ended = zygote.run(tmp_path, *MIX[:2], *given)

@@ -28,7 +28,7 @@ def everything_at_once(folder: Path) -> Path:
     return folder
 
 
-def test_everything_at_once_is_counted_and_said_once(zygote: Zygote, tmp_path: Path) -> None:
+def test_odd_rows_are_counted_and_reported_once(zygote: Zygote, tmp_path: Path) -> None:
     rows = everything_at_once(tmp_path / "rows")
     held = [chat("Question 3", "Answer 3"), chat("Hi", "<think>a</think>b", "And?", "<think>c</think>d")]
     write_chats(tmp_path / "held.jsonl", *held, chat("More", "than wanted"))

@@ -23,7 +23,7 @@ def settings(run: Path) -> Any:
     return yaml.safe_load((run / "run.yaml").read_text())["training"]["recompute"]
 
 
-def test_where_there_is_memory_nothing_is_recomputed(zygote: Zygote, tmp_path: Path) -> None:
+def test_recompute_auto_with_enough_memory_is_zero(zygote: Zygote, tmp_path: Path) -> None:
     said = on(zygote, tmp_path, 8, AUTO, "output_dir=run")
     assert "training.recompute=auto: 0 of 2 layers, which needs" in said
     assert settings(tmp_path / "run") == 0

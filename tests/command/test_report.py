@@ -17,7 +17,7 @@ def page_of(file: Path) -> Element:
     return read(file.read_text())
 
 
-def test_a_run_ends_in_a_page_of_its_numbers(finished: FinishedRuns) -> None:
+def test_run_writes_its_report(finished: FinishedRuns) -> None:
     run = finished()
     page = page_of(run / "report.html")
     assert page.one("div", "top").one("span").text == "finished"
@@ -43,7 +43,7 @@ def test_a_run_ends_in_a_page_of_its_numbers(finished: FinishedRuns) -> None:
     assert "report" in (run / "log.txt").read_text().splitlines()[-1]
 
 
-def test_it_is_made_anew_without_torch(finished: FinishedRuns, run_app: RunApp, tmp_path: Path) -> None:
+def test_report_is_rebuilt_without_torch(finished: FinishedRuns, run_app: RunApp, tmp_path: Path) -> None:
     run = finished()
     ended = run_app(f"run={run}", "to=page.html", module="app.report", env={"PYTHONPROFILEIMPORTTIME": "1"})
     assert (ended.returncode, ended.stdout) == (0, "report  page.html\n")
@@ -69,7 +69,7 @@ def test_it_is_made_anew_without_torch(finished: FinishedRuns, run_app: RunApp, 
         ("runs=made,absent", "runs=absent: there is no such folder."),
     ],
 )
-def test_what_cannot_be_done_is_said(
+def test_report_errors_are_reported(
     zygote: Zygote, finished: FinishedRuns, tmp_path: Path, words: str, said: str
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -81,7 +81,7 @@ def test_what_cannot_be_done_is_said(
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_a_fault_in_a_page_is_told_and_harms_nothing(tmp_path: Path) -> None:
+def test_report_bug_does_not_fail_the_run(tmp_path: Path) -> None:
     def broken() -> str:
         raise ZeroDivisionError("of ours")
 

@@ -48,7 +48,7 @@ def set_in_run_yaml(folder: Path, section: str, **values: Any) -> None:
     file.write_text(yaml.safe_dump(settings))
 
 
-def test_it_gives_the_same_bits_and_leaves_the_first_as_it_was(zygote: Zygote, folder: Path) -> None:
+def test_reproduce_gives_the_same_bits(zygote: Zygote, folder: Path) -> None:
     check_same_bits(zygote, folder)
 
 
@@ -74,7 +74,7 @@ def check_same_bits(zygote: Zygote, folder: Path) -> None:
     }
 
 
-def test_the_first_number_that_differs_is_named(zygote: Zygote, folder: Path) -> None:
+def test_reproduce_names_the_first_difference(zygote: Zygote, folder: Path) -> None:
     lines = metrics(folder / "run")
     lines[1]["loss"] *= 1.001
     (folder / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -108,7 +108,7 @@ def test_the_first_number_that_differs_is_named(zygote: Zygote, folder: Path) ->
         (("run=run", "tolerance=-1"), "tolerance=-1.0 must be at least 0."),
     ],
 )
-def test_what_is_wrong_is_told_before_anything_is_loaded(
+def test_reproduce_errors_come_before_loading(
     zygote: Zygote, folder: Path, given: tuple[str, ...], message: str
 ) -> None:
     (folder / "bare").mkdir()

@@ -11,7 +11,7 @@ from app.signals import HEARD
 from tests.runs import FINISHED, SMALL, FinishedRuns, Zygote, has_reached, metrics, result, same_ending
 
 
-def test_a_killed_run_resumed_gives_the_same_numbers(zygote: Zygote, tmp_path: Path) -> None:
+def test_killed_run_resumes_bit_for_bit(zygote: Zygote, tmp_path: Path) -> None:
     check_killed_and_resumed(zygote, tmp_path, "lora", "adamw", "adapter.dropout=0.1", kills=2)
 
 
@@ -37,7 +37,7 @@ def check_killed_and_resumed(
     assert result(killed)["status"] == "finished"
 
 
-def test_a_finished_run_has_nothing_left_to_do_and_keeps_its_speed(
+def test_resumed_finished_run_keeps_its_result(
     zygote: Zygote, finished: FinishedRuns, tmp_path: Path
 ) -> None:
     run = finished.copy(tmp_path / "run")
@@ -47,7 +47,7 @@ def test_a_finished_run_has_nothing_left_to_do_and_keeps_its_speed(
     assert result(run)["tokens_per_second"] == steps[-1]["tokens_per_second"]
 
 
-def test_asked_to_stop_it_saves_and_continues_the_same(zygote: Zygote, tmp_path: Path) -> None:
+def test_stopped_run_resumes_bit_for_bit(zygote: Zygote, tmp_path: Path) -> None:
     check_stopped_and_continued(zygote, tmp_path, signal.SIGTERM, 75)
 
 
@@ -73,7 +73,7 @@ def check_stopped_and_continued(zygote: Zygote, tmp_path: Path, number: int, cod
     same_ending(whole, stopped)
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+def test_resume_passes_over_damaged_checkpoint(
     zygote: Zygote, finished: FinishedRuns, tmp_path: Path
 ) -> None:
     hurt = finished.copy(tmp_path / "hurt")

@@ -42,7 +42,7 @@ def starts(trial: Path) -> int:
     return len(json.loads((trial / "manifest.json").read_text())["starts"])
 
 
-def test_four_trials_of_which_one_fails(zygote: Zygote, tmp_path: Path) -> None:
+def test_sweep_with_a_failing_trial_finishes_the_others(zygote: Zygote, tmp_path: Path) -> None:
     command = (*TINY, "adapter.targets=[q_proj],[nosuch],[q_proj,v_proj],[all-linear]", "cache_dir='a cache'")
     ended = run(zygote, tmp_path, *command)
     assert (ended.code, ended.stderr) == (3, "")
@@ -98,7 +98,9 @@ def test_four_trials_of_which_one_fails(zygote: Zygote, tmp_path: Path) -> None:
     ],
     ids=lambda words: words[0],
 )
-def test_typos_are_told_before_the_first_trial(zygote: Zygote, tmp_path: Path, varied: list[str]) -> None:
+def test_sweep_typos_are_reported_before_the_first_trial(
+    zygote: Zygote, tmp_path: Path, varied: list[str]
+) -> None:
     ended = run(zygote, tmp_path, *varied, "training.clop=1", "recipe=lora")
     assert (ended.code, ended.stdout) == (2, "")
     assert ended.stderr.startswith("error: training.clop is not a key. Did you mean training.clip?")

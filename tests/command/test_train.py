@@ -19,7 +19,7 @@ FILES = ["base", "checkpoints", "final", "log.txt", "manifest.json", "metrics.js
 FILES += ["report.html", "result.json", "run.yaml", "samples.jsonl"]
 
 
-def test_the_output_folder_is_what_others_read(finished: FinishedRuns) -> None:
+def test_train_writes_the_documented_output_folder(finished: FinishedRuns) -> None:
     run, said = finished(), finished.said["lora"]
     assert sorted(f.name for f in run.iterdir()) == FILES
     steps = [line for line in metrics(run) if "loss" in line]
@@ -52,7 +52,7 @@ def test_the_output_folder_is_what_others_read(finished: FinishedRuns) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["lora", "full"])
-def test_the_losses_are_the_golden_ones(zygote: Zygote, tmp_path: Path, recipe: str) -> None:
+def test_train_losses_are_golden(zygote: Zygote, tmp_path: Path, recipe: str) -> None:
     """A refactor must not move them: they hold for fp32 on any machine, to the rounding of its kernels."""
     run = tmp_path / "run"
     ended = zygote.run(tmp_path, *SMALL, f"recipe={recipe}", "training.max_steps=6", f"output_dir={run}")
@@ -61,7 +61,7 @@ def test_the_losses_are_the_golden_ones(zygote: Zygote, tmp_path: Path, recipe: 
     assert [line["loss"] for line in metrics(run) if "loss" in line] == pytest.approx(golden, rel=1e-4)
 
 
-def test_a_dry_run_tells_the_plan_and_loads_no_weights(zygote: Zygote, tmp_path: Path) -> None:
+def test_dry_run_prints_the_plan_without_weights(zygote: Zygote, tmp_path: Path) -> None:
     run = tmp_path / "run"
     ended = zygote.run(tmp_path, *SMALL, "dry_run=true", f"output_dir={run}")
     assert (ended.code, ended.stderr) == (0, "")
@@ -74,7 +74,7 @@ def test_a_dry_run_tells_the_plan_and_loads_no_weights(zygote: Zygote, tmp_path:
     assert again.code == 0, f"a dry run does not take the folder: {again.stderr}"
 
 
-def test_the_best_weights_are_the_final_ones_when_asked(zygote: Zygote, tmp_path: Path) -> None:
+def test_final_best_takes_the_best_checkpoint(zygote: Zygote, tmp_path: Path) -> None:
     """With a rate that rises until it ruins the model, the best evaluation is not the last."""
     run = tmp_path / "run"
     ruin = ("recipe=full", "optimizer.lr=0.1", "schedule.warmup_fraction=0.9", "training.clip=0")

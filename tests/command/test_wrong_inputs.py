@@ -34,7 +34,7 @@ def row(user: str, *, role: str = "assistant") -> str:
         ("app.generate", ("run=empty", "prmpt=Hi"), "prmpt is not a key. Did you mean prompt?"),
     ],
 )
-def test_a_typing_mistake_is_told_without_torch(
+def test_typo_is_reported_without_torch(
     run_app: RunApp, tmp_path: Path, module: str, words: tuple[str, ...], message: str
 ) -> None:
     (tmp_path / "torch.py").write_text("raise RuntimeError('torch was imported')")
@@ -63,7 +63,9 @@ EARLY = [
 
 
 @pytest.mark.parametrize(("given", "message"), EARLY, ids=[given for given, _ in EARLY])
-def test_before_anything_is_loaded(zygote: Zygote, tmp_path: Path, given: str, message: str) -> None:
+def test_config_error_is_reported_before_loading(
+    zygote: Zygote, tmp_path: Path, given: str, message: str
+) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").touch()
@@ -75,7 +77,7 @@ def test_before_anything_is_loaded(zygote: Zygote, tmp_path: Path, given: str, m
     assert {name for name in left if not name.startswith(ours)} == {"file", "full", "mine.txt"}
 
 
-def test_several_at_once_are_one_message(zygote: Zygote, tmp_path: Path) -> None:
+def test_several_errors_are_one_message(zygote: Zygote, tmp_path: Path) -> None:
     ended = zygote.run(tmp_path, "sed=1", "model=lllama", "adapter.rr=3")
     refused(ended.code, ended.stdout, ended.stderr, "error: 3 problems\n  1. sed is not a key.")
     assert [line[:4] for line in ended.stderr.splitlines()[1:]] == ["  1.", "  2.", "  3."]
@@ -95,7 +97,7 @@ def test_several_at_once_are_one_message(zygote: Zygote, tmp_path: Path) -> None
         (("run=empty", "prompt=Hi", "temperature=hot"), "temperature=hot: expected a number."),
     ],
 )
-def test_asking_a_run_that_is_not_there(
+def test_missing_run_is_reported(
     zygote: Zygote, tmp_path: Path, given: tuple[str, ...], message: str
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -129,7 +131,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("rows", "message"), ROWS, ids=[message for _, message in ROWS])
-def test_rows_that_cannot_be_trained_on(zygote: Zygote, tmp_path: Path, rows: str, message: str) -> None:
+def test_unusable_rows_are_reported(zygote: Zygote, tmp_path: Path, rows: str, message: str) -> None:
     (tmp_path / "rows.jsonl").write_text(rows)
     given = (*CHAT, "dataset.path=rows.jsonl", "dataset.on_overflow=error")
     ended = refuses(zygote, tmp_path, *given, message=message)
@@ -159,13 +161,13 @@ def test_rows_that_cannot_be_trained_on(zygote: Zygote, tmp_path: Path, rows: st
         ),
     ],
 )
-def test_what_this_model_or_machine_cannot_do(
+def test_unsupported_model_or_machine_is_reported(
     zygote: Zygote, tmp_path: Path, given: tuple[str, ...], message: str
 ) -> None:
     refuses(zygote, tmp_path, *FEW, *given, message=message, CUDA_VISIBLE_DEVICES="")
 
 
-def test_a_gated_model_without_network(zygote: Zygote, tmp_path: Path) -> None:
+def test_gated_model_without_network_is_reported(zygote: Zygote, tmp_path: Path) -> None:
     message = "model.path=meta-llama/Llama-3.1-8B-Instruct cannot be loaded"
     ended = refuses(zygote, tmp_path, "model=llama", message=message, HF_HOME=str(tmp_path / "hub"))
     for advice in (
@@ -213,7 +215,7 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
 
 
 @pytest.mark.parametrize(("name", "damage", "message"), DAMAGE, ids=[message for _, _, message in DAMAGE])
-def test_a_model_folder_that_is_not_whole(
+def test_incomplete_model_folder_is_reported(
     zygote: Zygote,
     tmp_path: Path,
     whole_model: Path,
@@ -245,7 +247,7 @@ def saves_of(run: Path) -> list[Path]:
         (("resume=run/final",), "resume=run/final: no checkpoint there."),
     ],
 )
-def test_a_run_that_cannot_be_trusted_stays_as_it_is(
+def test_untrusted_run_folder_stays_unchanged(
     zygote: Zygote, tmp_path: Path, finished: FinishedRuns, given: tuple[str, ...], message: str
 ) -> None:
     finished.copy(tmp_path / "run")
@@ -266,7 +268,7 @@ def test_a_run_that_cannot_be_trusted_stays_as_it_is(
         ("optimizer=sgd", "optimizer.kind: the checkpoint has adamw, this run has sgd"),
     ],
 )
-def test_a_run_is_not_continued_as_another(
+def test_resume_with_other_settings_is_refused(
     zygote: Zygote, tmp_path: Path, finished: FinishedRuns, changed: str, message: str
 ) -> None:
     finished.copy(tmp_path / "run")
@@ -279,7 +281,7 @@ def test_a_run_is_not_continued_as_another(
     refuses(zygote, tmp_path, *FINISHED["lora"], changed, f"resume={save}", message=message)
 
 
-def test_an_output_folder_that_another_run_is_using(zygote: Zygote, tmp_path: Path) -> None:
+def test_output_folder_in_use_is_refused(zygote: Zygote, tmp_path: Path) -> None:
     busy = zygote.start(tmp_path, *SMALL, "output_dir=run")
     try:
         busy.until((tmp_path / "run" / "metrics.jsonl").exists)

@@ -21,7 +21,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 QUIET = ("record.every=1000", "eval.every=0", "checkpoint.every=0")
 
 
-def test_each_step_gets_its_own_whatever_was_prepared(loader_of: Callable[..., Loader]) -> None:
+def test_prefetch_gives_each_step_its_batches(loader_of: Callable[..., Loader]) -> None:
     loader = loader_of(4, 2)
     made: list[int] = []
 
@@ -38,7 +38,7 @@ def test_each_step_gets_its_own_whatever_was_prepared(loader_of: Callable[..., L
     assert made == [0, 1, 2, 7, 8, 3, 3, 3], "what was prepared is not made again"
 
 
-def test_for_a_gpu_every_tensor_of_a_batch_is_pinned(
+def test_prefetch_pins_all_tensors_for_a_gpu(
     monkeypatch: pytest.MonkeyPatch, packed_loader_of: Callable[..., Loader]
 ) -> None:
     pinned: list[torch.Tensor] = []
@@ -53,7 +53,7 @@ def test_for_a_gpu_every_tensor_of_a_batch_is_pinned(
     assert all(torch.equal(a, b) for a, b in zip(batch.tensors, batch.to(CPU).tensors, strict=True))
 
 
-def test_nothing_is_made_for_after_the_end_and_a_stop_costs_nothing(make_loop: MakeLoop) -> None:
+def test_prefetch_stops_at_the_end_of_the_run(make_loop: MakeLoop) -> None:
     made: list[int] = []
     loop, _ = make_loop(small_run("recipe=full", "training.stop_after=3", *QUIET), 5)
 
@@ -97,7 +97,7 @@ class Readings(TorchDispatchMode):
     ],
     ids=" ".join,
 )
-def test_between_two_lines_no_number_is_read(words: tuple[str, ...], make_loop: MakeLoop) -> None:
+def test_trainer_reads_no_number_between_lines(words: tuple[str, ...], make_loop: MakeLoop) -> None:
     """The first two steps look whether the gradient reaches every adapter."""
     loop, _ = make_loop(small_run(*words, *QUIET), 20)
     for _ in range(3):
@@ -109,7 +109,7 @@ def test_between_two_lines_no_number_is_read(words: tuple[str, ...], make_loop: 
     assert not readings.places
 
 
-def test_readings_are_found(make_loop: MakeLoop) -> None:
+def test_device_reads_are_detected(make_loop: MakeLoop) -> None:
     """Muon cannot skip a step on the device: it asks."""
     loop, _ = make_loop(small_run("recipe=full", "optimizer=muon", *QUIET), 20)
     for _ in range(3):

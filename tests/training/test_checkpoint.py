@@ -39,7 +39,7 @@ def stepper(runtime: Runtime, loader_of: Callable[..., Loader]) -> Stepper:
     return made
 
 
-def test_everything_comes_back_to_the_last_bit(
+def test_checkpoint_restores_every_bit(
     stepper: Stepper, folder: Path, runtime: Runtime, loader_of: Callable[..., Loader]
 ) -> None:
     loader = loader_of(4, 1)
@@ -59,7 +59,7 @@ def test_everything_comes_back_to_the_last_bit(
     assert choices_of(None) == {}
 
 
-def test_no_pickle_is_written(stepper: Stepper, folder: Path) -> None:
+def test_checkpoint_contains_no_pickle(stepper: Stepper, folder: Path) -> None:
     save = saved(checkpoints(folder), Progress(step=1), stepper)
     assert {file.suffix for file in save.iterdir()} == {".safetensors", ".json"}
 
@@ -68,7 +68,7 @@ def test_no_pickle_is_written(stepper: Stepper, folder: Path) -> None:
     "name", ["weights.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"]
 )
 @pytest.mark.parametrize("hurt", ["flip", "cut", "remove"])
-def test_any_damage_is_found(stepper: Stepper, folder: Path, name: str, hurt: str) -> None:
+def test_damaged_checkpoint_is_detected(stepper: Stepper, folder: Path, name: str, hurt: str) -> None:
     save = saved(checkpoints(folder), Progress(step=1), stepper)
     assert verify_checksums(save) is None
     file = save / name
@@ -83,7 +83,7 @@ def test_any_damage_is_found(stepper: Stepper, folder: Path, name: str, hurt: st
         find_checkpoint(folder, str(save))
 
 
-def test_auto_takes_the_newest_good_one(stepper: Stepper, folder: Path) -> None:
+def test_resume_auto_takes_newest_intact_checkpoint(stepper: Stepper, folder: Path) -> None:
     assert find_checkpoint(folder, "auto") == (None, [])
     saver = checkpoints(folder, keep=5)
     saves = [saved(saver, Progress(step=step), stepper) for step in (1, 2, 10)]
@@ -100,7 +100,7 @@ def test_auto_takes_the_newest_good_one(stepper: Stepper, folder: Path) -> None:
         find_checkpoint(folder, "auto")
 
 
-def test_the_newest_and_the_best_are_kept(stepper: Stepper, folder: Path) -> None:
+def test_newest_and_best_checkpoints_are_kept(stepper: Stepper, folder: Path) -> None:
     saver = checkpoints(folder, keep=2)
     for step in range(1, 7):
         saved(saver, Progress(step=step, best_step=min(step, 2)), stepper)
@@ -109,13 +109,13 @@ def test_the_newest_and_the_best_are_kept(stepper: Stepper, folder: Path) -> Non
     assert saver.best(Progress(best_step=3)) is None
 
 
-def test_another_run_is_refused_with_what_differs(stepper: Stepper, folder: Path) -> None:
+def test_checkpoint_of_another_run_is_refused(stepper: Stepper, folder: Path) -> None:
     save = saved(checkpoints(folder, rows=8), Progress(step=1), stepper)
     with pytest.raises(CheckpointError, match=r"rows: the checkpoint has 8, this run has 4.*seed"):
         checkpoints(folder, rows=4, seed=1).load(save, stepper, ALONE)
 
 
-def test_what_a_kill_left_is_removed_and_never_taken(stepper: Stepper, folder: Path) -> None:
+def test_unfinished_checkpoint_is_removed(stepper: Stepper, folder: Path) -> None:
     save = saved(checkpoints(folder), Progress(step=1), stepper)
     torn = folder / ".writing-step-000002"
     torn.mkdir()
@@ -124,7 +124,7 @@ def test_what_a_kill_left_is_removed_and_never_taken(stepper: Stepper, folder: P
     assert not torn.exists()
 
 
-def test_a_full_disk_leaves_the_older_ones(
+def test_full_disk_keeps_older_checkpoints(
     stepper: Stepper, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saver = checkpoints(folder)
@@ -140,7 +140,7 @@ def test_a_full_disk_leaves_the_older_ones(
     assert verify_checksums(save) is None
 
 
-def test_a_fault_while_writing_leaves_nothing(tmp_path: Path) -> None:
+def test_error_while_saving_leaves_no_files(tmp_path: Path) -> None:
     target = tmp_path / "final"
     with pytest.raises(IsADirectoryError), checksummed_folder(target) as aside:
         aside.write_text("a folder cannot be written to")
@@ -150,14 +150,14 @@ def test_a_fault_while_writing_leaves_nothing(tmp_path: Path) -> None:
     assert json.loads((target / "manifest.json").read_text()).keys() == {"all"}
 
 
-def test_a_run_folder_can_be_named_too(stepper: Stepper, tmp_path: Path) -> None:
+def test_resume_accepts_a_run_folder(stepper: Stepper, tmp_path: Path) -> None:
     save = saved(checkpoints(tmp_path / "checkpoints"), Progress(step=3), stepper)
     assert find_checkpoint(tmp_path / "elsewhere", str(tmp_path)) == (save, [])
     with pytest.raises(CheckpointError, match="no checkpoint there"):
         find_checkpoint(tmp_path, str(tmp_path / "checkpoints"))
 
 
-def test_a_gain_must_exceed_min_delta() -> None:
+def test_note_eval_needs_min_delta() -> None:
     progress = Progress(step=1)
     assert progress.note_eval(2.0, 0.1)
     progress.step = 2

@@ -37,9 +37,7 @@ def f1(true: list[int], chosen: list[int], name: int) -> float:
     return 0.0 if not hit else 2 * precision * recall / (precision + recall)
 
 
-def test_any_batch_gives_the_figures_of_one_document_at_a_time(
-    tmp_path: Path, tokenizer: Any, runtime: Runtime
-) -> None:
+def test_class_scores_do_not_depend_on_batches(tmp_path: Path, tokenizer: Any, runtime: Runtime) -> None:
     rows = [{"text": f"number {i} of {'rain ' * (i % 9)}", "label": NAMES[i % 3]} for i in range(60)]
     run = small_run(*GIVEN, f"dataset.path={write_jsonl(tmp_path / 'a.jsonl', rows)}")
     data = prepare(run.dataset, tokenizer, str(tmp_path / "cache"), classes=NAMES)
@@ -76,14 +74,14 @@ def test_any_batch_gives_the_figures_of_one_document_at_a_time(
     assert "perplexity" not in told.table()
 
 
-def test_a_class_that_nobody_has_and_nobody_chose_counts_for_nothing() -> None:
+def test_macro_f1_ignores_absent_classes() -> None:
     # three documents of classes 0, 0, 1, all taken for 0; class 2 is neither
     sums = np.array([3.0, 3, 2, 0, 0, 3, *(2, 1, 0), *(3, 0, 0), *(2, 0, 0)])
     assert figures(sums)["macro_f1"] == pytest.approx((2 * 2 / 5 + 0) / 2)
 
 
 @pytest.mark.parametrize("layout", [in_one_row, in_rows])
-def test_parts_of_a_batch_keep_the_sides_of_pairs(layout: Callable[[str], Batch]) -> None:
+def test_split_parts_keep_token_type_ids(layout: Callable[[str], Batch]) -> None:
     trainee = of_classes("bert").eval()
     whole = layout("bert")
     parts = split_batch(whole, 2)

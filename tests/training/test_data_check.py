@@ -39,7 +39,7 @@ def advised(found: DataCheck) -> dict[str, str]:
     "batching", [("batching.accumulation=3",), ("batching.packing=false", "batching.rows=4"), ()]
 )
 @pytest.mark.parametrize("processes", [1, 2])
-def test_it_counts_what_a_run_counts(
+def test_data_check_counts_equal_those_of_a_run(
     look: Look, tmp_path: Path, batching: tuple[str, ...], processes: int
 ) -> None:
     words = (*batching, "training.epochs=2.5", f"cache_dir={tmp_path / 'cache'}", *ALL_ROWS)
@@ -59,7 +59,7 @@ def test_it_counts_what_a_run_counts(
     json.dumps(facts, allow_nan=False)
 
 
-def test_bad_rows_are_gone_past_counted_and_said_to_stop_a_run(look: Look, tmp_path: Path) -> None:
+def test_bad_rows_are_counted_and_stop_a_run(look: Look, tmp_path: Path) -> None:
     good, bad = chat("Hi", "Hello there"), [NEVER]
     path = write_chats(tmp_path / "a.jsonl", bad, *[good] * 600, bad, chat("Hi"), good)
     words = ("dataset=messages", f"dataset.path={path}", "dataset.eval_fraction=0")
@@ -73,7 +73,7 @@ def test_bad_rows_are_gone_past_counted_and_said_to_stop_a_run(look: Look, tmp_p
     assert look(*words, "dataset.on_bad_row=skip").facts()["stops"] == []
 
 
-def test_weights_of_messages_are_summed(look: Look, tmp_path: Path) -> None:
+def test_message_weights_are_summed(look: Look, tmp_path: Path) -> None:
     plain = chat("Hi", "Hello there")
     halved: list[Any] = [plain[0], {**plain[1], "weight": 0.5}]
     path = write_chats(tmp_path / "a.jsonl", plain, halved, halved)
@@ -88,9 +88,7 @@ def test_weights_of_messages_are_summed(look: Look, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("policy", "lost"), [("drop", 1000), ("truncate", 744), ("error", 1000)])
-def test_over_long_rows_and_tokens_under_the_policy(
-    look: Look, tmp_path: Path, policy: str, lost: int
-) -> None:
+def test_overlong_rows_follow_the_policy(look: Look, tmp_path: Path, policy: str, lost: int) -> None:
     chats = [chat("Hi", "one two three"), chat("Hi", "word " * 1000)]
     words = ("dataset=messages", f"dataset.path={write_chats(tmp_path / 'a.jsonl', *chats)}")
     found = look(*words, f"dataset.on_overflow={policy}", "dataset.eval_fraction=0")
@@ -104,7 +102,7 @@ def test_over_long_rows_and_tokens_under_the_policy(
     assert sum(each["samples"] for each in facts["overlong_lengths"]) == 1
 
 
-def test_each_source_of_a_mix_is_judged_by_its_own_format(look: Look, tmp_path: Path) -> None:
+def test_mix_sources_are_judged_by_their_formats(look: Look, tmp_path: Path) -> None:
     """Text that is too long is split, and so loses nothing; conversations are dropped."""
     write_chats(tmp_path / "a.jsonl", *[chat("Hi", "Hello there")] * 8, chat("Hi", "long " * 400))
     (tmp_path / "b.txt").write_text("It was long ago. " * 400)
@@ -129,7 +127,7 @@ def test_each_source_of_a_mix_is_judged_by_its_own_format(look: Look, tmp_path: 
     assert look().facts()["sources"] == []
 
 
-def test_a_length_that_keeps_no_more_is_not_advised(look: Look, tmp_path: Path) -> None:
+def test_advice_omits_useless_max_length(look: Look, tmp_path: Path) -> None:
     """Rows that are longer by far than the model has positions."""
     path = write_chats(tmp_path / "a.jsonl", *[chat("Hi", "Hello")] * 9, chat("Hi", "long " * 4000))
     found = look(
@@ -140,7 +138,7 @@ def test_a_length_that_keeps_no_more_is_not_advised(look: Look, tmp_path: Path) 
     assert "dataset.on_overflow=truncate" in advised(found)
 
 
-def test_text_is_split_and_nothing_is_lost(look: Look, tmp_path: Path) -> None:
+def test_long_text_is_split_without_loss(look: Look, tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("Rain falls on the roof. " * 400)
     facts = look("dataset=text", f"dataset.path={tmp_path / 'book.txt'}", "dataset.max_length=64").facts()
     assert (facts["rows"], facts["overlong_rows"], facts["overlong_tokens"]) == (1, 1, 0)
@@ -149,7 +147,7 @@ def test_text_is_split_and_nothing_is_lost(look: Look, tmp_path: Path) -> None:
     assert not [each for each in facts["advice"] if "max_length" in each["set"]]
 
 
-def test_a_set_of_which_nothing_is_left_is_told_too(look: Look, tmp_path: Path) -> None:
+def test_dataset_without_usable_rows_is_reported(look: Look, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"chat": []}] * 3)
     facts = look("dataset=messages", f"dataset.path={path}").facts()
     assert (facts["rows"], facts["bad_rows"], facts["steps"], facts["bins"]) == (3, 3, 0, 0)
@@ -158,7 +156,7 @@ def test_a_set_of_which_nothing_is_left_is_told_too(look: Look, tmp_path: Path) 
     json.dumps(facts, allow_nan=False)
 
 
-def test_held_out_rows_that_are_trained_on(look: Look, tmp_path: Path) -> None:
+def test_held_out_rows_in_training_are_counted(look: Look, tmp_path: Path) -> None:
     held = write_chats(tmp_path / "held.jsonl", chat("Question 3?", "the answer is 3"), chat("A?", "b"))
     found = look(
         "dataset=messages", talks(tmp_path, 20), f"dataset.eval_path={held}", "dataset.eval_fraction=0"
@@ -197,7 +195,7 @@ ADVICE: dict[str, tuple[tuple[str, ...], int, str, str]] = {
 
 
 @pytest.mark.parametrize("name", ADVICE)
-def test_advice_names_what_to_type(look: Look, tmp_path: Path, name: str) -> None:
+def test_advice_has_settings_to_type(look: Look, tmp_path: Path, name: str) -> None:
     words, count, key, why = ADVICE[name]
     path = talks(tmp_path, count, "{}" + (" and more of it" * 12 if name == "part of an epoch" else ""))
     if name == "padding":
@@ -208,7 +206,7 @@ def test_advice_names_what_to_type(look: Look, tmp_path: Path, name: str) -> Non
     assert why in told
 
 
-def test_the_advised_length_loses_less_and_fits_the_model(look: Look, tmp_path: Path) -> None:
+def test_advised_max_length_fits_the_model(look: Look, tmp_path: Path) -> None:
     chats = [chat("Hi", "word " * n) for n in range(1, 200)]
     words = (
         "dataset=messages",
@@ -230,12 +228,12 @@ def test_the_advised_length_loses_less_and_fits_the_model(look: Look, tmp_path: 
     assert "the model has no more positions" in advised(most)["dataset.on_overflow=truncate"]
 
 
-def test_an_unknown_id_stops_a_run(look: Look) -> None:
+def test_unknown_token_id_stops_a_run(look: Look) -> None:
     [problem] = look("model.architecture.vocab_size=100").stops
     assert problem.startswith("model.tokenizer=")
 
 
-def test_hidden_tokens_are_marked(look: Look, tmp_path: Path) -> None:
+def test_preview_marks_masked_tokens(look: Look, tmp_path: Path) -> None:
     """Also where the task draws what is to be predicted."""
     facts: dict[str, Any] = look("dataset=text", talks_as_text(tmp_path)).facts()
     assert facts["preview"]["marked"] == "to be predicted"

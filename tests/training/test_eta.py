@@ -70,14 +70,14 @@ def steady(_step: int) -> float:
     return 0.5
 
 
-def test_nothing_is_said_before_two_lines_and_then_it_is_exact() -> None:
+def test_eta_is_none_before_two_lines_then_exact() -> None:
     lines = told(PLAIN, World(steady))
     assert lines[0][1] is None, "the first step warms up"
     assert [left for _, left, _ in lines[1:]] == pytest.approx([true for *_, true in lines[1:]])
 
 
 @pytest.mark.parametrize("done", [0, 203])
-def test_slow_first_steps_do_not_poison_it(done: int) -> None:
+def test_eta_forgets_slow_first_steps(done: int) -> None:
     """Compiling, filling caches: twenty seconds for the first step, and nine slow ones."""
 
     def warming(step: int) -> float:
@@ -87,14 +87,14 @@ def test_slow_first_steps_do_not_poison_it(done: int) -> None:
     assert largest_error(told(PLAIN, World(warming), done=done)) <= 0.1
 
 
-def test_steps_of_uneven_length_average_out() -> None:
+def test_eta_averages_uneven_steps() -> None:
     lengths = np.random.default_rng(0).uniform(0.25, 0.75, 1001)
     assert (
         largest_error(told(replace(PLAIN, end=1000), World(lambda step: float(lengths[step])))[:-40]) <= 0.1
     )
 
 
-def test_a_change_of_speed_is_forgotten_after_minutes() -> None:
+def test_eta_adapts_to_a_change_of_speed() -> None:
     """A machine that has another run for its first hour: what was then says nothing of the rest."""
     workload = replace(PLAIN, end=20_000)
     lines = told(workload, World(lambda step: 1.5 if step <= 2400 else 0.5), every=50)
@@ -103,14 +103,14 @@ def test_a_change_of_speed_is_forgotten_after_minutes() -> None:
 
 
 @pytest.mark.parametrize(("every", "save_every"), [(0, 100), (50, 100), (70, 130), (50, 0)])
-def test_evaluations_and_saves_to_come_are_part_of_it(every: int, save_every: int) -> None:
+def test_eta_includes_evaluations_and_saves(every: int, save_every: int) -> None:
     """They cost as much as the training; speed alone would be wrong by half. Here each is as large as was guessed."""
     workload = Workload(evaluates=True, end=600, eval_every=every, save_every=save_every, eval_size=150.0)
     lines = told(workload, World(steady, evaluation=lambda _step: 25.0))
     assert [left for _, left, _ in lines[2:]] == pytest.approx([true for *_, true in lines[2:]])
 
 
-def test_after_the_first_of_each_their_true_cost_counts() -> None:
+def test_eta_uses_measured_evaluations_and_saves() -> None:
     """The guess was ten times too low, and nobody knew what a save costs."""
     workload = Workload(evaluates=True, end=1000, eval_every=50, save_every=100, eval_size=15.0)
     world = World(steady, evaluation=lambda step: 40.0 if step == 50 else 25.0, save=12.0)
@@ -122,7 +122,7 @@ def test_after_the_first_of_each_their_true_cost_counts() -> None:
     assert true > 1.8 * by_speed_alone
 
 
-def test_saves_of_the_best_belong_to_their_evaluations() -> None:
+def test_eta_counts_best_saves_with_evaluations() -> None:
     workload = Workload(evaluates=True, end=1000, eval_every=50, save_every=0, eval_size=60.0)
     assert (
         largest_error(told(workload, World(steady, lambda _step: 10.0, save=20.0, again=20.0)), after=150.0)
@@ -130,7 +130,7 @@ def test_saves_of_the_best_belong_to_their_evaluations() -> None:
     )
 
 
-def test_a_start_that_stops_on_its_way_does_not_count_what_comes_after() -> None:
+def test_eta_of_a_partial_start_ends_there() -> None:
     workload = Workload(
         evaluates=True, end=130, eval_every=50, save_every=0, evaluates_at_end=False, eval_size=60.0
     )
@@ -140,7 +140,7 @@ def test_a_start_that_stops_on_its_way_does_not_count_what_comes_after() -> None
 
 
 @pytest.mark.parametrize(("every", "at_end"), [(0, True), (1, False), (3, True), (7, False), (10, True)])
-def test_what_is_to_come_is_counted_like_the_loop_does_it(every: int, at_end: bool) -> None:
+def test_workload_counts_like_the_trainer(every: int, at_end: bool) -> None:
     workload = Workload(evaluates=True, end=10, eval_every=every, save_every=every, evaluates_at_end=at_end)
     for step in range(1, 12):
         due = [s for s in range(step, 11) if every and s % every == 0]

@@ -66,7 +66,7 @@ def sums_of(trainee: TrainingModel, rows: TokenRows, layout: Layout, runtime: Ru
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2", "gemma2", "gpt_oss"])
-def test_answers_with_and_without_an_end_in_one_turn_or_several(kind: str, runtime: Runtime) -> None:
+def test_exact_match_equals_greedy_answers(kind: str, runtime: Runtime) -> None:
     trainee = training_model_of(kind)
     draw = random.Random(1)
     made = [conversation(trainee.language_model, draw) for _ in range(16)]
@@ -99,7 +99,7 @@ def learnt(data: Data) -> tuple[TrainingModel, Runtime]:
     return stepper.trainee, runtime
 
 
-def test_on_chats_it_is_what_the_model_would_have_answered(
+def test_exact_match_on_chats_equals_greedy_answers(
     data: Data, learnt: tuple[TrainingModel, Runtime], tokenizer: Any
 ) -> None:
     assert data.eval is not None
@@ -117,7 +117,7 @@ def test_on_chats_it_is_what_the_model_would_have_answered(
     assert np.isnan(score(trainee, eval_batches(rows, Padded(7, pad_id=0)), runtime).exact_match)
 
 
-def test_figures_and_intervals_depend_neither_on_batches_nor_on_the_order_of_rows(
+def test_metrics_do_not_depend_on_batches_or_row_order(
     data: Data, learnt: tuple[TrainingModel, Runtime]
 ) -> None:
     assert data.eval is not None

@@ -28,7 +28,7 @@ def seen(loader: Loader, epoch: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("rows", "micro"), [(8, 1), (7, 3), (64, 1), (100, 1), (1, 1)])
-def test_every_row_once_an_epoch_and_another_order_the_next(
+def test_loader_reads_each_row_once_an_epoch_in_new_order(
     rows: int, micro: int, loader_of: Callable[..., Loader], data: Data
 ) -> None:
     loader = loader_of(rows, micro)
@@ -52,7 +52,7 @@ ROW = st.integers(2, 12).flatmap(
 
 
 @given(st.lists(ROW, max_size=5))
-def test_each_label_is_predicted_by_the_state_before_it(rows: list[tuple[list[int], list[bool]]]) -> None:
+def test_labels_follow_the_state_before_them(rows: list[tuple[list[int], list[bool]]]) -> None:
     arrays = [(np.array(ids, np.int32), np.array([False, *trained])) for ids, trained in rows]
     batch = collate_padded([label_next_tokens(*row) for row in arrays], pad_id=0)
     expected = {
@@ -73,9 +73,7 @@ def test_each_label_is_predicted_by_the_state_before_it(rows: list[tuple[list[in
 
 
 @given(st.lists(ROW, max_size=5), st.integers(0, 20))
-def test_packed_rows_keep_their_own_positions_and_labels(
-    rows: list[tuple[list[int], list[bool]]], spare: int
-) -> None:
+def test_packed_rows_keep_positions_and_labels(rows: list[tuple[list[int], list[bool]]], spare: int) -> None:
     arrays = [(np.array(ids, np.int32), np.array([False, *trained])) for ids, trained in rows]
     capacity = sum(len(ids) for ids, _ in arrays) + spare
     shape = BinShape(max(capacity, 1), max_length=12, max_documents=len(rows) + 2)
@@ -100,7 +98,7 @@ def test_packed_rows_keep_their_own_positions_and_labels(
 
 
 @pytest.mark.parametrize(("tokens", "micro"), [(64, 1), (64, 3), (256, 2)])
-def test_packed_epochs_lose_nothing_and_change_neighbours(
+def test_packed_epochs_keep_rows_and_shuffle_bins(
     tokens: int, micro: int, packed_loader_of: Callable[..., Loader], data: Data
 ) -> None:
     loader = packed_loader_of(tokens, micro)
@@ -120,13 +118,13 @@ def test_packed_epochs_lose_nothing_and_change_neighbours(
     assert epochs[0] != epochs[1]
 
 
-def test_padding_never_takes_a_position_that_the_model_may_not_have() -> None:
+def test_padding_positions_stay_below_row_length() -> None:
     batch = collate_padded([label_next_tokens(np.arange(5, 15, dtype=np.int32), np.arange(10) > 0)], pad_id=0)
     assert batch.ids.shape == (1, 16)
     assert int(batch.positions.max()) == 9
 
 
-def test_moving_a_batch_keeps_what_the_host_knows() -> None:
+def test_batch_to_device_keeps_host_values() -> None:
     batch = collate_padded(
         [label_next_tokens(np.arange(5, 9, dtype=np.int32), np.array([False, True, True, False]))], pad_id=0
     )
@@ -135,7 +133,7 @@ def test_moving_a_batch_keeps_what_the_host_knows() -> None:
     assert (moved.lengths, moved.num_labels, moved.num_tokens) == ((4,), 2, 4)
 
 
-def test_the_crowded_batch_has_most_rows(data: Data) -> None:
+def test_crowded_batch_has_most_rows(data: Data) -> None:
     """What is proven on it is proven where documents have neighbours."""
     layout = Packed(256, pad_id=0, max_length=256)
     crowded = crowded_batch(data.train, layout)
@@ -144,7 +142,7 @@ def test_the_crowded_batch_has_most_rows(data: Data) -> None:
     assert len(crowded_batch(data.train, Padded(3, pad_id=0)).lengths) == 1
 
 
-def test_the_largest_micro_batch_of_an_epoch(
+def test_largest_micro_batch_of_an_epoch(
     loader_of: Callable[..., Loader], packed_loader_of: Callable[..., Loader]
 ) -> None:
     packed, padded = packed_loader_of(tokens=256, micro_batches=2), loader_of(rows=4, micro_batches=2)
@@ -155,7 +153,7 @@ def test_the_largest_micro_batch_of_an_epoch(
     assert padded.largest().num_tokens >= max(batch.num_tokens for batch in batches)
 
 
-def test_packed_batches_come_at_least_twenty_times_as_fast_as_the_small_model_takes_them(
+def test_loader_is_20_times_faster_than_the_small_model(
     packed_loader_of: Callable[..., Loader], runtime: Runtime
 ) -> None:
     """By seconds of CPU, on one thread, as other programs do not change them."""

@@ -89,7 +89,7 @@ def plain(trainee: TrainingModel, rows: TokenRows) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("recipe", ["full", "lora"])
-def test_loss_and_gradient_are_those_of_the_plain_formula_however_rows_are_split(
+def test_weighted_loss_equals_the_formula_for_any_split(
     recipe: str, rows: TokenRows, runtime: Runtime
 ) -> None:
     run = small_run(f"recipe={recipe}", "training.clip=0")
@@ -113,7 +113,7 @@ def test_loss_and_gradient_are_those_of_the_plain_formula_however_rows_are_split
         assert relative(gradients(ours), gradients(theirs)) <= 1e-6
 
 
-def test_an_evaluation_is_the_same_mean_and_counts_tokens_alike(rows: TokenRows, runtime: Runtime) -> None:
+def test_weighted_evaluation_is_the_same_mean(rows: TokenRows, runtime: Runtime) -> None:
     trainee = stepper_of(small_run("recipe=full"), runtime).trainee
     with torch.no_grad():
         losses, weights = plain(trainee, rows)
@@ -152,9 +152,7 @@ def test_weights_of_one_change_no_bit(tokenizer: Any, tmp_path: Path, runtime: R
     assert found[0] == found[1]
 
 
-def test_all_weights_times_a_number_are_the_same_weights(
-    tokenizer: Any, tmp_path: Path, runtime: Runtime
-) -> None:
+def test_scaled_weights_give_the_same_gradient(tokenizer: Any, tmp_path: Path, runtime: Runtime) -> None:
     found = []
     for name, factor in (("a", 1.0), ("b", 0.25)):
         weights = (0.5 * factor, 2.0 * factor)
@@ -167,7 +165,7 @@ def test_all_weights_times_a_number_are_the_same_weights(
     assert relative(found[0][1], found[1][1]) <= 1e-6
 
 
-def test_they_are_shown_with_the_samples(rows: TokenRows, tokenizer: Any) -> None:
+def test_preview_has_message_weights(rows: TokenRows, tokenizer: Any) -> None:
     shown = preview(rows, NEXT_TOKEN, tokenizer, first=True)["rows"]
     marks = [
         [(piece["trained"], piece.get("weight")) for piece in row["pieces"] if piece["trained"]]
@@ -184,9 +182,7 @@ def test_they_are_shown_with_the_samples(rows: TokenRows, tokenizer: Any) -> Non
         assert "".join(piece["text"] for piece in row["pieces"]) == tokenizer.decode(rows.ids(i))
 
 
-def test_a_step_of_weights_below_one_is_not_divided_by_one(
-    tokenizer: Any, tmp_path: Path, runtime: Runtime
-) -> None:
+def test_small_weights_are_normalised(tokenizer: Any, tmp_path: Path, runtime: Runtime) -> None:
     """Sums below one are sums as well."""
     rows = rows_of(tmp_path, tokenizer, (1e-5,)).select([0])
     stepper = stepper_of(small_run("recipe=full"), runtime)

@@ -59,7 +59,7 @@ def parts_of(batch: Batch) -> list[Batch]:
     return split_batch(batch, depth=12)
 
 
-def test_parts_have_all_documents_and_labels(batches: list[Batch]) -> None:
+def test_split_parts_keep_all_documents_and_labels(batches: list[Batch]) -> None:
     for batch in batches:
         for depth in (0, 1, 2, 12):
             parts = split_batch(batch, depth)
@@ -71,11 +71,11 @@ def test_parts_have_all_documents_and_labels(batches: list[Batch]) -> None:
         assert max(first.ids.numel(), second.ids.numel()) <= 0.75 * batch.ids.numel()
 
 
-def test_what_cannot_be_smaller(batches: list[Batch]) -> None:
+def test_split_stops_at_one_document(batches: list[Batch]) -> None:
     assert [len(halve(part)) for part in parts_of(batches[0])] == [0] * len(batches[0].lengths)
 
 
-def test_parts_give_the_same_gradient(batches: list[Batch], runtime: Runtime) -> None:
+def test_split_parts_give_the_same_gradient(batches: list[Batch], runtime: Runtime) -> None:
     whole = made("recipe=lora", runtime=runtime)
     expected = total(whole, batches)
     for depth, allowed in ((1, 1e-6), (3, 1e-6), (12, 5e-6)):  # at last each document by itself
@@ -89,7 +89,7 @@ def test_parts_give_the_same_gradient(batches: list[Batch], runtime: Runtime) ->
 @pytest.mark.parametrize(
     ("where", "recipe"), [("forward", "full"), ("backward", "lora"), ("recomputed", "lora")]
 )
-def test_the_step_is_made_again_in_parts(
+def test_step_out_of_memory_is_repeated_in_parts(
     where: str, recipe: str, batches: list[Batch], runtime: Runtime
 ) -> None:
     """The second micro-batch runs out of memory, when the first one has left its gradient."""
@@ -106,9 +106,7 @@ def test_the_step_is_made_again_in_parts(
     assert relative(found, expected[1]) <= 1e-6
 
 
-def test_an_evaluation_whose_passes_others_share_ends_and_says_whether_to_begin_again(
-    data: Data, runtime: Runtime
-) -> None:
+def test_sharded_evaluation_out_of_memory_asks_for_a_restart(data: Data, runtime: Runtime) -> None:
     """With smaller parts, if there are any: else it would begin again for ever."""
     assert data.eval is not None
     trainee = trainee_of(small_run("recipe=lora"))
@@ -121,7 +119,7 @@ def test_an_evaluation_whose_passes_others_share_ends_and_says_whether_to_begin_
         score(trainee, batches, runtime, depth=12)
 
 
-def test_what_ran_out_of_memory_is_let_go(batches: list[Batch], runtime: Runtime) -> None:
+def test_try_or_none_frees_memory(batches: list[Batch], runtime: Runtime) -> None:
     """Parts are made when nothing of the failed attempt is alive."""
     stepper = made("recipe=lora", runtime=runtime)
     seen: list[int] = []
@@ -144,7 +142,7 @@ def _alive() -> list[torch.Tensor]:
     return [each for each in gc.get_objects() if type(each) is torch.Tensor]
 
 
-def test_one_document_that_does_not_fit(batches: list[Batch], runtime: Runtime) -> None:
+def test_single_document_out_of_memory_is_an_error(batches: list[Batch], runtime: Runtime) -> None:
     stepper = made("recipe=lora", runtime=runtime)
     with (
         scarce("forward", tokens=4) as memory,
@@ -156,7 +154,7 @@ def test_one_document_that_does_not_fit(batches: list[Batch], runtime: Runtime) 
     assert 2 <= memory.times <= 10, "bounded"
 
 
-def test_the_message_says_what_stays_and_what_helps(batches: list[Batch], runtime: Runtime) -> None:
+def test_out_of_memory_message_has_parts_and_remedies(batches: list[Batch], runtime: Runtime) -> None:
     stepper = made("recipe=lora", runtime=runtime)
     with scarce("forward", tokens=4), pytest.raises(EnvironmentProblem) as refusal:
         stepper.run(batches, lr=0.0)
@@ -164,7 +162,7 @@ def test_the_message_says_what_stays_and_what_helps(batches: list[Batch], runtim
         assert words in str(refusal.value)
 
 
-def test_an_optimizer_that_does_not_fit(
+def test_optimizer_out_of_memory_is_an_error(
     batches: list[Batch], runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stepper = made("recipe=lora", runtime=runtime)
@@ -178,7 +176,7 @@ def test_an_optimizer_that_does_not_fit(
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_an_evaluation_gives_the_same_numbers(layout: str, data: Data, runtime: Runtime) -> None:
+def test_evaluation_in_parts_gives_the_same_scores(layout: str, data: Data, runtime: Runtime) -> None:
     trainee = trainee_of(small_run("recipe=lora"))
     shape: Layout = Packed(TOKENS, 0, TOKENS) if layout == "packed" else Padded(8, 0)
     rows = data.eval
@@ -195,7 +193,7 @@ def test_an_evaluation_gives_the_same_numbers(layout: str, data: Data, runtime: 
     assert found.loss == pytest.approx(expected.loss, rel=1e-6)
 
 
-def test_the_next_step_is_split_from_the_start(batches: list[Batch], runtime: Runtime) -> None:
+def test_step_after_out_of_memory_starts_split(batches: list[Batch], runtime: Runtime) -> None:
     stepper = made("recipe=lora", runtime=runtime)
     with scarce("forward", tokens=scanty(batches)) as memory:
         for _ in range(3):

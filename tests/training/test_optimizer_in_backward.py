@@ -38,7 +38,7 @@ def norms(stepper: Stepper, loader: Loader, steps: range) -> list[float]:
 @pytest.mark.parametrize(
     ("optimizer", "words"), [("adamw", BF16), ("adamw_8bit", ()), ("muon", BF16)], ids=str
 )
-def test_the_same_weights_as_after_the_backward_pass(
+def test_in_backward_gives_the_same_weights(
     optimizer: str, words: tuple[str, ...], runtime: Runtime, loader_of: Callable[..., Loader]
 ) -> None:
     """To the last bit: also of a head tied to the embedding, which has its gradient from two places."""
@@ -53,7 +53,7 @@ def test_the_same_weights_as_after_the_backward_pass(
     assert kept_bytes(within.trainee, within.optimizer)["gradients"] == 0
 
 
-def test_no_more_than_two_gradients_are_alive(runtime: Runtime, loader_of: Callable[..., Loader]) -> None:
+def test_in_backward_holds_two_gradients_at_most(runtime: Runtime, loader_of: Callable[..., Loader]) -> None:
     stepper = stepper_of(small_run(*FULL, AS_THEY_COME), runtime)
     parameters = list(stepper.trainee.trained().values())
     alive = []
@@ -67,7 +67,7 @@ def test_no_more_than_two_gradients_are_alive(runtime: Runtime, loader_of: Calla
 
 
 @pytest.mark.parametrize("words", [BF16, (AS_THEY_COME, *BF16)], ids=str)
-def test_a_run_goes_on_from_its_checkpoint_to_the_last_bit(
+def test_in_backward_resumes_bit_for_bit(
     words: tuple[str, ...], folder: Path, runtime: Runtime, loader_of: Callable[..., Loader]
 ) -> None:
     alone, loader, run = HostGroup(rank=0, count=1), loader_of(4, 1), small_run(*FULL, *words)
@@ -85,7 +85,7 @@ def test_a_run_goes_on_from_its_checkpoint_to_the_last_bit(
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_gradient_that_is_not_finite_leaves_its_own_weight(
+def test_in_backward_skips_only_nonfinite_parameters(
     optimizer: str, runtime: Runtime, loader_of: Callable[..., Loader]
 ) -> None:
     loader = loader_of(4, 1)
@@ -105,7 +105,7 @@ def test_a_gradient_that_is_not_finite_leaves_its_own_weight(
     assert not torch.equal(weights(stepper)[at], before[at])
 
 
-def test_it_is_said_that_others_were_stepped(make_loop: MakeLoop) -> None:
+def test_in_backward_message_says_others_were_stepped(make_loop: MakeLoop) -> None:
     from app.signals import StopRequest
 
     loop, notebook = make_loop(small_run(*FULL, AS_THEY_COME, "checkpoint.every=0", "eval.every=0"), 2)
@@ -115,7 +115,7 @@ def test_it_is_said_that_others_were_stepped(make_loop: MakeLoop) -> None:
     assert "step 1 not made for weights whose gradient is not finite, others had been" in notebook.messages[0]
 
 
-def test_a_forward_pass_that_does_not_fit_is_made_in_parts(
+def test_in_backward_retries_a_forward_pass_in_parts(
     runtime: Runtime, loader_of: Callable[..., Loader]
 ) -> None:
     """Nothing has changed by then; the gradients of the parts add up, and the last one makes the steps."""
@@ -132,7 +132,7 @@ def test_a_forward_pass_that_does_not_fit_is_made_in_parts(
     assert all(p.grad is None for p in parts.trainee.parameters())
 
 
-def test_a_backward_pass_that_has_changed_weights_is_not_made_again(
+def test_in_backward_never_repeats_after_an_update(
     runtime: Runtime, loader_of: Callable[..., Loader]
 ) -> None:
     loader = loader_of(8, 1)
@@ -147,7 +147,7 @@ def test_a_backward_pass_that_has_changed_weights_is_not_made_again(
     assert memory.times == 1
 
 
-def test_an_update_that_does_not_fit_is_not_made_twice(
+def test_in_backward_update_out_of_memory_ends_the_run(
     runtime: Runtime, loader_of: Callable[..., Loader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stepper = stepper_of(small_run(*FULL, AS_THEY_COME), runtime)
@@ -161,7 +161,7 @@ def test_an_update_that_does_not_fit_is_not_made_twice(
         stepper.run(loader_of(8, 1).batches(0), 1e-3)
 
 
-def test_what_the_rules_cannot_know_is_refused_before_the_data() -> None:
+def test_in_backward_refuses_processes_and_fp16_early() -> None:
     section = small_run(*FULL, AS_THEY_COME).optimizer
     require_one_process(section, 1)
     require_unscaled(section, "bf16")

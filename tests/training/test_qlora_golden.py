@@ -61,7 +61,7 @@ def losses(run: RunConfig, data: Data) -> list[float]:
     return found
 
 
-def test_on_a_cpu_they_are_the_golden_ones(tmp_path: Path, data: Data) -> None:
+def test_qlora_losses_on_cpu_are_golden(tmp_path: Path, data: Data) -> None:
     found = losses(run_on_a_saved_base(tmp_path), data)
     assert found == pytest.approx(GOLDEN, rel=1e-4)
     first, second = (mean(found[at : at + EPOCH]) for at in (0, EPOCH))  # the same rows in both

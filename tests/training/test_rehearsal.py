@@ -56,7 +56,7 @@ def ended(made: tuple[Trainer, Notebook], folder: Path) -> tuple[list[Any], dict
     ],
     ids=lambda settings: "-".join(word.partition("=")[2] for word in settings),
 )
-def test_a_run_has_the_same_numbers_and_the_same_checkpoints(
+def test_rehearsal_changes_no_number_and_no_checkpoint(
     settings: tuple[str, ...],
     make_loop: MakeLoop,
     folder: Path,
@@ -77,7 +77,7 @@ def test_a_run_has_the_same_numbers_and_the_same_checkpoints(
     assert any("optimizer" in name for name in saved)
 
 
-def test_states_of_a_continued_run_are_left_alone(make_loop: MakeLoop) -> None:
+def test_rehearsal_keeps_restored_optimizer_states(make_loop: MakeLoop) -> None:
     loop, _ = make_loop(small_run("recipe=lora", "eval.every=0", "checkpoint.every=0"), 2)
     loop.fit(StopRequest())
     state = loop.parts.stepper.optimizer.state
@@ -89,7 +89,7 @@ def test_states_of_a_continued_run_are_left_alone(make_loop: MakeLoop) -> None:
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_what_runs_out_of_memory_is_split_before_the_first_step(where: str, make_loop: MakeLoop) -> None:
+def test_rehearsal_out_of_memory_splits_before_step_one(where: str, make_loop: MakeLoop) -> None:
     run = small_run("recipe=lora", f"training.recompute={str(where == 'recomputed').lower()}", *EVERYTHING)
     loop, notebook = make_loop(run, STEPS)
     tokens = int(0.8 * loop.parts.loader.largest().ids.numel())
@@ -109,7 +109,7 @@ def test_what_runs_out_of_memory_is_split_before_the_first_step(where: str, make
     assert "fits only in parts: from the first step on micro-batches are split by documents" in told
 
 
-def test_an_evaluation_that_does_not_fit_is_known_before_the_first_step(
+def test_rehearsal_finds_evaluation_that_does_not_fit(
     make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop, _ = make_loop(small_run("recipe=lora"), STEPS)
@@ -123,7 +123,7 @@ def test_an_evaluation_that_does_not_fit_is_known_before_the_first_step(
     assert loop.progress.step == 0
 
 
-def test_states_that_do_not_fit_are_known_before_the_first_step(
+def test_rehearsal_finds_states_that_do_not_fit(
     make_loop: MakeLoop,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -137,7 +137,7 @@ def test_states_that_do_not_fit_are_known_before_the_first_step(
         rehearsed(loop)
 
 
-def test_where_it_is_due() -> None:
+def test_rehearsal_is_due_on_gpu_or_when_asked() -> None:
     asked: Callable[[str], Any] = lambda word: small_run(f"training.rehearse={word}").training  # noqa: E731
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert [is_due(asked(word), cpu) for word in ("auto", "true", "false")] == [False, True, False]

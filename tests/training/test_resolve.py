@@ -31,12 +31,12 @@ def training(epochs: float, max_steps: int | None = None) -> TrainingConfig:
         (0.001, None, 10, 1),
     ],
 )
-def test_steps_of_a_run(epochs: float, max_steps: int | None, per_epoch: int, steps: int) -> None:
+def test_plan_steps_rounds_and_cuts(epochs: float, max_steps: int | None, per_epoch: int, steps: int) -> None:
     assert plan_steps(training(epochs, max_steps), per_epoch).steps == steps
 
 
 @given(st.integers(1, 200), st.integers(1, 10_000))
-def test_whole_epochs_are_whole(epochs: int, per_epoch: int) -> None:
+def test_plan_steps_keeps_whole_epochs(epochs: int, per_epoch: int) -> None:
     plan = plan_steps(training(epochs), per_epoch)
     assert plan.steps == epochs * per_epoch
     assert plan.epoch(plan.steps) == epochs
@@ -47,28 +47,28 @@ def not_needed(precision: str) -> Needs:
 
 
 @pytest.mark.skipif("num_gpus() > 0", reason="tells what a machine without a GPU says")
-def test_tf32_is_refused_without_its_hardware() -> None:
+def test_tf32_without_hardware_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"precision=tf32 needs .* Choose precision=fp32"):
         choose(PrecisionConfig(kind="tf32"), AttentionConfig(kind="auto"), not_needed, {})
 
 
 @pytest.mark.skipif("num_gpus() > 0", reason="tells what a machine without a GPU chooses")
 @pytest.mark.parametrize(("flags", "expected"), [("fpu avx2", "fp32"), ("fpu avx512_bf16 amx_bf16", "bf16")])
-def test_auto_takes_bf16_only_where_it_is_fast(
+def test_auto_precision_is_bf16_only_with_cpu_flags(
     flags: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Path, "read_text", lambda _self: f"processor : 0\nflags\t\t: {flags}\n")
     assert choose_precision(PrecisionConfig(kind="auto")) == expected
 
 
-def test_a_continued_run_keeps_what_auto_meant() -> None:
+def test_stored_choices_replace_auto() -> None:
     kept = {"precision": "fp16", "attention": "sdpa"}
     auto = PrecisionConfig(kind="auto"), AttentionConfig(kind="auto")
     assert choose(*auto, not_needed, kept).precision == "fp16"
     assert choose(PrecisionConfig(kind="fp32"), auto[1], not_needed, kept).precision == "fp32"
 
 
-def test_a_run_on_a_gpu_asks_its_model_what_attention_must_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_attention_depends_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, backend in BACKENDS.items():
         monkeypatch.setitem(BACKENDS, name, replace(backend, requires=lambda _device: []))
     for overrides, expected in (((), "flash"), (("batching.packing=false",), "sdpa")):
@@ -82,7 +82,7 @@ def test_a_run_on_a_gpu_asks_its_model_what_attention_must_do(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("key", ["max_position_embeddings", "n_positions"])
-def test_a_folder_with_fewer_positions_shortens_the_rows(tmp_path: Path, key: str) -> None:
+def test_max_length_is_limited_to_positions(tmp_path: Path, key: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", key: 100}))
     (tmp_path / "model.safetensors").touch()
     run = small_run()
@@ -94,7 +94,7 @@ def test_a_folder_with_fewer_positions_shortens_the_rows(tmp_path: Path, key: st
 
 
 @pytest.mark.parametrize("told", [{"pad_token_id": 1}, {}])
-def test_places_that_roberta_leaves_unused_are_no_positions(tmp_path: Path, told: dict[str, int]) -> None:
+def test_max_length_excludes_unused_positions_of_roberta(tmp_path: Path, told: dict[str, int]) -> None:
     """Its padding token is 1 whether or not config.json says so."""
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     numbers = {"model_type": "roberta", "max_position_embeddings": 100, "vocab_size": 300, **sizes, **told}
@@ -108,7 +108,7 @@ def test_places_that_roberta_leaves_unused_are_no_positions(tmp_path: Path, told
         assert limit_to_positions(longer, lambda _note: None).dataset.max_length == kept
 
 
-def test_enough_positions_change_nothing() -> None:
+def test_max_length_within_positions_stays() -> None:
     run, said = small_run(), list[str]()
     assert limit_to_positions(run, said.append) is run
     assert said == []

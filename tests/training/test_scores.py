@@ -17,7 +17,7 @@ from app.training.scores import Scores, score
 from tests.training.conftest import small_run, stepper_of
 
 
-def test_any_batch_size_gives_the_same_scores_and_they_are_the_plain_means(
+def test_scores_do_not_depend_on_batches(
     data: Data, runtime: Runtime, loader_of: Callable[..., Loader]
 ) -> None:
     assert data.eval is not None
@@ -49,14 +49,14 @@ def test_any_batch_size_gives_the_same_scores_and_they_are_the_plain_means(
     assert [each.token_accuracy for each in scores] == [right / rows.num_trained] * len(layouts)
 
 
-def test_two_processes_see_every_row_once(data: Data) -> None:
+def test_scores_of_two_processes_count_each_row_once(data: Data) -> None:
     assert data.eval is not None
     shares = [list(eval_batches(data.eval, Padded(3, pad_id=0), processes=2, rank=rank)) for rank in range(2)]
     assert sum(b.num_labels for share in shares for b in share) == data.eval.num_trained
     assert sum(len(b.lengths) for share in shares for b in share) == len(data.eval)
 
 
-def test_scores_that_json_cannot_have_are_null() -> None:
+def test_nonfinite_scores_are_null_in_json() -> None:
     assert Scores(1.0, 0.5).perplexity == pytest.approx(math.e)
     ruined = Scores(1000.0, 0.0, 1.0)
     assert ruined.perplexity == math.inf
@@ -70,7 +70,7 @@ def test_scores_that_json_cannot_have_are_null() -> None:
     assert json.dumps(Scores(math.nan, 0.0).as_dict(), allow_nan=False)
 
 
-def test_what_has_no_answers_says_nothing_of_them() -> None:
+def test_scores_without_answers_omit_exact_match() -> None:
     of_text = Scores.of(np.array([6.0, 4.0, 3.0, 0.0, 0.0, 4.0]))
     assert of_text.line() == {"eval_loss": 1.5}
     assert of_text.as_dict()["exact_match"] is None

@@ -46,7 +46,7 @@ def plain_loss(trainee: TrainingModel, loader: Loader, step: int) -> Tensor:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_one_by_eight_two_by_four_eight_by_one_have_one_gradient(
+def test_gradient_does_not_depend_on_micro_batches(
     recipe: str, runtime: Runtime, loader_of: Callable[..., Loader]
 ) -> None:
     run = small_run(f"recipe={recipe}", "training.clip=0")
@@ -66,7 +66,7 @@ def test_one_by_eight_two_by_four_eight_by_one_have_one_gradient(
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_loss_and_gradient_are_those_of_the_plain_formula(
+def test_loss_and_gradient_equal_the_formula(
     recipe: str, runtime: Runtime, loader_of: Callable[..., Loader]
 ) -> None:
     run = small_run(f"recipe={recipe}", "training.clip=0")
@@ -81,7 +81,7 @@ def test_loss_and_gradient_are_those_of_the_plain_formula(
     assert relative(gradients(ours), gradients(theirs)) <= 1e-6
 
 
-def test_two_processes_share_the_rows_of_the_same_step(
+def test_two_processes_give_the_gradient_of_one(
     runtime: Runtime, loader_of: Callable[..., Loader], data: object
 ) -> None:
     """The micro-batches of all ranks together are the rows of one process."""
@@ -93,9 +93,7 @@ def test_two_processes_share_the_rows_of_the_same_step(
         assert len(shares[0].batches(step)) == len(shares[1].batches(step)) == 2
 
 
-def test_clipping_limits_the_gradient_and_reports_it_unclipped(
-    runtime: Runtime, loader_of: Callable[..., Loader]
-) -> None:
+def test_clipping_reports_the_unclipped_norm(runtime: Runtime, loader_of: Callable[..., Loader]) -> None:
     loader = loader_of(8, 1)
     free = stepper_of(small_run("recipe=full", "training.clip=0"), runtime)
     tight = stepper_of(small_run("recipe=full", "training.clip=0.01"), runtime)
@@ -106,7 +104,7 @@ def test_clipping_limits_the_gradient_and_reports_it_unclipped(
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon", "adamw_8bit"])
-def test_a_gradient_that_is_not_finite_changes_nothing(
+def test_nonfinite_gradient_skips_the_step(
     optimizer: str, runtime: Runtime, loader_of: Callable[..., Loader]
 ) -> None:
     run = small_run("recipe=full", f"optimizer={optimizer}")
@@ -122,9 +120,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_fp16_scales_its_loss_and_gives_the_gradient_of_fp32(
-    runtime: Runtime, loader_of: Callable[..., Loader]
-) -> None:
+def test_fp16_scaled_gradient_equals_fp32(runtime: Runtime, loader_of: Callable[..., Loader]) -> None:
     loader = loader_of(2, 1)
     half = stepper_of(small_run("recipe=full", "precision=fp16", "training.clip=0"), runtime)
     exact = stepper_of(small_run("recipe=full", "training.clip=0"), runtime)
@@ -166,7 +162,7 @@ def test_full_bf16_trains_fp32_weights() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("tokens", [64, 256])
-def test_packed_bins_have_the_gradient_of_padded_rows(
+def test_packed_gradient_equals_padded(
     recipe: str,
     tokens: int,
     runtime: Runtime,

@@ -19,7 +19,7 @@ def saved(folder: Path) -> list[int]:
     return sorted(int(f.name.removeprefix("step-")) for f in folder.iterdir())
 
 
-def test_lines_evaluations_and_saves_come_when_due(make_loop: MakeLoop, folder: Path) -> None:
+def test_trainer_records_evaluates_and_saves_when_due(make_loop: MakeLoop, folder: Path) -> None:
     run = small_run("record.every=3", "eval.every=4", "checkpoint.every=5", "checkpoint.keep=9")
     loop, notebook = make_loop(run, 10)
     assert loop.fit(StopRequest()) is True
@@ -37,14 +37,14 @@ def test_lines_evaluations_and_saves_come_when_due(make_loop: MakeLoop, folder: 
     assert loop.tokens_per_second > 0
 
 
-def test_tokens_are_counted_over_the_whole_run(make_loop: MakeLoop, data: Data) -> None:
+def test_trainer_counts_tokens_of_the_whole_run(make_loop: MakeLoop, data: Data) -> None:
     loop, _ = make_loop(small_run("eval.every=0", "checkpoint.every=0"), 8)
     loop.fit(StopRequest())
     assert loop.progress.tokens == int(data.train.lengths.sum())
     assert loop.progress.trained_tokens == data.train.num_trained
 
 
-def test_patience_ends_a_run_that_gains_nothing(make_loop: MakeLoop, folder: Path) -> None:
+def test_patience_ends_a_run_without_gain(make_loop: MakeLoop, folder: Path) -> None:
     run = small_run(
         "recipe=full", "eval.every=1", "eval.patience=2", "checkpoint.every=0", "checkpoint.final=best"
     )
@@ -56,7 +56,7 @@ def test_patience_ends_a_run_that_gains_nothing(make_loop: MakeLoop, folder: Pat
     assert saved(folder) == [1, 3], "the best one, and the end"
 
 
-def test_a_request_to_stop_ends_after_the_step_and_saves(make_loop: MakeLoop, folder: Path) -> None:
+def test_stop_request_saves_after_the_step(make_loop: MakeLoop, folder: Path) -> None:
     loop, notebook = make_loop(small_run("eval.every=0", "checkpoint.every=0"), 10)
     assert loop.fit(StopRequest(exit_code=75)) is False
     assert loop.progress.step == 1
@@ -64,9 +64,7 @@ def test_a_request_to_stop_ends_after_the_step_and_saves(make_loop: MakeLoop, fo
     assert len(notebook.steps) == 1
 
 
-def test_a_start_stops_after_the_step_it_was_given_and_the_next_one_goes_on(
-    make_loop: MakeLoop, folder: Path
-) -> None:
+def test_stop_after_ends_a_start_and_the_next_continues(make_loop: MakeLoop, folder: Path) -> None:
     run = small_run("eval.every=0", "checkpoint.every=0", "record.every=5", "training.stop_after=3")
     loop, notebook = make_loop(run, 6)
     request = StopRequest()
@@ -77,7 +75,7 @@ def test_a_start_stops_after_the_step_it_was_given_and_the_next_one_goes_on(
     assert loop.progress.step == 6
 
 
-def test_bad_steps_are_named_counted_and_end_the_run(make_loop: MakeLoop, folder: Path) -> None:
+def test_nonfinite_steps_are_named_and_end_the_run(make_loop: MakeLoop, folder: Path) -> None:
     run = small_run("eval.every=0", "checkpoint.every=0", "training.max_bad_steps=3", "record.every=2")
     loop, notebook = make_loop(run, 20)
     parameter = next(iter(loop.parts.stepper.trainee.trained().values()))
@@ -92,7 +90,7 @@ def test_bad_steps_are_named_counted_and_end_the_run(make_loop: MakeLoop, folder
 
 
 @pytest.mark.parametrize(("half", "step"), [("lora_B", 1), ("lora_A", 2)])
-def test_an_adapter_that_no_gradient_reaches_is_named(make_loop: MakeLoop, half: str, step: int) -> None:
+def test_adapter_without_gradient_is_an_error(make_loop: MakeLoop, half: str, step: int) -> None:
     loop, _ = make_loop(small_run("eval.every=0", "checkpoint.every=0"), 4)
     cut = {name: p for name, p in loop.parts.stepper.trainee.trained().items() if f"q_proj.{half}" in name}
     for parameter in cut.values():
@@ -105,7 +103,7 @@ def test_an_adapter_that_no_gradient_reaches_is_named(make_loop: MakeLoop, half:
 
 
 @pytest.mark.parametrize("stop_after", [None, 7])
-def test_the_time_left_is_the_time_that_passes(
+def test_trainer_eta_equals_the_time_that_passes(
     make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, stop_after: int | None
 ) -> None:
     """With a clock that moves by 2 seconds a step, 30 an evaluation and 11 a save."""
@@ -140,7 +138,7 @@ def test_the_time_left_is_the_time_that_passes(
     assert notebook.left[known] == pytest.approx([now[0] - at for at in lines[known]])
 
 
-def test_a_step_that_was_skipped_accuses_no_adapter(make_loop: MakeLoop) -> None:
+def test_skipped_step_reports_no_adapter(make_loop: MakeLoop) -> None:
     """Its B is still zero, so no gradient reaches A in the second step either."""
     run = small_run("recipe=lora", "precision=fp16", "eval.every=0", "checkpoint.every=0", "record.every=1")
     loop, notebook = make_loop(run, 6)

@@ -16,7 +16,7 @@ def folder(tmp_path: Path) -> Path:
     return with_talks(tmp_path)
 
 
-def test_each_source_of_a_mix_is_recognised_told_once_and_kept(zygote: Zygote, folder: Path) -> None:
+def test_detected_formats_of_a_mix_are_kept(zygote: Zygote, folder: Path) -> None:
     pairs = [
         {
             "prompt": [{"role": "user", "content": f"Add {n}"}],

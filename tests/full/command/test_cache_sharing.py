@@ -36,7 +36,7 @@ def start(zygote: Zygote, folder: Path, name: str) -> Running:
     return zygote.start(folder, *SMALL, *given, "dry_run=true", f"output_dir={name}")
 
 
-def test_the_second_waits_and_says_so(zygote: Zygote, tmp_path: Path) -> None:
+def test_second_process_waits_for_the_cache(zygote: Zygote, tmp_path: Path) -> None:
     first = preparing(zygote, tmp_path)
     [begun] = parts(tmp_path)
     second = start(zygote, tmp_path, "second")
@@ -61,7 +61,7 @@ def test_the_second_waits_and_says_so(zygote: Zygote, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.log"))
 
 
-def test_the_second_takes_over_when_the_first_is_killed(zygote: Zygote, tmp_path: Path) -> None:
+def test_second_process_takes_over_after_a_kill(zygote: Zygote, tmp_path: Path) -> None:
     first = preparing(zygote, tmp_path)
     second = start(zygote, tmp_path, "second")
     second.until(lambda: "waiting for it" in said(second))

@@ -20,7 +20,7 @@ from tests.runs import Zygote
         ("model=llama_70b", "recipe=qlora", "hardware=h100"),
     ],
 )
-def test_it_takes_ten_seconds_imports_included(run_app: RunApp, words: tuple[str, ...]) -> None:
+def test_check_memory_takes_ten_seconds(run_app: RunApp, words: tuple[str, ...]) -> None:
     before = os.times()
     ended = run_app("memory", *words, module="app.check")
     after = os.times()
@@ -29,7 +29,7 @@ def test_it_takes_ten_seconds_imports_included(run_app: RunApp, words: tuple[str
     assert spent < 10
 
 
-def test_what_does_not_fit_ends_with_code_2_the_parts_and_a_way_in(zygote: Zygote, tmp_path: Path) -> None:
+def test_check_memory_that_does_not_fit_exits_with_2(zygote: Zygote, tmp_path: Path) -> None:
     words = (
         "model.weights=random",
         "recipe=full",
@@ -56,7 +56,7 @@ def test_what_does_not_fit_ends_with_code_2_the_parts_and_a_way_in(zygote: Zygot
     assert (code, wrong) == (0, ""), "the way in leads in"
 
 
-def test_bare_it_looks_at_data_and_memory(zygote: Zygote, tmp_path: Path) -> None:
+def test_check_without_arguments_checks_data_and_memory(zygote: Zygote, tmp_path: Path) -> None:
     write_chats(tmp_path / "a.jsonl", chat("Hi", "Hello"))
     words = (
         "dataset=messages",
@@ -72,14 +72,14 @@ def test_bare_it_looks_at_data_and_memory(zygote: Zygote, tmp_path: Path) -> Non
     assert facts["context_bytes"] > 50e6
 
 
-def test_processes_started_here_find_each_other(run_app: RunApp, tmp_path: Path) -> None:
+def test_check_cluster_launches_its_processes(run_app: RunApp, tmp_path: Path) -> None:
     ended = run_app("cluster", "launch.num_processes=2", module="app.check")
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.count("link 0-1") == 1
     assert list(tmp_path.iterdir()) == []
 
 
-def test_processes_on_disks_that_are_not_shared_are_told_so(zygote: Zygote, tmp_path: Path) -> None:
+def test_check_cluster_reports_disks_not_shared(zygote: Zygote, tmp_path: Path) -> None:
     """Two folders are two disks."""
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     world["MASTER_PORT"] = str(free_port())

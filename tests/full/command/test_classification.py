@@ -130,9 +130,7 @@ def scored(zygote: Zygote, place: Path, run: Path, *given: str) -> dict[str, Any
     return found
 
 
-def test_a_small_model_learns_labels_and_is_told_by_them(
-    zygote: Zygote, place: Path, made: Callable[[str], Path]
-) -> None:
+def test_classifier_learns_labels(zygote: Zygote, place: Path, made: Callable[[str], Path]) -> None:
     run = made("decoder")
     shown = (place / "decoder.txt").read_text()
     assert "2 labels: bad " in shown
@@ -164,7 +162,7 @@ def test_a_small_model_learns_labels_and_is_told_by_them(
     assert sum(lines[0]["probabilities"].values()) == pytest.approx(1)
 
 
-def test_pairs_are_told_apart_by_an_encoder(zygote: Zygote, place: Path, made: Callable[[str], Path]) -> None:
+def test_encoder_learns_pairs(zygote: Zygote, place: Path, made: Callable[[str], Path]) -> None:
     run = made("encoder")
     found = [line["loss"] for line in metrics(run) if "loss" in line]
     assert sum(found[-5:]) < sum(found[:5])
@@ -188,7 +186,7 @@ def test_pairs_are_told_apart_by_an_encoder(zygote: Zygote, place: Path, made: C
         ((), "which answers with a label and holds no conversation"),
     ],
 )
-def test_what_means_nothing_to_a_classifier_is_refused(
+def test_classifier_refuses_meaningless_options(
     given: tuple[str, ...], message: str, zygote: Zygote, place: Path, made: Callable[[str], Path]
 ) -> None:
     ended = zygote.run(place, f"run={made('encoder')}", *given, module="app.generate")
@@ -199,7 +197,7 @@ def test_what_means_nothing_to_a_classifier_is_refused(
 @pytest.mark.parametrize(
     ("name", "kind"), [("decoder", "merged"), ("encoder", "adapter"), ("full", "merged"), ("bf16", "adapter")]
 )
-def test_an_export_is_the_same_classifier(
+def test_exported_classifier_is_the_same(
     name: str, kind: str, zygote: Zygote, place: Path, made: Callable[[str], Path]
 ) -> None:
     run, out = made(name), place / f"out-{name}-{kind}"
@@ -223,7 +221,7 @@ def test_an_export_is_the_same_classifier(
 
 
 @pytest.mark.parametrize("recipe", ["full", "qlora"])
-def test_a_killed_run_goes_on_to_the_same_bits(
+def test_killed_classifier_resumes_bit_for_bit(
     recipe: str, place: Path, tmp_path: Path, zygote: Zygote
 ) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -238,7 +236,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(
     assert numbers(killed) == numbers(whole)
 
 
-def test_a_label_that_nobody_learns_is_a_bad_row(place: Path, tmp_path: Path, zygote: Zygote) -> None:
+def test_unknown_label_is_a_bad_row(place: Path, tmp_path: Path, zygote: Zygote) -> None:
     write(tmp_path / "held.jsonl", [{"text": "fine", "label": "good"}, {"text": "hm", "label": "odd"}])
     given = (*DECODER, "dataset.eval_fraction=0", f"dataset.eval_path={tmp_path}/held.jsonl", "dry_run=true")
     ended = zygote.run(place, *given, f"output_dir={tmp_path}/run")
@@ -249,7 +247,7 @@ def test_a_label_that_nobody_learns_is_a_bad_row(place: Path, tmp_path: Path, zy
     assert "1 bad row skipped" in ended.stdout
 
 
-def test_the_check_shows_labels_and_warns_of_rare_ones(place: Path, tmp_path: Path, zygote: Zygote) -> None:
+def test_check_data_shows_labels_and_rare_ones(place: Path, tmp_path: Path, zygote: Zygote) -> None:
     rows = [{"text": f"text {i}", "label": "often"} for i in range(30)] + [{"text": "one", "label": "rare"}]
     write(tmp_path / "few.jsonl", [*rows, {"text": "text 3", "label": "rare"}])
     ended = zygote.run(

@@ -9,7 +9,7 @@ from tests.conftest import RunApp
 from tests.runs import result
 
 
-def test_a_compiled_run_has_the_losses_of_one_that_is_not(run_app: RunApp, tmp_path: Path) -> None:
+def test_compiled_run_has_the_same_losses(run_app: RunApp, tmp_path: Path) -> None:
     """The second one finds the graphs of the first. Processes of their own: torch settles early where it keeps them."""
     cache = f"cache_dir={tmp_path / 'cache'}"
     plain, *compiled = (tmp_path / name for name in ("plain", "first", "second"))

@@ -13,7 +13,7 @@ from tests.command.test_evaluate import KEYS, check_last_evaluation, eval_loss, 
 from tests.runs import SMALL, FinishedRuns, Zygote, refused
 
 
-def test_batch_size_packing_order_and_processes_change_nothing(
+def test_evaluate_does_not_depend_on_batches_or_processes(
     zygote: Zygote, finished: FinishedRuns, tmp_path: Path
 ) -> None:
     run = finished("lora")
@@ -56,7 +56,7 @@ def by_two_processes(zygote: Zygote, folder: Path, run: Path) -> dict[str, Any]:
     return scores
 
 
-def test_another_dataset_is_scored_whole_and_this_is_said(
+def test_evaluate_scores_another_dataset_whole(
     zygote: Zygote, finished: FinishedRuns, tmp_path: Path
 ) -> None:
     rows = [{"prompt": f"Say {n}.", "completion": f" {n}"} for n in range(20)]
@@ -82,7 +82,7 @@ def test_another_dataset_is_scored_whole_and_this_is_said(
     assert scores["rows_are"] == "trained_on"
 
 
-def test_an_adapter_is_scored_on_the_base_it_was_tuned_on(zygote: Zygote, tmp_path: Path) -> None:
+def test_evaluate_accepts_only_the_tuned_base(zygote: Zygote, tmp_path: Path) -> None:
     """Its base may lie elsewhere now; other weights would give a number too, but not that of the run."""
     first = zygote.run(tmp_path, *SMALL, "recipe=full", "training.max_steps=1", "output_dir=first")
     assert first.code == 0, first.stderr
@@ -108,7 +108,7 @@ def test_an_adapter_is_scored_on_the_base_it_was_tuned_on(zygote: Zygote, tmp_pa
 
 
 @pytest.mark.parametrize("recipe", ["qlora in fp32", "full"])
-def test_it_is_the_last_evaluation_of_the_run_and_the_base_beside_it(
+def test_evaluate_equals_last_evaluation_of_the_run(
     zygote: Zygote, finished: FinishedRuns, tmp_path: Path, recipe: str
 ) -> None:
     check_last_evaluation(zygote, finished, tmp_path, recipe)

@@ -27,7 +27,7 @@ def code_of_card(out: Path, app_env: dict[str, str], place: Path) -> None:
     assert done.stdout.strip() == "1536"
 
 
-def test_an_adapter_of_a_packed_base_goes_with_its_base(
+def test_adapter_export_of_random_base_includes_it(
     zygote: Zygote, finished: FinishedRuns, tmp_path: Path, app_env: dict[str, str]
 ) -> None:
     run = finished("qlora")
@@ -62,7 +62,7 @@ def test_an_adapter_of_a_packed_base_goes_with_its_base(
     code_of_card(out, app_env, tmp_path)
 
 
-def test_damage_and_a_full_disk(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
+def test_export_reports_damage_and_full_disk(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
     run = shutil.copytree(finished("lora"), tmp_path / "run")
     full = export(zygote, tmp_path, run, "kind=merged", "dtype=fp32", SPOIL="disk")
     refused(full.code, full.stdout, full.stderr, "the disk is full, nothing was exported")
@@ -76,7 +76,5 @@ def test_damage_and_a_full_disk(zygote: Zygote, finished: FinishedRuns, tmp_path
     assert not list(tmp_path.glob(".writing*"))
 
 
-def test_an_export_that_is_not_the_model_leaves_only_its_report(
-    zygote: Zygote, finished: FinishedRuns, tmp_path: Path
-) -> None:
+def test_failed_export_leaves_only_its_report(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
     check_spoilt(zygote, finished, tmp_path, ("qlora", "careless"), ("lora", "cut"))

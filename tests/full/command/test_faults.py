@@ -27,13 +27,13 @@ def limited(
     )
 
 
-def test_a_disk_that_is_full_from_the_start(app_env: dict[str, str], tmp_path: Path) -> None:
+def test_full_disk_at_the_start_is_reported(app_env: dict[str, str], tmp_path: Path) -> None:
     ended = limited(1000, app_env, tmp_path, "output_dir=run")
     refused(ended.returncode, ended.stdout, ended.stderr, "cache_dir")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_disk_that_is_full_at_a_checkpoint(app_env: dict[str, str], tmp_path: Path) -> None:
+def test_full_disk_at_a_checkpoint_is_reported(app_env: dict[str, str], tmp_path: Path) -> None:
     given = ("output_dir=run", "checkpoint.save_random_base=false")
     ended = limited(60_000, app_env, tmp_path, *given)
     refused(ended.returncode, ended.stdout, ended.stderr, "step-000003")
@@ -42,7 +42,7 @@ def test_a_disk_that_is_full_at_a_checkpoint(app_env: dict[str, str], tmp_path: 
     assert result(tmp_path / "run")["status"] == "failed"
 
 
-def test_a_fault_of_ours_shows_where_it_is(app_env: dict[str, str], tmp_path: Path) -> None:
+def test_bug_prints_its_traceback(app_env: dict[str, str], tmp_path: Path) -> None:
     program = (
         "import sys, app.optim.optimizers as optimizers\n"
         "def build_optimizer(*_): raise KeyError('injected')\n"

@@ -16,7 +16,7 @@ def told(file: Path) -> dict[str, Any]:
     return found
 
 
-def test_from_training_to_an_export(zygote: Zygote, tmp_path: Path) -> None:
+def test_fp8_run_trains_and_exports(zygote: Zygote, tmp_path: Path) -> None:
     run = tmp_path / "run"
     ended = zygote.run(tmp_path, *FINISHED["lora"], *FP8, f"output_dir={run}")
     assert ended.code == 0, ended.stderr
@@ -44,7 +44,7 @@ def test_from_training_to_an_export(zygote: Zygote, tmp_path: Path) -> None:
     assert scored == pytest.approx(result(run)["eval_loss"], rel=1e-6), "as training held it"
 
 
-def test_a_continued_run_rounds_to_the_same_base(zygote: Zygote, tmp_path: Path) -> None:
+def test_fp8_resumes_with_the_same_base(zygote: Zygote, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder, more in ((whole, ()), (parts, ("training.stop_after=7",)), (parts, ("resume=auto",))):
         ended = zygote.run(tmp_path, *SMALL, *FP8, f"output_dir={folder}", *more)
@@ -57,7 +57,7 @@ def test_a_continued_run_rounds_to_the_same_base(zygote: Zygote, tmp_path: Path)
 GATE = ("recipe=lora", "precision=fp32", "optimizer.lr=3e-4", "batching.accumulation=4", "eval.samples=0")
 
 
-def test_it_learns_nearly_as_on_the_ordinary_base(zygote: Zygote, tmp_path: Path) -> None:
+def test_fp8_loss_is_close_to_bf16(zygote: Zygote, tmp_path: Path) -> None:
     """One epoch of the small model: measured 1.4 % above the ordinary base, and 4.2 % on NF4 (docs/fp8.md)."""
     losses = {}
     for kind in ("none", "fp8", "nf4"):

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.runs import FinishedRuns
 
 
-def test_a_conversation_over_a_pipe(finished: FinishedRuns, tmp_path: Path, app_env: dict[str, str]) -> None:
+def test_conversation_over_a_pipe(finished: FinishedRuns, tmp_path: Path, app_env: dict[str, str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "app.generate", f"run={finished()}", "max_new_tokens=3"],
         input="Hi\n/undo\nHi\n/quit\nnever asked\n",

@@ -80,9 +80,7 @@ def share_chosen(run: Path, *, adapter: bool) -> float:
 
 
 @requires_harness
-def test_its_tasks_are_asked_of_the_run_and_of_its_base(
-    finished: FinishedRuns, run_app: RunApp, tmp_path: Path
-) -> None:
+def test_harness_scores_run_and_base(finished: FinishedRuns, run_app: RunApp, tmp_path: Path) -> None:
     finished.copy(tmp_path / "run")
     write_tasks(tmp_path)
     done = run_app(

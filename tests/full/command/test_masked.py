@@ -55,7 +55,7 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in metrics(run) if "loss" in line]
 
 
-def test_an_encoder_learns_and_comes_out_as_one(folder: Path, zygote: Zygote) -> None:
+def test_masked_encoder_learns_and_exports(folder: Path, zygote: Zygote) -> None:
     ended = zygote.run(folder, *SMALL, "output_dir=run", "training.epochs=6")
     assert ended.code == 0, ended.stderr
     found = losses(folder / "run")
@@ -85,7 +85,7 @@ def test_an_encoder_learns_and_comes_out_as_one(folder: Path, zygote: Zygote) ->
 
 
 @pytest.mark.parametrize("recipe", ["full", "lora"])
-def test_a_killed_run_goes_on_with_the_same_hidden_tokens(recipe: str, folder: Path, zygote: Zygote) -> None:
+def test_killed_masked_run_resumes_bit_for_bit(recipe: str, folder: Path, zygote: Zygote) -> None:
     whole, killed = folder / "whole", folder / "killed"
     few = (*SMALL, f"recipe={recipe}", "training.epochs=2", "checkpoint.every=2", "eval.every=3")
     ended = zygote.run(folder, *few, f"output_dir={whole}")
@@ -98,7 +98,7 @@ def test_a_killed_run_goes_on_with_the_same_hidden_tokens(recipe: str, folder: P
     assert numbers(killed) == numbers(whole)
 
 
-def test_eval_loss_does_not_depend_on_packing(folder: Path, zygote: Zygote) -> None:
+def test_masked_eval_loss_does_not_depend_on_packing(folder: Path, zygote: Zygote) -> None:
     found = []
     for name, layout in (("packed", "batching.packing=true"), ("padded", "batching.packing=false")):
         unchanged = ("training.max_steps=1", "optimizer.lr=1e-12")

@@ -13,7 +13,7 @@ from tests.training.test_message_weights import WEIGHTS, chats
 LOSSES = ("loss", "eval_loss", "grad_norm", "trained_tokens")
 
 
-def test_two_processes_and_a_continued_run_give_the_numbers_of_one(zygote: Zygote, tmp_path: Path) -> None:
+def test_message_weights_with_two_processes_and_resume(zygote: Zygote, tmp_path: Path) -> None:
     """Plain gradient descent, and bins of very different weights on each process."""
     data = tmp_path / "chat.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in chats(WEIGHTS)))

@@ -7,7 +7,7 @@ from tests.command.test_mix import MIX, PLAIN, sources
 from tests.runs import SMALL, Zygote, result
 
 
-def test_weights_are_swept(zygote: Zygote, tmp_path: Path) -> None:
+def test_mix_weights_can_be_swept(zygote: Zygote, tmp_path: Path) -> None:
     sources(tmp_path)
     given = (
         *SMALL,
@@ -25,7 +25,7 @@ def test_weights_are_swept(zygote: Zygote, tmp_path: Path) -> None:
     assert [result(run.parent)["status"] for run in runs] == ["dry_run"] * 2
 
 
-def test_a_mix_is_trained_and_told_and_its_held_out_rows_scored(zygote: Zygote, tmp_path: Path) -> None:
+def test_mix_trains_and_scores_held_out_rows(zygote: Zygote, tmp_path: Path) -> None:
     sources(tmp_path)
     given = (*SMALL, *MIX, *PLAIN, "dataset.mix.code.weight=2.5", "output_dir=run")
     ended = zygote.run(tmp_path, *given, COLUMNS="300")

@@ -6,7 +6,7 @@ from tests.command.test_recompute_auto import AUTO, on, settings
 from tests.runs import Zygote, same_ending
 
 
-def test_a_continued_run_keeps_to_what_was_found(zygote: Zygote, tmp_path: Path) -> None:
+def test_resumed_run_keeps_recomputed_layers(zygote: Zygote, tmp_path: Path) -> None:
     words = (AUTO, "output_dir=run", "resume=auto")
     said = on(zygote, tmp_path, 0.001, *words, "training.stop_after=2", code=75)
     assert "training.recompute=auto: all 2 layers, and the plan does not fit even so" in said

@@ -8,7 +8,7 @@ from tests.runs import Zygote, result, same_ending
 from tests.training.test_rehearsal import files
 
 
-def test_two_processes_stopped_and_continued_give_the_same_bytes(zygote: Zygote, tmp_path: Path) -> None:
+def test_rehearsal_of_two_processes_changes_no_byte(zygote: Zygote, tmp_path: Path) -> None:
     """Mid-epoch, with dropout: each start rehearses, and both processes take part in its reduction."""
     command = (*FEW, "recipe=lora", "adapter.dropout=0.1", "batching.accumulation=1")
     plain, tried = tmp_path / "plain", tmp_path / "tried"
@@ -27,7 +27,7 @@ def test_two_processes_stopped_and_continued_give_the_same_bytes(zygote: Zygote,
     assert json.loads((tried / "manifest.json").read_text())["rehearsal"]["depth"] == 0
 
 
-def test_what_fits_in_no_way_ends_the_run_before_its_first_step(zygote: Zygote, tmp_path: Path) -> None:
+def test_rehearsal_out_of_memory_ends_the_run_early(zygote: Zygote, tmp_path: Path) -> None:
     given = {"WHERE": "backward", "RANKS": "0", "TOKENS": "3", "CALLS": "0"}
     words = (*FEW, *PADDED, "training.rehearse=true", "output_dir=run")
     ended = zygote.run(tmp_path, *words, module="tests.scarcity", **given)

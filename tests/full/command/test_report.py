@@ -11,7 +11,7 @@ from tests.pages.reading import chart, drawn, section
 from tests.runs import SMALL, Zygote, has_reached, result
 
 
-def test_a_run_that_is_stopped_goes_on_or_fails_has_its_page(zygote: Zygote, tmp_path: Path) -> None:
+def test_stopped_and_failed_runs_have_reports(zygote: Zygote, tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = (*SMALL, "model.weights=random", "output_dir=run", "resume=auto")
     running = zygote.start(tmp_path, *command, "training.epochs=40")
@@ -33,7 +33,7 @@ def test_a_run_that_is_stopped_goes_on_or_fails_has_its_page(zygote: Zygote, tmp
     assert "not finite" in page.one("div", "note").text
 
 
-def test_a_dry_run_shows_what_would_be_trained(zygote: Zygote, tmp_path: Path) -> None:
+def test_dry_run_has_a_report(zygote: Zygote, tmp_path: Path) -> None:
     ended = zygote.run(tmp_path, *SMALL, "dry_run=true", "output_dir=run")
     assert (ended.code, ended.stderr) == (0, "")
     page = page_of(tmp_path / "run" / "report.html")
@@ -41,7 +41,7 @@ def test_a_dry_run_shows_what_would_be_trained(zygote: Zygote, tmp_path: Path) -
     assert len(section(page, "Data").all("div", "row")) == 4
 
 
-def test_a_sweep_ends_in_a_page(zygote: Zygote, tmp_path: Path) -> None:
+def test_sweep_has_a_report(zygote: Zygote, tmp_path: Path) -> None:
     words = (*RANDOM, "training.max_steps=1", "eval.samples=0", "optimizer.lr=1e-3,1e-2", "output_dir=sweep")
     ended = zygote.run(tmp_path, "-m", *words, module="tests.command.forked_trials")
     assert (ended.code, ended.stderr) == (0, "")

@@ -15,7 +15,7 @@ def folder(finished: FinishedRuns, tmp_path: Path) -> Path:
     return run_and_rows(finished, tmp_path)
 
 
-def test_a_run_that_was_stopped_and_resumed_is_reproduced_in_one_go(zygote: Zygote, tmp_path: Path) -> None:
+def test_reproduce_a_resumed_run_in_one_start(zygote: Zygote, tmp_path: Path) -> None:
     command = (*SHORT, "record.every=2", "eval.every=0", "output_dir=run", "resume=auto")
     assert zygote.run(tmp_path, *command, "training.stop_after=3").code == 75
     unfinished, found = again(zygote, tmp_path)
@@ -31,7 +31,7 @@ def test_a_run_that_was_stopped_and_resumed_is_reproduced_in_one_go(zygote: Zygo
     assert (found["same_bits"], found["lines"], found["last_step"]) == (True, 5, 6)
 
 
-def test_other_rows_are_refused_and_run_only_anyway(zygote: Zygote, folder: Path) -> None:
+def test_reproduce_refuses_other_rows(zygote: Zygote, folder: Path) -> None:
     rows = (folder / "rows.jsonl").read_text().splitlines(keepends=True)
     (folder / "rows.jsonl").write_text("".join(rows[1:]))
     ended, _ = again(zygote, folder)
@@ -48,7 +48,7 @@ def test_other_rows_are_refused_and_run_only_anyway(zygote: Zygote, folder: Path
     assert [each["name"] for each in found["origin"]] == ["rows to train on"]
 
 
-def test_the_number_of_threads_is_that_of_the_first(zygote: Zygote, folder: Path) -> None:
+def test_reproduce_uses_the_same_threads(zygote: Zygote, folder: Path) -> None:
     """Left to the machine, it would be that of its cores, and the last bits might move."""
     set_in_run_yaml(folder, "launch", threads=None)
     change(folder / "run" / "manifest.json", lambda manifest: manifest["choices"].update(threads=3))
@@ -57,7 +57,7 @@ def test_the_number_of_threads_is_that_of_the_first(zygote: Zygote, folder: Path
     assert manifest["choices"]["threads"] == 3
 
 
-def test_a_run_that_ends_sooner_than_the_first_does_not_agree(zygote: Zygote, folder: Path) -> None:
+def test_reproduce_of_a_shorter_run_differs(zygote: Zygote, folder: Path) -> None:
     """Equal lines say nothing of those that never came."""
     set_in_run_yaml(folder, "training", max_steps=2)
     set_in_run_yaml(folder, "schedule", kind="constant", warmup_fraction=0.0)
@@ -75,9 +75,7 @@ def test_a_run_that_ends_sooner_than_the_first_does_not_agree(zygote: Zygote, fo
 @pytest.mark.parametrize(
     ("recipe", "more"), [("qlora", "adapter.dropout=0.1"), ("full", "batching.packing=false")]
 )
-def test_it_gives_the_same_bits_and_leaves_the_first_as_it_was(
-    zygote: Zygote, tmp_path: Path, recipe: str, more: str
-) -> None:
+def test_reproduce_gives_the_same_bits(zygote: Zygote, tmp_path: Path, recipe: str, more: str) -> None:
     ended = zygote.run(tmp_path, *SHORT, f"recipe={recipe}", more, "output_dir=run", "training.max_steps=4")
     assert ended.code == 0, ended.stderr
     check_same_bits(zygote, tmp_path)

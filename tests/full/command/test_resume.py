@@ -12,7 +12,7 @@ from tests.command.test_resume import check_killed_and_resumed, check_stopped_an
 from tests.runs import SMALL, Zygote, has_reached, metrics, result
 
 
-def test_asked_again_and_again_it_still_saves(zygote: Zygote, tmp_path: Path) -> None:
+def test_repeated_signals_still_save(zygote: Zygote, tmp_path: Path) -> None:
     """As a cluster does, whose launchers each pass the signal on."""
     run = tmp_path / "run"
     started = zygote.start(tmp_path, *SMALL, f"output_dir={run}")
@@ -28,7 +28,7 @@ def test_asked_again_and_again_it_still_saves(zygote: Zygote, tmp_path: Path) ->
     assert result(run)["status"] == "stopped"
 
 
-def test_a_finished_run_can_be_made_longer(zygote: Zygote, tmp_path: Path) -> None:
+def test_finished_run_can_be_extended(zygote: Zygote, tmp_path: Path) -> None:
     whole, longer = tmp_path / "whole", tmp_path / "longer"
     command = (*SMALL, "schedule=constant", "schedule.warmup_fraction=0")
     assert zygote.run(tmp_path, *command, "training.max_steps=6", f"output_dir={whole}").code == 0
@@ -48,7 +48,7 @@ def test_a_finished_run_can_be_made_longer(zygote: Zygote, tmp_path: Path) -> No
         ("qlora", "paged_adamw_8bit", "adapter.dropout=0.1"),
     ],
 )
-def test_killed_three_times_and_resumed_it_gives_the_same_numbers(
+def test_killed_three_times_resumes_bit_for_bit(
     zygote: Zygote, tmp_path: Path, recipe: str, optimizer: str, more: str
 ) -> None:
     check_killed_and_resumed(zygote, tmp_path, recipe, optimizer, more, kills=3)
@@ -60,7 +60,5 @@ def test_killed_three_times_and_resumed_it_gives_the_same_numbers(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGINT, 130)])
-def test_asked_to_stop_it_saves_and_continues_the_same(
-    zygote: Zygote, tmp_path: Path, number: int, code: int
-) -> None:
+def test_stopped_run_resumes_bit_for_bit(zygote: Zygote, tmp_path: Path, number: int, code: int) -> None:
     check_stopped_and_continued(zygote, tmp_path, number, code)

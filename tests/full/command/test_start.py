@@ -29,9 +29,7 @@ train.main()
 """
 
 
-def test_a_lora_run_loads_no_reader_of_data_sets_and_no_tracker(
-    app_env: dict[str, str], tmp_path: Path
-) -> None:
+def test_lora_run_imports_no_datasets_or_trackers(app_env: dict[str, str], tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", PROBE], cwd=tmp_path, env=app_env, capture_output=True, text=True
     )

@@ -14,7 +14,7 @@ from tests.command.test_sweep import LONG, TINY, column, content, run, start, st
 from tests.runs import Zygote, has_reached, metrics, numbers, result
 
 
-def test_ctrl_c_saves_and_the_same_command_goes_on(zygote: Zygote, tmp_path: Path) -> None:
+def test_sweep_ctrl_c_saves_and_resumes(zygote: Zygote, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     command = (*LONG, "seed=1,2", f"output_dir={folder}")
     plan = run(zygote, tmp_path, *command, "dry_run=true")
@@ -49,7 +49,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(zygote: Zygote, tmp_path: Pat
     assert all(seconds > 0 for seconds in column(folder, "seconds"))
 
 
-def test_a_search_goes_on_after_a_kill_with_what_it_had_proposed(zygote: Zygote, tmp_path: Path) -> None:
+def test_killed_search_resumes_its_proposals(zygote: Zygote, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     space = "sweep.space.optimizer.lr={low: 0.1x, high: 10x, log: true}"
     command = (*TINY, "sweep=optuna", space, "adapter.r=8", "sweep.trials=3", f"output_dir={folder}")
@@ -98,9 +98,7 @@ def processes_in(session: int) -> bool:
     return True
 
 
-def test_a_sweep_that_is_killed_takes_its_trial_along(
-    zygote: Zygote, tmp_path: Path, app_env: dict[str, str]
-) -> None:
+def test_killed_sweep_ends_its_trial(zygote: Zygote, tmp_path: Path, app_env: dict[str, str]) -> None:
     """With the real command for the trial; it has no swept values, which is a sweep of one."""
     folder, trial = tmp_path / "sweep", tmp_path / "sweep" / "1"
     command = (*LONG, "training.max_steps=null", "training.epochs=1000", f"output_dir={folder}")
@@ -132,7 +130,7 @@ def test_a_sweep_that_is_killed_takes_its_trial_along(
     assert (folder / "1.txt").read_text().count(f"stopped after step {at}, which is saved.") == 1
 
 
-def test_it_waits_for_a_trial_that_is_still_at_work(zygote: Zygote, tmp_path: Path) -> None:
+def test_sweep_waits_for_a_running_trial(zygote: Zygote, tmp_path: Path) -> None:
     """As after kill -9, when the trial takes long to save."""
     trial = tmp_path / "sweep" / "1"
     command = LONG
@@ -147,13 +145,13 @@ def test_it_waits_for_a_trial_that_is_still_at_work(zygote: Zygote, tmp_path: Pa
     assert "finished before" in ended.stdout
 
 
-def test_the_function_that_hydra_calls_returns_the_objective(zygote: Zygote, tmp_path: Path) -> None:
+def test_hydra_main_returns_the_objective(zygote: Zygote, tmp_path: Path) -> None:
     ended = zygote.run(tmp_path, *TINY, "output_dir=run", module="tests.full.command.objective")
     assert ended.code == 0, ended.stderr
     assert f"returned {result(tmp_path / 'run')['objective']!r}\n" in ended.stdout
 
 
-def test_trials_are_a_group_in_wandb(zygote: Zygote, tmp_path: Path) -> None:
+def test_wandb_groups_the_trials(zygote: Zygote, tmp_path: Path) -> None:
     given = (*TINY, "training.max_steps=1", "tracker=wandb", "output_dir=sweep")
     ended = run(zygote, tmp_path, *given, WANDB_MODE="offline", WANDB_RUN_GROUP="group-of-mine")
     assert (ended.code, ended.stderr) == (0, "")

@@ -24,7 +24,7 @@ def batching(run: Path) -> Any:
     return yaml.safe_load((run / "run.yaml").read_text())["batching"]
 
 
-def test_a_continued_run_keeps_to_the_bins_it_began_with(zygote: Zygote, tmp_path: Path) -> None:
+def test_resumed_run_keeps_its_bins(zygote: Zygote, tmp_path: Path) -> None:
     words = (AUTO, "output_dir=run", "resume=auto")
     said = on(zygote, tmp_path, 0.001, *words, "training.stop_after=1", code=75)
     assert "batching.tokens=auto: 64 tokens, 8 micro-batches a step, the smallest bins, and the plan" in said
@@ -41,9 +41,7 @@ def test_a_continued_run_keeps_to_the_bins_it_began_with(zygote: Zygote, tmp_pat
     same_ending(tmp_path / "told", tmp_path / "run")
 
 
-def test_where_there_is_memory_bins_are_as_large_as_the_model_suggests(
-    zygote: Zygote, tmp_path: Path
-) -> None:
+def test_tokens_auto_with_enough_memory_is_the_suggestion(zygote: Zygote, tmp_path: Path) -> None:
     said = on(zygote, tmp_path, 8, AUTO, "output_dir=run", "dry_run=true")
     assert "batching.tokens=auto: 256 tokens, 2 micro-batches a step, which need" in said
     assert "of 8.0 GB of the processor of this machine; larger ones do not pay on a processor" in said

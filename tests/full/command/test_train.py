@@ -13,9 +13,7 @@ from tests.conftest import RunApp
 from tests.runs import SMALL, Zygote, metrics, result
 
 
-def test_the_default_run_learns_within_a_minute_and_says_what_to_do_next(
-    run_app: RunApp, tmp_path: Path
-) -> None:
+def test_default_run_learns_within_a_minute(run_app: RunApp, tmp_path: Path) -> None:
     run = tmp_path / "run"
     ended = run_app(f"output_dir={run}", timeout=300)
     assert ended.returncode == 0, ended.stderr
@@ -45,20 +43,20 @@ def test_the_default_run_learns_within_a_minute_and_says_what_to_do_next(
     assert answered(model, held_out_chat(tokenizer)).mean >= 0.80
 
 
-def test_a_dry_run_of_eight_billion_weights_needs_none_of_them(zygote: Zygote, tmp_path: Path) -> None:
+def test_dry_run_of_8b_needs_no_weights(zygote: Zygote, tmp_path: Path) -> None:
     run = tmp_path / "run"
     ended = zygote.run(tmp_path, "model=llama", "model.weights=random", "dry_run=true", f"output_dir={run}")
     assert (ended.code, ended.stderr) == (0, "")
     assert "8,114,147,328 weights, 83,886,080 trained (1.0%)" in ended.stdout
 
 
-def test_five_steps_of_everything(zygote: Zygote, tmp_path: Path) -> None:
+def test_five_steps_of_each_combination(zygote: Zygote, tmp_path: Path) -> None:
     ended = zygote.run(tmp_path, "debug=fast", *SMALL[:6], "output_dir=run", "tracker=tensorboard")
     assert (ended.code, ended.stderr) == (0, "")
     assert list((tmp_path / "run").rglob("events.out.tfevents*"))
 
 
-def test_wandb_works_without_an_account(zygote: Zygote, tmp_path: Path) -> None:
+def test_wandb_offline_needs_no_account(zygote: Zygote, tmp_path: Path) -> None:
     ended = zygote.run(
         tmp_path, *SMALL, "training.max_steps=2", "output_dir=run", "tracker=wandb", WANDB_MODE="offline"
     )
@@ -78,7 +76,7 @@ def test_wandb_works_without_an_account(zygote: Zygote, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_the_other_formats_train(
+def test_other_formats_train(
     zygote: Zygote, tmp_path: Path, name: str, content: str, extra: tuple[str, ...]
 ) -> None:
     (tmp_path / name).write_text(content)
@@ -99,7 +97,7 @@ def test_the_other_formats_train(
     assert (answer.code, answer.stderr) == (0, "")
 
 
-def test_any_local_folder_trains_by_its_path_alone(zygote: Zygote, tmp_path: Path) -> None:
+def test_local_model_folder_trains_by_its_path(zygote: Zygote, tmp_path: Path) -> None:
     first = zygote.run(tmp_path, *SMALL, "recipe=full", "training.max_steps=1", "output_dir=first")
     assert first.code == 0, first.stderr
     few = ("dataset.max_rows=40", "dataset.eval_max_rows=5", "training.max_steps=2", "launch.threads=1")

@@ -30,7 +30,7 @@ def letters(text: str) -> list[int]:
     return [ord(each) for each in text]
 
 
-def test_the_shipped_rows_come_back_with_their_labels(data: Data, tokenizer: Any) -> None:
+def test_preview_of_shipped_rows_has_their_labels(data: Data, tokenizer: Any) -> None:
     shown = preview(
         data.train, build_objective(TaskConfig(kind="causal"), tokenizer, 0, bidirectional=False), tokenizer
     )
@@ -48,7 +48,7 @@ def test_the_shipped_rows_come_back_with_their_labels(data: Data, tokenizer: Any
     assert sum(shown["lengths"]["samples"]) == len(data.train)
 
 
-def test_no_space_is_lost_between_pieces() -> None:
+def test_preview_keeps_spaces_between_pieces() -> None:
     rows = rows_of((letters("ask me now"), [0] * 3 + [1] * 3 + [0] * 4))
     (row,) = preview(rows, NEXT_TOKEN, Letters())["rows"]
     assert [(piece["text"], piece["trained"]) for piece in row["pieces"]] == [
@@ -58,7 +58,7 @@ def test_no_space_is_lost_between_pieces() -> None:
     ]
 
 
-def test_long_rows_are_cut_and_say_so() -> None:
+def test_preview_shortens_long_rows() -> None:
     rows = rows_of((letters("a" * 500 + "b" * 3), [0] * 500 + [1] * 3), (letters("cd" * 300), [0, 1] * 300))
     long, striped = preview(rows, NEXT_TOKEN, Letters())["rows"]
     assert [piece["text"] for piece in long["pieces"]] == [f"{'a' * 80} … (340 tokens) … {'a' * 80}", "bbb"]
@@ -66,7 +66,7 @@ def test_long_rows_are_cut_and_say_so() -> None:
     assert striped["pieces"][-1] == {"text": " … (400 more tokens)", "trained": False}
 
 
-def test_hidden_tokens_are_those_of_the_first_epoch() -> None:
+def test_preview_masks_tokens_of_the_first_epoch() -> None:
     rows = rows_of((letters("abcdefghij"), [0] * 10))
     labels = MaskedTokens(0.3, ord("_"), np.array([0]), np.array(letters("xyz"), np.int32), seed=1)
     shown = preview(rows, labels, Letters())
@@ -77,7 +77,7 @@ def test_hidden_tokens_are_those_of_the_first_epoch() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[2], [1, 32, 33], [5, 64, 1000], [3] * 7])
-def test_lengths_are_counted_where_they_belong(lengths: list[int]) -> None:
+def test_preview_histogram_counts_lengths(lengths: list[int]) -> None:
     rows = rows_of(*((letters("a" * n), [0] * n) for n in lengths))
     counted = preview(rows, NEXT_TOKEN, Letters())["lengths"]
     edges, samples = counted["edges"], counted["samples"]
