@@ -101,6 +101,12 @@ def default_choices() -> dict[str, str | None]:
     return dict(_compose([]).hydra.runtime.choices)
 
 
+def default_values() -> dict[str, Any]:
+    """Plain data of a run without overrides, its `${...}` unresolved."""
+    with_hydra = _as_dict(_compose([]), resolve=False)
+    return {key: value for key, value in with_hydra.items() if key != "hydra"}
+
+
 def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
     """Plain data with every `${...}` resolved."""
     return _plain(OmegaConf.create(dict(data)))

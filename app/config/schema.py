@@ -1,7 +1,7 @@
 """Typed schema of a run: names, types and limits of its keys. Values live in conf/, one owner per key.
 
 `MISSING` means that conf/ must give a value. Every section exists; those that can be off have `kind: none`. A `kind`
-must be the name of a file in the group's folder.
+must be the name of a file in the group's folder. The comment of a field is its meaning in docs/keys.md.
 """
 
 from dataclasses import dataclass, field
@@ -28,27 +28,29 @@ def number(default: Any = MISSING, **limits: float) -> Any:
 class Suggest:
     """Settings that suit this model; recipes refer to them."""
 
-    lr_full: float = number(above=0)
-    lr_full_by_task: dict[str, Any] = field(default_factory=dict)
-    lr_adapter: float = number(above=0)
-    tokens: int = number(at_least=8)
-    rows: int = number(at_least=1)
-    length: int = number(at_least=2)
-    recompute: bool | int = number(at_least=0)
+    lr_full: float = number(above=0)  # learning rate of full fine-tuning
+    lr_full_by_task: dict[str, Any] = field(default_factory=dict)  # other rates of full fine-tuning, by task
+    lr_adapter: float = number(above=0)  # learning rate of an adapter
+    tokens: int = number(at_least=8)  # tokens of a micro-batch with packing
+    rows: int = number(at_least=1)  # rows of a micro-batch without packing
+    length: int = number(at_least=2)  # largest number of tokens of a sample
+    recompute: bool | int = number(at_least=0)  # layers to recompute in backward
 
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
-    """Facts about a model. `architecture` has the numbers of its config.json, so that they need no hub."""
+    """Facts about a model."""
 
-    path: str = MISSING
-    revision: str | None = None
-    weights: str = choice("pretrained", "random")
-    tokenizer: str | None = None
-    chat_template: str | None = None
-    trust_remote_code: bool = False
-    licence_page: str | None = None
-    architecture: dict[str, Any] = MISSING
+    path: str = MISSING  # hub id, folder, or asset:NAME
+    revision: str | None = None  # branch, tag or commit of the hub
+    weights: str = choice(
+        "pretrained", "random"
+    )  # random builds the model from model.architecture, without a network
+    tokenizer: str | None = None  # folder or hub id of another tokenizer; null: that of the model
+    chat_template: str | None = None  # file, or name of a template that ships; null: the tokenizer's
+    trust_remote_code: bool = False  # run Python code of the model repository
+    licence_page: str | None = None  # page with the licence, for the model card
+    architecture: dict[str, Any] = MISSING  # numbers of config.json for weights=random, such as hidden_size
     suggest: Suggest = field(default_factory=Suggest)
 
 
@@ -56,77 +58,80 @@ class ModelConfig:
 class Columns:
     """Names of the columns; only those of the chosen format are read, and none for null."""
 
-    messages: str = MISSING
-    conversations: str = MISSING
-    tools: str | None = MISSING
-    system: str | None = MISSING
-    instruction: str = MISSING
-    input: str | None = MISSING
-    output: str = MISSING
-    history: str | None = MISSING
-    question: str = MISSING
-    answer: str = MISSING
-    prompt: str = MISSING
-    completion: str = MISSING
-    text: str = MISSING
-    sentence1: str = MISSING
-    sentence2: str = MISSING
-    label: str = MISSING
+    messages: str = MISSING  # list of messages with role and content
+    conversations: str = MISSING  # list of turns of ShareGPT
+    tools: str | None = MISSING  # list of tool definitions; null: not read
+    system: str | None = MISSING  # system message of a conversation; null: not read
+    instruction: str = MISSING  # instruction
+    input: str | None = MISSING  # further input of an instruction; null: not read
+    output: str = MISSING  # answer to an instruction
+    history: str | None = MISSING  # earlier turns of an instruction; null: not read
+    question: str = MISSING  # question
+    answer: str = MISSING  # answer to a question
+    prompt: str = MISSING  # prompt of a completion, as text or messages
+    completion: str = MISSING  # completion, as text or messages
+    text: str = MISSING  # plain or labelled text
+    sentence1: str = MISSING  # first text of a pair
+    sentence2: str = MISSING  # second text of a pair
+    label: str = MISSING  # label of a text or a pair, a word or a whole number
 
 
 @dataclass(kw_only=True, slots=True)
 class MixSource:
-    """One source of a mix. `weight` is how often an epoch has each of its rows; null takes the key of the dataset."""
+    """One source of a mix."""
 
-    path: str = MISSING
-    weight: float = number(1.0, at_least=0, at_most=1000)
-    max_rows: int | None = number(None, at_least=1)
-    format: str | None = None
-    columns: dict[str, Any] = field(default_factory=dict)
-    split: str | None = None
-    hub_config: str | None = None
-    revision: str | None = None
+    path: str = MISSING  # file, folder, glob, hub id or asset:NAME
+    weight: float = number(1.0, at_least=0, at_most=1000)  # how often an epoch has each row of the source
+    max_rows: int | None = number(None, at_least=1)  # first rows to take; null: that of the dataset
+    format: str | None = None  # format of the rows; null: that of the dataset
+    columns: dict[str, Any] = field(default_factory=dict)  # names of columns that differ from dataset.columns
+    split: str | None = None  # split of a hub dataset; null: that of the dataset
+    hub_config: str | None = None  # configuration of a hub dataset
+    revision: str | None = None  # branch, tag or commit of a hub dataset
 
 
 @dataclass(kw_only=True, slots=True)
 class DatasetConfig:
-    """Where the rows are, their format, and which tokens are trained. `mix` has named sources in place of `path`."""
+    """Where the rows are, their format, and which tokens are trained."""
 
-    path: str | None = MISSING
+    path: str | None = MISSING  # file, folder, glob, hub id or asset:NAME with the rows
     # sections by the user's names; untyped because Hydra refuses to add keys to a typed mapping
+    # several sources by name, in place of dataset.path
     mix: dict[str, Any] = field(default_factory=dict, metadata={SECTIONS: MixSource})
     format: str = choice(
         *("auto", "messages", "sharegpt", "instruction", "question_answer"),
         *("prompt_completion", "chat_completion", "text", "labelled_text", "text_pair"),
-    )
-    split: str = MISSING
-    hub_config: str | None = None
-    revision: str | None = None
+    )  # format of the rows
+    split: str = MISSING  # split of a hub dataset
+    hub_config: str | None = None  # configuration of a hub dataset
+    revision: str | None = None  # branch, tag or commit of a hub dataset
     columns: Columns = field(default_factory=Columns)
-    max_length: int = number(at_least=2)
+    max_length: int = number(at_least=2)  # largest number of tokens of a sample
+    # trained tokens; auto: assistant turns, the completion, or all of a plain text
     train_on: str = choice("auto", "assistant", "last", "completion", "all")
+    # what happens to longer samples; auto splits text, cuts labelled text, drops others
     on_overflow: str = choice("auto", "error", "truncate", "drop", "split")
-    on_bad_row: str = choice("error", "skip")
+    on_bad_row: str = choice("error", "skip")  # error stops at an unreadable row; skip counts and lists them
+    # chat templates that rewrite earlier turns; expand: one sample per trained turn
     on_unstable_template: str = choice("expand", "last", "error")
-    max_rows: int | None = number(at_least=1)
-    deduplicate: bool = False
-    eval_path: str | None = None
-    eval_split: str | None = None
-    eval_fraction: float = number(at_least=0, below=1)
-    eval_max_rows: int | None = number(at_least=1)
-    workers: int | None = number(at_least=1)
+    max_rows: int | None = number(at_least=1)  # first rows to take, of a mix from each source
+    deduplicate: bool = False  # train on the first of equal samples only
+    eval_path: str | None = None  # file with held-out rows
+    eval_split: str | None = None  # split of a hub dataset with held-out rows
+    eval_fraction: float = number(
+        at_least=0, below=1
+    )  # fraction of rows to hold out, chosen by their content
+    eval_max_rows: int | None = number(at_least=1)  # first held-out rows to take
+    workers: int | None = number(at_least=1)  # no longer has a meaning; leave it out
 
 
 @dataclass(kw_only=True, slots=True)
 class TaskConfig:
-    """What the model learns to predict.
+    """What the model learns to predict. run.yaml has the `labels` of the training rows if none were given."""
 
-    `mask_share` is the fraction of tokens that are masked; `labels` are the names of all classes in their order, by
-    default those of the training rows, which run.yaml then has.
-    """
-
-    kind: str = MISSING
-    mask_share: float = number(0.0, at_least=0, at_most=1)
+    kind: str = MISSING  # what the model learns
+    mask_share: float = number(0.0, at_least=0, at_most=1)  # fraction of tokens to mask, for task=masked
+    # names of all classes in their order; empty: those of the training rows
     labels: list[str] = field(default_factory=list)
 
 
@@ -134,10 +139,12 @@ class TaskConfig:
 class BatchingConfig:
     """How rows become micro-batches and micro-batches become optimizer steps."""
 
-    packing: bool = MISSING
-    tokens: int | str = number(at_least=8)
-    rows: int = number(at_least=1)
-    accumulation: int = number(at_least=1)
+    packing: bool = MISSING  # pack rows into bins, in which each row attends to itself only; false pads rows
+    tokens: int | str = number(
+        at_least=8
+    )  # tokens of a micro-batch with packing; auto: as many as fit into memory
+    rows: int = number(at_least=1)  # rows of a micro-batch without packing
+    accumulation: int = number(at_least=1)  # micro-batches of an optimizer step, on each process
 
     @property
     def bin_tokens(self) -> int:
@@ -150,82 +157,86 @@ class BatchingConfig:
 class AdapterConfig:
     """The adapter on a frozen base; `none` trains the whole model."""
 
-    kind: str = MISSING
-    r: int = number(0, at_least=0)
-    alpha: float = number(0.0, at_least=0)
-    dropout: float = number(0.0, at_least=0, below=1)
-    targets: list[str] = field(default_factory=list)
-    fused: bool = False
+    kind: str = MISSING  # kind of adapter
+    r: int = number(0, at_least=0)  # rank
+    alpha: float = number(0.0, at_least=0)  # scale of the update, divided by the rank
+    dropout: float = number(0.0, at_least=0, below=1)  # dropout before the adapter
+    targets: list[str] = field(
+        default_factory=list
+    )  # all-linear, or names of layers; the head is never adapted
+    fused: bool = False  # hand-written passes, where they are checked to equal PEFT's
 
 
 @dataclass(kw_only=True, slots=True)
 class QuantizationConfig:
-    """How the frozen base is stored. `double_quant` quantises its scales too, which saves half a bit a weight."""
+    """How the frozen base is stored."""
 
-    kind: str = MISSING
-    double_quant: bool = False
+    kind: str = MISSING  # how the frozen base is stored
+    double_quant: bool = False  # quantise the scales too, which saves half a bit a weight
 
 
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
     """The optimizer; each kind reads the keys that its YAML sets, and the recipe sets `lr`."""
 
-    kind: str = MISSING
-    lr: float = number(above=0)
-    weight_decay: float = number(at_least=0)
-    beta1: float = number(0.0, at_least=0, below=1)
-    beta2: float = number(0.0, at_least=0, below=1)
-    eps: float = number(0.0, at_least=0)
-    momentum: float = number(0.0, at_least=0, below=1)
-    in_backward: bool = False
+    kind: str = MISSING  # optimizer
+    lr: float = number(above=0)  # peak learning rate
+    weight_decay: float = number(at_least=0)  # weight decay
+    beta1: float = number(0.0, at_least=0, below=1)  # decay rate of the first moment
+    beta2: float = number(0.0, at_least=0, below=1)  # decay rate of the second moment
+    eps: float = number(0.0, at_least=0)  # term added to the denominator
+    momentum: float = number(0.0, at_least=0, below=1)  # momentum of sgd and muon
+    in_backward: bool = False  # step each weight during the backward pass, which saves the gradients
 
 
 @dataclass(kw_only=True, slots=True)
 class ScheduleConfig:
     """The learning rate over the run, as fractions of its steps and of the peak."""
 
-    kind: str = MISSING
-    warmup_fraction: float = number(at_least=0, below=1)
-    final_fraction: float = number(0.0, at_least=0, at_most=1)
-    decay_fraction: float = number(0.0, at_least=0, at_most=1)
+    kind: str = MISSING  # shape of the learning rate schedule
+    warmup_fraction: float = number(at_least=0, below=1)  # fraction of the steps for warm-up
+    final_fraction: float = number(0.0, at_least=0, at_most=1)  # last learning rate as a fraction of the peak
+    decay_fraction: float = number(0.0, at_least=0, at_most=1)  # fraction of the steps for the decay of wsd
 
 
 @dataclass(kw_only=True, slots=True)
 class AttentionConfig:
     """Which kernel computes attention."""
 
-    kind: str = MISSING
+    kind: str = MISSING  # attention kernel
 
 
 @dataclass(kw_only=True, slots=True)
 class PrecisionConfig:
     """Data types of the arithmetic and, in full fine-tuning, of the weights."""
 
-    kind: str = MISSING
-    trained: str = choice("fp32", "bf16", default="fp32")
+    kind: str = MISSING  # data type of the arithmetic; auto: by the machine
+    trained: str = choice("fp32", "bf16", default="fp32")  # data type of the weights in full fine-tuning
 
 
 @dataclass(kw_only=True, slots=True)
 class CompileConfig:
-    """Use of torch.compile. `graphs` launches the kernels of a GPU as one recorded CUDA graph."""
+    """Use of torch.compile."""
 
-    kind: str = MISSING
-    graphs: bool = False
+    kind: str = MISSING  # what torch.compile compiles
+    graphs: bool = False  # launch kernels as one recorded CUDA graph
 
 
 @dataclass(kw_only=True, slots=True)
 class ParallelConfig:
     """How several processes share the work: each of `replicate` copies of the model is sharded over `shard`."""
 
-    kind: str = choice("auto", "ddp", "fsdp", "hsdp")
-    shard: int | str = number(at_least=1)
-    replicate: int | str = number(at_least=1)
-    reshard: bool = MISSING
-    sync: str = choice("each", "last")
-    overlap: bool = MISSING
-    offload: bool = MISSING
-    tensor: int = number(at_least=1)
-    context: int = number(at_least=1)
+    kind: str = choice("auto", "ddp", "fsdp", "hsdp")  # how processes share the work; auto is ddp
+    shard: int | str = number(at_least=1)  # processes that share one copy of the model
+    replicate: int | str = number(at_least=1)  # copies of the model
+    reshard: bool = MISSING  # free gathered weights after each layer, as ZeRO-3 does; false: as ZeRO-2
+    sync: str = choice(
+        "each", "last"
+    )  # when gradients are reduced: with each micro-batch or the last one of a step
+    overlap: bool = MISSING  # reduce gradients of ddp during the last backward pass
+    offload: bool = MISSING  # keep weights and optimizer states on the host
+    tensor: int = number(at_least=1)  # tensor parallelism, which is not offered: 1
+    context: int = number(at_least=1)  # context parallelism, which is not offered: 1
 
     @property
     def divides(self) -> bool:
@@ -237,63 +248,62 @@ class ParallelConfig:
 class TrackerConfig:
     """Where metrics go besides metrics.jsonl."""
 
-    kind: str = MISSING
-    project: str = ""
-    name: str | None = None
+    kind: str = MISSING  # tracker that gets the metrics besides metrics.jsonl
+    project: str = ""  # project or experiment of the tracker
+    name: str | None = None  # name of the run; null: that of the output folder
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainingConfig:
-    """Length of the training, clipping, and activation checkpointing.
+    """Length of the training, clipping, and activation checkpointing."""
 
-    `recompute`: all layers, none, the first so many, or auto. `offload` keeps the inputs of recomputed layers on the
-    host. `rehearse` runs the largest micro-batch once before the first step; `auto` does on a GPU.
-    """
-
-    epochs: float = number(above=0)
-    max_steps: int | None = number(at_least=1)
+    epochs: float = number(above=0)  # passes over the rows
+    max_steps: int | None = number(at_least=1)  # largest number of steps; null: by epochs alone
+    # save and stop after this step; the schedule stays that of the whole run
     stop_after: int | None = number(None, at_least=1)
-    clip: float = number(at_least=0)
+    clip: float = number(at_least=0)  # largest global norm of the gradient; 0 switches clipping off
+    # activation checkpointing: true, a number of layers, or auto for as few as fit
     recompute: bool | int | str = number(at_least=0)
-    rehearse: bool | str = MISSING
-    offload: bool = MISSING
-    max_bad_steps: int = number(at_least=1)
+    rehearse: bool | str = MISSING  # run the largest micro-batch once before step 1; auto: on a GPU
+    offload: bool = MISSING  # keep the inputs of recomputed layers on the host
+    max_bad_steps: int = number(at_least=1)  # non-finite gradients in a row before the run stops
 
 
 @dataclass(kw_only=True, slots=True)
 class EvalConfig:
-    """Evaluations on held-out rows; `every: 0` means only at the end. `patience` counts evaluations, 0 is off."""
+    """Evaluations on held-out rows."""
 
-    every: int = number(at_least=0)
-    rows: int = number(at_least=1)
-    samples: int = number(at_least=0)
-    sample_tokens: int = number(at_least=1)
-    patience: int = number(at_least=0)
-    min_delta: float = number(at_least=0)
+    every: int = number(at_least=0)  # steps between evaluations; 0: only at the end
+    rows: int = number(at_least=1)  # rows of an evaluation micro-batch; does not change the result
+    samples: int = number(at_least=0)  # held-out prompts to answer at each evaluation
+    sample_tokens: int = number(at_least=1)  # largest number of tokens of an answer
+    patience: int = number(at_least=0)  # evaluations without improvement before the run stops; 0: never
+    min_delta: float = number(at_least=0)  # smallest decrease of the loss that counts as improvement
 
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
-    """Checkpoints: how often, how many are kept, and the weights of final/."""
+    """Checkpoints, and the weights of final/."""
 
-    every: int = number(at_least=0)
-    keep: int = number(at_least=1)
-    final: str = choice("last", "best")
-    save_random_base: bool = MISSING
+    every: int = number(at_least=0)  # steps between checkpoints; 0: only at the end
+    keep: int = number(at_least=1)  # newest checkpoints to keep, besides the best one
+    final: str = choice("last", "best")  # weights of final/
+    save_random_base: bool = MISSING  # write a base of random weights too, which an adapter needs
 
 
 @dataclass(kw_only=True, slots=True)
 class RecordConfig:
-    """How often a line of metrics is written."""
+    """The lines of metrics.jsonl."""
 
-    every: int = number(at_least=1)
+    every: int = number(at_least=1)  # steps between lines of metrics
 
 
 @dataclass(kw_only=True, slots=True)
 class LaunchConfig:
-    """Processes on this machine (`auto`: one per GPU) and their threads (null: an equal share of the cores)."""
+    """Processes and threads on this machine."""
 
-    num_processes: int | str = number(at_least=1)
+    num_processes: int | str = number(at_least=1)  # processes on this machine; auto: one per GPU
+    # CPU threads of each process; null: an equal share of the cores
     threads: int | None = number(at_least=1, at_most=1024)
 
 
@@ -301,11 +311,12 @@ class LaunchConfig:
 class RunConfig:
     """All keys of `python -m app.train`."""
 
-    output_dir: str = MISSING
-    seed: int = number(at_least=0, at_most=2**32 - 1)
+    output_dir: str = MISSING  # folder of the run
+    seed: int = number(at_least=0, at_most=2**32 - 1)  # order of rows, initial adapter, dropout
+    # auto: the newest good checkpoint of output_dir, or a new start; a path: that checkpoint
     resume: str | None = MISSING
-    dry_run: bool = MISSING
-    cache_dir: str = MISSING
+    dry_run: bool = MISSING  # show the plan without loading weights
+    cache_dir: str = MISSING  # folder of prepared rows and compiled kernels
     model: ModelConfig = field(default_factory=ModelConfig)
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     task: TaskConfig = field(default_factory=TaskConfig)

@@ -150,15 +150,24 @@ def convert(value: Any, kind: Any) -> Any:
     """Convert `value` to `kind`, the type hint of a field; the ValueError says what was expected."""
     if value is None and is_optional(kind):
         return None
-    plain = _optional_parts(kind)
-    # beside other types text is `auto` alone
-    parts = [part if len(plain) == 1 or part is not str else "auto" for part in plain]
-    for part in reversed(parts):  # numbers before true and false: beside them 0 and 1 are counts
+    for part in reversed(_type_parts(kind)):  # numbers before true and false: beside them 0 and 1 are counts
         with suppress(ValueError, KeyError):
             return _read(value, part)
+    raise ValueError(type_text(kind))
+
+
+def type_text(kind: Any) -> str:
+    """What a field takes, such as `a whole number, auto or null`."""
+    parts = _type_parts(kind)
     *others, last = (name for part in parts for name in _TYPES[part][2])
     expected = f"{', '.join(others)} or {last}" if others else last
-    raise ValueError(expected + (" or null" if is_optional(kind) else ""))
+    return expected + (" or null" if is_optional(kind) else "")
+
+
+def _type_parts(kind: Any) -> list[Any]:
+    """The types of a field; beside other types text is `auto` alone."""
+    plain = _optional_parts(kind)
+    return [part if len(plain) == 1 or part is not str else "auto" for part in plain]
 
 
 def takes_text(kind: Any) -> bool:

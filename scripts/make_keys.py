@@ -1,0 +1,103 @@
+"""python -m scripts.make_keys: writes docs/keys.md, every key of a run, from the schema and conf/."""
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import Field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING
+
+from app.config.groups import choices_by_group
+from app.config.load import default_values
+from app.config.schema import CHOICES, LIMITS, SECTIONS, RunConfig
+from app.config.validate import format_value, type_text
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "keys.md"
+_HEAD = """\
+# Every key
+
+Made by `python -m scripts.make_keys` from [the schema](../app/config/schema.py). `KEY=VALUE` sets a key,
+`GROUP=CHOICE` sets a section ([configuration](config.md)). The default is that of `python -m app.train` without
+arguments; `${...}` refers to another key.
+"""
+_QUOTING_ADVICE = " (in quotes, where it looks like something else)"
+_MAX_MAPPING_CHARACTERS = 60
+_COMMENT = re.compile(r"#\s+(.*)$")
+
+
+def keys_page() -> str:
+    """The page as text."""
+    sections = "\n".join(_section(RunConfig, "", default_values()))
+    return f"{_HEAD}\n{sections}"
+
+
+def _section(section: Any, prefix: str, defaults: Mapping[str, Any]) -> Iterator[str]:
+    """The table of a section, then those of the sections in it."""
+    meanings = _meanings(section)
+    own = [each for each in fields(section) if not is_dataclass(each.type)]
+    yield from (f"## {prefix.rstrip('.') or 'The run'}", "", section.__doc__ or "", "")
+    yield from ("| key | value | default | meaning |", "|---|---|---|---|")
+    for each in own:
+        cells = (
+            f"`{prefix}{each.name}`",
+            _values(each, prefix),
+            _default(each, defaults),
+            meanings[each.name],
+        )
+        yield f"| {' | '.join(cells)} |"
+    yield ""
+    for each in fields(section):
+        inner = defaults.get(each.name, {})
+        if is_dataclass(each.type):
+            yield from _section(each.type, f"{prefix}{each.name}.", inner)
+        elif SECTIONS in each.metadata:
+            yield from _section(each.metadata[SECTIONS], f"{prefix}{each.name}.NAME.", {})
+
+
+def _meanings(section: type) -> dict[str, str]:
+    """The comment behind each field, or else in the line above it."""
+    lines = inspect.getsource(section).splitlines()
+    (body,) = ast.parse("\n".join(lines)).body
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for each in body.body:
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
+            comment = _COMMENT.search(lines[(each.end_lineno or 0) - 1]) or _COMMENT.search(
+                lines[each.lineno - 2]
+            )
+            if comment:
+                found[each.target.id] = comment[1].replace("|", "\\|")
+    return found
+
+
+def _values(each: Field[Any], prefix: str) -> str:
+    group = prefix.rstrip(".")
+    choices = each.metadata.get(CHOICES, ())
+    if each.name == "kind" and group in choices_by_group():
+        choices = choices or choices_by_group()[group]
+    if choices:
+        return ", ".join(f"`{name}`" for name in choices)
+    limits = each.metadata.get(LIMITS, {})
+    bounds = " and ".join(f"{name.replace('_', ' ')} {bound}" for name, bound in limits.items())
+    text = type_text(each.type).replace(_QUOTING_ADVICE, "")
+    return f"{text}, {bounds}" if bounds else text
+
+
+def _default(each: Field[Any], defaults: Mapping[str, Any]) -> str:
+    value = defaults.get(each.name, each.default)
+    if value is NO_DEFAULT and callable(each.default_factory):
+        value = each.default_factory()
+    if value in (NO_DEFAULT, MISSING, ""):
+        return ""
+    text = format_value(value)
+    return (
+        "of the model" if isinstance(value, Mapping) and len(text) > _MAX_MAPPING_CHARACTERS else f"`{text}`"
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(keys_page(), encoding="utf-8")
