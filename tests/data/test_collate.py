@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.batch import Batch, PackedSequences
-from app.data.collate import Packed, Padded, Units
+from app.data.collate import Packed, Padded
 from app.data.loader import Loader, StepSplit, eval_batches
 from app.data.token_dataset import TokenRows
 
@@ -126,19 +126,6 @@ def test_loader_ranks_share_step_with_even_work(
             work = [sum(n * n for batch in share for n in batch.lengths) for share in shares]
             hardest = max(sum(n * n for n in batch.lengths) for batch in whole)
             assert max(work) - min(work) <= hardest
-
-
-def test_loader_bins_alternate_by_attention_cost() -> None:
-    """Bins of one row each: 8 to 1 tokens cost 64 to 1, dealt 8 5 4 1 and 7 6 3 2."""
-    rows = rows_of([1, 2, 3, 4, 5, 6, 7, 8])
-    layout = Packed(8, pad_id=0, max_length=8)
-    units = Units(np.arange(8), np.arange(8), 2)
-    shares = []
-    for rank in (0, 1):
-        loader = Loader(rows, layout, StepSplit(4, 2, rank), seed=0)
-        loader._epoch = 0, units, np.arange(8)
-        shares.append([batch.lengths for batch in loader.batches(0)])
-    assert shares == [[(8,), (5,), (4,), (1,)], [(7,), (6,), (3,), (2,)]]
 
 
 def test_loader_long_row_comes_first() -> None:

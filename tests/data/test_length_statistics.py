@@ -1,7 +1,6 @@
 """What is told of a dataset is what its rows say."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,6 @@ from app.data import length_statistics
 from app.data.collate import Padded
 from app.data.data_report import Counts
 from app.data.loader import Loader, StepSplit
-from app.data.prepare import prepare
-from tests.data.small import chat, config, tokenizer, write_chats
 from tests.data.test_collate import rows_of
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=60)
@@ -87,11 +84,3 @@ def test_padded_fill_near_loader() -> None:
     batches = [batch for step in range(loader.steps_per_epoch) for batch in loader.batches(step)]
     real = sum(b.num_tokens for b in batches) / sum(b.ids.numel() for b in batches)
     assert told == pytest.approx(real, abs=0.01)
-
-
-def test_is_duplicate_marks_later_rows(tmp_path: Path) -> None:
-    same, other = chat("Hi", "Hello"), chat("Hi", "Hello!")
-    path = write_chats(tmp_path / "a.jsonl", same, other, same, same)
-    data = prepare(config(path), tokenizer(), str(tmp_path))
-    assert data.train.is_duplicate.tolist() == [False, False, True, True]
-    assert not data.train.select([0, 1]).is_duplicate.any()

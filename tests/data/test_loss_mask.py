@@ -3,8 +3,6 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from app.data.loss_mask import RenderedRow, Renderer
 from app.data.tokenizer import Encoder, check_tokenizer
@@ -12,9 +10,7 @@ from app.data.types import Conversation, Document, RenderedText, RowProblem
 from app.errors import ConfigError, DataError
 from tests.data.small import TEMPLATES, chat, tokenizer, trained_texts
 
-STABLE = [kind for kind in TEMPLATES if kind != "thinking"]
 TALK = chat("What is rain?", "Rain is wet.", "Thank you", "You are welcome!")
-ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "mistral": "</s>", "gemma": "<end_of_turn>"}
 
 
 def drafts(
@@ -100,10 +96,6 @@ def test_loss_mask_completion_other_train_on() -> None:
     assert Renderer(tokenizer("chatml"), "assistant", "expand").render(marked, "").samples
 
 
-def test_loss_mask_turn_after_last_answer_untrained() -> None:
-    assert labels("chatml", [*TALK, *chat("And now?")]) == [GOLDEN["chatml"]]
-
-
 def test_loss_mask_white_space_of_answer() -> None:
     assert labels("chatml", chat("Hi", " two \n")) == [[" two \n<|im_end|>"]]
 
@@ -118,17 +110,6 @@ def test_chat_has_one_bos(kind: str) -> None:
 
 
 THOUGHT = chat("Hi", "<think>hm</think>Hello", "And?", "<think>oh</think>Bye")
-
-
-def test_unstable_template_expands() -> None:
-    made = drafts("thinking", THOUGHT)
-    assert made.unstable
-    assert [trained(sample) for sample in made.samples] == [
-        ["<think>hm</think>Hello<|im_end|>"],
-        ["<think>oh</think>Bye<|im_end|>"],
-    ]
-    assert "<|im_start|>assistant\nHello<|im_end|>" in made.samples[1].text  # as it is asked in use
-    assert labels("thinking", THOUGHT) == [[text] for sample in made.samples for text in trained(sample)]
 
 
 def test_unstable_template_last_or_error() -> None:
@@ -211,22 +192,3 @@ def test_check_tokenizer_refuses_unusable() -> None:
     slow: Any = type("Slow", (), {"is_fast": False})()
     with pytest.raises(ConfigError, match=r"model\.tokenizer: only tokenizers of the fast kind"):
         check_tokenizer(slow, "text")
-
-
-words = st.text(st.characters(codec="utf-8"), max_size=12)
-
-
-@given(kind=st.sampled_from(STABLE), said=st.lists(words.filter(str.strip), min_size=2, max_size=6))
-def test_loss_mask_equals_offsets_of_answers(kind: str, said: list[str]) -> None:
-    messages = chat(*said[: len(said) // 2 * 2])
-    made = tokenizer(kind)
-    [draft] = drafts(kind, messages).samples
-    assert [text.removesuffix(ENDS[kind]).strip() for text in trained(draft)] == [
-        message["content"].strip() for message in messages if message["role"] == "assistant"
-    ]
-    [sample] = Encoder(made).encode([draft])
-    ids = made.apply_chat_template(messages, tokenize=True, return_dict=False)
-    assert sample.ids.tolist() == ids
-    offsets = made(draft.text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    expected = [any(a <= start and end <= b for a, b in draft.spans) for start, end in offsets]
-    assert sample.loss_mask.tolist() == [False, *expected[1:]]

@@ -17,7 +17,6 @@ from app.data.objectives import NEXT_TOKEN
 from app.data.prepare import Data, prepare
 from app.data.token_dataset import RecordBatchView, TokenRows, as_columns, digest, record_batch
 from app.data.tokenizer import Tokens
-from app.errors import DataError
 from tests.data.small import THINKING, chat, config, tokenizer, write_jsonl
 from tests.data.test_mixture import mixed
 
@@ -96,22 +95,6 @@ def test_message_weights_survive_unstable_template(tmp_path: Path) -> None:
         [("f<|im_end|>", 1.0)],
     ]
     assert [data.train.weights(i) is None for i in range(3)] == [False, False, True]
-
-
-@pytest.mark.parametrize(
-    ("messages", "said"),
-    [
-        (
-            weighed(("a", 0.5), ("b", None)),
-            "message 0 is of user and has weight=0.5, but dataset.train_on=auto trains",
-        ),
-        (weighed(("a", None), ("b", -0.5)), "message 1: weight must be 0"),
-    ],
-)
-def test_message_weights_impossible_reported(tmp_path: Path, messages: Any, said: str) -> None:
-    with pytest.raises(DataError) as raised:
-        prepared(tmp_path, [chat("a", "b"), messages])
-    assert f"chat.jsonl:2: {said}" in str(raised.value)
 
 
 def test_message_weights_survive_truncation(tmp_path: Path) -> None:

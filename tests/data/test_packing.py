@@ -52,11 +52,6 @@ def test_plan_bins_equals_row_by_row(case: tuple[int, list[int]]) -> None:
     assert sorted(rooms) == placed_one_by_one(rows, capacity)
 
 
-def test_plan_bins_of_no_rows() -> None:
-    order, starts = plan_bins(np.empty(0, np.int64), 8)
-    assert len(order) == len(starts) == 0
-
-
 def test_plan_bins_million_rows_fast_and_full() -> None:
     """Lognormal, median 490 tokens, clipped at the capacity: the shape of chat data."""
     random = np.random.default_rng(0)
