@@ -108,7 +108,7 @@ def conversation(row: dict[str, Any]) -> Conversation:
     return made
 
 
-def drafts(name: str, row: dict[str, Any], train_on: str = "assistant") -> RenderedRow:
+def render_row(name: str, row: dict[str, Any], train_on: str = "assistant") -> RenderedRow:
     return Renderer(shaped(name), train_on, "expand").render(conversation(row), "a.jsonl:1")
 
 
@@ -125,7 +125,7 @@ def segments(tokenizer: Any, sample: Tokens) -> list[list[Any]]:
 def labels(name: str, row: dict[str, Any]) -> list[Any] | str:
     """As golden/ has them: the segments of each sample, or why there is none."""
     try:
-        made = drafts(name, row)
+        made = render_row(name, row)
     except RowProblem as problem:
         return f"refused: {problem}"
     return [segments(shaped(name), sample) for sample in Encoder(shaped(name)).encode(made.samples)]

@@ -123,6 +123,6 @@ def test_skeleton_known_pattern_renders_once(name: str) -> None:
 def test_skeleton_other_text_falls_back_to_prefixes() -> None:
     renderer = Renderer(Counted(tokenizer("chatml"), "x", "X"), "assistant", "expand")
     outcome(renderer, chat("a", "b"))
-    drafts = outcome(renderer, chat("x", "x"))
-    assert isinstance(drafts, RenderedRow)
-    assert "X" in drafts.samples[0].text
+    row = outcome(renderer, chat("x", "x"))
+    assert isinstance(row, RenderedRow)
+    assert "X" in row.samples[0].text

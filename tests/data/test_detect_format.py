@@ -214,8 +214,10 @@ def test_auto_file_without_rows_refused(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text("{\n{\n")
     with pytest.raises(DataError, match=r"none of its 2 rows can be read; b\.jsonl:1: column 2: "):
         detect_formats(config(tmp_path / "b.jsonl", "auto"))
-    [told] = refusal(tmp_path, [{"instances": []}], output="instances.*.output")
-    assert told.startswith("none of its first rows can be read; a.jsonl:1: column 'instances' must be a list")
+    [reported] = refusal(tmp_path, [{"instances": []}], output="instances.*.output")
+    assert reported.startswith(
+        "none of its first rows can be read; a.jsonl:1: column 'instances' must be a list"
+    )
 
 
 def mixed(path: Path, rows: dict[str, list[Any]], fmt: str = "auto", **changes: Any) -> DatasetConfig:

@@ -135,8 +135,8 @@ def test_system_column_opens_conversation() -> None:
     ):
         assert read({**row, "system": "Be brief."}, fmt) == Conversation(opened)
     assert read({"messages": chat("a", "b"), "system": " "}) == Conversation(chat("a", "b"))
-    told = problem({"messages": opened, "system": "Be long."})
-    assert "a system message and another text in column 'system'; set dataset.columns.system=null" in told
+    reported = problem({"messages": opened, "system": "Be long."})
+    assert "a system message and another text in column 'system'; set dataset.columns.system=null" in reported
     assert read({"messages": opened, "system": "Be long."}, system=None) == Conversation(opened)
     assert "column 'system' must be text, found a list" in problem({"messages": opened, "system": []})
 

@@ -26,7 +26,7 @@ WORDS = st.lists(st.sampled_from(["rain", "cat", "the capital", "fifteen"]), min
 
 
 def framing() -> Any:
-    """As BERT's: both sides framed, and told apart."""
+    """As BERT's: both texts framed, with token types."""
     made = tokenizer(None)
     made.add_special_tokens({"cls_token": "[CLS]", "sep_token": "[SEP]"})
     made.backend_tokenizer.post_processor = TemplateProcessing(
@@ -108,9 +108,9 @@ def test_pair_encoded_as_tokenizer_does(tmp_path: Path) -> None:
     )
     found = [labels.label(data.train, i, 0) for i in range(2)]
     for row, each in zip(rows, found, strict=True):
-        told = made(row["sentence1"], row["sentence2"])
-        assert each.ids.tolist() == told.input_ids
-        assert (np.arange(len(each.ids)) >= each.second_start).astype(int).tolist() == told.token_type_ids
+        expected = made(row["sentence1"], row["sentence2"])
+        assert each.ids.tolist() == expected.input_ids
+        assert (np.arange(len(each.ids)) >= each.second_start).astype(int).tolist() == expected.token_type_ids
     assert [each.targets.tolist() for each in found] == [[0], [1]]
     assert [each.at.tolist() for each in found] == [[0], [0]]
 
@@ -146,15 +146,15 @@ def test_classification_causal_uses_last_real_token(tmp_path: Path) -> None:
 @given(first=WORDS, second=st.none() | WORDS, room=st.integers(4, 30))
 def test_truncate_example_equals_transformers(first: list[str], second: list[str] | None, room: int) -> None:
     made, texts = framing(), [" ".join(first), *([" ".join(second)] if second else [])]
-    draft = RenderedText(texts[0], (), raw=True, label="a", second=texts[1] if second else None)
-    (sample,) = Encoder(made).encode([draft])
+    rendered = RenderedText(texts[0], (), raw=True, label="a", second=texts[1] if second else None)
+    (sample,) = Encoder(made).encode([rendered])
     if len(sample.ids) <= room:
         return
     (cut,) = POLICIES["truncate"](sample, room)
-    told = made(*texts, truncation=True, max_length=room)
-    assert cut.ids.tolist() == told.input_ids
+    expected = made(*texts, truncation=True, max_length=room)
+    assert cut.ids.tolist() == expected.input_ids
     if second:
-        assert (np.arange(len(cut.ids)) >= cut.second_start).astype(int).tolist() == told.token_type_ids
+        assert (np.arange(len(cut.ids)) >= cut.second_start).astype(int).tolist() == expected.token_type_ids
 
 
 def test_labelled_long_text_truncated_and_counted(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_pair_without_separator_noted(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     plain = prepare(config(path, "text_pair"), tokenizer(None), str(tmp_path / "cache"))
     framed = prepare(config(path, "text_pair"), framing(), str(tmp_path / "cache"))
-    told = "puts nothing between the two texts of a pair"
-    assert any(told in note for note in plain.report.notes)
-    assert not any(told in note for note in framed.report.notes)
+    expected = "puts nothing between the two texts of a pair"
+    assert any(expected in note for note in plain.report.notes)
+    assert not any(expected in note for note in framed.report.notes)
     assert plain.train.second_start(0) == -1

@@ -1,4 +1,4 @@
-"""What is told of a dataset is what its rows say."""
+"""Lengths of rows, and what is advised by them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,14 +30,14 @@ def surveyed(lengths: Sequence[int], longest: int) -> tuple[Any, Counts]:
 
 @given(LENGTHS, st.integers(1, 300))
 def test_percentiles_include_dropped_samples(lengths: list[int], longest: int) -> None:
-    told = length_statistics.percentiles(*surveyed(lengths, longest))
-    assert told is not None
-    assert list(told) == ["p5", "p25", "p50", "p75", "p90", "p95", "p99", "max"]
-    assert told["max"] == max(lengths)
+    found = length_statistics.percentiles(*surveyed(lengths, longest))
+    assert found is not None
+    assert list(found) == ["p5", "p25", "p50", "p75", "p90", "p95", "p99", "max"]
+    assert found["max"] == max(lengths)
     for percent in (5, 25, 50, 75, 90, 95, 99):
         exact = int(np.percentile(lengths, percent, method="inverted_cdf"))
         most = exact if exact <= longest else min(exact + max(7, exact / 32), max(lengths))
-        assert exact <= told[f"p{percent}"] <= most
+        assert exact <= found[f"p{percent}"] <= most
 
 
 @given(LENGTHS, st.integers(1, 300), st.sampled_from([0.5, 0.9, 0.99, 1.0]))
@@ -60,27 +60,27 @@ def test_length_statistics_of_no_rows() -> None:
 
 @given(LENGTHS)
 def test_histogram_has_every_sample(lengths: list[int]) -> None:
-    told = length_statistics.histogram(np.array(lengths, np.int32))
-    assert np.histogram(lengths, told["edges"])[0].tolist() == told["samples"]
-    assert sum(told["samples"]) == len(lengths)
-    assert len(told["samples"]) <= 32
+    found = length_statistics.histogram(np.array(lengths, np.int32))
+    assert np.histogram(lengths, found["edges"])[0].tolist() == found["samples"]
+    assert sum(found["samples"]) == len(lengths)
+    assert len(found["samples"]) <= 32
 
 
 @given(st.integers(1, 30), st.integers(1, 4), st.integers(1, 3))
 def test_padded_fill_equals_loader(groups: int, per_batch: int, micro: int) -> None:
     """Where all micro-batches hold rows of one length the order does not matter."""
     lengths = np.full(groups * per_batch * micro, 5, np.int32)
-    told = length_statistics.padded_fill(lengths, per_batch, per_batch * micro)
+    found = length_statistics.padded_fill(lengths, per_batch, per_batch * micro)
     loader = Loader(rows_of(lengths.tolist()), Padded(per_batch, 0), StepSplit(micro), seed=0)
     batches = [batch for step in range(loader.steps_per_epoch) for batch in loader.batches(step)]
     real = sum(b.num_tokens for b in batches) / sum(b.ids.numel() for b in batches)
-    assert told == pytest.approx(real) == pytest.approx(5 / 8)
+    assert found == pytest.approx(real) == pytest.approx(5 / 8)
 
 
 def test_padded_fill_near_loader() -> None:
     lengths = np.random.default_rng(1).integers(5, 200, 4000)
-    told = length_statistics.padded_fill(lengths.astype(np.int32), 4, 16)
+    found = length_statistics.padded_fill(lengths.astype(np.int32), 4, 16)
     loader = Loader(rows_of(lengths.tolist()), Padded(4, 0), StepSplit(4), seed=3)
     batches = [batch for step in range(loader.steps_per_epoch) for batch in loader.batches(step)]
     real = sum(b.num_tokens for b in batches) / sum(b.ids.numel() for b in batches)
-    assert told == pytest.approx(real, abs=0.01)
+    assert found == pytest.approx(real, abs=0.01)

@@ -13,20 +13,20 @@ from tests.data.small import TEMPLATES, chat, tokenizer, trained_texts
 TALK = chat("What is rain?", "Rain is wet.", "Thank you", "You are welcome!")
 
 
-def drafts(
+def render_row(
     kind: str, messages: list[dict[str, str]], train_on: str = "auto", on_unstable: str = "expand"
 ) -> RenderedRow:
     return Renderer(tokenizer(kind), train_on, on_unstable).render(Conversation(messages), "a.jsonl:1")
 
 
-def trained(draft: RenderedText) -> list[str]:
-    return [draft.text[start:end] for start, end in draft.spans]
+def trained(text: RenderedText) -> list[str]:
+    return [text.text[start:end] for start, end in text.spans]
 
 
 def labels(kind: str, messages: list[dict[str, str]], train_on: str = "auto") -> list[list[str]]:
     """The trained tokens of each sample, run by run, decoded."""
     made = tokenizer(kind)
-    samples = Encoder(made).encode(drafts(kind, messages, train_on).samples)
+    samples = Encoder(made).encode(render_row(kind, messages, train_on).samples)
     return [trained_texts(made, sample.ids, sample.loss_mask) for sample in samples]
 
 
@@ -64,9 +64,7 @@ def of_two_columns(
 ) -> list[list[str]]:
     """The trained texts of each sample."""
     talk = Conversation([*prompt, *completion], completion_start=len(prompt))
-    return [
-        trained(draft) for draft in Renderer(tokenizer(kind), train_on, "expand").render(talk, "").samples
-    ]
+    return [trained(text) for text in Renderer(tokenizer(kind), train_on, "expand").render(talk, "").samples]
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
@@ -103,8 +101,8 @@ def test_loss_mask_white_space_of_answer() -> None:
 @pytest.mark.parametrize("kind", ["llama3", "mistral", "gemma"])
 def test_chat_has_one_bos(kind: str) -> None:
     made = tokenizer(kind, adds_bos=True)
-    [draft] = drafts(kind, TALK).samples
-    [sample] = Encoder(made).encode([draft])
+    [text] = render_row(kind, TALK).samples
+    [sample] = Encoder(made).encode([text])
     assert sample.ids[0] == made.bos_token_id
     assert (sample.ids == made.bos_token_id).sum() == 1
 
@@ -113,15 +111,15 @@ THOUGHT = chat("Hi", "<think>hm</think>Hello", "And?", "<think>oh</think>Bye")
 
 
 def test_unstable_template_last_or_error() -> None:
-    only = drafts("thinking", THOUGHT, on_unstable="last")
+    only = render_row("thinking", THOUGHT, on_unstable="last")
     assert only.unstable
     assert [trained(sample) for sample in only.samples] == [["<think>oh</think>Bye<|im_end|>"]]
     with pytest.raises(DataError, match=r"^a\.jsonl:1: .*dataset\.on_unstable_template=expand"):
-        drafts("thinking", THOUGHT, on_unstable="error")
-    assert not drafts(
+        render_row("thinking", THOUGHT, on_unstable="error")
+    assert not render_row(
         "thinking", THOUGHT, "last", on_unstable="error"
     ).unstable  # its last turn is not rewritten
-    assert [trained(sample) for sample in drafts("thinking", [*THOUGHT, *chat("?")], "last").samples] == [
+    assert [trained(sample) for sample in render_row("thinking", [*THOUGHT, *chat("?")], "last").samples] == [
         ["<think>oh</think>Bye<|im_end|>"]
     ]
 
@@ -129,17 +127,17 @@ def test_unstable_template_last_or_error() -> None:
 def test_loss_mask_prompt_longer_than_answer_head() -> None:
     made = tokenizer("chatml")
     made.chat_template = TEMPLATES["chatml"].replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
-    [draft] = Renderer(made, "auto", "error").render(Conversation(TALK[:2]), "").samples
-    assert trained(draft) == ["Rain is wet.<|im_end|>"]
-    [draft] = Renderer(made, "auto", "error").render(Conversation(chat("Hi", "<thin> ice")), "").samples
-    assert trained(draft) == ["<thin> ice<|im_end|>"]  # and not what answer and question have in common
+    [text] = Renderer(made, "auto", "error").render(Conversation(TALK[:2]), "").samples
+    assert trained(text) == ["Rain is wet.<|im_end|>"]
+    [text] = Renderer(made, "auto", "error").render(Conversation(chat("Hi", "<thin> ice")), "").samples
+    assert trained(text) == ["<thin> ice<|im_end|>"]  # and not what answer and question have in common
 
 
 def test_loss_mask_template_without_generation_prompt() -> None:
     made = tokenizer("chatml")
     made.chat_template = TEMPLATES["chatml"].partition("{% if add_generation_prompt")[0]
-    [draft] = Renderer(made, "auto", "error").render(Conversation(TALK[:2]), "").samples
-    assert trained(draft) == ["<|im_start|>assistant\nRain is wet.<|im_end|>"]
+    [text] = Renderer(made, "auto", "error").render(Conversation(TALK[:2]), "").samples
+    assert trained(text) == ["<|im_start|>assistant\nRain is wet.<|im_end|>"]
 
 
 def test_loss_mask_rewritten_prompt_refused() -> None:
@@ -160,7 +158,7 @@ def test_loss_mask_rewritten_prompt_refused() -> None:
 )
 def test_template_refusal_is_bad_row(kind: str, messages: list[dict[str, str]], said: str) -> None:
     with pytest.raises(RowProblem, match=said):
-        drafts(kind, messages)
+        render_row(kind, messages)
 
 
 def test_unseen_message_counted() -> None:
@@ -170,7 +168,7 @@ def test_unseen_message_counted() -> None:
     )
     said = Conversation(chat("Hi", "Hello", system="Be brief."))
     assert Renderer(made, "auto", "error").render(said, "").unseen == 1
-    assert drafts("chatml", said.messages).unseen == 0
+    assert render_row("chatml", said.messages).unseen == 0
 
 
 @pytest.mark.parametrize(

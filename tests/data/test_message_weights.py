@@ -36,7 +36,7 @@ def prepared(folder: Path, rows: Sequence[Any], made: Any = None, name: str = "c
     return prepare(config(path, **changes), made or tokenizer("chatml"), str(folder / "cache"))
 
 
-def told(made: Any, rows: TokenRows, i: int) -> list[tuple[str, float]]:
+def weighted_texts(made: Any, rows: TokenRows, i: int) -> list[tuple[str, float]]:
     """Each stretch of tokens of one weight, and its text; what is not trained is left out."""
     weights = rows.weights(i)
     weights = rows.loss_mask(i).astype(np.float32) if weights is None else weights
@@ -52,12 +52,12 @@ TALK = weighed((LONG[0], None), (LONG[1], 0.3), (LONG[2], None), (LONG[3], 2.5))
 def test_message_weights_reach_tokens(tmp_path: Path) -> None:
     made = tokenizer("chatml")
     data = prepared(tmp_path, [TALK, chat(*LONG), [*TALK[:3], {**TALK[3], "weight": 0}]], made)
-    assert told(made, data.train, 0) == [
+    assert weighted_texts(made, data.train, 0) == [
         ("Paris.<|im_end|>", 0.3),
         ("Rain falls on the roof.<|im_end|>", 2.5),
     ]
     assert data.train.weights(1) is None
-    assert told(made, data.train, 2) == [("Paris.<|im_end|>", 0.3)]
+    assert weighted_texts(made, data.train, 2) == [("Paris.<|im_end|>", 0.3)]
     counts = data.report.train
     first, second = (int((data.train.weights(0) == np.float32(w)).sum()) for w in (0.3, 2.5))  # type: ignore[union-attr]
     whole = int(data.train.loss_mask(1).sum())
@@ -75,7 +75,7 @@ def test_message_weights_under_train_on_all(tmp_path: Path) -> None:
     talk = weighed((LONG[0], 0.5), (LONG[1], None), (LONG[2], 0), (LONG[3], 3))
     rows = prepared(tmp_path, [talk], made, train_on="all").train
     opened = "<|im_start|>"  # the very first token is never trained
-    assert told(made, rows, 0) == [
+    assert weighted_texts(made, rows, 0) == [
         (f"user\n{LONG[0]}<|im_end|>\n", 0.5),
         (f"{opened}assistant\nParis.<|im_end|>\n", 1.0),
         (f"{opened}assistant\n{LONG[3]}<|im_end|>\n", 3.0),
@@ -89,7 +89,7 @@ def test_message_weights_survive_unstable_template(tmp_path: Path) -> None:
     talk = weighed(*zip(said, (None, 0.25, None, 4, None, 1), strict=True))
     data = prepared(tmp_path, [talk], made)
     assert data.report.train.expanded_into == 3
-    assert [told(made, data.train, i) for i in range(3)] == [
+    assert [weighted_texts(made, data.train, i) for i in range(3)] == [
         [("<think>x</think>b<|im_end|>", 0.25)],
         [("<think>y</think>d<|im_end|>", 4.0)],
         [("f<|im_end|>", 1.0)],

@@ -117,10 +117,10 @@ def test_mix_problem_names_source(two: Path) -> None:
 def test_mix_duplicates_counted_or_dropped(tmp_path: Path) -> None:
     write_chats(tmp_path / "a.jsonl", *greetings(10), *greetings(3))
     write_chats(tmp_path / "b.jsonl", *greetings(5, start=8))
-    told = mixed(tmp_path, {"a": {}, "b": {}})
-    assert [counts.duplicates for counts in told.report.sources.values()] == [3, 2]
-    assert (len(told.train), told.report.train.duplicates_dropped) == (18, 0)
-    assert any("2 samples equal to an earlier one: trained on again" in line for line in told.report.lines())
+    plain = mixed(tmp_path, {"a": {}, "b": {}})
+    assert [counts.duplicates for counts in plain.report.sources.values()] == [3, 2]
+    assert (len(plain.train), plain.report.train.duplicates_dropped) == (18, 0)
+    assert any("2 samples equal to an earlier one: trained on again" in line for line in plain.report.lines())
     data = mixed(tmp_path, {"a": {}, "b": {}}, deduplicate=True)
     assert set(answers(data.train).values()) == {1}
     assert locations(data.train) == [f"a.jsonl:{n}" for n in range(1, 11)] + [

@@ -253,9 +253,9 @@ def test_odd_file_kept_skipped_or_refused(tmp_path: Path, case: Case) -> None:
     report = prepared(tmp_path, case, "skip").report
     counts = report.train
     assert (counts.rows_kept, counts.bad_rows, len(counts.bad_places)) == (kept, bad, bad)
-    [told] = [line for line in report.lines() if "skipped" in line]
-    assert told.startswith(f"train: {bad} bad row")
-    assert case.error.removeprefix(":") in told
+    [line] = [line for line in report.lines() if "skipped" in line]
+    assert line.startswith(f"train: {bad} bad row")
+    assert case.error.removeprefix(":") in line
 
 
 def test_odd_file_among_others_refused(tmp_path: Path) -> None:

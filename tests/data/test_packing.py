@@ -25,7 +25,7 @@ def contents(lengths: NDArray[np.int64], capacity: int) -> list[list[int]]:
 
 
 def placed_one_by_one(lengths: list[int], capacity: int) -> list[int]:
-    """Best-fit-decreasing as it is told: each row into the fullest bin that takes it; the room left of each bin."""
+    """Best-fit-decreasing row by row, each into the fullest bin that takes it; returns the free tokens of each bin."""
     rooms: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [i for i, room in enumerate(rooms) if room >= length]

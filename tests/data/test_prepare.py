@@ -1,4 +1,4 @@
-"""The two splits, and what is told about them."""
+"""The two splits, and their report."""
 
 import json
 from pathlib import Path

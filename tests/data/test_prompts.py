@@ -1,4 +1,4 @@
-"""What is as_conversation from a file, and what is told of files that cannot be as_conversation from."""
+"""Prompts from a file, and the problems of files without them."""
 
 from pathlib import Path
 
@@ -19,9 +19,7 @@ def test_read_prompts_lines_and_rows(tmp_path: Path) -> None:
     )
     first, second, third = read_prompts(str(tmp_path / "a.jsonl"), "Be kind.")
     assert first == as_conversation("Hi", "Be kind.")
-    assert second == as_conversation("A", "Be kind."), (
-        "the answer that a row has is what is as_conversation for"
-    )
+    assert second == as_conversation("A", "Be kind."), "the answer that a row has is what is asked for"
     assert third[0] == {"role": "system", "content": "S"}, "a row's own system line counts"
 
 

@@ -1,4 +1,4 @@
-"""From rows to token rows: what is kept, what is counted, and how bad rows are told."""
+"""From rows to token rows: what is kept, what is counted, and how bad rows are reported."""
 
 from pathlib import Path
 from typing import Any
@@ -83,8 +83,8 @@ def test_bad_rows_skipped_are_listed(tmp_path: Path) -> None:
     counts = data.report.train
     assert (counts.rows_read, counts.rows_kept, counts.bad_rows) == (27, 2, 25)
     assert counts.bad_places == [f"a.jsonl:{n}" for n in range(2, 22)]
-    told = [line for line in data.report.lines() if "bad rows" in line]
-    assert told[0].startswith(
+    lines = [line for line in data.report.lines() if "bad rows" in line]
+    assert lines[0].startswith(
         "train: 25 bad rows skipped: a.jsonl:2, a.jsonl:3, a.jsonl:4, ... (a.jsonl:2: message 0"
     )
 
@@ -116,8 +116,8 @@ def test_blank_texts_counted(tmp_path: Path) -> None:
     data = read(path, "question_answer")
     assert data.report.train.empty == {"column question": 2, "column answer": 3}
     assert data.report.train.bad_rows == 0
-    told = "train: texts that are empty or white space: 2 in column question, 3 in column answer"
-    assert data.report.lines().count(told) == 1
+    line = "train: texts that are empty or white space: 2 in column question, 3 in column answer"
+    assert data.report.lines().count(line) == 1
     calls = [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]
     rows = [chat("Hi", ""), chat(" ", "Hello"), chat("Hi", "", "a", "b", system="")]
     data = read(write_chats(tmp_path / "b.jsonl", *rows))
@@ -140,8 +140,8 @@ def test_unstable_template_counted(tmp_path: Path) -> None:
     counts = data.report.train
     assert (counts.rows_kept, counts.samples, counts.unstable, counts.expanded_into) == (3, 5, 2, 4)
     rewrites = "train: the chat template rewrites earlier turns: 2 conversations"
-    [told] = [line for line in data.report.lines() if "rewrites" in line]
-    assert told == f"{rewrites} became 4 samples, one for each trained turn"
+    [reported] = [line for line in data.report.lines() if "rewrites" in line]
+    assert reported == f"{rewrites} became 4 samples, one for each trained turn"
     only = read(path, kind="thinking", on_unstable_template="last")
     assert only.report.train.samples == 3
     assert f"{rewrites} train only the last turn" in only.report.lines()

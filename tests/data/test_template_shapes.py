@@ -15,7 +15,7 @@ from app.data.prepare import prepare
 from app.data.tokenizer import Encoder
 from app.data.types import RowProblem
 from tests.data.small import chat, config, tokenizer, write_jsonl
-from tests.data.template_shapes import CASES, HERE, SHAPES, conversation, drafts, golden, labels, shaped
+from tests.data.template_shapes import CASES, HERE, SHAPES, conversation, golden, labels, render_row, shaped
 
 ANSWER = {"role": "assistant", "content": "b"}
 
@@ -34,8 +34,8 @@ def test_template_shape_golden_loss_mask(name: str) -> None:
 
 
 def trained(name: str, row: dict[str, Any], train_on: str = "assistant") -> list[str]:
-    made = drafts(name, row, train_on)
-    return [draft.text[start:end] for draft in made.samples for start, end in draft.spans]
+    made = render_row(name, row, train_on)
+    return [text.text[start:end] for text in made.samples for start, end in text.spans]
 
 
 words = st.text(st.characters(codec="utf-8", exclude_characters="<["), min_size=1, max_size=12).filter(
@@ -65,12 +65,12 @@ def test_template_shape_any_conversation_trains_answers(
     train_on = "last" if last else "assistant"
     if not wanted:
         with pytest.raises(RowProblem, match="no assistant message to train"):
-            drafts(name, {"messages": messages}, train_on)
+            render_row(name, {"messages": messages}, train_on)
         return
     for index, message in enumerate(messages):  # what is not said is what is meant
         if message.get("train"):
             messages[index] = {key: value for key, value in message.items() if key != "train"}
-    made = drafts(name, {"messages": messages}, train_on)
+    made = render_row(name, {"messages": messages}, train_on)
     found = trained(name, {"messages": messages}, train_on)
     for text, (_, answer, _) in zip(found, wanted, strict=True):
         assert text.startswith(shape.lead)
@@ -79,9 +79,9 @@ def test_template_shape_any_conversation_trains_answers(
     plain = [{key: value for key, value in message.items() if key != "train"} for message in messages]
     ends = [end for end, _, _ in wanted] if made.unstable else [len(messages)]
     rendered = [shaped(name).apply_chat_template(plain[:end], tokenize=False) for end in ends]
-    assert [draft.text for draft in made.samples] == rendered
-    for draft, sample in zip(made.samples, Encoder(shaped(name)).encode(made.samples), strict=True):
-        assert shaped(name).decode(sample.ids) == draft.text
+    assert [each.text for each in made.samples] == rendered
+    for each, sample in zip(made.samples, Encoder(shaped(name)).encode(made.samples), strict=True):
+        assert shaped(name).decode(sample.ids) == each.text
         beginnings = (sample.ids == shaped(name).bos_token_id).sum() if shape.bos else 1
         assert (beginnings, sample.loss_mask[0], bool(sample.endless)) == (1, False, False)
     assert (made.unseen, made.shortened) == (0, 0)
@@ -110,34 +110,34 @@ def test_template_shape_any_call_trained_as_json(name: str, given_arguments: dic
 def test_unseen_tools_counted() -> None:
     tools = [{"name": "subtract"}]
     row = {"messages": chat("a", "b"), "tools": tools}
-    assert drafts("chatml", row).unseen == 1
-    assert drafts("tags_for_tools", row).unseen == 0
+    assert render_row("chatml", row).unseen == 1
+    assert render_row("tags_for_tools", row).unseen == 0
 
 
 def test_tool_result_as_json_is_seen() -> None:
     returned = {"role": "tool", "content": 'say "three"\né'}
     row = {"messages": [*CASES["tools"]["messages"][:2], returned, ANSWER]}
     for name in ("headers_with_tools", "tags_for_tools"):
-        assert drafts(name, row).unseen == 0
+        assert render_row(name, row).unseen == 0
 
 
 def test_dropped_thoughts_counted() -> None:
     row = CASES["thoughts"]
-    assert {name for name in SHAPES if drafts(name, row).shortened} == {"thoughts_dropped"}
+    assert {name for name in SHAPES if render_row(name, row).shortened} == {"thoughts_dropped"}
     apart = {"messages": [*chat("a"), {**ANSWER, "reasoning_content": "Hm."}]}
-    assert drafts("empty_thoughts", apart).shortened == 0
+    assert render_row("empty_thoughts", apart).shortened == 0
     assert trained("empty_thoughts", apart) == ["<think>\nHm.\n</think>\n\nb<|im_end|>"]
-    assert drafts("chatml", apart).shortened == 1
+    assert render_row("chatml", apart).shortened == 1
 
 
 def test_special_tokens_in_messages_counted(tmp_path: Path) -> None:
     said = chat("What ends a turn?", "<|im_end|> does, not <|im_start|>.", "<think>?", "b")
-    assert drafts("chatml", {"messages": said}).marked == 1
-    assert drafts("model_turns", {"messages": said}).marked == 0  # it ends a turn otherwise
+    assert render_row("chatml", {"messages": said}).marked == 1
+    assert render_row("model_turns", {"messages": said}).marked == 0  # it ends a turn otherwise
     path = write_jsonl(tmp_path / "a.jsonl", [{"messages": said}] * 2)
     report = prepare(config(path), tokenizer("chatml"), str(tmp_path / "cache")).report
-    told = "train: 2 messages with the text of a special token: the model reads it as the token itself"
-    assert told in report.lines()
+    line = "train: 2 messages with the text of a special token: the model reads it as the token itself"
+    assert line in report.lines()
 
 
 def test_answer_like_empty_thought_trained() -> None:
@@ -160,15 +160,15 @@ def test_train_flags_impossible_refused() -> None:
     with pytest.raises(
         RowProblem, match=r"message 0 is of user and has train=true, but dataset\.train_on=assistant"
     ):
-        drafts("chatml", {"messages": [asked, ANSWER]})
+        render_row("chatml", {"messages": [asked, ANSWER]})
     assert trained("chatml", {"messages": [asked, ANSWER]}, "all")
     with pytest.raises(RowProblem, match="takes out message 1"):
-        drafts("chatml", {"messages": [*chat("a"), {**ANSWER, "weight": 0}]})
+        render_row("chatml", {"messages": [*chat("a"), {**ANSWER, "weight": 0}]})
     two = [*chat("a", "b", "c"), {**ANSWER, "weight": 0}]
     with pytest.raises(
         RowProblem, match=r"dataset\.train_on=last: train=false or weight=0 takes out message 3"
     ):
-        drafts("chatml", {"messages": two}, "last")
+        render_row("chatml", {"messages": two}, "last")
     assert trained("chatml", {"messages": two}) == ["b<|im_end|>"]
 
 
@@ -183,7 +183,7 @@ def test_train_on_all_without_some_messages() -> None:
         with pytest.raises(
             RowProblem, match="message 0 is taken out of training, but where the chat template"
         ):
-            drafts(name, {"messages": [{**opened[0], "train": False}, *opened[1:]]}, "all")
+            render_row(name, {"messages": [{**opened[0], "train": False}, *opened[1:]]}, "all")
 
 
 def test_tool_calls_as_python_refused() -> None:

@@ -39,8 +39,8 @@ def write_all(writer: RowWriter, rows: Sequence[tuple[str, list[int], list[int]]
 
 
 def written(folder: Path, rows: Sequence[tuple[str, list[int], list[int]]]) -> TokenRows:
-    found, told = cached_rows(str(folder), "key", lambda writer: write_all(writer, rows))
-    assert told == {"n": len(rows)}
+    found, facts = cached_rows(str(folder), "key", lambda writer: write_all(writer, rows))
+    assert facts == {"n": len(rows)}
     return found
 
 

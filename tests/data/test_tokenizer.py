@@ -19,10 +19,10 @@ def document(text: str, start: int = 0) -> RenderedText:
     return RenderedText(text, ((start, len(text)),), raw=True)
 
 
-def by_offsets(made: Any, draft: RenderedText) -> list[bool]:
+def by_offsets(made: Any, text: RenderedText) -> list[bool]:
     """The rule as it is written: a token is trained if it lies wholly in a span."""
-    offsets = made(draft.text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    return [any(a <= start and end <= b for a, b in draft.spans) for start, end in offsets]
+    offsets = made(text.text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    return [any(a <= start and end <= b for a, b in text.spans) for start, end in offsets]
 
 
 @pytest.mark.parametrize("adds_bos", [False, True])
@@ -58,8 +58,8 @@ def test_encode_token_across_edge_untrained() -> None:
 
 def test_encode_endless_answer_flagged() -> None:
     encoder = Encoder(tokenizer("chatml"))
-    drafts = [RenderedText("two and<|im_end|>", ((3, end),), raw=False) for end in (7, 17)]
-    assert [sample.endless for sample in encoder.encode(drafts)] == [True, False]
+    texts = [RenderedText("two and<|im_end|>", ((3, end),), raw=False) for end in (7, 17)]
+    assert [sample.endless for sample in encoder.encode(texts)] == [True, False]
 
 
 def test_encode_ignores_truncation_and_padding() -> None:
