@@ -11,13 +11,11 @@ from app.batch import Batch, PackedSequences
 from app.model.attention import NAME, Rules, plain, register, sdpa
 from app.model.positions import first_position
 from tests.choices import pairwise
-from tests.model import small
 from tests.model.small import (
     ALL_KINDS,
     ENCODERS,
     batch_of,
     built,
-    config_of,
     distance,
     documents_of,
     packed,
@@ -276,10 +274,3 @@ def test_a_saved_model_does_not_name_our_attention(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "config.json").read_text())
     assert NAME not in json.dumps(written)
     assert not [key for key in written if "attn_impl" in key]
-
-
-def test_the_small_models_have_what_they_are_to_show() -> None:
-    assert config_of("gemma2").attn_logit_softcapping == 2.0
-    assert config_of("mistral").sliding_window == 8 < max(LENGTHS)
-    assert set(config_of("gpt_oss").layer_types) == {"full_attention", "sliding_attention"}
-    assert small.config_of("llama").num_key_value_heads == 2

@@ -35,8 +35,8 @@ NF4 = QuantizationConfig(kind="nf4", double_quant=True)
 
 
 @pytest.fixture(autouse=True)
-def _graphs_without_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Everything but the writing of C++, which takes seconds a graph; tests/full has one without this."""
+def graphs_without_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A backend that writes no C++, which takes seconds a graph; tests/full has one test without this."""
     monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
     yield
     torch._dynamo.reset()
@@ -75,7 +75,7 @@ def blocks_of(training_model: TrainingModel) -> CompiledLayers:
     return training_model.compiled_layers
 
 
-# Nobody waits for a gradient of what goes into the first layer on a frozen embedding: it is a kind by itself.
+# The input of the first layer on a frozen embedding needs no gradient, which is a graph of its own.
 GRAPHS = {"full": 1, "lora": 2, "qlora": 2}
 METHODS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -84,40 +84,25 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("method", "recompute"), [("full", 1), ("lora", False), ("qlora", True)])
-def test_a_run_has_the_numbers_of_its_layers_and_one_graph(method: str, recompute: bool | int) -> None:
+def check_run(method: str, recompute: bool | int) -> None:
     given = METHODS[method]
     expected = by_its_own(range(1, 5), recompute=recompute, **given)
     training_model = small.training_model_of("llama", recompute=recompute, compile=BLOCKS, **given)
-    blocks = blocks_of(training_model)
-    proof = small.verified(training_model, packed(0))
-    assert proof is not None, blocks.fault
-    assert proof.passed
+    layers = blocks_of(training_model)
+    found = small.verified(training_model, packed(0))
+    assert found is not None, layers.fault
+    assert found.passed
     for seed, wanted in enumerate(expected, 1):
         assert max_difference(outcome(training_model, packed(seed)), wanted) <= 1e-5
-    assert blocks.graphs == GRAPHS[method]
+    assert layers.graphs == GRAPHS[method]
+
+
+def test_compiled_run_equals_uncompiled() -> None:
+    check_run("lora", recompute=False)
     assert len({packed(seed).documents.lengths for seed in range(5)}) == 5  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("kind", "graphs"), [("gemma3_text", 2), ("bert", 1)])
-def test_layers_that_are_not_alike_have_graphs_of_their_own(kind: str, graphs: int) -> None:
-    (expected,) = by_its_own(range(1, 2), kind)
-    training_model = small.training_model_of(kind, compile=BLOCKS)
-    proof = small.verified(training_model, packed(0))
-    assert proof is not None, blocks_of(training_model).fault
-    assert proof.passed
-    assert max_difference(outcome(training_model, packed(1)), expected) <= 1e-5
-    assert blocks_of(training_model).graphs == graphs
-
-
-def test_bf16_is_as_near_as_its_digits_allow() -> None:
-    training_model = small.training_model_of("llama", small.lora(), "bf16", compile=BLOCKS)
-    proof = small.verified(training_model, packed(0))
-    assert proof is not None, blocks_of(training_model).fault
-    assert proof.passed
-
-
-def test_proving_leaves_weights_gradients_and_random_numbers_alone() -> None:
+def test_compiled_layers_verified_without_side_effects_and_used_for_one_shape() -> None:
     training_model = small.training_model_of("llama", small.lora(), compile=BLOCKS)
     before = {name: each.clone() for name, each in training_model.network.state_dict().items()}
     state = torch.get_rng_state()
@@ -125,51 +110,22 @@ def test_proving_leaves_weights_gradients_and_random_numbers_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for p in training_model.network.parameters())
     assert all(torch.equal(each, before[name]) for name, each in training_model.network.state_dict().items())
-
-
-@pytest.mark.parametrize("spoilt", ["none", "missing", "not a number"])
-def test_of_a_whole_model_no_two_gradients_are_held_at_once(
-    spoilt: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """8 billion trained weights have 32 GB of them. One that compiled layers do not give, or badly, is a difference."""
-    held: list[int] = []
-    training_model = small.training_model_of("llama", compile=BLOCKS)
-    weights = list(training_model.trained().values())
-    compare = compiling._Gradients.compare
-
-    def watched(own: Any, parameter: Any, gradient: Tensor) -> None:
-        held.append(sum(each.grad is not None for each in weights))
-        if spoilt != "missing" or parameter is not weights[3]:
-            compare(own, parameter, gradient * (float("nan") if spoilt == "not a number" else 1))
-
-    monkeypatch.setattr(compiling._Gradients, "compare", watched)
-    proof = small.verified(training_model, packed(0))
-    assert held == [1] * len(weights)
-    assert (proof is not None) == (spoilt == "none")
-
-
-def test_another_shape_an_evaluation_and_a_padded_batch_are_not_compiled() -> None:
-    training_model = small.training_model_of("llama", small.lora(), compile=BLOCKS)
-    small.verified(training_model, packed(0))
+    # another shape, an evaluation, a padded batch
     half = small.packed(small.documents_of((20, 11)))
     assert bool(torch.isfinite(training_model(half)[0]))
     training_model.scores(packed(1))
     training_model(small.batch_of(small.documents_of((20, 11))))
     assert blocks_of(training_model).graphs == GRAPHS["lora"]
-
-
-def test_another_graph_in_the_middle_of_a_run_is_an_error() -> None:
-    training_model = small.training_model_of("llama", small.lora(), compile=BLOCKS)
-    small.verified(training_model, packed(0))
+    # another graph in the middle of a run
     batch = packed(1)
     assert batch.documents is not None
-    longer = replace(
+    fewer = replace(
         batch, documents=replace(batch.documents, cu_seqlens=batch.documents.cu_seqlens[:-1].clone())
     )
     with pytest.raises(
         TrainingError, match=r"compile=blocks: a layer would need another graph.*Set compile=none"
     ):
-        training_model(longer)
+        training_model(fewer)
 
 
 def test_what_cannot_be_compiled_is_computed_without_and_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,63 +12,15 @@ from torch import Tensor
 from app.batch import PackedSequences
 from app.config.schema import AttentionConfig
 from app.errors import ConfigError
-from app.model.attention import BACKENDS, Backend, Rules, needs_of, register, sdpa, select, varlen
+from app.model.attention import BACKENDS, needs_of, select, varlen
 from app.model.attention.varlen import cudnn_kernel, cudnn_requires
 from app.model.load_base import build_on_meta
-from tests.choices import pairwise
-from tests.model.small import CAUSAL, built, model_config
+from tests.model.small import CAUSAL, model_config
 from tests.model.stand_ins import CUDNN, NEEDS, torch_2_15
-from tests.model.test_attention import gradient_of, largest, separate, side_by_side
-from tests.model.test_varlen_attention import DOCUMENTS, PLAIN, heads, with_gradients
+from tests.model.test_varlen_attention import DOCUMENTS, PLAIN, heads
 
 GPU = torch.device("cuda")
 KERNEL = cudnn_kernel(torch_2_15, CUDNN)
-
-
-@pytest.mark.parametrize(
-    ("causal", "window", "key_heads"), pairwise([True, False], [None, 64, 100], [1, 2, 4])
-)
-def test_all_documents_in_one_call_equal_each_by_itself(
-    causal: bool, window: int | None, key_heads: int
-) -> None:
-    rules = replace(PLAIN, causal=causal, window=window, scale=0.7)
-    ours = with_gradients(KERNEL, rules, key_heads)
-    assert largest(ours, with_gradients(sdpa, rules, key_heads)) <= 1e-5
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
-def test_whole_models_equal_their_own_eager_attention(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    lm = built(kind)
-    alone = separate(lm)
-    expected = gradient_of(lm, alone)
-    monkeypatch.setitem(BACKENDS, "stand_in", Backend(run=KERNEL, requires=lambda _device: []))
-    register("stand_in")
-    ours = side_by_side(lm)
-    assert largest(ours, alone) <= 1e-5
-    found = gradient_of(lm, ours)
-    assert max(float((found[n] - expected[n]).abs().max()) for n in expected) <= 1e-3
-    register("sdpa")
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"window": 3}, "sliding windows"),
-        ({"softcap": 1.0}, "soft-capping"),
-        ({"dropout": 0.1}, "dropout of attention"),
-        ({"sinks": torch.zeros(4)}, "attention sinks"),
-    ],
-)
-def test_a_rule_that_it_does_not_know_is_never_left_out(changes: dict[str, Any], words: str) -> None:
-    rules: Rules = replace(PLAIN, **changes)
-    q, k, v = heads()
-    with pytest.raises(ConfigError, match=f"attention=cudnn cannot do {words}.*Set attention=sdpa"):
-        KERNEL(q, k, v, rules, DOCUMENTS)
-
-
-def test_padded_rows_are_one_dense_call() -> None:
-    q, k, v = (torch.cat([t, t.flip(2)]) for t in heads())
-    assert torch.equal(KERNEL(q, k, v, PLAIN, None), sdpa(q, k, v, PLAIN, None))
 
 
 @pytest.fixture

@@ -1,14 +1,16 @@
 """An answer does not depend on whom it was asked together with, nor on how it is shown."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from app.errors import ConfigError
-from app.model.generate import TextGenerator, generate
+from app.model.attention import NAME
+from app.model.generate import TextGenerator, end_ids, generate
 from app.model.tokenizer import load_tokenizer
-from tests.model.small import built, model_config
+from tests.model.small import batch_of, built, documents_of, lora, model_config, training_model_of
 
 PROMPTS = [
     "Hi",
@@ -44,7 +46,7 @@ def test_prompts_are_rendered_as_in_training(tokenizer: Any) -> None:
     assert plain.ids(said) == tokenizer("Be kind.\n\nHi").input_ids
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["gpt2", "mistral", "gpt_oss"])
 def test_asked_together_or_alone_the_answers_are_the_same(tokenizer: Any, kind: str) -> None:
     asked = answerer(tokenizer, kind)
     conversations = [[user(prompt)] for prompt in PROMPTS]
@@ -68,16 +70,6 @@ def test_pieces_add_up_to_the_answer(tokenizer: Any) -> None:
     assert "".join(pieces).strip() == answer == dict(asked.answers([[user("Hi")]], 1))[0]
 
 
-def test_sampling_follows_the_seed(tokenizer: Any) -> None:
-    sampling = {"do_sample": True, "temperature": 1.0, "top_p": 0.9, "top_k": 5}
-    asked = answerer(tokenizer, sampling=sampling)
-    found = []
-    for seed in (0, 0, 1):
-        torch.manual_seed(seed)
-        found.append(dict(asked.answers([[user("Hi")]], 1))[0])
-    assert found[0] == found[1] != found[2]
-
-
 def test_a_template_that_refuses_is_told(tokenizer: Any) -> None:
     asked = answerer(tokenizer)
     before = tokenizer.chat_template
@@ -87,3 +79,87 @@ def test_a_template_that_refuses_is_told(tokenizer: Any) -> None:
             asked.ids([user("Hi"), user("Hi")])
     finally:
         tokenizer.chat_template = before
+
+
+IDS = [d.tolist() for d in documents_of((12, 3, 7))]
+NEW_IDS = 20  # past the window of 8
+
+
+def greedy(lm: Any, prompt: list[int], **given: Any) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = lm.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_IDS, do_sample=False, **given
+    )
+    answer: list[int] = out[0, len(prompt) :].tolist()
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [
+        ("gemma3_text", "sdpa"),
+        ("gemma2", "eager"),
+        ("gpt_oss", "eager"),
+    ],
+)
+def test_greedy_answers_are_those_of_transformers_own_attention(kind: str, own: str) -> None:
+    """With a cache; transformers' sdpa has neither caps nor sinks."""
+    expected = [greedy(built(kind, own), prompt, eos_token_id=None) for prompt in IDS]
+    assert generate(built(kind), IDS, [], NEW_IDS) == expected
+
+
+def test_an_answer_stops_at_the_first_end_and_leaves_it_out() -> None:
+    lm = built("llama")
+    free = generate(lm, IDS[:1], [], NEW_IDS)[0]
+    end = next(token for token in free if token != free[0])
+    assert generate(lm, IDS[:1], [end, 2], NEW_IDS)[0] == free[: free.index(end)]
+    assert generate(lm, IDS[:1], [free[0]], NEW_IDS)[0] == []
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_is_as_it_was(training: bool) -> None:
+    lm = built("llama").train(training)
+    generate(lm, IDS, [2], 2)
+    assert lm.training is training
+    assert lm.config._attn_implementation == NAME
+    with pytest.raises(IndexError):
+        generate(lm, [[10_000]], [2], 2)
+    assert lm.training is training
+    assert lm.config._attn_implementation == NAME
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_answers_in_the_middle_of_training_change_nothing_of_it(precision: str) -> None:
+    batch = batch_of(documents_of((6, 4)))
+    losses = []
+    for asks in (False, True):
+        training_model = training_model_of("llama", lora(dropout=0.2), precision, recompute=True)
+        torch.manual_seed(5)
+        training_model(batch)
+        if asks:
+            with training_model.autocast(torch.device("cpu")):
+                assert len(generate(training_model.language_model, IDS, [], 4)) == len(IDS)
+        losses.append(float(training_model(batch)[0].detach()))
+    assert losses[0] == losses[1]
+
+
+def test_sampling_follows_the_seed() -> None:
+    lm = built("llama")
+    drawn = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        drawn.append(generate(lm, IDS[:1], [], NEW_IDS, do_sample=True, temperature=1.5))
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.parametrize(
+    ("generation", "model", "tokenizer", "expected"),
+    [([7, 5], 5, 9, [5, 7, 9]), (None, None, None, []), (None, [3], 3, [3])],
+)
+def test_ends_are_those_of_model_and_tokenizer(
+    generation: Any, model: Any, tokenizer: Any, expected: list[int]
+) -> None:
+    lm = SimpleNamespace(
+        generation_config=SimpleNamespace(eos_token_id=generation), config=SimpleNamespace(eos_token_id=model)
+    )
+    assert end_ids(lm, SimpleNamespace(eos_token_id=tokenizer)) == expected

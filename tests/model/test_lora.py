@@ -9,10 +9,8 @@ from app.errors import ConfigError
 from app.model.lora import layers_to_adapt
 from tests.model.small import (
     CAUSAL,
-    KINDS,
     batch_of,
     built,
-    distance,
     documents_of,
     lora,
     model_config,
@@ -43,7 +41,7 @@ def test_all_linear_means_every_linear_layer_of_the_backbone_and_nothing_else() 
     assert len(training_model.trained()) == 2 * len(expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "mixtral"])
 def test_the_head_the_embedding_and_the_routers_are_left_alone(kind: str) -> None:
     training_model = training_model_of(kind, lora())
     layers = adapted(training_model)
@@ -129,23 +127,6 @@ def test_adapters_are_fp32_on_a_half_precision_base(precision: str) -> None:
 
 def test_full_training_keeps_fp32_weights_under_bf16() -> None:
     assert {p.dtype for p in training_model_of("llama", None, "bf16").parameters()} == {torch.float32}
-
-
-def test_the_adapter_adds_alpha_over_r_times_b_times_a() -> None:
-    training_model = training_model_of("llama", lora(r=4, alpha=12.0, targets=["q_proj"]))
-    layer = training_model.language_model.model.layers[0].self_attn.q_proj
-    x = torch.randn(3, 32)
-    added = x @ layer.lora_A["default"].weight.T @ layer.lora_B["default"].weight.T * (12 / 4)
-    assert distance(layer(x).detach(), (layer.base_layer(x) + added).detach()) <= 1e-6
-    assert added.abs().max() > 0.1
-
-
-def test_a_new_adapter_changes_nothing_yet() -> None:
-    from app.model.build import build_training_model
-
-    base = training_model_of("llama")
-    fresh = build_training_model(sections(model_config(), lora()), torch.device("cpu"), 0, "base")
-    assert float(fresh(BATCH)[0].detach()) == float(base(BATCH)[0].detach())
 
 
 def test_the_seed_decides_the_adapter_whatever_the_base_drew() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from app.batch import IGNORE
 from app.model.kernels import plain_loss_and_grad
+from tests.choices import pairwise
 from tests.marks import requires_interpreter
 from tests.model.small import distance
 
@@ -49,9 +50,9 @@ def check(loss_and_grad: Any, logits: Tensor, targets: Tensor, weights: Tensor |
     assert not losses[targets == IGNORE].any()
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("dtype", ROUNDED, ids=str)
-@pytest.mark.parametrize("vocabulary", [37, 5000])
+@pytest.mark.parametrize(
+    ("dtype", "vocabulary", "weighted"), pairwise(tuple(ROUNDED), (37, 5000), (False, True))
+)
 def test_plain(vocabulary: int, dtype: torch.dtype, *, weighted: bool) -> None:
     """Of 5000 logits a piece has 52 rows."""
     logits, targets, weights = given(130, vocabulary, dtype, CPU)
@@ -59,28 +60,15 @@ def test_plain(vocabulary: int, dtype: torch.dtype, *, weighted: bool) -> None:
 
 
 @requires_interpreter
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("vocabulary", [5, 19001])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype", "weighted"), [(5, torch.float16, True), (19001, torch.float32, False)]
+)
 def test_the_kernel(vocabulary: int, dtype: torch.dtype, *, weighted: bool) -> None:
     """19001 logits are three blocks, the last of them not full."""
     from app.model.triton_kernels import loss_and_grad
 
     logits, targets, weights = given(9, vocabulary, dtype, CPU)
     check(loss_and_grad, logits, targets, weights if weighted else None)
-
-
-@requires_interpreter
-def test_the_kernel_in_bf16() -> None:
-    """The interpreter cuts off where a GPU rounds."""
-    from app.model.triton_kernels import loss_and_grad
-
-    logits, targets, _ = given(9, 1000, torch.bfloat16, CPU)
-    wanted, gradient = exact(logits, targets, None)
-    losses = torch.empty(9)
-    loss_and_grad(logits, targets, None, losses, gradient=True)
-    torch.testing.assert_close(losses.double(), wanted, rtol=2e-6, atol=2e-6)
-    assert distance(logits.double(), gradient) <= 8e-3
 
 
 @requires_interpreter

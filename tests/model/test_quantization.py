@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,13 +10,12 @@ from torch import Tensor, nn
 from app.config.schema import ModelConfig, PrecisionConfig, QuantizationConfig
 from app.errors import ConfigError
 from app.model.attention import register
-from app.model.base_weights import LoadOptions
 from app.model.build import ModelSections, build_training_model, plan_model, random_base
-from app.model.load import load_tuned
+from app.model.base_weights import LoadOptions
 from app.model.load_base import build_on_meta, load_base
 from app.model.nf4 import DequantizeBuffer, dequantized
 from app.model.quantization import Nf4, notes, quantizer_of
-from app.model.save import save_base, save_model
+from app.model.save import save_base
 from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
 from tests.model.small import (
@@ -31,7 +28,6 @@ from tests.model.small import (
     gradients,
     lora,
     model_config,
-    packed,
     sections,
     training_model_of,
     wide_numbers,
@@ -119,9 +115,7 @@ def packing(compute: torch.dtype) -> Any:
     return quantizer_of(NF4, compute)
 
 
-@pytest.mark.parametrize(
-    ("kind", "precision"), [("llama", "fp32"), ("llama", "bf16"), ("gpt2", "fp32"), ("gemma2", "fp32")]
-)
+@pytest.mark.parametrize(("kind", "precision"), [("llama", "bf16"), ("gpt2", "fp32")])
 def test_a_random_base_is_drawn_and_saved_and_packed_again_to_the_same_bytes(
     kind: str, precision: str, tmp_path: Path
 ) -> None:
@@ -249,28 +243,17 @@ def loss_and_gradients(training_model: TrainingModel, batch: Any) -> tuple[Tenso
     return loss.detach(), gradients(training_model)
 
 
-def test_packed_documents_give_the_gradients_of_padded_ones() -> None:
-    documents = documents_of((12, 9, 3))
-    training_model = qlora()
-    in_rows = loss_and_gradients(training_model, batch_of(documents))
-    in_one = loss_and_gradients(training_model, packed(documents, filling=4))
-    assert distance(in_one[0], in_rows[0]) <= 1e-6
-    assert distance(in_one[1], in_rows[1]) <= 1e-6
-
-
 def rearranging(monkeypatch: pytest.MonkeyPatch) -> None:
     """bitsandbytes as it is on a CPU with avx512_bf16, which rearranges weights at the first evaluation."""
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
 
 
-@pytest.mark.parametrize("source", ["random", "folder"])
 def test_an_evaluation_changes_neither_the_base_nor_the_next_step(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rearranging(monkeypatch)
     built("llama", "eager", **wide_numbers("llama")).save_pretrained(str(tmp_path))
-    model = wide() if source == "random" else wide(path=str(tmp_path))
-    training_model = build_training_model(parts_of(model=model), CPU, 0, "base")
+    training_model = build_training_model(parts_of(model=wide(path=str(tmp_path))), CPU, 0, "base")
     adapted = {
         type(m).__module__ for m in training_model.network.modules() if type(m).__name__ == "Linear4bit"
     }
@@ -289,82 +272,6 @@ def test_an_evaluation_changes_neither_the_base_nor_the_next_step(
         parameter.data -= 0.1 * parameter.grad  # type: ignore[operator]
     training_model(batch)[0].backward()
     assert same(packed_bytes(training_model.network), base)
-
-
-def test_the_rearrangement_is_what_the_test_above_would_see(monkeypatch: pytest.MonkeyPatch) -> None:
-    """bitsandbytes' own layer, left as it comes: if this fails, one reason for a forward of ours is gone."""
-    from bitsandbytes.nn import Linear4bit
-
-    rearranging(monkeypatch)
-    layer = Linear4bit(64, 64, bias=False, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
-    before = layer.weight.data.clone()
-    # the arithmetic with rearranged weights needs the instructions, the rearrangement does not
-    monkeypatch.setattr("bitsandbytes.matmul_4bit", lambda x, *_, **__: x)
-    with torch.no_grad():
-        layer.eval()(torch.randn(2, 64))
-    assert not layer.weight.data.view(-1).equal(before.view(-1))
-
-
-# What anybody else would write; nothing of this program is imported.
-ELSEWHERE = """
-import json, sys, warnings
-warnings.simplefilter("ignore", FutureWarning)
-import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-ids, out, final = torch.tensor(json.loads(sys.argv[1])), sys.argv[2], sys.argv[3]
-base = json.load(open(final + "/adapter_config.json"))["base_model_name_or_path"]
-nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-lm = AutoModelForCausalLM.from_pretrained(base, dtype="float32", quantization_config=nf4, device_map={"": "cpu"})
-for layer in lm.modules():  # or CPUs with avx512_bf16 evaluate in bf16
-    if hasattr(layer, "support_avx512bf16_for_cpu"):
-        layer.support_avx512bf16_for_cpu = False
-with torch.no_grad():
-    torch.save(PeftModel.from_pretrained(lm, final).train(False)(ids).logits, out)
-assert not [name for name in sys.modules if name.split(".")[0] == "app"]
-"""
-
-
-def test_the_adapter_gives_the_same_logits_on_the_same_base_here_and_elsewhere(
-    tmp_path: Path, app_env: dict[str, str]
-) -> None:
-    parts = parts_of()
-    training_model = build_training_model(parts, CPU, 0, str(tmp_path / "base"))
-    optimizer = torch.optim.AdamW(training_model.trained().values(), lr=1e-2)
-    for seed in range(3):
-        training_model(batch_of(documents_of((8, 5), seed)))[0].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    tokenizer = load_tokenizer(wide(), needs_template=True)
-    save_base(training_model, tokenizer, tmp_path / "base", random_base(parts, CPU, 0))
-    save_model(training_model, tokenizer, tmp_path / "final")
-    with torch.no_grad():
-        ours = training_model.language_model.eval()(IDS).logits
-        here, without = (
-            load_tuned(tmp_path, wide(), CAUSAL, adapter=adapter, quantization=NF4)(IDS).logits
-            for adapter in (True, False)
-        )
-        unquantised = load_tuned(tmp_path, wide(), CAUSAL, adapter=True)(IDS).logits
-    assert distance(here, ours) <= 1e-6
-    assert distance(without, ours) > 1e-2
-    assert distance(unquantised, ours) > 1e-2, "so the base must be quantised again"
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            ELSEWHERE,
-            json.dumps(IDS.tolist()),
-            str(tmp_path / "o.pt"),
-            str(tmp_path / "final"),
-        ],
-        env={k: v for k, v in app_env.items() if k != "PYTHONPATH"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert distance(torch.load(tmp_path / "o.pt", weights_only=True), ours) <= 1e-6
 
 
 def refused(parts: ModelSections, words: str) -> None:

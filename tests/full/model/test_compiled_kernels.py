@@ -11,7 +11,7 @@ from tests.marks import requires_triton
 @requires_triton
 def test_compile_for_hopper(app_env: dict[str, str], tmp_path: Path) -> None:
     """Stores of 16 bytes; and no product and sum in one rounding where bits count."""
-    program = str(REPO / "tests" / "model" / "compiled_kernels.py")
+    program = str(REPO / "tests" / "full" / "model" / "compiled_kernels.py")
     ended = subprocess.run(
         [sys.executable, program],
         env=app_env | {"TRITON_CACHE_DIR": str(tmp_path)},
