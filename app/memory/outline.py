@@ -10,7 +10,7 @@ from app.model.activation_checkpointing import repeated_layers
 from app.model.build import ModelSections
 from app.model.head import keep_head_in_fp32
 from app.model.load_base import build_on_meta
-from app.model.lora import attach
+from app.model.lora import add_adapter
 from app.model.quantization import require_quantizable
 from app.model.tasks import task_of
 
@@ -38,7 +38,7 @@ class Outline:
             task = task_of(sections.task)
             if task.pooled:
                 keep_head_in_fp32(lm)
-            return attach(sections.adapter, task, lm, sections.model.path)
+            return add_adapter(sections.adapter, task, lm, sections.model.path)
 
 
 def _names_one(sections: ModelSections) -> bool:

@@ -21,7 +21,7 @@ from app.model.fp8_linear import without_row_rounding
 from app.model.fusion import Fused, fuse
 from app.model.head import keep_head_in_fp32
 from app.model.load_base import build_on_meta, open_base
-from app.model.lora import attach, draw_halves, trained_copies
+from app.model.lora import add_adapter, draw_halves, trained_copies
 from app.model.quantization import Quantizer, quantizer_of, require_quantizable
 from app.model.source import local_place
 from app.model.tasks import task_of
@@ -99,7 +99,7 @@ def build_training_model(
     on_meta = base.is_empty
     torch.manual_seed(seed)  # the adapter starts the same whatever the base drew
     with torch.device("meta") if on_meta else nullcontext():
-        network = attach(sections.adapter, task_of(sections.task), base.lm, base_path)
+        network = add_adapter(sections.adapter, task_of(sections.task), base.lm, base_path)
     compiled = compile_blocks(base.lm, sections.compile, device)
     recompute(base.lm, sections.recompute, HostOffload() if sections.offload else None)
     pooled = task_of(sections.task).pooled
@@ -191,7 +191,7 @@ def plan_model(sections: ModelSections, meta_model: Any = None) -> ModelPlan:
     if sections.quantizer is not None:
         require_quantizable(sections.model, lm, sections.quantizer)
     with torch.device("meta"):  # adapters of a large model would take a gigabyte, and seconds to draw
-        network: Any = attach(sections.adapter, task, lm, sections.model.path)
+        network: Any = add_adapter(sections.adapter, task, lm, sections.model.path)
     sizes = [(p.numel(), p.requires_grad) for p in network.parameters()]
     return ModelPlan(
         total=sum(n for n, _ in sizes),

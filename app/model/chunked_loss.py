@@ -1,9 +1,9 @@
-"""Cross-entropy of labelled rows only, in chunks of bounded size: logits never live for more than one chunk.
+"""Cross-entropy of labelled rows only, in chunks of bounded size: logits never exist for more than one chunk.
 
-For any head: the model's own forward (`model.head`), with gradients made in the forward pass, chunk by chunk. For a
-head that is one linear layer: products of whole chunks, and logits that become their own gradient in place, in fewer
-passes and with one chunk of logits instead of three. Whether a head is such is found by watching it, and compared with
-the model's own way before the first step.
+For any head: the model's own forward (`model.head`), with gradients computed in the forward pass, chunk by chunk. For
+a head that is one linear layer: logits that become their own gradient in place, in fewer passes and with one chunk of
+logits instead of three. A dispatch mode finds out whether a head is linear, and `checks.choose_loss_head` compares it
+with the model's own before the first step.
 """
 
 import contextlib
@@ -21,13 +21,13 @@ from app.batch import IGNORE
 from app.model.head import Head, head_parameters, own_head
 from app.model.kernels import loss_and_grad_inplace, uses_kernels
 
-_LEAST_ROWS = 512  # smaller chunks were up to 3.5 times slower than one piece
-_CHUNK_BYTES = 256 << 20
-_COPIES = 3  # of the logits in float32: themselves, their softmax, their gradient
-_LINEAR_CHUNK_BYTES = 512 << 20  # of logits
-_MOST_ROWS = 4096
+_MIN_ROWS = 512  # smaller chunks were up to 3.5 times slower than one piece
+_MAX_CHUNK_BYTES = 256 << 20
+_LOGIT_COPIES = 3  # in float32: logits, softmax, gradient
+_MAX_LINEAR_CHUNK_BYTES = 512 << 20  # of logits
+_MAX_ROWS = 4096
 
-# what a head may do beside one product with its weight
+# operations that a linear head may use besides one product with its weight
 _VIEWS = frozenset(
     {"view", "_unsafe_view", "unsqueeze", "squeeze", "slice", "select", "t", "detach", "alias"}
 )
@@ -35,8 +35,8 @@ _PRODUCTS = frozenset({"mm", "addmm"})
 
 
 def chunk_rows(vocabulary: int) -> int:
-    """How many rows go through the head at once."""
-    return max(_LEAST_ROWS, _CHUNK_BYTES // (_COPIES * 4 * vocabulary))
+    """Rows that go through a head at once."""
+    return max(_MIN_ROWS, _MAX_CHUNK_BYTES // (_LOGIT_COPIES * 4 * vocabulary))
 
 
 def token_loss_sum(
@@ -57,7 +57,7 @@ def token_loss_sum(
 def token_scores(
     head: Head, rows: Tensor, targets: Tensor, parameters: list[nn.Parameter], chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """Of each target its cross-entropy in float32, 0 for IGNORE, and the token of the largest logit."""
+    """The cross-entropy of each target in float32, 0 for IGNORE, and the token of the largest logit."""
     losses = torch.empty(targets.shape, dtype=torch.float32, device=rows.device)
     chosen = torch.empty(targets.shape, dtype=torch.long, device=rows.device)
     with for_trained_head(rows, parameters) as given:
@@ -66,13 +66,13 @@ def token_scores(
             logits = head(given[part]).float()
             losses[part] = F.cross_entropy(logits, targets[part], ignore_index=IGNORE, reduction="none")
             chosen[part] = logits.argmax(-1)
-            del logits  # or two chunks would be alive while the next is made
+            del logits  # or two chunks would exist while the next is computed
     return losses, chosen
 
 
 @contextlib.contextmanager
 def for_trained_head(rows: Tensor, parameters: list[nn.Parameter]) -> Iterator[Tensor]:
-    """A trained head's gradient is a sum over all rows, made before any scale: float16 could not hold it."""
+    """Rows in float32 without autocast, where a trained head's gradient, a sum over rows, would overflow float16."""
     device = rows.device.type
     if parameters and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
         with torch.autocast(device, enabled=False):
@@ -128,7 +128,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class LinearHead:
-    """`kernel`: whether a GPU spends the logits by its kernel; `chunk`: rows at once, None for what suits."""
+    """A head that is one linear layer. `kernel`: use the Triton kernel on a GPU; `chunk`: rows at once, None: any."""
 
     layer: nn.Linear
     kernel: bool = True
@@ -136,11 +136,9 @@ class LinearHead:
 
     @property
     def trained(self) -> list[nn.Parameter]:
-        """Of its weight and bias."""
         return [parameter for parameter in self.layer.parameters() if parameter.requires_grad]
 
     def uses_kernel(self, device: torch.device) -> bool:
-        """Whether logits there are spent by it."""
         return self.kernel and uses_kernels(device)
 
     def loss_sum(self, rows: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -152,7 +150,7 @@ class LinearHead:
 
     @torch.no_grad()
     def scores(self, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each target its cross-entropy in float32, 0 for IGNORE, and the token of the largest logit."""
+        """The cross-entropy of each target in float32, 0 for IGNORE, and the token of the largest logit."""
         losses = torch.empty(targets.shape, dtype=torch.float32, device=rows.device)
         chosen = torch.empty(targets.shape, dtype=torch.long, device=rows.device)
         with for_trained_head(rows, self.trained) as given, self.products(given) as products:
@@ -165,7 +163,7 @@ class LinearHead:
 
     @contextlib.contextmanager
     def products(self, rows: Tensor) -> Iterator["_Products"]:
-        """Weight and bias as autocast would make them, and autocast off."""
+        """Weight and bias in autocast's dtype, with autocast off."""
         kind, bias = rows.device.type, self.layer.bias
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
         weight = self.layer.weight.detach().to(dtype)
@@ -181,12 +179,12 @@ class _Products:
     size: int  # rows at once
 
     def chunks(self, rows: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Of each chunk its place, its rows in the dtype that is computed in, and its logits, all in one memory."""
-        room = self.weight.new_empty(min(self.size, len(rows)), len(self.weight))
+        """Slice, rows in the dtype of the arithmetic, and logits of each chunk; all logits share one buffer."""
+        buffer = self.weight.new_empty(min(self.size, len(rows)), len(self.weight))
         for start in range(0, len(rows), self.size):
             part = slice(start, start + self.size)
             piece = rows[part].to(self.weight.dtype)
-            logits = room[: len(piece)]
+            logits = buffer[: len(piece)]
             if self.bias is None:
                 torch.mm(piece, self.weight.t(), out=logits)
             else:
@@ -195,14 +193,14 @@ class _Products:
 
 
 def rows_of_a_chunk(rows: int, vocabulary: int, number_bytes: int) -> int:
-    """As many as a bounded memory holds; all chunks alike, so that none is left with a few rows."""
-    most = max(_LEAST_ROWS, min(_MOST_ROWS, _LINEAR_CHUNK_BYTES // (number_bytes * vocabulary)))
+    """Rows that a bounded memory holds, with all chunks of about one size."""
+    most = max(_MIN_ROWS, min(_MAX_ROWS, _MAX_LINEAR_CHUNK_BYTES // (number_bytes * vocabulary)))
     chunks = max(1, -(-rows // most))
     return max(1, -(-rows // chunks))
 
 
 def linear_head(lm: Any) -> LinearHead | None:
-    """None for a head that does more to its rows than one product, or has other trained parts."""
+    """The head as a linear layer; None if it does more than one product, or has other trained parts."""
     layer = lm.get_output_embeddings()
     if type(layer) is not nn.Linear:
         return None
@@ -210,17 +208,17 @@ def linear_head(lm: Any) -> LinearHead | None:
     if any(id(parameter) not in own for parameter in head_parameters(lm)):
         return None
     row = layer.weight.detach().new_ones(1, layer.in_features)
-    with torch.no_grad(), _Watch(layer.weight) as watch:
+    with torch.no_grad(), _ProductCounter(layer.weight) as counter:
         own_head(lm)(row)
-    return LinearHead(layer) if watch.products == 1 and not watch.more else None
+    return LinearHead(layer) if counter.products == 1 and not counter.others else None
 
 
-class _Watch(TorchDispatchMode):
-    """Counts the products with a weight, and what is done beside them."""
+class _ProductCounter(TorchDispatchMode):
+    """Counts the products with a weight, and other operations."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.products = self.more = 0
+        self.products = self.others = 0
         self._weight = weight.untyped_storage()._cdata
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -231,7 +229,7 @@ class _Watch(TorchDispatchMode):
         elif (
             name not in _VIEWS and func.namespace != "prim"
         ):  # tensors without memory are asked for their device
-            self.more += 1
+            self.others += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -280,7 +278,7 @@ class _LinearLoss(torch.autograd.Function):
 def _add_gradients(
     found: list[Tensor | None], part: slice, piece: Tensor, logits: Tensor, weight: Tensor
 ) -> None:
-    """Of one chunk, whose logits are their gradient by now; sums over chunks are in float32."""
+    """Add the gradients of one chunk, whose logits are their own gradient by now; sums are in float32."""
     of_rows, of_weight, of_bias = found
     if of_rows is not None and of_rows.dtype == logits.dtype:
         torch.mm(logits, weight, out=of_rows[part])
@@ -295,7 +293,7 @@ def _add_gradients(
 
 
 def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """In place where it can be; a float16 scale could overflow."""
+    """Multiply in place where possible; in float32, because a float16 scale could overflow."""
     if gradient.dtype == torch.float32:
         return gradient.mul_(scale).to(dtype)
     return (gradient.float() * scale).to(dtype)

@@ -1,8 +1,8 @@
-"""The frozen base in fp8 (e4m3): its weights rounded once, as it is loaded, and its products computed in fp8 as well.
+"""Frozen linear layers in fp8 (e4m3): weights rounded once when loaded, and products computed in fp8.
 
-Each weight is held twice, with a scale for every row: [out, in] for forward and [in, out] for what goes back to the
-rows, since an fp8 product wants what it sums over side by side. Together they take what bf16 takes. Rows are rounded
-as they come, with a scale for each. Where there is no fp8 hardware the same numbers are multiplied in float32.
+Each weight is stored twice, with a scale per row: [out, in] for forward and [in, out] for the gradient of the rows,
+because an fp8 product needs the summed dimension contiguous. Together they take as much as bf16. Rows are rounded for
+each product, with a scale per row. Where there is no fp8 hardware the same numbers are multiplied in float32.
 """
 
 import math
@@ -22,44 +22,43 @@ from app.model.kernels import can_run
 Rounded = tuple[Tensor, Tensor]  # rows [n, k] in e4m3, and the scale of each [n, 1]
 
 E4M3 = torch.float8_e4m3fn
-_LARGEST = 448.0  # of e4m3
-_LEAST = 1e-12  # of the largest number of a row: one of zeros has a scale too
-_SIDE = 16  # that sizes must be a multiple of
-_CAPABILITY = (8, 9)  # of the first GPUs with fp8: Ada; then Hopper
+_E4M3_MAX = 448.0
+_MIN_AMAX = 1e-12  # of a row, so that a row of zeros has a scale
 
-_ROWS = 32  # that a comparison computes with
-# Of a product against the same numbers multiplied in float32: bf16 rounds to 0.002, and Hopper's fast sums keep 14
-# bits. What fp8 itself rounds away is 0.037.
-_ALLOWED = 0.02
-_EXACT = 1e-5
-_SAME = 1e-3  # of rows rounded twice: where a scale differs in its last bit a few numbers go the other way
+_COMPARED_ROWS = 32
+# Allowed difference of a product from the same numbers multiplied in float32: bf16 rounds to 0.002, and Hopper's fast
+# accumulation keeps 14 bits. fp8 itself rounds by 0.037.
+_ALLOWED_BF16 = 0.02
+_ALLOWED_FP32 = 1e-5
+_ALLOWED_ROUNDING = 1e-3  # of rows: where a scale differs in its last bit a few numbers round the other way
 
+KERNEL = {
+    "used": True
+}  # whether the Triton kernel rounds rows where it can run; a failed comparison sets it to False
 
-KERNEL = {"used": True}  # whether it rounds rows where it can run; the comparison of a run takes that away
-
-# operations of torch, so that a plan can count them
+# operations of torch, so that a memory plan can count them
 _OPS = torch.library.Library("app_fp8", "DEF")
 _OPS.define("quantize_rows(Tensor rows) -> (Tensor, Tensor)")
 _OPS.define("product(Tensor x, Tensor sx, Tensor w, Tensor sw, ScalarType dtype, bool fast) -> Tensor")
 
 
 def quantize_reference(rows: Tensor) -> Rounded:
-    """What a number in e4m3 means is that number times the scale of its row."""
+    """Rows in e4m3 and their scales; a value is its e4m3 number times the scale of its row."""
     wide = rows.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    largest = torch.linalg.vector_norm(wide, torch.inf, -1, keepdim=True).clamp_(min=_LEAST)
-    # a number divided by a tensor, and a tensor by a number on a GPU, would be rounded twice: kernels do not
-    wide.mul_(torch.full_like(largest, _LARGEST).div_(largest)).clamp_(-_LARGEST, _LARGEST)
-    return wide.to(E4M3), largest.mul_(1 / _LARGEST)
+    largest = torch.linalg.vector_norm(wide, torch.inf, -1, keepdim=True).clamp_(min=_MIN_AMAX)
+    # a number divided by a tensor, or a tensor by a number on a GPU, would be rounded twice: the kernel does not
+    wide.mul_(torch.full_like(largest, _E4M3_MAX).div_(largest)).clamp_(-_E4M3_MAX, _E4M3_MAX)
+    return wide.to(E4M3), largest.mul_(1 / _E4M3_MAX)
 
 
 def quantize_by_kernel(rows: Tensor) -> Rounded:
-    """The same in one launch, where a program can hold a row."""
+    """`quantize_reference` in one launch of a kernel, where a program can hold a row."""
     from app.model import triton_kernels
 
     if rows.shape[1] > triton_kernels.MAX_WIDTH:
         return quantize_reference(rows)
     out, scales = _quantized_like(rows)
-    triton_kernels.quantize_rows(rows, out, scales, _LEAST, _LARGEST)
+    triton_kernels.quantize_rows(rows, out, scales, _MIN_AMAX, _E4M3_MAX)
     return out, scales
 
 
@@ -73,7 +72,7 @@ def _quantized_like(rows: Tensor) -> Rounded:
 
 
 def product_reference(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, dtype: torch.dtype, _: bool) -> Tensor:
-    """x [n, k] times w [m, k] transposed, with scales [n, 1] and [1, m]; sums are as exact as float32 is."""
+    """x [n, k] times w [m, k] transposed, with scales [n, 1] and [1, m], summed in float32."""
     return (x.float() @ w.float().T).mul_(sx).mul_(sw).to(dtype)
 
 
@@ -92,50 +91,50 @@ torch.library.register_fake(
 
 
 def quantize_rows(rows: Tensor) -> Rounded:
-    """As above, by what the device has for it."""
+    """Rows in e4m3 and their scales, by the kernel on a GPU."""
     found: Rounded = torch.ops.app_fp8.quantize_rows(rows.contiguous())
     return found
 
 
 def product(rows: Rounded, weight: Tensor, scales: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
-    """As above; `fast` sums are those of a forward pass, a gradient has exact ones."""
+    """Rows times a weight; `fast` accumulation is for forward passes, gradients are summed exactly."""
     found: Tensor = torch.ops.app_fp8.product(*rows, weight.view(E4M3), scales, dtype, fast)
     return found
 
 
 class _LastRows:
-    """Rows that several layers read are rounded once: q, k and v have the same, and gate and up.
+    """Cache of the last rounded rows, since q, k and v read the same rows, and gate and up.
 
-    The last ones are kept as long as they live, and known again by their storage, place and version, so that a view
-    made anew is the same and one that was written to since is not.
+    The key is storage, offset and version: a new view of the rows hits, rows that were written to since do not. The
+    entry lives as long as the rows.
     """
 
-    found: Rounded | None = None
+    value: Rounded | None = None
     _storage: ReferenceType[Any] | None = None
     _key: tuple[Any, ...] = ()
 
     def rounded(self, rows: Tensor) -> Rounded:
-        """Only rows of a forward pass: what goes back is made by kernels that may write in place."""
+        """Rows of a forward pass only: gradients are computed by kernels that may write in place."""
         if rows.is_inference() or torch.compiler.is_compiling():
             return quantize_rows(rows)
         key = (rows.storage_offset(), rows.shape, rows.stride(), rows.dtype, rows._version)
         same = self._storage is not None and self._storage() is rows.untyped_storage()
-        if self.found is None or not same or self._key != key:
-            self._storage = self.found = None  # before the next ones are made: so that there is room
-            self.found, self._key = quantize_rows(rows), key
+        if self.value is None or not same or self._key != key:
+            self._storage = self.value = None  # free before the next is allocated
+            self.value, self._key = quantize_rows(rows), key
             self._storage = ref(rows.untyped_storage(), self._gone)
-        return self.found
+        return self.value
 
     def _gone(self, storage: ReferenceType[Any]) -> None:
         if storage is self._storage:
-            self._storage = self.found = None
+            self._storage = self.value = None
 
 
 LAST_ROWS = _LastRows()
 
 
 class Fp8Linear(nn.Linear):
-    """A frozen linear layer. Weights are held as bytes, so that whoever casts a network's numbers leaves them alone."""
+    """A frozen linear layer. Weights are stored as bytes, so that casting a network leaves them alone."""
 
     weight_back: nn.Parameter
     scale: Tensor
@@ -143,10 +142,9 @@ class Fp8Linear(nn.Linear):
     rounds_rows = True
 
     def __init__(self, weight: Tensor, bias: nn.Parameter | None) -> None:
-        """From [out, in]."""
         super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
         for name, given in (("", weight), ("_back", weight.T)):
-            bytes_, scales = quantize_reference(given)  # the kernel is not compared yet
+            bytes_, scales = quantize_reference(given)  # the kernel was not compared yet
             held = nn.Parameter(bytes_.view(torch.uint8), requires_grad=False)
             setattr(self, f"weight{name}", held)
             self.register_buffer(f"scale{name}", scales.T.contiguous())
@@ -154,12 +152,12 @@ class Fp8Linear(nn.Linear):
         self.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rows in any leading shape; the gradient is that of the rows alone."""
+        """The output for rows in any leading shape; only the rows get a gradient."""
         result: Tensor = _Linear.apply(x, self)  # type: ignore[no-untyped-call]
         return result
 
     def product(self, rows: Tensor) -> Tensor:
-        """Of rows [n, in] in the dtype that is computed in."""
+        """The output for rows [n, in] in the dtype of the arithmetic."""
         if self.rounds_rows:
             out = product(LAST_ROWS.rounded(rows), self.weight, self.scale, rows.dtype, fast=True)
         else:
@@ -167,13 +165,13 @@ class Fp8Linear(nn.Linear):
         return out if self.bias is None else out.add_(self.bias)
 
     def back(self, gradient: Tensor) -> Tensor:
-        """From the gradient of the product that of its rows."""
+        """The gradient of the rows from that of the output."""
         if not self.rounds_rows:
             return gradient @ self.unpacked(gradient.dtype)
         return product(quantize_rows(gradient), self.weight_back, self.scale_back, gradient.dtype, fast=False)
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
-        """[out, in], as forward has it."""
+        """The weight [out, in] as forward uses it."""
         return (self.weight.view(E4M3).float() * self.scale.T).to(dtype)
 
 
@@ -196,7 +194,7 @@ class _Linear(torch.autograd.Function):
 
 @contextmanager
 def without_row_rounding(network: nn.Module) -> Iterator[None]:
-    """For comparisons of something else: rounding rows makes much of the last digit of what is rounded."""
+    """Context for other comparisons: rounding rows enlarges differences in their last digits."""
     layers = [layer for layer in network.modules() if isinstance(layer, Fp8Linear)]
     try:
         for layer in layers:
@@ -210,8 +208,10 @@ def without_row_rounding(network: nn.Module) -> Iterator[None]:
 def compare_products(
     network: nn.Module, present: Callable[[nn.Module], Any] = nullcontext
 ) -> list[Comparison]:
-    """Each size of layer on this device against float32; a difference is refused. A kernel that rounds rows otherwise
-    than torch, or does not start, is not used, and its proof says so. In `present` a module has its weights.
+    """Compare each size of layer on this device with float32; refuse a difference.
+
+    A kernel that rounds rows otherwise than torch, or fails, is not used, and its comparison says so. `present` is a
+    context in which a module has its weights.
     """
     layers = {tuple(each.weight.shape): each for each in network.modules() if isinstance(each, Fp8Linear)}
     kernels = list(_kernel_compared(layers.values()))
@@ -237,17 +237,19 @@ def _kernel_compared(layers: Iterable[Fp8Linear]) -> Iterator[Comparison]:
                 out.float() * scales for out, scales in (quantize_by_kernel(rows), quantize_reference(rows))
             )
             found = max_difference([ours], [theirs])
-        except Exception as fault:  # noqa: BLE001 (whatever a compiler says: torch's own way is there)
+        except Exception as fault:  # noqa: BLE001 (any error of a compiler: torch's own way remains)
             found, why = math.nan, f" ({first_line(fault)})"
         what = f"fp8 rows of {width} rounded by a kernel, against torch's own way{why}"
-        proof = Comparison(what, found, _SAME)
+        proof = Comparison(what, found, _ALLOWED_ROUNDING)
         KERNEL["used"] = proof.passed
         yield proof
 
 
 def _rows(width: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Not at random: a run's random numbers must not depend on what was compared; each row of another size."""
-    places = torch.arange(_ROWS * width, device=device, dtype=torch.float32).view(_ROWS, width)
+    """Rows of different sizes, not random: a run's random numbers must not depend on comparisons."""
+    places = torch.arange(_COMPARED_ROWS * width, device=device, dtype=torch.float32).view(
+        _COMPARED_ROWS, width
+    )
     return (torch.sin(places) * (1 + places[:, :1] / width)).to(dtype)
 
 
@@ -262,7 +264,7 @@ def _products_compared(layer: Fp8Linear, present: Callable[[nn.Module], Any]) ->
 
 def _compared(words: str, weight: Tensor, scales: Tensor, *, fast: bool) -> Comparison:
     outputs, inputs = weight.shape
-    dtype, allowed = (torch.bfloat16, _ALLOWED) if weight.is_cuda else (torch.float32, _EXACT)
+    dtype, allowed = (torch.bfloat16, _ALLOWED_BF16) if weight.is_cuda else (torch.float32, _ALLOWED_FP32)
     rows = _rows(inputs, weight.device, dtype)
     expected = product_reference(*quantize_reference(rows), weight.view(E4M3), scales, torch.float32, fast)
     try:

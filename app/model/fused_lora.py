@@ -1,11 +1,11 @@
 """Frozen linear layers with LoRA, their gradients written by hand: PEFT's numbers, less memory, fewer passes.
 
-y = x W^T + bias + scale (x A^T) B^T, of one layer, of several that read the same rows, or of a whole gated MLP. Kept
-for the backward pass are x, or what it is made from again, and the few numbers x A^T. PEFT's forward keeps x once more
-for each adapter in the dtype that is computed in, and makes the sum in three passes over y. Layers of the same rows
-multiply them by all their A at once, and their gradients reach the rows in one buffer.
+y = x W^T + bias + scale (x A^T) B^T, for one layer, for several that read the same rows, or for a whole gated MLP.
+Saved for the backward pass are x, or what it is recomputed from, and the small x A^T. PEFT's forward saves x once more
+for each adapter in autocast's dtype, and makes the sum in three passes over y. Layers of the same rows multiply them by
+all their A at once, and their gradients are added into one buffer.
 
-Modules are held, never parameters: FSDP puts others in their place.
+Modules are stored, never parameters: FSDP replaces those.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,13 +24,13 @@ Halves = tuple[Tensor | None, Tensor | None]
 
 
 class Frozen(Protocol):
-    """A linear layer that is not trained. Rows come in the dtype that is computed in."""
+    """A linear layer that is not trained; rows are in the dtype of the arithmetic."""
 
     def product(self, rows: Tensor) -> Tensor:
         """rows W^T + bias."""
 
     def back(self, gradient: Tensor) -> Tensor:
-        """gradient W: what reaches the rows."""
+        """gradient W: the gradient of the rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class _Dense:
 
 @dataclass(frozen=True, slots=True)
 class _FourBits:
-    """A layer of bitsandbytes; with a buffer, which GPUs have, each product dequantises into that."""
+    """A 4-bit layer of bitsandbytes; with a buffer, as on GPUs, each product dequantises into it."""
 
     layer: Any
     buffer: DequantizeBuffer | None
@@ -68,7 +68,7 @@ def _bias(layer: Any, rows: Tensor) -> Tensor | None:
 
 
 def frozen_of(layer: nn.Module, buffer: DequantizeBuffer | None = None) -> Frozen | None:
-    """None for a kind of layer that is computed in no way known here, or is trained."""
+    """The frozen layer's products; None for an unknown kind of layer, or a trained one."""
     known: dict[str, Callable[[Any], Frozen]] = {
         "Linear": _Dense,
         "Linear4bit": lambda each: _FourBits(each, buffer),
@@ -80,7 +80,7 @@ def frozen_of(layer: nn.Module, buffer: DequantizeBuffer | None = None) -> Froze
 
 
 class Lora(NamedTuple):
-    """The numbers of one layer, as a pass needs them: `a` is [r, in], `b` is [out, r]."""
+    """Tensors of one layer for a pass: `a` is [r, in], `b` is [out, r]."""
 
     frozen: Frozen
     a: Tensor
@@ -90,19 +90,19 @@ class Lora(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoraLayer:
-    """One of PEFT's layers, and the name of its adapter."""
+    """A LoRA layer of PEFT and the name of its adapter."""
 
     module: Any
     adapter: str
     frozen: Frozen
 
     def lora(self) -> Lora:
-        """With the parameters that it has now."""
+        """The current parameters."""
         a, b = (half[self.adapter].weight for half in (self.module.lora_A, self.module.lora_B))
         return Lora(self.frozen, a, b, float(self.module.scaling[self.adapter]))
 
     def is_usable(self) -> bool:
-        """False where adapters were switched off, merged, or others put in."""
+        """False where adapters were disabled, merged or replaced."""
         module = self.module
         return not (module.disable_adapters or module.merged) and list(module.active_adapters) == [
             self.adapter
@@ -110,7 +110,7 @@ class LoraLayer:
 
 
 def lora_layer_of(module: Any, buffer: DequantizeBuffer | None = None) -> LoraLayer | None:
-    """None for what is no plain LoRA layer with one adapter and without dropout."""
+    """The layer, if it is a plain LoRA layer with one adapter and without dropout."""
     names = list(getattr(module, "lora_A", ()))
     if len(names) != 1 or not hasattr(module, "get_base_layer"):
         return None
@@ -127,7 +127,7 @@ def lora_layer_of(module: Any, buffer: DequantizeBuffer | None = None) -> LoraLa
 
 
 def together(x: Tensor, layers: Sequence[LoraLayer]) -> tuple[Tensor, ...]:
-    """The output of each layer, of rows in any leading shape, in one node of the graph."""
+    """The outputs of layers that read the same rows, in one node of the autograd graph."""
     loras = [layer.lora() for layer in layers]
     halves = [half for lora in loras for half in (lora.a, lora.b)]
     result: tuple[Tensor, ...] = _Together.apply(x, loras, recompute_of(x), *halves)  # type: ignore[no-untyped-call]
@@ -137,15 +137,15 @@ def together(x: Tensor, layers: Sequence[LoraLayer]) -> tuple[Tensor, ...]:
 def gated_mlp(
     x: Tensor, act: Callable[[Tensor], Tensor], gate: LoraLayer, up: LoraLayer, down: LoraLayer
 ) -> Tensor:
-    """down(act(gate(x)) * up(x)); `act` works on each number by itself. Only the outputs of gate and up are kept."""
-    opened, multiplied = together(x, (gate, up))
-    rows: Tensor = _Gate.apply(opened, multiplied, act)  # type: ignore[no-untyped-call]
-    with_recompute(rows, lambda one, other: act(one).mul_(other), opened, multiplied)
+    """down(act(gate(x)) * up(x)), with an elementwise `act`. Only the outputs of gate and up are saved."""
+    gated, scaled = together(x, (gate, up))
+    rows: Tensor = _Gate.apply(gated, scaled, act)  # type: ignore[no-untyped-call]
+    with_recompute(rows, lambda one, other: act(one).mul_(other), gated, scaled)
     return together(rows, (down,))[0]
 
 
 def products(rows: Tensor, loras: Sequence[Lora]) -> tuple[list[Tensor], Tensor]:
-    """Of rows [n, in] in the dtype that is computed in: the layers' outputs, and rows A^T of all, side by side."""
+    """The layers' outputs for rows [n, in], and rows A^T of all layers, concatenated."""
     inner = rows @ _stacked_a(loras, rows.dtype).T
     outs = [
         lora.frozen.product(rows).addmm_(part, lora.b.to(rows.dtype).T, alpha=lora.scale)
@@ -157,7 +157,7 @@ def products(rows: Tensor, loras: Sequence[Lora]) -> tuple[list[Tensor], Tensor]
 def gradients(
     upstream: Sequence[Tensor | None], rows: Tensor, inner: Tensor, loras: Sequence[Lora], *, of_rows: bool
 ) -> tuple[Tensor | None, list[Halves]]:
-    """Of the rows, where they need one, and of A and B of each layer; None for an output that was not used."""
+    """Gradients of the rows, where needed, and of A and B of each layer; None for an output that was not used."""
     parts = zip(upstream, _split(inner, loras, dim=1), loras, strict=True)
     reached, of_b = zip(*(_through_b(*part) for part in parts), strict=True)
     of_inner = reached[0] if len(reached) == 1 else torch.cat(reached, dim=1)
@@ -176,7 +176,7 @@ def gradients(
 
 
 def _through_b(gradient: Tensor | None, inner: Tensor, lora: Lora) -> tuple[Tensor, Tensor | None]:
-    """What reaches rows A^T, and the gradient of B."""
+    """The gradients of rows A^T and of B."""
     if gradient is None:
         return torch.zeros_like(inner), None
     reached = (gradient @ lora.b.to(gradient.dtype)).mul_(lora.scale)
@@ -184,16 +184,16 @@ def _through_b(gradient: Tensor | None, inner: Tensor, lora: Lora) -> tuple[Tens
 
 
 def _back_onto(total: Tensor | None, gradient: Tensor, frozen: Frozen) -> Tensor:
-    """gradient W added to what already reached the same rows, in its place; None: nothing did."""
+    """Add gradient W to `total` in place; None: there is no gradient of these rows yet."""
     if total is None:
         return frozen.back(gradient)
-    if isinstance(frozen, _Dense):  # in the product itself, without a buffer of its own
+    if isinstance(frozen, _Dense):  # in the product itself, without another buffer
         return total.addmm_(gradient, frozen.layer.weight.to(gradient.dtype))
     return total.add_(frozen.back(gradient))
 
 
 def _stacked_a(loras: Sequence[Lora], dtype: torch.dtype) -> Tensor:
-    """Anew for each call: so it is never behind the parameters, and it is small."""
+    """All A, concatenated for each call: never out of date, and small."""
     each = [lora.a.to(dtype) for lora in loras]
     return each[0] if len(each) == 1 else torch.cat(each)
 
@@ -202,8 +202,8 @@ def _split(stacked: Tensor, loras: Sequence[Lora], dim: int) -> Sequence[Tensor]
     return torch.split(stacked, [lora.a.shape[0] for lora in loras], dim)
 
 
-def computed_in(x: Tensor) -> torch.dtype:
-    """What autocast would make of it."""
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which autocast computes with `x`."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
@@ -213,13 +213,13 @@ class _Together(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, loras: Sequence[Lora], recompute: Recompute | None, *halves: Tensor
     ) -> tuple[Tensor, ...]:
-        rows = x.flatten(0, -2).to(computed_in(x))
+        rows = x.flatten(0, -2).to(autocast_dtype(x))
         with torch.autocast(x.device.type, enabled=False):
             outs, inner = products(rows, loras)
         ctx.save_for_backward(inner, *halves, *((rows,) if recompute is None else recompute.tensors))
         ctx.set_materialize_grads(False)
         ctx.shape, ctx.dtype, ctx.computed = x.shape, x.dtype, rows.dtype
-        ctx.again = None if recompute is None else recompute.function
+        ctx.recompute = None if recompute is None else recompute.function
         ctx.frozen = [(lora.frozen, lora.scale) for lora in loras]
         return tuple(out.view(*x.shape[:-1], -1) for out in outs)
 
@@ -232,7 +232,7 @@ class _Together(torch.autograd.Function):
             Lora(frozen, a, b, scale)
             for (frozen, scale), a, b in zip(ctx.frozen, halves[::2], halves[1::2], strict=True)
         ]
-        rows = kept[0] if ctx.again is None else ctx.again(*kept).flatten(0, -2).to(ctx.computed)
+        rows = kept[0] if ctx.recompute is None else ctx.recompute(*kept).flatten(0, -2).to(ctx.computed)
         given = [None if each is None else each.flatten(0, -2).to(ctx.computed) for each in upstream]
         with torch.autocast(rows.device.type, enabled=False):
             of_rows, of_halves = gradients(given, rows, inner, loras, of_rows=ctx.needs_input_grad[0])
@@ -241,7 +241,7 @@ class _Together(torch.autograd.Function):
 
 
 class _Gate(torch.autograd.Function):
-    """act(gate) * up, of any activation that autograd knows; it is computed again in the backward pass."""
+    """act(gate) * up for any activation that autograd knows; act(gate) is recomputed in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:

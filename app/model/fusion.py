@@ -1,8 +1,8 @@
-"""Which layers of a network get a forward of ours, and the comparison that it gives what their own gives.
+"""Installs fused forwards (`model.fused_lora`, `model.rms_norm`) where they give what the layers' own forwards give.
 
-Layers that read the same rows are found by name. A model calls them one after another: the first of them computes for
-all, and the others hand out what is there, if they are given the very same tensor. That happens inside one call of
-their parent, and nothing outlives it.
+Layers that read the same rows are found by name. A model calls them one after another: the first call computes the
+outputs of all, and the others return theirs if they get the very same tensor. The outputs are dropped at the end of
+their parent's forward.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from app.model.comparison import Comparison, max_difference
-from app.model.fused_lora import LoraLayer, computed_in, gated_mlp, lora_layer_of, together
+from app.model.fused_lora import LoraLayer, autocast_dtype, gated_mlp, lora_layer_of, together
 from app.model.kernels import on_gpu
 from app.model.nf4 import DequantizeBuffer
 from app.model.rms_norm import eps_of, rms_norm_of
@@ -23,17 +23,17 @@ from app.model.rms_norm import eps_of, rms_norm_of
 # Children of one module that read the same rows, by the names that transformers gives them
 SAME_ROWS = (
     ("q_proj", "k_proj", "v_proj"),
-    ("query", "key", "value"),  # BERT and its kin
+    ("query", "key", "value"),  # BERT, RoBERTa
     ("q_lin", "k_lin", "v_lin"),  # DistilBERT
     ("q_a_proj", "kv_a_proj_with_mqa"),  # DeepSeek
     ("gate_proj", "up_proj"),
 )
-_GROUP_TO_TELL = 3  # so many adapted layers of as many inputs in one module, and none of these names
+_MIN_UNKNOWN_GROUP = 3  # adapted layers with equal inputs in one module and none of these names
 
-_ROWS = 8  # that a comparison computes with
+_COMPARED_ROWS = 8
 _EXACT = 1e-5
 _EXACT_NORM = 1e-6
-_ROUNDINGS = 8  # of the dtype that is computed in: each side makes a few, and the plain one more
+_ROUNDINGS = 8  # of the dtype of the arithmetic: each side makes a few
 
 Forward = Callable[..., Any]
 Arithmetic = Callable[[], Any] | None
@@ -41,23 +41,23 @@ Arithmetic = Callable[[], Any] | None
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """How many pieces are fused, and what was compared for each kind of them."""
+    """How many parts were fused, and the comparison of each kind of them."""
 
     linear: int = 0
     gated: int = 0
-    shared: int = 0  # groups of layers that are given the same rows
+    shared: int = 0  # groups of layers that read the same rows
     norms: int = 0
-    proofs: tuple[Comparison, ...] = ()
+    comparisons: tuple[Comparison, ...] = ()
     unknown: tuple[str, ...] = ()  # modules whose layers may read the same rows, under other names
 
     def remarks(self) -> list[str]:
-        """On what is computed as the model and PEFT do although it could be fused."""
+        """Notes on what could be fused and is computed as the model and PEFT do."""
         return [
             *(
-                f"adapter.fused=true: {proof.what} differs by {proof.difference:.1e} (allowed "
-                f"{proof.allowed:.1e}), so these layers are computed as the model and PEFT do"
-                for proof in self.proofs
-                if not proof.passed
+                f"adapter.fused=true: {each.what} differs by {each.difference:.1e} (allowed "
+                f"{each.allowed:.1e}), so these layers are computed as the model and PEFT do"
+                for each in self.comparisons
+                if not each.passed
             ),
             *(
                 f"adapter.fused=true: {names} are no names of layers that read the same rows, as far as is known "
@@ -69,16 +69,16 @@ class Fused:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Modules that get another forward; `alike` are pieces that one comparison holds for."""
+    """Modules that get another forward; one comparison is valid for all pieces with an equal `alike`."""
 
     modules: tuple[Any, ...]
     forward: Callable[[Tensor], Any]  # the output of the module, or of several those of each
     layers: tuple[LoraLayer, ...]
     alike: tuple[Any, ...]
-    parent: Any = None  # of several that are given the same rows
+    parent: Any = None  # of several modules that read the same rows
 
     def own(self) -> Callable[[Tensor], Any]:
-        """What it takes the place of."""
+        """The forward that is replaced."""
         forwards = [module.forward for module in self.modules]
         return forwards[0] if len(forwards) == 1 else lambda x: tuple(each(x) for each in forwards)
 
@@ -89,35 +89,35 @@ class _Piece:
 def fuse(
     network: nn.Module, arithmetic: Arithmetic, gathered: Callable[[nn.Module], Any] = nullcontext
 ) -> Fused:
-    """Put in what gives the modules' own results, and leave alone what does not.
+    """Install every fused forward that gives the modules' own results.
 
-    `arithmetic` is entered for the comparison: autocast of the run's precision. None: nothing is compared, for a
-    network that has no numbers. In `gathered` a module has its weights.
+    `arithmetic` is the context of the comparison: autocast in the run's precision. None: nothing is compared, for a
+    network on meta. `gathered` is a context in which a module has its weights.
     """
     layers = _lora_layers(network)
-    proofs: dict[tuple[Any, ...], Comparison] = {}
+    found: dict[tuple[Any, ...], Comparison] = {}
 
-    def sound(pieces: Iterable[_Piece]) -> list[_Piece]:
-        """One comparison for pieces that are alike, each in an arithmetic of its own: autocast remembers casts."""
+    def verified(pieces: Iterable[_Piece]) -> list[_Piece]:
+        """The pieces whose comparison passes; each comparison enters autocast anew, because it caches casts."""
         given = list(pieces)
         for alike, piece in {each.alike: each for each in given}.items():
             if arithmetic is not None:
                 with gathered(piece.modules[0]), arithmetic():
-                    proofs[alike] = _compared(piece)
-        return [piece for piece in given if arithmetic is None or proofs[piece.alike].passed]
+                    found[alike] = _compared(piece)
+        return [piece for piece in given if arithmetic is None or found[piece.alike].passed]
 
-    linear = sound(_piece([layer], partial(_one, layer)) for layer in layers.values())
-    gated, norms = sound(_gated_pieces(network, layers)), sound(_norm_pieces(network))
-    whole = {piece.modules[0] for piece in gated}  # calls none of its layers then
+    linear = verified(_piece([layer], partial(_one, layer)) for layer in layers.values())
+    gated, norms = verified(_gated_pieces(network, layers)), verified(_norm_pieces(network))
+    whole = {piece.modules[0] for piece in gated}  # a fused MLP calls none of its layers
     sharing = {module: layers[module] for piece in linear for module in piece.modules}
-    groups = sound(_groups(network, sharing, whole))
+    groups = verified(_groups(network, sharing, whole))
     for piece in (*linear, *gated, *norms):
         (module,) = piece.modules
         module.forward = _in_place_of(module.forward, piece)
     for piece in groups:
         _serve_together(piece)
     unknown = _unknown_groups(network, sharing)
-    return Fused(len(linear), len(gated), len(groups), len(norms), tuple(proofs.values()), unknown)
+    return Fused(len(linear), len(gated), len(groups), len(norms), tuple(found.values()), unknown)
 
 
 def _lora_layers(network: nn.Module) -> dict[nn.Module, LoraLayer]:
@@ -153,7 +153,7 @@ def _groups(
 
 
 def _unknown_groups(network: nn.Module, layers: dict[nn.Module, LoraLayer]) -> tuple[str, ...]:
-    """Names of layers, of one module each, that may be q, k and v of a kind that is not known by name."""
+    """Names of layers that may read the same rows in a kind that is not known by name."""
     known = {name for names in SAME_ROWS for name in names}
     found = set()
     for parent in network.modules():
@@ -164,13 +164,12 @@ def _unknown_groups(network: nn.Module, layers: dict[nn.Module, LoraLayer]) -> t
         found |= {
             f"{', '.join(names)} of {type(parent).__name__}"
             for names in inputs.values()
-            if len(names) >= _GROUP_TO_TELL and not known.intersection(names)
+            if len(names) >= _MIN_UNKNOWN_GROUP and not known.intersection(names)
         }
     return tuple(sorted(found))
 
 
 def _norm_pieces(network: nn.Module) -> Iterator[_Piece]:
-    """Norms of a kind that is known."""
     known: dict[tuple[Any, ...], Any] = {}
     for module in network.modules():
         weight = module._parameters.get("weight")
@@ -222,51 +221,51 @@ def _serve_together(piece: _Piece) -> None:
 
 
 class Shared:
-    """What the first of several layers computed for the others, while their parent's forward runs."""
+    """Outputs that the first of several layers computed for the others, during their parent's forward."""
 
     def __init__(self, forward: Callable[[Tensor], Any], is_usable: Callable[[], bool]) -> None:
         self._forward, self._is_usable = forward, is_usable
-        self._inside = False
-        self._given: tuple[Any, ...] = ()
-        self._left: dict[int, Tensor] = {}
+        self._in_parent = False
+        self._key: tuple[Any, ...] = ()
+        self._outputs: dict[int, Tensor] = {}
 
     def parent(self, own: Forward) -> Forward:
-        """The forward of their parent, inside of which they are served."""
+        """Wrap the parent's forward, during which outputs are shared."""
 
         @wraps(own)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            self._inside = True
+            self._in_parent = True
             try:
                 return own(*args, **kwargs)
             finally:
-                self._inside = False
-                self._given, self._left = (), {}
+                self._in_parent = False
+                self._key, self._outputs = (), {}
 
         return forward
 
     def member(self, place: int, alone: Forward) -> Forward:
-        """The forward of one of them; `alone` is what it computes by itself."""
+        """The forward of one layer; `alone` is its forward without sharing."""
 
         @wraps(alone)
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            inside = self._inside and not x.is_inference()  # such a tensor does not tell when it is changed
+            inside = self._in_parent and not x.is_inference()  # such a tensor has no version counter
             if args or kwargs or not inside or not self._is_usable():
                 return alone(x, *args, **kwargs)
             given = (x._version, torch.is_grad_enabled())
-            if not self._left:
-                self._given, self._left = (x, *given), dict(enumerate(self._forward(x)))
-            if place not in self._left or self._given[0] is not x or self._given[1:] != given:
+            if not self._outputs:
+                self._key, self._outputs = (x, *given), dict(enumerate(self._forward(x)))
+            if place not in self._outputs or self._key[0] is not x or self._key[1:] != given:
                 return alone(x)
-            out = self._left.pop(place)
-            if not self._left:
-                self._given = ()
+            out = self._outputs.pop(place)
+            if not self._outputs:
+                self._key = ()
             return out
 
         return forward
 
 
 def _compared(piece: _Piece) -> Comparison:
-    """Outputs and gradients on a few rows, with every B drawn as large as makes the adapter count."""
+    """Compare outputs and gradients on a few rows, with every B large enough that the adapter shows."""
     x, exact = _rows_for(piece)
     halves = [layer.lora().b for layer in piece.layers]
     kept = [b.detach().clone() for b in halves]
@@ -283,14 +282,14 @@ def _compared(piece: _Piece) -> Comparison:
 
 
 def _rows_for(piece: _Piece) -> tuple[Tensor, float]:
-    """In the dtype in which they come, and how exact fp32 must be."""
+    """Rows in the dtype in which they come, and the tolerance in fp32."""
     like = piece.layers[0].lora().a if piece.layers else piece.modules[0].weight
     width = like.shape[-1]
-    places = torch.arange(_ROWS * width, device=like.device, dtype=torch.float32)
-    x = torch.sin(places).view(1, _ROWS, width)
+    places = torch.arange(_COMPARED_ROWS * width, device=like.device, dtype=torch.float32)
+    x = torch.sin(places).view(1, _COMPARED_ROWS, width)
     if not piece.layers:
         return x.to(like.dtype), _EXACT_NORM
-    return x.to(computed_in(x) if torch.is_autocast_enabled(like.device.type) else like.dtype), _EXACT
+    return x.to(autocast_dtype(x) if torch.is_autocast_enabled(like.device.type) else like.dtype), _EXACT
 
 
 def _name(piece: _Piece) -> str:
@@ -304,7 +303,7 @@ def _name(piece: _Piece) -> str:
 
 @torch.no_grad()
 def _draw(b: Tensor) -> None:
-    """Not at random: a run's random numbers must not depend on what was compared."""
+    """Fill B with fixed values: a run's random numbers must not depend on comparisons."""
     places = torch.arange(b.numel(), device=b.device, dtype=torch.float32)
     b.copy_((torch.cos(places * 1.7) / b.shape[1] ** 0.5).view_as(b))
 
@@ -322,6 +321,6 @@ def _outcome(forward: Forward, x: Tensor, piece: _Piece) -> list[Tensor]:
 
 
 def _some_loss(out: Tensor) -> Tensor:
-    """Whose gradient does not point along the output: a norm would let almost nothing of that through."""
+    """A loss whose gradient is not parallel to the output: a norm would pass almost nothing of that."""
     places = torch.arange(out.numel(), device=out.device) % 7
     return (out.float() + places.view_as(out)).cos().sum()

@@ -1,4 +1,4 @@
-"""Conversations to answers: rendered as the model was trained to see them, one by one, in batches, or as they come."""
+"""Text generation and classification by a loaded model: single prompts, batches, streaming."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TextGenerator:
-    """A model that is ready to be asked; `chat` says whether prompts go through the chat template."""
+    """A causal model with its tokenizer and settings; `chat`: prompts go through the chat template."""
 
     lm: Any
     tokenizer: Any
@@ -24,7 +24,7 @@ class TextGenerator:
     sampling: dict[str, Any]
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
-        """What the model reads."""
+        """Token ids of a prompt, rendered as in training."""
         if not self.chat:
             text = "\n\n".join(message["content"] for message in messages)
             plain: list[int] = self.tokenizer(text).input_ids
@@ -39,7 +39,7 @@ class TextGenerator:
         return rendered
 
     def answers(self, conversations: Sequence[Sequence[Message]], batch: int) -> Iterator[tuple[int, str]]:
-        """Each answer with the place of its conversation; those of like length are asked together."""
+        """Answers with the indices of their conversations; prompts of similar length share a batch."""
         prompts = [self.ids(messages) for messages in conversations]
         order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
         for start in range(0, len(order), batch):
@@ -47,9 +47,9 @@ class TextGenerator:
             yield from zip(chosen, self._together([prompts[i] for i in chosen]), strict=True)
 
     def stream(self, messages: Sequence[Message], write: Callable[[str], None]) -> str:
-        """The answer, written piece by piece as it comes."""
+        """Write the answer as it is generated, and return it."""
         ids = self.ids(messages)
-        pieces = _Pieces(self.tokenizer, write, skip=len(ids))
+        pieces = _Streamer(self.tokenizer, write, skip=len(ids))
         new = self._generated([ids], streamer=pieces)[0]
         pieces.end()
         return self._text(new)
@@ -59,7 +59,7 @@ class TextGenerator:
 
     @torch.no_grad()
     def _generated(self, prompts: Sequence[Sequence[int]], **more: Any) -> list[list[int]]:
-        """Padded on the left: what is new begins at one place for all."""
+        """New ids for each prompt; padded on the left, so that they begin in one column."""
         width = max(map(len, prompts))
         ends = end_ids(self.lm, self.tokenizer)
         pad = ends[0] if ends else 0
@@ -83,13 +83,13 @@ class TextGenerator:
 
 
 def _until(ids: list[int], ends: Sequence[int]) -> list[int]:
-    """Up to the first end, which is left out with all that follows it."""
+    """The ids before the first end id."""
     first = next((at for at, token in enumerate(ids) if token in ends), len(ids))
     return ids[:first]
 
 
-class _Pieces:
-    """What transformers hands each new token to. A piece is written when it can no longer change."""
+class _Streamer:
+    """transformers' streamer interface; writes a piece of text when it can no longer change."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None], skip: int) -> None:
         self._tokenizer = tokenizer
@@ -99,7 +99,7 @@ class _Pieces:
         self._written = 0
 
     def put(self, tokens: torch.Tensor) -> None:
-        """The prompt first, then token by token."""
+        """Receive the prompt first, then token by token."""
         new = tokens.flatten().tolist()
         skipped = min(self._skip, len(new))
         self._skip -= skipped
@@ -107,7 +107,6 @@ class _Pieces:
         self._flush(final=False)
 
     def end(self) -> None:
-        """What was held back."""
         self._flush(final=True)
 
     def _flush(self, *, final: bool) -> None:
@@ -119,7 +118,7 @@ class _Pieces:
 
 
 def end_ids(lm: Any, tokenizer: Any) -> list[int]:
-    """Every token that ends an answer, of the model and of the tokenizer."""
+    """Token ids that end an answer, by the model and by the tokenizer."""
     declared = [lm.generation_config.eos_token_id, lm.config.eos_token_id, tokenizer.eos_token_id]
     flat: Iterable[int] = (i for d in declared if d is not None for i in (d if isinstance(d, list) else [d]))
     return sorted(set(flat))
@@ -161,16 +160,15 @@ def _answer(
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """A model that is ready to be asked; no text is longer than `max_length` tokens to it."""
+    """A classification model with its tokenizer; longer texts are cut to `max_length` tokens."""
 
     lm: Any
     tokenizer: Any
     max_length: int
 
     def answers(self, texts: Sequence[Sequence[str]]) -> Iterator[tuple[dict[str, float], bool]]:
-        """Of each text or pair the probability of every label, likeliest first, and whether it had to be cut off.
-
-        One at a time: then no padding can change a probability.
+        """The probability of every label, likeliest first, and whether the text or pair was cut; one at a time, so
+        that no padding changes a probability.
         """
         for each in texts:
             cut = len(self.tokenizer(*each, verbose=False).input_ids) > self.max_length

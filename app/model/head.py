@@ -1,7 +1,7 @@
-"""The head of a transformers model as a function: logits of hidden states by the model's own forward.
+"""The head of a transformers model as a function: logits of hidden states, or of pooled ones, by its own forward.
 
-Its backbone is replaced by the states, so that whatever a kind does around its head (soft-capping, scaling, a
-transform) stays right.
+The backbone is replaced by the states, so that whatever a kind does around its head (soft-capping, scaling, a
+transform, a pooler) stays right.
 """
 
 import inspect
@@ -18,14 +18,12 @@ Head = Callable[[Tensor], Tensor]  # [n, hidden] -> [n, vocabulary]
 
 
 def own_head(lm: Any) -> Head:
-    """The head of a transformers model as a function of hidden states."""
+    """The head as a function of hidden states."""
     prefix: str = lm.base_model_prefix
 
     def head(rows: Tensor) -> Tensor:
         stub = BackboneStub(rows[None])
-        lm.__dict__[prefix] = (
-            stub  # setattr would refuse a non-module; an instance attribute wins over the module
-        )
+        lm.__dict__[prefix] = stub  # setattr refuses a non-module; an instance attribute hides the module
         try:
             logits: Tensor = lm(input_ids=None, use_cache=False).logits
         finally:
@@ -36,9 +34,9 @@ def own_head(lm: Any) -> Head:
 
 
 class BackboneStub:
-    """Stands in for the backbone and for its output: the hidden states it was made with, None for all else.
+    """Replaces the backbone and its output: the given hidden states, None for everything else.
 
-    Kinds ask for what the others do not have: router logits, cross attentions, a decoder inside the backbone.
+    Kinds read what others do not have: router logits, cross attentions, a decoder inside the backbone.
     """
 
     def __init__(self, hidden: Tensor, pooled: Tensor | None = None) -> None:
@@ -47,11 +45,10 @@ class BackboneStub:
 
     @property
     def decoder(self) -> "BackboneStub":
-        """No attribute: a cycle would keep the rows until Python looks for cycles."""
+        """A property, because an attribute would be a reference cycle that keeps the rows until the next collection."""
         return self
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> "BackboneStub":
-        """Whatever it is asked."""
         return self
 
     def __getitem__(self, index: int) -> Tensor:
@@ -63,20 +60,20 @@ class BackboneStub:
 
 
 def in_backbone(lm: Any, name: str) -> bool:
-    """Whether a module or weight of this name is no part of the head; a pooler inside the backbone is."""
+    """Whether a module or weight belongs to the backbone; a pooler inside the backbone belongs to the head."""
     inside = f"{lm.base_model_prefix}."
     return name.startswith(inside) and name.removeprefix(inside).partition(".")[0] != "pooler"
 
 
 def head_parameters(lm: Any) -> list[nn.Parameter]:
-    """The trained parameters outside the backbone, each once; a head tied to the embedding counts."""
+    """The trained parameters of the head, each once; those tied to the embedding included."""
     named = lm.named_parameters(remove_duplicate=False)
     outside = {id(p): p for name, p in named if not in_backbone(lm, name) and p.requires_grad}
     return list(outside.values())
 
 
 def pooled_head(lm: Any) -> Head:
-    """The head of a transformers model as a function of the states that it pools, each a document of one token."""
+    """The head as a function of the states that it pools, each a document of one token."""
     prefix: str = lm.base_model_prefix
     config = lm.config.get_text_config()
 
@@ -85,7 +82,7 @@ def pooled_head(lm: Any) -> Head:
         pooler = getattr(lm.base_model, "pooler", None)
         stub = BackboneStub(states, None if pooler is None else pooler(states))
         padding = config.pad_token_id
-        lm.__dict__[prefix] = stub  # as in model.head
+        lm.__dict__[prefix] = stub  # as above
         config.pad_token_id = 0 if padding is None else padding  # without one, kinds refuse several documents
         try:
             ids = torch.zeros(states.shape[:2], dtype=torch.long, device=rows.device)
@@ -99,7 +96,7 @@ def pooled_head(lm: Any) -> Head:
 
 
 def head_modules(lm: nn.Module) -> list[str]:
-    """What answers, whole modules: all beside the backbone, and a pooler inside it."""
+    """Names of the modules that make up the head: all beside the backbone, and a pooler inside it."""
     names = [name for name, module in lm.named_children() if _has_weights(module)]
     inside = f"{lm.base_model_prefix}.pooler"
     pooler = [name for name, module in lm.named_modules() if name == inside and _has_weights(module)]
@@ -107,30 +104,30 @@ def head_modules(lm: nn.Module) -> list[str]:
 
 
 def keep_head_in_fp32(lm: nn.Module) -> None:
-    """The head in fp32, in place, whatever the backbone is in: it is trained in any case."""
+    """Cast the head to fp32 in place, whatever the backbone's dtype: it is always trained."""
     for name in head_modules(lm):
         lm.get_submodule(name).float()
 
 
 def takes_segments(lm: Any) -> bool:
-    """Whether the backbone is told of the two sides of a pair."""
+    """Whether the backbone takes token types, which tell the two texts of a pair apart."""
     return "token_type_ids" in inspect.signature(lm.base_model.forward).parameters
 
 
 def class_loss_sum(head: Head, rows: Tensor, targets: Tensor) -> Tensor:
-    """The sum over all documents that are not IGNORE, in float32; one graph: classes are few."""
+    """The sum of cross-entropies over all documents that are not IGNORE, in float32."""
     return F.cross_entropy(head(rows).float(), targets, ignore_index=IGNORE, reduction="sum")
 
 
 @torch.no_grad()
 def class_scores(head: Head, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each document its loss and the likeliest class."""
+    """The loss and the likeliest class of each document."""
     logits = head(rows).float()
     return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none"), logits.argmax(-1)
 
 
 def is_of_head(lm: nn.Module, name: str) -> bool:
-    """Whether a weight belongs to what answers."""
+    """Whether a weight belongs to the head."""
     return not in_backbone(lm, name)
 
 

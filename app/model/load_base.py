@@ -252,7 +252,7 @@ def read_weights(config: ModelConfig, task: Task, folder: Path, **options: Any) 
     if missing:
         raise EnvironmentProblem(
             f"model.path={config.path}: the weights in {folder} lack {len(missing)} of the model's tensors "
-            f"({', '.join(missing[:3])}{', ...' if missing[3:] else ''}). Give the folder of {task.words}."
+            f"({', '.join(missing[:3])}{', ...' if missing[3:] else ''}). Give the folder of {task.description}."
         )
     return lm
 

@@ -1,4 +1,4 @@
-"""Adapters on the linear layers of a frozen base, and the proof that exactly they are trained."""
+"""LoRA adapters by PEFT on the linear layers of a frozen base, and the assertion that exactly they are trained."""
 
 import contextlib
 import math
@@ -18,11 +18,11 @@ from app.model.tasks import Task
 
 ALL_LINEAR = "all-linear"
 _ROUTERS = frozenset({"gate", "shared_expert_gate", "router"})
-_PARTS_OF_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+_EXPERT_LAYERS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 
 
-def attach(config: AdapterConfig, task: Task, lm: Any, base_path: str) -> nn.Module:
-    """What is trained: `lm` itself, or `lm` with adapters inside and everything else frozen."""
+def add_adapter(config: AdapterConfig, task: Task, lm: Any, base_path: str) -> nn.Module:
+    """The network to train: `lm` itself, or `lm` with adapters and everything else frozen."""
     return ADAPTERS[config.kind](config, task, lm, base_path)
 
 
@@ -39,7 +39,7 @@ def _lora(config: AdapterConfig, task: Task, lm: Any, base_path: str) -> nn.Modu
         for name in head
         for weight, _ in lm.get_submodule(name).named_parameters()
     }
-    lm.name_or_path = base_path  # PEFT writes this down as the adapter's base
+    lm.name_or_path = base_path  # PEFT writes it as the adapter's base
     with quiet_peft():
         from peft import LoraConfig, get_peft_model
 
@@ -53,14 +53,14 @@ def _lora(config: AdapterConfig, task: Task, lm: Any, base_path: str) -> nn.Modu
             modules_to_save=sorted({name.rpartition(".")[2] for name in head}) or None,
         )
         network = get_peft_model(lm, lora)
-    _prove_trained(network, {*_halves(layers), *whole})
+    _assert_trained(network, {*_lora_weights(layers), *whole})
     result: nn.Module = network
     return result
 
 
 @contextlib.contextmanager
 def quiet_peft() -> Iterator[None]:
-    """PEFT asks transformers for a name that transformers has since changed: nothing that a user could mend."""
+    """Silence PEFT's use of a name that transformers has since changed."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
         yield
@@ -68,9 +68,9 @@ def quiet_peft() -> Iterator[None]:
 
 @torch.no_grad()
 def draw_halves(network: nn.Module, device: torch.device, put: Callable[..., None]) -> None:
-    """Numbers for LoRA layers that were attached on meta: those that PEFT draws where it has memory, in its order.
+    """Draw LoRA weights that were created on meta: the numbers that PEFT draws off meta, in its order.
 
-    It moves halves to the dtype that the base is computed in before it casts them to float32, so they are rounded.
+    PEFT rounds them to the base's dtype before it casts them to float32.
     """
     for name, module in network.named_modules():
         for adapter in getattr(module, "lora_A", ()):
@@ -87,7 +87,7 @@ def draw_halves(network: nn.Module, device: torch.device, put: Callable[..., Non
 
 
 def trained_copies(network: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Of whole modules that are trained beside a frozen original, by each module of the original."""
+    """Trained copies of whole modules (`modules_to_save`), by the modules of the frozen originals."""
     found: dict[nn.Module, nn.Module] = {}
     for module in network.modules():
         if hasattr(module, "original_module"):  # PEFT's wrapper
@@ -103,8 +103,8 @@ ADAPTERS: dict[str, Callable[[AdapterConfig, Task, Any, str], nn.Module]] = {"no
 def layers_to_adapt(targets: list[str], lm: Any) -> list[str]:
     """The full names of the layers that `targets` mean; each target must match, and the head never does.
 
-    Of a mixture of experts all-linear means attention. The experts are stacked in 3D parameters and no linear
-    layers, routers decide who gets a token, and PEFT takes the names of dense and shared experts for the stacked ones.
+    In a mixture of experts all-linear means attention: experts are stacked in 3D parameters, routers choose experts,
+    and PEFT takes the names of dense and shared experts for the stacked ones.
     """
     linear = _linear_layers(lm)
     chosen: set[str] = set()
@@ -132,8 +132,8 @@ def _ending_in(target: str, linear: list[str]) -> list[str]:
 
 
 def _linear_layers(lm: Any) -> list[str]:
-    """What stands outside the backbone is the head."""
-    unusable = _PARTS_OF_EXPERTS if _has_stacked_experts(lm) else frozenset()
+    """Linear layers of the backbone; those outside it are the head."""
+    unusable = _EXPERT_LAYERS if _has_stacked_experts(lm) else frozenset()
     return [
         name
         for name, module in lm.named_modules()
@@ -153,18 +153,18 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def _short_names(layers: list[str], lm: Any) -> list[str]:
-    """PEFT matches by the end of a name: short names, as other tools write them, if they mean just these layers."""
+    """Short names, as other tools write them, where PEFT's matching by suffix gives just these layers."""
     short = sorted({name.rpartition(".")[2] for name in layers})
     meant = [name for name, _ in lm.named_modules() if name.rpartition(".")[2] in short]
     return short if set(meant) <= set(layers) else layers
 
 
-def _halves(layers: list[str]) -> set[str]:
+def _lora_weights(layers: list[str]) -> set[str]:
     return {f"base_model.model.{layer}.lora_{half}.default.weight" for layer in layers for half in ("A", "B")}
 
 
-def _prove_trained(network: nn.Module, expected: set[str]) -> None:
-    """Trained are lora_A and lora_B of every chosen layer, a new head as a whole, and nothing else."""
+def _assert_trained(network: nn.Module, expected: set[str]) -> None:
+    """Assert that lora_A and lora_B of every chosen layer, a new head, and nothing else are trained."""
     trained = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
     assert trained == expected, (
         f"trained but not meant: {trained - expected}; meant but not trained: {expected - trained}"

@@ -24,7 +24,7 @@ from app.model.tasks import task_of
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 _PREFIX = "base_model.model."
 WEIGHTS = "adapter_model.safetensors"
-# what would make the sum another one, with the value that does not
+# settings that would make the update another one, with the value that does not
 _PLAIN = {
     "peft_type": "LORA",
     "use_dora": False,
@@ -37,19 +37,19 @@ _PLAIN = {
 
 @dataclass(frozen=True, slots=True)
 class LoraDelta:
-    """scale * B @ A, of a layer's weight [out, in]."""
+    """The update scale * B @ A of a layer's weight [out, in]."""
 
     a: Tensor
     b: Tensor
     scale: float
 
-    def whole(self, device: torch.device) -> Tensor:
-        """In fp32."""
+    def product(self, device: torch.device) -> Tensor:
+        """The product in fp32."""
         return self.scale * (self.b.to(device, torch.float32) @ self.a.to(device, torch.float32))
 
 
 def read_lora_deltas(final: Path) -> dict[str, LoraDelta]:
-    """By the full name of the layer; refused where something in the adapter is more than such a product."""
+    """The updates by full layer names; refuses adapters with anything beyond such products."""
     from safetensors.torch import load_file
 
     config = json.loads((final / "adapter_config.json").read_text())
@@ -71,7 +71,7 @@ def read_lora_deltas(final: Path) -> dict[str, LoraDelta]:
 
 
 def fully_trained_weights(final: Path) -> dict[str, str]:
-    """What the adapter has in place of a weight of the base: by the name in the model, the name in its file."""
+    """Weights that the adapter replaces as a whole: names in the model to names in its file."""
     from safetensors import safe_open
 
     config = json.loads((final / "adapter_config.json").read_text())
@@ -81,7 +81,7 @@ def fully_trained_weights(final: Path) -> dict[str, str]:
 
 
 def _is_whole(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether a weight is of a module that was trained as a whole."""
+    """Whether a weight belongs to a module that was trained as a whole."""
     parts = name.removeprefix(_PREFIX).split(".")[:-1]
     return name.startswith(_PREFIX) and not set(parts).isdisjoint(config.get("modules_to_save") or ())
 
@@ -109,8 +109,8 @@ EXPORTED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor of the base, as its file describes it."""
+class StoredTensor:
+    """Description of a tensor in a weight file."""
 
     file: Path
     shape: tuple[int, ...]
@@ -119,7 +119,7 @@ class Stored:
 
     @property
     def is_float(self) -> bool:
-        """Of 16 bits or more: those can be converted."""
+        """Whether it has 16 bits or more and can be converted."""
         return self.dtype in _FLOATS
 
 
@@ -128,25 +128,25 @@ _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 @dataclass(frozen=True)
 class Merge:
-    """What becomes of the weights of a folder. Names of `deltas`, `packed` and `transposed` are those in its files."""
+    """A merge of a folder's weights. Names in `deltas`, `quantized` and `transposed` are those in its files."""
 
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, StoredTensor]
     deltas: Mapping[str, LoraDelta]
-    packed: frozenset[str]  # held in fewer bits during training
+    quantized: frozenset[str]  # during training
     transposed: frozenset[str]  # stored [in, out]
     quantizer: Quantizer | None
-    held: torch.dtype  # as training stored what it did not pack
+    base_dtype: torch.dtype  # in training, of what was not quantised
     out: torch.dtype
-    as_stored: re.Pattern[str] | None  # what transformers keeps in fp32 whatever it is asked for
+    as_stored: re.Pattern[str] | None  # what transformers keeps in fp32 in any case
     device: torch.device
 
     @cached_property
     def bytes(self) -> int:
-        """Of all weights as they will be written."""
+        """Size of all weights as they will be written."""
         return sum(self._size(name) for name in self.tensors)
 
     def write(self, folder: Path, shard_bytes: float) -> int:
-        """Safetensors in files of at most `shard_bytes`, or of one weight; the number of matrices that were rounded."""
+        """Write safetensors files of at most `shard_bytes`, or of one weight; returns how many matrices it rounded."""
         shards = self._shards(shard_bytes)
         rounded, places = 0, {}
         for number, names in enumerate(shards, 1):
@@ -161,21 +161,23 @@ class Merge:
                 rounded += was_rounded and tensors[name].ndim > 1
                 places[name] = file
             save_file(tensors, str(folder / file), metadata={"format": "pt"})
-            (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors leaves it to its owner alone
+            (folder / file).chmod(
+                folder.stat().st_mode & 0o666
+            )  # safetensors writes files for the owner alone
         if len(shards) > 1:
             index = {"metadata": {"total_size": self.bytes}, "weight_map": places}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
         return rounded
 
     def weight(self, name: str) -> tuple[Tensor, bool]:
-        """As it is written, and whether that took some of its digits."""
+        """The weight as it is written, and whether it was rounded."""
         place = self.tensors[name]
         with safe_open(str(place.file), "pt") as file:
             stored: Tensor = file.get_tensor(place.name)
         if self._stays(name):
             return stored, False
-        held = self.held if place.name == name else torch.float32  # a head is, whatever the rest was held in
-        exact = self._trained(name, stored.to(self.device, held))
+        dtype = self.base_dtype if place.name == name else torch.float32  # an adapter's head is in fp32
+        exact = self._trained(name, stored.to(self.device, dtype))
         result = exact.to(self.out)
         if not bool(result.isfinite().all()):
             cause = "is not finite" if not bool(exact.isfinite().all()) else f"does not fit into {self.out}"
@@ -185,16 +187,16 @@ class Merge:
         return result.to("cpu").contiguous(), not torch.equal(result.to(exact.dtype), exact)
 
     def _trained(self, name: str, weight: Tensor) -> Tensor:
-        """The layer's at the end of training, adapter included. Of packed ones what their bytes mean, before a layer
-        rounds it to the dtype of its arithmetic: they are the same bytes whatever dtype they were packed from.
+        """The layer's weight at the end of training, adapter included. A quantised one is dequantised in fp32, before a
+        layer rounds it to the dtype of its arithmetic: the bytes do not depend on the dtype they were made from.
         """
         transposed = name in self.transposed
         weight = weight.T.contiguous() if transposed else weight
-        if name in self.packed:
+        if name in self.quantized:
             assert self.quantizer is not None
             weight = self.quantizer.rounded(weight.float())
         if name in self.deltas:
-            weight = weight.float() + self.deltas[name].whole(self.device)
+            weight = weight.float() + self.deltas[name].product(self.device)
         return weight.T.contiguous() if transposed else weight
 
     def _stays(self, name: str) -> bool:
@@ -232,9 +234,9 @@ def plan_merge(
     device: torch.device,
     final: Path | None = None,
 ) -> Merge:
-    """Every weight that was packed or has an adapter found in the files of `sections.model.path`, or a refusal.
+    """Find every weight that was quantised or has an adapter in the files of `sections.model.path`, or refuse.
 
-    `final` has the adapter, of which a head that was trained as a whole is taken.
+    `final` is the folder of the adapter, for a head that was trained as a whole.
     """
     folder = Path(sections.model.path)
     _require_plain_weights(folder)
@@ -242,39 +244,39 @@ def plan_merge(
     tensors = stored_tensors(folder)
     if final is not None and task_of(sections.task).pooled:
         tensors = _with_head(lm, tensors, final)
-    packed = backbone_linear_layers(lm) if sections.quantizer is not None else []
-    names = _names_in_files(lm, {*packed, *deltas}, tensors, sections.model.path)
+    quantized = backbone_linear_layers(lm) if sections.quantizer is not None else []
+    names = _names_in_files(lm, {*quantized, *deltas}, tensors, sections.model.path)
     frozen = sections.adapter.kind != "none"
-    held = DTYPES[sections.precision].base if frozen else torch.float32
+    base_dtype = DTYPES[sections.precision].base if frozen else torch.float32
     return Merge(
         tensors=tensors,
         deltas={names[layer]: delta for layer, delta in deltas.items()},
-        packed=frozenset(names[layer] for layer in packed),
+        quantized=frozenset(names[layer] for layer in quantized),
         transposed=frozenset(name for layer, name in names.items() if _is_conv1d(lm.get_submodule(layer))),
         quantizer=sections.quantizer,
-        held=held,
+        base_dtype=base_dtype,
         out=EXPORTED[dtype],
-        as_stored=_kept_in_fp32(lm, held),
+        as_stored=_kept_in_fp32(lm, base_dtype),
         device=device,
     )
 
 
-def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Of all weight files of a folder, in their order."""
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of a folder's weight files, in their order."""
     return {name: each for file in weight_files(folder) for name, each in _stored_in(file).items()}
 
 
-def _stored_in(file: Path) -> dict[str, Stored]:
+def _stored_in(file: Path) -> dict[str, StoredTensor]:
     with safe_open(str(file), "pt") as content:
         described = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118 (not a mapping)
         return {
-            name: Stored(file, tuple(each.get_shape()), each.get_dtype(), name)
+            name: StoredTensor(file, tuple(each.get_shape()), each.get_dtype(), name)
             for name, each in described.items()
         }
 
 
-def _with_head(lm: Any, tensors: Mapping[str, Stored], final: Path) -> dict[str, Stored]:
-    """The backbone of the base with the head that the adapter brings, in place of whatever other head the base has."""
+def _with_head(lm: Any, tensors: Mapping[str, StoredTensor], final: Path) -> dict[str, StoredTensor]:
+    """The backbone of the base with the adapter's head in place of the base's."""
     own = _stored_in(final / WEIGHTS)
     inside = f"{lm.base_model_prefix}."
     has_prefix = any(name.startswith(inside) for name in tensors)
@@ -287,7 +289,7 @@ def _with_head(lm: Any, tensors: Mapping[str, Stored], final: Path) -> dict[str,
 
 
 def merged_config(folder: Path, dtype: str) -> dict[str, Any]:
-    """The config.json of a folder, with the dtype that its weights have from now on."""
+    """The config.json of a folder, with the dtype of the merged weights."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     for part in (config, *(inner for inner in config.values() if isinstance(inner, dict))):
         if part is config or "dtype" in part or "torch_dtype" in part:
@@ -306,9 +308,9 @@ def _require_plain_weights(folder: Path) -> None:
 
 
 def _names_in_files(
-    lm: Any, layers: Iterable[str], tensors: Mapping[str, Stored], path: str
+    lm: Any, layers: Iterable[str], tensors: Mapping[str, StoredTensor], path: str
 ) -> dict[str, str]:
-    """transformers loads some files whose names are not those of its modules: nothing may be left out unseen."""
+    """Names in the files by layer; transformers loads some files whose names differ, so a missing one is refused."""
     found, lost = {}, []
     for layer in sorted(layers):
         name = _name_in_files(lm, layer, tensors)
@@ -325,8 +327,8 @@ def _names_in_files(
     return found
 
 
-def _name_in_files(lm: Any, layer: str, tensors: Mapping[str, Stored]) -> str | None:
-    """As the module is called, or without the prefix of the backbone, as older checkpoints have it."""
+def _name_in_files(lm: Any, layer: str, tensors: Mapping[str, StoredTensor]) -> str | None:
+    """The module's name, or without the backbone's prefix, as older checkpoints have it."""
     try:
         shape = tuple(lm.get_submodule(layer).weight.shape)
     except AttributeError:
@@ -336,9 +338,9 @@ def _name_in_files(lm: Any, layer: str, tensors: Mapping[str, Stored]) -> str | 
     return next((name for name in names if name in tensors and tensors[name].shape == shape), None)
 
 
-def _kept_in_fp32(lm: Any, held: torch.dtype) -> re.Pattern[str] | None:
+def _kept_in_fp32(lm: Any, base_dtype: torch.dtype) -> re.Pattern[str] | None:
     kept = set(getattr(lm, "_keep_in_fp32_modules_strict", None) or ())
-    if held == torch.float16:
+    if base_dtype == torch.float16:
         kept |= set(getattr(lm, "_keep_in_fp32_modules", None) or ())
     return (
         re.compile("|".join(rf"(?:^|\.){re.escape(name)}(?:\.|$)" for name in sorted(kept))) if kept else None

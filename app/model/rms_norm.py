@@ -1,8 +1,8 @@
-"""RMSNorm that keeps its input and one number a row, and whose output can be made again from them.
+"""RMSNorm that saves its input and one number a row, and whose output can be recomputed from them.
 
-y = x / sqrt(mean(x^2) + eps), weighted. A model's own forward keeps several fp32 copies of its input. Layers that read
-the output keep the norm's input, which is kept anyway, in place of the output (`Recompute`), and make it again in the
-backward pass. Kinds differ in when they round and in what they multiply by; which a module does is found by comparing.
+y = x / sqrt(mean(x^2) + eps), weighted. A model's own forward saves several fp32 copies of its input. Layers that read
+the output save the norm's input, which is saved anyway, in place of the output (`Recompute`), and recompute the output
+in the backward pass. Kinds differ in when they round and in what they multiply by; a comparison finds out which.
 """
 
 import copy
@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from app.model.comparison import max_or_nan
 
-_ROWS = 8  # that are compared
-_EXACT = 1e-6
-_NEAR = 8 * torch.finfo(torch.bfloat16).eps
+_COMPARED_ROWS = 8
+_ALLOWED_FP32 = 1e-6
+_ALLOWED_BF16 = 8 * torch.finfo(torch.bfloat16).eps
 # of weights and rows
 _DTYPES = (
     (torch.float32, torch.float32),
@@ -32,7 +32,7 @@ _DTYPES = (
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """How a tensor was made. `version` is the tensor's: one that was changed in place since is something else."""
+    """How to recompute a tensor. `version` is the tensor's: after a change in place the recipe is invalid."""
 
     function: Callable[..., Tensor]
     tensors: tuple[Tensor, ...]
@@ -40,13 +40,13 @@ class Recompute:
 
 
 def with_recompute(made: Tensor, function: Callable[..., Tensor], *tensors: Tensor) -> None:
-    """For layers that read `made` and would keep it for a backward pass; lives no longer than that."""
+    """Attach a recipe to `made` for layers that would otherwise save it for their backward pass."""
     if made.requires_grad:
         made.recompute = Recompute(function, tuple(each.detach() for each in tensors), made._version)  # type: ignore[attr-defined]
 
 
 def recompute_of(x: Tensor) -> Recompute | None:
-    """None for a tensor that has to be kept itself."""
+    """The recipe of a tensor; None for one that has to be saved itself."""
     found: Recompute | None = getattr(x, "recompute", None)
     return found if found is not None and found.version == x._version else None
 
@@ -59,7 +59,7 @@ class Weighting:
     offset: float = 0.0
 
     def weighted(self, normal: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """In that dtype, or in a wider one of the weight."""
+        """The product, in `dtype` or in a wider dtype of the weight."""
         if self.rounds_first:
             return weight * normal.to(dtype)
         return (normal * self.factor(weight)).to(dtype)
@@ -75,28 +75,26 @@ WEIGHTINGS = (Weighting(rounds_first=True), Weighting(), Weighting(offset=1.0))
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
-    """One kind of norm."""
+    """A kind of RMSNorm."""
 
     weighting: Weighting
     eps: float
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Of rows in any leading shape."""
         out, root = _RmsNorm.apply(x, weight, self)  # type: ignore[no-untyped-call]
         with_recompute(out, self.output, x, root, weight)
         result: Tensor = out
         return result
 
     def root(self, x: Tensor) -> Tensor:
-        """What each row is multiplied by, in fp32."""
+        """1 / sqrt(mean(x^2) + eps) of each row, in fp32."""
         return x.float().pow(2).mean(-1, keepdim=True).add_(self.eps).rsqrt_()
 
     def output(self, x: Tensor, root: Tensor, weight: Tensor) -> Tensor:
-        """Forward, and again in a reader's backward pass."""
         return self.weighting.weighted(x * root, weight, x.dtype)
 
     def input_gradient(self, gradient: Tensor, normal: Tensor, root: Tensor, weight: Tensor) -> Tensor:
-        """In fp32; takes the place of `normal`."""
+        """The gradient of the rows in fp32; overwrites `normal`."""
         reached = gradient * self.weighting.factor(weight)
         along = (reached * normal).mean(-1, keepdim=True)
         return torch.addcmul(reached, normal, along, value=-1, out=normal).mul_(root)
@@ -126,9 +124,9 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def rms_norm_of(module: nn.Module) -> RmsNorm | None:
-    """None for what is no such norm: it computes something else, or takes more than its rows.
+    """The norm that a module computes; None if it computes something else, or takes more than its rows.
 
-    Compared are copies with weights of their own on the CPU, so that a model without numbers gets the same answer.
+    Copies with fixed weights on the CPU are compared, so that a model on meta gets the same answer.
     """
     eps = eps_of(module)
     if not isinstance(eps, float) or not _has_one_weight(module) or not _takes_rows_alone(module):
@@ -138,13 +136,13 @@ def rms_norm_of(module: nn.Module) -> RmsNorm | None:
         warnings.simplefilter("ignore")  # torch's own is slower with rows and weights of several dtypes
         differences = _differences(module, norms)
     (exact, rounded), norm = min(
-        zip(differences, norms, strict=True), key=lambda each: (each[0][0] > _EXACT, each[0][1])
+        zip(differences, norms, strict=True), key=lambda each: (each[0][0] > _ALLOWED_FP32, each[0][1])
     )
-    return norm if exact <= _EXACT and rounded <= _NEAR else None
+    return norm if exact <= _ALLOWED_FP32 and rounded <= _ALLOWED_BF16 else None
 
 
 def eps_of(module: nn.Module) -> Any:
-    """Under either of its names; None for a module that has neither."""
+    """The module's eps under either of its names, or None."""
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
@@ -161,11 +159,13 @@ def _takes_rows_alone(module: nn.Module) -> bool:
 
 
 def _differences(module: Any, norms: Sequence[RmsNorm]) -> list[tuple[float, float]]:
-    """Of each norm from the module's own forward: in fp32, and the largest where rows are in bf16."""
+    """Differences of each norm from the module's own forward: in fp32, and the largest with rows in bf16."""
     width = module.weight.shape[0]
-    places = torch.arange(_ROWS * width, dtype=torch.float32, device="cpu")
+    places = torch.arange(_COMPARED_ROWS * width, dtype=torch.float32, device="cpu")
     # rows so small that eps counts, and a mean that is not zero
-    x = (torch.sin(places) + 0.3).view(_ROWS, width) * torch.logspace(-3, 1, _ROWS, device="cpu")[:, None]
+    x = (torch.sin(places) + 0.3).view(_COMPARED_ROWS, width) * torch.logspace(
+        -3, 1, _COMPARED_ROWS, device="cpu"
+    )[:, None]
     weight = torch.cos(places[:width] * 1.7) + 0.5
     found = []
     for weight_in, x_in in _DTYPES:

@@ -1,8 +1,8 @@
-"""Which kinds of model can be trained rightly here; others are refused by name, before weights are fetched.
+"""Kinds of model that can be trained correctly; others are refused by name, before weights are fetched.
 
-Our attention replaces the model's own through transformers' interface, and no mask is built for it. A kind that
-does not call the interface would ignore it, and one whose layers need another mask, or carry a state from token to
-token, would call it and still be wrong: both would train without an error.
+Our attention replaces the model's own through transformers' interface, and no mask is built for it. A kind that does
+not call the interface would ignore it. A kind whose layers need another mask, or carry a state from token to token,
+would call it and still be wrong. Both would train without an error.
 """
 
 from dataclasses import dataclass
@@ -28,12 +28,12 @@ _HEAD_FAULTS = (
 
 
 def require_kind(config: ModelConfig, task: Task, numbers: Any) -> None:
-    """What the configuration alone tells; code that a model brings along is judged once it is built."""
+    """Check the configuration; code that a model brings along is checked once the model is built."""
     refusal = _Refusal(config, task, numbers.model_type)
     known = task.class_of(numbers)
     own_code = config.trust_remote_code and hasattr(numbers, "auto_map")
     if known is None and not own_code:
-        refusal.raise_for(f"it is not {task.words}")
+        refusal.raise_for(f"it is not {task.description}")
     if numbers.get_text_config(decoder=True) is not numbers:
         refusal.raise_for("it reads more than text, and only the text part could be trained")
     other = sorted(set(getattr(numbers, "layer_types", None) or ()) - _LAYERS)
@@ -44,7 +44,7 @@ def require_kind(config: ModelConfig, task: Task, numbers: Any) -> None:
 
 
 def require_structure(config: ModelConfig, task: Task, lm: Any) -> None:
-    """What is seen once the model is built, on meta or with its weights."""
+    """Check the model once it is built, on meta or with its weights."""
     refusal = _Refusal(config, task, lm.config.model_type)
     _require_interface(refusal, type(lm))
     if lm.base_model is lm:
@@ -80,7 +80,9 @@ class _Refusal:
         ) from fault
 
     def _other_task(self) -> str:
-        others = [name for name, task in TASKS.items() if task is not self.task and task.does(self.kind)]
+        others = [
+            name for name, task in TASKS.items() if task is not self.task and task.has_class_for(self.kind)
+        ]
         return f"; or try task={others[0]}, which has a class for this kind" if others else ""
 
 
@@ -90,7 +92,7 @@ def _require_interface(refusal: _Refusal, model_class: Any) -> None:
 
 
 def _require_head(refusal: _Refusal, lm: Any) -> None:
-    """One row through the head; whether the logits are right is checked on the first batch."""
+    """Run one row through the head; whether the logits are right is checked on the first batch."""
     row = torch.zeros(1, lm.config.hidden_size, dtype=lm.dtype, device=lm.device)
     try:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What a model can be built to do: the class of transformers, and what that class must be like."""
+"""Tasks: the class of transformers for each, and what a model must be like to be trained for it."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,38 +8,36 @@ from app.config.schema import TaskConfig
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One head on a backbone."""
+    """One kind of head on a backbone."""
 
-    words: str  # of a model that can do it
+    description: str  # of a model that can do it
     auto_class: str  # of transformers
-    kinds: str  # transformers' table of the classes that have it, by configuration
-    bidirectional: bool | None  # whether tokens see those after them; None: either will do
-    peft_type: str | None  # what PEFT writes down
+    mapping: str  # transformers' table of classes by configuration
+    bidirectional: bool | None  # whether tokens see those after them; None: either
+    peft_type: str | None  # in adapter_config.json
     examples: str
-    pooled: bool = False  # one answer for a document, from one of its states
-    labels: tuple[str, ...] = ()  # what the answers are, where the run decides that
+    pooled: bool = False  # one answer per document, from one of its states
+    labels: tuple[str, ...] = ()  # class names, where the run decides them
 
     @property
     def model_class(self) -> Any:
-        """What loads or makes the model."""
         import transformers
 
         return getattr(transformers, self.auto_class)
 
-    def does(self, kind: str) -> bool:
-        """Whether transformers has such a class for a kind at all."""
+    def has_class_for(self, kind: str) -> bool:
+        """Whether transformers has a class of this task for the kind."""
         from transformers.models.auto import modeling_auto
 
-        return kind in getattr(modeling_auto, f"{self.kinds}_NAMES")
+        return kind in getattr(modeling_auto, f"{self.mapping}_NAMES")
 
     def is_bidirectional(self, lm: Any) -> bool:
-        """Whether tokens of this model see those after them."""
         if self.bidirectional is not None:
             return self.bidirectional
         return not any(getattr(module, "is_causal", False) for module in lm.modules())
 
     def configured(self, numbers: Any) -> Any:
-        """A configuration of transformers with the answers of the run in it."""
+        """The configuration with the labels of the run."""
         if self.labels:
             numbers.id2label = dict(enumerate(self.labels))
             numbers.label2id = {label: at for at, label in enumerate(self.labels)}
@@ -51,34 +49,34 @@ class Task:
         return numbers
 
     def class_of(self, numbers: Any) -> Any | None:
-        """The model class for a configuration of transformers, None where its kind has none."""
+        """The model class for a configuration, None where its kind has none."""
         import transformers
 
-        return getattr(transformers, self.kinds).get(type(numbers), None)
+        return getattr(transformers, self.mapping).get(type(numbers), None)
 
 
 TASKS: dict[str, Task] = {
     "causal": Task(
-        words="a causal language model",
+        description="a causal language model",
         auto_class="AutoModelForCausalLM",
-        kinds="MODEL_FOR_CAUSAL_LM_MAPPING",
+        mapping="MODEL_FOR_CAUSAL_LM_MAPPING",
         bidirectional=False,
         peft_type="CAUSAL_LM",
         examples="llama, qwen3, mistral, gemma3_text, phi3, olmo2, gpt_oss and most kinds whose layers are "
         "full or sliding attention",
     ),
     "masked": Task(
-        words="an encoder with a head for hidden tokens",
+        description="an encoder with a head for hidden tokens",
         auto_class="AutoModelForMaskedLM",
-        kinds="MODEL_FOR_MASKED_LM_MAPPING",
+        mapping="MODEL_FOR_MASKED_LM_MAPPING",
         bidirectional=True,
         peft_type=None,  # PEFT has no name for it
         examples="bert, roberta, modernbert, distilbert, electra",
     ),
     "classification": Task(
-        words="a model with a head for classes",
+        description="a model with a head for classes",
         auto_class="AutoModelForSequenceClassification",
-        kinds="MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+        mapping="MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
         bidirectional=None,
         peft_type="SEQ_CLS",
         examples="bert, roberta, modernbert, distilbert, electra, llama, qwen3, mistral",
@@ -88,5 +86,5 @@ TASKS: dict[str, Task] = {
 
 
 def task_of(config: TaskConfig) -> Task:
-    """Of a run, with its labels."""
+    """The task of a run, with its labels."""
     return replace(TASKS[config.kind], labels=tuple(config.labels))

@@ -1,4 +1,4 @@
-"""The tokenizer of a run, with its chat template settled."""
+"""The tokenizer of a run, and the chat templates that a run can name."""
 
 import hashlib
 import logging
@@ -15,14 +15,14 @@ _SHIPPED = "asset:tiny"
 
 
 def load_tokenizer(config: ModelConfig, *, needs_template: bool) -> Any:
-    """A fast tokenizer. Random weights without a tokenizer of their own use the one that ships."""
+    """A fast tokenizer with the run's chat template. Random weights without a tokenizer use the shipped one."""
     from transformers import AutoTokenizer
 
     path = config.tokenizer or (_SHIPPED if config.weights == "random" else config.path)
     folder = fetch_folder(config, path, with_weights=False)
     template = chosen_template(config)
     try:
-        for name in ("tokenization_utils_base", "configuration_utils"):  # what is wrong, we say
+        for name in ("tokenization_utils_base", "configuration_utils"):  # our messages say it
             logging.getLogger(f"transformers.{name}").setLevel(logging.ERROR)
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=config.trust_remote_code, local_files_only=True
@@ -49,7 +49,7 @@ def load_tokenizer(config: ModelConfig, *, needs_template: bool) -> Any:
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """Of everything that turns text into ids."""
+    """Hash of everything that turns text into ids."""
     content = f"{tokenizer.backend_tokenizer.to_str()}\n{tokenizer.chat_template}"
     return hashlib.sha256(content.encode()).hexdigest()
 
@@ -58,7 +58,7 @@ _FOLDER = ROOT / "templates"
 
 
 def template_names() -> tuple[str, ...]:
-    """Those that ship, for `model.chat_template=NAME`."""
+    """Names of the shipped templates, for `model.chat_template=NAME`."""
     return tuple(sorted(file.stem for file in _FOLDER.glob("*.jinja")))
 
 
@@ -79,7 +79,7 @@ def chosen_template(config: ModelConfig) -> str | None:
 
 
 def check(config: ModelConfig) -> list[str]:
-    """The problem with `model.chat_template`, told before anything is loaded."""
+    """Problems with `model.chat_template`, found before anything is loaded."""
     try:
         chosen_template(config)
     except ConfigError as problem:

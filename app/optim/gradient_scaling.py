@@ -1,4 +1,8 @@
-"""The norm of a gradient."""
+"""Gradient norm and clipping, the fp16 loss scale, and steps that are skipped on the device.
+
+torch's fused optimizers read a flag in device memory within the kernel: the contract they have with torch's gradient
+scaler. `step_unless` is the one place that relies on it.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +13,7 @@ from torch.optim import Optimizer
 
 
 def squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The sum of all squares in float64, so that it does not depend on how the gradient is divided among processes."""
+    """The sum of squares in float64, so that it does not depend on how the gradient is sharded."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = torch._foreach_norm(list(gradients), 2.0, dtype=torch.float64)
@@ -18,22 +22,22 @@ def squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
-    """In place, without reading the factor."""
+    """Multiply in place, without reading the factor on the host."""
     torch._foreach_mul_(list(gradients), factor)
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
-    """What a gradient of this norm is multiplied with."""
+    """The factor that clips a gradient of this norm."""
     return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
-    """Whether `step_unless` works for it; else the caller must read the flag and leave the step out."""
+    """Whether `step_unless` works; else the caller must read the flag and leave the step out."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def step_unless(optimizer: Optimizer, found_inf: Tensor) -> None:
-    """A step that changes neither parameters nor states if `found_inf`, a float32 scalar, is 1 and not 0."""
+    """Step; changes neither parameters nor states if `found_inf`, a float32 scalar, is 1 and not 0."""
     assert skips_on_device(optimizer)
     assert found_inf.ndim == 0, "the step counters are scalars and take the flag off in place"
     optimizer.found_inf = found_inf  # type: ignore[attr-defined]
@@ -43,12 +47,13 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor) -> None:
         del optimizer.found_inf  # type: ignore[attr-defined]
 
 
-START, GROWTH_INTERVAL = 65536.0, 2000
+START, GROWTH_INTERVAL = 65536.0, 2000  # initial scale; finite steps before it doubles
 
 
 class LossScale:
-    """Halved by a step that is not finite, doubled after many that are. The norm of the gradient decides, which is the
-    same on every process; the host never reads it.
+    """The scale of the loss in fp16: halved by a step that is not finite, doubled after many finite ones.
+
+    The gradient norm decides, which is equal on every rank; the host never reads it.
     """
 
     def __init__(self, device: torch.device, value: float = START) -> None:
@@ -56,17 +61,15 @@ class LossScale:
         self._finite_steps = torch.zeros((), dtype=torch.int32, device=device)  # since it changed
 
     def update(self, finite: Tensor) -> None:
-        """After a step."""
         steps = torch.where(finite, self._finite_steps + 1, 0)
         grows = steps == GROWTH_INTERVAL
         self.value = torch.where(finite, torch.where(grows, self.value * 2, self.value), self.value / 2)
         self._finite_steps = torch.where(grows, 0, steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint; names as torch's GradScaler has them, whose states are read too."""
+        """The state under the names of torch's GradScaler, whose states are read too."""
         return {"scale": float(self.value), "_growth_tracker": int(self._finite_steps)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue."""
         self.value.fill_(float(state["scale"]))
         self._finite_steps.fill_(int(state["_growth_tracker"]))

@@ -1,4 +1,4 @@
-"""Optimizer state as named tensors (for safetensors) and plain values (for JSON), exactly, and back.
+"""Optimizer state as named tensors (for safetensors) and plain values (for JSON), and states allocated before step 1.
 
 A name is the path through the nested dictionaries: `state/0/exp_avg`. A part of digits is a whole number.
 """
@@ -18,15 +18,15 @@ StateDict = dict[str, Any]
 
 
 def flatten(state_dict: StateDict) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Sorted by name: equal states give equal files. The tensors are no copies: write them before a step."""
+    """Flatten, sorted by name, so that equal states give equal files; tensors are not copied."""
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
     _flatten_into(tensors, plain, "", state_dict)
-    return _apart(dict(sorted(tensors.items()))), dict(sorted(plain.items()))
+    return _unshared(dict(sorted(tensors.items()))), dict(sorted(plain.items()))
 
 
 def unflatten(tensors: dict[str, Tensor], plain: dict[str, Any]) -> StateDict:
-    """What `flatten` was given."""
+    """The inverse of `flatten`."""
     state_dict: StateDict = {}
     for path, value in [*tensors.items(), *((path, _decode(value)) for path, value in plain.items())]:
         *parents, last = (int(part) if part.isdigit() else part for part in path.split("/"))
@@ -49,7 +49,7 @@ def load_state(optimizer: Optimizer, tensors: dict[str, Tensor], plain: dict[str
 
 
 def named_states(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """What the optimizer keeps of each parameter, by its name. The tensors are its own: to write to them changes it."""
+    """The states of each parameter by its name; the tensors are the optimizer's own."""
     return {
         name: optimizer.state[parameter]
         for group in optimizer.param_groups
@@ -59,14 +59,14 @@ def named_states(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
 
 
 def saved_names(plain: Mapping[str, Any]) -> dict[str, str]:
-    """Of a flat state that goes by numbers, `name/key` of each path."""
+    """Parameter names by the numbered paths of a flat state."""
     groups = unflatten({}, dict(plain))["param_groups"]
     pairs = (zip(each["params"], each["param_names"], strict=True) for each in groups)
     return {f"state/{number}": name for group in pairs for number, name in group}
 
 
 def load_nested(optimizer: Optimizer, saved: StateDict) -> None:
-    """As torch has it; what was paged is paged again."""
+    """Load a nested state dict; paged states are paged again."""
     if getattr(ordinary(optimizer), "is_paged", False):
         _load_paged(optimizer, saved)
     else:
@@ -84,8 +84,8 @@ def _flatten_into(tensors: dict[str, Tensor], plain: dict[str, Any], path: str, 
         plain[path] = _encode(value)
 
 
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """safetensors refuses shared memory, and all 8-bit states share one quantisation map."""
+def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Clone tensors that share memory, which safetensors refuses: all 8-bit states share one quantisation map."""
     seen: set[int] = set()
     apart: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -118,7 +118,7 @@ def _decode(value: Any) -> Any:
 
 
 def _names(state_dict: StateDict) -> list[list[str]]:
-    """The parameters of each group: states are kept by position, so the order must be the same."""
+    """Parameter names of each group in order, since states are stored by position."""
     return [group["param_names"] for group in state_dict["param_groups"]]
 
 
@@ -135,7 +135,11 @@ def _load_paged(optimizer: Optimizer, saved: StateDict) -> None:
 
 
 def allocate_states(optimizer: Optimizer) -> int:
-    """Changes no parameter; returns how many have states. All that are to get some have a gradient, which is zero."""
+    """Allocate the states that the first step would make, to see that they fit; returns how many parameters have some.
+
+    Parameters do not change; each that gets a state has a gradient of zeros. bitsandbytes has a method for it, all
+    others make a step that changes nothing. `drop_states` frees them, and the first step makes them anew.
+    """
     groups = [dict(group) for group in optimizer.param_groups]
     _make(optimizer)
     for group, before in zip(optimizer.param_groups, groups, strict=True):
@@ -144,7 +148,7 @@ def allocate_states(optimizer: Optimizer) -> int:
 
 
 def _make(optimizer: Optimizer) -> None:
-    """One parameter at a time, if that is how it is stepped: its copies are part of what must fit."""
+    """One parameter at a time where it is stepped so: its copies are part of what must fit."""
     inner: Any = ordinary(optimizer)
     if callable(getattr(inner, "init_state", None)) and (inner is optimizer or inner.is_paged):
         _initialise(inner)
@@ -152,11 +156,11 @@ def _make(optimizer: Optimizer) -> None:
         device = optimizer.param_groups[0]["params"][0].device
         step_unless(optimizer, torch.ones((), device=device))
     else:
-        _step_on_the_spot(optimizer)
+        _step_without_change(optimizer)
 
 
 def drop_states(optimizer: Optimizer) -> None:
-    """As before `allocate_states`. Paged memory cannot be given back: it stays, as bitsandbytes has initialised it."""
+    """Free what `allocate_states` made. Paged memory cannot be freed: bitsandbytes keeps it."""
     for parameter in list(optimizer.state):
         if not any(getattr(value, "is_paged", False) for value in optimizer.state[parameter].values()):
             del optimizer.state[parameter]
@@ -170,8 +174,8 @@ def _initialise(optimizer: Any) -> None:
                 optimizer.init_state(group, parameter, at, place)
 
 
-def _step_on_the_spot(optimizer: Optimizer) -> None:
-    """At a rate of zero nothing decays or is added; with gradients of zero not even a zero changes its sign."""
+def _step_without_change(optimizer: Optimizer) -> None:
+    """Step with rate zero: nothing decays or is added, and with gradients of zero no zero changes its sign."""
     rates = [group["lr"] for group in optimizer.param_groups]
     try:
         for group in optimizer.param_groups:

@@ -18,7 +18,7 @@ OptimizerKind = Callable[[OptimizerConfig, Sequence[Trained]], Optimizer]
 
 
 def needs_whole_matrices(config: OptimizerConfig) -> bool:
-    """Whether an update of a number depends on others of its tensor, so that a part of it is not enough."""
+    """Whether updates need whole matrices, so that shards are not enough."""
     return config.kind == "muon"
 
 
@@ -87,7 +87,7 @@ def _bitsandbytes_adamw(class_name: str) -> OptimizerKind:
     def build(config: OptimizerConfig, trained: Sequence[Trained]) -> Optimizer:
         import bitsandbytes.optim as eight_bit
 
-        # It says at the first step what `requirements.notes` has said before the run.
+        # `requirements.notes` says it before the run
         warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
         groups = parameter_groups(trained, config.weight_decay)
         optimizer: Optimizer = getattr(eight_bit, class_name)(
@@ -119,9 +119,9 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
 
 
 class MuonWithAdamW(Optimizer):
-    """Steps both; to the outside their groups and their states are those of one optimizer.
+    """Muon for the matrices and AdamW for the rest, with the groups and states of one optimizer.
 
-    It cannot skip a step on the device: torch's Muon has no such switch.
+    It cannot skip a step on the device: torch's Muon has no such flag.
     """
 
     def __init__(self, muon: Muon, adamw: AdamW) -> None:
@@ -131,14 +131,14 @@ class MuonWithAdamW(Optimizer):
         self._share()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Both parts; a closure makes no sense for two."""
+        """Step both parts."""
         assert closure is None
         for part in self.parts:
             part.step()
         return None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; afterwards the parts work on what was loaded."""
+        """Load as torch does, and let both parts share what was loaded."""
         super().load_state_dict(state_dict)
         self._share()
 

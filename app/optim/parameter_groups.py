@@ -1,4 +1,4 @@
-"""Which parameters are trained, which of them decay, and which are the matrices that Muon is made for."""
+"""The trained parameters: which of them decay, and which are hidden matrices for Muon."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """One trained parameter and what its place in the model means for the optimizer."""
+    """A trained parameter with its role in the model."""
 
     name: str
     parameter: nn.Parameter
@@ -41,7 +41,7 @@ def trained_parameters(model: nn.Module) -> list[Trained]:
 
 
 def parameter_groups(members: Iterable[Trained], weight_decay: float) -> list[dict[str, Any]]:
-    """The decaying ones and the others as torch's parameter groups, with names; an empty one is left out."""
+    """torch's parameter groups with and without weight decay, with names; empty ones are left out."""
     members = list(members)
     return [
         {"params": group, "weight_decay": decay}
@@ -55,7 +55,7 @@ def _ids(modules: Iterable[nn.Module]) -> set[int]:
 
 
 def _output_heads(model: nn.Module) -> Iterable[nn.Module]:
-    """Models of transformers, however deeply wrapped, tell their head; a head may itself be wrapped."""
+    """Modules of the output heads; both the model and the head may be wrapped."""
     for module in model.modules():
         ask: Callable[[], nn.Module | None] | None = getattr(module, "get_output_embeddings", None)
         head = ask() if callable(ask) else None

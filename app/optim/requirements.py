@@ -1,4 +1,4 @@
-"""What an optimizer needs and what the user should know of it, answered without importing torch."""
+"""Packages that an optimizer needs, and notes on it; no torch."""
 
 from importlib.util import find_spec
 
@@ -9,7 +9,7 @@ PAGED_KINDS = frozenset({"paged_adamw_8bit", "paged_adamw_32bit"})
 
 
 def check(config: OptimizerConfig) -> list[str]:
-    """What keeps this optimizer from being built here."""
+    """Problems that keep this optimizer from being built here."""
     if config.kind in BITSANDBYTES_KINDS and find_spec("bitsandbytes") is None:
         return [
             f"optimizer={config.kind} needs the package bitsandbytes, which is not installed: "
@@ -19,7 +19,7 @@ def check(config: OptimizerConfig) -> list[str]:
 
 
 def notes(config: OptimizerConfig, device: str) -> list[str]:
-    """What is true of this optimizer on `device` (`cpu`, `cuda`) and that its name does not say."""
+    """Notes on this optimizer on `device` (`cpu`, `cuda`)."""
     if config.kind in PAGED_KINDS and device == "cpu":
         return [f"optimizer={config.kind}: on a CPU its states are in ordinary memory, nothing is paged"]
     return []

@@ -27,7 +27,7 @@ def prove(trainee: TrainingModel, loader: Loader, device: torch.device) -> list[
 
 def prove_on(trainee: TrainingModel, batch: Batch) -> list[Comparison]:
     """The same on one batch. Fused layers were compared as they were put in: what did not hold is not there."""
-    fused = [proof for proof in trainee.fused.proofs if proof.passed]
+    fused = [proof for proof in trainee.fused.comparisons if proof.passed]
     present = nullcontext if trainee.sharding is None else trainee.sharding.gathered
     rounding = fp8_linear.compare_products(trainee.network, present)
     with fp8_linear.without_row_rounding(trainee.network), _uncompiled(trainee):

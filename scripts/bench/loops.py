@@ -21,7 +21,7 @@ from app.model.build import build_training_model
 from app.model.checks import choose_loss_head
 from app.model.dtypes import DTYPES
 from app.model.load_base import load_base
-from app.model.lora import attach
+from app.model.lora import add_adapter
 from app.model.quantization import quantizer_of
 from app.model.tasks import TASKS
 from app.optim.optimizers import build_optimizer
@@ -82,7 +82,7 @@ def network_of(prepared: Prepared, attention: str) -> Any:
     dtype = dtypes.base if packing is not None or run.adapter.kind != "none" else torch.float32
     lm = load_base(run.model, task, LoadOptions(dtype, device, attention), seed, packing)
     torch.manual_seed(seed)
-    network: Any = attach(run.adapter, task, lm, BASE).to(device)
+    network: Any = add_adapter(run.adapter, task, lm, BASE).to(device)
     network.train()
     return network
 

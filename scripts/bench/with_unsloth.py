@@ -74,13 +74,13 @@ def _adapted(prepared: Prepared, folder: str, names: list[str]) -> Any:
 def _start_like_ours(prepared: Prepared, network: Any) -> None:
     """lora_A is drawn in the order of the layers, from the same seed, as `app.model.lora` has it drawn."""
     from app.model.load_base import build_on_meta
-    from app.model.lora import attach
+    from app.model.lora import add_adapter
 
     run = prepared.run
     with torch.device(prepared.runtime.device):
         template = build_on_meta(run.model, TASKS[run.task.kind], "eager")
         torch.manual_seed(run.seed)
-        drawn = dict(attach(run.adapter, TASKS[run.task.kind], template, BASE).named_parameters())
+        drawn = dict(add_adapter(run.adapter, TASKS[run.task.kind], template, BASE).named_parameters())
     with torch.no_grad():
         for name, parameter in network.named_parameters():
             if parameter.requires_grad and not drawn[name].is_meta:

@@ -150,7 +150,7 @@ def test_rows_that_several_layers_read_are_rounded_once(monkeypatch: pytest.Monk
     assert asked[2:] == [(4, 256), (2, 256)]
     one.product(random(4, 256, seed=5))
     gc.collect()
-    assert LAST_ROWS.found is None, "nobody has those rows any more"
+    assert LAST_ROWS.value is None, "nobody has those rows any more"
 
 
 @pytest.mark.parametrize("kind", DENSE)

@@ -61,7 +61,7 @@ def test_each_kind_is_fused_as_far_as_it_gives_the_same(kind: str) -> None:
     fused, plain = pair(kind)
     found = fused.fused
     assert (found.linear, found.gated, found.shared, found.norms) == FUSED[kind]
-    assert all(proof.passed for proof in found.proofs)
+    assert all(proof.passed for proof in found.comparisons)
     assert fused.remarks() == []
     assert list(fused.network.state_dict()) == list(plain.network.state_dict())
     assert plain.fused.linear == plain.fused.gated == 0
@@ -191,7 +191,7 @@ def test_an_mlp_that_does_more_is_left_alone() -> None:
     expected = outcome(plain)
     found = fuse(plain.network, lambda: plain.autocast(torch.device("cpu")))
     assert (found.linear, found.gated, found.shared) == (14, 0, 4), "gate and up are together still"
-    assert [proof.passed for proof in found.proofs].count(False) == 1
+    assert [proof.passed for proof in found.comparisons].count(False) == 1
     (remark,) = found.remarks()
     assert "so these layers are computed as the model and PEFT do" in remark
     again = outcome(plain)
@@ -234,7 +234,7 @@ def test_the_comparison_sees_a_wrong_pass(
     monkeypatch.setattr(fused_lora, "gradients", wrong)
     found = training_model_of("llama", lora(), precision).fused
     assert (found.linear, found.gated, found.shared) == (0, 0, 0)
-    assert not any(proof.passed for proof in found.proofs if "Norm" not in proof.what)
+    assert not any(proof.passed for proof in found.comparisons if "Norm" not in proof.what)
 
 
 def test_a_trained_base_is_no_frozen_one() -> None:

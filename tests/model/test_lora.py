@@ -94,9 +94,9 @@ def test_a_short_name_is_not_used_where_it_would_reach_other_layers() -> None:
     """The head of this model ends like layers of its backbone; PEFT would adapt it as well."""
     lm = built("llama")
     lm.add_module("q_proj", nn.Linear(4, 4))
-    from app.model.lora import attach
+    from app.model.lora import add_adapter
 
-    network = attach(lora(targets=["q_proj"]), CAUSAL, lm, "base")
+    network = add_adapter(lora(targets=["q_proj"]), CAUSAL, lm, "base")
     assert len([n for n, p in network.named_parameters() if p.requires_grad]) == 4
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from app.config.schema import ModelConfig, PrecisionConfig, QuantizationConfig
 from app.errors import ConfigError
 from app.model.attention import register
-from app.model.build import ModelSections, build_training_model, plan_model, random_base
 from app.model.base_weights import LoadOptions
+from app.model.build import ModelSections, build_training_model, plan_model, random_base
 from app.model.load_base import build_on_meta, load_base
 from app.model.nf4 import DequantizeBuffer, dequantized
 from app.model.quantization import Nf4, notes, quantizer_of
