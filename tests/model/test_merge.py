@@ -161,7 +161,7 @@ def test_merging_onto_the_base_before_it_was_packed_is_seen(tmp_path: Path) -> N
 def test_layers_that_were_packed_and_not_adapted_are_unpacked_too(tmp_path: Path) -> None:
     run = tuned(tmp_path, adapter=lora(targets=["q_proj"]), nf4=True)
     plan = run.plan()
-    assert len(plan.packed) == 14
+    assert len(plan.quantized) == 14
     assert len(plan.deltas) == 2
     assert distance(logits(run.merged(tmp_path / "merged")), in_fp32(run.training_model)) <= NOISE
 
