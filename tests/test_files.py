@@ -7,7 +7,7 @@ from app.files import append_text, write_json, write_text
 from tests.tracking.child import run
 
 
-def test_what_is_written_replaces_and_nothing_else_is_left(tmp_path: Path) -> None:
+def test_write_text_replaces_file(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     write_text(path, "old")
     write_json(path, {"Übung": [1, None]})
@@ -15,7 +15,7 @@ def test_what_is_written_replaces_and_nothing_else_is_left(tmp_path: Path) -> No
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
 
 
-def test_a_full_disk_leaves_the_old_content_and_nothing_else(tmp_path: Path) -> None:
+def test_write_text_full_disk_keeps_old_content(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     write_text(path, "old")
     code = (
@@ -31,7 +31,7 @@ def test_a_full_disk_leaves_the_old_content_and_nothing_else(tmp_path: Path) -> 
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.txt"]
 
 
-def test_a_fault_while_writing_leaves_the_old_content(tmp_path: Path) -> None:
+def test_write_json_fault_keeps_old_content(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     write_text(path, "old")
     with pytest.raises(ValueError, match="JSON"):
@@ -39,12 +39,12 @@ def test_a_fault_while_writing_leaves_the_old_content(tmp_path: Path) -> None:
     assert path.read_text() == "old"
 
 
-def test_appending_to_a_full_disk_is_the_users_to_mend() -> None:
+def test_append_text_full_disk_message() -> None:
     with pytest.raises(EnvironmentProblem, match=r"/dev/full .*free disk space"):
         append_text(Path("/dev/full"), "line\n")
 
 
-def test_appended_lines_survive_a_kill(tmp_path: Path) -> None:
+def test_append_text_survives_kill(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path; from app.files import append_text\n"
         "for number in range(1000): append_text(Path(sys.argv[1]), f'{number}\\n')\n"

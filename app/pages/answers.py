@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.pages.read_run import SavedRun
-from app.tracking.formatting import (
-    finite_number,
-)
+from app.tracking.formatting import finite_number
 
 _MAX_PROMPTS = 24
 _Prompt = tuple[str, str, int]  # prompt, expected answer, number among equal ones

@@ -6,10 +6,7 @@ from typing import Any
 
 from app.pages.charts import Bar, length_bars
 from app.pages.read_run import TrainingSample, training_samples
-from app.tracking.formatting import (
-    format_bytes,
-    format_count,
-)
+from app.tracking.formatting import format_bytes, format_count
 
 Facts = Mapping[str, Any]
 Rows = Sequence[tuple[str, str]]  # label and text; an empty label continues the row before

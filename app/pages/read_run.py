@@ -9,10 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from app.tracking.formatting import (
-    finite_number,
-    format_integer,
-)
+from app.tracking.formatting import finite_number, format_integer
 from app.tracking.jsonl_metrics import read_lines
 from app.tracking.output_dir import RunFolder, lock_owner
 from app.tracking.recorder import STATUSES, read_result

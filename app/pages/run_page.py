@@ -8,15 +8,7 @@ from typing import Any
 from app.pages.answers import answers_before_and_after
 from app.pages.charts import curves, length_bars
 from app.pages.check_summary import PARTS
-from app.pages.read_run import (
-    RUNNING,
-    UNFINISHED,
-    SavedRun,
-    list_of,
-    read_run,
-    section_of,
-    training_samples,
-)
+from app.pages.read_run import RUNNING, UNFINISHED, SavedRun, list_of, read_run, section_of, training_samples
 from app.pages.render import render
 from app.tracking.formatting import (
     finite_number,

@@ -31,11 +31,7 @@ from app.sweeps.trials import (
     values_of,
 )
 from app.tracking.console import SafeStream, rich_terminal
-from app.tracking.formatting import (
-    align,
-    format_duration,
-    printable,
-)
+from app.tracking.formatting import align, format_duration, printable
 from app.tracking.output_dir import lock_owner
 from app.tracking.recorder import read_result
 from app.tracking.redact import redact_text

@@ -15,9 +15,7 @@ from hydra.errors import HydraException
 
 from app.errors import AppError, CheckpointError, ConfigError
 from app.files import write_json
-from app.tracking.formatting import (
-    format_count,
-)
+from app.tracking.formatting import format_count
 from app.tracking.output_dir import ClaimedFolder, names_in, shown_names
 from app.tracking.redact import redact
 

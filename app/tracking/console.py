@@ -8,13 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from app.tracking.formatting import (
-    Sample,
-    printable,
-    samples_text,
-    step_line,
-    step_parts,
-)
+from app.tracking.formatting import Sample, printable, samples_text, step_line, step_parts
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal

@@ -6,9 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from app.tracking.formatting import (
-    format_bytes,
-)
+from app.tracking.formatting import format_bytes
 from app.tracking.redact import redact_text
 
 _SETTINGS = {

@@ -1,4 +1,4 @@
-"""What the commands that are not about a finished run can be told, and on which machines."""
+"""Command lines of app.generate, app.report and app.check; supported platforms."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from app.errors import ConfigError, EnvironmentProblem
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64", ""])
-def test_linux_is_where_it_runs(machine: str) -> None:
+def test_platform_linux_accepted(machine: str) -> None:
     require_platform("Linux", machine)
 
 
@@ -24,7 +24,7 @@ def test_linux_is_where_it_runs(machine: str) -> None:
         ("Linux", "riscv64", "Linux on riscv64 is not supported"),
     ],
 )
-def test_other_platforms_are_refused_by_name(system: str, machine: str, words: str) -> None:
+def test_platform_other_refused(system: str, machine: str, words: str) -> None:
     with pytest.raises(EnvironmentProblem, match=words):
         require_platform(system, machine)
 
@@ -32,13 +32,13 @@ def test_other_platforms_are_refused_by_name(system: str, machine: str, words: s
 # ---- app.generate
 
 
-def test_a_prompt_is_taken_as_it_stands() -> None:
+def test_generate_prompt_needs_no_quotes() -> None:
     prompt = "a=b, c: ${HOME} 'x' \"y\" [z] \\n"
     config = generate_config([f"prompt={prompt}", "run=r", "system=null"])
     assert (config.prompt, config.system, config.temperature) == (prompt, None, 0.0)
 
 
-def test_a_command_tells_all_that_is_wrong_with_its_arguments() -> None:
+def test_generate_all_problems_together() -> None:
     with pytest.raises(ConfigError) as refusal:
         generate_config(["rum=r", "temperature=-1", "seed=x", "chat=perhaps"])
     assert refusal.value.problems == (
@@ -60,7 +60,7 @@ def test_a_command_tells_all_that_is_wrong_with_its_arguments() -> None:
         (("model=a", "top_k=3"), "top_p and top_k choose among samples, and temperature=0 takes none."),
     ],
 )
-def test_what_would_change_no_answer_is_refused(words: tuple[str, ...], told: str) -> None:
+def test_generate_idle_options_refused(words: tuple[str, ...], told: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         generate_config(words)
     assert told in str(refusal.value)
@@ -81,20 +81,20 @@ def test_what_would_change_no_answer_is_refused(words: tuple[str, ...], told: st
         (("rnu=a",), "rnu is not a key. Did you mean run?"),
     ],
 )  # fmt: skip
-def test_a_page_of_nothing_or_of_two_things_is_refused(words: tuple[str, ...], said: str) -> None:
+def test_report_without_one_subject_refused(words: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         report_config(words)
     assert refusal.value.problems == (said,)
 
 
-def test_the_page_lies_beside_what_it_is_about() -> None:
+def test_report_target_default() -> None:
     assert report_config(["run=runs/mine"]).target == Path("runs/mine/report.html")
     assert report_config(["sweep=s"]).target == Path("s/report.html")
     assert report_config(["runs=a,b"]).target == Path("comparison.html")
     assert report_config(["run=a", "to=~/x.html"]).target == Path("~/x.html").expanduser()
 
 
-def test_a_comma_may_belong_to_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_folder_names_with_commas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("1-lr=1,r=2", "2-lr=1,r=4", "plain"):
         (tmp_path / name).mkdir()
@@ -113,7 +113,7 @@ def refusal(*words: str) -> str:
     return " ".join(refused.value.problems)
 
 
-def test_every_gpu_has_sound_facts() -> None:
+def test_hardware_facts_plausible() -> None:
     table = {hardware.name: hardware for hardware in all_hardware()}
     assert list(table) == hardware_names()
     assert "auto" not in table
@@ -129,7 +129,7 @@ def test_every_gpu_has_sound_facts() -> None:
         assert any(0.85 * nominal < each.memory_gib < 1.01 * nominal for each in table.values()), nominal
 
 
-def test_a_gpu_is_named_and_its_facts_may_be_changed() -> None:
+def test_check_hardware_with_overrides() -> None:
     found = check_config(["memory", "hardware=h100", "hardware.memory_gib=70.5", "seed=3", "exact=true"])
     assert found.hardware is not None
     assert (found.hardware.name, found.hardware.memory_gib, found.hardware.label) == ("h100", 70.5, "H100")
@@ -140,7 +140,7 @@ def test_a_gpu_is_named_and_its_facts_may_be_changed() -> None:
     assert (check_config([]).checks, check_config(["data"]).checks) == (("data", "memory"), ("data",))
 
 
-def test_a_base_in_fp8_is_not_planned_for_a_gpu_without_it() -> None:
+def test_check_fp8_without_support_refused() -> None:
     for name, has in (("a100", "8.0"), ("mi300x", "none")):
         told = refusal("memory", "quantization=fp8", f"hardware={name}")
         assert told.startswith(
@@ -168,10 +168,10 @@ def test_a_base_in_fp8_is_not_planned_for_a_gpu_without_it() -> None:
         (("data", "--cfg", "job"), "--cfg job is a switch of app.train. Leave it out."),
     ],
 )  # fmt: skip
-def test_what_a_check_is_told_wrongly_is_refused(words: tuple[str, ...], told: str) -> None:
+def test_check_invalid_arguments_refused(words: tuple[str, ...], told: str) -> None:
     assert told in refusal(*words)
 
 
-def test_a_run_is_not_told_the_hardware() -> None:
+def test_train_hardware_key_refused() -> None:
     with pytest.raises(ConfigError, match=r"python -m app\.check memory hardware=h100"):
         compose_run(["hardware=h100"])

@@ -1,4 +1,4 @@
-"""Every file of conf/ by itself and with others: it composes, is said to be for something, and owns its keys."""
+"""Files of conf/: they compose, state their purpose and own their keys; --help."""
 
 import re
 from collections import defaultdict
@@ -54,12 +54,12 @@ def require_choices(words: list[str]) -> None:
 RUNS = [with_turns({}, number) for number in range(max(map(len, CHOICES.values())))]
 
 
-def test_choices_of_all_groups_go_together() -> None:
+def test_conf_all_groups_compose() -> None:
     for words in RUNS:
         require_choices(words)
 
 
-def test_the_runs_above_have_every_file() -> None:
+def test_conf_every_file_composed() -> None:
     files = {f"{f.parent.name}={f.stem}" for f in OF_RUNS if f.parent != CONF and f.stem[0] != "_"}
     left = files - {word for words in RUNS for word in words}
     assert {word.partition("=")[0] for word in left} == set(OF_RECIPES)
@@ -67,14 +67,14 @@ def test_the_runs_above_have_every_file() -> None:
     assert len(CHOICES) >= 13
 
 
-def test_every_adapter_and_quantization_is_in_some_recipe() -> None:
+def test_conf_adapters_and_quantizations_in_recipes() -> None:
     runs = [compose_run([f"recipe={recipe}"]) for recipe in CHOICES["recipe"]]
     assert {run.adapter.kind for run in runs} == set(CHOICES["adapter"])
     by_hand = {"fp8"}  # for some GPUs only: it goes with recipe=lora
     assert {run.quantization.kind for run in runs} == set(CHOICES["quantization"]) - by_hand
 
 
-def test_a_file_says_first_what_it_is_for_and_runs_no_code() -> None:
+def test_conf_files_have_purpose_and_no_target() -> None:
     for file in FILES:
         lines = [line for line in file.read_text().splitlines() if not line.startswith("# @package")]
         assert lines[0].startswith("# "), file
@@ -82,7 +82,7 @@ def test_a_file_says_first_what_it_is_for_and_runs_no_code() -> None:
         assert "_target_" not in file.read_text(), file
 
 
-def test_a_key_has_one_owner() -> None:
+def test_conf_keys_have_one_owner() -> None:
     owners: dict[str, set[str]] = defaultdict(set)
     for file in OF_RUNS:
         group = "config.yaml" if file.parent == CONF else file.parent.name
@@ -114,7 +114,7 @@ def _leaves(content: dict[str, Any], prefix: str) -> Iterator[str]:
             yield path
 
 
-def test_recipes_take_the_models_suggestion() -> None:
+def test_recipes_use_model_suggestions() -> None:
     file = OmegaConf.load(CONF / "model" / "llama.yaml")
     lora, full = (compose_run(["model=llama", f"recipe={recipe}"]) for recipe in ("lora", "full"))
     assert lora.optimizer.lr == file.suggest.lr_adapter
@@ -124,14 +124,14 @@ def test_recipes_take_the_models_suggestion() -> None:
 
 
 @pytest.mark.parametrize("experiment", CHOICES["experiment"])
-def test_an_experiment_sets_only_what_differs(experiment: str) -> None:
+def test_experiments_compose(experiment: str) -> None:
     assert compose_run([f"experiment={experiment}"])
 
 
 # ---- --help
 
 
-def test_help_names_every_choice_and_no_part_of_one() -> None:
+def test_help_lists_every_choice() -> None:
     text = help_text()
     for group, names in choices_by_group().items():
         assert re.search(rf"^  {group}\b", text, re.MULTILINE), group
@@ -142,7 +142,7 @@ def test_help_names_every_choice_and_no_part_of_one() -> None:
     assert max(map(len, text.splitlines())) <= 120
 
 
-def test_the_stars_are_what_a_run_without_settings_takes() -> None:
+def test_help_marks_defaults() -> None:
     starred = re.findall(r"(\w+)\*", help_text())
     run = compose_run([])
     for kind in (run.optimizer.kind, run.schedule.kind, run.adapter.kind, run.precision.kind, run.task.kind):
@@ -151,7 +151,7 @@ def test_the_stars_are_what_a_run_without_settings_takes() -> None:
     assert "adapter       lora* none" in help_text()
 
 
-def test_help_is_asked_for_in_two_ways() -> None:
+def test_help_switches() -> None:
     assert asks_for_help(["recipe=lora", "--help"])
     assert asks_for_help(["-h"])
     assert not asks_for_help(["recipe=lora", "--cfg", "job"])

@@ -32,7 +32,7 @@ WRONG = [
 ]  # fmt: skip
 
 
-def test_a_source_has_what_it_was_given_and_the_rest_of_the_dataset() -> None:
+def test_mix_source_inherits_dataset_keys() -> None:
     more = (f"{CODE}.weight=2", f"{CODE}.format=text", f"{CODE}.columns.text=body", f"{CODE}.revision=v1")
     run = compose_run([*TWO, *more, "dataset.max_rows=7", "dataset.split=dev"])
     assert run.dataset.mix["code"].weight == 2.0
@@ -43,27 +43,27 @@ def test_a_source_has_what_it_was_given_and_the_rest_of_the_dataset() -> None:
     assert validated(asdict(run), RunConfig) == run, "as it stands in a run.yaml"
 
 
-def test_sources_as_one_mapping() -> None:
+def test_mix_as_one_mapping() -> None:
     given = "dataset.mix={chat: {path: a.jsonl}, code: {path: b.jsonl, weight: 0.5}}"
     assert compose_run(["dataset=mix", given]).dataset.mix["code"].weight == 0.5
 
 
 @pytest.mark.parametrize(("given", "message"), WRONG, ids=[given for given, _ in WRONG])
-def test_what_is_wrong_with_a_mix_is_told(given: str, message: str) -> None:
+def test_mix_invalid_refused(given: str, message: str) -> None:
     assert any(message in problem for problem in refusal_of(*TWO, given))
 
 
 @pytest.mark.parametrize("key", ["dataset.format", f"{CODE}.format"])
-def test_formats_of_a_mix_may_be_recognised(key: str) -> None:
+def test_mix_format_auto_allowed(key: str) -> None:
     assert compose_run([*TWO, f"{key}=auto"]).dataset.mix
 
 
-def test_all_problems_of_a_mix_come_at_once() -> None:
+def test_mix_all_problems_together() -> None:
     wrong = (f"{CODE}.weigth=2", "dataset.mix.chat.weight=x", "dataset.mix.more.weight=1")
     assert len(refusal_of(*TWO, *wrong)) == 3
 
 
-def test_no_rows_at_all_are_refused() -> None:
+def test_dataset_without_rows_refused() -> None:
     (problem,) = refusal_of("dataset=mix")
     assert problem.startswith(
         "dataset.path=null names no rows. Give dataset.path=FILE, or dataset.mix.NAME.path="

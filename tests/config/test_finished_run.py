@@ -1,4 +1,4 @@
-"""What a later command may change of a run, how it is told what it may not, and which rows an evaluation takes."""
+"""Changes that later commands may make to a finished run, and the rows of an evaluation."""
 
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ def rows_of(run: Path, *arguments: str) -> dict[str, Any]:
     return {name: getattr(dataset, name) for name in names if getattr(dataset, name)}
 
 
-def test_without_changes_it_is_the_run_at_its_place(run: Path) -> None:
+def test_evaluate_unchanged_is_the_run(run: Path) -> None:
     config = evaluation(run)
     assert (config.run, config.weights, config.output_dir) == (str(run), "tuned", str(run))
     assert config.model.tokenizer == str(run / "final")
@@ -64,12 +64,12 @@ def test_without_changes_it_is_the_run_at_its_place(run: Path) -> None:
     assert type(as_run(config)) is RunConfig
 
 
-def test_bins_of_an_evaluation_are_not_searched_for(run: Path) -> None:
+def test_evaluate_auto_tokens_refused(run: Path) -> None:
     (problem,) = refusals(run, "batching.tokens=auto")
     assert "is found for training; an evaluation gives the same numbers with any bins" in problem
 
 
-def test_a_chosen_group_is_composed_against_the_model_of_the_run(run: Path) -> None:
+def test_changes_group_uses_model_of_run(run: Path) -> None:
     dataset = evaluation(run, "dataset=text", "dataset.path=book.txt").dataset
     assert (dataset.format, dataset.path, dataset.max_length) == ("text", "book.txt", 100)
     assert evaluation(run, "precision=bf16", "attention=sdpa").precision.kind == "bf16"
@@ -78,7 +78,7 @@ def test_a_chosen_group_is_composed_against_the_model_of_the_run(run: Path) -> N
     assert "dataset.path has no value" in refusals(run, "dataset=messages")[0]
 
 
-def test_values_are_typed_and_rules_hold(run: Path) -> None:
+def test_changes_typed_and_validated(run: Path) -> None:
     assert refusals(run, "eval.rows=0", "weights=bse") == [
         "eval.rows=0 must be at least 1.",
         "weights=bse is none of tuned, base, both. Did you mean base?",
@@ -110,23 +110,23 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("given", "message"), WRONG, ids=[given for given, _ in WRONG])
-def test_what_is_wrong_is_told_before_the_run_is_looked_for(given: str, message: str) -> None:
+def test_changes_invalid_reported_before_run_is_read(given: str, message: str) -> None:
     (problem,) = refusals(Path("no/such/run"), given)
     assert message in problem
 
 
-def test_a_folder_without_its_key(tmp_path: Path) -> None:
+def test_changes_folder_without_key_suggests_run(tmp_path: Path) -> None:
     (problem,) = refusals(tmp_path, str(tmp_path))
     assert problem.endswith(
         f"is not an override. Write key=value or group=choice. Did you mean run={tmp_path}?"
     )
 
 
-def test_all_that_is_wrong_comes_together() -> None:
+def test_changes_all_problems_together() -> None:
     assert len(refusals(Path("none"), "seed=3", "weihgts=both", "dataset=massages")) == 3
 
 
-def test_what_may_change_is_there_to_be_changed() -> None:
+def test_allowed_keys_exist() -> None:
     assert set(EVALUATE_ALLOWED) <= field_types(EvaluateConfig).keys()
     assert set(EXPORT_ALLOWED) <= field_types(ExportConfig).keys()
     (first,) = read_changes(["dataset.columns.text=a"], EvaluateConfig, EVALUATE_ALLOWED, {}).values
@@ -134,7 +134,9 @@ def test_what_may_change_is_there_to_be_changed() -> None:
 
 
 @pytest.mark.parametrize("given", [[], ["run=nowhere"], ["run=unfinished"], ["run=torn"]])
-def test_a_run_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str]) -> None:
+def test_finished_folder_missing_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "unfinished").mkdir()
     made(tmp_path / "torn")
@@ -145,7 +147,7 @@ def test_a_run_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         evaluate_config(given, lambda _folder: {})
 
 
-def test_precision_is_kept_and_attention_is_that_of_this_machine(run: Path) -> None:
+def test_recorded_precision_kept_attention_not(run: Path) -> None:
     chosen = {"precision": "fp32", "attention": "flash", "device": "cpu", "threads": 3}
     config = evaluation(run, choices=chosen)
     assert (config.precision.kind, config.attention.kind, config.launch.threads) == ("fp32", "auto", None)
@@ -158,7 +160,7 @@ def test_precision_is_kept_and_attention_is_that_of_this_machine(run: Path) -> N
     assert on_gpu.launch.threads is None
 
 
-def test_a_base_that_would_not_be_read_is_refused(tmp_path: Path) -> None:
+def test_model_path_unused_refused(tmp_path: Path) -> None:
     drawn = made(tmp_path / "drawn", model__weights="random")
     assert "the base of this run had random weights" in refusals(drawn, "model.path=org/name")[0]
     whole = made(tmp_path / "whole", model__weights="pretrained", adapter__kind="none")
@@ -178,7 +180,7 @@ def test_a_base_that_would_not_be_read_is_refused(tmp_path: Path) -> None:
         (("harnes=a",), "harnes is not a key. Did you mean harness?"),
     ],
 )  # fmt: skip
-def test_tasks_of_the_harness_bring_their_own_rows(run: Path, given: tuple[str, ...], message: str) -> None:
+def test_harness_with_dataset_keys_refused(run: Path, given: tuple[str, ...], message: str) -> None:
     (problem,) = refusals(run, *given)
     assert message in problem
 
@@ -194,7 +196,7 @@ def test_tasks_of_the_harness_bring_their_own_rows(run: Path, given: tuple[str, 
         ("lora", "model.path=/models", "model.path=/models would not be read: this run keeps its base of random"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_exported_is_told(tmp_path: Path, adapter: str, given: str, message: str) -> None:
+def test_export_impossible_refused(tmp_path: Path, adapter: str, given: str, message: str) -> None:
     run = made(tmp_path / "run", adapter__kind=adapter, model__weights="random")
     words = {word.partition("=")[0]: word for word in (f"run={run}", "kind=adapter", "to=out", given)}
     with pytest.raises(ConfigError) as refusal:
@@ -207,7 +209,7 @@ def test_what_cannot_be_exported_is_told(tmp_path: Path, adapter: str, given: st
 EVAL = "asset:sample/eval.jsonl"
 
 
-def test_the_rows_of_the_run_unless_another_dataset_is_given(run: Path) -> None:
+def test_rows_to_score_of_run_or_given_dataset(run: Path) -> None:
     own = "asset:sample/train.jsonl"
     assert rows_of(run) == {"path": own, "max_rows": 90, "eval_path": EVAL}
     assert rows_of(run, f"dataset.path={own}") == rows_of(run)
@@ -224,14 +226,14 @@ def test_the_rows_of_the_run_unless_another_dataset_is_given(run: Path) -> None:
     assert rows_of(run, "dataset.eval_fraction=0.5") == {"path": own, "eval_fraction": 0.5}
 
 
-def test_a_dataset_names_the_rows_for_its_evaluation(run: Path) -> None:
+def test_rows_to_score_named_by_dataset(run: Path) -> None:
     assert rows_of(run, "dataset=ultrachat")["eval_split"] == "test_sft"
     assert rows_of(run, "dataset=ultrachat")["eval_max_rows"] == 1000
     assert "eval_fraction" not in rows_of(run, "dataset=alpaca")
     assert rows_of(run, "dataset=alpaca", "dataset.eval_fraction=0.1")["eval_fraction"] == 0.1
 
 
-def test_a_part_that_was_held_out_stays_so(tmp_path: Path) -> None:
+def test_rows_to_score_keep_held_out_part(tmp_path: Path) -> None:
     run = made(tmp_path / "run", dataset__eval_path=None, dataset__eval_fraction=0.3)
     own = rows_of(run)["path"]
     assert rows_of(run)["eval_fraction"] == 0.3
@@ -240,7 +242,7 @@ def test_a_part_that_was_held_out_stays_so(tmp_path: Path) -> None:
     assert has_held_out_rows(evaluation(run).dataset)
 
 
-def test_where_nothing_was_held_out_rows_must_be_named(tmp_path: Path) -> None:
+def test_rows_to_score_without_held_out_refused(tmp_path: Path) -> None:
     run = made(tmp_path / "run", dataset__eval_path=None)
     (problem,) = refusals(run)
     assert f"run={run}: it held no rows out. Give dataset.path=FILE" in problem
@@ -250,12 +252,12 @@ def test_where_nothing_was_held_out_rows_must_be_named(tmp_path: Path) -> None:
     }
 
 
-def test_a_limit_that_would_limit_nothing_is_refused(run: Path) -> None:
+def test_rows_to_score_idle_limit_refused(run: Path) -> None:
     (problem,) = refusals(run, "dataset.max_rows=5")
     assert "dataset.eval_max_rows=5 takes the first" in problem
 
 
-def test_patience_and_best_weights_are_no_concern_of_an_evaluation(tmp_path: Path) -> None:
+def test_evaluate_drops_patience_and_best(tmp_path: Path) -> None:
     run = made(tmp_path / "run", checkpoint__final="best", eval__patience=3)
     assert rows_of(run, "dataset.path=new.jsonl") == {"path": "new.jsonl"}
 
@@ -267,7 +269,7 @@ def again(run: Path, *arguments: str, **choices: Any) -> Any:
     return reproduce_config([f"run={run}", *arguments], lambda _folder: choices)
 
 
-def test_a_second_run_has_the_settings_of_the_first_and_a_folder_of_its_own(tmp_path: Path) -> None:
+def test_reproduce_same_settings_new_folder(tmp_path: Path) -> None:
     run = made(tmp_path / "run", tracker__kind="tensorboard", dry_run=True)
     config = again(run, "steps=3", precision="fp32", attention="sdpa", device="cpu", threads=2)
     assert config.output_dir == f"{run}-reproduced"
@@ -283,7 +285,7 @@ def test_a_second_run_has_the_settings_of_the_first_and_a_folder_of_its_own(tmp_
         again(run, "tolrance=1")
 
 
-def test_it_begins_where_the_first_began(tmp_path: Path) -> None:
+def test_reproduce_begins_where_run_began(tmp_path: Path) -> None:
     own = tmp_path / "run" / "checkpoints" / "step-000002"
     other = tmp_path / "other" / "checkpoints" / "step-000002"
     own.mkdir(parents=True)

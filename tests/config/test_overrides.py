@@ -1,4 +1,4 @@
-"""The words of the command line: what is refused, how, with which nearest name, and what reaches the run."""
+"""Command-line overrides: refused with the nearest name, or passed to the run."""
 
 import random
 import shutil
@@ -96,7 +96,7 @@ def replace(file: Path, right: str, wrong: str) -> None:
 
 
 @pytest.mark.parametrize(("given", "message"), REFUSED, ids=[given for given, _ in REFUSED])
-def test_a_word_that_means_nothing_is_refused_with_one_message(given: str, message: str) -> None:
+def test_overrides_invalid_one_problem_each(given: str, message: str) -> None:
     (problem,) = refusal_of(given)
     assert message in problem
 
@@ -104,12 +104,12 @@ def test_a_word_that_means_nothing_is_refused_with_one_message(given: str, messa
 @pytest.mark.parametrize(
     ("name", "right", "wrong", "message"), IN_YAML, ids=[f"{n} {w.strip()}" for n, _, w, _ in IN_YAML]
 )
-def test_a_mistake_in_a_yaml_is_told(conf: Path, name: str, right: str, wrong: str, message: str) -> None:
+def test_conf_file_with_mistake_reported(conf: Path, name: str, right: str, wrong: str, message: str) -> None:
     replace(conf / name, right, wrong)
     assert any(message in problem for problem in refusal_of())
 
 
-def test_all_mistakes_come_together(conf: Path) -> None:
+def test_overrides_several_mistakes_reported_together(conf: Path) -> None:
     words = ("sed=1", "model=lllama", "training.max_stps=3", "~seed", "x", "+adapter.rr=2")
     assert len(refusal_of(*words)) == 6
     replace(conf / "adapter/lora.yaml", "\nr: 32", "\nrank: 32")
@@ -118,7 +118,7 @@ def test_all_mistakes_come_together(conf: Path) -> None:
     assert len(refusal_of()) == 3
 
 
-def test_a_word_that_means_nothing_hides_no_wrong_value() -> None:
+def test_overrides_misspelt_key_and_wrong_value_both_reported() -> None:
     assert refusal_of("optimizer.lrr=3", "optimizer.lr=-1", "adapter.r=x", "training.clip=1") == [
         "optimizer.lrr is not a key. Did you mean optimizer.lr?",
         "adapter.r=x: expected a whole number.",
@@ -130,7 +130,7 @@ def test_a_word_that_means_nothing_hides_no_wrong_value() -> None:
 
 
 @pytest.mark.parametrize("given", ["training.max_stps=1", ""])
-def test_torch_is_not_imported_for_a_mistake(given: str, app_env: dict[str, str], tmp_path: Path) -> None:
+def test_mistake_reported_before_torch_import(given: str, app_env: dict[str, str], tmp_path: Path) -> None:
     """The empty one: a misspelt key in a YAML."""
     copy = tmp_path / "conf"
     shutil.copytree(groups.CONF, copy)
@@ -158,7 +158,7 @@ SLIPS: list[Callable[[str, int], str]] = [
 ]
 
 
-def test_nine_of_ten_slips_of_one_key_stroke_are_understood() -> None:
+def test_did_you_mean_single_typo_finds_key() -> None:
     keys, dice = leaf_keys(RunConfig), random.Random(0)
     understood = tried = 0
     while tried < 200:
@@ -176,7 +176,7 @@ def test_nine_of_ten_slips_of_one_key_stroke_are_understood() -> None:
 @given(
     st.lists(st.text(max_size=12) | st.sampled_from(["seed", "=", "model", "${", "'", "[", "~", "+", ","]))
 )
-def test_whatever_is_typed_is_read_or_refused(parts: list[str]) -> None:
+def test_overrides_any_text_read_or_refused(parts: list[str]) -> None:
     with suppress(ConfigError):
         check_overrides(split_arguments(["".join(parts)])[0], RunConfig)
 
@@ -219,7 +219,7 @@ TAKEN: list[list[tuple[str, str, Any]]] = [
 
 
 @pytest.mark.parametrize("taken", TAKEN)
-def test_a_word_reaches_the_run(taken: list[tuple[str, str, Any]]) -> None:
+def test_overrides_reach_run(taken: list[tuple[str, str, Any]]) -> None:
     run = compose_run([word for word, _, _ in taken])
     for word, key, value in taken:
         place: Any = run
@@ -228,20 +228,20 @@ def test_a_word_reaches_the_run(taken: list[tuple[str, str, Any]]) -> None:
         assert (place, type(place)) == (value, type(value)), word
 
 
-def test_the_last_word_wins_over_the_others_and_over_every_file() -> None:
+def test_overrides_last_one_wins() -> None:
     run = compose_run(["seed=1", "model=llama", "debug=fast", "seed=2", "model=qwen", "~debug"])
     assert (run.seed, run.model.path, run.training.max_steps) == (2, "Qwen/Qwen3-8B", None)
     run = compose_run(["recipe=lora", "adapter.r=4", "optimizer=sgd", "experiment=first_run", "model=llama"])
     assert (run.adapter.r, run.optimizer.kind, run.model.path.partition("/")[0]) == (4, "sgd", "meta-llama")
 
 
-def test_what_was_checked_can_be_checked_again() -> None:
+def test_check_overrides_idempotent() -> None:
     given = ["seed=1", "+model=llama", "output_dir=a=b", "model.revision=1e5"]
     once = check_overrides(given, RunConfig)
     assert check_overrides(once, RunConfig) == once
 
 
-def test_the_program_runs_what_was_checked() -> None:
+def test_validated_arguments_give_same_run() -> None:
     """The words that Hydra gets give the same run as the words that were typed."""
     words = ["experiment=null", "output_dir=a=b", "model.architecture.new=1", "model.weights=random"]
     assert compose_run(validated_arguments(words)) == compose_run(words)
@@ -255,7 +255,7 @@ def test_the_program_runs_what_was_checked() -> None:
         ["model=llama", "model.architecture.eos_token_id.x=3"],
     ],
 )
-def test_a_key_inside_a_list_is_refused_by_name(words: list[str]) -> None:
+def test_overrides_key_inside_list_refused(words: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"model\.architecture\.(some|eos_token_id)"):
         compose_run(["model.weights=random", *words])
 
@@ -270,9 +270,7 @@ def test_a_key_inside_a_list_is_refused_by_name(words: list[str]) -> None:
         ([], "pretrained", 256),
     ],
 )
-def test_a_path_alone_means_any_model_and_not_the_small_one(
-    given: list[str], weights: str, length: int
-) -> None:
+def test_model_path_alone_chooses_folder_model(given: list[str], weights: str, length: int) -> None:
     run = compose_run(given)
     assert (run.model.weights, run.dataset.max_length) == (weights, length)
 
@@ -280,7 +278,7 @@ def test_a_path_alone_means_any_model_and_not_the_small_one(
 # ---- Hydra's switches
 
 
-def test_switches_and_settings_may_be_mixed() -> None:
+def test_split_arguments_mixed_switches_and_overrides() -> None:
     words = ["seed=1", "--cfg", "job", "adapter.r=3"]
     assert split_arguments(words) == (["seed=1", "adapter.r=3"], ["--cfg", "job"])
     assert validated_arguments(words) == ["--cfg", "job", "++seed=1", "++adapter.r=3"]
@@ -303,7 +301,7 @@ WRONG_SWITCHES = [
 
 
 @pytest.mark.parametrize(("words", "sweep", "message"), WRONG_SWITCHES)
-def test_a_switch_that_is_not_there_is_refused(words: list[str], sweep: bool, message: str) -> None:
+def test_split_arguments_unknown_switch_refused(words: list[str], sweep: bool, message: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         split_arguments(words, sweep=sweep)
     (problem,) = refusal.value.problems
@@ -317,7 +315,7 @@ def test_a_switch_that_is_not_there_is_refused(words: list[str], sweep: bool, me
         *(([], False), (["seed=1,2"], False), (["--cfg", "job"], False), (["dataset.path=-m"], False)),
     ],
 )
-def test_a_sweep_is_known_by_its_switch(words: list[str], sweep: bool) -> None:
+def test_is_sweep_by_switch(words: list[str], sweep: bool) -> None:
     assert is_sweep(words) is sweep
     settings = [word for word in words if word[:1] != "-" and word != "job"]
     assert split_arguments(words, sweep=sweep)[0] == settings

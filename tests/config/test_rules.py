@@ -1,4 +1,4 @@
-"""Each rule refuses what it is about, says what to do, and leaves a sound run alone."""
+"""Every rule refuses its combination of keys with a remedy, and accepts valid runs."""
 
 from pathlib import Path
 from typing import Any
@@ -88,13 +88,13 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), BROKEN, ids=[str(changes) for changes, _ in BROKEN])
-def test_a_broken_rule_is_told_once(changes: dict[str, Any], message: str) -> None:
+def test_rule_broken_one_problem(changes: dict[str, Any], message: str) -> None:
     (problem,) = problems_of(run_with(changes))
     assert message in problem
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_no_rule_is_without_a_test(rule: Any) -> None:
+def test_rules_all_tested(rule: Any) -> None:
     assert any(list(rule(run_with(changes))) for changes, _ in BROKEN)
 
 
@@ -116,17 +116,15 @@ def test_no_rule_is_without_a_test(rule: Any) -> None:
     ],
     ids=str,
 )
-def test_a_sound_run_breaks_no_rule(changes: dict[str, Any]) -> None:
+def test_rules_valid_run_no_problem(changes: dict[str, Any]) -> None:
     assert problems_of(run_with(changes)) == []
 
 
-def test_the_users_folder_may_be_written_with_a_tilde(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_folder_with_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "runs").mkdir()
     assert problems_of(run_with({"resume": "~/runs"})) == []
 
 
-def test_rules_are_asked_of_a_command_line_too() -> None:
+def test_rules_checked_for_command_line() -> None:
     assert len(refusal_of("batching.tokens=100", "adapter.r=0")) == 2

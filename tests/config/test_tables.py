@@ -1,4 +1,4 @@
-"""A name in conf/ has its entry in the table of the module that owns the kind, and the other way round."""
+"""Names of conf/ equal the entries of the table that owns the kind."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -35,7 +35,7 @@ from app.tracking.trackers import TRACKERS
         ("task", TASKS),
     ],
 )
-def test_files_and_entries_have_the_same_names(group: str, table: Iterable[str]) -> None:
+def test_tables_match_conf_files(group: str, table: Iterable[str]) -> None:
     assert set(choices_by_group()[group]) == set(table)
 
 
@@ -45,7 +45,7 @@ def choices_of(name: str) -> tuple[str, ...]:
     return choices
 
 
-def test_dataset_choices_are_what_the_data_can_do() -> None:
+def test_tables_match_dataset_choices() -> None:
     assert set(choices_of("format")) == {"auto", *FORMATS} == set(TRAIN_ON)
     assert set(choices_of("on_overflow")) == {"auto", "error", *POLICIES}
     assert set(choices_of("train_on")) == {part for parts in TRAIN_ON.values() for part in parts}

@@ -1,4 +1,4 @@
-"""Plain data into a typed run: types, limits, names, and everything that is wrong at once."""
+"""Validation of plain data: types, limits, names, all problems at once."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -58,7 +58,7 @@ WRONG: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("key", "value", "message"), WRONG, ids=[f"{k}={v}" for k, v, _ in WRONG])
-def test_a_wrong_value_is_told_with_its_key_and_what_is_allowed(key: str, value: Any, message: str) -> None:
+def test_value_invalid_names_key_and_allowed(key: str, value: Any, message: str) -> None:
     (problem,) = problems_in({key: value})
     assert message in problem
 
@@ -79,20 +79,20 @@ def test_a_wrong_value_is_told_with_its_key_and_what_is_allowed(key: str, value:
         *(("training.recompute", given, given) for given in (True, False, 0, 1, 7, "auto")),
     ],
 )
-def test_a_right_value_gets_the_type_of_its_key(key: str, value: Any, read: Any) -> None:
+def test_value_valid_is_converted(key: str, value: Any, read: Any) -> None:
     place: Any = run_with({key: value})
     for name in key.split("."):
         place = getattr(place, name)
     assert (place, type(place)) == (read, type(read))
 
 
-def test_all_problems_come_at_once() -> None:
+def test_section_all_problems_together() -> None:
     changes = {"seed": "x", "training.epochs": 0, "lr": 1, "dataset.format": "x", "model.path": "???"}
     keys = [problem.split("=")[0].split(" ")[0] for problem in problems_in(changes)]
     assert keys == ["lr", "seed", "model.path", "dataset.format", "training.epochs"]
 
 
-def test_a_missing_key_is_named() -> None:
+def test_key_missing_reported() -> None:
     data = data_with({})
     del data["training"], data["seed"]
     with pytest.raises(ConfigError) as refusal:
@@ -104,7 +104,7 @@ def test_a_missing_key_is_named() -> None:
 @pytest.mark.parametrize(
     "overrides", [[], ["recipe=full", "model=llama"], ["tracker=wandb", "adapter.targets=[q_proj,v_proj]"]]
 )
-def test_a_run_is_read_from_its_run_yaml_as_it_was(overrides: list[str], tmp_path: Path) -> None:
+def test_run_yaml_round_trip(overrides: list[str], tmp_path: Path) -> None:
     run = compose_run(overrides)
     file = tmp_path / "run.yaml"
     file.write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(run))))
@@ -112,7 +112,7 @@ def test_a_run_is_read_from_its_run_yaml_as_it_was(overrides: list[str], tmp_pat
 
 
 @pytest.mark.parametrize("text", ["", "- a\n", "a: [", "just words", "seed: x\n", "\x00", None])
-def test_what_is_no_run_yaml_is_refused_by_name(text: str | None, tmp_path: Path) -> None:
+def test_run_yaml_malformed_refused(text: str | None, tmp_path: Path) -> None:
     """None: there is no such file."""
     file = tmp_path / "run.yaml"
     if text is not None:
@@ -121,5 +121,5 @@ def test_what_is_no_run_yaml_is_refused_by_name(text: str | None, tmp_path: Path
         read_run(file)
 
 
-def test_every_key_of_a_run_has_a_place_in_the_schema() -> None:
+def test_schema_has_all_keys() -> None:
     assert len(leaf_keys(RunConfig)) >= 75

@@ -1,4 +1,4 @@
-"""The numbers of a picture are those of the metrics, and axes hold them."""
+"""Charts: lines go through the numbers of the metrics, and axes contain them."""
 
 import math
 import random
@@ -10,10 +10,7 @@ from hypothesis import strategies as st
 
 from app.pages.charts import Point, Quantity, Series, axis_of, length_bars, line_chart, thinned
 from app.pages.render import environment
-from app.tracking.formatting import (
-    finite_number,
-    format_number,
-)
+from app.tracking.formatting import finite_number, format_number
 from tests.pages.reading import Element, drawn, read
 
 CHART = '{% import "macros.html.j2" as page %}{{ page.chart(chart) }}'
@@ -27,7 +24,7 @@ def made(*series: Series, may_log: bool = False) -> Element:
 
 
 @pytest.mark.parametrize("may_log", [False, True])
-def test_line_goes_through_its_points(may_log: bool) -> None:
+def test_line_chart_through_points(may_log: bool) -> None:
     points: list[Point] = [(1, 8.5), (2, 4.0), (5, 0.25), (9, 0.3)]
     figure = made(Series("loss", points), may_log=may_log)
     (line,) = drawn(figure)
@@ -38,7 +35,7 @@ def test_line_goes_through_its_points(may_log: bool) -> None:
     assert [each.text for each in figure.all("text", "name")] == ["loss", "step"], "axes are named"
 
 
-def test_line_without_numbers_is_interrupted_and_that_is_told() -> None:
+def test_line_chart_missing_numbers_interrupt_line() -> None:
     figure = made(Series("loss", [(1, 3.0), (2, 2.0), (3, None), (4, 1.0), (5, 0.5)]))
     assert [[round(x) for x, _ in line] for line in drawn(figure)] == [[1, 2], [4, 5]]
     assert "1 of 5 lines have no number for loss" in figure.text
@@ -46,18 +43,18 @@ def test_line_without_numbers_is_interrupted_and_that_is_told() -> None:
     assert line_chart(Quantity("A title", "loss"), [Series("loss", [])]) is None
 
 
-def test_one_point_is_a_dot_in_the_middle() -> None:
+def test_line_chart_one_point_is_dot() -> None:
     (dot,) = made(Series("loss", [(7, 3.0)])).all("circle", "dot")
     assert (dot.attributes["cx"], dot.attributes["cy"]) == ("50%", "50%")
 
 
-def test_several_lines_have_colours_and_a_legend() -> None:
+def test_line_chart_several_lines_legend() -> None:
     figure = made(Series("a", [(1, 1.0), (2, 2.0)], 0), Series("b", [(2, 3.0), (3, 4.0)], 1))
     assert drawn(figure, "c1") == [[pytest.approx((2, 3.0), abs=1e-2), pytest.approx((3, 4.0), abs=1e-2)]]
     assert [key.text for key in figure.all("span", "key")] == ["a", "b"]
 
 
-def test_many_points_keep_their_extremes() -> None:
+def test_line_chart_thinning_keeps_extremes() -> None:
     dice = random.Random(1)
     points: list[Point] = [(float(x), dice.random()) for x in range(50_000)]
     points[31_234], points[17_005] = (31_234.0, 99.0), (17_005.0, -99.0)
@@ -73,7 +70,7 @@ def test_many_points_keep_their_extremes() -> None:
 @example([1e149, 1e-149], True, False)
 @example([5e-324], False, True)
 @given(st.lists(NUMBERS, max_size=30), st.booleans(), st.booleans())
-def test_axis_has_a_place_for_every_number(values: list[float], may_log: bool, from_zero: bool) -> None:
+def test_axis_contains_every_number(values: list[float], may_log: bool, from_zero: bool) -> None:
     axis = axis_of(values, may_log=may_log, from_zero=from_zero)
     assert axis.low < axis.high
     assert all(-1e-6 <= axis.share(value) <= 1 + 1e-6 for value in values)
@@ -92,11 +89,11 @@ def test_axis_has_a_place_for_every_number(values: list[float], may_log: bool, f
         ([1, 3], {"steps": True}, ["1", "2", "3"]),
     ],
 )
-def test_ticks_are_round(values: list[float], options: dict[str, Any], told: list[str]) -> None:
+def test_axis_round_ticks(values: list[float], options: dict[str, Any], told: list[str]) -> None:
     assert [text for _, text in axis_of(values, **options).ticks] == told
 
 
-def test_lengths_are_bars_of_joined_classes() -> None:
+def test_length_bars_join_classes() -> None:
     bars = length_bars({"edges": list(range(1, 26)), "samples": [1] * 24}, (">24", 4))
     assert [(bar.label, bar.text) for bar in (bars[0], bars[-1])] == [("1-2", "2"), (">24", "4")]
     assert (len(bars), bars[0].share, bars[-1].beyond) == (13, 0.5, True)
@@ -109,12 +106,12 @@ def test_lengths_are_bars_of_joined_classes() -> None:
         assert length_bars(odd) == []
 
 
-def test_figures_have_the_digits_that_matter() -> None:
+def test_format_number_significant_digits() -> None:
     values = [3.62591, 0.0004, 1.23456e-7, 79146, 0, 1234.56, 0.012345678, 2e9, -4.5, 10.0]
     told = ["3.6259", "0.0004", "1.235e-7", "79,146", "0", "1,234.6", "0.01235", "2e9", "-4.5", "10"]
     assert [format_number(value) for value in values] == told
 
 
 @pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf, True, "3", [], 10**400, 1e200])
-def test_what_cannot_be_drawn_is_no_number(value: object) -> None:
+def test_finite_number_other_values_are_none(value: object) -> None:
     assert finite_number(value) is None

@@ -1,4 +1,4 @@
-"""What app.check found: the screen and the page say the same, and nothing that data says can do any harm."""
+"""Findings of app.check: page and terminal show the same, and hostile data is harmless."""
 
 import io
 import json
@@ -89,7 +89,7 @@ def words(text: str) -> str:
 
 @pytest.mark.parametrize("columns", [120, 59])
 @pytest.mark.parametrize("check", ["data", "memory", "cluster"])
-def test_screen_says_everything_wide_and_narrow(shown: Shown, check: str, columns: int) -> None:
+def test_show_check_complete_at_any_width(shown: Shown, check: str, columns: int) -> None:
     sections, texts = {
         "data": (data_sections(DATA), DATA_TEXTS),
         "memory": (memory_sections(MEMORY), MEMORY_TEXTS),
@@ -101,7 +101,7 @@ def test_screen_says_everything_wide_and_narrow(shown: Shown, check: str, column
     assert max(len(ESCAPE.sub("", line).rstrip()) for line in text.splitlines()) <= columns
 
 
-def test_page_says_everything_that_the_screen_says() -> None:
+def test_check_page_complete() -> None:
     page = read(check_page({"data": DATA, "memory": MEMORY, "cluster": CLUSTER}))
     text = " ".join(page.one("main").text.replace("\n", " ").split())
     for each in (
@@ -120,13 +120,13 @@ def test_page_says_everything_that_the_screen_says() -> None:
     assert "kept from step to step" in phases
 
 
-def test_narrowest_screen_folds_words_and_loses_none(shown: Shown) -> None:
+def test_show_check_very_narrow_folds_words(shown: Shown) -> None:
     text = ESCAPE.sub("", shown(data_sections(DATA), 24))
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 24
     assert "keeps99.2%ofthesampleswhole" in re.sub(r"\s", "", text)
 
 
-def test_trained_tokens_are_coloured_or_in_brackets(shown: Shown) -> None:
+def test_show_check_trained_tokens_marked(shown: Shown) -> None:
     text = shown(data_sections(DATA))
     assert re.findall(r"\x1b\[30;42m(Hello)\x1b\[0m", text) == ["Hello"]
     assert "[[" not in text
@@ -136,7 +136,7 @@ def test_trained_tokens_are_coloured_or_in_brackets(shown: Shown) -> None:
         assert not re.search(r"\x1b\[[0-9;]*(3|4)[0-9]", plain)
 
 
-def test_bars_have_the_lengths_of_what_they_are_of(shown: Shown) -> None:
+def test_check_bars_proportional(shown: Shown) -> None:
     lines = ESCAPE.sub("", shown(data_sections(DATA))).splitlines()
     assert {line.split()[0]: line.count("█") for line in lines if "█" in line} == {
         "1-32": 32,
@@ -151,7 +151,7 @@ def test_bars_have_the_lengths_of_what_they_are_of(shown: Shown) -> None:
     assert len(page.all("rect", "beyond")) == 3
 
 
-def test_weights_of_messages_are_told_and_shown(shown: Shown) -> None:
+def test_check_message_weights_shown(shown: Shown) -> None:
     pieces = [{"text": "Hi ", "trained": False}, {"text": "Hello", "trained": True, "weight": 0.3}]
     rows = [{"place": "a:1", "tokens": 9, "trained_tokens": 4, "pieces": pieces}]
     weights = {"samples": 1, "trained_tokens_count_as": 1.2, "share": 0.3}
@@ -162,7 +162,7 @@ def test_weights_of_messages_are_told_and_shown(shown: Shown) -> None:
     assert "Hello(weight 0.3)" in section(read(check_page({"data": facts})), "First samples").text
 
 
-def test_rows_held_out_of_the_training_rows_and_none_at_all(shown: Shown) -> None:
+def test_check_held_out_rows_and_empty_dataset(shown: Shown) -> None:
     held = {**DATA["eval"], "source": "chat.jsonl", "rows": 0, "samples": 9, "total_tokens": 80}
     assert "eval 9 samples of the same rows, 80 tokens" in words(shown(data_sections({**DATA, "eval": held})))
     nothing = dict.fromkeys(("fill", "padded_fill", "trained_share", "length_percentiles", "eval"))
@@ -174,14 +174,14 @@ def test_rows_held_out_of_the_training_rows_and_none_at_all(shown: Shown) -> Non
     assert "nothing to pack" in read(check_page({"data": empty})).text
 
 
-def test_labels_are_counted_on_both_sides(shown: Shown) -> None:
+def test_check_labels_counted_per_split(shown: Shown) -> None:
     facts = {**DATA, "labels": {"a": 3, "b": 1}, "eval": {**DATA["eval"], "labels": {"b": 2}}}
     text = words(shown(data_sections(facts)))
     assert "labels a 3, b 1 " in text
     assert "eval labels b 2 " in text
 
 
-def test_what_would_stop_a_run_is_told_first() -> None:
+def test_check_page_problems_first() -> None:
     page = read(check_page({"data": {**DATA, "stops": ["chat.jsonl:7: no role"]}, "memory": TOO_LARGE}))
     assert [each.text for each in page.all("span", "badge")] == ["a run would stop", "does not fit RTX 4090"]
     assert notes(page) == ["chat.jsonl:7: no role", "it needs 30.1 GB"]
@@ -191,7 +191,7 @@ def test_what_would_stop_a_run_is_told_first() -> None:
     assert "together: 9.0 GB, which fits" in shown.text
 
 
-def test_stop_has_the_parts_and_the_cheapest_way_in() -> None:
+def test_out_of_memory_problem_parts_and_remedy() -> None:
     told = out_of_memory_problem(TOO_LARGE)
     assert told.startswith(
         "it needs 30.1 GB of the 25.2 GB of RTX 4090: frozen weights 15.0 GB, trained weights"
@@ -208,7 +208,7 @@ def test_stop_has_the_parts_and_the_cheapest_way_in() -> None:
 
 
 @pytest.mark.parametrize("facts", [DATA, MEMORY], ids=["data", "memory"])
-def test_hostile_texts_do_no_harm(shown: Shown, facts: dict[str, Any]) -> None:
+def test_check_hostile_text_escaped(shown: Shown, facts: dict[str, Any]) -> None:
     words = ("chat.jsonl", "the chat template writes a date", "no role", "Hi ", "keeps 99.2% of the samples whole",
              "some/model-8B: LoRA of rank 32, adamw", "more arithmetic", "recipe=qlora", "RTX 4090")  # fmt: skip
     text = json.dumps(facts)

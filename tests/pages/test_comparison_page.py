@@ -17,7 +17,7 @@ def rows(part: Element) -> dict[str, list[str]]:
     return {name: values for name, *values in found}
 
 
-def test_curves_results_and_what_differs(tmp_path: Path) -> None:
+def test_comparison_page_content(tmp_path: Path) -> None:
     other = {**SETTINGS, "output_dir": "x", "optimizer": {"kind": "adamw", "lr": 0.01}}
     del other["schedule"]
     newer = {**MANIFEST, "packages": {"torch": "2.14.0"}, "hashes": {"train": "dd" * 32}}
@@ -48,7 +48,7 @@ def test_curves_results_and_what_differs(tmp_path: Path) -> None:
     assert [each.text for each in answers.all("div", "text")] == ["2+2?", "4", "4", "5"]
 
 
-def test_the_same_run_twice(tmp_path: Path) -> None:
+def test_comparison_page_equal_runs(tmp_path: Path) -> None:
     runs = [made_run(tmp_path / name / "run", lines_of([4.0, 3.0])) for name in ("a", "b")]
     page = read(comparison_page(runs))
     assert "every key has the same value" in page.text
@@ -56,7 +56,7 @@ def test_the_same_run_twice(tmp_path: Path) -> None:
     assert page.one("head").one("title").text == "2 runs: a/run, b/run"
 
 
-def test_runs_of_which_little_is_left(tmp_path: Path) -> None:
+def test_comparison_page_incomplete_runs(tmp_path: Path) -> None:
     broken = made_run(tmp_path / "broken", result={})
     whole = made_run(tmp_path / "whole", lines_of([1.0]))
     manifests: list[Any] = [{}, [], {"packages": 3, "hardware": None, "program": [], "hashes": "x"}]
@@ -68,7 +68,7 @@ def test_runs_of_which_little_is_left(tmp_path: Path) -> None:
         assert "unfinished" in page.text
 
 
-def test_everything_hostile_is_text(tmp_path: Path) -> None:
+def test_comparison_page_hostile_text_escaped(tmp_path: Path) -> None:
     runs = [
         made_run(
             tmp_path / f"<b>{at}",
@@ -85,7 +85,7 @@ def test_everything_hostile_is_text(tmp_path: Path) -> None:
     assert page.text.count("onerror") >= 8
 
 
-def test_names_are_as_long_as_it_takes() -> None:
+def test_distinct_names_use_parents() -> None:
     assert distinct_names([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
     assert distinct_names([Path("/x/one/a"), Path("/x/two/a"), Path("/x/two/b")]) == [
         "one/a",

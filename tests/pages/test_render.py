@@ -13,20 +13,20 @@ HOSTILE = "</script></style></title><img src=x onerror=alert(1)>\"'`&amp;\x00\x1
 REPLACED = HOSTILE.replace("\x00", "\N{REPLACEMENT CHARACTER}").replace("\x1b", "\N{REPLACEMENT CHARACTER}")
 
 
-def test_hostile_texts_stay_text_without_control_characters() -> None:
+def test_render_hostile_text_escaped() -> None:
     page = read(check_page({"memory": {**MEMORY, "subject": HOSTILE, "stops": [HOSTILE]}}))
     assert page.one("h1").text == page.one("div", "note").text == REPLACED
     assert page.one("head").one("title").text == f"Check: {REPLACED}"
 
 
 @given(st.text())
-def test_any_text_comes_back_as_one_text(text: str) -> None:
+def test_render_any_text_round_trip(text: str) -> None:
     found = read(check_page({"memory": {**MEMORY, "stops": [f"<{text}>"]}})).one("div", "note")
     assert found.children == []
     assert (found.text[0], found.text[-1]) == ("<", ">")
 
 
-def test_page_forbids_itself_everything_that_is_not_in_it() -> None:
+def test_render_content_security_policy() -> None:
     page = read(check_page({"memory": MEMORY}))
     policies = [
         each.attributes["content"]
@@ -40,7 +40,7 @@ def test_page_forbids_itself_everything_that_is_not_in_it() -> None:
     assert "@import" not in style
 
 
-def test_templates_never_switch_escaping_off() -> None:
+def test_templates_never_disable_escaping() -> None:
     templates = list((Path(__file__).parents[2] / "app" / "pages" / "templates").iterdir())
     assert len(templates) >= 7
     assert not [

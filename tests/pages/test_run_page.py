@@ -1,4 +1,4 @@
-"""The page of a run, whatever state its folder is in."""
+"""The page of a run, in any state of its folder."""
 
 import json
 import math
@@ -25,7 +25,7 @@ def cells(part: Element, tag: str = "td", class_: str | None = None) -> list[str
     return [cell.text for cell in part.all(tag, class_)]
 
 
-def test_finished_run_shows_its_numbers(tmp_path: Path) -> None:
+def test_run_page_finished_run(tmp_path: Path) -> None:
     page = page_of(made_run(tmp_path / "mine", LINES))
     assert page.one("h1").text == "mine"
     assert page.one("head").one("title").text == "mine: finished"
@@ -64,7 +64,7 @@ def test_finished_run_shows_its_numbers(tmp_path: Path) -> None:
     assert "lr: 0.001" in section(page, "Configuration").text
 
 
-def test_plan_and_provable_bins_are_told_beside_what_was(tmp_path: Path) -> None:
+def test_run_page_predicted_memory_and_bins(tmp_path: Path) -> None:
     folder = made_run(tmp_path / "mine", LINES)
     anatomy = {"frozen_weights": 300_000_000, "loss_head": 100_000_000}
     for least, told in ((156, "provably the fewest"), (154, "2 more than provably needed")):
@@ -85,7 +85,7 @@ def test_plan_and_provable_bins_are_told_beside_what_was(tmp_path: Path) -> None
         assert each in told
 
 
-def test_answers_before_and_after_are_judged(tmp_path: Path) -> None:
+def test_run_page_answers_judged(tmp_path: Path) -> None:
     samples = [
         sample(0, "2+2?", "4", "fish"),
         sample(0, "Name?", "Ada", "Ada"),
@@ -105,7 +105,7 @@ def test_answers_before_and_after_are_judged(tmp_path: Path) -> None:
     assert cells(page, "div", "text") == ["2+2?", "4", "(nothing)"] * 2
 
 
-def test_everything_hostile_is_text(tmp_path: Path) -> None:
+def test_run_page_hostile_text_escaped(tmp_path: Path) -> None:
     start = {"host": HOSTILE, "command_line": ["python", "-m", "app.train", HOSTILE], "folder": HOSTILE}
     counts = {"train": {"source": HOSTILE, "tokens": 1, "classes": {HOSTILE: 1}}, "notes": [HOSTILE]}
     hostile = {
@@ -131,7 +131,7 @@ def test_everything_hostile_is_text(tmp_path: Path) -> None:
     assert page.text.count("onerror") >= 18
 
 
-def test_how_it_ended_is_said(tmp_path: Path) -> None:
+def test_run_page_status(tmp_path: Path) -> None:
     for status, said in {
         "failed": "It failed. error: no memory",
         "stopped": "resume=auto",
@@ -143,7 +143,7 @@ def test_how_it_ended_is_said(tmp_path: Path) -> None:
         assert page.one("div", "top").one("span").text == status.replace("_", " ")
 
 
-def test_run_without_a_result_is_at_work_or_was_killed(tmp_path: Path) -> None:
+def test_run_page_without_result_running_or_killed(tmp_path: Path) -> None:
     folder = made_run(tmp_path / "mine", LINES, result={})
     killed = page_of(folder)
     assert killed.one("div", "top").one("span").text == "unfinished"
@@ -154,7 +154,7 @@ def test_run_without_a_result_is_at_work_or_was_killed(tmp_path: Path) -> None:
     assert "still at work" in notes(running)[0]
 
 
-def test_torn_files_are_told(tmp_path: Path) -> None:
+def test_run_page_torn_files_reported(tmp_path: Path) -> None:
     folder = made_run(tmp_path / "mine", LINES)
     (folder / "metrics.jsonl").write_text(jsonl(LINES) + 'rubbish\n{"step": 4, "lo')
     for name, text in {
@@ -172,7 +172,7 @@ def test_torn_files_are_told(tmp_path: Path) -> None:
     assert len(drawn(chart(page, "Loss"))[0]) == 3
 
 
-def test_empty_run_has_a_page(tmp_path: Path) -> None:
+def test_run_page_empty_run(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     page = page_of(tmp_path)
     assert "Nothing has been logged." in page.text
@@ -180,7 +180,7 @@ def test_empty_run_has_a_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "result.json", "preview.json", "evaluate.json"])
-def test_values_of_other_types_break_nothing(tmp_path: Path, name: str) -> None:
+def test_run_page_wrong_types_survive(tmp_path: Path, name: str) -> None:
     """Every value of a file replaced by each kind of wrong one."""
     folder = made_run(tmp_path / "mine", LINES)
     scores = {"base_eval_loss": 1, "tuned_eval_loss": 2, "eval_loss": 2}
@@ -200,7 +200,7 @@ def _everywhere(values: Any, wrong: Any) -> Any:
     return wrong
 
 
-def test_metrics_without_numbers_are_counted(tmp_path: Path) -> None:
+def test_run_page_metrics_without_numbers(tmp_path: Path) -> None:
     lines = [
         step(1, 3.0),
         step(2, None),
@@ -215,7 +215,7 @@ def test_metrics_without_numbers_are_counted(tmp_path: Path) -> None:
     assert "1 of 3 lines have no number for lr" in chart(page, "Learning rate").text
 
 
-def test_many_lines_make_a_small_page_with_every_peak(tmp_path: Path) -> None:
+def test_run_page_many_lines_stay_small(tmp_path: Path) -> None:
     lines = [step(at, 2 + math.sin(at / 50) + 1 / at, grad_norm=1 + at % 7) for at in range(1, 20_001)]
     lines[11_000]["loss"] = 77.0
     page = run_page(made_run(tmp_path / "mine", lines))
@@ -224,7 +224,7 @@ def test_many_lines_make_a_small_page_with_every_peak(tmp_path: Path) -> None:
     assert max(y for _, y in line) == pytest.approx(77.0, rel=1e-4)
 
 
-def test_time_is_that_of_the_starts_without_what_lay_between(tmp_path: Path) -> None:
+def test_read_run_seconds_excludes_pauses(tmp_path: Path) -> None:
     starts = [{"time": f"2026-01-02T0{hour}:00:00+00:00"} for hour in (1, 5)]
     folder = made_run(tmp_path / "mine", LINES, manifest={**MANIFEST, "starts": starts})
     times = ("02:00:00+01:00", "02:10:00+01:00", "06:00:30+01:00", "06:20:00+01:00")
@@ -232,9 +232,7 @@ def test_time_is_that_of_the_starts_without_what_lay_between(tmp_path: Path) -> 
     assert read_run(folder).seconds() == (10 + 20) * 60
 
 
-def test_secret_of_the_environment_is_not_on_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_page_redacts_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_KEY", "horse-battery-staple")
     samples = [sample(1, "the horse-battery-staple", "x", "horse-battery-staple")]
     page = run_page(made_run(tmp_path / "mine", LINES, samples=samples))
@@ -242,7 +240,7 @@ def test_secret_of_the_environment_is_not_on_the_page(
     assert "the ***" in page
 
 
-def test_launched_run_shows_no_command_that_would_not_repeat_it(tmp_path: Path) -> None:
+def test_run_page_launched_run_hides_worker_command(tmp_path: Path) -> None:
     """Our own launcher hands the settings over in a file, so the processes have no words of their own."""
     start = {**MANIFEST["starts"][0], "command_line": ["python", "-u", "-m", "app.train"]}
     several = {**MANIFEST, "starts": [start], "choices": {**MANIFEST["choices"], "processes": 2}}

@@ -33,7 +33,7 @@ def rows(page: Element) -> list[list[str]]:
     return [[cell.text for cell in line.all("td")] for line in lines]
 
 
-def test_it_ranks_as_the_sweep_itself(tmp_path: Path) -> None:
+def test_sweep_page_ranking(tmp_path: Path) -> None:
     outcomes = [Outcome(**{**each, "seconds": 61.0}) for each in GRID]
     page = page_of(made_sweep(tmp_path / "sweep", GRID))
     assert [int(row[1]) for row in rows(page)] == [each.number for each in ranked(outcomes)]
@@ -52,7 +52,7 @@ def test_it_ranks_as_the_sweep_itself(tmp_path: Path) -> None:
     assert page.one("div", "top").one("span").text == "stopped"
 
 
-def test_each_swept_key_has_its_picture(tmp_path: Path) -> None:
+def test_sweep_page_chart_per_key(tmp_path: Path) -> None:
     page = page_of(made_sweep(tmp_path / "sweep", GRID))
     for key, left_to_right in (("optimizer.lr", [1, 2, 5, 4]), ("adapter.r", [1, 5, 2, 4])):
         figure = chart(page, f"Objective by {key}")
@@ -75,7 +75,7 @@ def test_each_swept_key_has_its_picture(tmp_path: Path) -> None:
     assert {"0.001", "0.01", "0.1"} <= set(ticks)
 
 
-def test_curves_are_of_the_best_and_lead_to_their_pages(tmp_path: Path) -> None:
+def test_sweep_page_curves_of_best_trials(tmp_path: Path) -> None:
     folder = made_sweep(tmp_path / "sweep", GRID)
     made_run(folder / "2-trial", lines_of([4.0, 3.25]))
     (folder / "2-trial" / "report.html").touch()
@@ -92,7 +92,7 @@ def test_curves_are_of_the_best_and_lead_to_their_pages(tmp_path: Path) -> None:
     assert page_of(folder, tmp_path / "elsewhere.html").all("a") == [], "it would lead nowhere"
 
 
-def test_everything_hostile_is_text(tmp_path: Path) -> None:
+def test_sweep_page_hostile_text_escaped(tmp_path: Path) -> None:
     hostile = [
         trial(1, [f"dataset.path={HOSTILE}"], 1.0, folder=HOSTILE),
         trial(2, [f"{HOSTILE}=2"], None, error=HOSTILE, status=HOSTILE),
@@ -105,7 +105,7 @@ def test_everything_hostile_is_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [None, 7, "text", [], {}, [1], True])
-def test_other_types_than_expected_break_nothing(tmp_path: Path, wrong: Any) -> None:
+def test_sweep_page_wrong_types_survive(tmp_path: Path, wrong: Any) -> None:
     keys = list(GRID[0])
     folder = made_sweep(tmp_path / "sweep", [{**GRID[0], key: wrong} for key in keys])
     page_of(folder)
@@ -115,7 +115,7 @@ def test_other_types_than_expected_break_nothing(tmp_path: Path, wrong: Any) -> 
     assert read_sweep(folder) is None
 
 
-def test_a_sweep_without_any_objective(tmp_path: Path) -> None:
+def test_sweep_page_without_objective(tmp_path: Path) -> None:
     page = page_of(made_sweep(tmp_path / "sweep", [trial(1, ["seed=1"], None), trial(2, [], None)]))
     assert page.one("div", "top").one("span").text == "failed"
     assert "What the values did" not in page.text

@@ -21,7 +21,7 @@ def finish(objective: float | None, status: str = "finished") -> None:
 
 
 def stop_with(code: int) -> None:
-    """Asks the sweep to stop, and stops itself as it is told."""
+    """Requests a stop of the sweep, and stops as requested."""
     told = signal.SIGINT if code == 130 else signal.SIGTERM
     signal.signal(told, lambda *_: sys.exit(code))
     os.kill(os.getppid(), told)

@@ -1,4 +1,4 @@
-"""From the command line of a sweep to the settings of its trials."""
+"""Grid of a sweep: values of the command line and trials."""
 
 import itertools
 import json
@@ -57,7 +57,7 @@ VALUES = [
 
 
 @pytest.mark.parametrize(("text", "values"), VALUES, ids=[text for text, _ in VALUES])
-def test_values_are_as_they_were_typed(text: str, values: list[str] | None) -> None:
+def test_setting_values_as_typed(text: str, values: list[str] | None) -> None:
     found = setting(text)
     key = text.partition("=")[0]
     if values is None:  # the end of a float range is decided by rounding: only its writing is ours
@@ -68,7 +68,7 @@ def test_values_are_as_they_were_typed(text: str, values: list[str] | None) -> N
     assert found.key == key
 
 
-def test_a_prefix_stays() -> None:
+def test_setting_prefix_kept() -> None:
     assert setting("++seed=1,2").texts == ("++seed=1", "++seed=2")
     assert setting("++seed=1,2").key == "seed"
     assert setting("~debug").texts == ("~debug",)
@@ -92,13 +92,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("text", "message"), REFUSED, ids=[text for text, _ in REFUSED])
-def test_what_a_sweep_cannot_do(text: str, message: str) -> None:
+def test_setting_unsweepable_refused(text: str, message: str) -> None:
     _, problems = settings_of([text])
     assert len(problems) == 1
     assert message in problems[0]
 
 
-def test_too_many_by_multiplication_and_a_key_that_is_given_twice() -> None:
+def test_settings_too_many_or_given_twice_refused() -> None:
     _, problems = settings_of(
         ["seed=range(40)", "record.every=range(1,41)", "recipe=lora", "recipe=lora,full"]
     )
@@ -121,7 +121,7 @@ VALUE = st.one_of(
 
 
 @given(st.lists(VALUE, min_size=2, max_size=5, unique=True))
-def test_each_value_is_the_one_that_hydra_reads(values: list[str]) -> None:
+def test_setting_values_equal_hydra(values: list[str]) -> None:
     meant = [READ(f"key={value}").value() for value in values]
     found, problems = settings_of([f"key={','.join(values)}"])
     if problems:
@@ -132,7 +132,7 @@ def test_each_value_is_the_one_that_hydra_reads(values: list[str]) -> None:
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
-def test_a_grid_has_every_combination_once_and_names_that_sort(sizes: list[int]) -> None:
+def test_grid_every_combination_once(sizes: list[int]) -> None:
     keys = ["seed", "record.every", "eval.every", "training.epochs"][: len(sizes)]
     trials = grid(*(f"{k}={','.join(map(str, range(1, n + 1)))}" for k, n in zip(keys, sizes, strict=True)))
     every = itertools.product(
@@ -145,7 +145,7 @@ def test_a_grid_has_every_combination_once_and_names_that_sort(sizes: list[int])
 
 
 @given(st.text(max_size=300).filter(lambda text: "\0" not in text))
-def test_a_folder_name_is_safe_and_short(text: str) -> None:
+def test_trial_name_safe_and_short(text: str) -> None:
     settings = [Setting("dataset.path", (f"dataset.path={text}", "dataset.path=b"), ("a", "b"))]
     name = proposer_of(settings, NO_PRESET.config).points[0].name
     assert name.startswith("1-dataset.path")
@@ -154,7 +154,7 @@ def test_a_folder_name_is_safe_and_short(text: str) -> None:
     assert len(name) <= 96
 
 
-def test_without_swept_values_it_is_a_sweep_of_one() -> None:
+def test_grid_without_swept_values_one_trial() -> None:
     (trial,) = grid("seed=1", "recipe=full")
     assert (trial.name, trial.overrides, trial.swept) == ("1", ("seed=1", "recipe=full"), ())
     assert grid()[0].overrides == ()
@@ -174,6 +174,6 @@ def test_without_swept_values_it_is_a_sweep_of_one() -> None:
         ("model.architecture.x=inf", "inf"),
     ],
 )
-def test_values_are_typed_for_those_who_plot_them(text: str, value: object) -> None:
+def test_values_of_overrides_typed(text: str, value: object) -> None:
     assert values_of([text]) == {text.partition("=")[0].lstrip("+"): value}
     json.dumps(values_of([text]), allow_nan=False)

@@ -1,4 +1,4 @@
-"""A search: what it proposes, what it learns from, and that stopping it changes nothing."""
+"""Search: its proposals, and that a stop does not change them."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -62,7 +62,7 @@ def told(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     return [asdict(each) for each in outcomes]
 
 
-def test_the_first_trial_is_the_run_without_the_sweep_and_the_others_lie_in_the_space() -> None:
+def test_search_first_trial_is_own_run() -> None:
     found = ended(search("seed=1", "recipe=lora"))
     assert found[0].overrides == (
         "seed=1",
@@ -80,31 +80,19 @@ def test_the_first_trial_is_the_run_without_the_sweep_and_the_others_lie_in_the_
     assert len({each.swept for each in found}) == len(found) == 8
 
 
-def test_the_first_trial_is_any_when_the_run_lies_outside() -> None:
+def test_search_first_trial_when_run_outside_space() -> None:
     found = ended(search(trials=1, space={"optimizer.lr": {"low": 1.0, "high": 2.0}}))
     assert 1.0 <= values_of(found[0].swept)["optimizer.lr"] <= 2.0
 
 
-def test_a_swept_setting_is_searched_too_and_each_choice_has_its_own_rate() -> None:
-    found = ended(search("recipe=full,lora", trials=6, space={"optimizer.lr": {"low": "0.5x", "high": "2x"}}))
-    rates: dict[str, list[float]] = {"full": [], "lora": []}
-    for each in found:
-        values = values_of(each.swept)
-        rates[values["recipe"]].append(values["optimizer.lr"])
-    assert found[0].overrides == ("recipe=full", f"optimizer.lr={rate_of('full')}")
-    for recipe, found_rates in rates.items():
-        assert all(rate_of(recipe) / 2 <= rate <= rate_of(recipe) * 2 for rate in found_rates)
-    assert rates["lora"]
-
-
-def test_the_same_seed_and_outcomes_give_the_same_trials() -> None:
+def test_search_deterministic() -> None:
     one, same, other = (ended(search(seed=seed)) for seed in (3, 3, 4))
     assert one == same
     assert [each.swept for each in one][1:] != [each.swept for each in other][1:]
 
 
 @pytest.mark.parametrize("stop", [1, 4, 6])
-def test_a_search_that_was_stopped_goes_on_as_if_it_had_not_been(stop: int) -> None:
+def test_search_resumed_same_trials(stop: int) -> None:
     whole = ended(search())
     again = search()
     recalled = again.recall(told(whole[:stop]))
@@ -114,7 +102,7 @@ def test_a_search_that_was_stopped_goes_on_as_if_it_had_not_been(stop: int) -> N
     assert ended(again) == whole
 
 
-def test_multiples_of_a_rate_that_is_given_go_on_too() -> None:
+def test_search_resumed_with_multiples() -> None:
     def made() -> Search:
         space = {"optimizer.lr": {"low": "0.1x", "high": "10x", "log": True}}
         return search("seed=1", "++optimizer.lr=2e-3", trials=6, space=space)
@@ -127,7 +115,7 @@ def test_multiples_of_a_rate_that_is_given_go_on_too() -> None:
     assert ended(again) == whole
 
 
-def test_it_may_have_more_trials_but_not_fewer() -> None:
+def test_search_more_trials_allowed_fewer_refused() -> None:
     whole = ended(search(trials=9))
     few = ended(search(trials=5))
     more = search(trials=9)
@@ -137,7 +125,7 @@ def test_it_may_have_more_trials_but_not_fewer() -> None:
         search(trials=5).recall(told(whole))
 
 
-def test_a_trial_keeps_its_settings_when_an_earlier_one_ends_otherwise_now() -> None:
+def test_search_recorded_trial_keeps_settings() -> None:
     """It failed, and the same command tried it again."""
     first = ended(search(), lambda values: None if values["adapter.r"] == 8 else valley(values))
     assert [each.status for each in first].count(FAILED) in range(1, 8)
@@ -146,7 +134,7 @@ def test_a_trial_keeps_its_settings_when_an_earlier_one_ends_otherwise_now() -> 
     assert [each.swept for each in ended(again)] == [each.swept for each in first]
 
 
-def test_a_trial_that_ran_when_the_sweep_was_killed_is_recalled() -> None:
+def test_search_running_trial_recalled() -> None:
     whole = ended(search())
     begun = [*whole[:2], replace(whole[2], status=RUNNING, objective=None)]
     again = search()
@@ -154,7 +142,7 @@ def test_a_trial_that_ran_when_the_sweep_was_killed_is_recalled() -> None:
     assert ended(again) == whole
 
 
-def test_plans_are_of_the_trials_that_need_no_results_and_are_made_anew() -> None:
+def test_search_dry_run_plans_startup_trials() -> None:
     plans: list[Outcome] = []
     proposer = search()
     while trial := proposer.next(plans):
@@ -167,7 +155,7 @@ def test_plans_are_of_the_trials_that_need_no_results_and_are_made_anew() -> Non
     assert len(search().recall(told(between))) == 3
 
 
-def test_a_space_that_can_be_counted_is_used_up_without_repetition() -> None:
+def test_search_finite_space_without_repetition() -> None:
     space = {
         "adapter.r": [8, 16, 32],
         "adapter.dropout": {"low": 0.0, "high": 0.2, "step": 0.1},

@@ -1,8 +1,7 @@
-"""`sweep=NAME`: every file of conf/sweep by itself, what the command line changes of it, and what is refused."""
+"""Sweep presets: files of conf/sweep, overrides of the command line, refusals."""
 
 import pytest
 
-from app.config.groups import choices_by_group
 from app.config.load import compose_run
 from app.errors import ConfigError
 from app.sweeps import sweep
@@ -10,14 +9,12 @@ from app.sweeps.grid import settings_of
 from app.sweeps.preset import dimensions_of, is_sweep_key, read_preset
 from app.sweeps.runner import Proposer
 from app.sweeps.search_space import dimensions_in
-from app.sweeps.sweep import default_path, identity_of, plan_sweep, proposer_of
-from tests.sweeps.test_sweep import nothing_more, refusal_of
-
-NAMES = choices_by_group()["sweep"]
+from app.sweeps.sweep import default_path, identity_of, proposer_of
+from tests.sweeps.test_sweep import refusal_of
 
 
 def proposed(*words: str) -> tuple[Proposer, list[str]]:
-    """And what is said on the screen."""
+    """The proposer of a command line, and its messages."""
     preset = read_preset([word for word in words if is_sweep_key(word)])
     settings, problems = settings_of([word for word in words if not is_sweep_key(word)])
     space, wrong = dimensions_in(preset.config.space)
@@ -36,24 +33,16 @@ def rates(*words: str) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_preset_makes_trials_that_are_right(name: str) -> None:
-    plan = plan_sweep(["-m", f"sweep={name}"], nothing_more)
-    assert len(plan.runs) == len(plan.proposer.points)
-    assert 5 <= plan.proposer.count <= 12
-    assert plan.notes
-
-
 @pytest.mark.parametrize(
     "given", [["recipe=lora"], ["recipe=full"], ["model=llama"], ["optimizer.lr=0.3"]], ids=str
 )
-def test_rates_lie_around_what_the_run_would_have(given: list[str]) -> None:
+def test_preset_rates_around_own_rate(given: list[str]) -> None:
     own = compose_run(given).optimizer.lr
     expected = [own * 2.0**power for power in range(-3, 4)]
     assert rates("sweep=lr", *given) == pytest.approx(expected, rel=1e-3)
 
 
-def test_settings_and_preset_are_multiplied_each_around_its_own_rate() -> None:
+def test_preset_combined_with_settings() -> None:
     found = points("sweep=lr", "recipe=lora,full", "seed=1")
     assert [each[:2] for each in found] == [("recipe=lora", "seed=1")] * 7 + [("recipe=full", "seed=1")] * 7
     lora, full = (compose_run([f"recipe={recipe}"]).optimizer.lr for recipe in ("lora", "full"))
@@ -61,18 +50,18 @@ def test_settings_and_preset_are_multiplied_each_around_its_own_rate() -> None:
     assert lora != full
 
 
-def test_what_is_given_is_the_middle_and_given_once() -> None:
+def test_preset_given_rate_is_base_of_multiples() -> None:
     for each in points("sweep=lr", "++optimizer.lr=1e-3"):
         (_rate,) = (text for text in each if "optimizer.lr" in text)
 
 
-def test_ranks_with_one_alpha() -> None:
+def test_preset_rank_keeps_alpha() -> None:
     runs = [compose_run(each) for each in points("sweep=rank")]
     assert [run.adapter.r for run in runs] == [4, 8, 16, 32, 64]
     assert len({(run.adapter.alpha, run.optimizer.lr) for run in runs}) == 1
 
 
-def test_the_command_line_changes_the_space() -> None:
+def test_preset_space_changed_by_command_line() -> None:
     words = ("sweep=optuna", "sweep.trials=40", "sweep.space.adapter.r=null", "sweep.space.seed=[1,2]")
     preset = read_preset([*words, "sweep.space.optimizer.lr={low: 1e-5, high: 1e-3, log: true}"])
     assert preset.config.trials == 40
@@ -91,7 +80,7 @@ def test_the_command_line_changes_the_space() -> None:
     }
 
 
-def test_keys_that_change_nothing_are_left_out_and_told() -> None:
+def test_preset_unused_keys_left_out() -> None:
     proposer, notes = proposed("sweep=optuna", "recipe=full")
     assert not [text for trial in proposer.points for text in trial.overrides if text.startswith("adapter")]
     assert notes == [
@@ -171,12 +160,12 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("words", "message"), REFUSED, ids=[words for words, _ in REFUSED])
-def test_what_is_refused(words: str, message: str) -> None:
+def test_preset_invalid_refused(words: str, message: str) -> None:
     (problem,) = refusal_of(*words.split(" "))
     assert message in problem
 
 
-def test_all_that_is_wrong_with_words_comes_together() -> None:
+def test_preset_all_problems_together() -> None:
     problems = refusal_of(
         "sweep=optuna",
         "sweep.space.optimizer.lrr=[1,2]",
@@ -192,19 +181,19 @@ def test_all_that_is_wrong_with_words_comes_together() -> None:
     ]
 
 
-def test_what_is_wrong_at_one_point_of_a_space_comes_with_the_point() -> None:
+def test_preset_invalid_point_named() -> None:
     space = "sweep.space={optimizer.lr: {low: 0.1, high: 0.2}, quantization: [none, nf4]}"
     (problem,) = refusal_of("sweep=optuna", "recipe=full", space)
     assert problem.startswith("quantization.kind=nf4 needs adapter.kind=lora")
     assert problem.endswith("(with optimizer.lr=0.1 quantization=nf4)")
 
 
-def test_without_m_it_is_told_how_to_start_it() -> None:
+def test_preset_without_m_refused() -> None:
     with pytest.raises(ConfigError, match=r"-m starts those: python -m app\.train -m sweep=lr"):
         compose_run(["sweep=lr"])
 
 
-def test_optuna_is_asked_for_only_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preset_missing_optuna_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "find_spec", lambda name: None)
     (problem,) = refusal_of("sweep=optuna")
     assert problem.startswith(
@@ -213,7 +202,7 @@ def test_optuna_is_asked_for_only_where_it_is_needed(monkeypatch: pytest.MonkeyP
     assert points("sweep=lr")
 
 
-def test_more_trials_are_the_same_sweep_and_another_space_is_not() -> None:
+def test_identity_ignores_number_of_trials() -> None:
     def both(*words: str) -> tuple[str, str]:
         preset = read_preset(words)
         return default_path([], preset), identity_of([], preset)
@@ -229,7 +218,7 @@ def test_more_trials_are_the_same_sweep_and_another_space_is_not() -> None:
     assert len({few, *others}) == 4
 
 
-def test_without_a_preset_the_identity_is_what_it_was() -> None:
-    """Or the sweeps that earlier versions began could not be continued."""
+def test_identity_without_preset_unchanged() -> None:
+    """A changed identity would make sweeps of earlier versions impossible to resume."""
     settings, _ = settings_of(["seed=1,2", "recipe=lora"])
     assert identity_of(settings) == "f9d6cbceaf3d3bcf3dd17d471786de2b66ada143bf0ae7fb26436d4f23b3600b"

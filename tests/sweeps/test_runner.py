@@ -57,9 +57,7 @@ def column(folder: Path, name: str) -> list[Any]:
     return [trial[name] for trial in content(folder)["trials"]]
 
 
-def test_trials_that_fail_stop_nobody_and_have_no_rank(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_runner_failed_trials_unranked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, 3, 10, 4, 11, 1) == 3
     assert column(tmp_path, "status") == ["finished", "failed", "finished", "failed", "finished"]
     assert column(tmp_path, "objective") == [3.0, None, None, None, 1.0]
@@ -86,7 +84,7 @@ def test_trials_that_fail_stop_nobody_and_have_no_rank(
     assert "2 of 5 trials failed; the same command tries them again" in shown.out
 
 
-def test_all_is_well(tmp_path: Path) -> None:
+def test_runner_all_finished(tmp_path: Path) -> None:
     assert run(tmp_path, 1, 2) == 0
     assert all(seconds > 0 for seconds in column(tmp_path, "seconds"))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [
@@ -99,9 +97,7 @@ def test_all_is_well(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_finished_is_kept_and_what_failed_is_tried_again(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_runner_restart_repeats_failed_only(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, 1, 10, 2) == 3
     first = content(tmp_path)["trials"]
     capfd.readouterr()
@@ -116,9 +112,7 @@ def test_what_is_finished_is_kept_and_what_failed_is_tried_again(
     assert capfd.readouterr().out.count("finished before, objective") == 2
 
 
-def test_plans_are_shown_and_do_not_count_as_finished(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_runner_dry_run_not_finished(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert [run(tmp_path, 12), run(tmp_path, 12)] == [0, 0]
     assert column(tmp_path, "status") == ["dry_run"]
     assert content(tmp_path)["best"] is None
@@ -128,10 +122,8 @@ def test_plans_are_shown_and_do_not_count_as_finished(
 
 
 @pytest.mark.parametrize(("seed", "code"), [(20, 130), (21, 75), (22, 130), (75, 75), (130, 130)])
-def test_a_stop_stops_the_sweep(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], seed: int, code: int
-) -> None:
-    """Of the sweep, which is passed on; twice, for a trial that is deaf; or of the trial alone."""
+def test_runner_stop_request(tmp_path: Path, capfd: pytest.CaptureFixture[str], seed: int, code: int) -> None:
+    """A stop request for the sweep, which passes it on; twice, for a trial that ignores it; or for the trial alone."""
     handler = signal.getsignal(signal.SIGINT)
     assert run(tmp_path, 1, seed, 2) == code
     assert signal.getsignal(signal.SIGINT) is handler
@@ -143,9 +135,7 @@ def test_a_stop_stops_the_sweep(
     assert ("Ctrl-C once more kills it" in shown) == (seed < 75)
 
 
-def test_a_search_goes_on_past_what_fails_and_says_what_it_varies(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_runner_search_continues_after_failure(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert search(tmp_path, trials=2) in (0, 3)
     first = content(tmp_path)["trials"]
     assert search(tmp_path) == 3
@@ -164,9 +154,7 @@ def test_a_search_goes_on_past_what_fails_and_says_what_it_varies(
 
 
 @pytest.mark.parametrize("own", [None, "mine"])
-def test_trials_are_a_group_in_wandb(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str | None
-) -> None:
+def test_runner_wandb_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str | None) -> None:
     monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
     if own:
         monkeypatch.setenv("WANDB_RUN_GROUP", own)
@@ -175,7 +163,7 @@ def test_trials_are_a_group_in_wandb(
     assert os.environ.get("WANDB_RUN_GROUP") == own
 
 
-def test_a_terminal_has_a_line_that_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_screen_terminal_status_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "20")
     ours, theirs = pty.openpty()
@@ -193,7 +181,7 @@ def test_a_terminal_has_a_line_that_moves(monkeypatch: pytest.MonkeyPatch) -> No
     assert seen == f"trial 1/2\r\n{erase}  step 1/9 | loss 4{erase}done \ufffd[31mnot red\r\n"
 
 
-def test_a_file_has_whole_lines_only() -> None:
+def test_screen_file_whole_lines() -> None:
     stream = io.StringIO()
     screen = Screen(stream)
     screen.show("  step 1/9")

@@ -1,4 +1,4 @@
-"""Ranges and lists of a space: what they mean, and what is wrong with them before anything is composed."""
+"""Ranges, lists and multiples of a search space."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ def problem(key: str, given: Any) -> str:
         ),
     ],
 )
-def test_ranges(key: str, given: dict[str, Any], expected: Range) -> None:
+def test_range_parsed(key: str, given: dict[str, Any], expected: Range) -> None:
     assert dimension(key, given) == expected
 
 
@@ -68,7 +68,7 @@ def test_ranges(key: str, given: dict[str, Any], expected: Range) -> None:
         ("adapter.r", [8], ["8"]),
     ],
 )
-def test_lists(key: str, values: list[Any], texts: list[str]) -> None:
+def test_list_parsed(key: str, values: list[Any], texts: list[str]) -> None:
     found = dimension(key, values).texts
     assert [text.replace(": ", ":") for text in found] == [f"{key}={text}" for text in texts]
 
@@ -102,20 +102,18 @@ WRONG = [
 @pytest.mark.parametrize(
     ("key", "given", "message"), WRONG, ids=[f"{key}={given}" for key, given, _ in WRONG]
 )
-def test_what_is_wrong(key: str, given: Any, message: str) -> None:
+def test_dimension_invalid_refused(key: str, given: Any, message: str) -> None:
     assert message in problem(key, given)
 
 
-def test_every_problem_of_a_space_is_told() -> None:
+def test_space_all_problems_together() -> None:
     found, problems = dimensions_in({"adapter.r": [8], "seed": 3, "optimizer.lr": {"lo": 1, "hi": 2}})
     assert [each.key for each in found] == ["adapter.r"]
     assert len(problems) == 5
 
 
 @given(st.floats(1e-9, 1e9), st.floats(1.001, 1e6), st.floats(0, 1))
-def test_what_is_written_of_a_range_is_what_was_meant_and_lies_inside(
-    low: float, ratio: float, place: float
-) -> None:
+def test_range_rounded_stays_inside(low: float, ratio: float, place: float) -> None:
     each = Range("optimizer.lr", low, low * ratio)
     number = min(low + (low * ratio - low) * place, each.high)
     near = each.rounded(number)
@@ -125,7 +123,7 @@ def test_what_is_written_of_a_range_is_what_was_meant_and_lies_inside(
     assert [float(text.partition("=")[2]) for text in each.texts] == [each.low, each.high]
 
 
-def test_numbers_of_a_range_that_can_be_counted() -> None:
+def test_range_numbers() -> None:
     steps = Range("adapter.dropout", 0.0, 0.35, step=0.1)
     assert (steps.count, steps.numbers()) == (4, [0.0, 0.1, 0.2, 0.3])
     assert [steps.has(number) for number in (0.3, 0.25, 0.35, -0.1)] == [True, False, False, False]
@@ -135,7 +133,7 @@ def test_numbers_of_a_range_that_can_be_counted() -> None:
     assert (dense.count, dense.numbers()) == (None, [])
 
 
-def test_ends_are_all_combinations_or_each_by_itself() -> None:
+def test_corners_all_or_one_at_a_time() -> None:
     three = dimension("seed", [1, 2, 3])
     two = Range("optimizer.lr", 0.1, 0.2)
     assert len(corners([three, two], max_count=6)) == 6
@@ -151,11 +149,11 @@ def test_ends_are_all_combinations_or_each_by_itself() -> None:
     ("text", "factor"),
     [("0.5x", 0.5), ("1e-2x", 0.01), ("3X", 3.0), ("1", None), ("x", None), ("..x", None), (3, None)],
 )
-def test_multiples(text: Any, factor: float | None) -> None:
+def test_parse_multiple(text: Any, factor: float | None) -> None:
     assert parse_multiple(text) == factor
 
 
-def test_multiples_are_of_the_run_without_them() -> None:
+def test_multiply_out_by_own_value() -> None:
     found = multiply_out(
         [
             ("recipe=full", "optimizer.lr=2x"),

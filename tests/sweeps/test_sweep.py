@@ -1,4 +1,4 @@
-"""What is wrong with any trial is told before the first one, all of it, each thing once."""
+"""Problems of any trial are reported before the first one, all together and each once."""
 
 import subprocess
 import sys
@@ -26,13 +26,13 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_misspelt_key_is_told_once_for_all_trials() -> None:
+def test_sweep_misspelt_key_reported_once() -> None:
     assert refusal_of("optimizer.lrr=1e-3,3e-4", "seed=1,2") == [
         "optimizer.lrr is not a key. Did you mean optimizer.lr?"
     ]
 
 
-def test_values_and_combinations_of_some_trials_come_together() -> None:
+def test_sweep_problems_of_some_trials_together() -> None:
     problems = refusal_of("recipe=full,lora,lroa", "quantization=nf4,none", "seed=1,x")
     assert problems == [
         "recipe=lroa: there is no such recipe. Did you mean lora? Choose one of full, lora, qlora.",
@@ -42,7 +42,7 @@ def test_values_and_combinations_of_some_trials_come_together() -> None:
     ]
 
 
-def test_what_no_sweep_can_do_comes_with_what_no_run_can_do() -> None:
+def test_sweep_and_run_problems_together() -> None:
     problems = refusal_of("resume=auto", "seed=shuffle(1,2)", "recipe=lroa,lora", "+adapter.rnk=2")
     assert [problem.split(" ")[0].rstrip(":") for problem in problems] == [
         "resume=auto",
@@ -52,7 +52,7 @@ def test_what_no_sweep_can_do_comes_with_what_no_run_can_do() -> None:
     ]
 
 
-def test_the_check_of_parts_sees_every_trial() -> None:
+def test_sweep_check_parts_sees_every_trial() -> None:
     seen = []
 
     def check(run: RunConfig) -> None:
@@ -66,14 +66,14 @@ def test_the_check_of_parts_sees_every_trial() -> None:
     assert seen == [("none", 1), ("none", 2), ("lora", 1), ("lora", 2)]
 
 
-def test_a_folder_that_depends_on_what_is_swept_is_refused() -> None:
+def test_sweep_folder_by_swept_key_refused() -> None:
     (problem,) = refusal_of("output_dir=runs/${seed}", "seed=1,2")
     assert problem.startswith(
         "output_dir=runs/${seed}: this is another folder for each trial (runs/1, runs/2)."
     )
 
 
-def test_nothing_is_written_and_torch_is_not_loaded(tmp_path: Path, app_env: dict[str, str]) -> None:
+def test_sweep_refused_before_torch_import(tmp_path: Path, app_env: dict[str, str]) -> None:
     program = (
         "import sys; from app import train\n"
         "sys.argv = ['train', '-m', 'sweep=optuna', 'dataset.path=no.jsonl']\n"

@@ -1,4 +1,4 @@
-"""What a trial prints: its newest line, and why it failed."""
+"""Output of a trial: newest line and reason of a failure."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from app.sweeps.trial_process import TrialLog, reason
 
 
-def test_the_newest_step_is_shown_and_only_of_this_start(tmp_path: Path) -> None:
+def test_trial_log_latest_step_of_this_start(tmp_path: Path) -> None:
     path = tmp_path / "1.txt"
     path.write_text("step 9/9 | of an earlier start\n")
     printed = TrialLog(path)
@@ -28,7 +28,7 @@ def test_the_newest_step_is_shown_and_only_of_this_start(tmp_path: Path) -> None
     assert printed.text().startswith("output  here\n")
 
 
-def test_a_file_that_is_not_there_yet(tmp_path: Path) -> None:
+def test_trial_log_missing_file(tmp_path: Path) -> None:
     printed = TrialLog(tmp_path / "1.txt")
     assert (printed.latest(), printed.text()) == ("starting", "")
 
@@ -44,5 +44,5 @@ def test_a_file_that_is_not_there_yet(tmp_path: Path) -> None:
         (-11, "step 3\n", "killed by SIGSEGV"),
     ],
 )
-def test_the_reason_is_short(code: int, text: str, expected: str) -> None:
+def test_reason_short(code: int, text: str, expected: str) -> None:
     assert reason(code, text) == expected

@@ -1,4 +1,4 @@
-"""The folder of a sweep: the same for the same command, and for one sweep only."""
+"""Folder, ranking and leaderboard of a sweep."""
 
 import io
 import json
@@ -24,7 +24,7 @@ def path_of(*overrides: str) -> str:
     return default_path(settings_of(overrides)[0])
 
 
-def test_the_same_command_finds_its_folder_again() -> None:
+def test_default_path_same_command_same_folder() -> None:
     path = path_of("recipe=lora,qlora", "optimizer.lr=1e-3,3e-4", "seed=1")
     assert path.startswith("runs/sweep-recipe-lr-")
     assert path == path_of("recipe=choice(lora,qlora)", "++optimizer.lr=0.001,3e-4", "seed=1")
@@ -47,7 +47,7 @@ def written(folder: SweepFolder, **trial: Any) -> None:
     folder.write(FACTS, [outcome])
 
 
-def test_what_was_written_is_read_by_the_same_sweep_alone(tmp_path: Path) -> None:
+def test_sweep_folder_read_by_same_sweep_only(tmp_path: Path) -> None:
     path = tmp_path / "made" / "here"
     with SweepFolder.claim(str(path), "one") as folder:
         written(folder, objective=1.5, status="finished")
@@ -60,7 +60,7 @@ def test_what_was_written_is_read_by_the_same_sweep_alone(tmp_path: Path) -> Non
     assert [entry.name for entry in path.iterdir()] == ["sweep.json"]
 
 
-def test_secrets_are_not_written(tmp_path: Path) -> None:
+def test_sweep_folder_redacts_secrets(tmp_path: Path) -> None:
     with SweepFolder.claim(str(tmp_path), "one") as folder:
         written(folder, overrides=("hub.token=abcdefghijk", "seed=1"))
     content = (tmp_path / "sweep.json").read_text()
@@ -77,7 +77,7 @@ def test_secrets_are_not_written(tmp_path: Path) -> None:
         ("../folder", None, EnvironmentProblem, "this is a file"),
     ],
 )
-def test_other_folders_are_left_as_they_are(
+def test_sweep_folder_foreign_refused(
     tmp_path: Path, name: str, content: str | None, kind: type[AppError], message: str
 ) -> None:
     place = tmp_path / "folder"
@@ -93,7 +93,7 @@ def test_other_folders_are_left_as_they_are(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_second_process_is_refused(tmp_path: Path) -> None:
+def test_sweep_folder_second_process_refused(tmp_path: Path) -> None:
     code = (
         "import sys; from app.errors import EnvironmentProblem; from app.sweeps.trials import SweepFolder\n"
         "try: SweepFolder.claim(sys.argv[1], 'one')\n"
@@ -121,7 +121,7 @@ def shown(*outcomes: Outcome) -> list[list[str]]:
 
 
 @given(st.lists(st.none() | st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=8))
-def test_the_lowest_is_first_and_what_has_none_is_last(objectives: list[float | None]) -> None:
+def test_ranked_lowest_first_missing_last(objectives: list[float | None]) -> None:
     outcomes = [outcome(number, value) for number, value in enumerate(objectives, 1)]
     found = [each.objective for each in ranked(outcomes)]
     known = [value for value in objectives if value is not None]
@@ -130,7 +130,7 @@ def test_the_lowest_is_first_and_what_has_none_is_last(objectives: list[float | 
     assert (winner and winner["objective"]) == (min(known) if known else None)
 
 
-def test_the_best_is_a_line_to_paste() -> None:
+def test_best_trial_as_command_line() -> None:
     winner = best([outcome(1, 3.0), outcome(2, 2.0), outcome(3, None, "failed")])
     assert winner is not None
     assert winner["line"] == "++optimizer.lr=2e-3 recipe=lora 'dataset.path=a b'"
@@ -139,7 +139,7 @@ def test_the_best_is_a_line_to_paste() -> None:
     assert best([outcome(1, None, "dry_run")]) is None
 
 
-def test_the_table_has_a_column_for_each_swept_setting() -> None:
+def test_leaderboard_columns() -> None:
     header, *rows = shown(
         outcome(1, 3.0, steps=40, tokens_per_second=5125.0),
         outcome(2, None, "failed", exit_code=2),

@@ -1,4 +1,4 @@
-"""What differs between two runs, by name, and where their numbers part."""
+"""Differences of two runs: provenance and metrics."""
 
 import json
 import math
@@ -21,12 +21,12 @@ THEN: dict[str, Any] = {
 }
 
 
-def test_equal_origins_have_no_difference() -> None:
+def test_compare_equal_manifests() -> None:
     assert compare_programs(THEN, dict(THEN)) == []
     assert compare_content(THEN, dict(THEN)) == []
 
 
-def test_versions_commit_and_hardware_are_named() -> None:
+def test_compare_programs_names_differences() -> None:
     now = {
         "python": "3.12.1",
         "program": {"version": "0.1", "git": {"commit": "a" * 40, "dirty": True}},
@@ -48,7 +48,7 @@ def test_versions_commit_and_hardware_are_named() -> None:
     assert compare_programs(old, THEN) == [], "what an older program did not write down is no difference"
 
 
-def test_rows_tokenizer_and_base_are_named() -> None:
+def test_compare_content_names_differences() -> None:
     now = {"hashes": {"train": "2" * 64, "eval": "9" * 64, "tokenizer": "3" * 64, "base": "4" * 64}}
     assert [str(each) for each in compare_content(THEN, now)] == [
         f"rows to train on: {'1' * 12} then, {'2' * 12} now",
@@ -62,7 +62,7 @@ def line(step: int, loss: float | None, **more: float) -> dict[str, Any]:
     return {"step": step, "loss": loss, "lr": 0.1, "grad_norm": 2.0, "tokens_per_second": 3.0, **more}
 
 
-def test_clocks_and_lines_that_one_run_lacks_do_not_count() -> None:
+def test_compare_lines_ignores_clocks_and_missing_lines() -> None:
     then = [line(1, 7.0), line(2, 6.0), {"step": 2, "eval_loss": 5.0}, line(3, None)]
     now = [line(1, 7.0, tokens_per_second=9.0), {"step": 2, "eval_loss": 5.0}, line(3, None), line(4, 1.0)]
     found = compare_lines(then, now)
@@ -71,7 +71,7 @@ def test_clocks_and_lines_that_one_run_lacks_do_not_count() -> None:
     assert found.summary() == "3 lines up to step 3, to the last bit"
 
 
-def test_the_first_and_the_largest_difference() -> None:
+def test_compare_lines_first_and_largest() -> None:
     then = [line(1, 8.0), line(2, 6.0), {"step": 2, "eval_loss": 5.0}]
     found = compare_lines(then, [line(1, 8.0), line(2, 6.0, grad_norm=2.002), {"step": 2, "eval_loss": 4.0}])
     assert found.first is not None
@@ -84,7 +84,7 @@ def test_the_first_and_the_largest_difference() -> None:
     assert "first: grad_norm of step 2, 2.0 then and 2.002 now (relative 1.0e-03)" in found.summary()
 
 
-def test_a_number_that_one_run_lacks_is_infinitely_far() -> None:
+def test_compare_lines_missing_number_is_infinite() -> None:
     found = compare_lines([line(1, None)], [line(1, 3.0)])
     assert found.largest is not None
     assert found.largest.relative == math.inf
@@ -92,7 +92,7 @@ def test_a_number_that_one_run_lacks_is_infinitely_far() -> None:
     assert json.dumps(found.largest.as_dict(), allow_nan=False)
 
 
-def test_lines_to_compare_are_there_or_what_is_missing_is_told(tmp_path: Path) -> None:
+def test_logged_lines_missing_reported(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     with pytest.raises(CheckpointError, match=r"no manifest\.json and no metrics\.jsonl in it"):
         logged_lines(folder, None)

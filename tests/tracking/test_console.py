@@ -50,7 +50,7 @@ def _read(descriptor: int) -> bytes:
         return b""
 
 
-def test_a_pipe_gets_one_line_per_logged_step() -> None:
+def test_console_pipe_one_line_per_step() -> None:
     returncode, out, err = run(RUN)
     assert (returncode, err) == (0, "")
     lines = out.splitlines()
@@ -66,7 +66,7 @@ def test_a_pipe_gets_one_line_per_logged_step() -> None:
     ]
 
 
-def test_a_terminal_gets_a_bar_a_table_and_its_cursor_back() -> None:
+def test_console_terminal_bar_table_and_cursor() -> None:
     returncode, seen = on_a_terminal(100)
     text = seen.decode()
     assert returncode == 0
@@ -84,27 +84,27 @@ def test_a_terminal_gets_a_bar_a_table_and_its_cursor_back() -> None:
     assert text.rstrip().endswith("after")
 
 
-def test_no_color_is_honoured() -> None:
+def test_console_no_color_honoured() -> None:
     returncode, seen = on_a_terminal(100, NO_COLOR="1")
     assert returncode == 0
     assert b"1000/1000" in seen
     assert not COLOUR.search(seen)
 
 
-def test_a_narrow_terminal_does_not_break_the_run() -> None:
+def test_console_narrow_terminal_survives() -> None:
     returncode, seen = on_a_terminal(1)
     assert returncode == 0
     assert seen.rstrip().endswith(b"after")
 
 
-def test_a_terminal_that_obeys_nothing_gets_lines() -> None:
+def test_console_dumb_terminal_gets_lines() -> None:
     returncode, seen = on_a_terminal(100, TERM="dumb")
     assert returncode == 0
     assert b"step 1/1000 | loss 1.5000" in seen
     assert b"\x1b" not in seen
 
 
-def test_a_closed_pipe_does_not_end_the_run(tmp_path: Path) -> None:
+def test_console_closed_pipe_survives(tmp_path: Path) -> None:
     code = RUN.replace(
         'print("after", flush=True)', "__import__('pathlib').Path(sys.argv[1]).touch()"
     ).replace("console = open_console()", "console = open_console(); sys.stdin.readline()")
@@ -117,7 +117,7 @@ def test_a_closed_pipe_does_not_end_the_run(tmp_path: Path) -> None:
     assert (tmp_path / "mark").exists()
 
 
-def test_a_full_disk_behind_standard_output_does_not_end_the_run(tmp_path: Path) -> None:
+def test_console_full_disk_survives(tmp_path: Path) -> None:
     code = RUN.replace('print("after", flush=True)', "__import__('pathlib').Path(sys.argv[1]).touch()")
     with Path("/dev/full").open("w") as full:
         returncode, _, err = run(code, str(tmp_path / "mark"), stdout=full)
@@ -125,13 +125,13 @@ def test_a_full_disk_behind_standard_output_does_not_end_the_run(tmp_path: Path)
     assert (tmp_path / "mark").exists()
 
 
-def test_a_poor_encoding_does_not_end_the_run() -> None:
+def test_console_ascii_encoding_survives() -> None:
     code = "from app.tracking.console import open_console; open_console().say('é日本 fine \\ud800')"
     returncode, out, err = run(code, env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
     assert (returncode, out, err) == (0, "??? fine ?\n", "")
 
 
-def test_a_closed_stream_does_not_end_the_run() -> None:
+def test_console_closed_stream_survives() -> None:
     stream = io.StringIO()
     stream.close()
     console = open_console(stream)
@@ -140,6 +140,6 @@ def test_a_closed_stream_does_not_end_the_run() -> None:
     console.close()
 
 
-def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
+def test_recorder_imports_nothing_heavy() -> None:
     code = "import sys, app.tracking.recorder as _; sys.exit(bool({'torch', 'rich', 'wandb'} & sys.modules.keys()))"
     assert run(code)[0] == 0

@@ -14,7 +14,7 @@ from app.tracking.formatting import (
 from tests.tracking.test_jsonl_metrics import STEP
 
 
-def test_a_step_is_one_line() -> None:
+def test_step_line() -> None:
     assert step_line(STEP, 100, 62) == (
         "step 5/100 | loss 1.0986 | lr 2.00e-04 | gradient 0.30 | 1.2k tokens/s | 1.1 GB | 0:01:02 left"
     )
@@ -24,12 +24,12 @@ def test_a_step_is_one_line() -> None:
     )
 
 
-def test_an_evaluation_is_one_line() -> None:
+def test_evaluation_line() -> None:
     values = {"step": 10, "epoch": 0.5, "eval_loss": 1.23456, "eval_tokens": 300}
     assert evaluation_line(values) == "evaluation at step 10 | eval_loss 1.2346 | eval_tokens 300"
 
 
-def test_samples_stand_below_each_other() -> None:
+def test_samples_text() -> None:
     assert samples_text(10, [Sample("2+2?", "4", "5\nor so"), Sample("a", "b", "c\x1b[2J")]) == (
         "samples at step 10\n"
         "prompt    2+2?\n"
@@ -43,7 +43,7 @@ def test_samples_stand_below_each_other() -> None:
     )
 
 
-def test_names_and_values_are_aligned() -> None:
+def test_align() -> None:
     assert align([("model", "tiny"), ("data", "x\ny")]) == "model  tiny\ndata   x\n       y"
     assert align([]) == ""
 
@@ -52,11 +52,11 @@ def test_names_and_values_are_aligned() -> None:
     ("number", "text"),
     [(0, "0"), (999.4, "999"), (1234, "1.2k"), (2_400_000, "2.4M"), (8.03e9, "8.0B"), (3e13, "30.0T")],
 )
-def test_quantities(number: float, text: str) -> None:
+def test_format_count(number: float, text: str) -> None:
     assert format_count(number) == text
 
 
-def test_memory_and_time() -> None:
+def test_format_bytes_and_duration() -> None:
     assert [format_bytes(5e8), format_bytes(1.25e10)] == ["500 MB", "12.5 GB"]
     assert [format_duration(0), format_duration(59.6), format_duration(3725), format_duration(360000)] == [
         "0:00:00",
@@ -66,6 +66,6 @@ def test_memory_and_time() -> None:
     ]
 
 
-def test_only_control_characters_are_replaced() -> None:
+def test_printable_replaces_control_characters() -> None:
     assert printable("é日本👩‍💻\u00a0\t\n") == "é日本👩‍💻\u00a0\t\n"
     assert printable("a\x1b]0;title\x07\r\x9b") == "a\ufffd]0;title\ufffd\ufffd\ufffd"

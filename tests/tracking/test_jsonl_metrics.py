@@ -27,7 +27,7 @@ def written(path: Path, *steps: int) -> StepLog:
     return lines
 
 
-def test_a_line_is_as_other_programs_expect_it(tmp_path: Path) -> None:
+def test_step_log_line_format(tmp_path: Path) -> None:
     lines = StepLog(tmp_path / "metrics.jsonl")
     lines.write(STEP)
     lines.write({"step": 5, "epoch": 0.125, "eval_loss": 1.5})
@@ -40,7 +40,7 @@ def test_a_line_is_as_other_programs_expect_it(tmp_path: Path) -> None:
 
 
 @given(numbers=st.dictionaries(st.text(), st.floats(allow_nan=False, allow_infinity=False) | st.integers()))
-def test_numbers_come_back_exactly(
+def test_step_log_numbers_round_trip(
     numbers: dict[str, float], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("lines") / "metrics.jsonl"
@@ -52,7 +52,7 @@ def test_numbers_come_back_exactly(
     ]
 
 
-def test_what_is_not_finite_becomes_null_and_the_line_stays_json(tmp_path: Path) -> None:
+def test_step_log_non_finite_is_null(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     StepLog(path).write({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "lr": 0.1})
     assert json.loads(path.read_text()) == {"step": 1, "loss": None, "grad_norm": None, "lr": 0.1}
@@ -62,7 +62,7 @@ def test_what_is_not_finite_becomes_null_and_the_line_stays_json(tmp_path: Path)
 @pytest.mark.parametrize(
     ("step", "left"), [(4, [2, 4]), (5, [2, 4]), (6, [2, 4, 6]), (100, [2, 4, 6]), (-1, [])]
 )
-def test_lines_after_the_step_are_cut(step: int, left: list[int], tmp_path: Path) -> None:
+def test_step_log_truncate_after_step(step: int, left: list[int], tmp_path: Path) -> None:
     lines = written(tmp_path / "metrics.jsonl", 2, 4, 6)
     assert [values["step"] for values in lines.truncate_after(step)] == left
     assert [values["step"] for values in read_lines(lines.path)] == left
@@ -71,7 +71,7 @@ def test_lines_after_the_step_are_cut(step: int, left: list[int], tmp_path: Path
 @pytest.mark.parametrize(
     "torn", ['{"step": 3, "lo', '{"step": 3, "loss": 1}', "\x00\x00\x00", "[1]\n", '{"loss": 1}\n']
 )
-def test_a_torn_last_line_is_cut_and_the_next_one_is_whole(torn: str, tmp_path: Path) -> None:
+def test_step_log_torn_line_removed(torn: str, tmp_path: Path) -> None:
     lines = written(tmp_path / "metrics.jsonl", 1, 2)
     whole = lines.path.read_bytes()
     with lines.path.open("a") as file:
@@ -84,7 +84,7 @@ def test_a_torn_last_line_is_cut_and_the_next_one_is_whole(torn: str, tmp_path: 
 
 
 @pytest.mark.parametrize("text", ["a\u2028b\x85c\x0bd\re", "Übung 日本", "\ud800 alone", "tab\tline\n"])
-def test_any_text_of_a_users_data_stays_one_line_and_comes_back(text: str, tmp_path: Path) -> None:
+def test_step_log_any_text_round_trip(text: str, tmp_path: Path) -> None:
     lines = StepLog(tmp_path / "samples.jsonl")
     lines.write({"step": 1, "answer": text})
     lines.write({"step": 2, "answer": text})

@@ -18,7 +18,7 @@ def written(path: Path, **facts: Any) -> dict[str, Any]:
     return content
 
 
-def test_it_tells_where_a_run_comes_from(tmp_path: Path) -> None:
+def test_manifest_content(tmp_path: Path) -> None:
     manifest = written(
         tmp_path, seed=7, choices={"attention": "sdpa"}, counts={"rows": 3}, hashes={"data": "3f"}
     )
@@ -35,7 +35,7 @@ def test_it_tells_where_a_run_comes_from(tmp_path: Path) -> None:
     assert {"python", "platform", "program"} <= manifest.keys()
 
 
-def test_a_continued_run_lists_all_its_starts(tmp_path: Path) -> None:
+def test_manifest_resumed_run_lists_starts(tmp_path: Path) -> None:
     first = written(tmp_path, seed=1)
     second = written(tmp_path, seed=1)
     assert second["created"] == first["created"]
@@ -43,7 +43,7 @@ def test_a_continued_run_lists_all_its_starts(tmp_path: Path) -> None:
     assert second["starts"][0] == first["starts"][0]
 
 
-def test_secrets_of_the_command_line_are_not_in_it(tmp_path: Path) -> None:
+def test_manifest_redacts_command_line(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from app.tracking.manifest import Manifest\n"
         "Manifest(Path(sys.argv[1])).add({'overrides': sys.argv[2:], 'why': 'horse-battery'})"
@@ -60,7 +60,7 @@ def test_secrets_of_the_command_line_are_not_in_it(tmp_path: Path) -> None:
     assert "horse-battery" not in text
 
 
-def test_the_commit_is_that_of_the_checkout_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_git_state_of_checkout_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def git(*arguments: str) -> str:
         identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
         command = ["git", "-C", str(tmp_path), *identity, *arguments]
@@ -84,7 +84,7 @@ def test_the_commit_is_that_of_the_checkout_only(tmp_path: Path, monkeypatch: py
     assert git_state(installed) is None, "a checkout around the installation is somebody else's"
 
 
-def test_one_that_is_torn_is_told_by_its_name(tmp_path: Path) -> None:
+def test_manifest_malformed_refused(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"seed": ')
     with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read"):
         read_manifest(tmp_path / "manifest.json")

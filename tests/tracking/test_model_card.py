@@ -33,7 +33,7 @@ def front(text: str) -> dict[str, Any]:
     return values
 
 
-def test_what_it_says() -> None:
+def test_model_card_content() -> None:
     text = card(steps=10, eval_loss=2.0)
     assert front(text) == {
         "library_name": "peft", "pipeline_tag": "text-generation", "base_model": "org/name",
@@ -56,7 +56,7 @@ def test_what_it_says() -> None:
 
 
 @pytest.mark.parametrize("path", ['a"b/c\\', "/models/it's", "x\n```\nimport os"])
-def test_the_code_names_the_base_whatever_it_is_called(path: str) -> None:
+def test_model_card_code_quotes_base(path: str) -> None:
     loading = Loading("AutoModelForCausalLM", path, base_inside=False, dtype="float32")
     code = card(loading).partition("```python\n")[2].partition("\n```")[0]
     compile(code, "card", "exec")
@@ -64,14 +64,14 @@ def test_the_code_names_the_base_whatever_it_is_called(path: str) -> None:
     assert eval(line.partition("from_pretrained(")[2].rpartition(", dtype")[0]) == path
 
 
-def test_texts_of_a_run_are_not_markdown() -> None:
+def test_model_card_escapes_markdown() -> None:
     model = {"path": "a|b <img src=x> [c](d) `e`\n# f", "weights": "pretrained"}
     text = card(run={"model": model})
     assert "a\\|b &lt;img src=x&gt; \\[c\\](d) \\`e\\` \\# f" in text
     assert "<img" not in text
 
 
-def test_secrets_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_card_redacts_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_KEY", "very-secret-value")
     model = {"path": "https://u:very-secret-value@host/x", "weights": "pretrained"}
     assert "very-secret-value" not in card(run={"model": model})

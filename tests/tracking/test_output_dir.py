@@ -32,7 +32,7 @@ def a_run(folder: Path) -> Path:
     return folder
 
 
-def test_a_new_folder_is_made_with_its_parents_and_has_the_promised_names(tmp_path: Path) -> None:
+def test_claim_creates_folder_with_documented_names(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b"
     with RunFolder.claim(str(path), None) as folder:
         assert path.is_dir()
@@ -60,9 +60,7 @@ def test_a_new_folder_is_made_with_its_parents_and_has_the_promised_names(tmp_pa
 @pytest.mark.parametrize(
     ("resume", "said"), [(None, "resume=auto"), ("elsewhere/checkpoints/step-000010", "another run")]
 )
-def test_a_folder_that_has_a_run_is_refused_and_left_as_it_was(
-    resume: str | None, said: str, tmp_path: Path
-) -> None:
+def test_claim_folder_with_run_refused(resume: str | None, said: str, tmp_path: Path) -> None:
     before = everything_in(a_run(tmp_path))
     with pytest.raises(ConfigError) as refusal:
         RunFolder.claim(str(tmp_path), resume)
@@ -72,7 +70,7 @@ def test_a_folder_that_has_a_run_is_refused_and_left_as_it_was(
 
 
 @pytest.mark.parametrize("resume", ["auto", None])
-def test_a_folder_of_something_else_is_never_taken(resume: str | None, tmp_path: Path) -> None:
+def test_claim_foreign_folder_refused(resume: str | None, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     before = everything_in(tmp_path)
     with pytest.raises(ConfigError, match=r"thesis\.tex.*new or empty folder"):
@@ -81,7 +79,7 @@ def test_a_folder_of_something_else_is_never_taken(resume: str | None, tmp_path:
 
 
 @pytest.mark.parametrize("resume", ["auto", "checkpoints/step-000010", "checkpoints"])
-def test_a_run_is_continued_by_auto_or_by_one_of_its_own_checkpoints(resume: str, tmp_path: Path) -> None:
+def test_claim_resume_accepted(resume: str, tmp_path: Path) -> None:
     before = everything_in(a_run(tmp_path))
     with RunFolder.claim(str(tmp_path), resume if resume == "auto" else str(tmp_path / resume)):
         pass
@@ -89,9 +87,7 @@ def test_a_run_is_continued_by_auto_or_by_one_of_its_own_checkpoints(resume: str
 
 
 @pytest.mark.parametrize("resume", ["auto", None, "elsewhere/checkpoints/step-000010"])
-def test_a_folder_with_nothing_but_what_a_killed_start_left_is_fresh(
-    resume: str | None, tmp_path: Path
-) -> None:
+def test_claim_leftovers_of_kill_accepted(resume: str | None, tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text("process 1 on nowhere")
     (tmp_path / ".run.yaml.partial").write_text("se")
     with RunFolder.claim(str(tmp_path), resume):
@@ -99,14 +95,14 @@ def test_a_folder_with_nothing_but_what_a_killed_start_left_is_fresh(
 
 
 @pytest.mark.parametrize("place", ["file", "file/below"])
-def test_a_file_in_the_way_is_said(place: str, tmp_path: Path) -> None:
+def test_claim_file_refused(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentProblem, match="output_dir"):
         RunFolder.claim(str(tmp_path / place), None)
     assert everything_in(tmp_path) == {"file": b""}
 
 
-def test_a_full_disk_leaves_no_folder_behind(tmp_path: Path) -> None:
+def test_claim_full_disk_removes_folder(tmp_path: Path) -> None:
     code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n" + CLAIM
     returncode, _, err = run(code, str(tmp_path / "a" / "b"))
     assert returncode == 1
@@ -115,7 +111,7 @@ def test_a_full_disk_leaves_no_folder_behind(tmp_path: Path) -> None:
     assert everything_in(tmp_path) == {}
 
 
-def test_two_processes_cannot_have_one_folder_and_a_kill_sets_it_free(tmp_path: Path) -> None:
+def test_lock_second_process_refused_until_kill(tmp_path: Path) -> None:
     holder = start(CLAIM + "input()", str(tmp_path), stdin=-1)
     try:
         assert holder.stdout is not None
@@ -132,7 +128,7 @@ def test_two_processes_cannot_have_one_folder_and_a_kill_sets_it_free(tmp_path: 
     assert run(CLAIM, str(tmp_path))[:2] == (0, "claimed\n")
 
 
-def test_a_worker_that_outlives_its_killed_run_does_not_keep_the_folder(tmp_path: Path) -> None:
+def test_lock_not_kept_by_forked_worker(tmp_path: Path) -> None:
     code = CLAIM + (
         "import os, sys, time\n"
         "if os.fork() == 0:\n"
@@ -155,7 +151,7 @@ def test_a_worker_that_outlives_its_killed_run_does_not_keep_the_folder(tmp_path
         os.kill(worker, signal.SIGKILL)
 
 
-def test_one_process_cannot_claim_twice_but_after_a_release(tmp_path: Path) -> None:
+def test_lock_same_process_refused_until_release(tmp_path: Path) -> None:
     first = RunFolder.claim(str(tmp_path), None)
     with pytest.raises(AppError, match=f"process {os.getpid()}"):
         RunFolder.claim(str(tmp_path), None)
@@ -164,9 +160,7 @@ def test_one_process_cannot_claim_twice_but_after_a_release(tmp_path: Path) -> N
     RunFolder.claim(str(tmp_path), None).release()
 
 
-def test_where_the_file_system_has_no_locks_the_folder_can_be_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lock_unsupported_folder_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -175,7 +169,7 @@ def test_where_the_file_system_has_no_locks_the_folder_can_be_used(
         assert folder.path == tmp_path
 
 
-def test_a_run_that_came_and_went_in_between_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claim_concurrent_run_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     take = output_dir._take_lock
 
     def late(path: Path) -> int:
@@ -188,9 +182,7 @@ def test_a_run_that_came_and_went_in_between_is_seen(tmp_path: Path, monkeypatch
     assert lock_owner(tmp_path) is None
 
 
-def test_a_lock_that_its_owner_removes_in_between_is_taken_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lock_removed_file_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flock, path = fcntl.flock, tmp_path / ".lock"
 
     def once_late(descriptor: int, how: int) -> None:

@@ -39,7 +39,7 @@ def result_of(folder: RunFolder) -> dict[str, Any]:
     return result
 
 
-def test_a_run_leaves_the_files_that_others_read(folder: RunFolder) -> None:
+def test_recorder_finished_run_files(folder: RunFolder) -> None:
     screen = StringIO()
     with opened(folder, screen, seed=0) as record:
         record.table([("model", "tiny"), ("data", "sample")])
@@ -87,13 +87,13 @@ def test_a_run_leaves_the_files_that_others_read(folder: RunFolder) -> None:
         assert text in log
 
 
-def test_run_yaml_is_the_run_again(folder: RunFolder) -> None:
+def test_recorder_run_yaml_is_the_run(folder: RunFolder) -> None:
     chosen = asdict(compose_run(["model=llama", "optimizer.lr=1e-5"]))
     Recorder.open(folder, NO_TRACKER, chosen, {}, open_console(StringIO())).finish("dry_run")
     assert OmegaConf.to_container(OmegaConf.load(folder.run_yaml)) == chosen
 
 
-def test_secrets_reach_no_file(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorder_redacts_secrets(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "correct-horse-battery")
     screen = StringIO()
     run = {"model": {"path": "https://correct-horse-battery@host"}, "hub_token": "geheim"}
@@ -124,7 +124,7 @@ def fail_within(record: Recorder, fault: BaseException) -> None:
         (SystemExit(75), "stopped", "SystemExit: 75", None),
     ],
 )
-def test_how_a_run_ends_by_an_exception_is_written_and_raised_on(
+def test_recorder_exception_recorded_and_raised(
     fault: BaseException, status: str, error: str, logged: str | None, folder: RunFolder
 ) -> None:
     with pytest.raises(type(fault)) as raised:
@@ -137,14 +137,14 @@ def test_how_a_run_ends_by_an_exception_is_written_and_raised_on(
         assert logged in folder.log.read_text()
 
 
-def test_a_failure_keeps_its_own_face_when_nothing_can_be_written(folder: RunFolder) -> None:
+def test_recorder_unwritable_folder_keeps_exception(folder: RunFolder) -> None:
     record = opened(folder)
     shutil.rmtree(folder.path)
     with pytest.raises(KeyError, match="rank"), record:
         raise KeyError("rank")
 
 
-def test_a_finished_result_stays_when_the_end_of_the_program_fails(folder: RunFolder) -> None:
+def test_recorder_result_kept_after_later_failure(folder: RunFolder) -> None:
     record = opened(folder)
     record.finish("finished")
     with pytest.raises(KeyError), record:
@@ -152,13 +152,13 @@ def test_a_finished_result_stays_when_the_end_of_the_program_fails(folder: RunFo
     assert result_of(folder)["status"] == "finished"
 
 
-def test_a_result_is_json_whatever_the_losses_were(folder: RunFolder) -> None:
+def test_recorder_result_non_finite_is_json(folder: RunFolder) -> None:
     opened(folder).finish("finished", objective=float("nan"), eval_loss=float("inf"))
     assert result_of(folder)["objective"] is None
     assert result_of(folder)["eval_loss"] is None
 
 
-def test_a_continued_run_forgets_what_it_will_do_again(folder: RunFolder) -> None:
+def test_recorder_resume_truncates_later_lines(folder: RunFolder) -> None:
     with opened(folder) as first:
         for step in (2, 4, 6):
             first.step({"step": step, "loss": 10.0 - step})
@@ -191,7 +191,7 @@ class Broken:
 
 
 @pytest.mark.parametrize("steps", [(5, 10), ()])
-def test_a_tracker_that_breaks_is_said_once_and_the_run_goes_on(
+def test_recorder_broken_tracker_reported_once(
     steps: tuple[int, ...], folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.tracking.recorder.open_tracker", lambda *_: Broken())
@@ -205,7 +205,7 @@ def test_a_tracker_that_breaks_is_said_once_and_the_run_goes_on(
     assert result_of(folder)["status"] == "finished"
 
 
-def test_another_process_writes_its_log_alone(folder: RunFolder) -> None:
+def test_recorder_other_rank_writes_log_only(folder: RunFolder) -> None:
     record = Recorder(folder, rank=1)
     record.add_facts(seed=0)
     record.table([("model", "tiny")])
@@ -232,7 +232,7 @@ def answers(folder: Path, *lines: tuple[int, str, str, str]) -> Path:
     return file
 
 
-def test_first_and_last_answers_stand_beside_each_other(tmp_path: Path) -> None:
+def test_samples_table_first_and_last_answers(tmp_path: Path) -> None:
     file = answers(
         tmp_path,
         (0, "2+2?", "4", "the\nmoon"),
@@ -256,11 +256,11 @@ def test_first_and_last_answers_stand_beside_each_other(tmp_path: Path) -> None:
         [(0, "a", "1", "2"), (0, "b", "3", "4"), (7, "b", "3", "3")],  # one was torn: these are other rows
     ],
 )
-def test_answers_without_both_ends_are_no_table(lines: list[Any], tmp_path: Path) -> None:
+def test_samples_table_without_both_ends_is_none(lines: list[Any], tmp_path: Path) -> None:
     assert samples_table(answers(tmp_path, *lines)) is None
 
 
-def test_a_disk_that_fills_up_ends_the_run_with_a_message_and_keeps_the_lines(tmp_path: Path) -> None:
+def test_recorder_full_disk_message_and_lines_kept(tmp_path: Path) -> None:
     code = (
         "import resource, sys\n"
         "from app.config.schema import TrackerConfig\n"

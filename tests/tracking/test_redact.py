@@ -26,7 +26,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("loss=1.5 tokens=300 https://host/a@b", "loss=1.5 tokens=300 https://host/a@b"),
     ],
 )
-def test_secrets_in_a_text(text: str, expected: str) -> None:
+def test_redact_text_secrets(text: str, expected: str) -> None:
     assert redact_text(text) == expected
 
 
@@ -48,5 +48,5 @@ def test_secrets_in_a_text(text: str, expected: str) -> None:
         ({"cache_key": "3f2a", "max_tokens": 5}, {"cache_key": "3f2a", "max_tokens": 5}),
     ],
 )
-def test_secrets_in_a_structure(value: Any, expected: Any) -> None:
+def test_redact_structure(value: Any, expected: Any) -> None:
     assert redact(value) == expected

@@ -35,5 +35,5 @@ RUNS = covering()
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)))
-def test_every_pair_goes_together(number: int) -> None:
+def test_conf_every_pair_composes(number: int) -> None:
     require_choices(with_turns(RUNS[number], number))

@@ -54,7 +54,7 @@ def pages(folder: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_pages_ask_for_nothing_fit_a_phone_and_can_be_read(tmp_path: Path, dark: bool) -> None:
+def test_pages_load_nothing_and_fit_phone(tmp_path: Path, dark: bool) -> None:
     shown = {
         f"{name}-{width}": (file, width) for name, file in pages(tmp_path).items() for width in (PHONE, DESK)
     }
@@ -73,7 +73,7 @@ def test_pages_ask_for_nothing_fit_a_phone_and_can_be_read(tmp_path: Path, dark:
         assert page["longest"] > shown[name][1] / 3 or name.startswith(("sweep", "check")), name
 
 
-def test_the_measure_would_notice(tmp_path: Path) -> None:
+def test_browser_measure_detects_faults(tmp_path: Path) -> None:
     """A page that does what ours must not."""
     bad = tmp_path / "bad.html"
     bad.write_text(
@@ -87,7 +87,7 @@ def test_the_measure_would_notice(tmp_path: Path) -> None:
     assert any("said" in line for line in said)
 
 
-def test_the_policy_stops_what_escaping_would_have_let_through(tmp_path: Path) -> None:
+def test_content_security_policy_blocks_script(tmp_path: Path) -> None:
     """As if an element had slipped into a page."""
     page = run_page(made_run(tmp_path / "run", [step(1, 3.0)]))
     slipped = "<img src='http://nowhere.invalid/x.png'><script>document.title = 'taken'</script></main>"

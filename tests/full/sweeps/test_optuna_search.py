@@ -1,4 +1,4 @@
-"""A search learns: from what is low, and from what failed."""
+"""Search learns from objectives and failures."""
 
 import math
 import statistics
@@ -6,11 +6,11 @@ from typing import Any
 
 from app.sweeps.optuna_search import STARTUP_TRIALS, suggest
 from app.sweeps.search_space import dimensions_in
-from app.sweeps.trials import FAILED
-from tests.sweeps.test_optuna_search import ended, search, valley
+from app.sweeps.trials import FAILED, values_of
+from tests.sweeps.test_optuna_search import ended, rate_of, search, valley
 
 
-def test_what_failed_is_not_tried_again_and_again() -> None:
+def test_search_failed_region_avoided() -> None:
     """Rates above a cliff are not a number; a search that forgets failures falls down it most of the time."""
     failed = []
     for seed in range(4):
@@ -24,7 +24,7 @@ def test_what_failed_is_not_tried_again_and_again() -> None:
     assert len({each.swept for each in everything}) == 6
 
 
-def test_it_finds_a_minimum_better_than_chance() -> None:
+def test_search_better_than_random() -> None:
     space, wrong = dimensions_in(
         {
             "optimizer.lr": {"low": 1e-5, "high": 1e-1, "log": True},
@@ -46,3 +46,15 @@ def test_it_finds_a_minimum_better_than_chance() -> None:
     by_search, by_chance = ([best(seed, startup) for seed in range(10)] for startup in (STARTUP_TRIALS, 1000))
     assert statistics.mean(by_search) < statistics.mean(by_chance) / 2
     assert statistics.median(by_search) < statistics.median(by_chance) / 2
+
+
+def test_search_swept_setting_is_dimension() -> None:
+    found = ended(search("recipe=full,lora", trials=6, space={"optimizer.lr": {"low": "0.5x", "high": "2x"}}))
+    rates: dict[str, list[float]] = {"full": [], "lora": []}
+    for each in found:
+        values = values_of(each.swept)
+        rates[values["recipe"]].append(values["optimizer.lr"])
+    assert found[0].overrides == ("recipe=full", f"optimizer.lr={rate_of('full')}")
+    for recipe, found_rates in rates.items():
+        assert all(rate_of(recipe) / 2 <= rate <= rate_of(recipe) * 2 for rate in found_rates)
+    assert rates["lora"]

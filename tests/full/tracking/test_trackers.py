@@ -1,4 +1,4 @@
-"""A tracker that fails never ends a run that has begun."""
+"""wandb: failures never end a run that has begun, and a resumed run joins it."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ KILL = """        recorder.step({"step": step, "loss": step / 4, "lr": None})
 """
 
 
-def test_wandb_that_dies_is_told_once_and_the_run_goes_on(tmp_path: Path, no_login: dict[str, str]) -> None:
+def test_wandb_killed_reported_once(tmp_path: Path, no_login: dict[str, str]) -> None:
     first, _, last = WANDB.partition('        recorder.step({"step": step, "loss": step / 4, "lr": None})\n')
     returncode, out, err = run(first + KILL + last, str(tmp_path / "run"), "1,2,3", env=no_login)
     assert returncode == 0, err
@@ -29,7 +29,7 @@ def test_wandb_that_dies_is_told_once_and_the_run_goes_on(tmp_path: Path, no_log
 
 
 @pytest.mark.parametrize(("begun", "code"), [(False, 1), (True, 0)])
-def test_wandb_server_out_of_reach_stops_only_a_run_that_has_not_begun(
+def test_wandb_unreachable_stops_new_run_only(
     begun: bool, code: int, tmp_path: Path, no_login: dict[str, str]
 ) -> None:
     nowhere = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40, "WANDB_INIT_TIMEOUT": "2"}
@@ -44,3 +44,24 @@ def test_wandb_server_out_of_reach_stops_only_a_run_that_has_not_begun(
         assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "finished"
     else:
         assert not (tmp_path / "run").exists(), "nothing is left of it"
+
+
+def test_wandb_offline_resumed_run_joins(tmp_path: Path, no_login: dict[str, str]) -> None:
+    home = tmp_path / "run" / "wandb"
+    for steps in ("1,2,3", "3,4"):
+        secret = {"HF_TOKEN": "correct-horse-battery"}
+        words = ("+some_token=geheimnis",) if steps == "1,2,3" else ()
+        returncode, out, err = run(
+            WANDB, str(tmp_path / "run"), steps, *words, cwd=tmp_path, env={**no_login, **secret}
+        )
+        assert returncode == 0, err
+        place = Path(out.splitlines()[0].removeprefix("tracker: wandb sync "))
+        assert place.parent == home
+        assert place.name.endswith(f"-{(home / 'run-id').read_text()}"), "both starts are one run"
+        assert list(place.glob("*.wandb"))
+    assert len(list(home.glob("offline-run-*"))) == 2
+    assert {entry.name for entry in tmp_path.iterdir()} <= {"run", "home"}
+    written = b"".join(path.read_bytes() for path in home.rglob("*") if path.is_file())
+    assert b"loss" in written
+    assert b"geheimnis" not in written
+    assert b"correct-horse-battery" not in written
