@@ -32,7 +32,7 @@ FAILING_CONNECT_SECONDS = 2.0  # and at a failure: it may have died with the pro
 UNMET_CONNECT_SECONDS = (
     5.0  # and at a failure before the processes have met: process 0 may fail a moment later
 )
-GRACE_SECONDS = 5.0  # in which a process that noticed by itself closes its records
+GRACE_SECONDS = 2.5  # in which a process that noticed by itself closes its records
 READ_SECONDS = 1.0  # for others to read the flag before the process that holds the store may end
 _LAST_LINES = 20
 _SECONDARY_SECONDS = 5.0  # in which others fail because a peer was killed
