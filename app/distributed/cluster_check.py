@@ -1,6 +1,6 @@
-"""What the processes of a run find of each other: versions, devices, clocks, files, and how fast they communicate.
+"""Check a cluster: versions, devices, clocks and files of all processes, and how fast they communicate.
 
-What each one finds goes through the store of the rendezvous, so that it is known where no process group can be made.
+Facts go through the store of the rendezvous, so that they are known where no process group can be made.
 """
 
 import hashlib
@@ -25,41 +25,41 @@ from app.errors import EnvironmentProblem
 
 Facts = Mapping[str, Any]
 
-_PATIENCE = timedelta(seconds=60)
+_TIMEOUT = timedelta(seconds=60)
 _EDGE_BYTES = 1 << 20
-_LATE_SECONDS = 5.0  # until a file is seen on a network disk
+_APPEAR_SECONDS = 5.0  # until a new file is seen on a network disk
 
 
 class Unreachable(EnvironmentProblem):
-    """A process does not reach the others; each that finds it tells it."""
+    """A process does not reach the others; each of them reports it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """This process, and what it finds on its machine."""
+    """This process and the facts of its machine."""
 
     rank: int
     size: int
     local_rank: int
     versions: Mapping[str, str]
-    files: Mapping[str, Sequence[Path]]  # of the data, by `key=value`
-    problems: Sequence[str]  # which the data has
+    files: Mapping[str, Sequence[Path]]  # data files, by `key=value`
+    problems: Sequence[str]  # of the data
 
 
 def check_cluster(process: Process, folder: Path | None) -> dict[str, Any]:
-    """The part `cluster` of check.json, on every process."""
+    """Return the section `cluster` of check.json, on every process."""
     begun = time.perf_counter()
     device = _device(process.local_rank)
-    with _told(process, "rendezvous"):
-        store = _meet(process)
-        found = _exchanged(store, process, "found", _found(process, device))
+    with _reporting_unreachable(process, "rendezvous"):
+        store = _rendezvous_store(process)
+        found = _all_gather(store, process, "found", _facts_of(process, device))
         outputs = _outputs(store, process, folder)
     for each, output in zip(found, outputs, strict=True):
         each["output"] = output
     unable = [*_version_stops(found, ("torch", "cuda", "nccl")), *_device_stops(found)]
     measured: dict[str, Any] = {"collectives": [], "links": [], "notes": []}
     if not unable:
-        with _told(process, "collectives"), _group(store, process, device):
+        with _reporting_unreachable(process, "collectives"), _group(store, process, device):
             measured = measure(device, found)
     return {
         "processes": process.size,
@@ -74,7 +74,7 @@ def check_cluster(process: Process, folder: Path | None) -> dict[str, Any]:
 
 
 def stops_of(found: Sequence[Facts], folder: Path | None) -> list[str]:
-    """What would stop a run of processes that found this."""
+    """List what would stop a run of processes with these facts."""
     names = sorted({name for each in found for name in each["versions"]})
     return [
         *_version_stops(found, names),
@@ -84,15 +84,15 @@ def stops_of(found: Sequence[Facts], folder: Path | None) -> list[str]:
     ]
 
 
-# ---- how they meet
+# ---- rendezvous
 
 
 @contextmanager
-def _told(process: Process, what: str) -> Iterator[None]:
-    """Where the processes cannot reach each other, that is what the check has found."""
+def _reporting_unreachable(process: Process, what: str) -> Iterator[None]:
+    """Turn errors of the store, gloo and NCCL into the message that the processes do not reach each other."""
     try:
         yield
-    except RuntimeError as fault:  # of the store, of gloo and of NCCL
+    except RuntimeError as fault:
         cause = str(fault).strip().splitlines()[0]
         raise Unreachable(
             f"{what}={_address()}: process {process.rank} of {process.size} on {socket.gethostname()} did not reach "
@@ -105,9 +105,9 @@ def _address() -> str:
     return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
-def _meet(process: Process) -> Any:
-    store, _, _ = next(rendezvous("env://", process.rank, process.size, timeout=_PATIENCE))
-    store.set_timeout(_PATIENCE)
+def _rendezvous_store(process: Process) -> Any:
+    store, _, _ = next(rendezvous("env://", process.rank, process.size, timeout=_TIMEOUT))
+    store.set_timeout(_TIMEOUT)
     return dist.PrefixStore("cluster_check", store)  # type: ignore[attr-defined]
 
 
@@ -115,32 +115,32 @@ def _meet(process: Process) -> Any:
 def _group(store: Any, process: Process, device: torch.device) -> Iterator[None]:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
-        backend, store=store, rank=process.rank, world_size=process.size, timeout=_PATIENCE
+        backend, store=store, rank=process.rank, world_size=process.size, timeout=_TIMEOUT
     )
     yield
     dist.destroy_process_group()  # not after a fault: it would wait for the others
 
 
-def _exchanged(store: Any, process: Process, name: str, value: Any) -> list[Any]:
-    """The values of all processes, by rank."""
+def _all_gather(store: Any, process: Process, name: str, value: Any) -> list[Any]:
+    """Return the values of all processes, by rank."""
     store.set(f"{name}/{process.rank}", json.dumps(value))
     if process.rank == 0:
         keys = [f"{name}/{rank}" for rank in range(process.size)]
         try:
-            store.wait(keys, _PATIENCE)
+            store.wait(keys, _TIMEOUT)
         except RuntimeError as fault:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             raise Unreachable(
                 f"rendezvous={_address()}: no answer from {numbered(missing)} of {process.size} within "
-                f"{_PATIENCE.seconds} s. Start all of them, and look at what they print."
+                f"{_TIMEOUT.seconds} s. Start all of them, and look at what they print."
             ) from fault
         store.set(name, json.dumps([json.loads(store.get(key)) for key in keys]))
-    store.wait([name], 2 * _PATIENCE)
+    store.wait([name], 2 * _TIMEOUT)
     every: list[Any] = json.loads(store.get(name))
     return every
 
 
-# ---- what a process finds by itself
+# ---- facts of one process
 
 
 def _device(local_rank: int) -> torch.device:
@@ -149,7 +149,7 @@ def _device(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-def _found(process: Process, device: torch.device) -> dict[str, Any]:
+def _facts_of(process: Process, device: torch.device) -> dict[str, Any]:
     versions = dict(process.versions)
     facts = {"name": "cpu", "id": None, "cores": len(os.sched_getaffinity(0))}
     if device.type == "cuda":
@@ -174,7 +174,7 @@ def _found(process: Process, device: torch.device) -> dict[str, Any]:
 
 
 def _hash(files: Iterable[Path]) -> str:
-    """Of the name, the size, the first and the last megabyte of each: copies on other machines have other times."""
+    """Hash name, size, first and last megabyte of each file: copies on other machines have other times."""
     digest = hashlib.sha256()
     for path in files:
         with path.open("rb") as stream:
@@ -187,26 +187,26 @@ def _hash(files: Iterable[Path]) -> str:
 
 
 def _outputs(store: Any, process: Process, folder: Path | None) -> list[str | None]:
-    """Of each process: `same` where it finds what the first one writes, and can write too; else what is wrong."""
+    """Return for each process `same` if it sees a file of the first one and can write itself; else what is wrong."""
     if folder is None:
         return [None] * process.size
-    name = _exchanged(store, process, "name", uuid.uuid4().hex)[0]
-    mine, wrong = folder / f".cluster-{name}-{process.rank}", ""
+    name = _all_gather(store, process, "name", uuid.uuid4().hex)[0]
+    own_file, wrong = folder / f".cluster-{name}-{process.rank}", ""
     try:
         try:
-            mine.write_text(name)
+            own_file.write_text(name)
         except OSError as fault:
             wrong = f"cannot write there ({fault.strerror})"
-        _exchanged(store, process, "written", None)
+        _all_gather(store, process, "written", None)
         found = (wrong or "same") if _appears(folder / f".cluster-{name}-0", name) else "other"
-        return _exchanged(store, process, "outputs", found)
+        return _all_gather(store, process, "outputs", found)
     finally:
         with suppress(OSError):
-            mine.unlink()
+            own_file.unlink()
 
 
 def _appears(file: Path, text: str) -> bool:
-    end = time.monotonic() + _LATE_SECONDS
+    end = time.monotonic() + _APPEAR_SECONDS
     while True:
         try:
             return file.read_text() == text
@@ -264,7 +264,7 @@ def _output_stops(found: Sequence[Facts], folder: Path | None) -> Iterator[str]:
 
 
 def _unlike_first(found: Sequence[Facts], values: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Each value that is not that of the first process, and who has it."""
+    """Yield each value that differs from that of the first process, and the processes that have it."""
     for other in dict.fromkeys(values):
         if other != values[0]:
             having = [each for each, value in zip(found, values, strict=True) if value == other]

@@ -1,4 +1,4 @@
-"""How fast the processes of a group compute and communicate, and which of them, or of their links, is slow."""
+"""Time matrix products, collectives and links of a process group, and name slow processes and links."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,17 +14,17 @@ Facts = Mapping[str, Any]
 
 _SIZES = {"cpu": (1 << 16, 1 << 20, 1 << 24), "cuda": (1 << 20, 1 << 24, 1 << 28)}  # bytes
 _MAX_SECONDS = 1.0  # of one call: a size that would take longer is left out
-_TIMED_SECONDS = 0.2  # of the calls whose mean is taken
+_TIMED_SECONDS = 0.2  # for all calls of a mean
 _MAX_CALLS = 20
-_ALL_PAIRS = 8  # processes; among more only neighbours are timed
+_MAX_ALL_PAIRS = 8  # processes; among more only neighbours are timed
 _ROUND_TRIPS = 5
-_SLOW = 0.5  # of the fastest of its kind
+_SLOW_RATIO = 0.5  # to the fastest of its kind
 
 # torch 2.13 has them under new names
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# `whole` has as many bytes as are told of the call, `part` those of one process
+# `whole` has the bytes that are reported of the call, `part` those of one process
 _COLLECTIVES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "all-reduce": lambda whole, _part: dist.all_reduce(whole),
     "broadcast": lambda whole, _part: dist.broadcast(whole, 0),
@@ -41,7 +41,7 @@ def bus_factor(name: str, processes: int) -> float:
 
 
 def measure(device: torch.device, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Called by all processes of the default group; `found` of each process is told its clock and its speed."""
+    """Measure on all processes of the default group; clock and speed are added to the facts of each process."""
     speeds = _by_rank(_matmul_flops(device))
     for each, offset, speed in zip(found, _clock_offsets(), speeds, strict=True):
         each |= {"clock_offset_seconds": offset, "matmul_flops": speed}
@@ -51,23 +51,23 @@ def measure(device: torch.device, found: Sequence[dict[str, Any]]) -> dict[str, 
 
 
 def slow_processes(found: Sequence[Facts]) -> Iterator[str]:
-    """Those that compute less than half as fast as others with the same device, and clocks that differ."""
+    """Name processes less than half as fast as others with the same device, and clocks that differ."""
     for each in found:
         name, speed = each["device"]["name"], each["matmul_flops"]
         best = max(other["matmul_flops"] for other in found if other["device"]["name"] == name)
-        if speed < _SLOW * best:
+        if speed < _SLOW_RATIO * best:
             yield f"{processes([each])} computes at {speed / best:.0%} of the speed of the fastest {name}; all wait"
         if abs(each["clock_offset_seconds"]) > 1:
             yield f"the clock of {processes([each])} is {each['clock_offset_seconds']:+.1f} s off that of process 0"
 
 
 def slow_links(links: Sequence[Facts], found: Sequence[Facts]) -> Iterator[str]:
-    """Those less than half as fast as the fastest of their kind; a process is named where all of its links are slow."""
+    """Name links less than half as fast as the fastest of their kind, or a process all of whose links are slow."""
     best: dict[bool, float] = {}
     for each in links:
         kind = each["between_machines"]
         best[kind] = max(best.get(kind, 0.0), each["bytes_per_second"])
-    slow = [each for each in links if each["bytes_per_second"] < _SLOW * best[each["between_machines"]]]
+    slow = [each for each in links if each["bytes_per_second"] < _SLOW_RATIO * best[each["between_machines"]]]
     ranks = set()
     for member in found:
         own = [each for each in links if member["rank"] in each["ranks"]]
@@ -93,7 +93,7 @@ def numbered(ranks: Sequence[int]) -> str:
 
 
 def _highest(value: float) -> float:
-    """Of all processes; none goes on before all are here."""
+    """Return the maximum over all processes, when all have called it."""
     shared = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(shared, dist.ReduceOp.MAX)
     return shared.item()
@@ -108,7 +108,7 @@ def _by_rank(value: float) -> list[float]:
 
 
 def _seconds(device: torch.device, call: Callable[[], Any], times: int = 1) -> float:
-    """The mean of `times` calls."""
+    """Return the mean of `times` calls."""
     _synchronize(device)
     begun = time.perf_counter()
     for _ in range(times):
@@ -129,7 +129,7 @@ def _matmul_flops(device: torch.device) -> float:
 
 
 def _clock_offsets() -> list[float]:
-    """Seconds that each clock is ahead of process 0's, from the quickest of some round trips, as NTP does."""
+    """Estimate how far each clock is ahead of process 0's, from the quickest of some round trips, as NTP does."""
     rank, mine = dist.get_rank(), 0.0
     cell = torch.zeros(1, dtype=torch.float64)
     for other in range(1, dist.get_world_size()):
@@ -171,10 +171,10 @@ def _timed_sizes(name: str, device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 def _links(device: torch.device, found: Sequence[Facts]) -> list[dict[str, Any]]:
-    """Pairs, one after the other: a message there and back."""
+    """Time a message there and back between pairs of processes, one pair after the other."""
     count, rank = dist.get_world_size(), dist.get_rank()
     ring = [(one, (one + 1) % count) for one in range(count)]
-    pairs = list(combinations(range(count), 2)) if count <= _ALL_PAIRS else ring
+    pairs = list(combinations(range(count), 2)) if count <= _MAX_ALL_PAIRS else ring
     message = torch.zeros(_SIZES[device.type][1] // 4, device=device)
     links = []
     for pair in pairs:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore  # its import registers the backend
 
 from app.distributed.fsdp import MeshSizes
+
+_NUMBERS = count()
 
 
 @contextmanager
@@ -19,7 +22,12 @@ def fake_device_mesh(sizes: MeshSizes) -> Iterator[DeviceMesh]:
     if not has_own_group:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
     ranks = torch.arange(processes).view(sizes.replicate, sizes.shard)
-    dimensions = {"replicate": ranks[:, 0], "shard": ranks[0]} if sizes.replicate > 1 else {"shard": ranks[0]}
+    # Meshes with the same names of dimensions are equal, and DTensor caches what it did with an equal one: a run's own
+    # tensors would be sent through the fake group. So every fake mesh has names of its own.
+    number = next(_NUMBERS)
+    dimensions = {f"fake_shard_{number}": ranks[0]}
+    if sizes.replicate > 1:
+        dimensions = {f"fake_replicate_{number}": ranks[:, 0]} | dimensions
     groups = [
         # with local synchronization no other process has to take part
         dist.new_group(each.tolist(), backend="fake", use_local_synchronization=True)

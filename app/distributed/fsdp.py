@@ -75,7 +75,7 @@ class Sharding:
         self._units: list[FSDPModule] = []
 
     def divide(self, model: nn.Module, layers: Sequence[nn.Module], entries: Sequence[str]) -> None:
-        """`entries`: methods of `model`, beside forward, whose passes begin here."""
+        """Shard `model` in place. `entries`: its methods, beside forward, that begin a pass."""
         offload = (
             CPUOffloadPolicy(pin_memory=self.mesh.device_type == "cuda") if self._offload else OffloadPolicy()
         )
@@ -98,8 +98,9 @@ class Sharding:
 
     @torch.no_grad()
     def put(self, module: nn.Module, name: str, tensor: Any) -> None:
-        """Memory for this process's rows of a parameter that was sharded on meta, and their numbers. `tensor` has
-        `rows(low, high)`. The parameter is exchanged; FSDP takes it over in its first pass.
+        """Fill this process's rows of a parameter that was sharded on meta, by `tensor.rows(low, high)`.
+
+        The parameter is replaced; FSDP takes it over in its first pass.
         """
         given = module._parameters[name]
         assert given is not None
@@ -112,20 +113,20 @@ class Sharding:
         module._parameters[name] = nn.Parameter(sharded, requires_grad=given.requires_grad)
 
     def begin_step(self) -> None:
-        """Gradients of the micro-batches that follow are reduced one by one, or with the last of the step."""
+        """Reduce the gradients of the micro-batches that follow one by one, or all with the last of the step."""
         self._root.set_requires_gradient_sync(self._sync_each)
 
     def expect_last(self) -> None:
-        """The next backward pass is the last of the step."""
+        """Reduce gradients in the next backward pass, the last of the step."""
         self._root.set_requires_gradient_sync(True)
 
     def at_rest(self) -> None:
-        """After passes without a step: every process keeps its shards alone, and modules show them."""
+        """Free gathered weights after passes without a step, so that modules have their shards as parameters."""
         for unit in self._units:
             unit.reshard()
 
     def forget_gradients(self) -> None:
-        """Those of passes that were not completed on any process, too: they would be added to the next ones."""
+        """Drop all gradients, also unsharded ones of incomplete passes, which would be added to the next ones."""
         for unit in self._units:
             unit.unshard()
             _module(unit).zero_grad(set_to_none=True)
@@ -133,7 +134,7 @@ class Sharding:
 
     @contextmanager
     def checking(self) -> Iterator[None]:
-        """Around backward passes that begin elsewhere than in a forward pass of the model, on all processes alike."""
+        """Allow backward passes that begin elsewhere than in a forward pass of the model, on all processes alike."""
         self._root.set_requires_gradient_sync(False)
         for unit in self._units:
             unit.set_reshard_after_backward(False, recurse=False)
@@ -146,7 +147,7 @@ class Sharding:
 
     @contextmanager
     def gathered(self, module: nn.Module) -> Iterator[None]:
-        """Inside, a module has its weights. All processes together, in a pass of the model, which has the root's."""
+        """Gather a module's weights on all processes together, inside a pass of the model, which has the root's."""
         layers = (each for each in self._units if each is not self._root and _has(each, module))
         unit = next(layers, None)
         if unit is None:
@@ -159,14 +160,14 @@ class Sharding:
             unit.reshard()
 
     def total(self, squares: Tensor) -> Tensor:
-        """The sum over the processes that a model is divided among; copies of it have the same."""
+        """Sum over the processes that share one copy of the model; other copies have the same sum."""
         group = self.mesh.get_group(self.mesh.ndim - 1)
         torch.distributed.all_reduce(squares, group=group)
         return squares
 
 
 def whole_tensors(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """In memory of the host, gathered one at a time by all processes together."""
+    """Yield whole tensors in memory of the host, gathered one at a time by all processes together."""
     for name, tensor in state.items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         yield name, whole.detach().to("cpu")
@@ -182,7 +183,7 @@ def _module(unit: FSDPModule) -> nn.Module:
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether this process keeps a part of a tensor only."""
+    """Whether a tensor is a DTensor, of which this process keeps a shard."""
     return isinstance(tensor, DTensor)
 
 
@@ -197,7 +198,7 @@ def has_dtensor(types: Iterable[type]) -> bool:
 
 
 def local_parameters(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
-    """For optimizers that know no DTensor: plain parameters in the memory of the shards, of those that have some."""
+    """Plain parameters in the memory of the shards, for optimizers that know no DTensor; empty shards have none."""
     return {
         each: nn.Parameter(local(each.detach()), requires_grad=each.requires_grad)
         for each in parameters
@@ -206,7 +207,7 @@ def local_parameters(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, n
 
 
 def own_rows(tensor: Tensor) -> slice:
-    """Which rows of the whole this process keeps."""
+    """The rows of the whole tensor that this process keeps."""
     if not isinstance(tensor, DTensor):
         return slice(None)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -214,13 +215,13 @@ def own_rows(tensor: Tensor) -> slice:
 
 
 def first_number(tensor: Tensor) -> int:
-    """Where the first number that this process keeps stands in the whole tensor."""
+    """The index in the flattened whole tensor of the first number that this process keeps."""
     rows = own_rows(tensor)
     return (rows.start or 0) * (tensor.numel() // len(tensor)) if tensor.ndim else 0
 
 
 def like_shard(tensor: Tensor, shard: Tensor) -> Tensor:
-    """A local tensor of the shape of the local part of `shard` as a part of a whole that is divided alike."""
+    """A local tensor of the shape of the local part of `shard`, as a DTensor that is sharded alike."""
     if not isinstance(shard, DTensor):
         return tensor
     return DTensor.from_local(
@@ -229,6 +230,6 @@ def like_shard(tensor: Tensor, shard: Tensor) -> Tensor:
 
 
 def shard_of(tensor: DTensor) -> str:
-    """Which part of how many this process has, for names of what cannot be divided anew."""
+    """Rank and number of shards, for names of states that cannot be resharded."""
     mesh = tensor.device_mesh
     return f"{mesh.get_local_rank(mesh.ndim - 1)}.{mesh.size(mesh.ndim - 1)}"

@@ -1,4 +1,4 @@
-"""What app.check cluster concludes from what the processes found."""
+"""What app.check cluster concludes from the facts of the processes."""
 
 import socket
 from datetime import timedelta
@@ -48,7 +48,7 @@ def member(rank: int, **changes: Any) -> dict[str, Any]:
         ({"output": "cannot write there (full)"}, ["output_dir=/shared/look: process 3 (gpu1) cannot write"]),
     ],
 )  # fmt: skip
-def test_what_one_process_finds_otherwise_stops_a_run(changes: dict[str, Any], stops: list[str]) -> None:
+def test_cluster_check_one_process_differs_run_is_stopped(changes: dict[str, Any], stops: list[str]) -> None:
     found = [*(member(rank) for rank in range(3)), member(3, **changes)]
     told = stops_of(found, FOLDER)
     assert len(told) == len(stops), told
@@ -56,12 +56,12 @@ def test_what_one_process_finds_otherwise_stops_a_run(changes: dict[str, Any], s
         assert text.startswith(expected)
 
 
-def test_what_is_wrong_for_all_is_told_once() -> None:
+def test_cluster_check_problem_of_all_is_reported_once() -> None:
     found = [member(rank, problems=["dataset.path=a: no such file"], files={}) for rank in range(3)]
     assert stops_of(found, None) == ["dataset.path=a: no such file"]
 
 
-def test_slow_process_and_clock_that_differs_are_named() -> None:
+def test_slow_processes_names_speed_and_clock() -> None:
     found = [member(0), member(1, matmul_flops=40.0), member(2, clock_offset_seconds=-3.25)]
     told = list(slow_processes(found))
     assert told[0].startswith("process 1 (gpu0) computes at 40% of the speed of the fastest H100")
@@ -69,7 +69,7 @@ def test_slow_process_and_clock_that_differs_are_named() -> None:
     assert list(slow_processes([member(0), member(1, device={"name": "L4"}, matmul_flops=9.0)])) == []
 
 
-def test_slow_link_or_the_process_at_the_end_of_all_slow_links_is_named() -> None:
+def test_slow_links_names_link_or_process() -> None:
     def links(*slow: tuple[int, int]) -> list[dict[str, Any]]:
         pairs = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
         return [
@@ -88,13 +88,13 @@ def test_slow_link_or_the_process_at_the_end_of_all_slow_links_is_named() -> Non
     ]
 
 
-def test_bandwidth_of_the_bus_is_counted_as_in_nccl_tests() -> None:
+def test_bus_factor_equals_that_of_nccl_tests() -> None:
     names = ("all-reduce", "broadcast", "reduce-scatter", "all-gather", "reduce")
     assert [bus_factor(name, 4) for name in names] == [1.5, 1.0, 0.75, 0.75, 1.0]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_process_that_reaches_nobody_says_where_and_what_to_do(
+def test_cluster_check_unreachable_store_is_reported_with_remedy(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket() as free:
@@ -102,7 +102,7 @@ def test_process_that_reaches_nobody_says_where_and_what_to_do(
         port = str(free.getsockname()[1])
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(cluster_check, "_PATIENCE", timedelta(seconds=1))
+    monkeypatch.setattr(cluster_check, "_TIMEOUT", timedelta(seconds=1))
     told = (
         rf"rendezvous=127\.0\.0\.1:{port}: process {rank} of 2 on .* did not reach the others \(.*GLOO_SOCKET"
     )

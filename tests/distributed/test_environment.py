@@ -34,20 +34,20 @@ def given(monkeypatch: pytest.MonkeyPatch, values: dict[str, str]) -> None:
         monkeypatch.setenv(name, value)
 
 
-def test_a_process_by_itself_is_the_first_of_one() -> None:
+def test_world_without_variables_is_one_process() -> None:
     assert world() == World(rank=0, size=1, local_rank=0, local_size=1)
     assert world().is_first
     assert not world().is_joined
 
 
 @pytest.mark.parametrize("told", [TORCHRUN, SLURM], ids=["torchrun", "srun"])
-def test_one_of_several(told: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_world_of_each_launcher_is_read(told: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, told)
     assert world() == World(rank=5, size=8, local_rank=1, local_size=4)
     assert world().is_joined
 
 
-def test_srun_is_translated_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_world_of_srun_sets_variables_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
     given(monkeypatch, SLURM)
@@ -65,7 +65,7 @@ def test_srun_is_translated_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         ("rack1-[2-3]-x", "rack1-2-x"),
     ],
 )
-def test_the_first_host_of_slurms_short_form(nodes: str, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_world_of_srun_takes_the_first_host(nodes: str, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
     given(monkeypatch, SLURM | {"SLURM_STEP_NODELIST": nodes})
@@ -73,12 +73,12 @@ def test_the_first_host_of_slurms_short_form(nodes: str, first: str, monkeypatch
     assert os.environ["MASTER_ADDR"] == first
 
 
-def test_a_batch_script_of_slurm_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_world_of_slurm_batch_script_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, {"SLURM_PROCID": "0", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"})
     assert world() == World()
 
 
-def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_world_with_missing_variables_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, {"WORLD_SIZE": "2", "RANK": "0"})
     with pytest.raises(EnvironmentProblem, match="LOCAL_RANK and MASTER_ADDR and MASTER_PORT is not set"):
         world()

@@ -31,11 +31,11 @@ LATER_KILLED_BY_THE_AGENT = Failure(1, -signal.SIGKILL, at=130.0)
         ([ENDED_BY_THE_AGENT], ENDED_BY_THE_AGENT),
     ],
 )
-def test_the_cause_is_told_and_not_what_followed(failures: list[Failure], cause: Failure) -> None:
+def test_root_cause_is_not_what_followed(failures: list[Failure], cause: Failure) -> None:
     assert root_cause(failures) == root_cause(failures[::-1]) == cause
 
 
-def test_what_a_process_leaves_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_failure_is_read_by_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path))
     report_failure(3, 2, "error: no such file")
     found = read_failure(tmp_path, 3)
@@ -45,7 +45,7 @@ def test_what_a_process_leaves_comes_back(tmp_path: Path, monkeypatch: pytest.Mo
     assert read_failure(tmp_path, 0) is None
 
 
-def test_without_our_launcher_it_is_told_at_once(
+def test_report_failure_without_launcher_is_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(FOLDER, raising=False)
@@ -53,7 +53,7 @@ def test_without_our_launcher_it_is_told_at_once(
     assert capsys.readouterr().err == "error: no such file\n(process 3)\n"
 
 
-def test_a_silent_death_is_told_with_its_last_words() -> None:
+def test_failure_message_of_a_killed_process_has_its_last_lines() -> None:
     assert KILLED.exit_code == 137
     told = failure_message(Failure(1, -signal.SIGSEGV, at=1.0), 2, printed="one\ntwo\n")
     assert told == "process 1 of 2 was killed by SIGSEGV. Its last words:\none\ntwo"

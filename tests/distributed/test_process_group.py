@@ -21,7 +21,9 @@ def started(monkeypatch: pytest.MonkeyPatch, processes: int) -> None:
         monkeypatch.setenv(name, str(value))
 
 
-def test_more_processes_than_cores_are_remarked_on(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crowded_cores_more_processes_than_cores_is_noted(
+    cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started(monkeypatch, cores + 1)
     (remark,) = crowded_cores()
     assert f"{cores + 1} processes share {cores} core" in remark
@@ -30,7 +32,7 @@ def test_more_processes_than_cores_are_remarked_on(cores: int, monkeypatch: pyte
     assert crowded_cores() == [], "those on GPUs mostly wait for them"
 
 
-def test_as_many_as_cores_are_not(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crowded_cores_as_many_as_cores_is_silent(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     started(monkeypatch, cores)
     assert crowded_cores() == []
 
