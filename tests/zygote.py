@@ -23,7 +23,7 @@ IMPORTS = (
     "transformers.models.llama.modeling_llama",
     "transformers.generation",
     "app.training.resolve",
-    "app.training.finish",
+    "app.training.final_model",
     "app.training.samples",
     "app.evaluation.run",
     "app.model.build",

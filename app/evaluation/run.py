@@ -24,7 +24,6 @@ from app.model.training_model import TrainingModel
 from app.tracking.formatting import format_duration
 from app.training.choices import Choices
 from app.training.eta import Eta, Workload
-from app.training.proofs import prove_on
 from app.training.resolve import (
     build_meta_model,
     layout_of,
@@ -35,6 +34,7 @@ from app.training.resolve import (
     resolve_format,
 )
 from app.training.scores import Sums, score_rows
+from app.training.setup import check_on_batch
 
 SECONDS_BETWEEN_MESSAGES = 10.0
 
@@ -119,7 +119,7 @@ class Evaluation(FinishedRun):
     def sums(self, *, tuned: bool, say: Callable[[str], None]) -> Sums:
         """Score each row by the tuned model or by its base; only one of them is in memory at a time."""
         trainee = self.trainee(tuned=tuned)
-        prove_on(trainee, crowded_batch(self.rows, self.layout).to(self.runtime.device))
+        check_on_batch(trainee, crowded_batch(self.rows, self.layout).to(self.runtime.device))
         answers = trains_answers(self.run.dataset)
         rows, classes = len(self.rows), len(self.run.task.labels)
         return score_rows(trainee, self._batches(say), self.runtime, rows, answers=answers, classes=classes)

@@ -1,25 +1,30 @@
 """What people read about a run and what its manifest keeps: made here, from values that the other parts return."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from app.config.commands import python
 from app.config.dataset import formats_of, has_chats
 from app.config.schema import RunConfig
 from app.data.packing import beyond_least, least_bins
 from app.data.prepare import Data, prepare
 from app.distributed.process_group import crowded_cores, default_device, idle_gpus, parallel_notes
 from app.model import quantization
+from app.model.comparison import Comparison
 from app.model.fingerprint import base_fingerprint
 from app.model.source import fetch_folder
 from app.model.tokenizer import load_tokenizer, tokenizer_hash
 from app.optim import requirements
 from app.tracking.formatting import format_bytes
+from app.tracking.output_dir import RunFolder
 from app.training import gpu_in_use
 from app.training.auto_batch import offload_notes
+from app.training.checkpoint import Progress
 from app.training.resolve import ResolvedRun, limit_to_positions, resolve_format
+from app.training.scores import Scores
 
 if TYPE_CHECKING:
     from app.training.rehearsal import Rehearsal
@@ -181,6 +186,44 @@ def rehearsal_message(rehearsal: "Rehearsal") -> str:
         f"rehearsed {what} with the largest micro-batch, {rehearsal.tokens:,} tokens ({rehearsal.seconds:.1f} s, "
         f"{format_bytes(rehearsal.peak_bytes)} at most): it {fits}"
     )
+
+
+def check_notes(checks: Sequence[Comparison]) -> list[str]:
+    """Notes for the first table on faster computations that failed their check and are not used."""
+    return [
+        f"{check.what}, differs by {check.difference:.1e} (allowed {check.allowed:.1e}) and is not used"
+        for check in checks
+        if not check.passed
+    ]
+
+
+def closing_message(
+    run: RunConfig,
+    folder: RunFolder,
+    result: Mapping[str, float | None],
+    progress: Progress,
+    scores: Scores | None,
+) -> str:
+    """The last lines of a complete run: what it reached, and the command to try it."""
+    speed, what = result.get("tokens_per_second"), "model" if run.adapter.kind == "none" else "adapter"
+    evaluated = "" if progress.last_eval_loss is None else f", eval loss {progress.last_eval_loss:.4f}"
+    if scores is not None and scores.of_classes:
+        evaluated += f", accuracy {scores.token_accuracy:.2%}, macro F1 {scores.macro_f1:.2%}"
+    return (
+        f"{_memory_line(result)}"
+        f"done    {progress.step} steps, loss {progress.first_loss:.4f} -> {progress.last_loss:.4f}{evaluated}"
+        f"{f', {speed:,.0f} tokens/s' if speed else '; nothing was left to do'}\n"
+        f"{what:<7} {folder.final}\n"
+        f'try it  {python()} -m app.generate run={folder.path} prompt="..."'
+    )
+
+
+def _memory_line(result: Mapping[str, float | None]) -> str:
+    predicted, measured = result["memory_predicted_bytes"], result["memory_measured_bytes"]
+    if predicted is None or measured is None:
+        return ""
+    difference = measured / predicted - 1
+    return f"memory  {format_bytes(predicted)} predicted, {format_bytes(measured)} measured ({difference:+.1%})\n"
 
 
 def skipped_message(step: int, what_happened: str, places: Sequence[str]) -> str:

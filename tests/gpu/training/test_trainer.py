@@ -10,8 +10,8 @@ from app.optim.optimizers import build_optimizer
 from app.training.train_step import Stepper
 from tests.gpu import waiting_is_an_error
 from tests.training.conftest import MakeLoop, sections_of, small_run
-from tests.training.test_ahead import QUIET
 from tests.training.test_optimizer_in_backward import AS_THEY_COME, BF16, FULL
+from tests.training.test_trainer import QUIET
 
 
 @pytest.mark.parametrize(

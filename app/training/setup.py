@@ -1,0 +1,141 @@
+"""What a run builds before its first step: the model and its checks, the optimizer, progress of a checkpoint."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from app.batch import Batch
+from app.config.dataset import trains_answers
+from app.data.loader import Loader
+from app.distributed.environment import world
+from app.distributed.fsdp import first_number
+from app.distributed.gradient_reduction import ShardedGradients
+from app.model import fp8_linear
+from app.model.build import base_path, build_training_model, random_base
+from app.model.checks import check_head, check_packing, choose_loss_head
+from app.model.comparison import Comparison
+from app.model.compile import verify_compiled
+from app.model.fingerprint import base_fingerprint
+from app.model.save import save_base
+from app.model.training_model import TrainingModel
+from app.optim.optimizers import build_optimizer, needs_whole_matrices
+from app.tracking.output_dir import RunFolder
+from app.tracking.recorder import Recorder
+from app.training.checkpoint import Checkpoints, Progress
+from app.training.resolve import ResolvedRun
+from app.training.samples import sampler
+from app.training.train_step import Stepper
+from app.training.trainer import Parts
+
+
+def build_model(resolved: ResolvedRun, folder: RunFolder) -> TrainingModel:
+    """The model with its weights, sharded where the run asks for it."""
+    run, runtime = resolved.config, resolved.runtime
+    place, sharding = base_path(run.model, folder.base), runtime.sharding(run.parallel)
+    return build_training_model(resolved.sections, runtime.device, run.seed, place, sharding)
+
+
+def check_on_loader(trainee: TrainingModel, loader: Loader, device: torch.device) -> list[Comparison]:
+    """Check the model on the fullest micro-batch of the first step; refuse the run where a check fails."""
+    # of a sharded model all processes make the same passes; others may have an empty micro-batch
+    batches = loader.batches(0) if trainee.sharding is None else loader.batches_of_first(0)
+    fullest = max(batches, key=lambda batch: batch.num_tokens).to(device)
+    if trainee.sharding is None:
+        return check_on_batch(trainee, fullest)
+    with trainee.sharding.checking():
+        return trainee.within(lambda: check_on_batch(trainee, fullest))
+
+
+def check_on_batch(trainee: TrainingModel, batch: Batch) -> list[Comparison]:
+    """Compare with the model's own computation: the head's logits, packed with separate documents, fused layers."""
+    # fused layers were compared as they were installed; those that failed are not installed
+    fused = [comparison for comparison in trainee.fused.comparisons if comparison.passed]
+    gathered = nullcontext if trainee.sharding is None else trainee.sharding.gathered
+    rounding = fp8_linear.compare_products(trainee.network, gathered)
+    with fp8_linear.without_row_rounding(trainee.network), _uncompiled(trainee):
+        head = [check_head(trainee, batch), *choose_loss_head(trainee, batch)]
+        comparisons = [*head, *check_packing(trainee, batch), *fused, *rounding]
+    layers = trainee.compiled_layers
+    if layers is not None:
+        compiled = verify_compiled(trainee, trainee.trained(), layers, batch, trainee.compute)
+        comparisons += [] if compiled is None else [compiled]
+    return comparisons
+
+
+def _uncompiled(trainee: TrainingModel) -> AbstractContextManager[None]:
+    """Checks use many shapes, each of which would be compiled."""
+    return nullcontext() if trainee.compiled_layers is None else trainee.compiled_layers.paused()
+
+
+def build_stepper(resolved: ResolvedRun, trainee: TrainingModel) -> Stepper:
+    """The optimizer and the gradient reduction; random numbers start anew, whatever was built before."""
+    run, runtime = resolved.config, resolved.runtime
+    trained = list(trainee.trained().values())
+    whole = needs_whole_matrices(run.optimizer)
+    reduction = runtime.reduction(
+        trained, trainee.sharding, whole_matrices=whole, overlap=run.parallel.overlap
+    )
+    shards = None
+    if isinstance(reduction, ShardedGradients) and not whole:
+        shards = {each: (own, first_number(each)) for each, own in reduction.local.items()}
+    optimizer = build_optimizer(run.optimizer, trainee, run.seed, shards)
+    fp16 = resolved.choices.precision == "fp16"
+    stepper = Stepper(trainee, optimizer, runtime, run.training.clip, fp16=fp16, reduction=reduction)
+    runtime.seed(run.seed)
+    return stepper
+
+
+def restore_progress(resolved: ResolvedRun, checkpoints: Checkpoints, stepper: Stepper) -> Progress:
+    """Load the checkpoint, and take the deepest split that any start of this run has needed."""
+    peers, checkpoint = resolved.runtime.peers, resolved.checkpoint
+    progress = checkpoints.load(checkpoint, stepper, peers) if checkpoint else Progress()
+    progress.depth = stepper.depth = max(progress.depth, checkpoints.noted_depth())
+    return progress
+
+
+def record_base(resolved: ResolvedRun, trainee: TrainingModel, recorder: Recorder) -> None:
+    """Note the hash of the base; a base of random weights, which no file has, is saved beside the run."""
+    if not world().is_first:
+        return
+    run, sections = resolved.config, resolved.sections
+    recorder.add_facts(hashes={"base": base_fingerprint(run.model)})
+    if sections.keeps_random_base and run.checkpoint.save_random_base and not resolved.checkpoint:
+        is_plain = sections.quantizer is None and trainee.sharding is None
+        drawn = None if is_plain else random_base(sections, resolved.runtime.device, run.seed)
+        save_base(trainee, resolved.tokenizer, recorder.folder.base, drawn)
+
+
+def trainer_parts(
+    resolved: ResolvedRun, stepper: Stepper, checkpoints: Checkpoints, recorder: Recorder
+) -> Parts:
+    """All that the trainer works with."""
+    run, trainee = resolved.config, stepper.trainee
+    samples: Any = (run.eval, resolved.data.eval, resolved.objective, trainee, resolved.tokenizer, recorder)
+    return Parts(
+        runtime=resolved.runtime,
+        plan=resolved.steps,
+        loader=resolved.loader,
+        eval_batches=resolved.eval_batches(),
+        stepper=stepper,
+        learning_rate=resolved.learning_rate,
+        checkpoints=checkpoints,
+        recorder=recorder,
+        show_samples=_on_first_process(trainee, sampler(*samples)),
+        answers=trains_answers(run.dataset),
+        classes=len(run.task.labels),
+        eval_size=resolved.eval_size,
+    )
+
+
+def _on_first_process(trainee: TrainingModel, show: Callable[[int], None]) -> Callable[[int], None]:
+    """A sharded model takes all processes to generate; only the first one records the answers."""
+    if trainee.sharding is None:
+        return show if world().is_first else lambda _step: None
+
+    def show_in_step(step: int) -> None:
+        trainee.within(lambda: show(step))
+        trainee.sharding.at_rest()
+
+    return show_in_step
