@@ -31,7 +31,7 @@ STOPS = 2  # the exit code where a run with these settings would stop
 
 
 def check(config: CheckConfig, console: Console) -> int:
-    """From a checked config to what was found, shown and written; returns the exit code."""
+    """Run the checks, show and write their facts; returns the exit code."""
     _check_parts(config)
     if config.folder is not None and world().is_first:
         with report_write_errors(config.folder):
@@ -43,12 +43,12 @@ def check(config: CheckConfig, console: Console) -> int:
         _write(config.folder, found, console)
     stops = [problem for each in found.values() for problem in each["stops"]]
     if stops:
-        _tell(ConfigError(stops).report() + "\na run with these settings stops there")
+        _report_stops(ConfigError(stops).report() + "\na run with these settings stops there")
     return STOPS if stops else 0
 
 
-def _tell(text: str) -> None:
-    """Once, where a launcher of ours would tell that this process failed."""
+def _report_stops(text: str) -> None:
+    """Print the problem, through the launcher where it prints failures for all processes."""
     if world().is_joined:
         report_failure(0, STOPS, text)
     else:
@@ -82,7 +82,7 @@ def _memory(config: CheckConfig, _console: Console) -> dict[str, Any]:
 
 
 def _cluster(config: CheckConfig, _console: Console) -> dict[str, Any]:
-    """In each of the processes, on all machines."""
+    """Check the cluster; runs in each process on all machines."""
     from app.distributed.cluster_check import Process, Unreachable, check_cluster
     from app.pages.check_report import show_check
     from app.pages.check_summary import cluster_sections
@@ -98,14 +98,14 @@ def _cluster(config: CheckConfig, _console: Console) -> dict[str, Any]:
         facts = check_cluster(process, config.folder)
     except Unreachable as problem:
         report_failure(here.rank, problem.exit_code, problem.report())
-        os._exit(problem.exit_code)  # an orderly end would wait for the others
+        os._exit(problem.exit_code)  # a normal exit would wait for the other processes
     if here.is_first:
         show_check(cluster_sections(facts))
     return facts
 
 
 def _data_files(run: RunConfig) -> tuple[dict[str, list[Path]], list[str]]:
-    """Of the sources that are files, by their keys; and what is wrong with the paths."""
+    """Files of the sources by their config keys, and problems of their paths."""
     from app.config.dataset import key_of, sources_of
     from app.data import sources
 
@@ -124,7 +124,7 @@ def _data_files(run: RunConfig) -> tuple[dict[str, list[Path]], list[str]]:
 
 
 def _in_processes(config: CheckConfig, arguments: Sequence[str]) -> int:
-    """The check of a cluster, in the processes that a run would have."""
+    """Launch the cluster check in the processes that a run would have."""
     count = processes_to_start(config.run.launch)
     if count:
         return launch(count, ["-m", "app.check", *arguments])
@@ -137,7 +137,7 @@ def _in_processes(config: CheckConfig, arguments: Sequence[str]) -> int:
 
 
 def _planned_processes(config: CheckConfig) -> int:
-    """On a machine that is not this one, as many as are asked for."""
+    """The number of processes that the memory plan is for; on other hardware the one in the config."""
     if config.hardware is None:
         return _processes(config.run)
     count = config.run.launch.num_processes
@@ -157,7 +157,7 @@ def _write(folder: Path, found: dict[str, Any], console: Console) -> None:
 
 
 def _check_parts(config: CheckConfig) -> None:
-    """What each part can say in milliseconds, all problems together."""
+    """Collect the problems that each package finds in milliseconds, and report them together."""
     from app.data import sources
     from app.model import source, tokenizer
 
@@ -180,7 +180,7 @@ def _command(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Exit codes: 0 a run would go on, 2 it would stop at what was told, or the settings are wrong."""
+    """Exit codes: 0 a run would start, 2 it would stop with the reported problems, or the settings are wrong."""
     run_command(_command, fail_as_one_of_several)
 
 

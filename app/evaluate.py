@@ -42,7 +42,7 @@ def score(config: EvaluateConfig, names: Sequence[str], console: Console) -> Non
     for name in names:
         sums[name] = evaluation.sums(tuned=name == "tuned", say=console.say)
         if len(names) > 1:  # the second may take long
-            console.say(f"{name:<8}{Scores.of(sums[name].sum(axis=0)).words()}")
+            console.say(f"{name:<8}{Scores.of(sums[name].sum(axis=0)).text()}")
     if evaluation.runtime.rank == 0:
         found = Comparison.of(sums, evaluation.rows.split_hashes)
         console.say(found.table())

@@ -35,7 +35,7 @@ DIFFERENT = 3  # the exit code
 
 
 def reproduce(config: ReproduceConfig, console: Console) -> int:
-    """From a checked config to reproduce.json; returns the exit code."""
+    """Run it again, compare and write reproduce.json; returns the exit code."""
     before, after = RunFolder(config.folder), RunFolder(Path(config.output_dir).expanduser())
     _require_new(after.path)
     lines = logged_lines(before, config.steps)
@@ -44,7 +44,7 @@ def reproduce(config: ReproduceConfig, console: Console) -> int:
     run = as_run(config)
     run = replace(run, training=replace(run.training, stop_after=last))
     programs, content = _differences(before, run)
-    console.say(_told([*programs, *content]))
+    console.say(_origin_lines([*programs, *content]))
     if content and not config.anyway:
         raise CheckpointError(
             f"run={config.run}: {'; '.join(map(str, content))}. It would be another run. If files only lie elsewhere "
@@ -70,14 +70,14 @@ def _require_new(folder: Path) -> None:
 
 
 def _differences(folder: RunFolder, run: RunConfig) -> tuple[list[Difference], list[Difference]]:
-    """What may move the numbers, and what makes it another run."""
+    """Differences of programs, which may change the numbers, and of content, which make it another run."""
     from app.training.summary import provenance
 
     then, now = read_manifest(folder.manifest), {**program_here(), **provenance(run)}
     return compare_programs(then, now), compare_content(then, now)
 
 
-def _told(differences: Sequence[Difference]) -> str:
+def _origin_lines(differences: Sequence[Difference]) -> str:
     same = "versions, commit, hardware, rows, tokenizer and base are the same"
     return align([("origin", "\n".join(map(str, differences)) or same)], width=8)
 

@@ -19,7 +19,7 @@ MAX_GROUPS = 2_048  # more clusters than that are drawn in groups, see `resample
 RESAMPLES_AT_ONCE = 250  # so that their weights stay in the cache
 _SEED = 0  # the same for all runs: the same rows are compared on the same draws
 _SHARES = ("token_accuracy", "exact_match", "accuracy", "macro_f1")
-_WORDS: dict[str, tuple[str, Callable[[float], str]]] = {
+_LABELS: dict[str, tuple[str, Callable[[float], str]]] = {
     "eval_loss": ("loss", "{:.4f}".format),
     "perplexity": ("perplexity", "{:.4g}".format),
     "token_accuracy": ("token accuracy", "{:.2%}".format),
@@ -40,7 +40,7 @@ class Estimate:
     low: float
     high: float
 
-    def words(self, form: Callable[[float], str]) -> str:
+    def text(self, form: Callable[[float], str]) -> str:
         if math.isnan(self.low) or math.isnan(self.high):
             return form(self.value)
         return f"{form(self.value)} [{form(self.low)}, {form(self.high)}]"
@@ -83,13 +83,13 @@ class Comparison:
         """Lines for people, without metrics that have no meaning for these rows."""
         order = [name for name in ("base", "tuned", _DIFFERENCE) if name in self.sides]
         lines = [["", *order]]
-        for key, (word, form) in _WORDS.items():
+        for key, (label, form) in _LABELS.items():
             if key in self.sides[order[0]] and not all(
                 math.isnan(self.sides[name][key].value) for name in order
             ):
                 forms = [_signed(form) if name == _DIFFERENCE else form for name in order]
                 lines.append(
-                    [word, *(self.sides[name][key].words(f) for name, f in zip(order, forms, strict=True))]
+                    [label, *(self.sides[name][key].text(f) for name, f in zip(order, forms, strict=True))]
                 )
         return f"{align_columns(lines)}\n{self._how()}"
 

@@ -30,7 +30,7 @@ from app.training.trained_state import (
     OPTIMIZER,
     SHARDS,
     WEIGHTS,
-    load_divided,
+    load_sharded,
     load_weights,
     named_tensors,
     plain_states,
@@ -156,7 +156,7 @@ class Checkpoints:
             load_weights(folder, stepper.trainee.trained(), peers)
             load_state(stepper.optimizer, load_file(folder / OPTIMIZER), state["optimizer"])
         else:
-            load_divided(folder, state["optimizer"], stepper, peers)
+            load_sharded(folder, state["optimizer"], stepper, peers)
         if stepper.scale is not None:
             stepper.scale.load_state_dict(state["scaler"])
         _set_random_state(load_file(folder / _RANDOM), peers.rank)

@@ -95,7 +95,7 @@ class Scores:
         }
         return {key: finite_or_none(value) for key, value in known.items()}
 
-    def words(self) -> str:
+    def text(self) -> str:
         if self.of_classes:
             accuracy = f"accuracy {self.token_accuracy:.2%}"
             return f"loss {self.loss:.4f} | {accuracy} | macro F1 {self.macro_f1:.2%}"

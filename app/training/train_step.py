@@ -110,7 +110,7 @@ class Stepper:
 
     @property
     def skipping(self) -> str:
-        """What happens in a step whose gradient is not finite, for the message."""
+        """The message for a step whose gradient is not finite."""
         if self._in_backward is None:
             return "skipped: its gradient is not finite"
         return "not made for weights whose gradient is not finite, others had been stepped by then"

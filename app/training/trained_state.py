@@ -1,7 +1,7 @@
-"""Trained weights and optimizer states as named tensors, whole or divided among processes, and back.
+"""Tensors of a checkpoint: trained weights and optimizer states by name, whole or sharded.
 
-A checkpoint of a whole model is two files of safetensors; of a divided one a folder of DCP. Either is read by any
-number of processes, except states that an optimizer keeps in blocks, which cannot be divided anew.
+A checkpoint of an unsharded model is two safetensors files, of a sharded one a folder of torch's DCP. Either is read by
+any number of processes, except 8-bit optimizer states, whose blocks cannot be resharded.
 """
 
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ from app.optim.optimizer_state import named_states, saved_names
 from app.training.train_step import Stepper
 
 WEIGHTS, OPTIMIZER, SHARDS = "weights.safetensors", "optimizer.safetensors", "shards"
-_OF_ONE_PROCESS = "@"
+_PER_PROCESS_MARK = "@"
 
 
 def named_tensors(stepper: Stepper) -> dict[str, Tensor]:
-    """`weights/NAME` and `states/NAME/KEY`."""
+    """Tensors to save, as `weights/NAME` and `states/NAME/KEY`."""
     trained = stepper.trainee.trained()
     found: dict[str, Tensor] = {f"weights/{name}": each.detach() for name, each in trained.items()}
     for name, states in _states(stepper).items():
@@ -37,16 +37,16 @@ def named_tensors(stepper: Stepper) -> dict[str, Tensor]:
 
 
 def _portable(value: Tensor, parameter: nn.Parameter) -> tuple[str, Tensor]:
-    """A part of a whole that is divided as its parameter is. What is neither that nor a number is of one process."""
+    """Name suffix and tensor: sharded like its parameter where the shapes agree, else of this rank only."""
     if not is_sharded(parameter) or is_sharded(value) or value.ndim == 0:
         return "", value
     if value.shape == local(parameter).shape:
         return "", like_shard(value, parameter)
-    return f"{_OF_ONE_PROCESS}{shard_of(parameter)}", value
+    return f"{_PER_PROCESS_MARK}{shard_of(parameter)}", value
 
 
 def plain_states(stepper: Stepper) -> dict[str, Any]:
-    """What is no tensor: numbers of parameters that this process has a part of, and the count of rounded steps."""
+    """Optimizer states that are plain numbers, and the count of steps with stochastic rounding."""
     numbers = {
         f"{name}/{key}": value
         for name, states in _states(stepper).items()
@@ -57,8 +57,8 @@ def plain_states(stepper: Stepper) -> dict[str, Any]:
     return numbers | ({STEPS_ROUNDED: group[STEPS_ROUNDED]} if STEPS_ROUNDED in group else {})
 
 
-def load_divided(folder: Path, plain: Mapping[str, Any], stepper: Stepper, peers: HostGroup) -> None:
-    """Where the checkpoint or this run, or both, are divided."""
+def load_sharded(folder: Path, plain: Mapping[str, Any], stepper: Stepper, peers: HostGroup) -> None:
+    """Load where the checkpoint, this run or both are sharded."""
     if not stepper.optimizer.state:
         stepper.allocate_states()
     wanted = named_tensors(stepper)
@@ -78,7 +78,7 @@ def load_divided(folder: Path, plain: Mapping[str, Any], stepper: Stepper, peers
 
 
 def load_weights(folder: Path, trained: Mapping[str, nn.Parameter], peers: HostGroup) -> None:
-    """The trained weights of a save into the parameters of the same names."""
+    """Load the trained weights of a checkpoint into the parameters of the same names."""
     wanted: dict[str, Tensor] = {f"weights/{name}": each.detach() for name, each in trained.items()}
     shards = folder / SHARDS
     if shards.is_dir():
@@ -96,18 +96,18 @@ def load_weights(folder: Path, trained: Mapping[str, nn.Parameter], peers: HostG
 
 
 def _states(stepper: Stepper) -> dict[str, dict[str, Any]]:
-    """By the names of trained weights."""
+    """Optimizer states by the names of trained weights."""
     found = named_states(stepper.optimizer)
     return {name.removeprefix("network."): states for name, states in found.items()}
 
 
 def _require_names(folder: Path, wanted: Mapping[str, Tensor], have: set[str], peers: HostGroup) -> None:
-    """All processes refuse together: what one lacks, another one may have."""
+    """Refuse missing tensors on all ranks together: each checks its own shards."""
     missing = sorted({name for each in peers.collected(sorted(wanted.keys() - have)) for name in each})
     if not missing:
         return
-    saved_by = {name.rpartition(".")[2] for name in have if _OF_ONE_PROCESS in name} or {"1"}
-    if any(_OF_ONE_PROCESS in name for name in (*missing, *have)):
+    saved_by = {name.rpartition(".")[2] for name in have if _PER_PROCESS_MARK in name} or {"1"}
+    if any(_PER_PROCESS_MARK in name for name in (*missing, *have)):
         raise CheckpointError(
             f"resume: {folder} has optimizer states in blocks of 8 bits, which cannot be divided anew. Continue with "
             f"as many processes as it was saved by ({', '.join(saved_by)}) and the same parallel=, or give another "
@@ -119,22 +119,22 @@ def _require_names(folder: Path, wanted: Mapping[str, Tensor], have: set[str], p
 def _load_rows(
     folder: Path, names: Mapping[str, str], wanted: Mapping[str, Tensor], peers: HostGroup
 ) -> None:
-    """Each process its rows, of files that have whole tensors."""
+    """Read this rank's rows from files of whole tensors."""
     with (
         safe_open(folder / WEIGHTS, framework="pt") as weights,
         safe_open(folder / OPTIMIZER, framework="pt") as states,
     ):
         found = {f"weights/{name}": (weights, name) for name in weights.keys()}  # noqa: SIM118  no dictionary
         for path in states.keys():  # noqa: SIM118
-            place, key = _parted(path)
+            place, key = _split_path(path)
             found[f"states/{names.get(place, place)}/{key}"] = (states, path)
         _require_names(folder, wanted, set(found), peers)
         for name, tensor in wanted.items():
             _copy_rows(*found[name], tensor)
 
 
-def _parted(path: str) -> tuple[str, str]:
-    """`state/3` and the last part: bitsandbytes has a dictionary between them."""
+def _split_path(path: str) -> tuple[str, str]:
+    """Split into `state/3` and the last part: bitsandbytes has a dictionary between them."""
     parts = path.split("/")
     return "/".join(parts[:2]), parts[-1]
 
@@ -149,8 +149,8 @@ def _copy_rows(saved: Any, name: str, tensor: Tensor) -> None:
 
 
 def _renamed(plain: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Numbers of a flat state that goes by places, under the names of parameters."""
-    parted = [(*_parted(path), value) for path, value in plain.items()]
-    found = {f"{names[place]}/{key}": value for place, key, value in parted if place in names}
-    rounded = {key: value for _, key, value in parted if key == STEPS_ROUNDED}
+    """Rename the numbers of a flat state from parameter indices to parameter names."""
+    split = [(*_split_path(path), value) for path, value in plain.items()]
+    found = {f"{names[place]}/{key}": value for place, key, value in split if place in names}
+    rounded = {key: value for _, key, value in split if key == STEPS_ROUNDED}
     return found | rounded

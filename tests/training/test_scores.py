@@ -60,7 +60,7 @@ def test_nonfinite_scores_are_null_in_json() -> None:
     assert Scores(1.0, 0.5).perplexity == pytest.approx(math.e)
     ruined = Scores(1000.0, 0.0, 1.0)
     assert ruined.perplexity == math.inf
-    assert "perplexity inf" in ruined.words()
+    assert "perplexity inf" in ruined.text()
     assert ruined.as_dict() == {
         "eval_loss": 1000.0,
         "perplexity": None,
@@ -74,9 +74,9 @@ def test_scores_without_answers_omit_exact_match() -> None:
     of_text = Scores.of(np.array([6.0, 4.0, 3.0, 0.0, 0.0, 4.0]))
     assert of_text.line() == {"eval_loss": 1.5}
     assert of_text.as_dict()["exact_match"] is None
-    assert of_text.words() == "loss 1.5000 | perplexity 4.482 | token accuracy 75.00%"
+    assert of_text.text() == "loss 1.5000 | perplexity 4.482 | token accuracy 75.00%"
     of_chats = Scores.of(np.array([6.0, 4.0, 3.0, 8.0, 2.0, 4.0]))
     assert of_chats.line() == {"eval_loss": 1.5, "exact_match": 0.25}
     weighted = Scores.of(np.array([6.0, 4.0, 3.0, 8.0, 2.0, 12.0]))
     assert (weighted.loss, weighted.token_accuracy, weighted.exact_match) == (0.5, 0.75, 0.25)
-    assert of_chats.words().endswith("token accuracy 75.00% | exact match 25.00%")
+    assert of_chats.text().endswith("token accuracy 75.00% | exact match 25.00%")
