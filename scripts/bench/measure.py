@@ -13,7 +13,8 @@ from statistics import mean, median
 from typing import Any
 
 from app.files import write_json
-from scripts.bench.contest import Contest, contest_of, framework_of
+from scripts.bench.contest import Contest, contest_of
+from scripts.bench.frameworks import framework_of
 
 
 def main() -> None:

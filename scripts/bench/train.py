@@ -20,7 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a script, or as a module
 
-from scripts.bench.contest import FRAMEWORKS, METHODS, SHAPES, Contest, framework_of, is_framework
+from scripts.bench.contest import METHODS, SHAPES, Contest
+from scripts.bench.frameworks import FRAMEWORKS, framework_of, is_framework
 from scripts.bench.measure import asked
 from scripts.bench.table import allowed_at, furthest
 from scripts.bench.workload import MIXES
