@@ -72,7 +72,7 @@ def _classify(config: GenerateConfig, folder: Path, run: RunConfig) -> None:
     fields = [columns.sentence1, columns.sentence2] if pair else [columns.text]
     texts = [list(map(str, one))] if config.prompts is None else read_examples(config.prompts, fields)
     from app.model.generate import Classifier
-    from app.model.load import load_tuned, load_tuned_tokenizer
+    from app.model.load_run import load_tuned, load_tuned_tokenizer
     from app.model.tasks import task_of
 
     tokenizer = load_tuned_tokenizer(folder / "final")
@@ -121,7 +121,7 @@ def _build_generator(config: GenerateConfig, folder: Path | None, run: RunConfig
     import torch
 
     from app.model.generate import TextGenerator
-    from app.model.load import load_any, load_tuned, load_tuned_tokenizer
+    from app.model.load_run import load_any, load_tuned, load_tuned_tokenizer
     from app.model.tasks import TASKS
 
     if folder is not None and run is not None:

@@ -27,7 +27,7 @@ IMPORTS = (
     "app.training.samples",
     "app.evaluation.run",
     "app.model.build",
-    "app.model.load",
+    "app.model.load_run",
     "app.optim.optimizers",
 )
 

@@ -17,8 +17,8 @@ from app.data.token_dataset import TokenRows
 from app.distributed.process_group import Runtime, start
 from app.errors import CheckpointError
 from app.model.build import ModelSections
-from app.model.fingerprint import base_fingerprint
-from app.model.load import load_training_model, reads_base, weights_of
+from app.model.load_run import load_training_model, reads_base, weights_of
+from app.model.source import base_fingerprint
 from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
 from app.tracking.formatting import format_duration

@@ -24,8 +24,7 @@ from app.exports.verify import (
     with_training_base,
 )
 from app.files import MANIFEST, verify_checksums
-from app.model.build import base_path
-from app.model.dtypes import DTYPES
+from app.model.build import DTYPES, base_path
 from app.model.merge import (
     EXPORTED,
     Merge,

@@ -19,8 +19,7 @@ from torch import Tensor
 from app.evaluation.run import Evaluation
 from app.exports import reload
 from app.model.attention import own_attention
-from app.model.build import ModelSections
-from app.model.dtypes import DTYPES
+from app.model.build import DTYPES, ModelSections
 from app.model.quantization import other_linear_layers
 from app.model.tasks import task_of
 from app.model.training_model import TrainingModel

@@ -23,8 +23,8 @@ from app.memory.outline import Outline
 from app.memory.phases import BETWEEN, EVALUATION, HOST, KEPT, SAVE, peaks, watch
 from app.memory.shape import Shape
 from app.model.activation_checkpointing import HostOffload, repeated_layers
+from app.model.build import DTYPES
 from app.model.chunked_loss import linear_head
-from app.model.dtypes import DTYPES
 from app.model.fusion import fuse
 from app.model.kernels import as_on_gpu
 from app.model.tasks import task_of

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from app.model.quantization import Quantizer, backbone_linear_layers
+from app.model.source import INDEX
 
-_ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_ONE_FILE = "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +186,10 @@ def random_tensors(lm: Any, device: torch.device, seed: int) -> Iterator[SourceT
 
 def files_in(folder: Path) -> dict[Path, set[str]]:
     """Names of the tensors in each weight file of a folder."""
-    index = folder / _INDEX
+    index = folder / INDEX
     if not index.is_file():
-        with _opened(folder / _ONE) as tensors:
-            return {folder / _ONE: set(tensors.keys())}
+        with _opened(folder / _ONE_FILE) as tensors:
+            return {folder / _ONE_FILE: set(tensors.keys())}
     places: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
     inside: dict[Path, set[str]] = {}
     for name, file in places.items():

@@ -16,7 +16,6 @@ from app.model.activation_checkpointing import HostOffload, recompute, repeated_
 from app.model.attention import register
 from app.model.base_weights import Base, LoadOptions, SourceTensor, put_whole
 from app.model.compile import compile_blocks
-from app.model.dtypes import DTYPES
 from app.model.fp8_linear import without_row_rounding
 from app.model.fusion import Fused, fuse
 from app.model.head import keep_head_in_fp32
@@ -26,6 +25,26 @@ from app.model.quantization import Quantizer, quantizer_of, require_quantizable
 from app.model.source import local_place
 from app.model.tasks import task_of
 from app.model.training_model import TrainingModel
+
+
+@dataclass(frozen=True, slots=True)
+class Dtypes:
+    """The numbers of a precision: `base` stores frozen weights, `compute` is what autocast works in; None: no autocast.
+
+    Trained weights are fp32, or bf16 where `precision.trained` says so. Those are rounded stochastically
+    (`optim`): most updates of a fine-tune are smaller than the spacing of these numbers and would be lost.
+    """
+
+    base: torch.dtype
+    compute: torch.dtype | None
+
+
+DTYPES = {
+    "fp32": Dtypes(base=torch.float32, compute=None),
+    "tf32": Dtypes(base=torch.float32, compute=None),
+    "bf16": Dtypes(base=torch.bfloat16, compute=torch.bfloat16),
+    "fp16": Dtypes(base=torch.float16, compute=torch.float16),
+}
 
 
 @dataclass(frozen=True, slots=True)

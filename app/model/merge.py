@@ -14,11 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from app.errors import CheckpointError, ConfigError
-from app.model.build import ModelSections
-from app.model.dtypes import DTYPES
-from app.model.fingerprint import weight_files
+from app.model.build import DTYPES, ModelSections
 from app.model.load_base import build_on_meta
 from app.model.quantization import Quantizer, backbone_linear_layers
+from app.model.source import weight_files
 from app.model.tasks import task_of
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")

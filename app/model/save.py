@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from app.model.source import INDEX
 from app.model.training_model import TrainingModel
 
 # Bytes in a file, as transformers divides them
@@ -88,7 +89,7 @@ def _save_one_by_one(
     if files[1:]:
         total = sum(each.numel() * each.element_size() for each in named.values())
         index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _divided(named: Mapping[str, Tensor]) -> list[list[str]]:

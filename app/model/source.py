@@ -1,5 +1,9 @@
-"""Where a model comes from: a local folder or a snapshot of a hub repository; one message when it is not there."""
+"""Where a model comes from: a local folder or a snapshot of a hub repository; one message when it is not there.
 
+A fingerprint tells the weights of a folder from others without reading all of them.
+"""
+
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +15,8 @@ from app.errors import EnvironmentProblem
 
 _TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
 _WEIGHT_FILES = ["*.safetensors"]
+_HASHED_BLOCKS, _BLOCK_BYTES = 64, 64 << 10
+INDEX = "model.safetensors.index.json"
 _NOT_OURS = ["original/*", "consolidated*", "onnx/*", "openvino/*"]
 
 
@@ -161,3 +167,43 @@ def _reason(fault: Exception) -> str:
         if isinstance(fault, errors.LocalEntryNotFoundError)
         else type(fault).__name__
     )
+
+
+def base_fingerprint(model: ModelConfig) -> str | None:
+    """A hash by which the weights that `model.path` names on this machine are known again; None where
+    they were drawn, or are not at hand.
+    """
+    folder = None if model.weights == "random" else folder_at_hand(model)
+    files = [] if folder is None else weight_files(folder)
+    return weights_fingerprint(files) if files and all(file.is_file() for file in files) else None
+
+
+def weights_fingerprint(files: list[Path]) -> str:
+    """Hash names, sizes and 64 blocks of 64 KiB spread evenly over each file; files of up to 4 MiB are read whole.
+
+    A training changes nearly all weights, so another model differs in nearly every block. A single damaged byte of a
+    large file may lie between them.
+    """
+    content = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        content.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as stream:
+            for i in range(_HASHED_BLOCKS):
+                stream.seek(
+                    max(
+                        i * _BLOCK_BYTES,
+                        i * (size - _BLOCK_BYTES) // (_HASHED_BLOCKS - 1),
+                    )
+                )
+                content.update(stream.read(_BLOCK_BYTES))
+    return content.hexdigest()
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that transformers would read; a folder of the hub may hold others besides."""
+    index = folder / INDEX
+    if index.is_file():
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    whole = folder / "model.safetensors"
+    return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))

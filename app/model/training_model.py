@@ -20,7 +20,6 @@ from app.model.head import (
     pooled_head,
     takes_segments,
 )
-from app.model.positions import first_position
 
 Result = TypeVar("Result")
 
@@ -138,3 +137,12 @@ class TrainingModel(nn.Module):
         given = {name: each[None].to(lm.device) for name, each in self.segment_arguments(segments).items()}
         logits: Tensor = lm(input_ids=ids[None].to(lm.device), use_cache=False, **given).logits
         return logits[0].float().softmax(-1).cpu()
+
+
+def first_position(lm: Any) -> int:
+    """RoBERTa and its kin leave the places up to that of their padding token unused."""
+    tables = (
+        module for name, module in lm.base_model.named_modules() if name.endswith("position_embeddings")
+    )
+    places = [table.padding_idx for table in tables if isinstance(table, nn.Embedding)]
+    return 0 if not places or places[0] is None else int(places[0]) + 1

@@ -25,14 +25,13 @@ from app.distributed.process_group import Runtime, start
 from app.errors import ConfigError
 from app.model import quantization
 from app.model.attention import Needs, needs_of
-from app.model.build import ModelPlan, ModelSections, plan_model
+from app.model.build import DTYPES, ModelPlan, ModelSections, plan_model
 from app.model.compile import require_compilable
-from app.model.dtypes import DTYPES
 from app.model.load_base import build_on_meta, numbers_at_hand
-from app.model.positions import first_position
 from app.model.source import positions_of
 from app.model.tasks import task_of
 from app.model.tokenizer import load_tokenizer
+from app.model.training_model import first_position
 from app.optim.lr_schedule import learning_rate
 from app.training import gpu_in_use
 from app.training.auto_batch import (

@@ -17,8 +17,8 @@ from app.model.build import base_path, build_training_model, random_base
 from app.model.checks import check_head, check_packing, choose_loss_head
 from app.model.comparison import Comparison
 from app.model.compile import verify_compiled
-from app.model.fingerprint import base_fingerprint
 from app.model.save import save_base
+from app.model.source import base_fingerprint
 from app.model.training_model import TrainingModel
 from app.optim.optimizers import build_optimizer, needs_whole_matrices
 from app.tracking.output_dir import RunFolder

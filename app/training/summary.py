@@ -14,8 +14,7 @@ from app.data.prepare import Data, prepare
 from app.distributed.process_group import crowded_cores, default_device, idle_gpus, parallel_notes
 from app.model import quantization
 from app.model.comparison import Comparison
-from app.model.fingerprint import base_fingerprint
-from app.model.source import fetch_folder
+from app.model.source import base_fingerprint, fetch_folder
 from app.model.tokenizer import load_tokenizer, tokenizer_hash
 from app.optim import requirements
 from app.tracking.formatting import format_bytes

@@ -17,9 +17,8 @@ from app.data.objectives import label_next_tokens
 from app.distributed.process_group import Runtime, start
 from app.model.attention import register
 from app.model.base_weights import LoadOptions
-from app.model.build import build_training_model
+from app.model.build import DTYPES, build_training_model
 from app.model.checks import choose_loss_head
-from app.model.dtypes import DTYPES
 from app.model.load_base import load_base
 from app.model.lora import add_adapter
 from app.model.quantization import quantizer_of

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from app.model.base_weights import LoadOptions
-from app.model.dtypes import DTYPES
+from app.model.build import DTYPES
 from app.model.load_base import load_base
 from app.model.lora import layers_to_adapt
 from app.model.tasks import TASKS

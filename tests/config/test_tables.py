@@ -12,7 +12,7 @@ from app.data.formats import FORMATS
 from app.data.objectives import OBJECTIVES
 from app.data.overflow import POLICIES
 from app.model.attention import BACKENDS
-from app.model.dtypes import DTYPES
+from app.model.build import DTYPES
 from app.model.lora import ADAPTERS
 from app.model.quantization import QUANTIZATIONS
 from app.model.tasks import TASKS

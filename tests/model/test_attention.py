@@ -9,7 +9,7 @@ from torch import Tensor
 
 from app.batch import Batch, PackedSequences
 from app.model.attention import NAME, Rules, plain, register, sdpa
-from app.model.positions import first_position
+from app.model.training_model import first_position
 from tests.choices import pairwise
 from tests.model.small import (
     ALL_KINDS,

@@ -22,7 +22,7 @@ from app.model.fp8_linear import (
     quantize_rows,
     without_row_rounding,
 )
-from app.model.load import load_tuned
+from app.model.load_run import load_tuned
 from app.model.quantization import notes, quantization_after_training, quantizer_of
 from app.model.save import save_base, save_model
 from app.model.tokenizer import load_tokenizer

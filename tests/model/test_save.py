@@ -12,7 +12,7 @@ from app.config.schema import AdapterConfig
 from app.errors import CheckpointError, EnvironmentProblem
 from app.model import save
 from app.model.build import base_path, build_training_model
-from app.model.load import load_tuned, load_tuned_tokenizer
+from app.model.load_run import load_tuned, load_tuned_tokenizer
 from app.model.save import save_base, save_model, saved_tensors
 from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel

@@ -15,8 +15,7 @@ from app.data.loader import Loader, StepSplit, eval_batches
 from app.data.prepare import Data, prepare
 from app.distributed.process_group import Runtime, start
 from app.model.attention import Needs, needs_of
-from app.model.build import ModelSections, build_training_model
-from app.model.dtypes import DTYPES
+from app.model.build import DTYPES, ModelSections, build_training_model
 from app.model.load_base import build_on_meta
 from app.model.tasks import TASKS
 from app.model.tokenizer import load_tokenizer

@@ -61,7 +61,7 @@ def share_chosen(run: Path, *, adapter: bool) -> float:
     import torch
 
     from app.config.load import read_run
-    from app.model.load import load_tuned, load_tuned_tokenizer
+    from app.model.load_run import load_tuned, load_tuned_tokenizer
     from app.model.tasks import TASKS
 
     tokenizer = load_tuned_tokenizer(run / "final")

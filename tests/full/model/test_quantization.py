@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from app.model.build import build_training_model, random_base
-from app.model.load import load_tuned
+from app.model.load_run import load_tuned
 from app.model.save import save_base, save_model
 from app.model.tokenizer import load_tokenizer
 from tests.model.small import CAUSAL, batch_of, distance, documents_of

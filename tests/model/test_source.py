@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.model.fingerprint import base_fingerprint, weights_fingerprint
+from app.model.source import base_fingerprint, weights_fingerprint
 from tests.model.small import built, model_config
 
 MIB = 1 << 20

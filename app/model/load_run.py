@@ -11,8 +11,7 @@ from app.config.schema import ModelConfig, QuantizationConfig
 from app.errors import CheckpointError
 from app.model.attention import own_attention
 from app.model.base_weights import LoadOptions, put_whole
-from app.model.build import ModelSections, build_base
-from app.model.dtypes import DTYPES
+from app.model.build import DTYPES, ModelSections, build_base
 from app.model.load_base import drawing_by, open_folder, read_weights, stored_dtype
 from app.model.lora import quiet_peft
 from app.model.quantization import quantization_after_training, quantizer_of

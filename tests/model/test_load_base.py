@@ -14,8 +14,8 @@ from app.errors import AppError, ConfigError, EnvironmentProblem
 from app.model.attention import NAME, register
 from app.model.base_weights import LoadOptions
 from app.model.build import base_path, build_training_model, plan_model
-from app.model.load import load_tuned
 from app.model.load_base import build_on_meta, load_base
+from app.model.load_run import load_tuned
 from app.model.save import save_model
 from app.model.tokenizer import load_tokenizer
 from tests.model.small import (
