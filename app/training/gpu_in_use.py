@@ -1,4 +1,4 @@
-"""What other processes hold of a GPU, asked of its driver before this one takes anything."""
+"""GPU memory used by other processes, read before this process allocates anything on the GPU."""
 
 import os
 from dataclasses import dataclass
@@ -8,21 +8,20 @@ import torch
 
 from app.distributed.environment import world
 
-_OWN = 1 << 30  # at most what this process's own context takes, where only the sum is known
-_LITTLE = 0.01  # of the memory, which is nothing to speak of
+MAX_CONTEXT_BYTES = 1 << 30  # of this process, where only the sum over processes is known
+NEGLIGIBLE_SHARE = 0.01  # of the memory
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """By others, in bytes. Containers do not see whose: then `processes` is empty."""
+    """Bytes used by other processes; `processes` is empty in containers, which do not see pids of others."""
 
     total: int
     bytes: int
-    processes: tuple[tuple[int, int | None], ...] = ()  # pid, and bytes where they are told
+    processes: tuple[tuple[int, int | None], ...] = ()  # pid, and bytes where the driver reports them
 
     @property
     def words(self) -> str:
-        """For people."""
         each = ", ".join(
             f"pid {pid}" + ("" if size is None else f": {size / 1e9:.1f} GB") for pid, size in self.processes
         )
@@ -31,14 +30,14 @@ class Taken:
 
 
 def notes() -> list[str]:
-    """A remark where a good part of the GPU is not there for this run."""
+    """A note where other processes use more than a negligible share of the GPU."""
     taken = taken_by_others()
-    return [] if taken is None or taken.bytes < _LITTLE * taken.total else [taken.words]
+    return [] if taken is None or taken.bytes < NEGLIGIBLE_SHARE * taken.total else [taken.words]
 
 
 @cache
 def taken_by_others() -> Taken | None:
-    """Of the GPU of this process, as it was when first asked. None without a GPU, or where nobody tells."""
+    """Memory in use on the GPU of this process at the first call; None without a GPU, or where it cannot be read."""
     if not torch.cuda.is_available():
         return None
     try:
@@ -50,13 +49,13 @@ def taken_by_others() -> Taken | None:
 
 
 def _asked_of_cuda(device: int) -> Taken:
-    """Where only the sum is known: no less than this is taken."""
+    """A lower bound, where only the sum over all processes is known."""
     free, total = torch.cuda.mem_get_info(device)
-    return Taken(total, max(0, total - free - _OWN))
+    return Taken(total, max(0, total - free - MAX_CONTEXT_BYTES))
 
 
 def _asked_of_driver(uuid: str) -> Taken | None:
-    """By NVML, which needs no context on the GPU and knows whose memory it is; None where nvidia-ml-py is missing."""
+    """Ask NVML, which needs no context on the GPU and lists processes; None where nvidia-ml-py is missing."""
     try:
         import pynvml
     except ImportError:

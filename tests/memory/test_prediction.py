@@ -56,7 +56,7 @@ def test_the_prediction_of_a_step_is_what_is_measured() -> None:
     measured.run(stepper, [batch], 1e-3)
     assert measured.bytes is not None
     assert abs(predicted.bytes - measured.bytes) <= 4096
-    assert predicted.where in Forecast.made(predict, run, CHOICES, batch, 1, "cpu").words
+    assert predicted.where in Forecast.made(predict, run, CHOICES, batch, 1, "cpu").text
 
 
 def test_a_single_step_is_measured_too() -> None:
