@@ -98,7 +98,7 @@ class Launched:
         return self.process.wait(timeout=within), self._errors.read_text()
 
 
-def test_what_is_wrong_for_all_is_told_once(zygote: Zygote, tmp_path: Path) -> None:
+def test_fault_of_all_processes_is_reported_once(zygote: Zygote, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"messages": []}\n')
     bad = ("dataset=messages", "dataset.path=bad.jsonl", "output_dir=run")
     ended = zygote.run_together(tmp_path, 2, *bad)
@@ -112,7 +112,7 @@ def test_what_is_wrong_for_all_is_told_once(zygote: Zygote, tmp_path: Path) -> N
     assert re.search(r"\(process [01] of 2\)\n$", launched.stderr)
 
 
-def test_processes_that_would_train_apart_are_refused(zygote: Zygote, tmp_path: Path) -> None:
+def test_processes_with_other_settings_are_refused(zygote: Zygote, tmp_path: Path) -> None:
     runs = zygote.start_together(tmp_path, 2, *SMALL, "output_dir=run", "seed=${oc.env:RANK}")
     ended = [run.wait() for run in runs]
     assert [end.code for end in ended] == [2, 2]

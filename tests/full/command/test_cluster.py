@@ -99,9 +99,7 @@ def whole(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_a_machine_that_dies_and_comes_back_changes_nothing(
-    whole: Path, start: StartMachine, tmp_path: Path
-) -> None:
+def test_machine_dies_and_returns_run_is_unchanged(whole: Path, start: StartMachine, tmp_path: Path) -> None:
     run = tmp_path / "run"
     first, second = (start(node, *TRAINING, f"output_dir={run}") for node in (0, 1))
     first.until(partial(has_reached, run, 5))
@@ -118,7 +116,7 @@ def test_a_machine_that_dies_and_comes_back_changes_nothing(
 
 
 @marks.requires_networks
-def test_a_machine_that_leaves_the_network_and_comes_back_changes_nothing(
+def test_machine_loses_network_and_returns_run_is_unchanged(
     whole: Path, start: StartMachine, tmp_path: Path
 ) -> None:
     """Two torchruns that reach each other by one wire alone; nothing tells the one that the other has died."""
@@ -143,9 +141,7 @@ def test_a_machine_that_leaves_the_network_and_comes_back_changes_nothing(
     assert len(json.loads((run / "manifest.json").read_text())["starts"]) == 2
 
 
-def test_when_its_time_is_over_a_job_saves_and_goes_back_into_the_queue(
-    whole: Path, submit: SubmitJob, tmp_path: Path
-) -> None:
+def test_slurm_job_out_of_time_saves_and_is_requeued(whole: Path, submit: SubmitJob, tmp_path: Path) -> None:
     run = tmp_path / "run"
     requeued = tmp_path / "requeued"
     more = {"SLURM_JOB_ID": free_job()}
@@ -172,7 +168,7 @@ def test_when_its_time_is_over_a_job_saves_and_goes_back_into_the_queue(
     assert len(requeued.read_text().split()) == 2
 
 
-def test_asked_on_one_machine_all_save_and_end(submit: SubmitJob, tmp_path: Path) -> None:
+def test_signal_to_one_machine_all_save_and_end(submit: SubmitJob, tmp_path: Path) -> None:
     run = tmp_path / "run"
     job = submit(*TRAINING, f"output_dir={run}", PROCESSES="2")
     job.until(partial(has_reached, run, 2))
@@ -182,13 +178,13 @@ def test_asked_on_one_machine_all_save_and_end(submit: SubmitJob, tmp_path: Path
     assert not (tmp_path / "requeued").exists()
 
 
-def test_what_no_second_start_can_mend_is_told_once_and_ends_all(start: StartMachine) -> None:
+def test_config_error_on_machines_is_reported_once(start: StartMachine) -> None:
     machines = [start(node, "output_dir=run", "optimizer.lr=-1") for node in (0, 1)]
     assert [machine.ended() for machine in machines] == [2, 2]
     assert "".join(machine.printed for machine in machines).count("optimizer.lr=-1") == 1
 
 
-def test_a_machine_that_waits_for_the_others_can_be_stopped(
+def test_machine_that_waits_for_others_can_be_stopped(
     start: StartMachine, environment: dict[str, str]
 ) -> None:
     machine = start(0, "output_dir=run")
@@ -198,7 +194,7 @@ def test_a_machine_that_waits_for_the_others_can_be_stopped(
     assert machine.printed == "node 0: ended as asked; the last checkpoint is what there is\n"
 
 
-def test_what_a_machine_must_be_told_is_asked_for_at_once(start: StartMachine) -> None:
+def test_node_script_without_variables_is_refused(start: StartMachine) -> None:
     machine = start(0, NODES="", RUN_ID="")
     assert machine.ended() == 2
     assert machine.printed.startswith("error: NODES RUN_ID: no value")
@@ -212,7 +208,7 @@ def test_what_a_machine_must_be_told_is_asked_for_at_once(start: StartMachine) -
         (("output_dir=run",), {"SLURM_SUBMIT_DIR": "/"}, "/ is not the folder of the program"),
     ],
 )
-def test_a_job_that_cannot_work_is_refused(
+def test_slurm_script_with_wrong_arguments_is_refused(
     submit: SubmitJob, arguments: tuple[str, ...], env: dict[str, str], said: str
 ) -> None:
     job = submit(*arguments, **env)

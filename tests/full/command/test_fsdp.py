@@ -94,7 +94,7 @@ def two(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_two_processes_give_the_numbers_and_the_model_of_one(one: Path, two: Path) -> None:
+def test_fsdp_two_processes_give_numbers_and_model_of_one(one: Path, two: Path) -> None:
     same_numbers(one, two)
     assert (two / "samples.jsonl").read_text() == (one / "samples.jsonl").read_text()
     left, right = tensors(one), tensors(two)
@@ -102,7 +102,7 @@ def test_two_processes_give_the_numbers_and_the_model_of_one(one: Path, two: Pat
     assert distance(right, left) <= 1e-6
 
 
-def test_what_comes_out_loads_in_transformers(one: Path, two: Path) -> None:
+def test_fsdp_final_model_loads_in_transformers(one: Path, two: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     ids = torch.arange(3, 40)[None]
@@ -110,7 +110,7 @@ def test_what_comes_out_loads_in_transformers(one: Path, two: Path) -> None:
     torch.testing.assert_close(plain[1], plain[0], rtol=1e-4, atol=1e-4)
 
 
-def test_each_process_keeps_its_share(one: Path, two: Path) -> None:
+def test_fsdp_process_keeps_its_share_of_memory_and_checkpoint(one: Path, two: Path) -> None:
     alone, shared = memory_of(one), memory_of(two)
     for part in ("trained_weights", "gradients", "optimizer_states"):
         assert shared[part] == pytest.approx(alone[part] / 2, rel=0.02), part
@@ -120,9 +120,7 @@ def test_each_process_keeps_its_share(one: Path, two: Path) -> None:
     assert sizes[0] == pytest.approx(sizes[1], rel=0.05)
 
 
-def test_a_killed_process_ends_the_others_and_the_run_goes_on_to_the_last_bit(
-    zygote: Zygote, tmp_path: Path, two: Path
-) -> None:
+def test_fsdp_killed_process_run_resumes_bit_for_bit(zygote: Zygote, tmp_path: Path, two: Path) -> None:
     command = (*FULL, FSDP, with_rate(2), f"output_dir={tmp_path / 'killed'}", "resume=auto")
     killed_and_resumed(zygote, tmp_path, command, at=3)
     same_ending(two, tmp_path / "killed")
@@ -137,7 +135,7 @@ def killed_and_resumed(zygote: Zygote, folder: Path, command: tuple[str, ...], a
     finished(zygote, folder, 2, *command)
 
 
-def test_killed_with_adapters_it_goes_on_to_the_last_bit(zygote: Zygote, tmp_path: Path) -> None:
+def test_fsdp_killed_qlora_run_resumes_bit_for_bit(zygote: Zygote, tmp_path: Path) -> None:
     dropped = ("recipe=qlora", "adapter.dropout=0.1", "training.max_steps=6")
     command = (*WIDE, *dropped, "checkpoint.every=2", FSDP, "batching.accumulation=1")
     finished(zygote, tmp_path, 2, *command, f"output_dir={tmp_path / 'whole'}")
@@ -170,7 +168,7 @@ OF_SEVERAL, OF_ONE = ((2, ZERO2), (4, FSDP), (2, DDP)), ((1, AUTO), (2, FSDP), (
     ("optimizer", "within", "turns"),
     [("adamw", 1e-6, OF_SEVERAL), ("paged_adamw_32bit", 1e-6, OF_ONE), (MUON, 1e-4, OF_SEVERAL)],
 )
-def test_states_are_continued_by_any_engine_and_number(
+def test_checkpoint_is_continued_by_any_engine_and_number(
     zygote: Zygote, tmp_path: Path, optimizer: str, within: float, turns: tuple[tuple[int, str], ...]
 ) -> None:
     command = (*FULL, *f"optimizer={optimizer}".split(), "training.max_steps=3")
@@ -181,7 +179,7 @@ def test_states_are_continued_by_any_engine_and_number(
 
 
 @pytest.mark.parametrize("trained", ["bf16"])
-def test_states_of_eight_bits_go_on_with_the_same_number_alone(
+def test_checkpoint_of_8_bit_states_refuses_another_number(
     zygote: Zygote, tmp_path: Path, trained: str
 ) -> None:
     bits = ("optimizer=adamw_8bit", f"precision.trained={trained}", "precision=bf16")
@@ -198,7 +196,7 @@ def test_states_of_eight_bits_go_on_with_the_same_number_alone(
     same_ending(tmp_path / "whole", tmp_path / "run")
 
 
-def test_what_overflows_in_fp16_is_skipped_by_all(zygote: Zygote, tmp_path: Path) -> None:
+def test_fsdp_fp16_overflow_is_skipped_by_all(zygote: Zygote, tmp_path: Path) -> None:
     """The scale follows what overflowed anywhere, so it must stay the same for all: a rate so high finds out."""
     rate = ("optimizer=sgd", "optimizer.lr=1000", "schedule=constant", "training.clip=0")
     command = (*SMALL, *rate, "recipe=full", "precision=fp16", "training.max_steps=4", with_rate(2))
@@ -212,7 +210,7 @@ def test_what_overflows_in_fp16_is_skipped_by_all(zygote: Zygote, tmp_path: Path
     assert scales[0][1] > 0
 
 
-def test_copies_of_a_divided_model_give_the_numbers_of_one(zygote: Zygote, tmp_path: Path, one: Path) -> None:
+def test_hsdp_four_processes_give_numbers_of_one(zygote: Zygote, tmp_path: Path, one: Path) -> None:
     copies = ("parallel=hsdp", "parallel.shard=2", with_rate(4))
     finished(zygote, tmp_path, 4, *FULL, *copies, f"output_dir={tmp_path / 'four'}")
     same_numbers(one, tmp_path / "four")
@@ -240,9 +238,7 @@ def starts(
     raise AssertionError(found)
 
 
-def test_one_of_two_runs_out_of_memory_and_the_next_start_goes_on_in_parts(
-    zygote: Zygote, tmp_path: Path, one: Path
-) -> None:
+def test_fsdp_out_of_memory_resumes_in_smaller_parts(zygote: Zygote, tmp_path: Path, one: Path) -> None:
     limits = {"WHERE": "backward", "RANKS": "1", "TOKENS": "48", "CALLS": "32"}
     ((depth, saves),) = starts(zygote, tmp_path, 2, FULL, **limits)
     assert (depth, saves) == (1, ["step-000002"])
@@ -257,7 +253,7 @@ def test_one_of_two_runs_out_of_memory_and_the_next_start_goes_on_in_parts(
         (3, "recipe=full", {"WHERE": "forward", "RANKS": "2", "CALLS": "22"}),
     ],
 )
-def test_wherever_memory_ends_the_numbers_are_the_same(
+def test_fsdp_out_of_memory_anywhere_gives_the_same_numbers(
     zygote: Zygote, tmp_path: Path, count: int, more: str, limits: dict[str, str]
 ) -> None:
     """Bins have different numbers of documents, so one process has more parts of them than another."""
@@ -270,7 +266,7 @@ def test_wherever_memory_ends_the_numbers_are_the_same(
     same_numbers(tmp_path / "enough", tmp_path / "scarce", 2e-6)
 
 
-def test_ddp_that_overlaps_is_started_again_where_its_last_pass_runs_out_of_memory(
+def test_ddp_overlap_out_of_memory_resumes_in_smaller_parts(
     zygote: Zygote, tmp_path: Path, one: Path
 ) -> None:
     limits = {"WHERE": "backward", "RANKS": "1", "TOKENS": "48", "CALLS": "33"}
@@ -279,9 +275,7 @@ def test_ddp_that_overlaps_is_started_again_where_its_last_pass_runs_out_of_memo
     same_numbers(one, tmp_path / "scarce", 2e-6)
 
 
-def test_parts_of_another_process_end_where_its_own_backward_pass_does(
-    zygote: Zygote, tmp_path: Path
-) -> None:
+def test_fsdp_out_of_memory_last_layer_alone_is_trained(zygote: Zygote, tmp_path: Path) -> None:
     """Nothing is trained below the last of four layers."""
     last = ("model.architecture.num_hidden_layers=4", "adapter.targets=[model.layers.3.mlp.up_proj]")
     command = (*WIDE, *PLAIN, "recipe=lora", *last, "training.max_steps=4")
@@ -290,7 +284,7 @@ def test_parts_of_another_process_end_where_its_own_backward_pass_does(
     same_numbers(tmp_path / "enough", tmp_path / "scarce", 2e-6)
 
 
-def test_the_launcher_tells_that_memory_ended_and_goes_on(run_app: RunApp, tmp_path: Path) -> None:
+def test_launcher_out_of_memory_reports_once_and_restarts(run_app: RunApp, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"
         "if os.environ.get('RANK') == '1':\n"
@@ -319,7 +313,7 @@ def test_the_launcher_tells_that_memory_ended_and_goes_on(run_app: RunApp, tmp_p
         (3, ("dataset.eval_max_rows=12", "eval.samples=3")),
     ],
 )
-def test_an_evaluation_is_that_of_one_process(
+def test_fsdp_evaluation_and_samples_equal_those_of_one_process(
     zygote: Zygote, tmp_path: Path, count: int, held_out: tuple[str, ...]
 ) -> None:
     rate = {1: 6, 2: 3, 3: 2}
@@ -333,7 +327,7 @@ def test_an_evaluation_is_that_of_one_process(
     assert len({each.read_text() if each.exists() else "" for each in samples}) == 1
 
 
-def test_adapters_on_a_random_base_come_out_as_those_of_one_process(zygote: Zygote, tmp_path: Path) -> None:
+def test_fsdp_random_base_and_adapter_load_in_peft(zygote: Zygote, tmp_path: Path) -> None:
     """PEFT loads what comes out, on the base that is kept."""
     command = (*WIDE, *PLAIN, "recipe=lora", "training.max_steps=3")
     one, two = tmp_path / "one", tmp_path / "two"
@@ -352,7 +346,7 @@ def test_adapters_on_a_random_base_come_out_as_those_of_one_process(zygote: Zygo
     assert exported.code == 0, exported.stderr
 
 
-def test_the_best_weights_come_out(zygote: Zygote, tmp_path: Path) -> None:
+def test_fsdp_final_best_takes_the_best_weights(zygote: Zygote, tmp_path: Path) -> None:
     """At a rate that ruins the model after a while."""
     rate = ("optimizer.lr=0.05", "schedule=constant", "eval.every=1", "checkpoint.final=best")
     command = (*WIDE, *rate, "recipe=full", "training.max_steps=8", "dataset.eval_max_rows=12")
@@ -421,7 +415,7 @@ IN_EIGHT_BITS = 5e-3  # rows are rounded to fp8 by their largest number, and cha
         (with_hidden_tokens, (), EXACT),
     ],
 )
-def test_whatever_a_run_has_its_numbers_are_those_of_whole_models(
+def test_fsdp_with_each_option_gives_numbers_of_ddp(
     zygote: Zygote,
     tmp_path: Path,
     base: Callable[[Path], tuple[str, ...]],

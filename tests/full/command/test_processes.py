@@ -39,7 +39,7 @@ def test_two_processes_give_the_numbers_of_one(
         ("qlora", 2, "training.recompute=true", 0),
     ],
 )
-def test_a_killed_process_ends_the_others_and_the_run_goes_on_to_the_last_bit(
+def test_killed_process_run_resumes_bit_for_bit(
     zygote: Zygote, tmp_path: Path, recipe: str, count: int, more: str, victim: int
 ) -> None:
     command = (*SMALL, f"recipe={recipe}", more, "batching.accumulation=1", "training.epochs=1")
@@ -60,7 +60,7 @@ def test_a_killed_process_ends_the_others_and_the_run_goes_on_to_the_last_bit(
 
 
 @pytest.mark.parametrize("starter", ["torchrun", "accelerate"])
-def test_the_ordinary_launchers_work(tmp_path: Path, app_env: dict[str, str], starter: str) -> None:
+def test_ordinary_launchers_train(tmp_path: Path, app_env: dict[str, str], starter: str) -> None:
     run = tmp_path / "run"
     command = {
         "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
@@ -83,7 +83,7 @@ def test_the_ordinary_launchers_work(tmp_path: Path, app_env: dict[str, str], st
     assert json.loads((run / "manifest.json").read_text())["choices"]["processes"] == 2
 
 
-def test_the_launcher_passes_signals_on_and_tells_a_death_once(
+def test_launcher_forwards_signals_and_reports_a_death_once(
     zygote: Zygote, tmp_path: Path, app_env: dict[str, str]
 ) -> None:
     command = (*SMALL, "batching.accumulation=1", "training.epochs=2")
@@ -111,9 +111,7 @@ def test_the_launcher_passes_signals_on_and_tells_a_death_once(
     same_ending(whole, run)
 
 
-def test_a_foreign_launcher_needs_a_named_folder_and_decides_the_number(
-    zygote: Zygote, tmp_path: Path
-) -> None:
+def test_foreign_launcher_needs_named_folder_and_decides_number(zygote: Zygote, tmp_path: Path) -> None:
     for ended in zygote.run_together(tmp_path, 2, *SMALL):
         assert ended.code == 2
     ended = zygote.run_together(tmp_path, 2, *SMALL, "output_dir=run", "launch.num_processes=3")[0]
@@ -122,9 +120,7 @@ def test_a_foreign_launcher_needs_a_named_folder_and_decides_the_number(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_is_wrong_for_one_process_is_told_before_they_meet(
-    zygote: Zygote, tmp_path: Path, rank: int
-) -> None:
+def test_fault_of_one_process_is_reported_before_they_meet(zygote: Zygote, tmp_path: Path, rank: int) -> None:
     (tmp_path / f"{1 - rank}.jsonl").write_text('{"text": "one"}\n' * 8)
     began = time.monotonic()
     ended = zygote.run_together(
