@@ -56,7 +56,7 @@ class CompiledLayers:
         self.layers = len(layers)
         self.graphs = 0
         self.seconds = 0.0
-        self.settled = False  # a further graph is an error
+        self.verified = False  # a further graph is an error
         self.fault: str | None = None  # why layers use their own forward after all
         self._on = True
         self._shape: torch.Size | None = None
@@ -100,7 +100,7 @@ class CompiledLayers:
             try:
                 return self._compiled(layer, *args, **kwargs)
             except torch._dynamo.exc.TorchDynamoException as fault:
-                if not self.settled:
+                if not self.verified:
                     raise
                 raise TrainingError(
                     f"compile=blocks: a layer would need another graph in the middle of the run ({gist(fault)}). "
@@ -118,7 +118,7 @@ class CompiledLayers:
 
     def _compile_graph(self, graph: Any, inputs: list[Any]) -> Any:
         """The backend that torch calls for each graph."""
-        if self.settled:
+        if self.verified:
             raise RuntimeError("all graphs were made before the first step")
         self.graphs += 1
         backend: Any = torch._dynamo.lookup_backend(BACKEND)
@@ -177,7 +177,7 @@ def verify_compiled(
     except RuntimeError as fault:  # of any stage of the compiler, and of what it made
         layers.give_up(f"the compiler cannot do this model ({gist(fault)})")
         return None
-    layers.settled = True
+    layers.verified = True
     difference = max_or_nan([abs(loss - expected) / max(abs(expected), 1e-30), own.difference])
     allowed = _ALLOWED_FP32 if compute is None else _ALLOWED_ROUNDINGS * torch.finfo(compute).eps
     found = Comparison("loss and gradient of compiled layers against their own", difference, allowed)

@@ -14,6 +14,7 @@ from app.config.schema import AdapterConfig
 from app.errors import ConfigError
 from app.model.base_weights import in_memory
 from app.model.head import head_modules, in_backbone
+from app.model.quantization import is_conv1d
 from app.model.tasks import Task
 
 ALL_LINEAR = "all-linear"
@@ -49,7 +50,7 @@ def _lora(config: AdapterConfig, task: Task, lm: Any, base_path: str) -> nn.Modu
             lora_alpha=config.alpha,
             lora_dropout=config.dropout,
             target_modules=_short_names(layers, lm),
-            fan_in_fan_out=any(_is_conv1d(lm.get_submodule(layer)) for layer in layers),
+            fan_in_fan_out=any(is_conv1d(lm.get_submodule(layer)) for layer in layers),
             modules_to_save=sorted({name.rpartition(".")[2] for name in head}) or None,
         )
         network = get_peft_model(lm, lora)
@@ -138,18 +139,13 @@ def _linear_layers(lm: Any) -> list[str]:
         name
         for name, module in lm.named_modules()
         if in_backbone(lm, name)
-        and (isinstance(module, nn.Linear) or _is_conv1d(module))
+        and (isinstance(module, nn.Linear) or is_conv1d(module))
         and name.rpartition(".")[2] not in unusable
     ]
 
 
 def _has_stacked_experts(lm: nn.Module) -> bool:
     return any(".experts." in name and parameter.ndim == 3 for name, parameter in lm.named_parameters())
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    """GPT-2's linear layer, its weight transposed."""
-    return type(module).__name__ == "Conv1D"
 
 
 def _short_names(layers: list[str], lm: Any) -> list[str]:

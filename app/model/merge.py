@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from app.errors import CheckpointError, ConfigError
 from app.model.build import DTYPES, ModelSections
 from app.model.load_base import build_on_meta
-from app.model.quantization import Quantizer, backbone_linear_layers
+from app.model.quantization import Quantizer, backbone_linear_layers, is_conv1d
 from app.model.source import weight_files
 from app.model.tasks import task_of
 
@@ -49,8 +49,6 @@ class LoraDelta:
 
 def read_lora_deltas(final: Path) -> dict[str, LoraDelta]:
     """The updates by full layer names; refuses adapters with anything beyond such products."""
-    from safetensors.torch import load_file
-
     config = json.loads((final / "adapter_config.json").read_text())
     _require_plain(final, config)
     halves: dict[str, dict[str, Tensor]] = {}
@@ -251,7 +249,7 @@ def plan_merge(
         tensors=tensors,
         deltas={names[layer]: delta for layer, delta in deltas.items()},
         quantized=frozenset(names[layer] for layer in quantized),
-        transposed=frozenset(name for layer, name in names.items() if _is_conv1d(lm.get_submodule(layer))),
+        transposed=frozenset(name for layer, name in names.items() if is_conv1d(lm.get_submodule(layer))),
         quantizer=sections.quantizer,
         base_dtype=base_dtype,
         out=EXPORTED[dtype],
@@ -344,7 +342,3 @@ def _kept_in_fp32(lm: Any, base_dtype: torch.dtype) -> re.Pattern[str] | None:
     return (
         re.compile("|".join(rf"(?:^|\.){re.escape(name)}(?:\.|$)" for name in sorted(kept))) if kept else None
     )
-
-
-def _is_conv1d(layer: Any) -> bool:
-    return type(layer).__name__ == "Conv1D"

@@ -190,7 +190,12 @@ def quantizer_of(config: QuantizationConfig, compute: torch.dtype) -> Quantizer 
 
 def is_linear(layer: nn.Module) -> bool:
     """Whether `layer` is one of those that are replaced, not replaced yet."""
-    return type(layer) is nn.Linear or type(layer).__name__ == "Conv1D"
+    return type(layer) is nn.Linear or is_conv1d(layer)
+
+
+def is_conv1d(layer: nn.Module) -> bool:
+    """Whether `layer` is GPT-2's linear layer, its weight transposed."""
+    return type(layer).__name__ == "Conv1D"
 
 
 def weight_of(layer: Any) -> Tensor:

@@ -15,7 +15,7 @@ from app.config.schema import CompileConfig, QuantizationConfig
 from app.errors import ConfigError, EnvironmentProblem, TrainingError
 from app.model import compile as compiling
 from app.model.attention import BACKENDS, Rules, register, sdpa
-from app.model.attention.sdpa import split, split_on
+from app.model.attention.sdpa import compiled_sdpa, compiled_sdpa_on
 from app.model.compile import CompiledLayers, require_compilable
 from app.model.training_model import TrainingModel
 from tests.choices import taking_turns
@@ -165,7 +165,9 @@ def test_one_operation_for_all_documents_is_sdpa(causal: bool, window: int | Non
     weight = torch.randn(1, 4, 37, 8, generator=generator)
     found, expected = (
         [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]
-        for out in (kernel(leaves[0], leaves[1], leaves[2], rules, documents) for kernel in (split, sdpa))
+        for out in (
+            kernel(leaves[0], leaves[1], leaves[2], rules, documents) for kernel in (compiled_sdpa, sdpa)
+        )
     )
     assert max_difference(found, expected) <= 1e-5
 
@@ -181,12 +183,12 @@ def test_the_operation_is_what_torch_asks_of_one() -> None:
 def test_the_operation_refuses_what_it_does_not_know(changes: dict[str, Any]) -> None:
     q, k, v = (torch.zeros(1, 4, 37, 8) for _ in range(3))
     with pytest.raises(ConfigError, match="attention=sdpa cannot do"):
-        split(q, k, v, replace(PLAIN, **changes), PackedSequences.from_lengths((37,)))
+        compiled_sdpa(q, k, v, replace(PLAIN, **changes), PackedSequences.from_lengths((37,)))
 
 
 def test_attention_that_reads_where_documents_are_is_not_compiled_for_a_gpu() -> None:
     with pytest.raises(ConfigError, match=r"Set attention=varlen .* or compile=none"):
-        split_on(GPU)
+        compiled_sdpa_on(GPU)
     assert {name for name, each in BACKENDS.items() if each.compiled is None} == set()
 
 

@@ -15,7 +15,7 @@ from app.batch import PackedSequences
 from app.config.schema import AttentionConfig
 from app.errors import ConfigError
 from app.model.attention.requirements import Kernel, Needs, Rules, cannot, refusals
-from app.model.attention.sdpa import sdpa, split_on
+from app.model.attention.sdpa import compiled_sdpa_on, sdpa
 from app.model.attention.varlen import (
     cudnn_on,
     cudnn_refuses,
@@ -114,7 +114,7 @@ BACKENDS: dict[str, Backend] = {
     "flash": Backend(_by_device(flash_on), flash_requires, flash_refuses, flash_on),
     "varlen": Backend(_by_device(varlen_on), varlen_requires, refusals, varlen_on),
     "cudnn": Backend(_by_device(cudnn_on), cudnn_requires, cudnn_refuses, cudnn_on),
-    "sdpa": Backend(sdpa, lambda _device: [], compiled=split_on),
+    "sdpa": Backend(sdpa, lambda _device: [], compiled=compiled_sdpa_on),
 }
 # `auto` takes the first that can do everything, for all layers. Not cudnn: it was never measured on a GPU
 _PREFERRED = ("flash", "varlen", "sdpa")

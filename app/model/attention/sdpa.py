@@ -82,18 +82,18 @@ _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def split_on(device: torch.device) -> Kernel:
-    """The kernel, where it can be used."""
+def compiled_sdpa_on(device: torch.device) -> Kernel:
+    """The kernel of compiled layers; refused on a GPU."""
     if device.type != "cpu":
         raise ConfigError(
             "compile=blocks on a GPU needs attention to all documents in one call, and attention=sdpa makes one for "
             "each. Set attention=varlen (or flash), or compile=none."
         )
-    return split
+    return compiled_sdpa
 
 
-def split(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
-    """What `sdpa` computes, for plain rules."""
+def compiled_sdpa(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
+    """`sdpa` as one operation, without soft-capping, sinks or dropout."""
     if documents is None:  # nothing that is compiled
         return sdpa(q, k, v, rules, None)
     require_rules("sdpa", rules)
