@@ -69,8 +69,6 @@ def read_lora_deltas(final: Path) -> dict[str, LoraDelta]:
 
 def fully_trained_weights(final: Path) -> dict[str, str]:
     """Weights that the adapter replaces as a whole: names in the model to names in its file."""
-    from safetensors import safe_open
-
     config = json.loads((final / "adapter_config.json").read_text())
     with safe_open(str(final / WEIGHTS), "pt") as content:
         names = [name for name in content.keys() if _is_whole(name, config)]  # noqa: SIM118 (not a mapping)
