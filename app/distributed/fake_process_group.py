@@ -38,7 +38,8 @@ def fake_device_mesh(sizes: MeshSizes) -> Iterator[DeviceMesh]:
             groups if len(groups) > 1 else groups[0],
             "cpu",
             mesh=ranks if len(groups) > 1 else ranks[0],
-            mesh_dim_names=tuple(dimensions),
+            # not the names of a run's own mesh: torch caches what it knows of DTensors by meshes that compare equal
+            mesh_dim_names=tuple(f"fake_{name}" for name in dimensions),
         )
     finally:
         if has_own_group:
