@@ -11,6 +11,7 @@ from app.data.columns import ABSENT, has, unfolded, value
 from app.data.formats import FORMATS
 from app.data.sources import Source, eval_source, train_source
 from app.data.types import Broken, Row, kind_of
+from app.data.unsupported_rows import unsupported_column
 from app.errors import DataError
 
 INSPECTED_ROWS = 200
@@ -101,6 +102,7 @@ def _detect(
     named = f"{source.key}={source.name}"
     rows = _first_rows(named, unfolded(source.rows(), config.columns, tuple(f.name for f in fields(Columns))))
     formats = [fmt for fmt in FORMATS if fmt in formats]
+    _refuse_unsupported(named, rows, config.columns, formats)
     fitting = _fitting(rows, config.columns, formats)
     if not fitting:
         raise DataError(_unknown(named, key, rows, config.columns, formats))
@@ -114,6 +116,14 @@ def _detect(
     [found] = fitting
     columns = replace(config.columns, **({found.field: found.columns[0]} if found.field else {}))
     return replace(config, format=found.format, columns=columns), _note(found, key, rows, columns)
+
+
+def _refuse_unsupported(named: str, rows: Sequence[Row], columns: Columns, formats: Sequence[str]) -> None:
+    """DataError for media and preference data; a few such rows are reported when they are read."""
+    problems = [each for row in rows if (each := unsupported_column(row, formats[0], columns))]
+    if len(problems) > (1 - _MIN_FITTING_SHARE) * len(rows):
+        number = "the only row" if len(rows) == 1 else f"{len(problems):,} of the first {len(rows):,} rows"
+        raise DataError(f"{named}: in {number}, {problems[0]}")
 
 
 def _first_rows(named: str, found: Iterator[tuple[str, Row | Broken]]) -> list[Row]:

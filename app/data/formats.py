@@ -11,6 +11,7 @@ from app.data import conversations
 from app.data.columns import has, optional, optional_text, text, value
 from app.data.conversations import read_conversation
 from app.data.types import Content, Conversation, Document, Example, Message, Row, RowProblem, kind_of
+from app.data.unsupported_rows import refuse_media, unsupported_column
 
 _SPEAKING_ROLES = ("user", "assistant")
 _FRACTION = re.compile(r"[-+]?(\d+\.\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\d+[eE][-+]?\d+")
@@ -134,10 +135,14 @@ FORMATS: dict[str, Format] = {
 
 def read_row(row: Row, fmt: str, columns: Columns) -> Content:
     """Read one row; RowProblem says what is wrong with it."""
+    if problem := unsupported_column(row, fmt, columns):
+        raise RowProblem(problem)
     for field in _expected(fmt, columns):
         if not has(row, getattr(columns, field)):
             raise RowProblem(_wrong_columns(row, field, fmt, columns))
-    return FORMATS[fmt].read(row, columns)
+    content = FORMATS[fmt].read(row, columns)
+    refuse_media(content)
+    return content
 
 
 def empty_parts(row: Row, content: Content, fmt: str, columns: Columns) -> Iterator[str]:

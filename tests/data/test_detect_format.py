@@ -92,11 +92,11 @@ def test_auto_conversations_in_any_column(tmp_path: Path) -> None:
 
 
 def test_auto_named_column_comes_first(tmp_path: Path) -> None:
-    row = {"messages": chat("a", "b"), "rejected": chat("a", "c")}
+    row = {"messages": chat("a", "b"), "draft": chat("a", "c")}
     found, note = auto(tmp_path, [row])
     assert found.columns.messages == "messages"
-    assert note.endswith("not read: rejected")
-    assert auto(tmp_path, [row], messages="rejected")[0].columns.messages == "rejected"
+    assert note.endswith("not read: draft")
+    assert auto(tmp_path, [row], messages="draft")[0].columns.messages == "draft"
 
 
 def test_auto_columns_of_config(tmp_path: Path) -> None:
@@ -138,9 +138,9 @@ def test_auto_ambiguous_rows_refused(tmp_path: Path) -> None:
         "dataset.format=instruction   (columns instruction and output hold text in the only row)",
         "dataset.format=text   (column text holds text in the only row)",
     ]
-    _, *ways = refusal(tmp_path, [{"chosen": chat("a", "b"), "rejected": chat("a", "c")}])
+    _, *ways = refusal(tmp_path, [{"short": chat("a", "b"), "long": chat("a", "c")}])
     assert [way.partition("   ")[0] for way in ways] == [
-        f"dataset.format=messages dataset.columns.messages={name}" for name in ("chosen", "rejected")
+        f"dataset.format=messages dataset.columns.messages={name}" for name in ("short", "long")
     ]
 
 

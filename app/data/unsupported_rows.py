@@ -1,0 +1,122 @@
+"""Rows that must not be trained as plain text: images, video and audio, and answers that are not wanted.
+
+Preference data come as pairs (chosen, rejected), or as single answers with a boolean label.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+from app.config.dataset import LABELLED_FORMATS
+from app.config.schema import Columns
+from app.data.types import Content, Conversation, Document, Row, RowProblem
+
+_MEDIA_COLUMN = re.compile(r"(image|video|audio)s?(_?(path|url|file|bytes)s?)?", re.IGNORECASE)
+# As LLaVA, LLaMA-Factory, Qwen-VL, Llama 3.2, Phi and Gemma write them. A tag that is closed, or quoted, is of HTML.
+_PLACEHOLDER = re.compile(
+    r"(?<![`'\"])<(?:(?P<tag>image|video|audio)>(?![`'\"])(?!.*</(?P=tag)>)"
+    r"|\|(?:image|video|audio|vision)(?:_\w+)?\|>|start_of_image>|(?:image|audio)_soft_token>)",
+    re.DOTALL | re.IGNORECASE,
+)
+_REJECTED = (
+    *("rejected", "rejected_response", "rejected_messages", "rejected_output", "rejected_answer"),
+    *("response_rejected", "non_preferred_output"),
+)
+_CHOSEN = ("chosen", "chosen_response", "chosen_messages", "preferred_output")
+_LABELS = ("label", "labels", "kto_tag")
+_ANSWERS = ("messages", "conversations", "output", "answer", "completion")  # fields of `dataset.columns`
+_OTHER_ANSWERS = ("response", "completions")
+
+
+def unsupported_column(row: Row, fmt: str, columns: Columns) -> str:
+    """Say which column makes these rows media or preference data, and what to do; empty for other rows."""
+    for name, found in row.items():
+        if _is_media(str(name), found):
+            return _of_media(f"column {name!r}", f" Or leave the column out: {_jq(f'del(.{name})')}")
+    if fmt in LABELLED_FORMATS:
+        return ""
+    read = {str(getattr(columns, each.name)).partition(".")[0] for each in fields(Columns)}
+    for name in _preference_columns(row, read):
+        return (
+            f"column {name!r} makes this preference data (wanted and unwanted answers), and only supervised training"
+            f" is done here. Make rows of the wanted answers alone: {_jq(_wanted_answers(row, name))}"
+        )
+    label = next((name for name in _LABELS if _is_judged(row.get(name))), "")
+    answers = {*(getattr(columns, field) for field in _ANSWERS), *_ANSWERS, *_OTHER_ANSWERS}
+    if label and not answers.isdisjoint(row):
+        chosen = _jq(f"select(.{label} == true) | del(.{label})")
+        remedy = (
+            f"Make rows of the right ones alone: {chosen}" if label != "labels" else "Leave such rows out"
+        )
+        return (
+            f"column {label!r} judges the answers as right or wrong (preference data, as for KTO), and all of them"
+            f" would be learnt. {remedy}"
+        )
+    return ""
+
+
+def refuse_media(content: Content) -> None:
+    """RowProblem if a text has the placeholder of an image, a video or audio, or a message holds one."""
+    for where, text in _texts(content):
+        found = "<" in text and _PLACEHOLDER.search(text)
+        if found:
+            raise RowProblem(_of_media(f"{where}the placeholder {found.group()}"))
+    for index, message in enumerate(content.messages if isinstance(content, Conversation) else ()):
+        for key, inner in message.items():
+            if _is_media(key, inner):
+                raise RowProblem(_of_media(f"message {index}: {key!r}"))
+
+
+def _is_media(name: str, found: Any) -> bool:
+    """Whether a column or key of this name holds media; a number says how many there are, or how long they take."""
+    return bool(_MEDIA_COLUMN.fullmatch(name) and found) and not isinstance(found, bool | int | float)
+
+
+def _texts(content: Content) -> Iterator[tuple[str, str]]:
+    if isinstance(content, Conversation):
+        yield from ((f"message {at}: ", each["content"]) for at, each in enumerate(content.messages))
+    else:
+        yield "", content.text
+        yield "", "" if isinstance(content, Document) else content.second or ""
+
+
+def _of_media(what: str, more: str = "") -> str:
+    return (
+        f"{what} stands for images, video or audio, and only text is trained here. Take such rows out.{more}"
+    )
+
+
+def _preference_columns(row: Row, read: set[str]) -> Iterator[str]:
+    yield from (name for name in _REJECTED if isinstance(row.get(name), str | list | dict) and row[name])
+    yield from (
+        name for name in _CHOSEN if name not in read and isinstance(row.get(name), list | dict) and row[name]
+    )
+
+
+def _is_judged(found: Any) -> bool:
+    """Whether it is true or false, as a table of text may write it as well, or a list of them."""
+    if isinstance(found, str):
+        return found.strip().lower() in ("true", "false")
+    return isinstance(found, bool) or (isinstance(found, list) and bool(found) and isinstance(found[0], bool))
+
+
+def _wanted_answers(row: Row, name: str) -> str:
+    """The filter of jq that makes a row for supervised training of a row with preferences."""
+    chosen = row.get("chosen")
+    if "preferred_output" in row:
+        return "{messages: (.input.messages + .preferred_output)}"
+    if "messages" in row or chosen is None:
+        return f"del(.chosen, .{name})"
+    if "conversations" in row:
+        return "{conversations: (.conversations + [.chosen])}"
+    if isinstance(chosen, list) and not isinstance(row.get("prompt"), list):
+        return "{messages: .chosen}"
+    if "prompt" in row:
+        return "{prompt, completion: .chosen}"
+    asked = next((each for each in ("instruction", "question") if each in row), None)
+    return "{text: .chosen}" if asked is None else f"{{question: .{asked}, answer: .chosen}}"
+
+
+def _jq(expression: str) -> str:
+    return f"jq -c '{expression}' OLD.jsonl > NEW.jsonl"

@@ -1,0 +1,163 @@
+"""Shapes of rows as people have them: which format `auto` takes, and what is refused by name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config.dataset import formats_for
+from app.data.detect_format import detect_formats
+from app.data.prepare import Data, prepare
+from app.errors import DataError
+from tests.data.small import chat, config, tokenizer, write_jsonl
+
+ASKED, ANSWER, OTHER = chat("q"), chat("q", "a")[1:], chat("q", "b")[1:]
+TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+
+# name: row, format that is typed, part of the refusal
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "llama-factory images": (
+        {"messages": chat("<image>Who?", "a"), "images": ["1.jpg"]},
+        "messages",
+        "column 'images' stands for images",
+    ),
+    "llama-factory audio": (
+        {"conversations": TURNS, "audios": ["1.wav"]},
+        "sharegpt",
+        "column 'audios' stands for images, video or audio, and only text is trained here. Take such rows out. "
+        "Or leave the column out: jq -c 'del(.audios)' OLD.jsonl > NEW.jsonl",
+    ),
+    "video path": (
+        {"prompt": "q", "completion": "a", "video_path": "1.mp4"},
+        "prompt_completion",
+        "video_path",
+    ),
+    "dpo text": (
+        {"prompt": "q", "chosen": " a", "rejected": " b"},
+        "prompt_completion",
+        "column 'rejected' makes this preference data (wanted and unwanted answers), and only supervised training is"
+        " done here. Make rows of the wanted answers alone: jq -c '{prompt, completion: .chosen}' OLD.jsonl > NEW",
+    ),
+    "dpo chats": (
+        {"prompt": ASKED, "chosen": ANSWER, "rejected": OTHER},
+        "chat_completion",
+        "{prompt, completion",
+    ),
+    "dpo whole chats": (
+        {"chosen": chat("q", "a"), "rejected": chat("q", "b")},
+        "messages",
+        "{messages: .chosen}",
+    ),
+    "dpo whole texts": ({"chosen": "q a", "rejected": "q b"}, "text", "'{text: .chosen}'"),
+    "dpo instruction": (
+        {"instruction": "q", "input": "", "chosen": "a", "rejected": "b"},
+        "instruction",
+        "'{question: .instruction, answer: .chosen}'",
+    ),
+    "dpo sharegpt": (
+        {"conversations": TURNS[:1], "chosen": TURNS[1], "rejected": TURNS[1]},
+        "sharegpt",
+        "{conversations: (.conversations + [.chosen])}",
+    ),
+    "dpo sharegpt chosen alone": (
+        {"conversations": TURNS[:1], "chosen": TURNS[1]},
+        "sharegpt",
+        "column 'chosen'",
+    ),
+    "dpo beside messages": (
+        {"messages": chat("q", "a"), "rejected_response": "b"},
+        "messages",
+        "'del(.chosen, .rejected_response)'",
+    ),
+    "openai preferred": (
+        {"input": {"messages": ASKED}, "preferred_output": ANSWER, "non_preferred_output": OTHER},
+        "messages",
+        "{messages: (.input.messages + .preferred_output)}",
+    ),
+    "kto text": (
+        {"prompt": "q", "completion": "a", "label": False},
+        "prompt_completion",
+        "column 'label' judges the answers as right or wrong (preference data, as for KTO), and all of them would be"
+        " learnt. Make rows of the right ones alone: jq -c 'select(.label == true) | del(.label)' OLD.jsonl > NEW",
+    ),
+    "kto chats": (
+        {"prompt": ASKED, "completion": ANSWER, "label": True},
+        "chat_completion",
+        "column 'label'",
+    ),
+    "kto messages": ({"messages": chat("q", "a"), "label": False}, "messages", "column 'label'"),
+    "kto tag": ({"instruction": "q", "output": "a", "kto_tag": "true"}, "instruction", "column 'kto_tag'"),
+    "stepwise": (
+        {"prompt": "q", "completions": ["a", "b"], "labels": [True, False]},
+        "prompt_completion",
+        "column 'labels' judges",
+    ),
+}
+PLACEHOLDERS: dict[str, tuple[dict[str, Any], str]] = {
+    "chat": (
+        {"messages": chat("What is in <image> and <image>?", "a")},
+        "message 0: the placeholder <image>",
+    ),
+    "text": ({"text": "<|vision_start|><|image_pad|> A cat."}, "the placeholder <|vision_start|> stands"),
+    "completion": ({"prompt": "<video>", "completion": "a"}, "the placeholder <video> stands"),
+    "message key": (
+        {"messages": [{**ASKED[0], "images": ["1.jpg"]}, *ANSWER]},
+        "message 0: 'images' stands for images",
+    ),
+}
+TRAINED: dict[str, tuple[dict[str, Any], str]] = {
+    "labelled text": ({"text": "q", "label": True}, "labelled_text"),
+    "labelled pair": ({"sentence1": "q", "sentence2": "a", "label": False}, "text_pair"),
+    "text of a labelled set": ({"text": "a b", "label": True}, "text"),
+    "class of an answer": ({"question": "q", "answer": "a b", "label": 3}, "question_answer"),
+    "media left empty": ({"messages": chat("q", "a"), "images": [], "audio": None}, "messages"),
+    "html": ({"messages": chat("What is `<video>`?", "<video src='a'><video></video>")}, "messages"),
+}
+
+
+def read(path: Path, row: dict[str, Any], fmt: str, **changes: Any) -> Data:
+    settings = config(write_jsonl(path / "a.jsonl", [row] * 2), fmt, **changes)
+    is_labelled = "label" in row and ("text" in row or "sentence1" in row)
+    found, notes = detect_formats(settings, formats_for("classification" if is_labelled else "causal"))
+    return prepare(found, tokenizer(), str(path / "cache"), notes)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("is_typed", [False, True])
+def test_media_and_preferences_refused_by_name(tmp_path: Path, name: str, is_typed: bool) -> None:
+    row, fmt, reason = REFUSED[name]
+    with pytest.raises(DataError) as found:
+        read(tmp_path, row, fmt if is_typed else "auto")
+    [problem] = found.value.problems
+    assert reason in problem
+    begin = (
+        "a.jsonl:1 and 1 more row: " if is_typed else f"dataset.path={tmp_path}/a.jsonl: in 2 of the first 2"
+    )
+    assert problem.startswith(begin)
+    with pytest.raises(
+        DataError, match="2 rows none can be trained on; 2 bad" if is_typed else "dataset.path"
+    ):
+        read(tmp_path, row, fmt if is_typed else "auto", on_bad_row="skip")
+
+
+@pytest.mark.parametrize("name", PLACEHOLDERS)
+def test_media_placeholders_refused(tmp_path: Path, name: str) -> None:
+    row, reason = PLACEHOLDERS[name]
+    with pytest.raises(DataError) as found:
+        read(tmp_path, row, "auto")
+    assert f"a.jsonl:1 and 1 more row: {reason}" in str(found.value)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_labels_html_and_empty_media_trained(tmp_path: Path, name: str) -> None:
+    row, fmt = TRAINED[name]
+    assert len(read(tmp_path, row, fmt).train) == 2
+
+
+def test_preferences_in_renamed_column_refused(tmp_path: Path) -> None:
+    row = {"chosen": chat("q", "a"), "rejected": chat("q", "b")}
+    for name in row:
+        with pytest.raises(DataError, match="column 'rejected' makes this preference data"):
+            read(tmp_path, row, "messages", columns={"messages": name})
+    del row["rejected"]
+    assert len(read(tmp_path, row, "messages", columns={"messages": "chosen"}).train) == 2
