@@ -16,7 +16,7 @@ from app.model.quantization import Nf4
 def _one_tensor(folder: Path) -> None:
     file = next(folder.glob("*.safetensors"))
     tensors = load_file(file)
-    name = next(name for name in sorted(tensors) if "layers.1.self_attn.q_proj" in name)
+    name = next(name for name in sorted(tensors) if "layers.1.self_attn.v_proj" in name)
     tensors[name] = -tensors[name]
     save_file(tensors, file, {"format": "pt"})
 
