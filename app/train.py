@@ -58,10 +58,12 @@ def train(run: RunConfig, resume_hint: str = "") -> int:
 def _train_in(folder: RunFolder, run: RunConfig, console: Console, resume_hint: str) -> int:
     console.say(f"output  {folder.path}")  # before imports that take seconds
     from app.memory.estimate import predict
-    from app.memory.planner import largest_bins, recompute_fewest
+    from app.memory.planner import choose_parallel, max_bin_tokens, min_recomputed_layers
+    from app.training.auto_batch import AutoPlanner
     from app.training.run import train_in
 
-    return train_in(folder, run, console, resume_hint, predict, recompute_fewest, largest_bins)
+    planner = AutoPlanner(min_recomputed_layers, max_bin_tokens, choose_parallel)
+    return train_in(folder, run, console, resume_hint, predict, planner)
 
 
 def _check_parts(run: RunConfig) -> None:

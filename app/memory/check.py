@@ -114,10 +114,7 @@ def _suggested(each: Suggestion) -> dict[str, Any]:
 
 
 def _notes(found: Planned, machine: Machine, processes: int) -> Iterator[str]:
-    if found.chosen:
-        yield f"training.recompute=auto means {found.run.training.recompute} layers here"
-    if found.chosen_bins:
-        yield f"batching.tokens=auto means {' '.join(found.bins)} here"
+    yield from _choice_notes(found)
     yield from offload_notes(found.run.training, machine.device)
     if machine.device == "cpu":
         yield "on a processor the context is what this program has loaded, and nothing is known of the allocator"
@@ -131,6 +128,15 @@ def _notes(found: Planned, machine: Machine, processes: int) -> Iterator[str]:
     elif processes > 1:
         yield f"each of {processes} processes needs as much: data parallelism divides rows, not the model"
     yield from _on_the_host(found.plan, offloads=processes > 1 and found.run.parallel.offload)
+
+
+def _choice_notes(found: Planned) -> Iterator[str]:
+    if found.chosen:
+        yield f"training.recompute=auto means {found.run.training.recompute} layers here"
+    if found.chosen_parallel:
+        yield f"parallel=auto means {found.chosen_parallel}"
+    if found.chosen_bins:
+        yield f"batching.tokens=auto means {' '.join(found.bins)} here"
 
 
 def _on_the_host(plan: MemoryPlan, *, offloads: bool) -> Iterator[str]:

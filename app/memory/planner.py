@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from app.batch import Batch
+from app.config.rules import problems_of
 from app.config.schema import RunConfig
 from app.distributed.environment import world
 from app.distributed.process_group import mesh_sizes_of
@@ -20,6 +21,7 @@ from app.training.auto_batch import (
     step_tokens,
     suggested_bin,
     with_bins,
+    with_parallel,
 )
 from app.training.choices import Choices
 from app.training.resolve import limit_to_positions
@@ -41,6 +43,7 @@ class Planned:
     layers: int
     chosen: bool = False  # whether it was found here how many layers are recomputed
     chosen_bins: bool = False  # and how large bins are
+    chosen_parallel: str = ""  # and why the model is sharded, or not
 
     @property
     def bins(self) -> list[str]:
@@ -73,6 +76,8 @@ class Planner:
     def at(self, run: RunConfig, *, exact: bool = False) -> Planned:
         """The largest micro-batch that the settings allow, with what `auto` comes to; `exact` traces every layer."""
         run = limit_to_positions(run, lambda _: None)
+        if run.parallel.kind == AUTO and self.processes > 1:
+            return self._parallel(run, exact=exact)
         if has_auto_bins(run):
             found = self._largest_bins(run)
             if exact:
@@ -83,6 +88,20 @@ class Planner:
     def of_batch(self, run: RunConfig, shape: Shape) -> Planned:
         """The same of a micro-batch that is known."""
         return self._fewest_layers(run, shape)
+
+    def _parallel(self, run: RunConfig, *, exact: bool) -> Planned:
+        """With the whole model on each process where that fits, else sharded."""
+        whole = self.at(with_parallel(run, "ddp"), exact=exact)
+        needs = _needs(whole.verdict, self.machine)
+        if whole.verdict.fits:
+            return replace(whole, chosen_parallel=f"ddp, which needs {needs}")
+        sharded = with_parallel(run, "fsdp")
+        if problems_of(sharded):
+            return replace(
+                whole,
+                chosen_parallel=f"ddp, which does not fit ({needs}); fsdp does not go with other settings",
+            )
+        return replace(self.at(sharded, exact=exact), chosen_parallel=f"fsdp, because ddp needs {needs}")
 
     def _fewest_layers(self, run: RunConfig, shape: Shape | None = None, *, exact: bool = False) -> Planned:
         """As many recomputed layers as were asked for, or with `auto` as few as fit."""
@@ -150,7 +169,7 @@ def fastest(rungs: Sequence[int], at: Callable[[int], Planned], *, first: bool =
     return best or at(rungs[-1])
 
 
-def recompute_fewest(
+def min_recomputed_layers(
     run: RunConfig, choices: Choices, largest: Batch, micro_batches: int, layers: int
 ) -> tuple[int, str]:
     """Of a run on this machine, and in words how that was found."""
@@ -166,12 +185,18 @@ def recompute_fewest(
     )
 
 
-def largest_bins(run: RunConfig, choices: Choices, _layers: int) -> tuple[int, str]:
+def max_bin_tokens(run: RunConfig, choices: Choices, _layers: int) -> tuple[int, str]:
     """Of a run on this machine, and in words how that was found."""
     planner = _here(choices)
     found = planner.at(run)
     tokens = found.run.batching.bin_tokens
     return tokens, bins_in_words(found, step_tokens(run) // tokens, planner.machine)
+
+
+def choose_parallel(run: RunConfig, choices: Choices) -> tuple[str, str]:
+    """For a run on this machine in several processes: ddp or fsdp, and a remark."""
+    found = _here(choices).at(run)
+    return found.run.parallel.kind, f"parallel=auto: {found.chosen_parallel}"
 
 
 def _here(choices: Choices) -> Planner:

@@ -8,6 +8,7 @@ from app.config.load import compose_run
 from app.config.schema import RunConfig
 from app.errors import ConfigError
 from app.memory.planner import Planned, Planner, by_facts
+from app.training.auto_batch import AUTO, with_parallel
 
 SPEED, NUMBERS, LEARNING = range(3)  # what a knob costs, the cheapest first
 COSTS = ("speed", "precision of the numbers", "what is learned")
@@ -102,6 +103,8 @@ class Suggestions:
         if run is None:
             return None
         try:
+            if now.chosen_parallel and run.parallel.kind == AUTO:
+                run = with_parallel(run, now.run.parallel.kind)
             return self._planner.at(_in_bins_of(now, run, knobs) if now.chosen_bins else run)
         except ConfigError:  # what only the model tells: a base that cannot be quantised
             return None

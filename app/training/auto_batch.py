@@ -1,4 +1,4 @@
-"""`batching.tokens=auto` and `training.recompute=auto`: how large bins are, and how many layers are recomputed.
+"""`batching.tokens`, `training.recompute` and `parallel` where they are auto: bins, recomputed layers, ddp or fsdp.
 
 batching.tokens=auto leaves a step what it would be without it: `model.suggest.tokens * batching.accumulation` tokens on
 each process. They are divided into 1, 2, 4, ... micro-batches of a bin each, the larger the faster.
@@ -6,7 +6,7 @@ What fits is found by functions of the memory plan that the command passes in.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from app.batch import Batch
 from app.config.schema import RunConfig, TrainingConfig
@@ -18,11 +18,50 @@ from app.training.choices import Choices
 AUTO = "auto"
 BINS_CHOICE = "tokens"  # among the choices of a checkpoint
 LAYERS_CHOICE = "recompute"
+PARALLEL_CHOICE = "parallel"
 
-# From a run and its number of layers: the tokens of a bin, and a remark
-MaxBinTokens = Callable[[RunConfig, Choices, int], tuple[int, str]]
-# From the largest micro-batch, how many micro-batches a step has, and the number of layers: how many, and a remark
-MinRecomputedLayers = Callable[[RunConfig, Choices, Batch, int, int], tuple[int, str]]
+
+@dataclass(frozen=True, slots=True)
+class AutoPlanner:
+    """What the memory planner answers where the config says auto; each answer comes with a remark."""
+
+    # from the largest micro-batch, how many micro-batches a step has, and the number of layers
+    min_recomputed_layers: Callable[[RunConfig, Choices, Batch, int, int], tuple[int, str]]
+    # from the number of layers
+    max_bin_tokens: Callable[[RunConfig, Choices, int], tuple[int, str]]
+    # ddp or fsdp
+    choose_parallel: Callable[[RunConfig, Choices], tuple[str, str]]
+
+
+# ---- ddp or fsdp
+
+
+def settled_parallel(
+    run: RunConfig,
+    choices: Choices,
+    kept: Mapping[str, str],
+    planner: AutoPlanner | None,
+    peers: HostGroup,
+) -> tuple[RunConfig, list[str]]:
+    """The run with `parallel=auto` resolved for several processes, and remarks. A continued run keeps what it had."""
+    if run.parallel.kind != AUTO or peers.count == 1:
+        return run, []
+    kind, remark = kept.get(PARALLEL_CHOICE, AUTO), ""
+    if kind == AUTO and peers.rank == 0:  # the first process decides for all
+        kind = "ddp"
+        try:
+            kind, remark = (kind, "") if planner is None else planner.choose_parallel(run, choices)
+        except ConfigError as reason:
+            remark = f"parallel=auto: ddp. {reason}"
+        except Exception as fault:  # noqa: BLE001  whatever a kind does in a trace, the run does not depend on it
+            remark = f"parallel=auto: ddp; no plan for this model ({type(fault).__name__})"
+    run = with_parallel(run, peers.collected(kind)[0])
+    return run, [remark] if remark else []
+
+
+def with_parallel(run: RunConfig, kind: str) -> RunConfig:
+    """The run with another kind of parallelism."""
+    return replace(run, parallel=replace(run.parallel, kind=kind))
 
 
 # ---- bins
@@ -74,7 +113,7 @@ def settled_bins(
     choices: Choices,
     layers: int,
     kept: Mapping[str, str],
-    find: MaxBinTokens | None,
+    planner: AutoPlanner | None,
     peers: HostGroup,
 ) -> tuple[RunConfig, list[str]]:
     """The run with its bins in numbers, and remarks. A continued run keeps the size that it began with."""
@@ -83,9 +122,9 @@ def settled_bins(
     if BINS_CHOICE in kept:
         return with_bins(run, int(kept[BINS_CHOICE])), []
     tokens, remark = suggested_bin(run), ""
-    if find is not None and peers.rank == 0:  # the first process decides for all
+    if planner is not None and peers.rank == 0:  # the first process decides for all
         try:
-            tokens, remark = find(run, choices, layers)
+            tokens, remark = planner.max_bin_tokens(run, choices, layers)
         except ConfigError as reason:
             remark = f"batching.tokens=auto: {tokens} tokens. {reason}"
         except Exception as fault:  # noqa: BLE001  whatever a kind does in a trace, the run does not depend on it

@@ -38,12 +38,13 @@ from app.training.auto_batch import (
     AUTO,
     BINS_CHOICE,
     LAYERS_CHOICE,
-    MaxBinTokens,
-    MinRecomputedLayers,
+    PARALLEL_CHOICE,
+    AutoPlanner,
     found_layers,
     kept_layers,
     recomputed_layers,
     settled_bins,
+    settled_parallel,
 )
 from app.training.checkpoint import choices_of, find_checkpoint
 from app.training.choices import Choices, choose
@@ -105,16 +106,22 @@ class ResolvedRun:
     def largest_micro_batch(self) -> tuple[Batch, int]:
         """The micro-batch that needs most memory, and how many a step has.
 
-        Gradients that processes exchange stay allocated between steps, as they do with two micro-batches.
+        Gradients that DDP exchanges stay allocated between steps, as they do with two micro-batches.
         """
-        least = 2 if self.runtime.processes > 1 else 1
+        least = 2 if self.runtime.processes > 1 and not self.config.parallel.divides else 1
         return self.loader.largest(), max(self.config.batching.accumulation, least)
 
     def stored_choices(self) -> dict[str, str]:
         """What `auto` came to, for the checkpoints: a continued run keeps it."""
         batching = self.config.batching
         bins = {BINS_CHOICE: str(batching.tokens)} if batching.packing else {}
-        return {**asdict(self.choices), LAYERS_CHOICE: str(self.config.training.recompute), **bins}
+        parallel = {PARALLEL_CHOICE: self.config.parallel.kind}
+        return {
+            **asdict(self.choices),
+            LAYERS_CHOICE: str(self.config.training.recompute),
+            **bins,
+            **parallel,
+        }
 
     def identity(self, trained_parameters: int) -> dict[str, Any]:
         """What decides the numbers of the next step, by the key to type; a checkpoint with other values is refused."""
@@ -147,13 +154,12 @@ def resolve_run(
     run: RunConfig,
     checkpoints: Path,
     say: Callable[[str], None],
-    min_recomputed_layers: MinRecomputedLayers | None = None,
-    max_bin_tokens: MaxBinTokens | None = None,
+    planner: AutoPlanner | None = None,
 ) -> ResolvedRun:
     """Settle everything, in the order of what needs what.
 
-    The memory planner answers the two callables where the config says auto: how few layers need to be recomputed, and
-    how large bins may be.
+    The memory planner answers where the config says auto: how few layers need to be recomputed, how large bins may
+    be, and whether every process can have the whole model.
     """
     run, notes = resolve_format(limit_to_positions(run, say))
     require_one_process(run.optimizer, world().size)
@@ -172,8 +178,9 @@ def resolve_run(
     quantization.require_hardware(run.quantization, runtime.device)
     sections = sections_of(run, choices)
     counts = plan_model(sections, meta_model)
-    run, found = settled_bins(run, choices, counts.layers, stored, max_bin_tokens, runtime.peers)
-    for remark in (*remarks, *found):
+    run, chosen = settled_parallel(run, choices, stored, planner, runtime.peers)
+    run, found = settled_bins(run, choices, counts.layers, stored, planner, runtime.peers)
+    for remark in (*remarks, *chosen, *found):
         say(remark)
     require_compilable(run.compile, runtime.device)
     split = StepSplit(run.batching.accumulation, runtime.processes, runtime.rank)
@@ -195,7 +202,7 @@ def resolve_run(
         counts=counts,
     )
     runtime.peers.require_same(_equal_on_all_ranks(resolved, checkpoints))
-    return _resolve_recomputed_layers(resolved, stored, min_recomputed_layers, say)
+    return _resolve_recomputed_layers(resolved, stored, planner, say)
 
 
 def limit_to_positions(run: Run, say: Callable[[str], None]) -> Run:
@@ -309,17 +316,21 @@ def plan_steps(training: TrainingConfig, steps_per_epoch: int) -> StepPlan:
 def _resolve_recomputed_layers(
     resolved: ResolvedRun,
     stored: Mapping[str, str],
-    min_recomputed_layers: MinRecomputedLayers | None,
+    planner: AutoPlanner | None,
     say: Callable[[str], None],
 ) -> ResolvedRun:
     """Settle `training.recompute=auto`: what the run began with, else what the planner finds."""
     run, counts = resolved.config, resolved.counts
-    if run.training.recompute != AUTO or min_recomputed_layers is None:
+    if run.training.recompute != AUTO or planner is None:
         return resolved
     layers = kept_layers(stored)
     if layers is None:
         find = partial(
-            min_recomputed_layers, run, resolved.choices, *resolved.largest_micro_batch(), counts.layers
+            planner.min_recomputed_layers,
+            run,
+            resolved.choices,
+            *resolved.largest_micro_batch(),
+            counts.layers,
         )
         layers, remark = found_layers(find, resolved.runtime.peers, counts.layers)
         say(remark)

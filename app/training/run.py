@@ -15,7 +15,7 @@ from app.signals import listening
 from app.tracking.console import Console
 from app.tracking.output_dir import RunFolder
 from app.tracking.recorder import Recorder
-from app.training.auto_batch import MaxBinTokens, MinRecomputedLayers
+from app.training.auto_batch import AutoPlanner
 from app.training.checkpoint import Checkpoints
 from app.training.final_model import record_stop, write_final
 from app.training.memory import Forecast, Predict
@@ -42,15 +42,14 @@ def train_in(
     console: Console,
     resume_hint: str,
     predict: Predict | None = None,
-    min_recomputed_layers: MinRecomputedLayers | None = None,
-    max_bin_tokens: MaxBinTokens | None = None,
+    planner: AutoPlanner | None = None,
 ) -> int:
     """Train, or report what would be trained; returns the exit code.
 
     `resume_hint` says how to continue a stopped run. The memory planner, a higher layer, predicts the peak and
     answers what `auto` asks of it.
     """
-    resolved = resolve_run(run, folder.checkpoints, console.say, min_recomputed_layers, max_bin_tokens)
+    resolved = resolve_run(run, folder.checkpoints, console.say, planner)
     run, runtime = resolved.config, resolved.runtime
     forecast = _forecast(resolved, predict)
     if run.dry_run:

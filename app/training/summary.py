@@ -101,6 +101,7 @@ def manifest_facts(resolved: ResolvedRun) -> dict[str, Any]:
             "device": runtime.device.type,
             "threads": runtime.threads,
             "processes": runtime.processes,
+            **({"parallel": run.parallel.kind} if runtime.processes > 1 else {}),
         },
         "counts": {
             "steps": resolved.steps.steps,

@@ -135,3 +135,14 @@ def test_where_nothing_fits_it_is_what_needs_least() -> None:
     found = Planner(little).at(BINS)
     assert (found.run.batching.bin_tokens, found.recomputed, found.verdict.fits) == (128, 6, False)
     assert "does not fit even so" in bins_in_words(found, 16, little)
+
+
+def test_parallel_auto_shards_a_model_that_does_not_fit_whole() -> None:
+    run = small_run("recipe=full", "training.recompute=0")
+    fits = Planner(GPU, processes=4).at(run)
+    assert (fits.run.parallel.kind, fits.verdict.fits) == ("ddp", True)
+    least = fits.verdict.reserved_bytes + fits.verdict.context_bytes  # without a margin
+    found = Planner(replace(GPU, memory_bytes=least), processes=4).at(run)
+    assert (found.run.parallel.kind, found.verdict.fits) == ("fsdp", True)
+    assert found.chosen_parallel.startswith("fsdp, because ddp needs 0.")
+    assert Planner(GPU).at(run).run.parallel.kind == "auto"

@@ -8,7 +8,7 @@ from app.config.schema import RunConfig
 from app.distributed.environment import World
 from app.distributed.process_group import HostGroup, Runtime
 from app.memory.estimate import predict
-from app.memory.planner import recompute_fewest
+from app.memory.planner import min_recomputed_layers
 from app.model.build import build_training_model
 from app.model.checks import choose_loss_head
 from app.optim.optimizers import build_optimizer
@@ -84,7 +84,7 @@ def test_prediction_of_sharded_run_is_that_of_one_of_its_processes(monkeypatch: 
     shared = predict(run, CHOICES, batch, 1, "cpu")
     assert shared.anatomy["trained_weights"] == pytest.approx(alone.anatomy["trained_weights"] / 4, rel=0.02)
     auto = small_run("recipe=full", "parallel=fsdp", "training.recompute=auto")
-    layers, remark = recompute_fewest(auto, CHOICES, batch, 1, 3)
+    layers, remark = min_recomputed_layers(auto, CHOICES, batch, 1, 3)
     assert layers == 0
     assert remark.startswith("training.recompute=auto: 0 of 3 layers, which needs")
 

@@ -229,7 +229,7 @@ def test_knobs_are_turned_in_the_bins_that_were_found(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Planner, "at", lambda _self, run: seen.append(run))
     words = ("batching.tokens=auto", "batching.accumulation=8")
     found = compose_run(["batching.tokens=2048", "batching.accumulation=1"])
-    now: Any = SimpleNamespace(chosen_bins=True, run=found)
+    now: Any = SimpleNamespace(chosen_bins=True, chosen_parallel="", run=found)
     smaller = Knob(("batching.tokens=1024", "batching.accumulation=2"), SPEED, "")
     for knob in (smaller, Knob(("adapter.r=4",), LEARNING, "")):
         Suggestions(Planner(GPU), words)._planned(now, [knob])
