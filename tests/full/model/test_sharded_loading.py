@@ -12,12 +12,14 @@ from torch import Tensor
 
 from app.distributed.fsdp import whole_tensors
 from app.distributed.process_group import Runtime
+from app.model import load_base
 from app.model.build import build_training_model
 from app.model.training_model import TrainingModel
 from tests.several_processes import ProcessesByCount
 from tests.training.conftest import sections_of, small_run
 
 FILES = "files"  # of the model that ships, in place of random weights
+LOADED_WHOLE = "loaded whole"  # as if the files had other names than the modules
 TIED = "model.architecture.tie_word_embeddings=true"
 M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 LARGE = (
@@ -28,11 +30,17 @@ LARGE = (
 
 
 def built(runtime: Runtime, words: tuple[str, ...], *, sharded: bool) -> TrainingModel:
-    run = small_run(*(text for text in words if text != FILES), "parallel=fsdp")
+    run = small_run(*(text for text in words if text not in {FILES, LOADED_WHOLE}), "parallel=fsdp")
     if FILES in words:
         run = replace(run, model=replace(run.model, weights="pretrained"))
     sharding = runtime.sharding(run.parallel) if sharded else None
-    return build_training_model(sections_of(run), runtime.device, run.seed, "base", sharding)
+    with pytest.MonkeyPatch.context() as patch:
+        if LOADED_WHOLE in words and sharded:
+            patch.setattr(load_base, "can_be_filled", lambda *_: False)
+        model = build_training_model(sections_of(run), runtime.device, run.seed, "base", sharding)
+    said = any("each process loads all of them" in remark for remark in model.remarks())
+    assert said == (LOADED_WHOLE in words and sharded)
+    return model
 
 
 def state_of(model: TrainingModel) -> dict[str, Tensor]:
@@ -63,6 +71,8 @@ def _same(one: Tensor, other: Tensor) -> bool:
         ("recipe=lora", "quantization=fp8", "model.architecture.hidden_size=64"),
         ("recipe=full", FILES),
         ("recipe=qlora", FILES),
+        ("recipe=qlora", FILES, LOADED_WHOLE),
+        ("recipe=full", FILES, LOADED_WHOLE),
     ],
     ids=" ".join,
 )
