@@ -29,8 +29,8 @@ from app.model.fusion import fuse
 from app.model.kernels import as_on_gpu
 from app.model.tasks import task_of
 from app.model.training_model import TrainingModel
-from app.optim.one_by_one import ordinary
 from app.optim.optimizers import build_optimizer, needs_whole_matrices
+from app.optim.stochastic_rounding import ordinary
 from app.training.storage_counter import CPU_WORKSPACE, StorageCounter, kept_tensors
 from app.training.train_step import Stepper
 

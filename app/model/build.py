@@ -31,8 +31,9 @@ from app.model.training_model import TrainingModel
 class Dtypes:
     """The numbers of a precision: `base` stores frozen weights, `compute` is what autocast works in; None: no autocast.
 
-    Trained weights are fp32, or bf16 where `precision.trained` says so. Those are rounded stochastically
-    (`optim`): most updates of a fine-tune are smaller than the spacing of these numbers and would be lost.
+    Trained weights are fp32, or bf16 where `precision.trained` says so. Those are rounded by
+    `optim.stochastic_rounding`: most updates of a fine-tune are smaller than the spacing of these numbers and would be
+    lost.
     """
 
     base: torch.dtype

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from app.errors import CheckpointError
 from app.optim.gradient_scaling import skips_on_device, step_unless
-from app.optim.one_by_one import ordinary
+from app.optim.stochastic_rounding import ordinary
 
 StateDict = dict[str, Any]
 

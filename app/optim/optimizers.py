@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 
 from app.config.schema import OptimizerConfig
-from app.optim.one_by_one import OneByOne
 from app.optim.parameter_groups import Trained, parameter_groups, trained_parameters
+from app.optim.stochastic_rounding import OneByOne
 
 OptimizerKind = Callable[[OptimizerConfig, Sequence[Trained]], Optimizer]
 

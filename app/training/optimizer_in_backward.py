@@ -15,7 +15,7 @@ from app.config.schema import OptimizerConfig
 from app.errors import ConfigError
 from app.oom_retry import out_of_memory_error
 from app.optim.gradient_scaling import skips_on_device
-from app.optim.one_by_one import OneByOne
+from app.optim.stochastic_rounding import OneByOne
 
 
 def require_one_process(optimizer: OptimizerConfig, processes: int) -> None:

@@ -17,7 +17,7 @@ from app.distributed.fsdp import has_dtensor, local
 from app.model.kernels import workspace_bytes
 from app.model.quantization import quant_state_tensors
 from app.model.training_model import TrainingModel
-from app.optim.one_by_one import stepped_by, steps_in_backward
+from app.optim.stochastic_rounding import stepped_by, steps_in_backward
 
 _ALL_GATHERED = "fsdp::split_with_sizes_copy"
 GATHERED = "gathered_weights"  # the kind of storages that FSDP gathers weights into

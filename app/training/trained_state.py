@@ -16,8 +16,8 @@ from app.distributed import sharded_checkpoint
 from app.distributed.fsdp import is_sharded, like_shard, local, own_rows, shard_of
 from app.distributed.process_group import HostGroup
 from app.errors import CheckpointError
-from app.optim.one_by_one import STEPS_ROUNDED
 from app.optim.optimizer_state import named_states, saved_names
+from app.optim.stochastic_rounding import STEPS_ROUNDED
 from app.training.train_step import Stepper
 
 WEIGHTS, OPTIMIZER, SHARDS = "weights.safetensors", "optimizer.safetensors", "shards"

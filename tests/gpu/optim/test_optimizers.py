@@ -11,7 +11,7 @@ from app.optim.gradient_scaling import step_unless
 from app.optim.optimizer_state import allocate_states, drop_states, flatten, load_state
 from app.optim.optimizers import build_optimizer
 from app.optim.requirements import PAGED_KINDS
-from app.optim.rounding import round_into
+from app.optim.stochastic_rounding import round_into
 from tests.gpu import waiting_is_an_error
 from tests.optim.small import KINDS, section
 from tests.optim.test_gradient_scaling import SKIPPING
