@@ -1,12 +1,13 @@
 """`dataset.format=auto`: which format the first rows have, and why; an error where none or several fit."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import Any
 
 from app.config.dataset import formats_for, key_of, sources_of
 from app.config.schema import Columns, DatasetConfig
+from app.data.column_sets import known_set, suggestion, typed
 from app.data.columns import ABSENT, has, unfolded, value
 from app.data.formats import FORMATS
 from app.data.sources import Source, eval_source, train_source
@@ -36,21 +37,18 @@ class _Candidate:
     format: str
     columns: tuple[str, ...]
     fits: int  # rows that have these columns
-    field: str | None = None  # of dataset.columns, where the column is called otherwise
+    renamed: Mapping[str, str] = field(default_factory=dict)  # fields of dataset.columns, called otherwise
 
     def override(self, key: str) -> str:
         """The words that choose it in the section `key`."""
-        named = f" {key}.columns.{self.field}={self.columns[0]}" if self.field else ""
-        return f"{key}.format={self.format}{named}"
+        return typed(key, self.format, self.renamed)
 
     def reason(self, count: int) -> str:
         many = len(self.columns) > 1
         share = "all" if self.fits == count else f"{self.fits:,}"
         of = "the only row" if count == 1 else f"{share} of the first {count:,} rows"
-        what = (
-            f"column{'s' * many} {' and '.join(self.columns)} hold{'s' * (not many)} {_wanted(self.format)}"
-        )
-        return f"{what} in {of}"
+        names = " and ".join([", ".join(self.columns[:-1]), self.columns[-1]] if many else self.columns)
+        return f"column{'s' * many} {names} hold{'s' * (not many)} {_wanted(self.format)} in {of}"
 
 
 def detect_formats(
@@ -75,7 +73,7 @@ def detect_formats(
     mix = {
         name: each
         if name not in found
-        else replace(each, format=found[name].format, columns=_columns(found[name]))
+        else replace(each, format=found[name].format, columns=_columns(found[name], config))
         for name, each in config.mix.items()
     }
     return replace(found.get("", config), mix=mix), notes
@@ -91,9 +89,11 @@ def _undetected(config: DatasetConfig) -> Iterator[tuple[str, DatasetConfig, Sou
         yield "", config, eval_rows
 
 
-def _columns(section: DatasetConfig) -> dict[str, str]:
+def _columns(section: DatasetConfig, config: DatasetConfig) -> dict[str, str]:
     """All columns that its format needs, because other sources may have other names for the same."""
-    return {field: getattr(section.columns, field) for field in FORMATS[section.format].needs}
+    shape, found = FORMATS[section.format], section.columns
+    renamed = [name for name in shape.may if getattr(found, name) != getattr(config.columns, name)]
+    return {name: getattr(found, name) for name in (*shape.needs, *renamed)}
 
 
 def _detect(
@@ -103,7 +103,7 @@ def _detect(
     rows = _first_rows(named, unfolded(source.rows(), config.columns, tuple(f.name for f in fields(Columns))))
     formats = [fmt for fmt in FORMATS if fmt in formats]
     _refuse_unsupported(named, rows, config.columns, formats)
-    fitting = _fitting(rows, config.columns, formats)
+    fitting = _fitting(rows, config.columns, formats) or _of_known_set(rows, config.columns, formats)
     if not fitting:
         raise DataError(_unknown(named, key, rows, config.columns, formats))
     if len(fitting) > 1:
@@ -114,7 +114,7 @@ def _detect(
             _NEW_LINE.join([begin, *(f"{c.override(key)}   ({c.reason(len(rows))})" for c in fitting)])
         )
     [found] = fitting
-    columns = replace(config.columns, **({found.field: found.columns[0]} if found.field else {}))
+    columns = replace(config.columns, **found.renamed)
     return replace(config, format=found.format, columns=columns), _note(found, key, rows, columns)
 
 
@@ -142,8 +142,16 @@ def _fitting(rows: Sequence[Row], columns: Columns, formats: Sequence[str]) -> l
     found = [
         each for each in _candidates(rows, columns, formats) if each.fits >= _MIN_FITTING_SHARE * len(rows)
     ]
-    taken = {name for each in found if each.field is None for name in each.columns}
-    return [each for each in found if each.field is None or each.columns[0] not in taken]
+    taken = {name for each in found if not each.renamed for name in each.columns}
+    return [each for each in found if not each.renamed or each.columns[0] not in taken]
+
+
+def _of_known_set(rows: Sequence[Row], columns: Columns, formats: Sequence[str]) -> list[_Candidate]:
+    known = known_set(rows, columns, formats, _MIN_FITTING_SHARE)
+    if known is None:
+        return []
+    found, read, fits = known
+    return [_Candidate(found.format, read, fits, found.columns)]
 
 
 def _candidates(rows: Sequence[Row], columns: Columns, formats: Sequence[str]) -> Iterator[_Candidate]:
@@ -161,7 +169,7 @@ def _candidates(rows: Sequence[Row], columns: Columns, formats: Sequence[str]) -
 def _renamed(rows: Sequence[Row], fmt: str, field: str, usual: str) -> Iterator[_Candidate]:
     for name in _names(rows):
         if name != usual:
-            yield _Candidate(fmt, (name,), sum(_fits(fmt, row.get(name)) for row in rows), field)
+            yield _Candidate(fmt, (name,), sum(_fits(fmt, row.get(name)) for row in rows), {field: name})
 
 
 def _fits(fmt: str, found: Any, field: str = "") -> bool:
@@ -191,7 +199,7 @@ def _wanted(fmt: str) -> str:
 
 def _note(found: _Candidate, key: str, rows: Sequence[Row], columns: Columns) -> str:
     given = [name for field in FORMATS[found.format].may if (name := getattr(columns, field))]
-    may = [name for name in given if any(has(row, name) for row in rows)]
+    may = [name for name in given if name not in found.columns and any(has(row, name) for row in rows)]
     read = {*found.columns, *may}
     unread = [name for name in _names(rows) if name not in read | {path.partition(".")[0] for path in read}]
     also = f"; also read: {_listed(may)}" if may else ""
@@ -200,37 +208,34 @@ def _note(found: _Candidate, key: str, rows: Sequence[Row], columns: Columns) ->
 
 
 def _unknown(named: str, key: str, rows: Sequence[Row], columns: Columns, formats: Sequence[str]) -> str:
-    """Say which columns there are, and what each format lacks."""
+    """Say which columns there are, what the formats lack that they nearly have, and what to type."""
     shown = [f"{name} ({_kind(rows, name)})" for name in _names(rows)]
     found = _listed(shown) or "none"
     begin = f"{named}: {key}.format=auto knows no format for these rows; columns found: {found}"
     wants = [_missing(fmt, key, rows, columns) for fmt in formats]
-    return _NEW_LINE.join([begin, *wants, *_nested(key, rows)])
+    advice = suggestion(key, rows, formats, _MIN_FITTING_SHARE) or (
+        f"docs/data.md has the shapes of rows; columns of other names: {key}.format=FORMAT {key}.columns.FIELD=NAME"
+    )
+    return _NEW_LINE.join([begin, *filter(None, wants), advice])
 
 
 def _missing(fmt: str, key: str, rows: Sequence[Row], columns: Columns) -> str:
-    wants = []
-    for field in FORMATS[fmt].needs:
-        name = getattr(columns, field)
-        there = sum(_fits(fmt, value(row, name), field) for row in rows)
-        wants.append(f"{name} ({_state(there, name, f'{key}.columns.{field}', rows)})")
+    """What a format wants of columns that are there in part; empty where it has none of them."""
+    names = {field: getattr(columns, field) for field in FORMATS[fmt].needs}
+    if not any(has(row, name) for row in rows for name in names.values()):
+        return ""
+    wants = [
+        f"{name} ({_state(sum(_fits(fmt, value(row, name), field) for row in rows), name, rows)})"
+        for field, name in names.items()
+    ]
     return f"{key}.format={fmt} wants {_wanted(fmt)} in {' and '.join(wants)}"
 
 
-def _state(there: int, name: str, key: str, rows: Sequence[Row]) -> str:
+def _state(there: int, name: str, rows: Sequence[Row]) -> str:
     if there:
         return f"{there:,} of {len(rows):,} rows have it"
     other = next((value(row, name) for row in rows if has(row, name)), None)
-    return f"else {key}=NAME" if other is None else f"it holds {kind_of(other)}; else {key}=NAME"
-
-
-def _nested(key: str, rows: Sequence[Row]) -> Iterator[str]:
-    """Advice for lists whose elements could be rows."""
-    for name, found in rows[0].items():
-        if isinstance(found, list) and found and isinstance(found[0], dict):
-            keys = [str(each) for each in found[0]]
-            example = f"{key}.columns.output={name}.*.{keys[-1] if keys else 'KEY'}"
-            yield f"{name} holds lists of objects with {_listed(keys)}: {example} would make a row of each"
+    return "not there" if other is None else f"it holds {kind_of(other)}"
 
 
 def _names(rows: Sequence[Row]) -> list[str]:

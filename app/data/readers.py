@@ -22,12 +22,14 @@ from app.data.types import Broken, Located, kind_of, printable
 from app.errors import DataError, EnvironmentProblem
 
 TEXT_FILES = (".txt", ".md")
+PACKED_FILES = (".gz", ".zst")
 TEXT_COLUMN = "text"
 _MAX_TEXT_BYTES = 1 << 30
 _MAX_JSON_BYTES = 512 << 20  # what `json` makes of them takes several times as much memory
 _BLOCK_BYTES = 1 << 20  # read at once
 _ENCODING_BYTES = 64  # of a file's beginning show its encoding
-_PARQUET_BATCH_ROWS = 256
+_TABLE_BATCH_ROWS = 256
+_ARROW_FILE = b"ARROW1"  # how one begins; a stream has no mark
 _BYTE_ORDER_MARKS = (
     (b"\xff\xfe\0\0", "UTF-32"),
     (b"\0\0\xfe\xff", "UTF-32"),
@@ -42,13 +44,26 @@ def read_file(path: Path, name: str) -> Iterator[Located]:
     kind = extension(path)
     try:
         with open_file(path) as packed:
-            is_gzip = path.suffix.lower() == ".gz"
-            stream = io.BufferedReader(gzip.GzipFile(fileobj=packed)) if is_gzip else packed
+            stream = _unpacked(packed, path)
             if kind in _TEXT_TABLES and (problem := _other_encoding(stream.peek(_ENCODING_BYTES))):
                 raise DataError(f"{name}: {problem}")
             yield from _refuse_all_broken(READERS[kind](stream, name), name, is_text=kind in TEXT_FILES)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{name}: not a whole gzip file: {error}") from error
+    except OSError as error:
+        if path.suffix.lower() != ".zst" or error.errno is not None:
+            raise
+        raise DataError(f"{name}: not a whole Zstandard file: {error}") from error
+
+
+def _unpacked(packed: io.BufferedReader, path: Path) -> io.BufferedReader:
+    if path.suffix.lower() == ".gz":
+        return io.BufferedReader(gzip.GzipFile(fileobj=packed))
+    if path.suffix.lower() == ".zst":
+        import pyarrow  # slow to import
+
+        return io.BufferedReader(pyarrow.CompressedInputStream(packed, "zstd"))
+    return packed
 
 
 def _refuse_all_broken(rows: Iterable[Located], name: str, *, is_text: bool) -> Iterator[Located]:
@@ -64,8 +79,8 @@ def _refuse_all_broken(rows: Iterable[Located], name: str, *, is_text: bool) -> 
 
 
 def extension(path: Path) -> str:
-    """The last suffix but `.gz`, in lower case; it decides the reader."""
-    bare = path.with_suffix("") if path.suffix.lower() == ".gz" else path
+    """The last suffix but that of a packed file, in lower case; it decides the reader."""
+    bare = path.with_suffix("") if path.suffix.lower() in PACKED_FILES else path
     return bare.suffix.lower()
 
 
@@ -97,7 +112,8 @@ def _parse_line(line: bytes) -> dict[str, object] | Broken:
     except (ValueError, RecursionError) as error:
         return Broken(_unreadable_json(error))
     if not isinstance(value, dict):
-        return Broken(f"each line must be one JSON object, this one is {kind_of(value)}")
+        advice = "; a file that is one array is called .json" if isinstance(value, list) else ""
+        return Broken(f"each line must be one JSON object, this one is {kind_of(value)}{advice}")
     return value
 
 
@@ -109,7 +125,7 @@ def _unreadable_json(error: ValueError | RecursionError) -> str:
 
 
 def _read_json(stream: BinaryIO, name: str) -> Iterator[Located]:
-    """The rows of an array, or of an object's only array; the location is their index."""
+    """The rows of an array, of an object's only array, or one row; the location is their index."""
     raw = _read_whole(
         stream,
         _MAX_JSON_BYTES,
@@ -121,7 +137,8 @@ def _read_json(stream: BinaryIO, name: str) -> Iterator[Located]:
         yield from _read_jsonl(io.BytesIO(raw), name)
         return
     del raw
-    for number, row in enumerate(_only_array(value, name)):
+    rows = [value] if _is_row(value) else _only_array(value, name)
+    for number, row in enumerate(rows):
         broken = Broken(f"each row must be a JSON object, this one is {kind_of(row)}")
         yield f"{name}[{number}]", row if isinstance(row, dict) else broken
 
@@ -142,6 +159,17 @@ def _json_value(raw: bytes, name: str) -> object:
         raise DataError(f"{name}:{error.lineno}: column {error.colno}: not valid JSON: {found}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{name}: not valid JSON: {_unreadable_json(error)}") from error
+
+
+def _is_row(value: object) -> bool:
+    """Whether an object is one row, with texts or a conversation, and not a wrapper of rows."""
+    if not isinstance(value, dict):
+        return False
+    arrays = [inner for inner in value.values() if isinstance(inner, list)]
+    if not arrays:
+        return any(isinstance(inner, str) for inner in value.values())
+    firsts = [inner[0] for inner in arrays if inner and isinstance(inner[0], dict)]
+    return any({"role", "content"} <= set(first) or {"from", "value"} <= set(first) for first in firsts)
 
 
 def _only_array(value: object, name: str) -> list[Any]:
@@ -205,8 +233,11 @@ def _nul_in(line: bytes | str) -> str:
     return f"{unit} {at + 1} is NUL, which no text has: the file is damaged, or not text" if at >= 0 else ""
 
 
-def _read_csv(stream: BinaryIO, name: str, delimiter: str) -> Iterator[Located]:
+def _read_csv(stream: io.BufferedReader, name: str, delimiter: str) -> Iterator[Located]:
     """One row for each record after the first; its location is the line that it begins in."""
+    names, _, _ = stream.peek(_BLOCK_BYTES).partition(b"\n")
+    if delimiter == "," and b";" in names and b"," not in names:
+        delimiter = ";"  # as spreadsheets write where the comma is in numbers
     csv.field_size_limit(sys.maxsize)  # a long answer is no mistake; the default stops at 131072 characters
     # A byte that is not UTF-8 makes only its own row bad: a strict decoder would fail thousands of lines earlier.
     with io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="") as lines:
@@ -263,20 +294,48 @@ def _not_text(fields: list[str]) -> str:
 
 
 def _read_parquet(stream: BinaryIO, name: str) -> Iterator[Located]:
-    import pyarrow  # slow to import, and only needed here
-    import pyarrow.parquet
+    import pyarrow.parquet  # slow to import, and only needed here
+
+    def batches(opened: BinaryIO) -> Iterator[Any]:
+        file = pyarrow.parquet.ParquetFile(opened, page_checksum_verification=True)
+        yield from file.iter_batches(_TABLE_BATCH_ROWS)
+
+    yield from _read_table(stream, name, "Parquet", batches)
+
+
+def _read_arrow(stream: BinaryIO, name: str) -> Iterator[Located]:
+    """Read a file of Arrow (Feather is one), or a stream, as `datasets` keeps its cache."""
+    import pyarrow
+
+    def batches(opened: BinaryIO) -> Iterator[Any]:
+        start = opened.read(len(_ARROW_FILE))
+        opened.seek(0)
+        if start == _ARROW_FILE:
+            file = pyarrow.ipc.open_file(opened)
+            found = (file.get_batch(number) for number in range(file.num_record_batches))
+        else:
+            found = iter(pyarrow.ipc.open_stream(opened))
+        for batch in found:
+            yield from (batch.slice(at, _TABLE_BATCH_ROWS) for at in range(0, len(batch), _TABLE_BATCH_ROWS))
+
+    yield from _read_table(stream, name, "Arrow", batches)
+
+
+def _read_table(
+    stream: BinaryIO, name: str, kind: str, batches: Callable[[BinaryIO], Iterator[Any]]
+) -> Iterator[Located]:
+    import pyarrow
 
     with _seekable(stream) as opened:
         row = 0
         try:
-            file = pyarrow.parquet.ParquetFile(opened, page_checksum_verification=True)
-            for batch in file.iter_batches(_PARQUET_BATCH_ROWS):
+            for batch in batches(opened):
                 for record in _records(batch):
                     yield f"{name} row {row}", record
                     row += 1
         except (pyarrow.ArrowException, OSError) as error:  # damaged pages are an OSError
             reason = printable(str(error))
-            raise DataError(f"{name}: cannot be read as Parquet, from row {row} on: {reason}") from error
+            raise DataError(f"{name}: cannot be read as {kind}, from row {row} on: {reason}") from error
 
 
 def _records(batch: Any) -> list[Any]:
@@ -291,12 +350,13 @@ def _records(batch: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def _seekable(stream: BinaryIO) -> Iterator[BinaryIO]:
-    """Parquet is read from its end, which gzip reaches only by unpacking all: on the disk, not in memory."""
-    if not (isinstance(stream, io.BufferedReader) and isinstance(stream.raw, gzip.GzipFile)):
+    """Tables are read from their end, which a packed file has only when all is unpacked: on disk, not in memory."""
+    if isinstance(stream, io.BufferedReader) and isinstance(stream.raw, io.FileIO):
         yield stream
         return
     with tempfile.TemporaryFile() as unpacked:
         shutil.copyfileobj(stream, unpacked)
+        unpacked.seek(0)
         yield unpacked
 
 
@@ -307,6 +367,8 @@ READERS: dict[str, Callable[[BinaryIO, str], Iterator[Located]]] = {
     ".csv": partial(_read_csv, delimiter=","),
     ".tsv": partial(_read_csv, delimiter="\t"),
     ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+    ".feather": _read_arrow,
     **dict.fromkeys(TEXT_FILES, _read_text),
 }
 _TEXT_TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")

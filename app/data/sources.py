@@ -251,7 +251,7 @@ def _find_files(path: str, key: str, fmt: str) -> FileRows:
 def _readable(path: Path, key: str) -> Path:
     if extension(path) not in READERS:
         known = " ".join(READERS)
-        raise DataError(f"{key}={path}: unknown kind of file; known: {known} (each also with .gz)")
+        raise DataError(f"{key}={path}: unknown kind of file; known: {known} (each also with .gz or .zst)")
     return path
 
 

@@ -62,8 +62,11 @@ def test_auto_labels_only_for_classification(tmp_path: Path) -> None:
     with pytest.raises(DataError) as found:
         detect_formats(config(bare, "auto"), formats_for("classification"))
     (problem,) = found.value.problems
-    assert "label (else dataset.columns.label=NAME)" in problem
-    assert "messages" not in problem
+    assert problem.endswith(
+        "\n    dataset.format=labelled_text wants text and its label in text (1 of 1 rows have it)"
+        " and label (not there)"
+        "\n    If stars is the label of text, type: dataset.format=labelled_text dataset.columns.label=stars"
+    )
 
 
 def test_auto_typed_format_unchanged(tmp_path: Path) -> None:
@@ -100,11 +103,11 @@ def test_auto_named_column_comes_first(tmp_path: Path) -> None:
 
 
 def test_auto_columns_of_config(tmp_path: Path) -> None:
-    row = {"instruction": "a", "context": "", "response": "b"}
+    row = {"instruction": "a", "context": "", "response": "b", "score": 3}
     found, note = auto(tmp_path, [row], input="context", output="response")
     assert (found.format, found.columns.output) == ("instruction", "response")
     assert "columns instruction and response hold text" in note
-    assert note.endswith("; also read: context")
+    assert note.endswith("; also read: context; not read: score")
 
 
 def test_auto_columns_behind_paths(tmp_path: Path) -> None:
@@ -160,35 +163,22 @@ def test_auto_prompt_and_completion_are_one_way(tmp_path: Path) -> None:
 
 def test_auto_unknown_rows_refused_with_advice(tmp_path: Path) -> None:
     row = {"instruction": "a", "instances": [{"input": "", "output": "b"}], "n": 3}
-    first, *lines = refusal(tmp_path, [row])
-    assert first == (
+    assert refusal(tmp_path, [row]) == [
         "dataset.format=auto knows no format for these rows; columns found: instruction (text), instances (a list),"
-        " n (a number)"
-    )
-    assert lines == [
-        "dataset.format=messages wants lists of objects with role and content in messages"
-        " (else dataset.columns.messages=NAME)",
-        "dataset.format=sharegpt wants lists of objects with from and value in conversations"
-        " (else dataset.columns.conversations=NAME)",
-        "dataset.format=instruction wants text in instruction (1 of 1 rows have it)"
-        " and output (else dataset.columns.output=NAME)",
-        "dataset.format=question_answer wants text in question (else dataset.columns.question=NAME)"
-        " and answer (else dataset.columns.answer=NAME)",
-        "dataset.format=prompt_completion wants text in prompt (else dataset.columns.prompt=NAME)"
-        " and completion (else dataset.columns.completion=NAME)",
-        "dataset.format=chat_completion wants lists of objects with role and content in prompt"
-        " (else dataset.columns.prompt=NAME) and completion (else dataset.columns.completion=NAME)",
-        "dataset.format=text wants text in text (else dataset.columns.text=NAME)",
-        "instances holds lists of objects with input, output: dataset.columns.output=instances.*.output"
-        " would make a row of each",
+        " n (a number)",
+        "dataset.format=instruction wants text in instruction (1 of 1 rows have it) and output (not there)",
+        "If instruction asks and instances.*.output answers, type: dataset.format=instruction"
+        " 'dataset.columns.output=instances.*.output' 'dataset.columns.input=instances.*.input'",
     ]
+    found, _ = auto(tmp_path, [row], output="instances.*.output", input="instances.*.input")
+    assert found.format == "instruction"
 
 
 def test_auto_column_of_wrong_kind_named(tmp_path: Path) -> None:
     _, *lines = refusal(tmp_path, [{"question": "a", "answer": 3}, {"question": "b", "answer": 4}])
     assert (
         "dataset.format=question_answer wants text in question (2 of 2 rows have it) and answer"
-        " (it holds a number; else dataset.columns.answer=NAME)" in lines
+        " (it holds a number)" in lines
     )
 
 
@@ -265,6 +255,14 @@ def test_auto_mix_recognises_eval_file(tmp_path: Path) -> None:
     assert [section.columns.messages for section in sources_of(found).values()] == ["messages", "messages"]
 
 
+def test_auto_mix_known_set_keeps_all_columns(tmp_path: Path) -> None:
+    dolly = {"instruction": "a", "context": "c", "response": "b", "category": "x"}
+    found, _ = detect_formats(mixed(tmp_path, {"dolly": [dolly], "chat": [ROWS["messages"]]}))
+    columns = sources_of(found)["dolly"].columns
+    assert (columns.instruction, columns.input, columns.output) == ("instruction", "context", "response")
+    assert sources_of(found)["chat"].columns.input == "input"
+
+
 def test_auto_mix_reports_all_problems(tmp_path: Path) -> None:
     two = [{**ROWS["instruction"], "text": "a b"}]
     with pytest.raises(DataError) as found:
@@ -274,8 +272,7 @@ def test_auto_mix_reports_all_problems(tmp_path: Path) -> None:
         f"dataset.mix.chat.path={tmp_path}/chat.jsonl: dataset.mix.chat.format=auto knows no format for these rows"
     )
     assert (
-        "\n    dataset.mix.chat.format=text wants text in text (else dataset.mix.chat.columns.text=NAME)"
-        in none
+        "columns of other names: dataset.mix.chat.format=FORMAT dataset.mix.chat.columns.FIELD=NAME" in none
     )
     begin, *ways = several.split("\n    ")
     assert begin.startswith(

@@ -25,7 +25,9 @@ def read(path: Path) -> list[tuple[str, Any]]:
 def saved(folder: Path, name: str, content: str | bytes) -> Path:
     path = folder / name
     raw = content.encode() if isinstance(content, str) else content
-    path.write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+    if path.suffix == ".zst":
+        raw = pyarrow.compress(raw, codec="zstd", asbytes=True)
+    path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
     return path
 
 
@@ -33,7 +35,9 @@ def as_jsonl() -> str:
     return json.dumps(ROWS[0]) + "\n\n  \n" + json.dumps(ROWS[1], ensure_ascii=False)
 
 
-@pytest.mark.parametrize("name", ["r.jsonl", "r.ndjson", "r.jsonl.gz", "R.JSONL", "r.json", "r.json.gz"])
+@pytest.mark.parametrize(
+    "name", ["r.jsonl", "r.ndjson", "r.jsonl.gz", "r.jsonl.zst", "R.JSONL", "r.json", "r.json.gz"]
+)
 def test_read_jsonl(tmp_path: Path, name: str) -> None:
     path = saved(tmp_path, name, as_jsonl())
     assert read(path) == [(f"{name}:1", ROWS[0]), (f"{name}:4", ROWS[1])]
@@ -61,6 +65,18 @@ def test_read_json_rows_numbered(tmp_path: Path, name: str, wrapped: bool) -> No
     content = {"version": 2, "meta": {"list": [1]}, "data": ROWS} if wrapped else ROWS
     found = read(saved(tmp_path, name, "\ufeff" + json.dumps(content, indent=1)))
     assert found == [(f"{name}[0]", ROWS[0]), (f"{name}[1]", ROWS[1])]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "a"}], "tools": [], "id": 1},
+        {"conversations": [{"from": "human", "value": "a"}]},
+        {"instruction": "a", "output": "b"},
+    ],
+)
+def test_read_json_one_row(tmp_path: Path, row: dict[str, Any]) -> None:
+    assert read(saved(tmp_path, "r.json", json.dumps(row, indent=1))) == [("r.json[0]", row)]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +124,9 @@ def test_read_file_too_large_refused(
         read(path)
 
 
-@pytest.mark.parametrize(("name", "delimiter"), [("r.csv", ","), ("r.tsv", "\t"), ("r.csv.gz", ",")])
+@pytest.mark.parametrize(
+    ("name", "delimiter"), [("r.csv", ","), ("r.csv", ";"), ("r.tsv", "\t"), ("r.csv.gz", ",")]
+)
 def test_read_csv(tmp_path: Path, name: str, delimiter: str) -> None:
     plain = tmp_path / "plain"
     with plain.open("w", newline="", encoding="utf-8-sig") as stream:
@@ -119,14 +137,34 @@ def test_read_csv(tmp_path: Path, name: str, delimiter: str) -> None:
     assert found == [(f"{name}:2", ROWS[0]), (f"{name}:4", ROWS[1])]  # the first row takes two lines
 
 
-@pytest.mark.parametrize("name", ["r.parquet", "r.parquet.gz"])
-def test_read_parquet(tmp_path: Path, name: str) -> None:
-    plain = tmp_path / "plain"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS * 600), plain, row_group_size=500)
-    found = read(saved(tmp_path, name, plain.read_bytes()))
+def write_table(path: Path, kind: str) -> bytes:
+    table = pyarrow.Table.from_pylist(ROWS * 600)
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, path, row_group_size=500)
+        return path.read_bytes()
+    new = pyarrow.ipc.new_stream if kind == "arrow" else pyarrow.ipc.new_file  # as `datasets`, and as Feather
+    with new(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=500)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "name", ["r.parquet", "r.parquet.gz", "r.arrow", "r.feather", "r.feather.zst", "r.arrow.gz"]
+)
+def test_read_table(tmp_path: Path, name: str) -> None:
+    raw = write_table(tmp_path / "plain", name.split(".")[1])
+    found = read(saved(tmp_path, name, raw))
     assert [row for _, row in found] == ROWS * 600
     assert [place for place, _ in found[:2]] == [f"{name} row 0", f"{name} row 1"]
     assert found[-1][0] == f"{name} row 1199"
+
+
+@pytest.mark.parametrize("name", ["r.arrow", "r.feather"])
+def test_read_arrow_torn_refused(tmp_path: Path, name: str) -> None:
+    raw = write_table(tmp_path / "plain", name.split(".")[1])
+    for content in (raw[: len(raw) // 2], b"no table", b""):
+        with pytest.raises(DataError, match=f"{name}: cannot be read as Arrow, from row "):
+            read(saved(tmp_path, name, content))
 
 
 @pytest.mark.parametrize("name", ["r.txt", "r.md", "r.txt.gz"])
@@ -141,3 +179,11 @@ def test_read_gzip_torn_refused(tmp_path: Path, name: str) -> None:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=f"{name}: not a whole gzip file"):
             read(tmp_path / name)
+
+
+def test_read_zstandard_torn_refused(tmp_path: Path) -> None:
+    whole = saved(tmp_path, "r.jsonl.zst", as_jsonl()).read_bytes()
+    for content in (whole[:-9], b"no zstd at all"):
+        (tmp_path / "r.jsonl.zst").write_bytes(content)
+        with pytest.raises(DataError, match=r"r\.jsonl\.zst: not a whole Zstandard file"):
+            read(tmp_path / "r.jsonl.zst")

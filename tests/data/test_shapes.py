@@ -1,5 +1,6 @@
 """Shapes of rows as people have them: which format `auto` takes, and what is refused by name."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,95 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "column 'labels' judges",
     ),
 }
+# name: row, words that `auto` takes, the prompt and the answer trained
+KNOWN: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "dolly": (
+        {"instruction": "q", "context": "c", "response": "a", "category": "open_qa"},
+        "instruction dataset.columns.input=context dataset.columns.output=response",
+        "q\n\nc",
+        "a",
+    ),
+    "instruction and response": (
+        {"instruction": "q", "response": "a"},
+        "instruction dataset.columns.output=response",
+        "q",
+        "a",
+    ),
+    "self-instruct": (
+        {"id": "t", "name": "n", "instruction": "q", "instances": [{"input": "", "output": "a"}]},
+        "instruction 'dataset.columns.input=instances.*.input' 'dataset.columns.output=instances.*.output'",
+        "q",
+        "a",
+    ),
+    "orca": (
+        {"id": "1", "system_prompt": "s", "question": "q", "response": "a"},
+        "question_answer dataset.columns.system=system_prompt dataset.columns.answer=response",
+        "q",
+        "a",
+    ),
+    "input and output": (
+        {"input": "q", "output": "a"},
+        "question_answer dataset.columns.question=input dataset.columns.answer=output",
+        "q",
+        "a",
+    ),
+    "prompt and response": (
+        {"prompt": "q", "response": "a", "source": "x"},
+        "question_answer dataset.columns.question=prompt dataset.columns.answer=response",
+        "q",
+        "a",
+    ),
+    "problem and solution": (
+        {"problem": "q", "solution": "a", "level": "5", "type": "x"},
+        "question_answer dataset.columns.question=problem dataset.columns.answer=solution",
+        "q",
+        "a",
+    ),
+    "openmath": (
+        {"problem": "q", "generated_solution": "a", "expected_answer": "3"},
+        "question_answer dataset.columns.question=problem dataset.columns.answer=generated_solution",
+        "q",
+        "a",
+    ),
+    "metamath": (
+        {"query": "q", "response": "a", "type": "x", "original_question": "o"},
+        "question_answer dataset.columns.question=query dataset.columns.answer=response",
+        "q",
+        "a",
+    ),
+}
+# name: row, the last line of the refusal
+UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
+    "known and another": (
+        {"prompt": "q", "response": "a", "score": 3},
+        "If prompt asks and response answers, type: dataset.format=question_answer dataset.columns.question=prompt"
+        " dataset.columns.answer=response",
+    ),
+    "with context": (
+        {"my question": "q", "background_context": "c", "reply": "a", "id": "1"},
+        "If my question asks and reply answers, type: dataset.format=instruction"
+        " 'dataset.columns.instruction=my question' dataset.columns.output=reply"
+        " dataset.columns.input=background_context",
+    ),
+    "answers": (
+        {"question": "q", "answer": ["a", "b"]},
+        "If question asks and answer.* answers, type: dataset.format=question_answer 'dataset.columns.answer=answer.*'",
+    ),
+    "camel": (
+        {"role_1": "x", "topic": "t", "message_1": "question", "message_2": "answer"},
+        "If message_1 asks and message_2 answers, type: dataset.format=question_answer"
+        " dataset.columns.question=message_1 dataset.columns.answer=message_2",
+    ),
+    "prompt only": (
+        {"prompt": "q"},
+        "To train prompt as plain text, type: dataset.format=text dataset.columns.text=prompt",
+    ),
+    "segments": (
+        {"segments": [{"label": True, "text": "a"}, {"label": False, "text": "b"}]},
+        "docs/data.md has the shapes of rows; columns of other names: dataset.format=FORMAT dataset.columns.FIELD=NAME",
+    ),
+    "token ids": ({"input_ids": [1, 2], "labels": [1, 2]}, "docs/data.md has the shapes"),
+}
 PLACEHOLDERS: dict[str, tuple[dict[str, Any], str]] = {
     "chat": (
         {"messages": chat("What is in <image> and <image>?", "a")},
@@ -138,6 +228,36 @@ def test_media_and_preferences_refused_by_name(tmp_path: Path, name: str, is_typ
         DataError, match="2 rows none can be trained on; 2 bad" if is_typed else "dataset.path"
     ):
         read(tmp_path, row, fmt if is_typed else "auto", on_bad_row="skip")
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_auto_known_set_of_columns_trained(tmp_path: Path, name: str) -> None:
+    row, words, asked, answer = KNOWN[name]
+    data = read(tmp_path, row, "auto")
+    (note, *_) = data.report.notes
+    assert note.startswith(f"dataset.format=auto: taken as dataset.format={words}, because columns ")
+    text = tokenizer().decode(data.train.ids(0))
+    system = "<|im_start|>system\ns<|im_end|>\n" * ("system_prompt" in row)
+    assert text.startswith(f"{system}<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n{answer}")
+    missing = next(iter(row))
+    with pytest.raises(DataError, match="knows no format"):
+        read(
+            tmp_path, {f"{missing}_": row[missing], **{k: v for k, v in row.items() if k != missing}}, "auto"
+        )
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_auto_unknown_set_of_columns_refused_with_command(tmp_path: Path, name: str) -> None:
+    row, last = UNKNOWN[name]
+    with pytest.raises(DataError) as found:
+        read(tmp_path, row, "auto")
+    [problem] = found.value.problems
+    assert "dataset.format=auto knows no format for these rows; columns found: " in problem
+    assert problem.rpartition("\n    ")[2].startswith(last)
+    if "type: " in last:  # what it says works
+        words = [word.split("=", 1) for word in shlex.split(last.partition("type: ")[2])]
+        fmt, columns = words[0][1], {key.rpartition(".")[2]: name.strip("'") for key, name in words[1:]}
+        assert len(read(tmp_path, row, fmt, columns=columns).train)
 
 
 @pytest.mark.parametrize("name", PLACEHOLDERS)
