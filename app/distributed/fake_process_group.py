@@ -38,8 +38,7 @@ def fake_device_mesh(sizes: MeshSizes) -> Iterator[DeviceMesh]:
             groups if len(groups) > 1 else groups[0],
             "cpu",
             mesh=ranks if len(groups) > 1 else ranks[0],
-            # not the names of a run's own mesh: torch caches what it knows of DTensors by meshes that compare equal
-            mesh_dim_names=tuple(f"fake_{name}" for name in dimensions),
+            mesh_dim_names=tuple(dimensions),
         )
     finally:
         if has_own_group:
