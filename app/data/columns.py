@@ -1,6 +1,6 @@
 """Columns of a row: by name, a place inside one by a dotted path, every element of a list by `*`."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -29,6 +29,19 @@ def value(row: Row, path: str) -> Any:
 def has(row: Row, path: str) -> bool:
     """Whether the row has it, null included."""
     return value(row, path) is not ABSENT
+
+
+def unread(row: Row, paths: Collection[str]) -> Iterator[str]:
+    """Where the row holds something that none of the paths reads."""
+    for name, found in row.items():
+        if name in paths or found is None:  # tables fill absent columns with null
+            continue
+        inner = [path.partition(".")[2] for path in paths if path.startswith(f"{name}.")]
+        parts = {str(at): each for at, each in enumerate(found)} if isinstance(found, list) else found
+        if not inner:
+            yield str(name)
+        elif isinstance(parts, dict):
+            yield from (f"{name}.{each}" for each in unread(parts, inner))
 
 
 def text(row: Row, path: str) -> str:

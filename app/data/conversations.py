@@ -24,6 +24,7 @@ ROLES = ("system", "user", "assistant", "tool")
 _ROLE_ALIASES = {"developer": "system", "function": "tool"}  # names that the same roles had before or since
 _MIN_WEIGHT, _MAX_WEIGHT = 1e-6, 1e6  # beyond them it is a mistake, and lost or overflows in half precision
 _READ_KEYS = ("role", "content", "tool_calls", "function_call", "train", "weight")
+_KEY_ALIASES = {"training": "train", "loss_weight": "weight"}  # as Axolotl and LLaMA-Factory call them
 
 
 def messages(row: Row, columns: Columns) -> Conversation:
@@ -114,7 +115,7 @@ def _message(index: int, found: object) -> tuple[Message, bool | None, float]:
     if not isinstance(found, dict):
         raise RowProblem(f"message {index} must be an object with role and content, found {kind_of(found)}")
     # tables fill absent keys with null
-    given = {key: value for key, value in found.items() if value is not None}
+    given = _with_usual_keys(index, {key: value for key, value in found.items() if value is not None})
     role = _role(index, given)
     calls = _calls(index, {**given, "role": role})
     content = _content(index, role, given.get("content"), may_be_absent=bool(calls))
@@ -124,6 +125,16 @@ def _message(index: int, found: object) -> tuple[Message, bool | None, float]:
         message["tool_calls"] = calls
     weight = _weight(index, given.get("weight"))
     return message, _trained(index, given, weight), weight
+
+
+def _with_usual_keys(index: int, message: Message) -> Message:
+    """The message with its aliases of keys called as usual."""
+    for alias, usual in _KEY_ALIASES.items():
+        if alias in message:
+            inner = message.pop(alias)
+            if message.setdefault(usual, inner) != inner:
+                raise RowProblem(f"message {index} has {usual} and another {alias}: which of them?")
+    return message
 
 
 def _role(index: int, message: Message) -> str:

@@ -6,12 +6,14 @@ from typing import Any
 
 from app.config.schema import DatasetConfig
 from app.data.sources import Source
+from app.data.types import printable
 
 MAX_PLACES = 20
 _MAX_REASONS = 20
 _MAX_CLASSES = 12
 _MAX_SHOWN_PROBLEMS = 5
 _MAX_DROPPED_SHARE = 0.05  # of the samples, before `auto` calls it an error
+_MAX_UNREAD_NAMES = 100  # of columns and keys that are counted one by one
 _MIN_CLASS_TOKENS = 8  # width of a class of over-long samples; a 32nd of their length where that is more
 
 
@@ -50,6 +52,10 @@ class Counts:
     shortened: int = 0  # answers of which the template leaves out a part
     marked: int = 0  # messages with the text of a special token
     empty: dict[str, int] = field(default_factory=dict)  # blank texts, by their column or role
+    unread_columns: dict[str, int] = field(default_factory=dict)  # rows that hold something there
+    unread_keys: dict[str, int] = field(
+        default_factory=dict
+    )  # of messages; the chat template names none of them
     held_out: int = 0  # samples that dataset.eval_fraction took from here
     duplicates: int = 0  # samples whose tokens and mask an earlier one has
     duplicates_dropped: int = 0
@@ -148,6 +154,23 @@ def classes_line(classes: Mapping[str, int]) -> str:
     shown = [f"{name} {number:,}" for name, number in list(classes.items())[:_MAX_CLASSES]]
     more = len(classes) - len(shown)
     return f"{_many(len(classes), 'label')}: {', '.join(shown)}{f' and {more:,} more' if more else ''}"
+
+
+def count_name(counts: dict[str, int], name: str) -> None:
+    """Count a column or key; what has too many names is counted together."""
+    shown = printable(name) if name in counts or len(counts) < _MAX_UNREAD_NAMES else "others"
+    counts[shown] = counts.get(shown, 0) + 1
+
+
+def unread_lines(split: str, c: Counts) -> Iterator[str]:
+    """What the rows of a split hold that is not read."""
+    for counted, what, unit in (
+        (c.unread_columns, "columns", "row"),
+        (c.unread_keys, "keys of messages", "message"),
+    ):
+        if counted:
+            names = [f"{name} ({_many(number, unit)})" for name, number in counted.items()]
+            yield f"{split}: {what} not read: {in_words(names)}"
 
 
 def _lost_lines(c: Counts) -> Iterator[str]:

@@ -200,11 +200,8 @@ def _wanted(fmt: str) -> str:
 def _note(found: _Candidate, key: str, rows: Sequence[Row], columns: Columns) -> str:
     given = [name for field in FORMATS[found.format].may if (name := getattr(columns, field))]
     may = [name for name in given if name not in found.columns and any(has(row, name) for row in rows)]
-    read = {*found.columns, *may}
-    unread = [name for name in _names(rows) if name not in read | {path.partition(".")[0] for path in read}]
     also = f"; also read: {_listed(may)}" if may else ""
-    rest = f"; not read: {_listed(unread)}" if unread else ""
-    return f"{key}.format=auto: taken as {found.override(key)}, because {found.reason(len(rows))}{also}{rest}"
+    return f"{key}.format=auto: taken as {found.override(key)}, because {found.reason(len(rows))}{also}"
 
 
 def _unknown(named: str, key: str, rows: Sequence[Row], columns: Columns, formats: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from app.config.dataset import has_chats, sources_of
 from app.config.schema import DatasetConfig
-from app.data.data_report import Counts, DataReport, in_words, stop_reasons, without_stops
+from app.data.data_report import Counts, DataReport, in_words, stop_reasons, unread_lines, without_stops
 from app.data.formats import fields_of
 from app.data.mixture import Pool, recount
 from app.data.overflow import policy_for
@@ -63,8 +63,11 @@ def prepare(
     pool = _pool(config, rows_of)
     known = tuple(classes or pool.rows.class_counts())
     report = DataReport(pool.total(), notes=[*notes, *_notes(config, tokenizer)])
+    for name, counts in pool.counts.items():
+        report.notes += unread_lines(f"train {name}".rstrip(), counts)
     if eval_rows is not None:
         chosen, report.eval = rows_of(eval_rows, config.eval_max_rows, config, known=known)
+        report.notes += unread_lines("eval", report.eval)
         report.shared = int(np.isin(chosen.ids_hashes, pool.rows.ids_hashes).sum())
         data = _with_epoch(pool, chosen, report)
     elif config.eval_fraction > 0:
@@ -83,12 +86,15 @@ def rows_to_score(
     notes = _notes(config, tokenizer)
     eval_rows = eval_source(config)
     if eval_rows is not None:
-        return *rows_of(eval_rows, config.eval_max_rows, config), notes
+        rows, counts = rows_of(eval_rows, config.eval_max_rows, config)
+        return rows, counts, [*notes, *unread_lines("scored", counts)]
     if config.eval_fraction == 0:
         pool = _pool(config, rows_of, most=config.eval_max_rows)
         counts = pool.total()
+        notes += unread_lines("scored", counts)
         return _first(pool.rows, config.eval_max_rows, counts), counts, notes
     pool = _pool(config, rows_of)
+    notes += unread_lines("scored", pool.total())
     number = len(pool.rows)
     data = _hold_out(pool, config, DataReport(pool.total()))
     if data.eval is None or data.report.eval is None:

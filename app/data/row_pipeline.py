@@ -1,6 +1,7 @@
 """Rows of a source through format, template, tokenizer and overflow policy into the token cache, all counted."""
 
 import logging
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -8,8 +9,8 @@ from itertools import islice
 from typing import Any
 
 from app.config.schema import DatasetConfig
-from app.data.columns import unfolded
-from app.data.data_report import Counts, bad_row_problems
+from app.data.columns import unfolded, unread
+from app.data.data_report import Counts, bad_row_problems, count_name
 from app.data.formats import empty_parts, fields_of, read_row
 from app.data.loss_mask import RenderedRow, Renderer
 from app.data.overflow import fit, policy_for
@@ -17,12 +18,13 @@ from app.data.sources import Source
 from app.data.token_cache import RowWriter
 from app.data.token_dataset import digest
 from app.data.tokenizer import Encoder, Tokenizer, Tokens
-from app.data.types import Broken, Located, RenderedText, Row, RowProblem
+from app.data.types import Broken, Content, Conversation, Located, RenderedText, Row, RowProblem
 from app.errors import DataError
 
 _BATCH_ROWS = 512
 _BATCH_CHARS = 1 << 21  # fewer rows if they are long
 _PROGRESS_SECONDS = 15.0
+_NAME = re.compile(r"\w+")
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +79,10 @@ class _Pipeline:
         self._policy = policy_for(config.on_overflow, config.format)
         self._writer = writer
         self._counts = counts
+        named = (getattr(config.columns, field) for field in fields_of(config.format))
+        self._read_columns = {name for name in named if name is not None}
+        template = _NAME.findall(str(tokenizer.chat_template))
+        self._read_keys = {"role", "content", "tool_calls", *template}
 
     def write(self, rows: Sequence[Located]) -> None:
         """Render, tokenise and write a batch; DataError with the bad rows so far, if they are an error."""
@@ -112,7 +118,16 @@ class _Pipeline:
             return str(problem)
         except UnicodeEncodeError as error:  # JSON can say "\\ud800", which no text has
             return f"holds half a character: {error.object[error.start]!r}"
+        self._count_unread(row, content)
         return replace(rendered, empty=tuple(empty_parts(row, content, fmt, columns)))
+
+    def _count_unread(self, row: Row, content: Content) -> None:
+        """Count columns that are not read, and keys of messages that the template does not name."""
+        for name in unread(row, self._read_columns):
+            count_name(self._counts.unread_columns, name)
+        for message in content.messages if isinstance(content, Conversation) else ():
+            for key in message.keys() - self._read_keys:
+                count_name(self._counts.unread_keys, key)
 
     def _write_row(self, location: str, row: RenderedRow, samples: Sequence[Tokens]) -> None:
         counts = self._counts

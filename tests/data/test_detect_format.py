@@ -74,13 +74,13 @@ def test_auto_typed_format_unchanged(tmp_path: Path) -> None:
     assert detect_formats(settings) == (settings, [])
 
 
-def test_auto_note_names_read_and_unread_columns(tmp_path: Path) -> None:
+def test_auto_note_names_columns_read(tmp_path: Path) -> None:
     _, note = auto(
         tmp_path, [{**ROWS["messages"], "id": 1, "tools": []}, {**ROWS["messages"], "source": "x"}]
     )
     assert note == (
         "dataset.format=auto: taken as dataset.format=messages, because column messages holds lists of objects with"
-        " role and content in all of the first 2 rows; also read: tools; not read: id, source"
+        " role and content in all of the first 2 rows; also read: tools"
     )
 
 
@@ -96,9 +96,7 @@ def test_auto_conversations_in_any_column(tmp_path: Path) -> None:
 
 def test_auto_named_column_comes_first(tmp_path: Path) -> None:
     row = {"messages": chat("a", "b"), "draft": chat("a", "c")}
-    found, note = auto(tmp_path, [row])
-    assert found.columns.messages == "messages"
-    assert note.endswith("not read: draft")
+    assert auto(tmp_path, [row])[0].columns.messages == "messages"
     assert auto(tmp_path, [row], messages="draft")[0].columns.messages == "draft"
 
 
@@ -107,7 +105,7 @@ def test_auto_columns_of_config(tmp_path: Path) -> None:
     found, note = auto(tmp_path, [row], input="context", output="response")
     assert (found.format, found.columns.output) == ("instruction", "response")
     assert "columns instruction and response hold text" in note
-    assert note.endswith("; also read: context; not read: score")
+    assert note.endswith("; also read: context")
 
 
 def test_auto_columns_behind_paths(tmp_path: Path) -> None:
@@ -153,7 +151,7 @@ def test_auto_prompt_and_completion_are_one_way(tmp_path: Path) -> None:
     assert (found.format, found.columns) == ("chat_completion", config(tmp_path).columns)
     assert note.endswith(
         "columns prompt and completion hold lists of objects with role and content in all of the first 2 rows;"
-        " also read: tools; not read: id"
+        " also read: tools"
     )
     _, *ways = refusal(tmp_path, [{**ROWS["chat_completion"], "messages": chat("a", "b")}])
     assert [way.split()[0] for way in ways] == ["dataset.format=messages", "dataset.format=chat_completion"]

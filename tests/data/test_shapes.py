@@ -281,3 +281,49 @@ def test_preferences_in_renamed_column_refused(tmp_path: Path) -> None:
             read(tmp_path, row, "messages", columns={"messages": name})
     del row["rejected"]
     assert len(read(tmp_path, row, "messages", columns={"messages": "chosen"}).train) == 2
+
+
+def test_unread_columns_and_keys_told(tmp_path: Path) -> None:
+    talk = [{**ASKED[0], "name": "x"}, {**ANSWER[0], "thinking": "hm", "weight": 1, "training": True}]
+    row = {"messages": talk, "functions": [], "id": None, "score": 3}
+    for fmt in ("messages", "auto"):
+        data = read(tmp_path, row, fmt)
+        assert data.report.train.unread_columns == {"functions": 2, "score": 2}
+        assert data.report.train.unread_keys == {"name": 2, "thinking": 2}
+        assert data.report.notes[-2:] == [
+            "train: columns not read: functions (2 rows), score (2 rows)",
+            "train: keys of messages not read: name (2 messages), thinking (2 messages)",
+        ]
+    held = write_jsonl(tmp_path / "held.jsonl", [{"messages": chat("q", "b"), "topic": "x"}])
+    assert (
+        "eval: columns not read: topic (1 row)"
+        in read(tmp_path, row, "auto", eval_path=str(held)).report.notes
+    )
+
+
+def test_unread_part_of_column_told(tmp_path: Path) -> None:
+    row = {"instruction": "q", "instances": [{"input": "i", "output": "a"}, {"output": "b"}]}
+    data = read(tmp_path, row, "instruction", columns={"output": "instances.*.output"})
+    assert data.report.train.unread_columns == {"instances.*.input": 2}
+    data = read(tmp_path, row, "instruction", columns={"output": "instances.0.output"})
+    assert data.report.train.unread_columns == {"instances.0.input": 2, "instances.1": 2}
+    dolly = {"instruction": "q", "context": "c", "response": "a", "category": "x"}
+    data = read(tmp_path, dolly, "instruction", columns={"output": "response"})
+    assert data.report.notes == ["train: columns not read: context (2 rows), category (2 rows)"]
+
+
+@pytest.mark.parametrize("key", ["train", "training", "weight", "loss_weight"])
+def test_key_of_message_not_trained(tmp_path: Path, key: str) -> None:
+    talk = [*chat("q", "first", "q"), {"role": "assistant", "content": "second"}]
+    talk[1] = {**talk[1], key: False if "train" in key else 0.0}  # type: ignore[dict-item]
+    data = read(tmp_path, {"messages": talk}, "messages")
+    trained = tokenizer().decode(data.train.ids(0)[data.train.loss_mask(0)])
+    assert "second" in trained
+    assert "first" not in trained
+    assert not data.report.train.unread_keys
+
+
+def test_key_of_message_and_another_alias_refused(tmp_path: Path) -> None:
+    talk = [*ASKED, {**ANSWER[0], "train": True, "training": False}]
+    with pytest.raises(DataError, match="message 1 has train and another training: which of them"):
+        read(tmp_path, {"messages": talk}, "messages")
