@@ -36,15 +36,17 @@ def unsupported_column(row: Row, fmt: str, columns: Columns) -> str:
             return _of_media(f"column {name!r}", f" Or leave the column out: {_jq(f'del(.{name})')}")
     if fmt in LABELLED_FORMATS:
         return ""
-    read = {str(getattr(columns, each.name)).partition(".")[0] for each in fields(Columns)}
-    for name in _preference_columns(row, read):
+    for name in _preference_columns(row, columns):
         return (
             f"column {name!r} makes this preference data (wanted and unwanted answers), and only supervised training"
             f" is done here. Make rows of the wanted answers alone: {_jq(_wanted_answers(row, name))}"
         )
     label = next((name for name in _LABELS if _is_judged(row.get(name))), "")
-    answers = {*(getattr(columns, field) for field in _ANSWERS), *_ANSWERS, *_OTHER_ANSWERS}
-    if label and not answers.isdisjoint(row):
+    if label and not {
+        *(getattr(columns, field) for field in _ANSWERS),
+        *_ANSWERS,
+        *_OTHER_ANSWERS,
+    }.isdisjoint(row):
         chosen = _jq(f"select(.{label} == true) | del(.{label})")
         remedy = (
             f"Make rows of the right ones alone: {chosen}" if label != "labels" else "Leave such rows out"
@@ -87,11 +89,13 @@ def _of_media(what: str, more: str = "") -> str:
     )
 
 
-def _preference_columns(row: Row, read: set[str]) -> Iterator[str]:
+def _preference_columns(row: Row, columns: Columns) -> Iterator[str]:
     yield from (name for name in _REJECTED if isinstance(row.get(name), str | list | dict) and row[name])
-    yield from (
-        name for name in _CHOSEN if name not in read and isinstance(row.get(name), list | dict) and row[name]
-    )
+    chosen = [name for name in _CHOSEN if isinstance(row.get(name), list | dict) and row[name]]
+    if not chosen:
+        return
+    read = {str(getattr(columns, each.name)).partition(".")[0] for each in fields(columns)}
+    yield from (name for name in chosen if name not in read)
 
 
 def _is_judged(found: Any) -> bool:
