@@ -173,9 +173,10 @@ def test_encoder_learns_pairs(zygote: Zygote, place: Path, made: Callable[[str],
     last = [line for line in metrics(run) if "eval_loss" in line][-1]
     assert packed["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-5)
 
-    whole = asked(zygote, place, run, "prompt=I saw a dog.", "second=A dog?")
-    turned = asked(zygote, place, run, "prompt=A dog?", "second=I saw a dog.")
-    assert whole != turned
+    pair = {"sentence1": "I saw a dog.", "sentence2": "A dog?"}
+    write(place / "pairs.jsonl", [pair, dict(zip(pair, reversed(pair.values()), strict=True))])
+    answers = [json.loads(line) for line in asked(zygote, place, run, "prompts=pairs.jsonl").splitlines()]
+    assert answers[0]["probabilities"] != answers[1]["probabilities"], "the order of the texts counts"
 
 
 @pytest.mark.parametrize(
