@@ -10,7 +10,12 @@ from types import FrameType
 START_ME_AGAIN = 75
 CTRL_C = 130
 HEARD = "\nCtrl-C: this step is finished and saved; once more ends at once, without saving\n"
-CODES = {signal.SIGTERM: START_ME_AGAIN, signal.SIGUSR1: START_ME_AGAIN, signal.SIGINT: CTRL_C}
+CODES = {
+    signal.SIGTERM: START_ME_AGAIN,
+    signal.SIGUSR1: START_ME_AGAIN,
+    signal.SIGHUP: START_ME_AGAIN,
+    signal.SIGINT: CTRL_C,
+}
 
 
 @dataclass(slots=True)
@@ -18,6 +23,12 @@ class StopRequest:
     """`exit_code` is set as soon as somebody asks."""
 
     exit_code: int | None = None
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Signals that ask a run to stop; SIGHUP does not under nohup, which ignores it."""
+    is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in CODES if not (is_nohup and number == signal.SIGHUP)]
 
 
 @contextmanager
@@ -35,7 +46,7 @@ def listening(*, speaks: bool = False) -> Iterator[StopRequest]:
             os.write(2, HEARD.encode())  # no stream: the signal may have come while one was being written
         request.exit_code = CODES[signal.Signals(number)]
 
-    before = {number: signal.signal(number, note) for number in CODES}
+    before = {number: signal.signal(number, note) for number in stop_signals()}
     try:
         yield request
     finally:

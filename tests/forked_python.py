@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 _NETWORK = Path("/proc/self/ns/net")
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 def program(folder: Path, server: Path) -> Path:

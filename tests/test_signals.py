@@ -5,14 +5,16 @@ import signal
 
 import pytest
 
-from app.signals import HEARD, listening
+from app.signals import CODES, HEARD, listening
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
+    ("number", "code"),
+    [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)],
 )
 def test_a_signal_asks_and_once_it_has_nothing_but_ctrl_c_kills_who_ends(number: int, code: int) -> None:
-    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    before = {each: signal.getsignal(each) for each in CODES}
     with listening():
         pass
     assert {each: signal.getsignal(each) for each in before} == before
@@ -20,7 +22,7 @@ def test_a_signal_asks_and_once_it_has_nothing_but_ctrl_c_kills_who_ends(number:
         assert request.exit_code is None
         os.kill(os.getpid(), number)
         assert request.exit_code == code
-    for each in (signal.SIGTERM, signal.SIGUSR1):
+    for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         os.kill(os.getpid(), each)
     assert signal.getsignal(signal.SIGINT) is before[signal.SIGINT]
 
@@ -32,3 +34,11 @@ def test_a_second_ctrl_c_does_not_wait(capfd: pytest.CaptureFixture[str]) -> Non
         assert capfd.readouterr().err == HEARD
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_listening_under_nohup_leaves_sighup_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with listening() as request:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert request.exit_code is None
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

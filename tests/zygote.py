@@ -75,7 +75,7 @@ def _run(command: dict[str, Any]) -> int:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(handle, number)
         os.close(handle)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     sys.argv = [command["module"], *command["arguments"]]
     try:

@@ -22,7 +22,7 @@ from app.config.schema import LaunchConfig, RunConfig
 from app.distributed.environment import world
 from app.distributed.failures import FOLDER, Failure, failure_message, read_failure, root_cause
 from app.errors import ConfigError
-from app.signals import CODES
+from app.signals import CODES, stop_signals
 
 MAX_RESTARTS = 3  # of a run that needs smaller parts
 _SHUTDOWN_SECONDS = 20  # for the other processes after one has failed
@@ -138,7 +138,7 @@ def _elastic_config(count: int, folder: str) -> Any:
         max_restarts=0,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=dict.fromkeys(range(1, count), Std.ALL)),
-        signals_to_handle="SIGHUP,SIGQUIT",  # the others are forwarded by us, and waited for
+        signals_to_handle="SIGQUIT",  # the others are forwarded by us, and waited for
         **{key: value for key, value in timeouts.items() if key in known},
     )
 
@@ -157,7 +157,7 @@ def _forwarding_signals() -> Iterator[list[int]]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, number)
 
-    before = {number: signal.signal(number, forward) for number in CODES}
+    before = {number: signal.signal(number, forward) for number in stop_signals()}
     try:
         yield received
     finally:

@@ -57,7 +57,7 @@ class Fork:
 
 
 def _train(arguments: list[str]) -> int:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     sys.argv = ["train", *arguments]
     code: Any = 0

@@ -48,7 +48,7 @@ def test_resumed_finished_run_keeps_its_result(
 
 
 def test_stopped_run_resumes_bit_for_bit(zygote: Zygote, tmp_path: Path) -> None:
-    check_stopped_and_continued(zygote, tmp_path, signal.SIGTERM, 75)
+    check_stopped_and_continued(zygote, tmp_path, signal.SIGHUP, 75)
 
 
 def check_stopped_and_continued(zygote: Zygote, tmp_path: Path, number: int, code: int) -> None:

@@ -22,9 +22,9 @@ def finish(objective: float | None, status: str = "finished") -> None:
 
 def stop_with(code: int) -> None:
     """Requests a stop of the sweep, and stops as requested."""
-    told = signal.SIGINT if code == 130 else signal.SIGTERM
-    signal.signal(told, lambda *_: sys.exit(code))
-    os.kill(os.getppid(), told)
+    asked, passed_on = (signal.SIGINT, signal.SIGINT) if code == 130 else (signal.SIGHUP, signal.SIGTERM)
+    signal.signal(passed_on, lambda *_: sys.exit(code))
+    os.kill(os.getppid(), asked)
     time.sleep(60)
 
 

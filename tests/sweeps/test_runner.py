@@ -124,6 +124,7 @@ def test_runner_dry_run_not_finished(tmp_path: Path, capfd: pytest.CaptureFixtur
 @pytest.mark.parametrize(("seed", "code"), [(20, 130), (21, 75), (22, 130), (75, 75), (130, 130)])
 def test_runner_stop_request(tmp_path: Path, capfd: pytest.CaptureFixture[str], seed: int, code: int) -> None:
     """A stop request for the sweep, which passes it on; twice, for a trial that ignores it; or for the trial alone."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     handler = signal.getsignal(signal.SIGINT)
     assert run(tmp_path, 1, seed, 2) == code
     assert signal.getsignal(signal.SIGINT) is handler
