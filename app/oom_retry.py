@@ -46,7 +46,7 @@ class RetryOnRestart(Unfinished):
     def __init__(self, what: str, depth: int) -> None:
         self.depth = depth  # of splits in the next start
         super().__init__(
-            f"out of memory: {what} does not fit, and with parallel=fsdp it cannot be made again while the other "
+            f"out of memory: {what} does not fit, and it cannot be made again while the other "
             "processes are in the middle of it. Start the same run again with resume=auto: from its last checkpoint "
             f"on micro-batches are split by documents then, into up to {2**depth} parts. The gradient is the same. A "
             "smaller batching.tokens (or batching.rows) with more batching.accumulation is faster."

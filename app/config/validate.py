@@ -124,7 +124,9 @@ def _value(path: str, given: Any, each: Field[Any], problems: list[str]) -> Any:
 def _value_problems(path: str, value: Any, metadata: Mapping[str, Any]) -> Iterator[str]:
     """Problems with a value of the right type: its choices and limits."""
     group, _, leaf = path.rpartition(".")
-    allowed = choices_by_group()[group] if group and leaf == "kind" else metadata.get(CHOICES, ())
+    allowed = metadata.get(CHOICES, ())
+    if group and leaf == "kind" and not allowed:
+        allowed = choices_by_group()[group]
     limits = metadata.get(LIMITS, {})
     if allowed and value not in allowed:
         near = did_you_mean(value, allowed, listing=False) if len(allowed) > 1 else ""

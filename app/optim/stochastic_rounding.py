@@ -70,7 +70,7 @@ class OneByOne(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What `optim.skip` asks."""
+        """Whether a step can be skipped on the device: `gradient_scaling.skips_on_device` asks."""
         return skips_on_device(self.inner)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -205,7 +205,7 @@ class Trainer:
         return improved
 
     def _report(self, result: StepResult) -> None:
-        """Write a line of metrics. Only here the host waits for the device."""
+        """Write a line of metrics, for which the host waits for the device."""
         runtime, progress = self.parts.runtime, self.progress
         self._count_skipped()
         loss = result.mean(runtime.peers.totals([float(result.loss_sum)])[0])

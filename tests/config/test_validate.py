@@ -48,6 +48,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("dataset.format", "messagess", "dataset.format=messagess is none of auto, messages, sharegpt, "),
     ("dataset.format", "messagess", "Did you mean messages?"),
     ("checkpoint.final", "first", "checkpoint.final=first is none of last, best."),
+    ("parallel.kind", "zero2", "parallel.kind=zero2 is none of auto, ddp, fsdp, hsdp."),
     ("optimizer.kind", "adamv", "Did you mean adamw?"),
     ("training", 3, "training=3: training is a section. Give its keys, such as training.epochs=..."),
     ("model.suggest", None, "model.suggest=null: model.suggest is a section."),
