@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from app.config.commands import CheckConfig, check_config, run_command
-from app.config.help import asks_for_help
 from app.config.schema import RunConfig
 from app.distributed.environment import world
 from app.distributed.failures import fail_as_one_of_several, report_failure
@@ -170,18 +169,19 @@ def _check_parts(config: CheckConfig) -> None:
 
 
 def _command(arguments: Sequence[str]) -> int:
-    if asks_for_help(arguments):
-        sys.stdout.write(f"{__doc__}\nThe settings are those of app.train: python -m app.train --help\n")
-        return 0
     config = check_config(arguments)
     if "cluster" in config.checks:
         return _in_processes(config, arguments)
     return check(config, open_console()) if world().is_first else 0
 
 
+def _help() -> str:
+    return f"{__doc__}\nThe settings are those of app.train: python -m app.train --help\n"
+
+
 def main() -> None:
     """Exit codes: 0 a run would start, 2 it would stop with the reported problems, or the settings are wrong."""
-    run_command(_command, fail_as_one_of_several)
+    run_command(_command, _help, fail_as_one_of_several)
 
 
 _CHECKS = {"data": _data, "memory": _memory, "cluster": _cluster}

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from app.config.commands import run_command
-from app.config.finished_run import EvaluateConfig, evaluate_config
+from app.config.finished_run import EVALUATE_ALLOWED, EvaluateConfig, evaluate_config
+from app.config.help import command_help
 from app.distributed.environment import world
 from app.distributed.failures import fail_as_one_of_several, reporting_crashes
 from app.distributed.launch import launch, processes_to_start
@@ -114,7 +115,9 @@ def _command(arguments: Sequence[str]) -> int:
 def main() -> None:
     """Exit codes as of app.train."""
     with reporting_crashes():
-        run_command(_command, fail_as_one_of_several)
+        run_command(
+            _command, lambda: command_help(__doc__, EvaluateConfig, EVALUATE_ALLOWED), fail_as_one_of_several
+        )
 
 
 if __name__ == "__main__":

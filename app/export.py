@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.config.commands import run_command
-from app.config.finished_run import ExportConfig, export_config
+from app.config.finished_run import EXPORT_ALLOWED, ExportConfig, export_config
+from app.config.help import command_help
 from app.config.load import read_run
 from app.errors import ConfigError
 from app.exports.folder import REPORT, require_target
@@ -99,7 +100,7 @@ def _command(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Exit codes as of app.train; 3 if the verification failed."""
-    run_command(_command)
+    run_command(_command, lambda: command_help(__doc__, ExportConfig, EXPORT_ALLOWED))
 
 
 if __name__ == "__main__":

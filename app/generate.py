@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from app.config.commands import GenerateConfig, class_problems, generate_config, run_command
 from app.config.dataset import has_chats, sources_of
 from app.config.finished_run import finished_folder
+from app.config.help import command_help
 from app.config.load import read_run
 from app.config.schema import ModelConfig, RunConfig
 from app.errors import ConfigError
@@ -148,7 +149,7 @@ def _answer_file(
     for index, answer in generator.answers(questions, config.batch):
         answers[index] = answer
         if config.output is not None:
-            sys.stderr.write(f"\r{len(answers)} of {len(questions)} answered")
+            _show_progress(len(answers), len(questions))
     lines = [
         json.dumps({"messages": question, "answer": answers[index]}, ensure_ascii=False) + "\n"
         for index, question in enumerate(questions)
@@ -157,7 +158,16 @@ def _answer_file(
         sys.stdout.writelines(lines)
     else:
         write_text(Path(config.output).expanduser(), "".join(lines))
-        sys.stderr.write(f"\n{config.output}\n")
+        sys.stderr.write(f"{config.output}\n")
+
+
+def _show_progress(done: int, total: int) -> None:
+    """Write over one line on a terminal; in a pipe or file write a line for every tenth."""
+    text = f"{done} of {total} answered"
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{text}" + ("\n" if done == total else ""))
+    elif done * 10 // total > (done - 1) * 10 // total:
+        sys.stderr.write(f"{text}\n")
 
 
 def _converse(config: GenerateConfig, generator: "TextGenerator") -> None:
@@ -242,7 +252,7 @@ def _command(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Exit codes as of app.train."""
-    run_command(_command)
+    run_command(_command, lambda: command_help(__doc__, GenerateConfig))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from app.config.commands import ReportConfig, report_config, run_command
+from app.config.help import command_help
 from app.errors import ConfigError
 from app.files import write_text
 from app.pages.read_run import is_run, read_sweep
@@ -88,7 +89,7 @@ def _command(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Exit codes: docs/output.md."""
-    run_command(_command)
+    run_command(_command, lambda: command_help(__doc__, ReportConfig))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from app.config.commands import require_platform, resume_command
 from app.config.groups import CONF
-from app.config.help import asks_for_help, help_text
+from app.config.help import help_or_version, help_text
 from app.config.load import VERSION_BASE, load_run, store_schema, validated_arguments
 from app.config.overrides import is_sweep
 from app.config.schema import RunConfig
@@ -130,8 +130,9 @@ def _dispatch(arguments: list[str]) -> None:
     given = launched_run()
     if given is not None:
         sys.exit(train(given, launched_resume_command()))
-    if asks_for_help(arguments):
-        sys.stdout.write(help_text())
+    text = help_or_version(arguments, help_text)
+    if text is not None:
+        sys.stdout.write(text)
         return
     if is_sweep(arguments):
         from app.sweeps.sweep import sweep

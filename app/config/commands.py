@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 from app.config.did_you_mean import did_you_mean
 from app.config.hardware import HardwareConfig, missing_hardware_support, read_hardware
+from app.config.help import help_or_version
 from app.config.load import compose_run
 from app.config.overrides import check_overrides, key_of, split_arguments
 from app.config.schema import RunConfig, number
@@ -37,10 +38,16 @@ def require_platform(system: str = "", machine: str = "") -> None:
 
 
 def run_command(
-    command: Callable[[Sequence[str]], int], on_error: Callable[[AppError], None] | None = None
+    command: Callable[[Sequence[str]], int],
+    help_text: Callable[[], str],
+    on_error: Callable[[AppError], None] | None = None,
 ) -> NoReturn:
     """Run `command` on the arguments and exit with its code, or with that of a problem, which `on_error` is given."""
     try:
+        text = help_or_version(sys.argv[1:], help_text)
+        if text is not None:
+            sys.stdout.write(text)
+            sys.exit(0)
         require_platform()
         sys.exit(command(sys.argv[1:]))
     except AppError as problem:

@@ -1,5 +1,6 @@
 """Configuration of a finished run, with the changes that app.evaluate, app.export and app.reproduce allow."""
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -63,7 +64,7 @@ def finished_folder(given: str | None) -> Path:
     if not (folder / "final").is_dir():
         raise CheckpointError(
             f"run={given}: there is no final/ in it, so the run did not finish. "
-            f"Finish it with python -m app.train ... output_dir={given} resume=auto"
+            f"Finish it with python -m app.train ... {shlex.quote(f'output_dir={given}')} resume=auto"
         )
     return folder
 

@@ -1,11 +1,18 @@
-"""Text of `--help`: the commands, and every group with its choices from conf/."""
+"""Text of `--help` and `--version`: the commands, their keys, and every group with its choices from conf/."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
+from typing import Any
 
+import omegaconf
+
+from app import __version__
 from app.config.groups import CONF, choices_by_group
 from app.config.load import default_choices
+from app.config.schema import CHOICES, RunConfig
+from app.config.validate import format_value, takes_text, type_text
 
 _WIDTH = 110
 _LISTED_GROUPS = ("recipe", "model", "dataset", "task", "sweep")  # with a line for each choice
@@ -30,6 +37,13 @@ Keys are explained in docs/config.md, data in docs/data.md.
 """
 
 
+def help_or_version(arguments: Sequence[str], help_text: Callable[[], str]) -> str | None:
+    """The text to print where `--help` or `--version` is given."""
+    if asks_for_help(arguments):
+        return help_text()
+    return f"app-finetune {__version__}\n" if "--version" in arguments else None
+
+
 def asks_for_help(arguments: Sequence[str]) -> bool:
     """Whether our help is asked for; Hydra's would show files that cannot be chosen."""
     return any(argument in {"-h", "--help"} for argument in arguments)
@@ -52,6 +66,27 @@ def help_text() -> str:
                 textwrap.fill(words, _WIDTH, initial_indent=f"  {group:<14}", subsequent_indent=" " * 16)
             )
     return _FRAME.format(groups="\n".join(lines))
+
+
+def command_help(usage: str, schema: type, allowed: Sequence[str] = ()) -> str:
+    """The help of another command: `usage`, its own keys, and those of a run that are `allowed`."""
+    of_runs = {each.name for each in fields(RunConfig)} if issubclass(schema, RunConfig) else set()
+    own = [each for each in fields(schema) if each.name not in of_runs]
+    width = max(len(each.name) for each in own) + 4
+    lines = [f"  {each.name + '=':<{width}}{_takes(each)}" for each in own]
+    shared = [key for key in allowed if key.partition(".")[0] in of_runs]
+    also = f"As in app.train, and otherwise as the run had them: {', '.join(shared)}"
+    return "\n".join(
+        [usage, *lines, *(["", *textwrap.wrap(also, _WIDTH, break_on_hyphens=False)] if shared else []), ""]
+    )
+
+
+def _takes(each: Field[Any]) -> str:
+    """What a key takes, and its default."""
+    choices = each.metadata.get(CHOICES)
+    takes = ", ".join(choices) if choices else "text" if takes_text(each.type) else type_text(each.type)
+    has_default = each.default not in (MISSING, omegaconf.MISSING, None)
+    return f"{takes} (default {format_value(each.default)})" if has_default else takes
 
 
 def _purpose(file: Path) -> str:

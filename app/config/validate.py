@@ -95,7 +95,8 @@ def _section(schema: Any, data: Mapping[str, Any], prefix: str, problems: list[s
                 values[each.name] = _section(each.type, inner, f"{path}.", problems)
         elif given == MISSING:
             if each.default_factory is NO_DEFAULT and each.default in (NO_DEFAULT, MISSING):
-                problems.append(f"{path} has no value. Give {path}=...")
+                given = " or ".join(f"{path}={name}" for name in _choices(path, each.metadata))
+                problems.append(f"{path} has no value. Give {f'{given}.' if given else f'{path}=...'}")
         elif SECTIONS in each.metadata and isinstance(given, Mapping):
             values[each.name] = {
                 str(name): _section(each.metadata[SECTIONS], inner, f"{path}.{name}.", problems)
@@ -121,12 +122,16 @@ def _value(path: str, given: Any, each: Field[Any], problems: list[str]) -> Any:
     return value
 
 
+def _choices(path: str, metadata: Mapping[str, Any]) -> Collection[str]:
+    """The names that a key takes; empty where it takes others."""
+    group, _, leaf = path.rpartition(".")
+    names: Collection[str] = metadata.get(CHOICES, ())
+    return choices_by_group()[group] if group and leaf == "kind" and not names else names
+
+
 def _value_problems(path: str, value: Any, metadata: Mapping[str, Any]) -> Iterator[str]:
     """Problems with a value of the right type: its choices and limits."""
-    group, _, leaf = path.rpartition(".")
-    allowed = metadata.get(CHOICES, ())
-    if group and leaf == "kind" and not allowed:
-        allowed = choices_by_group()[group]
+    allowed = _choices(path, metadata)
     limits = metadata.get(LIMITS, {})
     if allowed and value not in allowed:
         near = did_you_mean(value, allowed, listing=False) if len(allowed) > 1 else ""

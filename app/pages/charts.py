@@ -168,7 +168,10 @@ def scatter_chart(quantity: Quantity, x_name: str, found: Sequence[tuple[str, fl
 
 
 def length_bars(lengths: Mapping[str, Any], dropped: tuple[str, float] | None = None) -> list[Bar]:
-    """Histogram of tokens per sample, with neighbouring classes joined; empty if `lengths` is malformed."""
+    """Histogram of tokens per sample from its first class with samples to its last, with neighbours joined.
+
+    Empty if `lengths` is malformed.
+    """
     edges, counts = (
         [finite_number(each) for each in given] if isinstance(given, list) else []
         for given in (lengths.get("edges"), lengths.get("samples"))
@@ -177,6 +180,8 @@ def length_bars(lengths: Mapping[str, Any], dropped: tuple[str, float] | None = 
     is_whole = len(bounds) == len(edges) == len(counts) + 1 == len(samples) + 1
     if not samples or not is_whole or any(low >= high for low, high in pairwise(bounds)):
         return []
+    filled = [at for at, count in enumerate(samples) if count] or [0]
+    bounds, samples = (each[filled[0] : filled[-1] + more] for each, more in ((bounds, 2), (samples, 1)))
     joined = -(-len(samples) // _MAX_LENGTH_BARS)
     starts = range(0, len(samples), joined)
     classes = pairwise([*(bounds[start] for start in starts), bounds[-1]])

@@ -2,9 +2,8 @@
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO
 
-from rich.console import Console as Terminal
 from rich.table import Table
 from rich.text import Text
 
@@ -17,8 +16,11 @@ from app.pages.check_summary import (
 )
 from app.pages.read_run import TrainingSample
 from app.pages.render import render
-from app.tracking.console import SafeStream
+from app.tracking.console import SafeStream, print_table, rich_terminal
 from app.tracking.formatting import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console as Terminal
 
 _MAX_BAR_CHARACTERS = 32
 _MIN_COLUMNS = 60  # of a terminal with labels beside their texts; narrower ones stack them
@@ -47,11 +49,11 @@ def check_page(found: Mapping[str, Any]) -> str:
 def show_check(sections: Sequence[Section], stream: TextIO | None = None) -> None:
     """Print the sections without details; rich honours NO_COLOR and the width of the terminal."""
     safe = SafeStream(stream or sys.stdout)
-    terminal = Terminal(file=cast(TextIO, safe), markup=False, highlight=False, emoji=False)
+    terminal = rich_terminal(safe)
     for section in sections:
         rows = list(_rows(section, terminal))
         if rows:
-            terminal.print(_stacked(rows) if terminal.width < _MIN_COLUMNS else _beside(rows))
+            print_table(safe, _stacked(rows) if terminal.width < _MIN_COLUMNS else _beside(rows))
 
 
 def _beside(rows: Sequence[tuple[str, Text]]) -> Table:
@@ -73,7 +75,7 @@ def _stacked(rows: Sequence[tuple[str, Text]]) -> Table:
     return table
 
 
-def _rows(section: Section, terminal: Terminal) -> Rows:
+def _rows(section: Section, terminal: "Terminal") -> Rows:
     for name, text in section.rows:
         yield name, Text(printable(text))
     yield from _bars(section, terminal)
@@ -84,7 +86,7 @@ def _rows(section: Section, terminal: Terminal) -> Rows:
         yield name, Text.assemble((printable(override), "bold cyan"), "\n", printable(why))
 
 
-def _bars(section: Section, terminal: Terminal) -> Rows:
+def _bars(section: Section, terminal: "Terminal") -> Rows:
     labels, texts = ([getattr(bar, name) for bar in section.bars] for name in ("label", "text"))
     width, numbers = (max(map(len, each), default=0) for each in (labels, texts))
     longest = max(1, min(_MAX_BAR_CHARACTERS, terminal.width - width - numbers - 14))
@@ -96,7 +98,7 @@ def _bars(section: Section, terminal: Terminal) -> Rows:
         yield "", Text.assemble(before, (drawn, "yellow" if bar.beyond else "cyan"), after)
 
 
-def _samples(samples: Sequence[TrainingSample], marked: str, terminal: Terminal) -> Rows:
+def _samples(samples: Sequence[TrainingSample], marked: str, terminal: "Terminal") -> Rows:
     has_colour = terminal.color_system is not None and not terminal.no_color
 
     def mark(text: str) -> Text:

@@ -30,7 +30,7 @@ from app.sweeps.trials import (
     leaderboard,
     values_of,
 )
-from app.tracking.console import SafeStream, rich_terminal
+from app.tracking.console import SafeStream, print_table
 from app.tracking.formatting import align, format_duration, printable
 from app.tracking.output_dir import lock_owner
 from app.tracking.recorder import read_result
@@ -84,7 +84,7 @@ class Screen:
     def table(self, table: "Table") -> None:
         """Print a table, as wide as needed where there is no terminal."""
         self.show("")
-        rich_terminal(self._stream).print(table)
+        print_table(self._stream, table)
 
 
 class Runner:

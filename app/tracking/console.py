@@ -13,6 +13,7 @@ from app.tracking.formatting import Sample, printable, samples_text, step_line, 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
     from rich.progress import Progress
+    from rich.table import Table
 
 _MIN_REDRAW_SECONDS = 0.1
 _FILE_WIDTH = 240  # columns of a table in a file or pipe
@@ -157,6 +158,18 @@ def rich_terminal(stream: SafeStream) -> "Terminal":
 
     width = None if stream.is_terminal() else _FILE_WIDTH
     return Terminal(file=cast(TextIO, stream), width=width, markup=False, highlight=False, emoji=False)
+
+
+def print_table(stream: SafeStream, table: "Table") -> None:
+    """Print a table; in a pipe or file as wide as it needs, with no blanks at the ends of its lines."""
+    terminal = rich_terminal(stream)
+    if stream.is_terminal():
+        terminal.print(table)
+        return
+    with terminal.capture() as captured:
+        terminal.print(table)
+    stream.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+    stream.flush()
 
 
 def _progress(stream: SafeStream) -> "Progress":

@@ -20,6 +20,7 @@ from app.tracking.recorder import Recorder
 
 PREVIEW_ROWS = 4
 MAX_STRETCHES = 200  # of a preview row
+MAX_CHARACTER_TOKENS = 4  # bytes of a character in UTF-8
 MAX_STRETCH_TOKENS = 160  # half from its beginning and half from its end
 
 
@@ -74,13 +75,24 @@ def _example(rows: TokenRows, i: int, marks: NDArray[np.float32], tokenizer: Any
 
 def _texts(ids: list[int], start: int, end: int, tokenizer: Any) -> Iterator[str]:
     """Decode a stretch of tokens; the middle of a long one is replaced by its length."""
-    left_out = end - start - MAX_STRETCH_TOKENS
-    if left_out <= 0:
+    if end - start <= MAX_STRETCH_TOKENS:
         yield _text(ids, start, end, tokenizer)
         return
-    yield _text(ids, start, start + MAX_STRETCH_TOKENS // 2, tokenizer)
-    yield f" … ({left_out:,} tokens) … "
-    yield _text(ids, end - MAX_STRETCH_TOKENS // 2, end, tokenizer)
+    head = _between_characters(ids, start + MAX_STRETCH_TOKENS // 2, tokenizer)
+    tail = _between_characters(ids, end - MAX_STRETCH_TOKENS // 2, tokenizer)
+    yield _text(ids, start, head, tokenizer)
+    if tail > head:
+        yield f" … ({tail - head:,} tokens) … "
+    yield _text(ids, max(head, tail), end, tokenizer)
+
+
+def _between_characters(ids: list[int], at: int, tokenizer: Any) -> int:
+    """The place at `at` or just before it that divides no character; a token may be one byte of several."""
+    for place in range(at, at - MAX_CHARACTER_TOKENS, -1):
+        text: str = tokenizer.decode(ids[place - MAX_CHARACTER_TOKENS : place])
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return place
+    return at
 
 
 def _text(ids: list[int], start: int, end: int, tokenizer: Any) -> str:

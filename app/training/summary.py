@@ -1,5 +1,6 @@
 """What people read about a run and what its manifest keeps: made here, from values that the other parts return."""
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -214,7 +215,7 @@ def closing_message(
         f"done    {progress.step} steps, loss {progress.first_loss:.4f} -> {progress.last_loss:.4f}{evaluated}"
         f"{f', {speed:,.0f} tokens/s' if speed else '; nothing was left to do'}\n"
         f"{what:<7} {folder.final}\n"
-        f'try it  {python()} -m app.generate run={folder.path} prompt="..."'
+        f'try it  {shlex.join([python(), "-m", "app.generate", f"run={folder.path}"])} prompt="..."'
     )
 
 

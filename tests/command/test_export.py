@@ -82,7 +82,7 @@ def test_impossible_export_is_refused(
 
 def test_export_errors_come_before_loading(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
     ended = zygote.run(tmp_path, f"run={finished('lora')}", module="app.export")
-    refused(ended.code, ended.stdout, ended.stderr, "kind has no value. Give kind=...")
+    refused(ended.code, ended.stdout, ended.stderr, "kind has no value. Give kind=adapter or kind=merged")
     assert "to has no value. Give to=..." in ended.stderr
 
 

@@ -25,6 +25,7 @@ def test_generate_answers_a_file_in_order(zygote: Zygote, finished: FinishedRuns
         tmp_path, *common, "prompts=asked.txt", "output=answers.jsonl", module="app.generate"
     )
     assert (written.code, written.stdout) == (0, "")
+    assert written.stderr == "1 of 3 answered\n2 of 3 answered\n3 of 3 answered\nanswers.jsonl\n"
     assert [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()] == rows
 
 

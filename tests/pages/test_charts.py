@@ -97,6 +97,8 @@ def test_length_bars_join_classes() -> None:
     bars = length_bars({"edges": list(range(1, 26)), "samples": [1] * 24}, (">24", 4))
     assert [(bar.label, bar.text) for bar in (bars[0], bars[-1])] == [("1-2", "2"), (">24", "4")]
     assert (len(bars), bars[0].share, bars[-1].beyond) == (13, 0.5, True)
+    sparse = length_bars({"edges": [1, 9, 17, 25, 33, 41], "samples": [0, 3, 0, 1, 0]})
+    assert [(bar.label, bar.text) for bar in sparse] == [("9-16", "3"), ("17-24", "0"), ("25-32", "1")]
     for odd in (
         {},
         {"edges": [1, 2], "samples": "x"},

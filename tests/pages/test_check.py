@@ -151,6 +151,16 @@ def test_check_bars_proportional(shown: Shown) -> None:
     assert len(page.all("rect", "beyond")) == 3
 
 
+def test_show_check_in_a_pipe_has_plain_lines() -> None:
+    stream = io.StringIO()
+    show_check([*data_sections(DATA), *memory_sections(MEMORY)], stream)
+    text = stream.getvalue()
+    assert "\x1b" not in text
+    assert [line for line in text.splitlines() if line != line.rstrip()] == []
+    for each in (*DATA_TEXTS, *MEMORY_TEXTS):
+        assert each in words(text), each
+
+
 def test_check_message_weights_shown(shown: Shown) -> None:
     pieces = [{"text": "Hi ", "trained": False}, {"text": "Hello", "trained": True, "weight": 0.3}]
     rows = [{"place": "a:1", "tokens": 9, "trained_tokens": 4, "pieces": pieces}]

@@ -66,6 +66,23 @@ def test_preview_shortens_long_rows() -> None:
     assert striped["pieces"][-1] == {"text": " … (400 more tokens)", "trained": False}
 
 
+class Bytes:
+    """A tokenizer of bytes: a character is several tokens."""
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("before", ["", "a", "ab"])
+def test_preview_cuts_between_characters(before: str) -> None:
+    ids = list(f"{before}{'据' * 100}".encode())
+    (row,) = preview(rows_of((ids, [0] * len(ids))), NEXT_TOKEN, Bytes())["rows"]
+    text = row["pieces"][0]["text"]
+    assert "\N{REPLACEMENT CHARACTER}" not in text
+    head, left_out, tail = text.split(" … ")
+    assert int(left_out[1:].split()[0]) == len(ids) - len(f"{head}{tail}".encode())
+
+
 def test_preview_masks_tokens_of_the_first_epoch() -> None:
     rows = rows_of((letters("abcdefghij"), [0] * 10))
     labels = MaskedTokens(0.3, ord("_"), np.array([0]), np.array(letters("xyz"), np.int32), seed=1)

@@ -1,0 +1,42 @@
+"""Every command has its help and its version, before anything else is read or imported."""
+
+import importlib
+import sys
+from contextlib import suppress
+
+import pytest
+
+import app
+
+
+def printed(
+    name: str, switch: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> str:
+    monkeypatch.setattr(sys, "argv", [name, switch])
+    with suppress(SystemExit):
+        importlib.import_module(f"app.{name}").main()
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    return shown.out
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("train", ["  recipe"]),
+        ("check", ["The settings are those of app.train: python -m app.train --help"]),
+        ("generate", ["  model=", "  max_new_tokens=   a whole number (default 256)\n"]),
+        ("evaluate", ["  weights=         tuned, base, both (default tuned)", "As in app.train, "]),
+        ("export", ["  kind=       adapter, merged\n", "  to=         text\n"]),
+        ("report", ["  runs=", "  to="]),
+        ("reproduce", ["  tolerance=   a number (default 0.0)"]),
+    ],
+)
+def test_command_help_and_version_printed(
+    name: str, lines: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = printed(name, "--help", monkeypatch, capsys)
+    for each in [f"python -m app.{name} ", *lines]:
+        assert each in text
+    assert max(map(len, text.splitlines())) <= 120
+    assert printed(name, "--version", monkeypatch, capsys) == f"app-finetune {app.__version__}\n"
