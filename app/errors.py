@@ -34,6 +34,10 @@ def refuse(problems: Iterable[str]) -> None:
         raise ConfigError(found)
 
 
+class PromptTooLong(ConfigError):  # noqa: N818 (a conversation goes on after it)
+    """A prompt with more tokens than the model has positions."""
+
+
 class DataError(AppError):
     """A row, a file or a dataset that cannot be trained on."""
 

@@ -5,7 +5,7 @@ python -m app.generate run=runs/mine                                  a conversa
 python -m app.generate run=runs/mine prompts=questions.jsonl output=answers.jsonl
 python -m app.generate run=runs/mine prompt="..." adapter=false       the base, for comparison
 python -m app.generate run=runs/labels prompt="..."                   of task=classification: the label, and how likely
-python -m app.generate model=Qwen/Qwen3-8B prompt="..." temperature=0.7
+python -m app.generate model=Qwen/Qwen3-8B prompt="..." temperature=0.7     a folder, hub id, or name as in app.train
 """
 
 import json
@@ -18,9 +18,9 @@ from app.config.commands import GenerateConfig, class_problems, generate_config,
 from app.config.dataset import has_chats, sources_of
 from app.config.finished_run import finished_folder
 from app.config.help import command_help
-from app.config.load import read_run
-from app.config.schema import ModelConfig, RunConfig
-from app.errors import ConfigError
+from app.config.load import named_model, read_run
+from app.config.schema import RunConfig
+from app.errors import ConfigError, PromptTooLong
 from app.files import write_text
 from app.tracking.formatting import printable
 
@@ -132,13 +132,20 @@ def _build_generator(config: GenerateConfig, folder: Path | None, run: RunConfig
         )
         chat = has_chats(run.dataset)
     else:
-        lm, tokenizer = load_any(ModelConfig(path=str(config.model), weights="pretrained"), TASKS["causal"])
+        lm, tokenizer = load_any(named_model(str(config.model)), TASKS["causal"])
         chat = bool(tokenizer.chat_template)
     torch.manual_seed(config.seed)
     chosen = chat if config.chat is None else config.chat
     if chosen and not tokenizer.chat_template:
         raise ConfigError("chat=true: this tokenizer has no chat template. Set chat=false.")
-    return TextGenerator(lm, tokenizer, chosen, config.max_new_tokens, dict(config.sampling))
+    return TextGenerator(
+        lm,
+        tokenizer,
+        chosen,
+        config.max_new_tokens,
+        dict(config.sampling),
+        lambda text: sys.stderr.write(f"note: {text}\n"),
+    )
 
 
 def _answer_file(
@@ -228,6 +235,9 @@ class Conversation:
             answer = self._answer(with_system, self._write)
         except KeyboardInterrupt:
             self._write("\n(stopped; this turn is forgotten)\n")
+            return
+        except PromptTooLong as problem:
+            self._write(f"{problem}\n(this turn is forgotten; /new begins anew)\n")
             return
         self._write("\n")
         self.messages = [*messages, {"role": "assistant", "content": answer}]

@@ -9,7 +9,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -17,7 +17,7 @@ from app.assets import PREFIX
 from app.config import groups
 from app.config.overrides import key_of, partition_overrides, split_arguments
 from app.config.rules import problems_of
-from app.config.schema import RunConfig
+from app.config.schema import ModelConfig, RunConfig
 from app.config.validate import key_problems, parse_section
 from app.errors import CheckpointError, ConfigError, refuse
 
@@ -94,6 +94,21 @@ def _with_folder_model(overrides: list[str]) -> list[str]:
 def load_choice(group: str, choice: str) -> dict[str, Any]:
     """The section of a group's choice, its `${...}` unresolved."""
     return _as_dict(_compose([f"{group}={choice}"])[group], resolve=False)
+
+
+def named_model(name: str) -> ModelConfig:
+    """The model of a bare `model=`: a choice of conf/model as in app.train, else a folder or a hub id."""
+    if name not in groups.choices_by_group()["model"]:
+        return ModelConfig(path=name, weights="pretrained")
+    section = load_choice("model", name)
+    path = section.get("path", MISSING)
+    if path == MISSING:
+        raise ConfigError(f"model={name} has no path of its own. Give model=DIR or a hub id.")
+    if Path(name).is_dir():
+        raise ConfigError(
+            f"model={name} is a choice of conf/model and a folder. Give model=./{name} or model={path}."
+        )
+    return ModelConfig(path=path, revision=section["revision"], weights="pretrained")
 
 
 def default_choices() -> dict[str, str | None]:

@@ -1,12 +1,12 @@
 """Text generation and classification by a loaded model: single prompts, batches, streaming."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from app.errors import ConfigError
+from app.errors import ConfigError, PromptTooLong
 from app.model.attention import NAME, own_attention
 from app.model.head import takes_segments
 
@@ -22,6 +22,13 @@ class TextGenerator:
     chat: bool
     max_new: int
     sampling: dict[str, Any]
+    note: Callable[[str], object] = field(default=lambda _text: None)  # of an answer that the positions cut
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens that the model reads at most, prompt and answer together; None where its config does not say."""
+        number = getattr(self.lm.config.get_text_config(), "max_position_embeddings", None)
+        return number if isinstance(number, int) else None
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a prompt, rendered as in training."""
@@ -41,14 +48,19 @@ class TextGenerator:
     def answers(self, conversations: Sequence[Sequence[Message]], batch: int) -> Iterator[tuple[int, str]]:
         """Answers with the indices of their conversations; prompts of similar length share a batch."""
         prompts = [self.ids(messages) for messages in conversations]
+        self._require_positions(prompts)
         order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
         for start in range(0, len(order), batch):
             chosen = order[start : start + batch]
-            yield from zip(chosen, self._together([prompts[i] for i in chosen]), strict=True)
+            # an answer that the positions cut would be cut earlier beside a longer prompt
+            is_cut = self._max_new(len(prompts[chosen[0]])) < self.max_new
+            for group in [[i] for i in chosen] if is_cut else [chosen]:
+                yield from zip(group, self._together([prompts[i] for i in group]), strict=True)
 
     def stream(self, messages: Sequence[Message], write: Callable[[str], None]) -> str:
         """Write the answer as it is generated, and return it."""
         ids = self.ids(messages)
+        self._require_positions([ids])
         pieces = _Streamer(self.tokenizer, write, skip=len(ids))
         new = self._generated([ids], streamer=pieces)[0]
         pieces.end()
@@ -64,22 +76,48 @@ class TextGenerator:
         ends = end_ids(self.lm, self.tokenizer)
         pad = ends[0] if ends else 0
         ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=self.lm.device)
+        max_new = self._max_new(width)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.lm.device)
         out = self.lm.generate(
             ids,
             attention_mask=mask,
-            max_new_tokens=self.max_new,
+            max_new_tokens=max_new,
             eos_token_id=ends or None,
             pad_token_id=pad,
             use_cache=True,
             **self.sampling,
             **more,
         )
-        return [_until(row, ends) for row in out[:, width:].tolist()]
+        answers = [_until(row, ends) for row in out[:, width:].tolist()]
+        if max_new < self.max_new and any(len(answer) == max_new for answer in answers):
+            self.note(
+                f"an answer ends after {_tokens(max_new)}: the model reads {self.positions:,} at most, and the prompt "
+                f"has {width:,}"
+            )
+        return answers
+
+    def _require_positions(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Refuse prompts that leave no position for an answer, all at once."""
+        problems = [
+            f"{'prompt' if len(prompts) == 1 else f'prompts: number {number}'}: {_tokens(len(prompt))}, and the model "
+            f"reads {self.positions:,} at most, the answer included. Shorten it, or choose a model that reads more."
+            for number, prompt in enumerate(prompts, 1)
+            if self._max_new(len(prompt)) < 1
+        ]
+        if problems:
+            raise PromptTooLong(problems)
+
+    def _max_new(self, prompt_tokens: int) -> int:
+        """The longest answer to a prompt."""
+        return self.max_new if self.positions is None else min(self.max_new, self.positions - prompt_tokens)
 
     def _text(self, ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return text.strip()
+
+
+def _tokens(number: int) -> str:
+    return f"{number:,} token{'' if number == 1 else 's'}"
 
 
 def _until(ids: list[int], ends: Sequence[int]) -> list[int]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from app.data.types import Message
+from app.errors import PromptTooLong
 from app.generate import CHAT_HELP, Conversation
 
 
@@ -15,6 +16,8 @@ def talk(*lines: str, system: str | None = None) -> tuple[list[list[Message]], s
         if messages[-1]["content"] == "stop":
             write("half an")
             raise KeyboardInterrupt
+        if messages[-1]["content"] == "too long":
+            raise PromptTooLong("prompt has 900 tokens")
         write(f"answer {len(asked)}")
         return f"answer {len(asked)}"
 
@@ -49,3 +52,9 @@ def test_conversation_forgets_a_stopped_answer() -> None:
     assert contents(asked[2]) == ["user: one", "assistant: answer 1", "user: two"]
     assert "half an\n(stopped; this turn is forgotten)\n" in shown
     assert len(conversation.messages) == 4
+
+
+def test_conversation_goes_on_after_a_long_prompt() -> None:
+    asked, shown, _ = talk("one", "too long", "two")
+    assert contents(asked[2]) == ["user: one", "assistant: answer 1", "user: two"]
+    assert "prompt has 900 tokens\n(this turn is forgotten; /new begins anew)\n" in shown

@@ -6,7 +6,7 @@ import pytest
 
 from app.config.commands import check_config, folders_in, generate_config, report_config, require_platform
 from app.config.hardware import all_hardware, hardware_names, read_hardware
-from app.config.load import compose_run
+from app.config.load import compose_run, named_model
 from app.errors import ConfigError, EnvironmentProblem
 
 
@@ -64,6 +64,15 @@ def test_generate_idle_options_refused(words: tuple[str, ...], told: str) -> Non
     with pytest.raises(ConfigError) as refusal:
         generate_config(words)
     assert told in str(refusal.value)
+
+
+def test_generate_model_names_as_in_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert [named_model(name).path for name in ("tiny", "Qwen/Qwen3-8B")] == ["asset:tiny", "Qwen/Qwen3-8B"]
+    (tmp_path / "tiny").mkdir()
+    for name, told in (("folder", "no path of its own"), ("tiny", "Give model=./tiny or model=asset:tiny.")):
+        with pytest.raises(ConfigError, match=told):
+            named_model(name)
 
 
 # ---- app.report

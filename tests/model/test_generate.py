@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.errors import ConfigError
+from app.errors import ConfigError, PromptTooLong
 from app.model.attention import NAME
 from app.model.generate import TextGenerator, end_ids, generate
 from app.model.tokenizer import load_tokenizer
@@ -163,3 +163,25 @@ def test_ends_are_those_of_model_and_tokenizer(
         generation_config=SimpleNamespace(eos_token_id=generation), config=SimpleNamespace(eos_token_id=model)
     )
     assert end_ids(lm, SimpleNamespace(eos_token_id=tokenizer)) == expected
+
+
+def test_answers_end_at_the_last_position(tokenizer: Any) -> None:
+    notes: list[str] = []
+    asked = answerer(tokenizer, "gpt2", chat=False, max_new=256, note=notes.append)
+    prompts = [[user("word " * n)] for n in (40, 8)]
+    alone = dict(enumerate(dict(asked.answers([each], 1))[0] for each in prompts))
+    assert dict(asked.answers(prompts, 2)) == alone
+    assert notes[0].endswith(f"the model reads 256 at most, and the prompt has {len(asked.ids(prompts[0]))}")
+
+
+def test_prompts_longer_than_the_positions_refused(tokenizer: Any) -> None:
+    asked = answerer(tokenizer)
+    with pytest.raises(PromptTooLong) as refusal:
+        list(asked.answers([[user("Hi")], [user("word " * 400)]], 2))
+    (problem,) = refusal.value.problems
+    assert problem.startswith("prompts: number 2: ")
+    assert problem.endswith(
+        " tokens, and the model reads 256 at most, the answer included. Shorten it, or choose a model that reads more."
+    )
+    with pytest.raises(PromptTooLong, match="prompt: "):
+        asked.stream([user("word " * 400)], print)
