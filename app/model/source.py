@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from app.assets import locate
+from app.assets import PREFIX, locate
 from app.config.schema import ModelConfig
 from app.errors import EnvironmentProblem
 
@@ -78,6 +78,13 @@ def positions_of(config: ModelConfig) -> int | None:
     numbers = config_numbers(config)
     positions = numbers.get("max_position_embeddings") or numbers.get("n_positions")
     return positions if isinstance(positions, int) else None
+
+
+def positions_text(config: ModelConfig, positions: int) -> str:
+    """The limit of the model in words, its name as it is typed."""
+    path = config.path
+    name = f"model={path.removeprefix(PREFIX)}" if path.startswith(PREFIX) else f"model.path={path}"
+    return f"{name} reads {positions:,} tokens at most"
 
 
 def local_place(path: str) -> Path:

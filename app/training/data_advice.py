@@ -8,6 +8,7 @@ from app.config.dataset import trains_answers
 from app.config.schema import RunConfig
 from app.data import length_statistics
 from app.data.overflow import policy_for
+from app.model.source import positions_text
 
 if TYPE_CHECKING:
     from app.training.data_check import DataCheck
@@ -19,6 +20,7 @@ MIN_PADDED_FILL = 0.85  # of padded micro-batches
 MIN_TRAINED_SHARE = 0.05  # of the tokens
 MIN_STEPS = 20  # fewer make a poor schedule
 MIN_EVAL_ROWS = 30  # fewer make a loss that says little
+MAX_EVAL_FRACTION = 0.2  # of the samples, which are there to be learned
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,8 @@ def _over_long(run: RunConfig, check: "DataCheck") -> Iterator[Advice]:
     then, now = (length_statistics.share_within(length, lengths, counts) for length in (kept, limit))
     if kept > limit and then > now:
         bins = f" batching.tokens={kept}" if run.batching.packing and kept > run.batching.bin_tokens else ""
-        most = "" if kept == needed else ", and the model has no more positions"
+        limited = f"; {positions_text(run.model, kept)}, choose a larger model for the others"
+        most = "" if kept == needed else limited
         yield Advice(
             f"dataset.max_length={kept}{bins}",
             f"keeps {then:.1%} of the samples whole, {limit} {now:.1%}{most}; {lost}",
@@ -69,8 +72,8 @@ def _over_long(run: RunConfig, check: "DataCheck") -> Iterator[Advice]:
     elif policy_for(run.dataset.on_overflow, run.dataset.format) != "truncate":
         yield Advice(
             "dataset.on_overflow=truncate",
-            f"the model has no more positions, and {lost}: this keeps the beginning of each, without its end; or take "
-            "a model with more",
+            f"{positions_text(run.model, check.positions or limit)}, and {lost}: this keeps the beginning of each, "
+            "without its end; or choose a model that reads more",
         )
 
 
@@ -95,16 +98,19 @@ def _duplicates(run: RunConfig, check: "DataCheck") -> Iterator[Advice]:
 def _held_out(run: RunConfig, check: "DataCheck") -> Iterator[Advice]:
     held, samples = check.data.eval, len(check.data.train)
     if held is None and samples:
-        fraction = max(0.02, min(0.2, round(MIN_EVAL_ROWS / samples, 2)))
+        fraction = max(0.02, min(MAX_EVAL_FRACTION, round(MIN_EVAL_ROWS / samples, 2)))
+        is_small = samples < MIN_EVAL_ROWS
         yield Advice(
-            f"dataset.eval_fraction={fraction}",
-            "nothing is held out: whether the model learns or only remembers will not be seen",
+            "dataset.eval_path=FILE" if is_small else f"dataset.eval_fraction={fraction}",
+            "nothing is held out: whether the model learns or only remembers will not be seen"
+            + (f"; a set of {samples} is too small to divide" if is_small else ""),
         )
     elif held is not None and 0 < len(held) < MIN_EVAL_ROWS and run.dataset.eval_max_rows is None:
-        fraction = min(0.5, round(MIN_EVAL_ROWS / (len(held) + samples) + 0.005, 2))
-        key = f"dataset.eval_fraction={fraction}" if _held_by_fraction(run) else "dataset.eval_path=FILE"
+        fraction = round(MIN_EVAL_ROWS / (len(held) + samples) + 0.005, 2)
+        is_enough = fraction <= MAX_EVAL_FRACTION and _held_by_fraction(run)
         yield Advice(
-            key, f"a loss over {_many(len(held), 'held-out sample')} says little; {MIN_EVAL_ROWS} say more"
+            f"dataset.eval_fraction={fraction}" if is_enough else "dataset.eval_path=FILE",
+            f"a loss over {_many(len(held), 'held-out sample')} says little; {MIN_EVAL_ROWS} say more",
         )
 
 

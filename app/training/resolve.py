@@ -28,7 +28,7 @@ from app.model.attention import Needs, needs_of
 from app.model.build import DTYPES, ModelPlan, ModelSections, plan_model
 from app.model.compile import require_compilable
 from app.model.load_base import build_on_meta, numbers_at_hand
-from app.model.source import positions_of
+from app.model.source import positions_of, positions_text
 from app.model.tasks import task_of
 from app.model.tokenizer import load_tokenizer
 from app.model.training_model import first_position
@@ -213,9 +213,8 @@ def limit_to_positions(run: Run, say: Callable[[str], None]) -> Run:
     positions -= first_position(build_meta_model(run))
     if run.dataset.max_length <= positions:
         return run
-    say(
-        f"note    dataset.max_length={run.dataset.max_length} -> {positions}: the model has no more positions"
-    )
+    limit = positions_text(run.model, positions)
+    say(f"note    dataset.max_length={run.dataset.max_length} -> {positions}: {limit}")
     return replace(run, dataset=replace(run.dataset, max_length=positions))
 
 

@@ -176,7 +176,14 @@ ADVICE: dict[str, tuple[tuple[str, ...], int, str, str]] = {
         "dataset.eval_fraction=0.2",
         "nothing is held out",
     ),
-    "few held out": (("dataset.eval_fraction=0.1",), 100, "dataset.eval_fraction=0.3", "says little"),
+    "few held out": (("dataset.eval_fraction=0.02",), 200, "dataset.eval_fraction=0.15", "says little"),
+    "few held out of few": (("dataset.eval_fraction=0.1",), 100, "dataset.eval_path=FILE", "says little"),
+    "few samples": (
+        ("dataset.eval_fraction=0",),
+        9,
+        "dataset.eval_path=FILE",
+        "; a set of 9 is too small to divide",
+    ),
     "padding": (
         ("batching.packing=false", "batching.rows=64"),
         99,
@@ -225,7 +232,7 @@ def test_advised_max_length_fits_the_model(look: Look, tmp_path: Path) -> None:
     words = (*words[:1], f"dataset.path={write_chats(tmp_path / 'b.jsonl', *longer)}", words[2])
     most = look(*words, "dataset.max_length=512", "batching.tokens=512")
     assert most.positions == 512
-    assert "the model has no more positions" in advised(most)["dataset.on_overflow=truncate"]
+    assert "model=tiny reads 512 tokens at most, and " in advised(most)["dataset.on_overflow=truncate"]
 
 
 def test_unknown_token_id_stops_a_run(look: Look) -> None:

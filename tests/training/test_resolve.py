@@ -89,7 +89,7 @@ def test_max_length_is_limited_to_positions(tmp_path: Path, key: str) -> None:
     run = replace(run, model=replace(run.model, path=str(tmp_path), weights="pretrained"))
     said: list[str] = []
     assert limit_to_positions(run, said.append).dataset.max_length == 100
-    assert said == ["note    dataset.max_length=256 -> 100: the model has no more positions"]
+    assert said == [f"note    dataset.max_length=256 -> 100: model.path={tmp_path} reads 100 tokens at most"]
     assert run.dataset.max_length == 256, "what the caller has is left alone"
 
 
