@@ -1,1 +1,1 @@
-"""Memory and arithmetic of a configuration, known before it runs: its real step, traced without weights."""
+"""Memory planner: traces one training step on fake tensors and counts its bytes and FLOPs."""

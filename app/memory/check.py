@@ -1,4 +1,4 @@
-"""What app.check memory finds out, as check.json has it."""
+"""Facts of `app.check memory`, as check.json has them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -8,8 +8,8 @@ from app.config.hardware import HardwareConfig
 from app.config.schema import RunConfig
 from app.distributed.process_group import default_device
 from app.memory.estimate import MemoryPlan
-from app.memory.fit import Machine, Verdict, bound, machine_of
-from app.memory.planner import Planned, Planner, by_facts
+from app.memory.fit import Machine, Verdict, machine_of, time_bound
+from app.memory.planner import Planned, Planner, random_if_missing
 from app.memory.shape import Shape
 from app.memory.suggest import COSTS, Suggestion, Suggestions
 from app.model.quantization import require_hardware
@@ -25,40 +25,39 @@ def check_memory(
     exact: bool = False,
     processes: int = 1,
 ) -> dict[str, Any]:
-    """`memory` but its `stops` and `seconds`. Knobs are tried where it does not fit."""
+    """Facts about memory, without `stops` and `seconds`; with suggestions where the plan does not fit."""
     machine = machine_of(hardware)
     if hardware is None:
         require_hardware(run.quantization, default_device())
     planner = Planner(machine, processes)
     suggestions = Suggestions(planner, overrides)
-    found = planner.at(by_facts(run, overrides), exact=exact)
-    knobs = [] if found.verdict.fits else suggestions.alone(found)
+    planned = planner.at(random_if_missing(run, overrides), exact=exact)
+    single = [] if planned.verdict.fits else suggestions.alone(planned)
+    bound = time_bound(planned.plan, planned.shape, machine, run.precision.kind)
     return {
         "hardware": machine.name,
         "label": machine.label,
         "device": machine.device,
-        "subject": subject(run),
-        "worst_case": told(found.shape),
-        **_planned(found),
-        **_judged(found.verdict),
-        "bound": _bound(found, machine),
-        "knobs": [_suggested(each) for each in knobs],
-        "together": suggestions.together(found, knobs),
+        "subject": _describe_run(run),
+        "worst_case": _describe_shape(planned.shape),
+        **_plan_facts(planned),
+        **_verdict_facts(planned.verdict),
+        "bound": None if bound is None else asdict(bound),
+        "knobs": [_suggestion_facts(each) for each in single],
+        "together": suggestions.together(planned, single),
         "processes": processes,
-        "notes": list(_notes(found, machine, processes)),
+        "notes": list(_notes(planned, machine, processes)),
     }
 
 
-def subject(run: RunConfig) -> str:
-    """In a line: how which model would be tuned."""
+def _describe_run(run: RunConfig) -> str:
     adapter, bits = run.adapter, run.quantization.kind
     how = "full fine-tuning" if adapter.kind == "none" else f"{adapter.kind} of rank {adapter.r}"
     on = "" if bits == "none" else f" on {bits}"
     return f"{run.model.path}: {how}{on}, {run.optimizer.kind}"
 
 
-def told(shape: Shape) -> str:
-    """A micro-batch in words."""
+def _describe_shape(shape: Shape) -> str:
     size = f"{shape.rows:,} x {shape.width:,} tokens"
     if shape.documents and shape.rows == 1:
         size = f"{shape.width:,} tokens, rows of up to {shape.longest:,}"
@@ -66,25 +65,25 @@ def told(shape: Shape) -> str:
     return f"{size}, {shape.label_rows:,} tokens predicted; {batches} a step"
 
 
-def _planned(found: Planned) -> dict[str, Any]:
-    plan = found.plan
+def _plan_facts(planned: Planned) -> dict[str, Any]:
+    plan = planned.plan
     return {
         "phases": plan.phases,
         "peak_bytes": plan.peak_bytes,
         "peak_where": plan.peak_where,
-        "anatomy": plan.anatomy,
-        "kept_bytes": plan.kept_bytes,
+        "anatomy": plan.breakdown,
+        "kept_bytes": plan.persistent_bytes,
         "host_bytes": plan.host_bytes,
         "offloaded_bytes": plan.offloaded_bytes,
         "flops_per_token": plan.flops_per_token,
         "flops": plan.flops,
         "traced_layers": plan.traced_layers,
         "exact": plan.exact,
-        "shape": asdict(found.shape),
+        "shape": asdict(planned.shape),
     }
 
 
-def _judged(verdict: Verdict) -> dict[str, Any]:
+def _verdict_facts(verdict: Verdict) -> dict[str, Any]:
     return {
         "buckets_bytes": verdict.buckets_bytes,
         "lost_bytes": verdict.lost_bytes,
@@ -97,25 +96,21 @@ def _judged(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def _bound(found: Planned, machine: Machine) -> dict[str, float] | None:
-    known = bound(found.plan, found.shape, machine, found.run.precision.kind)
-    return None if known is None else asdict(known)
-
-
-def _suggested(each: Suggestion) -> dict[str, Any]:
+def _suggestion_facts(suggestion: Suggestion) -> dict[str, Any]:
+    candidate = suggestion.candidate
     return {
-        "override": " ".join(each.knob.overrides),
-        "saves_bytes": each.saves_bytes,
-        "slower_by": round(each.slower_by, 4),
-        "fits": each.fits,
-        "costs": COSTS[each.knob.costs],
-        "why": each.knob.why,
+        "override": " ".join(candidate.overrides),
+        "saves_bytes": suggestion.saves_bytes,
+        "slower_by": round(suggestion.slower_by, 4),
+        "fits": suggestion.fits,
+        "costs": COSTS[candidate.costs],
+        "why": candidate.why,
     }
 
 
-def _notes(found: Planned, machine: Machine, processes: int) -> Iterator[str]:
-    yield from _choice_notes(found)
-    yield from offload_notes(found.run.training, machine.device)
+def _notes(planned: Planned, machine: Machine, processes: int) -> Iterator[str]:
+    yield from _choice_notes(planned)
+    yield from offload_notes(planned.run.training, machine.device)
     if machine.device == "cpu":
         yield "on a processor the context is what this program has loaded, and nothing is known of the allocator"
         return
@@ -123,23 +118,23 @@ def _notes(found: Planned, machine: Machine, processes: int) -> Iterator[str]:
         yield f"the context of {machine.label} was not measured yet: {machine.context_bytes / 1e9:.1f} GB are assumed"
     if not has_expandable_segments():
         yield "the environment switches expandable segments off; without them torch takes more"
-    if processes > 1 and found.run.parallel.divides:
+    if processes > 1 and planned.run.parallel.divides:
         yield f"each of {processes} processes keeps its share of weights, gradients and states, and gathers layers"
     elif processes > 1:
         yield f"each of {processes} processes needs as much: data parallelism divides rows, not the model"
-    yield from _on_the_host(found.plan, offloads=processes > 1 and found.run.parallel.offload)
+    yield from _host_memory_notes(planned.plan, offloads=processes > 1 and planned.run.parallel.offload)
 
 
-def _choice_notes(found: Planned) -> Iterator[str]:
-    if found.chosen:
-        yield f"training.recompute=auto means {found.run.training.recompute} layers here"
-    if found.chosen_parallel:
-        yield f"parallel=auto means {found.chosen_parallel}"
-    if found.chosen_bins:
-        yield f"batching.tokens=auto means {' '.join(found.bins)} here"
+def _choice_notes(planned: Planned) -> Iterator[str]:
+    if planned.chosen:
+        yield f"training.recompute=auto means {planned.run.training.recompute} layers here"
+    if planned.parallel_reason:
+        yield f"parallel=auto means {planned.parallel_reason}"
+    if planned.chosen_bins:
+        yield f"batching.tokens=auto means {' '.join(planned.bins)} here"
 
 
-def _on_the_host(plan: MemoryPlan, *, offloads: bool) -> Iterator[str]:
+def _host_memory_notes(plan: MemoryPlan, *, offloads: bool) -> Iterator[str]:
     if plan.host_bytes:
         parts = "shards, gradients and optimizer states" if offloads else "optimizer states"
         yield f"{plan.host_bytes / 1e9:.1f} GB of {parts} lie in the memory of the host"

@@ -1,7 +1,7 @@
-"""What a GPU does otherwise than the CPU whose fake tensors a plan is traced on: attention, autocast, paged states.
+"""CUDA behaviour for traces on fake CPU tensors: attention, autocast, paged optimizer states.
 
-A trace on a device of a GPU's own is worth less: `cuda` ends the process on a torch without it, and an accelerator
-registered from Python has no autocast.
+Traces use fake CPU tensors because the alternatives fail: `cuda` ends the process on a torch built without it, and an
+accelerator registered from Python has no autocast.
 """
 
 from typing import Any
@@ -15,13 +15,13 @@ from app.batch import PackedSequences
 from app.model.attention import Rules
 from app.training.storage_counter import CPU_WORKSPACE, Workspace
 
-ATTENTION = "planned"  # what models are told to call
-_LEAST_PAGED = 1e5  # numbers; smaller states stay on the device
+ATTENTION = "planned"  # name of the attention implementation in a traced model
+_MIN_PAGED_NUMEL = 1e5  # of bitsandbytes: smaller optimizer states stay on the device
 
 
-# Attention as flash-attn's kernel has it. It keeps q, k, v, its output and a float32 sum for each query; its backward
-# pass has a float32 gradient of q, a float32 number for each query, and gradients of k and v for every query head
-# before those of shared heads are added up.
+# Attention with the memory of flash-attn's kernel. It saves q, k, v, the output and a float32 logsumexp per query.
+# Its backward pass allocates a float32 gradient of q, one float32 number per query, and gradients of k and v per query
+# head, before they are summed over the heads of a group.
 
 
 @torch.library.custom_op("app_plan::attention", mutates_args=())
@@ -50,7 +50,7 @@ def _backward_shapes(
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, ctx.pairs = inputs
     ctx.save_for_backward(q, k, v, *output)
 
@@ -59,11 +59,11 @@ def _gradients(ctx: Any, grad: Tensor, _grad_of_sums: Tensor) -> tuple[Tensor, T
     return (*_backward(grad, *ctx.saved_tensors, ctx.pairs), None)
 
 
-_attention.register_autograd(_gradients, setup_context=_keep)
+_attention.register_autograd(_gradients, setup_context=_save_for_backward)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
-    """The kernel that a plan's model calls, in the dtype that autocast gives it."""
+    """Attention of a traced model on a GPU, in the dtype of autocast."""
     device = q.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else v.dtype
     lengths = (q.shape[2],) * q.shape[0] if documents is None else documents.lengths
@@ -72,42 +72,41 @@ def attention(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSe
 
 
 def _pairs(length: int, rules: Rules) -> int:
-    """How many pairs of a query and a key of one document are looked at."""
+    """Unmasked pairs of a query and a key in a document of this length."""
     window = length if rules.window is None else min(rules.window, length)
     causal = window * (window + 1) // 2 + (length - window) * window
     return causal if rules.causal else length * length if window == length else 2 * causal - length
 
 
-def _inside_backward(
+def _backward_workspace(
     _grad: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, _sums: Tensor, _pairs: int
 ) -> int:
-    """Bytes that are gone when it returns."""
+    """Bytes that the backward kernel allocates and frees before it returns."""
     batch, heads, tokens, _ = q.shape
     own = 4 * q.numel() + 4 * batch * heads * tokens
     expanded = 0 if k.shape[1] == heads else (k.nbytes + v.nbytes) * heads // k.shape[1]
     return own + expanded
 
 
-def _fp8_rows(*_given: Any) -> int:
-    """The kernel rounds rows as it reads them."""
-    return 0
+def _fp8_rows_workspace(*_args: Any) -> int:
+    return 0  # the kernel rounds rows as it reads them
 
 
-def _fp8_product(
+def _fp8_product_workspace(
     rows: Tensor, _of_rows: Tensor, weight: Tensor, _of_weight: Tensor, dtype: torch.dtype, _fast: bool
 ) -> int:
-    """A GPU's products come in bf16."""
+    # a GPU multiplies into bf16, which is then converted
     return 0 if dtype == torch.bfloat16 else rows.shape[0] * weight.shape[0] * torch.bfloat16.itemsize
 
 
 GPU_WORKSPACE: Workspace = {
     **CPU_WORKSPACE,
-    "app_fp8::quantize_rows": _fp8_rows,
-    "app_fp8::product": _fp8_product,
-    "app_plan::attention_backward": _inside_backward,
+    "app_fp8::quantize_rows": _fp8_rows_workspace,
+    "app_fp8::product": _fp8_product_workspace,
+    "app_plan::attention_backward": _backward_workspace,
 }
 
-_IN_FLOAT32 = frozenset(
+_FP32_FUNCTIONS = frozenset(
     {
         *(F.layer_norm, F.group_norm, F.softmax, F.log_softmax, F.softplus),
         *(F.nll_loss, F.mse_loss, F.l1_loss),
@@ -120,37 +119,36 @@ _IN_FLOAT32 = frozenset(
 )
 
 
-class AutocastOfCuda(TorchFunctionMode):
-    """Widens what CUDA's autocast widens and the CPU's does not."""
+class CudaAutocast(TorchFunctionMode):
+    """Runs in float32 what autocast runs in float32 on CUDA but not on a CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Before autograd, as autocast itself."""
         kwargs = kwargs or {}
-        if func in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
-            args = tuple(_widened(each) for each in args)
-            kwargs = {name: _widened(each) for name, each in kwargs.items()}
+        if func in _FP32_FUNCTIONS and torch.is_autocast_enabled("cpu"):
+            args = tuple(_to_fp32(each) for each in args)
+            kwargs = {name: _to_fp32(each) for name, each in kwargs.items()}
         return func(*args, **kwargs)
 
 
-def _widened(value: Any) -> Any:
-    narrow = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-    return value.float() if narrow else value
+def _to_fp32(value: Any) -> Any:
+    is_half = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if is_half else value
 
 
 class PagedStates:
-    """Optimizer states that lie on the host; those too small for it stay on the device."""
+    """Counts optimizer states that bitsandbytes pages to the host."""
 
     def __init__(self) -> None:
         self.host_bytes = 0
 
-    def take_from(self, optimizer: Any) -> None:
-        """Count what the optimizer would put there."""
+    def attach(self, optimizer: Any) -> None:
+        """Replace the allocation of paged states; an optimizer without them is left as it is."""
         if getattr(optimizer, "is_paged", False):
             optimizer.get_state_buffer = self._buffer
             optimizer.prefetch_state = lambda _parameter: None
 
     def _buffer(self, parameter: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        if parameter.numel() < _LEAST_PAGED:
+        if parameter.numel() < _MIN_PAGED_NUMEL:
             return torch.zeros_like(parameter, dtype=dtype)
         self.host_bytes += parameter.numel() * dtype.itemsize
         buffer: Tensor = torch.empty(parameter.shape, dtype=dtype, device="meta")

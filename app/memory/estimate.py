@@ -1,8 +1,8 @@
-"""The plan of a run's memory and arithmetic, for many layers from traces of few.
+"""Memory and FLOPs of one step, extrapolated to the depth of a model from traces of a few layers.
 
-In each phase of a step, what is alive at most is affine in the number of layers that keep everything and in the number
-of those that are computed again. So a phase is extrapolated by itself, and the peak is the largest of the phases,
-whichever that is. Nothing recomputed and everything recomputed have phases of their own, so each has traces of its own.
+The peak of each phase is affine in the number of layers that store their activations and in the number of recomputed
+layers. Each phase is extrapolated by itself, and the peak of the step is the largest phase. Models with no recomputed
+layer, or with recomputed layers only, have other phases, so they are extrapolated from traces of their own.
 """
 
 from collections.abc import Mapping
@@ -14,45 +14,45 @@ from app.distributed.environment import world
 from app.distributed.fsdp import MeshSizes
 from app.distributed.process_group import mesh_sizes_of
 from app.memory import cuda_ops
-from app.memory.outline import Outline
-from app.memory.phases import ANATOMY, ORDER
+from app.memory.meta_model import MetaModel
+from app.memory.phases import MEMORY_KINDS, PHASES
 from app.memory.shape import Shape
-from app.memory.trace import Numbers, Traced, trace
+from app.memory.trace import Numbers, TraceSettings, trace
 from app.model.attention import register, register_kernel
 from app.training.auto_batch import recomputed_layers
 from app.training.choices import Choices, choose_precision
 from app.training.memory import Predicted
 from app.training.resolve import sections_of
 
-_EDGES = 2  # layers of a sort that are special, the first and the last; the others are alike
-_SHARDED_EDGES = 4  # their neighbours, too: weights are gathered one layer ahead
+_EDGE_LAYERS = 2  # the first and the last layer of a kind have phases of their own
+_SHARDED_EDGE_LAYERS = 4  # and their neighbours, because FSDP prefetches weights one layer ahead
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes as `torch.cuda.max_memory_allocated` would count them; what allocator and driver need comes on top."""
+    """Bytes as `torch.cuda.max_memory_allocated` would count them; without allocator and driver overhead."""
 
-    phases: dict[str, int]  # the most while in it, in their order; save and evaluation come last
+    phases: dict[str, int]  # peak of each phase, in order of execution
     peak_bytes: int
-    peak_where: str  # one of the phases
-    anatomies: dict[str, dict[str, int]]  # of each phase, by ANATOMY
-    kept_bytes: int  # from one step to the next, gradients included
-    host_bytes: int  # optimizer states that are paged to the host
-    flops_per_token: float  # of training with nothing computed twice, over positions of the micro-batch
-    flops: float  # of the step as it runs: all micro-batches, what is computed again, the optimizer
-    fp8_flops: float  # of these, in fp8
+    peak_where: str  # name of the phase with the peak
+    breakdowns: dict[str, dict[str, int]]  # bytes at the peak of each phase, by MEMORY_KINDS
+    persistent_bytes: int  # weights, gradients and optimizer states
+    host_bytes: int  # shards and optimizer states in host memory
+    flops_per_token: float  # without recomputation and optimizer, per position of the micro-batch
+    flops: float  # of a whole step: all micro-batches, recomputation, optimizer
+    fp8_flops: float  # those of `flops` that run in fp8
     exact: bool  # whether every layer was traced
-    traced_layers: int  # of the largest trace
-    offloaded_bytes: int = 0  # inputs of layers that wait on the host, of a micro-batch
+    traced_layers: int  # layers of the largest trace
+    offloaded_bytes: int = 0  # layer inputs of a micro-batch in host memory
 
     @property
-    def anatomy(self) -> dict[str, int]:
-        """Of the peak, by ANATOMY; adds up to it."""
-        return self.anatomies[self.peak_where]
+    def breakdown(self) -> dict[str, int]:
+        """Bytes at the peak by MEMORY_KINDS; their sum is `peak_bytes`."""
+        return self.breakdowns[self.peak_where]
 
 
 class Estimate:
-    """Plans of one step that differ in how many layers are recomputed; every trace is made once."""
+    """Plans of one step for different numbers of recomputed layers; traces are cached."""
 
     def __init__(
         self,
@@ -64,69 +64,68 @@ class Estimate:
         steps_only: bool = False,
         mesh_sizes: MeshSizes | None = None,
     ) -> None:
-        """`device`: gpu or cpu; `steps_only`: without an evaluation; `mesh_sizes`: where the model is sharded."""
+        """`device`: gpu or cpu. `steps_only` plans no evaluation. `mesh_sizes` is None for an unsharded model."""
         evaluated = None if steps_only else shape.of_evaluation(run)
         on_gpu = device == "gpu"
         name = (
             register_kernel(cuda_ops.attention, cuda_ops.ATTENTION) if on_gpu else register(choices.attention)
         )
-        self._traced = Traced(run, choices.precision, shape, evaluated, on_gpu, mesh_sizes)
-        self._outline = Outline(sections_of(run, choices), name)
+        self._settings = TraceSettings(run, choices.precision, shape, evaluated, on_gpu, mesh_sizes)
+        self._meta_model = MetaModel(sections_of(run, choices), name)
         self._traces: dict[tuple[int, int], Numbers] = {}
-        self.layers = self._outline.depth
+        self.layers = self._meta_model.depth
 
     def planned(self, recompute: bool | int, *, exact: bool = False) -> MemoryPlan:
-        """Of all layers; where there are few of them, or they differ, or it is to be `exact`, all are traced."""
+        """Plan of the whole model. All layers are traced if `exact`, or if they are few or differ."""
         recomputed = self.layers if recompute is True else int(recompute)
         plain = self.layers - recomputed
-        second = self._traced.run.training.offload  # is special, too
-        edges = _SHARDED_EDGES if self._traced.mesh_sizes else _EDGES
+        second = self._settings.run.training.offload  # the second layer has a phase of its own
+        edges = _SHARDED_EDGE_LAYERS if self._settings.mesh_sizes else _EDGE_LAYERS
         base = min(plain, edges), min(recomputed, edges + second)
-        exact = exact or not self._outline.alike or sum(base) + 1 >= self.layers
+        exact = exact or not self._meta_model.has_equal_layers or sum(base) + 1 >= self.layers
         whole = plain, recomputed
         numbers = self._numbers(*whole) if exact else self._extrapolated(base, whole)
         return _plan(
-            self._traced.shape, numbers, exact=exact, traced_layers=self.layers if exact else sum(base) + 1
+            self._settings.shape, numbers, exact=exact, traced_layers=self.layers if exact else sum(base) + 1
         )
 
     def _extrapolated(self, base: tuple[int, int], whole: tuple[int, int]) -> Numbers:
-        """A further layer adds what it adds to the base."""
         few = self._numbers(*base)
-        found = dict(few)
-        for sort, one_more in enumerate(((base[0] + 1, base[1]), (base[0], base[1] + 1))):
-            further = whole[sort] - base[sort]
+        total = dict(few)
+        for kind, one_more in enumerate(((base[0] + 1, base[1]), (base[0], base[1] + 1))):
+            further = whole[kind] - base[kind]
             if further:
                 more = self._numbers(*one_more)
                 for name in {**few, **more}:
                     added = more.get(name, 0) - few.get(name, 0)
-                    found[name] = found.get(name, 0) + further * added
-        return found
+                    total[name] = total.get(name, 0) + further * added
+        return total
 
     def _numbers(self, plain: int, recomputed: int) -> Numbers:
         if (plain, recomputed) not in self._traces:
-            self._traces[plain, recomputed] = trace(self._traced, self._outline, plain, recomputed)
+            self._traces[plain, recomputed] = trace(self._settings, self._meta_model, plain, recomputed)
         return self._traces[plain, recomputed]
 
 
 def _plan(
     shape: Shape, numbers: Mapping[tuple[str, ...], int], *, exact: bool, traced_layers: int
 ) -> MemoryPlan:
-    anatomies = {
-        phase: {kind: numbers.get((phase, kind), 0) for kind in ANATOMY}
-        for phase in ORDER
+    breakdowns = {
+        phase: {kind: numbers.get((phase, kind), 0) for kind in MEMORY_KINDS}
+        for phase in PHASES
         if any(name[0] == phase for name in numbers)
     }
-    phases = {phase: sum(kinds.values()) for phase, kinds in anatomies.items()}
+    phases = {phase: sum(kinds.values()) for phase, kinds in breakdowns.items()}
     where = max(phases, key=lambda phase: phases[phase])
     return MemoryPlan(
         phases=phases,
         peak_bytes=phases[where],
         peak_where=where,
-        anatomies=anatomies,
-        kept_bytes=numbers["kept",],
+        breakdowns=breakdowns,
+        persistent_bytes=numbers["persistent",],
         host_bytes=numbers["host",],
         offloaded_bytes=numbers["offloaded",],
-        flops_per_token=(numbers["flops",] - numbers["repeated",]) / shape.tokens,
+        flops_per_token=(numbers["flops",] - numbers["recomputed",]) / shape.tokens,
         flops=float(numbers["flops",] * shape.micro_batches + numbers["update",]),
         fp8_flops=float(numbers["fp8",] * shape.micro_batches),
         exact=exact,
@@ -144,25 +143,25 @@ def plan_memory(
     steps_only: bool = False,
     mesh_sizes: MeshSizes | None = None,
 ) -> MemoryPlan:
-    """The plan of one process. `device`: gpu or cpu; `exact` traces every layer."""
+    """Plan the memory of one process. `device`: gpu or cpu. `exact` traces every layer."""
     choices = choices or planned_choices(run.precision, device)
     estimate = Estimate(run, shape, device, choices, steps_only=steps_only, mesh_sizes=mesh_sizes)
     return estimate.planned(recomputed_layers(run.training), exact=exact)
 
 
 def planned_choices(precision: PrecisionConfig, device: str) -> Choices:
-    """What `auto` means there: a GPU that is planned for has bf16."""
+    """Precision and attention backend of a planned run; a GPU is assumed to support bf16."""
     if device == "gpu":
         return Choices("bf16" if precision.kind == "auto" else precision.kind, "varlen")
     return Choices(choose_precision(precision), "sdpa")
 
 
 def predict(run: RunConfig, choices: Choices, largest: Batch, micro_batches: int, device: str) -> Predicted:
-    """What a run is told before its weights are loaded. On a CPU one step is counted, so a step is predicted."""
+    """Predict the peak of a run before its weights are loaded: on a GPU of the run, on a CPU of one step."""
     on_cpu = device == "cpu"
     shape = Shape.of(largest, micro_batches)
     sizes = mesh_sizes_of(run.parallel, world().size, world().local_size)
     plan = plan_memory(
         run, shape, "cpu" if on_cpu else "gpu", choices=choices, steps_only=on_cpu, mesh_sizes=sizes
     )
-    return Predicted(plan.peak_bytes, plan.peak_where, plan.anatomy)
+    return Predicted(plan.peak_bytes, plan.peak_where, plan.breakdown)

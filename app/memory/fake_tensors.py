@@ -1,4 +1,4 @@
-"""A network on meta becomes fake tensors of the CPU, and operations that torch cannot fake are answered."""
+"""Fake CPU tensors for networks on the meta device, and kernels that torch cannot fake."""
 
 from typing import Any
 
@@ -6,87 +6,81 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_SECOND_BLOCK = 256  # blocks of 64 weights whose scales share one in turn
-# They change what they are given and take nothing. torch knows no shapes of the first, and would compute it on zeros
-# of its own: a model's weights, gradients and states.
-_STEP_IN_PLACE = frozenset({"aten::_fused_sgd_", "bitsandbytes::optimizer_update_8bit_blockwise"})
+_DOUBLE_QUANT_BLOCK = 256  # scales per second-level scale
+# In-place kernels that allocate nothing. torch has no fake kernel of the first and would run it on real zeros as large
+# as weights, gradients and states.
+_OPTIMIZER_KERNELS = frozenset({"aten::_fused_sgd_", "bitsandbytes::optimizer_update_8bit_blockwise"})
 
 
-class FakeAnswers(TorchDispatchMode):
-    """Answers for tensors that have no numbers: optimizers ask for one now and then, and shapes never depend on it."""
+class FakeTensorFallbacks(TorchDispatchMode):
+    """Results for operations that FakeTensorMode does not support. Values are arbitrary: no shape depends on them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """A number where one is asked for; all else goes on to torch."""
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
             return False if args[0].dtype == torch.bool else 1
         if func is torch.ops.aten._grouped_mm.default:
             return _grouped_product(func, args, kwargs)
-        if func._overloadpacket._qualified_op_name in _STEP_IN_PLACE:
+        if func._overloadpacket._qualified_op_name in _OPTIMIZER_KERNELS:
             return None
         return func(*args, **kwargs)
 
 
 def _grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Of experts: torch computes it in other dtypes than bf16, too, but tells its shapes only there."""
+    """Grouped product of experts: torch has a kernel for all dtypes but a fake kernel for bf16 only."""
     left, right, *rest = args
     if left.dtype == torch.bfloat16:
         return func(*args, **kwargs)  # type: ignore[no-any-return]
-    out = func(_narrow(left), _narrow(right), *rest, **kwargs)
-    return torch.empty_strided(out.size(), out.stride(), dtype=left.dtype)
-
-
-def _narrow(given: Tensor) -> Tensor:
-    return torch.empty_strided(given.size(), given.stride(), dtype=torch.bfloat16)
+    return _like(func(_like(left, torch.bfloat16), _like(right, torch.bfloat16), *rest, **kwargs), left.dtype)
 
 
 def materialise(network: nn.Module) -> None:
-    """Every parameter and buffer; tied ones stay tied."""
-    made: dict[int, Any] = {}
+    """Replace meta parameters and buffers in place; tied ones stay tied."""
+    replaced: dict[int, Any] = {}
     for module in network.modules():
         if hasattr(module._parameters.get("weight"), "quant_type"):
-            _pack(module)
+            _quantize(module)
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.device.type == "meta":
-                module._parameters[name] = made.setdefault(id(parameter), _parameter_like(parameter))
+                module._parameters[name] = replaced.setdefault(id(parameter), _parameter_like(parameter))
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type == "meta":
-                module._buffers[name] = made.setdefault(id(buffer), _like(buffer))
+                module._buffers[name] = replaced.setdefault(id(buffer), _like(buffer))
 
 
 def _parameter_like(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(_like(parameter), requires_grad=parameter.requires_grad)
 
 
-def _like(given: Tensor) -> Tensor:
-    return torch.empty_strided(given.size(), given.stride(), dtype=given.dtype)
+def _like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype)
 
 
-def _pack(layer: Any) -> None:
-    """What bitsandbytes leaves of a weight; its own class of parameter cannot be made of tensors without memory."""
+def _quantize(layer: Any) -> None:
+    """Replace a weight by its 4-bit form: `Params4bit` of bitsandbytes cannot be built from fake tensors."""
     from bitsandbytes.functional import QuantState
 
     def empty(size: Any, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(size, dtype=dtype)
 
-    given = layer.weight
-    blocks = -(-given.numel() // given.blocksize)
-    weight = nn.Parameter(empty(((given.numel() + 1) // 2, 1), torch.uint8), requires_grad=False)
+    meta_weight = layer.weight
+    blocks = -(-meta_weight.numel() // meta_weight.blocksize)
+    weight = nn.Parameter(empty(((meta_weight.numel() + 1) // 2, 1), torch.uint8), requires_grad=False)
     state = {
         "shape": torch.Size((layer.out_features, layer.in_features)),
-        "dtype": given.dtype,
-        "blocksize": given.blocksize,
+        "dtype": meta_weight.dtype,
+        "blocksize": meta_weight.blocksize,
         "code": empty(16),
-        "quant_type": given.quant_type,
+        "quant_type": meta_weight.quant_type,
     }
-    if given.compress_statistics:
+    if meta_weight.compress_statistics:
         state["offset"] = empty(())
         state["state2"] = QuantState(
-            absmax=empty(-(-blocks // _SECOND_BLOCK)),
-            blocksize=_SECOND_BLOCK,
+            absmax=empty(-(-blocks // _DOUBLE_QUANT_BLOCK)),
+            blocksize=_DOUBLE_QUANT_BLOCK,
             code=empty(256),
             dtype=torch.float32,
         )
-    scales = empty(blocks, torch.uint8 if given.compress_statistics else torch.float32)
+    scales = empty(blocks, torch.uint8 if meta_weight.compress_statistics else torch.float32)
     layer.quant_state = weight.quant_state = QuantState(absmax=scales, **state)  # type: ignore[attr-defined]
     layer._parameters["weight"] = weight

@@ -1,4 +1,4 @@
-"""Plans of configurations on one machine, and what `auto` means there: recomputed layers, tokens of a bin."""
+"""Plans of configurations on one machine, and values of `auto`: parallelism, recomputed layers, tokens of a bin."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from app.config.schema import RunConfig
 from app.distributed.environment import world
 from app.distributed.process_group import mesh_sizes_of
 from app.memory.estimate import Estimate, MemoryPlan, planned_choices
-from app.memory.fit import Machine, Verdict, judge, machine_of, seconds_per_token
+from app.memory.fit import Machine, Verdict, check_fit, machine_of, seconds_per_token
 from app.memory.shape import Shape, worst_case
 from app.model.source import folder_at_hand
 from app.training.auto_batch import (
@@ -26,40 +26,39 @@ from app.training.auto_batch import (
 from app.training.choices import Choices
 from app.training.resolve import limit_to_positions
 
-# A micro-batch costs as much again as the arithmetic of so many tokens: kernels are started, weights are read, and the
-# last tiles of a product are not full. Assumed; that larger bins are faster at all is what matters.
-_START_TOKENS = 256
+# Fixed cost of a micro-batch in tokens of compute: kernel launches, reads of weights, partly filled tiles. Assumed; its
+# only effect is that larger bins are faster.
+_MICRO_BATCH_OVERHEAD_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One configuration, its largest micro-batch, and whether that fits."""
+    """Plan of one configuration, for its largest micro-batch."""
 
     run: RunConfig
     shape: Shape
     plan: MemoryPlan
     verdict: Verdict
-    seconds: float  # of a token: only their ratio means anything
+    seconds: float  # per token, meaningful only in comparison
     layers: int
-    chosen: bool = False  # whether it was found here how many layers are recomputed
-    chosen_bins: bool = False  # and how large bins are
-    chosen_parallel: str = ""  # and why the model is sharded, or not
+    chosen: bool = False  # whether training.recompute=auto was resolved
+    chosen_bins: bool = False  # whether batching.tokens=auto was resolved
+    parallel_reason: str = ""  # value of parallel=auto and its reason
 
     @property
     def bins(self) -> list[str]:
-        """What to type for bins as large."""
+        """Overrides that set these bins."""
         batching = self.run.batching
         return [f"batching.tokens={batching.tokens}", f"batching.accumulation={batching.accumulation}"]
 
     @property
     def recomputed(self) -> int:
-        """Layers."""
         count = recomputed_layers(self.run.training)
         return self.layers if count is True else int(count)
 
 
 class Planner:
-    """On one machine, of a run in one of `processes`. `choices` are those of a run that has made them."""
+    """Plans runs of `processes` processes on one machine. `choices`: precision and attention, if already resolved."""
 
     def __init__(
         self,
@@ -74,156 +73,160 @@ class Planner:
         self._choices = choices
 
     def at(self, run: RunConfig, *, exact: bool = False) -> Planned:
-        """The largest micro-batch that the settings allow, with what `auto` comes to; `exact` traces every layer."""
+        """Plan the largest micro-batch that the settings allow and resolve `auto`; `exact` traces every layer."""
         run = limit_to_positions(run, lambda _: None)
         if run.parallel.kind == AUTO and self.processes > 1:
             return self._parallel(run, exact=exact)
         if has_auto_bins(run):
-            found = self._largest_bins(run)
+            planned = self._fastest_bins(run)
             if exact:
-                found = replace(self._fewest_layers(found.run, exact=True), chosen=found.chosen)
-            return replace(found, chosen_bins=True)
-        return self._fewest_layers(run, exact=exact)
+                planned = replace(self._fewest_recomputed(planned.run, exact=True), chosen=planned.chosen)
+            return replace(planned, chosen_bins=True)
+        return self._fewest_recomputed(run, exact=exact)
 
     def of_batch(self, run: RunConfig, shape: Shape) -> Planned:
-        """The same of a micro-batch that is known."""
-        return self._fewest_layers(run, shape)
+        """Plan micro-batches of a given shape."""
+        return self._fewest_recomputed(run, shape)
 
     def _parallel(self, run: RunConfig, *, exact: bool) -> Planned:
-        """With the whole model on each process where that fits, else sharded."""
+        """Resolve `parallel=auto`: the whole model on each process if that fits, else sharded."""
         whole = self.at(with_parallel(run, "ddp"), exact=exact)
         needs = _needs(whole.verdict, self.machine)
         if whole.verdict.fits:
-            return replace(whole, chosen_parallel=f"ddp, which needs {needs}")
+            return replace(whole, parallel_reason=f"ddp, which needs {needs}")
         sharded = with_parallel(run, "fsdp")
         if problems_of(sharded):
             return replace(
                 whole,
-                chosen_parallel=f"ddp, which does not fit ({needs}); fsdp does not go with other settings",
+                parallel_reason=f"ddp, which does not fit ({needs}); fsdp does not go with other settings",
             )
-        return replace(self.at(sharded, exact=exact), chosen_parallel=f"fsdp, because ddp needs {needs}")
+        return replace(self.at(sharded, exact=exact), parallel_reason=f"fsdp, because ddp needs {needs}")
 
-    def _fewest_layers(self, run: RunConfig, shape: Shape | None = None, *, exact: bool = False) -> Planned:
-        """As many recomputed layers as were asked for, or with `auto` as few as fit."""
+    def _fewest_recomputed(
+        self, run: RunConfig, shape: Shape | None = None, *, exact: bool = False
+    ) -> Planned:
+        """Plan with `training.recompute` layers recomputed, with `auto` as few as fit."""
         shape = shape or worst_case(run)
         choices = self._choices or planned_choices(run.precision, self.machine.device)
         sizes = mesh_sizes_of(run.parallel, self.processes, self._local_processes)
         estimate = Estimate(run, shape, self.machine.device, choices, mesh_sizes=sizes)
 
         def planned(count: int | bool, *, exact: bool = False) -> Planned:
-            other = replace(run, training=replace(run.training, recompute=count))
+            with_count = replace(run, training=replace(run.training, recompute=count))
             plan = estimate.planned(count, exact=exact)
-            seconds = seconds_per_token(other, plan, shape.tokens, self.machine)
-            verdict = judge(plan, self.machine, 1 if sizes else self.processes)
-            return Planned(other, shape, plan, verdict, seconds, estimate.layers)
+            seconds = seconds_per_token(with_count, plan, shape.tokens, self.machine)
+            verdict = check_fit(plan, self.machine, 1 if sizes else self.processes)
+            return Planned(with_count, shape, plan, verdict, seconds, estimate.layers)
 
         if run.training.recompute != AUTO:
             return planned(recomputed_layers(run.training), exact=exact)
-        found = fewest(estimate.layers, planned)
-        return replace(planned(found.recomputed, exact=True) if exact else found, chosen=True)
+        fewest = fewest_recomputed(estimate.layers, planned)
+        return replace(planned(fewest.recomputed, exact=True) if exact else fewest, chosen=True)
 
-    def _largest_bins(self, run: RunConfig) -> Planned:
-        """On a processor larger ones than the model suggests do not pay."""
+    def _fastest_bins(self, run: RunConfig) -> Planned:
+        # on a CPU, bins larger than the model suggests are no faster
         on_cpu = self.machine.device == "cpu"
-        rungs = [each for each in bin_sizes(run) if not on_cpu or each <= suggested_bin(run)]
-        return fastest(rungs, lambda tokens: self._fewest_layers(with_bins(run, tokens)), first=on_cpu)
+        sizes = [each for each in bin_sizes(run) if not on_cpu or each <= suggested_bin(run)]
+        return fastest_bins(
+            sizes, lambda tokens: self._fewest_recomputed(with_bins(run, tokens)), first=on_cpu
+        )
 
 
-def fewest(layers: int, at: Callable[[int], Planned]) -> Planned:
-    """As few recomputed layers as fit: what is kept need not be computed again; all of them where nothing fits.
+def fewest_recomputed(layers: int, at: Callable[[int], Planned]) -> Planned:
+    """Plan with as few recomputed layers as fit; with all of them if nothing fits.
 
-    Each recomputed layer between the first and the last saves memory, so halving finds it. The last is computed again
-    at once and hardly saves any: where all do not fit, all but one may.
+    Each recomputed layer between the first and the last saves memory, so binary search applies. The last layer is
+    recomputed at the start of backward and saves little: where all layers do not fit, all but one may.
     """
-    found = at(0)
-    if found.verdict.fits or layers == 0:
-        return found
-    low, high, is_hopeless = 0, layers, found.verdict.is_hopeless
-    found = at(high)
-    if not found.verdict.fits and high > 1 and not is_hopeless:
+    best = at(0)
+    if best.verdict.fits or layers == 0:
+        return best
+    low, high, is_hopeless = 0, layers, best.verdict.is_hopeless
+    best = at(high)
+    if not best.verdict.fits and high > 1 and not is_hopeless:
         one_less = at(high - 1)
-        high, found = (high - 1, one_less) if one_less.verdict.fits else (high, found)
-    while found.verdict.fits and high - low > 1:
+        high, best = (high - 1, one_less) if one_less.verdict.fits else (high, best)
+    while best.verdict.fits and high - low > 1:
         middle = (low + high) // 2
-        tried = at(middle)
-        low, high, found = (low, middle, tried) if tried.verdict.fits else (middle, high, found)
-    return found
+        planned = at(middle)
+        low, high, best = (low, middle, planned) if planned.verdict.fits else (middle, high, best)
+    return best
 
 
-def fastest(rungs: Sequence[int], at: Callable[[int], Planned], *, first: bool = False) -> Planned:
-    """Of bins from the largest to the smallest, those of which a token takes the least time, or the `first` that fit.
+def fastest_bins(sizes: Sequence[int], at: Callable[[int], Planned], *, first: bool = False) -> Planned:
+    """Plan with the bins of least time per token, or with the `first` that fit; with the smallest if nothing fits.
 
-    Smaller bins may recompute fewer layers; from where none are recomputed on, still smaller ones are slower. Where
-    nothing fits it is the smallest.
+    `sizes` are ordered from the largest to the smallest. Smaller bins may recompute fewer layers; once no layer is
+    recomputed, still smaller bins are slower.
     """
-    best, least = None, math.inf
-    for tokens in rungs:
-        found = at(tokens)
-        seconds = found.seconds * (1 + _START_TOKENS / tokens)
-        if found.verdict.is_hopeless:
+    best, least_seconds = None, math.inf
+    for tokens in sizes:
+        planned = at(tokens)
+        seconds = planned.seconds * (1 + _MICRO_BATCH_OVERHEAD_TOKENS / tokens)
+        if planned.verdict.is_hopeless:
             break
-        if found.verdict.fits and seconds < least:
-            best, least = found, seconds
-        if found.verdict.fits and (first or not found.chosen or not found.recomputed):
+        if planned.verdict.fits and seconds < least_seconds:
+            best, least_seconds = planned, seconds
+        if planned.verdict.fits and (first or not planned.chosen or not planned.recomputed):
             break
-    return best or at(rungs[-1])
+    return best or at(sizes[-1])
 
 
 def min_recomputed_layers(
     run: RunConfig, choices: Choices, largest: Batch, micro_batches: int, layers: int
 ) -> tuple[int, str]:
-    """Of a run on this machine, and in words how that was found."""
-    planner = _here(choices)
-    found = planner.of_batch(run, Shape.of(largest, micro_batches))
-    needs = _needs(found.verdict, planner.machine)
-    if not found.verdict.fits:
-        return found.recomputed, (
+    """Resolve `training.recompute=auto` on this machine; with a remark."""
+    planner = _local_planner(choices)
+    planned = planner.of_batch(run, Shape.of(largest, micro_batches))
+    needs = _needs(planned.verdict, planner.machine)
+    if not planned.verdict.fits:
+        return planned.recomputed, (
             f"training.recompute=auto: all {layers} layers, and the plan does not fit even so ({needs})"
         )
-    return found.recomputed, (
-        f"training.recompute=auto: {found.recomputed} of {layers} layers, which needs {needs}"
+    return planned.recomputed, (
+        f"training.recompute=auto: {planned.recomputed} of {layers} layers, which needs {needs}"
     )
 
 
 def max_bin_tokens(run: RunConfig, choices: Choices, _layers: int) -> tuple[int, str]:
-    """Of a run on this machine, and in words how that was found."""
-    planner = _here(choices)
-    found = planner.at(run)
-    tokens = found.run.batching.bin_tokens
-    return tokens, bins_in_words(found, step_tokens(run) // tokens, planner.machine)
+    """Resolve `batching.tokens=auto` on this machine; with a remark."""
+    planner = _local_planner(choices)
+    planned = planner.at(run)
+    tokens = planned.run.batching.bin_tokens
+    return tokens, describe_bins(planned, step_tokens(run) // tokens, planner.machine)
 
 
 def choose_parallel(run: RunConfig, choices: Choices) -> tuple[str, str]:
-    """For a run on this machine in several processes: ddp or fsdp, and a remark."""
-    found = _here(choices).at(run)
-    return found.run.parallel.kind, f"parallel=auto: {found.chosen_parallel}"
+    """Resolve `parallel=auto` on this machine to ddp or fsdp; with a remark."""
+    planned = _local_planner(choices).at(run)
+    return planned.run.parallel.kind, f"parallel=auto: {planned.parallel_reason}"
 
 
-def _here(choices: Choices) -> Planner:
+def _local_planner(choices: Choices) -> Planner:
     here = world()
     return Planner(machine_of(None).shared_by(here.local_size), here.size, choices, here.local_size)
 
 
-def bins_in_words(found: Planned, parts: int, machine: Machine) -> str:
-    """What was chosen and why."""
-    needs = _needs(found.verdict, machine)
-    again = f", {found.recomputed} of {found.layers} layers recomputed" if found.chosen else ""
-    divided = "1 micro-batch" if parts == 1 else f"{parts} micro-batches"
-    size = f"batching.tokens=auto: {found.run.batching.bin_tokens:,} tokens, {divided} a step{again}"
-    if not found.verdict.fits:
+def describe_bins(planned: Planned, micro_batches: int, machine: Machine) -> str:
+    """Remark on the value of `batching.tokens=auto`, of a step in so many micro-batches."""
+    needs = _needs(planned.verdict, machine)
+    recomputed = f", {planned.recomputed} of {planned.layers} layers recomputed" if planned.chosen else ""
+    parts = "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
+    size = f"batching.tokens=auto: {planned.run.batching.bin_tokens:,} tokens, {parts} a step{recomputed}"
+    if not planned.verdict.fits:
         return f"{size}, the smallest bins, and the plan does not fit even so ({needs})"
     slow = "; larger ones do not pay on a processor" if machine.device == "cpu" else ""
-    return f"{size}, which need{'' if parts > 1 else 's'} {needs}{slow}"
+    return f"{size}, which need{'' if micro_batches > 1 else 's'} {needs}{slow}"
 
 
 def _needs(verdict: Verdict, machine: Machine) -> str:
     return f"{verdict.needed_bytes / 1e9:.1f} of {verdict.memory_bytes / 1e9:.1f} GB of {machine.label}"
 
 
-def by_facts(run: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """A model whose files are not here, by the numbers of its YAML: as if its weights were to be drawn."""
+def random_if_missing(run: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """Run with random weights if the files of its model are missing but its YAML has the architecture."""
     model = run.model
-    another = any(word.lstrip("+").startswith("model.path=") for word in overrides)
-    if another or model.weights == "random" or "model_type" not in model.architecture:
+    is_other_model = any(override.lstrip("+").startswith("model.path=") for override in overrides)
+    if is_other_model or model.weights == "random" or "model_type" not in model.architecture:
         return run
     return run if folder_at_hand(model) else replace(run, model=replace(model, weights="random"))

@@ -1,4 +1,4 @@
-"""What decides how large the tensors of a step get: the shape of its micro-batches."""
+"""Shape of the micro-batches of a step."""
 
 import math
 from dataclasses import dataclass, replace
@@ -6,22 +6,22 @@ from dataclasses import dataclass, replace
 from app.batch import Batch
 from app.config.schema import RunConfig
 
-_WIDTH_MULTIPLE = 8  # what the widths of padded rows are rounded up to (data.collate)
+_WIDTH_MULTIPLE = 8  # widths of padded rows are rounded up to it, as in data.collate
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of one micro-batch."""
+    """Sizes of one micro-batch that determine the memory of a step."""
 
     rows: int
     width: int  # positions of each row
     documents: tuple[int, ...]  # lengths of packed documents, padding included; () where rows are padded
-    places: int  # for documents; 0 where rows are padded
-    longest: int  # tokens of a document, as kernels are told
-    label_rows: int  # rows that go through the head
-    micro_batches: int = 1  # of one step and one process
-    weighted: bool = False  # whether labels count differently
-    pairs: bool = False  # whether the model is told of the sides of pairs
+    places: int  # entries of cu_seqlens but one, unused ones included; 0 where rows are padded
+    longest: int  # max_seqlen
+    label_rows: int  # rows of hidden states that go through the head
+    micro_batches: int = 1  # per step and process
+    weighted: bool = False  # whether labels have loss weights
+    pairs: bool = False  # whether the model reads token_type_ids
 
     @property
     def tokens(self) -> int:
@@ -30,7 +30,6 @@ class Shape:
 
     @classmethod
     def of(cls, batch: Batch, micro_batches: int = 1) -> "Shape":
-        """That of a batch."""
         documents = batch.documents
         rows, width = batch.ids.shape
         return cls(
@@ -46,7 +45,7 @@ class Shape:
         )
 
     def of_evaluation(self, run: RunConfig) -> "Shape":
-        """The same bins, or other rows of the same length, all of them with as many labels."""
+        """Shape of evaluation batches: equal bins, or `eval.rows` rows of equal length and label count."""
         if run.batching.packing:
             return self
         rows = run.eval.rows
@@ -60,9 +59,9 @@ class Shape:
 
 
 def worst_case(run: RunConfig) -> Shape:
-    """The largest micro-batch that the settings allow; no data is read.
+    """Largest micro-batch that the settings allow, without reading data.
 
-    A full bin of rows as long as they may be, or `batching.rows` of those, padded.
+    A full bin of rows of `dataset.max_length`, or `batching.rows` of them, padded.
     """
     longest, rows = run.dataset.max_length, run.batching.rows
     packed = run.batching.packing
@@ -70,7 +69,7 @@ def worst_case(run: RunConfig) -> Shape:
     documents: tuple[int, ...] = ()
     if packed:
         documents = _documents(width, longest)
-    elif run.task.kind == "masked":  # attention sees both ways there, so padding is a document of its own
+    elif run.task.kind == "masked":  # bidirectional attention: padding is a document of its own
         documents = _documents(width, longest) * rows
     return Shape(
         rows=1 if packed else rows,
@@ -89,7 +88,7 @@ def _documents(width: int, longest: int) -> tuple[int, ...]:
 
 
 def _label_rows(run: RunConfig, tokens: int, documents: int) -> int:
-    """All tokens where the next token is predicted: which of them are not trained, only data tells."""
+    # next-token prediction counts all tokens: the loss mask is known only from the data
     if run.task.kind == "classification":
         return documents
     if run.task.kind != "masked":

@@ -1,4 +1,4 @@
-"""One step of the training's own stepper, and an evaluation, on fake tensors, every storage counted."""
+"""Trace of one training step and one evaluation on fake tensors, with every storage and FLOP counted."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,11 +16,19 @@ from app.distributed.fake_process_group import fake_device_mesh
 from app.distributed.fsdp import MeshSizes, Sharding, first_number, is_sharded
 from app.distributed.gradient_reduction import GradientReduction, ShardedGradients, SingleProcess
 from app.distributed.process_group import HostGroup, Runtime
-from app.memory.cuda_ops import GPU_WORKSPACE, AutocastOfCuda, PagedStates
-from app.memory.fake_tensors import FakeAnswers, materialise
-from app.memory.flops import Arithmetic
-from app.memory.outline import Outline
-from app.memory.phases import BETWEEN, EVALUATION, HOST, KEPT, SAVE, peaks, watch
+from app.memory.cuda_ops import GPU_WORKSPACE, CudaAutocast, PagedStates
+from app.memory.fake_tensors import FakeTensorFallbacks, materialise
+from app.memory.flops import StepFlops
+from app.memory.meta_model import MetaModel
+from app.memory.phases import (
+    BACKWARD_BETWEEN,
+    EVALUATION,
+    HOST,
+    PERSISTENT_KINDS,
+    SAVE,
+    peaks,
+    register_phases,
+)
 from app.memory.shape import Shape
 from app.model.activation_checkpointing import HostOffload, repeated_layers
 from app.model.build import DTYPES
@@ -34,52 +42,54 @@ from app.optim.stochastic_rounding import ordinary
 from app.training.storage_counter import CPU_WORKSPACE, StorageCounter, kept_tensors
 from app.training.train_step import Stepper
 
-_ALONE = Runtime(accelerator=None, device=torch.device("cpu"), peers=HostGroup(rank=0, count=1), threads=1)
+_SINGLE_PROCESS = Runtime(
+    accelerator=None, device=torch.device("cpu"), peers=HostGroup(rank=0, count=1), threads=1
+)
 
-# All that a plan is made of, by name; bytes at the worst instant of a phase by phase and kind
+# Totals by name, and bytes at the peak of each phase by phase and kind
 Numbers = dict[tuple[str, ...], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Traced:
-    """What is traced, but for its depth."""
+class TraceSettings:
+    """Settings of a trace, except the number of layers."""
 
     run: RunConfig
     precision: str
     shape: Shape
     evaluated: Shape | None  # None: no evaluation is traced
     on_gpu: bool
-    mesh_sizes: MeshSizes | None = None  # None: every process has the whole model
+    mesh_sizes: MeshSizes | None = None  # None: the model is not sharded
 
     @property
     def passes(self) -> int:
-        """Micro-batches that are traced. Where gradients are sharded the second one is like all later ones."""
+        """Micro-batches to trace: with sharded gradients the second one equals all later ones."""
         return min(self.shape.micro_batches, 2) if self.mesh_sizes else 1
 
     @property
     def shards_on_host(self) -> bool:
-        """Whether shards, their gradients and states are in another memory, which a CPU does not have."""
+        """Whether shards, their gradients and states are outside the planned memory; on a CPU both are the same."""
         return self.on_gpu and self.mesh_sizes is not None and self.run.parallel.offload
 
 
-def trace(traced: Traced, outline: Outline, plain: int, recomputed: int) -> Numbers:
-    """Count a model of `recomputed` layers that are computed again in backward, and `plain` layers after them."""
-    network, arithmetic = outline.network(plain + recomputed), Arithmetic()
+def trace(settings: TraceSettings, meta_model: MetaModel, plain: int, recomputed: int) -> Numbers:
+    """Trace a model whose first `recomputed` layers are recomputed in backward, followed by `plain` layers."""
+    network, step_flops = meta_model.network(plain + recomputed), StepFlops()
     with ExitStack() as modes:
-        sharding = None if traced.mesh_sizes is None else modes.enter_context(_sharding(traced))
-        if traced.on_gpu:
+        sharding = None if settings.mesh_sizes is None else modes.enter_context(_sharding(settings))
+        if settings.on_gpu:
             modes.enter_context(as_on_gpu())
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        modes.enter_context(FakeAnswers())  # type: ignore[no-untyped-call]
-        ready = _ready(traced, network, recomputed, arithmetic, sharding)
-        if traced.on_gpu:
-            modes.enter_context(AutocastOfCuda())
-        return _counted(ready, arithmetic, traced)
+        modes.enter_context(FakeTensorFallbacks())  # type: ignore[no-untyped-call]
+        step = _build_step(settings, network, recomputed, step_flops, sharding)
+        if settings.on_gpu:
+            modes.enter_context(CudaAutocast())
+        return _count(step, step_flops, settings)
 
 
 @contextmanager
-def _sharding(traced: Traced) -> Iterator[Sharding]:
-    sizes, parallel = traced.mesh_sizes, traced.run.parallel
+def _sharding(settings: TraceSettings) -> Iterator[Sharding]:
+    sizes, parallel = settings.mesh_sizes, settings.run.parallel
     assert sizes is not None
     with fake_device_mesh(sizes) as mesh:
         yield Sharding(
@@ -88,8 +98,8 @@ def _sharding(traced: Traced) -> Iterator[Sharding]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ready:
-    """A step that can be run, and its counters."""
+class _TracedStep:
+    """Everything that one traced step needs."""
 
     stepper: Stepper
     counter: StorageCounter
@@ -99,99 +109,109 @@ class _Ready:
     evaluated: Batch | None
 
 
-def _counted(ready: _Ready, arithmetic: Arithmetic, traced: Traced) -> Numbers:
-    stepper, counter, passes = ready.stepper, ready.counter, traced.passes
-    with arithmetic.mode, counter:
-        result = stepper.run([ready.batch] * passes, lr=1e-4)
+def _count(step: _TracedStep, step_flops: StepFlops, settings: TraceSettings) -> Numbers:
+    stepper, counter, passes = step.stepper, step.counter, settings.passes
+    with step_flops.mode, counter:
+        result = stepper.run([step.batch] * passes, lr=1e-4)
     counter.enter(SAVE)
-    given = (each.grad for each in stepper.trainee.trained().values() if each.grad is not None)
-    gradients = [counter.serial_of(each) for each in given]
-    if ready.evaluated is not None:
+    local = (each.grad for each in stepper.trainee.trained().values() if each.grad is not None)
+    gradients = [counter.serial_of(each) for each in local]
+    if step.evaluated is not None:
         stepper.forget_gradients()
         counter.enter(EVALUATION)
         with counter:
-            stepper.trainee.eval().scores(ready.evaluated)
-    del result  # its numbers are there until the run has read them
-    of_gradients = HOST if traced.shards_on_host else "gradients"
-    kinds = {**counter.kinds, **{serial: of_gradients for serial in gradients if serial is not None}}
+            stepper.trainee.eval().scores(step.evaluated)
+    del result  # a run reads its tensors after the step, so they stay allocated until here
+    gradient_kind = HOST if settings.shards_on_host else "gradients"
+    kinds = {**counter.kinds, **{serial: gradient_kind for serial in gradients if serial is not None}}
     sizes = {serial: size for serial, size in reversed(counter.events) if size > 0}
-    worst = peaks(counter.events, counter.phases, kinds)
+    phase_peaks = peaks(counter.events, counter.phases, kinds)
     numbers: Numbers = {
         (phase, kind): size
-        for phase, of_kinds in worst.items()
-        if phase != BETWEEN  # no larger than both phases that it lies between, and some depths lack it
-        for kind, size in of_kinds.items()
+        for phase, sizes_by_kind in phase_peaks.items()
+        if phase != BACKWARD_BETWEEN  # never the largest phase, and missing in traces of few layers
+        for kind, size in sizes_by_kind.items()
     }
     on_host = [sizes.get(serial, 0) for serial, kind in kinds.items() if kind == HOST]
     return numbers | {
-        ("kept",): sum(sizes.get(serial, 0) for serial, kind in kinds.items() if kind in KEPT),
-        ("host",): ready.paged.host_bytes + sum(on_host),
-        ("offloaded",): 0 if ready.host is None else ready.host.bytes,
-        **{(name,): count for name, count in arithmetic.counted(passes).items()},
+        ("persistent",): sum(
+            sizes.get(serial, 0) for serial, kind in kinds.items() if kind in PERSISTENT_KINDS
+        ),
+        ("host",): step.paged.host_bytes + sum(on_host),
+        ("offloaded",): 0 if step.host is None else step.host.bytes,
+        **{(name,): count for name, count in step_flops.totals(passes).items()},
     }
 
 
-def _ready(
-    traced: Traced, network: nn.Module, recomputed: int, arithmetic: Arithmetic, sharding: Sharding | None
-) -> _Ready:
-    """A second step: the first one makes the optimizer's states."""
-    run, paged = traced.run, PagedStates()
+def _build_step(
+    settings: TraceSettings,
+    network: nn.Module,
+    recomputed: int,
+    step_flops: StepFlops,
+    sharding: Sharding | None,
+) -> _TracedStep:
+    """Assemble the second step of a run: the first one creates the optimizer states."""
+    run, paged = settings.run, PagedStates()
     materialise(network)
-    trainee = _trainee(traced, network)
+    training_model = _training_model(settings, network)
     if sharding is not None:
-        sharding.divide(trainee, repeated_layers(trainee.language_model), ["scores"])
-        trainee.divided_by(sharding)
-    reduction = _reduction(traced, trainee, sharding)
-    optimizer = _optimizer(traced, trainee, reduction, paged)
-    fp16 = traced.precision == "fp16"
-    stepper = Stepper(trainee, optimizer, _ALONE, run.training.clip, fp16=fp16, reduction=reduction)
-    counter = StorageCounter("cpu", GPU_WORKSPACE if traced.on_gpu else CPU_WORKSPACE)
-    if traced.shards_on_host:
+        sharding.divide(training_model, repeated_layers(training_model.language_model), ["scores"])
+        training_model.divided_by(sharding)
+    reduction = _reduction(settings, training_model, sharding)
+    optimizer = _optimizer(settings, training_model, reduction, paged)
+    fp16 = settings.precision == "fp16"
+    stepper = Stepper(
+        training_model, optimizer, _SINGLE_PROCESS, run.training.clip, fp16=fp16, reduction=reduction
+    )
+    counter = StorageCounter("cpu", GPU_WORKSPACE if settings.on_gpu else CPU_WORKSPACE)
+    if settings.shards_on_host:
         counter.hold(HOST, [each for each in network.parameters() if is_sharded(each)])
-        counter.hold(HOST, kept_tensors(trainee, optimizer)["optimizer_states"])
-    for kind, tensors in kept_tensors(trainee, optimizer).items():
+        counter.hold(HOST, kept_tensors(training_model, optimizer)["optimizer_states"])
+    for kind, tensors in kept_tensors(training_model, optimizer).items():
         counter.hold(kind, [each for each in tensors if counter.kind_of(each) != HOST])
-    host = HostOffload("meta" if traced.on_gpu else "cpu") if run.training.offload else None
-    watch(stepper, counter, arithmetic, recomputed, host)
-    if traced.shape.micro_batches > 1 and traced.passes == 1:
-        trainee.register_forward_pre_hook(_leave_gradients)
-    batch = _batch(traced.shape)
-    evaluated = None if traced.evaluated is None else _batch(traced.evaluated)
-    given = [*batch.tensors, *(evaluated.tensors if evaluated else [])]
-    if traced.on_gpu:
-        counter.hold("temporary", given)  # copies
+    host = HostOffload("meta" if settings.on_gpu else "cpu") if run.training.offload else None
+    register_phases(stepper, counter, step_flops, recomputed, host)
+    if settings.shape.micro_batches > 1 and settings.passes == 1:
+        training_model.register_forward_pre_hook(_set_gradients)
+    batch = _batch(settings.shape)
+    evaluated = None if settings.evaluated is None else _batch(settings.evaluated)
+    inputs = [*batch.tensors, *(evaluated.tensors if evaluated else [])]
+    if settings.on_gpu:
+        counter.hold("temporary", inputs)  # a GPU has copies of them
     else:
-        counter.ignore(given)
-    return _Ready(stepper, counter, paged, host, batch, evaluated)
+        counter.ignore(inputs)
+    return _TracedStep(stepper, counter, paged, host, batch, evaluated)
 
 
-def _trainee(traced: Traced, network: nn.Module) -> TrainingModel:
-    """With the head that a run would use after its check."""
-    pooled = task_of(traced.run.task).pooled
-    trainee = TrainingModel(network, DTYPES[traced.precision].compute, pooled=pooled).train()
-    trainee.linear = None if pooled else linear_head(trainee.language_model)
-    if traced.run.adapter.fused:
-        trainee.fused = fuse(network, None)
-    return trainee
+def _training_model(settings: TraceSettings, network: nn.Module) -> TrainingModel:
+    """Wrap the network as `build_training_model` does, with fused LoRA and chunked loss where a run uses them."""
+    pooled = task_of(settings.run.task).pooled
+    training_model = TrainingModel(network, DTYPES[settings.precision].compute, pooled=pooled).train()
+    training_model.linear = None if pooled else linear_head(training_model.language_model)
+    if settings.run.adapter.fused:
+        training_model.fused = fuse(network, None)
+    return training_model
 
 
-def _reduction(traced: Traced, trainee: TrainingModel, sharding: Sharding | None) -> GradientReduction:
-    trained = list(trainee.trained().values())
+def _reduction(
+    settings: TraceSettings, training_model: TrainingModel, sharding: Sharding | None
+) -> GradientReduction:
+    trained = list(training_model.trained().values())
     if sharding is None:
         return SingleProcess(trained)
-    return ShardedGradients(trained, sharding, whole_matrices=needs_whole_matrices(traced.run.optimizer))
+    return ShardedGradients(trained, sharding, whole_matrices=needs_whole_matrices(settings.run.optimizer))
 
 
 def _optimizer(
-    traced: Traced, trainee: TrainingModel, reduction: GradientReduction, paged: PagedStates
+    settings: TraceSettings, training_model: TrainingModel, reduction: GradientReduction, paged: PagedStates
 ) -> Optimizer:
-    """With states as after the first step: the second one is where the peak is."""
+    """Build an optimizer with the states of a first step."""
     shards = None
     if isinstance(reduction, ShardedGradients) and reduction.local:
         shards = {each: (own, first_number(each)) for each, own in reduction.local.items()}
-    optimizer = build_optimizer(traced.run.optimizer, trainee, traced.run.seed, shards)
-    if traced.on_gpu:  # to a CPU the host is no other memory
-        paged.take_from(ordinary(optimizer))
+    optimizer = build_optimizer(settings.run.optimizer, training_model, settings.run.seed, shards)
+    if settings.on_gpu:  # on a CPU, paged states are in the planned memory
+        paged.attach(ordinary(optimizer))
     for parameter in reduction.stepped:
         parameter.grad = torch.empty_like(parameter)
     optimizer.step()
@@ -199,15 +219,14 @@ def _optimizer(
     return optimizer
 
 
-def _leave_gradients(trainee: nn.Module, _given: Any) -> None:
-    """Those of the micro-batches before: of several the last is traced, and none takes more."""
-    for parameter in trainee.parameters():
+def _set_gradients(training_model: nn.Module, _args: Any) -> None:
+    """Allocate the gradients of earlier micro-batches: of several, the last one is traced, which needs the most."""
+    for parameter in training_model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)
 
 
 def _batch(shape: Shape) -> Batch:
-    """On the host, as a loader gives it."""
     documents = None
     if shape.documents:
         bounds = torch.zeros(shape.places + 1, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Depth extrapolated from small traces against a trace of every layer."""
+"""Plans extrapolated from traces of a few layers against traces of all layers."""
 
 from dataclasses import replace
 
@@ -7,14 +7,14 @@ import pytest
 from app.config.load import compose_run
 from app.distributed.fsdp import MeshSizes
 from app.memory.estimate import MemoryPlan, plan_memory, planned_choices
-from app.memory.outline import Outline
+from app.memory.meta_model import MetaModel
 from app.training.resolve import sections_of
 from tests.memory.truth import EXPERTS, PACKED, small_run
 
-NEAR = 4096  # bytes: norms of gradients are stacked, and their stack is rounded up
+NEAR = 4096  # bytes: the stack of gradient norms is rounded up
 
 
-def both(*overrides: str) -> tuple[MemoryPlan, MemoryPlan]:
+def extrapolated_and_exact(*overrides: str) -> tuple[MemoryPlan, MemoryPlan]:
     run = small_run("model.architecture.num_hidden_layers=9", *overrides)
     shape = replace(PACKED, micro_batches=run.batching.accumulation)
     return plan_memory(run, shape), plan_memory(run, shape, exact=True)
@@ -34,19 +34,19 @@ def both(*overrides: str) -> tuple[MemoryPlan, MemoryPlan]:
     ids=" ".join,
 )
 def test_extrapolated_plan_equals_trace_of_all_layers(words: tuple[str, ...]) -> None:
-    guess, whole = both(*words)
+    guess, whole = extrapolated_and_exact(*words)
     assert (whole.exact, guess.exact) == (True, False)
     assert whole.traced_layers == 9 > guess.traced_layers
     assert (guess.peak_where, guess.peak_bytes) == (whole.peak_where, whole.peak_bytes)
-    assert guess.anatomy == whole.anatomy
+    assert guess.breakdown == whole.breakdown
     assert (guess.flops, guess.flops_per_token) == (whole.flops, whole.flops_per_token)
-    assert (guess.kept_bytes, guess.host_bytes) == (whole.kept_bytes, whole.host_bytes)
+    assert (guess.persistent_bytes, guess.host_bytes) == (whole.persistent_bytes, whole.host_bytes)
     assert guess.offloaded_bytes == whole.offloaded_bytes
     assert max(abs(size - whole.phases[phase]) for phase, size in guess.phases.items()) <= NEAR
 
 
-def test_layers_that_differ_are_all_traced() -> None:
-    """A window needs a mask on a CPU; a target may name one layer by its number."""
+def test_plan_of_unequal_layers_traces_all() -> None:
+    """Layers differ by sliding windows, which need a mask on a CPU, or by targets that name a layer by number."""
     gemma = (
         "model.architecture.model_type=gemma3_text",
         "model.architecture.num_hidden_layers=8",
@@ -54,59 +54,59 @@ def test_layers_that_differ_are_all_traced() -> None:
     )
     plan = plan_memory(small_run(*gemma), PACKED, "cpu")
     assert (plan.traced_layers, plan.exact) == (8, True)
-    for words, alike in (
+    for words, is_equal in (
         (("recipe=lora",), True),
-        (("recipe=full", "adapter.targets=[layers.2.mlp.up_proj]"), True),  # nothing is adapted
+        (("recipe=full", "adapter.targets=[layers.2.mlp.up_proj]"), True),  # no adapter
         (("recipe=lora", "adapter.targets=[layers.2.mlp.up_proj]"), False),
     ):
         run = compose_run(["model.weights=random", "attention=sdpa", *words])
-        outline = Outline(sections_of(run, planned_choices(run.precision, "cpu")), "sdpa")
-        assert outline.alike == alike
+        meta_model = MetaModel(sections_of(run, planned_choices(run.precision, "cpu")), "sdpa")
+        assert meta_model.has_equal_layers == is_equal
 
 
-def test_inputs_on_the_host_are_not_on_a_gpu() -> None:
+def test_plan_with_offload_moves_layer_inputs_to_host() -> None:
     words = ("recipe=lora", "training.recompute=true", "precision=bf16")
-    here, away = (
+    on_gpu, offloaded = (
         plan_memory(small_run("model.architecture.num_hidden_layers=9", *words, *more), PACKED)
         for more in ((), ("training.offload=true",))
     )
     layer = PACKED.tokens * 128 * 2  # the input of one
-    assert away.offloaded_bytes == 8 * layer  # the last one's turn comes first
-    # what the first layer is given lives as long as the forward pass
-    assert here.phases["forward"] - away.phases["forward"] == 7 * layer
-    assert here.flops == away.flops
+    assert offloaded.offloaded_bytes == 8 * layer  # all but the last, which backward needs first
+    # the input of the first layer lives until the end of the forward pass
+    assert on_gpu.phases["forward"] - offloaded.phases["forward"] == 7 * layer
+    assert on_gpu.flops == offloaded.flops
 
 
-def test_anatomy_adds_up_and_recomputation_saves_memory() -> None:
-    kept, again = (
+def test_plan_with_recomputation_has_lower_peak_and_more_flops() -> None:
+    stored, recomputed = (
         plan_memory(small_run("recipe=lora", f"training.recompute={each}"), PACKED)
         for each in ("false", "true")
     )
-    for plan in (kept, again):
-        assert sum(plan.anatomy.values()) == plan.peak_bytes == max(plan.phases.values())
-    assert kept.peak_bytes > again.peak_bytes
-    assert kept.flops < again.flops
-    assert kept.flops_per_token == again.flops_per_token
+    for plan in (stored, recomputed):
+        assert sum(plan.breakdown.values()) == plan.peak_bytes == max(plan.phases.values())
+    assert stored.peak_bytes > recomputed.peak_bytes
+    assert stored.flops < recomputed.flops
+    assert stored.flops_per_token == recomputed.flops_per_token
 
 
-def test_paged_states_lie_on_the_host() -> None:
-    """Those of a hundred thousand numbers and more."""
+def test_plan_with_paged_optimizer_counts_large_states_on_host() -> None:
+    """States of 100,000 numbers or more are paged."""
     large = ("recipe=full", "model.architecture.vocab_size=4096")
     paged, device = (
         plan_memory(small_run(*large, f"optimizer={kind}"), PACKED)
         for kind in ("paged_adamw_8bit", "adamw_8bit")
     )
-    assert paged.host_bytes == 2 * 2 * 4096 * 128  # two bytes a number, of embedding and head
-    assert device.kept_bytes - paged.kept_bytes == paged.host_bytes
+    assert paged.host_bytes == 2 * 2 * 4096 * 128  # 2 bytes per weight of embedding and head
+    assert device.persistent_bytes - paged.persistent_bytes == paged.host_bytes
     assert device.host_bytes == 0
 
 
-def test_sharded_plan_of_many_processes_holds_the_share_of_one() -> None:
+def test_sharded_plan_of_eight_processes_has_an_eighth_of_states() -> None:
     run = small_run("recipe=full", "parallel=fsdp", "precision=bf16")
     whole, eighth = plan_memory(run, PACKED), plan_memory(run, PACKED, mesh_sizes=MeshSizes(1, 8))
     for part in ("trained_weights", "optimizer_states"):
-        assert eighth.anatomy[part] == pytest.approx(whole.anatomy[part] / 8, rel=0.05)
-    assert eighth.anatomy["gathered_weights"] > 0 == whole.anatomy["gathered_weights"]
+        assert eighth.breakdown[part] == pytest.approx(whole.breakdown[part] / 8, rel=0.05)
+    assert eighth.breakdown["gathered_weights"] > 0 == whole.breakdown["gathered_weights"]
 
 
 def test_sharded_plan_extrapolated_equals_trace_of_all_layers() -> None:
@@ -117,6 +117,6 @@ def test_sharded_plan_extrapolated_equals_trace_of_all_layers() -> None:
     shape, sizes = replace(PACKED, micro_batches=3), MeshSizes(2, 4)
     guess, whole = (plan_memory(run, shape, exact=exact, mesh_sizes=sizes) for exact in (False, True))
     assert whole.traced_layers == 9 > guess.traced_layers
-    assert (guess.peak_where, guess.anatomy) == (whole.peak_where, whole.anatomy)
+    assert (guess.peak_where, guess.breakdown) == (whole.peak_where, whole.breakdown)
     assert guess.flops == whole.flops
     assert max(abs(size - whole.phases[phase]) for phase, size in guess.phases.items()) <= 2 * NEAR

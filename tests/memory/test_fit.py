@@ -1,4 +1,4 @@
-"""What is needed is the sum of its parts, and it fits up to the last byte; what is known of machines."""
+"""Needed memory against that of a machine, bounds on time, and the table of GPUs."""
 
 import os
 from dataclasses import replace
@@ -8,59 +8,66 @@ import torch
 
 from app.config.hardware import all_hardware, read_hardware
 from app.config.load import compose_run
-from app.memory.fit import ASSUMED_CONTEXT, bound, bucket_bytes, judge, known_as, machine_of
+from app.memory.fit import (
+    ASSUMED_CONTEXT_BYTES,
+    bucket_bytes,
+    check_fit,
+    hardware_named,
+    machine_of,
+    time_bound,
+)
 from app.memory.shape import worst_case
 from tests.memory.facts import GPU, MIB, plan
 
-CPU = replace(GPU, device="cpu")  # without CUDA's allocator
+CPU = replace(GPU, device="cpu")  # without a caching allocator
 
 
-def test_it_fits_up_to_the_last_byte() -> None:
-    """Peak, allocator (4 % of it), context (50 MiB) and margin (3 % of 1,000 MiB)."""
+def test_verdict_fits_up_to_the_last_byte() -> None:
+    """Needed memory is peak, fragmentation (4 %), context (50 MiB) and margin (3 % of 1,000 MiB)."""
     given = plan(frozen_weights=(1000 - 50 - 30) / 1.04)
-    full = judge(given, GPU)
+    full = check_fit(given, GPU)
     assert (full.needed_bytes, full.reserved_bytes, full.fits) == (1000 * MIB, 920 * MIB, True)
-    assert not judge(replace(given, peak_bytes=given.peak_bytes + 1), GPU).fits
+    assert not check_fit(replace(given, peak_bytes=given.peak_bytes + 1), GPU).fits
 
 
-def test_hopeless_is_what_no_smaller_micro_batch_brings_in() -> None:
-    room = 1000 - 50 - 30
-    for kept, is_hopeless in ((room, False), (room + 1, True)):
-        verdict = judge(plan(frozen_weights=2000, kept_bytes=kept * MIB), CPU)
+def test_verdict_is_hopeless_if_persistent_bytes_do_not_fit() -> None:
+    available = 1000 - 50 - 30
+    for persistent, is_hopeless in ((available, False), (available + 1, True)):
+        verdict = check_fit(plan(frozen_weights=2000, persistent_bytes=persistent * MIB), CPU)
         assert (verdict.fits, verdict.is_hopeless) == (False, is_hopeless)
 
 
-def test_data_parallelism_keeps_the_gradients_that_are_not_there_at_the_peak() -> None:
+def test_ddp_adds_buckets_for_gradients_missing_at_peak() -> None:
     early, late = plan(trained_weights=100), plan(trained_weights=100, gradients=100)
     assert [bucket_bytes(each, 1) for each in (early, late)] == [0, 0]
     assert [bucket_bytes(each, 2) for each in (early, late)] == [100 * MIB, 0]
-    assert judge(early, CPU, processes=2).needed_bytes - judge(early, CPU).needed_bytes == 100 * MIB
+    assert check_fit(early, CPU, processes=2).needed_bytes - check_fit(early, CPU).needed_bytes == 100 * MIB
 
 
-@pytest.mark.parametrize(("grows", "share"), [(True, 0.04), (False, 0.12)])
-def test_the_allocator_is_a_share_of_what_lives_on_a_gpu(
-    grows: bool, share: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("expandable", "share"), [(True, 0.04), (False, 0.12)])
+def test_fragmentation_on_gpu_is_share_of_peak(
+    expandable: bool, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.memory.fit.has_expandable_segments", lambda: grows)
+    monkeypatch.setattr("app.memory.fit.has_expandable_segments", lambda: expandable)
     given = plan(frozen_weights=100)
-    assert judge(given, GPU).lost_bytes == round(share * 100 * MIB)
-    assert judge(given, replace(GPU, device="cpu")).lost_bytes == 0
+    assert check_fit(given, GPU).lost_bytes == round(share * 100 * MIB)
+    assert check_fit(given, replace(GPU, device="cpu")).lost_bytes == 0
 
 
-def test_a_bound_is_all_arithmetic_at_full_rate() -> None:
+def test_time_bound_is_flops_at_peak_rate() -> None:
     shape = worst_case(compose_run(["batching.tokens=512", "batching.accumulation=4"]))
-    found = bound(plan(flops=2e12), shape, GPU, "bf16")
-    assert found is not None
-    assert (found.step_seconds, found.tokens_per_second) == (2.0, 1024.0)
-    fast = replace(GPU, fp8_flops_per_second=2e12)
-    eight = bound(plan(flops=2e12, fp8_flops=1.5e12), shape, fast, "bf16")
-    assert eight is not None
-    assert eight.step_seconds == pytest.approx(1.25)
-    assert bound(plan(), shape, replace(GPU, flops_per_second=None), "bf16") is None
-    assert bound(plan(), shape, GPU, "fp32") is None  # the table has no rate of it
+    bound = time_bound(plan(flops=2e12), shape, GPU, "bf16")
+    assert bound is not None
+    assert (bound.step_seconds, bound.tokens_per_second) == (2.0, 1024.0)
+    with_fp8 = replace(GPU, fp8_flops_per_second=2e12)
+    bound = time_bound(plan(flops=2e12, fp8_flops=1.5e12), shape, with_fp8, "bf16")
+    assert bound is not None
+    assert bound.step_seconds == pytest.approx(1.25)
+    assert time_bound(plan(), shape, replace(GPU, flops_per_second=None), "bf16") is None
+    assert time_bound(plan(), shape, GPU, "fp32") is None  # the table has no fp32 rate
 
 
-def test_the_worst_micro_batch_is_what_the_settings_allow() -> None:
+def test_worst_case_is_largest_micro_batch_of_settings() -> None:
     packed = worst_case(compose_run(["batching.tokens=600", "dataset.max_length=256"]))
     assert (packed.rows, packed.width, packed.documents) == (1, 600, (256, 256, 88))
     assert (packed.label_rows, packed.longest, packed.tokens) == (600, 256, 600)
@@ -72,17 +79,17 @@ def test_the_worst_micro_batch_is_what_the_settings_allow() -> None:
     assert (padded.rows, padded.width, padded.documents) == (3, 256, ())
     assert (padded.label_rows, padded.micro_batches) == (750, 5)
     words = ["model=bert", "dataset=text", "dataset.path=x", "batching.tokens=1024", "task.mask_share=0.25"]
-    hidden = worst_case(compose_run(words))
-    assert (hidden.documents, hidden.label_rows) == ((512, 512), 258)
-    apart = worst_case(
+    encoder = worst_case(compose_run(words))
+    assert (encoder.documents, encoder.label_rows) == ((512, 512), 258)
+    padded_encoder = worst_case(
         compose_run([*words, "batching.packing=false", "batching.rows=2", "dataset.max_length=60"])
     )
-    assert (apart.width, apart.documents) == (64, (60, 4, 60, 4))
+    assert (padded_encoder.width, padded_encoder.documents) == (64, (60, 4, 60, 4))
 
 
 NAMES = {
     "NVIDIA H100 80GB HBM3": "h100",
-    "NVIDIA H100 PCIe": None,  # slower than the one of the table
+    "NVIDIA H100 PCIe": None,  # slower than the SXM card of the table
     "NVIDIA H200": "h200",
     "NVIDIA GeForce RTX 4090": "rtx4090",
     "NVIDIA GeForce RTX 4090 Laptop GPU": None,
@@ -105,31 +112,31 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_gpu_is_known_by_what_its_driver_calls_it(name: str) -> None:
-    known = known_as(name, all_hardware())
+def test_hardware_named_matches_driver_name(name: str) -> None:
+    known = hardware_named(name, all_hardware())
     assert (known and known.name) == NAMES[name]
 
 
-def test_facts_of_the_table_become_bytes_and_rates() -> None:
+def test_machine_of_hardware_has_bytes_and_rates() -> None:
     machine = machine_of(
         read_hardware(["hardware=h100", "hardware.memory_gib=2", "hardware.context_gib=0.5"])
     )
     assert (machine.memory_bytes, machine.context_bytes, machine.context_is_measured) == (2**31, 2**29, True)
     assert (machine.flops_per_second, machine.bytes_per_second, machine.device) == (989e12, 3.35e12, "gpu")
     unmeasured = machine_of(read_hardware(["hardware=h100"]))
-    assert (unmeasured.context_bytes, unmeasured.context_is_measured) == (ASSUMED_CONTEXT, False)
+    assert (unmeasured.context_bytes, unmeasured.context_is_measured) == (ASSUMED_CONTEXT_BYTES, False)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and it is the machine at hand")
-def test_without_a_gpu_it_is_the_processor_and_its_memory() -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")
+def test_machine_without_gpu_is_processor_and_its_memory() -> None:
     machine = machine_of(None)
     assert (machine.device, machine.flops_per_second) == ("cpu", None)
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert 1 << 28 < machine.memory_bytes <= whole
-    assert 50 << 20 < machine.context_bytes < whole  # this process, which has loaded torch
+    assert 50 << 20 < machine.context_bytes < whole  # resident memory of this process, with torch loaded
 
 
-def test_a_gpu_that_is_present_has_the_memory_that_it_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_of_present_gpu_has_reported_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     class Properties:
         total_memory = 80 << 30
 

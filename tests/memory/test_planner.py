@@ -1,4 +1,4 @@
-"""What `auto` comes to: as few recomputed layers as fit, and of all bins that fit the fastest."""
+"""Values of `auto`: fewest recomputed layers that fit, fastest bins, ddp or fsdp."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.memory.estimate import Estimate, planned_choices
-from app.memory.fit import Verdict, judge
-from app.memory.planner import Planned, Planner, bins_in_words, fastest, fewest
+from app.memory.fit import Verdict, check_fit
+from app.memory.planner import Planned, Planner, describe_bins, fastest_bins, fewest_recomputed
 from app.memory.shape import Shape, worst_case
 from app.training.auto_batch import bin_sizes, step_tokens
 from tests.memory.facts import GPU, plan
@@ -19,7 +19,7 @@ LAYERS = 7
 LARGE = Shape(1, 4096, (1024,) * 4, 6, 2048, 4096)
 RUN = small_run(f"model.architecture.num_hidden_layers={LAYERS}", "recipe=lora", "precision=bf16")
 CHOICES = planned_choices(RUN.precision, "gpu")
-RUNGS = [2048, 1024, 512, 256, 128]
+BIN_SIZES = [2048, 1024, 512, 256, 128]
 BINS = small_run(
     "model.architecture.num_hidden_layers=6",
     *("recipe=lora", "precision=bf16", "training.recompute=auto"),
@@ -27,122 +27,123 @@ BINS = small_run(
 )
 
 
-def made(count: int, needed: float, memory: float, seconds: float = 1.0, kept: int = 0) -> Planned:
-    """By hand."""
-    verdict = Verdict(round(needed), 0, 0, 0, 0, round(memory), kept)
+def handmade(count: int, needed: float, memory: float, seconds: float = 1.0, persistent: int = 0) -> Planned:
+    verdict = Verdict(round(needed), 0, 0, 0, 0, round(memory), persistent)
     run = replace(RUN, training=replace(RUN.training, recompute=count))
     return Planned(run, worst_case(RUN), plan(), verdict, seconds, 32, chosen=True)
 
 
-def test_each_layer_more_saves_memory_and_the_first_that_fits_is_found() -> None:
-    """The first one may not: what it computes again comes on top. Nor the last, which is computed again at once."""
+def test_planner_finds_fewest_recomputed_layers() -> None:
+    """Each recomputed layer saves memory, except the first, which adds its activations in backward, and the last."""
     estimate = Estimate(RUN, LARGE, "gpu", CHOICES)
-    none = replace(GPU, memory_bytes=0)  # no margin either
-    needed = [judge(estimate.planned(count), none).needed_bytes for count in range(LAYERS + 1)]
+    no_margin = replace(GPU, memory_bytes=0)
+    needed = [check_fit(estimate.planned(count), no_margin).needed_bytes for count in range(LAYERS + 1)]
     _, *rest, _ = needed
     assert sorted(rest, reverse=True) == rest
     assert len(set(rest)) > LAYERS // 2
     run = replace(RUN, training=replace(RUN.training, recompute="auto"))
-    memory = round(needed[3] / 0.97) + 1  # three per cent are the margin
+    memory = round(needed[3] / 0.97) + 1  # 3 % are margin
     found = Planner(replace(GPU, memory_bytes=memory)).of_batch(run, LARGE)
     first = next(n for n, size in enumerate(needed) if size + round(0.03 * memory) <= memory)
     assert (found.recomputed, found.verdict.fits, found.chosen) == (first, True, True)
 
 
 @pytest.mark.parametrize("enough", range(0, 34, 3))
-def test_few_plans_are_asked_for(enough: int) -> None:
+def test_fewest_recomputed_makes_few_plans(enough: int) -> None:
     asked: list[int] = []
 
     def at(count: int) -> Planned:
         asked.append(count)
-        return made(count, 0 if count >= enough else 2, 1)
+        return handmade(count, 0 if count >= enough else 2, 1)
 
-    found = fewest(32, at)
+    found = fewest_recomputed(32, at)
     assert (found.recomputed, found.verdict.fits) == (min(enough, 32), enough <= 32)
     assert len(asked) <= 7
 
 
-@pytest.mark.parametrize(("kept", "expected"), [(0, [0, 32, 31]), (2, [0, 32])])
-def test_weights_and_states_that_are_too_much_alone_decide_at_once(kept: int, expected: list[int]) -> None:
+@pytest.mark.parametrize(("persistent", "expected"), [(0, [0, 32, 31]), (2, [0, 32])])
+def test_fewest_recomputed_of_hopeless_plan_stops_early(persistent: int, expected: list[int]) -> None:
     asked: list[int] = []
 
     def at(count: int) -> Planned:
         asked.append(count)
-        return made(count, 2, 1, kept=kept)
+        return handmade(count, 2, 1, persistent=persistent)
 
-    found = fewest(32, at)
+    found = fewest_recomputed(32, at)
     assert (found.recomputed, found.verdict.fits, asked) == (32, False, expected)
 
 
-def of_bins(tokens: int, memory: float) -> Planned:
-    """A part that grows with the tokens and with the layers that keep all, peaks in two places."""
+def plan_with_bins(tokens: int, memory: float) -> Planned:
+    """Handmade plan that peaks in the head or in backward, growing with tokens and stored layers."""
 
     def at(count: int) -> Planned:
         head = 1e6 + 1000 * tokens * (40 - count)
         backward = 2e6 + 9000 * tokens + 500 * tokens * (32 - count)
-        return made(count, max(head, backward), memory, 100 + count)
+        return handmade(count, max(head, backward), memory, 100 + count)
 
-    return fewest(32, at)
+    return fewest_recomputed(32, at)
 
 
 @given(st.floats(1e6, 3e8))
-def test_nothing_that_fits_is_faster(memory: float) -> None:
+def test_fastest_bins_has_least_time_of_all_that_fit(memory: float) -> None:
     def seconds(found: Planned, tokens: int) -> float:
         return found.seconds * (1 + 256 / tokens)
 
-    every = [(of_bins(tokens, memory), tokens) for tokens in RUNGS]
+    every = [(plan_with_bins(tokens, memory), tokens) for tokens in BIN_SIZES]
     asked: list[int] = []
 
     def at(tokens: int) -> Planned:
         asked.append(tokens)
-        return of_bins(tokens, memory)
+        return plan_with_bins(tokens, memory)
 
-    found = fastest(RUNGS, at)
+    found = fastest_bins(BIN_SIZES, at)
     fitting = [seconds(each, tokens) for each, tokens in every if each.verdict.fits]
     assert found.verdict.fits == bool(fitting)
     if fitting:
         assert min(seconds(found, tokens) for tokens in asked) <= min(fitting)
     else:
-        assert found == every[-1][0], "what needs least"
+        assert found == every[-1][0], "the smallest bins"
 
 
-def test_where_there_is_room_nothing_else_is_planned() -> None:
+def test_fastest_bins_stops_at_bins_without_recomputation() -> None:
     asked: list[int] = []
 
     def at(tokens: int) -> Planned:
         asked.append(tokens)
-        return of_bins(tokens, 1e10)
+        return plan_with_bins(tokens, 1e10)
 
-    assert not fastest(RUNGS, at).recomputed
+    assert not fastest_bins(BIN_SIZES, at).recomputed
     assert asked == [2048]
 
 
-def test_bins_and_layers_are_found_on_a_gpu_and_on_a_processor() -> None:
-    assert bin_sizes(BINS) == RUNGS
+def test_planner_resolves_bins_on_gpu_and_processor() -> None:
+    assert bin_sizes(BINS) == BIN_SIZES
     assert step_tokens(BINS) == 2048
     found = Planner(GPU).at(BINS)
-    assert (found.run.batching.bin_tokens, found.run.batching.accumulation) == (2048, 1), "there is room"
+    assert (found.run.batching.bin_tokens, found.run.batching.accumulation) == (2048, 1), (
+        "the largest bins fit"
+    )
     assert (found.chosen, found.chosen_bins, found.recomputed) == (True, True, 0)
     assert found.bins == ["batching.tokens=2048", "batching.accumulation=1"]
     cpu = replace(GPU, device="cpu", memory_bytes=1 << 40)
     here = Planner(cpu).at(replace(BINS, training=replace(BINS.training, recompute=0)))
     assert (here.run.batching.bin_tokens, here.recomputed) == (BINS.model.suggest.tokens, 0) == (256, 0)
-    assert "larger ones do not pay on a processor" in bins_in_words(here, 8, cpu)
+    assert "larger ones do not pay on a processor" in describe_bins(here, 8, cpu)
 
 
-def test_where_nothing_fits_it_is_what_needs_least() -> None:
-    little: Any = replace(GPU, memory_bytes=1 << 20, context_bytes=0)
-    found = Planner(little).at(BINS)
+def test_planner_of_too_small_machine_uses_smallest_bins() -> None:
+    tiny: Any = replace(GPU, memory_bytes=1 << 20, context_bytes=0)
+    found = Planner(tiny).at(BINS)
     assert (found.run.batching.bin_tokens, found.recomputed, found.verdict.fits) == (128, 6, False)
-    assert "does not fit even so" in bins_in_words(found, 16, little)
+    assert "does not fit even so" in describe_bins(found, 16, tiny)
 
 
 def test_parallel_auto_shards_a_model_that_does_not_fit_whole() -> None:
     run = small_run("recipe=full", "training.recompute=0")
     fits = Planner(GPU, processes=4).at(run)
     assert (fits.run.parallel.kind, fits.verdict.fits) == ("ddp", True)
-    least = fits.verdict.reserved_bytes + fits.verdict.context_bytes  # without a margin
+    least = fits.verdict.reserved_bytes + fits.verdict.context_bytes  # one margin too little
     found = Planner(replace(GPU, memory_bytes=least), processes=4).at(run)
     assert (found.run.parallel.kind, found.verdict.fits) == ("fsdp", True)
-    assert found.chosen_parallel.startswith("fsdp, because ddp needs 0.")
+    assert found.parallel_reason.startswith("fsdp, because ddp needs 0.")
     assert Planner(GPU).at(run).run.parallel.kind == "auto"

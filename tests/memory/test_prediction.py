@@ -1,4 +1,4 @@
-"""What a run is told, and what it measures of itself."""
+"""Predicted memory of a run against measured memory."""
 
 import pytest
 import torch
@@ -18,22 +18,23 @@ from app.training.resolve import sections_of
 from app.training.train_step import Stepper
 from tests.memory.truth import PACKED, batch_of, small_run
 
-ALONE = Runtime(None, torch.device("cpu"), HostGroup(0, 1), 1)
+SINGLE_PROCESS = Runtime(None, torch.device("cpu"), HostGroup(0, 1), 1)
 CHOICES = Choices("fp32", "sdpa")
 
 
 def stepper_of(run: RunConfig) -> Stepper:
     trainee = build_training_model(sections_of(run, CHOICES), torch.device("cpu"), run.seed, "nowhere")
     choose_loss_head(trainee, batch_of(PACKED))
-    return Stepper(trainee, build_optimizer(run.optimizer, trainee), ALONE, run.training.clip, fp16=False)
+    return Stepper(
+        trainee, build_optimizer(run.optimizer, trainee), SINGLE_PROCESS, run.training.clip, fp16=False
+    )
 
 
-def test_a_counted_step_computes_what_any_step_does() -> None:
-    """To the last bit."""
+def test_measured_step_equals_plain_step_bit_for_bit() -> None:
     run = small_run("recipe=qlora", "adapter.dropout=0.1", "training.recompute=1")
     batches = [batch_of(PACKED)] * 2
     plain, counted = stepper_of(run), stepper_of(run)
-    measured = Measured(ALONE, steps=10)
+    measured = Measured(SINGLE_PROCESS, steps=10)
     for stepper, step in ((plain, plain.run), (counted, None)):
         torch.manual_seed(1)
         for _ in range(3):
@@ -46,27 +47,27 @@ def test_a_counted_step_computes_what_any_step_does() -> None:
     assert measured.bytes is not None
 
 
-def test_the_prediction_of_a_step_is_what_is_measured() -> None:
+def test_prediction_equals_measured_peak() -> None:
     run = small_run("recipe=lora")
     batch = batch_of(PACKED)
     predicted = predict(run, CHOICES, batch, 1, "cpu")
-    stepper, measured = stepper_of(run), Measured(ALONE, steps=2)
+    stepper, measured = stepper_of(run), Measured(SINGLE_PROCESS, steps=2)
     measured.run(stepper, [batch], 1e-3)
-    assert measured.bytes is None, "the first step has no states before"
+    assert measured.bytes is None, "the first step starts without optimizer states"
     measured.run(stepper, [batch], 1e-3)
     assert measured.bytes is not None
     assert abs(predicted.bytes - measured.bytes) <= 4096
     assert predicted.where in Forecast.made(predict, run, CHOICES, batch, 1, "cpu").text
 
 
-def test_a_single_step_is_measured_too() -> None:
-    stepper, measured = stepper_of(small_run("recipe=lora")), Measured(ALONE, steps=1)
+def test_measured_run_of_one_step_has_peak() -> None:
+    stepper, measured = stepper_of(small_run("recipe=lora")), Measured(SINGLE_PROCESS, steps=1)
     measured.run(stepper, [batch_of(PACKED)], 1e-3)
     assert measured.bytes is not None
 
 
-def test_a_prediction_that_fails_is_one_line() -> None:
-    def fails(*_given: object) -> Predicted:
+def test_failed_prediction_is_one_line() -> None:
+    def fails(*_args: object) -> Predicted:
         raise ValueError("no such shape\nand more")
 
     batch: Batch = batch_of(PACKED)
@@ -76,7 +77,7 @@ def test_a_prediction_that_fails_is_one_line() -> None:
     assert forecast.facts() == {}
 
 
-def test_prediction_of_sharded_run_is_that_of_one_of_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prediction_of_sharded_run_has_share_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     run, batch = small_run("recipe=full", "parallel=fsdp", "training.recompute=0"), batch_of(PACKED)
     alone = predict(run, CHOICES, batch, 1, "cpu")
     for module in ("estimate", "planner"):
@@ -89,7 +90,7 @@ def test_prediction_of_sharded_run_is_that_of_one_of_its_processes(monkeypatch: 
     assert remark.startswith("training.recompute=auto: 0 of 3 layers, which needs")
 
 
-def test_predicting_leaves_random_numbers_alone() -> None:
+def test_predict_leaves_rng_state_unchanged() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
     predict(small_run("recipe=lora", "adapter.dropout=0.1"), CHOICES, batch_of(PACKED), 1, "cpu")

@@ -1,4 +1,4 @@
-"""What a knob is said to save is what the planner says of the settings with it, and it is said as one would type it."""
+"""Suggestions of settings that save memory, against plans of those settings."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,16 +11,25 @@ from app.config.load import compose_run
 from app.config.schema import RunConfig
 from app.memory.fit import seconds_per_token
 from app.memory.planner import Planner
-from app.memory.suggest import LEARNING, NUMBERS, SPEED, Knob, Suggestion, Suggestions, candidates, words_of
+from app.memory.suggest import (
+    LEARNING,
+    NUMBERS,
+    SPEED,
+    Candidate,
+    Suggestion,
+    Suggestions,
+    candidates,
+    merge_overrides,
+)
 from tests.memory.facts import GPU, MIB, plan
 
 
-def run_of(words: Sequence[str], knobs: Sequence[Knob]) -> RunConfig | None:
-    return Suggestions(Planner(GPU), words).run(knobs)
+def run_of(words: Sequence[str], chosen: Sequence[Candidate]) -> RunConfig | None:
+    return Suggestions(Planner(GPU), words).run(chosen)
 
 
-def offered(*words: str) -> dict[str, int]:
-    return {" ".join(knob.overrides): knob.costs for knob in candidates(compose_run(words))}
+def costs_of_candidates(*words: str) -> dict[str, int]:
+    return {" ".join(each.overrides): each.costs for each in candidates(compose_run(words))}
 
 
 @pytest.mark.parametrize(
@@ -75,30 +84,30 @@ def offered(*words: str) -> dict[str, int]:
         ),
     ],
 )  # fmt: skip
-def test_only_what_changes_something_is_offered(words: list[str], wanted: dict[str, int]) -> None:
-    assert offered(*words) == wanted
+def test_candidates_all_change_the_run(words: list[str], wanted: dict[str, int]) -> None:
+    assert costs_of_candidates(*words) == wanted
     run = compose_run(words)
-    for knob in candidates(run):
-        other = run_of(words, [knob])
-        assert other is not None, knob
-        assert other != run, knob
+    for candidate in candidates(run):
+        other = run_of(words, [candidate])
+        assert other is not None, candidate
+        assert other != run, candidate
 
 
-def test_a_knob_takes_the_place_of_what_was_typed() -> None:
+def test_candidate_replaces_override_of_same_key() -> None:
     words = ["model=llama", "recipe=full", "batching.tokens=4096", "batching.accumulation=3"]
-    knobs = [
-        Knob(("recipe=lora",), LEARNING, ""),
-        Knob(("batching.tokens=2048", "batching.accumulation=6"), SPEED, ""),
+    chosen = [
+        Candidate(("recipe=lora",), LEARNING, ""),
+        Candidate(("batching.tokens=2048", "batching.accumulation=6"), SPEED, ""),
     ]
-    run = run_of(words, knobs)
+    run = run_of(words, chosen)
     assert run is not None
     assert (run.adapter.kind, run.batching.tokens, run.batching.accumulation) == ("lora", 2048, 6)
-    twice = words_of([*knobs, Knob(("batching.tokens=1",), SPEED, "")])
+    twice = merge_overrides([*chosen, Candidate(("batching.tokens=1",), SPEED, "")])
     assert twice == ["recipe=lora", "batching.tokens=1", "batching.accumulation=6"]
-    assert run_of(words, [Knob(("adapter=none", "quantization=nf4"), SPEED, "")]) is None
+    assert run_of(words, [Candidate(("adapter=none", "quantization=nf4"), SPEED, "")]) is None
 
 
-def test_time_is_arithmetic_and_what_four_bits_cost_to_unpack() -> None:
+def test_seconds_per_token_add_dequantisation_to_compute() -> None:
     run = compose_run(["model=llama", "recipe=qlora", "batching.accumulation=2"])
     weights = 63 * 100 * MIB
     given = plan(quantization_constants=100, flops=3e15)
@@ -106,50 +115,50 @@ def test_time_is_arithmetic_and_what_four_bits_cost_to_unpack() -> None:
     assert seconds == pytest.approx(
         3e15 / 1e12 + 2 * 3 * weights * 2.5 / 1e11
     )  # 2 micro-batches, 3 uses in each
-    kept = replace(run, training=replace(run.training, recompute=8))
-    less = seconds - seconds_per_token(kept, given, 1000, GPU) * 1000 * 2
-    assert less == pytest.approx(2 * 0.75 * weights * 2.5 / 1e11)
+    fewer = replace(run, training=replace(run.training, recompute=8))
+    saved = seconds - seconds_per_token(fewer, given, 1000, GPU) * 1000 * 2
+    assert saved == pytest.approx(2 * 0.75 * weights * 2.5 / 1e11)
     assert seconds_per_token(run, given, 1000, replace(GPU, bytes_per_second=None)) == 3e15 / 1e12 / 2000
 
 
-# With the real planner, on the small model
+# ---- with real plans of a small model
 WORDS = ("model.weights=random", "recipe=full", "batching.tokens=512", "precision=bf16")
 
 
 @pytest.fixture(scope="module")
-def tried() -> Any:
+def planned() -> Any:
     planner = Planner(replace(GPU, memory_bytes=30 * MIB, context_bytes=0))
     now = planner.at(compose_run(WORDS))
     return planner, now, Suggestions(planner, WORDS).alone(now)
 
 
-def test_what_a_knob_saves_is_the_difference_of_two_plans(tried: Any) -> None:
-    planner, now, suggestions = tried
-    assert {" ".join(each.knob.overrides) for each in suggestions} >= {
+def test_saved_bytes_are_difference_of_two_plans(planned: Any) -> None:
+    planner, now, suggestions = planned
+    assert {" ".join(each.candidate.overrides) for each in suggestions} >= {
         "training.recompute=true",
         "batching.tokens=256 batching.accumulation=2",
         "optimizer=adamw_8bit",
         "recipe=lora",
     }
     for each in suggestions[:2]:
-        other = planner.at(compose_run([*WORDS, *each.knob.overrides]))
+        other = planner.at(compose_run([*WORDS, *each.candidate.overrides]))
         assert each.saves_bytes == now.verdict.needed_bytes - other.verdict.needed_bytes > 0
-    costs = [each.knob.costs for each in suggestions]
+    costs = [each.candidate.costs for each in suggestions]
     assert costs == sorted(costs)
 
 
-def test_only_computing_again_is_slower(tried: Any) -> None:
-    slower = {each.knob.overrides[0]: each.slower_by for each in tried[2]}
-    assert 0.2 < slower["training.recompute=true"] < 0.34  # the backbone's forward once more, not the head's
+def test_slower_by_counts_recomputation(planned: Any) -> None:
+    slower = {each.candidate.overrides[0]: each.slower_by for each in planned[2]}
+    assert 0.2 < slower["training.recompute=true"] < 0.34  # forward of the layers once more, without the head
     assert slower["optimizer=adamw_8bit"] == 0
     assert slower["recipe=lora"] < 0
 
 
-def test_where_one_is_not_enough_some_are(tried: Any) -> None:
-    planner, now, suggestions = tried
+def test_together_combines_suggestions_until_they_fit(planned: Any) -> None:
+    planner, now, suggestions = planned
     wanted = ("training.recompute=true", "optimizer=adamw_8bit")
-    two = [each for each in suggestions if each.knob.overrides[0] in wanted]
-    run = run_of(WORDS, [each.knob for each in two])
+    two = [each for each in suggestions if each.candidate.overrides[0] in wanted]
+    run = run_of(WORDS, [each.candidate for each in two])
     assert run is not None
     both = planner.at(run).verdict.needed_bytes
     memory = round((both - now.verdict.margin_bytes) / 0.96)  # 3 % are margin
@@ -159,21 +168,23 @@ def test_where_one_is_not_enough_some_are(tried: Any) -> None:
     assert Suggestions(planner, WORDS).together(now, two[:1]) is None
 
 
-# With plans by hand
+# ---- with handmade plans
+
+
 def suggestions_of(
     monkeypatch: pytest.MonkeyPatch, saved: dict[str, tuple[int, int]], *overrides: str, alone: str = ""
 ) -> tuple[Suggestions, list[Suggestion], list[list[str]]]:
-    """Knobs by what each saves and costs; `alone` is enough by itself. Savings add up to what is too much, or not."""
+    """Suggestions from saved bytes and costs by override; `alone` fits by itself. Savings of a combination add up."""
     asked: list[list[str]] = []
 
-    def planned(_self: Suggestions, now: Any, knobs: Sequence[Knob]) -> Any:
-        asked.append(words_of(knobs))
-        needed = now.verdict.needed_bytes - sum(saved[word][0] for word in words_of(knobs))
+    def plan_combination(_self: Suggestions, now: Any, chosen: Sequence[Candidate]) -> Any:
+        asked.append(merge_overrides(chosen))
+        needed = now.verdict.needed_bytes - sum(saved[word][0] for word in merge_overrides(chosen))
         return SimpleNamespace(verdict=SimpleNamespace(needed_bytes=needed, fits=needed <= 1000))
 
-    monkeypatch.setattr(Suggestions, "_planned", planned)
+    monkeypatch.setattr(Suggestions, "_planned", plan_combination)
     found = [
-        Suggestion(Knob((word,), costs, ""), saves, 0.0, fits=word == alone)
+        Suggestion(Candidate((word,), costs, ""), saves, 0.0, fits=word == alone)
         for word, (saves, costs) in saved.items()
     ]
     return Suggestions(Planner(GPU), overrides), found, asked
@@ -185,8 +196,8 @@ def too_large_by(count: int) -> Any:
     )
 
 
-def test_the_cheapest_are_added_until_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What saves next to nothing comes last, and nothing is planned that cannot be enough."""
+def test_together_adds_cheapest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Combinations that cannot save enough are not planned; suggestions that save almost nothing come last."""
     saved = {"seed=1": (4, SPEED), "eval.rows=2": (300, SPEED), "training.clip=2": (200, NUMBERS)}
     suggestions, found, asked = suggestions_of(monkeypatch, saved)
     both = suggestions.together(too_large_by(500), found)
@@ -198,7 +209,7 @@ def test_the_cheapest_are_added_until_they_fit(monkeypatch: pytest.MonkeyPatch) 
     assert suggestions.together(too_large_by(505), found) is None
 
 
-def test_where_one_is_enough_only_what_costs_less_is_tried_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_together_combines_only_what_costs_less_than_one_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     saved = {
         "recipe=qlora": (900, LEARNING),
         "optimizer=sgd": (9, NUMBERS),
@@ -207,32 +218,32 @@ def test_where_one_is_enough_only_what_costs_less_is_tried_together(monkeypatch:
     }
     suggestions, found, asked = suggestions_of(monkeypatch, saved, "recipe=full", alone="recipe=qlora")
     assert suggestions.together(too_large_by(500), found) is None
-    assert asked == [["optimizer=sgd", "eval.rows=2", "seed=1"]], "none that changes what is learned"
+    assert asked == [["optimizer=sgd", "eval.rows=2", "seed=1"]], "no suggestion that changes what is learned"
 
 
-def test_of_two_that_set_the_same_the_one_that_saves_more_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compatible_picks_larger_saving_of_same_key(monkeypatch: pytest.MonkeyPatch) -> None:
     def words(*saved: tuple[str, int]) -> list[str]:
         given = {word: (saves, NUMBERS) for word, saves in saved}
         suggestions, found, _ = suggestions_of(monkeypatch, given, "recipe=full")
-        return [" ".join(each.knob.overrides) for each in suggestions.that_go_together(found)]
+        return [" ".join(each.candidate.overrides) for each in suggestions.compatible(found)]
 
     paged, narrow = ("optimizer=paged_adamw_8bit", 5), ("optimizer=adamw_8bit", 4)
     shorter = ("training.max_steps=3", 1)
     assert words(paged, narrow, shorter) == words(narrow, paged, shorter) == [paged[0], shorter[0]]
     assert words(("recipe=lora", 8), ("recipe=full", 1)) == ["recipe=lora"]
     with_adapters = ("optimizer.in_backward=true", 1)
-    assert words(("recipe=lora", 8), with_adapters) == ["recipe=lora"], "they do not go together"
+    assert words(("recipe=lora", 8), with_adapters) == ["recipe=lora"], "they conflict"
 
 
-def test_knobs_are_turned_in_the_bins_that_were_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidates_are_planned_with_resolved_bins(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[RunConfig] = []
     monkeypatch.setattr(Planner, "at", lambda _self, run: seen.append(run))
     words = ("batching.tokens=auto", "batching.accumulation=8")
     found = compose_run(["batching.tokens=2048", "batching.accumulation=1"])
-    now: Any = SimpleNamespace(chosen_bins=True, chosen_parallel="", run=found)
-    smaller = Knob(("batching.tokens=1024", "batching.accumulation=2"), SPEED, "")
-    for knob in (smaller, Knob(("adapter.r=4",), LEARNING, "")):
-        Suggestions(Planner(GPU), words)._planned(now, [knob])
+    now: Any = SimpleNamespace(chosen_bins=True, parallel_reason="", run=found)
+    smaller = Candidate(("batching.tokens=1024", "batching.accumulation=2"), SPEED, "")
+    for candidate in (smaller, Candidate(("adapter.r=4",), LEARNING, "")):
+        Suggestions(Planner(GPU), words)._planned(now, [candidate])
     batching = [(run.batching.tokens, run.batching.accumulation) for run in seen]
     assert batching == [(1024, 2), (2048, 1)]
     assert seen[1].adapter.r == 4

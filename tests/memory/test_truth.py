@@ -1,4 +1,4 @@
-"""The planned peak against the counted peak of a real step. More of them: tests/full/memory/test_truth.py."""
+"""Planned peaks against counted peaks of real steps; more cases in tests/full/memory/test_truth.py."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ def test_plan_equals_counted_step(words: tuple[str, ...]) -> None:
 
 
 def test_plan_of_encoder_equals_counted_step() -> None:
-    """Padding is a document of its own there."""
+    # attention of encoders treats padding as a document of its own
     shape = replace(PADDED, documents=(50, 14, 40, 24, 20, 44), places=6)
     run = small_run("model=bert", "dataset=text", "dataset.path=none.txt", "recipe=full", PADDED_ROWS)
     assert abs(plan_memory(run, shape, "cpu").peak_bytes - counted_peak(run, shape)) <= NEAR
@@ -55,12 +55,12 @@ def test_plan_of_several_micro_batches_and_of_evaluation_equals_counted() -> Non
     assert abs(plan.phases[EVALUATION] - in_evaluation) <= NEAR
 
 
-def test_narrow_weights_and_steps_in_backward_save_their_bytes() -> None:
-    """Two bytes of a weight and two of its gradient; and then all of the gradient."""
-    plain, narrow, in_backward = (
+def test_plan_of_bf16_weights_and_steps_in_backward_saves_bytes() -> None:
+    """bf16 saves 2 bytes per weight and 2 per gradient, stepping in backward the rest of the gradient."""
+    plain, bf16, in_backward = (
         plan_memory(small_run("recipe=full", *words), PACKED, "cpu", steps_only=True)
         for words in ((), BF16, BF16 + IN_BACKWARD)
     )
-    weights = plain.anatomy["trained_weights"]
-    assert plain.kept_bytes - narrow.kept_bytes == pytest.approx(weights, rel=0.01)
-    assert narrow.kept_bytes - in_backward.kept_bytes == pytest.approx(weights / 2, rel=0.01)
+    weights = plain.breakdown["trained_weights"]
+    assert plain.persistent_bytes - bf16.persistent_bytes == pytest.approx(weights, rel=0.01)
+    assert bf16.persistent_bytes - in_backward.persistent_bytes == pytest.approx(weights / 2, rel=0.01)

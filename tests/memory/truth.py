@@ -1,4 +1,4 @@
-"""A real second step of a small random model, counted, beside the plan of the same configuration."""
+"""Counted memory of a real step of a small random model."""
 
 import torch
 
@@ -69,12 +69,12 @@ def batch_of(shape: Shape, vocabulary: int = 1024) -> Batch:
 
 
 def counted_peak(run: RunConfig, shape: Shape) -> int:
-    """Of the second step: the first makes the optimizer's states."""
+    """Peak of the second step: the first creates the optimizer states."""
     return counted_peaks(run, shape)[0]
 
 
 def counted_peaks(run: RunConfig, shape: Shape, runtime: Runtime | None = None) -> tuple[int, int]:
-    """The same, and of an evaluation of as large a batch after it. `runtime`: of one of several processes."""
+    """Peaks of the second step and of an evaluation after it. `runtime`: process group of a sharded run."""
     runtime = runtime or Runtime(None, torch.device("cpu"), HostGroup(0, 1), 1)
     sections = sections_of(run, Choices(run.precision.kind, run.attention.kind))
     trainee = build_training_model(sections, torch.device("cpu"), run.seed, "nowhere")
@@ -98,7 +98,6 @@ def counted_peaks(run: RunConfig, shape: Shape, runtime: Runtime | None = None) 
 
 
 def stepper_of(run: RunConfig, trainee: TrainingModel, runtime: Runtime) -> Stepper:
-    """As a run assembles it."""
     sharding = runtime.sharding(run.parallel)
     if sharding is not None:
         sharding.divide(trainee, repeated_layers(trainee.language_model), ["scores"])

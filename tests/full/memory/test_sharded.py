@@ -1,4 +1,4 @@
-"""The planned peak of one of several processes against the counted peak of a real step among them."""
+"""Planned peaks of sharded runs against counted peaks of one of their processes."""
 
 import json
 import subprocess

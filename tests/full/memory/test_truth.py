@@ -1,4 +1,4 @@
-"""The planned peak against the counted peak of a real step: what differs less in kind than in tests/memory."""
+"""Planned peaks against counted peaks of real steps: all recipes, optimizers and kernels."""
 
 from itertools import product
 
@@ -29,9 +29,7 @@ def test_plan_of_every_optimizer_equals_counted_step(optimizer: str) -> None:
 @pytest.mark.parametrize(
     "words", [BF16, IN_BACKWARD, BF16 + IN_BACKWARD], ids=["bf16", "in_backward", "both"]
 )
-def test_plan_of_whole_model_in_little_memory_equals_counted_step(
-    words: tuple[str, ...], optimizer: str
-) -> None:
+def test_plan_of_full_fine_tuning_in_bf16_equals_counted_step(words: tuple[str, ...], optimizer: str) -> None:
     assert abs(difference("recipe=full", f"optimizer={optimizer}", "training.recompute=1", *words)) <= NEAR
 
 
@@ -40,11 +38,11 @@ def test_plan_of_whole_model_in_little_memory_equals_counted_step(
     [("true", "fp32", "1"), ("false", "bf16", "0"), ("true", "bf16", "true")],
 )
 @pytest.mark.parametrize("base", ["recipe=qlora", "quantization=fp8"])
-def test_plan_of_packed_base_equals_counted_step(
+def test_plan_of_quantized_base_equals_counted_step(
     base: str, fused: str, precision: str, recompute: str
 ) -> None:
-    given = (f"adapter.fused={fused}", f"precision={precision}", f"training.recompute={recompute}")
-    assert abs(difference("recipe=lora", base, *given)) <= NEAR
+    words = (f"adapter.fused={fused}", f"precision={precision}", f"training.recompute={recompute}")
+    assert abs(difference("recipe=lora", base, *words)) <= NEAR
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -61,7 +59,7 @@ def test_plan_of_evaluation_equals_counted(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_plan_of_what_a_gpu_does_otherwise_equals_counted_step(recipe: str) -> None:
+def test_plan_with_gpu_kernels_equals_counted_step(recipe: str) -> None:
     run = small_run(f"recipe={recipe}", "training.recompute=0")
     with as_on_gpu():
         planned = plan_memory(run, PACKED, "cpu").peak_bytes

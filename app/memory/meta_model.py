@@ -1,4 +1,4 @@
-"""The network of a run without its weights: the same modules, on meta, of as many layers as are wanted."""
+"""The network of a run on the meta device, truncated to a number of layers."""
 
 import copy
 from typing import Any
@@ -15,22 +15,23 @@ from app.model.quantization import require_quantizable
 from app.model.tasks import task_of
 
 
-class Outline:
-    """Gives networks that differ in depth."""
+class MetaModel:
+    """Builds copies of a network with fewer layers."""
 
     def __init__(self, sections: ModelSections, attention: str) -> None:
-        """`attention`: a name that transformers knows."""
+        """`attention`: name of an implementation registered in transformers."""
         self._sections = sections
         self._lm = build_on_meta(sections.model, task_of(sections.task), attention, sections.base_dtype)
         layers = repeated_layers(self._lm)
         self.depth = len(layers)
-        self.alike = len({_likeness(layer) for layer in layers}) == 1 and not _names_one(sections)
+        kinds = {_cost_key(layer) for layer in layers}
+        self.has_equal_layers = len(kinds) == 1 and not _targets_single_layers(sections)
 
     def network(self, depth: int) -> nn.Module:
-        """Packed and with an adapter, as the sections want it; no layer is recomputed yet."""
+        """Network of so many layers, quantised and with its adapter; no layer is recomputed yet."""
         sections = self._sections
         with torch.device("meta"):
-            lm = _of_depth(self._lm, depth)
+            lm = _truncated(self._lm, depth)
             if sections.quantizer is not None:
                 require_quantizable(sections.model, lm, sections.quantizer)
                 sections.quantizer.quantize(lm.base_model)
@@ -41,28 +42,28 @@ class Outline:
             return add_adapter(sections.adapter, task, lm, sections.model.path)
 
 
-def _names_one(sections: ModelSections) -> bool:
-    """Whether adapters may be in some layers only, which `adapter.targets` gives by their numbers."""
+def _targets_single_layers(sections: ModelSections) -> bool:
+    """Whether `adapter.targets` names layers by number, so that layers differ."""
     parts = (part for target in sections.adapter.targets for part in target.split("."))
     return sections.adapter.kind != "none" and any(map(str.isdecimal, parts))
 
 
-def _likeness(layer: nn.Module) -> tuple[Any, ...]:
-    """What makes two layers cost the same: a window may need a mask."""
+def _cost_key(layer: nn.Module) -> tuple[Any, ...]:
+    """Weights and sliding windows of a layer: layers with equal keys cost the same. A window may need a mask."""
     weights = tuple((name, tuple(p.shape), p.dtype) for name, p in layer.named_parameters())
     windows = tuple(getattr(part, "sliding_window", None) for part in layer.modules())
     return (*weights, windows)
 
 
-def _of_depth(lm: Any, depth: int) -> Any:
-    """A copy with the first so many of its layers; the others are not copied."""
-    whole = _layer_lists(lm)
+def _truncated(lm: Any, depth: int) -> Any:
+    """Copy a model with its first `depth` layers only."""
+    lists = _layer_lists(lm)
     try:
-        for parent, name, layers in whole:
+        for parent, name, layers in lists:
             setattr(parent, name, layers[:depth])
         shorter = copy.deepcopy(lm)
     finally:
-        for parent, name, layers in whole:
+        for parent, name, layers in lists:
             setattr(parent, name, layers)
     for config in {id(m.config): m.config for m in shorter.modules() if hasattr(m, "config")}.values():
         config.num_hidden_layers = depth
@@ -70,10 +71,10 @@ def _of_depth(lm: Any, depth: int) -> Any:
 
 
 def _layer_lists(lm: nn.Module) -> list[tuple[nn.Module, str, nn.ModuleList]]:
-    inside = {id(layer) for layer in repeated_layers(lm)}
+    repeated = {id(layer) for layer in repeated_layers(lm)}
     return [
         (parent, name, child)
         for parent in lm.modules()
         for name, child in parent.named_children()
-        if isinstance(child, nn.ModuleList) and len(child) and all(id(each) in inside for each in child)
+        if isinstance(child, nn.ModuleList) and len(child) and all(id(each) in repeated for each in child)
     ]
