@@ -106,7 +106,7 @@ def rows_to_score(
 
 
 def _pool(config: DatasetConfig, rows_of: Callable[..., Prepared], most: int | None = None) -> Pool:
-    """All sources, each from an entry of its own in the cache: a weight changes none of them. `most`: of each."""
+    """Load each source from its own cache entry, whose key has no weights. `most` limits the rows of each source."""
     sections = sources_of(config)
     found = {}
     for name, section in sections.items():
@@ -134,14 +134,14 @@ def _rows(
     judge: Judge,
     known: Sequence[str],
 ) -> Prepared:
-    """The rows of one source. `max_rows` holds for rows read, and for the samples that they become."""
+    """Load the rows of one source. `max_rows` limits the rows read, and the samples made from them."""
     check_tokenizer(tokenizer, config.format)
     key = cache_key(source.fingerprint(), tokenizer, _settings(config, max_rows))
     rows, facts = cached_rows(
         cache_dir, key, lambda writer: asdict(write_rows(source, max_rows, config, tokenizer, writer))
     )
     counts = Counts(**facts)
-    counts.source = source.name  # the entry may have been made of a copy that lay elsewhere
+    counts.source = source.name  # the cached entry may name another path with the same content
     rows = _of_classes(rows, known, counts)
     judge(config, source, counts)
     return _first(rows, max_rows, counts), counts

@@ -58,7 +58,7 @@ def require_named_folder(overrides: Sequence[str]) -> None:
 
 
 def processes_to_start(launch: LaunchConfig) -> int:
-    """0 where this process trains itself: alone, or as one of those that a launcher has started."""
+    """Number of processes to launch; 0 if this process itself trains, alone or started by a launcher."""
     here = world()
     wanted = launch.num_processes
     if here.is_joined:
@@ -76,7 +76,7 @@ def processes_to_start(launch: LaunchConfig) -> int:
 
 
 def train_in_processes(count: int, run: RunConfig, resume_command: str, depth_file: Path) -> int:
-    """`app.train` for this very run: what a clock or an environment decided is decided once, for all.
+    """Train in `count` processes with this resolved config, so that times and environment values are read once.
 
     Where a sharded model ran out of memory, which `depth_file` tells, it starts again from its last checkpoint, in
     smaller parts.
@@ -106,7 +106,7 @@ def launch(count: int, program: Sequence[str], files: Mapping[str, str] | None =
 
     os.environ.setdefault(
         "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # a store that is gone would be a C++ stack in each process
+    )  # otherwise each process prints a C++ stack trace when the store is gone
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we print the one message
     with tempfile.TemporaryDirectory(prefix="app-launch-") as name, _forwarding_signals() as received:
         for file, text in (files or {}).items():

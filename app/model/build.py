@@ -75,12 +75,12 @@ class ModelSections:
     precision: str  # a key of DTYPES
     recompute: bool | int  # all layers, none, or the first so many
     trained: str = "fp32"  # a key of DTYPES: how the weights are held where all of them are trained
-    offload: bool = False  # whether what these keep waits on the host
+    offload: bool = False  # whether the inputs that recomputed layers save are kept in host memory
     compile: CompileConfig = field(default_factory=lambda: CompileConfig(kind="none"))
 
     @property
     def keeps_random_base(self) -> bool:
-        """An adapter on a base that no folder or hub has."""
+        """Whether an adapter is trained on a random base, which must be saved with the run."""
         return self.model.weights == "random" and self.adapter.kind != "none"
 
     @property
@@ -90,23 +90,23 @@ class ModelSections:
 
     @property
     def computed_in(self) -> torch.dtype:
-        """What products are made in."""
+        """Data type of matrix products."""
         dtypes = DTYPES[self.precision]
         return dtypes.compute or dtypes.base
 
     @property
     def base_dtype(self) -> torch.dtype:
-        """Of the base's weights, those beside packed ones included."""
+        """Data type of the base's weights that are not quantised."""
         return DTYPES[self.trained].base if self.trains_base else DTYPES[self.precision].base
 
     @property
     def trains_base(self) -> bool:
-        """Not where an adapter is trained beside it."""
+        """Whether the base itself is trained: no adapter, no quantisation."""
         return self.adapter.kind == "none" and self.quantizer is None
 
 
-# Methods of a TrainingModel beside forward, whose passes gather what is sharded
-_ENTRIES = ("scores", "predicted", "likelihoods", "within")
+# Methods besides forward whose calls must trigger FSDP's all-gather
+_FSDP_FORWARD_METHODS = ("scores", "predicted", "likelihoods", "within")
 
 
 def build_training_model(
@@ -129,7 +129,7 @@ def build_training_model(
     if sharding is not None:
         if on_meta and sections.quantizer is not None:
             sections.quantizer.use_stored_shapes(network)
-        sharding.divide(training_model, repeated_layers(base.lm), _ENTRIES)
+        sharding.divide(training_model, repeated_layers(base.lm), _FSDP_FORWARD_METHODS)
     if on_meta:
         put = put_whole if sharding is None else sharding.put
         base.fill(put, trained_copies(network))
@@ -142,7 +142,9 @@ def build_training_model(
         training_model.divided_by(sharding)
     training_model.train()
     training_model.compiled_layers = compiled
-    if sections.adapter.fused and compiled is None:  # a compiler sees through no pass by hand
+    if (
+        sections.adapter.fused and compiled is None
+    ):  # torch.compile cannot trace the hand-written autograd functions
         training_model.fused = _fused(training_model, device)
     return training_model
 

@@ -94,7 +94,7 @@ def train_in(
 
 
 def _forecast(resolved: ResolvedRun, predict: Predict | None) -> Forecast:
-    """The first process predicts for all: their micro-batches are alike."""
+    """Only rank 0 predicts: the micro-batches of all ranks have one shape."""
     if not world().is_first:
         return Forecast.made(None)
     device = resolved.runtime.device.type
@@ -133,7 +133,7 @@ def _opened(
 
 @contextmanager
 def _split_depth_noted(checkpoints: Checkpoints) -> Iterator[None]:
-    """Note on disk that the next start must split deeper. The other processes see only a broken connection."""
+    """Write to disk that the next start must split deeper; ranks that see only a broken connection read it there."""
     known = checkpoints.noted_depth()
     try:
         yield

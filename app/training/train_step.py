@@ -169,13 +169,13 @@ class Stepper:
         return total
 
     def _passes(self, own: int) -> int:
-        """Passes to make: where each is a collective, as many as the rank with the most parts; the last is repeated."""
+        """Number of passes, equal on all ranks of a sharded run: one with fewer parts repeats its last, unweighted."""
         if self._reduction.can_repeat or self.depth == 0:
             return own
         return int(self._runtime.peers.highest(own))
 
     def _deepen(self, batches: Sequence[Batch]) -> None:
-        """Split one level deeper. Other ranks block in the reduction and learn it with the next step's counts."""
+        """Split one level deeper. With DDP the other ranks wait in the all-reduce, then adopt the depth."""
         if not any(halve(part) for batch in batches for part in split_batch(batch, self.depth)):
             longest = max(max(batch.lengths, default=0) for batch in batches)
             raise out_of_memory_error(f"a document of {longest} tokens by itself", self._kept())
