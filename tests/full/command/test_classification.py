@@ -174,8 +174,8 @@ def test_encoder_learns_pairs(zygote: Zygote, place: Path, made: Callable[[str],
     assert packed["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-5)
 
     pair = {"sentence1": "I saw a dog.", "sentence2": "A dog?"}
-    write(place / "pairs.jsonl", [pair, dict(zip(pair, reversed(pair.values()), strict=True))])
-    answers = [json.loads(line) for line in asked(zygote, place, run, "prompts=pairs.jsonl").splitlines()]
+    write(place / "orders.jsonl", [pair, dict(zip(pair, reversed(pair.values()), strict=True))])
+    answers = [json.loads(line) for line in asked(zygote, place, run, "prompts=orders.jsonl").splitlines()]
     assert answers[0]["probabilities"] != answers[1]["probabilities"], "the order of the texts counts"
 
 

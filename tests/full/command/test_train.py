@@ -1,7 +1,6 @@
 """The program as a user starts it: what it says, what it writes, what comes out."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,8 @@ def test_default_run_learns_within_a_minute(run_app: RunApp, tmp_path: Path) -> 
     assert str(run / "final") in last[0]
     assert last[2] == f"report  {run}/report.html"
     assert f">python -m app.train output_dir={run}</pre>" in (run / "report.html").read_text()
-    assert last[1] == f'try it  {sys.executable} -m app.generate run={run} prompt="..."'
+    assert last[1].startswith("try it  ")
+    assert last[1].endswith(f'python -m app.generate run={run} prompt="..."')
     answer = run_app(
         f"run={run}", "prompt=Give the opposite of cold.", "max_new_tokens=8", module="app.generate"
     )
