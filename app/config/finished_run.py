@@ -59,7 +59,7 @@ def read_changes(
 
 
 def finished_folder(given: str | None) -> Path:
-    """The folder of `run=`, whose run must have finished."""
+    """Return the folder named by `run=`; refuse a run that has not finished."""
     folder = run_folder(given)
     if not (folder / "final").is_dir():
         raise CheckpointError(

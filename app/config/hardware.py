@@ -46,7 +46,7 @@ class _Root:
 
 
 def read_hardware(overrides: Sequence[str]) -> HardwareConfig | None:
-    """Read `hardware=...` and `hardware.KEY=...`, the last of each; None stands for this machine."""
+    """Parse `hardware=` and `hardware.KEY=` options; return None for the local machine."""
     given = {key_of(text): text.partition("=")[2].strip("'\"") for text in overrides}
     name = given.pop("hardware", "auto")
     if name != "auto":

@@ -89,7 +89,7 @@ class Packed:
     def units(
         self, rows: TokenRows, order: NDArray[np.int64], shuffle: np.random.Generator | None = None
     ) -> Units:
-        """Plan bins over rows in `order`; `shuffle` exchanges rows between bins, whose number stays."""
+        """Pack rows into bins in `order`; `shuffle` swaps rows between bins and keeps the number of bins."""
         lengths = rows.lengths[order]
         placed, starts = plan_bins(lengths, self.tokens)
         most = self._max_documents(lengths[placed], starts)

@@ -177,7 +177,7 @@ def _num_chars(rows: Sequence[Row], path: str) -> int:
 
 
 def _named_like(words: Sequence[str], paths: Sequence[str]) -> str:
-    """The first path whose last part is one of the words, or ends with it."""
+    """Return the first column path that has one of `words` as its last part or suffix."""
     for word in words:
         for path in paths:
             last = path.removesuffix(_EACH).rpartition(".")[2]

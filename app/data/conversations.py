@@ -151,7 +151,7 @@ def _role(index: int, message: Message) -> str:
 
 
 def _content(index: int, role: str, content: Any, *, may_be_absent: bool) -> str:
-    """Text of a message, whose parts are joined; a tool's result may be an object."""
+    """Join the content parts of a message into one text; dump a tool result that is an object as JSON."""
     if content is None and may_be_absent:
         return ""
     if isinstance(content, list):

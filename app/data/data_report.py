@@ -47,7 +47,7 @@ class Counts:
     unstable: int = 0  # conversations whose earlier turns the template rewrites
     expanded_into: int = 0  # samples that they became; 0 if only their last turn is trained
     glued: int = 0  # samples with a token across the edge of what is trained
-    endless: int = 0  # samples whose answer ends in no special token
+    endless: int = 0  # samples with an answer that does not end in a special token
     unseen: int = 0  # messages of which the template writes nothing
     shortened: int = 0  # answers of which the template leaves out a part
     marked: int = 0  # messages with the text of a special token
