@@ -129,8 +129,7 @@ class Sharding:
     def checking(self) -> Iterator[None]:
         """Allow backward passes that begin elsewhere than in a forward pass of the model, on all processes alike."""
         self._root.set_requires_gradient_sync(False)
-        for unit in self._units:
-            unit.set_reshard_after_backward(False, recurse=False)
+        self._root.set_reshard_after_backward(False, recurse=False)
         try:
             yield
         finally:
@@ -196,9 +195,9 @@ class Sharding:
 
     def total(self, squares: Tensor) -> Tensor:
         """Sum over the processes that share one copy of the model; other copies have the same sum."""
-        group = self.mesh.get_group(self.mesh.ndim - 1)
-        torch.distributed.all_reduce(squares, group=group)
-        return squares
+        on_device = squares.to(self.mesh.device_type)  # the group of a GPU cannot sum those of offloaded shards
+        torch.distributed.all_reduce(on_device, group=self.mesh.get_group(self.mesh.ndim - 1))
+        return on_device.to(squares.device)
 
 
 def _store_gradient(found: dict[str, Tensor], name: str, gradient: Tensor) -> None:

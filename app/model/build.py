@@ -128,8 +128,9 @@ def build_training_model(
     compiled = compile_blocks(base.lm, sections.compile, device)
     recompute(base.lm, sections.recompute, HostOffload() if sections.offload else None)
     pooled = task_of(sections.task).pooled
+    compute = DTYPES[sections.precision].compute
     training_model = TrainingModel(
-        network if on_meta else network.to(device), DTYPES[sections.precision].compute, pooled=pooled
+        network if on_meta else network.to(device), compute, sections.attention, pooled=pooled
     )
     if sharding is not None:
         if on_meta:

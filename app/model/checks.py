@@ -7,8 +7,10 @@ are wrong without leaking.
 
 import contextlib
 import math
+from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 from app.batch import IGNORE, Batch, PackedSequences
 from app.errors import EnvironmentProblem
-from app.model.attention import NAME, own_attention
+from app.model.attention import NAME, own_attention, plain_packed, register_kernel
 from app.model.chunked_loss import LinearHead, linear_head, token_loss_sum
 from app.model.comparison import Comparison, max_difference, max_or_nan
 from app.model.head import head_parameters
@@ -24,8 +26,11 @@ from app.model.kernels import autocast_dtype, uses_kernels
 from app.model.source import gist
 from app.model.training_model import TrainingModel
 
-_MAX_DOCUMENTS = 4  # that a check computes
-_MAX_TOKENS = 128  # of each
+_MAX_DOCUMENTS = 4  # whose classes are compared
+_MAX_PACKED_TOKENS = 2048  # that a pass of the packing check computes
+_MAX_COMPARED_LOGITS = 512  # tokens, spread over all documents
+# to which documents are cut: few lengths, which take few passes, and none a multiple of a kernel's tile
+_PACKED_LENGTHS = (1, 2, 3, 5, 9, 17, 33, 65, 129)
 _PACKING_FP32 = {"logits": 1e-5, "gradient": 1e-4}  # allowed where everything is float32
 _PACKING_FACTOR = 3  # elsewhere, times what the model's own kernels differ by
 
@@ -176,7 +181,7 @@ def _loss_difference(model: TrainingModel, head: LinearHead, rows: Tensor, *, we
     return max_difference(ours, own)
 
 
-_Outcome = tuple[Tensor, Tensor]  # logits [tokens, vocabulary], gradient of the embeddings [tokens, hidden]
+_Outcome = tuple[Tensor, Tensor]  # logits [some tokens, vocabulary], gradient of the embeddings [tokens, hidden]
 
 
 def _differences(found: _Outcome, expected: _Outcome) -> dict[str, float]:
@@ -191,75 +196,99 @@ def _differences(found: _Outcome, expected: _Outcome) -> dict[str, float]:
 
 def check_packing(model: TrainingModel, batch: Batch) -> list[Comparison]:
     """Refuse to train packed when documents of `batch` give anything else for being packed."""
-    documents = [] if batch.documents is None else _documents_of(batch)
-    if len(documents) < 2:
+    if batch.documents is None or len(batch.lengths) < 2:
         return []
-    mode = model.training
+    documents, mode = _documents_of(batch), model.training
     model.eval()
     with model.autocast(batch.ids.device):
         separate = _separate(model, documents, "eager")
-        found = _differences(_packed(model, documents), separate)
+        found = _differences(_packed(model, documents, batch.documents), separate)
         exact = (
             torch.get_float32_matmul_precision() == "highest"
             and separate[0].dtype == torch.float32
             and model.compute is None
         )
         allowed = _PACKING_FP32 if exact else _allowed_rounding(model, documents, separate)
+        passed = {what: difference <= allowed[what] for what, difference in found.items()}  # NaN does not
+        plain = None
+        if not all(passed.values()):
+            with _attention(model, register_kernel(plain_packed, f"{NAME}_plain")):
+                plain = _differences(_packed(model, documents, batch.documents), separate)
     model.train(mode)
-    for what, difference in found.items():
-        if not difference <= allowed[what]:  # NaN too
-            raise EnvironmentProblem(
-                f"batching.packing=true: a model of kind {model.language_model.config.model_type} gives another {what} "
-                f"when documents are packed (relative difference {difference:.1e}, allowed {allowed[what]:.1e}), so it "
-                "would be trained wrongly. Set batching.packing=false."
-            )
+    if plain is not None:
+        what = next(what for what in passed if not passed[what])
+        by_attention = all(plain[each] <= allowed[each] for each in plain)
+        raise EnvironmentProblem(_refusal(model, what, found[what], allowed[what], by_attention=by_attention))
     return [
         Comparison(f"{what} of packed documents against separate ones", difference, allowed[what])
         for what, difference in found.items()
     ]
 
 
-def _documents_of(batch: Batch) -> list[Tensor]:
-    """The beginnings of the first documents, without what fills up bins and rows."""
-    if batch.ids.shape[0] > 1:
-        documents = [batch.ids[row, :n] for row, n in enumerate(batch.lengths)]
-    else:
-        documents = list(batch.ids[0, : sum(batch.lengths)].split(batch.lengths))
-    return [document[:_MAX_TOKENS] for document in documents[:_MAX_DOCUMENTS]]
-
-
-def _packed(model: TrainingModel, documents: Sequence[Tensor]) -> _Outcome:
-    lengths, device = [len(d) for d in documents], documents[0].device
-    positions = torch.cat([torch.arange(n, device=device) for n in lengths])
-    packed = PackedSequences.from_lengths(lengths, max_documents=len(lengths) + 2)  # with empty ones, as in training
-    return _outcome(
-        model,
-        torch.cat(list(documents))[None],
-        position_ids=positions[None] + model.first_position,
-        documents=packed.to(device),
+def _refusal(model: TrainingModel, what: str, difference: float, allowed: float, *, by_attention: bool) -> str:
+    """`by_attention`: plain attention gives the right numbers, so the kind of model is not the cause."""
+    kind = f"a model of kind {model.language_model.config.model_type}"
+    text = (
+        f"gives another {what} when documents are packed (relative difference {difference:.1e}, allowed {allowed:.1e})"
+    )
+    if not by_attention:
+        return f"batching.packing=true: {kind} {text}, so it would be trained wrongly. Set batching.packing=false."
+    remedy = "batching.packing=false" if model.attention == "sdpa" else "attention=sdpa"
+    return (
+        f"attention={model.attention}: it {text} and plain attention does not, so {kind} would be trained wrongly. "
+        f"Set {remedy}."
     )
 
 
+def _documents_of(batch: Batch) -> list[Tensor]:
+    """The ends of all documents, which differ more than their beginnings, ordered by length."""
+    ids, longest = batch.ids.flatten(), max(2, _MAX_PACKED_TOKENS // len(batch.lengths))
+    bounds = ((start, start + length) for start, length in zip(batch.starts, batch.lengths, strict=True))
+    kept = ((end, _PACKED_LENGTHS[bisect(_PACKED_LENGTHS, min(end - start, longest)) - 1]) for start, end in bounds)
+    return sorted((ids[end - length : end] for end, length in kept), key=len)
+
+
+def _packed(model: TrainingModel, documents: Sequence[Tensor], limits: PackedSequences) -> _Outcome:
+    """`limits`: those of the run, which kernels are given with every batch."""
+    lengths, device = [len(d) for d in documents], documents[0].device
+    positions = torch.cat([torch.arange(n, device=device) for n in lengths])
+    packed = PackedSequences.from_lengths(lengths, limits.max_seqlen, len(limits.cu_seqlens) - 1)
+    ids, places = torch.cat(list(documents))[None], positions[None] + model.first_position
+    return _outcome(model, [_pass(model, ids, position_ids=places, documents=packed.to(device))])
+
+
 def _separate(model: TrainingModel, documents: Sequence[Tensor], attention: str, noise: float = 0.0) -> _Outcome:
-    """Each document by itself, by the model's own attention and its own counting of positions."""
+    """Each document as a row of its own, by the model's own attention and its own counting of positions."""
+    with _attention(model, attention):
+        rows = (torch.stack(list(each)) for _, each in groupby(documents, len))
+        return _outcome(model, [_pass(model, ids, noise) for ids in rows])
+
+
+@contextlib.contextmanager
+def _attention(model: TrainingModel, name: str) -> Iterator[None]:
     lm: Any = model.language_model
-    lm.set_attn_implementation(attention)
+    lm.set_attn_implementation(name)
     try:
-        parts = [_outcome(model, document[None], noise=noise) for document in documents]
+        yield
     finally:
         lm.set_attn_implementation(NAME)
-    return torch.cat([logits for logits, _ in parts]), torch.cat([gradient for _, gradient in parts])
 
 
-def _outcome(model: TrainingModel, ids: Tensor, noise: float = 0.0, **given: Any) -> _Outcome:
+def _pass(model: TrainingModel, ids: Tensor, noise: float = 0.0, **given: Any) -> tuple[Tensor, Tensor]:
+    """States and the gradient of the embeddings, of the tokens of all rows."""
     lm: Any = model.language_model
     with torch.enable_grad(), _embeddings_as_leaf(lm.get_input_embeddings(), noise) as leaves:
-        hidden = lm.base_model(input_ids=ids, use_cache=False, **given)[0][0]
+        hidden = lm.base_model(input_ids=ids, use_cache=False, **given)[0]
         # weights that follow from token and dimension, not from the layout
-        weights = torch.cos(ids[0, :, None].float() + torch.arange(hidden.shape[-1], device=hidden.device))
+        weights = torch.cos(ids[..., None].float() + torch.arange(hidden.shape[-1], device=hidden.device))
         gradient = torch.autograd.grad((hidden.float() * weights).sum(), leaves)[0]
-    with torch.no_grad():
-        return model.head(hidden.detach()), gradient[0]
+    return hidden.detach().flatten(0, 1), gradient.flatten(0, 1)
+
+
+@torch.no_grad()
+def _outcome(model: TrainingModel, passes: Sequence[tuple[Tensor, Tensor]]) -> _Outcome:
+    hidden, gradient = (torch.cat(each) for each in zip(*passes, strict=True))
+    return model.head(hidden[:: -(-len(hidden) // _MAX_COMPARED_LOGITS)]), gradient
 
 
 @contextlib.contextmanager

@@ -80,7 +80,8 @@ def load_training_model(
         network.requires_grad_(False)  # as attaching an adapter did in training
         network = _with_adapter(network, final) if tuned else network
     pooled = task_of(sections.task).pooled
-    return TrainingModel(network.to(device), DTYPES[sections.precision].compute, pooled=pooled).eval()
+    compute = DTYPES[sections.precision].compute
+    return TrainingModel(network.to(device), compute, sections.attention, pooled=pooled).eval()
 
 
 def load_any(model: ModelConfig, task: Task) -> tuple[Any, Any]:

@@ -18,12 +18,18 @@ Result = TypeVar("Result")
 
 
 class TrainingModel(nn.Module):
-    """A language model with its loss. `network` is the model, or PEFT's wrapper around it."""
+    """A language model with its loss.
 
-    def __init__(self, network: nn.Module, compute: torch.dtype | None, *, pooled: bool = False) -> None:
+    `network` is the model, or PEFT's wrapper around it; `attention` the name of its backend.
+    """
+
+    def __init__(
+        self, network: nn.Module, compute: torch.dtype | None, attention: str = "sdpa", *, pooled: bool = False
+    ) -> None:
         super().__init__()
         self.network = network
         self.compute = compute
+        self.attention = attention
         self.fused = Fused()
         self.compiled_layers: CompiledLayers | None = None
         self.sharding: Any = None  # app.distributed.fsdp.Sharding, where the model is sharded
@@ -112,9 +118,8 @@ class TrainingModel(nn.Module):
         if self.compute is None:
             yield
         else:
-            # a cached cast of a gathered weight would outlive the layer that gathered it
-            cache = self.sharding is None
-            with torch.autocast(device.type, dtype=self.compute, cache_enabled=cache):
+            # a cached cast would outlive its layer: a copy of every trained weight until the forward pass ends
+            with torch.autocast(device.type, dtype=self.compute, cache_enabled=False):
                 yield
 
     @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from app.model.attention.registry import BACKENDS, NAME, Backend, own_attention, register, register_kernel, select
 from app.model.attention.requirements import Kernel, Needs, Rules, needs_of
-from app.model.attention.sdpa import plain, sdpa
+from app.model.attention.sdpa import plain, plain_packed, sdpa
 
 __all__ = [
     "BACKENDS",
@@ -14,6 +14,7 @@ __all__ = [
     "needs_of",
     "own_attention",
     "plain",
+    "plain_packed",
     "register",
     "register_kernel",
     "sdpa",

@@ -4,7 +4,7 @@ In compiled layers on a CPU it is one operation: document bounds are read inside
 them. On a GPU that would wait for the device in every layer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -23,10 +23,26 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequenc
 
     Padded rows need no mask: no real token looks at the padding on its right.
     """
+    return _by_document(_whole, q, k, v, rules, documents)
+
+
+def plain_packed(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
+    """`plain` on each document by itself."""
+    return _by_document(plain, q, k, v, rules, documents)
+
+
+def _by_document(
+    whole: Callable[[Tensor, Tensor, Tensor, Rules], Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rules: Rules,
+    documents: PackedSequences | None,
+) -> Tensor:
     if documents is None or len(documents.lengths) == 1:
-        return _whole(q, k, v, rules)
+        return whole(q, k, v, rules)
     parts = (t.split(documents.lengths, dim=2) for t in (q, k, v))
-    return torch.cat([_whole(a, b, c, rules) for a, b, c in zip(*parts, strict=True)], dim=2)
+    return torch.cat([whole(a, b, c, rules) for a, b, c in zip(*parts, strict=True)], dim=2)
 
 
 def _whole(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> Tensor:
