@@ -140,15 +140,19 @@ def end_ids(lm: Any, tokenizer: Any) -> list[int]:
 
 
 def generate(
-    lm: Any, prompts: Sequence[Sequence[int]], ends: list[int], max_new: int, **sampling: Any
+    lm: Any, prompts: Sequence[Sequence[int]], ends: list[int], max_new: int, *, together: bool = False, **sampling: Any
 ) -> list[list[int]]:
-    """New ids for each prompt, up to an end id or `max_new`; one prompt at a time, so that none is padded."""
+    """New ids for each prompt, up to an end id or `max_new`.
+
+    One prompt at a time, so that none is padded; or all `together`, where each pass of the model is dear.
+    """
     own, mode = lm.config._attn_implementation, lm.training
     if own in {NAME, "sdpa"}:  # ours knows no key-value cache
         lm.set_attn_implementation(own_attention(lm))
     lm.eval()
+    batches = [prompts] if together else [[prompt] for prompt in prompts]
     try:
-        return [_new_ids(lm, [prompt], ends, max_new, **({"do_sample": False} | sampling))[0] for prompt in prompts]
+        return [ids for each in batches for ids in _new_ids(lm, each, ends, max_new, **{"do_sample": False} | sampling)]
     finally:
         lm.train(mode)
         if own in {NAME, "sdpa"}:

@@ -151,7 +151,8 @@ def _answered(held_out: HeldOutRows, model: TrainingModel) -> list[Sample]:
     pairs = [_split(held_out.rows, i) for i in held_out.indices]
     lm = model.language_model
     ends = end_ids(lm, held_out.tokenizer)
-    answers = generate(lm, [prompt for prompt, _ in pairs], ends, held_out.max_new_tokens)
+    together = model.sharding is not None  # each pass gathers the whole model
+    answers = generate(lm, [prompt for prompt, _ in pairs], ends, held_out.max_new_tokens, together=together)
     return [
         Sample(prompt=held_out.text(prompt), expected=held_out.text(expected), answer=held_out.text(answer))
         for (prompt, expected), answer in zip(pairs, answers, strict=True)

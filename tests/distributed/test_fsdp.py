@@ -1,13 +1,20 @@
-"""The first reduced gradient of a sharded model is compared with the plain sum of all processes' own."""
+"""A sharded model: checks gather one unit at a time, its first reduced gradient is compared, norms of shards summed."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from app.config.schema import ParallelConfig
+from app.distributed.fake_process_group import fake_device_mesh
+from app.distributed.fsdp import MeshSizes, Sharding, is_sharded
 from app.distributed.process_group import Runtime
 from app.errors import EnvironmentProblem
 from app.model.activation_checkpointing import repeated_layers
+from app.model.checks import check_head, check_packing, choose_loss_head
+from app.model.training_model import TrainingModel
 from app.training.setup import check_reduction
 from tests.model.small import documents_of, lora, packed, training_model_of
 from tests.several_processes import ProcessesByCount
@@ -20,12 +27,65 @@ PARALLEL = ParallelConfig(
 METHODS: dict[str, dict[str, Any]] = {"full": {}, "lora": {"adapter": lora()}}
 
 
-def difference_or_refusal(runtime: Runtime, method: str, is_wrong: bool) -> float | str:
+def divided(runtime: Runtime, method: str) -> tuple[TrainingModel, Sharding]:
     model = training_model_of("llama", **METHODS[method])
     sharding = runtime.sharding(PARALLEL)
     assert sharding is not None
     sharding.divide(model, repeated_layers(model.language_model), ("scores", "within"))
     model.divided_by(sharding)
+    return model, sharding
+
+
+def gathered_units(runtime: Runtime, method: str) -> list[int]:
+    """Layers and rest of the model that are gathered after each check, and when all are done."""
+    model, sharding = divided(runtime, method)
+    batch, found = packed(documents_of((20, 5, 11))), []
+    layers = repeated_layers(model.language_model)
+    of_layers = {id(each) for layer in layers for each in layer.modules()}
+
+    def count() -> None:
+        rest = [part for part in model.modules() if id(part) not in of_layers]
+        own = [[p for part in layer.modules() for p in part._parameters.values()] for layer in layers]
+        own.append([p for part in rest for p in part._parameters.values()])
+        found.append(sum(any(p is not None and not is_sharded(p) for p in unit) for unit in own))
+
+    def check() -> None:
+        for work in (check_head, choose_loss_head, check_packing):
+            work(model, batch)
+            count()
+
+    with sharding.checking():
+        model.within(check)
+    count()
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_checks_gather_one_unit_at_a_time(processes: ProcessesByCount, method: str) -> None:
+    for *after_checks, at_end in processes(PROCESSES).run(gathered_units, method):
+        assert max(after_checks) <= 1
+        assert at_end == 0
+
+
+def test_total_sums_on_device_of_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that has no backend for the host, as that of GPUs, and the gradient of a shard that is there."""
+
+    def all_reduce(tensor: torch.Tensor, group: Any) -> None:
+        group._get_backend(tensor.device)  # torch's own refusal, which it makes for real tensors alone
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    with fake_device_mesh(MeshSizes(1, 2)), FakeTensorMode():
+        group = torch.distributed.new_group([0, 1], backend="lazy:fake")
+        mesh: Any = SimpleNamespace(device_type="lazy", ndim=1, get_group=lambda _dimension: group)
+        squares = torch.ones((), dtype=torch.float64)
+        with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+            all_reduce(squares, group)
+        total = Sharding(mesh, reshard=True, sync_each=True, offload=True).total(squares)
+        assert total.device == squares.device
+
+
+def difference_or_refusal(runtime: Runtime, method: str, is_wrong: bool) -> float | str:
+    model, sharding = divided(runtime, method)
     if is_wrong:
         for unit in sharding._units:
             unit.set_gradient_divide_factor(float(PROCESSES))  # a mean, as FSDP does by itself

@@ -90,7 +90,8 @@ def greedy(lm: Any, prompt: list[int], **given: Any) -> list[int]:
 def test_greedy_answers_are_those_of_transformers_own_attention(kind: str, own: str) -> None:
     """With a cache; transformers' sdpa has neither caps nor sinks."""
     expected = [greedy(built(kind, own), prompt, eos_token_id=None) for prompt in IDS]
-    assert generate(built(kind), IDS, [], NEW_IDS) == expected
+    for together in (False, True):
+        assert generate(built(kind), IDS, [], NEW_IDS, together=together) == expected
 
 
 def test_an_answer_stops_at_the_first_end_and_leaves_it_out() -> None:
@@ -98,6 +99,7 @@ def test_an_answer_stops_at_the_first_end_and_leaves_it_out() -> None:
     free = generate(lm, IDS[:1], [], NEW_IDS)[0]
     end = next(token for token in free if token != free[0])
     assert generate(lm, IDS[:1], [end, 2], NEW_IDS)[0] == free[: free.index(end)]
+    assert generate(lm, IDS, [end, 2], NEW_IDS, together=True) == generate(lm, IDS, [end, 2], NEW_IDS)
     assert generate(lm, IDS[:1], [free[0]], NEW_IDS)[0] == []
 
 
