@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from app.batch import PackedSequences
-from app.model.attention import Rules
+from app.model.attention import Rules, plain_packed
 from app.training.storage_counter import CPU_WORKSPACE, Workspace
 
 ATTENTION = "planned"  # name of the attention implementation in a traced model
@@ -62,8 +62,12 @@ def _gradients(ctx: Any, grad: Tensor, _grad_of_sums: Tensor) -> tuple[Tensor, T
 _attention.register_autograd(_gradients, setup_context=_save_for_backward)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
-    """Attention of a traced model on a GPU, in the dtype of autocast."""
+def attention(
+    backend: str, q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None
+) -> Tensor:
+    """Attention of a traced model on a GPU by a run's backend, in the dtype of autocast."""
+    if rules.sinks is not None or (rules.softcap is not None and backend != "flash"):
+        return plain_packed(q, k, v, rules, documents)  # as sdpa does, whose scores of a document are a square
     device = q.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else v.dtype
     lengths = (q.shape[2],) * q.shape[0] if documents is None else documents.lengths

@@ -7,9 +7,10 @@ layer, or with recomputed layers only, have other phases, so they are extrapolat
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from app.batch import Batch
-from app.config.schema import PrecisionConfig, RunConfig
+from app.config.schema import RunConfig
 from app.distributed.environment import world
 from app.distributed.fsdp import MeshSizes
 from app.distributed.process_group import mesh_sizes_of
@@ -62,7 +63,8 @@ class Estimate:
         """`device`: gpu or cpu. `steps_only` plans no evaluation. `mesh_sizes` is None for an unsharded model."""
         evaluated = None if steps_only else shape.of_evaluation(run)
         on_gpu = device == "gpu"
-        name = register_kernel(cuda_ops.attention, cuda_ops.ATTENTION) if on_gpu else register(choices.attention)
+        kernel = partial(cuda_ops.attention, choices.attention)
+        name = register_kernel(kernel, cuda_ops.ATTENTION) if on_gpu else register(choices.attention)
         self._settings = TraceSettings(run, choices.precision, shape, evaluated, on_gpu, mesh_sizes)
         self._meta_model = MetaModel(sections_of(run, choices), name)
         self._traces: dict[tuple[int, int], Numbers] = {}
@@ -133,16 +135,17 @@ def plan_memory(
     mesh_sizes: MeshSizes | None = None,
 ) -> MemoryPlan:
     """Plan the memory of one process. `device`: gpu or cpu. `exact` traces every layer."""
-    choices = choices or planned_choices(run.precision, device)
+    choices = choices or planned_choices(run, device)
     estimate = Estimate(run, shape, device, choices, steps_only=steps_only, mesh_sizes=mesh_sizes)
     return estimate.planned(recomputed_layers(run.training), exact=exact)
 
 
-def planned_choices(precision: PrecisionConfig, device: str) -> Choices:
-    """Precision and attention backend of a planned run; a GPU is assumed to support bf16."""
+def planned_choices(run: RunConfig, device: str) -> Choices:
+    """Precision and attention backend of a planned run; a GPU is assumed to support bf16 and to lack flash-attn."""
+    precision, attention = run.precision.kind, run.attention.kind
     if device == "gpu":
-        return Choices("bf16" if precision.kind == "auto" else precision.kind, "varlen")
-    return Choices(choose_precision(precision), "sdpa")
+        return Choices("bf16" if precision == "auto" else precision, "varlen" if attention == "auto" else attention)
+    return Choices(choose_precision(run.precision), "sdpa")
 
 
 def predict(run: RunConfig, choices: Choices, largest: Batch, micro_batches: int, device: str) -> Predicted:

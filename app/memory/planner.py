@@ -93,7 +93,7 @@ class Planner:
     def _fewest_recomputed(self, run: RunConfig, shape: Shape | None = None, *, exact: bool = False) -> Planned:
         """Plan with `training.recompute` layers recomputed, with `auto` as few as fit."""
         shape = shape or worst_case(run)
-        choices = self._choices or planned_choices(run.precision, self.machine.device)
+        choices = self._choices or planned_choices(run, self.machine.device)
         sizes = mesh_sizes_of(run.parallel, self.processes, self._local_processes)
         shape = replace(shape, keeps_gradients=self.processes > 1 and sizes is None)
         estimate = Estimate(run, shape, self.machine.device, choices, mesh_sizes=sizes)

@@ -45,6 +45,29 @@ def test_extrapolated_plan_equals_trace_of_all_layers(words: tuple[str, ...]) ->
     assert max(abs(size - whole.phases[phase]) for phase, size in guess.phases.items()) <= NEAR
 
 
+@pytest.mark.parametrize(
+    ("kind", "attention", "has_scores"),
+    [
+        ("gemma2", "auto", True),
+        ("gemma2", "sdpa", True),
+        ("gemma2", "flash", False),
+        ("gpt_oss", "flash", True),
+        ("llama", "sdpa", False),
+    ],
+)
+def test_plan_for_gpu_has_scores_of_attention_that_the_run_takes(kind: str, attention: str, has_scores: bool) -> None:
+    """Plain attention keeps the square of a document's length: for sinks, and for soft-capping without flash-attn."""
+    words = [f"model.architecture.model_type={kind}", *EXPERTS[1:]]
+    run = small_run("recipe=full", "precision=bf16", f"attention={attention}", *words)
+    whole, apart = (
+        plan_memory(run, replace(PACKED, documents=documents, longest=max(documents)), steps_only=True).peak_bytes
+        for documents in ((192,), (64, 64, 64))
+    )
+    layers, heads, fp32 = 3, 4, 4
+    more = layers * heads * fp32 * (192**2 - 3 * 64**2) if has_scores else 0  # the weights of softmax at the least
+    assert more <= whole - apart <= 8 * more
+
+
 def test_plan_of_unequal_layers_traces_all() -> None:
     """Layers differ by sliding windows, which need a mask on a CPU, or by targets that name a layer by number."""
     gemma = (
@@ -60,7 +83,7 @@ def test_plan_of_unequal_layers_traces_all() -> None:
         (("recipe=lora", "adapter.targets=[layers.2.mlp.up_proj]"), False),
     ):
         run = compose_run(["model.weights=random", "attention=sdpa", *words])
-        meta_model = MetaModel(sections_of(run, planned_choices(run.precision, "cpu")), "sdpa")
+        meta_model = MetaModel(sections_of(run, planned_choices(run, "cpu")), "sdpa")
         assert meta_model.has_equal_layers == is_equal
 
 

@@ -18,7 +18,7 @@ from tests.memory.truth import small_run
 LAYERS = 7
 LARGE = Shape(1, 4096, (1024,) * 4, 6, 2048, 4096)
 RUN = small_run(f"model.architecture.num_hidden_layers={LAYERS}", "recipe=lora", "precision=bf16")
-CHOICES = planned_choices(RUN.precision, "gpu")
+CHOICES = planned_choices(RUN, "gpu")
 BIN_SIZES = [2048, 1024, 512, 256, 128]
 BINS = small_run(
     "model.architecture.num_hidden_layers=6",
