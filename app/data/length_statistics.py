@@ -55,7 +55,7 @@ def percentiles(rows: NDArray[np.int32], counts: Counts) -> dict[str, int] | Non
     reached = np.cumsum(samples)
     at = [int(np.searchsorted(reached, reached[-1] * percent / 100)) for percent in _PERCENTS]
     longest = int(lengths[-1]) if counts.pieces else counts.longest
-    found = {f"p{percent}": min(int(lengths[i]), longest) for percent, i in zip(_PERCENTS, at, strict=True)}
+    found = {f"p{percent}": int(lengths[i]) for percent, i in zip(_PERCENTS, at, strict=True)}
     return {**found, "max": longest}
 
 
@@ -65,7 +65,7 @@ def length_that_keeps(share: float, rows: NDArray[np.int32], counts: Counts) -> 
     if not len(lengths) or counts.pieces:
         return None
     reached = np.cumsum(samples)
-    return min(int(lengths[np.searchsorted(reached, reached[-1] * share - 1e-9)]), counts.longest)
+    return int(lengths[np.searchsorted(reached, reached[-1] * share - 1e-9)])
 
 
 def share_within(length: int, rows: NDArray[np.int32], counts: Counts) -> float:
@@ -97,5 +97,5 @@ def _before_policy(rows: NDArray[np.int32], counts: Counts) -> tuple[NDArray[np.
         samples[-1] = max(0, samples[-1] - counts.truncated)  # truncated ones have max_length
     kept = np.flatnonzero(samples)
     ends = over_long(counts)
-    lengths = np.concatenate([kept, np.array([each["up_to"] for each in ends], np.int64)])
+    lengths = np.concatenate([kept, np.array([min(each["up_to"], counts.longest) for each in ends], np.int64)])
     return lengths, np.concatenate([samples[kept], np.array([each["samples"] for each in ends], np.int64)])

@@ -46,6 +46,7 @@ def test_length_that_keeps_share(lengths: list[int], longest: int, share: float)
     length = length_statistics.length_that_keeps(share, kept, counts)
     assert length is not None
     assert np.mean(np.array(lengths) <= length) >= share - 1e-9
+    assert length_statistics.share_within(length, kept, counts) >= share - 1e-9
     within = length_statistics.share_within(longest, kept, counts)
     assert within == pytest.approx(np.mean(np.array(lengths) <= longest))
 
