@@ -62,9 +62,7 @@ def _gradients(ctx: Any, grad: Tensor, _grad_of_sums: Tensor) -> tuple[Tensor, T
 _attention.register_autograd(_gradients, setup_context=_save_for_backward)
 
 
-def attention(
-    backend: str, q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None
-) -> Tensor:
+def attention(backend: str, q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
     """Attention of a traced model on a GPU by a run's backend, in the dtype of autocast."""
     if rules.sinks is not None or (rules.softcap is not None and backend != "flash"):
         return plain_packed(q, k, v, rules, documents)  # as sdpa does, whose scores of a document are a square
