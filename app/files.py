@@ -4,7 +4,9 @@ import errno
 import hashlib
 import io
 import json
+import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +25,8 @@ _FULL_DISKS = {
     errno.EFBIG: ("File too large", "a file is larger than this shell allows", "Type ulimit -f unlimited"),
 }
 _TEMP_DIR_PREFIX = ".writing-"
+STATE, SAVE_NUMBER = "state.json", "save"  # of a checkpoint, and the key of its place among all saves of the run
+CHECKPOINT_NAME = re.compile(r"step-([0-9]{6,})$")
 
 
 @contextmanager
@@ -72,8 +76,27 @@ def _full_disk(fault: BaseException) -> tuple[str, str, str] | None:
 
 def _newest_checkpoint(target: Path) -> Path | None:
     """The newest one of the run that `target`, a checkpoint or another file, belongs to."""
-    folders = (target.parent, target.parent / "checkpoints")
-    return max((save for folder in folders for save in folder.glob("step-*")), default=None)
+    return next(reversed(checkpoints_in(target.parent) or checkpoints_in(target.parent / "checkpoints")), None)
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints of a run, the last saved at the end."""
+    found = [(CHECKPOINT_NAME.match(save.name), save) for save in folder.glob("step-*") if save.is_dir()]
+    named = [(save_number(save), int(name[1]), save) for name, save in found if name]
+    return [save for _, _, save in sorted(named)]
+
+
+def save_number(save: Path) -> float:
+    """The place of a checkpoint among all saves of its run, however often that went back to an earlier step.
+
+    0 for one of a version that did not count; infinity for one that is damaged, so that it is not passed over silently.
+    """
+    try:
+        state = json.loads((save / STATE).read_text())
+        number = state.get(SAVE_NUMBER, 0) if state["progress"] else math.inf
+    except (OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError):
+        return math.inf
+    return number if isinstance(number, int) else math.inf
 
 
 def write_text(path: Path, text: str) -> None:
@@ -163,6 +186,8 @@ def verify_checksums(folder: Path) -> str | None:
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except (OSError, ValueError):
+        return f"{MANIFEST} cannot be read"
+    if not isinstance(hashes, dict):
         return f"{MANIFEST} cannot be read"
     for name, expected in hashes.items():
         file = folder / name

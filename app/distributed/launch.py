@@ -24,6 +24,7 @@ from app.errors import ConfigError
 from app.signals import CODES, stop_signals
 
 MAX_RESTARTS = 3  # of a run that needs smaller parts
+MAX_DEPTH = 20  # of splits: a million parts
 _SAVED_CODES = frozenset(CODES.values())  # the processes have printed all there is to say
 _RUN_FILE, _RESUME_FILE = "run.yaml", "resume.txt"
 
@@ -104,8 +105,8 @@ def train_in_processes(count: int, run: RunConfig, resume_command: str, depth_fi
 
 def read_depth(file: Path) -> int:
     """How often micro-batches are halved, as a start that ran out of memory noted it; 0 where none did."""
-    text = file.read_text().strip() if file.is_file() else ""
-    return int(text) if text.isdigit() else 0
+    text = file.read_text(errors="replace").strip() if file.is_file() else ""
+    return min(int(text[:9]), MAX_DEPTH) if text.isdecimal() else 0
 
 
 def launch(count: int, program: Sequence[str], files: Mapping[str, str] | None = None) -> int:

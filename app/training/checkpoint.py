@@ -3,10 +3,9 @@
 import json
 import math
 import os
-import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,27 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from app.config.commands import resume_command
-from app.config.schema import CheckpointConfig
+from app.config.schema import CheckpointConfig, number
+from app.config.validate import parse_section
 from app.distributed import sharded_checkpoint as sharded
-from app.distributed.launch import read_depth
+from app.distributed.launch import MAX_DEPTH, read_depth
 from app.distributed.process_group import HostGroup
 from app.errors import AppError, CheckpointError
-from app.files import checksummed_folder, remove_temp_dirs, report_full_disk, temp_dir_of, verify_checksums
-from app.optim.optimizer_state import flatten, load_state
+from app.files import (
+    CHECKPOINT_NAME,
+    SAVE_NUMBER,
+    STATE,
+    checkpoints_in,
+    checksummed_folder,
+    remove_temp_dirs,
+    report_full_disk,
+    save_number,
+    temp_dir_of,
+    verify_checksums,
+)
+from app.optim.optimizer_state import flatten, group_settings, load_state, saved_groups
 from app.tracking.manifest import read_manifest
+from app.training.identity import differences
 from app.training.train_step import Stepper
 from app.training.trained_state import (
     OPTIMIZER,
@@ -35,33 +47,38 @@ from app.training.trained_state import (
     plain_states,
 )
 
-_RANDOM, _STATE, DEPTH = "random.safetensors", "state.json", "depth.json"
-_NAME = re.compile(r"step-(\d{6,})$")
+_RANDOM, DEPTH = "random.safetensors", "depth.json"
+_STATE_TYPES = {"identity": dict, "choices": dict, "progress": dict, "scaler": dict | None, "optimizer": dict}
 
 
 @dataclass(slots=True)
 class Progress:
-    """Counts since the first step of the run, over all of its starts."""
+    """Counts and results since the first step of the run, over all of its starts."""
 
-    step: int = 0  # optimizer steps done; also the cursor of the loader
-    tokens: int = 0
-    trained_tokens: int = 0
-    skipped_steps: int = 0
-    skipped_in_a_row: int = 0
+    step: int = number(0, at_least=0)  # optimizer steps done; also the cursor of the loader
+    tokens: int = number(0, at_least=0)
+    trained_tokens: int = number(0, at_least=0)
+    skipped_steps: int = number(0, at_least=0)
+    skipped_in_a_row: int = number(0, at_least=0)
     best_loss: float | None = None
-    best_step: int = 0
-    evals_without_gain: int = 0
+    best_step: int = number(0, at_least=0)
+    evals_without_gain: int = number(0, at_least=0)
     first_loss: float | None = None
     last_loss: float | None = None
     last_eval_loss: float | None = None
-    depth: int = 0  # how often micro-batches are halved since they did not fit into memory
+    metrics: dict[str, Any] = field(default_factory=dict)  # numbers of the last evaluation
+    best_metrics: dict[str, Any] = field(default_factory=dict)
+    # how often micro-batches are halved since they did not fit into memory
+    depth: int = number(0, at_least=0, at_most=MAX_DEPTH)
 
-    def note_eval(self, loss: float, min_delta: float) -> bool:
+    def note_eval(self, metrics: Mapping[str, float], min_delta: float) -> bool:
         """Take in an evaluation; true when it is the best so far. A loss that is not finite is never the best."""
+        self.metrics, loss = dict(metrics), metrics["eval_loss"]
         self.last_eval_loss = loss
         improved = math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss - min_delta)
         if improved:
             self.best_loss, self.best_step, self.evals_without_gain = loss, self.step, 0
+            self.best_metrics = self.metrics
         else:
             self.evals_without_gain += 1
         return improved
@@ -76,7 +93,7 @@ def find_checkpoint(folder: Path, resume: str | None, *, tidy: bool = True) -> t
     if resume != "auto":
         return _intact(Path(resume)), []
     remarks: list[str] = []
-    for save in sorted(_checkpoints_in(folder), key=_step_of, reverse=True):
+    for save in reversed(checkpoints_in(folder)):
         fault = _damage(save)
         if fault is None:
             return save, remarks
@@ -95,7 +112,7 @@ def choices_of(save: Path | None) -> dict[str, str]:
 
 
 class Checkpoints:
-    """The checkpoints of one run. One is continued only where its `identity` equals that of the run."""
+    """The checkpoints of one run. One is continued only where its `identity` does not differ from that of the run."""
 
     def __init__(
         self, folder: Path, config: CheckpointConfig, identity: Mapping[str, Any], choices: Mapping[str, str]
@@ -104,6 +121,7 @@ class Checkpoints:
         self._config = config
         self._identity = dict(identity)
         self._choices = dict(choices)
+        self._known: dict[Path, bool] = {}  # checkpoints that this start has written or read: whether they are intact
 
     def save(self, progress: Progress, stepper: Stepper, host_group: HostGroup) -> None:
         """Write one, whole or not at all, and delete old ones. The first process writes; of a sharded model each
@@ -111,7 +129,7 @@ class Checkpoints:
         """
         random = host_group.collected(_random_state())
         plains = host_group.collected(plain_states(stepper))
-        target = self.folder / f"step-{progress.step:06d}"
+        target = self._place(progress.step)
         sharding = stepper.model.sharding
         if host_group.rank > 0:
             if sharding is not None:
@@ -119,7 +137,9 @@ class Checkpoints:
                 with report_full_disk(target):
                     sharded.save(named_tensors(stepper), temp_dir_of(target) / SHARDS, host_group.group)
             return
+        numbers = [each for each in map(save_number, checkpoints_in(self.folder)) if each != math.inf]
         state = {
+            SAVE_NUMBER: max(numbers, default=0) + 1,
             "identity": self._identity,
             "choices": self._choices,
             "progress": asdict(progress),
@@ -136,13 +156,15 @@ class Checkpoints:
                 _save_tensors(tensors, aside / OPTIMIZER)
                 state |= {"optimizer": plain}
             save_file(_by_rank(random), aside / _RANDOM)
-            (aside / _STATE).write_text(json.dumps(state))
+            (aside / STATE).write_text(json.dumps(state))
+        self._known[target] = True
         self._delete_old(progress)
 
     def load(self, folder: Path, stepper: Stepper, host_group: HostGroup) -> Progress:
         """Restore the state after the step of `folder`, saved by any number of processes."""
         state = _read_state(folder)
-        self._require_same_run(folder, state["identity"])
+        self._require_same_run(folder, state, stepper)
+        self._known[folder] = True
         if stepper.model.sharding is None and not (folder / SHARDS).is_dir():
             load_weights(folder, stepper.model.trained(), host_group)
             load_state(stepper.optimizer, load_file(folder / OPTIMIZER), state["optimizer"])
@@ -151,7 +173,7 @@ class Checkpoints:
         if stepper.scale is not None:
             stepper.scale.load_state_dict(state["scaler"])
         _set_random_state(load_file(folder / _RANDOM), host_group.rank)
-        return Progress(**state["progress"])
+        return parse_section(Progress, state["progress"])
 
     def note_depth(self, depth: int) -> None:
         """Tell the next start to split deeper: this one cannot repeat its micro-batch."""
@@ -165,15 +187,19 @@ class Checkpoints:
 
     def best(self, progress: Progress) -> Path | None:
         """The checkpoint of the best evaluation, if it still exists and is intact."""
-        folder = self.folder / f"step-{progress.best_step:06d}"
+        folder = self._place(progress.best_step)
         return folder if folder.is_dir() and _damage(folder) is None else None
 
-    def _require_same_run(self, folder: Path, saved: Mapping[str, Any]) -> None:
-        different = [
-            f"{key}: the checkpoint has {saved.get(key)}, this run has {self._identity.get(key)}"
-            for key in sorted({*saved, *self._identity})
-            if saved.get(key) != self._identity.get(key)
-        ]
+    def _place(self, step: int) -> Path:
+        return self.folder / f"step-{step:06d}"
+
+    def _require_same_run(self, folder: Path, state: Mapping[str, Any], stepper: Stepper) -> None:
+        saved, own = state["identity"], self._identity
+        if "optimizer.weight_decay" not in saved:  # by an earlier version, which compared less
+            known = {"precision.kind": state["choices"].get("precision"), "precision.trained": "fp32"}
+            saved = known | saved | group_settings(saved_groups(state["optimizer"]))
+            own = own | group_settings(stepper.optimizer.param_groups)
+        different = differences(saved, own)
         if different:
             raise CheckpointError(
                 f"resume: {folder} is of another run and cannot be continued ({'; '.join(different[:4])}). "
@@ -182,16 +208,25 @@ class Checkpoints:
             )
 
     def _delete_old(self, progress: Progress) -> None:
-        found = sorted(_checkpoints_in(self.folder), key=_step_of)
-        for folder in found[: -self._config.keep]:
-            if _step_of(folder) != progress.best_step:
+        for folder in self._old():
+            if folder != self._place(progress.best_step):
                 shutil.rmtree(folder)
+
+    def _old(self) -> list[Path]:
+        """Checkpoints saved before the last `keep` ones that are intact."""
+        found, kept = checkpoints_in(self.folder), 0
+        while len(found) > self._config.keep - kept > 0:
+            save = found.pop()
+            if save not in self._known:
+                self._known[save] = _damage(save) is None
+            kept += self._known[save]
+        return found if kept == self._config.keep else []
 
 
 def _intact(folder: Path) -> Path:
     """Check `resume=PATH`, which names a checkpoint or a run folder."""
-    if not _NAME.search(folder.name):
-        found = sorted(_checkpoints_in(folder / "checkpoints"), key=_step_of)
+    if not CHECKPOINT_NAME.match(folder.name):
+        found = checkpoints_in(folder / "checkpoints")
         if not found:
             raise CheckpointError(f"resume={folder}: no checkpoint there. Give RUN/checkpoints/step-000100.")
         folder = found[-1]
@@ -209,9 +244,11 @@ def _damage(save: Path) -> str | None:
     if fault is not None:
         return fault
     try:
-        Progress(**_read_state(save)["progress"])
-    except (OSError, LookupError, TypeError, ValueError):
-        return f"{_STATE} is not that of a checkpoint"
+        is_whole = _is_of_a_run(_read_state(save))
+    except (OSError, LookupError, TypeError, ValueError, RecursionError, AppError):
+        is_whole = False
+    if not is_whole:
+        return f"{STATE} is not that of a checkpoint"
     for name in (_RANDOM,) if (save / SHARDS).is_dir() else (WEIGHTS, OPTIMIZER, _RANDOM):
         try:
             with safe_open(save / name, framework="pt"):
@@ -221,9 +258,21 @@ def _damage(save: Path) -> str | None:
     return None
 
 
+def _is_of_a_run(state: Mapping[str, Any]) -> bool:
+    """Whether all values are of the types and in the ranges that a run writes."""
+    progress, steps = parse_section(Progress, state["progress"]), state["identity"].get("steps", "any")
+    measured = (*progress.metrics.values(), *progress.best_metrics.values())
+    chosen = [state["choices"][key] for key in ("precision", "attention")]
+    is_within = steps == "any" or progress.step <= steps
+    return is_within and all(isinstance(n, int | float) for n in measured) and all(isinstance(c, str) for c in chosen)
+
+
 def _read_state(save: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((save / _STATE).read_text())
-    return {key: state[key] for key in ("identity", "choices", "progress", "scaler", "optimizer")}
+    state: dict[str, Any] = json.loads((save / STATE).read_text())
+    odd = [key for key, kind in _STATE_TYPES.items() if not isinstance(state[key], kind)]
+    if odd:
+        raise ValueError(f"{save / STATE}: {odd[0]} is of another type")
+    return {key: state[key] for key in _STATE_TYPES}
 
 
 def _command_of(run: Path) -> str:
@@ -234,16 +283,6 @@ def _command_of(run: Path) -> str:
     except (AppError, LookupError, TypeError, ValueError, AttributeError):
         return ""
     return f" {resume_command(typed, str(run))}" if typed else ""
-
-
-def _checkpoints_in(folder: Path) -> list[Path]:
-    return [f for f in folder.iterdir() if f.is_dir() and _NAME.match(f.name)] if folder.is_dir() else []
-
-
-def _step_of(folder: Path) -> int:
-    match = _NAME.search(folder.name)
-    assert match, folder
-    return int(match.group(1))
 
 
 def _save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:

@@ -27,8 +27,13 @@ from app.training.trainer import Trainer
 def write_final(resolved: ResolvedRun, trainer: Trainer, recorder: Recorder, predicted: Predicted | None) -> int:
     """Write final/ and the result of a complete run; returns the exit code."""
     result = _result(trainer, predicted)
-    took_best = resolved.config.checkpoint.final == "best" and _load_best(trainer, recorder)
-    metrics = trainer.best_metrics if took_best else trainer.metrics
+    progress = trainer.progress
+    metrics = progress.metrics
+    if resolved.config.checkpoint.final == "best" and 0 < progress.best_step < progress.step:
+        if _load_best(trainer, recorder):
+            metrics = progress.best_metrics
+        else:
+            result["objective"] = progress.last_eval_loss  # that of final/, as otherwise
     result["final_metrics"] = {key: value for key, value in metrics.items() if math.isfinite(value)}
     model = trainer.parts.stepper.model
     tensors = None if model.sharding is None else whole_tensors(saved_tensors(model))
@@ -41,7 +46,7 @@ def write_final(resolved: ResolvedRun, trainer: Trainer, recorder: Recorder, pre
             recorder.message(answers)
     else:
         deque(tensors or (), maxlen=0)  # takes part in the collectives of the first process
-    recorder.message(closing_message(resolved.config, recorder.folder, result, trainer.progress, trainer.metrics))
+    recorder.message(closing_message(resolved.config, recorder.folder, result, progress, progress.metrics))
     recorder.finish("finished", final=str(recorder.folder.final), **result)
     return 0
 
@@ -96,10 +101,14 @@ def _result(trainer: Trainer, predicted: Predicted | None) -> dict[str, Any]:
 
 
 def _load_best(trainer: Trainer, recorder: Recorder) -> bool:
-    """Take the weights of the best evaluation, if its checkpoint still exists."""
+    """Take the weights of the best evaluation, if its checkpoint is still there."""
     progress, parts = trainer.progress, trainer.parts
     checkpoint = parts.checkpoints.best(progress)
-    if checkpoint is None or progress.best_step == progress.step:
+    if checkpoint is None:
+        recorder.message(
+            f"checkpoint.final=best: the checkpoint of step {progress.best_step}, the best evaluation, is missing or "
+            f"damaged. final/ has the weights of step {progress.step}, the last one"
+        )
         return False
     load_weights(checkpoint, parts.stepper.model.trained(), parts.runtime.host_group)
     recorder.message(f"final/ has the weights of step {progress.best_step}, the best evaluation")

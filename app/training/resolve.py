@@ -44,6 +44,7 @@ from app.training.auto_settings import (
 )
 from app.training.checkpoint import choices_of, find_checkpoint
 from app.training.choices import Choices, choose
+from app.training.identity import base_hash, compared_settings
 from app.training.optimizer_in_backward import require_gradients_one_by_one
 
 _PER_PROCESS_KEYS = {"output_dir", "cache_dir", "launch"}  # compared by themselves, or free to differ
@@ -106,25 +107,12 @@ class ResolvedRun:
         """What decides the numbers of the next step, by the key to type; a checkpoint with other values is refused."""
         run, loader = self.config, self.loader
         return {
+            **compared_settings(run, self.choices.precision),
             "dataset (its tokens)": self.data.train.fingerprint,
             "batching": f"{loader.units_per_step} {loader.unit_name} a step, {loader.num_units} an epoch",
-            "seed": run.seed,
             "model.path": run.model.path,
-            "model.weights": run.model.weights,
-            "task.kind": run.task.kind,
-            "task.mask_share": run.task.mask_share,
-            # only where there are any: checkpoints of earlier versions know nothing of labels
-            **({"task.labels": ", ".join(run.task.labels)} if run.task.labels else {}),
-            "quantization.kind": run.quantization.kind,
-            "quantization.double_quant": run.quantization.double_quant,
-            "adapter.kind": run.adapter.kind,
-            "adapter.alpha": run.adapter.alpha,
-            "adapter.dropout": run.adapter.dropout,
+            **base_hash(run.model),
             "trained parameters": trained_parameters,
-            **({"precision.trained": run.precision.trained} if run.precision.trained != "fp32" else {}),
-            "optimizer.kind": run.optimizer.kind,
-            "optimizer.lr": run.optimizer.lr,
-            "schedule.kind": run.schedule.kind,
             "steps": self.steps.steps if run.schedule.kind != "constant" else "any",
         }
 

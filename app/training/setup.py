@@ -124,9 +124,9 @@ def record_base(resolved: ResolvedRun, model: TrainingModel, recorder: Recorder)
     """Note the hash of the base; a base of random weights, which no file has, is saved beside the run."""
     if not world().is_first:
         return
-    run, sections = resolved.config, resolved.sections
+    run, sections, is_there = resolved.config, resolved.sections, recorder.folder.base.is_dir()
     recorder.add_facts(hashes={"base": base_fingerprint(run.model)})
-    if sections.keeps_random_base and run.checkpoint.save_random_base and not resolved.checkpoint:
+    if sections.keeps_random_base and run.checkpoint.save_random_base and not (resolved.checkpoint and is_there):
         is_plain = sections.quantizer is None and model.sharding is None
         drawn = None if is_plain else random_base(sections, resolved.runtime.device, run.seed)
         with report_full_disk(recorder.folder.base), atomic_folder(recorder.folder.base, fsync_all) as folder:

@@ -100,8 +100,6 @@ class Trainer:
         self._window = _Window()
         self._eta = self._new_eta()
         self._tokens, self._seconds = 0, 0.0
-        self.metrics: dict[str, float] = {}  # of the last evaluation of this start
-        self.best_metrics: dict[str, float] = {}  # of the best one
         self.stopped_by: int | None = None  # the requested exit code
         self.memory = Measured(parts.runtime, parts.plan.steps - progress.step)
         self._updates = progress.step - progress.skipped_steps  # counted while gradients are checked
@@ -199,11 +197,9 @@ class Trainer:
         if parts.eval_batches is None or not (self._at_end() or self._due(self._config.eval.every)):
             return False
         started = time.perf_counter()
-        self.metrics = parts.score(parts.eval_batches())
-        improved = self.progress.note_eval(self.metrics["eval_loss"], self._config.eval.min_delta)
-        if improved:
-            self.best_metrics = self.metrics
-        parts.recorder.evaluation({"step": step, "epoch": parts.plan.epoch(step), **logged(self.metrics)})
+        metrics = parts.score(parts.eval_batches())
+        improved = self.progress.note_eval(metrics, self._config.eval.min_delta)
+        parts.recorder.evaluation({"step": step, "epoch": parts.plan.epoch(step), **logged(metrics)})
         parts.show_samples(step)
         seconds = time.perf_counter() - started
         self._eta.add_pause("evaluation", seconds)

@@ -9,7 +9,9 @@ import shlex
 import shutil
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -144,6 +146,38 @@ def test_checkpoint_of_wrong_content_is_passed_over(
         find_checkpoint(folder, str(newer))
 
 
+@pytest.mark.parametrize(
+    ("section", "changed"),
+    [
+        ("progress", {"step": -5}),
+        ("progress", {"step": "text"}),
+        ("progress", {"step": None}),
+        ("progress", {"step": 10**9}),
+        ("progress", {"depth": 21}),
+        ("progress", {"metrics": {"eval_loss": "low"}}),
+        ("progress", {"of_tomorrow": 1}),
+        ("choices", {"precision": 1}),
+        ("identity", {"steps": "many"}),
+        ("scaler", [1]),
+    ],
+    ids=str,
+)
+def test_state_out_of_range_is_passed_over(stepper: Stepper, folder: Path, section: str, changed: Any) -> None:
+    older, newer = (saved(checkpoints(folder, steps=9), Progress(step=step), stepper) for step in (1, 2))
+    state = json.loads((newer / "state.json").read_text())
+    state[section] = {**state[section], **changed} if isinstance(changed, dict) else changed
+    with_valid_hashes(newer, "state.json", json.dumps(state).encode())
+    found, (remark,) = find_checkpoint(folder, "auto")
+    assert found == older
+    assert "state.json is not that of a checkpoint" in remark
+
+
+def test_manifest_that_is_no_mapping_is_damage(stepper: Stepper, folder: Path) -> None:
+    save = saved(checkpoints(folder), Progress(step=1), stepper)
+    (save / "manifest.json").write_text("[1]")
+    assert verify_checksums(save) == "manifest.json cannot be read"
+
+
 def test_checkpoint_of_other_shapes_is_refused(stepper: Stepper, folder: Path) -> None:
     save = saved(checkpoints(folder), Progress(step=1), stepper)
     wrong = {name: torch.zeros(2, 2) for name in load_file(save / "weights.safetensors")}
@@ -159,6 +193,80 @@ def test_newest_and_best_checkpoints_are_kept(stepper: Stepper, folder: Path) ->
     assert sorted(f.name for f in folder.iterdir()) == ["step-000002", "step-000005", "step-000006"]
     assert saver.best(Progress(best_step=2)) == folder / "step-000002"
     assert saver.best(Progress(best_step=3)) is None
+
+
+@dataclass
+class Branch:
+    """Saves of a run, some of which are damaged; then a start that goes on from one of them and saves again."""
+
+    saves: tuple[int, ...]
+    resumed: int
+    then: int
+    left: tuple[int, ...]
+    damaged: tuple[int, ...] = ()
+    best: int = 0
+    keep: int = 2
+    counted: bool = True  # false: saved by a version that kept no count
+
+
+BRANCHES = {
+    "newest first": Branch((2, 4, 6), resumed=6, then=8, left=(6, 8)),
+    "back to an earlier step": Branch((2, 4, 6), resumed=2, then=3, left=(3, 6)),
+    "back, and best": Branch((2, 4, 6), resumed=2, then=3, left=(2, 3, 6), best=2),
+    "back, without a count": Branch((2, 4, 6), resumed=2, then=3, left=(3, 6), counted=False),
+    "one kept": Branch((2, 4), resumed=2, then=3, left=(3,), keep=1),
+    "damaged ones do not count": Branch((3, 8, 9), resumed=3, then=5, left=(3, 5, 8, 9), damaged=(8, 9)),
+    "damaged ones end": Branch((3, 8, 9, 3, 4), resumed=4, then=5, left=(4, 5), damaged=(8, 9)),
+}
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_newest_is_the_last_saved(name: str, stepper: Stepper, folder: Path) -> None:
+    branch = BRANCHES[name]
+    places = [saved(checkpoints(folder, keep=9), Progress(step=step), stepper) for step in branch.saves]
+    for place in places if not branch.counted else ():
+        state = json.loads((place / "state.json").read_text())
+        with_valid_hashes(place, "state.json", json.dumps({k: v for k, v in state.items() if k != "save"}).encode())
+    for step in branch.damaged:
+        (folder / f"step-{step:06d}" / "weights.safetensors").write_bytes(b"")
+    for age, place in enumerate(reversed(places)):
+        os.utime(place, (age, age))  # as after a copy: times of files say nothing
+
+    saver = checkpoints(folder, branch.keep)
+    saver.load(folder / f"step-{branch.resumed:06d}", stepper, ALONE)
+    newest = saved(saver, Progress(step=branch.then, best_step=branch.best), stepper)
+    assert sorted(int(save.name.removeprefix("step-")) for save in folder.iterdir()) == list(branch.left)
+    assert find_checkpoint(folder, "auto") == (newest, [])
+    assert find_checkpoint(folder.parent / "elsewhere", str(folder.parent)) == (newest, [])
+    with pytest.raises(EnvironmentProblem, match=f"resume={newest}"), report_full_disk(folder.parent / "log.txt"):
+        raise OSError(errno.ENOSPC, "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting"),
+    [
+        ("adamw", "weight_decay=0.5"),
+        ("adamw", "beta2=0.5"),
+        ("adamw", "eps=1e-3"),
+        ("muon", "momentum=0.5"),
+        ("muon", "eps=1e-3"),
+        ("sgd", "momentum=0.5"),
+        ("adafactor", "weight_decay=0.5"),
+        ("lion_8bit", "beta1=0.5"),
+        ("paged_adamw_8bit", "eps=1e-3"),
+    ],
+)
+def test_settings_of_an_earlier_checkpoint_are_those_of_its_optimizer(
+    kind: str, setting: str, folder: Path, runtime: Runtime, loader_of: Callable[..., Loader]
+) -> None:
+    """Whose identity does not have them."""
+    words = ("recipe=full", f"optimizer={kind}")
+    made, same, other = (stepper_of(small_run(*words, *more), runtime) for more in ((), (), (f"optimizer.{setting}",)))
+    made.run(loader_of(4, 1).batches(0), 1e-2)
+    save = saved(checkpoints(folder), Progress(step=1), made)
+    checkpoints(folder).load(save, same, ALONE)
+    with pytest.raises(CheckpointError, match=rf"\(optimizer\.{setting.partition('=')[0]}: the checkpoint has [^;]*\)"):
+        checkpoints(folder).load(save, other, ALONE)
 
 
 def test_checkpoint_of_another_run_is_refused(stepper: Stepper, folder: Path) -> None:
@@ -233,26 +341,26 @@ def test_resume_accepts_a_run_folder(stepper: Stepper, tmp_path: Path) -> None:
 
 def test_note_eval_needs_min_delta() -> None:
     progress = Progress(step=1)
-    assert progress.note_eval(2.0, 0.1)
+    assert progress.note_eval({"eval_loss": 2.0}, 0.1)
     progress.step = 2
-    assert not progress.note_eval(1.95, 0.1)
+    assert not progress.note_eval({"eval_loss": 1.95}, 0.1)
     assert (progress.evals_without_gain, progress.best_step) == (1, 1)
-    assert progress.note_eval(1.8, 0.1)
+    assert progress.note_eval({"eval_loss": 1.8}, 0.1)
     assert (progress.evals_without_gain, progress.best_step, progress.last_eval_loss) == (0, 2, 1.8)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_note_eval_first_loss_not_finite_is_not_the_best(loss: float) -> None:
     progress = Progress(step=1)
-    assert not progress.note_eval(loss, 0.1)
+    assert not progress.note_eval({"eval_loss": loss}, 0.1)
     assert (progress.best_loss, progress.best_step, progress.evals_without_gain) == (None, 0, 1)
     progress.step = 2
-    assert progress.note_eval(3.0, 0.1)
+    assert progress.note_eval({"eval_loss": 3.0}, 0.1)
     assert (progress.best_loss, progress.best_step, progress.evals_without_gain) == (3.0, 2, 0)
 
 
 def test_read_depth_of_a_torn_file_is_zero(tmp_path: Path) -> None:
     file = tmp_path / "depth.json"
-    for text, depth in (("", 0), ("2", 2), ("{", 0)):
+    for text, depth in (("", 0), ("2", 2), ("{", 0), ("²", 0), ("-1", 0), ("9999999", 20), ("9" * 5000, 20)):
         file.write_text(text)
         assert read_depth(file) == depth
