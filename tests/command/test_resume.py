@@ -2,13 +2,29 @@
 
 import random
 import shlex
+import shutil
 import signal
 import sys
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from app.signals import HEARD
-from tests.runs import FINISHED, SMALL, FinishedRuns, Zygote, has_reached, metrics, result, same_ending
+from tests.runs import (
+    FINISHED,
+    SMALL,
+    FinishedRuns,
+    Zygote,
+    content_of,
+    has_reached,
+    metrics,
+    refused,
+    result,
+    same_ending,
+)
+
+EARLIER = Path(__file__).parent / "earlier_checkpoints"
 
 
 def test_killed_run_resumes_bit_for_bit(zygote: Zygote, tmp_path: Path) -> None:
@@ -43,6 +59,61 @@ def test_resumed_finished_run_keeps_its_result(zygote: Zygote, finished: Finishe
     assert (ended.code, "; nothing was left to do\n" in ended.stdout) == (0, True)
     steps = [line for line in metrics(run) if "loss" in line]
     assert result(run)["tokens_per_second"] == steps[-1]["tokens_per_second"]
+    of_a_start = {"tokens_per_second", "peak_memory_bytes", "memory_measured_bytes", "seconds", "final"}
+    before, after = ({k: v for k, v in result(each).items() if k not in of_a_start} for each in (finished(), run))
+    assert after == before
+    assert after["final_metrics"].keys() >= {"eval_loss", "eval_loss_margin", "exact_match"}
+    cards = [(each / "final" / "README.md").read_text().splitlines() for each in (finished(), run)]
+    assert [line for line in cards[1] if line not in cards[0] and "| peak memory |" not in line] == []
+    assert len(cards[0]) == len(cards[1])
+
+
+def test_resume_elsewhere_writes_a_random_base(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
+    save, other = finished() / "checkpoints" / "step-000003", tmp_path / "other"
+    ended = zygote.run(tmp_path, *FINISHED["lora"], f"output_dir={other}", f"resume={save}")
+    assert ended.code == 0, ended.stderr
+    assert content_of(other / "base") == content_of(finished() / "base")
+
+
+def test_best_model_is_final_or_said_to_be_lost(zygote: Zygote, tmp_path: Path) -> None:
+    """No later evaluation is so much better that it counts."""
+    run = tmp_path / "run"
+    more = ("training.max_steps=4", "checkpoint.final=best", "eval.min_delta=100")
+    command = (*SMALL, *more, f"output_dir={run}", "resume=auto")
+    ends = []
+    for lost in (False, False, True):
+        if lost:
+            shutil.rmtree(run / "checkpoints" / "step-000002")
+        ended = zygote.run(tmp_path, *command)
+        assert ended.code == 0, ended.stderr
+        assert ("checkpoint.final=best: the checkpoint of step 2" in ended.stdout) == lost
+        ends.append(result(run))
+    best, last = [line["eval_loss"] for line in metrics(run) if "eval_loss" in line]
+    assert best != last
+    assert [(end["objective"], end["final_metrics"]["eval_loss"]) for end in ends] == [(best, best)] * 2 + [
+        (last, last)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
+def test_checkpoint_of_an_earlier_version_is_continued(kind: str, zygote: Zygote, tmp_path: Path) -> None:
+    """Saved by commit 6466c5c, by one process and by two with parallel=fsdp, after step 2 of 4."""
+    sizes = ("num_hidden_layers=1", "hidden_size=32", "intermediate_size=64")
+    heads = ("num_attention_heads=2", "num_key_value_heads=2")
+    model = ("model.weights=random", *(f"model.architecture.{each}" for each in (*sizes, *heads)))
+    data = ("dataset=messages", f"dataset.path={EARLIER / 'rows.jsonl'}", "dataset.max_length=64")
+    steps = ("batching.packing=false", "batching.rows=2", "batching.accumulation=2", "training.max_steps=4")
+    adapter = ("adapter.r=1", "adapter.targets=[q_proj,v_proj]", "optimizer.lr=1e-2", "precision=fp32")
+    command = (*model, *data, *steps, *adapter, "dataset.eval_fraction=0", "eval.samples=0", "launch.threads=1")
+    save = shutil.copytree(EARLIER / kind / "step-000002", tmp_path / "run" / "checkpoints" / "step-000002")
+    if kind == "whole":  # a sharded one has no settings of the optimizer
+        ended = zygote.run(tmp_path, *command, "optimizer.weight_decay=10", f"resume={save}")
+        refused(
+            ended.code, ended.stdout, ended.stderr, "optimizer.weight_decay: the checkpoint has 0.0, this run has 10.0"
+        )
+    ended = zygote.run(tmp_path, *command, "output_dir=there", f"resume={save}")
+    assert ended.code == 0, ended.stderr
+    assert metrics(tmp_path / "there")[-1]["loss"] == pytest.approx(7.173074792932581), "that of the earlier version"
 
 
 def test_stopped_run_resumes_bit_for_bit(zygote: Zygote, tmp_path: Path) -> None:
