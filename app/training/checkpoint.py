@@ -245,7 +245,7 @@ def _damage(save: Path) -> str | None:
         return fault
     try:
         is_whole = _is_of_a_run(_read_state(save))
-    except (OSError, LookupError, TypeError, ValueError, RecursionError, AppError):
+    except (OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError, AppError):
         is_whole = False
     if not is_whole:
         return f"{STATE} is not that of a checkpoint"
@@ -260,6 +260,9 @@ def _damage(save: Path) -> str | None:
 
 def _is_of_a_run(state: Mapping[str, Any]) -> bool:
     """Whether all values are of the types and in the ranges that a run writes."""
+    if not all(isinstance(state[key], kind) for key, kind in _STATE_TYPES.items()):
+        return False
+    group_settings(saved_groups(state["optimizer"]))  # can be read
     progress, steps = parse_section(Progress, state["progress"]), state["identity"].get("steps", "any")
     measured = (*progress.metrics.values(), *progress.best_metrics.values())
     chosen = [state["choices"][key] for key in ("precision", "attention")]
@@ -269,9 +272,6 @@ def _is_of_a_run(state: Mapping[str, Any]) -> bool:
 
 def _read_state(save: Path) -> dict[str, Any]:
     state: dict[str, Any] = json.loads((save / STATE).read_text())
-    odd = [key for key, kind in _STATE_TYPES.items() if not isinstance(state[key], kind)]
-    if odd:
-        raise ValueError(f"{save / STATE}: {odd[0]} is of another type")
     return {key: state[key] for key in _STATE_TYPES}
 
 

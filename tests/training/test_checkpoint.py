@@ -159,6 +159,8 @@ def test_checkpoint_of_wrong_content_is_passed_over(
         ("choices", {"precision": 1}),
         ("identity", {"steps": "many"}),
         ("scaler", [1]),
+        ("optimizer", {"param_groups": [{"dict": [["weight_decay", "much"]]}]}),
+        ("optimizer", {"param_groups": [1]}),
     ],
     ids=str,
 )
