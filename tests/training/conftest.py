@@ -113,6 +113,14 @@ def packed_loader_of(data: Data) -> Callable[..., Loader]:
 
 
 @pytest.fixture
+def stepper(runtime: Runtime, loader_of: Callable[..., Loader]) -> Stepper:
+    """A stepper that has made one step."""
+    made = stepper_of(small_run("recipe=lora"), runtime)
+    made.run(loader_of(4, 1).batches(0), 1e-2)
+    return made
+
+
+@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
 
