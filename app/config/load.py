@@ -19,10 +19,12 @@ from app.config import groups
 from app.config.overrides import check_overrides, key_of, parse_override, partition_overrides, split_arguments
 from app.config.rules import problems_of
 from app.config.schema import ModelConfig, RunConfig
+from app.config.unread_keys import unread_problems
 from app.config.validate import field_types, is_key, parse_section
 from app.errors import CheckpointError, ConfigError, refuse
 
 VERSION_BASE = "1.3"
+_WARMUPS = ("schedule.warmup_steps", "schedule.warmup_fraction")
 
 Run = TypeVar("Run", bound=RunConfig)
 
@@ -32,10 +34,15 @@ def load_run(config: DictConfig) -> RunConfig:
     return validated(_plain(config), RunConfig)
 
 
-def validated(data: Mapping[str, Any], schema: type[Run]) -> Run:
-    """Validate plain data of a run.yaml by `schema`, RunConfig or one with keys of a command, and by the rules."""
+def validated(data: Mapping[str, Any], schema: type[Run], typed: Mapping[str, Any] | None = None) -> Run:
+    """Validate plain data of a run.yaml by `schema`, RunConfig or one with keys of a command, and by the rules.
+
+    Keys that were `typed` must also be read: a rule's own message about one of them is enough.
+    """
     config = parse_section(schema, data)
-    refuse(problems_of(config))
+    problems = problems_of(config)
+    others = {k: v for k, v in (typed or {}).items() if not any(text.startswith(f"{k}=") for text in problems)}
+    refuse([*problems, *unread_problems(config, others)])
     return config
 
 
@@ -69,9 +76,16 @@ def _checked_overrides(overrides: Sequence[str]) -> list[str]:
     """Overrides that compose; where some are invalid, the values of the others are validated all the same."""
     valid, problems = partition_overrides(overrides, RunConfig)
     valid = _with_folder_model(valid)
+    valid += [f"++{key}=null" for key in _replaced(_values(valid))]
     if problems:
         raise ConfigError([*problems, *_wrong_values(valid)])
     return valid
+
+
+def _replaced(typed: Mapping[str, Any]) -> dict[str, None]:
+    """The length of the warm-up in the other unit, which the typed one replaces."""
+    given = [key for key in _WARMUPS if typed.get(key) is not None]
+    return {key: None for key in _WARMUPS if len(given) == 1 and key not in typed}
 
 
 def _wrong_values(overrides: Sequence[str]) -> list[str]:
@@ -94,18 +108,13 @@ def _with_folder_model(overrides: list[str]) -> list[str]:
 
 
 def _composed(overrides: Sequence[str]) -> RunConfig:
-    """The typed run; numbers of an architecture are refused for pretrained weights, which bring their own."""
-    run = load_run(_compose(overrides))
-    numbers = [text.lstrip("+") for text in overrides if key_of(text).startswith("model.architecture")]
-    if numbers and run.model.weights == "pretrained":
-        raise ConfigError(
-            [
-                f"{text} would not be read: model.weights=pretrained has its numbers in the config.json beside its "
-                "weights. Add model.weights=random for a model of these numbers without training."
-                for text in numbers
-            ]
-        )
-    return run
+    return validated(_plain(_compose(overrides)), RunConfig, _values(overrides))
+
+
+def _values(overrides: Sequence[str], schema: type = RunConfig) -> dict[str, Any]:
+    """The choices by group and values by dotted key of overrides that compose."""
+    parsed = (parse_override(text) for text in overrides if not text.startswith("~"))
+    return {key: value for each in parsed for key, value in _flat(each.key_or_group, each.value(), schema)}
 
 
 # ---- changes to the run of a run.yaml
@@ -134,8 +143,7 @@ def read_changes(
     except ConfigError as found:
         problems += found.problems
     refuse(problems)
-    parsed = map(parse_override, overrides)
-    return {key: value for each in parsed for key, value in _flat(each.key_or_group, each.value(), schema)}
+    return _values(overrides, schema)
 
 
 def _flat(key: str, value: Any, schema: type) -> Iterator[tuple[str, Any]]:
@@ -169,11 +177,11 @@ def _varied_run(overrides: Sequence[str]) -> RunConfig:
     run = read_run(file)
     over = {
         "output_dir": default_values()["output_dir"],
-        **dict.fromkeys(("resume", "training.stop_after", "tracker.name")),
+        **dict.fromkeys(("resume", "training.stop_after", "tracker.name", *_replaced(changes))),
         "dry_run": False,
         **({"optimizer.lr": run.optimizer.lr} if "optimizer" in changes else {}),  # the recipe's key
     }
-    return validated(apply_changes(run, changes, over), RunConfig)
+    return validated(apply_changes(run, changes, over), RunConfig, changes)
 
 
 def apply_changes(run: RunConfig, changes: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -185,6 +185,15 @@ def _random_weights_are_of_numbers(run: RunConfig) -> Iterator[str]:
         )
 
 
+def _warmup_has_one_length(run: RunConfig) -> Iterator[str]:
+    steps, fraction = run.schedule.warmup_steps, run.schedule.warmup_fraction
+    if steps is not None and fraction is not None:
+        yield (
+            f"schedule.warmup_steps={steps} and schedule.warmup_fraction={fraction:g} both say how long the warm-up "
+            "is. Keep one; set the other to null."
+        )
+
+
 def _resume_needs_its_folder(run: RunConfig) -> Iterator[str]:
     if run.resume in (None, "auto"):
         return
@@ -217,6 +226,7 @@ RULES: tuple[Rule, ...] = (
     _models_are_divided_by_layers_alone,
     _recorded_graphs_are_of_one_step,
     _random_weights_are_of_numbers,
+    _warmup_has_one_length,
     _resume_needs_its_folder,
     _compiled_layers_have_one_shape,
 )

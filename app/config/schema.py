@@ -14,6 +14,10 @@ LIMITS = "limits"
 SECTIONS = "sections"
 
 
+class Epochs(str):
+    """The type of a text like `0.25epoch`."""
+
+
 def choice(*names: str, default: str = MISSING) -> Any:
     """A text field that takes one of `names`."""
     return field(default=default, metadata={CHOICES: names})
@@ -142,7 +146,8 @@ class BatchingConfig:
     packing: bool = MISSING  # pack rows into bins, in which each row attends to itself only; false pads rows
     tokens: int | str = number(at_least=8)  # tokens of a micro-batch with packing; auto: as many as fit into memory
     rows: int = number(at_least=1)  # rows of a micro-batch without packing
-    accumulation: int = number(at_least=1)  # micro-batches of an optimizer step, on each process
+    # micro-batches of an optimizer step, on each process: the more, the larger the step and the fewer of them
+    accumulation: int = number(at_least=1)
 
     @property
     def bin_tokens(self) -> int:
@@ -187,10 +192,11 @@ class OptimizerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ScheduleConfig:
-    """The learning rate over the run, as fractions of its steps and of the peak."""
+    """The learning rate over the run."""
 
     kind: str = MISSING  # shape of the learning rate schedule
-    warmup_fraction: float = number(at_least=0, below=1)  # fraction of the steps for warm-up
+    warmup_fraction: float | None = number(at_least=0, below=1)  # fraction of the steps for warm-up
+    warmup_steps: int | None = number(None, at_least=0)  # steps for warm-up, in place of schedule.warmup_fraction
     final_fraction: float = number(0.0, at_least=0, at_most=1)  # last learning rate as a fraction of the peak
     decay_fraction: float = number(0.0, at_least=0, at_most=1)  # fraction of the steps for the decay of wsd
 
@@ -269,7 +275,8 @@ class TrainingConfig:
 class EvalConfig:
     """Evaluations on held-out rows."""
 
-    every: int = number(at_least=0)  # steps between evaluations; 0: only at the end
+    # steps between evaluations, or a part of an epoch such as 0.25epoch; 0: only at the end
+    every: int | Epochs = number(at_least=0)
     rows: int = number(at_least=1)  # rows of an evaluation micro-batch; does not change the result
     samples: int = number(at_least=0)  # held-out prompts to answer at each evaluation
     sample_tokens: int = number(at_least=1)  # largest number of tokens of an answer
@@ -281,7 +288,8 @@ class EvalConfig:
 class CheckpointConfig:
     """Checkpoints, and the weights of final/."""
 
-    every: int = number(at_least=0)  # steps between checkpoints; 0: only at the end
+    # steps between checkpoints, or a part of an epoch such as 0.25epoch; 0: only at the end
+    every: int | Epochs = number(at_least=0)
     keep: int = number(at_least=1)  # newest checkpoints to keep, besides the best one
     final: str = choice("last", "best")  # weights of final/
     save_random_base: bool = MISSING  # write a base of random weights too, which an adapter needs

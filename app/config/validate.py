@@ -17,7 +17,7 @@ from omegaconf import MISSING
 
 from app.config.did_you_mean import did_you_mean, did_you_mean_key
 from app.config.groups import choices_by_group
-from app.config.schema import CHOICES, LIMITS, SECTIONS
+from app.config.schema import CHOICES, LIMITS, SECTIONS, Epochs
 from app.errors import refuse
 
 Section = TypeVar("Section")
@@ -164,7 +164,7 @@ def number_type(kind: Any) -> type[int] | type[float] | None:
     plain = _optional_parts(kind)
     if plain == (float,):
         return float
-    return int if plain in ((int,), (int, str)) else None
+    return int if plain in ((int,), (int, str), (int, Epochs)) else None
 
 
 def is_optional(kind: Any) -> bool:
@@ -190,6 +190,13 @@ def _optional_parts(kind: Any) -> tuple[Any, ...]:
     return tuple(part for part in parts if part is not NoneType)
 
 
+def _epochs(text: str) -> str:
+    number = float(text.removesuffix("s").removesuffix("epoch")) if "epoch" in text else 0.0
+    if not 0 < number < math.inf:
+        raise ValueError(text)
+    return f"{number:g}epoch"
+
+
 _BOOLS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 # accepted types, the conversion, and the names for what was expected
 _TYPES: dict[Any, tuple[tuple[type, ...], Callable[[Any], Any], tuple[str, ...]]] = {
@@ -197,6 +204,7 @@ _TYPES: dict[Any, tuple[tuple[type, ...], Callable[[Any], Any], tuple[str, ...]]
     int: ((int, str), int, ("a whole number",)),
     float: ((int, float, str), float, ("a number",)),
     "auto": ((str,), {"auto": "auto"}.__getitem__, ("auto",)),
+    Epochs: ((str,), _epochs, ("a part of an epoch like 0.25epoch",)),
     # not numbers with a point or an exponent: `12e4567`, a revision, would silently become `inf`
     str: ((int, str), str, ("text (in quotes, where it looks like something else)",)),
     list[str]: ((list, tuple), lambda value: [_read(each, str) for each in value], ("a list like [a, b]",)),

@@ -24,9 +24,10 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, total: int) ->
 
 def warmup_steps(config: ScheduleConfig, total: int) -> int:
     """At least one where a warm-up is asked for, and never the whole run."""
-    if config.warmup_fraction == 0:
-        return 0
-    return min(max(1, round(config.warmup_fraction * total)), total - 1)
+    wanted = config.warmup_steps
+    if wanted is None:
+        wanted = max(1, round(config.warmup_fraction * total)) if config.warmup_fraction else 0
+    return min(wanted, total - 1)
 
 
 def _constant(_config: ScheduleConfig, _step: int, _warmup: int, _total: int) -> float:

@@ -16,7 +16,16 @@ from app.config.schema import RunConfig
 from app.errors import ConfigError
 from app.sweeps.grid import Setting
 from app.sweeps.preset import SweepConfig
-from app.sweeps.search_space import Dimension, Range, compose_or_error, corners, multiply_out, parse_multiple, value_in
+from app.sweeps.search_space import (
+    Dimension,
+    Range,
+    as_read,
+    compose_or_error,
+    corners,
+    multiply_out,
+    parse_multiple,
+    value_in,
+)
 from app.sweeps.trials import DRY_RUN, Outcome, Trial, key_of, name_of, value_of
 
 if TYPE_CHECKING:
@@ -37,7 +46,7 @@ class Search:
         self._seed = config.seed
         self.count = int(min(config.trials, math.prod(map(_count, self._dimensions))))
         self._recalled: Sequence[Trial] = []
-        combinations = [(*self._given, *texts) for texts in corners(self._dimensions)]
+        combinations = as_read([(*self._given, *texts) for texts in corners(self._dimensions)], self._dimensions)
         self.points: Sequence[Trial] = [
             Trial(0, texts, self._swept(texts), "") for texts in multiply_out(combinations, self._relative)
         ]
@@ -67,17 +76,19 @@ class Search:
 
     def _trial(self, number: int, point: Mapping[str, Any]) -> Trial:
         texts = (d.text(point[d.key]) if isinstance(d, Range) else point[d.key] for d in self._dimensions)
-        (overrides,) = multiply_out([(*self._given, *texts)], self._relative)
+        (overrides,) = multiply_out(as_read([(*self._given, *texts)], self._dimensions), self._relative)
         swept = self._swept(overrides)
         return Trial(number, overrides, swept, name_of(number, _TRIAL_NUMBER_DIGITS, swept), point)
 
     def _recorded(self, each: Mapping[str, Any]) -> Trial:
         swept = tuple(each["swept"])
         given = (text for text in self._given if key_of(text) not in self._relative)
-        return Trial(each["number"], (*given, *swept), swept, Path(each["folder"]).name, each["proposed"])
+        (overrides,) = as_read([(*given, *swept)], self._dimensions)
+        return Trial(each["number"], overrides, swept, Path(each["folder"]).name, each["proposed"])
 
     def _swept(self, overrides: tuple[str, ...]) -> tuple[str, ...]:
-        return overrides[len(overrides) - len(self._dimensions) :]
+        keys = [dimension.key for dimension in self._dimensions]
+        return tuple(text for text in overrides if key_of(text) in keys)
 
     def _first(self) -> Mapping[str, Any] | None:
         """The run without the sweep, so that the best trial is never worse; None if it lies outside the space."""

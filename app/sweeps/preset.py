@@ -13,10 +13,11 @@ from hydra.errors import HydraException
 from app.config import groups
 from app.config.did_you_mean import did_you_mean
 from app.config.schema import RunConfig, choice, number
+from app.config.unread_keys import is_unread, readers_of
 from app.config.validate import parse_section
 from app.errors import ConfigError, refuse
 from app.sweeps.grid import MAX_TRIALS, Setting, too_many
-from app.sweeps.search_space import Dimension, Range, compose_or_error, value_in
+from app.sweeps.search_space import Dimension, Range, as_read, compose_or_error, value_in
 from app.sweeps.trials import key_of
 
 GROUP = "sweep"
@@ -148,15 +149,12 @@ def _put(data: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _unused(space: Sequence[Dimension], settings: Sequence[Setting], extra: Sequence[str]) -> dict[str, str]:
-    """Keys of sections that are off in every trial, such as the adapter in full fine-tuning, with the reason."""
-    sections = {each.key: each.key.partition(".")[0] for each in space if "." in each.key}
-    combinations = itertools.product(*(setting.texts for setting in settings)) if sections else ()
+    """Keys that no trial reads, such as those of the adapter in full fine-tuning, with the reason."""
+    keys = [each.key for each in space if readers_of(each.key)]
+    combinations = as_read(itertools.product(*(setting.texts for setting in settings)), settings) if keys else ()
     runs = [run for texts in combinations if isinstance(run := compose_or_error((*texts, *extra)), RunConfig)]
-    return {
-        key: f"changes nothing with {section}.kind=none"
-        for key, section in sections.items()
-        if runs and all(value_in(run, section) == "none" for run in runs)
-    }
+    sections = {key: key.partition(".")[0] for key in keys if runs and all(is_unread(run, key) for run in runs)}
+    return {key: f"changes nothing with {each}.kind={value_in(runs[0], each)}" for key, each in sections.items()}
 
 
 def _describe(dimension: Dimension) -> str:

@@ -1,8 +1,9 @@
 """Search space of a sweep: lists of values, ranges of numbers, and multiples (0.5x) of the run's own value."""
 
+import itertools
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from app.config.groups import choices_by_group
 from app.config.load import compose_run
 from app.config.schema import RunConfig
+from app.config.unread_keys import is_unread, readers_of
 from app.config.validate import field_types, format_value, number_type
 from app.errors import ConfigError, refuse
 from app.sweeps.grid import Setting, settings_of, wrong_overrides
@@ -98,10 +100,11 @@ def dimensions_in(space: Mapping[str, Any]) -> tuple[list[Dimension], list[str]]
 
 
 def corners(dimensions: Sequence[Dimension]) -> list[tuple[str, ...]]:
-    """Each value, or end of a range, with the first ones of the other dimensions."""
-    first = tuple(dimension.texts[0] for dimension in dimensions)
-    others = [(*first[:i], text, *first[i + 1 :]) for i, each in enumerate(dimensions) for text in each.texts[1:]]
-    return [first, *others]
+    """Each value, or end of a range, with the first ones of the other dimensions and every choice of the groups."""
+    groups = choices_by_group()
+    firsts = itertools.product(*(each.texts if each.key in groups else each.texts[:1] for each in dimensions))
+    places = [(at, text) for at, each in enumerate(dimensions) for text in each.texts]
+    return list(dict.fromkeys((*first[:at], text, *first[at + 1 :]) for first in firsts for at, text in places))
 
 
 def compose_or_error(overrides: Sequence[str]) -> RunConfig | ConfigError:
@@ -118,6 +121,23 @@ def value_in(run: RunConfig, key: str) -> Any:
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
     return getattr(value, "kind", None) if is_dataclass(value) else value
+
+
+def as_read(combinations: Iterable[tuple[str, ...]], dimensions: Sequence[Dimension]) -> list[tuple[str, ...]]:
+    """The different trials once each of them is without the keys that its run does not read.
+
+    Where no group is swept, all trials read the same, and a key that they do not is refused as in a run.
+    """
+    groups = choices_by_group()
+    if not any(each.is_swept and each.key.removesuffix(".kind") in groups for each in dimensions):
+        return list(combinations)
+    return list(dict.fromkeys(map(_without_unread, combinations)))
+
+
+def _without_unread(texts: tuple[str, ...]) -> tuple[str, ...]:
+    others = [text for text in texts if not readers_of(key_of(text)) and not parse_multiple(text.partition("=")[2])]
+    run = compose_or_error(others)
+    return texts if isinstance(run, ConfigError) else tuple(text for text in texts if not is_unread(run, key_of(text)))
 
 
 def multiply_out(combinations: Sequence[tuple[str, ...]], relative: Collection[str]) -> list[tuple[str, ...]]:

@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -15,8 +15,8 @@ from app.sweeps.grid import Grid, Setting, settings_of, wrong_overrides
 from app.sweeps.optuna_search import Search
 from app.sweeps.preset import NO_PRESET, Preset, SweepConfig, dimensions_of, is_sweep_key, read_preset
 from app.sweeps.runner import Proposer, Runner
-from app.sweeps.search_space import Dimension, Range, compose_or_error, dimensions_in, multiply_out
-from app.sweeps.trials import SweepFolder, Trial, describe
+from app.sweeps.search_space import Dimension, Range, as_read, compose_or_error, dimensions_in, multiply_out
+from app.sweeps.trials import SweepFolder, Trial, describe, key_of
 
 _FOLDER = "output_dir"
 _NOT_IN_IDENTITY = ("output_dir", "dry_run")
@@ -51,7 +51,14 @@ def plan_sweep(arguments: Sequence[str], check_parts: Callable[[RunConfig], None
     proposer = proposer_of(dimensions, preset.config)
     runs = _checked_runs(proposer.points, given, check_parts)
     place = _one_folder(runs, given[-1]) if given else default_path(settings, preset)
-    return Plan(proposer, runs, place, identity_of(of_trials, preset), notes)
+    return Plan(proposer, runs, place, identity_of(of_trials, preset), [*notes, *_left_out(dimensions, proposer)])
+
+
+def _left_out(dimensions: Sequence[Dimension], proposer: Proposer) -> Iterator[str]:
+    """Notes on the keys that not every trial has."""
+    for key in dict.fromkeys(each.key for each in dimensions):
+        if any(key not in map(key_of, trial.overrides) for trial in proposer.points):
+            yield f"{'note':8}{key} is left out of the trials that do not read it, and equal trials run once"
 
 
 def proposer_of(dimensions: Sequence[Dimension], config: SweepConfig) -> Proposer:
@@ -64,7 +71,7 @@ def proposer_of(dimensions: Sequence[Dimension], config: SweepConfig) -> Propose
         for each in dimensions
         if isinstance(each, Range)
     )
-    combinations = list(itertools.product(*(setting.texts for setting in settings)))
+    combinations = as_read(itertools.product(*(setting.texts for setting in settings)), settings)
     relative = {setting.key for setting in settings if setting.is_relative}
     swept_keys = relative | {setting.key for setting in settings if setting.is_swept}
     return Grid(multiply_out(combinations, relative), swept_keys)

@@ -163,9 +163,10 @@ def best(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
 
 def leaderboard(outcomes: Sequence[Outcome]) -> str:
     """Table with a row for each trial and a column for each swept setting."""
-    keys = [key_of(text) for each in outcomes[:1] for text in each.swept]
+    keys = list(dict.fromkeys(key_of(text) for each in outcomes for text in each.swept))
     rows: list[Sequence[str]] = [("rank", "trial", "objective", "steps", "tokens/s", *keys, "status")]
     for rank, each in enumerate(ranked(outcomes), 1):
+        values = {key_of(text): text.partition("=")[2] for text in each.swept}
         rows.append(
             (
                 NO_VALUE if each.objective is None else str(rank),
@@ -173,7 +174,7 @@ def leaderboard(outcomes: Sequence[Outcome]) -> str:
                 format_or(each.objective, "{:.4f}".format) or NO_VALUE,
                 format_integer(each.steps) or NO_VALUE,
                 format_or(each.tokens_per_second, format_count) or NO_VALUE,
-                *(text.partition("=")[2] for text in each.swept),
+                *(values.get(key, NO_VALUE) for key in keys),
                 f"{each.status} ({each.exit_code})" if each.status == FAILED else each.status,
             )
         )

@@ -16,7 +16,7 @@ _SETTINGS = {
     "adapter": ("kind", "r", "alpha", "dropout", "targets"),
     "quantization": ("kind", "double_quant"),
     "optimizer": ("kind", "lr", "weight_decay"),
-    "schedule": ("kind", "warmup_fraction", "final_fraction"),
+    "schedule": ("kind", "warmup_fraction", "warmup_steps", "final_fraction"),
     "training": ("epochs", "max_steps", "clip"),
     "batching": ("packing", "tokens", "rows", "accumulation"),
     "dataset": ("format", "train_on", "max_length", "on_overflow", "eval_fraction"),

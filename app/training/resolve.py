@@ -63,6 +63,12 @@ class StepPlan:
         """Epochs done after `step` steps."""
         return step / self.steps_per_epoch
 
+    def every(self, interval: int | str) -> int:
+        """The steps of an interval that may be given as a part of an epoch, such as 0.25epoch; at least one of it."""
+        if isinstance(interval, int):
+            return interval
+        return max(1, round(float(interval.removesuffix("epoch")) * self.steps_per_epoch))
+
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRun:

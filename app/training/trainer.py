@@ -128,11 +128,11 @@ class Trainer:
         return True
 
     def _new_eta(self) -> Eta:
-        run, total = self._config, self.parts.plan.steps
+        run, plan, total = self._config, self.parts.plan, self.parts.plan.steps
         stop = run.training.stop_after
         end = stop if stop is not None and self.progress.step < stop < total else total
-        evaluations = {} if self.parts.eval_batches is None else {"evaluation": run.eval.every}
-        return Eta(end, {**evaluations, "save": run.checkpoint.every})
+        evaluations = {} if self.parts.eval_batches is None else {"evaluation": plan.every(run.eval.every)}
+        return Eta(end, {**evaluations, "save": plan.every(run.checkpoint.every)})
 
     def _is_asked_to_stop(self, request: StopRequest) -> bool:
         """Whether any process was: signals arrive at different times, and all must stop after the same step."""
@@ -174,7 +174,8 @@ class Trainer:
                 "Leave these layers out of adapter.targets."
             )
 
-    def _due(self, every: int) -> bool:
+    def _due(self, interval: int | str) -> bool:
+        every = self.parts.plan.every(interval)
         return every > 0 and self.progress.step % every == 0
 
     def _at_end(self) -> bool:

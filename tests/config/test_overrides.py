@@ -190,6 +190,7 @@ TAKEN: list[list[tuple[str, str, Any]]] = [
         ("output_dir=a(b)", "output_dir", "a(b)"),
         ("+seed=6", "seed", 6),
         ("model.revision=007", "model.revision", "007"),
+        ("tracker=wandb", "tracker.name", None),
         ("tracker.project=1.50", "tracker.project", "1.50"),
         ("+model=llama", "model.architecture.num_hidden_layers", 32),
         ("cache_dir=${seed}", "cache_dir", "6"),

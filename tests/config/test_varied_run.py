@@ -17,7 +17,8 @@ from app.sweeps.sweep import plan_sweep
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A folder with the run.yaml of a run that was stopped, continued and tracked."""
-    words = ("recipe=full", "optimizer.lr=3e-3", "model.suggest.length=100", "seed=7", "resume=auto", "tracker.name=a")
+    words = ("recipe=full", "optimizer.lr=3e-3", "model.suggest.length=100", "seed=7", "resume=auto")
+    words += ("tracker=wandb", "tracker.name=a")
     folder = tmp_path / "run"
     folder.mkdir()
     data = asdict(compose_run([*words, f"output_dir={folder}", "training.stop_after=5"]))
@@ -67,6 +68,7 @@ def test_varied_run_can_be_swept(run: Path) -> None:
         ),
         ("optimizer.lrr=1", "optimizer.lrr is not a key. Did you mean optimizer.lr?"),
         ("adapter.r=x", "adapter.r=x: expected a whole number."),
+        ("adapter.r=8", "adapter.r=8: adapter=none does not read it, so it changes nothing."),
         ("batching.tokens=64", "is more than a bin holds"),
         ("from=nowhere", "from=nowhere: there is no run.yaml in it. Give the output_dir of a run."),
         ("hydra.mode=RUN", "hydra.mode: only a run composed from conf/ has such settings."),

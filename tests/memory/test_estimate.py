@@ -77,11 +77,8 @@ def test_plan_of_unequal_layers_traces_all() -> None:
     )
     plan = plan_memory(small_run(*gemma), PACKED, "cpu")
     assert (plan.traced_layers, plan.exact) == (8, True)
-    for words, is_equal in (
-        (("recipe=lora",), True),
-        (("recipe=full", "adapter.targets=[layers.2.mlp.up_proj]"), True),  # no adapter
-        (("recipe=lora", "adapter.targets=[layers.2.mlp.up_proj]"), False),
-    ):
+    one_layer = "adapter.targets=[layers.2.mlp.up_proj]"
+    for words, is_equal in ((("recipe=lora",), True), (("recipe=full",), True), (("recipe=lora", one_layer), False)):
         run = compose_run(["model.weights=random", "attention=sdpa", *words])
         meta_model = MetaModel(sections_of(run, planned_choices(run, "cpu")), "sdpa")
         assert meta_model.has_equal_layers == is_equal

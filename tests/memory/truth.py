@@ -44,6 +44,7 @@ PADDED = Shape(3, 64, (), 0, 64, 110)
 
 def small_run(*overrides: str) -> RunConfig:
     given = {text.partition("=")[0] for text in overrides}
+    given |= {"adapter.r"} if "recipe=full" in overrides else set()
     given |= {"model.architecture.num_key_value_heads"} if "model=bert" in overrides else set()
     return compose_run([*(text for text in SMALL if text.partition("=")[0] not in given), *overrides])
 

@@ -8,7 +8,7 @@ import pytest
 
 from app.config.schema import RunConfig
 from app.errors import ConfigError, DataError
-from app.sweeps.sweep import sweep
+from app.sweeps.sweep import plan_sweep, sweep
 
 
 def nothing_more(_run: RunConfig) -> None:
@@ -64,6 +64,38 @@ def test_sweep_check_parts_sees_every_trial() -> None:
         sweep(["-m", "recipe=full,lora", "seed=1,2"], check)
     assert refusal.value.problems == ("no such file (trial 2 and 1 more: recipe=full seed=2)",)
     assert seen == [("none", 1), ("none", 2), ("lora", 1), ("lora", 2)]
+
+
+LEFT_OUT = "note    {} is left out of the trials that do not read it, and equal trials run once"
+AS_READ = [
+    (
+        "recipe=full,lora adapter.r=8,16",
+        ["recipe=full", "recipe=lora adapter.r=8", "recipe=lora adapter.r=16"],
+        ["adapter.r"],
+    ),
+    (
+        "optimizer=sgd,adamw optimizer.momentum=0.9 optimizer.beta1=0.8",
+        ["optimizer=sgd optimizer.momentum=0.9", "optimizer=adamw optimizer.beta1=0.8"],
+        ["optimizer.momentum", "optimizer.beta1"],
+    ),
+    ("recipe=lora,qlora adapter.r=8", ["recipe=lora adapter.r=8", "recipe=qlora adapter.r=8"], []),
+    (
+        "sweep=rank recipe=full,lora sweep.space.adapter.r=[4,8]",
+        ["recipe=full", "recipe=lora adapter.r=4", "recipe=lora adapter.r=8"],
+        ["adapter.r"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "trials", "left_out"), AS_READ, ids=[line for line, _, _ in AS_READ])
+def test_sweep_trial_without_keys_that_it_does_not_read(line: str, trials: list[str], left_out: list[str]) -> None:
+    plan = plan_sweep(["-m", *line.split()], nothing_more)
+    assert [" ".join(trial.overrides) for trial in plan.proposer.points] == trials
+    assert [note for note in plan.notes if note.startswith("note")] == [LEFT_OUT.format(key) for key in left_out]
+
+
+def test_sweep_key_that_no_trial_reads_refused() -> None:
+    assert len(refusal_of("recipe=full", "adapter.r=8,16")) == 2
 
 
 def test_sweep_folder_by_swept_key_refused() -> None:

@@ -133,6 +133,13 @@ def test_best_trial_as_command_line() -> None:
     assert best([outcome(1, None, "dry_run")]) is None
 
 
+def test_leaderboard_trials_with_other_keys() -> None:
+    several = outcome(1, 3.0, swept=["recipe=full"]), outcome(2, 2.0, swept=["recipe=lora", "adapter.r=8"])
+    header, *rows = shown(*several)
+    assert header[-3:] == ["recipe", "adapter.r", "status"]
+    assert [row[-3:] for row in rows] == [["lora", "8", "finished"], ["full", "-", "finished"]]
+
+
 def test_leaderboard_columns() -> None:
     header, *rows = shown(
         outcome(1, 3.0, steps=40, tokens_per_second=5125.0),
