@@ -1,4 +1,4 @@
-"""python -m scripts.make_keys: writes docs/keys.md, every key of a run, from the schema and conf/."""
+"""python -m scripts.make_keys: writes docs/keys.md, every key of a run, and the table of docs/coming-from.md."""
 
 import ast
 import inspect
@@ -11,12 +11,20 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from app.config.did_you_mean import other_programs
 from app.config.groups import choices_by_group
 from app.config.load import default_values
 from app.config.schema import CHOICES, LIMITS, SECTIONS, RunConfig
 from app.config.validate import format_value, type_text
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "keys.md"
+_DOCS = Path(__file__).resolve().parents[1] / "docs"
+_MARKS = ("<!-- made by python -m scripts.make_keys -->", "<!-- end -->")
+_PROGRAMS = {
+    "axolotl": "Axolotl",
+    "llama_factory": "LLaMA-Factory",
+    "trl": "TRL, transformers, PEFT, Unsloth",
+    "torchtune": "torchtune",
+}
 _HEAD = """\
 # Every key
 
@@ -90,5 +98,26 @@ def _default(each: Field[Any], defaults: Mapping[str, Any]) -> str:
     return "of the model" if isinstance(value, Mapping) and len(text) > _MAX_MAPPING_CHARACTERS else f"`{text}`"
 
 
+def coming_from_page() -> str:
+    """The page with the table of today between its marks."""
+    begin, end = _MARKS
+    before, _, rest = (_DOCS / "coming-from.md").read_text("utf-8").partition(begin)
+    head = ("here", *_PROGRAMS.values(), "remark")
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for row in other_programs():
+        cells = [f"`{row['here']}`" if "here" in row else "not here", *(_names(row, each) for each in _PROGRAMS)]
+        lines.append(f"| {' | '.join([*cells, row.get('remark', '')])} |")
+    return "\n".join([f"{before}{begin}\n", *lines, f"\n{end}{rest.partition(end)[2]}"])
+
+
+def _names(row: Mapping[str, Any], program: str) -> str:
+    """The names of a program, values behind them as in its own files."""
+    sign = "=" if program == "trl" else ": "
+    return ", ".join(f"`{name.replace('=', sign)}`" for name in row.get(program, ()))
+
+
+PAGES = {_DOCS / "keys.md": keys_page, _DOCS / "coming-from.md": coming_from_page}
+
 if __name__ == "__main__":
-    PAGE.write_text(keys_page(), encoding="utf-8")
+    for file, page in PAGES.items():
+        file.write_text(page(), encoding="utf-8")

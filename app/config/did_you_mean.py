@@ -1,9 +1,38 @@
-"""Suggestions for a misspelt name."""
+"""Suggestions for a misspelt name, or one of another program."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher, get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from app.config.groups import choices_by_group
 
 _MAX_LISTED_NAMES = 12
+PROGRAMS = ("axolotl", "llama_factory", "trl", "torchtune")
+_OF_RUNS = "optimizer.lr"  # a key that only runs have
+
+
+@cache
+def other_programs() -> Sequence[dict[str, Any]]:
+    """What settings of other programs are here; read at a mistake only."""
+    rows: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("other_programs.yaml").read_text())
+    return rows
+
+
+def of_other_program(name: str, value: str = "") -> str:
+    """` Did you mean optimizer.lr?` for a setting of another program; empty for any other name."""
+    key = name.lstrip("-").replace("-", "_").lower()
+    rows = {known.lower(): row for row in other_programs() for program in PROGRAMS for known in row.get(program, ())}
+    wanted = (f"{key}={value.lower()}", key, key.rpartition(".")[2])
+    row = next((rows[each] for each in wanted if each in rows), {})
+    here = row.get("here", "")
+    choices = choices_by_group().get(here, (value,))
+    if here and value and " " not in here and "=" not in here:
+        here = f"{here}={value if value in choices else '|'.join(choices)}"
+    return "".join(f" {part}" for part in (here and f"Did you mean {here}?", row.get("remark")) if part)
 
 
 def nearest(given: str, names: Iterable[str]) -> str | None:
@@ -42,9 +71,12 @@ def did_you_mean(given: str, known: Iterable[str], *, listing: bool = True) -> s
     return f" Known: {listed}." if names and listing else ""
 
 
-def did_you_mean_key(given: str, known: Iterable[str]) -> str:
+def did_you_mean_key(given: str, known: Iterable[str], value: str = "") -> str:
     """A suggestion for a dotted key, which may be given by its last part (`lr` for `optimizer.lr`)."""
     keys = sorted(known)
+    meant = of_other_program(given, value) if _OF_RUNS in keys else ""
+    if meant:
+        return meant
     near = nearest_keys(given, keys)
     if near:
         return f" Did you mean {' or '.join(near)}?"

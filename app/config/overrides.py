@@ -3,7 +3,7 @@
 import shlex
 from argparse import ArgumentError, Namespace
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from app.config.did_you_mean import did_you_mean, did_you_mean_key, nearest_keys
+from app.config.did_you_mean import did_you_mean, did_you_mean_key, nearest_keys, of_other_program
 from app.config.groups import choices_by_group
 from app.config.validate import field_types, format_value, is_key, takes_text
 from app.errors import ConfigError, refuse
@@ -63,23 +63,27 @@ def split_arguments(arguments: Sequence[str], *, sweep: bool = False) -> tuple[l
 def _read(arguments: Sequence[str]) -> tuple[Namespace, list[str], list[str]]:
     """The switches, the overrides, and problems with the switches."""
     parser = get_args_parser()
-    parser.exit_on_error = False
+    parser.exit_on_error = parser.allow_abbrev = False
     try:
         known, others = parser.parse_known_args(list(arguments))
     except ArgumentError as fault:
         raise ConfigError(f"{fault.argument_name}: {fault.message}.") from None
     problems = []
-    for switch in (other for other in others if other.startswith("-")):
-        name, _, value = switch.lstrip("-").partition("=")
-        setting = f"{name.replace('-', '_')}={value or '...'}"
-        problems.append(f"{switch}: there is no such switch. Settings have no dashes in front: {setting}")
+    behind = {word: value for word, value in pairwise(arguments) if not value.startswith("-") and "=" not in value}
+    unknown = [other for other in others if other.startswith("-")]
+    for switch in unknown:
+        name, _, value = switch.partition("=")
+        value = value or behind.get(switch, "")
+        setting = f" Settings have no dashes in front: {name.lstrip('-').replace('-', '_')}={value or '...'}"
+        problems.append(f"{switch}: there is no such switch.{of_other_program(name, value) or setting}")
     problems += [
         f"--{name.replace('_', '-')} is not in this program: its configurations are the files of conf/. "
         "Choose among them with group=choice; --help lists them."
         for name in _REFUSED_SWITCHES
         if getattr(known, name) is not None
     ]
-    return known, [_as_key(word) for word in (*known.overrides, *others)], problems
+    values = [behind[switch] for switch in unknown if switch in behind]
+    return known, [_as_key(word) for word in (*known.overrides, *others) if word not in values], problems
 
 
 def _as_key(word: str) -> str:
@@ -133,6 +137,7 @@ def _parsed(text: str, schema: type) -> Override:
     if not key or not (equals or text.startswith("~")):
         is_run = "run" in field_types(schema) and Path(text).expanduser().is_dir()
         meant = f" Did you mean run={text}?" if is_run else ""
+        meant = of_other_program("config") if text.endswith((".yaml", ".yml")) else meant
         raise ConfigError(f"{text!r} is not an override. Write key=value or group=choice.{meant}")
     try:
         return parse_override(text)
@@ -157,7 +162,7 @@ def _problems(override: Override, text: str, schema: type) -> Iterator[str]:
     elif override.package is not None:
         yield f"{text}: {key} has one place in a run. Write {key}=..."
     elif key not in choices_by_group() and not is_key(schema, key):
-        yield _unknown_key_problem(key, schema)
+        yield _unknown_key_problem(key, text.partition("=")[2], schema)
     elif override.is_sweep_override():
         yield _sweep_problem(key, text.partition("=")[2], schema)
     else:
@@ -191,16 +196,18 @@ def _wrong_choice(group: str, choice: Any) -> Iterator[str]:
     if f"{group}={choice}" in _NOT_OFFERED:
         yield f"{group}={choice}: {_NOT_OFFERED[f'{group}={choice}']}"
         return
-    meant = did_you_mean(format_value(choice), names, listing=False)
-    yield f"{group}={format_value(choice)}: there is no such {group}.{meant} Choose one of {', '.join(names)}."
+    given = format_value(choice)
+    meant = of_other_program(group, given) or did_you_mean(given, names, listing=False)
+    yield f"{group}={given}: there is no such {group}.{meant} Choose one of {', '.join(names)}."
 
 
-def _unknown_key_problem(key: str, schema: type) -> str:
+def _unknown_key_problem(key: str, value: str, schema: type) -> str:
     groups = choices_by_group()
-    near = nearest_keys(key, {*field_types(schema), *groups})
+    known = field_types(schema)
+    near = [] if of_other_program(key) else nearest_keys(key, {*known, *groups})
     if near and near[0] in groups:
         return f"{key} is neither a key nor a group. Did you mean {near[0]}={'|'.join(groups[near[0]])}?"
-    return f"{key} is not a key.{did_you_mean_key(key, field_types(schema))}"
+    return f"{key} is not a key.{did_you_mean_key(key, known, value)}"
 
 
 def _composable(override: Override, schema: type) -> str:

@@ -1,0 +1,79 @@
+"""The settings of other programs, and what a mistyped line is told of them."""
+
+from collections import Counter
+
+import pytest
+
+from app.config.did_you_mean import PROGRAMS, of_other_program, other_programs
+from app.config.groups import choices_by_group
+from app.config.load import validated_arguments
+from app.config.overrides import partition_overrides
+from app.config.schema import RunConfig
+from app.config.validate import is_key
+from app.errors import ConfigError
+
+ROWS = other_programs()
+NAMES = {name: row for row in ROWS for program in PROGRAMS for name in row.get(program, ())}
+
+TOLD = [
+    ("--learning_rate 2e-4", "--learning_rate: there is no such switch. Did you mean optimizer.lr=2e-4?"),
+    ("--learning-rate=2e-4", "--learning-rate=2e-4: there is no such switch. Did you mean optimizer.lr=2e-4?"),
+    ("learning_rate=2e-4", "learning_rate is not a key. Did you mean optimizer.lr=2e-4?"),
+    ("training.learning_rate=2e-4", "training.learning_rate is not a key. Did you mean optimizer.lr=2e-4?"),
+    ("--load_in_4bit", "--load_in_4bit: there is no such switch. Did you mean recipe=qlora?"),
+    ("+load_in_4bit=True", "load_in_4bit is not a key. Did you mean recipe=qlora?"),
+    ("adapter=qlora", "adapter=qlora: there is no such adapter. Did you mean recipe=qlora? Choose one of lora, none."),
+    ("lora_r=16", "Did you mean adapter.r=16?"),
+    ("gradient_accumulation_steps=4", "Did you mean batching.accumulation=4?"),
+    ("num_epochs=3", "Did you mean training.epochs=3?"),
+    ("val_set_size=0.02", "Did you mean dataset.eval_fraction=0.02?"),
+    ("per_device_train_batch_size=2", "Did you mean batching.rows=2? With batching.packing=false; packed"),
+    ("sample_packing=true", "Did you mean batching.packing=true?"),
+    ("save_steps=100", "Did you mean checkpoint.every=100?"),
+    ("template=qwen", "Did you mean model.chat_template=qwen?"),
+    ("cutoff_len=2048", "Did you mean dataset.max_length=2048?"),
+    ("report_to=wandb", "Did you mean tracker=wandb?"),
+    ("lr_scheduler_type=polynomial", "Did you mean schedule=constant|cosine|linear|wsd?"),
+    ("warmup_steps=10", "Did you mean schedule.warmup_steps=10?"),
+    ("use_dora=true", "use_dora is not a key. Of the adapter methods plain LoRA is offered alone."),
+    ("--config my.yaml", "--config: there is no such switch. Did you mean experiment=NAME? A file of settings is conf/"),
+    ("my.yaml", "'my.yaml' is not an override. Write key=value or group=choice. Did you mean experiment=NAME?"),
+    ("--unheard-of 3", "--unheard-of: there is no such switch. Settings have no dashes in front: unheard_of=3"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), TOLD, ids=[line for line, _ in TOLD])
+def test_setting_of_other_program_told_with_ours(line: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        validated_arguments(line.split())
+    (problem,) = refusal.value.problems
+    assert message in problem
+
+
+@pytest.mark.parametrize("here", sorted({row["here"] for row in ROWS if "here" in row}))
+def test_setting_here_exists(here: str) -> None:
+    for word in here.split(" "):
+        key, _, value = word.partition("=")
+        if key in choices_by_group():
+            assert value in ("", "NAME", *choices_by_group()[key]), word
+        else:
+            assert is_key(RunConfig, key.replace(".NAME", "")), word
+            assert not value or value == "NAME" or partition_overrides([word], RunConfig)[1] == []
+
+
+def test_every_name_is_of_one_row_and_finds_it() -> None:
+    assert len(NAMES) > 120
+    per_row = [{name for program in PROGRAMS for name in row.get(program, ())} for row in ROWS]
+    assert [name for name, count in Counter(name for names in per_row for name in names).items() if count > 1] == []
+    for name, row in NAMES.items():
+        key, _, value = name.partition("=")
+        (problem,) = partition_overrides([f"{key}={value or 1}"], RunConfig)[1]
+        assert row.get("here", row.get("remark")).partition("=")[0] in problem, name
+        assert set(row) <= {"here", "remark", *PROGRAMS}
+
+
+def test_table_is_read_at_a_mistake_only() -> None:
+    other_programs.cache_clear()
+    validated_arguments(["optimizer.lr=1e-3", "recipe=full"])
+    assert other_programs.cache_info().currsize == 0
+    assert of_other_program("learning_rate") == " Did you mean optimizer.lr?"
