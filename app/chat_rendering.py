@@ -38,7 +38,9 @@ def render_chat(
                 list(messages), tools=tools, tokenize=False, add_generation_prompt=ask, **(options or {})
             )
     except TemplateSyntaxError as error:
-        raise ConfigError(f"model.chat_template: line {error.lineno}: {error.message}. {_REMEDY}.") from error
+        raise ConfigError(
+            f"model.chat_template: line {error.lineno}: {str(error.message).rstrip('.')}. {_REMEDY}."
+        ) from error
     except SecurityError as error:
         raise ConfigError(f"model.chat_template: it may not do this: {error}. {_REMEDY}.") from error
     except (TemplateError, TypeError) as error:  # a TypeError: it adds text to what is none

@@ -11,6 +11,7 @@ import yaml
 from app.config.groups import choices_by_group
 
 _MAX_LISTED_NAMES = 12
+_MIN_LEAF_RATIO = 0.5  # sections alone make keys alike
 PROGRAMS = ("axolotl", "llama_factory", "trl", "torchtune")
 _OF_RUNS = "optimizer.lr"  # a key that only runs have
 
@@ -50,7 +51,7 @@ def nearest_keys(given: str, keys: Iterable[str]) -> list[str]:
     known = sorted(keys)
     section, _, leaf = given.rpartition(".")
     nearly_equal = get_close_matches(given, known, n=1, cutoff=0.88)
-    if nearly_equal:
+    if nearly_equal and SequenceMatcher(None, leaf, nearly_equal[0].rpartition(".")[2]).ratio() > _MIN_LEAF_RATIO:
         return nearly_equal
     begun = [key for key in known if key.startswith(f"{given}_")]
     same_leaf = [key for key in known if key.rpartition(".")[2] == leaf]
@@ -67,8 +68,12 @@ def did_you_mean(given: str, known: Iterable[str], *, listing: bool = True) -> s
     near = nearest(given, names)
     if near:
         return f" Did you mean {near}?"
+    return _listed(names) if listing else ""
+
+
+def _listed(names: Sequence[str]) -> str:
     listed = ", ".join(names[:_MAX_LISTED_NAMES]) + (" and more" if len(names) > _MAX_LISTED_NAMES else "")
-    return f" Known: {listed}." if names and listing else ""
+    return f" Known: {listed}." if names else ""
 
 
 def did_you_mean_key(given: str, known: Iterable[str], value: str = "") -> str:
@@ -81,4 +86,5 @@ def did_you_mean_key(given: str, known: Iterable[str], value: str = "") -> str:
     if near:
         return f" Did you mean {' or '.join(near)}?"
     section = given.rpartition(".")[0]
-    return did_you_mean(given, [key for key in keys if section and key.rpartition(".")[0] == section] or keys)
+    siblings = [key for key in keys if section and key.rpartition(".")[0] == section]
+    return _listed(siblings) if siblings else did_you_mean(given, keys)

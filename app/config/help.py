@@ -29,12 +29,12 @@ Fine-tune a language model.
   python -m app.train model=llama dry_run=true                 the plan, without weights
   python -m app.train recipe=qlora --cfg job                   every key and its value
 
-group=choice takes one of these (* unless you choose), key=value sets one key of the result:
+group=choice takes one of these (*: default), key=value sets one key of the result:
 
 {groups}
 
-Before: python -m app.check data, with the same words, looks through the data.
-Then: python -m app.generate, app.evaluate, app.report, app.reproduce run=DIR.
+Before, with the same words: python -m app.check data looks through the data, app.check memory plans the memory.
+Then: python -m app.generate, app.evaluate, app.report, app.reproduce, app.export run=DIR.
 Keys are explained in docs/config.md, data in docs/data.md.
 """
 
@@ -60,7 +60,7 @@ def help_text() -> str:
             lines.append(f"  {group}")
             lines += [f"    {word:<20}{_purpose(CONF / group / f'{name}.yaml')}" for name, word in starred.items()]
         elif names:
-            words = " ".join(starred.values())
+            words = " ".join(starred.values()) + (" (of app.check memory)" if group == "hardware" else "")
             lines.append(textwrap.fill(words, _WIDTH, initial_indent=f"  {group:<14}", subsequent_indent=" " * 16))
     return _FRAME.format(groups="\n".join(lines))
 

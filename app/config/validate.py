@@ -89,7 +89,8 @@ def _value(path: str, given: Any, each: Field[Any], problems: list[str]) -> Any:
     try:
         value = convert(given, each.type)
     except ValueError as expected:
-        problems.append(f"{path}={format_value(given)}: expected {expected}.")
+        or_zero = " 0 is none." if given is None and each.metadata.get(LIMITS) == {"at_least": 0} else ""
+        problems.append(f"{path}={format_value(given)}: expected {expected}.{or_zero}")
         return None
     if value == "" and each.default != "":
         or_null = f", or {path}=null" if is_optional(each.type) else ""

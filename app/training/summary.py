@@ -195,9 +195,10 @@ def closing_message(
     evaluated = "" if progress.last_eval_loss is None else f", eval loss {progress.last_eval_loss:.4f}"
     if "macro_f1" in metrics:
         evaluated += f", accuracy {metrics['accuracy']:.2%}, macro F1 {metrics['macro_f1']:.2%}"
+    steps = "1 step" if progress.step == 1 else f"{progress.step} steps"
     return (
         f"{_memory_line(result)}"
-        f"done    {progress.step} steps, loss {progress.first_loss:.4f} -> {progress.last_loss:.4f}{evaluated}"
+        f"done    {steps}, loss {progress.first_loss:.4f} -> {progress.last_loss:.4f}{evaluated}"
         f"{f', {speed:,.0f} tokens/s' if speed else '; nothing was left to do'}\n"
         f"{what:<7} {folder.final}\n"
         f'try it  {shlex.join([python(), "-m", "app.generate", f"run={folder.path}"])} prompt="..."'

@@ -36,7 +36,10 @@ TOLD = [
     ("lr_scheduler_type=polynomial", "Did you mean schedule=constant|cosine|linear|wsd?"),
     ("warmup_steps=10", "Did you mean schedule.warmup_steps=10?"),
     ("use_dora=true", "use_dora is not a key. Of the adapter methods plain LoRA is offered alone."),
-    ("--config my.yaml", "--config: there is no such switch. Did you mean experiment=NAME? A file of settings is conf/"),
+    (
+        "--config my.yaml",
+        "--config: there is no such switch. Did you mean experiment=NAME? A file of settings is conf/",
+    ),
     ("my.yaml", "'my.yaml' is not an override. Write key=value or group=choice. Did you mean experiment=NAME?"),
     ("--unheard-of 3", "--unheard-of: there is no such switch. Settings have no dashes in front: unheard_of=3"),
 ]

@@ -196,11 +196,14 @@ TAKEN: list[list[tuple[str, str, Any]]] = [
         ("cache_dir=${seed}", "cache_dir", "6"),
         ("experiment=null", "training.max_steps", None),
         ("debug=null", "record.every", 5),
+        ("schedule.warmup_steps=50", "schedule.warmup_fraction", None),
     ],
     [
         ("++model=qwen", "model.architecture.num_hidden_layers", 36),
         ("+experiment=first_run", "seed", 0),
         ("++debug=fast", "record.every", 1),
+        ("schedule.warmup_steps=null", "schedule.warmup_steps", None),
+        ("schedule={warmup_fraction: 0.5}", "schedule.warmup_fraction", 0.5),
     ],
 ]
 

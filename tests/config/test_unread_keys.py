@@ -21,7 +21,10 @@ UNREAD = [
     ("task.mask_share=0.1", ["task.mask_share=0.1: task=causal does not read it"]),
     ("quantization.double_quant=true", ["Leave it out, or choose quantization=nf4."]),
     ("quantization=fp8 quantization.double_quant=true", ["quantization=fp8 does not read it"]),
-    ("compile.graphs=false tracker.project=a", ["compile.graphs=false: compile=none", "tracker.project=a: tracker=none"]),
+    (
+        "compile.graphs=false tracker.project=a",
+        ["compile.graphs=false: compile=none", "tracker.project=a: tracker=none"],
+    ),
     ("task.labels=[a,b]", ["task.labels=[a, b] means nothing for task=causal."]),  # of a rule, once
     ("optimizer.momentum=0.5 batching.tokens=9", ["dataset.max_length=256 is more", "optimizer.momentum=0.5: opt"]),
 ]

@@ -41,6 +41,14 @@ WRONG: list[tuple[str, Any, str]] = [
     ("dataset.path", "???", "dataset.path has no value. Give dataset.path=..."),
     ("dataset.clumns", {}, "dataset.clumns is not a key. Did you mean dataset.columns?"),
     ("lr", 1, "lr is not a key. Did you mean optimizer.lr?"),
+    ("learning_rate", 1, "learning_rate is not a key. Did you mean optimizer.lr?"),
+    ("dataset.columns.foo", "a", "dataset.columns.foo is not a key. Known: dataset.columns.answer, "),
+    ("training.clip", None, "training.clip=null: expected a number. 0 is none."),
+    *(
+        (key, value, "expected a whole number or a part of an epoch like 0.25epoch.")
+        for key in ("eval.every", "checkpoint.every")
+        for value in (1.5, "x", "0epoch", "-1epoch", "nanepoch", "epoch", "infepoch", True)
+    ),
 ]
 
 
@@ -54,6 +62,9 @@ def test_value_invalid_names_key_and_allowed(key: str, value: Any, message: str)
     ("key", "value", "read"),
     [
         ("seed", "7", 7),
+        ("eval.every", "7", 7),
+        ("eval.every", "0.25epoch", "0.25epoch"),
+        ("checkpoint.every", "2 epochs", "2epoch"),
         ("optimizer.lr", 1, 1.0),
         ("optimizer.lr", "1e-5", 1e-5),
         ("dry_run", "yes", True),

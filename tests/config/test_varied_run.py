@@ -53,6 +53,23 @@ def test_varied_run_group_replaces_section(run: Path) -> None:
     assert varied(f"from={run}", "optimizer=sgd", "optimizer.lr=1").optimizer.lr == 1
 
 
+def test_varied_run_typed_warm_up_replaces_the_other(run: Path) -> None:
+    def warmup(*words: str) -> tuple[int | None, float | None]:
+        schedule = varied(f"from={run}", *words).schedule
+        return schedule.warmup_steps, schedule.warmup_fraction
+
+    assert warmup() == (None, 0.03)
+    assert warmup("schedule=linear", "schedule.warmup_steps=9") == (9, None)
+    data = (run / "run.yaml").read_text()
+    (run / "run.yaml").write_text(
+        data.replace("warmup_fraction: 0.03", "warmup_fraction: null").replace("warmup_steps: null", "warmup_steps: 9")
+    )
+    assert warmup() == warmup("schedule.final_fraction=0.2") == (9, None)
+    assert warmup("schedule.warmup_fraction=0.1") == (None, 0.1)
+    assert warmup("schedule=linear") == (None, 0.03)
+    assert len(refusals(f"from={run}", "schedule.warmup_fraction=0.1", "schedule.warmup_steps=5")) == 1
+
+
 def test_varied_run_can_be_swept(run: Path) -> None:
     runs = plan_sweep(["-m", f"from={run}", "optimizer.lr=1e-3,1e-4"], lambda _run: None).runs
     assert [(each.optimizer.lr, each.seed) for each in runs] == [(1e-3, 7), (1e-4, 7)]

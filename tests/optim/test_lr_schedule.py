@@ -55,6 +55,11 @@ def test_warmup_steps_at_least_one_and_never_all(fraction: float, total: int, ex
     assert warmup_steps(section("cosine", warmup_fraction=fraction), total) == expected
 
 
+@pytest.mark.parametrize(("steps", "total", "expected"), [(0, 100, 0), (7, 100, 7), (100, 100, 99), (None, 100, 0)])
+def test_warmup_in_steps(steps: int | None, total: int, expected: int) -> None:
+    assert warmup_steps(section("cosine", warmup_fraction=None, warmup_steps=steps), total) == expected
+
+
 @given(
     kind=st.sampled_from(KINDS),
     total=st.integers(1, 60),

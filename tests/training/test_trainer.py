@@ -56,6 +56,16 @@ def test_trainer_counts_tokens_of_the_whole_run(make_loop: MakeLoop, data: Data)
     assert loop.progress.trained_tokens == data.train.num_trained
 
 
+def test_intervals_in_parts_of_an_epoch(make_loop: MakeLoop, folder: Path) -> None:
+    run = small_run("eval.every=0.25epoch", "checkpoint.every=0.5epoch", "checkpoint.keep=9", "eval.samples=0")
+    loop, notebook = make_loop(run, 12)
+    assert loop.parts.plan.steps_per_epoch == 8
+    assert loop.fit(StopRequest())
+    assert [line["step"] for line in notebook.evaluations] == [2, 4, 6, 8, 10, 12]
+    assert saved(folder) == [4, 8, 12]
+    assert [loop.parts.plan.every(each) for each in (0, 7, "0.001epoch", "2epoch")] == [0, 7, 1, 16]
+
+
 def test_patience_ends_a_run_without_gain(make_loop: MakeLoop, folder: Path) -> None:
     run = small_run("recipe=full", "eval.every=1", "eval.patience=2", "checkpoint.every=0", "checkpoint.final=best")
     loop, notebook = make_loop(run, 50, lr=0.0)
