@@ -71,7 +71,7 @@ def test_every_name_is_of_one_row_and_finds_it() -> None:
     for name, row in NAMES.items():
         key, _, value = name.partition("=")
         (problem,) = partition_overrides([f"{key}={value or 1}"], RunConfig)[1]
-        assert row.get("here", row.get("remark")).partition("=")[0] in problem, name
+        assert row.get("here", row.get("remark", "?")).partition("=")[0] in problem, name
         assert set(row) <= {"here", "remark", *PROGRAMS}
 
 

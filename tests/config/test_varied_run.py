@@ -17,8 +17,8 @@ from app.sweeps.sweep import plan_sweep
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A folder with the run.yaml of a run that was stopped, continued and tracked."""
-    words = ("recipe=full", "optimizer.lr=3e-3", "model.suggest.length=100", "seed=7", "resume=auto")
-    words += ("tracker=wandb", "tracker.name=a")
+    words = ["recipe=full", "optimizer.lr=3e-3", "model.suggest.length=100", "seed=7", "resume=auto"]
+    words += ["tracker=wandb", "tracker.name=a"]
     folder = tmp_path / "run"
     folder.mkdir()
     data = asdict(compose_run([*words, f"output_dir={folder}", "training.stop_after=5"]))
