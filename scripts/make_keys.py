@@ -14,7 +14,7 @@ from omegaconf import MISSING
 from app.config.did_you_mean import other_programs
 from app.config.groups import choices_by_group
 from app.config.load import default_values
-from app.config.schema import CHOICES, LIMITS, SECTIONS, RunConfig
+from app.config.schema import CHOICES, LIMITS, SECTIONS, TYPE, RunConfig
 from app.config.validate import format_value, type_text
 
 _DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -84,7 +84,7 @@ def _values(each: Field[Any], prefix: str) -> str:
         return ", ".join(f"`{name}`" for name in choices)
     limits = each.metadata.get(LIMITS, {})
     bounds = " and ".join(f"{name.replace('_', ' ')} {bound}" for name, bound in limits.items())
-    text = type_text(each.type).replace(_QUOTING_ADVICE, "")
+    text = type_text(each.metadata.get(TYPE, each.type)).replace(_QUOTING_ADVICE, "")
     return f"{text}, {bounds}" if bounds else text
 
 

@@ -12,10 +12,11 @@ from omegaconf import MISSING
 CHOICES = "choices"  # keys of a field's metadata
 LIMITS = "limits"
 SECTIONS = "sections"
+TYPE = "type"  # the type of a field for which OmegaConf knows none
 
 
 class Epochs(str):
-    """The type of a text like `0.25epoch`."""
+    """A text like `0.25epoch`."""
 
 
 def choice(*names: str, default: str = MISSING) -> Any:
@@ -26,6 +27,11 @@ def choice(*names: str, default: str = MISSING) -> Any:
 def number(default: Any = MISSING, **limits: float) -> Any:
     """A number field within `limits`: at_least, at_most, above, below."""
     return field(default=default, metadata={LIMITS: limits})
+
+
+def interval() -> Any:
+    """A field that takes a number of steps or a part of an epoch."""
+    return field(default=MISSING, metadata={LIMITS: {"at_least": 0}, TYPE: int | Epochs})
 
 
 @dataclass(kw_only=True, slots=True)
@@ -276,7 +282,7 @@ class EvalConfig:
     """Evaluations on held-out rows."""
 
     # steps between evaluations, or a part of an epoch such as 0.25epoch; 0: only at the end
-    every: int | Epochs = number(at_least=0)
+    every: int | str = interval()
     rows: int = number(at_least=1)  # rows of an evaluation micro-batch; does not change the result
     samples: int = number(at_least=0)  # held-out prompts to answer at each evaluation
     sample_tokens: int = number(at_least=1)  # largest number of tokens of an answer
@@ -289,7 +295,7 @@ class CheckpointConfig:
     """Checkpoints, and the weights of final/."""
 
     # steps between checkpoints, or a part of an epoch such as 0.25epoch; 0: only at the end
-    every: int | Epochs = number(at_least=0)
+    every: int | str = interval()
     keep: int = number(at_least=1)  # newest checkpoints to keep, besides the best one
     final: str = choice("last", "best")  # weights of final/
     save_random_base: bool = MISSING  # write a base of random weights too, which an adapter needs

@@ -17,7 +17,7 @@ from omegaconf import MISSING
 
 from app.config.did_you_mean import did_you_mean, did_you_mean_key
 from app.config.groups import choices_by_group
-from app.config.schema import CHOICES, LIMITS, SECTIONS, Epochs
+from app.config.schema import CHOICES, LIMITS, SECTIONS, TYPE, Epochs
 from app.errors import refuse
 
 Section = TypeVar("Section")
@@ -35,7 +35,7 @@ def field_types(schema: Any) -> dict[str, Any]:
     """The type of every dotted key of a schema, sections included."""
     found: dict[str, Any] = {}
     for each in fields(schema):
-        found[each.name] = each.type
+        found[each.name] = each.metadata.get(TYPE, each.type)
         if is_dataclass(each.type):
             found |= {f"{each.name}.{inner}": kind for inner, kind in field_types(each.type).items()}
     return found
@@ -87,7 +87,7 @@ def _value(path: str, given: Any, each: Field[Any], problems: list[str]) -> Any:
             problems.append(f"{path} has no value. Give {f'{choices}.' if choices else f'{path}=...'}")
         return each.default
     try:
-        value = convert(given, each.type)
+        value = convert(given, each.metadata.get(TYPE, each.type))
     except ValueError as expected:
         or_zero = " 0 is none." if given is None and each.metadata.get(LIMITS) == {"at_least": 0} else ""
         problems.append(f"{path}={format_value(given)}: expected {expected}.{or_zero}")

@@ -104,7 +104,7 @@ def corners(dimensions: Sequence[Dimension]) -> list[tuple[str, ...]]:
     groups = choices_by_group()
     firsts = itertools.product(*(each.texts if each.key in groups else each.texts[:1] for each in dimensions))
     places = [(at, text) for at, each in enumerate(dimensions) for text in each.texts]
-    return list(dict.fromkeys((*first[:at], text, *first[at + 1 :]) for first in firsts for at, text in places))
+    return list(dict.fromkeys((*first[:at], text, *first[at + 1 :]) for first in firsts for at, text in places)) or [()]
 
 
 def compose_or_error(overrides: Sequence[str]) -> RunConfig | ConfigError:
