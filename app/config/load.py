@@ -29,9 +29,9 @@ _WARMUPS = ("schedule.warmup_steps", "schedule.warmup_fraction")
 Run = TypeVar("Run", bound=RunConfig)
 
 
-def load_run(config: DictConfig) -> RunConfig:
+def load_run(config: DictConfig, typed: Mapping[str, Any] | None = None) -> RunConfig:
     """The typed run, validated from plain data because Hydra lets `+key=...` past its own check."""
-    return validated(_plain(config), RunConfig)
+    return validated(_plain(config), RunConfig, typed)
 
 
 def validated(data: Mapping[str, Any], schema: type[Run], typed: Mapping[str, Any] | None = None) -> Run:
@@ -108,7 +108,7 @@ def _with_folder_model(overrides: list[str]) -> list[str]:
 
 
 def _composed(overrides: Sequence[str]) -> RunConfig:
-    return validated(_plain(_compose(overrides)), RunConfig, _values(overrides))
+    return load_run(_compose(overrides), _values(overrides))
 
 
 def _values(overrides: Sequence[str], schema: type = RunConfig) -> dict[str, Any]:
