@@ -24,14 +24,9 @@ def choice(*names: str, default: str = MISSING) -> Any:
     return field(default=default, metadata={CHOICES: names})
 
 
-def number(default: Any = MISSING, **limits: float) -> Any:
-    """A number field within `limits`: at_least, at_most, above, below."""
-    return field(default=default, metadata={LIMITS: limits})
-
-
-def interval() -> Any:
-    """A field that takes a number of steps or a part of an epoch."""
-    return field(default=MISSING, metadata={LIMITS: {"at_least": 0}, TYPE: int | Epochs})
+def number(default: Any = MISSING, kind: Any = None, **limits: float) -> Any:
+    """A number field within `limits`: at_least, at_most, above, below; of `kind` where its annotation cannot say it."""
+    return field(default=default, metadata={LIMITS: limits} | ({TYPE: kind} if kind else {}))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -281,8 +276,7 @@ class TrainingConfig:
 class EvalConfig:
     """Evaluations on held-out rows."""
 
-    # steps between evaluations, or a part of an epoch such as 0.25epoch; 0: only at the end
-    every: int | str = interval()
+    every: int | str = number(kind=int | Epochs, at_least=0)  # steps between evaluations; 0: only at the end
     rows: int = number(at_least=1)  # rows of an evaluation micro-batch; does not change the result
     samples: int = number(at_least=0)  # held-out prompts to answer at each evaluation
     sample_tokens: int = number(at_least=1)  # largest number of tokens of an answer
@@ -294,8 +288,7 @@ class EvalConfig:
 class CheckpointConfig:
     """Checkpoints, and the weights of final/."""
 
-    # steps between checkpoints, or a part of an epoch such as 0.25epoch; 0: only at the end
-    every: int | str = interval()
+    every: int | str = number(kind=int | Epochs, at_least=0)  # steps between checkpoints; 0: only at the end
     keep: int = number(at_least=1)  # newest checkpoints to keep, besides the best one
     final: str = choice("last", "best")  # weights of final/
     save_random_base: bool = MISSING  # write a base of random weights too, which an adapter needs
