@@ -1,12 +1,25 @@
 """Sets of columns that many data sets share, and the words to type for those that nothing recognises."""
 
+import json
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.config.schema import Columns
-from app.data.columns import EVERY_ELEMENT, typed, value
+from app.config.schema import Columns, DatasetConfig
+from app.data.column_names import (
+    ANSWERING,
+    ASKING,
+    INPUTS,
+    JUDGING,
+    SPEAKERS,
+    is_history,
+    is_prose,
+    named_like,
+    pair_format,
+)
+from app.data.columns import EVERY_ELEMENT, command, value
 from app.data.formats import FORMATS
 from app.data.types import Row
 
@@ -14,11 +27,10 @@ _ABOUT_A_ROW = frozenset(
     {"id", "idx", "index", "uid", "uuid", "source", "dataset", "category", "topic", "type", "level", "difficulty"}
 )
 
-# How columns with questions and answers are called, the clearest names first.
-_ASKING = ("instruction", "question", "prompt", "query", "problem", "request", "input")
-_MORE = ("context", "input")
-_ANSWERING = ("output", "response", "answer", "completion", "solution", "reply", "target")
-_SYSTEM = ("system_prompt", "system")
+
+_MAX_SHORT_CHARS = 40  # of a column that is about a row
+_NUMBERED = re.compile(rf"({'|'.join(ANSWERING)})[_-]?(?:\d|[a-z])")
+_PREFERENCES = "This is preference data (wanted and unwanted answers)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +63,11 @@ COLUMN_SETS = (
     ColumnSet(  # MetaMathQA
         "question_answer", {"question": "query", "answer": "response"}, frozenset({"original_question"})
     ),
+    ColumnSet(  # CAMEL
+        "question_answer",
+        {"question": "message_1", "answer": "message_2"},
+        frozenset({"role_1", "role_2", "sub_topic"}),
+    ),
 )
 
 
@@ -67,7 +84,8 @@ def known_sets(
         also = {getattr(columns, field) for field in shape.may if field not in each.columns}
         if is_named or each.format not in formats or not needed <= names:
             continue
-        if names <= needed | also | each.others | _ABOUT_A_ROW:
+        spare = names - needed - also - each.others - _ABOUT_A_ROW
+        if all(_is_short(rows, name) for name in spare):
             fits = sum(
                 all(_has_text(row, path, may_be_null=field in shape.may) for field, path in read.items())
                 for row in rows
@@ -76,40 +94,77 @@ def known_sets(
                 yield each, tuple(read.values()), fits
 
 
-def suggestion(key: str, rows: Sequence[Row], formats: Sequence[str], least: float) -> str:
-    """Words to type that would read these rows, complete with all columns; empty where no column holds text."""
+def suggestion(config: DatasetConfig, key: str, rows: Sequence[Row], formats: Sequence[str], least: float) -> str:
+    """What to type to read these rows; empty where no name says which column asks or answers."""
     paths = [path for path in _text_paths(rows[0]) if _share(rows, path) >= least]
     starred = next((path.partition(EVERY_ELEMENT)[0] for path in paths if EVERY_ELEMENT in path), "")
     paths = [path for path in paths if EVERY_ELEMENT not in path or path.partition(EVERY_ELEMENT)[0] == starred]
     if "labelled_text" in formats:
-        return _for_labels(key, rows, paths)
-    asks = _named_like(_ASKING, paths)
-    answers = _named_like(_ANSWERING, [path for path in paths if path != asks])
-    if (not asks or not answers) and len(paths) > 1:
-        longest = sorted(paths, key=lambda path: -_num_chars(rows, path))[:2]
-        asks, answers = (path for path in paths if path in longest)
+        return _for_labels(config, key, rows, paths)
+    turns = next((name for name, found in rows[0].items() if _is_exchanges(found)), None)
+    if turns is not None:
+        return _as_messages(turns, rows[0][turns][0])
+    asks = named_like(ASKING, paths)
+    several = _numbered_answers(paths)
+    answers = several[0] if several else named_like(ANSWERING, [path for path in paths if path != asks])
+    texts = [path for path in paths if path not in (asks, answers) and _is_prose(rows, path)]
+    if bool(asks) != bool(answers) and len(texts) == 1 and not named_like(tuple(INPUTS), texts):
+        asks, answers = asks or texts[0], answers or texts[0]
     if not asks or not answers:
-        plain = typed(key, "text", {"text": paths[0]}) if paths and "text" in formats else ""
-        return f"To train {paths[0]} as plain text, type: {plain}" if plain else ""
-    rest = [path for path in paths if path not in (asks, answers)]
-    more, system = _named_like(_MORE, rest), _named_like(_SYSTEM, rest)
-    also = {"input": more, "system": system} if more else {"system": system}
-    given = {"instruction": asks, "output": answers} if more else {"question": asks, "answer": answers}
-    fmt = "instruction" if more else "question_answer"
+        return "" if several else _as_plain_text(config, key, texts or paths, formats)
+    others = [path for path in paths if path not in (asks, answers, *several)]
+    others += [name for name in rows[0] if any(is_history(row.get(name)) for row in rows)]
+    fmt, columns = pair_format(asks, answers, others)
     if fmt not in formats:
         return ""
-    chosen = {name: path for name, path in {**given, **also}.items() if path and path != name}
-    return f"If {asks} asks and {answers} answers, type: {typed(key, fmt, chosen)}"
+    words = command(fmt, columns, config, key, several[1:])
+    if several:
+        return (
+            f"{_PREFERENCES}: {' and '.join(several)} answer the same, and only supervised training is done here."
+            f" If {answers} is the wanted answer, type: {words}"
+        )
+    both = EVERY_ELEMENT in asks and EVERY_ELEMENT in answers
+    note = f" (each element of {starred} is a row of its own, without those before it)" if both else ""
+    return f"If {asks} asks and {answers} answers{note}, type: {words}"
 
 
-def _for_labels(key: str, rows: Sequence[Row], texts: Sequence[str]) -> str:
+def _as_plain_text(config: DatasetConfig, key: str, paths: Sequence[str], formats: Sequence[str]) -> str:
+    if len(paths) != 1 or EVERY_ELEMENT in paths[0] or "text" not in formats:
+        return ""
+    return f"To train {paths[0]} as plain text, type: {command('text', {'text': paths[0]}, config, key)}"
+
+
+def _is_exchanges(found: Any) -> bool:
+    """Whether it is a list of objects with a text for each speaker, `[{"human": ..., "assistant": ...}, ...]`."""
+    first = found[0] if isinstance(found, list) and found else None
+    return isinstance(first, dict) and {"user", "assistant"} <= {SPEAKERS.get(str(name)) for name in first}
+
+
+def _as_messages(column: str, exchange: Mapping[str, Any]) -> str:
+    roles = {name: SPEAKERS[name] for name in exchange if name in SPEAKERS}
+    turns = ", ".join(f'{{role: "{role}", content: .{name}}}' for name, role in roles.items())
+    made = f".messages = [.[{json.dumps(column)}][] | {turns}]" + (
+        f" | del(.[{json.dumps(column)}])" if column != "messages" else ""
+    )
+    return f"To make messages of {column}, type: jq -c {shlex.quote(made)} OLD.jsonl > NEW.jsonl"
+
+
+def _numbered_answers(paths: Sequence[str]) -> list[str]:
+    """Columns such as `response_j` and `response_k`, or `answer1` and `answer2`."""
+    stems = {path: _NUMBERED.fullmatch(path) for path in paths}
+    found = [path for path, match in stems.items() if match]
+    alike = [path for path in found if stems[path].group(1) == stems[found[0]].group(1)]  # type: ignore[union-attr]
+    return alike if len(alike) > 1 else []
+
+
+def _for_labels(config: DatasetConfig, key: str, rows: Sequence[Row], texts: Sequence[str]) -> str:
     text = max(texts, key=lambda path: _num_chars(rows, path), default="")
     others = [name for name, found in rows[0].items() if isinstance(found, str | int) and name != text]
     label = next((name for name in others if name not in _ABOUT_A_ROW), "")
     if not text or not label:
         return ""
     chosen = {name: path for name, path in {"text": text, "label": label}.items() if path != name}
-    return f"If {label} is the label of {text}, type: {typed(key, 'labelled_text', chosen)}"
+    return f"If {label} is the label of {text}, type: {command('labelled_text', chosen, config, key)}"
 
 
 def _text_paths(row: Row) -> Iterator[str]:
@@ -150,11 +205,17 @@ def _num_chars(rows: Sequence[Row], path: str) -> int:
     return sum(len(str(value(row, head))) for row in rows)
 
 
-def _named_like(words: Sequence[str], paths: Sequence[str]) -> str:
-    """Return the first column path that has one of `words` as its last part or suffix."""
-    for word in words:
-        for path in paths:
-            last = path.removesuffix(EVERY_ELEMENT).rpartition(".")[2]
-            if last == word or re.split(r"[\W_]+", last)[-1] == word:
-                return path
-    return ""
+def _is_prose(rows: Sequence[Row], path: str) -> bool:
+    """Whether most rows hold text of several words there."""
+    head, _, _ = path.partition(EVERY_ELEMENT)
+    return 2 * sum(is_prose(str(value(row, head))) for row in rows) > len(rows)
+
+
+def _is_short(rows: Sequence[Row], name: str) -> bool:
+    """Whether a column of another name holds words or numbers that are about a row, and judge nothing."""
+    if named_like((*ASKING, *ANSWERING, *INPUTS, *JUDGING), [name]):
+        return False
+    found = [row.get(name) for row in rows]
+    return all(isinstance(each, str | int | float | None) and not isinstance(each, bool) for each in found) and all(
+        len(str(each)) <= _MAX_SHORT_CHARS for each in found
+    )

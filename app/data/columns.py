@@ -2,15 +2,17 @@
 
 import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from app.config.dataset import LABELLED_FORMATS
 from app.config.schema import DatasetConfig
 from app.data.types import Broken, Located, Row, RowProblem, kind_of
 
 ABSENT = object()
 EVERY_ELEMENT = ".*"
-_PLAIN_NAME = re.compile(r"[\w.*/ -]+")
+_PLAIN_VALUE = re.compile(r"[\w.*/: -]+")
+_SOURCE = ("path", "split", "hub_config", "revision")
 
 
 def value(row: Row, path: str) -> Any:
@@ -67,11 +69,33 @@ def optional_text(row: Row, path: str | None) -> str:
 
 def typed(key: str, fmt: str, columns: Mapping[str, str]) -> str:
     """The words to type that choose a format and its columns in the section `key`."""
-    words = [f"{key}.format={fmt}"]
-    for name, path in columns.items():
-        shown = path if _PLAIN_NAME.fullmatch(path) else "'" + path.replace("'", "\\'") + "'"
-        words.append(shlex.quote(f"{key}.columns.{name}={shown}"))
-    return " ".join(words)
+    return " ".join([f"{key}.format={fmt}", *_settings(key, {f"columns.{name}": at for name, at in columns.items()})])
+
+
+def command(
+    fmt: str,
+    columns: Mapping[str, str],
+    config: DatasetConfig | None,
+    key: str = "dataset",
+    leave_out: Sequence[str] = (),
+) -> str:
+    """The command line that checks the rows of `config` as `fmt`; of a source of a mix, only its own words."""
+    unwanted = [*(config.leave_out if config else ()), *leave_out]
+    last = [shlex.quote(f"dataset.leave_out=[{','.join(unwanted)}]")] if unwanted else []
+    if key != "dataset" or (config and config.mix):
+        return " ".join([typed(key, fmt, columns), *last])
+    given = {name: getattr(config, name) for name in _SOURCE} if config else {"path": "FILE"}
+    source = {name: found for name, found in given.items() if found not in (None, "train")}
+    renamed = {f"columns.{name}": path for name, path in columns.items()}
+    task = ["task=classification"] if fmt in LABELLED_FORMATS else []
+    words = [*task, f"dataset={fmt}", *_settings(key, {**source, **renamed}), *last]
+    return " ".join(["python -m app.check data", *words])
+
+
+def _settings(key: str, values: Mapping[str, str]) -> Iterator[str]:
+    for name, given in values.items():
+        shown = given if _PLAIN_VALUE.fullmatch(given) else "'" + given.replace("'", "\\'") + "'"
+        yield shlex.quote(f"{key}.{name}={shown}")
 
 
 def wanted_rows(rows: Iterator[Located], config: DatasetConfig, names: Collection[str]) -> Iterator[Located]:

@@ -10,20 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 from app.config.schema import Columns
+from app.data.column_names import SPEAKERS
 from app.data.columns import optional, optional_text, value
 from app.data.types import Conversation, Message, Row, RowProblem, kind_of
 
-SPEAKERS = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bot"), "assistant"),
-    "system": "system",
-    "function_call": "assistant",
-    **dict.fromkeys(("observation", "tool", "function_response"), "tool"),
-}
 ROLES = ("system", "user", "assistant", "tool")
 _ROLE_ALIASES = {"developer": "system", "function": "tool"}  # names that the same roles had before or since
 _MIN_WEIGHT, _MAX_WEIGHT = 1e-6, 1e6  # beyond them it is a mistake, and lost or overflows in half precision
 _READ_KEYS = ("role", "content", "tool_calls", "function_call", "train", "weight")
+_READ_PARTS = ("text", "reasoning", "tool_call")
 _KEY_ALIASES = {"training": "train", "loss_weight": "weight"}  # as Axolotl and LLaMA-Factory call them
 
 
@@ -126,6 +121,7 @@ def _message(index: int, found: object) -> tuple[Message, bool | None, float]:
     # tables fill absent keys with null
     given: Message = {_KEY_ALIASES.get(key, str(key)): value for key, value in found.items() if value is not None}
     role = _role(index, given)
+    given = _without_parts(index, given)
     calls = _calls(index, {**given, "role": role})
     content = _content(index, role, given.get("content"), may_be_absent=bool(calls))
     others = {key: value for key, value in given.items() if key not in _READ_KEYS}
@@ -150,11 +146,9 @@ def _role(index: int, message: Message) -> str:
 
 
 def _content(index: int, role: str, content: Any, *, may_be_absent: bool) -> str:
-    """Join the content parts of a message into one text; dump a tool result that is an object as JSON."""
+    """The text of a message; of a tool result that is an object, its JSON."""
     if content is None and may_be_absent:
         return ""
-    if isinstance(content, list):
-        return "\n".join(_part(index, part) for part in content)
     if isinstance(content, dict) and role == "tool":
         return json.dumps(content, ensure_ascii=False)
     if not isinstance(content, str):
@@ -162,13 +156,30 @@ def _content(index: int, role: str, content: Any, *, may_be_absent: bool) -> str
     return content
 
 
-def _part(index: int, part: Any) -> str:
+def _without_parts(index: int, given: Message) -> Message:
+    """The message with the parts of its content where they belong: text, thought and tool calls."""
+    if not isinstance(given.get("content"), list):
+        return given
+    parts = [_part(index, part) for part in given["content"]]
+    thoughts = [text for kind, text in parts if kind == "reasoning"]
+    calls = [_parsed(text, f"message {index}: a tool_call") for kind, text in parts if kind == "tool_call"]
+    found: Message = {"content": "\n".join(text for kind, text in parts if kind == "text")}
+    if thoughts:
+        found["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        found["tool_calls"] = [*given.get("tool_calls", ()), *calls]
+    return {**given, **found}
+
+
+def _part(index: int, part: Any) -> tuple[str, str]:
+    """Type and text of a part; the text is under its type or under `value`."""
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
+    text = part.get(kind, part.get("value")) if kind in _READ_PARTS else None
+    if isinstance(text, str):
+        return str(kind), text
     raise RowProblem(
-        f"message {index}: a part of its content is of type {kind!r}; only parts like"
-        ' {"type": "text", "text": "..."} can be trained on'
+        f"message {index}: a part of its content is of type {kind!r}{' without text' * (kind in _READ_PARTS)}; only"
+        ' parts like {"type": "text", "text": "..."} can be trained on, and those of type reasoning or tool_call'
     )
 
 
@@ -244,7 +255,8 @@ def _call(where: str, call: Any) -> Message:
     if isinstance(arguments, str):
         arguments = _parsed(arguments, f"{where}: arguments") if arguments.strip() else {}
     if not isinstance(arguments, dict | None):
-        raise RowProblem(f"{where}: arguments must be an object, found {kind_of(arguments)}")
+        twice = ": it is encoded as JSON twice" if isinstance(arguments, str) else ""
+        raise RowProblem(f"{where}: arguments must be an object, found {kind_of(arguments)}{twice}")
     identity = {"id": call["id"]} if call.get("id") else {}
     named = {"name": function["name"], "arguments": arguments or {}}
     return {**identity, "type": "function", "function": named}

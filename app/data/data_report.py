@@ -1,5 +1,6 @@
 """What became of the rows: counts, lines for people, and the reasons why a run would stop at them."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from app.config.schema import DatasetConfig
 from app.data.sources import Source
 from app.data.types import printable
+from app.data.unread_columns import unread_problems
 
 MAX_PLACES = 20
 _MAX_REASONS = 20
@@ -16,6 +18,7 @@ _MAX_DROPPED_SHARE = 0.05  # of the samples, before `auto` calls it an error
 _MAX_UNREAD_NAMES = 100  # of columns and keys that are counted one by one
 MIN_EVAL_ROWS = 30  # fewer make a loss that says little
 MAX_EVAL_FRACTION = 0.2  # of the samples, which are there to be learned
+_MESSAGE_NUMBER = re.compile(r"(?<=message )\d+|(?<=tool call )\d+")
 _MIN_CLASS_TOKENS = 8  # width of a class of over-long samples; a 32nd of their length where that is more
 
 
@@ -56,6 +59,9 @@ class Counts:
     marked: int = 0  # messages with the text of a special token
     empty: dict[str, int] = field(default_factory=dict)  # blank texts, by their column or role
     unread_columns: dict[str, int] = field(default_factory=dict)  # rows that hold something there
+    missed: dict[str, int] = field(default_factory=dict)  # rows where an unread column says what no sample does
+    missed_chars: dict[str, int] = field(default_factory=dict)  # of its texts
+    foreign_markers: dict[str, int] = field(default_factory=dict)  # plain texts that another program wrote out as chats
     unread_keys: dict[str, int] = field(default_factory=dict)  # of messages; the chat template names none of them
     held_out: int = 0  # samples that dataset.eval_fraction took from here
     duplicates: int = 0  # samples whose tokens and mask an earlier one has
@@ -67,6 +73,8 @@ class Counts:
         """Count a bad row, and keep the first places."""
         self.bad_rows += 1
         self.first_problem = self.first_problem or f"{place}: {reason}"
+        alike = _MESSAGE_NUMBER.sub("", reason)  # the same in another message is the same reason
+        reason = next((known for known in self.bad_by_reason if _MESSAGE_NUMBER.sub("", known) == alike), reason)
         if reason in self.bad_by_reason or len(self.bad_by_reason) < _MAX_REASONS:
             self.bad_by_reason[reason] = self.bad_by_reason.get(reason, 0) + 1
             self.bad_first.setdefault(reason, place)
@@ -162,10 +170,10 @@ def in_words(names: Sequence[str]) -> str:
     return ", ".join(names[:_MAX_NAMES]) + more
 
 
-def count_name(counts: dict[str, int], name: str) -> None:
+def count_name(counts: dict[str, int], name: str, number: int = 1) -> None:
     """Count a column or key; what has too many names is counted together."""
     shown = printable(name) if name in counts or len(counts) < _MAX_UNREAD_NAMES else "others"
-    counts[shown] = counts.get(shown, 0) + 1
+    counts[shown] = counts.get(shown, 0) + number
 
 
 def _unread_lines(c: Counts) -> Iterator[str]:
@@ -236,6 +244,8 @@ def stop_reasons(config: DatasetConfig, source: Source, counts: Counts, position
             f"{named}: the chat template rewrites earlier turns of {counts.unstable:,} conversations; set"
             " dataset.on_unstable_template=expand (a sample for each turn) or last (one for the last)"
         )
+    kept = counts.rows_kept + counts.rows_lost
+    yield from unread_problems(config, named, source.key, kept, counts.unread_columns, counts.missed)
     if _is_too_long(config, counts):
         yield _too_long(config, source, counts, positions)
     elif not counts.rows_read:

@@ -8,7 +8,7 @@ from typing import Any
 from app.config.dataset import formats_for, key_of, sources_of
 from app.config.schema import Columns, DatasetConfig
 from app.data.column_sets import known_sets, suggestion
-from app.data.columns import ABSENT, has, typed, value, wanted_rows
+from app.data.columns import ABSENT, command, has, typed, value, wanted_rows
 from app.data.formats import FORMATS
 from app.data.sources import Source, eval_source, train_source
 from app.data.types import Broken, Row, kind_of, printable
@@ -38,10 +38,6 @@ class _Candidate:
     columns: tuple[str, ...]
     fits: int  # rows that have these columns
     renamed: Mapping[str, str] = field(default_factory=dict)  # fields of dataset.columns, called otherwise
-
-    def override(self, key: str) -> str:
-        """The words that choose it in the section `key`."""
-        return typed(key, self.format, self.renamed)
 
     def reason(self, count: int) -> str:
         return f"{self.fits} of the first {count} rows hold {_wanted(self.format)} in {', '.join(self.columns)}"
@@ -96,25 +92,26 @@ def _detect(config: DatasetConfig, source: Source, key: str, formats: Sequence[s
     named = f"{source.key}={source.name}"
     rows = _first_rows(named, wanted_rows(source.rows(), config, [each.name for each in fields(Columns)]))
     formats = [fmt for fmt in FORMATS if fmt in formats]
-    _refuse_unsupported(named, rows, config.columns, formats)
+    _refuse_unsupported(named, rows, config, formats)
     fitting = _fitting(rows, config.columns, formats) or [
         _Candidate(each.format, read, fits, each.columns)
         for each, read, fits in known_sets(rows, config.columns, formats, _MIN_FITTING_SHARE)
     ]
     if not fitting:
-        raise DataError(_NEW_LINE.join(map(printable, _unknown(named, key, rows, config.columns, formats))))
+        raise DataError(_NEW_LINE.join(map(printable, _unknown(named, key, rows, config, formats))))
     if len(fitting) > 1:
         begin = f"{named}: {key}.format=auto finds {len(fitting)} ways to read these rows. Type the one you mean:"
-        ways = [printable(f"{each.override(key)}   ({each.reason(len(rows))})") for each in fitting]
+        words = [command(each.format, each.renamed, config, key) for each in fitting]
+        ways = [printable(f"{way}   ({each.reason(len(rows))})") for way, each in zip(words, fitting, strict=True)]
         raise DataError(_NEW_LINE.join([begin, *ways]))
     [found] = fitting
     columns = replace(config.columns, **found.renamed)
     return replace(config, format=found.format, columns=columns), _note(found, key, rows, columns)
 
 
-def _refuse_unsupported(named: str, rows: Sequence[Row], columns: Columns, formats: Sequence[str]) -> None:
+def _refuse_unsupported(named: str, rows: Sequence[Row], config: DatasetConfig, formats: Sequence[str]) -> None:
     """DataError for media and preference data; a few such rows are reported when they are read."""
-    problems = [each for row in rows if (each := unsupported_column(row, formats[0], columns))]
+    problems = [each for row in rows if (each := unsupported_column(row, formats[0], config.columns, config))]
     if len(problems) > (1 - _MIN_FITTING_SHARE) * len(rows):
         raise DataError(f"{named}: in {len(problems)} of the first {len(rows)} rows, {problems[0]}")
 
@@ -184,18 +181,22 @@ def _note(found: _Candidate, key: str, rows: Sequence[Row], columns: Columns) ->
     given = [name for field in FORMATS[found.format].may if (name := getattr(columns, field))]
     may = [name for name in given if name not in found.columns and any(has(row, name) for row in rows)]
     also = f"; also read: {_listed(may)}" if may else ""
-    return printable(f"{key}.format=auto: taken as {found.override(key)}, because {found.reason(len(rows))}{also}")
+    words = typed(key, found.format, found.renamed)
+    return printable(f"{key}.format=auto: taken as {words}, because {found.reason(len(rows))}{also}")
 
 
-def _unknown(named: str, key: str, rows: Sequence[Row], columns: Columns, formats: Sequence[str]) -> list[str]:
+def _unknown(named: str, key: str, rows: Sequence[Row], config: DatasetConfig, formats: Sequence[str]) -> list[str]:
     """Say which columns there are, what the formats lack that they nearly have, and what to type."""
     shown = [f"{name} ({_kind(rows, name)})" for name in _names(rows)]
     found = _listed(shown) or "none"
     begin = f"{named}: {key}.format=auto knows no format for these rows; columns found: {found}"
-    wants = [_missing(fmt, key, rows, columns) for fmt in formats]
-    advice = suggestion(key, rows, formats, _MIN_FITTING_SHARE) or (
-        f"docs/data.md has the shapes of rows; columns of other names: {key}.format=FORMAT {key}.columns.FIELD=NAME"
+    wants = [_missing(fmt, key, rows, config.columns) for fmt in formats]
+    chosen = "dataset=FORMAT" if key == "dataset" and not config.mix else f"{key}.format=FORMAT"
+    advice = suggestion(config, key, rows, formats, _MIN_FITTING_SHARE) or (
+        f"docs/data.md has the shapes of rows; columns of other names: {chosen} {key}.columns.FIELD=NAME"
     )
+    if any("input_ids" in row for row in rows):
+        advice = "Rows of tokens (input_ids) are not read: give their texts"
     return [begin, *filter(None, wants), advice]
 
 

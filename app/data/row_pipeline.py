@@ -1,6 +1,7 @@
 """Rows of a source through format, template, tokenizer and overflow policy into the token cache, all counted."""
 
 import logging
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -8,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from app.config.schema import DatasetConfig
-from app.data.columns import unread, wanted_rows
+from app.data.columns import unread, value, wanted_rows
 from app.data.conversations import tools_column
 from app.data.data_report import Counts, bad_row_problems, count_name
 from app.data.formats import empty_parts, fields_of, read_row
@@ -18,12 +19,21 @@ from app.data.sources import Source
 from app.data.token_cache import RowWriter
 from app.data.token_dataset import digest
 from app.data.tokenizer import Encoder, Tokenizer, Tokens
-from app.data.types import Broken, Content, Conversation, Located, RenderedText, Row, RowProblem
+from app.data.types import Broken, Content, Conversation, Document, Located, RenderedText, Row, RowProblem
+from app.data.unread_columns import is_missed
 from app.errors import DataError
 
 _BATCH_ROWS = 512
 _BATCH_CHARS = 1 << 21  # fewer rows if they are long
 _PROGRESS_SECONDS = 15.0
+
+# of chats that are written out for a model
+_FOREIGN_MARKER = re.compile(
+    r"\[INST\]|<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|<\|(?:user|User|assistant)\|>|### Instruction:"
+    r"|\b(?:Human|USER|User): (?=.*\b(?:Assistant|ASSISTANT): )",
+    re.DOTALL,
+)
+_MAX_MARKER_CHARS = 10_000
 
 log = logging.getLogger(__name__)
 
@@ -116,16 +126,24 @@ class _Pipeline:
             return str(problem)
         except RecursionError:
             return "lists or objects in it are nested too deeply"
-        self._count_unread(row, content)
+        self._count_unread(row, content, rendered)
         return replace(rendered, empty=tuple(empty_parts(row, content, fmt, columns)))
 
-    def _count_unread(self, row: Row, content: Content) -> None:
+    def _count_unread(self, row: Row, content: Content, rendered: RenderedRow) -> None:
         """Count columns that are not read, and keys of messages that the template does not name."""
         columns = self._config.columns
         is_chat = isinstance(content, Conversation)
         read = {*self._read_columns, tools_column(row, columns) or ""} if is_chat else self._read_columns
         for name in unread(row, read):
             count_name(self._counts.unread_columns, name)
+            found = value(row, name)
+            if is_missed(self._config, name, found, rendered.samples):
+                count_name(self._counts.missed, name)
+                count_name(self._counts.missed_chars, name, len(found) if isinstance(found, str) else 0)
+        if isinstance(content, Document) and not content.completion_start:
+            marker = _FOREIGN_MARKER.search(content.text, 0, _MAX_MARKER_CHARS)
+            if marker:
+                count_name(self._counts.foreign_markers, marker.group().strip())
         if not isinstance(content, Conversation):
             return
         names = self._renderer.names

@@ -10,8 +10,9 @@ from dataclasses import fields
 from typing import Any
 
 from app.config.dataset import LABELLED_FORMATS
-from app.config.schema import Columns
-from app.data.columns import typed
+from app.config.schema import Columns, DatasetConfig
+from app.data.column_names import ASKING, JUDGING, SPEAKERS, is_history, named_like, pair_format
+from app.data.columns import command
 from app.data.types import Content, Conversation, Document, Row, RowProblem
 
 _MEDIA_COLUMN = re.compile(r"(image|video|audio)s?(_?(path|url|file|bytes)s?)?", re.IGNORECASE)
@@ -26,13 +27,15 @@ _REJECTED = (
     *("response_rejected", "non_preferred_output"),
 )
 _CHOSEN = ("chosen", "chosen_response", "chosen_messages", "preferred_output")
-_LABELS = ("label", "labels", "kto_tag")
 _ANSWERS = ("messages", "conversations", "output", "answer", "completion")  # fields of `dataset.columns`
 _OTHER_ANSWERS = ("response", "completions")
 
 
-def unsupported_column(row: Row, fmt: str, columns: Columns) -> str:
-    """Say which column makes these rows media or preference data, and what to do; empty for other rows."""
+def unsupported_column(row: Row, fmt: str, columns: Columns, config: DatasetConfig | None = None) -> str:
+    """Say which column makes these rows media or preference data, and what to do; empty for other rows.
+
+    With the section `config` the commands of the message name its path.
+    """
     for name, found in row.items():
         if _is_media(str(name), found):
             return _of_media(f"column {name!r}", f" Or leave the column out: {_leave_out([str(name)])}")
@@ -41,9 +44,9 @@ def unsupported_column(row: Row, fmt: str, columns: Columns) -> str:
     for name in _preference_columns(row, columns):
         return (
             f"column {name!r} makes this preference data (wanted and unwanted answers), and only supervised training"
-            f" is done here. To train on the wanted answers alone, type: {_words_for_wanted_answers(row)}"
+            f" is done here. To train on the wanted answers alone, type: {_wanted_answers(row, config)}"
         )
-    label = next((name for name in _LABELS if _is_judged(row.get(name))), "")
+    label = next((name for name in JUDGING if _is_judged(row.get(name))), "")
     if label and not {*(getattr(columns, field) for field in _ANSWERS), *_ANSWERS, *_OTHER_ANSWERS}.isdisjoint(row):
         right = f"jq -c 'select(.{label} == true) | del(.{label})' OLD.jsonl > NEW.jsonl"
         remedy = f"Make rows of the right ones alone: {right}" if label != "labels" else "Take such rows out"
@@ -99,27 +102,67 @@ def _is_judged(found: Any) -> bool:
     return isinstance(found, bool) or (isinstance(found, list) and bool(found) and isinstance(found[0], bool))
 
 
-def _words_for_wanted_answers(row: Row) -> str:
+def _wanted_answers(row: Row, config: DatasetConfig | None) -> str:
     """What to type, or a command that makes other rows, to train on the wanted answers of rows with preferences."""
     chosen = next((name for name in _CHOSEN if row.get(name)), "")
-    found, columns = row.get(chosen), dict[str, str]()
     unwanted = [name for name in row if name in _REJECTED]
-    if "messages" in row or not chosen:
-        return _leave_out([*unwanted, *([chosen] if chosen else [])])
-    if chosen == "preferred_output":
-        fmt, columns = "chat_completion", {"prompt": "input.messages", "completion": chosen}
-    elif isinstance(found, dict):
-        return f"jq -c '{{conversations: (.conversations + [.{chosen}])}}' OLD.jsonl > NEW.jsonl"
-    elif isinstance(found, list) and not isinstance(row.get("prompt"), list):
-        is_sharegpt = isinstance(found[0], dict) and "from" in found[0]
-        fmt, columns = ("sharegpt", {"conversations": chosen}) if is_sharegpt else ("messages", {"messages": chosen})
-    elif "prompt" in row:
-        fmt, columns = "chat_completion" if isinstance(found, list) else "prompt_completion", {"completion": chosen}
-    elif "instruction" in row:
-        fmt, columns = "instruction", {"output": chosen}
+    names = [name for name in row if name not in (chosen, *unwanted)]
+    talk = next((name for name in names if _is_talk(row[name])), "")
+    if not chosen or (talk and _is_answered(row[talk])):
+        return command("auto", {}, config, leave_out=[*unwanted, *([chosen] if chosen else [])])
+    found = row[chosen]
+    if talk and not (_is_talk(found) and "role" in {**row[talk][0]}.keys() & {**found[0]}.keys()):
+        return _appended(talk, row[talk][0], chosen, found, unwanted)
+    fmt, columns = _columns_of_wanted(row, chosen, talk, names)
+    if not fmt:
+        return "make rows of the question and the wanted answer, in a shape of docs/data.md"
+    renamed = {name: path for name, path in columns.items() if path != name}
+    return command(fmt, renamed, config, leave_out=unwanted)
+
+
+def _columns_of_wanted(row: Row, chosen: str, talk: str, names: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """The format and columns of the wanted answers; no format where nothing tells which column asks."""
+    found = row[chosen]
+    if talk or chosen == "preferred_output":
+        return "chat_completion", {"prompt": talk or "input.messages", "completion": chosen}
+    texts = [name for name in names if isinstance(row[name], str)]
+    asks = named_like(ASKING, texts)
+    if _is_talk(found) and not (asks and len(found) == 1):
+        return ("sharegpt", {"conversations": chosen}) if "from" in found[0] else ("messages", {"messages": chosen})
+    inner, at = (found[0], f"{chosen}.0") if isinstance(found, list) else (found, chosen)
+    path = f"{at}.{'value' if 'value' in inner else 'content'}" if isinstance(inner, dict) else at
+    if not asks:
+        return ("text", {"text": path}) if not texts else ("", {})
+    others = [name for name in names if name != asks and (isinstance(row[name], str) or is_history(row[name]))]
+    fmt, columns = pair_format(asks, path, others)
+    if asks == "prompt" and path == chosen and fmt == "question_answer" and "system" not in row:
+        return "prompt_completion", {"completion": chosen}
+    return fmt, columns
+
+
+def _appended(talk: str, first: Any, chosen: str, found: Any, unwanted: Sequence[str]) -> str:
+    """A command that ends conversations with their wanted answers."""
+    role, text, answers = ("from", "value", "gpt") if "from" in first else ("role", "content", "assistant")
+    if isinstance(found, list):
+        more = f".{chosen}"
+    elif isinstance(found, dict) and role in found:
+        more = f"[.{chosen}]"
     else:
-        fmt, columns = ("question_answer", {"answer": chosen}) if "question" in row else ("text", {"text": chosen})
-    return f"{typed('dataset', fmt, columns)} {_leave_out(unwanted)}"
+        inner = next((f".{key}" for key in ("content", "value") if isinstance(found, dict) and key in found), "")
+        more = f'[{{{role}: "{answers}", {text}: .{chosen}{inner}}}]'
+    taken_out = ", ".join(f".{name}" for name in (chosen, *unwanted))
+    return f"jq -c '.{talk} += {more} | del({taken_out})' OLD.jsonl > NEW.jsonl"
+
+
+def _is_talk(found: Any) -> bool:
+    """Whether it is a list of messages or turns."""
+    first = found[0] if isinstance(found, list) and found else None
+    return isinstance(first, dict) and ("role" in first or "from" in first)
+
+
+def _is_answered(talk: Sequence[Any]) -> bool:
+    last = talk[-1] if isinstance(talk[-1], dict) else {}
+    return SPEAKERS.get(str(last.get("role", last.get("from")))) == "assistant"
 
 
 def _leave_out(names: Sequence[str]) -> str:

@@ -1,0 +1,87 @@
+"""Columns that are not read although answers need what they say, or are judged by them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from app.config.dataset import LABELLED_FORMATS
+from app.config.schema import Columns, DatasetConfig
+from app.data.column_names import INPUTS, JUDGING, is_history, is_prose
+from app.data.columns import command
+from app.data.formats import fields_of
+from app.data.types import RenderedText
+
+_JUDGEMENTS = (0, 1, "0", "1", "0.0", "1.0")
+_WHOLE_TEXT = ("text", "text_pair")  # formats that have no place for another input
+_PAIRS = {
+    "instruction": ("instruction", "output"),
+    "question_answer": ("question", "answer"),
+    "prompt_completion": ("prompt", "completion"),
+}
+
+
+def is_missed(config: DatasetConfig, name: str, found: Any, samples: Sequence[RenderedText]) -> bool:
+    """Whether an unread column says what no sample does: a text, earlier turns, or 0 or 1 as a judgement."""
+    if config.format in _WHOLE_TEXT or getattr(config.columns, name, "") is None:  # null: not read on purpose
+        return False
+    if name in JUDGING:
+        return config.format not in LABELLED_FORMATS and not isinstance(found, bool) and found in _JUDGEMENTS
+    if name == "history" and is_history(found):
+        return True
+    return is_prose(found, name) and not any(_has(sample.text, found) for sample in samples)
+
+
+def _has(sample: str, text: str) -> bool:
+    """Whether a sample has the text, white space aside."""
+    return text.strip() in sample or " ".join(text.split()) in " ".join(sample.split())
+
+
+def unread_problems(
+    config: DatasetConfig, named: str, key: str, rows: int, unread: Mapping[str, int], missed: Mapping[str, int]
+) -> Iterator[str]:
+    """Why a run stops at the unread columns of a source of so many good `rows`.
+
+    `unread` counts the rows that hold something in a column, `missed` those where no sample says it.
+    """
+    fmt, section = config.format, key.rpartition(".")[0]
+    renamed = _renamed(fmt, config.columns)
+    inputs = [name for name, number in missed.items() if name in INPUTS and 2 * number > rows]
+    if inputs:
+        reading = _with_inputs(fmt, config.columns, inputs)
+        how = f"type: {command(*reading, config, section)}" if reading else "join them into one column"
+        counted = ", ".join(f"{name} ({missed[name]:,} of {rows:,} rows)" for name in inputs)
+        yield (
+            f"{named}: not read, though the answers may need it: {counted}. To read it, {how}\n"
+            f"    To train without it, type: {command(fmt, renamed, config, section, inputs)}"
+        )
+    for name, number in missed.items():
+        if name in JUDGING and number == unread[name]:
+            right = f"jq -c 'select((.{name} | tonumber) == 1) | del(.{name})' OLD.jsonl > NEW.jsonl"
+            yield (
+                f"{named}: column {name!r} is 0 or 1 in {number:,} of {rows:,} rows, which judges the answers as wrong"
+                " or right (preference data, as for KTO), and all of them would be learnt. Make rows of the right ones"
+                f" alone: {right}\n    If it judges nothing, type: {command(fmt, renamed, config, section, [name])}"
+            )
+
+
+def _with_inputs(fmt: str, columns: Columns, names: Sequence[str]) -> tuple[str, dict[str, str]] | None:
+    """The format and columns that read `names` besides what `fmt` reads; None where two of them need one place."""
+    read = _renamed(fmt, columns)
+    if fmt in _PAIRS:
+        asks, answers = (getattr(columns, field) for field in _PAIRS[fmt])
+        read |= {"instruction": asks, "output": answers}
+        fmt, fields = "instruction", [name if name in ("history", "system") else "input" for name in names]
+    elif fmt == "labelled_text":
+        read |= {"sentence2": columns.text}
+        fmt, fields = "text_pair", ["sentence1" for _ in names]
+    else:
+        fields = ["system" for _ in names]
+    if len({*fields}) < len(names):
+        return None
+    read |= dict(zip(fields, names, strict=True))
+    return fmt, {field: path for field, path in read.items() if field in fields_of(fmt) and path != field}
+
+
+def _renamed(fmt: str, columns: Columns) -> dict[str, str]:
+    """The columns of a format that are called otherwise than its fields."""
+    names = {field: getattr(columns, field) for field in fields_of(fmt)}
+    return {field: "null" if path is None else path for field, path in names.items() if path != field}
