@@ -25,13 +25,14 @@ from app.errors import CheckpointError, ConfigError, refuse
 
 VERSION_BASE = "1.3"
 _WARMUPS = ("schedule.warmup_steps", "schedule.warmup_fraction")
+_SAMPLE = "asset:sample/"
 
 Run = TypeVar("Run", bound=RunConfig)
 
 
 def load_run(config: DictConfig, typed: Mapping[str, Any] | None = None) -> RunConfig:
     """The typed run, validated from plain data because Hydra lets `+key=...` past its own check."""
-    return validated(_plain(config), RunConfig, typed)
+    return _of_own_rows(validated(_plain(config), RunConfig, typed))
 
 
 def validated(data: Mapping[str, Any], schema: type[Run], typed: Mapping[str, Any] | None = None) -> Run:
@@ -44,6 +45,18 @@ def validated(data: Mapping[str, Any], schema: type[Run], typed: Mapping[str, An
     others = {k: v for k, v in (typed or {}).items() if not any(text.startswith(f"{k}=") for text in problems)}
     refuse([*problems, *unread_problems(config, others)])
     return config
+
+
+def _of_own_rows(run: RunConfig) -> RunConfig:
+    """The run, unless it would be scored on rows that ship with the program and trained on others."""
+    path, held, fmt = run.dataset.path, run.dataset.eval_path, run.dataset.format
+    if path is not None and not path.startswith(_SAMPLE) and str(held).startswith(_SAMPLE):
+        chosen = "auto" if fmt == "messages" else fmt
+        raise ConfigError(
+            f"dataset.path={path} would be scored on the sample that ships (dataset.eval_path={held}). Add "
+            f"dataset={chosen}, which holds out some of your rows, or give dataset.eval_path=FILE."
+        )
+    return run
 
 
 def read_run(file: Path) -> RunConfig:
@@ -181,7 +194,7 @@ def _varied_run(overrides: Sequence[str]) -> RunConfig:
         "dry_run": False,
         **({"optimizer.lr": run.optimizer.lr} if "optimizer" in changes else {}),  # the recipe's key
     }
-    return validated(apply_changes(run, changes, over), RunConfig, changes)
+    return _of_own_rows(validated(apply_changes(run, changes, over), RunConfig, changes))
 
 
 def apply_changes(run: RunConfig, changes: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -178,7 +178,7 @@ def _part(index: int, part: Any) -> tuple[str, str]:
     if isinstance(text, str):
         return str(kind), text
     raise RowProblem(
-        f"message {index}: a part of its content is of type {kind!r}{' without text' * (kind in _READ_PARTS)}; only"
+        f"message {index}: a part of its content is of type {kind!r}; only"
         ' parts like {"type": "text", "text": "..."} can be trained on, and those of type reasoning or tool_call'
     )
 

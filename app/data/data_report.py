@@ -14,7 +14,7 @@ MAX_PLACES = 20
 _MAX_REASONS = 20
 _MAX_NAMES = 12  # of labels or columns that a line lists
 _MAX_SHOWN_PROBLEMS = 5
-_MAX_DROPPED_SHARE = 0.05  # of the samples, before `auto` calls it an error
+MAX_DROPPED_SHARE = 0.05  # of the samples, before `auto` calls it an error
 _MAX_UNREAD_NAMES = 100  # of columns and keys that are counted one by one
 MIN_EVAL_ROWS = 30  # fewer make a loss that says little
 MAX_EVAL_FRACTION = 0.2  # of the samples, which are there to be learned
@@ -244,8 +244,8 @@ def stop_reasons(config: DatasetConfig, source: Source, counts: Counts, position
             f"{named}: the chat template rewrites earlier turns of {counts.unstable:,} conversations; set"
             " dataset.on_unstable_template=expand (a sample for each turn) or last (one for the last)"
         )
-    kept = counts.rows_kept + counts.rows_lost
-    yield from unread_problems(config, named, source.key, kept, counts.unread_columns, counts.missed)
+    for problem in unread_problems(config, source.key.rpartition(".")[0], counts):
+        yield f"{named}: {problem}"
     if _is_too_long(config, counts):
         yield _too_long(config, source, counts, positions)
     elif not counts.rows_read:
@@ -271,7 +271,7 @@ def _num_made(counts: Counts) -> int:
 def _is_too_long(config: DatasetConfig, counts: Counts) -> bool:
     """Whether over-long samples are an error: any if asked; under `auto` so many that it is more likely a mistake."""
     if config.on_overflow == "auto" and config.format != "text":
-        return counts.dropped > _MAX_DROPPED_SHARE * _num_made(counts)
+        return counts.dropped > MAX_DROPPED_SHARE * _num_made(counts)
     return config.on_overflow == "error" and counts.over_long > 0
 
 

@@ -28,6 +28,7 @@ _TABLE_BATCH_ROWS = 256
 _ARROW_FILE = b"ARROW1"  # how one begins; a stream has no mark
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _NO_ARRAY = "expected an array of rows, or an object that holds one"
 
 
@@ -39,6 +40,10 @@ def read_file(path: Path, name: str) -> Iterator[Located]:
             stream = _unpacked(packed, path)
             if kind not in _TABLES and stream.peek(2).startswith(_UTF16_MARKS):
                 raise DataError(f"{name}: is UTF-16, expected UTF-8; type: iconv -f UTF-16 -t UTF-8 OLD > NEW")
+            if stream.peek(len(_LFS_POINTER)).startswith(_LFS_POINTER):
+                raise DataError(
+                    f"{name}: is a pointer of Git LFS, and the file itself was not fetched; type: git lfs pull"
+                )
             yield from READERS[kind](stream, name)
     except (EOFError, zlib.error, OSError) as error:
         packing = path.suffix.lower()
@@ -173,6 +178,11 @@ def _array(value: object, name: str) -> list[Any]:
     has_texts = not arrays and any(isinstance(inner, str) for inner in value.values())
     if has_texts or any({"role", "content"} <= keys or {"from", "value"} <= keys for keys in firsts):
         return [value]
+    if not arrays and value and all(isinstance(inner, dict) for inner in value.values()):
+        raise DataError(
+            f"{name}: expected an array of rows, this is an object of {len(value):,} objects; type: jq -c '.[]' OLD >"
+            " NEW.jsonl"
+        )
     if len(arrays) != 1:
         raise DataError(f"{name}: expected an array of rows, or an object with exactly one; it has {len(arrays)}")
     return arrays[0]

@@ -1,7 +1,7 @@
 """Columns that are not read although answers need what they say, or are judged by them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.config.dataset import LABELLED_FORMATS
 from app.config.schema import Columns, DatasetConfig
@@ -9,6 +9,9 @@ from app.data.column_names import INPUTS, JUDGING, is_history, is_prose
 from app.data.columns import command
 from app.data.formats import fields_of
 from app.data.types import RenderedText
+
+if TYPE_CHECKING:
+    from app.data.data_report import Counts
 
 _JUDGEMENTS = (0, 1, "0", "1", "0.0", "1.0")
 _WHOLE_TEXT = ("text", "text_pair")  # formats that have no place for another input
@@ -21,10 +24,10 @@ _PAIRS = {
 
 def is_missed(config: DatasetConfig, name: str, found: Any, samples: Sequence[RenderedText]) -> bool:
     """Whether an unread column says what no sample does: a text, earlier turns, or 0 or 1 as a judgement."""
-    if config.format in _WHOLE_TEXT or getattr(config.columns, name, "") is None:  # null: not read on purpose
+    if getattr(config.columns, name, name) != name:  # null, or another column in its place, on purpose
         return False
     if name in JUDGING:
-        return config.format not in LABELLED_FORMATS and not isinstance(found, bool) and found in _JUDGEMENTS
+        return config.format not in ("text", *LABELLED_FORMATS) and not isinstance(found, bool) and found in _JUDGEMENTS
     if name == "history" and is_history(found):
         return True
     return is_prose(found, name) and not any(_has(sample.text, found) for sample in samples)
@@ -35,46 +38,45 @@ def _has(sample: str, text: str) -> bool:
     return text.strip() in sample or " ".join(text.split()) in " ".join(sample.split())
 
 
-def unread_problems(
-    config: DatasetConfig, named: str, key: str, rows: int, unread: Mapping[str, int], missed: Mapping[str, int]
-) -> Iterator[str]:
-    """Why a run stops at the unread columns of a source of so many good `rows`.
-
-    `unread` counts the rows that hold something in a column, `missed` those where no sample says it.
-    """
-    fmt, section = config.format, key.rpartition(".")[0]
+def unread_problems(config: DatasetConfig, key: str, counts: "Counts") -> Iterator[str]:
+    """Why a run stops at the columns that are not read of the source with this section."""
+    fmt, missed, rows = config.format, counts.missed, counts.rows_kept + counts.rows_lost
     renamed = _renamed(fmt, config.columns)
     inputs = [name for name, number in missed.items() if name in INPUTS and 2 * number > rows]
-    if inputs:
-        reading = _with_inputs(fmt, config.columns, inputs)
-        how = f"type: {command(*reading, config, section)}" if reading else "join them into one column"
+    if inputs and fmt not in _WHOLE_TEXT:
+        places = {name: "input" if counts.missed_chars[name] and name != "system" else name for name in inputs}
+        reading = _with_inputs(fmt, config.columns, places)
+        how = f"type: {command(*reading, config, key)}" if reading else "join them into one column"
         counted = ", ".join(f"{name} ({missed[name]:,} of {rows:,} rows)" for name in inputs)
         yield (
-            f"{named}: not read, though the answers may need it: {counted}. To read it, {how}\n"
-            f"    To train without it, type: {command(fmt, renamed, config, section, inputs)}"
+            f"not read, though the answers may need it: {counted}. To read it, {how}\n"
+            f"    To train without it, type: {command(fmt, renamed, config, key, inputs)}"
         )
     for name, number in missed.items():
-        if name in JUDGING and number == unread[name]:
+        if name in JUDGING and number == counts.unread_columns[name]:
             right = f"jq -c 'select((.{name} | tonumber) == 1) | del(.{name})' OLD.jsonl > NEW.jsonl"
             yield (
-                f"{named}: column {name!r} is 0 or 1 in {number:,} of {rows:,} rows, which judges the answers as wrong"
+                f"column {name!r} is 0 or 1 in {number:,} of {rows:,} rows, which judges the answers as wrong"
                 " or right (preference data, as for KTO), and all of them would be learnt. Make rows of the right ones"
-                f" alone: {right}\n    If it judges nothing, type: {command(fmt, renamed, config, section, [name])}"
+                f" alone: {right}\n    If it judges nothing, type: {command(fmt, renamed, config, key, [name])}"
             )
 
 
-def _with_inputs(fmt: str, columns: Columns, names: Sequence[str]) -> tuple[str, dict[str, str]] | None:
-    """The format and columns that read `names` besides what `fmt` reads; None where two of them need one place."""
-    read = _renamed(fmt, columns)
+def _with_inputs(fmt: str, columns: Columns, places: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
+    """The format and columns that read the columns of `places`, each in its field of `instruction`, besides what `fmt`
+    reads; None where two need one place.
+    """
+    read, names, fields = _renamed(fmt, columns), list(places), list(places.values())
     if fmt in _PAIRS:
         asks, answers = (getattr(columns, field) for field in _PAIRS[fmt])
         read |= {"instruction": asks, "output": answers}
-        fmt, fields = "instruction", [name if name in ("history", "system") else "input" for name in names]
+        fmt = "instruction"
+        read |= {"history": "null"} if "history" in names else {}
     elif fmt == "labelled_text":
         read |= {"sentence2": columns.text}
-        fmt, fields = "text_pair", ["sentence1" for _ in names]
+        fmt, fields = "text_pair", ["sentence1"] * len(names)
     else:
-        fields = ["system" for _ in names]
+        fields = ["system"] * len(names)
     if len({*fields}) < len(names):
         return None
     read |= dict(zip(fields, names, strict=True))

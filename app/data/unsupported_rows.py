@@ -4,7 +4,6 @@ Preference data come as pairs (chosen, rejected), or as single answers with a bo
 """
 
 import re
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
@@ -38,7 +37,8 @@ def unsupported_column(row: Row, fmt: str, columns: Columns, config: DatasetConf
     """
     for name, found in row.items():
         if _is_media(str(name), found):
-            return _of_media(f"column {name!r}", f" Or leave the column out: {_leave_out([str(name)])}")
+            without = command("auto", {}, config, leave_out=[str(name)])
+            return _of_media(f"column {name!r}", f" Or leave the column out, type: {without}")
     if fmt in LABELLED_FORMATS:
         return ""
     for name in _preference_columns(row, columns):
@@ -163,7 +163,3 @@ def _is_talk(found: Any) -> bool:
 def _is_answered(talk: Sequence[Any]) -> bool:
     last = talk[-1] if isinstance(talk[-1], dict) else {}
     return SPEAKERS.get(str(last.get("role", last.get("from")))) == "assistant"
-
-
-def _leave_out(names: Sequence[str]) -> str:
-    return shlex.quote(f"dataset.leave_out=[{','.join(names)}]")

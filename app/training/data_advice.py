@@ -4,8 +4,10 @@ from collections.abc import Iterator
 
 from app.config.dataset import trains_answers
 from app.data import length_statistics
-from app.data.data_report import MAX_EVAL_FRACTION, MIN_EVAL_ROWS, eval_remedy, many
+from app.data.column_names import INPUTS
+from app.data.data_report import MAX_DROPPED_SHARE, MAX_EVAL_FRACTION, MIN_EVAL_ROWS, eval_remedy, many
 from app.data.overflow import policy_for
+from app.data.sources import train_source
 from app.model.source import positions_text
 from app.training.data_check import DataCheck
 
@@ -14,6 +16,7 @@ MAX_BAD_SHARE = 0.01  # of the rows
 MIN_BIN_FILL = 0.9
 MIN_PADDED_FILL = 0.85  # of padded micro-batches
 MIN_TRAINED_SHARE = 0.05  # of the tokens
+LONG_TEXT_CHARS = 100  # a row, of an unread column
 MIN_STEPS = 20  # fewer make a poor schedule
 
 Advice = tuple[str, str]  # what to type, with placeholders where it cannot be known, and why
@@ -21,7 +24,7 @@ Advice = tuple[str, str]  # what to type, with placeholders where it cannot be k
 
 def advice(check: DataCheck) -> Iterator[Advice]:
     """Pieces of advice, the most harmful problem first."""
-    for rule in (_bad_rows, _over_long, _trained_share, _template, _duplicates, _held_out, _filling, _steps):
+    for rule in (_bad_rows, _unread, _over_long, _trained_share, _template, _duplicates, _held_out, _filling, _steps):
         yield from rule(check)
 
 
@@ -44,11 +47,35 @@ def _over_long(check: DataCheck) -> Iterator[Advice]:
     if kept > limit and then > now:
         bins = f" batching.tokens={kept}" if run.batching.packing and kept > run.batching.bin_tokens else ""
         most = "" if kept == needed else f"; {positions_text(run.model, kept)}, choose a larger model for the others"
-        yield f"dataset.max_length={kept}{bins}", f"keeps {then:.1%} of the samples whole, not {now:.1%}{most}; {lost}"
+        most_dropped = {"auto": MAX_DROPPED_SHARE, "error": 0.0}.get(run.dataset.on_overflow, 1.0)
+        ends = " dataset.on_overflow=drop" if counts.dropped and 1 - then > most_dropped else ""
+        yield (
+            f"dataset.max_length={kept}{bins}{ends}",
+            f"keeps {then:.1%} of the samples whole, not {now:.1%}{most}; {lost}",
+        )
     elif policy_for(run.dataset.on_overflow, run.dataset.format) != "truncate":
         most = positions_text(run.model, check.positions or limit)
         remedy = "this keeps the beginning of each, without its end; or choose a model that reads more"
         yield "dataset.on_overflow=truncate", f"{most}, and {lost}: {remedy}"
+
+
+def _unread(check: DataCheck) -> Iterator[Advice]:
+    counts = check.data.report.train
+    for name, rows in counts.missed.items():
+        chars = counts.missed_chars[name] // rows
+        is_told = name in INPUTS and check.stops
+        if chars >= LONG_TEXT_CHARS and 2 * rows > counts.rows_kept and not is_told:
+            yield (
+                f"dataset.leave_out=[{name}]",
+                f"column {name}, a text of {chars:,} characters a row, is not read: dataset.columns.FIELD={name} reads"
+                " it, this says that it is left out on purpose",
+            )
+    for marker, rows in counts.foreign_markers.items():
+        yield (
+            "dataset=messages",
+            f"{many(rows, 'text')} with {marker}: chats that are written out for a model, of which the prompts are"
+            " trained as well; rows of messages train the answers alone, through the template of this model",
+        )
 
 
 def _duplicates(check: DataCheck) -> Iterator[Advice]:
@@ -71,7 +98,13 @@ def _duplicates(check: DataCheck) -> Iterator[Advice]:
 
 def _held_out(check: DataCheck) -> Iterator[Advice]:
     held, samples, dataset = check.data.eval, len(check.data.train), check.run.dataset
-    if held is None:
+    has_own = dataset.mix or dataset.eval_path or dataset.eval_split
+    unread = () if has_own else train_source(dataset).other_splits
+    if unread and (held is None or len(held) < MIN_EVAL_ROWS):
+        split = "validation" if "validation" in unread else unread[0]
+        few = "nothing is held out" if held is None else f"only {many(len(held), 'sample')} held out"
+        yield f"dataset.eval_split={split} dataset.eval_fraction=0", f"{few}, and the split {split} is not read"
+    elif held is None:
         if samples:
             yield eval_remedy(samples), "nothing is held out: whether the model learns or only remembers is not seen"
     elif 0 < len(held) < MIN_EVAL_ROWS and dataset.eval_max_rows is None:

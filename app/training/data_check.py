@@ -131,7 +131,7 @@ def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> Da
     found: list[str] = []
 
     def judge(section: DatasetConfig, source: Source, counts: Counts) -> None:
-        asked = replace(run.dataset, format=section.format)
+        asked = replace(run.dataset, path=section.path, format=section.format, columns=section.columns)
         found.extend(stop_reasons(asked, source, counts, positions_of(run.model)))
 
     tokenizer = load_tokenizer(run.model, needs_template=has_chats(run.dataset))

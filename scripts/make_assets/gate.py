@@ -20,7 +20,7 @@ from scripts.make_assets.model import pretrain
 from scripts.make_assets.scores import Shares, answered, held_out_chat, own_form, read_model
 
 LEFT_OUT = "capital"
-TUNING = ("precision=fp32", "eval.every=0", "eval.samples=0", "checkpoint.every=0")
+TUNING = ("precision=fp32", "dataset.eval_path=null", "eval.every=0", "eval.samples=0", "checkpoint.every=0")
 Change = Callable[[list[Row]], list[list[dict[str, str]]]]
 
 

@@ -41,7 +41,7 @@ def test_typo_is_reported_without_torch(
 
 EARLY = [
     ("sed=1", "sed is not a key. Did you mean seed?"),
-    ("dataset.path=no/such.jsonl", "dataset.path=no/such.jsonl: no such file or folder"),
+    ("dataset=auto dataset.path=no/such.jsonl", "dataset.path=no/such.jsonl: no such file or folder"),
     ("model.path=./no/such", "model.path=./no/such: there is no such folder. Give a folder with config.json"),
     ("model.chat_template=chatmll", "model.chat_template=chatmll is neither a file nor one of "),
     ("tracker=wandb", "tracker=wandb: no login was found"),
@@ -56,7 +56,7 @@ def test_config_error_is_reported_before_loading(zygote: Zygote, tmp_path: Path,
     (tmp_path / "file").touch()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").touch()
-    ended = zygote.run(tmp_path, given, WANDB_MODE="online", HOME=str(tmp_path / "full"))
+    ended = zygote.run(tmp_path, *given.split(), WANDB_MODE="online", HOME=str(tmp_path / "full"))
     refused(ended.code, ended.stdout, ended.stderr, message)
     assert ended.stdout == ""
     left = {path.name for path in (*tmp_path.iterdir(), *(tmp_path / "full").iterdir())}

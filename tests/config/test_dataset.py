@@ -71,3 +71,19 @@ def test_dataset_without_rows_refused() -> None:
     assert refusal_of(*TWO, chat_off, f"{CODE}.weight=0") == [
         "dataset.mix: every weight is 0, so nothing is trained on. Set dataset.mix.NAME.weight=1."
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "group"),
+    [((), "auto"), (("dataset.format=question_answer",), "question_answer"), (("dataset.format=auto",), "auto")],
+)
+def test_own_rows_never_scored_on_the_sample(given: tuple[str, ...], group: str) -> None:
+    (problem,) = refusal_of("dataset.path=m.jsonl", *given)
+    assert problem.startswith("dataset.path=m.jsonl would be scored on the sample that ships (dataset.eval_path=asset:")
+    assert f"Add dataset={group}, " in problem
+    assert compose_run(["dataset.path=m.jsonl", *given, f"dataset={group}"]).dataset.eval_path is None
+    assert compose_run(["dataset.path=m.jsonl", *given, "dataset.eval_path=h.jsonl"]).dataset.path == "m.jsonl"
+
+
+def test_sample_part_scored_on_the_sample() -> None:
+    assert compose_run(["dataset.path=asset:sample/eval.jsonl"]).dataset.eval_path == "asset:sample/eval.jsonl"

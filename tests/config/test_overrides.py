@@ -182,11 +182,13 @@ TAKEN: list[list[tuple[str, str, Any]]] = [
         ("eval={every: 7}", "eval.every", 7),
         ("training.max_steps=null", "training.max_steps", None),
         ('dataset.path="a=b,c.jsonl"', "dataset.path", "a=b,c.jsonl"),
+        ("dataset.eval_path=null", "dataset.eval_path", None),
         ("output_dir=~/my runs", "output_dir", "~/my runs"),
         ("model.revision=12e4567", "model.revision", "12e4567"),
     ],
     [
         ("dataset.path=a=b.jsonl", "dataset.path", "a=b.jsonl"),
+        ("dataset.eval_path=held.jsonl", "dataset.eval_path", "held.jsonl"),
         ("output_dir=a(b)", "output_dir", "a(b)"),
         ("+seed=6", "seed", 6),
         ("model.revision=007", "model.revision", "007"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from app.config.dataset import formats_for, sources_of
+from app.config.load import compose_run
 from app.config.schema import DatasetConfig, MixSource
 from app.data.detect_format import INSPECTED_ROWS, detect_formats
 from app.data.prepare import prepare
@@ -30,19 +31,29 @@ LEAVE_OUT = "'dataset.leave_out=[rejected]'"
 # rows that `auto` refuses, and the words that the message gives, which work
 ADVISED: dict[str, tuple[dict[str, Any], str]] = {
     "instances": (
-        {"instruction": "a", "instances": [{"input": "", "output": "b"}], "n": 3},
-        "If instruction asks and instances.*.output answers, type: dataset.format=instruction"
-        " 'dataset.columns.output=instances.*.output' 'dataset.columns.input=instances.*.input'",
+        {"instruction": "a", "instances": [{"input": "", "output": "b"}], "n": [3]},
+        "'dataset.columns.output=instances.*.output' 'dataset.columns.input=instances.*.input'",
     ),
-    "score": ({"prompt": "q", "response": "a", "score": 3}, "question=prompt dataset.columns.answer=response"),
     "context": (
         {"my question": "q", "background_context": "c", "reply": "a", "id": "1"},
         "'dataset.columns.instruction=my question' dataset.columns.output=reply"
         " dataset.columns.input=background_context",
     ),
     "answers": ({"question": "q", "answer": ["a", "b"]}, "'dataset.columns.answer=answer.*'"),
-    "camel": ({"role_1": "x", "message_1": "asked", "message_2": "given"}, "question=message_1 dataset.columns.answer"),
-    "prompt": ({"prompt": "q"}, "dataset.format=text dataset.columns.text=prompt"),
+    "history": (
+        {"query": "And you?", "response": "a", "history": [["Hi", "Hello"]], "system": "Be kind."},
+        "dataset.columns.instruction=query dataset.columns.output=response",
+    ),
+    "one-known": ({"question": "q", "said": "It is a long answer."}, "dataset.columns.answer=said"),
+    "elements": (
+        {"qas": [{"question": "q", "answer": "a"}, {"question": "r", "answer": "b"}]},
+        "(each element of qas is a row of its own, without those before it), type: ",
+    ),
+    "prompt": ({"prompt": "q"}, "dataset.columns.text=prompt"),
+    "numbered": (
+        {"question": "q", "response_j": "good", "response_k": "bad", "meta": {}},
+        "preference data (wanted and unwanted answers): response_j and response_k answer the same",
+    ),
     "dpo": ({"prompt": "q", "chosen": " a", "rejected": " b"}, f"dataset.columns.completion=chosen {LEAVE_OUT}"),
     "dpo-chats": ({"prompt": ASKED, "chosen": ANSWER, "rejected": OTHER}, f"columns.completion=chosen {LEAVE_OUT}"),
     "dpo-whole": ({"chosen": chat("q", "a"), "rejected": chat("q", "b")}, f"columns.messages=chosen {LEAVE_OUT}"),
@@ -53,6 +64,22 @@ ADVISED: dict[str, tuple[dict[str, Any], str]] = {
         f"dataset.columns.output=chosen {LEAVE_OUT}",
     ),
     "dpo-question": ({"question": "q", "chosen": "a", "rejected": "b"}, f"columns.answer=chosen {LEAVE_OUT}"),
+    "dpo-query": (
+        {"query": "q", "chosen": "a", "rejected": "b"},
+        f"question=query dataset.columns.answer=chosen {LEAVE_OUT}",
+    ),
+    "dpo-message": (
+        {"prompt": "q", "chosen": ANSWER[0], "rejected": OTHER[0]},
+        f"question=prompt dataset.columns.answer=chosen.content {LEAVE_OUT}",
+    ),
+    "dpo-system": (
+        {"prompt": "q", "system": "s", "history": [["Hi", "Yo"]], "chosen": ANSWER, "rejected": OTHER},
+        f"dataset.columns.instruction=prompt dataset.columns.output=chosen.0.content {LEAVE_OUT}",
+    ),
+    "dpo-prompt-and-whole": (
+        {"prompt": "q", "chosen": chat("q", "a"), "rejected": chat("q", "b")},
+        f"dataset=messages dataset.path=PATH dataset.columns.messages=chosen {LEAVE_OUT}",
+    ),
     "dpo-beside": ({"messages": chat("q", "a"), "rejected_response": "b"}, "'dataset.leave_out=[rejected_response]'"),
     "dpo-openai": (
         {"input": {"messages": ASKED}, "preferred_output": ANSWER, "non_preferred_output": OTHER},
@@ -62,6 +89,31 @@ ADVISED: dict[str, tuple[dict[str, Any], str]] = {
     "audio": ({"conversations": TURNS, "audios": ["1.wav"]}, "'dataset.leave_out=[audios]'"),
     "video": ({"prompt": "q", "completion": "a", "video_path": "1.mp4"}, "'dataset.leave_out=[video_path]'"),
 }
+
+
+# rows that `auto` refuses, and a command that makes rows of them
+CONVERTED: dict[str, tuple[dict[str, Any], str]] = {
+    "dpo-text": (
+        {"conversations": TURNS[:1], "tools": [], "chosen": "x", "rejected": "y"},
+        """jq -c '.conversations += [{from: "gpt", value: .chosen}] | del(.chosen, .rejected)' OLD.jsonl > NEW.jsonl""",
+    ),
+    "dpo-content": (
+        {"messages": ASKED, "chosen": TURNS[1], "rejected": TURNS[1]},
+        """jq -c '.messages += [{role: "assistant", content: .chosen.value}] | del(.chosen, .rejected)' OLD""",
+    ),
+    "exchanges": (
+        {"conversation": [{"human": "Hi", "assistant": "Yo"}], "meta": 3},
+        """jq -c '.messages = [.["conversation"][] | {role: "user", content: .human}, {role: "assistant", content:"""
+        """ .assistant}] | del(.["conversation"])' OLD.jsonl > NEW.jsonl""",
+    ),
+}
+# rows of which no column's name says what it is
+SAID_NOTHING: list[dict[str, Any]] = [
+    {"answer_id": "Some words.", "model_id": "Other words."},
+    {"content": "Some words.", "src": "Other words."},
+    {"function": [{"name": "Some words.", "description": "Other words."}]},
+    {"input": ["q1", "q2"], "output": ["a1", "a2"]},
+]
 
 
 def auto(path: Path, rows: list[Any], **columns: str) -> tuple[DatasetConfig, str]:
@@ -88,7 +140,8 @@ def test_auto_labels_only_for_classification(tmp_path: Path) -> None:
     assert problem.endswith(
         "\n    dataset.format=labelled_text wants text and its label in text (1 of 1 rows have it)"
         " and label (0 of 1 rows have it)"
-        "\n    If stars is the label of text, type: dataset.format=labelled_text dataset.columns.label=stars"
+        "\n    If stars is the label of text, type: python -m app.check data task=classification"
+        f" dataset=labelled_text dataset.path={bare} dataset.columns.label=stars"
     )
 
 
@@ -134,13 +187,14 @@ def test_auto_inspects_first_rows_only(tmp_path: Path) -> None:
 def test_auto_ambiguous_rows_refused(tmp_path: Path) -> None:
     first, *ways = refusal(tmp_path, [{**ROWS["instruction"], "text": "a b"}])
     assert first == "dataset.format=auto finds 2 ways to read these rows. Type the one you mean:"
+    begin, given = "python -m app.check data", f"dataset.path={tmp_path}/a.jsonl"
     assert ways == [
-        "dataset.format=instruction   (1 of the first 1 rows hold text in instruction, output)",
-        "dataset.format=text   (1 of the first 1 rows hold text in text)",
+        f"{begin} dataset=instruction {given}   (1 of the first 1 rows hold text in instruction, output)",
+        f"{begin} dataset=text {given}   (1 of the first 1 rows hold text in text)",
     ]
     _, *ways = refusal(tmp_path, [{"short": chat("a", "b"), "long": chat("a", "c")}])
     assert [way.partition("   ")[0] for way in ways] == [
-        f"dataset.format=messages dataset.columns.messages={name}" for name in ("short", "long")
+        f"{begin} dataset=messages {given} dataset.columns.messages={name}" for name in ("short", "long")
     ]
 
 
@@ -152,7 +206,7 @@ def test_auto_prompt_and_completion_are_one_way(tmp_path: Path) -> None:
         "2 of the first 2 rows hold lists of objects with role and content in prompt, completion; also read: tools"
     )
     _, *ways = refusal(tmp_path, [{**ROWS["chat_completion"], "messages": chat("a", "b")}])
-    assert [way.split()[0] for way in ways] == ["dataset.format=messages", "dataset.format=chat_completion"]
+    assert [way.split()[4] for way in ways] == ["dataset=messages", "dataset=chat_completion"]
     first, *_ = refusal(tmp_path, [ROWS["prompt_completion"], ROWS["chat_completion"]])
     assert first.startswith("dataset.format=auto knows no format for these rows")
 
@@ -180,18 +234,29 @@ def test_auto_file_without_rows_refused(tmp_path: Path) -> None:
 def test_auto_refusal_gives_words_that_work(tmp_path: Path, name: str) -> None:
     row, words = ADVISED[name]
     message = refusal(tmp_path, [row] * 2)[-1]
-    assert words in message
-    settings: dict[str, Any] = {"columns": {}, "format": "auto"}
-    for word in shlex.split(message):
-        key, _, value = word.removeprefix("dataset.").partition("=")
-        if key == "leave_out":
-            settings[key] = value.strip("[]").split(",")
-        elif key == "format":
-            settings[key] = value
-        elif key.startswith("columns."):
-            settings["columns"][key.removeprefix("columns.")] = value.strip("'")
-    found, _ = detect_formats(config(tmp_path / "a.jsonl", **{"fmt": settings.pop("format"), **settings}))
-    assert len(prepare(found, tokenizer(), str(tmp_path / "cache")).train)
+    assert words.replace("PATH", f"{tmp_path}/a.jsonl") in message
+    given = shlex.split(message.rpartition("type: ")[2])
+    assert given[:4] == ["python", "-m", "app.check", "data"]
+    found, _ = detect_formats(compose_run(given[4:]).dataset)
+    data = prepare(found, tokenizer(), str(tmp_path / "cache"))
+    assert len(data.train)
+    unread = {*data.report.train.unread_columns} & {"prompt", "query", "question", "history", "system"}
+    assert all(row[name] in tokenizer().decode(data.train.ids(0)) for name in unread)
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_auto_refusal_gives_command_that_makes_rows(tmp_path: Path, name: str) -> None:
+    row, made = CONVERTED[name]
+    assert made in refusal(tmp_path, [row] * 2)[-1]
+
+
+@pytest.mark.parametrize("row", SAID_NOTHING)
+def test_auto_refusal_guesses_nothing(tmp_path: Path, row: dict[str, Any]) -> None:
+    assert refusal(tmp_path, [row] * 2)[-1].startswith("docs/data.md has the shapes of rows;")
+
+
+def test_auto_tokens_refused(tmp_path: Path) -> None:
+    assert refusal(tmp_path, [{"input_ids": [1], "labels": [1]}])[-1].startswith("Rows of tokens (input_ids)")
 
 
 def mixed(path: Path, rows: dict[str, list[Any]], fmt: str = "auto", **changes: Any) -> DatasetConfig:

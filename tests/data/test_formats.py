@@ -78,6 +78,16 @@ def test_messages_other_keys_kept() -> None:
 def test_messages_content_parts_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert read({"messages": [{"role": "user", "content": parts}]}).messages == chat("a\nb")
+    valued = [{"type": "text", "value": "a"}, {"type": "text", "value": "b"}]
+    assert read({"messages": [{"role": "user", "content": valued}]}).messages == chat("a\nb")
+
+
+def test_messages_thoughts_and_calls_among_parts_read() -> None:
+    parts = [{"type": "reasoning", "value": "hm"}, {"type": "tool_call", "value": json.dumps(CALL)}]
+    (message,) = read({"messages": [{"role": "assistant", "content": parts}]}).messages
+    assert message["content"] == ""
+    assert message["reasoning_content"] == "hm"
+    assert [call["function"] for call in message["tool_calls"]] == [CALL]
 
 
 @pytest.mark.parametrize(
@@ -251,6 +261,9 @@ MESSAGES = [
         "message 0: tool call 1: arguments is no JSON: Expecting property name",
     ),
     (answer(tool_calls=[{**CALL, "arguments": "[1]"}]), "arguments must be an object, found a list"),
+    (answer(tool_calls=[{**CALL, "arguments": '"{}"'}]), "must be an object, found text: it is encoded as JSON twice"),
+    (answer(content=[{"type": "tool_call", "value": "{"}]), "message 0: a tool_call is no JSON"),
+    (user([{"type": "text", "value": 3}]), NO_PART.format("of type 'text'")),
     (answer(role="user", tool_calls=[CALL]), "message 0 calls tools, but is of user, not of assistant"),
     (answer(train="no"), "message 0: train must be true or false, found text"),
     (answer(train=0), "message 0: train must be true or false, found a number"),

@@ -70,6 +70,12 @@ def test_bad_rows_one_reason_once(tmp_path: Path) -> None:
     assert problem.startswith("a.jsonl:1 and 6 more rows: dataset.format=messages needs a column 'messages'")
 
 
+def test_bad_rows_one_reason_in_several_messages_once(tmp_path: Path) -> None:
+    rows = [{"messages": [*chat("a", "b") * n, {"role": "user"}]} for n in range(3)]
+    [problem] = problems(write_jsonl(tmp_path / "a.jsonl", rows))
+    assert problem.startswith("a.jsonl:1 and 2 more rows: message 0: content must be text")
+
+
 def test_bad_rows_stop_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_pipeline, "_BATCH_ROWS", 2)
     path = write_jsonl(tmp_path / "a.jsonl", [TYPO, GOOD, {"chat": []}])

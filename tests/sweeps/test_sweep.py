@@ -106,7 +106,7 @@ def test_sweep_folder_by_swept_key_refused() -> None:
 def test_sweep_refused_before_torch_import(tmp_path: Path, app_env: dict[str, str]) -> None:
     program = (
         "import sys; from app import train\n"
-        "sys.argv = ['train', '-m', 'sweep=optuna', 'dataset.path=no.jsonl']\n"
+        "sys.argv = ['train', '-m', 'sweep=optuna', 'dataset=auto', 'dataset.path=no.jsonl']\n"
         "try: train.main()\n"
         "finally: print(sorted({'torch', 'transformers', 'numpy', 'datasets', 'optuna'} & sys.modules.keys()))"
     )

@@ -227,6 +227,30 @@ def test_advised_max_length_fits_the_model(look: Look, tmp_path: Path) -> None:
     assert "model=tiny reads 512 tokens at most, and " in advised(most)["dataset.on_overflow=truncate"]
 
 
+def test_advice_ends_what_would_stop_again(look: Look, tmp_path: Path) -> None:
+    chats = [chat("Hi", "word " * (100 if n % 2 else 900)) for n in range(40)]
+    path = f"dataset.path={write_chats(tmp_path / 'a.jsonl', *chats)}"
+    words = ("dataset=messages", path, "dataset.max_length=64", "batching.tokens=64")
+    [key] = [each for each in advised(look(*words)) if each.startswith("dataset.max_length=")]
+    assert key == "dataset.max_length=512 batching.tokens=512 dataset.on_overflow=drop"
+    assert look(*words, *key.split()).stops == []
+
+
+def test_advice_names_unread_texts_and_written_chats(look: Look, tmp_path: Path) -> None:
+    row = {"text": "<s>[INST] Hi [/INST] Hello.</s>", "notes": "It rains on the roof. " * 9, "tag": "x y"}
+    found = advised(look("dataset=auto", f"dataset.path={write_jsonl(tmp_path / 'a.jsonl', [row] * 3)}"))
+    assert "column notes, a text of 198 characters a row, is not read" in found["dataset.leave_out=[notes]"]
+    assert found["dataset=messages"].startswith("3 texts with [INST]: chats that are written out for a model")
+    assert not [key for key in found if "tag" in key]
+
+
+def test_advice_names_split_that_is_not_read(look: Look, tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        write_chats(tmp_path / f"{split}.jsonl", chat("Hi", "Hello there"), chat("Bye", "See you"))
+    found = advised(look("dataset=messages", f"dataset.path={tmp_path}"))
+    assert found["dataset.eval_split=test dataset.eval_fraction=0"].endswith("the split test is not read")
+
+
 def test_unknown_token_id_stops_a_run(look: Look) -> None:
     [problem] = look("model.architecture.vocab_size=100").stops
     assert problem.startswith("model.tokenizer=")

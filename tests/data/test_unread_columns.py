@@ -1,0 +1,112 @@
+"""Columns that are not read: which stop a run, the commands that mend it, and which are only told."""
+
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config.load import compose_run
+from app.config.schema import MixSource
+from app.data.detect_format import detect_formats
+from app.data.prepare import Data, prepare
+from app.errors import DataError
+from tests.data.small import chat, config, tokenizer, write_jsonl
+
+Row = dict[str, Any]
+TABLE = "CREATE TABLE head (age INTEGER)"
+EARLIER = [["Hi", "Hello there"]]
+# format (`auto` finds the same), row, what must stand in the sample once the first command is followed
+STOPS: list[tuple[str, Row, str]] = [
+    ("question_answer", {"question": "How many?", "context": TABLE, "answer": "One"}, f"How many?\n\n{TABLE}"),
+    ("question_answer", {"question": "q", "answer": "a", "input": "one", "system": "Be brief."}, "q\n\none"),
+    ("question_answer", {"question": "And you?", "answer": "Fine.", "history": EARLIER}, "Hello there"),
+    ("question_answer", {"question": "q", "answer": "a", "history": "He said hello."}, "He said hello."),
+    ("prompt_completion", {"prompt": "q", "completion": "a", "passage": "It rains."}, "q\n\nIt rains."),
+    ("instruction", {"instruction": "q", "output": "a", "document": "It rains."}, "q\n\nIt rains."),
+    ("messages", {"messages": chat("q", "a"), "context": "It rains."}, "system\nIt rains."),
+    ("chat_completion", {"prompt": chat("q"), "completion": chat("q", "a")[1:], "schema": TABLE}, TABLE),
+    ("question_answer", {"question": "q", "answer": "a", "context": "It rains.", "passage": "It snows."}, ""),
+]
+TAKEN: list[tuple[str, Row]] = [
+    ("question_answer", {"question": "Say: it rains.", "answer": "a", "context": "it  rains."}),  # in the sample
+    ("question_answer", {"question": "q", "answer": "a", "context": "doc-17", "table": "users", "schema": None}),
+    ("question_answer", {"question": "q", "answer": "a", "explanation": "Because it rains."}),
+    ("text", {"text": "It rains.", "document": "A book of rain"}),
+    ("prompt_completion", {"prompt": "q", "completion": "a", "label": 3}),
+    ("text", {"text": "It rains.", "label": 0}),
+]
+JUDGED: list[tuple[str, Row]] = [
+    ("prompt_completion", {"prompt": "q", "completion": "a", "label": 0}),
+    ("prompt_completion", {"prompt": "q", "completion": "a", "label": "1"}),
+    ("messages", {"messages": chat("q", "a"), "kto_tag": 1.0}),
+]
+
+
+def data(folder: Path, rows: list[Row], fmt: str, **changes: Any) -> Data:
+    found, notes = detect_formats(config(write_jsonl(folder / "a.jsonl", rows), fmt, **changes))
+    return prepare(found, tokenizer(), str(folder / "cache"), notes)
+
+
+def stopped(folder: Path, rows: list[Row], fmt: str) -> str:
+    with pytest.raises(DataError) as error:
+        data(folder, rows, fmt)
+    [problem] = error.value.problems
+    return problem
+
+
+def follow(command: str, folder: Path) -> str:
+    """The text of the first sample that a command of a message checks."""
+    words = shlex.split(command)
+    assert words[:4] == ["python", "-m", "app.check", "data"]
+    found, _ = detect_formats(compose_run(words[4:]).dataset)
+    rows = prepare(found, tokenizer(), str(folder / "cache"))
+    return tokenizer().decode(rows.train.ids(0))
+
+
+@pytest.mark.parametrize(("fmt", "row", "text"), STOPS)
+def test_unread_input_stops_with_commands_that_work(tmp_path: Path, fmt: str, row: Row, text: str) -> None:
+    for given in (fmt, "auto"):
+        problem = stopped(tmp_path, [row] * 3, given)
+        assert problem.startswith(f"dataset.path={tmp_path}/a.jsonl: not read, though the answers may need it: ")
+        commands = re.findall(r"type: (.*)", problem)
+        assert len(commands) == 1 + bool(text)
+        assert not text or text in follow(commands[0], tmp_path)
+        assert text not in follow(commands[-1], tmp_path) or not text
+
+
+@pytest.mark.parametrize(("fmt", "row"), TAKEN)
+def test_unread_column_that_answers_do_not_need_is_told(tmp_path: Path, fmt: str, row: Row) -> None:
+    for given in (fmt, "auto"):
+        report = data(tmp_path, [row] * 3, given).report.train
+        assert (report.samples, len(report.unread_columns)) == (
+            3,
+            sum(each is not None for each in row.values()) - 1 - (fmt != "text"),
+        )
+
+
+def test_unread_input_of_few_rows_or_left_out_on_purpose_is_told(tmp_path: Path) -> None:
+    row = {"question": "q", "answer": "a"}
+    data(tmp_path, [row, row, {**row, "context": "It rains."}], "question_answer")
+    full = [{**row, "system": "Be kind.", "input": "one two"}] * 2
+    data(tmp_path, full, "question_answer", columns={"system": None}, leave_out=["input"])
+
+
+@pytest.mark.parametrize(("fmt", "row"), JUDGED)
+def test_answers_judged_by_numbers_stop(tmp_path: Path, fmt: str, row: Row) -> None:
+    name = list(row)[-1]
+    for given in (fmt, "auto"):
+        problem = stopped(tmp_path, [row] * 3, given)
+        assert f"column '{name}' is 0 or 1 in 3 of 3 rows, which judges the answers" in problem
+        assert f"jq -c 'select((.{name} | tonumber) == 1) | del(.{name})' OLD.jsonl > NEW.jsonl" in problem
+        follow(problem.rpartition("type: ")[2], tmp_path)
+    data(tmp_path, [row, {**row, name: 2}], fmt)  # classes
+
+
+def test_unread_input_in_mix_names_its_section(tmp_path: Path) -> None:
+    row = {"question": "q", "answer": "a", "context": "It rains."}
+    mix = {"x": MixSource(path=str(write_jsonl(tmp_path / "x.jsonl", [row])), format="question_answer")}
+    with pytest.raises(DataError, match=r"type: dataset\.mix\.x\.format=instruction dataset\.mix\.x\.columns\.instr"):
+        prepare(replace(config(tmp_path), path=None, mix=mix), tokenizer(), str(tmp_path / "cache"))
