@@ -75,7 +75,7 @@ def test_detected_format_is_written_to_run_yaml(zygote: Zygote, folder: Path) ->
             "dataset.train_on=completion means nothing for dataset.format=sharegpt. Choose auto or assistant",
         ),
         ("dataset.on_overflow=split", None, "would tear a row of dataset.format=sharegpt apart"),
-        ("seed=0", {"text": "a", "question": "a", "answer": "b"}, "Type the one you mean: dataset.format=question"),
+        ("seed=0", {"text": "a", "question": "a", "answer": "b"}, "dataset=question_answer dataset.path=rows.jsonl ("),
         ("seed=0", {"words": "a"}, "knows no format for these rows; columns found: words (text)"),
     ],
 )

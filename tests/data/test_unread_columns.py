@@ -63,7 +63,7 @@ def follow(command: str, folder: Path) -> str:
     assert words[:4] == ["python", "-m", "app.check", "data"]
     found, _ = detect_formats(compose_run(words[4:]).dataset)
     rows = prepare(found, tokenizer(), str(folder / "cache"))
-    return tokenizer().decode(rows.train.ids(0))
+    return str(tokenizer().decode(rows.train.ids(0)))
 
 
 @pytest.mark.parametrize(("fmt", "row", "text"), STOPS)
