@@ -10,23 +10,10 @@ ANSWERING = ("output", "response", "answer", "completion", "solution", "reply", 
 _SYSTEM = ("system_prompt", "system")
 # Inputs that an answer needs, with the number of words from which on a text is more than a name or an id.
 INPUTS: Mapping[str, int] = {
-    "context": 2,
-    "passage": 2,
-    "document": 2,
-    "schema": 2,
-    "table": 2,
-    "history": 2,
-    "system": 2,
+    **dict.fromkeys(("context", "passage", "document", "schema", "table", "history", "system"), 2),
     "input": 1,
 }
 _MORE = tuple(name for name in INPUTS if name not in ("history", "system"))
-SPEAKERS = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bot"), "assistant"),
-    "system": "system",
-    "function_call": "assistant",
-    **dict.fromkeys(("observation", "tool", "function_response"), "tool"),
-}
 JUDGING = ("label", "labels", "kto_tag")
 _MIN_TEXT_CHARS = 40  # of one word in a script without spaces
 
@@ -55,11 +42,8 @@ def pair_format(asks: str, answers: str, others: Sequence[str]) -> tuple[str, di
 
 def is_history(found: Any) -> bool:
     """Whether it holds earlier turns, `[[question, answer], ...]`."""
-    return isinstance(found, list) and bool(found) and all(map(_is_exchange, found))
-
-
-def _is_exchange(found: Any) -> bool:
-    return isinstance(found, list) and [type(side) for side in found] == [str, str]
+    turns = found if isinstance(found, list) else []
+    return bool(turns) and all(isinstance(each, list) and [*map(type, each)] == [str, str] for each in turns)
 
 
 def is_prose(found: Any, name: str = "") -> bool:

@@ -1,24 +1,12 @@
 """Sets of columns that many data sets share, and the words to type for those that nothing recognises."""
 
-import json
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from app.config.schema import Columns, DatasetConfig
-from app.data.column_names import (
-    ANSWERING,
-    ASKING,
-    INPUTS,
-    JUDGING,
-    SPEAKERS,
-    is_history,
-    is_prose,
-    named_like,
-    pair_format,
-)
+from app.data.column_names import ANSWERING, ASKING, INPUTS, JUDGING, is_history, is_prose, named_like, pair_format
 from app.data.columns import EVERY_ELEMENT, command, value
 from app.data.formats import FORMATS
 from app.data.types import Row
@@ -28,9 +16,9 @@ _ABOUT_A_ROW = frozenset(
 )
 
 
+_SHORT_TYPES = (str, int, float, type(None))
 _MAX_SHORT_CHARS = 40  # of a column that is about a row
 _NUMBERED = re.compile(rf"({'|'.join(ANSWERING)})[_-]?(?:\d|[a-z])")
-_PREFERENCES = "This is preference data (wanted and unwanted answers)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,60 +89,28 @@ def suggestion(config: DatasetConfig, key: str, rows: Sequence[Row], formats: Se
     paths = [path for path in paths if EVERY_ELEMENT not in path or path.partition(EVERY_ELEMENT)[0] == starred]
     if "labelled_text" in formats:
         return _for_labels(config, key, rows, paths)
-    turns = next((name for name, found in rows[0].items() if _is_exchanges(found)), None)
-    if turns is not None:
-        return _as_messages(turns, rows[0][turns][0])
     asks = named_like(ASKING, paths)
-    several = _numbered_answers(paths)
-    answers = several[0] if several else named_like(ANSWERING, [path for path in paths if path != asks])
+    several = [path for path in paths if _NUMBERED.fullmatch(path)]
+    answers = several[0] if len(several) > 1 else named_like(ANSWERING, [path for path in paths if path != asks])
     texts = [path for path in paths if path not in (asks, answers) and _is_prose(rows, path)]
     if bool(asks) != bool(answers) and len(texts) == 1 and not named_like(tuple(INPUTS), texts):
         asks, answers = asks or texts[0], answers or texts[0]
     if not asks or not answers:
-        return "" if several else _as_plain_text(config, key, texts or paths, formats)
+        plain = texts or paths
+        if len(plain) != 1 or EVERY_ELEMENT in plain[0] or "text" not in formats:
+            return ""
+        return f"To train {plain[0]} as plain text, type: {command('text', {'text': plain[0]}, config, key)}"
     others = [path for path in paths if path not in (asks, answers, *several)]
     others += [name for name in rows[0] if any(is_history(row.get(name)) for row in rows)]
     fmt, columns = pair_format(asks, answers, others)
     if fmt not in formats:
         return ""
-    words = command(fmt, columns, config, key, several[1:])
-    if several:
-        return (
-            f"{_PREFERENCES}: {' and '.join(several)} answer the same, and only supervised training is done here."
-            f" If {answers} is the wanted answer, type: {words}"
-        )
-    both = EVERY_ELEMENT in asks and EVERY_ELEMENT in answers
-    note = f" (each element of {starred} is a row of its own, without those before it)" if both else ""
-    return f"If {asks} asks and {answers} answers{note}, type: {words}"
-
-
-def _as_plain_text(config: DatasetConfig, key: str, paths: Sequence[str], formats: Sequence[str]) -> str:
-    if len(paths) != 1 or EVERY_ELEMENT in paths[0] or "text" not in formats:
-        return ""
-    return f"To train {paths[0]} as plain text, type: {command('text', {'text': paths[0]}, config, key)}"
-
-
-def _is_exchanges(found: Any) -> bool:
-    """Whether it is a list of objects with a text for each speaker, `[{"human": ..., "assistant": ...}, ...]`."""
-    first = found[0] if isinstance(found, list) and found else None
-    return isinstance(first, dict) and {"user", "assistant"} <= {SPEAKERS.get(str(name)) for name in first}
-
-
-def _as_messages(column: str, exchange: Mapping[str, Any]) -> str:
-    roles = {name: SPEAKERS[name] for name in exchange if name in SPEAKERS}
-    turns = ", ".join(f'{{role: "{role}", content: .{name}}}' for name, role in roles.items())
-    made = f".messages = [.[{json.dumps(column)}][] | {turns}]" + (
-        f" | del(.[{json.dumps(column)}])" if column != "messages" else ""
-    )
-    return f"To make messages of {column}, type: jq -c {shlex.quote(made)} OLD.jsonl > NEW.jsonl"
-
-
-def _numbered_answers(paths: Sequence[str]) -> list[str]:
-    """Columns such as `response_j` and `response_k`, or `answer1` and `answer2`."""
-    stems = {path: _NUMBERED.fullmatch(path) for path in paths}
-    found = [path for path, match in stems.items() if match]
-    alike = [path for path in found if stems[path].group(1) == stems[found[0]].group(1)]  # type: ignore[union-attr]
-    return alike if len(alike) > 1 else []
+    meaning = f"{asks} asks and {answers} answers"
+    if len(several) > 1:
+        meaning = f"this is preference data ({' and '.join(several)} answer the same) and {answers} is wanted"
+    elif EVERY_ELEMENT in asks and EVERY_ELEMENT in answers:
+        meaning += f", each element of {starred} without those before it"
+    return f"If {meaning}, type: {command(fmt, columns, config, key, several[1:])}"
 
 
 def _for_labels(config: DatasetConfig, key: str, rows: Sequence[Row], texts: Sequence[str]) -> str:
@@ -216,6 +172,4 @@ def _is_short(rows: Sequence[Row], name: str) -> bool:
     if named_like((*ASKING, *ANSWERING, *INPUTS, *JUDGING), [name]):
         return False
     found = [row.get(name) for row in rows]
-    return all(isinstance(each, str | int | float | None) and not isinstance(each, bool) for each in found) and all(
-        len(str(each)) <= _MAX_SHORT_CHARS for each in found
-    )
+    return all(type(each) in _SHORT_TYPES and len(str(each)) <= _MAX_SHORT_CHARS for each in found)

@@ -10,10 +10,16 @@ from dataclasses import replace
 from typing import Any
 
 from app.config.schema import Columns
-from app.data.column_names import SPEAKERS
 from app.data.columns import optional, optional_text, value
 from app.data.types import Conversation, Message, Row, RowProblem, kind_of
 
+SPEAKERS = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bot"), "assistant"),
+    "system": "system",
+    "function_call": "assistant",
+    **dict.fromkeys(("observation", "tool", "function_response"), "tool"),
+}
 ROLES = ("system", "user", "assistant", "tool")
 _ROLE_ALIASES = {"developer": "system", "function": "tool"}  # names that the same roles had before or since
 _MIN_WEIGHT, _MAX_WEIGHT = 1e-6, 1e6  # beyond them it is a mistake, and lost or overflows in half precision

@@ -10,8 +10,9 @@ from typing import Any
 
 from app.config.dataset import LABELLED_FORMATS
 from app.config.schema import Columns, DatasetConfig
-from app.data.column_names import ASKING, JUDGING, SPEAKERS, is_history, named_like, pair_format
+from app.data.column_names import ASKING, INPUTS, JUDGING, is_history, named_like, pair_format
 from app.data.columns import command
+from app.data.conversations import SPEAKERS
 from app.data.types import Content, Conversation, Document, Row, RowProblem
 
 _MEDIA_COLUMN = re.compile(r"(image|video|audio)s?(_?(path|url|file|bytes)s?)?", re.IGNORECASE)
@@ -42,9 +43,10 @@ def unsupported_column(row: Row, fmt: str, columns: Columns, config: DatasetConf
     if fmt in LABELLED_FORMATS:
         return ""
     for name in _preference_columns(row, columns):
+        words = _wanted_answers(row, config)
         return (
             f"column {name!r} makes this preference data (wanted and unwanted answers), and only supervised training"
-            f" is done here. To train on the wanted answers alone, type: {_wanted_answers(row, config)}"
+            " is done here." + (f" To train on the wanted answers alone, type: {words}" if words else "")
         )
     label = next((name for name in JUDGING if _is_judged(row.get(name))), "")
     if label and not {*(getattr(columns, field) for field in _ANSWERS), *_ANSWERS, *_OTHER_ANSWERS}.isdisjoint(row):
@@ -111,13 +113,15 @@ def _wanted_answers(row: Row, config: DatasetConfig | None) -> str:
     if not chosen or (talk and _is_answered(row[talk])):
         return command("auto", {}, config, leave_out=[*unwanted, *([chosen] if chosen else [])])
     found = row[chosen]
-    if talk and not (_is_talk(found) and "role" in {**row[talk][0]}.keys() & {**found[0]}.keys()):
-        return _appended(talk, row[talk][0], chosen, found, unwanted)
+    if talk and not (_is_talk(found) and all("role" in turns[0] for turns in (row[talk], found))):
+        role, text, answers = ("from", "value", "gpt") if "from" in row[talk][0] else ("role", "content", "assistant")
+        turn = f'[{{{role}: "{answers}", {text}: .{_text_path(found, chosen)}}}]'
+        more = f".{chosen}" if isinstance(found, list) else turn
+        taken_out = ", ".join(f".{name}" for name in (chosen, *unwanted))
+        return f"jq -c '.{talk} += {more} | del({taken_out})' OLD.jsonl > NEW.jsonl"
     fmt, columns = _columns_of_wanted(row, chosen, talk, names)
-    if not fmt:
-        return "make rows of the question and the wanted answer, in a shape of docs/data.md"
     renamed = {name: path for name, path in columns.items() if path != name}
-    return command(fmt, renamed, config, leave_out=unwanted)
+    return command(fmt, renamed, config, leave_out=unwanted) if fmt else ""
 
 
 def _columns_of_wanted(row: Row, chosen: str, talk: str, names: Sequence[str]) -> tuple[str, dict[str, str]]:
@@ -129,29 +133,19 @@ def _columns_of_wanted(row: Row, chosen: str, talk: str, names: Sequence[str]) -
     asks = named_like(ASKING, texts)
     if _is_talk(found) and not (asks and len(found) == 1):
         return ("sharegpt", {"conversations": chosen}) if "from" in found[0] else ("messages", {"messages": chosen})
-    inner, at = (found[0], f"{chosen}.0") if isinstance(found, list) else (found, chosen)
-    path = f"{at}.{'value' if 'value' in inner else 'content'}" if isinstance(inner, dict) else at
+    path = _text_path(found, chosen)
     if not asks:
         return ("text", {"text": path}) if not texts else ("", {})
-    others = [name for name in names if name != asks and (isinstance(row[name], str) or is_history(row[name]))]
-    fmt, columns = pair_format(asks, path, others)
-    if asks == "prompt" and path == chosen and fmt == "question_answer" and "system" not in row:
+    others = [name for name in names if name != asks and (name in texts or is_history(row[name]))]
+    if asks == "prompt" and path == chosen and not named_like(("system_prompt", *INPUTS), others):
         return "prompt_completion", {"completion": chosen}
-    return fmt, columns
+    return pair_format(asks, path, others)
 
 
-def _appended(talk: str, first: Any, chosen: str, found: Any, unwanted: Sequence[str]) -> str:
-    """A command that ends conversations with their wanted answers."""
-    role, text, answers = ("from", "value", "gpt") if "from" in first else ("role", "content", "assistant")
-    if isinstance(found, list):
-        more = f".{chosen}"
-    elif isinstance(found, dict) and role in found:
-        more = f"[.{chosen}]"
-    else:
-        inner = next((f".{key}" for key in ("content", "value") if isinstance(found, dict) and key in found), "")
-        more = f'[{{{role}: "{answers}", {text}: .{chosen}{inner}}}]'
-    taken_out = ", ".join(f".{name}" for name in (chosen, *unwanted))
-    return f"jq -c '.{talk} += {more} | del({taken_out})' OLD.jsonl > NEW.jsonl"
+def _text_path(found: Any, name: str) -> str:
+    """The path of the text of an answer: a column, a message, or a list of one."""
+    inner, path = (found[0], f"{name}.0") if isinstance(found, list) else (found, name)
+    return f"{path}.{'value' if 'value' in inner else 'content'}" if isinstance(inner, dict) else path
 
 
 def _is_talk(found: Any) -> bool:

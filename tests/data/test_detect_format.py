@@ -47,12 +47,12 @@ ADVISED: dict[str, tuple[dict[str, Any], str]] = {
     "one-known": ({"question": "q", "said": "It is a long answer."}, "dataset.columns.answer=said"),
     "elements": (
         {"qas": [{"question": "q", "answer": "a"}, {"question": "r", "answer": "b"}]},
-        "(each element of qas is a row of its own, without those before it), type: ",
+        "qas.*.answer answers, each element of qas without those before it, type: ",
     ),
     "prompt": ({"prompt": "q"}, "dataset.columns.text=prompt"),
     "numbered": (
         {"question": "q", "response_j": "good", "response_k": "bad", "meta": {}},
-        "preference data (wanted and unwanted answers): response_j and response_k answer the same",
+        "preference data (response_j and response_k answer the same) and response_j is wanted, type: ",
     ),
     "dpo": ({"prompt": "q", "chosen": " a", "rejected": " b"}, f"dataset.columns.completion=chosen {LEAVE_OUT}"),
     "dpo-chats": ({"prompt": ASKED, "chosen": ANSWER, "rejected": OTHER}, f"columns.completion=chosen {LEAVE_OUT}"),
@@ -101,11 +101,6 @@ CONVERTED: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": ASKED, "chosen": TURNS[1], "rejected": TURNS[1]},
         """jq -c '.messages += [{role: "assistant", content: .chosen.value}] | del(.chosen, .rejected)' OLD""",
     ),
-    "exchanges": (
-        {"conversation": [{"human": "Hi", "assistant": "Yo"}], "meta": 3},
-        """jq -c '.messages = [.["conversation"][] | {role: "user", content: .human}, {role: "assistant", content:"""
-        """ .assistant}] | del(.["conversation"])' OLD.jsonl > NEW.jsonl""",
-    ),
 }
 # rows of which no column's name says what it is
 SAID_NOTHING: list[dict[str, Any]] = [
@@ -113,6 +108,7 @@ SAID_NOTHING: list[dict[str, Any]] = [
     {"content": "Some words.", "src": "Other words."},
     {"function": [{"name": "Some words.", "description": "Other words."}]},
     {"input": ["q1", "q2"], "output": ["a1", "a2"]},
+    {"conversation": [{"human": "Hi", "assistant": "Hello."}, {"human": "And you?", "assistant": "Fine."}]},
 ]
 
 

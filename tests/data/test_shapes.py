@@ -152,8 +152,13 @@ REFUSED = [
     Case(
         "dpo-turn",
         {"conversations": TURNS[:1], "chosen": TURNS[1], "rejected": TURNS[1]},
-        "jq -c '.conversations += [.chosen] | del(.chosen, .rejected)' OLD.jsonl > NEW.jsonl",
+        "jq -c '.conversations += [{from: \"gpt\", value: .chosen.value}] | del(.chosen, .rejected)' OLD.jsonl >",
         fmt="sharegpt",
+    ),
+    Case(
+        "dpo-unnamed",
+        {"topic": "x", "said": "q", "chosen": "a", "rejected": "b"},
+        "only supervised training is done here.",
     ),
     Case("chosen-alone", {"conversations": TURNS[:1], "chosen": TURNS[1]}, "column 'chosen' makes this preference"),
     Case(
