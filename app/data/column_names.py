@@ -30,9 +30,12 @@ def named_like(words: Sequence[str], paths: Sequence[str]) -> str:
 
 def pair_format(asks: str, answers: str, others: Sequence[str]) -> tuple[str, dict[str, str]]:
     """The format of a question and its answer that reads context, history and system among the `others`, and the
-    columns that are called otherwise than its fields.
+    columns that are called otherwise than its fields; no format where two inputs need one place.
     """
-    more, history, system = named_like(_MORE, others), named_like(["history"], others), named_like(_SYSTEM, others)
+    inputs = [path for path in others if named_like(_MORE, [path])]
+    if len(inputs) > 1:
+        return "", {}
+    more, history, system = "".join(inputs), named_like(["history"], others), named_like(_SYSTEM, others)
     fmt, fields = "question_answer", ("question", "answer")
     if more or history:
         fmt, fields = "instruction", ("instruction", "output")
