@@ -53,7 +53,7 @@ def unread_problems(config: DatasetConfig, key: str, counts: "Counts") -> Iterat
             f"    To train without it, type: {command(fmt, renamed, config, key, inputs)}"
         )
     for name, number in missed.items():
-        if name in JUDGING and number == counts.unread_columns[name]:
+        if name in JUDGING and number == counts.unread_columns.get(name):
             right = f"jq -c 'select((.{name} | tonumber) == 1) | del(.{name})' OLD.jsonl > NEW.jsonl"
             yield (
                 f"column {name!r} is 0 or 1 in {number:,} of {rows:,} rows, which judges the answers as wrong"
