@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from app.data.data_report import Counts
 
 _JUDGEMENTS = (0, 1, "0", "1", "0.0", "1.0")
-_WHOLE_TEXT = ("text", "text_pair")  # formats that have no place for another input
+_WITHOUT_ANSWERS = ("text", *LABELLED_FORMATS)
 _PAIRS = {
     "instruction": ("instruction", "output"),
     "question_answer": ("question", "answer"),
@@ -27,7 +27,7 @@ def is_missed(config: DatasetConfig, name: str, found: Any, samples: Sequence[Re
     if getattr(config.columns, name, name) != name:  # null, or another column in its place, on purpose
         return False
     if name in JUDGING:
-        return config.format not in ("text", *LABELLED_FORMATS) and not isinstance(found, bool) and found in _JUDGEMENTS
+        return config.format not in _WITHOUT_ANSWERS and not isinstance(found, bool) and found in _JUDGEMENTS
     if name == "history" and is_history(found):
         return True
     return is_prose(found, name) and not any(_has(sample.text, found) for sample in samples)
@@ -43,7 +43,7 @@ def unread_problems(config: DatasetConfig, key: str, counts: "Counts") -> Iterat
     fmt, missed, rows = config.format, counts.missed, counts.rows_kept + counts.rows_lost
     renamed = _renamed(fmt, config.columns)
     inputs = [name for name, number in missed.items() if name in INPUTS and 2 * number > rows]
-    if inputs and fmt not in _WHOLE_TEXT:
+    if inputs and fmt not in _WITHOUT_ANSWERS:
         places = {name: "input" if counts.missed_chars[name] and name != "system" else name for name in inputs}
         reading = _with_inputs(fmt, config.columns, places)
         how = f"type: {command(*reading, config, key)}" if reading else "join them into one column"
@@ -69,12 +69,8 @@ def _with_inputs(fmt: str, columns: Columns, places: Mapping[str, str]) -> tuple
     read, names, fields = _renamed(fmt, columns), list(places), list(places.values())
     if fmt in _PAIRS:
         asks, answers = (getattr(columns, field) for field in _PAIRS[fmt])
-        read |= {"instruction": asks, "output": answers}
+        read |= {"instruction": asks, "output": answers, **({"history": "null"} if "history" in names else {})}
         fmt = "instruction"
-        read |= {"history": "null"} if "history" in names else {}
-    elif fmt == "labelled_text":
-        read |= {"sentence2": columns.text}
-        fmt, fields = "text_pair", ["sentence1"] * len(names)
     else:
         fields = ["system"] * len(names)
     if len({*fields}) < len(names):

@@ -37,6 +37,7 @@ TAKEN: list[tuple[str, Row]] = [
     ("text", {"text": "It rains.", "document": "A book of rain"}),
     ("prompt_completion", {"prompt": "q", "completion": "a", "label": 3}),
     ("text", {"text": "It rains.", "label": 0}),
+    ("labelled_text", {"text": "It rains.", "label": 0, "context": "It is late."}),
 ]
 JUDGED: list[tuple[str, Row]] = [
     ("prompt_completion", {"prompt": "q", "completion": "a", "label": 0}),
@@ -81,10 +82,8 @@ def test_unread_input_stops_with_commands_that_work(tmp_path: Path, fmt: str, ro
 def test_unread_column_that_answers_do_not_need_is_told(tmp_path: Path, fmt: str, row: Row) -> None:
     for given in (fmt, "auto"):
         report = data(tmp_path, [row] * 3, given).report.train
-        assert (report.samples, len(report.unread_columns)) == (
-            3,
-            sum(each is not None for each in row.values()) - 1 - (fmt != "text"),
-        )
+        assert report.samples == 3
+        assert list(row)[-1] in report.unread_columns or None in row.values()
 
 
 def test_unread_input_of_few_rows_or_left_out_on_purpose_is_told(tmp_path: Path) -> None:
