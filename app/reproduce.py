@@ -60,7 +60,7 @@ def _logged_lines(folder: RunFolder, steps: int | None) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl, up to `steps` if given; no lines are an error."""
     lines = list(read_lines(folder.metrics)) if folder.metrics.is_file() and folder.manifest.is_file() else []
     wanted = [line for line in lines if steps is None or line["step"] <= steps]
-    if not wanted:
+    if not any(line["step"] for line in wanted):
         limit = "" if steps is None else f" up to step {steps}"
         raise CheckpointError(
             f"run={folder.path}: no step of it was logged{limit}, so there is nothing to compare with."

@@ -54,8 +54,9 @@ def _rows_fit_their_bins(run: RunConfig) -> Iterator[str]:
 def _best_needs_eval_rows(run: RunConfig) -> Iterator[str]:
     wants = ["checkpoint.final=best"] if run.checkpoint.final == "best" else []
     wants += [f"eval.patience={run.eval.patience}"] if run.eval.patience else []
-    if wants and not (run.dataset.eval_path or run.dataset.eval_split or run.dataset.eval_fraction):
-        yield f"{' and '.join(wants)} needs held-out rows. Set dataset.eval_path=FILE or dataset.eval_fraction=0.02."
+    of_rows = [*wants, *(["eval.at_start=true"] if run.eval.at_start is True else [])]
+    if of_rows and not (run.dataset.eval_path or run.dataset.eval_split or run.dataset.eval_fraction):
+        yield f"{' and '.join(of_rows)} needs held-out rows. Set dataset.eval_path=FILE or dataset.eval_fraction=0.02."
     elif wants and run.eval.every == 0:
         yield f"{' and '.join(wants)} needs evaluations during the run. Set eval.every=100."
 

@@ -92,7 +92,7 @@ def model_card(run: Mapping[str, Any], manifest: Mapping[str, Any], result: Mapp
         "## Data",
         _table(("", "train", "held out"), _data(manifest)),
         "## Metrics",
-        _table(("metric", "value", "95 % interval"), _metrics(result)),
+        _table(("metric", "value", "95 % interval", "before training"), _metrics(result)),
         "From eval\\_loss on: of the held-out rows, by this model." if result.get("final_metrics") else "",
         "## Licence",
         f"That of the base holds for what was made of it{f': {_link(licence)}' if licence else ''}. So may that of the "
@@ -176,12 +176,13 @@ def _without_folders(value: Any) -> Any:
 
 def _metrics(result: Mapping[str, Any]) -> Iterable[tuple[Any, ...]]:
     for key in ("steps", "train_loss_first", "train_loss_last"):
-        yield key, result.get(key), ""
+        yield key, result.get(key), "", ""
     found: Mapping[str, float] = result.get("final_metrics") or {}
+    start: Mapping[str, float] = result.get("start_metrics") or {}
     for key, value in found.items():
         margin = found.get(f"{key}_margin")
         if not key.endswith("_margin"):
-            yield key, value, "" if margin is None else f"± {_cell(margin)}"
+            yield key, value, "" if margin is None else f"± {_cell(margin)}", start.get(key, "")
 
 
 def _origin(manifest: Mapping[str, Any], result: Mapping[str, Any]) -> Iterable[tuple[Any, ...]]:

@@ -35,6 +35,7 @@ RESULT_KEYS = (
     "peak_memory_bytes",
     "memory_predicted_bytes",
     "memory_measured_bytes",
+    "start_metrics",
     "final_metrics",
     "final",
 )
@@ -183,7 +184,9 @@ class Recorder:
         self._update_result(values)
 
     def _update_result(self, values: Mapping[str, Any]) -> None:
-        """Update the result by a line of metrics.jsonl."""
+        """Update the result by a line of metrics.jsonl, but for the evaluation before the first step."""
+        if values["step"] == 0:
+            return
         if "loss" in values:
             self._result.setdefault("train_loss_first", values["loss"])
             self._result |= {"train_loss_last": values["loss"], "steps": values["step"]}

@@ -66,6 +66,7 @@ class Progress:
     first_loss: float | None = None
     last_loss: float | None = None
     last_eval_loss: float | None = None
+    start_metrics: dict[str, Any] = field(default_factory=dict)  # of the evaluation before the first step
     metrics: dict[str, Any] = field(default_factory=dict)  # numbers of the last evaluation
     best_metrics: dict[str, Any] = field(default_factory=dict)
     # how often micro-batches are halved since they did not fit into memory

@@ -1,6 +1,5 @@
 """The end of a run: writes final/, the trained model or adapter, and result.json."""
 
-import math
 import os
 from collections import deque
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from app.tracking.model_card import CARD, Loading, model_card
 from app.tracking.recorder import Recorder, samples_table
 from app.training.memory import Predicted
 from app.training.resolve import ResolvedRun
+from app.training.scores import finite
 from app.training.summary import closing_message
 from app.training.trained_state import load_weights
 from app.training.trainer import Trainer
@@ -34,7 +34,7 @@ def write_final(resolved: ResolvedRun, trainer: Trainer, recorder: Recorder, pre
             metrics = progress.best_metrics
         else:
             result["objective"] = progress.last_eval_loss  # that of final/, as otherwise
-    result["final_metrics"] = {key: value for key, value in metrics.items() if math.isfinite(value)}
+    result["final_metrics"] = finite(metrics)
     model = trainer.parts.stepper.model
     tensors = None if model.sharding is None else whole_tensors(saved_tensors(model))
     if resolved.runtime.rank == 0:
@@ -94,6 +94,7 @@ def _result(trainer: Trainer, predicted: Predicted | None) -> dict[str, Any]:
         "train_loss_first": progress.first_loss,
         "train_loss_last": progress.last_loss,
         "eval_loss": progress.last_eval_loss,
+        "start_metrics": progress.start_metrics,
         "peak_memory_bytes": runtime.peak_memory_bytes(),
         "memory_predicted_bytes": None if predicted is None else predicted.bytes,
         "memory_measured_bytes": measured or None,

@@ -97,14 +97,12 @@ def _require_host_memory(forecast: Forecast, runtime: Runtime) -> None:
 
 
 def _prepare_first_step(resolved: ResolvedRun, parts: Parts, progress: Progress) -> None:
-    """Rehearse where that is due, and answer prompts as the untrained model does."""
+    """Rehearse where that is due."""
     if is_due(resolved.config.training, parts.runtime.device) and progress.step < resolved.steps.steps:
         rehearsed = rehearse(parts.stepper, parts.runtime, *resolved.largest_micro_batch(), parts.try_evaluation)
         progress.depth = rehearsed.depth
         parts.recorder.message(rehearsal_message(rehearsed))
         parts.recorder.add_facts(rehearsal=asdict(rehearsed))
-    if progress.step == 0:
-        parts.show_samples(0)
     gc.freeze()  # no later collection walks through what is loaded by now
 
 

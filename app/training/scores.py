@@ -58,6 +58,11 @@ def logged(metrics: Mapping[str, float]) -> dict[str, float]:
     return {key: value for key, value in values.items() if key != "exact_match" or not math.isnan(value)}
 
 
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Metrics without those that are no number, for files."""
+    return {key: value for key, value in metrics.items() if math.isfinite(value)}
+
+
 def score(
     model: TrainingModel,
     batches: Iterable[Batch],

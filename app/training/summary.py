@@ -25,7 +25,9 @@ from app.training.auto_settings import offload_notes
 from app.training.checkpoint import Progress
 from app.training.rehearsal import Rehearsal
 from app.training.resolve import ResolvedRun, limit_to_positions, resolve_format
+from app.training.scores import finite
 
+_SHARES = {"exact_match": "exact match", "accuracy": "accuracy", "macro_f1": "macro F1"}
 _MIN_SHOWN_DIFFERENCE = 0.0005  # of measured and planned memory; smaller ones would be shown as 0.0 %
 
 
@@ -193,16 +195,22 @@ def closing_message(
     """The last lines of a complete run: what it reached, and the command to try it."""
     speed, what = result.get("tokens_per_second"), "model" if run.adapter.kind == "none" else "adapter"
     evaluated = "" if progress.last_eval_loss is None else f", eval loss {progress.last_eval_loss:.4f}"
-    if "macro_f1" in metrics:
-        evaluated += f", accuracy {metrics['accuracy']:.2%}, macro F1 {metrics['macro_f1']:.2%}"
-    steps = "1 step" if progress.step == 1 else f"{progress.step} steps"
+    evaluated += "".join(_shares(finite(metrics), progress.start_metrics or {}))
     return (
         f"{_memory_line(result)}"
-        f"done    {steps}, loss {progress.first_loss:.4f} -> {progress.last_loss:.4f}{evaluated}"
+        f"done    {many(progress.step, 'step')}, loss {progress.first_loss:.4f} -> {progress.last_loss:.4f}{evaluated}"
         f"{f', {speed:,.0f} tokens/s' if speed else '; nothing was left to do'}\n"
         f"{what:<7} {folder.final}\n"
         f'try it  {shlex.join([python(), "-m", "app.generate", f"run={folder.path}"])} prompt="..."'
     )
+
+
+def _shares(metrics: Mapping[str, float], start: Mapping[str, float]) -> Iterator[str]:
+    """What part of the answers is right, and was before the first step."""
+    for key, name in _SHARES.items():
+        if key in metrics:
+            was = f" (was {start[key]:.2%})" if key in start else ""
+            yield f", {name} {metrics[key]:.2%}{was}"
 
 
 def _memory_line(result: Mapping[str, float | None]) -> str:

@@ -22,7 +22,7 @@ from app.training.checkpoint import Checkpoints, Progress
 from app.training.eta import Eta
 from app.training.memory import Measured
 from app.training.resolve import StepPlan
-from app.training.scores import logged, score
+from app.training.scores import finite, logged, score
 from app.training.summary import skipped_message, split_message
 from app.training.train_step import Stepper, StepResult
 
@@ -112,6 +112,8 @@ class Trainer:
 
     def fit(self, request: StopRequest) -> bool:
         """Train; true at the end of the run, false after a stop request, with a checkpoint saved."""
+        if self.progress.step == 0:
+            self._look_at_start()
         while self.progress.step < self.parts.plan.steps:
             result = self._step()
             if self.progress.step == self._config.training.stop_after:
@@ -193,19 +195,32 @@ class Trainer:
     def _should_save(self, improved: bool) -> bool:
         return self._due(self._config.checkpoint.every) or (improved and self._config.checkpoint.final == "best")
 
+    def _look_at_start(self) -> None:
+        """Score held-out rows and answer prompts before the first step; this is never the best evaluation."""
+        wanted, every = self._config.eval.at_start, self._config.eval.every
+        if self.parts.eval_batches is not None and (every > 0 if wanted == "auto" else wanted):
+            self.progress.start_metrics = finite(self._evaluated(self.parts.eval_batches))
+        else:
+            self.parts.show_samples(0)
+
     def _evaluate_if_due(self) -> bool:
-        parts, step = self.parts, self.progress.step
-        if parts.eval_batches is None or not (self._at_end() or self._due(self._config.eval.every)):
+        batches = self.parts.eval_batches
+        if batches is None or not (self._at_end() or self._due(self._config.eval.every)):
             return False
+        metrics = self._evaluated(batches)
+        return self.progress.note_eval(metrics, self._config.eval.min_delta)
+
+    def _evaluated(self, batches: Callable[[], Iterable[Batch]]) -> dict[str, float]:
+        """Metrics of the held-out rows, recorded; the time does not count as training."""
+        parts, step = self.parts, self.progress.step
         started = time.perf_counter()
-        metrics = parts.score(parts.eval_batches())
-        improved = self.progress.note_eval(metrics, self._config.eval.min_delta)
+        metrics = parts.score(batches())
         parts.recorder.evaluation({"step": step, "epoch": parts.plan.epoch(step), **logged(metrics)})
         parts.show_samples(step)
         seconds = time.perf_counter() - started
         self._eta.add_pause("evaluation", seconds)
-        self._window.started += seconds  # evaluation does not count as training time
-        return improved
+        self._window.started += seconds
+        return metrics
 
     def _report(self, result: StepResult) -> None:
         """Write a line of metrics, for which the host waits for the device."""

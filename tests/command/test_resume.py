@@ -51,6 +51,7 @@ def check_killed_and_resumed(
     assert ended.code == 0, ended.stderr
     same_ending(whole, killed)
     assert result(killed)["status"] == "finished"
+    assert 0 < result(killed)["start_metrics"]["eval_loss"] == result(whole)["start_metrics"]["eval_loss"]
 
 
 def test_resumed_finished_run_keeps_its_result(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:

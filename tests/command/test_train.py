@@ -14,7 +14,7 @@ STEP_KEYS = ["step", "epoch", "loss", "lr", "grad_norm", "tokens", "trained_toke
 STEP_KEYS += ["tokens_per_second", "peak_memory_bytes"]
 RESULT_KEYS = ["status", "objective", "steps", "train_loss_first", "train_loss_last", "eval_loss"]
 RESULT_KEYS += ["exact_match", "tokens_per_second", "peak_memory_bytes"]
-RESULT_KEYS += ["memory_predicted_bytes", "memory_measured_bytes", "final_metrics", "final"]
+RESULT_KEYS += ["memory_predicted_bytes", "memory_measured_bytes", "start_metrics", "final_metrics", "final"]
 FILES = ["base", "checkpoints", "final", "log.txt", "manifest.json", "metrics.jsonl", "preview.json"]
 FILES += ["report.html", "result.json", "run.yaml", "samples.jsonl"]
 
@@ -24,11 +24,14 @@ def test_train_writes_the_documented_output_folder(finished: FinishedRuns) -> No
     assert sorted(f.name for f in run.iterdir()) == FILES
     steps = [line for line in metrics(run) if "loss" in line]
     assert [list(line) for line in steps] == [STEP_KEYS] * 6
-    assert [line["step"] for line in metrics(run) if "eval_loss" in line] == [2, 4, 6]
+    assert [line["step"] for line in metrics(run) if "eval_loss" in line] == [0, 2, 4, 6]
     evaluations = [line for line in metrics(run) if "eval_loss" in line]
-    assert [list(line) for line in evaluations] == [["step", "epoch", "eval_loss", "exact_match"]] * 3
+    assert [list(line) for line in evaluations] == [["step", "epoch", "eval_loss", "exact_match"]] * 4
     assert list(result(run)) == RESULT_KEYS
     assert result(run)["exact_match"] == evaluations[-1]["exact_match"]
+    assert (
+        result(run)["start_metrics"].items() >= {"eval_loss": evaluations[0]["eval_loss"], "exact_match": 0.0}.items()
+    )
     assert result(run)["final"] == str(run / "final")
     assert result(run)["objective"] == min(line["eval_loss"] for line in metrics(run) if "eval_loss" in line)
     assert yaml.safe_load((run / "run.yaml").read_text())["training"]["max_steps"] == 6
@@ -90,7 +93,7 @@ def test_final_best_takes_the_best_checkpoint(zygote: Zygote, tmp_path: Path) ->
     best_wanted = ("eval.every=1", "checkpoint.final=best", "training.max_steps=6")
     ended = zygote.run(tmp_path, *SMALL, *ruin, *best_wanted, f"output_dir={run}")
     assert ended.code == 0, ended.stderr
-    evaluations = {line["step"]: line["eval_loss"] for line in metrics(run) if "eval_loss" in line}
+    evaluations = {line["step"]: line["eval_loss"] for line in metrics(run) if "eval_loss" in line and line["step"]}
     best = min(evaluations, key=lambda step: evaluations[step])
     assert best < 6
     assert f"final/ has the weights of step {best}" in ended.stdout

@@ -41,7 +41,8 @@ def code_of(text: str) -> str:
 
 
 def test_model_card_of_adapter_has_what_others_need() -> None:
-    text = card(steps=10, final_metrics={"eval_loss": 2.0, "eval_loss_margin": 0.25, "exact_match": 0.5})
+    final = {"eval_loss": 2.0, "eval_loss_margin": 0.25, "exact_match": 0.5}
+    text = card(steps=10, final_metrics=final, start_metrics={"eval_loss": 9.5})
     assert front(text) == {
         "library_name": "peft",
         "pipeline_tag": "text-generation",
@@ -60,8 +61,8 @@ def test_model_card_of_adapter_has_what_others_need() -> None:
         "| quantization.kind | none |",
         "| source | chat.jsonl + org/set |  |",
         "| samples | 1,234 |  |",
-        "| eval\\_loss | 2 | ± 0.25 |",
-        "| exact\\_match | 0.5 |  |",
+        "| eval\\_loss | 2 | ± 0.25 | 9.5 |",
+        "| exact\\_match | 0.5 |  |  |",
         "| device | AVX512 CPU, 2 cores |",
         "| packages | torch 2.13.0 |",
     ):

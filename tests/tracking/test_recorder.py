@@ -44,6 +44,7 @@ def test_recorder_finished_run_files(folder: RunFolder) -> None:
     with opened(folder, screen, seed=0) as record:
         record.message("model  tiny\ndata   sample")
         record.begin(10)
+        record.evaluation({"step": 0, "eval_loss": 9.5, "exact_match": 0.0})  # no result of the training
         record.step(STEP)
         record.evaluation({"step": 5, "eval_loss": 1.25})
         record.samples(5, [Sample("2+2?", "4", "5")])
@@ -58,7 +59,7 @@ def test_recorder_finished_run_files(folder: RunFolder) -> None:
         "run.yaml",
         "samples.jsonl",
     ]
-    assert [values["step"] for values in read_lines(folder.metrics)] == [5, 5, 10]
+    assert [values["step"] for values in read_lines(folder.metrics)] == [0, 5, 5, 10]
     assert list(read_lines(folder.samples)) == [{"step": 5, "prompt": "2+2?", "expected": "4", "answer": "5"}]
     result = result_of(folder)
     assert list(result) == ["status", *RESULT_KEYS]
@@ -74,6 +75,7 @@ def test_recorder_finished_run_files(folder: RunFolder) -> None:
         "peak_memory_bytes": 1073741824,
         "memory_predicted_bytes": None,
         "memory_measured_bytes": None,
+        "start_metrics": None,
         "final_metrics": None,
         "final": str(folder.final),
     }

@@ -10,15 +10,20 @@ import pytest
 from app.config.finished_run import finished_folder
 from app.errors import CheckpointError
 from app.tracking.output_dir import RunFolder
+from app.training.checkpoint import Progress
 from app.training.summary import closing_message
 
 
-def test_closing_message_command_quoted(tmp_path: Path) -> None:
+def test_closing_message_scores_and_command(tmp_path: Path) -> None:
     run: Any = SimpleNamespace(adapter=SimpleNamespace(kind="lora"))
-    progress: Any = SimpleNamespace(last_eval_loss=None, step=3, first_loss=2.0, last_loss=1.0)
+    start = {"eval_loss": 2.0, "exact_match": 0.0}
+    progress: Any = Progress(step=1, first_loss=2.0, last_loss=1.0, last_eval_loss=0.5, start_metrics=start)
     folder = RunFolder(tmp_path / "a b")
     result = {"memory_predicted_bytes": 2e6, "memory_measured_bytes": 1.9e6, "peak_memory_bytes": 9e8}
-    memory, *_, last = closing_message(run, folder, result, progress, {}).splitlines()
+    metrics = {"eval_loss": 0.5, "exact_match": 0.9424}
+    memory, done, *_, last = closing_message(run, folder, result, progress, metrics).splitlines()
+    scores = "eval loss 0.5000, exact match 94.24% (was 0.00%); nothing was left to do"
+    assert done == f"done    1 step, loss 2.0000 -> 1.0000, {scores}"
     assert memory.startswith("memory  2 MB planned for tensors, 2 MB measured")
     assert shlex.split(last)[3:] == ["-m", "app.generate", f"run={folder.path}", "prompt=..."]
 

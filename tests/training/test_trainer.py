@@ -1,5 +1,6 @@
 """What happens between steps: evaluation, patience, saves, lines, stops."""
 
+import json
 import math
 import traceback
 from collections import Counter
@@ -36,7 +37,7 @@ def test_trainer_records_evaluates_and_saves_when_due(make_loop: MakeLoop, folde
     loop, notebook = make_loop(run, 10)
     assert loop.fit(StopRequest()) is True
     assert [line["step"] for line in notebook.steps] == [1, 3, 4, 6, 8, 9, 10]
-    assert [line["step"] for line in notebook.evaluations] == notebook.sampled == [4, 8, 10]
+    assert [line["step"] for line in notebook.evaluations] == notebook.sampled == [0, 4, 8, 10]
     assert saved(folder) == [5, 10]
     assert notebook.synced == 2, "a checkpoint says that its lines are on the disk"
     last = notebook.steps[-1]
@@ -47,6 +48,34 @@ def test_trainer_records_evaluates_and_saves_when_due(make_loop: MakeLoop, folde
     assert last["epoch"] == pytest.approx(10 / 8)
     assert loop.progress.first_loss == notebook.steps[0]["loss"]
     assert loop.tokens_per_second > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        (("eval.every=3",), [0, 3, 4]),
+        (("eval.every=3", "eval.at_start=false"), [3, 4]),
+        (("eval.every=0",), [4]),
+        (("eval.every=0", "eval.at_start=true"), [0, 4]),
+    ],
+)
+def test_evaluation_at_start_when_wanted_changes_no_number(
+    words: tuple[str, ...], steps: list[int], make_loop: MakeLoop
+) -> None:
+    always = ("recipe=lora", "adapter.dropout=0.3", "record.every=1", "checkpoint.every=2")
+    (plain, expected), (loop, notebook) = (make_loop(small_run(*always, *each), 4) for each in (QUIET[1:2], words))
+    for each in (plain, loop):
+        torch.manual_seed(1)
+        each.fit(StopRequest())
+    assert [line["step"] for line in notebook.evaluations] == steps
+    assert notebook.sampled == sorted({0, *steps}), "answers of the untrained model are always shown"
+    assert [line["loss"] for line in notebook.steps] == [line["loss"] for line in expected.steps]
+    saved_at_two = json.loads((loop.parts.checkpoints.folder / "step-000002/state.json").read_text())["progress"]
+    start = saved_at_two["start_metrics"]
+    assert (start is None) == (steps[0] != 0)
+    assert start is None or start["eval_loss"] == notebook.evaluations[0]["eval_loss"]
+    assert loop.progress.best_step in steps[-2:]
+    assert loop.progress.best_step > 0
 
 
 def test_trainer_counts_tokens_of_the_whole_run(make_loop: MakeLoop, data: Data) -> None:
@@ -71,7 +100,7 @@ def test_patience_ends_a_run_without_gain(make_loop: MakeLoop, folder: Path) -> 
     loop, notebook = make_loop(run, 50, lr=0.0)
     assert loop.fit(StopRequest()) is True
     assert loop.progress.step == 3
-    assert len(notebook.evaluations) == 3
+    assert [line["step"] for line in notebook.evaluations] == [0, 1, 2, 3]
     assert loop.progress.best_step == 1
     assert saved(folder) == [1, 3], "the best one, and the end"
 
@@ -80,7 +109,7 @@ def test_patience_ends_a_run_without_gain(make_loop: MakeLoop, folder: Path) -> 
 def test_first_evaluation_not_finite_is_not_the_best(
     losses: list[float], best_step: int, make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = iter(losses)
+    found = iter([0.5, *losses])  # the model before the first step is never the best
     monkeypatch.setattr("app.training.trainer.score", lambda *_, **__: {"eval_loss": next(found)})
     loop, _ = make_loop(small_run("eval.every=2", "checkpoint.every=0", "checkpoint.final=best"), 4)
     assert loop.fit(StopRequest())

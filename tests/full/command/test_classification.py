@@ -22,6 +22,7 @@ ALWAYS = (
     "record.every=1",
     "eval.samples=2",
     "eval.every=0",
+    "eval.at_start=true",
 )
 DECODER = (*ALWAYS, "dataset=labelled_text", "dataset.path=rows.jsonl", "recipe=lora")
 ENCODER = (
@@ -122,7 +123,10 @@ def test_classifier_learns_labels(zygote: Zygote, place: Path, made: Callable[[s
     assert "2 labels: bad " in shown
     assert "the classifier, of 2 labels, is drawn from seed=0" in shown
     result = json.loads((run / "result.json").read_text())
-    assert f", accuracy {result['accuracy']:.2%}, macro F1 {result['macro_f1']:.2%}" in shown
+    start = result["start_metrics"]
+    assert (
+        f", accuracy {result['accuracy']:.2%} (was {start['accuracy']:.2%}), macro F1 {result['macro_f1']:.2%}" in shown
+    )
     assert result["accuracy"] > 0.9
     assert yaml.safe_load((run / "run.yaml").read_text())["task"]["labels"] == ["bad", "good"]
     assert "accuracy" in (run / "report.html").read_text()
