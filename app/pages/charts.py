@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from app.pages.read_run import SavedRun
-from app.tracking.formatting import format_bytes, format_count, format_number
+from app.tracking.formatting import format_number
 
 COLOURS = 8
 _THINNING_SEGMENTS = 75  # of a long line, with four points each
@@ -20,6 +19,9 @@ _TICKS = 5
 _MARGIN = 0.06  # fraction of the range between lines and edge
 _MIN_RELATIVE_RANGE = 1e-9  # a smaller range counts as a constant
 _MIN_LOG_RATIO = 20.0  # of the largest to the smallest value for a logarithmic axis
+_MIN_SWEPT_LOG_RATIO = 3.0  # the same of swept values
+_MAX_SWEPT_TICKS = 6
+_MIN_END_DISTANCE = 0.08  # of a tick from the end of an axis of steps, as a fraction
 _MAX_LENGTH_BARS = 12
 Point = tuple[float, float | None]  # None for a line of the file without a number
 Formatter = Callable[[float], str]
@@ -43,28 +45,29 @@ class Axis:
 
     def named(self, name: str) -> str:
         """The name with the scale."""
-        return f"{name}, log scale" if self.log else name
+        return ", ".join(part for part in (name, "log scale" if self.log else "") if part)
 
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """What a chart shows: its title, and the name, format and scale of its vertical axis."""
+    """What a chart shows: its title, and the name, format and scale of its vertical axis; no name repeats the title."""
 
     title: str
     axis: str
     formatter: Formatter = format_number
     may_log: bool = False
     from_zero: bool = False
-    wide: bool = False
+    tall: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A line of a chart."""
+    """A line of a chart. A `raw` one is drawn thin behind its mean; a `mean` has no dots."""
 
     name: str
     points: Sequence[Point]
     colour: int = 0
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +83,13 @@ class Dot:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Geometry of a chart. `lines` are colours with the points of each piece; `legend` has names and colours."""
+    """Geometry of a chart. `lines` are classes with the points of each piece; `legend` has names and colours."""
 
     quantity: Quantity
     x_name: str
     across: Axis
     up: Axis
-    lines: Sequence[tuple[int, list[str]]] = ()
+    lines: Sequence[tuple[str, list[str]]] = ()
     dots: Sequence[Dot] = ()
     legend: Sequence[tuple[str, int]] = ()
     remarks: Sequence[str] = ()
@@ -109,21 +112,30 @@ def line_chart(quantity: Quantity, series: Sequence[Series], *, legend: bool = T
         return None
     across = axis_of((x for each in shown for x, _ in each.points), "{:,.0f}".format, steps=True)
     up = _vertical_axis(quantity, [y for each in shown for _, y in each.points if y is not None])
+    measured = [each for each in shown if each.kind != "mean"]
     return Chart(
         quantity,
         "step",
         across,
         up,
-        lines=[(each.colour % COLOURS, _pieces(thinned(each.points), across, up)) for each in shown],
-        dots=[dot for each in shown for dot in _line_dots(each, across, up, quantity.formatter)],
-        legend=[(each.name, each.colour % COLOURS) for each in shown] if legend and len(shown) > 1 else (),
-        remarks=list(_remarks(shown)),
+        lines=[
+            (f"c{each.colour % COLOURS} {each.kind}".strip(), _pieces(thinned(each.points), across, up))
+            for each in shown
+        ],
+        dots=[dot for each in measured for dot in _line_dots(each, across, up, quantity.formatter)],
+        legend=[(each.name, each.colour % COLOURS) for each in shown if each.kind != "raw"]
+        if legend and len(shown) > 1
+        else (),
+        remarks=list(_remarks(measured)),
     )
 
 
 def dot_chart(quantity: Quantity, x_name: str, dots: Sequence[tuple[float, float, str]]) -> Chart:
     """A chart with a dot at each x and y, with its tooltip; the lowest are marked."""
-    across = axis_of([x for x, _, _ in dots], may_log=True)
+    values = sorted({x for x, _, _ in dots})
+    across = axis_of(values, may_log=True, min_log_ratio=_MIN_SWEPT_LOG_RATIO)
+    if across.log and len(values) <= _MAX_SWEPT_TICKS:
+        across = replace(across, ticks=_labelled(values, format_number))
     up = _vertical_axis(quantity, [y for _, y, _ in dots])
     lowest = min(y for _, y, _ in dots)
     drawn = [
@@ -131,36 +143,6 @@ def dot_chart(quantity: Quantity, x_name: str, dots: Sequence[tuple[float, float
         for x, y, text in dots
     ]
     return Chart(quantity, across.named(x_name), across, up, dots=drawn)
-
-
-_LOSS = Quantity("Loss", "loss", may_log=True, wide=True)
-_OTHERS = {
-    "lr": Quantity("Learning rate", "learning rate", from_zero=True),
-    "grad_norm": Quantity("Gradient norm", "norm before clipping", may_log=True, from_zero=True),
-    "tokens_per_second": Quantity("Speed", "tokens a second", formatter=format_count, from_zero=True),
-    "peak_memory_bytes": Quantity("Peak memory", "memory", formatter=format_bytes, from_zero=True),
-}
-
-
-def curves(run: SavedRun) -> list[Chart]:
-    """Charts of a run; none if nothing was logged."""
-    losses = [Series("train", run.points("loss")), Series("held out", run.points("eval_loss"), 1)]
-    memory = replace(_OTHERS["peak_memory_bytes"], title=f"Peak memory of the {run.memory_owner}")
-    others = {**_OTHERS, "peak_memory_bytes": memory}
-    return _drawn([line_chart(_LOSS, losses), *(line_chart(others[k], [Series(k, run.points(k))]) for k in others)])
-
-
-def curves_of_several(runs: Sequence[tuple[str, SavedRun]]) -> list[Chart]:
-    """Charts of several named runs, each in its own colour."""
-    losses = {"eval_loss": replace(_LOSS, title="Loss on held-out rows"), "loss": replace(_LOSS, title="Training loss")}
-    return _drawn(
-        line_chart(kind, [Series(name, run.points(key), at) for at, (name, run) in enumerate(runs)], legend=False)
-        for key, kind in {**losses, **_OTHERS}.items()
-    )
-
-
-def _drawn(charts: Iterable[Chart | None]) -> list[Chart]:
-    return [chart for chart in charts if chart is not None]
 
 
 def length_bars(lengths: Mapping[str, Any], dropped: tuple[str, float] | None = None) -> list[Bar]:
@@ -187,14 +169,15 @@ def axis_of(
     may_log: bool = False,
     from_zero: bool = False,
     steps: bool = False,
+    min_log_ratio: float = _MIN_LOG_RATIO,
 ) -> Axis:
     """An axis that contains all `values`; logarithmic if allowed, and they are positive and far apart.
 
-    An axis of `steps` has whole numbers and no margin.
+    An axis of `steps` has whole numbers, its ends among them, and no margin.
     """
     known = list(values)
     low, high = min(known, default=0.0), max(known, default=1.0)
-    if may_log and low > 0 and high / low >= _MIN_LOG_RATIO:
+    if may_log and low > 0 and high / low >= min_log_ratio:
         margin = (high / low) ** _MARGIN
         low, high = low / margin, high * margin
         return Axis(low, high, _labelled(_log_ticks(low, high), formatter), log=True)
@@ -206,7 +189,11 @@ def axis_of(
     elif not steps:
         margin = (high - low) * _MARGIN
         low, high = low - margin * (not from_zero or low < 0), high + margin
-    ticks = [tick for tick in _linear_ticks(low, high) if not steps or tick == round(tick)]
+    ticks = _linear_ticks(low, high)
+    if steps:
+        apart = _MIN_END_DISTANCE * (high - low)
+        inner = [tick for tick in ticks if tick == round(tick) and low + apart < tick < high - apart]
+        ticks = [low, *inner, high]
     return Axis(low, high, _labelled(ticks, formatter))
 
 
@@ -253,7 +240,7 @@ def _line_dots(series: Series, across: Axis, up: Axis, formatter: Formatter) -> 
 
 def _remarks(series: Sequence[Series]) -> Iterator[str]:
     """Notes below a chart: thinned lines, missing numbers."""
-    longest = max(len(each.points) for each in series)
+    longest = max((len(each.points) for each in series), default=0)
     if longest > 4 * _THINNING_SEGMENTS:
         each_of = f"each {longest / _THINNING_SEGMENTS:,.0f}"
         yield f"{longest:,} lines, drawn by the first, lowest, highest and last of {each_of}."

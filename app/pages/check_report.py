@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.table import Table
@@ -33,6 +34,8 @@ def check_page(found: Mapping[str, Any]) -> str:
     if cluster:
         sections += cluster_sections(cluster)
     name = data["source"] if data else memory["subject"] if memory else counted_processes(cluster or {})
+    if data:  # the folders stand below
+        name = " + ".join(PurePath(each).name for each in name.split(" + "))
     notes = [("bad", problem) for problem in stops]
     return render("check", title=f"Check: {name}", name=name, badges=badges, notes=notes, sections=sections)
 

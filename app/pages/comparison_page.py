@@ -7,8 +7,8 @@ from typing import Any
 
 from app.config.validate import format_value
 from app.pages.answers import last_answers
-from app.pages.charts import curves_of_several
-from app.pages.read_run import SavedRun, read_run
+from app.pages.curves import curves_of_several
+from app.pages.read_run import SavedRun, read_run, section_of
 from app.pages.render import render
 from app.pages.run_page import method, status_badge
 from app.tracking.compare_runs import compare_content, compare_lines, compare_programs
@@ -25,13 +25,14 @@ from app.tracking.formatting import (
 )
 
 _UNCOMPARED_KEYS = ("output_dir", "resume")
+_OF_HELD_OUT_ROWS = ("eval_loss", "exact_match", "accuracy", "macro_f1", "objective")
 _RESULTS = (
     ("held-out loss", "eval_loss", format_number, min),
     ("exact match", "exact_match", "{:.1%}".format, max),
     ("accuracy", "accuracy", "{:.1%}".format, max),
     ("macro F1", "macro_f1", "{:.1%}".format, max),
     ("training loss", "train_loss_last", format_number, min),
-    ("objective", "objective", format_number, min),
+    ("best loss", "objective", format_number, min),
     ("steps", "steps", format_integer, None),
     ("tokens a second", "tokens_per_second", format_count, max),
     ("peak memory", "peak_memory_bytes", format_bytes, min),
@@ -68,7 +69,10 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
 
 
 def _results(runs: Sequence[SavedRun]) -> Iterator[tuple[str, list[tuple[str | None, bool]]]]:
-    """Rows of results; each cell has its text, and whether it is the best. Equal rows are shown once."""
+    """Rows of results; each cell has its text, and whether it is the best. Equal rows are shown once.
+
+    Scores of different held-out rows have no best one.
+    """
     shown = []
     for name, key, formatter, better in _RESULTS:
         known = [finite_number(run.result.get(key)) for run in runs]
@@ -76,8 +80,13 @@ def _results(runs: Sequence[SavedRun]) -> Iterator[tuple[str, list[tuple[str | N
         if not there or known in shown:
             continue
         shown.append(known)
-        best = better(there) if better and len(set(there)) > 1 else None
-        yield name, [(format_or(each, formatter, NO_VALUE), each is not None and each == best) for each in known]
+        rows = {section_of(run.manifest, "hashes").get("eval") for run in runs if run.result.get(key) is not None}
+        unlike = len(rows) > 1 and key in _OF_HELD_OUT_ROWS
+        best = better(there) if better and len(set(there)) > 1 and not unlike else None
+        yield (
+            f"{name} (different rows)" if unlike else name,
+            [(format_or(each, formatter, NO_VALUE), each is not None and each == best) for each in known],
+        )
 
 
 def _settings(runs: Sequence[SavedRun]) -> list[tuple[str, ...]]:

@@ -3,11 +3,13 @@
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from app.pages.answers import answers_before_and_after
-from app.pages.charts import Bar, curves, length_bars
+from app.pages.charts import Bar, Formatter, length_bars
 from app.pages.check_summary import PARTS
+from app.pages.curves import curves
 from app.pages.read_run import RUNNING, UNFINISHED, SavedRun, read_run, section_of, training_samples
 from app.pages.render import render
 from app.tracking.formatting import (
@@ -42,6 +44,12 @@ _COUNTS = {
     "left_over": "left over by a limit of rows",
     "held_out": "held out of these",
 }
+_SHARE = "{:.1%}".format
+_TILES: dict[str, tuple[str, Formatter]] = {
+    "exact_match": ("exact match", _SHARE),
+    "accuracy": ("accuracy", _SHARE),
+    "eval_loss": ("held-out loss", format_number),
+}
 _SCORED = ("eval_loss", "perplexity", "token_accuracy", "exact_match", "accuracy", "macro_f1")
 _HASHES = {"train": "rows to train on", "eval": "rows held out", "tokenizer": "tokenizer", "base": "base"}
 _CHOICES = {"recompute": "recompute of layers", "tokens": "tokens of a micro-batch"}
@@ -49,6 +57,7 @@ _PROCESS_MEMORY = (
     "These are the tensors of the training. The process takes more, as its peak above shows: Python, torch and other "
     "libraries."
 )
+_ASSETS = {"asset:tiny": "the small model", "asset:sample/train.jsonl": "the sample rows"}
 _MODULE = "app.train"
 _MAX_LABELS = 50
 _MIN_DIFFERENCE = 0.005  # of measured and planned memory, as a fraction
@@ -94,11 +103,16 @@ def method(run: SavedRun) -> str:
     chosen, path = section_of(run.manifest, "choices"), _setting(run, "dataset", "path")
     parts = (
         _tuning(run),
-        path and f"on {path}",
+        path and f"on {named(path)}",
         f"{_setting(run, 'optimizer', 'kind')}, {_setting(run, 'schedule', 'kind')}".strip(", "),
         ", ".join(str(chosen[key]) for key in ("precision", "attention", "device") if chosen.get(key)),
     )
     return " · ".join(part for part in parts if part)
+
+
+def named(path: Any) -> str:
+    """A model or a dataset as people call it: what ships with the program has no path of theirs."""
+    return _ASSETS.get(path, str(path))
 
 
 def _tuning(run: SavedRun) -> str:
@@ -110,9 +124,9 @@ def _tuning(run: SavedRun) -> str:
     else:
         base = _setting(run, "quantization", "kind")
         name = {"": "LoRA", "none": "LoRA", "nf4": "QLoRA"}.get(base, f"LoRA on an {base} base")
-        how = f"{name}, rank {adapter.get('r')}"
+        how = f"{name} of rank {adapter.get('r')}"
     drawn = " with random weights" if model.get("weights") == "random" else ""
-    return f"{how} of {model.get('path')}{drawn}"
+    return f"{how}, {named(model.get('path'))}{drawn}"
 
 
 def _setting(run: SavedRun, *path: str) -> str:
@@ -146,14 +160,18 @@ def _notes(run: SavedRun) -> Iterator[tuple[str, str]]:
 
 def _tiles(run: SavedRun) -> Iterator[tuple[str, str | None]]:
     result, last = run.result, run.lines[-1] if run.lines else {}
-    held_out, best = result.get("eval_loss"), result.get("objective")
-    better = f", best {format_or(best, format_number)}" if best != held_out else ""
-    yield f"held-out loss{better}", format_or(held_out, format_number)
-    yield "exact match", format_or(result.get("exact_match"), "{:.1%}".format)
-    macro_f1 = format_or(result.get("macro_f1"), "{:.1%}".format)
-    yield f"accuracy, macro F1 {macro_f1}", format_or(result.get("accuracy"), "{:.1%}".format)
+    best, macro_f1 = result.get("objective"), format_or(result.get("macro_f1"), _SHARE)
+    more = {
+        "eval_loss": "" if best == result.get("eval_loss") else f", best {format_or(best, format_number)}",
+        "accuracy": f"; macro F1 {macro_f1}",
+    }
+    for key, (name, formatter) in _TILES.items():
+        was = format_or(section_of(result, "start_metrics").get(key), formatter)
+        yield f"{name}{f', was {was}' if was else ''}{more.get(key, '')}", format_or(result.get(key), formatter)
     losses = [y for _, y in run.points("loss") if y is not None]
-    yield "training loss" + (f", from {losses[0]:.3g}" if losses else ""), f"{losses[-1]:.3g}" if losses else None
+    if losses:
+        newest = losses[-max(1, len(losses) // 10) :]
+        yield f"training loss, was {format_number(losses[0])}", format_number(fmean(newest))
     steps, planned = result.get("steps", last.get("step")), section_of(run.manifest, "counts").get("steps")
     of = f" of {planned:,}" if planned and planned != steps else ""
     yield f"for {format_integer(steps)}{of} steps", format_or(run.seconds() if steps else None, format_duration)
@@ -183,7 +201,7 @@ def _data(run: SavedRun) -> dict[str, Any]:
     return {
         "sources": [(name, side["source"]) for name, side in zip(names, sides, strict=True) if side],
         "counts": [
-            (label, *(_count(key, side) for side in sides))
+            ("labels" if labels and key == "trained_tokens" else label, *(_count(key, side) for side in sides))
             for key, label in _COUNTS.items()
             if any(side.get(key) for side in sides)
         ],
@@ -195,9 +213,11 @@ def _data(run: SavedRun) -> dict[str, Any]:
 
 
 def _count(key: str, split: Mapping[str, Any]) -> str:
-    if key not in split:
+    """A count of one side; rows that were held out of the others were not read for themselves."""
+    if key not in split or not (split[key] or split.get("rows_read")):
         return ""
-    share = f" ({split[key] / split['tokens']:.0%})" if key == "trained_tokens" and split["tokens"] else ""
+    is_share = key == "trained_tokens" and split["tokens"] and not split.get("classes")
+    share = f" ({split[key] / split['tokens']:.0%})" if is_share else ""
     return f"{split[key]:,}{share}"
 
 
@@ -206,8 +226,9 @@ def _packing(run: SavedRun) -> Iterator[str]:
     if "units" not in counts:
         return
     full = "" if counts.get("fill") is None else f", {counts['fill']:.1%} full"
-    least = "" if counts.get("least_units") is None else f"; at least {counts['least_units']:,} are needed"
-    yield f"{counts['units']:,} {counts['unit_name']} an epoch, {counts['units_per_step']:,} a step{full}{least}."
+    each = counts["units_per_step"]
+    unit = counts["unit_name"] if each > 1 else counts["unit_name"].removesuffix("s")
+    yield f"{-(-counts['units'] // each):,} steps an epoch, each of {each:,} {unit}{full}."
 
 
 def _memory(run: SavedRun) -> dict[str, Any] | None:

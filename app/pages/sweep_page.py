@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from app.pages.charts import Chart, Quantity, curves_of_several, dot_chart
-from app.pages.read_run import is_run, read_run
+from app.pages.charts import Chart, Quantity, dot_chart
+from app.pages.curves import curves_of_several
+from app.pages.read_run import SavedRun, is_run, read_run
 from app.pages.render import render
 from app.pages.run_page import status_badge
 from app.tracking.formatting import NO_VALUE, format_count, format_duration, format_integer, format_number, format_or
@@ -30,6 +31,7 @@ def sweep_page(folder: Path, content: Mapping[str, Any], target: Path) -> str:
     curves = [(_name(trial), read_run(place)) for trial in ranked if is_run(place := _folder(folder, trial))][
         :_MAX_CURVES
     ]
+    objective = _objective([run for _, run in curves])
     return render(
         "sweep",
         title=f"sweep {name}",
@@ -37,9 +39,10 @@ def sweep_page(folder: Path, content: Mapping[str, Any], target: Path) -> str:
         folder=folder,
         badge=status_badge(next((each for each in _STATUSES if each in statuses), "pending")),
         notes=list(_notes(trials)),
-        tiles=list(_tiles(ranked)),
+        tiles=list(_tiles(ranked, objective)),
+        objective=objective,
         best=_best(content, folder),
-        panels=[chart for key in keys if (chart := _panel(key, trials))],
+        panels=[chart for key in keys if (chart := _panel(key, trials, objective))],
         keys=keys,
         ranking=[_row(rank, trial, keys, folder, target) for rank, trial in enumerate(ranked, 1)],
         charts=curves_of_several(curves),
@@ -67,11 +70,18 @@ def _notes(trials: Sequence[Trial]) -> Iterator[tuple[str, str]]:
         yield "busy", f"{left} of {len(trials)} trials are not done: the ranking may change."
 
 
-def _tiles(ranked: Sequence[Trial]) -> Iterator[tuple[str, str | None]]:
+def _objective(runs: Sequence[SavedRun]) -> str:
+    """What the trials are ranked by."""
+    known = [run.result for run in runs if run.result.get("objective") is not None]
+    if not known:
+        return "objective"
+    return "training loss" if known[0].get("eval_loss") is None else "held-out loss"
+
+
+def _tiles(ranked: Sequence[Trial], objective: str) -> Iterator[tuple[str, str | None]]:
     known = [trial["objective"] for trial in ranked if trial["objective"] is not None]
     done = sum(trial["status"] == "finished" for trial in ranked)
-    yield "best objective", format_number(known[0]) if known else None
-    yield "worst objective", format_number(known[-1]) if len(known) > 1 else None
+    yield f"best {objective} (lower is better)", format_number(known[0]) if known else None
     yield f"finished of {len(ranked)} trials", str(done)
     yield "time of all trials", format_duration(sum(trial["seconds"] for trial in ranked))
 
@@ -88,17 +98,21 @@ def _best(content: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
     }
 
 
-def _panel(key: str, trials: Sequence[Trial]) -> Chart | None:
+def _panel(key: str, trials: Sequence[Trial], objective: str) -> Chart | None:
     """The objective by the numbers of a swept key; None for texts, which the ranking shows."""
     known = [trial for trial in trials if trial["objective"] is not None and key in trial["values"]]
     found = [(trial["values"][key], trial) for trial in known]
     if len({value for value, _ in found}) < 2 or not all(type(value) in (int, float) for value, _ in found):
         return None
     dots = [
-        (value, trial["objective"], f"trial {trial['number']}: {value}\nobjective {format_number(trial['objective'])}")
+        (
+            value,
+            trial["objective"],
+            f"trial {trial['number']}: {value}\n{objective} {format_number(trial['objective'])}",
+        )
         for value, trial in found
     ]
-    return dot_chart(Quantity(f"Objective by {key}", "objective", may_log=True), key, dots)
+    return dot_chart(Quantity(f"{objective.capitalize()} by {key}", "lower is better", may_log=True), key, dots)
 
 
 def _row(rank: int, trial: Trial, keys: Sequence[str], folder: Path, target: Path) -> dict[str, Any]:

@@ -5,10 +5,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from app.tracking.formatting import format_number
 from app.tracking.jsonl_metrics import finite_or_none
 
 COMPARED = ("loss", "grad_norm", "lr", "tokens", "trained_tokens", "eval_loss")
 _ABSENT = "none"
+_MIN_VISIBLE_DIFFERENCE = 1e-3  # relative, in five digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,8 @@ class MetricDifference:
     relative: float
 
     def __str__(self) -> str:
-        return f"{self.name} of step {self.step}, {self.then} then and {self.now} now (relative {self.relative:.1e})"
+        then, now = (_rounded(value, self.relative) for value in (self.then, self.now))
+        return f"{self.name} of step {self.step}, {then} then and {now} now (relative {self.relative:.1e})"
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, which has no infinity."""
@@ -126,6 +129,11 @@ def _apart(step: int, then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterab
         before, after = then.get(name), now.get(name)
         if before != after:
             yield MetricDifference(step, name, before, after, _relative(before, after))
+
+
+def _rounded(value: float | None, relative: float) -> str:
+    """A number as people read it; with all its digits where five would not show the difference."""
+    return format_number(value) if value is not None and relative > _MIN_VISIBLE_DIFFERENCE else str(value)
 
 
 def _relative(then: float | None, now: float | None) -> float:

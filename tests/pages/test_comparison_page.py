@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from app.pages.comparison_page import comparison_page, distinct_names
-from tests.pages.folders import MANIFEST, SETTINGS, lines_of, made_run, sample
+from tests.pages.folders import MANIFEST, SETTINGS, lines_of, made_run, result_of, sample
 from tests.pages.reading import Element, chart, drawn, read, section
 
 
-def rows(part: Element) -> dict[str, list[str]]:
+def rows_in(part: Element) -> dict[str, list[str]]:
     found = [[cell.text for cell in line.children] for line in part.all("tr")[1:]]
     return {name: values for name, *values in found}
 
@@ -27,23 +27,35 @@ def test_comparison_page_content(tmp_path: Path) -> None:
         samples=[sample(0, "2+2?", "4", "x"), sample(2, "2+2?", "4", "5")],
     )
     page = read(comparison_page([first, second]))
-    results = rows(section(page, "Results"))
+    results = rows_in(section(page, "Results"))
     assert results["training loss"] == ["3", "2 ✓"]
     assert "objective" not in results, "it is the training loss"
     assert results["peak memory"] == ["548 MB", "548 MB"]
     curves = chart(page, "Training loss")
     assert [y for _, y in drawn(curves, "c1")[0]] == pytest.approx([4.0, 2.0], rel=1e-4)
     assert [key.text for key in page.one("div", "legend").all("span")] == ["a", "b"]
-    assert rows(section(page, "Settings that differ")) == {
+    assert rows_in(section(page, "Settings that differ")) == {
         "optimizer.lr": ["0.001", "0.01"],
         "schedule.kind": ["cosine", "-"],
     }
     origin = section(page, "Lines, program and data")
-    assert "2 lines up to step 2\nfirst: loss of step 2, 3.0 then and 2.0 now" in origin.text
-    assert rows(origin)["torch"] == ["2.13.0", "2.14.0"]
-    assert rows(origin)["rows to train on"] == ["aa" * 6, "dd" * 6]
+    assert "2 lines up to step 2\nfirst: loss of step 2, 3 then and 2 now" in origin.text
+    assert rows_in(origin)["torch"] == ["2.13.0", "2.14.0"]
+    assert rows_in(origin)["rows to train on"] == ["aa" * 6, "dd" * 6]
     answers = section(page, "Last answers")
     assert [each.text for each in answers.all("div", "text")] == ["2+2?", "4", "4", "5"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "name", "told"), [("bb", "exact match", "90.0% ✓"), ("dd", "exact match (different rows)", "90.0%")]
+)
+def test_comparison_page_best_score_of_the_same_rows_only(rows: str, name: str, told: str, tmp_path: Path) -> None:
+    other = {**MANIFEST, "hashes": {**MANIFEST["hashes"], "eval": rows * 32}}
+    lines = lines_of([4.0, 3.0])
+    first = made_run(tmp_path / "a", lines, result=result_of(lines, exact_match=0.5))
+    second = made_run(tmp_path / "b", lines, result=result_of(lines, exact_match=0.9), manifest=other)
+    results = rows_in(section(read(comparison_page([first, second])), "Results"))
+    assert results[name] == ["50.0%", told]
 
 
 def test_comparison_page_equal_runs(tmp_path: Path) -> None:

@@ -25,15 +25,16 @@ def cells(part: Element, tag: str = "td", class_: str | None = None) -> list[str
 
 
 def test_run_page_finished_run(tmp_path: Path) -> None:
-    page = page_of(made_run(tmp_path / "mine", LINES, result=result_of(LINES, exact_match=0.9714)))
+    result = result_of(LINES, exact_match=0.9714, start_metrics={"eval_loss": 4.5, "exact_match": 0.0})
+    page = page_of(made_run(tmp_path / "mine", LINES, result=result))
     assert page.one("h1").text == "mine"
     assert page.one("head").one("title").text == "mine: finished"
-    assert "LoRA, rank 32 of asset:tiny with random weights" in page.text
+    assert "LoRA of rank 32, the small model with random weights · on the sample rows" in page.text
     assert notes(page) == []
     assert tiles(page) == {
-        "held-out loss": "2.75",
-        "exact match": "97.1%",
-        "training loss, from 4": "2.5",
+        "held-out loss, was 4.5": "2.75",
+        "exact match, was 0.0%": "97.1%",
+        "training loss, was 4": "2.5",
         "for 3 of 100 steps": "0:01:30",
         "tokens a second": "5.2k",
         "peak memory of the process": "548 MB",
@@ -51,7 +52,7 @@ def test_run_page_finished_run(tmp_path: Path) -> None:
         "python -m app.train optimizer.lr=1e-3 'dataset.path=a b.jsonl'",
     ]
     data = section(page, "Data")
-    assert "156 bins an epoch, 1 a step, 99.1% full; at least 154 are needed." in data.text
+    assert "156 steps an epoch, each of 1 bin, 99.1% full." in data.text
     assert "210 (21%)" in data.text
     assert cells(data, "mark") == ["marked: to be predicted", "hi<end>"]
     bars = [[cell.text for cell in row.children[:2]] for row in data.one("table", "bars").all("tr")]
@@ -96,9 +97,9 @@ def test_run_page_best_loss_beside_last(tmp_path: Path) -> None:
 
 
 def test_run_page_classification_has_one_tile_for_both_scores(tmp_path: Path) -> None:
-    result = result_of(LINES, accuracy=0.9123, macro_f1=0.874)
+    result = result_of(LINES, accuracy=0.9123, macro_f1=0.874, start_metrics={"accuracy": 0.5, "macro_f1": 0.4})
     found = tiles(page_of(made_run(tmp_path / "mine", LINES, result=result)))
-    assert found["accuracy, macro F1 87.4%"] == "91.2%"
+    assert found["accuracy, was 50.0%; macro F1 87.4%"] == "91.2%"
     assert len(found) == 6, "one, two or three rows of equal length"
 
 
@@ -216,7 +217,8 @@ def test_run_page_many_lines_stay_small(tmp_path: Path) -> None:
     lines[11_000]["loss"] = 77.0
     page = run_page(made_run(tmp_path / "mine", lines))
     assert len(page.encode()) < 100_000
-    (line,) = drawn(chart(read(page), "Loss"))
+    line, mean = drawn(chart(read(page), "Loss"))
+    assert max(y for _, y in mean) < 4, "one of 2,000"
     assert max(y for _, y in line) == pytest.approx(77.0, rel=1e-4)
 
 
