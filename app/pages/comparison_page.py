@@ -31,7 +31,7 @@ _RESULTS = (
     ("exact match", "exact_match", "{:.1%}".format, max),
     ("accuracy", "accuracy", "{:.1%}".format, max),
     ("macro F1", "macro_f1", "{:.1%}".format, max),
-    ("training loss", "train_loss_last", format_number, min),
+    ("last training loss", "train_loss_last", format_number, min),
     ("best loss", "objective", format_number, min),
     ("steps", "steps", format_integer, None),
     ("tokens a second", "tokens_per_second", format_count, max),

@@ -45,10 +45,11 @@ _COUNTS = {
     "held_out": "held out of these",
 }
 _SHARE = "{:.1%}".format
-_TILES: dict[str, tuple[str, Formatter]] = {
-    "exact_match": ("exact match", _SHARE),
-    "accuracy": ("accuracy", _SHARE),
-    "eval_loss": ("held-out loss", format_number),
+_SHORT = "{:.3g}".format
+_TILES: dict[str, tuple[str, Formatter, Formatter]] = {  # the formats of its value and of that before the first step
+    "exact_match": ("exact match", _SHARE, _SHARE),
+    "accuracy": ("accuracy", _SHARE, _SHARE),
+    "eval_loss": ("held-out loss", format_number, _SHORT),
 }
 _SCORED = ("eval_loss", "perplexity", "token_accuracy", "exact_match", "accuracy", "macro_f1")
 _HASHES = {"train": "rows to train on", "eval": "rows held out", "tokenizer": "tokenizer", "base": "base"}
@@ -103,15 +104,15 @@ def method(run: SavedRun) -> str:
     chosen, path = section_of(run.manifest, "choices"), _setting(run, "dataset", "path")
     parts = (
         _tuning(run),
-        path and f"on {named(path)}",
+        path and _named(path),
         f"{_setting(run, 'optimizer', 'kind')}, {_setting(run, 'schedule', 'kind')}".strip(", "),
         ", ".join(str(chosen[key]) for key in ("precision", "attention", "device") if chosen.get(key)),
     )
     return " · ".join(part for part in parts if part)
 
 
-def named(path: Any) -> str:
-    """A model or a dataset as people call it: what ships with the program has no path of theirs."""
+def _named(path: Any) -> str:
+    """A model or a dataset; what ships with the program is named by what it is."""
     return _ASSETS.get(path, str(path))
 
 
@@ -124,9 +125,9 @@ def _tuning(run: SavedRun) -> str:
     else:
         base = _setting(run, "quantization", "kind")
         name = {"": "LoRA", "none": "LoRA", "nf4": "QLoRA"}.get(base, f"LoRA on an {base} base")
-        how = f"{name} of rank {adapter.get('r')}"
+        how = f"{name}, rank {adapter.get('r')}"
     drawn = " with random weights" if model.get("weights") == "random" else ""
-    return f"{how}, {named(model.get('path'))}{drawn}"
+    return f"{how} · {_named(model.get('path'))}{drawn}"
 
 
 def _setting(run: SavedRun, *path: str) -> str:
@@ -165,13 +166,13 @@ def _tiles(run: SavedRun) -> Iterator[tuple[str, str | None]]:
         "eval_loss": "" if best == result.get("eval_loss") else f", best {format_or(best, format_number)}",
         "accuracy": f"; macro F1 {macro_f1}",
     }
-    for key, (name, formatter) in _TILES.items():
-        was = format_or(section_of(result, "start_metrics").get(key), formatter)
+    for key, (name, formatter, short) in _TILES.items():
+        was = format_or(section_of(result, "start_metrics").get(key), short)
         yield f"{name}{f', was {was}' if was else ''}{more.get(key, '')}", format_or(result.get(key), formatter)
     losses = [y for _, y in run.points("loss") if y is not None]
     if losses:
         newest = losses[-max(1, len(losses) // 10) :]
-        yield f"training loss, was {format_number(losses[0])}", format_number(fmean(newest))
+        yield f"training loss, was {_SHORT(losses[0])}", _SHORT(fmean(newest))
     steps, planned = result.get("steps", last.get("step")), section_of(run.manifest, "counts").get("steps")
     of = f" of {planned:,}" if planned and planned != steps else ""
     yield f"for {format_integer(steps)}{of} steps", format_or(run.seconds() if steps else None, format_duration)

@@ -28,7 +28,7 @@ def test_comparison_page_content(tmp_path: Path) -> None:
     )
     page = read(comparison_page([first, second]))
     results = rows_in(section(page, "Results"))
-    assert results["training loss"] == ["3", "2 ✓"]
+    assert results["last training loss"] == ["3", "2 ✓"]
     assert "objective" not in results, "it is the training loss"
     assert results["peak memory"] == ["548 MB", "548 MB"]
     curves = chart(page, "Training loss")

@@ -29,7 +29,7 @@ def test_run_page_finished_run(tmp_path: Path) -> None:
     page = page_of(made_run(tmp_path / "mine", LINES, result=result))
     assert page.one("h1").text == "mine"
     assert page.one("head").one("title").text == "mine: finished"
-    assert "LoRA of rank 32, the small model with random weights · on the sample rows" in page.text
+    assert "LoRA, rank 32 · the small model with random weights · the sample rows · adamw, cosine" in page.text
     assert notes(page) == []
     assert tiles(page) == {
         "held-out loss, was 4.5": "2.75",
