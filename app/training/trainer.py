@@ -113,7 +113,7 @@ class Trainer:
     def fit(self, request: StopRequest) -> bool:
         """Train; true at the end of the run, false after a stop request, with a checkpoint saved."""
         if self.progress.step == 0:
-            self._look_at_start()
+            self._evaluate_at_start()
         while self.progress.step < self.parts.plan.steps:
             result = self._step()
             if self.progress.step == self._config.training.stop_after:
@@ -195,7 +195,7 @@ class Trainer:
     def _should_save(self, improved: bool) -> bool:
         return self._due(self._config.checkpoint.every) or (improved and self._config.checkpoint.final == "best")
 
-    def _look_at_start(self) -> None:
+    def _evaluate_at_start(self) -> None:
         """Score held-out rows and answer prompts before the first step; this is never the best evaluation."""
         wanted, every = self._config.eval.at_start, self._config.eval.every
         if self.parts.eval_batches is not None and (every > 0 if wanted == "auto" else wanted):

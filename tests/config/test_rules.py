@@ -41,6 +41,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"dataset.eval_split": "test"}, "dataset.eval_split=test both choose the held-out rows"),
     ({"checkpoint.final": "best", **NO_EVAL}, "checkpoint.final=best needs held-out rows"),
     ({"eval.patience": 2, **NO_EVAL}, "eval.patience=2 needs held-out rows"),
+    ({"eval.at_start": True, **NO_EVAL}, "eval.at_start=true needs held-out rows"),
     ({"checkpoint.final": "best", "eval.every": 0}, "needs evaluations during the run. Set eval.every"),
     ({"schedule.warmup_steps": 9}, "schedule.warmup_steps=9 and schedule.warmup_fraction=0.03 both say how long"),
     ({"adapter.r": 0}, "adapter.r=0 must be at least 1"),

@@ -72,7 +72,7 @@ TOO_LARGE: dict[str, Any] = {
 
 
 DATA: dict[str, Any] = {
-    "source": "chat.jsonl",
+    "source": "/data/chat.jsonl",
     "format": "messages",
     "max_length": 64,
     "lines": [

@@ -82,6 +82,8 @@ def test_axis_contains_every_number(values: list[float], may_log: bool, from_zer
         ([5.0, 50.0], {"may_log": True}, ["10", "20", "30", "40", "50"]),
         ([90.0, 100.0], {"from_zero": True}, ["0", "25", "50", "75", "100"]),
         ([1, 3], {"steps": True}, ["1", "2", "3"]),
+        ([0, 397], {"steps": True}, ["0", "100", "200", "300", "397"]),
+        ([1, 403], {"steps": True}, ["1", "100", "200", "300", "403"]),
     ],
 )
 def test_axis_round_ticks(values: list[float], options: dict[str, Any], told: list[str]) -> None:

@@ -17,7 +17,7 @@ from tests.pages.test_render import HOSTILE
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 Shown = Callable[..., str]
 DATA_TEXTS = (
-    "chat.jsonl, messages",
+    "/data/chat.jsonl, messages",
     "train: 1,200 rows -> 1,185 samples, 40,000 tokens, 10,000 trained (25%)",
     "train: 3 bad rows skipped: chat.jsonl:7",
     "chat.jsonl:7 and 2 more rows: no role",

@@ -103,6 +103,36 @@ def test_run_page_classification_has_one_tile_for_both_scores(tmp_path: Path) ->
     assert len(found) == 6, "one, two or three rows of equal length"
 
 
+def test_run_page_counts_of_held_out_rows_and_labels(tmp_path: Path) -> None:
+    """Rows of `eval_fraction` were not read for themselves; what a classifier predicts are labels."""
+    train = {"source": "a.jsonl", "rows_read": 90, "samples": 80, "tokens": 1000, "trained_tokens": 80, "longest": 40}
+    held = {**train, "rows_read": 0, "samples": 10, "tokens": 100, "trained_tokens": 10, "longest": 0}
+    labels = {"classes": {"bad": 40, "good": 40}}
+    for name, more, told in (
+        ("texts", {}, [["trained tokens", "80 (8%)", "10 (10%)"]]),
+        ("labels", labels, [["labels", "80", "10"], ["bad", "40", "40"], ["good", "40", "40"]]),
+    ):
+        counts = {**MANIFEST["counts"], "data": {"train": {**train, **more}, "eval": {**held, **more}}}
+        data = section(page_of(made_run(tmp_path / name, LINES, manifest={**MANIFEST, "counts": counts})), "Data")
+        rows = [[cell.text for cell in row.all("td")] for row in data.all("tr")]
+        assert [row for row in rows if row[:1] and row[0] in ("trained tokens", "labels", "bad", "good")] == told
+        assert ["rows read", "90", ""] in rows
+        assert ["longest sample, in tokens", "40", ""] in rows
+
+
+def test_run_page_scores_are_drawn_from_the_start(tmp_path: Path) -> None:
+    scores = [{"step": at, "epoch": 0.0, "eval_loss": 1.0, "exact_match": at / 100} for at in (0, 40, 80)]
+    page = page_of(made_run(tmp_path / "mine", [*scores[:1], *lines_of([4.0, 2.0] * 40), *scores[1:]]))
+    assert drawn(chart(page, "Exact match"), "c1") == [[pytest.approx((at, at / 100), abs=1e-2) for at in (0, 40, 80)]]
+    raw, mean = drawn(chart(page, "Loss"))
+    assert (len(raw), drawn(chart(page, "Loss"), "raw")) == (80, [raw])
+    assert [y for _, y in mean[4:-4]] == pytest.approx([3.0] * (len(mean) - 8), rel=0.04), "means over nine lines"
+    assert [each.text for each in chart(page, "Loss").all("span", "key")] == ["train, smoothed", "held out"]
+    assert tiles(page)["training loss, was 4"] == "3", "of the last tenth"
+    headings = [each.text for each in page.all("h2")]
+    assert headings[0] == "Curves, by step"
+
+
 def test_run_page_failed_check_is_open(tmp_path: Path) -> None:
     checks = [*MANIFEST["proofs"], {"what": "fused Linear", "difference": 0.5, "allowed": 0.1}]
     part = section(page_of(made_run(tmp_path / "mine", LINES, manifest={**MANIFEST, "proofs": checks})), "Checks")
@@ -127,7 +157,9 @@ def test_run_page_answers_judged(tmp_path: Path) -> None:
         sample(100, "2+2?", "4", " 4\n"),
         sample(100, "Name?", "Ada", "Bob"),
     ]
-    page = section(page_of(made_run(tmp_path / "mine", LINES, samples=samples)), "Answers")
+    whole = page_of(made_run(tmp_path / "mine", LINES, samples=samples))
+    assert [each.text for each in whole.all("h2")][:2] == ["Answers on held-out rows", "Curves, by step"]
+    page = section(whole, "Answers")
     assert "As expected: 1 of 2 before training, 1 of 2 after step 100." in page.text
     first, second = page.all("div", "row")
     assert cells(first, "div", "text") == ["2+2?", "4", "fish", "4"]

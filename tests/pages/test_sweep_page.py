@@ -9,7 +9,7 @@ from app.pages.read_run import read_sweep
 from app.pages.sweep_page import sweep_page
 from app.sweeps.trials import Outcome, best, ranked
 from tests.pages.folders import lines_of, made_run, made_sweep, trial
-from tests.pages.reading import Element, chart, drawn, read, section
+from tests.pages.reading import Element, chart, drawn, read, section, tiles
 
 GRID = [
     trial(1, ["optimizer.lr=1e-3", "adapter.r=4"], 3.5),
@@ -68,6 +68,11 @@ def test_sweep_page_chart_per_key(tmp_path: Path) -> None:
     )
     assert low < 1e-3 < 1e-1 < high
     assert {"0.001", "0.01", "0.1"} <= set(ticks)
+    ranks = chart(page, "Objective by adapter.r")
+    assert [each.text for each in ranks.all("text")][-3:] == ["4", "16", "adapter.r, log scale"]
+    assert list(tiles(page)) == ["best objective (lower is better)", "finished of 5 trials", "time of all trials"]
+    headings = [each.text for each in page.all("h2")]
+    assert headings.index("Leaderboard") < headings.index("What the values did")
 
 
 def test_sweep_page_curves_of_best_trials(tmp_path: Path) -> None:
@@ -76,6 +81,7 @@ def test_sweep_page_curves_of_best_trials(tmp_path: Path) -> None:
     (folder / "2-trial" / "report.html").touch()
     made_run(folder / "1-trial", lines_of([4.5, 3.5]))
     page = page_of(folder)
+    assert "best training loss (lower is better)" in tiles(page), "no rows were held out"
     assert [link.attributes["href"] for link in page.all("a")] == ["./2-trial/report.html"]
     curves = chart(section(page, "Curves"), "Training loss")
     assert [y for _, y in drawn(curves, "c0")[0]] == pytest.approx([4.0, 3.25], rel=1e-4)
