@@ -245,8 +245,8 @@ def test_fsdp_out_of_memory_resumes_in_smaller_parts(zygote: Zygote, tmp_path: P
 @pytest.mark.parametrize(
     ("count", "more", "limits"),
     [
-        (2, "recipe=full", {"WHERE": "forward", "RANKS": "1", "CALLS": "20"}),  # in the first evaluation
-        (3, "recipe=full", {"WHERE": "forward", "RANKS": "2", "CALLS": "22"}),
+        (2, "eval.at_start=false", {"WHERE": "forward", "RANKS": "1", "CALLS": "20"}),  # in the first evaluation
+        (3, "eval.at_start=auto", {"WHERE": "forward", "RANKS": "2", "CALLS": "22"}),
     ],
 )
 def test_fsdp_out_of_memory_anywhere_gives_the_same_numbers(
