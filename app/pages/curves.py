@@ -11,7 +11,7 @@ from app.tracking.formatting import format_bytes, format_count
 _MEAN_REACH = 20  # a mean is over a tenth of the line: a twentieth before a point and one after it
 _MEAN_POINTS = 150
 _LOSS = Quantity("Loss", "", may_log=True, tall=True)
-_SHARE = Quantity("", "share of the held-out rows", formatter="{:.0%}".format, from_zero=True, tall=True)
+_SHARE = Quantity("", "share of the held-out answers", formatter="{:.0%}".format, from_zero=True, tall=True)
 _SCORES = {
     "exact_match": replace(_SHARE, title="Exact match"),
     "accuracy": replace(_SHARE, title="Accuracy"),

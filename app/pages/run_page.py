@@ -242,7 +242,7 @@ def _memory(run: SavedRun) -> dict[str, Any] | None:
     return {
         "facts": [
             ("planned before the run", format_bytes(plan["bytes"])),
-            ("at its highest in", plan["where"]),
+            ("at its highest in", plan["where"].replace("backward", "backward pass")),
             ("measured", format_or(run.result.get("memory_measured_bytes"), lambda size: _off(size, plan["bytes"]))),
             ("weights", format_integer(counts["weights"])),
             ("trained weights", trained),
