@@ -94,7 +94,7 @@ def _result(trainer: Trainer, predicted: Predicted | None) -> dict[str, Any]:
         "train_loss_first": progress.first_loss,
         "train_loss_last": progress.last_loss,
         "eval_loss": progress.last_eval_loss,
-        "start_metrics": progress.start_metrics,
+        "start_metrics": progress.start_metrics or None,
         "peak_memory_bytes": runtime.peak_memory_bytes(),
         "memory_predicted_bytes": None if predicted is None else predicted.bytes,
         "memory_measured_bytes": measured or None,

@@ -195,7 +195,7 @@ def closing_message(
     """The last lines of a complete run: what it reached, and the command to try it."""
     speed, what = result.get("tokens_per_second"), "model" if run.adapter.kind == "none" else "adapter"
     evaluated = "" if progress.last_eval_loss is None else f", eval loss {progress.last_eval_loss:.4f}"
-    evaluated += "".join(_shares(finite(metrics), progress.start_metrics or {}))
+    evaluated += "".join(_shares(finite(metrics), progress.start_metrics))
     return (
         f"{_memory_line(result)}"
         f"done    {many(progress.step, 'step')}, loss {progress.first_loss:.4f} -> {progress.last_loss:.4f}{evaluated}"

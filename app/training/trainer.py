@@ -198,7 +198,7 @@ class Trainer:
     def _evaluate_at_start(self) -> None:
         """Score held-out rows and answer prompts before the first step; this is never the best evaluation."""
         wanted, every = self._config.eval.at_start, self._config.eval.every
-        if self.parts.eval_batches is not None and (every > 0 if wanted == "auto" else wanted):
+        if self.parts.eval_batches is not None and (every != 0 if wanted == "auto" else wanted):
             self.progress.start_metrics = finite(self._evaluated(self.parts.eval_batches))
         else:
             self.parts.show_samples(0)
