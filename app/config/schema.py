@@ -278,7 +278,7 @@ class EvalConfig:
 
     every: int | str = number(kind=int | Epochs, at_least=0)  # steps between evaluations; 0: only at the end
     # evaluate before the first step too, which counts for neither best nor patience; auto: unless eval.every is 0
-    at_start: bool | str = MISSING
+    at_start: bool | str = False
     rows: int = number(at_least=1)  # rows of an evaluation micro-batch; does not change the result
     samples: int = number(at_least=0)  # held-out prompts to answer at each evaluation
     sample_tokens: int = number(at_least=1)  # largest number of tokens of an answer

@@ -267,3 +267,4 @@ def test_read_run_of_an_earlier_version() -> None:
     run = read_run(Path(__file__).with_name("earlier_run.yaml"))
     assert run.dataset.columns.chat_template_kwargs is None
     assert (run.model.template_options, run.dataset.leave_out, run.varied_from) == ({}, [], None)
+    assert run.eval.at_start is False

@@ -89,7 +89,7 @@ def test_intervals_in_parts_of_an_epoch(make_loop: MakeLoop, folder: Path) -> No
     loop, notebook = make_loop(run, 12)
     assert loop.parts.plan.steps_per_epoch == 8
     assert loop.fit(StopRequest())
-    assert [line["step"] for line in notebook.evaluations] == [2, 4, 6, 8, 10, 12]
+    assert [line["step"] for line in notebook.evaluations] == [0, 2, 4, 6, 8, 10, 12]
     assert saved(folder) == [4, 8, 12]
     assert [loop.parts.plan.every(each) for each in (0, 7, "0.001epoch", "2epoch")] == [0, 7, 1, 16]
 
