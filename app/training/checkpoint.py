@@ -265,7 +265,8 @@ def _is_of_a_run(state: Mapping[str, Any]) -> bool:
         return False
     group_settings(saved_groups(state["optimizer"]))  # can be read
     progress, steps = parse_section(Progress, state["progress"]), state["identity"].get("steps", "any")
-    measured = (*progress.metrics.values(), *progress.best_metrics.values())
+    found = (progress.start_metrics, progress.metrics, progress.best_metrics)
+    measured = [value for metrics in found for value in metrics.values()]
     chosen = [state["choices"][key] for key in ("precision", "attention")]
     is_within = steps == "any" or progress.step <= steps
     return is_within and all(isinstance(n, int | float) for n in measured) and all(isinstance(c, str) for c in chosen)

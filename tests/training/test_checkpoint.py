@@ -147,6 +147,7 @@ def test_checkpoint_of_wrong_content_is_passed_over(
         ("progress", {"step": 10**9}),
         ("progress", {"depth": 21}),
         ("progress", {"metrics": {"eval_loss": "low"}}),
+        ("progress", {"start_metrics": {"exact_match": []}}),
         ("progress", {"of_tomorrow": 1}),
         ("choices", {"precision": 1}),
         ("identity", {"steps": "many"}),
