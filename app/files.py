@@ -1,4 +1,4 @@
-"""Atomic writes: a file or a folder is written whole or not at all, and a full disk gives a message."""
+"""Atomic writes: a file or a folder is written whole or not at all, and an error of the disk gives a message."""
 
 import errno
 import hashlib
@@ -8,7 +8,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,60 +18,69 @@ from safetensors import SafetensorError
 from app.errors import EnvironmentProblem
 
 MANIFEST = "manifest.json"
-# what keeps a file from growing: the text that safetensors keeps of the error, the cause, and the remedy
+# what keeps a file from growing: the cause, and the remedy
 _FULL_DISKS = {
-    errno.ENOSPC: ("No space left", "the disk is full", "Free disk space"),
-    errno.EDQUOT: ("quota exceeded", "the disk quota is used up", "Free disk space"),
-    errno.EFBIG: ("File too large", "a file is larger than this shell allows", "Type ulimit -f unlimited"),
+    errno.ENOSPC: ("the disk is full", "Free disk space"),
+    errno.EDQUOT: ("the disk quota is used up", "Free disk space"),
+    errno.EFBIG: ("a file is larger than this shell allows", "Type ulimit -f unlimited"),
 }
+# errors that a disk makes; others, where more happens than a write, may be faults of ours
+DISK_ERRORS = frozenset({*_FULL_DISKS, errno.EIO, errno.EACCES, errno.EPERM, errno.EROFS, errno.ESTALE, errno.EBUSY})
 _TEMP_DIR_PREFIX = ".writing-"
 STATE, SAVE_NUMBER = "state.json", "save"  # of a checkpoint, and the key of its place among all saves of the run
 CHECKPOINT_NAME = re.compile(r"step-([0-9]{6,})$")
 
 
 @contextmanager
-def report_write_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError into a problem with output_dir that the user can solve."""
-    try:
-        with report_full_disk(path):
-            yield
-    except OSError as fault:
-        raise EnvironmentProblem(
-            f"output_dir: cannot write {path} ({fault.strerror}); choose an output_dir that can be written to"
-        ) from fault
+def report_write_errors(target: Path, errors: Container[int] | None = None) -> Iterator[None]:
+    """Turn an error of the system into a message about `target`, and how the run can go on.
 
-
-@contextmanager
-def report_full_disk(target: Path) -> Iterator[None]:
-    """Turn an exception that means a full disk into a message about `target`, and how the run can go on."""
+    `errors`: the numbers of those that are reported; all by default.
+    """
     try:
         yield
-    except (OSError, SafetensorError) as fault:
-        full = _full_disk(fault)
-        if full is None:
+    except (OSError, RuntimeError, SafetensorError) as fault:
+        error = os_error_of(fault)
+        if error is None or (errors is not None and error.errno not in errors):
             raise
-        _, cause, remedy = full
-        newest = _newest_checkpoint(target)
-        if newest is None:
-            way_on = f"Nothing was saved yet. {remedy} and start again, or choose an output_dir on another disk."
-        else:
-            way_on = (
-                f"What was saved before is intact. {remedy} and continue with resume=auto, or on another disk with "
-                f"output_dir=DIR resume={newest}."
-            )
-        raise EnvironmentProblem(f"{cause}: {target} could not be written. {way_on}") from fault
+        raise EnvironmentProblem(_explanation(error, target)) from fault
+
+
+def _explanation(error: OSError, target: Path) -> str:
+    newest = _newest_checkpoint(target)
+    full = _FULL_DISKS.get(error.errno or 0)
+    if full is None:
+        way_on = f". What was saved before is intact: resume={newest} goes on with it" if newest else ""
+        cause = f"cannot write {target} ({error.strerror or error})"
+        return f"output_dir: {cause}; choose an output_dir that can be written to{way_on}"
+    cause, remedy = full
+    if newest is None:
+        way_on = f"Nothing was saved yet. {remedy} and start again, or choose an output_dir on another disk."
+    else:
+        way_on = (
+            f"What was saved before is intact. {remedy} and continue with resume=auto, or on another disk with "
+            f"output_dir=DIR resume={newest}."
+        )
+    return f"{cause}: {target} could not be written. {way_on}"
+
+
+def os_error_of(fault: BaseException) -> OSError | None:
+    """The error of the system that a write failed with, also where safetensors or an archive of torch hides it."""
+    if isinstance(fault, SafetensorError):
+        number = re.search(r"\(os error (\d+)\)", str(fault))
+        return OSError(int(number[1]), os.strerror(int(number[1]))) if number else None
+    if isinstance(fault, RuntimeError) and re.search("inline_container|PytorchStreamWriter", str(fault)):
+        # what it was being written to failed before
+        return (
+            fault.__context__ if isinstance(fault.__context__, OSError) else OSError(errno.EIO, os.strerror(errno.EIO))
+        )
+    return fault if isinstance(fault, OSError) else None
 
 
 def is_disk_full(fault: BaseException) -> bool:
     """Whether a file could not grow."""
-    return _full_disk(fault) is not None
-
-
-def _full_disk(fault: BaseException) -> tuple[str, str, str] | None:
-    if isinstance(fault, OSError):
-        return _FULL_DISKS.get(fault.errno or 0)
-    texts = _FULL_DISKS.values() if isinstance(fault, SafetensorError) else ()
-    return next((each for each in texts if each[0] in str(fault)), None)
+    error = os_error_of(fault)
+    return error is not None and error.errno in _FULL_DISKS
 
 
 def _newest_checkpoint(target: Path) -> Path | None:
@@ -175,7 +184,7 @@ def atomic_folder(target: Path, seal: Callable[[Path], None]) -> Iterator[Path]:
 @contextmanager
 def checksummed_folder(target: Path) -> Iterator[Path]:
     """Write a folder atomically, with the checksums that `verify_checksums` compares."""
-    with report_full_disk(target), atomic_folder(target, _write_checksums) as temp_dir:
+    with report_write_errors(target, DISK_ERRORS), atomic_folder(target, _write_checksums) as temp_dir:
         yield temp_dir
 
 
@@ -195,6 +204,15 @@ def verify_checksums(folder: Path) -> str | None:
             return f"{name} is missing"
         if sha256(file) != expected:
             return f"{name} is not what was written"
+    return None
+
+
+def delete_folder(folder: Path) -> str | None:
+    """Delete a folder that is no longer needed; the remark to give where it stays."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as fault:
+        return f"{folder} cannot be deleted ({fault.strerror}); it is no longer needed"
     return None
 
 

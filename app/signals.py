@@ -1,4 +1,4 @@
-"""Being asked to stop: finish the step, save, and leave with a code that says what to do."""
+"""Being asked to stop: finish the step, save, and end with a code that says what to do; before there are steps, end."""
 
 import os
 import signal
@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import NoReturn
 
 START_ME_AGAIN = 75
 CTRL_C = 130
+NOTHING_TO_SAVE = "stopped: there was nothing new to save\n"
 HEARD = "\nCtrl-C: this step is finished and saved; once more ends at once, without saving\n"
 CODES = {
     signal.SIGTERM: START_ME_AGAIN,
@@ -16,6 +18,14 @@ CODES = {
     signal.SIGHUP: START_ME_AGAIN,
     signal.SIGINT: CTRL_C,
 }
+
+
+class Stopped(SystemExit):
+    """Ends a program that has nothing to save; what it has opened is closed on the way."""
+
+    def __init__(self, number: int) -> None:
+        self.exit_code = CODES[signal.Signals(number)]
+        super().__init__(self.exit_code)
 
 
 @dataclass(slots=True)
@@ -29,6 +39,24 @@ def stop_signals() -> list[signal.Signals]:
     """Signals that ask a run to stop; SIGHUP does not under nohup, which ignores it."""
     is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [number for number in CODES if not (is_nohup and number == signal.SIGHUP)]
+
+
+def end_on_signals(*, speaks: bool) -> None:
+    """From now on signals raise `Stopped`, where nothing is `listening`; Ctrl-C stays Python's.
+
+    Asked again, the program must not end on the way with another code.
+    """
+
+    def end(number: int, _frame: FrameType | None) -> NoReturn:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        if speaks:
+            os.write(2, NOTHING_TO_SAVE.encode())
+        raise Stopped(number)
+
+    numbers = [number for number in stop_signals() if number != signal.SIGINT]
+    for number in numbers:
+        signal.signal(number, end)
 
 
 @contextmanager

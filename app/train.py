@@ -22,7 +22,7 @@ from app.config.load import VERSION_BASE, compose_run, is_varied, load_run, stor
 from app.config.overrides import is_sweep, split_arguments
 from app.config.schema import RunConfig
 from app.distributed.environment import world
-from app.distributed.failures import fail_as_one_of_several, reporting_crashes
+from app.distributed.failures import end_as_one_of_several, fail_as_one_of_several, quiet_connections, reporting_crashes
 from app.distributed.launch import (
     launched_resume_command,
     launched_run,
@@ -31,6 +31,7 @@ from app.distributed.launch import (
     train_in_processes,
 )
 from app.errors import AppError, ConfigError, refuse
+from app.signals import CTRL_C, Stopped, end_on_signals
 from app.tracking.console import Console, open_console
 from app.tracking.output_dir import RunFolder
 from app.tracking.recorder import read_result
@@ -89,8 +90,9 @@ def _check_parts(run: RunConfig) -> None:
 def _under_hydra(config: DictConfig) -> float | None:
     """Train; returns the objective, as sweepers that drive Hydra expect it."""
     try:
-        run = load_run(config)
-        code = train(run, _resume_hint(run))
+        with reporting_crashes():
+            run = load_run(config)
+            code = train(run, _resume_hint(run))
     except AppError as problem:  # Hydra would print a line of its own before the message
         _exit_with(problem)
     if code:
@@ -116,15 +118,21 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # bugs keep their whole traceback
     # without a limit on spinning threads two runs on one machine are four times slower, not two
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    quiet_connections()
     use_expandable_segments()
     try:
         require_platform()
+        end_on_signals(speaks=world().is_first)
         with reporting_crashes():
             _dispatch(sys.argv[1:])
     except AppError as problem:
         _exit_with(problem)
+    except Stopped as stopped:
+        end_as_one_of_several(stopped.exit_code)
+        raise
     except KeyboardInterrupt:
-        sys.exit(130)
+        end_as_one_of_several(CTRL_C)
+        sys.exit(CTRL_C)
 
 
 def _dispatch(arguments: list[str]) -> None:

@@ -6,6 +6,7 @@ an error of a peer (NCCL waits for ever), nor a signal, whose handler runs only 
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 FOLDER = "APP_LAUNCH_FOLDER"  # environment variable: where processes of our own launcher write their failures
 POLL_SECONDS = 0.5
 MEETING_SECONDS = 3600.0  # for the store to answer at the start: process 0 may come late
+AGENT_SECONDS = 15.0  # the same where the elastic agent holds it, which is there before the processes
 FAILING_CONNECT_SECONDS = 2.0  # and at a failure: it may have died with the process that held it
 UNMET_CONNECT_SECONDS = 5.0  # and at a failure before the processes have met: process 0 may fail a moment later
 GRACE_SECONDS = 2.5  # in which a process that noticed by itself closes its records
@@ -37,6 +39,7 @@ _SECONDARY_SECONDS = 5.0  # in which others fail because a peer was killed
 
 # Set in a process that is about to end: what it then loses is no failure of its own.
 _ENDING = threading.Event()
+_WATCHING = threading.Event()
 _SEEN: list["_Raised"] = []  # the failure of another process that this one is about to end with
 
 
@@ -49,6 +52,8 @@ def reporting_crashes() -> Iterator[None]:
     if not world().is_joined:
         yield
         return
+    if _has_agent_store():
+        FailureFlag(world().rank).watch()  # its launcher may be killed long before the processes meet
     try:
         yield
     except (AppError, SystemExit, KeyboardInterrupt):
@@ -59,12 +64,22 @@ def reporting_crashes() -> Iterator[None]:
 
 def fail_as_one_of_several(problem: AppError) -> None:
     """End this process with the user's problem, if it is one of several; else return."""
+    end_as_one_of_several(problem.exit_code, problem.report())
+
+
+def end_as_one_of_several(code: int, text: str = "") -> None:
+    """End this process, and soon the others, with a code and, if it is a failure, its message."""
     try:
         here = world()
     except AppError:  # that was the problem
         return
     if here.is_joined:
-        _fail(problem.exit_code, problem.report())
+        _fail(code, text)
+
+
+def quiet_connections() -> None:
+    """Keep torch, before it is loaded, from printing a C++ stack trace where a store is not up yet, or gone."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def _has_met() -> bool:
@@ -80,7 +95,7 @@ def _fail(code: int, text: str) -> NoReturn:
         os._exit(_SEEN[0].code)
     flag = FailureFlag(rank)
     first = flag.raise_first(code, text, has_met=has_met)
-    if first is None or not (has_met or first.has_text(text)):
+    if text and (first is None or not (has_met or first.has_text(text))):
         report_failure(rank, code, text)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -124,7 +139,14 @@ class FailureFlag:
         self._hosted: TCPStore | None = None
 
     def watch(self) -> None:
-        """From now on, end this process with the code of the first that raises the flag, within seconds."""
+        """From now on, end this process within seconds after one raises the flag, with its code, or after its launcher
+        or the holder of the store has died. One thread for each process does it.
+        """
+        if _WATCHING.is_set():
+            return
+        _WATCHING.set()
+        import torch.distributed  # noqa: F401  here: two threads must not load it at once
+
         threading.Thread(target=self._watch, name="failure flag", daemon=True).start()
 
     def raise_first(self, code: int, text: str, *, has_met: bool) -> _Raised | None:
@@ -154,7 +176,7 @@ class FailureFlag:
 
     def _store_at_failure(self, *, has_met: bool) -> "TCPStore":
         """Where no launcher holds the store, process 0 does: from the meeting on, or, if it fails before, from here."""
-        if has_met or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if has_met or _has_agent_store():
             return _store(FAILING_CONNECT_SECONDS)
         if self._rank > 0:
             return _store(UNMET_CONNECT_SECONDS)
@@ -162,20 +184,26 @@ class FailureFlag:
         return self._hosted
 
     def _watch(self) -> None:
+        launcher = os.getppid() if _has_agent_store() else None
+        was_reached = launcher is not None
         try:
-            store = _store(MEETING_SECONDS)
-        except RuntimeError:  # the process itself reports that it does not reach the others
-            return
-        try:
-            while not _ENDING.wait(POLL_SECONDS):
+            store = _store(MEETING_SECONDS if launcher is None else AGENT_SECONDS)
+            was_reached = True
+            while launcher in (None, os.getppid()):
+                if _ENDING.wait(POLL_SECONDS):
+                    return
                 if store.check([self._key]):
                     _SEEN.append(_Raised.parse(store.get(self._key)))
                     store.add(f"{self._key}/read", 1)
                     self._end(_SEEN[0].code, GRACE_SECONDS)
         except RuntimeError:
-            if not _ENDING.wait(POLL_SECONDS):  # a peer that ended in order may be a moment ahead
-                sys.stderr.write(f"process {self._rank}: the process that holds the store is gone\n")
-                self._end(1, 0)
+            if not was_reached:  # the process itself reports that it does not reach the others
+                return
+        if not _ENDING.wait(POLL_SECONDS):  # a peer that ended in order may be a moment ahead
+            sys.stderr.write(f"process {self._rank}: its launcher, or the process that holds the store, is gone\n")
+            if FOLDER in os.environ:
+                shutil.rmtree(os.environ[FOLDER], ignore_errors=True)
+            self._end(1, 0)
 
     def _end(self, code: int, grace: float) -> None:
         if _ENDING.wait(grace):
@@ -183,6 +211,11 @@ class FailureFlag:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _has_agent_store() -> bool:
+    """Whether the elastic agent that started this process holds the store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _store(timeout_seconds: float, *, hosts: bool = False) -> "TCPStore":

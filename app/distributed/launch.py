@@ -19,9 +19,9 @@ from omegaconf import OmegaConf
 from app.config.load import read_run
 from app.config.schema import LaunchConfig, RunConfig
 from app.distributed.environment import world
-from app.distributed.failures import FOLDER, Failure, failure_message, read_failure, root_cause
+from app.distributed.failures import FOLDER, Failure, failure_message, quiet_connections, read_failure, root_cause
 from app.errors import ConfigError
-from app.signals import CODES, stop_signals
+from app.signals import CODES, NOTHING_TO_SAVE, Stopped, stop_signals
 
 MAX_RESTARTS = 3  # of a run that needs smaller parts
 MAX_DEPTH = 20  # of splits: a million parts
@@ -34,13 +34,24 @@ _RUN_FILE, _RESUME_FILE = "run.yaml", "resume.txt"
 
 def launched_run() -> RunConfig | None:
     """The run that our launcher started this process for."""
-    folder = os.environ.get(FOLDER)
-    return None if folder is None else read_run(Path(folder) / _RUN_FILE)
+    if FOLDER not in os.environ:
+        return None
+    with _read_once(_RUN_FILE) as file:
+        return read_run(file)
 
 
 def launched_resume_command() -> str:
     """How to continue that run: the launcher alone knows its command."""
-    return (Path(os.environ[FOLDER]) / _RESUME_FILE).read_text()
+    with _read_once(_RESUME_FILE) as file:
+        return file.read_text()
+
+
+@contextlib.contextmanager
+def _read_once(name: str) -> Iterator[Path]:
+    """The copy of a file that is for this process; it may have secrets, and would stay after a kill of the launcher."""
+    file = Path(os.environ[FOLDER]) / f"{world().rank}-{name}"
+    yield file
+    file.unlink()
 
 
 def require_named_folder(overrides: Sequence[str]) -> None:
@@ -114,12 +125,12 @@ def launch(count: int, program: Sequence[str], files: Mapping[str, str] | None =
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    # otherwise each process prints a C++ stack trace when the store is gone
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    quiet_connections()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we print the one message
     with tempfile.TemporaryDirectory(prefix="app-launch-") as name, _forwarding_signals() as received:
         for file, text in (files or {}).items():
-            (Path(name) / file).write_text(text)
+            for rank in range(count):
+                (Path(name) / f"{rank}-{file}").write_text(text)
         os.environ[FOLDER] = name
         try:
             elastic_launch(_elastic_config(count, name), sys.executable)("-u", *program)
@@ -158,7 +169,10 @@ def _forwarding_signals() -> Iterator[list[int]]:
 
     def forward(number: int, _frame: FrameType | None) -> None:
         received.append(number)
-        for child in _children():
+        children = _children()
+        if not children:  # not yet
+            raise Stopped(number)
+        for child in children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, number)
 
@@ -184,7 +198,8 @@ def _report(failed: Any, count: int, received: list[int], folder: Path) -> int:
     if first.code in _SAVED_CODES and not first.text:
         return first.code
     if received and first.code == -received[0]:
-        return first.exit_code  # before it could do anything that is worth saving
+        sys.stderr.write(NOTHING_TO_SAVE)  # the process could not say it yet
+        return CODES[signal.Signals(received[0])]
     printed = "".join(f.read_text(errors="replace") for f in sorted(folder.glob(f"*/*/{first.rank}/stderr.log")))
     sys.stderr.write(f"{failure_message(first, count, printed)}\n")
     return first.exit_code

@@ -142,6 +142,11 @@ class Recorder:
     def sync(self) -> None:
         """Force metrics and samples onto the disk, before a checkpoint refers to them."""
         if self.enabled:
+            if not self.folder.run_yaml.is_file():
+                raise EnvironmentProblem(
+                    f"output_dir: {self.folder.run_yaml} is gone, so no checkpoint of this run could be continued. "
+                    "Start again with another output_dir, and leave the folder as it is while a run writes there."
+                )
             self._metrics.fsync()
             self._samples.fsync()
 

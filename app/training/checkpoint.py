@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,12 +22,14 @@ from app.distributed.process_group import HostGroup
 from app.errors import AppError, CheckpointError
 from app.files import (
     CHECKPOINT_NAME,
+    DISK_ERRORS,
     SAVE_NUMBER,
     STATE,
     checkpoints_in,
     checksummed_folder,
+    delete_folder,
     remove_temp_dirs,
-    report_full_disk,
+    report_write_errors,
     save_number,
     temp_dir_of,
     verify_checksums,
@@ -124,9 +125,9 @@ class Checkpoints:
         self._choices = dict(choices)
         self._known: dict[Path, bool] = {}  # checkpoints that this start has written or read: whether they are intact
 
-    def save(self, progress: Progress, stepper: Stepper, host_group: HostGroup) -> None:
-        """Write one, whole or not at all, and delete old ones. The first process writes; of a sharded model each
-        process writes its shards.
+    def save(self, progress: Progress, stepper: Stepper, host_group: HostGroup) -> list[str]:
+        """Write one, whole or not at all, and delete old ones; returns remarks on those that stay. The first process
+        writes; of a sharded model each process writes its shards.
         """
         random = host_group.collected(_random_state())
         plains = host_group.collected(plain_states(stepper))
@@ -135,9 +136,9 @@ class Checkpoints:
         if host_group.rank > 0:
             if sharding is not None:
                 host_group.wait_for_all()  # until the folder exists
-                with report_full_disk(target):
+                with report_write_errors(target, DISK_ERRORS):
                     sharded.save(named_tensors(stepper), temp_dir_of(target) / SHARDS, host_group.group)
-            return
+            return []
         numbers = [each for each in map(save_number, checkpoints_in(self.folder)) if each != math.inf]
         state = {
             SAVE_NUMBER: max(numbers, default=0) + 1,
@@ -159,7 +160,7 @@ class Checkpoints:
             save_file(_by_rank(random), aside / _RANDOM)
             (aside / STATE).write_text(json.dumps(state))
         self._known[target] = True
-        self._delete_old(progress)
+        return self._delete_old(progress)
 
     def load(self, folder: Path, stepper: Stepper, host_group: HostGroup) -> Progress:
         """Restore the state after the step of `folder`, saved by any number of processes."""
@@ -208,10 +209,9 @@ class Checkpoints:
                 f"{_command_of(folder.parent.parent)}"
             )
 
-    def _delete_old(self, progress: Progress) -> None:
-        for folder in self._old():
-            if folder != self._place(progress.best_step):
-                shutil.rmtree(folder)
+    def _delete_old(self, progress: Progress) -> list[str]:
+        old = [folder for folder in self._old() if folder != self._place(progress.best_step)]
+        return [remark for folder in old if (remark := delete_folder(folder))]
 
     def _old(self) -> list[Path]:
         """Checkpoints saved before the last `keep` ones that are intact."""

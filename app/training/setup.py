@@ -12,7 +12,7 @@ from app.distributed.environment import world
 from app.distributed.fsdp import Sharding, first_number
 from app.distributed.gradient_reduction import ShardedGradients
 from app.errors import EnvironmentProblem
-from app.files import atomic_folder, fsync_all, report_full_disk
+from app.files import DISK_ERRORS, atomic_folder, fsync_all, report_write_errors
 from app.model import fp8_linear
 from app.model.build import base_path, build_training_model, random_base
 from app.model.checks import check_head, check_packing, choose_loss_head
@@ -129,7 +129,8 @@ def record_base(resolved: ResolvedRun, model: TrainingModel, recorder: Recorder)
     if sections.keeps_random_base and run.checkpoint.save_random_base and not (resolved.checkpoint and is_there):
         is_plain = sections.quantizer is None and model.sharding is None
         drawn = None if is_plain else random_base(sections, resolved.runtime.device, run.seed)
-        with report_full_disk(recorder.folder.base), atomic_folder(recorder.folder.base, fsync_all) as folder:
+        place = recorder.folder.base
+        with report_write_errors(place, DISK_ERRORS), atomic_folder(place, fsync_all) as folder:
             save_base(model, resolved.tokenizer, folder, drawn)
 
 

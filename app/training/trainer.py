@@ -274,7 +274,8 @@ class Trainer:
         self.parts.recorder.sync()
         host_group = self.parts.runtime.host_group
         self._note_split(int(host_group.highest(self.parts.stepper.depth)))  # that of the next step
-        self.parts.checkpoints.save(self.progress, self.parts.stepper, host_group)
+        for remark in self.parts.checkpoints.save(self.progress, self.parts.stepper, host_group):
+            self.parts.recorder.message(remark)
         seconds = time.perf_counter() - started
         self._eta.add_pause("save", seconds)
         self._window.started += seconds

@@ -24,7 +24,7 @@ from app.distributed import sharded_checkpoint
 from app.distributed.launch import read_depth
 from app.distributed.process_group import HostGroup, Runtime
 from app.errors import CheckpointError, EnvironmentProblem
-from app.files import checksummed_folder, report_full_disk, verify_checksums
+from app.files import checksummed_folder, report_write_errors, verify_checksums
 from app.training.checkpoint import Checkpoints, Progress, choices_of, find_checkpoint
 from app.training.train_step import Stepper
 from tests.training.conftest import small_run, stepper_of
@@ -266,7 +266,7 @@ def test_full_disk_of_a_sharded_save_is_recognised(folder: Path, monkeypatch: py
 
     monkeypatch.setattr("torch.distributed.checkpoint.state_dict_saver.save", fail)
     message = r"the disk quota is used up: .*Nothing was saved yet"
-    with pytest.raises(EnvironmentProblem, match=message), report_full_disk(folder / "step-000002"):
+    with pytest.raises(EnvironmentProblem, match=message), report_write_errors(folder / "step-000002"):
         sharded_checkpoint.save({}, folder, None)
 
 
