@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 FOLDER = "APP_LAUNCH_FOLDER"  # environment variable: where processes of our own launcher write their failures
 POLL_SECONDS = 0.5
 MEETING_SECONDS = 3600.0  # for the store to answer at the start: process 0 may come late
-AGENT_SECONDS = 15.0  # the same where the elastic agent holds it, which is there before the processes
+AGENT_SECONDS = 5.0  # the same where the elastic agent holds it, which is there before the processes
 FAILING_CONNECT_SECONDS = 2.0  # and at a failure: it may have died with the process that held it
 UNMET_CONNECT_SECONDS = 5.0  # and at a failure before the processes have met: process 0 may fail a moment later
 GRACE_SECONDS = 2.5  # in which a process that noticed by itself closes its records
@@ -145,9 +146,10 @@ class FailureFlag:
         if _WATCHING.is_set():
             return
         _WATCHING.set()
+        launcher = os.getppid() if _has_agent_store() else None
         import torch.distributed  # noqa: F401  here: two threads must not load it at once
 
-        threading.Thread(target=self._watch, name="failure flag", daemon=True).start()
+        threading.Thread(target=self._watch, args=(launcher,), name="failure flag", daemon=True).start()
 
     def raise_first(self, code: int, text: str, *, has_met: bool) -> _Raised | None:
         """Raise the flag; where another process was first, return what that one raised."""
@@ -183,8 +185,7 @@ class FailureFlag:
         self._hosted = _store(UNMET_CONNECT_SECONDS, hosts=True)
         return self._hosted
 
-    def _watch(self) -> None:
-        launcher = os.getppid() if _has_agent_store() else None
+    def _watch(self, launcher: int | None) -> None:
         was_reached = launcher is not None
         try:
             store = _store(MEETING_SECONDS if launcher is None else AGENT_SECONDS)
@@ -221,13 +222,22 @@ def _has_agent_store() -> bool:
 def _store(timeout_seconds: float, *, hosts: bool = False) -> "TCPStore":
     from torch._C._distributed_c10d import TCPStore
 
-    return TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=hosts,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_seconds),
-    )
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if not hosts:
+        _wait_until_answered(address, timeout_seconds)
+    return TCPStore(*address, is_master=hosts, wait_for_workers=False, timeout=timedelta(seconds=timeout_seconds))
+
+
+def _wait_until_answered(address: tuple[str, int], seconds: float) -> None:
+    """RuntimeError, as of torch, where nothing answers; torch would print a C++ stack trace as well."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return socket.create_connection(address, timeout=seconds).close()
+        except OSError as fault:
+            if time.monotonic() > end:
+                raise RuntimeError(f"nothing answers at {address}") from fault
+        time.sleep(POLL_SECONDS / 5)
 
 
 # ---- what a launcher reads
