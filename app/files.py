@@ -212,7 +212,7 @@ def delete_folder(folder: Path) -> str | None:
     try:
         shutil.rmtree(folder)
     except OSError as fault:
-        return f"{folder} cannot be deleted ({fault.strerror}); it is no longer needed"
+        return f"{folder} cannot be deleted ({fault.strerror or fault}); it is no longer needed"
     return None
 
 

@@ -1,12 +1,14 @@
+import errno
 import os
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from app.errors import EnvironmentProblem
-from app.files import append_text, checksummed_folder, write_json, write_text
+from app.files import append_text, checksummed_folder, delete_folder, write_json, write_text
 from tests.tracking.child import run
 
 
@@ -61,6 +63,63 @@ def test_append_text_full_disk_message() -> None:
         EnvironmentProblem, match=r"the disk is full: /dev/full .*Nothing was saved yet\. Free disk space"
     ):
         append_text(Path("/dev/full"), "line\n")
+
+
+def archive_error(cause: OSError | None) -> RuntimeError:
+    """As torch's archive writer raises it while the file below it fails."""
+    error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    error.__context__ = cause
+    return error
+
+
+def error(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (error(errno.ENOSPC), "the disk is full: {0} could not be written."),
+        (error(errno.EDQUOT), "the disk quota is used up: {0} could not be written."),
+        (SafetensorError("I/O error: File too large (os error 27)"), "a file is larger than this shell allows: {0} "),
+        (archive_error(error(errno.ENOSPC)), "the disk is full: {0} could not be written."),
+        (archive_error(None), "output_dir: cannot write {0} (Input/output error); choose an output_dir"),
+        (SafetensorError("I/O error: Input/output error (os error 5)"), "output_dir: cannot write {0} (Input/output"),
+        (error(errno.EACCES), "output_dir: cannot write {0} (Permission denied); choose an output_dir"),
+        (error(errno.EROFS), "output_dir: cannot write {0} (Read-only file system); choose an output_dir"),
+        (error(errno.ESTALE), "output_dir: cannot write {0} (Stale file handle); choose an output_dir"),
+    ],
+)
+@pytest.mark.parametrize("saved", [None, "step-000001"])
+def test_checksummed_folder_error_of_disk_is_a_message(
+    tmp_path: Path, fault: Exception, message: str, saved: str | None
+) -> None:
+    if saved:
+        (tmp_path / saved).mkdir()
+    target = tmp_path / "step-000002"
+    with pytest.raises(EnvironmentProblem) as problem, checksummed_folder(target):
+        raise fault
+    said = str(problem.value)
+    assert said.startswith(message.format(target))
+    assert ("What was saved before is intact" in said) == (f"resume={tmp_path}/step-000001" in said) == bool(saved)
+    assert [each.name for each in tmp_path.iterdir()] == [saved] * bool(saved)
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("ours"), SafetensorError("ours"), error(errno.ENOENT)])
+def test_checksummed_folder_fault_of_ours_stays(tmp_path: Path, fault: Exception) -> None:
+    with pytest.raises(type(fault)) as raised, checksummed_folder(tmp_path / "final"):
+        raise fault
+    assert raised.value is fault
+
+
+def test_delete_folder_that_stays_is_a_remark(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "link").symlink_to("old")
+    remark = delete_folder(tmp_path / "link")
+    assert remark is not None
+    assert remark.startswith(f"{tmp_path}/link cannot be deleted (")
+    assert delete_folder(tmp_path / "old") is None
+    assert not (tmp_path / "old").exists()
 
 
 def test_append_text_survives_kill(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from app.signals import CODES, HEARD, listening
+from app.signals import CODES, HEARD, NOTHING_TO_SAVE, end_on_signals, listening
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,23 @@ def test_a_signal_asks_and_once_it_has_nothing_but_ctrl_c_kills_who_ends(number:
     for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         os.kill(os.getpid(), each)
     assert signal.getsignal(signal.SIGINT) is before[signal.SIGINT]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_ends_who_has_nothing_to_save_and_once_it_has_no_other_does(
+    number: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    end_on_signals(speaks=True)
+    with listening() as request:
+        os.kill(os.getpid(), number)
+    assert request.exit_code == 75
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    end_on_signals(speaks=True)
+    with pytest.raises(SystemExit) as ended:
+        os.kill(os.getpid(), number)
+    assert (ended.value.code, capfd.readouterr().err) == (75, NOTHING_TO_SAVE)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_a_second_ctrl_c_does_not_wait(capfd: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from app.errors import AppError, ConfigError, EnvironmentProblem
+from app.errors import ConfigError, EnvironmentProblem
 from app.files import is_partial, report_write_errors
 
 _LOCK = ".lock"
@@ -59,7 +59,7 @@ class ClaimedFolder:
             raise EnvironmentProblem(
                 f"output_dir={given}: {locked} is using it; wait until that ends, or choose another output_dir"
             ) from None
-        except AppError:
+        except BaseException:  # a signal too
             claimed.release()
             claimed._remove_created()
             raise

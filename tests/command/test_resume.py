@@ -1,5 +1,6 @@
 """A killed run continues as if nothing had happened: the same numbers to the last bit."""
 
+import os
 import random
 import shlex
 import shutil
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from app.signals import HEARD
+from app.signals import HEARD, NOTHING_TO_SAVE
 from tests.runs import (
     FINISHED,
     SMALL,
@@ -141,6 +142,17 @@ def check_stopped_and_continued(zygote: Zygote, tmp_path: Path, number: int, cod
     assert python in ("python", sys.executable)
     assert zygote.run(tmp_path, *words[2:]).code == 0
     same_ending(whole, stopped)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_stop_before_the_first_step_leaves_nothing(zygote: Zygote, tmp_path: Path, count: int) -> None:
+    runs = zygote.start_together(tmp_path, count, *SMALL, "output_dir=run")
+    runs[0].until((tmp_path / "run" / ".lock").exists)
+    for run in runs:
+        os.kill(run.pid, signal.SIGTERM)
+    ended = [run.wait() for run in runs]
+    assert [(each.code, each.stderr) for each in ended] == [(75, NOTHING_TO_SAVE), (75, "")][:count]
+    assert not (tmp_path / "run").exists()
 
 
 def test_resume_passes_over_damaged_checkpoint(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
