@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -62,11 +63,13 @@ def check_two_against_one(zygote: Zygote, tmp_path: Path, recipe: str, packing: 
 class Launched:
     """The real command: one process that starts the others."""
 
-    def __init__(self, folder: Path, environment: dict[str, str], *arguments: str) -> None:
+    def __init__(
+        self, folder: Path, environment: dict[str, str], *arguments: str, launcher: Sequence[str] = ()
+    ) -> None:
         self._errors, self._said = folder / "launched.txt", folder / "said.txt"
         with self._errors.open("w") as errors, self._said.open("w") as said:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "app.train", *arguments],
+                [sys.executable, *launcher, "-m", "app.train", *arguments],
                 env=environment,
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
@@ -81,10 +84,22 @@ class Launched:
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
+    def workers(self, count: int) -> list[int]:
+        """Wait until they have been started."""
+        deadline = time.monotonic() + 60
+        while len(found := self._children()) < count:
+            assert time.monotonic() < deadline, self._errors.read_text()
+            time.sleep(0.01)
+        return found
+
+    def _children(self) -> list[int]:
+        pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [int(pid) for pid in pids]
+
     def worker(self, rank: int) -> int:
-        for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
+        for pid in self._children():
             if f"\0RANK={rank}\0".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
-                return int(pid)
+                return pid
         raise AssertionError(rank)
 
     def last_line(self) -> str:

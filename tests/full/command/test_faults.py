@@ -5,7 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.runs import SMALL, refused, result
+import pytest
+
+from tests.runs import SMALL, Zygote, refused, result
 
 
 def limited(largest: int, app_env: dict[str, str], folder: Path, *given: str) -> subprocess.CompletedProcess[str]:
@@ -54,3 +56,30 @@ def test_bug_prints_its_traceback(app_env: dict[str, str], tmp_path: Path) -> No
     assert "Traceback (most recent call last)" in ended.stderr
     assert ended.stderr.rstrip().endswith("KeyError: 'injected'")
     assert "in build_optimizer" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "tracebacks", "message"),
+    [
+        (
+            "file limit",
+            2,
+            0,
+            "error: a file is larger than this shell allows: {}/run/checkpoints/step-000003 could not",
+        ),
+        ("bug", 1, 1, "KeyError: 'injected'"),
+    ],
+)
+def test_fault_of_one_process_is_one_message(
+    zygote: Zygote, tmp_path: Path, fault: str, code: int, tracebacks: int, message: str
+) -> None:
+    module = "tests.full.command.faulty_process"
+    given = (*SMALL, "recipe=full", "parallel=fsdp", "checkpoint.save_random_base=false", "output_dir=run")
+    ended = zygote.run_together(tmp_path, 2, fault, *given, module=module)
+    assert [each.code for each in ended] == [code, code]
+    said = "".join(each.stderr for each in ended)
+    assert said.count(message.format(tmp_path)) == 1
+    assert said.count("Traceback (most recent call last)") == tracebacks
+    assert said.count("error: ") <= 1
+    assert "Error executing job" not in said
+    assert result(tmp_path / "run")["status"] == "failed" or tracebacks

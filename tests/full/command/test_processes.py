@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from app.signals import NOTHING_TO_SAVE
 from tests.command.test_processes import GONE, Launched, check_two_against_one
 from tests.conftest import REPO
 from tests.runs import SMALL, Zygote, has_reached, numbers, result, same_ending
@@ -101,6 +102,44 @@ def test_launcher_forwards_signals_and_reports_a_death_once(
     third = Launched(tmp_path, app_env, *launched_with)
     assert third.ended() == (0, "")
     same_ending(whole, run)
+
+
+def test_launcher_killed_before_the_first_step_takes_its_processes_along(
+    zygote: Zygote, tmp_path: Path, app_env: dict[str, str]
+) -> None:
+    """As they are being imported, as they prepare, and by torchrun; then a signal in place of the kill."""
+    run = (*SMALL, "training.max_steps=1", "output_dir=run", "resume=auto")
+    environment = app_env | {"TMPDIR": str(tmp_path)}
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2")
+    for seconds, launcher in ((0.0, ()), (4.0, ()), (2.0, torchrun)):
+        own = () if launcher else ("launch.num_processes=2",)
+        launched = Launched(tmp_path, environment, *run, *own, launcher=launcher)
+        workers = launched.workers(2)
+        time.sleep(seconds)
+        launched.process.kill()
+        launched.process.wait()
+        ends_within(30, workers)
+        assert launcher or not list(tmp_path.glob("app-launch-*"))
+    stopped = Launched(tmp_path, environment, *SMALL, "launch.num_processes=2", "output_dir=stopped")
+    stopped.workers(2)
+    stopped.process.terminate()
+    assert stopped.ended() == (75, NOTHING_TO_SAVE)
+    assert not (tmp_path / "stopped").exists()
+    assert zygote.run(tmp_path, *run).code == 0
+
+
+def ends_within(seconds: float, processes: list[int]) -> None:
+    deadline = time.monotonic() + seconds
+    while any(map(is_running, processes)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_foreign_launcher_needs_named_folder_and_decides_number(zygote: Zygote, tmp_path: Path) -> None:
