@@ -32,7 +32,8 @@ mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export APP_PYTHON RENDEZVOUS="${hosts[0]}:$((20000 + SLURM_JOB_ID % 20000))"
 export RUN_ID="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
 
-# A machine that fails alone is waited for no longer than a minute.
+# A machine that fails alone is waited for no longer than a minute; --kill-on-bad-exit=1, which an srun of the program
+# itself needs, would end machines that still save.
 srun --ntasks-per-node=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} --kill-on-bad-exit=0 --wait=60 \
   "$root/scripts/cluster/node.sh" "$@" &
 step=$!
