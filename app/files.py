@@ -51,8 +51,8 @@ def _explanation(error: OSError, target: Path) -> str:
     full = _FULL_DISKS.get(error.errno or 0)
     if full is None:
         way_on = f". What was saved before is intact: resume={newest} goes on with it" if newest else ""
-        cause = f"cannot write {target} ({error.strerror or error})"
-        return f"output_dir: {cause}; choose an output_dir that can be written to{way_on}"
+        why = error.strerror or error
+        return f"output_dir: cannot write {target} ({why}); choose an output_dir that can be written to{way_on}"
     cause, remedy = full
     if newest is None:
         way_on = f"Nothing was saved yet. {remedy} and start again, or choose an output_dir on another disk."
