@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from app.config.load import compose_run
 from app.config.schema import TrackerConfig
-from app.errors import ConfigError
+from app.errors import ConfigError, EnvironmentProblem
 from app.tracking.console import open_console
 from app.tracking.formatting import Sample
 from app.tracking.jsonl_metrics import read_lines
@@ -89,6 +89,13 @@ def test_recorder_run_yaml_is_the_run(folder: RunFolder) -> None:
     chosen = asdict(compose_run(["model=llama", "optimizer.lr=1e-5"]))
     Recorder.open(folder, NO_TRACKER, chosen, {}, open_console(StringIO())).finish("dry_run")
     assert OmegaConf.to_container(OmegaConf.load(folder.run_yaml)) == chosen
+
+
+def test_recorder_sync_without_its_folder_is_refused(folder: RunFolder) -> None:
+    """What is saved then could not be continued, nor found."""
+    with pytest.raises(EnvironmentProblem, match=r"run\.yaml is gone"), opened(folder) as record:
+        folder.run_yaml.unlink()
+        record.sync()
 
 
 def test_recorder_redacts_secrets(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
