@@ -93,8 +93,9 @@ def test_recorder_run_yaml_is_the_run(folder: RunFolder) -> None:
 
 def test_recorder_sync_without_its_folder_is_refused(folder: RunFolder) -> None:
     """What is saved then could not be continued, nor found."""
-    with pytest.raises(EnvironmentProblem, match=r"run\.yaml is gone"), opened(folder) as record:
-        folder.run_yaml.unlink()
+    record = opened(folder)
+    folder.run_yaml.unlink()
+    with pytest.raises(EnvironmentProblem, match=r"run\.yaml is gone"):
         record.sync()
 
 
