@@ -41,13 +41,16 @@ def stop_signals() -> list[signal.Signals]:
     return [number for number in CODES if not (is_nohup and number == signal.SIGHUP)]
 
 
-def end_on_signals(*, speaks: bool) -> None:
-    """From now on signals raise `Stopped`, where nothing is `listening`; Ctrl-C stays Python's.
+@contextmanager
+def ending_on_signals(*, speaks: bool) -> Iterator[None]:
+    """Signals raise `Stopped`, where nothing is `listening`; Ctrl-C stays Python's.
 
     Asked again, the program must not end on the way with another code.
     """
+    asked: list[int] = []
 
     def end(number: int, _frame: FrameType | None) -> NoReturn:
+        asked.append(number)
         for each in numbers:
             signal.signal(each, signal.SIG_IGN)
         if speaks:
@@ -57,6 +60,12 @@ def end_on_signals(*, speaks: bool) -> None:
     numbers = [number for number in stop_signals() if number != signal.SIGINT]
     for number in numbers:
         signal.signal(number, end)
+    try:
+        yield
+    except BaseException as fault:
+        if asked and not isinstance(fault, Stopped):  # raised by a library that cleaned up what was interrupted
+            raise Stopped(asked[0]) from fault
+        raise
 
 
 @contextmanager

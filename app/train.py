@@ -31,7 +31,7 @@ from app.distributed.launch import (
     train_in_processes,
 )
 from app.errors import AppError, ConfigError, refuse
-from app.signals import CTRL_C, Stopped, end_on_signals
+from app.signals import CTRL_C, Stopped, ending_on_signals
 from app.tracking.console import Console, open_console
 from app.tracking.output_dir import RunFolder
 from app.tracking.recorder import read_result
@@ -90,7 +90,7 @@ def _check_parts(run: RunConfig) -> None:
 def _under_hydra(config: DictConfig) -> float | None:
     """Train; returns the objective, as sweepers that drive Hydra expect it."""
     try:
-        with reporting_crashes():
+        with reporting_crashes(), ending_on_signals(speaks=world().is_first):
             run = load_run(config)
             code = train(run, _resume_hint(run))
     except AppError as problem:  # Hydra would print a line of its own before the message
@@ -122,8 +122,7 @@ def main() -> None:
     use_expandable_segments()
     try:
         require_platform()
-        end_on_signals(speaks=world().is_first)
-        with reporting_crashes():
+        with reporting_crashes(), ending_on_signals(speaks=world().is_first):
             _dispatch(sys.argv[1:])
     except AppError as problem:
         _exit_with(problem)

@@ -2,10 +2,12 @@
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
-from app.signals import CODES, HEARD, NOTHING_TO_SAVE, end_on_signals, listening
+from app.signals import CODES, HEARD, NOTHING_TO_SAVE, ending_on_signals, listening
 
 
 @pytest.mark.parametrize(
@@ -26,18 +28,24 @@ def test_a_signal_asks_and_once_it_has_nothing_but_ctrl_c_kills_who_ends(number:
     assert signal.getsignal(signal.SIGINT) is before[signal.SIGINT]
 
 
+@contextmanager
+def library() -> Iterator[None]:
+    try:
+        yield
+    finally:
+        raise KeyError("cleaning up what was interrupted")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_ends_who_has_nothing_to_save_and_once_it_has_no_other_does(
     number: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    end_on_signals(speaks=True)
-    with listening() as request:
+    with ending_on_signals(speaks=True), listening() as request:
         os.kill(os.getpid(), number)
     assert request.exit_code == 75
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    end_on_signals(speaks=True)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as ended, ending_on_signals(speaks=True), library():
         os.kill(os.getpid(), number)
     assert (ended.value.code, capfd.readouterr().err) == (75, NOTHING_TO_SAVE)
     os.kill(os.getpid(), signal.SIGTERM)

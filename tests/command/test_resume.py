@@ -147,7 +147,7 @@ def check_stopped_and_continued(zygote: Zygote, tmp_path: Path, number: int, cod
 @pytest.mark.parametrize("count", [1, 2])
 def test_stop_before_the_first_step_leaves_nothing(zygote: Zygote, tmp_path: Path, count: int) -> None:
     runs = zygote.start_together(tmp_path, count, *SMALL, "output_dir=run")
-    runs[0].until((tmp_path / "run" / ".lock").exists)
+    runs[0].until(lambda: runs[0].out.exists() and f"output  {tmp_path / 'run'}\n" in runs[0].out.read_text())
     for run in runs:
         os.kill(run.pid, signal.SIGTERM)
     ended = [run.wait() for run in runs]
