@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from app.errors import EnvironmentProblem
-from app.files import report_full_disk
+from app.files import report_write_errors
 from app.training.checkpoint import Progress, find_checkpoint
 from app.training.train_step import Stepper
 from tests.training.test_checkpoint import ALONE, checkpoints, saved, with_valid_hashes
@@ -58,5 +58,5 @@ def test_newest_is_the_last_saved(name: str, stepper: Stepper, folder: Path) -> 
     assert sorted(int(save.name.removeprefix("step-")) for save in folder.iterdir()) == list(branch.left)
     assert find_checkpoint(folder, "auto") == (newest, [])
     assert find_checkpoint(folder.parent / "elsewhere", str(folder.parent)) == (newest, [])
-    with pytest.raises(EnvironmentProblem, match=f"resume={newest}"), report_full_disk(folder.parent / "log.txt"):
+    with pytest.raises(EnvironmentProblem, match=f"resume={newest}"), report_write_errors(folder.parent / "log.txt"):
         raise OSError(errno.ENOSPC, "")
