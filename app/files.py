@@ -8,7 +8,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ DISK_ERRORS = frozenset({*_FULL_DISKS, errno.EIO, errno.EACCES, errno.EPERM, err
 _TEMP_DIR_PREFIX = ".writing-"
 STATE, SAVE_NUMBER = "state.json", "save"  # of a checkpoint, and the key of its place among all saves of the run
 CHECKPOINT_NAME = re.compile(r"step-([0-9]{6,})$")
+_MAX_JSON_BYTES = 256 << 20  # of a file that was received
 
 
 @contextmanager
@@ -113,7 +114,8 @@ def write_text(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
     with report_write_errors(path):
         try:
-            with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
+            partial.unlink(missing_ok=True)
+            with partial.open("x", encoding="utf-8", errors="backslashreplace") as file:  # "x" follows no link
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
@@ -133,6 +135,16 @@ def is_partial(name: str) -> bool:
 def write_json(path: Path, value: Any) -> None:
     """Write JSON, indented for people, by `write_text`."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Content of a JSON file; ValueError where it is damaged, nested too deep or too large."""
+    if path.stat().st_size > _MAX_JSON_BYTES:
+        raise ValueError(f"it is larger than {_MAX_JSON_BYTES >> 20} MB")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as fault:
+        raise ValueError("it is nested too deep") from fault
 
 
 def append_text(path: Path, text: str) -> None:
@@ -188,10 +200,13 @@ def checksummed_folder(target: Path) -> Iterator[Path]:
         yield temp_dir
 
 
-def verify_checksums(folder: Path) -> str | None:
-    """Describe the first file that is not as it was written; None when every byte is."""
+def verify_checksums(folder: Path, read: Iterable[str] = ()) -> str | None:
+    """Describe the first file that is not as it was written; None when every byte is.
+
+    Each file that a pattern of `read` finds must have a checksum; others may lie beside them.
+    """
     try:
-        hashes: dict[str, str] = json.loads((folder / MANIFEST).read_text())
+        hashes = read_json(folder / MANIFEST)
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except (OSError, ValueError):
@@ -200,11 +215,13 @@ def verify_checksums(folder: Path) -> str | None:
         return f"{MANIFEST} cannot be read"
     for name, expected in hashes.items():
         file = folder / name
-        if not file.is_file():
+        if ".." in file.parts or not file.is_relative_to(folder) or not file.is_file():
             return f"{name} is missing"
         if sha256(file) != expected:
             return f"{name} is not what was written"
-    return None
+    found = {str(file.relative_to(folder)) for pattern in read for file in folder.glob(pattern)}
+    unknown = min(found - {*hashes, MANIFEST}, default=None)
+    return None if unknown is None else f"{unknown} is not in {MANIFEST}"
 
 
 def delete_folder(folder: Path) -> str | None:

@@ -1,16 +1,139 @@
 """Sharded checkpoints by torch's distributed checkpoint (DCP): each process writes and reads its own shards.
 
-`.metadata` is a pickle, so only folders whose hashes were compared may be read.
+What DCP keeps in a pickle, the place of each shard, is a JSON file here. Pickles of earlier versions are read without
+calling anything that they name. The shards are archives of torch, which DCP reads with `weights_only`.
 """
 
+import io
+import json
+import math
+import pickle
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from app.errors import CheckpointError
+from app.files import read_json
+
+METADATA, _SHARD = "metadata.json", ".distcp"
+_PICKLE = ".metadata"  # of earlier versions
+_REMEDY = "Take another checkpoint, or a copy of the run"
+READ = (METADATA, _PICKLE, f"*{_SHARD}")  # patterns of the files that are read
+# what DCP's own pickle names; none of it is called
+_DCP = "torch.distributed.checkpoint"
+_PICKLED_NAMES = {
+    f"{_DCP}.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "ChunkStorageMetadata"),
+        *("TensorProperties", "_MEM_FORMAT_ENCODING"),
+    ),
+    f"{_DCP}.filesystem": ("_StorageInfo",),
+    "torch": ("Size", *(name for name, each in vars(torch).items() if isinstance(each, torch.dtype))),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": ("PosixPath",),
+    "builtins": ("getattr",),  # how some versions of Python pickle the member of an enumeration
+}
+
+
+class _Writer(FileSystemWriter):
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        places = {each.index: each.storage_data for of_rank in results for each in of_rank}
+        text = json.dumps(_described(metadata.state_dict_metadata, places))
+        (Path(self.path) / METADATA).write_text(text)
+
+
+class _Reader(FileSystemReader):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._metadata = _read_metadata(folder)  # DCP would go on after an error
+
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
+        return self._metadata
+
+
+def _read_metadata(folder: Path) -> Metadata:
+    try:
+        has_json = (folder / METADATA).is_file()
+        return _metadata(read_json(folder / METADATA) if has_json else _unpickled((folder / _PICKLE).read_bytes()))
+    except (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as fault:
+        raise CheckpointError(f"{folder} has no metadata that this program reads ({fault}). {_REMEDY}.") from fault
+
+
+def _described(tensors: Mapping[str, Any], places: Mapping[Any, Any]) -> dict[str, Any]:
+    """Shape and shards of each tensor: first index, shape, file, and the bytes in it."""
+    by_chunk = {(index.fqn, tuple(index.offset)): place for index, place in places.items()}
+    return {
+        name: {
+            "size": list(tensor.size),
+            "shards": [
+                [list(chunk.offsets), list(chunk.sizes), place.relative_path, place.offset, place.length]
+                for chunk in tensor.chunks
+                for place in (by_chunk[name, tuple(chunk.offsets)],)
+            ],
+        }
+        for name, tensor in tensors.items()
+    }
+
+
+def _metadata(tensors: Mapping[str, Any]) -> Metadata:
+    """DCP's metadata of these tensors. Each is one of numbers, in files of this folder; ValueError if not."""
+    saved: dict[str, Any] = {}
+    places = {}
+    for name, tensor in tensors.items():
+        chunks = []
+        for offsets, sizes, file, *extent in tensor["shards"]:
+            if PurePath(file).name != file or not file.endswith(_SHARD) or len(extent) != 2:
+                raise ValueError(f"{name} lies in {file}")
+            chunks.append(ChunkStorageMetadata(_size(offsets), _size(sizes)))
+            places[MetadataIndex(name, _size(offsets))] = _StorageInfo(file, *_size(extent))
+        size = _size(tensor["size"])
+        if sum(math.prod(each.sizes) for each in chunks) != math.prod(size):
+            raise ValueError(f"the shards of {name} are not the whole of it")
+        saved[name] = TensorStorageMetadata(TensorProperties(), size, chunks)
+    return Metadata(saved, storage_data=places)
+
+
+def _size(numbers: Any) -> torch.Size:
+    if not isinstance(numbers, list) or any(type(each) is not int or each < 0 for each in numbers):
+        raise ValueError(f"{numbers} are no sizes")
+    return torch.Size(numbers)
+
+
+def _unpickled(raw: bytes) -> dict[str, Any]:
+    try:
+        metadata = _NamesOnly(io.BytesIO(raw)).load()
+    except (pickle.UnpicklingError, EOFError) as fault:
+        raise ValueError(fault) from fault
+    return _described(metadata.state_dict_metadata, metadata.storage_data)
+
+
+class _NamesOnly(pickle.Unpickler):
+    """Reads known names as classes of the same attributes without any behaviour; other names are refused."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _PICKLED_NAMES.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name} is none of the names that a checkpoint has")
+        return list if name == "Size" else type(name, (_Attributes,), {})
+
+
+class _Attributes:
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        vars(self).update(state if isinstance(state, dict) else {})
 
 from app.files import os_error_of
 
@@ -40,10 +163,14 @@ def save(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:
 
 def load(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:
     """Fill the tensors in place, however they are sharded. `group`: None for one process by itself."""
-    reader = FileSystemReader(folder)
-    state_dict_loader.load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
+    reader = _Reader(folder)
+    try:
+        state_dict_loader.load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
+    except CheckpointException as fault:
+        cause = next((each for each, _ in fault.failures.values()), fault)
+        raise CheckpointError(f"{folder} cannot be read ({type(cause).__name__}: {cause}). {_REMEDY}.") from fault
 
 
 def names_in(folder: Path) -> set[str]:
     """Names of all tensors of a checkpoint."""
-    return set(FileSystemReader(folder).read_metadata().state_dict_metadata)
+    return set(_read_metadata(folder).state_dict_metadata)

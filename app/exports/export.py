@@ -14,7 +14,7 @@ from app.errors import CheckpointError, EnvironmentProblem
 from app.evaluation.run import Evaluation
 from app.exports.folder import REPORT, atomic_export, existing_parent, hashes_of, write_json_unflushed
 from app.exports.verify import Verification, reference_of, tolerance, verify, with_training_base
-from app.files import MANIFEST, verify_checksums
+from app.files import MANIFEST, read_json, verify_checksums
 from app.model.build import DTYPES, base_path
 from app.model.merge import EXPORTED, Merge, fully_trained_weights, merged_config, plan_merge, read_lora_deltas
 from app.model.quantization import missing_hardware, quantization_after_training
@@ -93,7 +93,7 @@ class Export:
 def prepare_export(config: ExportConfig, evaluation: Evaluation) -> Export:
     """Refuse what cannot be exported, and a disk that is too small, before anything is written."""
     final = config.folder / "final"
-    damaged = verify_checksums(final)
+    damaged = verify_checksums(final, ("*.safetensors", "*.json", "*.jinja"))
     if damaged:
         raise CheckpointError(f"run={config.run}: {final}: {damaged}. Train it again, or take a copy of the run.")
     evaluation.require_same_base(tuned=True)
@@ -157,7 +157,8 @@ def _card(export: Export, folder: Path) -> str:
 
 def _copied(config: ExportConfig, final: Path, base: Path) -> Iterable[Path]:
     """Files to copy: of an adapter all of final/; of a merged model its tokenizer, licences and other non-weights."""
-    found = {file.name: file for file in _files(final)}
+    hashed = read_json(final / MANIFEST)
+    found = {file.name: file for file in _files(final) if file.name in hashed}
     if config.kind == "merged":
         code = ("*.py",) if config.model.trust_remote_code else ()
         beside = {file.name: file for pattern in (*_WITH_WEIGHTS, *code) for file in base.glob(pattern)}

@@ -28,6 +28,7 @@ from app.files import (
     checkpoints_in,
     checksummed_folder,
     delete_folder,
+    read_json,
     remove_temp_dirs,
     report_write_errors,
     save_number,
@@ -49,6 +50,7 @@ from app.training.trained_state import (
 )
 
 _RANDOM, DEPTH = "random.safetensors", "depth.json"
+_READ = ("*.safetensors", STATE, *(f"{SHARDS}/{pattern}" for pattern in sharded.READ))
 _STATE_TYPES = {"identity": dict, "choices": dict, "progress": dict, "scaler": dict | None, "optimizer": dict}
 
 
@@ -241,7 +243,7 @@ def _intact(folder: Path) -> Path:
 
 def _damage(save: Path) -> str | None:
     """Describe what is wrong with a checkpoint; None where every byte is as written, and means one."""
-    fault = verify_checksums(save)
+    fault = verify_checksums(save, _READ)
     if fault is not None:
         return fault
     try:
@@ -273,7 +275,7 @@ def _is_of_a_run(state: Mapping[str, Any]) -> bool:
 
 
 def _read_state(save: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((save / STATE).read_text())
+    state: dict[str, Any] = read_json(save / STATE)
     return {key: state[key] for key in _STATE_TYPES}
 
 

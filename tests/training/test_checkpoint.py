@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import re
 import pickle
 import shlex
 import shutil
@@ -82,6 +83,34 @@ def test_damaged_checkpoint_is_detected(stepper: Stepper, folder: Path, name: st
         file.write_bytes(content if hurt == "flip" else content[:-1])
     assert name in (verify_checksums(save) or "")
     with pytest.raises(CheckpointError, match=r"resume=.*damaged"):
+        find_checkpoint(folder, str(save))
+
+
+@pytest.mark.parametrize(
+    ("hashes", "said"),
+    [
+        ({}, "is not in manifest.json"),
+        ({"weights.safetensors": None}, "weights.safetensors is not in manifest.json"),
+        ({"state.json": None}, "state.json is not in manifest.json"),
+        ({"../../../../../../../etc/hostname": "0"}, "etc/hostname is missing"),
+        ({"/etc/hostname": "0"}, "/etc/hostname is missing"),
+        (["state.json"], "manifest.json cannot be read"),
+        ("[" * 100_000, "manifest.json cannot be read"),
+    ],
+)
+def test_checkpoint_with_another_manifest_is_damaged(
+    stepper: Stepper, folder: Path, hashes: dict[str, str | None] | list[str] | str, said: str
+) -> None:
+    """A manifest may list more than it must, and lacks no file that is read."""
+    save = saved(checkpoints(folder), Progress(step=1), stepper)
+    (save / "notes.txt").write_text("mine")
+    assert find_checkpoint(folder, str(save)) == (save, [])
+    manifest = save / "manifest.json"
+    if isinstance(hashes, dict) and hashes:
+        all_hashes = json.loads(manifest.read_text()) | hashes
+        hashes = {name: each for name, each in all_hashes.items() if each is not None}
+    manifest.write_text(hashes if isinstance(hashes, str) else json.dumps(hashes))
+    with pytest.raises(CheckpointError, match=re.escape(said)):
         find_checkpoint(folder, str(save))
 
 
