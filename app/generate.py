@@ -11,6 +11,7 @@ python -m app.generate model=Qwen/Qwen3-8B prompt="..." temperature=0.7     a fo
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,8 @@ def generate(config: GenerateConfig) -> None:
         prompts_file(config.prompts)
     folder = None if config.run is None else finished_folder(config.run)
     run = None if folder is None else read_run(folder / "run.yaml")
+    if run is not None:  # it may come from others
+        run.model.trust_remote_code = config.trust_remote_code
     if folder is not None and run is not None and run.task.kind == "classification":
         _classify(config, folder, run)
         return
@@ -77,7 +80,7 @@ def _classify(config: GenerateConfig, folder: Path, run: RunConfig) -> None:
     from app.model.tasks import task_of
 
     _use_threads(config)
-    tokenizer = load_tuned_tokenizer(folder / "final")
+    tokenizer = load_tuned_tokenizer(folder / "final", config.trust_remote_code)
     lm = load_tuned(
         folder, run.model, task_of(run.task), adapter=config.adapter, quantization=run.quantization, seed=run.seed
     )
@@ -127,11 +130,12 @@ def _build_generator(config: GenerateConfig, folder: Path | None, run: RunConfig
     from app.model.tasks import TASKS
 
     if folder is not None and run is not None:
-        tokenizer = load_tuned_tokenizer(folder / "final")
+        tokenizer = load_tuned_tokenizer(folder / "final", config.trust_remote_code)
         lm = load_tuned(folder, run.model, TASKS["causal"], adapter=config.adapter, quantization=run.quantization)
         chat = has_chats(run.dataset)
     else:
-        lm, tokenizer = load_any(named_model(str(config.model)), TASKS["causal"])
+        model = replace(named_model(str(config.model)), trust_remote_code=config.trust_remote_code)
+        lm, tokenizer = load_any(model, TASKS["causal"])
         chat = bool(tokenizer.chat_template)
     torch.manual_seed(config.seed)
     _use_threads(config)

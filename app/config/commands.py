@@ -113,6 +113,7 @@ class GenerateConfig:
     output: str | None = None
     system: str | None = None
     adapter: bool = True
+    trust_remote_code: bool = False  # typed as model.trust_remote_code, as in app.train
     chat: bool | None = None  # null: as the run was trained, or whether there is a chat template
     max_new_tokens: int = number(256, at_least=1)
     temperature: float = number(0.0, at_least=0)
@@ -133,7 +134,9 @@ class GenerateConfig:
 
 def generate_config(arguments: Sequence[str]) -> GenerateConfig:
     """Read the command line; one ConfigError has all its problems."""
-    return parse_command(arguments, GenerateConfig, _generate_problems)
+    key = "trust_remote_code="
+    words = [text.removeprefix("model.") if text.startswith(f"model.{key}") else text for text in arguments]
+    return parse_command(words, GenerateConfig, _generate_problems)
 
 
 def _generate_problems(config: GenerateConfig) -> Iterator[str]:

@@ -87,7 +87,8 @@ _WEIGHTS = "because the weights are those of the run; weights=tuned, base or bot
 EVALUATE_ALLOWED = (
     *("run", "weights", "output_dir", "cache_dir", "dataset", "attention", "precision"),
     *("batching.packing", "batching.tokens", "eval.rows", "launch.threads", "launch.num_processes"),
-    *("model.path", "model.chat_template", "model.template_options", "harness", "harness_limit", "harness_chat"),
+    *("model.path", "model.chat_template", "model.template_options", "model.trust_remote_code"),
+    *("harness", "harness_limit", "harness_chat"),
 )
 _EVALUATE_WHY_NOT = {
     "": "because an evaluation trains nothing",
@@ -202,6 +203,7 @@ def _rows_to_score(own_dataset: DatasetConfig, given: dict[str, Any], changes: C
 
 EXPORT_ALLOWED = (
     *("run", "to", "kind", "dtype", "shard_gb", "cache_dir", "launch.threads", "model.path"),
+    "model.trust_remote_code",
     *("dataset.path", "dataset.eval_path", "dataset.eval_fraction"),
 )
 _EXPORT_WHY_NOT = {"": "because an export writes down what the run made; only its files may lie elsewhere"}
@@ -255,7 +257,7 @@ def _export_problems(config: ExportConfig, changes: Changes) -> Iterator[str]:
 REPRODUCE_ALLOWED = (
     *("run", "output_dir", "steps", "tolerance", "anyway", "attention", "precision", "launch.threads"),
     *("cache_dir", "dataset.path", "dataset.mix", "dataset.eval_path"),
-    *("model.path", "model.tokenizer", "model.chat_template"),
+    *("model.path", "model.tokenizer", "model.chat_template", "model.trust_remote_code"),
 )
 _REPRODUCE_WHY_NOT = {"": "because a run is reproduced with its own settings; only its files may lie elsewhere"}
 

@@ -1,5 +1,6 @@
 """Command line and conf/ into a checked RunConfig; changes to the run of a run.yaml."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -11,8 +12,9 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
+from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from yaml import AliasEvent, YAMLError, load
 
 from app.assets import PREFIX
 from app.config import groups
@@ -26,6 +28,8 @@ from app.errors import CheckpointError, ConfigError, refuse
 VERSION_BASE = "1.3"
 _WARMUPS = ("schedule.warmup_steps", "schedule.warmup_fraction")
 _SAMPLE = "asset:sample/"
+_MAX_YAML_BYTES, _MAX_YAML_DEPTH = 1 << 20, 32
+_REFERENCE = re.compile(r"(\\*)\$\{")
 
 Run = TypeVar("Run", bound=RunConfig)
 
@@ -62,11 +66,44 @@ def _of_own_rows(run: RunConfig) -> RunConfig:
 def read_run(file: Path) -> RunConfig:
     """The run of a run.yaml, without the rules: those about resume and folders hold at its start only."""
     try:
-        data = OmegaConf.to_container(OmegaConf.load(file))
-        return parse_section(RunConfig, data if isinstance(data, dict) else {})  # type: ignore[arg-type]
-    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException, ConfigError) as fault:
+        data = read_yaml(file)
+        return parse_section(RunConfig, data if isinstance(data, dict) else {})
+    except (OSError, ValueError, YAMLError, ConfigError) as fault:
         reason = " ".join(fault.problems) if isinstance(fault, ConfigError) else _one_line(fault)
         raise CheckpointError(f"{file} cannot be read as the configuration of a run: {reason}") from fault
+
+
+def read_yaml(file: Path) -> Any:
+    """Plain data of a YAML file without aliases, which multiply; ValueError if it is too large."""
+    if file.stat().st_size > _MAX_YAML_BYTES:
+        raise ValueError(f"it is larger than {_MAX_YAML_BYTES >> 20} MB")
+    return load(file.read_text(encoding="utf-8"), _FlatLoader)
+
+
+class _FlatLoader(get_yaml_loader()):  # type: ignore[misc]
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.depth > _MAX_YAML_DEPTH or self.check_event(AliasEvent):
+            raise YAMLError("it has an alias, or is nested too deep")
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+def to_yaml(data: Mapping[str, Any]) -> str:
+    """Plain data as YAML, for `read_yaml`."""
+    return OmegaConf.to_yaml(OmegaConf.create(_literal(data)), resolve=True)
+
+
+def _literal(value: Any) -> Any:
+    """The same data with each `${` escaped, for OmegaConf to take it as text."""
+    if isinstance(value, Mapping):
+        return {key: _literal(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_literal(inner) for inner in value]
+    return _REFERENCE.sub(r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 # ---- a command line
@@ -198,11 +235,15 @@ def _varied_run(overrides: Sequence[str]) -> RunConfig:
 
 
 def apply_changes(run: RunConfig, changes: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain data of a run with `over` and then `changes` applied; a chosen group replaces its section."""
+    """Plain data of a run with `over` and then `changes` applied; a chosen group replaces its section.
+
+    The run may come from others: only what is typed runs code of a model or names a folder of compiled kernels.
+    """
     choices = {key: value for key, value in changes.items() if key in groups.choices_by_group()}
     sections = {group: load_choice(group, choice) for group, choice in choices.items()}
-    config = OmegaConf.create({**asdict(run), **sections})
-    for key, value in {**over, **changes}.items():
+    config = OmegaConf.create({**_literal(asdict(run)), **sections})
+    own = {"model.trust_remote_code": False, "cache_dir": read_yaml(groups.CONF / "config.yaml")["cache_dir"]}
+    for key, value in {**own, **over, **changes}.items():
         if key not in choices:
             OmegaConf.update(config, key, value, merge=True)
     return _plain(config)

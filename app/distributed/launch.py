@@ -14,9 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from app.config.load import read_run
+from app.config.load import read_run, to_yaml
 from app.config.schema import LaunchConfig, RunConfig
 from app.distributed.environment import world
 from app.distributed.failures import FOLDER, Failure, failure_message, quiet_connections, read_failure, root_cause
@@ -104,8 +102,7 @@ def train_in_processes(count: int, run: RunConfig, resume_command: str, depth_fi
     """
     for restarts_left in range(MAX_RESTARTS, -1, -1):
         before = read_depth(depth_file)
-        settings = OmegaConf.to_yaml(OmegaConf.create(asdict(run)))
-        code = launch(count, ["-m", "app.train"], {_RUN_FILE: settings, _RESUME_FILE: resume_command})
+        code = launch(count, ["-m", "app.train"], {_RUN_FILE: to_yaml(asdict(run)), _RESUME_FILE: resume_command})
         depth = read_depth(depth_file)
         if depth <= before or not restarts_left:
             break

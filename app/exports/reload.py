@@ -25,7 +25,9 @@ def load(plan: dict[str, Any]) -> Any:
         "local_files_only": True,
     }
     if plan["config"] is not None:
-        options["config"] = transformers.AutoConfig.from_pretrained(plan["config"], local_files_only=True)
+        options["config"] = transformers.AutoConfig.from_pretrained(
+            plan["config"], trust_remote_code=plan["trust_remote_code"], local_files_only=True
+        )
     if plan["four_bit"] is not None:
         options["quantization_config"] = transformers.BitsAndBytesConfig(**plan["four_bit"])
     lm = getattr(transformers, plan["auto_class"]).from_pretrained(plan["base"] or plan["folder"], **options)

@@ -21,7 +21,15 @@ from app.model.base_weights import Base, LoadOptions, can_be_filled, random_tens
 from app.model.head import in_backbone
 from app.model.quantization import Quantizer, other_linear_layers, require_quantizable
 from app.model.safetensors_files import stored_tensors
-from app.model.source import fetch_folder, folder_at_hand, gist, local_place, require_config, require_weights
+from app.model.source import (
+    REMOTE_CODE,
+    fetch_folder,
+    folder_at_hand,
+    gist,
+    local_place,
+    require_config,
+    require_weights,
+)
 from app.model.supported_models import require_kind, require_structure
 from app.model.tasks import Task
 
@@ -154,8 +162,7 @@ def _numbers_of(config: ModelConfig, task: Task, folder: Path) -> Any:
     except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as fault:
         raise EnvironmentProblem(
             f"model.path={config.path}: {folder / 'config.json'} is not a configuration that this transformers can "
-            f"use ({gist(fault)}). Code that a model brings along is run only with "
-            "model.trust_remote_code=true."
+            f"use ({gist(fault)}). {REMOTE_CODE}"
         ) from fault
     _require_no_other_classes(config, task, numbers)
     return task.configured(numbers)

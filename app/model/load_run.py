@@ -15,7 +15,7 @@ from app.model.build import DTYPES, ModelSections, build_base
 from app.model.load_base import drawing_by, open_folder, read_weights, stored_dtype
 from app.model.lora import quiet_peft
 from app.model.quantization import quantization_after_training, quantizer_of
-from app.model.source import fetch_folder, gist, require_weights
+from app.model.source import REMOTE_CODE, fetch_folder, gist, require_weights
 from app.model.tasks import Task, task_of
 from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
@@ -97,11 +97,14 @@ def load_any(model: ModelConfig, task: Task) -> tuple[Any, Any]:
     return _for_answers(read_weights(model, task, folder, dtype="auto", device_map={"": _device()})), tokenizer
 
 
-def load_tuned_tokenizer(final: Path) -> Any:
+def load_tuned_tokenizer(final: Path, trust_remote_code: bool = False) -> Any:  # noqa: FBT001, FBT002
     """The tokenizer that was saved with the weights, chat template included."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(final), local_files_only=True)
+    try:  # without a word about its code transformers would ask at a terminal
+        return AutoTokenizer.from_pretrained(str(final), trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as fault:
+        raise CheckpointError(f"no tokenizer can be read from {final} ({gist(fault)}). {REMOTE_CODE}") from fault
 
 
 def _is_adapter_only(folder: Path) -> bool:

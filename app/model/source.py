@@ -13,6 +13,7 @@ from app.assets import PREFIX, locate
 from app.config.schema import ModelConfig
 from app.errors import EnvironmentProblem
 
+REMOTE_CODE = "Code that a model brings along is run only with model.trust_remote_code=true."
 _TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
 _WEIGHT_FILES = ["*.safetensors"]
 _HASHED_BLOCKS, _BLOCK_BYTES = 64, 64 << 10

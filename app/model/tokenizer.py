@@ -11,7 +11,7 @@ from app.chat_rendering import ConversationRefused, render_chat
 from app.config.did_you_mean import did_you_mean, nearest
 from app.config.schema import ModelConfig
 from app.errors import ConfigError, EnvironmentProblem, refuse
-from app.model.source import fetch_folder, gist
+from app.model.source import REMOTE_CODE, fetch_folder, gist
 
 _SHIPPED = "asset:tiny"
 
@@ -33,7 +33,7 @@ def load_tokenizer(config: ModelConfig, *, needs_template: bool) -> Any:
         key = "model.path" if path == config.path else "model.tokenizer"
         raise EnvironmentProblem(
             f"{key}={path}: no tokenizer can be read from {folder} ({gist(fault)}). "
-            "Give model.tokenizer=DIR with a tokenizer.json."
+            f"Give model.tokenizer=DIR with a tokenizer.json. {REMOTE_CODE}"
         ) from fault
     if not tokenizer.is_fast:
         raise EnvironmentProblem(

@@ -10,8 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from omegaconf import OmegaConf
-
+from app.config.load import to_yaml
 from app.config.schema import TrackerConfig
 from app.errors import AppError, EnvironmentProblem, Unfinished
 from app.files import append_text, report_write_errors, write_json, write_text
@@ -80,7 +79,7 @@ class Recorder:
         problem = recorder._open_tracker(tracker, safe_run, step)
         with report_write_errors(folder.result):
             folder.result.unlink(missing_ok=True)  # of an earlier start
-        write_text(folder.run_yaml, OmegaConf.to_yaml(OmegaConf.create(safe_run)))
+        write_text(folder.run_yaml, to_yaml(safe_run))
         if recorder._manifest and recorder._manifest.problem:
             recorder.message(recorder._manifest.problem)
         recorder.add_facts(**facts)

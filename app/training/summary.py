@@ -196,12 +196,14 @@ def closing_message(
     speed, what = result.get("tokens_per_second"), "model" if run.adapter.kind == "none" else "adapter"
     evaluated = "" if progress.last_eval_loss is None else f", eval loss {progress.last_eval_loss:.4f}"
     evaluated += "".join(_shares(finite(metrics), progress.start_metrics))
+    try_it = [python(), "-m", "app.generate", f"run={folder.path}"]
+    try_it += ["model.trust_remote_code=true"] if run.model.trust_remote_code else []
     return (
         f"{_memory_line(result)}"
         f"done    {many(progress.step, 'step')}, loss {progress.first_loss:.4f} -> {progress.last_loss:.4f}{evaluated}"
         f"{f', {speed:,.0f} tokens/s' if speed else '; nothing was left to do'}\n"
         f"{what:<7} {folder.final}\n"
-        f'try it  {shlex.join([python(), "-m", "app.generate", f"run={folder.path}"])} prompt="..."'
+        f'try it  {shlex.join(try_it)} prompt="..."'
     )
 
 

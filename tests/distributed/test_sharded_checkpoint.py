@@ -112,7 +112,7 @@ def with_shard(content: dict[str, Any], at: int, value: Any) -> dict[str, Any]:
         lambda content: with_shard(content, 3, "0"),
         lambda content: content | {"weights/a": {"size": [2, 3]}},
         lambda content: content | {"weights/a": None},
-        lambda content: list(content),
+        list,
     ],
 )
 def test_damaged_metadata_of_a_sharded_checkpoint_is_told(change: Any, tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ import errno
 import json
 import math
 import os
-import re
 import pickle
+import re
 import shlex
 import shutil
 import traceback

@@ -1,0 +1,90 @@
+"""A run.yaml that others made: what it cannot decide, and what it cannot do to its reader."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config.commands import generate_config
+from app.config.finished_run import as_run, evaluate_config, export_config, reproduce_config
+from app.config.load import compose_run, read_run, to_yaml
+from app.config.schema import RunConfig
+from app.errors import CheckpointError
+from tests.config.small import data_with
+
+TYPED = "model.trust_remote_code=true"
+
+
+def no_choices(_folder: Path) -> dict[str, Any]:
+    return {}
+
+
+READERS = {
+    "from": lambda run, *more: compose_run([f"varied_from={run}", *more]),
+    "evaluate": lambda run, *more: evaluate_config([f"run={run}", *more], no_choices),
+    "export": lambda run, *more: export_config([f"run={run}", "to=x", "kind=adapter", *more], no_choices),
+    "reproduce": lambda run, *more: reproduce_config([f"run={run}", *more], no_choices),
+}
+
+
+def received(folder: Path, **changes: Any) -> Path:
+    (folder / "final").mkdir(parents=True)
+    data = data_with({"model.suggest.length": 100, **{key.replace("__", "."): each for key, each in changes.items()}})
+    (folder / "run.yaml").write_text(to_yaml(data))
+    return folder
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_received_run_trusts_code_only_where_typed(tmp_path: Path, command: str) -> None:
+    run = received(tmp_path / "run", model__trust_remote_code=True, cache_dir=str(tmp_path / "kernels"))
+    assert read_run(run / "run.yaml").model.trust_remote_code  # for the processes of a launch
+    config = READERS[command](str(run))
+    assert not config.model.trust_remote_code
+    assert config.cache_dir == compose_run([]).cache_dir
+    typed = READERS[command](str(run), TYPED, "cache_dir=mine")
+    assert (typed.model.trust_remote_code, typed.cache_dir) == (True, "mine")
+
+
+def test_generate_learns_to_trust_code() -> None:
+    assert not generate_config(["run=r"]).trust_remote_code
+    assert generate_config(["run=r", TYPED]).trust_remote_code
+
+
+NAMES = ["${seed}", "${oc.env:HOME}", "\\${seed}", "\\\\${seed}", "${", "$${a}", "???", "\\", "a\\${b}c\\"]
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_received_run_has_references_as_text(tmp_path: Path, command: str) -> None:
+    run = received(tmp_path / "run", model__licence_page="https://x/${oc.env:HOME}", adapter__targets=NAMES)
+    config: RunConfig = READERS[command](str(run))
+    assert config.model.licence_page == "https://x/${oc.env:HOME}"
+    assert config.adapter.targets == NAMES
+    (run / "run.yaml").write_text(to_yaml(asdict(as_run(config))))
+    assert read_run(run / "run.yaml").adapter.targets == NAMES
+    typed: RunConfig = compose_run([f"varied_from={run}", "model.licence_page=https://x/${seed}"])
+    assert typed.model.licence_page == "https://x/0"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: &a [x]\n" + "".join(f"{c}: &{c} [{', '.join([f'*{b}'] * 9)}]\n" for b, c in zip("abcdefgh", "bcdefghi")), "alias"),
+        ("&a [*a]", "alias"),
+        ("seed: " + "[" * 5_000, "nested too deep"),
+        ("seed: " + "{a: " * 5_000, "nested too deep"),
+        ("# " + "x" * (2 << 20), "larger than 1 MB"),
+        ("seed: " + "9" * 5_000, "cannot be read"),
+        ("seed: !!python/object/apply:os.mkdir [made]", "constructor"),
+        ("seed: !!timestamp 9999-99-99", "cannot be read"),
+        ("? {a: 1}\n: 2", "unhashable"),
+        ("seed: 1\nseed: 2", "duplicate"),
+        ("seed: \x00", "special characters"),
+        ("1: 2\nseed: {}", "is not a key"),
+    ],
+)  # fmt: skip
+def test_hostile_run_yaml_is_told(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(CheckpointError, match=f"cannot be read as the configuration of a run: .*{said}|^.*{said}"):
+        read_run(file)
