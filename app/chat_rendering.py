@@ -42,7 +42,7 @@ def render_chat(
             f"model.chat_template: line {error.lineno}: {str(error.message).rstrip('.')}. {_REMEDY}."
         ) from error
     except SecurityError as error:
-        raise ConfigError(f"model.chat_template: it may not do this: {error}. {_REMEDY}.") from error
+        raise ConfigError(f"model.chat_template: it may not do this: {str(error).rstrip('.')}. {_REMEDY}.") from error
     except (TemplateError, TypeError) as error:  # a TypeError: it adds text to what is none
         raise ConversationRefused(str(error)) from error
     except _TooSlow:

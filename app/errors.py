@@ -5,6 +5,8 @@ A message names the key to type, the value given, the cause and the remedy.
 
 from collections.abc import Iterable, Sequence
 
+from app.safe_text import safe_text
+
 
 class AppError(Exception):
     """One or several problems that the user can solve, reported without a traceback."""
@@ -16,11 +18,11 @@ class AppError(Exception):
         super().__init__("\n".join(self.problems))
 
     def report(self) -> str:
-        """The message to print: one line, or a numbered list."""
+        """The message to print, without secrets and control characters: one line, or a numbered list."""
         if len(self.problems) == 1:
-            return f"error: {self.problems[0]}"
+            return safe_text(f"error: {self.problems[0]}")
         listed = "\n".join(f"  {i}. {problem}" for i, problem in enumerate(self.problems, 1))
-        return f"error: {len(self.problems)} problems\n{listed}"
+        return safe_text(f"error: {len(self.problems)} problems\n{listed}")
 
 
 class ConfigError(AppError):

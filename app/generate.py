@@ -23,7 +23,7 @@ from app.config.load import named_model, read_run
 from app.config.schema import RunConfig
 from app.errors import ConfigError, PromptTooLong
 from app.files import write_text
-from app.tracking.formatting import printable
+from app.safe_text import printable
 
 if TYPE_CHECKING:
     from app.data.types import Message

@@ -19,11 +19,11 @@ from app.model.build import DTYPES, base_path
 from app.model.merge import EXPORTED, Merge, fully_trained_weights, merged_config, plan_merge, read_lora_deltas
 from app.model.quantization import missing_hardware, quantization_after_training
 from app.model.save import add_transformers_4_keys
+from app.safe_text import redact
 from app.tracking.formatting import format_bytes
 from app.tracking.manifest import read_manifest
 from app.tracking.model_card import CARD, model_card
 from app.tracking.recorder import read_result
-from app.tracking.redact import redact
 from app.training.final_model import loading_of
 
 _ADAPTER = "adapter_config.json"

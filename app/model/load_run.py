@@ -97,7 +97,7 @@ def load_any(model: ModelConfig, task: Task) -> tuple[Any, Any]:
     return _for_answers(read_weights(model, task, folder, dtype="auto", device_map={"": _device()})), tokenizer
 
 
-def load_tuned_tokenizer(final: Path, trust_remote_code: bool = False) -> Any:  # noqa: FBT001, FBT002
+def load_tuned_tokenizer(final: Path, trust_remote_code: bool = False) -> Any:
     """The tokenizer that was saved with the weights, chat template included."""
     from transformers import AutoTokenizer
 

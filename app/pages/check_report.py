@@ -11,8 +11,8 @@ from rich.text import Text
 from app.pages.check_summary import Section, cluster_sections, counted_processes, data_sections, memory_sections
 from app.pages.read_run import TrainingSample
 from app.pages.render import render
+from app.safe_text import printable
 from app.tracking.console import SafeStream, print_table, rich_terminal
-from app.tracking.formatting import printable
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal

@@ -10,11 +10,11 @@ from typing import Any
 
 import yaml
 
+from app.safe_text import redact
 from app.tracking.formatting import finite_number, format_integer
 from app.tracking.jsonl_metrics import read_lines
 from app.tracking.output_dir import RunFolder, lock_owner
 from app.tracking.recorder import read_result
-from app.tracking.redact import redact
 
 UNFINISHED, RUNNING = "unfinished", "running"
 _STAMP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d)  ", re.MULTILINE)

@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 import app
 from app.files import write_text
 from app.pages.charts import percent
-from app.tracking.formatting import printable
+from app.safe_text import printable
 
 GENERATOR = "app.report"  # marks pages that app.report may overwrite
 _MAX_TEXT_CHARACTERS = 20_000  # of a prompt or an answer

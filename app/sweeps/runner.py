@@ -11,6 +11,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 
 from app.pages.render import write_page
 from app.pages.sweep_page import sweep_page
+from app.safe_text import redact_text
 from app.signals import CTRL_C, START_ME_AGAIN, StopRequest, listening
 from app.sweeps.trial_process import TrialLog, TrialProcess, reason
 from app.sweeps.trials import (
@@ -31,7 +32,6 @@ from app.tracking.console import Console
 from app.tracking.formatting import align, format_duration
 from app.tracking.output_dir import lock_owner
 from app.tracking.recorder import read_result
-from app.tracking.redact import redact_text
 
 SOME_FAILED = 3
 _POLL_SECONDS = 0.2

@@ -15,9 +15,9 @@ from hydra.errors import HydraException
 from app.config.overrides import parse_override
 from app.errors import AppError, CheckpointError, ConfigError
 from app.files import write_json
+from app.safe_text import redact
 from app.tracking.formatting import NO_VALUE, align_columns, format_count, format_integer, format_or
 from app.tracking.output_dir import ClaimedFolder, shown_names
-from app.tracking.redact import redact
 
 PENDING, RUNNING, FAILED, STOPPED = "pending", "running", "failed", "stopped"
 FINISHED, DRY_RUN = "finished", "dry_run"

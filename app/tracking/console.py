@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from app.tracking.formatting import printable, step_line, step_parts
+from app.safe_text import printable
+from app.tracking.formatting import step_line, step_parts
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal

@@ -1,14 +1,12 @@
 """Numbers, steps and samples as the text that people read: console, log, pages, model card."""
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 NO_VALUE = "-"
 _ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
-_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +45,6 @@ def truncate(text: str, width: int, *, at_end: bool = True) -> str:
     return line[: width - 1] + _ELLIPSIS if at_end else _ELLIPSIS + line[1 - width :]
 
 
-def printable(text: str) -> str:
-    """Replace the control characters by which a model's answer could rewrite the screen."""
-    return _CONTROL_CHARACTERS.sub("\N{REPLACEMENT CHARACTER}", text)
-
-
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested settings with dotted keys."""
     found: dict[str, Any] = {}
@@ -84,7 +77,7 @@ def samples_text(step: int, samples: Sequence[Sample]) -> str:
     blocks = [
         align([("prompt", each.prompt), ("expected", each.expected), ("answer", each.answer_text)]) for each in samples
     ]
-    return printable(f"samples at step {step}\n" + "\n\n".join(blocks))
+    return f"samples at step {step}\n" + "\n\n".join(blocks)
 
 
 def format_count(number: float) -> str:

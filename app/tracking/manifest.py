@@ -13,7 +13,7 @@ from typing import Any
 import app
 from app.errors import CheckpointError
 from app.files import write_json
-from app.tracking.redact import redact
+from app.safe_text import redact
 from app.tracking.trackers import TRACKERS
 
 PACKAGES = (

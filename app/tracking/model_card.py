@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from app.safe_text import safe_text
 from app.tracking.formatting import format_bytes
-from app.tracking.redact import redact_text
 
 CARD = "README.md"
 _SETTINGS = {
@@ -100,7 +100,7 @@ def model_card(run: Mapping[str, Any], manifest: Mapping[str, Any], result: Mapp
         "## Made with",
         _table(("", ""), _origin(manifest, result)),
     ]
-    return redact_text("\n\n".join(part for part in parts if part)) + "\n"
+    return safe_text("\n\n".join(part for part in parts if part)) + "\n"
 
 
 def _front(run: Mapping[str, Any], loading: Loading) -> str:

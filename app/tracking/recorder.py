@@ -14,12 +14,12 @@ from app.config.load import to_yaml
 from app.config.schema import TrackerConfig
 from app.errors import AppError, EnvironmentProblem, Unfinished
 from app.files import append_text, report_write_errors, write_json, write_text
+from app.safe_text import redact, redact_text, safe_text
 from app.tracking.console import Console, open_console
 from app.tracking.formatting import Sample, align_columns, evaluation_line, samples_text, step_line, truncate
 from app.tracking.jsonl_metrics import StepLog, finite_or_none, read_lines
 from app.tracking.manifest import Manifest
 from app.tracking.output_dir import RunFolder
-from app.tracking.redact import redact, redact_text
 from app.tracking.trackers import Tracker, open_tracker
 
 STATUSES = ("finished", "stopped", "failed", "dry_run")
@@ -107,9 +107,8 @@ class Recorder:
 
     def message(self, text: str) -> None:
         """Print a message and add it to the log."""
-        safe_text = redact_text(text)
-        self._console.say(safe_text)
-        self._write_log(safe_text)
+        self._console.say(redact_text(text))
+        self._write_log(text)
 
     def step(self, values: Mapping[str, float | int | None], seconds_left: float | None = None) -> None:
         """Record the metrics of a step: `step`, `loss` and others."""
@@ -130,10 +129,10 @@ class Recorder:
         """Record answers of the model; those of the first and last step are shown at the end of the run."""
         if not self.enabled or not samples:
             return
-        for each in samples:
-            known = {key: value for key, value in asdict(each).items() if value is not None}
+        safe = [redact({key: value for key, value in asdict(each).items() if value is not None}) for each in samples]
+        for known in safe:
             self._samples.write({"step": step, **known})
-        text = samples_text(step, samples)
+        text = samples_text(step, [Sample(**known) for known in safe])
         self._write_log(text)
         if step not in {0, self._total}:
             self._console.say(text)
@@ -179,7 +178,7 @@ class Recorder:
         # What it failed of may keep these from being written too, and must stay what is raised.
         with suppress(AppError):
             if not isinstance(fault, KeyboardInterrupt | SystemExit):
-                self._write_log(redact_text(_describe_failure(fault)))
+                self._write_log(_describe_failure(fault))
         with suppress(AppError):
             self.finish("stopped" if stopped else "failed", error=_reason_of(fault))
 
@@ -203,7 +202,7 @@ class Recorder:
 
     def _write_log(self, text: str) -> None:
         now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-        append_text(self._log, f"{now}  {text}\n")
+        append_text(self._log, f"{now}  {safe_text(text)}\n")
 
     def _open_tracker(self, config: TrackerConfig, run: Mapping[str, Any], step: int | None) -> str | None:
         """Open the tracker. A new run is refused without it; a resumed one gets the problem as text."""

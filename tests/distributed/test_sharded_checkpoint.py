@@ -70,7 +70,7 @@ def as_bytes(metadata: Metadata, place: Path) -> Metadata:
     torch.save(Harmful(place / "made"), place / "__0_0.distcp")
     found = next(iter(metadata.storage_data.values()))
     whole = replace(found, relative_path="__0_0.distcp", offset=0, length=(place / "__0_0.distcp").stat().st_size)
-    names = dict.fromkeys(metadata.state_dict_metadata, BytesStorageMetadata())
+    names: dict[str, Any] = dict.fromkeys(metadata.state_dict_metadata, BytesStorageMetadata())
     return replace(metadata, state_dict_metadata=names, storage_data={MetadataIndex(name): whole for name in names})
 
 

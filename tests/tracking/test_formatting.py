@@ -8,7 +8,6 @@ from app.tracking.formatting import (
     format_count,
     format_duration,
     format_number,
-    printable,
     samples_text,
     step_line,
 )
@@ -28,7 +27,7 @@ def test_evaluation_line() -> None:
 
 
 def test_samples_text() -> None:
-    assert samples_text(10, [Sample("2+2?", "4", "5\nor so"), Sample("a", "b", "c\x1b[2J")]) == (
+    assert samples_text(10, [Sample("2+2?", "4", "5\nor so"), Sample("a", "b", "c")]) == (
         "samples at step 10\n"
         "prompt    2+2?\n"
         "expected  4\n"
@@ -37,7 +36,7 @@ def test_samples_text() -> None:
         "\n"
         "prompt    a\n"
         "expected  b\n"
-        "answer    c\ufffd[2J"
+        "answer    c"
     )
 
 
@@ -62,11 +61,6 @@ def test_format_bytes_and_duration() -> None:
         "1:02:05",
         "100:00:00",
     ]
-
-
-def test_printable_replaces_control_characters() -> None:
-    assert printable("é日本👩‍💻\u00a0\t\n") == "é日本👩‍💻\u00a0\t\n"
-    assert printable("a\x1b]0;title\x07\r\x9b") == "a\ufffd]0;title\ufffd\ufffd\ufffd"
 
 
 def test_format_number_significant_digits() -> None:

@@ -105,3 +105,7 @@ def test_model_card_redacts_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_KEY", "very-secret-value")
     model = {"path": "https://u:very-secret-value@host/x", "weights": "pretrained"}
     assert "very-secret-value" not in card(run={"model": model})
+
+
+def test_model_card_has_no_control_characters() -> None:
+    assert not set(card(run={"model": {"path": "a\x1b[2J\u202e", "weights": "pretrained"}})) & {"\x1b", "\u202e"}

@@ -104,13 +104,15 @@ def test_recorder_redacts_secrets(folder: RunFolder, monkeypatch: pytest.MonkeyP
     screen = StringIO()
     run = {"model": {"path": "https://correct-horse-battery@host"}, "hub_token": "geheim"}
     with Recorder.open(folder, NO_TRACKER, run, {"overrides": ["+hub_token=geheim"]}, open_console(screen)) as record:
-        record.message("401 for correct-horse-battery")
+        record.message("401 for correct-horse-battery\x1b[2J\u202e")
+        record.samples(0, [Sample("\x1b]0;a", "correct-horse-battery", "https://me:geheim@host")])
         with pytest.raises(ConfigError):
             fail_within(record, ConfigError("bad correct-horse-battery"))
     everything = screen.getvalue() + "".join(path.read_text() for path in folder.path.iterdir())
     assert "***" in everything
     assert "correct-horse" not in everything
     assert "geheim" not in everything
+    assert not set(folder.log.read_text()) & {"\x1b", "\u202e"}
 
 
 def fail_within(record: Recorder, fault: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""Redaction of secrets in everything that is written."""
+"""Text for people and files: without secrets, and without characters that control a terminal."""
 
 import os
 import re
@@ -7,10 +7,17 @@ from typing import Any
 
 MASK = "***"
 
-_SECRET_NAME = re.compile(r"(?:^|[^a-z0-9])(?:token|(?:api)?key|secret|password|passwd|credentials?)$", re.IGNORECASE)
+_SECRET_WORD = r"(?:token|(?:api)?key|secret|pass(?:word|wd|phrase)?|pat|credentials?)"
+_SECRET_NAME = re.compile(rf"(?:^|[^a-z0-9]|pg){_SECRET_WORD}(?:_\d+)?$", re.IGNORECASE)
 _HARMLESS_NAME = re.compile(r"(?:cache_key|(?:bos|eos|pad|unk|sep|cls|mask|image|video|audio)_token)$", re.IGNORECASE)
 _OVERRIDE = re.compile(r"^([+~-]*[\w./@-]+)=(.+)$", re.DOTALL)
-_SHAPES = ((re.compile(r"\bhf_[A-Za-z0-9]{20,}"), MASK), (re.compile(r"(://)[^/\s@]+@"), rf"\1{MASK}@"))
+_SHAPES = (
+    (re.compile(r"\bhf_[A-Za-z0-9]{20,}"), MASK),
+    (re.compile(r"(://)[^/\s@]+@"), rf"\1{MASK}@"),
+    (re.compile(rf"([?&](?:[\w-]*[_-])?(?:{_SECRET_WORD}|sig|signature)=)[^&#\s'\"]+", re.IGNORECASE), rf"\1{MASK}"),
+)
+# the controls of a terminal, and those that turn the direction of the text after them
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _MIN_SECRET_LENGTH = 8  # a shorter value may occur in harmless texts
 
 
@@ -33,6 +40,16 @@ def redact_text(text: str) -> str:
     for shape, replacement in _SHAPES:
         text = shape.sub(replacement, text)
     return text
+
+
+def printable(text: str) -> str:
+    """Replace the control characters by which a text of others could rewrite the screen."""
+    return _CONTROL_CHARACTERS.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def safe_text(text: str) -> str:
+    """Text for a terminal or a log."""
+    return printable(redact_text(text))
 
 
 def _redact_value(name: str, value: Any) -> Any:
