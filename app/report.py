@@ -11,7 +11,7 @@ from pathlib import Path
 
 from app.config.commands import ReportConfig, report_config, run_command
 from app.config.help import command_help
-from app.errors import ConfigError
+from app.errors import CheckpointError, ConfigError
 from app.files import write_text
 from app.pages.read_run import is_run, read_sweep
 from app.tracking.console import Console, open_console
@@ -26,7 +26,15 @@ def report(config: ReportConfig, console: Console) -> None:
     problems = [*_folder_problems(config), *_target_problems(config)]
     if problems:
         raise ConfigError(problems)
-    write_text(config.target, _page(config))
+    try:
+        page = _page(config)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as fault:
+        given = " ".join(name for name, _ in config.given)
+        raise CheckpointError(
+            f"{given}: one of its files is not as runs write it ({type(fault).__name__}: {fault}). Take a copy of the "
+            "folder, or move manifest.json, preview.json or samples.jsonl away: the page is made without them."
+        ) from fault
+    write_text(config.target, page)
     console.say(f"report  {config.target}")
 
 

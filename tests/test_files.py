@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from app.errors import EnvironmentProblem
-from app.files import append_text, checksummed_folder, delete_folder, write_json, write_text
+from app.files import append_text, checksummed_folder, delete_folder, read_json, write_json, write_text
 from tests.tracking.child import run
 
 
@@ -35,6 +35,22 @@ def test_write_text_full_disk_keeps_old_content(tmp_path: Path) -> None:
     assert "Type ulimit -f unlimited and start again" in err
     assert path.read_text() == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_write_text_follows_no_link(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    write_text(target, "mine")
+    (tmp_path / ".a.txt.partial").symlink_to(target)
+    write_text(tmp_path / "a.txt", "new")
+    assert target.read_text() == "mine"
+    assert not (tmp_path / "a.txt").is_symlink()
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", "\udce9", "9" * 5000])
+def test_read_json_damage_is_a_value_error(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a").write_text(text, errors="surrogateescape")
+    with pytest.raises(ValueError):  # noqa: PT011 (whatever it says)
+        read_json(tmp_path / "a")
 
 
 def test_write_json_fault_keeps_old_content(tmp_path: Path) -> None:

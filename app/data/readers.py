@@ -22,7 +22,9 @@ TEXT_COLUMN = "text"
 PACKED_FILES = (".gz", ".zst")
 _MAX_TEXT_BYTES = 1 << 30
 _MAX_JSON_BYTES = 512 << 20  # what `json` makes of them takes several times as much memory
+_MAX_JSON_PARTS = 20_000_000  # lists and objects, each of which takes a hundred bytes
 _MAX_ROW_BYTES = 64 << 20
+_MAX_HEADER_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 20  # read at once
 _TABLE_BATCH_ROWS = 256
 _ARROW_FILE = b"ARROW1"  # how one begins; a stream has no mark
@@ -139,6 +141,8 @@ def _read_json(stream: BinaryIO, name: str) -> Iterator[Located]:
         f"{name}: a JSON file is read as a whole, and of more than 512 MB none is; convert to JSONL, a row a line:"
         " jq -c '.[]' OLD > NEW.jsonl",
     )
+    if raw.count(b"[") + raw.count(b"{") > _MAX_JSON_PARTS:
+        raise DataError(f"{name}: has more than {_MAX_JSON_PARTS:,} lists and objects; convert it to JSON Lines")
     value = _json_value(raw, name)
     if value is None:
         yield from _read_jsonl(io.BytesIO(raw), name)
@@ -219,7 +223,7 @@ def _read_csv(stream: io.BufferedReader, name: str, delimiter: str) -> Iterator[
     csv.field_size_limit(_MAX_ROW_BYTES)  # the default stops at 131072 characters
     # A byte that is not UTF-8 makes only its own row bad: a strict decoder would fail thousands of lines earlier.
     with io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="") as lines:
-        reader = csv.reader(lines, delimiter=delimiter, strict=True)
+        reader = csv.reader(_bounded(lines, name), delimiter=delimiter, strict=True)
         header: list[str] = []
         while True:
             location = f"{name}:{reader.line_num + 1}"
@@ -239,10 +243,22 @@ def _read_csv(stream: io.BufferedReader, name: str, delimiter: str) -> Iterator[
                 header = _header(fields, location)
 
 
+def _bounded(lines: io.TextIOWrapper, name: str) -> Iterator[str]:
+    """The lines of a file, the first of which names the columns."""
+    longest = _MAX_HEADER_BYTES
+    while line := lines.readline(longest + 1):
+        if len(line) > longest:
+            raise DataError(f"{name}: has a line of more than {longest >> 20} MB, which is no row of a table")
+        longest = 2 * _MAX_ROW_BYTES + _MAX_HEADER_BYTES  # fields have a limit of their own
+        yield line
+
+
 def _header(fields: list[str], location: str) -> list[str]:
     problem = _not_utf8(fields)
     if problem or len(set(fields)) < len(fields):
-        raise DataError(f"{location}: the first line must name the columns, each once; {problem or f'found {fields}'}")
+        raise DataError(
+            f"{location}: the first line must name the columns, each once; {problem or f'found {fields[:20]}'}"
+        )
     return fields
 
 

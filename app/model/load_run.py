@@ -1,6 +1,5 @@
 """A finished run as a model to ask, by transformers and peft alone, as anybody else would load it; or to score."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,12 @@ from app.model.attention import own_attention
 from app.model.base_weights import LoadOptions
 from app.model.build import DTYPES, ModelSections, build_base
 from app.model.load_base import drawing_by, open_folder, read_weights, stored_dtype
-from app.model.lora import quiet_peft
+from app.model.lora import ADAPTER, quiet_peft, read_adapter_config
 from app.model.quantization import quantization_after_training, quantizer_of
 from app.model.source import REMOTE_CODE, fetch_folder, gist, require_weights
 from app.model.tasks import Task, task_of
 from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
-
-_ADAPTER = "adapter_config.json"
 
 
 def load_tuned(
@@ -110,11 +107,11 @@ def load_tuned_tokenizer(final: Path, trust_remote_code: bool = False) -> Any:
 def _is_adapter_only(folder: Path) -> bool:
     """That of a classifier has a config.json too, with the names of the classes."""
     weights = [file for file in folder.glob("*.safetensors") if file.name != "adapter_model.safetensors"]
-    return (folder / _ADAPTER).is_file() and not weights
+    return (folder / ADAPTER).is_file() and not weights
 
 
 def _is_adapter(final: Path) -> bool:
-    return (final / _ADAPTER).is_file()
+    return (final / ADAPTER).is_file()
 
 
 def _base_folder(run: Path, final: Path, model: ModelConfig) -> Path:
@@ -122,7 +119,7 @@ def _base_folder(run: Path, final: Path, model: ModelConfig) -> Path:
     if (run / "base").is_dir():
         return run / "base"
     if model.weights == "random":
-        named = json.loads((final / _ADAPTER).read_text())["base_model_name_or_path"]
+        named = read_adapter_config(final).get("base_model_name_or_path")
         raise CheckpointError(f"run={run}: its base of random weights is not there any more (it was {named}).")
     return fetch_folder(model, model.path, with_weights=True)
 
@@ -140,6 +137,7 @@ def _for_answers(lm: Any) -> Any:
 def _with_adapter(lm: Any, final: Path) -> Any:
     from safetensors import SafetensorError
 
+    read_adapter_config(final)
     try:
         with quiet_peft():
             from peft import PeftModel

@@ -2,8 +2,10 @@
 
 import contextlib
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,13 +13,27 @@ from torch import nn
 
 from app.config.did_you_mean import did_you_mean
 from app.config.schema import AdapterConfig
-from app.errors import ConfigError
+from app.errors import CheckpointError, ConfigError
+from app.files import read_json
 from app.model.base_weights import in_memory
 from app.model.head import head_modules, in_backbone
 from app.model.quantization import is_conv1d
 from app.model.tasks import Task
 
 ALL_LINEAR = "all-linear"
+ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# what runs write into adapter_config.json besides PEFT's defaults
+_FREE_KEYS = ("task_type", "peft_version", "base_model_name_or_path", "inference_mode", "auto_mapping", "revision")
+_WRITTEN: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(_FREE_KEYS, lambda value: isinstance(value, str | bool | dict | None)),
+    "peft_type": lambda value: value == "LORA",
+    "target_modules": lambda value: _are_names(value) and bool(value),
+    "modules_to_save": lambda value: value is None or _are_names(value),
+    "fan_in_fan_out": lambda value: isinstance(value, bool),
+    "r": lambda value: type(value) is int and value > 0,
+    **dict.fromkeys(("lora_alpha", "lora_dropout"), lambda value: type(value) in (int, float) and value >= 0),
+}
+_MODULE_NAME = re.compile(r"[\w.-]+")
 _ROUTERS = frozenset({"gate", "shared_expert_gate", "router"})
 _EXPERT_LAYERS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 
@@ -53,6 +69,31 @@ def _lora(config: AdapterConfig, task: Task, lm: Any, base_path: str) -> nn.Modu
     _assert_trained(network, {*_lora_weights(layers), *whole})
     result: nn.Module = network
     return result
+
+
+def read_adapter_config(final: Path) -> dict[str, Any]:
+    """adapter_config.json as runs write it: other keys have PEFT do more, some of it endless (a regular expression)."""
+    try:
+        config = read_json(final / ADAPTER)
+    except (OSError, ValueError) as fault:
+        raise CheckpointError(f"{final / ADAPTER} cannot be read ({fault}).") from fault
+    if not isinstance(config, dict) or not (final / ADAPTER_WEIGHTS).is_file():
+        raise CheckpointError(f"{final} is no adapter: {ADAPTER} has no keys, or {ADAPTER_WEIGHTS} is missing.")
+    from peft import LoraConfig
+
+    defaults = LoraConfig().to_dict()
+    odd = [
+        f"{key}={str(value)[:80]}"
+        for key, value in ({**dict.fromkeys(_WRITTEN.keys() - set(_FREE_KEYS)), **config}).items()
+        if not (_WRITTEN[key](value) if key in _WRITTEN else not value or value == defaults.get(key))
+    ]
+    if odd:
+        raise CheckpointError(f"{final / ADAPTER} is none that a run wrote: {', '.join(odd)}.")
+    return config
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) and _MODULE_NAME.fullmatch(each) for each in value)
 
 
 @contextlib.contextmanager

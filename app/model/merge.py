@@ -14,6 +14,7 @@ from torch import Tensor
 from app.errors import CheckpointError, ConfigError
 from app.model.build import DTYPES, ModelSections
 from app.model.load_base import build_on_meta
+from app.model.lora import ADAPTER_WEIGHTS, read_adapter_config
 from app.model.quantization import Quantizer, backbone_linear_layers, is_conv1d
 from app.model.safetensors_files import (
     StoredTensor,
@@ -27,7 +28,6 @@ from app.model.tasks import task_of
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 _PREFIX = "base_model.model."
-WEIGHTS = "adapter_model.safetensors"
 EXPORTED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -46,9 +46,9 @@ class LoraDelta:
 
 def read_lora_deltas(final: Path) -> dict[str, LoraDelta]:
     """The updates by full layer names; refuses adapters with anything beyond such products."""
-    config = json.loads((final / "adapter_config.json").read_text())
+    config = read_adapter_config(final)
     halves: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in load_file(str(final / WEIGHTS)).items():
+    for name, tensor in load_file(str(final / ADAPTER_WEIGHTS)).items():
         known = _NAME.fullmatch(name)
         if known is not None:
             halves.setdefault(known["module"], {})[known["half"]] = tensor
@@ -63,8 +63,8 @@ def read_lora_deltas(final: Path) -> dict[str, LoraDelta]:
 
 def fully_trained_weights(final: Path) -> dict[str, StoredTensor]:
     """Weights that the adapter replaces as a whole, by their names in the model."""
-    config = json.loads((final / "adapter_config.json").read_text())
-    stored = tensors_of_file(final / WEIGHTS)
+    config = read_adapter_config(final)
+    stored = tensors_of_file(final / ADAPTER_WEIGHTS)
     return {name.removeprefix(_PREFIX): each for name, each in stored.items() if _is_whole(name, config)}
 
 

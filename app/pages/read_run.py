@@ -1,6 +1,5 @@
 """Reader of the folders of runs and sweeps, in which any file may be absent, as after a kill."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from app.config.load import read_yaml
+from app.files import read_json
 from app.safe_text import redact
 from app.tracking.formatting import finite_number, format_integer
 from app.tracking.jsonl_metrics import read_lines
@@ -117,9 +118,9 @@ def _text(path: Path) -> str:
 
 def _mapping(path: Path, remarks: list[str]) -> dict[str, Any]:
     """Content of a YAML or JSON file; empty with a remark if it cannot be read."""
-    text = _text(path)
+    read = read_json if path.suffix == ".json" else read_yaml
     try:
-        values = (json.loads if path.suffix == ".json" else yaml.safe_load)(text) if text else {}
+        values = read(path) if path.is_file() and path.stat().st_size else {}
     except (ValueError, yaml.YAMLError):
         values = None
     if isinstance(values, dict):
@@ -150,7 +151,7 @@ def training_samples(preview: Mapping[str, Any]) -> list[TrainingSample]:
 def read_sweep(folder: Path) -> dict[str, Any] | None:
     """Content of sweep.json; None if it cannot be read."""
     try:
-        values = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
+        values = read_json(folder / "sweep.json")
     except (OSError, ValueError):
         return None
     return values if isinstance(values, dict) and "trials" in values else None

@@ -1,6 +1,5 @@
 """Trials of a sweep: their overrides, outcomes, folder and ranking."""
 
-import json
 import math
 import re
 import shlex
@@ -14,7 +13,7 @@ from hydra.errors import HydraException
 
 from app.config.overrides import parse_override
 from app.errors import AppError, CheckpointError, ConfigError
-from app.files import write_json
+from app.files import read_json, write_json
 from app.safe_text import redact
 from app.tracking.formatting import NO_VALUE, align_columns, format_count, format_integer, format_or
 from app.tracking.output_dir import ClaimedFolder, shown_names
@@ -121,7 +120,7 @@ class SweepFolder(ClaimedFolder):
         if not self.content.exists():
             return {}
         try:
-            values: dict[str, Any] = json.loads(self.content.read_text(encoding="utf-8"))
+            values: dict[str, Any] = read_json(self.content)
         except ValueError as fault:
             raise CheckpointError(
                 f"{self.content} cannot be read ({fault}): restore it, or choose another output_dir"

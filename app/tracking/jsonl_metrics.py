@@ -60,6 +60,6 @@ def _parse(line: str) -> dict[str, Any] | None:
         return None
     try:
         values = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) and isinstance(values.get("step"), int) else None

@@ -1,6 +1,5 @@
 """manifest.json: provenance of a run (versions, commit, command line, machine), read without heavy imports."""
 
-import json
 import os
 import platform
 import subprocess
@@ -12,7 +11,7 @@ from typing import Any
 
 import app
 from app.errors import CheckpointError
-from app.files import write_json
+from app.files import read_json, write_json
 from app.safe_text import redact
 from app.tracking.trackers import TRACKERS
 
@@ -124,7 +123,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        manifest: dict[str, Any] = read_json(path)
     except ValueError as fault:
         raise CheckpointError(f"{path} cannot be read as the manifest of a run: {fault}.") from fault
     if not isinstance(manifest, dict):

@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from app.errors import ConfigError, EnvironmentProblem
-from app.files import is_partial, report_write_errors
+from app.files import is_partial, read_json, report_write_errors
 
 _LOCK = ".lock"
 _RUN_FILES = {
@@ -53,6 +52,7 @@ class ClaimedFolder:
         try:
             with report_write_errors(path):
                 path.mkdir(parents=True, exist_ok=True)
+                _refuse_links(path, given)
                 claimed._descriptor = _take_lock(path / _LOCK)
             refuse(_names_in(path))
         except _LockedError as locked:
@@ -137,6 +137,16 @@ def lock_owner(folder: Path) -> str | None:
     return None
 
 
+def _refuse_links(path: Path, given: str) -> None:
+    """Refuse a folder in which a file or folder would be written elsewhere."""
+    links = [entry.name for entry in path.iterdir() if entry.is_symlink()]
+    if links:
+        raise EnvironmentProblem(
+            f"output_dir={given}: {shown_names(links)} in it is a link; put what it names in its place, "
+            "or choose another output_dir"
+        )
+
+
 def _names_in(path: Path) -> list[str]:
     """Names in a folder, without locks, files of app.check and leftovers of a kill."""
     names = sorted(entry.name for entry in path.iterdir())
@@ -175,7 +185,7 @@ def _has_only_dry_run(path: Path, names: Sequence[str]) -> bool:
     if "checkpoints" in names or "result.json" not in names:
         return False
     try:
-        result: dict[str, object] = json.loads((path / "result.json").read_text())
+        result: dict[str, object] = read_json(path / "result.json")
         return result.get("status") == "dry_run"
     except (ValueError, AttributeError):  # damaged
         return False
@@ -183,7 +193,7 @@ def _has_only_dry_run(path: Path, names: Sequence[str]) -> bool:
 
 def _take_lock(path: Path) -> int:
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             _lock(descriptor)
             if _is_still(path, descriptor):

@@ -1,6 +1,5 @@
 """Recorder of a run: messages, metrics, samples, manifest, result and tracker."""
 
-import json
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -13,7 +12,7 @@ from typing import Any, Self
 from app.config.load import to_yaml
 from app.config.schema import TrackerConfig
 from app.errors import AppError, EnvironmentProblem, Unfinished
-from app.files import append_text, report_write_errors, write_json, write_text
+from app.files import append_text, read_json, report_write_errors, write_json, write_text
 from app.safe_text import redact, redact_text, safe_text
 from app.tracking.console import Console, open_console
 from app.tracking.formatting import Sample, align_columns, evaluation_line, samples_text, step_line, truncate
@@ -235,7 +234,7 @@ class Recorder:
 def read_result(output_dir: str | Path) -> dict[str, Any]:
     """Content of result.json; empty while the run goes on, and for a folder without a run."""
     try:
-        values = json.loads((Path(output_dir).expanduser() / "result.json").read_text(encoding="utf-8"))
+        values = read_json(Path(output_dir).expanduser() / "result.json")
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}

@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from app.config.commands import report_config
+from app.errors import CheckpointError
 from app.pages.render import write_page
+from app.report import report
+from app.tracking.console import Console
 from tests.conftest import RunApp
 from tests.pages.reading import Element, chart, drawn, read, section
 from tests.runs import SMALL, FinishedRuns, Zygote, metrics
@@ -49,6 +53,25 @@ def test_report_is_rebuilt_without_torch(finished: FinishedRuns, run_app: RunApp
     assert "app.pages.run_page" in imported
     assert not {"torch", "numpy", "transformers"} & imported
     assert section(page_of(tmp_path / "page.html"), "Data").text == section(page_of(run / "report.html"), "Data").text
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("manifest.json", '{"starts": [1]}'),
+        ("manifest.json", '{"starts": {"a": "b"}, "counts": []}'),
+        ("manifest.json", '{"counts": {"data": 3}, "proofs": [[]]}'),
+        ("preview.json", '{"rows": [[]]}'),
+        ("preview.json", '{"lengths": 5}'),
+        ("samples.jsonl", '{"step": 1, "prompt": ["a"], "expected": {}, "answer": null}\n'),
+        ("result.json", '{"state": []}'),
+    ],
+)
+def test_report_of_another_shape_is_told(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / "run.yaml").write_text("seed: 1")
+    (tmp_path / name).write_text(text)
+    with pytest.raises(CheckpointError, match="one of its files is not as runs write it"):
+        report(report_config([f"run={tmp_path}"]), Console(enabled=False))
 
 
 @pytest.mark.parametrize(

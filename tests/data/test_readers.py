@@ -96,6 +96,15 @@ def test_read_file_too_large_refused(
         read(path)
 
 
+def test_read_file_of_too_many_parts_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "_MAX_JSON_PARTS", 3)
+    assert read(saved(tmp_path, "r.json", '[{"q": []}]'))
+    with pytest.raises(DataError, match=r"^r\.json: has more than 3 lists and objects"):
+        read(saved(tmp_path, "r.json", '[{"q": [[]]}]'))
+    with pytest.raises(DataError, match=r"^r\.csv\.gz: has a line of more than 1 MB"):
+        read(saved(tmp_path, "r.csv.gz", "a," * 600_000))
+
+
 @pytest.mark.parametrize(("name", "delimiter"), [("r.csv", ","), ("r.csv", ";"), ("r.tsv", "\t"), ("r.csv.gz", ",")])
 def test_read_csv(tmp_path: Path, name: str, delimiter: str) -> None:
     plain = tmp_path / "plain"

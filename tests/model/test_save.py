@@ -15,6 +15,7 @@ from app.errors import CheckpointError, EnvironmentProblem
 from app.model import save
 from app.model.build import base_path, build_training_model
 from app.model.load_run import load_tuned, load_tuned_tokenizer
+from app.model.lora import read_adapter_config
 from app.model.save import needs_transformers_5, save_base, save_model, saved_tensors
 from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
@@ -238,3 +239,47 @@ def test_save_model_writes_rope_for_transformers_4(
     assert {key: written[key] for key in expected or {}} == (expected or {})
     again = type(training_model.language_model.config).from_pretrained(str(tmp_path))
     assert again.rope_parameters == training_model.language_model.config.rope_parameters
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with an adapter of a random base."""
+    run, config = tmp_path_factory.mktemp("tuned"), model_config()
+    training_model = trained(config, lora(), base=base_path(config, run / "base"))
+    tokenizer = load_tokenizer(model_config(), needs_template=True)
+    save_model(training_model, tokenizer, run / "final")
+    return run
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"target_modules": "(a+)+$"}, "target_modules="),
+        ({"target_modules": ["q_proj", "(a+)+$"]}, "target_modules="),
+        ({"target_modules": []}, "target_modules="),
+        ({"modules_to_save": ["(a+)+b"]}, "modules_to_save="),
+        ({"exclude_modules": "(a+)+$"}, "exclude_modules="),
+        ({"rank_pattern": {"(a+)+": 4}}, "rank_pattern="),
+        ({"layers_pattern": "(a+)+", "layers_to_transform": [0]}, "layers_pattern="),
+        ({"megatron_config": {"a": 1}, "megatron_core": "antigravity"}, "megatron_config="),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa"),
+        ({"peft_type": "PROMPT_TUNING", "tokenizer_kwargs": {"trust_remote_code": True}}, "peft_type=PROMPT_TUNING"),
+        ({"r": True}, "r=True"),
+        ({"lora_alpha": None}, "lora_alpha=None"),
+        (None, "cannot be read"),
+        ([], "is no adapter"),
+        ("weights", "adapter_model.safetensors is missing"),
+    ],
+)
+def test_adapter_that_no_run_wrote_is_refused(tuned: Path, tmp_path: Path, changes: Any, said: str) -> None:
+    final = Path(shutil.copytree(tuned / "final", tmp_path / "final"))
+    file = final / "adapter_config.json"
+    assert read_adapter_config(final)["peft_type"] == "LORA"
+    if isinstance(changes, dict):
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    elif changes == "weights":
+        (final / "adapter_model.safetensors").rename(final / "adapter_model.bin")
+    else:
+        file.write_text("{" if changes is None else json.dumps(changes))
+    with pytest.raises(CheckpointError, match=said):
+        read_adapter_config(final)

@@ -93,6 +93,22 @@ def test_claim_dangling_link_refused(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["link"]
 
 
+@pytest.mark.parametrize("name", ["final", "log.txt", ".lock", ".run.yaml.partial", "checkpoints"])
+def test_claim_folder_with_links_refused(name: str, tmp_path: Path) -> None:
+    """The folder itself may be one."""
+    target, run = tmp_path / "target", a_run(tmp_path / "run")
+    target.write_text("mine")
+    (tmp_path / "linked").symlink_to(run)
+    with RunFolder.claim(str(tmp_path / "linked"), "auto"):
+        pass
+    if name == "checkpoints":
+        (run / name).rename(tmp_path / "elsewhere")
+    (run / name).symlink_to(target)
+    with pytest.raises(EnvironmentProblem, match=f"{name} in it is a link"):
+        RunFolder.claim(str(tmp_path / "linked"), "auto")
+    assert target.read_text() == "mine"
+
+
 def test_claim_full_disk_removes_folder(tmp_path: Path) -> None:
     code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n" + CLAIM
     returncode, _, err = run(code, str(tmp_path / "a" / "b"))
