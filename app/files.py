@@ -215,7 +215,7 @@ def verify_checksums(folder: Path, read: Iterable[str] = ()) -> str | None:
         return f"{MANIFEST} cannot be read"
     for name, expected in hashes.items():
         file = folder / name
-        if ".." in file.parts or not file.is_relative_to(folder) or not file.is_file():
+        if ".." in Path(name).parts or not file.is_relative_to(folder) or not file.is_file():
             return f"{name} is missing"
         if sha256(file) != expected:
             return f"{name} is not what was written"

@@ -26,13 +26,15 @@ def report(config: ReportConfig, console: Console) -> None:
     problems = [*_folder_problems(config), *_target_problems(config)]
     if problems:
         raise ConfigError(problems)
+    from jinja2 import TemplateError
+
     try:
         page = _page(config)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as fault:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, TemplateError) as fault:
         given = " ".join(name for name, _ in config.given)
         raise CheckpointError(
             f"{given}: one of its files is not as runs write it ({type(fault).__name__}: {fault}). Take a copy of the "
-            "folder, or move manifest.json, preview.json or samples.jsonl away: the page is made without them."
+            "folder, or move manifest.json, preview.json or samples.jsonl away: a page is made without them."
         ) from fault
     write_text(config.target, page)
     console.say(f"report  {config.target}")

@@ -1,7 +1,8 @@
 """python -m scripts.fuzz [NAME [SEED]]: random input that must end well, or in one message for users.
 
 `overrides` are command lines, composed and checked; `files` are rows of all kinds and damaged files, recognised and
-read; `preparations` are rows under random settings, tokenised. A crash is any exception but AppError, a wrong count, or
+read; `preparations` are rows under random settings, tokenised; `received` are run folders with one file edited, read
+by the commands that take them. A crash is any exception but AppError, a wrong count, or
 a case that takes too long; each is printed with its seed, and `python -m scripts.fuzz NAME SEED` repeats it. Exit code
 1 if there was one.
 """
@@ -29,6 +30,7 @@ from app.config.groups import choices_by_group
 from app.config.load import compose_run, validated_arguments
 from app.config.schema import Columns, DatasetConfig
 from app.errors import AppError
+from scripts.received_folders import fuzz_received
 
 _MAX_CASE_SECONDS = 30
 
@@ -344,6 +346,7 @@ FUZZERS: dict[str, tuple[int, Callable[[Random, Path], None]]] = {
     "overrides": (2000, fuzz_overrides),
     "files": (2500, fuzz_files),
     "preparations": (600, fuzz_preparations),
+    "received": (2000, fuzz_received),
 }
 
 

@@ -45,7 +45,7 @@ def with_recorded_choices(run: RunConfig, choices: Mapping[str, Any]) -> RunConf
         run = replace(run, attention=AttentionConfig(kind=choices["attention"]))
     # on a CPU the number of threads may change the last bits
     if run.launch.threads is None and choices.get("device") == "cpu":
-        run = replace(run, launch=replace(run.launch, threads=choices["threads"]))
+        run = replace(run, launch=replace(run.launch, threads=choices.get("threads")))
     return run
 
 

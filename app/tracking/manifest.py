@@ -30,6 +30,7 @@ PACKAGES = (
     "rich",
     *(kind.name for kind in TRACKERS.values() if kind),
 )
+_TYPES = {"starts": list, "choices": dict, "hashes": dict, "counts": dict}
 
 
 class Manifest:
@@ -128,4 +129,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read as the manifest of a run: {fault}.") from fault
     if not isinstance(manifest, dict):
         raise CheckpointError(f"{path} cannot be read as the manifest of a run: it has no names.")
+    odd = [name for name, kind in _TYPES.items() if not isinstance(manifest.get(name, kind()), kind)]
+    if odd:
+        raise CheckpointError(f"{path} cannot be read as the manifest of a run: its {odd[0]} are of another type.")
     return manifest

@@ -7,7 +7,7 @@ import pytest
 
 from scripts import fuzz
 
-SOME = {"overrides": 250, "files": 2500, "preparations": 250}
+SOME = {"overrides": 250, "files": 2500, "preparations": 250, "received": 1500}
 
 
 @pytest.mark.parametrize("name", fuzz.FUZZERS)
