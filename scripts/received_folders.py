@@ -16,7 +16,7 @@ from app.files import checksummed_folder, sha256
 from app.tracking.console import Console
 
 _SECRET = "the-value-of-a-variable"
-_VALUES = (
+_VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 7, 10**30, 1e308, 0.5, "", "x", "auto", "none", "${oc.env:RECEIVED}", "${seed}", "${"),
     *("../../../../etc/passwd", "/dev/zero", "\x1b[2J\u202e", "(a+)+$", "9" * 5000, "???", "\\${a}", "a b"),
     *([], {}, [[]], [None], ["x", 1], {"a": {}}, {"": 0}, {"kind": "none"}),
@@ -69,14 +69,24 @@ def _write_run(folder: Path) -> None:
 @cache
 def _texts() -> dict[str, str]:
     start = {"time": "2026-01-01T00:00:00+00:00", "host": "a", "folder": "/", "command_line": ["python"], "git": None}
-    manifest = {"created": "now", "starts": [start], "choices": {"precision": "bf16", "device": "cpu", "threads": 1}}
+    manifest: dict[str, Any] = {
+        "created": "now",
+        "starts": [start],
+        "choices": {"precision": "bf16", "device": "cpu", "threads": 1},
+    }
     manifest |= {"counts": {"data": {"train": {"source": "a", "samples": 3}}}, "hashes": {"base": "0"}, "cpus": 2}
     sample = {"step": 2, "prompt": "a", "expected": "b", "answer": "c"}
     preview = {
         "rows": [{"place": "a:1", "tokens": 2, "trained_tokens": 1, "pieces": []}],
         "lengths": {"edges": [0, 1, 2], "samples": [3, 4]},
     }
-    adapter = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ["q_proj"]}
+    adapter: dict[str, Any] = {
+        "peft_type": "LORA",
+        "r": 8,
+        "lora_alpha": 8,
+        "lora_dropout": 0.0,
+        "target_modules": ["q_proj"],
+    }
     adapter |= {
         "fan_in_fan_out": False,
         "bias": "none",

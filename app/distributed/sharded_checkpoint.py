@@ -30,28 +30,26 @@ from app.files import read_json
 
 METADATA, _SHARD = "metadata.json", ".distcp"
 _PICKLE = ".metadata"  # of earlier versions
+_DAMAGES = (
+    *(ArithmeticError, AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError, ValueError),
+    pickle.UnpicklingError,
+)
 _REMEDY = "Take another checkpoint, or a copy of the run"
 READ = (METADATA, _PICKLE, f"*{_SHARD}")  # patterns of the files that are read
 # what DCP's own pickle names; none of it is called
 _DCP = "torch.distributed.checkpoint"
+_METADATA_CLASSES = "Metadata MetadataIndex StorageMeta TensorStorageMetadata ChunkStorageMetadata TensorProperties"
 _PICKLED_NAMES = {
-    f"{_DCP}.metadata": (
-        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "ChunkStorageMetadata"),
-        *("TensorProperties", "_MEM_FORMAT_ENCODING"),
-    ),
-    f"{_DCP}.filesystem": ("_StorageInfo",),
-    "torch": ("Size", *(name for name, each in vars(torch).items() if isinstance(each, torch.dtype))),
-    "torch.serialization": ("_get_layout",),
-    "pathlib": ("PosixPath",),
-    "builtins": ("getattr",),  # how some versions of Python pickle the member of an enumeration
+    *(f"{_DCP}.metadata.{name}" for name in (*_METADATA_CLASSES.split(), "_MEM_FORMAT_ENCODING")),
+    *(f"{_DCP}.filesystem._StorageInfo", "pathlib.PosixPath", "torch.Size", "torch.serialization._get_layout"),
+    *(str(each) for each in vars(torch).values() if isinstance(each, torch.dtype)),
 }
 
 
 class _Writer(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         places = {each.index: each.storage_data for of_rank in results for each in of_rank}
-        text = json.dumps(_described(metadata.state_dict_metadata, places))
-        (Path(self.path) / METADATA).write_text(text)
+        (Path(self.path) / METADATA).write_text(json.dumps(_described(metadata.state_dict_metadata, places)))
 
 
 class _Reader(FileSystemReader):
@@ -64,10 +62,10 @@ class _Reader(FileSystemReader):
 
 
 def _read_metadata(folder: Path) -> Metadata:
+    old = folder / _PICKLE
     try:
-        has_json = (folder / METADATA).is_file()
-        return _metadata(read_json(folder / METADATA) if has_json else _unpickled((folder / _PICKLE).read_bytes()))
-    except (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as fault:
+        return _metadata(_unpickled(old.read_bytes()) if old.exists() else read_json(folder / METADATA))
+    except _DAMAGES as fault:
         raise CheckpointError(f"{folder} has no metadata that this program reads ({fault}). {_REMEDY}.") from fault
 
 
@@ -112,10 +110,7 @@ def _size(numbers: Any) -> torch.Size:
 
 
 def _unpickled(raw: bytes) -> dict[str, Any]:
-    try:
-        metadata = _NamesOnly(io.BytesIO(raw)).load()
-    except (pickle.UnpicklingError, EOFError) as fault:
-        raise ValueError(fault) from fault
+    metadata = _NamesOnly(io.BytesIO(raw)).load()
     return _described(metadata.state_dict_metadata, metadata.storage_data)
 
 
@@ -123,8 +118,8 @@ class _NamesOnly(pickle.Unpickler):
     """Reads known names as classes of the same attributes without any behaviour; other names are refused."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if name not in _PICKLED_NAMES.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} is none of the names that a checkpoint has")
+        if f"{module}.{name}" not in _PICKLED_NAMES:
+            raise ValueError(f"{module}.{name} is none of the names that a checkpoint has")
         return list if name == "Size" else type(name, (_Attributes,), {})
 
 
