@@ -110,7 +110,7 @@ def with_shard(content: dict[str, Any], at: int, value: Any) -> dict[str, Any]:
         lambda content: with_shard(content, 1, [2, -3]),
         lambda content: with_shard(content, 1, [1, 3]),
         lambda content: with_shard(content, 3, "0"),
-        lambda content: with_shard(content, 4, 10**30),
+        lambda content: with_shard(content, 0, [10**30, 0]),
         lambda content: content | {"weights/a": {"size": [2, 3]}},
         lambda content: content | {"weights/a": None},
         list,
