@@ -90,16 +90,17 @@ def _metadata(tensors: Mapping[str, Any]) -> Metadata:
     saved: dict[str, Any] = {}
     places = {}
     for name, tensor in tensors.items():
-        chunks = []
+        chunks, whole = [], _size(tensor["size"])
         for offsets, sizes, file, *extent in tensor["shards"]:
             if PurePath(file).name != file or not file.endswith(_SHARD) or len(extent) != 2:
                 raise ValueError(f"{name} lies in {file}")
             chunks.append(ChunkStorageMetadata(_size(offsets), _size(sizes)))
             places[MetadataIndex(name, _size(offsets))] = _StorageInfo(file, *_size(extent))
-        size = _size(tensor["size"])
-        if sum(math.prod(each.sizes) for each in chunks) != math.prod(size):
+        ends = [first + rows for each in chunks for first, rows in zip(each.offsets, each.sizes, strict=True)]
+        inside = all(end <= most for end, most in zip(ends, (*whole,) * len(chunks), strict=True))
+        if not inside or sum(math.prod(each.sizes) for each in chunks) != math.prod(whole):
             raise ValueError(f"the shards of {name} are not the whole of it")
-        saved[name] = TensorStorageMetadata(TensorProperties(), size, chunks)
+        saved[name] = TensorStorageMetadata(TensorProperties(), whole, chunks)
     return Metadata(saved, storage_data=places)
 
 

@@ -85,7 +85,7 @@ def read_adapter_config(final: Path) -> dict[str, Any]:
     odd = [
         f"{key}={str(value)[:80]}"
         for key, value in ({**dict.fromkeys(_WRITTEN.keys() - set(_FREE_KEYS)), **config}).items()
-        if not (_WRITTEN[key](value) if key in _WRITTEN else not value or value == defaults.get(key))
+        if not (_WRITTEN[key](value) if key in _WRITTEN else not value or value == defaults.get(key, value))
     ]
     if odd:
         raise CheckpointError(f"{final / ADAPTER} is none that a run wrote: {', '.join(odd)}.")

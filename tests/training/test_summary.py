@@ -15,7 +15,8 @@ from app.training.summary import closing_message
 
 
 def test_closing_message_scores_and_command(tmp_path: Path) -> None:
-    run: Any = SimpleNamespace(adapter=SimpleNamespace(kind="lora"))
+    model = SimpleNamespace(trust_remote_code=False)
+    run: Any = SimpleNamespace(adapter=SimpleNamespace(kind="lora"), model=model)
     start = {"eval_loss": 2.0, "exact_match": 0.0}
     progress: Any = Progress(step=1, first_loss=2.0, last_loss=1.0, last_eval_loss=0.5, start_metrics=start)
     folder = RunFolder(tmp_path / "a b")
@@ -26,6 +27,8 @@ def test_closing_message_scores_and_command(tmp_path: Path) -> None:
     assert done == f"done    1 step, loss 2.0000 -> 1.0000, {scores}"
     assert memory.startswith("memory  2 MB planned for tensors, 2 MB measured")
     assert shlex.split(last)[3:] == ["-m", "app.generate", f"run={folder.path}", "prompt=..."]
+    model.trust_remote_code = True
+    assert "model.trust_remote_code=true prompt=" in closing_message(run, folder, result, progress, {})
 
 
 def test_unfinished_run_command_quoted(tmp_path: Path) -> None:

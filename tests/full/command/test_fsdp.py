@@ -3,7 +3,9 @@
 import contextlib
 import json
 import os
+import pickle
 import random
+import shutil
 import signal
 import threading
 from collections.abc import Callable
@@ -15,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from app.files import files_in, sha256
 from tests.command import test_processes
 from tests.command.test_processes import same_numbers, tensors, with_rate
 from tests.conftest import REPO, RunApp
@@ -124,6 +127,28 @@ def test_fsdp_killed_process_run_resumes_bit_for_bit(zygote: Zygote, tmp_path: P
     command = (*FULL, FSDP, with_rate(2), f"output_dir={tmp_path / 'killed'}", "resume=auto")
     killed_and_resumed(zygote, tmp_path, command, at=3)
     same_ending(two, tmp_path / "killed")
+
+
+class Harmful:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.target),)
+
+
+def test_fsdp_received_checkpoint_runs_no_code(zygote: Zygote, tmp_path: Path, two: Path) -> None:
+    """Its hashes are right: its maker wrote them too."""
+    run = Path(shutil.copytree(two, tmp_path / "run"))
+    for save in (run / "checkpoints").iterdir():
+        (save / "shards" / "metadata.json").unlink()
+        (save / "shards" / ".metadata").write_bytes(pickle.dumps(Harmful(tmp_path / "made")))
+        names = [str(file.relative_to(save)) for file in files_in(save) if file.name != "manifest.json"]
+        (save / "manifest.json").write_text(json.dumps({name: sha256(save / name) for name in names}))
+    ended = together(zygote, tmp_path, 2, *FULL, FSDP, with_rate(2), f"output_dir={run}", "resume=auto")
+    assert codes(ended) == [2, 2], [each.stderr[:600] for each in ended]
+    assert "posix.mkdir is none of the names" in "".join(each.stderr for each in ended)
+    assert not (tmp_path / "made").exists()
 
 
 def killed_and_resumed(zygote: Zygote, folder: Path, command: tuple[str, ...], at: int) -> None:

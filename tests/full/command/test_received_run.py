@@ -65,8 +65,7 @@ def test_typed_trust_runs_code(zygote: Zygote, sent: Path, tmp_path: Path) -> No
     assert (tmp_path / "ran").exists()
 
 
-def test_received_checkpoint_runs_no_code(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
-    """Beside a sealed manifest, in a folder that is continued."""
+def test_checkpoint_without_checksums_is_damaged(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
     run = finished.copy(tmp_path / "sent")
     shutil.rmtree(run / "final")
     for save in (run / "checkpoints").iterdir():
