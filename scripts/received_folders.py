@@ -109,7 +109,12 @@ def _texts() -> dict[str, str]:
 def _state() -> str:
     from app.training.checkpoint import Progress
 
-    state = {"identity": {"a": 1}, "choices": {"precision": "bf16"}, "scaler": None, "optimizer": {}}
+    state: dict[str, Any] = {
+        "identity": {"steps": 9},
+        "choices": {"precision": "bf16", "attention": "sdpa"},
+        "scaler": None,
+    }
+    state |= {"optimizer": {"param_groups": [{"lr": 0.1, "weight_decay": 0.0, "betas": [0.9, 0.99]}]}}
     return json.dumps({**state, "progress": asdict(Progress(step=2))})
 
 
