@@ -107,6 +107,7 @@ def _texts() -> dict[str, str]:
 
 @cache
 def _state() -> str:
+    from app.optim.optimizer_state import flatten
     from app.training.checkpoint import Progress
 
     state: dict[str, Any] = {
@@ -114,7 +115,7 @@ def _state() -> str:
         "choices": {"precision": "bf16", "attention": "sdpa"},
         "scaler": None,
     }
-    state |= {"optimizer": {"param_groups": [{"lr": 0.1, "weight_decay": 0.0, "betas": [0.9, 0.99]}]}}
+    state |= {"optimizer": flatten({"state": {}, "param_groups": [{"lr": 0.1, "weight_decay": 0.0, "params": [0]}]})[1]}
     return json.dumps({**state, "progress": asdict(Progress(step=2))})
 
 

@@ -94,6 +94,8 @@ def test_damaged_checkpoint_is_detected(stepper: Stepper, folder: Path, name: st
         ({"state.json": None}, "state.json is not in manifest.json"),
         ({"../../../../../../../etc/hostname": "0"}, "etc/hostname is missing"),
         ({"/etc/hostname": "0"}, "/etc/hostname is missing"),
+        ({"x" * 300: "0"}, "xxx is missing"),
+        ({"x\0": "0"}, "is missing"),
         (["state.json"], "manifest.json cannot be read"),
         ("[" * 100_000, "manifest.json cannot be read"),
     ],
