@@ -71,10 +71,8 @@ def os_error_of(fault: BaseException) -> OSError | None:
         number = re.search(r"\(os error (\d+)\)", str(fault))
         return OSError(int(number[1]), os.strerror(int(number[1]))) if number else None
     if isinstance(fault, RuntimeError) and re.search("inline_container|PytorchStreamWriter", str(fault)):
-        # what it was being written to failed before
-        return (
-            fault.__context__ if isinstance(fault.__context__, OSError) else OSError(errno.EIO, os.strerror(errno.EIO))
-        )
+        before = fault.__context__  # what the archive was being written to failed first
+        return before if isinstance(before, OSError) else OSError(errno.EIO, os.strerror(errno.EIO))
     return fault if isinstance(fault, OSError) else None
 
 
@@ -102,9 +100,9 @@ def save_number(save: Path) -> float:
     0 for one of a version that did not count; infinity for one that is damaged, so that it is not passed over silently.
     """
     try:
-        state = json.loads((save / STATE).read_text())
+        state = read_json(save / STATE)
         number = state.get(SAVE_NUMBER, 0) if state["progress"] else math.inf
-    except (OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError):
+    except (OSError, LookupError, TypeError, ValueError, AttributeError):
         return math.inf
     return number if isinstance(number, int) else math.inf
 

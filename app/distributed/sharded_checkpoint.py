@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from app.errors import CheckpointError
-from app.files import read_json
+from app.files import os_error_of, read_json
 
 METADATA, _SHARD = "metadata.json", ".distcp"
 _PICKLE = ".metadata"  # of earlier versions
@@ -47,6 +47,15 @@ _PICKLED_NAMES = {
 
 
 class _Writer(FileSystemWriter):
+    def write_data(self, *arguments: Any, **named: Any) -> Any:
+        try:
+            return super().write_data(*arguments, **named)
+        except RuntimeError as fault:  # processes send each other the outermost error alone
+            error = os_error_of(fault)
+            if error is None:
+                raise
+            raise error from fault
+
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         places = {each.index: each.storage_data for of_rank in results for each in of_rank}
         (Path(self.path) / METADATA).write_text(json.dumps(_described(metadata.state_dict_metadata, places)))
@@ -130,19 +139,6 @@ class _Attributes:
 
     def __setstate__(self, state: Any) -> None:
         vars(self).update(state if isinstance(state, dict) else {})
-
-from app.files import os_error_of
-
-
-class _Writer(FileSystemWriter):
-    def write_data(self, *arguments: Any, **named: Any) -> Any:
-        try:
-            return super().write_data(*arguments, **named)
-        except RuntimeError as fault:  # processes send each other the outermost error alone
-            error = os_error_of(fault)
-            if error is None:
-                raise
-            raise error from fault
 
 
 def save(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:
