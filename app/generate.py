@@ -21,6 +21,7 @@ from app.config.finished_run import finished_folder
 from app.config.help import command_help
 from app.config.load import named_model, read_run
 from app.config.schema import RunConfig
+from app.config.tasks import TASKS, task_of
 from app.errors import ConfigError, PromptTooLong
 from app.files import write_text
 from app.safe_text import printable
@@ -47,7 +48,7 @@ def generate(config: GenerateConfig) -> None:
     run = None if folder is None else read_run(folder / "run.yaml")
     if run is not None:  # it may come from others
         run.model.trust_remote_code = config.trust_remote_code
-    if folder is not None and run is not None and run.task.kind == "classification":
+    if folder is not None and run is not None and task_of(run.task).unit == "class":
         _classify(config, folder, run)
         return
     if config.second is not None:
@@ -77,7 +78,6 @@ def _classify(config: GenerateConfig, folder: Path, run: RunConfig) -> None:
     texts = [list(map(str, one))] if config.prompts is None else read_examples(config.prompts, fields)
     from app.model.generate import Classifier
     from app.model.load_run import load_tuned, load_tuned_tokenizer
-    from app.model.tasks import task_of
 
     _use_threads(config)
     tokenizer = load_tuned_tokenizer(folder / "final", config.trust_remote_code)
@@ -118,7 +118,7 @@ def _as_json_line(texts: Sequence[str], fields: Sequence[str], found: dict[str, 
 
 
 def _build_generator(config: GenerateConfig, folder: Path | None, run: RunConfig | None) -> "TextGenerator":
-    if run is not None and run.task.kind != "causal":
+    if run is not None and not task_of(run.task).writes_text:
         raise ConfigError(
             f"run={folder}: it was tuned with task={run.task.kind}, and such a model writes no text. "
             "Give a run of task=causal."
@@ -127,7 +127,6 @@ def _build_generator(config: GenerateConfig, folder: Path | None, run: RunConfig
 
     from app.model.generate import TextGenerator
     from app.model.load_run import load_any, load_tuned, load_tuned_tokenizer
-    from app.model.tasks import TASKS
 
     if folder is not None and run is not None:
         tokenizer = load_tuned_tokenizer(folder / "final", config.trust_remote_code)

@@ -4,9 +4,10 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 
-from app.config.dataset import LABELLED_FORMATS, TRAIN_ON, key_of, sources_of
+from app.config.dataset import TRAIN_ON, key_of, sources_of
 from app.config.did_you_mean import did_you_mean_key
 from app.config.schema import Columns, DatasetConfig, MixSource, RunConfig
+from app.config.tasks import TASKS
 from app.config.validate import format_value
 
 _LIST_PATH = re.compile(r"[^*]+\.\*(\.[^*]+)?")
@@ -22,39 +23,21 @@ def _trained_part_fits_the_format(run: RunConfig) -> Iterator[str]:
             )
 
 
-def _masked_tokens_are_of_text(run: RunConfig) -> Iterator[str]:
-    if run.task.kind != "masked":
-        return
+def _rows_suit_the_task(run: RunConfig) -> Iterator[str]:
+    task = TASKS[run.task.kind]
     for name, source in sources_of(run.dataset).items():
-        if source.format in ("text", "auto"):
-            continue
-        yield (
-            f"{key_of(name)}.format={source.format}: task=masked finds hidden tokens of plain text. "
-            "Set dataset=text dataset.path=FILE, or task=causal."
-        )
-    if run.task.mask_share <= 0:
+        if source.format not in (*task.formats, "auto"):
+            yield f"{key_of(name)}.format={source.format}: {task.other_rows}"
+
+
+def _masked_tokens_are_some(run: RunConfig) -> Iterator[str]:
+    if run.task.kind == "masked" and run.task.mask_share <= 0:
         yield f"task.mask_share={run.task.mask_share:g} hides nothing. Set task.mask_share=0.15."
-
-
-def _labelled_rows_are_classified(run: RunConfig) -> Iterator[str]:
-    is_of_labels = run.task.kind == "classification"
-    for name, source in sources_of(run.dataset).items():
-        given = f"{key_of(name)}.format={source.format}"
-        if is_of_labels and source.format not in (*LABELLED_FORMATS, "auto"):
-            yield (
-                f"{given}: task=classification learns labels, and such rows have none. Set dataset=labelled_text or "
-                "dataset=text_pair with dataset.path=FILE, or task=causal."
-            )
-        elif run.task.kind == "causal" and source.format in LABELLED_FORMATS:
-            yield (
-                f"{given}: its labels are learnt by task=classification alone, and this is task=causal. "
-                "Set task=classification, or dataset=text for the text without its labels."
-            )
 
 
 def _labels_are_distinct(run: RunConfig) -> Iterator[str]:
     labels, given = run.task.labels, f"task.labels={format_value(run.task.labels)}"
-    if labels and run.task.kind != "classification":
+    if labels and TASKS[run.task.kind].unit != "class":
         yield (f"{given} means nothing for task={run.task.kind}. Set task=classification, or leave it out.")
     elif len(labels) == 1:
         yield f"{given}: there is nothing to choose. Give two or more, or none: those of the rows."
@@ -151,8 +134,8 @@ def _one_process_prepares_rows(run: RunConfig) -> Iterator[str]:
 
 DATA_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _trained_part_fits_the_format,
-    _masked_tokens_are_of_text,
-    _labelled_rows_are_classified,
+    _rows_suit_the_task,
+    _masked_tokens_are_some,
     _labels_are_distinct,
     _one_list_makes_rows,
     _only_text_splits,

@@ -5,11 +5,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from app.config.schema import Columns, DatasetConfig, MixSource
-
-# rendered by a chat template
-CHAT_FORMATS = ("messages", "sharegpt", "instruction", "question_answer", "chat_completion")
-
-LABELLED_FORMATS = ("labelled_text", "text_pair")  # one or two texts with a class
+from app.config.tasks import CHAT_FORMATS, LABELLED_FORMATS, TASKS
 
 # what `dataset.train_on` can mean for rows of each format
 TRAIN_ON: Mapping[str, tuple[str, ...]] = {
@@ -63,7 +59,7 @@ def formats_of(dataset: DatasetConfig) -> str:
 
 def formats_for(task: str) -> tuple[str, ...]:
     """The formats that a task can be trained on; `dataset.format=auto` chooses among them."""
-    of_labels = task == "classification"
+    of_labels = TASKS[task].unit == "class"
     return tuple(fmt for fmt in TRAIN_ON if fmt != "auto" and (fmt in LABELLED_FORMATS) is of_labels)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from app.config.dataset import WITHOUT_HELD_OUT_ROWS, has_held_out_rows
 from app.config.load import apply_changes, read_changes, read_run, validated
 from app.config.schema import AttentionConfig, DatasetConfig, RunConfig, choice, number
+from app.config.tasks import TASKS
 from app.errors import CheckpointError, ConfigError, refuse
 
 # reads the choices that the run in a folder made for its machine
@@ -144,7 +145,7 @@ def _harness_problems(changes: Changes) -> Iterator[str]:
 def _evaluate_problems(config: EvaluateConfig, changes: Changes) -> Iterator[str]:
     if not config.harness and (config.harness_limit is not None or config.harness_chat):
         yield "harness_limit and harness_chat say how tasks are asked, and there are none. Give harness=TASK."
-    if config.harness and config.task.kind != "causal":
+    if config.harness and not TASKS[config.task.kind].writes_text:
         yield (
             f"harness={','.join(config.harness)}: its tasks are for models that write text, and this run was tuned "
             f"with task={config.task.kind}. Leave harness out."

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from app.config.dataset import LABELLED_FORMATS
+from app.config.tasks import LABELLED_FORMATS
 from app.data.data_report import Counts
 from app.data.tokenizer import Tokens
 

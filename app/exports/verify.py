@@ -17,11 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from app.config.tasks import task_of
 from app.evaluation.run import Evaluation
 from app.exports import reload
 from app.model.attention import own_attention
 from app.model.build import DTYPES
-from app.model.tasks import task_of
 from app.model.training_model import TrainingModel
 from app.tracking.jsonl_metrics import finite_or_none
 

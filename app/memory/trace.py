@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from app.batch import Batch, LossWeights, PackedSequences
 from app.config.schema import RunConfig
+from app.config.tasks import task_of
 from app.distributed.fake_process_group import fake_device_mesh
 from app.distributed.fsdp import MeshSizes, Sharding, first_number, is_sharded
 from app.distributed.gradient_reduction import GradientReduction, ShardedGradients
@@ -26,7 +27,6 @@ from app.model.build import DTYPES
 from app.model.chunked_loss import linear_head
 from app.model.fusion import fuse
 from app.model.kernels import as_on_gpu
-from app.model.tasks import task_of
 from app.model.training_model import TrainingModel
 from app.optim.optimizers import build_optimizer, needs_whole_matrices
 from app.optim.stochastic_rounding import ordinary

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from app.config.schema import AdapterConfig, CompileConfig, ModelConfig, QuantizationConfig, TaskConfig
+from app.config.tasks import task_of
 from app.model.activation_checkpointing import HostOffload, recompute, repeated_layers, require_layers
 from app.model.attention import register
 from app.model.base_weights import Base, LoadOptions, SourceTensor, put_whole
@@ -23,7 +24,6 @@ from app.model.lora import add_adapter, draw_halves, trained_copies
 from app.model.nf4 import use_stored_shapes
 from app.model.quantization import Quantizer, other_linear_layers, quantizer_of, require_quantizable
 from app.model.source import local_place
-from app.model.tasks import task_of
 from app.model.training_model import TrainingModel
 
 

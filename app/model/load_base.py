@@ -16,6 +16,7 @@ import torch
 
 from app.config.did_you_mean import did_you_mean
 from app.config.schema import ModelConfig
+from app.config.tasks import Task
 from app.errors import ConfigError, EnvironmentProblem
 from app.model.base_weights import Base, LoadOptions, can_be_filled, random_tensors, tensors_in_files
 from app.model.head import in_backbone
@@ -31,7 +32,7 @@ from app.model.source import (
     require_weights,
 )
 from app.model.supported_models import require_kind, require_structure
-from app.model.tasks import Task
+from app.model.tasks import configured, model_class
 
 
 def load_base(
@@ -142,7 +143,7 @@ def _numbers(config: ModelConfig, task: Task) -> Any:
             f"{did_you_mean(kind, sorted(CONFIG_MAPPING))}"
         )
     try:
-        return task.configured(AutoConfig.for_model(kind, **numbers))
+        return configured(task, AutoConfig.for_model(kind, **numbers))
     except (ValueError, TypeError, KeyError, StrictDataclassError) as fault:
         reason = gist(fault.__cause__ or fault)
         raise ConfigError(
@@ -165,7 +166,7 @@ def _numbers_of(config: ModelConfig, task: Task, folder: Path) -> Any:
             f"use ({gist(fault)}). {REMOTE_CODE}"
         ) from fault
     _require_no_other_classes(config, task, numbers)
-    return task.configured(numbers)
+    return configured(task, numbers)
 
 
 def _require_no_other_classes(config: ModelConfig, task: Task, numbers: Any) -> None:
@@ -186,7 +187,7 @@ def stored_dtype(config: ModelConfig, task: Task, folder: Path) -> torch.dtype:
 
 
 def _from_config(config: ModelConfig, task: Task, numbers: Any, dtype: torch.dtype, attention: str) -> Any:
-    return task.model_class.from_config(
+    return model_class(task).from_config(
         numbers, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
     )
 
@@ -220,7 +221,7 @@ def read_weights(config: ModelConfig, task: Task, folder: Path, **options: Any) 
         options |= {"config": _numbers_of(config, task, folder), "ignore_mismatched_sizes": True}
     quiet_transformers()
     with _readable(config, folder):
-        lm, found = task.model_class.from_pretrained(
+        lm, found = model_class(task).from_pretrained(
             str(folder),
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,

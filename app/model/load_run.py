@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from app.config.schema import ModelConfig, QuantizationConfig
+from app.config.tasks import Task, task_of
 from app.errors import CheckpointError
 from app.model.attention import own_attention
 from app.model.base_weights import LoadOptions
@@ -15,7 +16,6 @@ from app.model.load_base import drawing_by, open_folder, read_weights, stored_dt
 from app.model.lora import ADAPTER, quiet_peft, read_adapter_config
 from app.model.quantization import quantization_after_training, quantizer_of
 from app.model.source import REMOTE_CODE, fetch_folder, gist, require_weights
-from app.model.tasks import Task, task_of
 from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
 

@@ -13,12 +13,12 @@ from torch import nn
 
 from app.config.did_you_mean import did_you_mean
 from app.config.schema import AdapterConfig
+from app.config.tasks import Task
 from app.errors import CheckpointError, ConfigError
 from app.files import read_json
 from app.model.base_weights import in_memory
 from app.model.head import head_modules, in_backbone
 from app.model.quantization import is_conv1d
-from app.model.tasks import Task
 
 ALL_LINEAR = "all-linear"
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

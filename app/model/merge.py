@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from app.config.tasks import task_of
 from app.errors import CheckpointError, ConfigError
 from app.model.build import DTYPES, ModelSections
 from app.model.load_base import build_on_meta
@@ -24,7 +25,6 @@ from app.model.safetensors_files import (
     widest_first,
     write_weights,
 )
-from app.model.tasks import task_of
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 _PREFIX = "base_model.model."

@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 import torch
 
 from app.config.schema import ModelConfig
+from app.config.tasks import TASKS, Task
 from app.errors import ConfigError
 from app.model.head import own_head, pooled_head
-from app.model.tasks import TASKS, Task
+from app.model.tasks import class_of, has_class_for
 
 _OWN_ATTENTION = "its attention cannot be replaced by ours"
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -23,7 +24,7 @@ _HEAD_FAULTS = (AttributeError, IndexError, KeyError, NotImplementedError, Runti
 def require_kind(config: ModelConfig, task: Task, numbers: Any) -> None:
     """Check the configuration; code that a model brings along is checked once the model is built."""
     refuse = partial(_refuse, config, task, numbers.model_type)
-    known = task.class_of(numbers)
+    known = class_of(task, numbers)
     own_code = config.trust_remote_code and hasattr(numbers, "auto_map")
     if known is None and not own_code:
         refuse(f"it is not {task.description}")
@@ -44,9 +45,9 @@ def require_structure(config: ModelConfig, task: Task, lm: Any) -> None:
     if lm.base_model is lm:
         refuse("its backbone cannot be told from its head")
     ways = {not module.is_causal for module in lm.modules() if isinstance(getattr(module, "is_causal", None), bool)}
-    if task.bidirectional is not None and (not task.bidirectional) in ways:
+    if task.sees != "either" and (task.sees == "before") in ways:
         refuse(
-            "its tokens see only those before them" if task.bidirectional else "its tokens see the tokens after them"
+            "its tokens see only those before them" if task.sees == "both" else "its tokens see the tokens after them"
         )
     if len(ways) > 1:
         refuse("tokens see those after them in some of its layers and not in others")
@@ -62,7 +63,7 @@ def require_structure(config: ModelConfig, task: Task, lm: Any) -> None:
 def _refuse(config: ModelConfig, task: Task, kind: str, reason: str, fault: Exception | None = None) -> NoReturn:
     given = "model.architecture" if config.weights == "random" else f"model.path={config.path}"
     others = [
-        name for name, other in TASKS.items() if other.auto_class != task.auto_class and other.has_class_for(kind)
+        name for name, other in TASKS.items() if other.auto_class != task.auto_class and has_class_for(other, kind)
     ]
     other_task = f"; or try task={others[0]}, which has a class for this kind" if others else ""
     raise ConfigError(

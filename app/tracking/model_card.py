@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from app.config.tasks import TASKS
 from app.safe_text import safe_text
 from app.tracking.formatting import format_bytes
 
@@ -23,11 +24,7 @@ _SETTINGS = {
     "task": ("kind", "mask_share", "labels"),
 }
 _OF_SPLIT = ("source", "rows_read", "samples", "tokens", "trained_tokens", "dropped", "truncated", "bad_rows")
-_PIPELINES = {
-    "AutoModelForCausalLM": "text-generation",
-    "AutoModelForMaskedLM": "fill-mask",
-    "AutoModelForSequenceClassification": "text-classification",
-}
+_PIPELINES = {task.auto_class: task.pipeline for task in TASKS.values()}
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values that --max-lora-rank takes
 # the folders of a path that begins at the root, at home or in the current folder
 _FOLDERS = re.compile(r"(?<![^=,\[{:'\"\s(])(?:~|\.\.?)?/(?!/)(?:[^,\[\]{}'\"=]*/)?")

@@ -117,7 +117,7 @@ def _held_out(check: DataCheck) -> Iterator[Advice]:
 def _trained_share(check: DataCheck) -> Iterator[Advice]:
     run, counts = check.run, check.data.report.train
     share = counts.trained_tokens / max(counts.tokens, 1)
-    is_partial = run.task.kind == "causal" and trains_answers(run.dataset) and counts.tokens
+    is_partial = trains_answers(run.dataset) and counts.tokens
     if not is_partial or share >= MIN_TRAINED_SHARE:
         return
     only = f"only {share:.1%} of the tokens are trained"

@@ -6,6 +6,7 @@ from typing import Any
 
 from app.config.dataset import formats_of, has_chats, sources_of
 from app.config.schema import DatasetConfig, RunConfig
+from app.config.tasks import task_of
 from app.data import length_statistics
 from app.data.chat_template import other_template
 from app.data.data_report import Counts, stop_reasons, without_stops
@@ -15,7 +16,6 @@ from app.data.sources import Source
 from app.data.token_dataset import TokenRows
 from app.errors import ConfigError
 from app.model.source import config_numbers, positions_of
-from app.model.tasks import task_of
 from app.model.tokenizer import load_tokenizer
 from app.training.auto_settings import has_auto_bins, suggested_bin, with_bins
 from app.training.resolve import (
@@ -142,7 +142,7 @@ def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> Da
         found += problem.problems
     ids_fit = _fits_config(run, data)
     # building the model, even without memory, takes longer than the rest of a small check
-    meta_model = None if ids_fit and task_of(run.task).bidirectional is not None else build_meta_model(run)
+    meta_model = None if ids_fit and task_of(run.task).sees != "either" else build_meta_model(run)
     objective = objective_of(run, tokenizer, meta_model)
     found += [] if ids_fit else _unknown_ids(run, data, meta_model)
     share = StepSplit(run.batching.accumulation, processes)

@@ -7,12 +7,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from app.config.tasks import task_of
 from app.distributed.fsdp import whole_tensors
 from app.files import checksummed_folder
 from app.model.build import DTYPES, ModelSections
 from app.model.quantization import quantization_after_training
 from app.model.save import needs_transformers_5, save_model, saved_tensors
-from app.model.tasks import task_of
 from app.tracking.manifest import read_manifest
 from app.tracking.model_card import CARD, Loading, model_card
 from app.tracking.recorder import Recorder, samples_table

@@ -14,6 +14,7 @@ from app.batch import Batch
 from app.config.dataset import formats_for, has_chats, paths_of
 from app.config.rules import problems_of
 from app.config.schema import ModelConfig, RunConfig, TrainingConfig
+from app.config.tasks import task_of
 from app.data.collate import Layout, Packed, Padded
 from app.data.detect_format import detect_formats
 from app.data.loader import Loader, StepSplit, eval_batches
@@ -29,7 +30,7 @@ from app.model.build import DTYPES, ModelPlan, ModelSections, plan_model
 from app.model.compile import require_compilable
 from app.model.load_base import build_on_meta, numbers_at_hand
 from app.model.source import positions_of, positions_text
-from app.model.tasks import task_of
+from app.model.tasks import is_bidirectional
 from app.model.tokenizer import load_tokenizer
 from app.model.training_model import first_position
 from app.optim.lr_schedule import learning_rate
@@ -206,7 +207,7 @@ def resolve_format(run: Run) -> tuple[Run, list[str]]:
 
 def resolve_classes(run: Run, classes: Sequence[str]) -> Run:
     """Take the labels of a classification from its rows where the config names none."""
-    if run.task.kind != "classification" or run.task.labels:
+    if task_of(run.task).unit != "class" or run.task.labels:
         return run
     if len(classes) < 2:
         only = f"all have the label {classes[0]}" if classes else "none has a label"
@@ -224,13 +225,13 @@ def build_meta_model(run: RunConfig) -> Any:
 
 def objective_of(run: RunConfig, tokenizer: Any, meta_model: Any) -> Objective:
     """The training objective: next tokens, masked tokens or a class."""
-    bidirectional = task_of(run.task).is_bidirectional(meta_model)
+    bidirectional = is_bidirectional(task_of(run.task), meta_model)
     return build_objective(run.task, tokenizer, run.seed, bidirectional=bidirectional)
 
 
 def resolve_choices(run: RunConfig, meta_model: Any, stored: Mapping[str, str]) -> Choices:
     """Precision and attention for this machine and model; `stored` ones of a checkpoint replace `auto`."""
-    packed = run.batching.packing or task_of(run.task).is_bidirectional(meta_model)
+    packed = run.batching.packing or is_bidirectional(task_of(run.task), meta_model)
 
     def needs(precision: str) -> Needs:
         compute = DTYPES[precision].compute

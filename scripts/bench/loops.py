@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from app.batch import IGNORE, Batch
 from app.config.schema import RunConfig
+from app.config.tasks import TASKS
 from app.data.collate import BinShape, collate_packed, collate_padded
 from app.data.objectives import label_next_tokens
 from app.distributed.process_group import Runtime, start
@@ -21,7 +22,6 @@ from app.model.checks import choose_loss_head
 from app.model.load_base import load_base
 from app.model.lora import add_adapter
 from app.model.quantization import quantizer_of
-from app.model.tasks import TASKS
 from app.optim.optimizers import build_optimizer
 from app.training.choices import Choices
 from app.training.resolve import build_meta_model, resolve_choices, sections_of

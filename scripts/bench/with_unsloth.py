@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from app.config.tasks import TASKS
 from app.model.base_weights import LoadOptions
 from app.model.build import DTYPES
 from app.model.load_base import load_base
 from app.model.lora import layers_to_adapt
-from app.model.tasks import TASKS
 from scripts.bench.contest import Contest
 from scripts.bench.loops import BASE, PACKED, Prepared, prepare
 from scripts.bench.machine import Clock

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from app.config.dataset import CHAT_FORMATS, TRAIN_ON
+from app.config.dataset import TRAIN_ON
 from app.config.groups import choices_by_group
 from app.config.schema import CHOICES, DatasetConfig
+from app.config.tasks import CHAT_FORMATS, TASKS
 from app.data.formats import FORMATS
 from app.data.objectives import OBJECTIVES
 from app.data.overflow import POLICIES
@@ -15,7 +16,6 @@ from app.model.attention import BACKENDS
 from app.model.build import DTYPES
 from app.model.lora import ADAPTERS
 from app.model.quantization import QUANTIZATIONS
-from app.model.tasks import TASKS
 from app.optim.lr_schedule import SCHEDULES
 from app.optim.optimizers import OPTIMIZERS
 from app.tracking.trackers import TRACKERS

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from app.batch import IGNORE, Batch, PackedSequences
 from app.config.schema import AdapterConfig, CompileConfig, ModelConfig, QuantizationConfig, TaskConfig
+from app.config.tasks import TASKS, Task
 from app.model.attention import register
 from app.model.build import ModelSections, build_training_model
 from app.model.comparison import Comparison
 from app.model.compile import verify_compiled
-from app.model.tasks import TASKS, Task
+from app.model.tasks import model_class
 from app.model.training_model import TrainingModel
 
 CAUSAL = TASKS["causal"]
@@ -195,7 +196,7 @@ def built(kind: str, attention: str = "packed", dtype: torch.dtype = torch.float
     register("sdpa")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        lm = task_of(kind).model_class.from_config(
+        lm = model_class(task_of(kind)).from_config(
             config_of(kind, **changes), attn_implementation=attention, dtype=dtype
         )
         for parameter in lm.parameters():  # biases and norms too: at zero and one they would hide mistakes

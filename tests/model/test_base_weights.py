@@ -14,6 +14,7 @@ from app.model import load_base
 from app.model.attention import register
 from app.model.base_weights import LoadOptions
 from app.model.quantization import quantizer_of
+from app.model.tasks import model_class
 from tests.model.small import ALL_KINDS, CAUSAL, built, config_of, documents_of, model_config, task_of, wide_numbers
 from tests.model.test_quantization import NF4, packed_bytes, wide
 
@@ -136,7 +137,7 @@ def test_random_base_is_as_large_as_its_own_initialisation_makes_it(kind: str) -
 def fresh(kind: str) -> Any:
     config = config_of(kind)
     with torch.random.fork_rng(devices=[]):
-        return task_of(kind).model_class.from_config(config, attn_implementation="eager")
+        return model_class(task_of(kind)).from_config(config, attn_implementation="eager")
 
 
 def test_random_numbers_depend_on_seed_and_name_alone() -> None:

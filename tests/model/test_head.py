@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from app.config.schema import ModelConfig, TaskConfig
+from app.config.tasks import task_of
 from app.data.objectives import LabelledTokens
 from app.errors import ConfigError, EnvironmentProblem
 from app.model.attention import NAME, register
@@ -22,7 +23,6 @@ from app.model.checks import check_head, check_packing
 from app.model.head import head_modules
 from app.model.load_base import drawing_by, load_base, read_weights
 from app.model.save import save_model
-from app.model.tasks import task_of
 from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
 from tests.choices import taking_turns

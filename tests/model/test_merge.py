@@ -14,6 +14,7 @@ from app.errors import CheckpointError, ConfigError
 from app.model.build import ModelSections, base_path, build_training_model, random_base
 from app.model.merge import Merge, merged_config, plan_merge, read_lora_deltas
 from app.model.save import save_base, save_model
+from app.model.tasks import model_class
 from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
 from tests.model.small import distance, documents_of, full, lora, model_config, numbers, sections, task_of, wide_numbers
@@ -55,7 +56,7 @@ class Tuned:
         place.mkdir()
         (place / "config.json").write_text(json.dumps(merged_config(self.weights, dtype)))
         self.plan(dtype).write(place, shard_bytes)
-        lm, found = task_of(self.kind).model_class.from_pretrained(
+        lm, found = model_class(task_of(self.kind)).from_pretrained(
             str(place), output_loading_info=True, attn_implementation="eager"
         )
         assert not found["missing_keys"]
@@ -128,8 +129,8 @@ def test_merged_is_the_base_that_was_trained_against_and_the_adapter(
     assert distance({name: lm.get_parameter(name).detach() for name in expected}, expected) <= 1e-7
     with torch.no_grad():
         base = (
-            task_of(kind)
-            .model_class.from_pretrained(str(run.base), dtype=torch.float32, attn_implementation="eager")
+            model_class(task_of(kind))
+            .from_pretrained(str(run.base), dtype=torch.float32, attn_implementation="eager")
             .eval()
         )
     assert distance(logits(base), ours) > 1e-2
@@ -143,7 +144,7 @@ def test_merging_onto_the_base_before_it_was_packed_is_seen(tmp_path: Path) -> N
     careless.mkdir()
     (careless / "config.json").write_text(json.dumps(merged_config(run.base, "fp32")))
     run.plan(parts=parts).write(careless, GIB)
-    lm = task_of("llama").model_class.from_pretrained(str(careless)).eval()
+    lm = model_class(task_of("llama")).from_pretrained(str(careless)).eval()
     assert distance(logits(lm), ours) > 3e-2
     assert distance(logits(run.merged(tmp_path / "merged")), ours) <= NOISE
 

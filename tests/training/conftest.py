@@ -10,6 +10,7 @@ import torch
 
 from app.config.load import compose_run
 from app.config.schema import RunConfig
+from app.config.tasks import TASKS
 from app.data.collate import Packed, Padded
 from app.data.loader import Loader, StepSplit, eval_batches
 from app.data.prepare import Data, prepare
@@ -17,7 +18,6 @@ from app.distributed.process_group import Runtime, start
 from app.model.attention import Needs, needs_of
 from app.model.build import DTYPES, ModelSections, build_training_model
 from app.model.load_base import build_on_meta
-from app.model.tasks import TASKS
 from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
 from app.optim.optimizers import build_optimizer

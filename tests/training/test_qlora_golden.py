@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from app.config.schema import RunConfig
+from app.config.tasks import TASKS
 from app.data.collate import Packed
 from app.data.loader import Loader, StepSplit
 from app.data.prepare import Data
@@ -17,7 +18,6 @@ from app.model.attention import register, select
 from app.model.base_weights import LoadOptions
 from app.model.build import build_training_model
 from app.model.load_base import load_base
-from app.model.tasks import TASKS
 from app.model.training_model import TrainingModel
 from app.optim.optimizers import build_optimizer
 from app.training.train_step import Stepper

@@ -12,11 +12,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from app.config.load import compose_run
+from app.config.tasks import TASKS
 from app.model import load_base
 from app.model.attention import register
 from app.model.base_weights import LoadOptions
 from app.model.quantization import quantizer_of
-from app.model.tasks import TASKS
 
 
 class Peak:

@@ -1,0 +1,88 @@
+"""Tasks: what a model learns of a row, as facts that messages, pages and the model layers share."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from app.config.schema import TaskConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One kind of head on a backbone, and of what it is trained to answer."""
+
+    name: str
+    description: str  # of a model that can do it
+    examples: str
+    auto_class: str  # of transformers
+    mapping: str  # transformers' table of classes by configuration
+    pipeline: str  # of the hub
+    peft_type: str | None  # in adapter_config.json
+    sees: Literal["before", "both", "either"]  # which tokens a token attends to
+    unit: Literal["token", "class"]  # what one answer is; a class is one answer for each document
+    writes_text: bool  # whether the model generates
+    formats: tuple[str, ...]  # rows that it learns from
+    other_rows: str  # what is wrong with rows of another format, and the remedy
+    labels: tuple[str, ...] = ()  # class names, where the run decides them
+
+    @property
+    def pooled(self) -> bool:
+        """Whether there is one answer per document, from one of its states."""
+        return self.unit == "class"
+
+
+CHAT_FORMATS = ("messages", "sharegpt", "instruction", "question_answer", "chat_completion")
+LABELLED_FORMATS = ("labelled_text", "text_pair")  # one or two texts with a class
+
+_ALL = (
+    Task(
+        name="causal",
+        description="a causal language model",
+        examples="llama, qwen3, mistral, gemma3_text, phi3, olmo2, gpt_oss and most kinds whose layers are "
+        "full or sliding attention",
+        auto_class="AutoModelForCausalLM",
+        mapping="MODEL_FOR_CAUSAL_LM_MAPPING",
+        pipeline="text-generation",
+        peft_type="CAUSAL_LM",
+        sees="before",
+        unit="token",
+        writes_text=True,
+        formats=(*CHAT_FORMATS, "prompt_completion", "text"),
+        other_rows="its labels are learnt by task=classification alone, and this is task=causal. "
+        "Set task=classification, or dataset=text for the text without its labels.",
+    ),
+    Task(
+        name="masked",
+        description="an encoder with a head for hidden tokens",
+        examples="bert, roberta, modernbert, distilbert, electra",
+        auto_class="AutoModelForMaskedLM",
+        mapping="MODEL_FOR_MASKED_LM_MAPPING",
+        pipeline="fill-mask",
+        peft_type=None,  # PEFT has no name for it
+        sees="both",
+        unit="token",
+        writes_text=False,
+        formats=("text",),
+        other_rows="task=masked finds hidden tokens of plain text. Set dataset=text dataset.path=FILE, or task=causal.",
+    ),
+    Task(
+        name="classification",
+        description="a model with a head for classes",
+        examples="bert, roberta, modernbert, distilbert, electra, llama, qwen3, mistral",
+        auto_class="AutoModelForSequenceClassification",
+        mapping="MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+        pipeline="text-classification",
+        peft_type="SEQ_CLS",
+        sees="either",
+        unit="class",
+        writes_text=False,
+        formats=LABELLED_FORMATS,
+        other_rows="task=classification learns labels, and such rows have none. Set dataset=labelled_text or "
+        "dataset=text_pair with dataset.path=FILE, or task=causal.",
+    ),
+)
+TASKS: dict[str, Task] = {task.name: task for task in _ALL}
+
+
+def task_of(config: TaskConfig) -> Task:
+    """The task of a run, with its labels."""
+    return replace(TASKS[config.kind], labels=tuple(config.labels))
