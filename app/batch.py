@@ -55,12 +55,12 @@ class LossWeights:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-batch: R rows of S positions.
+    """One micro-batch: R lines of S positions, with the documents of some data rows, in their order.
 
-    Padded, each row is one document followed by padding, and `documents` is None if no token sees those after it, else
-    the documents and paddings of all rows in turn. Packed, R is 1 and the row is `documents` side by side; the last of
-    them may be filling. What decides shapes or control flow is a host value, so that nothing data-dependent runs on
-    the device.
+    Padded, each line is one document followed by padding, and `documents` is None if no token sees those after it,
+    else the documents and paddings of all lines in turn. Packed, R is 1 and the line is `documents` side by side; the
+    last of them may be filling. What decides shapes or control flow is a host value, so that nothing data-dependent
+    runs on the device.
     """
 
     ids: Tensor  # [R, S] token ids
@@ -71,28 +71,39 @@ class Batch:
     num_labels: int  # targets that are not IGNORE
     num_tokens: int  # tokens without padding
     documents: PackedSequences | None = None
-    samples: tuple[int, ...] = ()  # of an evaluation: which row of the data each document is
+    rows: tuple[int, ...] = ()  # documents of each data row; (): one
+    samples: tuple[int, ...] = ()  # of an evaluation: which row of the data each one is
     weights: LossWeights | None = None  # None: each target counts 1
     token_type_ids: Tensor | None = None  # [R, S] of pairs: 1 where the second text is, else 0
+    document_of_label: Tensor | None = None  # [N] of a loss over documents; D for a target that only fills up
 
     @property
     def label_weight(self) -> float:
-        """Weight of all labels together: the loss of a step is divided by that of all its batches."""
+        """What the loss of a step is divided by, summed over its batches: the weight of all labels, or the data rows
+        where the loss is one over documents.
+        """
+        if self.document_of_label is not None:
+            return float(len(self.documents_of_rows)) if self.num_labels else 0.0
         return float(self.num_labels) if self.weights is None else self.weights.total
+
+    @property
+    def documents_of_rows(self) -> tuple[int, ...]:
+        """The number of documents of each data row."""
+        return self.rows or (1,) * len(self.lengths)
 
     @property
     def starts(self) -> list[int]:
         """The flat index (r * S + s) at which each document begins; `lengths` says where it ends."""
-        rows, width = self.ids.shape
-        return list(accumulate(self.lengths[:-1], initial=0)) if rows == 1 else [r * width for r in range(rows)]
+        lines, width = self.ids.shape
+        return list(accumulate(self.lengths[:-1], initial=0)) if lines == 1 else [r * width for r in range(lines)]
 
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors, which are what a device receives."""
         cu_seqlens = [] if self.documents is None else [self.documents.cu_seqlens]
         weights = [] if self.weights is None else [self.weights.per_target]
-        token_types = [] if self.token_type_ids is None else [self.token_type_ids]
-        return [self.ids, self.positions, self.label_rows, self.targets, *cu_seqlens, *weights, *token_types]
+        more = [each for each in (self.token_type_ids, self.document_of_label) if each is not None]
+        return [self.ids, self.positions, self.label_rows, self.targets, *cu_seqlens, *weights, *more]
 
     def to(self, device: torch.device) -> "Batch":
         """Copy to `device`; the host does not wait if the tensors are pinned."""
@@ -112,4 +123,5 @@ class Batch:
             documents=None if self.documents is None else self.documents.map_tensors(change),
             weights=None if self.weights is None else self.weights.map_tensors(change),
             token_type_ids=None if self.token_type_ids is None else change(self.token_type_ids),
+            document_of_label=None if self.document_of_label is None else change(self.document_of_label),
         )

@@ -1,4 +1,4 @@
-"""The retry after out-of-memory: a batch is split by documents, and its parts give the same sums."""
+"""The retry after out-of-memory: a batch is split between data rows, and its parts give the same sums."""
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
@@ -71,12 +71,12 @@ def split_batch(batch: Batch, depth: int) -> list[Batch]:
 
 
 def halve(batch: Batch) -> list[Batch]:
-    """Split by documents: two halves, one part without padding where there is one document, or none."""
-    count = len(batch.lengths)
+    """Split between data rows: two halves, one part without padding where there is one row, or none."""
+    count = len(batch.documents_of_rows)
     if count > 1:
         cut = _middle(batch)
         return [_part(batch, 0, cut), _part(batch, cut, count)]
-    if count == 1 and batch.lengths[0] < batch.ids.numel():
+    if count == 1 and sum(batch.lengths) < batch.ids.numel() and max(batch.lengths) < batch.ids.shape[1]:
         return [_part(batch, 0, 1)]
     return []
 
@@ -102,18 +102,21 @@ def require_halves(part: Batch) -> list[Batch]:
 
 
 def _middle(batch: Batch) -> int:
-    """The number of documents that have about half of the tokens."""
-    sums = list(accumulate(batch.lengths))
+    """The number of data rows that have about half of the tokens."""
+    tokens = list(accumulate(batch.lengths))
+    sums = [tokens[end - 1] for end in accumulate(batch.documents_of_rows)]
     return 1 + min(range(len(sums) - 1), key=lambda i: abs(2 * sums[i] - sums[-1]))
 
 
 def _part(batch: Batch, first: int, last: int) -> Batch:
-    """The documents from `first` up to `last`, exclusive."""
-    cut = _of_one_row if batch.ids.shape[0] == 1 else _of_rows
-    return cut(batch, first, last)
+    """The data rows from `first` up to `last`, exclusive."""
+    ends = list(accumulate(batch.documents_of_rows, initial=0))
+    cut = _of_one_line if batch.ids.shape[0] == 1 else _of_lines
+    part = cut(batch, ends[first], ends[last])
+    return replace(part, rows=batch.rows[first:last], samples=batch.samples[first:last])
 
 
-def _of_one_row(batch: Batch, first: int, last: int) -> Batch:
+def _of_one_line(batch: Batch, first: int, last: int) -> Batch:
     begin = batch.starts[first]
     end = begin + sum(batch.lengths[first:last])
     columns = slice(begin, end)
@@ -132,21 +135,21 @@ def _of_one_row(batch: Batch, first: int, last: int) -> Batch:
     return _with_labels(cut, batch, (first, last), inside, batch.label_rows - begin)
 
 
-def _of_rows(batch: Batch, first: int, last: int) -> Batch:
+def _of_lines(batch: Batch, first: int, last: int) -> Batch:
     before, lengths = batch.ids.shape[1], batch.lengths[first:last]
     width = max(lengths)
-    rows, columns = slice(first, last), slice(0, width)
-    row, column = batch.label_rows // before, batch.label_rows % before
+    lines, columns = slice(first, last), slice(0, width)
+    line, column = batch.label_rows // before, batch.label_rows % before
     parts = [part for n in lengths for part in (n, width - n) if part]
     cut = replace(
         batch,
-        ids=batch.ids[rows, columns],
-        positions=batch.positions[rows, columns],
-        token_type_ids=None if batch.token_type_ids is None else batch.token_type_ids[rows, columns],
+        ids=batch.ids[lines, columns],
+        positions=batch.positions[lines, columns],
+        token_type_ids=None if batch.token_type_ids is None else batch.token_type_ids[lines, columns],
         documents=None if batch.documents is None else PackedSequences.from_lengths(parts),
     )
-    inside = (row >= first) & (row < last)
-    return _with_labels(cut, batch, (first, last), inside, (row - first) * width + column)
+    inside = (line >= first) & (line < last)
+    return _with_labels(cut, batch, (first, last), inside, (line - first) * width + column)
 
 
 def _with_labels(cut: Batch, batch: Batch, documents: tuple[int, int], inside: Tensor, places: Tensor) -> Batch:
@@ -161,9 +164,17 @@ def _with_labels(cut: Batch, batch: Batch, documents: tuple[int, int], inside: T
         lengths=lengths,
         num_labels=labels,
         num_tokens=sum(lengths),
-        samples=batch.samples[slice(*documents)],
         weights=_weights(batch, chosen) if labels else None,
+        document_of_label=_documents(batch, chosen, documents),
     )
+
+
+def _documents(batch: Batch, chosen: Tensor, documents: tuple[int, int]) -> Tensor | None:
+    if batch.document_of_label is None:
+        return None
+    first, last = documents
+    found = batch.document_of_label[chosen] - first
+    return found if len(found) else torch.full((1,), last - first)
 
 
 def _weights(batch: Batch, chosen: Tensor) -> LossWeights | None:

@@ -5,8 +5,8 @@ A layout groups rows into units that are never parted, one row or one bin, and c
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,7 @@ class Units:
 class Padded:
     """Each row by itself, padded to the longest of its micro-batch."""
 
-    rows: int  # of a micro-batch
+    rows: int  # of the data, in a micro-batch
     pad_id: int
     objective: Objective = NEXT_TOKEN
 
@@ -66,7 +66,8 @@ class Padded:
     def batch(self, rows: TokenRows, units: Sequence[Unit], max_documents: int, epoch: int) -> Batch:  # noqa: ARG002
         """Collate one micro-batch; of no units, one that trains nothing."""
         labelled = [self.objective.label(rows, int(i), epoch) for unit in units for i in unit]
-        return collate_padded(labelled, self.pad_id, isolate=self.objective.bidirectional)
+        batch = collate_padded([*chain(*labelled)], self.pad_id, isolate=self.objective.bidirectional)
+        return _by_row(batch, labelled, self.objective)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,8 @@ class Packed:
         most = self._max_documents(lengths[placed], starts)
         if shuffle is not None and len(starts) > 1:
             # what is left of a bin is filled by documents of max_length, and these may not become too many
-            max_left = (most - np.diff(starts, append=len(placed))) * self.max_length
+            documents = self.objective.documents_per_row * np.diff(starts, append=len(placed))
+            max_left = (most - documents) * self.max_length
             placed = shuffle_bins(placed, starts, lengths[placed], self.tokens, max_left, shuffle)
         return Units(order[placed], starts, most)
 
@@ -101,7 +103,7 @@ class Packed:
         """Collate one bin, filled up to its full length."""
         shape = BinShape(self.tokens, self.max_length, max_documents)
         labelled = [self.objective.label(rows, int(i), epoch) for unit in units for i in unit]
-        return collate_packed(labelled, self.pad_id, shape)
+        return _by_row(collate_packed([*chain(*labelled)], self.pad_id, shape), labelled, self.objective)
 
     def _max_documents(self, lengths: NDArray[Any], starts: NDArray[np.int64]) -> int:
         """Most documents of a bin, with those that fill it up; it does not depend on the order of the rows.
@@ -111,8 +113,8 @@ class Packed:
         if not len(starts):
             return -(-self.tokens // self.max_length)
         left = self.tokens - np.add.reduceat(lengths.astype(np.int64), starts)
-        rows = np.diff(starts, append=len(lengths))
-        return int((rows - (-left // self.max_length)).max())
+        documents = self.objective.documents_per_row * np.diff(starts, append=len(lengths))
+        return int((documents - (-left // self.max_length)).max())
 
 
 Layout = Padded | Packed
@@ -127,8 +129,18 @@ class BinShape:
     max_documents: int
 
 
+def _by_row(batch: Batch, rows: Sequence[tuple[LabelledTokens, ...]], objective: Objective) -> Batch:
+    """Note which documents are of one data row, and where the loss is one over documents, that of each label."""
+    if objective.documents_per_row > 1:
+        batch = replace(batch, rows=tuple(map(len, rows)))
+    if not objective.over_documents:
+        return batch
+    labels = [np.full(len(each.at), number) for number, each in enumerate(chain(*rows))]
+    return replace(batch, document_of_label=_joined(labels, if_empty=len(labels)))
+
+
 def collate_padded(rows: Sequence[LabelledTokens], pad_id: int, *, isolate: bool = False) -> Batch:
-    """Pad rows of one document each on the right. No rows at all make a batch that trains nothing.
+    """Pad documents on the right, each a line of its own. None at all make a batch that trains nothing.
 
     `isolate` makes the padding of each row a document of its own, for models whose tokens see those after them.
     """
@@ -190,7 +202,7 @@ def _batch(
 def _joined(parts: list[np.ndarray], if_empty: int) -> torch.Tensor:
     """One tensor of all parts, never of size 0: the graph must depend on the rows even where nothing is labelled."""
     joined = np.concatenate(parts) if any(len(part) for part in parts) else np.array([if_empty])
-    return torch.from_numpy(joined.astype(np.int64))
+    return torch.from_numpy(joined.astype(np.float32 if joined.dtype.kind == "f" else np.int64))
 
 
 def _weights(rows: Sequence[LabelledTokens]) -> LossWeights | None:

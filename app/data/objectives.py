@@ -1,8 +1,8 @@
-"""What a model must predict of a row: the next token of each, masked tokens, or its class."""
+"""What a model must predict of the documents of a row: the next token of each, masked tokens, or a class."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,23 +18,39 @@ _MASKED_SHARE, _RANDOM_SHARE = 0.8, 0.1
 
 @dataclass(frozen=True, slots=True)
 class LabelledTokens:
-    """One row as the model reads it: the hidden state at `at[i]` must predict `targets[i]`."""
+    """One document as the model reads it: the hidden state at `at[i]` must predict `targets[i]`."""
 
     ids: NDArray[np.int32]
     at: NDArray[np.int64]
-    targets: NDArray[np.int32]
+    targets: NDArray[Any]  # ids of tokens or classes, or numbers
     weights: NDArray[np.float32] | None = None  # how much each target counts; None: 1
     second_start: int = -1  # where the second text of a pair begins, for models with token types
+
+
+class Objective(Protocol):
+    """What is asked of the rows of a task."""
+
+    documents_per_row: ClassVar[int]
+    over_documents: ClassVar[bool]  # whether the loss is a function of whole documents, not a sum over labels
+
+    @property
+    def bidirectional(self) -> bool:
+        """Whether tokens attend to those after them."""
+
+    def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabelledTokens, ...]:
+        """The documents of row i with their labels, a pure function of seed, epoch and row."""
 
 
 @dataclass(frozen=True, slots=True)
 class NextToken:
     """Every state predicts the token after it, where the loss mask has that one."""
 
+    documents_per_row: ClassVar[int] = 1
+    over_documents: ClassVar[bool] = False
     bidirectional: bool = False
 
-    def label(self, rows: TokenRows, i: int, epoch: int) -> LabelledTokens:  # noqa: ARG002  nothing is drawn
-        return label_next_tokens(rows.ids(i), rows.loss_mask(i), rows.weights(i))
+    def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabelledTokens, ...]:  # noqa: ARG002  nothing is drawn
+        return (label_next_tokens(rows.ids(i), rows.loss_mask(i), rows.weights(i)),)
 
 
 NEXT_TOKEN = NextToken()
@@ -52,6 +68,8 @@ def label_next_tokens(
 class MaskedTokens:
     """A share of each row's tokens, drawn anew in each epoch, is masked and predicted where it stood."""
 
+    documents_per_row: ClassVar[int] = 1
+    over_documents: ClassVar[bool] = False
     share: float
     mask_id: int
     special: NDArray[np.int64]  # never drawn
@@ -59,12 +77,12 @@ class MaskedTokens:
     seed: int
     bidirectional: bool = True
 
-    def label(self, rows: TokenRows, i: int, epoch: int) -> LabelledTokens:
+    def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabelledTokens, ...]:
         """The draw follows from seed, epoch and row alone: packing and batches change nothing."""
         ids = rows.ids(i)
         free = np.flatnonzero(~np.isin(ids, self.special))
         if not len(free):
-            return LabelledTokens(ids, free, ids[free])
+            return (LabelledTokens(ids, free, ids[free]),)
         random = np.random.default_rng([self.seed, epoch, i])
         at = np.sort(random.choice(free, max(1, round(self.share * len(free))), replace=False))
         draw = random.random(len(at))
@@ -72,7 +90,7 @@ class MaskedTokens:
         masked[at[draw < _MASKED_SHARE]] = self.mask_id
         replaced = at[(draw >= _MASKED_SHARE) & (draw < _MASKED_SHARE + _RANDOM_SHARE)]
         masked[replaced] = random.choice(self.ordinary, len(replaced))
-        return LabelledTokens(masked, at, ids[at])
+        return (LabelledTokens(masked, at, ids[at]),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,24 +100,23 @@ class Classification:
     Models of transformers look for that one too.
     """
 
+    documents_per_row: ClassVar[int] = 1
+    over_documents: ClassVar[bool] = False
     names: tuple[str, ...]
     bidirectional: bool
     pad_id: int | None
 
-    def label(self, rows: TokenRows, i: int, epoch: int) -> LabelledTokens:  # noqa: ARG002  nothing is drawn
+    def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabelledTokens, ...]:  # noqa: ARG002  nothing is drawn
         ids = rows.ids(i)
         at = 0 if self.bidirectional else self.last(ids)
         target = self.names.index(rows.class_of(i))
         targets = np.array([target], np.int32)
-        return LabelledTokens(ids, np.array([at]), targets, second_start=rows.second_start(i))
+        return (LabelledTokens(ids, np.array([at]), targets, second_start=rows.second_start(i)),)
 
     def last(self, ids: NDArray[np.int32]) -> int:
         """Index of the last token that is no padding; 0 where all are."""
         real = np.flatnonzero(ids != self.pad_id) if self.pad_id is not None else np.arange(len(ids))
         return int(real[-1]) if len(real) else 0
-
-
-Objective = NextToken | MaskedTokens | Classification
 
 
 def _causal(_config: TaskConfig, _tokenizer: Tokenizer, _seed: int, _bidirectional: bool) -> Objective:

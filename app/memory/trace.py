@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from app.batch import Batch, LossWeights, PackedSequences
 from app.config.schema import RunConfig
-from app.config.tasks import task_of
 from app.distributed.fake_process_group import fake_device_mesh
 from app.distributed.fsdp import MeshSizes, Sharding, first_number, is_sharded
 from app.distributed.gradient_reduction import GradientReduction, ShardedGradients
@@ -155,9 +154,8 @@ def _bytes(counter: StorageCounter, kinds: dict[int, str], paged_bytes: int) -> 
 
 def _training_model(settings: TraceSettings, network: nn.Module, sharding: Sharding | None) -> TrainingModel:
     """Wrap the network as `build_training_model` does, with fused LoRA and chunked loss where a run uses them."""
-    pooled = task_of(settings.run.task).pooled
-    training_model = TrainingModel(network, DTYPES[settings.precision].compute, pooled=pooled).train()
-    training_model.linear = None if pooled else linear_head(training_model.language_model)
+    training_model = TrainingModel(network, DTYPES[settings.precision].compute, settings.run.task).train()
+    training_model.linear = None if training_model.pooled else linear_head(training_model.language_model)
     if settings.run.adapter.fused:
         training_model.fused = fuse(network, None)
     if sharding is not None:

@@ -127,10 +127,9 @@ def build_training_model(
         network = add_adapter(sections.adapter, task_of(sections.task), base.lm, base_path)
     compiled = compile_blocks(base.lm, sections.compile, device)
     recompute(base.lm, sections.recompute, HostOffload() if sections.offload else None)
-    pooled = task_of(sections.task).pooled
     compute = DTYPES[sections.precision].compute
     training_model = TrainingModel(
-        network if on_meta else network.to(device), compute, sections.attention, pooled=pooled
+        network if on_meta else network.to(device), compute, sections.task, sections.attention
     )
     if sharding is not None:
         if on_meta:

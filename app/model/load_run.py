@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from app.config.schema import ModelConfig, QuantizationConfig
-from app.config.tasks import Task, task_of
+from app.config.tasks import Task
 from app.errors import CheckpointError
 from app.model.attention import own_attention
 from app.model.base_weights import LoadOptions
@@ -76,9 +76,8 @@ def load_training_model(
     if _is_adapter(final):
         network.requires_grad_(False)  # as attaching an adapter did in training
         network = _with_adapter(network, final) if tuned else network
-    pooled = task_of(sections.task).pooled
     compute = DTYPES[sections.precision].compute
-    return TrainingModel(network.to(device), compute, sections.attention, pooled=pooled).eval()
+    return TrainingModel(network.to(device), compute, sections.task, sections.attention).eval()
 
 
 def load_any(model: ModelConfig, task: Task) -> tuple[Any, Any]:

@@ -2,17 +2,20 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from app.batch import IGNORE, Batch
+from app.batch import Batch
+from app.config.schema import TaskConfig
+from app.config.tasks import task_of
 from app.model.chunked_loss import LinearHead, chunk_rows, token_loss_sum, token_scores
 from app.model.compile import CompiledLayers
 from app.model.fusion import Fused
 from app.model.head import Head, class_scores, head_parameters, own_head, pooled_head, takes_segments
+from app.model.losses import LOSSES
 
 Result = TypeVar("Result")
 
@@ -24,7 +27,7 @@ class TrainingModel(nn.Module):
     """
 
     def __init__(
-        self, network: nn.Module, compute: torch.dtype | None, attention: str = "sdpa", *, pooled: bool = False
+        self, network: nn.Module, compute: torch.dtype | None, task: TaskConfig, attention: str = "sdpa"
     ) -> None:
         super().__init__()
         self.network = network
@@ -33,12 +36,13 @@ class TrainingModel(nn.Module):
         self.fused = Fused()
         self.compiled_layers: CompiledLayers | None = None
         self.sharding: Any = None  # app.distributed.fsdp.Sharding, where the model is sharded
-        self.pooled = pooled  # one answer per document
+        self.pooled = task_of(task).pooled
+        self.loss = LOSSES[task.kind](task)
         lm = self.language_model
         self.linear: LinearHead | None = None  # set by checks.choose_loss_head
         self.base_remarks: tuple[str, ...] = ()
         self.head_remarks: tuple[str, ...] = ()
-        self.head: Head = pooled_head(lm) if pooled else own_head(lm)
+        self.head: Head = pooled_head(lm) if self.pooled else own_head(lm)
         self.takes_segments = takes_segments(lm)
         self._trained: dict[str, nn.Parameter] = {}
         self.first_position = first_position(lm)
@@ -51,30 +55,30 @@ class TrainingModel(nn.Module):
         return self.network if unwrap is None else unwrap()
 
     def forward(self, batch: Batch) -> tuple[Tensor, int]:
-        """The sum of the losses of all labelled tokens or documents, each times its weight, and how many they are."""
+        """The sum of the losses of all labels, each times its weight, or of all data rows; and the number of labels."""
         with self.autocast(batch.ids.device):
-            rows = self._labelled_rows(batch)
-            if self.pooled:
-                logits = self.head(rows).float()
-                return F.cross_entropy(logits, batch.targets, ignore_index=IGNORE, reduction="sum"), batch.num_labels
-            weights = None if batch.weights is None else batch.weights.per_target
-            if self.linear is not None:
-                return self.linear.loss_sum(rows, batch.targets, weights), batch.num_labels
-            trained = head_parameters(self.language_model)
-            loss = token_loss_sum(self.head, rows, batch.targets, trained, self._chunk, weights)
-        return loss, batch.num_labels
+            return self.loss.of_states(self, self._labelled_rows(batch), batch), batch.num_labels
 
     @torch.no_grad()
     def scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss of each target, and the token or class that the model would have chosen."""
         with self.autocast(batch.ids.device):
             rows = self._labelled_rows(batch)
-            if self.pooled:
-                return class_scores(self.head, rows, batch.targets)
-            if self.linear is not None:
-                return self.linear.scores(rows, batch.targets)
-            trained = head_parameters(self.language_model)
-            return token_scores(self.head, rows, batch.targets, trained, self._chunk)
+            score = partial(class_scores, self.head) if self.pooled else self.token_scores
+            return score(rows, batch.targets)
+
+    def token_loss_sum(self, rows: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+        """The sum of cross-entropies over all targets, each times its weight, from hidden states."""
+        if self.linear is not None:
+            return self.linear.loss_sum(rows, targets, weights)
+        trained = head_parameters(self.language_model)
+        return token_loss_sum(self.head, rows, targets, trained, self._chunk, weights)
+
+    def token_scores(self, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The cross-entropy of each target and the likeliest token, from hidden states."""
+        if self.linear is not None:
+            return self.linear.scores(rows, targets)
+        return token_scores(self.head, rows, targets, head_parameters(self.language_model), self._chunk)
 
     def remarks(self) -> list[str]:
         """Notes on what is computed in a slower way than it could be, or by other code than the model's own."""

@@ -43,7 +43,8 @@ def _marks(rows: TokenRows, i: int, objective: Objective) -> NDArray[np.float32]
         weights = rows.weights(i)
         return rows.loss_mask(i).astype(np.float32) if weights is None else weights
     drawn = np.zeros(len(rows.ids(i)), np.float32)
-    drawn[objective.label(rows, i, epoch=0).at] = 1.0
+    (labelled,) = objective.label(rows, i, epoch=0)
+    drawn[labelled.at] = 1.0
     return drawn
 
 
@@ -173,7 +174,7 @@ def _classified(held_out: HeldOutRows, model: TrainingModel) -> list[Sample]:
     assert isinstance(held_out.objective, Classification)
     samples = []
     for i in held_out.indices:
-        row = held_out.objective.label(held_out.rows, i, epoch=0)
+        (row,) = held_out.objective.label(held_out.rows, i, epoch=0)
         likelihoods = model.likelihoods(*_as_tensors(row))
         best = int(likelihoods.argmax())
         samples.append(
@@ -197,7 +198,7 @@ def _filled(held_out: HeldOutRows, model: TrainingModel) -> list[Sample]:
     """Predict the first masked tokens of each row."""
     samples = []
     for i in held_out.indices:
-        row = held_out.objective.label(held_out.rows, i, epoch=0)
+        (row,) = held_out.objective.label(held_out.rows, i, epoch=0)
         few = slice(held_out.max_new_tokens)
         found = model.predicted(torch.from_numpy(row.ids.astype(np.int64)))[row.at[few]]
         samples.append(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from app.batch import Batch
 from app.distributed.process_group import HostGroup, Runtime
+from app.model.losses import log_probabilities
 from app.model.training_model import TrainingModel
 from app.oom_retry import RetryOnRestart, in_parts_that_fit, require_halves, split_batch, try_or_none
 
@@ -77,7 +78,7 @@ def score(
     `depth`: how often batches are halved where all processes must make the same number of passes.
     """
     scored = _scored(model, batches, runtime, depth)
-    _, found = _of_documents(model, scored, runtime.device, answers=answers, classes=classes)
+    _, found = _of_rows(model, scored, runtime.device, answers=answers, classes=classes)
     basic = found[:, :_NUM_BASIC]
     mine = [*found.sum(axis=0), *(basic.T @ basic).ravel(), len(found)]
     totals = np.array(runtime.host_group.totals([float(each) for each in mine]))
@@ -109,7 +110,7 @@ def score_rows(
     """The sums of each of `rows` rows, in their order, gathered on every process."""
     total = np.zeros((rows, _NUM_BASIC + 3 * classes))
     scored = _scored(model, batches, runtime, depth=0)
-    mine = _of_documents(model, scored, runtime.device, answers=answers, classes=classes)
+    mine = _of_rows(model, scored, runtime.device, answers=answers, classes=classes)
     for samples, found in runtime.host_group.collected(mine):
         total[samples] = found
     return total
@@ -147,10 +148,10 @@ def _in_step(
             yield part, found
 
 
-def _of_documents(
+def _of_rows(
     model: TrainingModel, scored: _Scored, device: torch.device, *, answers: bool, classes: int
 ) -> tuple[NDArray[np.int64], Sums]:
-    """The row number of each document, and its sums, which stay on the device until the last batch."""
+    """The number of each data row, and its sums, which stay on the device until the last batch."""
     samples: list[int] = []
     pairs = [torch.zeros(2, 0, dtype=torch.long, device=device)]  # the true class and the predicted one
     counts, sums = [np.zeros((3, 0))], [torch.zeros(3, 0, dtype=torch.float64, device=device)]
@@ -161,7 +162,10 @@ def _of_documents(
             number = part.num_labels
             pair = torch.stack([part.targets[:number].to(device), chosen[:number]])
             samples += part.samples
-            on_device, on_host = _document_sums(part, losses[:number], pair[0] == pair[1], answers=answers)
+            on_device, on_host = _row_sums(part, losses[:number], pair[0] == pair[1], answers=answers)
+            if model.loss.of_rows is not None:
+                on_device[0] = model.loss.of_rows(log_probabilities(losses, part.to(device)), part.to(device))
+                on_host[2] = 1.0
             sums.append(on_device)
             counts.append(on_host)
             if classes:
@@ -182,34 +186,33 @@ def _by_class(pairs: Tensor, classes: int) -> list[NDArray[np.float64]]:
     return [true, chosen, true * chosen]
 
 
-def _document_sums(
-    batch: Batch, losses: Tensor, correct: Tensor, *, answers: bool
-) -> tuple[Tensor, NDArray[np.float64]]:
-    """[3, documents] on the device: weighted loss, correct tokens, correct answers; on the host: what they are of.
+def _row_sums(batch: Batch, losses: Tensor, correct: Tensor, *, answers: bool) -> tuple[Tensor, NDArray[np.float64]]:
+    """[3, rows] on the device: weighted loss, correct tokens, correct answers; on the host: what they are of.
 
     An answer is an uninterrupted stretch of trained tokens, its end token included. Greedy generation writes it exactly
     if each of its tokens is the likeliest after those before it, so one forward pass decides exact match.
     """
-    device, size = losses.device, len(batch.lengths)
+    device, size = losses.device, len(batch.documents_of_rows)
     flat = batch.label_rows[: batch.num_labels].numpy()
-    document_of_label = np.searchsorted(batch.starts, flat, side="right") - 1
+    row_of_document = np.repeat(np.arange(size), batch.documents_of_rows)
+    row_of_label = row_of_document[np.searchsorted(batch.starts, flat, side="right") - 1]
     # the last token of a document has no label, so labels of two documents are never adjacent
     begins = np.diff(flat, prepend=-2) != 1 if answers else np.zeros(len(flat), np.bool_)
-    document_of_answer = document_of_label[begins]
+    row_of_answer = row_of_label[begins]
     weights = None if batch.weights is None else batch.weights.per_target[: batch.num_labels].double()
 
     def on_device(index: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(index).to(device, non_blocking=True)
 
     sums = torch.zeros(3, size, dtype=torch.float64, device=device)
-    document = on_device(document_of_label)
+    row = on_device(row_of_label)
     losses = losses.double()
-    sums[0].index_add_(0, document, losses if weights is None else losses * weights.to(device, non_blocking=True))
-    sums[1].index_add_(0, document, correct.double())
-    if len(document_of_answer):
-        wrong = torch.zeros(len(document_of_answer), dtype=torch.int64, device=device)
+    sums[0].index_add_(0, row, losses if weights is None else losses * weights.to(device, non_blocking=True))
+    sums[1].index_add_(0, row, correct.double())
+    if len(row_of_answer):
+        wrong = torch.zeros(len(row_of_answer), dtype=torch.int64, device=device)
         wrong.index_add_(0, on_device(np.cumsum(begins) - 1), (~correct).long())
-        sums[2].index_add_(0, on_device(document_of_answer), (wrong == 0).double())
-    weight = np.bincount(document_of_label, None if weights is None else weights.numpy(), size)
-    counts = [np.bincount(document_of_label, minlength=size), np.bincount(document_of_answer, minlength=size), weight]
+        sums[2].index_add_(0, on_device(row_of_answer), (wrong == 0).double())
+    weight = np.bincount(row_of_label, None if weights is None else weights.numpy(), size)
+    counts = [np.bincount(row_of_label, minlength=size), np.bincount(row_of_answer, minlength=size), weight]
     return sums, np.stack(counts).astype(np.float64)

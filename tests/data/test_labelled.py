@@ -98,7 +98,7 @@ def test_pair_encoded_as_tokenizer_does(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     data = prepare(config(path, "text_pair"), made, str(tmp_path / "cache"))
     labels = build_objective(TaskConfig(kind="classification", labels=["yes", "no"]), made, 0, bidirectional=True)
-    found = [labels.label(data.train, i, 0) for i in range(2)]
+    found = [labels.label(data.train, i, 0)[0] for i in range(2)]
     for row, each in zip(rows, found, strict=True):
         expected = made(row["sentence1"], row["sentence2"])
         assert each.ids.tolist() == expected.input_ids
@@ -122,7 +122,7 @@ def test_classification_causal_uses_last_real_token(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", labelled(("rain on the roof", "a"), ("rain<pad><pad>", "b")))
     data = prepare(config(path, "labelled_text"), made, str(tmp_path / "cache"))
     labels = build_objective(TaskConfig(kind="classification", labels=["a", "b"]), made, 0, bidirectional=False)
-    first, second = (labels.label(data.train, i, 0) for i in range(2))
+    first, second = (labels.label(data.train, i, 0)[0] for i in range(2))
     assert first.at.tolist() == [len(first.ids) - 1]
     assert second.at.tolist() == [len(second.ids) - 3]
     assert collate_padded([first, second], 0).token_type_ids is None

@@ -168,4 +168,4 @@ def test_batch_has_weights_only_where_needed(tmp_path: Path) -> None:
         assert none.weights is None
         assert none.label_weight == none.num_labels
         assert layout.batch(rows, [], 4, epoch=0).label_weight == 0
-    assert NEXT_TOKEN.label(plain, 0, epoch=0).weights is None
+    assert NEXT_TOKEN.label(plain, 0, epoch=0)[0].weights is None

@@ -39,7 +39,7 @@ def masked(share: float = 0.15, seed: int = 0) -> MaskedTokens:
 @given(st.integers(3, 200), st.floats(0.01, 1.0), st.integers(0, 5), st.integers(0, 5), st.integers(0, 2**32 - 1))
 def test_masked_tokens_share_predicted_in_place(length: int, share: float, row: int, epoch: int, seed: int) -> None:
     rows = rows_of([length] * (row + 1))
-    ids, found = rows.ids(row), masked(share, seed).label(rows, row, epoch)
+    ids, (found,) = rows.ids(row), masked(share, seed).label(rows, row, epoch)
     assert len(found.at) == max(1, round(share * (length - 2)))
     assert sorted(set(found.at.tolist())) == found.at.tolist()
     assert found.targets.tolist() == ids[found.at].tolist()
@@ -47,13 +47,13 @@ def test_masked_tokens_share_predicted_in_place(length: int, share: float, row: 
     others = np.setdiff1d(np.arange(length), found.at)
     assert found.ids[others].tolist() == ids[others].tolist()
     assert set(found.ids[found.at].tolist()) <= {MASK, *ORDINARY.tolist()}
-    again = masked(share, seed).label(rows, row, epoch)
+    (again,) = masked(share, seed).label(rows, row, epoch)
     assert (again.at.tolist(), again.ids.tolist()) == (found.at.tolist(), found.ids.tolist())
 
 
 def test_masked_tokens_follow_bert_and_epoch() -> None:
     rows = rows_of([4002])
-    ids, draws = rows.ids(0), [masked(0.5).label(rows, 0, epoch) for epoch in range(2)]
+    ids, draws = rows.ids(0), [masked(0.5).label(rows, 0, epoch)[0] for epoch in range(2)]
     seen, was = draws[0].ids[draws[0].at], ids[draws[0].at]
     assert (seen == MASK).mean() == pytest.approx(0.8, abs=0.03)
     assert (seen == was).mean() == pytest.approx(0.1, abs=0.03)
@@ -61,7 +61,7 @@ def test_masked_tokens_follow_bert_and_epoch() -> None:
 
 
 def test_masked_tokens_special_row_has_none() -> None:
-    found = masked().label(rows_of([2]), 0, 0)
+    (found,) = masked().label(rows_of([2]), 0, 0)
     assert (found.ids.tolist(), found.at.tolist(), found.targets.tolist()) == ([1, 2], [], [])
 
 

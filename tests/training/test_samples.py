@@ -85,7 +85,7 @@ def test_preview_masks_tokens_of_the_first_epoch() -> None:
     labels = MaskedTokens(0.3, ord("_"), np.array([0]), np.array(letters("xyz"), np.int32), seed=1)
     shown = preview(rows, labels, Letters())
     marked = "".join(piece["text"] for piece in shown["rows"][0]["pieces"] if piece["trained"])
-    assert sorted(marked) == sorted(chr(each) for each in labels.label(rows, 0, epoch=0).targets)
+    assert sorted(marked) == sorted(chr(each) for each in labels.label(rows, 0, epoch=0)[0].targets)
     assert len(marked) == 3
     assert "hidden" in shown["marked"]
 

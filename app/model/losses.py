@@ -1,0 +1,69 @@
+"""Losses by task: how what a model says of a batch becomes one sum, with its gradient."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from app.batch import IGNORE, Batch
+from app.config.schema import TaskConfig
+
+if TYPE_CHECKING:
+    from app.model.training_model import TrainingModel
+
+RowLosses = Callable[[Tensor, Batch], Tensor]  # from the log-probability of each document, the loss of each data row
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The loss sum of a batch from its labelled hidden states; `Batch.label_weight` is what a step divides it by."""
+
+    of_states: Callable[["TrainingModel", Tensor, Batch], Tensor]
+    of_rows: RowLosses | None = None  # of a loss over documents
+
+
+def _of_tokens(model: "TrainingModel", states: Tensor, batch: Batch) -> Tensor:
+    return model.token_loss_sum(states, batch.targets, None if batch.weights is None else batch.weights.per_target)
+
+
+def _of_classes(model: "TrainingModel", states: Tensor, batch: Batch) -> Tensor:
+    return F.cross_entropy(model.head(states).float(), batch.targets, ignore_index=IGNORE, reduction="sum")
+
+
+def over_documents(of_rows: RowLosses) -> Loss:
+    """A loss that is any function of the documents' log-probabilities, such as one over pairs of answers."""
+    return Loss(partial(_of_documents, of_rows), of_rows)
+
+
+def _of_documents(of_rows: RowLosses, model: "TrainingModel", states: Tensor, batch: Batch) -> Tensor:
+    """By the chain rule its gradient is that of a token loss, each token weighted by the derivative of the loss with
+    respect to its document's log-probability: the head runs twice, and no logits are kept.
+    """
+    assert batch.document_of_label is not None
+    losses, _ = model.token_scores(states.detach(), batch.targets)
+    sums = log_probabilities(losses, batch).requires_grad_()
+    with torch.enable_grad():
+        total = of_rows(sums, batch).sum()
+    (slope,) = torch.autograd.grad(total, sums)
+    per_label = torch.cat([-slope, slope.new_zeros(1)])[batch.document_of_label]  # the last is of filling targets
+    weighted = model.token_loss_sum(states, batch.targets, per_label.float())
+    return total.detach().float() + weighted - weighted.detach()
+
+
+def log_probabilities(losses: Tensor, batch: Batch) -> Tensor:
+    """[D] in float64, of the trained tokens of each document: sums of thousands of float32 terms would cancel badly."""
+    assert batch.document_of_label is not None
+    sums = torch.zeros(len(batch.lengths) + 1, dtype=torch.float64, device=losses.device)
+    return sums.index_add(0, batch.document_of_label, -losses.double())[:-1]
+
+
+_TOKENS, _CLASSES = Loss(_of_tokens), Loss(_of_classes)
+LOSSES: dict[str, Callable[[TaskConfig], Loss]] = {
+    "causal": lambda _: _TOKENS,
+    "masked": lambda _: _TOKENS,
+    "classification": lambda _: _CLASSES,
+}
