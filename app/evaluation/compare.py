@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from app.config.metrics import METRICS
 from app.tracking.formatting import align_columns
 from app.tracking.jsonl_metrics import finite_or_none
 from app.training.scores import ANSWERS, Sums, metrics_of
@@ -17,15 +18,6 @@ CONFIDENCE_LEVEL = 0.95
 MAX_GROUPS = 2_048  # more clusters than that are drawn in groups, see `resampled`
 RESAMPLES_AT_ONCE = 250  # so that their weights stay in the cache
 _SEED = 0  # the same for all runs: the same rows are compared on the same draws
-_SHARES = ("token_accuracy", "exact_match", "accuracy", "macro_f1")
-_LABELS = {  # name for people and format
-    "eval_loss": ("loss", ".4f"),
-    "perplexity": ("perplexity", ".4g"),
-    "token_accuracy": ("token accuracy", ".2%"),
-    "exact_match": ("exact match", ".2%"),
-    "accuracy": ("accuracy", ".2%"),
-    "macro_f1": ("macro F1", ".2%"),
-}
 _DIFFERENCE = "difference"
 
 Values = NDArray[np.float64]
@@ -81,10 +73,12 @@ class Comparison:
         """Lines for people, without metrics that have no meaning for these rows."""
         order = [name for name in ("base", "tuned", _DIFFERENCE) if name in self.sides]
         lines = [["", *order]]
-        for key, (label, form) in _LABELS.items():
+        for key, metric in METRICS.items():
             if key in self.sides[order[0]] and not all(math.isnan(self.sides[name][key].value) for name in order):
-                forms = [f"+{form}" if name == _DIFFERENCE else form for name in order]
-                lines.append([label, *(self.sides[name][key].text(f) for name, f in zip(order, forms, strict=True))])
+                forms = [f"+{metric.format}" if name == _DIFFERENCE else metric.format for name in order]
+                lines.append(
+                    [metric.label, *(self.sides[name][key].text(f) for name, f in zip(order, forms, strict=True))]
+                )
         return f"{align_columns(lines)}\n{self._how()}"
 
     def _how(self) -> str:
@@ -99,7 +93,7 @@ def _estimates(values: Mapping[str, Values], draws: Mapping[str, Values], count:
     for key in values:
         value = float(values[key])
         low, high = (math.nan, math.nan) if count < 2 or math.isnan(value) else interval(draws[key])
-        if low == high and key in _SHARES and value in {0.0, 1.0}:
+        if low == high and METRICS[key].is_share and value in {0.0, 1.0}:
             # all rows are alike: resampling shows no spread, although the next row may differ
             far = bound_of_none(count)
             low, high = max(0.0, value - far), min(1.0, value + far)
@@ -115,7 +109,7 @@ def _differences(tuned: Side, base: Side, tuned_draws: Mapping[str, Values], bas
         with np.errstate(invalid="ignore"):  # infinity minus infinity
             value, draws = ours.value - theirs.value, tuned_draws[key] - base_draws[key]
         low, high = (math.nan, math.nan) if math.isnan(ours.low + theirs.low) else interval(draws)
-        if low == high and key in _SHARES and {ours.value, theirs.value} <= {0.0, 1.0}:
+        if low == high and METRICS[key].is_share and {ours.value, theirs.value} <= {0.0, 1.0}:
             low, high = ours.low - theirs.high, ours.high - theirs.low
         found[key] = Estimate(value, low, high)
     return found

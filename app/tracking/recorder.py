@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from app.config.load import to_yaml
+from app.config.metrics import LOGGED
 from app.config.schema import TrackerConfig
 from app.errors import AppError, EnvironmentProblem, Unfinished
 from app.files import append_text, read_json, report_write_errors, write_json, write_text
@@ -37,7 +38,7 @@ RESULT_KEYS = (
     "final_metrics",
     "final",
 )
-_RESULT_METRICS = ("eval_loss", "exact_match", "accuracy", "macro_f1", "tokens_per_second", "peak_memory_bytes")
+_RESULT_METRICS = (*LOGGED, "tokens_per_second", "peak_memory_bytes")
 
 
 class Recorder:

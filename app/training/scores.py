@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from app.batch import Batch
+from app.config.metrics import LOGGED, METRICS
 from app.distributed.process_group import HostGroup, Runtime
 from app.model.losses import log_probabilities
 from app.model.training_model import TrainingModel
@@ -26,7 +27,6 @@ _RATIOS = {
     "exact_match": (EXACT, ANSWERS),
 }
 _NORMAL_95 = 1.96  # standard errors
-_LOGGED = ("eval_loss", "exact_match", "accuracy", "macro_f1")
 
 
 def metrics_of(sums: Sums) -> dict[str, NDArray[np.float64]]:
@@ -55,7 +55,7 @@ def _macro_f1(counts: Sums) -> NDArray[np.float64]:
 
 def logged(metrics: Mapping[str, float]) -> dict[str, float]:
     """Values for a line of metrics, without an exact match of rows that have no answers."""
-    values = {key: metrics[key] for key in _LOGGED if key in metrics}
+    values = {key: metrics[key] for key in LOGGED if key in metrics}
     return {key: value for key, value in values.items() if key != "exact_match" or not math.isnan(value)}
 
 
@@ -99,7 +99,7 @@ def _margins(metrics: Mapping[str, float], sums: Sums, squares: Sums, documents:
         if documents > 1 and math.isfinite(value):
             spread = squares[top, top] - 2 * value * squares[top, below] + value**2 * squares[below, below]
             margin = _NORMAL_95 * math.sqrt(max(spread, 0.0) * documents / (documents - 1)) / sums[below]
-            alike = key != "eval_loss" and value in {0.0, 1.0}
+            alike = METRICS[key].is_share and value in {0.0, 1.0}
             found[f"{key}_margin"] = min(1.0, 3 / documents) if alike else float(margin)
     return found
 

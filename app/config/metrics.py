@@ -1,0 +1,32 @@
+"""Metrics of held-out rows: their names, labels and formats on screen, pages, cards and leaderboards."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One number of an evaluation."""
+
+    name: str  # in metrics.jsonl and result.json
+    label: str
+    format: str  # of Python's format()
+    better: Literal["lower", "higher"]
+    logged: bool = True  # in each evaluation of a run; the others when a finished run is scored
+
+    @property
+    def is_share(self) -> bool:
+        """Whether it lies between 0 and 1."""
+        return self.format.endswith("%")
+
+
+_ALL = (
+    Metric("eval_loss", "loss", ".4f", "lower"),
+    Metric("perplexity", "perplexity", ".4g", "lower", logged=False),
+    Metric("token_accuracy", "token accuracy", ".2%", "higher", logged=False),
+    Metric("exact_match", "exact match", ".2%", "higher"),
+    Metric("accuracy", "accuracy", ".2%", "higher"),
+    Metric("macro_f1", "macro F1", ".2%", "higher"),
+)
+METRICS: dict[str, Metric] = {metric.name: metric for metric in _ALL}
+LOGGED = tuple(metric.name for metric in _ALL if metric.logged)
