@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -78,6 +79,10 @@ def model_of(adapter: Any = None) -> TrainingModel:
     return model
 
 
+def loss_of(model: TrainingModel, parts: Sequence[Batch]) -> Tensor:
+    return torch.stack([model(part)[0] for part in parts]).sum()
+
+
 def formula(model: TrainingModel) -> Tensor:
     """Each document by itself, all logits, log-probabilities in float64."""
     sums = []
@@ -100,7 +105,7 @@ def test_loss_over_documents_equals_its_formula(layout: str, linear: bool, adapt
     batch = batch_of(layout)
     assert batch.label_weight == 3.0
     for parts in ([batch], split_batch(batch, 1), split_batch(batch, 5)):
-        summed = outcome(model, lambda parts=parts: sum(model(part)[0] for part in parts))
+        summed = outcome(model, partial(loss_of, model, parts))
         assert summed[0] == pytest.approx(loss, rel=1e-6)
         assert distance(summed[1], found) <= 2e-6
         assert sum(part.label_weight for part in parts) == 3.0
@@ -119,7 +124,7 @@ def test_halve_never_parts_a_row(layout: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_are_scored_by_their_loss(layout: str, runtime: Runtime) -> None:
     model = model_of()
-    losses = [float(outcome(model, lambda i=i: model(batch_of(layout, [i]))[0])[0]) for i in range(3)]
+    losses = [outcome(model, batch_of(layout, [i]))[0] for i in range(3)]
     batch = batch_of(layout)
     whole = LAYOUTS[layout].batch(ROWS, [np.array([2, 0, 1])], 8, epoch=0)
     sums = score_rows(model, [replace(whole, samples=(2, 0, 1))], runtime, 3, answers=False)
