@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from app.batch import PackedSequences
 from app.model.attention import Rules, plain_packed
-from app.training.storage_counter import CPU_WORKSPACE, Workspace
+from app.model.operations import COSTS, OperationCost, attention_backward_flops, attention_flops
 
 ATTENTION = "planned"  # name of the attention implementation in a traced model
 _MIN_PAGED_NUMEL = 1e5  # of bitsandbytes: smaller optimizer states stay on the device
@@ -90,23 +90,8 @@ def _backward_workspace(
     return own + expanded
 
 
-def _fp8_rows_workspace(*_args: Any) -> int:
-    return 0  # the kernel rounds rows as it reads them
-
-
-def _fp8_product_workspace(
-    rows: Tensor, _of_rows: Tensor, weight: Tensor, _of_weight: Tensor, dtype: torch.dtype, _fast: bool
-) -> int:
-    # a GPU multiplies into bf16, which is then converted
-    return 0 if dtype == torch.bfloat16 else rows.shape[0] * weight.shape[0] * torch.bfloat16.itemsize
-
-
-GPU_WORKSPACE: Workspace = {
-    **CPU_WORKSPACE,
-    "app_fp8::quantize_rows": _fp8_rows_workspace,
-    "app_fp8::product": _fp8_product_workspace,
-    "app_plan::attention_backward": _backward_workspace,
-}
+COSTS["app_plan::attention"] = OperationCost(attention_flops)
+COSTS["app_plan::attention_backward"] = OperationCost(attention_backward_flops, gpu_bytes=_backward_workspace)
 
 _FP32_FUNCTIONS = frozenset(
     {

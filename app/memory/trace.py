@@ -15,7 +15,7 @@ from app.distributed.fake_process_group import fake_device_mesh
 from app.distributed.fsdp import MeshSizes, Sharding, first_number, is_sharded
 from app.distributed.gradient_reduction import GradientReduction, ShardedGradients
 from app.distributed.process_group import HostGroup, Runtime
-from app.memory.cuda_ops import GPU_WORKSPACE, CudaAutocast, PagedStates
+from app.memory.cuda_ops import CudaAutocast, PagedStates
 from app.memory.fake_tensors import FakeTensorFallbacks, materialise
 from app.memory.flops import StepFlops
 from app.memory.meta_model import MetaModel
@@ -29,7 +29,7 @@ from app.model.kernels import as_on_gpu
 from app.model.training_model import TrainingModel
 from app.optim.optimizers import build_optimizer, needs_whole_matrices
 from app.optim.stochastic_rounding import ordinary
-from app.training.storage_counter import CPU_WORKSPACE, StorageCounter, kept_tensors
+from app.training.storage_counter import StorageCounter, kept_tensors
 from app.training.train_step import Stepper
 
 _SINGLE_PROCESS = Runtime(
@@ -104,7 +104,7 @@ def _sharding(settings: TraceSettings) -> Iterator[Sharding]:
 
 def _counter(settings: TraceSettings, stepper: Stepper, batches: list[Batch]) -> StorageCounter:
     """Counter that knows everything allocated before the step."""
-    counter = StorageCounter("cpu", GPU_WORKSPACE if settings.on_gpu else CPU_WORKSPACE)
+    counter = StorageCounter("cpu", as_on_gpu=settings.on_gpu)
     kept = kept_tensors(stepper.model, stepper.optimizer)
     if settings.shards_on_host:
         counter.hold(HOST, [each for each in stepper.model.network.parameters() if is_sharded(each)])

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from app.errors import EnvironmentProblem
 from app.model.comparison import Comparison, max_difference
 from app.model.kernels import autocast_dtype, can_run
+from app.model.operations import COSTS, OperationCost, Size
 from app.model.source import gist
 
 Rounded = tuple[Tensor, Tensor]  # rows [n, k] in e4m3, and the scale of each [n, 1]
@@ -81,6 +82,26 @@ torch.library.register_fake("app_fp8::quantize_rows", _quantized_like, lib=_OPS)
 torch.library.register_fake(
     "app_fp8::product", lambda x, _sx, w, _sw, dtype, _: x.new_empty((len(x), len(w)), dtype=dtype), lib=_OPS
 )
+
+
+def _product_flops(x: Size, _sx: Size, w: Size, *_args: Any, **_kwargs: Any) -> int:
+    return 2 * x[0] * x[1] * w[0]
+
+
+def _reference_bytes(x: Tensor, _sx: Tensor, w: Tensor, _sw: Tensor, dtype: torch.dtype, _: bool) -> int:
+    """Both sides in float32, and their product where another dtype is wanted."""
+    sums = 0 if dtype == torch.float32 else len(x) * len(w)
+    return (x.numel() + w.numel() + sums) * torch.float32.itemsize
+
+
+def _gpu_bytes(x: Tensor, _sx: Tensor, w: Tensor, _sw: Tensor, dtype: torch.dtype, _: bool) -> int:
+    """A GPU multiplies into bf16, which is then converted."""
+    return 0 if dtype == torch.bfloat16 else len(x) * len(w) * torch.bfloat16.itemsize
+
+
+# rows are rounded by way of float32; the kernel rounds them as it reads them
+COSTS["app_fp8::quantize_rows"] = OperationCost(cpu_bytes=lambda rows: rows.numel() * torch.float32.itemsize)
+COSTS["app_fp8::product"] = OperationCost(_product_flops, _reference_bytes, _gpu_bytes, in_fp8=True)
 
 
 def quantize_rows(rows: Tensor) -> Rounded:

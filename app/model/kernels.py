@@ -1,7 +1,7 @@
 """Devices that Triton kernels run on, and the operation that turns logits into losses and gradients in place.
 
 An operation of `torch.ops.app_kernels` is the kernel on a GPU (`model.triton_kernels`, imported when it is launched)
-and the plain arithmetic on a CPU. A memory plan, on tensors without memory, asks for its workspace.
+and the plain arithmetic on a CPU.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from app.batch import IGNORE
+from app.model.operations import COSTS, OperationCost
 
 _AMPERE = (8, 0)  # compute capability that Triton supports, and the first with bf16
 # of float32 logits that the plain arithmetic makes at once: what a CPU's caches hold
@@ -97,10 +98,8 @@ def plain_loss_and_grad(
                 logits[part] = exact
 
 
-def workspace_bytes(logits: Tensor, *_others: Any) -> int:
-    """Bytes that the operation allocates and frees."""
-    if uses_kernels(logits.device):
-        return 0
+def _plain_bytes(logits: Tensor, *_others: Any) -> int:
+    """Bytes that the plain arithmetic allocates and frees; the kernel needs none."""
     copied = 0 if logits.dtype == torch.float32 else min(_PIECE_BYTES[logits.device.type], 4 * logits.numel())
     return copied + _ROW_BYTES * len(logits)
 
@@ -119,3 +118,4 @@ def _loss_and_grad_on_gpu(
 _OPS.impl("loss_and_grad", plain_loss_and_grad, "CPU")
 _OPS.impl("loss_and_grad", _loss_and_grad_on_gpu, "CUDA")
 torch.library.register_fake("app_kernels::loss_and_grad", lambda *_given: None, lib=_OPS)
+COSTS["app_kernels::loss_and_grad"] = OperationCost(cpu_bytes=_plain_bytes)

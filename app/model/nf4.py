@@ -1,6 +1,7 @@
 """NF4 by bitsandbytes: quantised layers and their forward, and dequantising into one shared buffer."""
 
 import logging
+import math
 from collections.abc import Iterable
 from types import MethodType
 from typing import Any
@@ -8,12 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from app.model.operations import COSTS, OperationCost, Size
+
 # Imported on a CPU with avx512_bf16, bitsandbytes looks for a kernel that nothing here uses, and logs its absence.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 # Weights that share a scale. Where a row does not end with a block, bitsandbytes takes the wrong scales for the rest
 # on CPUs with AVX-512: the weights come back four times as far off as they should, without an error.
 BLOCK = 64
+_DOUBLE_QUANT_BLOCK_BYTES = 8  # the scales as they were, and once more with their offset
 
 
 def linear_4bit(weight: Tensor, bias: Any, *, double_quant: bool, compute: torch.dtype) -> nn.Module:
@@ -106,6 +110,32 @@ def _dequantize_on_gpu(data: Tensor, scales: Tensor, blocksize: int, kind: str, 
 _OPS.impl("dequantize_4bit", _dequantize_on_cpu, "CPU")
 _OPS.impl("dequantize_4bit", _dequantize_on_gpu, "CUDA")
 torch.library.register_fake("app_kernels::dequantize_4bit", lambda *_given: None, lib=_OPS)
+
+
+def _product_flops(rows: Size, _packed: Size, shape: Size, *_args: Any, **_kwargs: Any) -> int:
+    return 2 * math.prod(rows[:-1]) * shape[0] * shape[1]
+
+
+def _product_bytes(
+    rows: Tensor,
+    _packed: Tensor,
+    shape: list[int],
+    _scales: Tensor,
+    block: int,
+    _kind: str,
+    bias: Tensor | None = None,  # noqa: ARG001
+    absmax_8bit: Tensor | None = None,
+    *_more: Any,
+    **_named: Any,
+) -> int:
+    """bitsandbytes dequantizes the whole weight before it multiplies by as many rows as training has."""
+    count = shape[0] * shape[1]
+    scales = 0 if absmax_8bit is None else -(-count // block) * _DOUBLE_QUANT_BLOCK_BYTES
+    return count * rows.element_size() + scales
+
+
+COSTS["app_kernels::dequantize_4bit"] = OperationCost()
+COSTS["bitsandbytes::gemm_4bit"] = OperationCost(_product_flops, _product_bytes, _product_bytes)
 
 
 class DequantizeBuffer:

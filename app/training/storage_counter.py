@@ -3,7 +3,7 @@
 Works on real tensors and on fake ones, so that a plan and a real step are counted by the same code.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.distributed.fsdp import has_dtensor, local
-from app.model.kernels import workspace_bytes
+from app.model.operations import cost_of
 from app.model.quantization import quant_state_tensors
 from app.model.training_model import TrainingModel
 from app.optim.stochastic_rounding import stepped_by, steps_in_backward
@@ -23,10 +23,7 @@ _ALL_GATHERED = "fsdp::split_with_sizes_copy"
 GATHERED = "gathered_weights"  # the kind of storages that FSDP gathers weights into
 _ASKS_DEVICE = torch.ops.prim.device.default
 _BLOCK_BYTES = 512  # what CUDA's allocator rounds up to; the same everywhere, so that counts can be compared
-_FLOAT32_BYTES = 4
-_DOUBLE_QUANT_BLOCK_BYTES = 8  # the scales as they were, and once more with their offset
 
-Workspace = Mapping[str, Callable[..., int]]  # full name of an operation -> bytes for its arguments
 Event = tuple[int, int]  # serial of a storage, and its bytes: above 0 when made, below 0 when freed
 
 
@@ -70,48 +67,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-# ---- what operations allocate and free before they return
-
-
-def _dequantized_weight(
-    rows: Tensor,
-    _packed: Tensor,
-    shape: list[int],
-    _scales: Tensor,
-    block: int,
-    _kind: str,
-    bias: Tensor | None = None,  # noqa: ARG001
-    absmax_8bit: Tensor | None = None,
-    *_more: Any,
-    **_named: Any,
-) -> int:
-    """bitsandbytes dequantizes the whole weight before it multiplies by as many rows as training has."""
-    count = shape[0] * shape[1]
-    scales = 0 if absmax_8bit is None else -(-count // block) * _DOUBLE_QUANT_BLOCK_BYTES
-    return count * rows.element_size() + scales
-
-
-def _fp8_rows(rows: Tensor) -> int:
-    """Rounded to e4m3 by way of float32."""
-    return rows.numel() * _FLOAT32_BYTES
-
-
-def _fp8_product(
-    rows: Tensor, _of_rows: Tensor, weight: Tensor, _of_weight: Tensor, dtype: torch.dtype, _fast: bool
-) -> int:
-    """Both sides in float32, and their product where another dtype is wanted."""
-    sums = 0 if dtype == torch.float32 else rows.shape[0] * weight.shape[0]
-    return (rows.numel() + weight.numel() + sums) * _FLOAT32_BYTES
-
-
-CPU_WORKSPACE: Workspace = {
-    "bitsandbytes::gemm_4bit": _dequantized_weight,
-    "app_kernels::loss_and_grad": workspace_bytes,
-    "app_fp8::quantize_rows": _fp8_rows,
-    "app_fp8::product": _fp8_product,
-}
-
-
 # ---- every storage
 
 
@@ -128,14 +83,14 @@ class StorageCounter(TorchDispatchMode):
     it copies into them, and to 0 when they are resharded.
     """
 
-    def __init__(self, device: str, workspace: Workspace = CPU_WORKSPACE) -> None:
+    def __init__(self, device: str, *, as_on_gpu: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.kinds: dict[int, str] = {}  # by serial, of storages given to `hold` and of gathered weights
         self.phases: list[tuple[int, str]] = []  # by the index of the event that each begins with
         self.current = self.peak = 0
         self._device = device
-        self._workspace = workspace
+        self._as_on_gpu = as_on_gpu
         self._known: dict[int, tuple[int, int, Any]] = {}  # by the address of the C++ storage
         self._gathered: dict[int, tuple[int, int]] = {}  # serial and bytes by address
         self._serial = 0
@@ -181,9 +136,10 @@ class StorageCounter(TorchDispatchMode):
         name = func._overloadpacket._qualified_op_name
         if name == _ALL_GATHERED:
             self._see_gathered(kwargs["out"])
-        workspace = self._workspace.get(name)
-        if workspace is not None:
-            self._pass(workspace(*args, **kwargs))
+        cost = cost_of(name)
+        taken = cost.gpu_bytes if self._as_on_gpu else cost.cpu_bytes
+        if taken is not None:
+            self._pass(taken(*args, **kwargs))
         return out
 
     def _see(self, tensor: Tensor) -> int | None:

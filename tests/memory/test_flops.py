@@ -8,8 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from app.memory import flops
 from app.memory.estimate import plan_memory
+from app.model.operations import COSTS
 from tests.memory.truth import EXPERTS, PACKED, PADDED, small_run
 
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS, VOCABULARY = 128, 192, 4, 2, 3, 1024
@@ -104,4 +104,6 @@ def test_flops_of_grouped_product(left: tuple[int, ...], right: tuple[int, ...],
     ends = None if a.ndim == b.ndim == 3 else torch.tensor([3, 6, 9, 12], dtype=torch.int32)
     out = torch.nn.functional.grouped_mm(a, b, offs=ends)
     assert out.unique().tolist() == [inner]
-    assert flops._grouped_product(left, right) == FORWARD * out.numel() * inner
+    count = COSTS["aten::_grouped_mm"].flops
+    assert count is not None
+    assert count(left, right) == FORWARD * out.numel() * inner

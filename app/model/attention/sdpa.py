@@ -16,6 +16,7 @@ from app.batch import PackedSequences
 from app.errors import ConfigError
 from app.model.attention.requirements import Kernel, Rules, cannot, require_rules
 from app.model.kernels import autocast_dtype
+from app.model.operations import COSTS, OperationCost
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
@@ -167,6 +168,10 @@ def _back(  # noqa: PLR0913, PLR0917  all that the forward pass had
 @_back.register_fake
 def _back_shapes(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_more: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+# of compiled layers, which are neither planned nor counted
+COSTS["app::split_attention"] = COSTS["app::split_attention_backward"] = OperationCost()
 
 
 def _parts(
