@@ -39,7 +39,7 @@ def export(config: ExportConfig, console: Console) -> int:
             [
                 ("run", str(config.folder)),
                 ("to", f"{config.to}, {format_bytes(planned.bytes)}"),
-                ("kind", f"{config.kind}, {config.dtype}" if planned.merge else config.kind),
+                ("kind", ", ".join(filter(None, (config.kind, config.written_dtype)))),
             ],
             width=8,
         )

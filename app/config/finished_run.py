@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from app.config.dataset import WITHOUT_HELD_OUT_ROWS, has_held_out_rows
 from app.config.load import apply_changes, read_changes, read_run, validated
@@ -212,18 +212,36 @@ _EXPORT_WHY_NOT = {"": "because an export writes down what the run made; only it
 _FOR_EXPORT = {"eval.rows": 1, "batching.packing": False, "attention.kind": "sdpa", "tracker.kind": "none"}
 
 
+class ExportKind(NamedTuple):
+    """What the command line asks of a kind of export."""
+
+    needs_adapter: bool
+    unused: Mapping[str, str] = {}  # keys that would change nothing, with the reason
+
+
+EXPORT_KINDS = {
+    "adapter": ExportKind(True, dict.fromkeys(("dtype", "shard_gb"), "an adapter is exported as it is")),
+    "merged": ExportKind(needs_adapter=False),
+}
+
+
 @dataclass(kw_only=True, slots=True)
 class ExportConfig(_FinishedRun):
     """Options of app.export. `dtype` and `shard_gb` (of the largest file) are for `kind=merged`."""
 
     to: str
-    kind: str = choice("adapter", "merged")
+    kind: str = choice(*EXPORT_KINDS)
     dtype: str = choice("bf16", "fp16", "fp32", default="bf16")
     shard_gb: float = number(5.0, above=0)
 
     @property
     def target(self) -> Path:
         return Path(self.to).expanduser().absolute()
+
+    @property
+    def written_dtype(self) -> str | None:
+        """The dtype that weights are converted to; None: they are exported as they are."""
+        return None if "dtype" in EXPORT_KINDS[self.kind].unused else self.dtype
 
 
 def export_config(arguments: Sequence[str], read_choices: ReadChoices) -> ExportConfig:
@@ -238,18 +256,15 @@ def export_config(arguments: Sequence[str], read_choices: ReadChoices) -> Export
 
 
 def _export_problems(config: ExportConfig, changes: Changes) -> Iterator[str]:
-    whole = config.adapter.kind == "none"
-    if config.kind == "adapter" and whole:
+    kind = EXPORT_KINDS[config.kind]
+    if kind.needs_adapter and config.adapter.kind == "none":
         yield (
-            f"kind=adapter: run={config.run} tuned a whole model and has no adapter. Give kind=merged: its weights "
-            f"in dtype={config.dtype}."
+            f"kind={config.kind}: run={config.run} tuned a whole model and has no adapter. Give kind=merged: its "
+            f"weights in dtype={config.dtype}."
         )
-    for key in ("dtype", "shard_gb"):
-        if config.kind == "adapter" and key in changes:
-            yield (
-                f"{key}={changes[key]} would change nothing: an adapter is exported as it is. Leave it out, or "
-                "give kind=merged."
-            )
+    for key, reason in kind.unused.items():
+        if key in changes:
+            yield f"{key}={changes[key]} would change nothing: {reason}. Leave it out, or give kind=merged."
     yield from _unread_model_path(config, changes, needs_base=False)
 
 

@@ -1,8 +1,9 @@
-"""An export from a finished run: written into a temporary folder, verified by a fresh process, then renamed."""
+"""An export from a finished run, by kind: written aside, verified by another program in a fresh process, renamed."""
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 
 from app.config.finished_run import ExportConfig
 from app.config.load import read_run
+from app.config.tasks import task_of
 from app.errors import CheckpointError, EnvironmentProblem
 from app.evaluation.run import Evaluation
 from app.exports.folder import REPORT, atomic_export, existing_parent, hashes_of, write_json_unflushed
-from app.exports.verify import Verification, reference_of, tolerance, verify, with_training_base
+from app.exports.verify import Reference, Reloaded, Verification, by_transformers, reference_of, verify
 from app.files import MANIFEST, read_json, verify_checksums
-from app.model.build import DTYPES, base_path
+from app.model.build import DTYPES, ModelSections, base_path
 from app.model.merge import EXPORTED, Merge, fully_trained_weights, merged_config, plan_merge, read_lora_deltas
 from app.model.quantization import missing_hardware, quantization_after_training
 from app.model.save import add_transformers_4_keys
@@ -30,64 +32,133 @@ _ADAPTER = "adapter_config.json"
 _NOT_COPIED = {MANIFEST, CARD, REPORT}
 _OF_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "adapter_*")
 _WITH_WEIGHTS = ("generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
+# Relative difference of logits computed twice in fp32 by kernels that add in another order.
+_FP32_TOLERANCE = 1e-5
+# Half the distance of neighbouring numbers: the largest relative change of a weight by rounding.
+_ROUNDING_ERROR = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 0.0}
 _SPARE_BYTES = 16 << 20  # for cards, configurations and partly filled blocks of the file system
 
 
 @dataclass(frozen=True)
-class Export:
-    """The files of an export, known before anything is written."""
+class Export(ABC):
+    """An export of one kind; asked for its size, before anything is written, it refuses what cannot be exported."""
 
     config: ExportConfig
-    evaluation: Evaluation
-    files: tuple[Path, ...]  # copied as they are
-    base: Path  # the weights of the base, or of a fully tuned model
-    merge: Merge | None
-    trained: Evaluation | None  # where training computed with another base than users of the export load
+    evaluation: Evaluation  # on the base that users of the export load
+    trained: Evaluation | None  # where training computed with another one
 
     @property
-    def keeps_base(self) -> bool:
-        """Whether the base is exported too: one of random weights exists nowhere else."""
-        return self.merge is None and (self.config.folder / "base").is_dir()
+    def final(self) -> Path:
+        return self.config.folder / "final"
+
+    @property
+    def own_files(self) -> dict[str, Path]:
+        """What the run itself made and vouches for, but for its card."""
+        hashed = read_json(self.final / MANIFEST)
+        return {
+            each.name: each for each in self.final.glob("*") if each.name in hashed and each.name not in _NOT_COPIED
+        }
 
     @cached_property
+    def sections(self) -> ModelSections:
+        return self.evaluation.sections(tuned=True)
+
+    @property
+    def config_folder(self) -> Path:
+        """Where config.json of a whole model is; that of a classifier's adapter, with its classes, is in final/."""
+        return self.final if (self.final / "config.json").is_file() else Path(self.sections.model.path)
+
+    @cached_property
+    @abstractmethod
+    def copied(self) -> dict[str, Path]:
+        """Files that are exported as they are, by their names in the export."""
+
+    @property
     def bytes(self) -> int:
         """Size of all files."""
-        copied = [*self.files, *(self._base_files() if self.keeps_base else ())]
-        sizes: list[int] = [file.stat().st_size for file in copied]
-        return sum(sizes) + (0 if self.merge is None else self.merge.bytes)
+        return sum(file.stat().st_size for file in self.copied.values())
 
     def write(self, folder: Path) -> int:
         """Write all but card and report; returns the number of rounded matrices."""
-        for file in self.files:
-            shutil.copyfile(file, folder / file.name)
-        if self.merge is not None:
-            write_json_unflushed(folder / "config.json", merged_config(self._config_folder, self.config.dtype))
-            add_transformers_4_keys(folder, type(self.evaluation.meta_model.config))
-            return self.merge.write(folder, self.config.shard_gb * 1e9)
-        if self.keeps_base:
-            (folder / "base").mkdir()
-            for file in self._base_files():
-                shutil.copyfile(file, folder / "base" / file.name)
+        for name, file in self.copied.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, folder / name)
+        return 0
+
+    def reload(self, folder: Path, reference: Reference) -> Reloaded | str:
+        """The rows of `reference` as another program computes them with `folder`; a text: why it does not."""
+        return by_transformers(folder, {}, reference, self.evaluation)
+
+    def tolerance(self, rounded: int) -> tuple[float, str]:
+        """The allowed relative difference, and the reason for it.
+
+        A rounded matrix changes its outputs by less than the rounding of a weight; independent errors add up as the
+        square root of their number.
+        """
+        base = DTYPES[self.evaluation.choices.precision].base
+        dtype = self.config.written_dtype or next(name for name, dtype in EXPORTED.items() if dtype == base)
+        if not rounded or dtype == "fp32":
+            return _FP32_TOLERANCE, "fp32 arithmetic in another order"
+        return _FP32_TOLERANCE + _ROUNDING_ERROR[dtype] * rounded**0.5, f"{rounded} matrices rounded to {dtype}"
+
+
+class AdapterExport(Export):
+    """The adapter with all of final/, and the base where that exists nowhere else: one of random weights."""
+
+    @cached_property
+    def copied(self) -> dict[str, Path]:
+        base = [file for file in (self.config.folder / "base").glob("*") if file.is_file() and file.name != MANIFEST]
+        return self.own_files | {f"base/{file.name}": file for file in base}
+
+    def write(self, folder: Path) -> int:
+        """Beside the files, name the base; counts fp32 matrices of a head, which loading rounds to the base's dtype."""
+        super().write(folder)
         adapter = json.loads((folder / _ADAPTER).read_text())
         named = base_path(self.config.model, self.config.target / "base")
         write_json_unflushed(folder / _ADAPTER, adapter | {"base_model_name_or_path": named})
-        return self._rounded_on_loading()
+        whole = fully_trained_weights(self.final) if self.config_folder == self.final else {}
+        return sum(len(each.shape) > 1 for each in whole.values())
+
+    def reload(self, folder: Path, reference: Reference) -> Reloaded | str:
+        inside, sections = folder / "base", self.sections
+        loading = {
+            "config": str(folder) if task_of(sections.task).pooled else None,
+            "base": str(inside if inside.is_dir() else sections.model.path),
+            "dtype": str(DTYPES[sections.precision].base).removeprefix("torch."),
+            "four_bit": sections.bitsandbytes_arguments(self.evaluation.meta_model),
+        }
+        return by_transformers(folder, loading, reference, self.evaluation)
+
+
+class MergedExport(Export):
+    """Base and adapter as one model, or a fully tuned one, with tokenizer, licences and other files beside weights."""
+
+    @cached_property
+    def merge(self) -> Merge:
+        adapter = self.final if (self.final / _ADAPTER).is_file() else None
+        deltas = {} if adapter is None else read_lora_deltas(adapter)
+        return plan_merge(self.sections, deltas, self.config.dtype, self.evaluation.runtime.device, adapter)
+
+    @cached_property
+    def copied(self) -> dict[str, Path]:
+        base = Path(self.sections.model.path)
+        patterns = (*_WITH_WEIGHTS, *(("*.py",) if self.config.model.trust_remote_code else ()))
+        beside = {file.name: file for pattern in patterns for file in base.glob(pattern)}
+        left_out = {"config.json", *(file.name for pattern in _OF_WEIGHTS for file in self.final.glob(pattern))}
+        return {name: file for name, file in (beside | self.own_files).items() if name not in left_out}
 
     @property
-    def _config_folder(self) -> Path:
-        """Where config.json of a whole model is; that of a classifier's adapter, with its classes, is in final/."""
-        final = self.config.folder / "final"
-        return final if (final / "config.json").is_file() else self.base
+    def bytes(self) -> int:
+        return super().bytes + self.merge.bytes
 
-    def _rounded_on_loading(self) -> int:
-        """Count the fp32 matrices of a head that are rounded when the base is loaded in a narrower dtype."""
-        final = self.config.folder / "final"
-        if self._config_folder != final:
-            return 0
-        return sum(len(each.shape) > 1 for each in fully_trained_weights(final).values())
+    def write(self, folder: Path) -> int:
+        super().write(folder)
+        write_json_unflushed(folder / "config.json", merged_config(self.config_folder, self.config.dtype))
+        add_transformers_4_keys(folder, type(self.evaluation.meta_model.config))
+        return self.merge.write(folder, self.config.shard_gb * 1e9)
 
-    def _base_files(self) -> list[Path]:
-        return _files(self.config.folder / "base")
+
+EXPORTS: dict[str, type[Export]] = {"adapter": AdapterExport, "merged": MergedExport}
 
 
 def prepare_export(config: ExportConfig, evaluation: Evaluation) -> Export:
@@ -98,14 +169,7 @@ def prepare_export(config: ExportConfig, evaluation: Evaluation) -> Export:
         raise CheckpointError(f"run={config.run}: {final}: {damaged}. Train it again, or take a copy of the run.")
     evaluation.require_same_base(tuned=True)
     evaluation, trained = _with_base_of_users(evaluation)
-    sections = evaluation.sections(tuned=True)
-    base = Path(sections.model.path)
-    merge = None
-    if config.kind == "merged":
-        adapter = final if (final / _ADAPTER).is_file() else None
-        deltas = {} if adapter is None else read_lora_deltas(adapter)
-        merge = plan_merge(sections, deltas, config.dtype, evaluation.runtime.device, adapter)
-    export = Export(config, evaluation, tuple(_copied(config, final, base)), base, merge, trained)
+    export = EXPORTS[config.kind](config, evaluation, trained)
     _require_disk_space(export)
     return export
 
@@ -127,49 +191,25 @@ def make_export(export: Export, facts: dict[str, Any], say: Callable[[str], None
         rounded = export.write(folder)
         say(f"written {format_bytes(export.bytes)}; a fresh process loads it")
         reference = reference_of(export.evaluation)
-        dtype = config.dtype if export.merge else _base_dtype_name(export.evaluation.choices.precision)
-        base = folder / "base" if export.keeps_base else export.base
-        allowed = tolerance(dtype, rounded)
-        verification = verify(folder, None if export.merge else base, reference, export.evaluation, allowed)
-        if export.trained is not None:
-            verification = with_training_base(verification, reference, reference_of(export.trained))
+        reloaded = export.reload(folder, reference)
+        trained = None if export.trained is None else reference_of(export.trained)
+        verification = verify(reference, reloaded, export.tolerance(rounded), trained)
         if verification.passed:
             (folder / CARD).write_text(_card(export, folder), encoding="utf-8")
         else:
             shutil.rmtree(folder)
             folder.mkdir()
-        report = {**facts, "kind": config.kind, "dtype": config.dtype if export.merge else None}
+        report = {**facts, "kind": config.kind, "dtype": config.written_dtype}
         report |= {**asdict(verification), "files": hashes_of(folder)}
         write_json_unflushed(folder / REPORT, redact(report))
     return verification
 
 
-def _base_dtype_name(precision: str) -> str:
-    return next(name for name, dtype in EXPORTED.items() if dtype == DTYPES[precision].base)
-
-
 def _card(export: Export, folder: Path) -> str:
     run, evaluation = export.config.folder, export.evaluation
-    loading = loading_of(evaluation.sections(tuned=True), evaluation.meta_model, folder, folder / "base")
+    loading = loading_of(export.sections, evaluation.meta_model, folder, folder / "base")
     manifest, result = read_manifest(run / "manifest.json"), read_result(run)
     return model_card(asdict(read_run(run / "run.yaml")), manifest, result, loading)
-
-
-def _copied(config: ExportConfig, final: Path, base: Path) -> Iterable[Path]:
-    """Files to copy: of an adapter all of final/; of a merged model its tokenizer, licences and other non-weights."""
-    hashed = read_json(final / MANIFEST)
-    found = {file.name: file for file in _files(final) if file.name in hashed}
-    if config.kind == "merged":
-        code = ("*.py",) if config.model.trust_remote_code else ()
-        beside = {file.name: file for pattern in (*_WITH_WEIGHTS, *code) for file in base.glob(pattern)}
-        weights = {file.name for pattern in _OF_WEIGHTS for file in final.glob(pattern)}
-        found = {name: file for name, file in (beside | found).items() if name not in weights}
-        found.pop("config.json", None)
-    return (file for name, file in sorted(found.items()) if name not in _NOT_COPIED)
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.iterdir() if file.is_file() and file.name != MANIFEST)
 
 
 def _require_disk_space(export: Export) -> None:

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,17 +21,12 @@ from app.config.tasks import task_of
 from app.evaluation.run import Evaluation
 from app.exports import reload
 from app.model.attention import own_attention
-from app.model.build import DTYPES
 from app.model.training_model import TrainingModel
 from app.tracking.jsonl_metrics import finite_or_none
 
 MAX_ROWS = 8
 SHORT_ROW_TOKENS = 512  # such rows are taken first
 MAX_POSITIONS = 64  # of each row
-# Relative difference of logits computed twice in fp32 by kernels that add in another order.
-FP32_TOLERANCE = 1e-5
-# Half the distance of neighbouring numbers: the largest relative change of a weight by rounding.
-ROUNDING_ERROR = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 0.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +52,14 @@ class Verification:
     def lines(self) -> str:
         verdict = "passed" if self.passed else "FAILED"
         if self.failure is not None:
-            return f"{verdict}: the fresh process ended without logits: {self.failure}"
+            how = "ended without logits" if self.loss_after is None else "computes something else"
+            return f"{verdict}: the fresh process {how}: {self.failure}"
+        difference, loss = (math.nan if each is None else each for each in (self.difference, self.loss_after))
         lines = [
-            f"{verdict}: a fresh process differs by {self.difference:.1e} (tolerance {self.tolerance:.1e}, "
+            f"{verdict}: a fresh process differs by {difference:.1e} (tolerance {self.tolerance:.1e}, "
             f"{self.tolerance_is})",
-            f"loss {self.loss_before:.4f} -> {self.loss_after:.4f} at {self.positions} positions of {self.rows} rows "
-            f"({self.rows_are}), same choice at {self.same_choice:.1%}",
+            f"loss {self.loss_before:.4f} -> {loss:.4f} at {self.positions} positions of {self.rows} rows "
+            f"({self.rows_are})" + ("" if self.same_choice is None else f", same choice at {self.same_choice:.1%}"),
         ]
         if self.training_loss is not None:
             lines.append(
@@ -81,6 +78,11 @@ class Reference:
     logits: list[Tensor]
     rows_are: str
 
+    @property
+    def ids(self) -> list[Tensor]:
+        """The tokens of each row."""
+        return [self.rows[f"ids.{i}"] for i in range(len(self.targets))]
+
     def loss(self, logits: list[Tensor]) -> float:
         """Mean cross-entropy over all positions."""
         losses = [
@@ -90,15 +92,12 @@ class Reference:
         return float(sum(losses)) / sum(len(targets) for targets in self.targets)
 
 
-def tolerance(dtype: str, rounded: int) -> tuple[float, str]:
-    """The allowed relative difference of logits, and the reason for it.
+class Reloaded(NamedTuple):
+    """The rows of a reference as a program computes them that has loaded an export."""
 
-    A rounded matrix changes its outputs by less than the rounding of a weight; independent errors add up as the square
-    root of their number.
-    """
-    if not rounded or dtype == "fp32":
-        return FP32_TOLERANCE, "fp32 arithmetic in another order"
-    return FP32_TOLERANCE + ROUNDING_ERROR[dtype] * rounded**0.5, f"{rounded} matrices rounded to {dtype}"
+    ids: list[Tensor]  # of the tokens that it reads in each row
+    loss: float  # mean cross-entropy over all positions
+    logits: list[Tensor] | None  # None: the program gives none, and losses are compared
 
 
 def reference_of(evaluation: Evaluation) -> Reference:
@@ -115,14 +114,12 @@ def reference_of(evaluation: Evaluation) -> Reference:
 
 
 def verify(
-    folder: Path, base: Path | None, reference: Reference, evaluation: Evaluation, allowed: tuple[float, str]
+    reference: Reference, reloaded: Reloaded | str, allowed: tuple[float, str], trained: Reference | None = None
 ) -> Verification:
-    """Load `folder` in a fresh process, onto `base` if it has an adapter, and compare the logits."""
-    with tempfile.TemporaryDirectory(prefix="verify-export-") as place:
-        plan = _plan(folder, base, evaluation, Path(place))
-        save_file(reference.rows, plan["rows"])
-        failure = _run(plan, Path(place) / "plan.json")
-        found = {} if failure else load_file(plan["out"])
+    """Compare an export, as a fresh process computes with it, with the run's own model; a text: why that failed.
+
+    `trained`: the model of training, where that computed with another base than was exported.
+    """
     verification = Verification(
         tolerance=allowed[0],
         tolerance_is=allowed[1],
@@ -130,31 +127,31 @@ def verify(
         rows=len(reference.targets),
         positions=sum(len(each) for each in reference.targets),
         rows_are=reference.rows_are,
-        failure=failure,
+        training_difference=None if trained is None else _relative(reference.logits, trained.logits),
+        training_loss=None if trained is None else reference.loss(trained.logits),
     )
-    if failure:
-        return verification
-    logits = [found[str(i)] for i in range(len(reference.targets))]
-    ours, theirs = torch.cat(reference.logits), torch.cat(logits)
-    difference = _relative(ours, theirs)
-    return replace(
-        verification,
-        passed=difference is not None and difference <= verification.tolerance,
-        difference=difference,
-        largest_difference=finite_or_none(float((theirs - ours).abs().max() / ours.abs().max())),
-        same_choice=float((theirs.argmax(-1) == ours.argmax(-1)).double().mean()),
-        loss_after=finite_or_none(reference.loss(logits)),
-    )
+    if isinstance(reloaded, str):
+        return replace(verification, failure=reloaded)
+    found = replace(verification, loss_after=finite_or_none(reloaded.loss))
+    other = [i for i, both in enumerate(zip(reference.ids, reloaded.ids, strict=True)) if not torch.equal(*both)]
+    if other:
+        return replace(found, failure=f"it reads other tokens in row {other[0]} of those compared")
+    if reloaded.logits is None:
+        difference = finite_or_none(abs(reloaded.loss / found.loss_before - 1))
+    else:
+        ours, theirs = torch.cat(reference.logits), torch.cat(reloaded.logits)
+        difference = _relative(reference.logits, reloaded.logits)
+        found = replace(
+            found,
+            largest_difference=finite_or_none(float((theirs - ours).abs().max() / ours.abs().max())),
+            same_choice=float((theirs.argmax(-1) == ours.argmax(-1)).double().mean()),
+        )
+    return replace(found, passed=difference is not None and difference <= found.tolerance, difference=difference)
 
 
-def with_training_base(verification: Verification, reference: Reference, trained: Reference) -> Verification:
-    """Add the difference to the model of training, where that computed with another base than was exported."""
-    apart = _relative(torch.cat(reference.logits), torch.cat(trained.logits))
-    return replace(verification, training_difference=apart, training_loss=reference.loss(trained.logits))
-
-
-def _relative(ours: Tensor, theirs: Tensor) -> float | None:
+def _relative(given: list[Tensor], found: list[Tensor]) -> float | None:
     """The difference of all logits together; None where it is not finite."""
+    ours, theirs = torch.cat(given), torch.cat(found)
     difference = float((theirs - ours).norm(dtype=torch.float64) / ours.norm(dtype=torch.float64))
     return difference if math.isfinite(difference) else None
 
@@ -175,24 +172,34 @@ def _labelled(evaluation: Evaluation, model: TrainingModel) -> tuple[dict[str, T
     return given, [batch.targets[-MAX_POSITIONS:] for batch in batches]
 
 
-def _plan(folder: Path, base: Path | None, evaluation: Evaluation, place: Path) -> dict[str, Any]:
-    sections = evaluation.sections(tuned=True)
-    adapter = base is not None
-    own_classes = adapter and task_of(sections.task).pooled
-    return {
-        "config": str(folder) if own_classes else None,
-        "auto_class": task_of(sections.task).auto_class,
-        "folder": str(folder),
-        "base": str(base) if adapter else None,
-        "dtype": str(DTYPES[sections.precision].base).removeprefix("torch.") if adapter else "float32",
-        "four_bit": sections.bitsandbytes_arguments(evaluation.meta_model) if adapter else None,
-        "attention": own_attention(evaluation.meta_model),
-        "trust_remote_code": sections.model.trust_remote_code,
-        "device": str(evaluation.runtime.device),
-        "threads": evaluation.runtime.threads if evaluation.runtime.device.type == "cpu" else None,
-        "rows": str(place / "rows.safetensors"),
-        "out": str(place / "logits.safetensors"),
-    }
+def by_transformers(
+    folder: Path, loading: Mapping[str, Any], reference: Reference, evaluation: Evaluation
+) -> Reloaded | str:
+    """Load a model by transformers in a fresh process; `loading` says how PEFT loads an adapter, and onto what."""
+    with tempfile.TemporaryDirectory(prefix="verify-export-") as place:
+        sections = evaluation.sections(tuned=True)
+        plan = {
+            "config": None,
+            "base": None,
+            "dtype": "float32",
+            "four_bit": None,
+            **loading,
+            "auto_class": task_of(sections.task).auto_class,
+            "folder": str(folder),
+            "attention": own_attention(evaluation.meta_model),
+            "trust_remote_code": sections.model.trust_remote_code,
+            "device": str(evaluation.runtime.device),
+            "threads": evaluation.runtime.threads if evaluation.runtime.device.type == "cpu" else None,
+            "rows": str(Path(place) / "rows.safetensors"),
+            "out": str(Path(place) / "logits.safetensors"),
+        }
+        save_file(reference.rows, plan["rows"])
+        failure = _run(plan, Path(place) / "plan.json")
+        if failure is not None:
+            return failure
+        found = load_file(plan["out"])
+    logits = [found[str(i)] for i in range(len(reference.targets))]
+    return Reloaded(reference.ids, reference.loss(logits), logits)
 
 
 def _run(plan: Mapping[str, Any], file: Path) -> str | None:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from app import export
-from app.exports.export import Export
+from app.exports.export import MergedExport
 from app.model.quantization import Nf4
 
 
@@ -32,14 +32,14 @@ def _as_it_was(_packing: Nf4, weight: Tensor) -> Tensor:
 
 
 def _spoil_files(spoil: Callable[[Path], None]) -> None:
-    write = Export.write
+    write = MergedExport.write
 
-    def spoilt(self: Export, folder: Path) -> int:
+    def spoilt(self: MergedExport, folder: Path) -> int:
         rounded = write(self, folder)
         spoil(folder)
         return rounded
 
-    Export.write = spoilt  # type: ignore[method-assign]
+    MergedExport.write = spoilt  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -96,3 +96,44 @@ def test_export_checks_disk_space_first(
     with pytest.raises(EnvironmentProblem, match=r"the export takes 17 MB, and .* has 17 MB free"):
         prepare_export(config, scoring)
     assert not (tmp_path / "a").exists()
+
+
+def test_export_of_another_program_is_compared_by_tokens_and_loss(
+    finished: FinishedRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kind that another program reads is one entry: here one that writes no weights and gives the loss alone."""
+    from app.config.finished_run import EXPORT_KINDS, ExportKind, export_config
+    from app.evaluation.run import prepare_evaluation
+    from app.exports.export import EXPORTS, Export, make_export, prepare_export
+    from app.exports.verify import Reference, Reloaded, verify
+
+    given: list[Reference] = []
+
+    class Notes(Export):
+        copied = {}  # noqa: RUF012
+
+        def reload(self, folder: Path, reference: Reference) -> Reloaded:
+            given.append(reference)
+            return Reloaded(reference.ids, 1.005 * reference.loss(reference.logits), None)
+
+        def tolerance(self, rounded: int) -> tuple[float, str]:
+            return 0.01, f"{rounded} weights in notes"
+
+    monkeypatch.setitem(EXPORTS, "merged", Notes)
+    monkeypatch.setitem(EXPORT_KINDS, "merged", ExportKind(needs_adapter=True))
+    config = export_config([f"run={finished('lora')}", f"to={tmp_path}/out", "kind=merged"], lambda _: {})
+    scoring = prepare_evaluation(config, config.folder, {}, tuned=True, say=lambda _: None)
+    export = prepare_export(config, scoring)
+    verification = make_export(export, {}, lambda _: None)
+    said = "a fresh process differs by 5.0e-03 (tolerance 1.0e-02, 0 weights in notes)"
+    assert verification.lines().startswith(f"passed: {said}")
+    assert "same choice" not in verification.lines()
+    assert report(tmp_path / "out")["passed"]
+    good = export.reload(tmp_path, given[0])
+    assert isinstance(good, Reloaded)
+    for wrong, line in (
+        (good._replace(loss=1.02 * good.loss), "FAILED: a fresh process differs by 2.5e-02"),
+        (good._replace(loss=float("nan")), "FAILED: a fresh process differs by nan"),
+        (good._replace(ids=[each + 1 for each in good.ids]), "FAILED: the fresh process computes something else: it "),
+    ):
+        assert verify(given[0], wrong, export.tolerance(0)).lines().startswith(line)

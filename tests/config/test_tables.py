@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 
 from app.config.dataset import TRAIN_ON
+from app.config.finished_run import EXPORT_KINDS
 from app.config.groups import choices_by_group
 from app.config.schema import CHOICES, DatasetConfig
 from app.config.tasks import CHAT_FORMATS, TASKS
 from app.data.formats import FORMATS
 from app.data.objectives import OBJECTIVES
 from app.data.overflow import POLICIES
+from app.exports.export import EXPORTS
 from app.model.attention import BACKENDS
 from app.model.build import DTYPES
 from app.model.lora import ADAPTERS
@@ -50,3 +52,7 @@ def test_tables_match_dataset_choices() -> None:
     assert set(choices_of("on_overflow")) == {"auto", "error", *POLICIES}
     assert set(choices_of("train_on")) == {part for parts in TRAIN_ON.values() for part in parts}
     assert set(CHAT_FORMATS) <= set(FORMATS)
+
+
+def test_table_matches_kinds_of_export() -> None:
+    assert EXPORT_KINDS.keys() == EXPORTS.keys()
