@@ -285,7 +285,7 @@ def check_config(arguments: Sequence[str]) -> CheckConfig:
     folder = Path(run.output_dir).expanduser() if given else None
     options = parse_section(_CheckOptions, {key_of(text): text.partition("=")[2] for text in own})
     hardware = read_hardware(hardware_overrides)
-    refuse([] if hardware is None else missing_hardware_support(run.quantization, hardware))
+    refuse([] if hardware is None else missing_hardware_support(run, hardware))
     return CheckConfig(checks, run, folder, tuple(run_overrides), hardware, options.exact)
 
 

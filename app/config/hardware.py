@@ -8,7 +8,8 @@ import yaml
 
 from app.config import groups
 from app.config.overrides import key_of
-from app.config.schema import QuantizationConfig, number
+from app.config.quantizations import QUANTIZATION_KINDS
+from app.config.schema import RunConfig, number
 from app.config.validate import parse_section
 from app.errors import ConfigError
 
@@ -69,15 +70,16 @@ def hardware_names() -> list[str]:
     return [name for name in groups.choices_by_group()["hardware"] if name != "auto"]
 
 
-def missing_hardware_support(quantization: QuantizationConfig, hardware: HardwareConfig) -> list[str]:
+def missing_hardware_support(run: RunConfig, hardware: HardwareConfig) -> list[str]:
     """Problems of a run that needs what this GPU lacks."""
-    if quantization.kind != "fp8" or hardware.has_fp8:
+    if not QUANTIZATION_KINDS[run.quantization.kind].needs_fp8 or hardware.has_fp8:
         return []
     those = ", ".join(each.name for each in all_hardware() if each.has_fp8)
     has = "none of CUDA's" if hardware.capability is None else hardware.capability
+    others = " or ".join(name for name, kind in QUANTIZATION_KINDS.items() if not kind.needs_fp8)
     return [
-        f"quantization.kind=fp8 needs an NVIDIA GPU of compute capability 8.9 or higher, and "
-        f"hardware={hardware.name} has {has}. Set quantization=none or nf4, or choose one of {those}."
+        f"quantization.kind={run.quantization.kind} needs an NVIDIA GPU of compute capability 8.9 or higher, and "
+        f"hardware={hardware.name} has {has}. Set quantization={others}, or choose one of {those}."
     ]
 
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_DOUBLE_QUANT_BLOCK = 256  # scales per second-level scale
+from app.model.build import ModelSections
+
 # In-place kernels that allocate nothing. torch has no fake kernel of the first and would run it on real zeros as large
 # as weights, gradients and states.
 _OPTIMIZER_KERNELS = frozenset({"aten::_fused_sgd_", "bitsandbytes::optimizer_update_8bit_blockwise"})
@@ -34,53 +35,21 @@ def _grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return _like(func(_like(left, torch.bfloat16), _like(right, torch.bfloat16), *rest, **kwargs), left.dtype)
 
 
-def materialise(network: nn.Module) -> None:
+def materialise(network: nn.Module, sections: ModelSections) -> None:
     """Replace meta parameters and buffers in place; tied ones stay tied."""
     replaced: dict[int, Any] = {}
+    quantizer = sections.quantizer
     for module in network.modules():
-        if hasattr(module._parameters.get("weight"), "quant_type"):
-            _quantize(module)
+        if quantizer is not None:
+            quantizer.fake(module)
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.device.type == "meta":
-                module._parameters[name] = replaced.setdefault(id(parameter), _parameter_like(parameter))
+                fake = nn.Parameter(_like(parameter), requires_grad=parameter.requires_grad)
+                module._parameters[name] = replaced.setdefault(id(parameter), fake)
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type == "meta":
                 module._buffers[name] = replaced.setdefault(id(buffer), _like(buffer))
 
 
-def _parameter_like(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(_like(parameter), requires_grad=parameter.requires_grad)
-
-
 def _like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype)
-
-
-def _quantize(layer: Any) -> None:
-    """Replace a weight by its 4-bit form: `Params4bit` of bitsandbytes cannot be built from fake tensors."""
-    from bitsandbytes.functional import QuantState
-
-    def empty(size: Any, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(size, dtype=dtype)
-
-    meta_weight = layer.weight
-    blocks = -(-meta_weight.numel() // meta_weight.blocksize)
-    weight = nn.Parameter(empty(((meta_weight.numel() + 1) // 2, 1), torch.uint8), requires_grad=False)
-    state = {
-        "shape": torch.Size((layer.out_features, layer.in_features)),
-        "dtype": meta_weight.dtype,
-        "blocksize": meta_weight.blocksize,
-        "code": empty(16),
-        "quant_type": meta_weight.quant_type,
-    }
-    if meta_weight.compress_statistics:
-        state["offset"] = empty(())
-        state["state2"] = QuantState(
-            absmax=empty(-(-blocks // _DOUBLE_QUANT_BLOCK)),
-            blocksize=_DOUBLE_QUANT_BLOCK,
-            code=empty(256),
-            dtype=torch.float32,
-        )
-    scales = empty(blocks, torch.uint8 if meta_weight.compress_statistics else torch.float32)
-    layer.quant_state = weight.quant_state = QuantState(absmax=scales, **state)  # type: ignore[attr-defined]
-    layer._parameters["weight"] = weight

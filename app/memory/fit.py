@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from app.config.hardware import HardwareConfig, all_hardware
+from app.config.quantizations import QUANTIZATION_KINDS
 from app.config.schema import RunConfig
 from app.memory.estimate import MemoryPlan
 from app.memory.shape import Shape
@@ -154,8 +155,10 @@ def seconds_per_token(run: RunConfig, plan: MemoryPlan, tokens: int, machine: Ma
     """
     micro_batches = run.batching.accumulation
     seconds = _compute_seconds(plan, machine) / micro_batches
-    if machine.bytes_per_second and run.quantization.kind != "none":
-        unpacked_bytes = _quantized_weights(run, plan) * _UNPACK_BYTES_PER_WEIGHT
+    if machine.bytes_per_second:
+        base = run.quantization
+        per_byte = QUANTIZATION_KINDS[base.kind].weights_per_scale_byte[base.double_quant]
+        unpacked_bytes = plan.anatomy["quantization_constants"] * per_byte * _UNPACK_BYTES_PER_WEIGHT
         seconds += _UNPACKS * unpacked_bytes / machine.bytes_per_second
     seconds += 2 * plan.offloaded_bytes / _PCIE_BYTES_PER_SECOND
     return seconds / tokens
@@ -166,8 +169,3 @@ def _compute_seconds(plan: MemoryPlan, machine: Machine) -> float:
     rate = machine.flops_per_second or 1.0
     in_fp8 = plan.fp8_flops / (machine.fp8_flops_per_second or rate)
     return (plan.flops - plan.fp8_flops) / rate + in_fp8
-
-
-def _quantized_weights(run: RunConfig, plan: MemoryPlan) -> float:
-    # one scale per 64 weights, of 8 bits with double quantisation, else of 32 bits
-    return plan.anatomy["quantization_constants"] * (63.0 if run.quantization.double_quant else 16.0)

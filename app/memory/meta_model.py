@@ -12,7 +12,6 @@ from app.model.build import ModelSections
 from app.model.head import keep_head_in_fp32
 from app.model.load_base import build_on_meta
 from app.model.lora import add_adapter
-from app.model.quantization import require_quantizable
 
 
 class MetaModel:
@@ -20,7 +19,7 @@ class MetaModel:
 
     def __init__(self, sections: ModelSections, attention: str) -> None:
         """`attention`: name of an implementation registered in transformers."""
-        self._sections = sections
+        self.sections = sections
         self._lm = build_on_meta(sections.model, task_of(sections.task), attention, sections.base_dtype)
         layers = repeated_layers(self._lm)
         self.depth = len(layers)
@@ -29,13 +28,12 @@ class MetaModel:
 
     def network(self, depth: int) -> nn.Module:
         """Network of so many layers, quantised and with its adapter; no layer is recomputed yet."""
-        sections = self._sections
+        sections = self.sections
         with torch.device("meta"):
             lm = _truncated(self._lm, depth)
             if sections.quantizer is not None:
-                require_quantizable(sections.model, lm, sections.quantizer)
-                sections.quantizer.quantize(lm.base_model)
-                sections.quantizer.finish(lm)
+                sections.quantizer.require_quantizable(sections.model, lm)
+                sections.quantizer.quantize(lm)
             task = task_of(sections.task)
             if task.pooled:
                 keep_head_in_fp32(lm)

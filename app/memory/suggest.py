@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from app.config.load import compose_run
+from app.config.quantizations import QUANTIZATION_KINDS
 from app.config.schema import RunConfig
 from app.errors import ConfigError
 from app.memory.planner import Planned, Planner, random_if_missing
@@ -178,12 +179,9 @@ def _weights(run: RunConfig) -> Iterator[Candidate]:
     if is_full and run.precision.trained == "fp32":
         why = "weights and gradients have 16 bits; weights are rounded stochastically"
         yield Candidate(("precision=bf16", "precision.trained=bf16"), NUMBERS, why)
-    if not is_full and base.kind == "none":
-        yield Candidate(("recipe=qlora",), NUMBERS, "the frozen base has 4 bits a weight, unpacked at each use")
-    elif base.kind == "fp8":
-        yield Candidate(("quantization=nf4",), NUMBERS, "4 bits a weight in place of two times 8, unpacked at each use")
-    elif base.kind == "nf4" and not base.double_quant:
-        yield Candidate(("quantization.double_quant=true",), NUMBERS, "the scales of the 4-bit weights have 8 bits")
+    change, why = QUANTIZATION_KINDS[base.kind].smaller
+    if not is_full and change != f"quantization.double_quant={str(base.double_quant).lower()}":
+        yield Candidate((change,), NUMBERS, why)
 
 
 def _learned(run: RunConfig) -> Iterator[Candidate]:

@@ -22,7 +22,7 @@ from app.memory.meta_model import MetaModel
 from app.memory.phases import BACKWARD_BETWEEN, EVALUATION, HOST, PERSISTENT_KINDS, SAVE, peaks, register_phases
 from app.memory.shape import Shape
 from app.model.activation_checkpointing import HostOffload, repeated_layers
-from app.model.build import DTYPES
+from app.model.build import DTYPES, ModelSections
 from app.model.chunked_loss import linear_head
 from app.model.fusion import fuse
 from app.model.kernels import as_on_gpu
@@ -74,8 +74,8 @@ def trace(settings: TraceSettings, meta_model: MetaModel, plain: int, recomputed
             modes.enter_context(as_on_gpu())
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         modes.enter_context(FakeTensorFallbacks())  # type: ignore[no-untyped-call]
-        materialise(network)
-        training_model = _training_model(settings, network, sharding)
+        materialise(network, meta_model.sections)
+        training_model = _training_model(settings, network, meta_model.sections, sharding)
         stepper = _stepper(settings, training_model, sharding, paged)
         batch = _batch(settings.shape)
         evaluated = None if settings.evaluated is None else _batch(settings.evaluated)
@@ -152,12 +152,14 @@ def _bytes(counter: StorageCounter, kinds: dict[int, str], paged_bytes: int) -> 
     return {**at_peaks, ("kept",): kept, ("host",): paged_bytes + on_host}
 
 
-def _training_model(settings: TraceSettings, network: nn.Module, sharding: Sharding | None) -> TrainingModel:
+def _training_model(
+    settings: TraceSettings, network: nn.Module, sections: ModelSections, sharding: Sharding | None
+) -> TrainingModel:
     """Wrap the network as `build_training_model` does, with fused LoRA and chunked loss where a run uses them."""
     training_model = TrainingModel(network, DTYPES[settings.precision].compute, settings.run.task).train()
     training_model.linear = None if training_model.pooled else linear_head(training_model.language_model)
     if settings.run.adapter.fused:
-        training_model.fused = fuse(network, None)
+        training_model.fused = fuse(network, None, quantizer=sections.quantizer)
     if sharding is not None:
         sharding.divide(training_model, repeated_layers(training_model.language_model), ["scores"])
         training_model.divided_by(sharding)

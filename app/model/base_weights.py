@@ -78,8 +78,7 @@ class Base:
         """Quantised layers in place of plain ones. On meta this is structure alone."""
         self._quantizer = quantizer
         self._plain = {name: self.lm.get_submodule(name) for name in backbone_linear_layers(self.lm)}
-        quantizer.quantize(self.lm.base_model)  # nothing is left where transformers did
-        quantizer.finish(self.lm)
+        quantizer.quantize(self.lm)  # nothing is left where transformers did
         self._modules = dict(self.lm.named_modules())
 
     def fill(self, put: Put, copies: Mapping[nn.Module, nn.Module] | None = None) -> None:

@@ -21,8 +21,7 @@ from app.model.fusion import Fused, fuse
 from app.model.head import keep_head_in_fp32
 from app.model.load_base import build_on_meta, open_base, quiet_transformers
 from app.model.lora import add_adapter, draw_halves, trained_copies
-from app.model.nf4 import use_stored_shapes
-from app.model.quantization import Quantizer, other_linear_layers, quantizer_of, require_quantizable
+from app.model.quantization import Quantizer, other_linear_layers, quantizer_of
 from app.model.source import local_place
 from app.model.training_model import TrainingModel
 
@@ -132,8 +131,8 @@ def build_training_model(
         network if on_meta else network.to(device), compute, sections.task, sections.attention
     )
     if sharding is not None:
-        if on_meta:
-            use_stored_shapes(network)
+        if on_meta and sections.quantizer is not None:
+            sections.quantizer.use_stored_shapes(network)
         sharding.divide(training_model, repeated_layers(base.lm), _FSDP_FORWARD_METHODS)
     if on_meta:
         put = put_whole if sharding is None else sharding.put
@@ -148,7 +147,7 @@ def build_training_model(
     training_model.train()
     training_model.compiled_layers = compiled
     if sections.adapter.fused and compiled is None:  # torch.compile cannot trace the hand-written autograd functions
-        training_model.fused = _fused(training_model, device)
+        training_model.fused = _fused(training_model, sections.quantizer, device)
     return training_model
 
 
@@ -158,14 +157,14 @@ _LOADED_WHOLE = (
 )
 
 
-def _fused(training_model: TrainingModel, device: torch.device) -> Fused:
+def _fused(training_model: TrainingModel, quantizer: Quantizer | None, device: torch.device) -> Fused:
     """Where the model is sharded, all processes compare the same layers, each gathered in turn."""
     autocast, sharding = partial(training_model.autocast, device), training_model.sharding
     with without_row_rounding(training_model.network):
         if sharding is None:
-            return fuse(training_model.network, autocast)
+            return fuse(training_model.network, autocast, quantizer=quantizer)
         with sharding.checking():
-            return training_model.within(lambda: fuse(training_model.network, autocast, sharding.gathered))
+            return training_model.within(lambda: fuse(training_model.network, autocast, sharding.gathered, quantizer))
 
 
 def build_base(sections: ModelSections, device: torch.device, seed: int) -> Any:
@@ -203,7 +202,7 @@ def plan_model(sections: ModelSections, meta_model: Any = None) -> ModelPlan:
     lm = build_on_meta(sections.model, task, "eager") if meta_model is None else deepcopy(meta_model)
     require_layers(lm, sections.recompute)
     if sections.quantizer is not None:
-        require_quantizable(sections.model, lm, sections.quantizer)
+        sections.quantizer.require_quantizable(sections.model, lm)
     with torch.device("meta"):  # adapters of a large model would take a gigabyte, and seconds to draw
         network: Any = add_adapter(sections.adapter, task, lm, sections.model.path)
     sizes = [(p.numel(), p.requires_grad) for p in network.parameters()]

@@ -8,7 +8,7 @@ all their A at once, and their gradients are added into one buffer.
 Modules are stored, never parameters: FSDP replaces those.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from app.model.kernels import autocast_dtype
-from app.model.nf4 import DequantizeBuffer, dequantized
 from app.model.rms_norm import Recompute, recompute_of, with_recompute
 
 Halves = tuple[Tensor | None, Tensor | None]
@@ -39,45 +38,11 @@ class _Dense:
     layer: nn.Linear
 
     def product(self, rows: Tensor) -> Tensor:
-        return F.linear(rows, self.layer.weight.to(rows.dtype), _bias(self.layer, rows))
+        bias = None if self.layer.bias is None else self.layer.bias.to(rows.dtype)
+        return F.linear(rows, self.layer.weight.to(rows.dtype), bias)
 
     def back(self, gradient: Tensor) -> Tensor:
         return gradient @ self.layer.weight.to(gradient.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class _FourBits:
-    """A 4-bit layer of bitsandbytes; with a buffer, as on GPUs, each product dequantises into it."""
-
-    layer: Any
-    buffer: DequantizeBuffer | None
-
-    def product(self, rows: Tensor) -> Tensor:
-        if self.buffer is None:
-            result: Tensor = self.layer(rows)
-            return result
-        return F.linear(rows, self.buffer.dequantized(self.layer, rows.dtype), _bias(self.layer, rows))
-
-    def back(self, gradient: Tensor) -> Tensor:
-        if self.buffer is None:
-            return gradient @ dequantized(self.layer).to(gradient.dtype)
-        return gradient @ self.buffer.dequantized(self.layer, gradient.dtype)
-
-
-def _bias(layer: Any, rows: Tensor) -> Tensor | None:
-    return None if layer.bias is None else layer.bias.to(rows.dtype)
-
-
-def frozen_of(layer: nn.Module, buffer: DequantizeBuffer | None = None) -> Frozen | None:
-    """The frozen layer's products; None for an unknown kind of layer, or a trained one."""
-    known: dict[str, Callable[[Any], Frozen]] = {
-        "Linear": _Dense,
-        "Linear4bit": lambda each: _FourBits(each, buffer),
-        "Fp8Linear": lambda each: each,  # has both products itself
-    }
-    make = known.get(type(layer).__name__)
-    trained = any(parameter.requires_grad for parameter in layer.parameters())
-    return None if make is None or trained else make(layer)
 
 
 class Lora(NamedTuple):
@@ -108,15 +73,17 @@ class LoraLayer:
         return not (module.disable_adapters or module.merged) and list(module.active_adapters) == [self.adapter]
 
 
-def lora_layer_of(module: Any, buffer: DequantizeBuffer | None = None) -> LoraLayer | None:
-    """The layer, if it is a plain LoRA layer with one adapter and without dropout."""
+def lora_layer_of(module: Any, quantized: Mapping[nn.Module, Frozen]) -> LoraLayer | None:
+    """The layer, if it is a plain LoRA layer with one adapter and without dropout, on a frozen one of a known kind."""
     names = list(getattr(module, "lora_A", ()))
     if len(names) != 1 or not hasattr(module, "get_base_layer"):
         return None
     (name,) = names
-    frozen = frozen_of(module.get_base_layer(), buffer)
+    base = module.get_base_layer()
+    frozen = _Dense(base) if type(base) is nn.Linear else quantized.get(base)
     plain = (
-        isinstance(module.lora_dropout[name], nn.Identity)
+        not any(parameter.requires_grad for parameter in base.parameters())
+        and isinstance(module.lora_dropout[name], nn.Identity)
         and name not in module.lora_variant
         and module.lora_A[name].bias is None
         and module.lora_B[name].bias is None

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from app.model.comparison import Comparison, max_difference
 from app.model.fused_lora import LoraLayer, gated_mlp, lora_layer_of, together
-from app.model.kernels import autocast_dtype, on_gpu
-from app.model.nf4 import DequantizeBuffer
+from app.model.kernels import autocast_dtype
+from app.model.quantization import Quantizer
 from app.model.rms_norm import RmsNorm, rms_norm_of
 
 # Children of one module that read the same rows, by the names that transformers gives them
@@ -75,13 +75,20 @@ class _Piece:
         return all(layer.is_usable() for layer in self.layers)
 
 
-def fuse(network: nn.Module, arithmetic: Arithmetic, gathered: Callable[[nn.Module], Any] = nullcontext) -> Fused:
+def fuse(
+    network: nn.Module,
+    arithmetic: Arithmetic,
+    gathered: Callable[[nn.Module], Any] = nullcontext,
+    quantizer: Quantizer | None = None,
+) -> Fused:
     """Install every fused forward that gives the modules' own results.
 
     `arithmetic` is the context of the comparison: autocast in the run's precision. None: nothing is compared, for a
     network on meta. `gathered` is a context in which a module has its weights.
     """
-    layers = _lora_layers(network)
+    quantized = {} if quantizer is None else quantizer.fused_forms(network)
+    found = {module: lora_layer_of(module, quantized) for module in network.modules()}
+    layers = {module: layer for module, layer in found.items() if layer is not None}
     compared: dict[tuple[Any, ...], Comparison] = {}
 
     def verified(pieces: Iterable[_Piece]) -> list[_Piece]:
@@ -93,7 +100,7 @@ def fuse(network: nn.Module, arithmetic: Arithmetic, gathered: Callable[[nn.Modu
                     compared[alike] = _compared(piece)
         return [piece for piece in given if arithmetic is None or compared[piece.alike].passed]
 
-    linear = verified(_piece([layer], partial(_one, layer)) for layer in layers.values())
+    linear = verified(_piece([each], lambda x, layer=each: together(x, (layer,))[0]) for each in layers.values())
     gated, norms = verified(_gated_pieces(network, layers)), verified(_norm_pieces(network))
     whole = {piece.modules[0] for piece in gated}  # a fused MLP calls none of its layers
     sharing = {module: layers[module] for piece in linear for module in piece.modules}
@@ -104,17 +111,6 @@ def fuse(network: nn.Module, arithmetic: Arithmetic, gathered: Callable[[nn.Modu
     for piece in groups:
         _SharedOutputs(piece)
     return Fused(len(linear), len(gated), len(groups), len(norms), tuple(compared.values()))
-
-
-def _lora_layers(network: nn.Module) -> dict[nn.Module, LoraLayer]:
-    packed: list[Any] = [each for each in network.modules() if type(each).__name__ == "Linear4bit"]
-    buffer = DequantizeBuffer(packed) if packed and on_gpu(packed[0].weight.device) else None
-    found = {module: lora_layer_of(module, buffer) for module in network.modules()}
-    return {module: layer for module, layer in found.items() if layer is not None}
-
-
-def _one(layer: LoraLayer, x: Tensor) -> Tensor:
-    return together(x, (layer,))[0]
 
 
 def _gated_pieces(network: nn.Module, layers: dict[nn.Module, LoraLayer]) -> Iterator[_Piece]:

@@ -20,7 +20,7 @@ from app.config.tasks import Task
 from app.errors import ConfigError, EnvironmentProblem
 from app.model.base_weights import Base, LoadOptions, can_be_filled, random_tensors, tensors_in_files
 from app.model.head import in_backbone
-from app.model.quantization import Quantizer, other_linear_layers, require_quantizable
+from app.model.quantization import Quantizer, other_linear_layers
 from app.model.safetensors_files import stored_tensors
 from app.model.source import (
     REMOTE_CODE,
@@ -90,7 +90,7 @@ def _empty(config: ModelConfig, task: Task, numbers: Any, options: LoadOptions, 
         lm = _from_config(config, task, numbers, options.dtype, options.attention)
     require_structure(config, task, lm)
     if quantizer is not None:
-        require_quantizable(config, lm, quantizer)
+        quantizer.require_quantizable(config, lm)
     lm.tie_weights()
     return lm.eval()
 

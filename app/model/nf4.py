@@ -3,12 +3,15 @@
 import logging
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from app.model.kernels import on_gpu
 from app.model.operations import COSTS, OperationCost, Size
 
 # Imported on a CPU with avx512_bf16, bitsandbytes looks for a kernel that nothing here uses, and logs its absence.
@@ -17,6 +20,7 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 # Weights that share a scale. Where a row does not end with a block, bitsandbytes takes the wrong scales for the rest
 # on CPUs with AVX-512: the weights come back four times as far off as they should, without an error.
 BLOCK = 64
+_DOUBLE_QUANT_BLOCK = 256  # scales per second-level scale
 _DOUBLE_QUANT_BLOCK_BYTES = 8  # the scales as they were, and once more with their offset
 
 
@@ -65,6 +69,33 @@ def use_stored_shapes(network: nn.Module) -> None:
         if isinstance(layer, Linear4bit):  # PEFT's class of the same name has it inside
             bytes_ = torch.empty((layer.weight.numel() // 2, 1), dtype=torch.uint8, device="meta")
             layer.weight = nn.Parameter(bytes_, requires_grad=False)
+
+
+def fake(layer: Any) -> None:
+    """Replace a 4-bit weight on meta by its bytes: `Params4bit` of bitsandbytes cannot be built from fake tensors."""
+    from bitsandbytes.functional import QuantState
+
+    weight = layer._parameters.get("weight")
+    if not hasattr(weight, "quant_type"):
+        return
+    blocks, double = -(-weight.numel() // weight.blocksize), weight.compress_statistics
+    state: dict[str, Any] = {
+        "absmax": torch.empty(blocks, dtype=torch.uint8 if double else torch.float32),
+        "shape": torch.Size((layer.out_features, layer.in_features)),
+        "dtype": weight.dtype,
+        "blocksize": weight.blocksize,
+        "code": torch.empty(16),
+        "quant_type": weight.quant_type,
+    }
+    if double:
+        scales = torch.empty(-(-blocks // _DOUBLE_QUANT_BLOCK))
+        state |= {
+            "offset": torch.empty(()),
+            "state2": QuantState(scales, blocksize=_DOUBLE_QUANT_BLOCK, code=torch.empty(256), dtype=torch.float32),
+        }
+    data: Any = nn.Parameter(torch.empty(((weight.numel() + 1) // 2, 1), dtype=torch.uint8), requires_grad=False)
+    layer.quant_state = data.quant_state = QuantState(**state)
+    layer._parameters["weight"] = data
 
 
 def _forward_4bit(self: Any, x: Tensor) -> Tensor:
@@ -160,3 +191,32 @@ class DequantizeBuffer:
             scales = dequantize_blockwise(scales, state.state2).add_(state.offset)
         torch.ops.app_kernels.dequantize_4bit(data, scales, state.blocksize, state.quant_type, out)
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class FourBits:
+    """A frozen 4-bit layer in a fused pass; with a buffer, as on GPUs, each product dequantises into it."""
+
+    layer: Any
+    buffer: DequantizeBuffer | None
+
+    def product(self, rows: Tensor) -> Tensor:
+        if self.buffer is None:
+            result: Tensor = self.layer(rows)
+            return result
+        bias = None if self.layer.bias is None else self.layer.bias.to(rows.dtype)
+        return F.linear(rows, self.buffer.dequantized(self.layer, rows.dtype), bias)
+
+    def back(self, gradient: Tensor) -> Tensor:
+        if self.buffer is None:
+            return gradient @ dequantized(self.layer).to(gradient.dtype)
+        return gradient @ self.buffer.dequantized(self.layer, gradient.dtype)
+
+
+def fused_forms(network: nn.Module) -> dict[nn.Module, FourBits]:
+    """The 4-bit layers inside `network`; on a GPU they share one buffer."""
+    from bitsandbytes.nn import Linear4bit
+
+    layers = [layer for layer in network.modules() if isinstance(layer, Linear4bit)]
+    buffer = DequantizeBuffer(layers) if layers and on_gpu(layers[0].weight.device) else None
+    return {layer: FourBits(layer, buffer) for layer in layers}

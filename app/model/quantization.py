@@ -4,7 +4,7 @@ The table of kinds: NF4 (`model.nf4`, by bitsandbytes) and fp8 (`model.fp8_linea
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from app.config.schema import ModelConfig, QuantizationConfig
 from app.errors import ConfigError
 from app.model import nf4
 from app.model.fp8_linear import Fp8Linear
+from app.model.fused_lora import Frozen
 from app.model.head import in_backbone
 
 _POOLER = "pooler."  # of a backbone; it belongs to the head, which stays as it is
@@ -28,13 +29,13 @@ class Quantizer(ABC):
     kind: str  # as quantization.kind has it
     # whether the adapter has learnt to make up for the rounding: then it is used later on a base quantised alike
     needed_by_adapter: bool
-    cpu_note: str | None = None  # for people who train on a CPU
 
-    def quantize(self, part: nn.Module) -> None:
-        """Replace every plain linear layer inside `part`, one by one, so that full weights are freed as it goes."""
-        for name, layer in list(part.named_modules()):
+    def quantize(self, lm: Any) -> None:
+        """Replace every plain linear layer of the backbone, one by one, so that full weights are freed as it goes."""
+        for name, layer in list(lm.base_model.named_modules()):
             if is_linear(layer) and not name.startswith(_POOLER):
-                part.set_submodule(name, self.quantized(layer))
+                lm.base_model.set_submodule(name, self.quantized(layer))
+        self.finish(lm)
 
     def finish(self, lm: Any) -> None:
         """Prepare a model with all of its layers quantised."""
@@ -49,6 +50,18 @@ class Quantizer(ABC):
         """`layer`, quantised on meta, takes what `quantized` knows of its bytes beside parameters and buffers."""
         return
 
+    def use_stored_shapes(self, network: nn.Module) -> None:  # noqa: ARG002
+        """On meta: parameters of quantised layers in the shapes of their bytes, as FSDP gathers them."""
+        return
+
+    def fake(self, layer: nn.Module) -> None:  # noqa: ARG002
+        """Make what a layer quantised on meta stores beside parameters and buffers, for a plan on fake tensors."""
+        return
+
+    @abstractmethod
+    def fused_forms(self, network: nn.Module) -> Mapping[nn.Module, Frozen]:
+        """The quantised layers inside `network`, as fused passes multiply by them; PEFT computes those left out."""
+
     @abstractmethod
     def rounded(self, weight: Tensor) -> Tensor:
         """A weight [out, in] as the quantised layer has it, in the dtype that it came in."""
@@ -57,9 +70,34 @@ class Quantizer(ABC):
     def unsupported(self, name: str, outputs: int, inputs: int) -> str | None:
         """Why a layer of these sizes cannot be quantised."""
 
+    def require_quantizable(self, given: ModelConfig, lm: Any) -> None:
+        """Refuse by name what would stay large, or come out wrong; `lm` may be on meta."""
+        kind = lm.config.model_type
+
+        def refuse(reason: str) -> None:
+            source = "model.architecture" if given.weights == "random" else f"model.path={given.path}"
+            raise ConfigError(
+                f"quantization.kind={self.kind}: a model of kind {kind} ({source}) cannot be quantised here: "
+                f"{reason}. Set recipe=lora or quantization=none, or choose another model."
+            )
+
+        if getattr(lm.config, "quantization_config", None) is not None:
+            refuse("these weights are quantised already")
+        if any(".experts." in f".{name}" for name, _ in lm.base_model.named_parameters()):
+            refuse("its experts are stacked, and stacked weights are not quantised yet")
+        for name, layer in lm.base_model.named_modules():
+            if is_linear(layer) and not name.startswith(_POOLER):
+                reason = self.unsupported(name, *weight_of(layer).shape)
+                if reason is not None:
+                    refuse(reason)
+
     def missing_on(self, device: torch.device) -> str | None:  # noqa: ARG002
         """What `device` lacks to compute with quantised layers, and what to do."""
         return None
+
+    def notes(self, device: str) -> list[str]:  # noqa: ARG002
+        """Notes on a run on such a device that its recipe does not show."""
+        return []
 
     def bitsandbytes_arguments(self, outside: list[str]) -> dict[str, Any] | None:  # noqa: ARG002
         """Plain arguments of BitsAndBytesConfig that quantise alike, `outside` left alone; None: there are none."""
@@ -81,6 +119,9 @@ class Nf4(Quantizer):
 
     kind = "nf4"
     needed_by_adapter = True
+    use_stored_shapes = staticmethod(nf4.use_stored_shapes)
+    fake = staticmethod(nf4.fake)
+    fused_forms = staticmethod(nf4.fused_forms)
 
     double_quant: bool
     compute: torch.dtype
@@ -125,10 +166,12 @@ class Fp8(Quantizer):
 
     kind = "fp8"
     needed_by_adapter = False
-    cpu_note = "quantization=fp8: a CPU has no fp8, so its products are made in float32, slower than without it"
 
     def quantized(self, layer: Any) -> nn.Module:
         return Fp8Linear(weight_of(layer), layer.bias)
+
+    def fused_forms(self, network: nn.Module) -> Mapping[nn.Module, Frozen]:
+        return {layer: layer for layer in network.modules() if isinstance(layer, Fp8Linear)}  # has both products itself
 
     def rounded(self, weight: Tensor) -> Tensor:
         return Fp8Linear(weight, None).unpacked(weight.dtype)
@@ -149,6 +192,10 @@ class Fp8(Quantizer):
             f"quantization.kind=fp8 needs an NVIDIA GPU of compute capability 8.9 or higher (Ada, Hopper or newer), "
             f"and this {name} has {found[0]}.{found[1]}. Set quantization=none, or quantization=nf4 for less memory."
         )
+
+    def notes(self, device: str) -> list[str]:
+        note = "quantization=fp8: a CPU has no fp8, so its products are made in float32, slower than without it"
+        return [note] if device == "cpu" else []
 
 
 QUANTIZATIONS: dict[str, Callable[[QuantizationConfig, torch.dtype], Quantizer | None]] = {
@@ -203,28 +250,6 @@ def quantization_after_training(config: QuantizationConfig) -> QuantizationConfi
     return config if quantizer is None or quantizer.needed_by_adapter else QuantizationConfig(kind="none")
 
 
-def require_quantizable(given: ModelConfig, lm: Any, quantizer: Quantizer) -> None:
-    """Refuse by name what would stay large, or come out wrong; `lm` may be on meta."""
-    kind = lm.config.model_type
-
-    def refuse(reason: str) -> None:
-        source = "model.architecture" if given.weights == "random" else f"model.path={given.path}"
-        raise ConfigError(
-            f"quantization.kind={quantizer.kind}: a model of kind {kind} ({source}) cannot be quantised here: "
-            f"{reason}. Set recipe=lora or quantization=none, or choose another model."
-        )
-
-    if getattr(lm.config, "quantization_config", None) is not None:
-        refuse("these weights are quantised already")
-    if any(".experts." in f".{name}" for name, _ in lm.base_model.named_parameters()):
-        refuse("its experts are stacked, and stacked weights are not quantised yet")
-    for name, layer in lm.base_model.named_modules():
-        if is_linear(layer) and not name.startswith(_POOLER):
-            reason = quantizer.unsupported(name, *weight_of(layer).shape)
-            if reason is not None:
-                refuse(reason)
-
-
 def missing_hardware(config: QuantizationConfig, device: torch.device) -> str | None:
     """What `device` lacks for the quantisation, and what to do."""
     quantizer = quantizer_of(config, torch.float32)
@@ -236,9 +261,3 @@ def require_hardware(config: QuantizationConfig, device: torch.device) -> None:
     missing = missing_hardware(config, device)
     if missing is not None:
         raise ConfigError(missing)
-
-
-def notes(config: QuantizationConfig, device: str) -> list[str]:
-    """Notes on a quantised run on this machine that its recipe does not show."""
-    quantizer = quantizer_of(config, torch.float32)
-    return [] if quantizer is None or quantizer.cpu_note is None or device != "cpu" else [quantizer.cpu_note]

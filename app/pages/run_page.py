@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from app.config.quantizations import QUANTIZATION_KINDS
 from app.pages.answers import answers_before_and_after
 from app.pages.charts import Bar, Formatter, length_bars
 from app.pages.check_summary import PARTS
@@ -124,8 +125,8 @@ def _tuning(run: SavedRun) -> str:
         how = "full fine-tuning"
     else:
         base = _setting(run, "quantization", "kind")
-        name = {"": "LoRA", "none": "LoRA", "nf4": "QLoRA"}.get(base, f"LoRA on an {base} base")
-        how = f"{name}, rank {adapter.get('r')}"
+        known = QUANTIZATION_KINDS.get(base or "none")
+        how = f"{f'LoRA on an {base} base' if known is None else known.tuning}, rank {adapter.get('r')}"
     drawn = " with random weights" if model.get("weights") == "random" else ""
     return f"{how} · {_named(model.get('path'))}{drawn}"
 

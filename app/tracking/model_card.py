@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from app.config.quantizations import QUANTIZATION_KINDS
 from app.config.tasks import TASKS
 from app.safe_text import safe_text
 from app.tracking.formatting import format_bytes
@@ -38,7 +39,8 @@ class Loading:
     is_adapter: bool
     dtype: str  # of the base
     base_place: str | None = None  # of a base with random weights, from the folder of the card
-    four_bit: Mapping[str, Any] | None = None  # arguments of BitsAndBytesConfig
+    quantization: str = "none"
+    four_bit: Mapping[str, Any] | None = None  # arguments of BitsAndBytesConfig that quantise alike
     own_classes: bool = False  # the adapter brings a config.json that names the classes
     needs_transformers_5: bool = False
 
@@ -64,8 +66,8 @@ class Loading:
         options = f"dtype={json.dumps(self.dtype)}"
         if self.four_bit is not None:
             arguments = ", ".join(f"{key}={value!r}" for key, value in self.four_bit.items())
-            yield f"nf4 = BitsAndBytesConfig({arguments})"
-            options += ", quantization_config=nf4"
+            yield f"{self.quantization} = BitsAndBytesConfig({arguments})"
+            options += f", quantization_config={self.quantization}"
         if self.own_classes:
             yield "classes = AutoConfig.from_pretrained(here)"
             options += ", config=classes"
@@ -128,9 +130,9 @@ def _base_name(model: Mapping[str, Any]) -> str:
 def _serving(run: Mapping[str, Any], loading: Loading) -> Iterable[str]:
     if loading.four_bit is not None:
         yield (
-            "The adapter has learnt to make up for the rounding of its base to four bits: on a base that is not "
-            "quantised so, its answers are others. For programs that load such a base, export the run with "
-            "`kind=merged`."
+            "The adapter has learnt to make up for the rounding of its base to "
+            f"{QUANTIZATION_KINDS[loading.quantization].rounds_to}: on a base that is not quantised so, its answers "
+            "are others. For programs that load such a base, export the run with `kind=merged`."
         )
     elif loading.auto_class == "AutoModelForCausalLM":
         base = loading.base_place or (_base_name(run["model"]) if _is_hub_id(run["model"]) else "BASE_FOLDER")

@@ -36,12 +36,7 @@ def kept_bytes(model: TrainingModel, optimizer: Optimizer) -> dict[str, int]:
     states = kept.pop("optimizer_states")
     gradients = [] if steps_in_backward(optimizer) else stepped_by(optimizer)
     tensors: dict[str, Iterable[Tensor]] = {**kept, "gradients": gradients, "optimizer_states": states}
-    return {part: sum(map(_local_bytes, tensors[part])) for part in tensors}
-
-
-def _local_bytes(tensor: Tensor) -> int:
-    own = local(tensor)
-    return own.numel() * own.element_size()
+    return {part: sum(local(each).nbytes for each in tensors[part]) for part in tensors}
 
 
 def kept_tensors(model: TrainingModel, optimizer: Optimizer | None) -> dict[str, list[Tensor]]:

@@ -14,7 +14,6 @@ from app.data.data_report import many
 from app.data.packing import least_bins
 from app.data.prepare import Data, prepare
 from app.distributed.process_group import default_device, machine_notes
-from app.model import quantization
 from app.model.source import base_fingerprint, fetch_folder
 from app.model.tokenizer import load_tokenizer, tokenizer_hash
 from app.optim import requirements
@@ -35,7 +34,8 @@ def run_table(resolved: ResolvedRun) -> list[tuple[str, str]]:
     """The rows that a run prints before it starts; the manifest and the report have the details."""
     run, plan, counts = resolved.config, resolved.steps, resolved.counts
     epochs = f"{plan.epoch(plan.steps):.3g} epochs" if plan.steps != plan.steps_per_epoch else "1 epoch"
-    base = "" if run.quantization.kind == "none" else f"{run.quantization.kind} base, "
+    quantizer = resolved.sections.quantizer
+    base = "" if quantizer is None else f"{quantizer.kind} base, "
     machine = f"{base}{resolved.choices.precision} on {resolved.runtime.device.type}"
     return [
         (
@@ -54,7 +54,9 @@ def _notes(resolved: ResolvedRun) -> Iterator[str]:
     if run.task.labels:
         drawn = f"drawn from seed={run.seed} where the model has none of its size"
         yield f"the classifier, of {len(run.task.labels)} labels, is {drawn}; it is trained as a whole in any recipe"
-    yield from quantization.notes(run.quantization, device)
+    quantizer = resolved.sections.quantizer
+    if quantizer is not None:
+        yield from quantizer.notes(device)
     yield from requirements.notes(run.optimizer, device)
     yield from offload_notes(run.training, device)
     yield from machine_notes(run.parallel, resolved.runtime.processes)

@@ -8,6 +8,7 @@ import pytest
 from app.config.dataset import TRAIN_ON
 from app.config.finished_run import EXPORT_KINDS
 from app.config.groups import choices_by_group
+from app.config.quantizations import QUANTIZATION_KINDS
 from app.config.schema import CHOICES, DatasetConfig
 from app.config.tasks import CHAT_FORMATS, TASKS
 from app.data.formats import FORMATS
@@ -33,6 +34,7 @@ from app.tracking.trackers import TRACKERS
         ("attention", (*BACKENDS, "auto")),
         ("precision", (*DTYPES, "auto")),
         ("quantization", QUANTIZATIONS),
+        ("quantization", QUANTIZATION_KINDS),
         ("task", OBJECTIVES),
         ("task", TASKS),
     ],

@@ -21,7 +21,7 @@ from app.model.fp8_linear import (
     without_row_rounding,
 )
 from app.model.load_run import load_tuned
-from app.model.quantization import missing_hardware, notes
+from app.model.quantization import Fp8, missing_hardware
 from app.model.save import save_base, save_model
 from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
@@ -225,8 +225,8 @@ def test_fp8_gpu_without_fp8_is_refused(
 
 
 def test_fp8_notes_cpu_is_slow() -> None:
-    assert notes(FP8, "cuda") == []
-    (note,) = notes(FP8, "cpu")
+    assert Fp8().notes("cuda") == []
+    (note,) = Fp8().notes("cpu")
     assert note.startswith("quantization=fp8: a CPU has no fp8")
 
 

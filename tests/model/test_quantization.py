@@ -139,8 +139,7 @@ def test_nf4_folder_quantised_while_read_same_bytes(kind: str, tmp_path: Path) -
     built(kind, "eager", **wide_numbers(kind)).save_pretrained(str(tmp_path))
     config = wide(path=str(tmp_path))
     whole = load_base(config, CAUSAL, LoadOptions(torch.float32, CPU, register("sdpa")), 0)
-    packing(torch.float32).quantize(whole.base_model)
-    packing(torch.float32).finish(whole)
+    packing(torch.float32).quantize(whole)
     read = load_base(config, CAUSAL, LoadOptions(torch.float32, CPU, register("sdpa")), 0, packing(torch.float32))
     assert same(packed_bytes(read), packed_bytes(whole))
     with torch.no_grad():

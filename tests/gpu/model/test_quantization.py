@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from app.model.fused_lora import frozen_of
 from app.model.nf4 import DequantizeBuffer, dequantized
 from app.model.quantization import Nf4
 from tests.model.small import distance
@@ -32,8 +31,7 @@ def test_nf4_products_equal_float64() -> None:
     weight = dequantized(layer).double()
     rows = torch.randn(2048, inputs, device="cuda", dtype=torch.bfloat16)
     above = torch.randn(2048, outputs, device="cuda", dtype=torch.bfloat16)
-    frozen = frozen_of(layer, DequantizeBuffer([layer]))
-    assert frozen is not None
+    frozen = Nf4(double_quant=True, compute=torch.bfloat16).fused_forms(layer)[layer]
     with torch.no_grad():
         product, back = frozen.product(rows), frozen.back(above)
     assert distance(product.double(), rows.double() @ weight.T) <= 4e-3
