@@ -54,10 +54,8 @@ class Export(ABC):
     @property
     def own_files(self) -> dict[str, Path]:
         """What the run itself made and vouches for, but for its card."""
-        hashed = read_json(self.final / MANIFEST)
-        return {
-            each.name: each for each in self.final.glob("*") if each.name in hashed and each.name not in _NOT_COPIED
-        }
+        names = read_json(self.final / MANIFEST).keys() - _NOT_COPIED
+        return {each.name: each for each in sorted(self.final.glob("*")) if each.name in names}
 
     @cached_property
     def sections(self) -> ModelSections:
