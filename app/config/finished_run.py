@@ -272,7 +272,7 @@ def _export_problems(config: ExportConfig, changes: Changes) -> Iterator[str]:
 
 REPRODUCE_ALLOWED = (
     *("run", "output_dir", "steps", "tolerance", "anyway", "attention", "precision", "launch.threads"),
-    *("cache_dir", "dataset.path", "dataset.mix", "dataset.eval_path"),
+    *("cache_dir", "dataset.path", "dataset.mix", "dataset.eval_path", "dataset.leave_out"),
     *("model.path", "model.tokenizer", "model.chat_template", "model.trust_remote_code"),
 )
 _REPRODUCE_WHY_NOT = {"": "because a run is reproduced with its own settings; only its files may lie elsewhere"}

@@ -234,8 +234,13 @@ def _first(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def stop_reasons(config: DatasetConfig, source: Source, counts: Counts, positions: int | None = None) -> Iterator[str]:
-    """Every problem of one source that would stop a run. `positions` is how many tokens the model reads."""
+def stop_reasons(
+    config: DatasetConfig, source: Source, counts: Counts, positions: int | None = None, *, trains: bool = True
+) -> Iterator[str]:
+    """Every problem of one source that would stop a run. `positions` is how many tokens the model reads.
+
+    What a run was trained without is no problem when it is scored: `trains` is false then.
+    """
     named = f"{source.key}={source.name}"
     if config.on_bad_row == "error":
         yield from bad_row_problems(counts)
@@ -244,8 +249,8 @@ def stop_reasons(config: DatasetConfig, source: Source, counts: Counts, position
             f"{named}: the chat template rewrites earlier turns of {counts.unstable:,} conversations; set"
             " dataset.on_unstable_template=expand (a sample for each turn) or last (one for the last)"
         )
-    for problem in unread_problems(config, source.key.rpartition(".")[0], counts):
-        yield f"{named}: {problem}"
+    if trains:
+        yield from (f"{named}: {problem}" for problem in unread_problems(config, source.key.rpartition(".")[0], counts))
     if _is_too_long(config, counts):
         yield _too_long(config, source, counts, positions)
     elif not counts.rows_read:

@@ -40,9 +40,11 @@ Prepared = tuple[TokenRows, Counts]
 Judge = Callable[[DatasetConfig, Source, Counts], None]  # raises if the rows of a source will not do
 
 
-def stop_if_wrong(config: DatasetConfig, source: Source, counts: Counts, positions: int | None = None) -> None:
+def stop_if_wrong(
+    config: DatasetConfig, source: Source, counts: Counts, positions: int | None = None, *, trains: bool = True
+) -> None:
     """Raise DataError with all reasons why a run stops at a source."""
-    problems = list(stop_reasons(config, source, counts, positions))
+    problems = list(stop_reasons(config, source, counts, positions, trains=trains))
     if problems:
         raise DataError(problems)
 

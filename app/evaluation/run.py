@@ -181,7 +181,7 @@ def prepare_evaluation(
     read = limit_to_positions(replace(run, model=weights_of(folder, run.model, tuned=tuned)), say)
     read, format_notes = resolve_format(read)
     tokenizer = load_tokenizer(run.model, needs_template=has_chats(read.dataset))
-    judge = judge_of(read.model)
+    judge = judge_of(read.model, trains=False)
     rows, counts, notes = rows_to_score(read.dataset, tokenizer, run.cache_dir, run.task.labels, judge)
     finished = open_finished_run(replace(run, dataset=read.dataset), folder, hashes, tuned=tuned)
     require_known_ids(run.model, [rows], finished.meta_model.get_input_embeddings().num_embeddings)

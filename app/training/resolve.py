@@ -188,9 +188,9 @@ def _max_unused_positions(run: RunConfig) -> int:
     return 0 if padding is None else int(padding) + 1
 
 
-def judge_of(model: ModelConfig) -> Judge:
+def judge_of(model: ModelConfig, *, trains: bool = True) -> Judge:
     """What ends a run at its rows, with the model's limit in the message about those that are too long."""
-    return partial(stop_if_wrong, positions=positions_of(model))
+    return partial(stop_if_wrong, positions=positions_of(model), trains=trains)
 
 
 def resolve_format(run: Run) -> tuple[Run, list[str]]:

@@ -2,7 +2,9 @@
 
 import re
 import shlex
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from app.config.load import compose_run
 from app.config.schema import MixSource
 from app.data.detect_format import detect_formats
-from app.data.prepare import Data, prepare
+from app.data.prepare import Data, prepare, rows_to_score, stop_if_wrong
 from app.errors import DataError
 from tests.data.small import chat, config, tokenizer, write_jsonl
 
@@ -109,3 +111,12 @@ def test_unread_input_in_mix_names_its_section(tmp_path: Path) -> None:
     mix = {"x": MixSource(path=str(write_jsonl(tmp_path / "x.jsonl", [row])), format="question_answer")}
     with pytest.raises(DataError, match=r"type: dataset\.mix\.x\.format=instruction dataset\.mix\.x\.columns\.instr"):
         prepare(replace(config(tmp_path), path=None, mix=mix), tokenizer(), str(tmp_path / "cache"))
+
+
+def test_unread_input_of_a_finished_run_stops_no_scoring(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [STOPS[0][1]])
+    asked = config(path, "question_answer", eval_path=path)
+    for trains in (True, False):
+        judge = partial(stop_if_wrong, trains=trains)
+        with pytest.raises(DataError, match="not read") if trains else nullcontext():
+            rows_to_score(asked, tokenizer(), str(tmp_path / "cache"), (), judge)
