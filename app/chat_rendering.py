@@ -11,7 +11,7 @@ from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
 from app.errors import ConfigError
 
-_MAX_SECONDS = 10.0  # of one rendering, which takes about 0.0001
+MAX_SECONDS = 10.0  # of one rendering, which takes about 0.0001
 _REMEDY = "Mend it, or give another: model.chat_template=FILE, or a name that ships"
 
 
@@ -47,7 +47,7 @@ def render_chat(
         raise ConversationRefused(str(error)) from error
     except _TooSlow:
         raise ConfigError(
-            f"model.chat_template: it takes more than {_MAX_SECONDS:g} seconds for one conversation. {_REMEDY}."
+            f"model.chat_template: it takes more than {MAX_SECONDS:g} seconds for one conversation. {_REMEDY}."
         ) from None
     except Exception as error:  # what a program may raise: a division by zero, endless recursion, no memory
         what = f"{type(error).__name__} ({error})" if str(error) else type(error).__name__
@@ -66,7 +66,7 @@ def _time_limit() -> Iterator[None]:
         raise _TooSlow
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, _MAX_SECONDS, 1.0)  # again each second: where it was raised it may be lost
+    signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS, 1.0)  # again each second: where it was raised it may be lost
     try:
         yield
     finally:

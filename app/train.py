@@ -87,7 +87,7 @@ def _check_parts(run: RunConfig) -> None:
 
 
 @hydra.main(version_base=VERSION_BASE, config_path=str(CONF), config_name="config")
-def _under_hydra(config: DictConfig) -> float | None:
+def train_under_hydra(config: DictConfig) -> float | None:
     """Train; returns the objective, as sweepers that drive Hydra expect it."""
     try:
         with reporting_crashes(), ending_on_signals(speaks=world().is_first):
@@ -154,7 +154,7 @@ def _dispatch(arguments: list[str]) -> None:
     sys.argv[1:] = validated_arguments(arguments)
     require_named_folder(sys.argv[1:])
     store_schema()
-    _under_hydra()
+    train_under_hydra()
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from app.data.types import Broken, Content, Conversation, Document, Located, Ren
 from app.data.unread_columns import is_missed
 from app.errors import DataError
 
-_BATCH_ROWS = 512
-_BATCH_CHARS = 1 << 21  # fewer rows if they are long
+BATCH_ROWS = 512
+BATCH_CHARS = 1 << 21  # fewer rows if they are long
 _PROGRESS_SECONDS = 15.0
 
 # of chats that are written out for a model
@@ -60,7 +60,7 @@ def _batches(rows: Iterator[Located]) -> Iterator[list[Located]]:
     for location, row in rows:
         batch.append((location, row))
         chars += _num_chars(row)
-        if len(batch) >= _BATCH_ROWS or chars >= _BATCH_CHARS:
+        if len(batch) >= BATCH_ROWS or chars >= BATCH_CHARS:
             yield batch
             batch, chars = [], 0
     if batch:

@@ -26,7 +26,7 @@ from app.errors import EnvironmentProblem
 from app.files import fsync
 
 CODE_VERSION = 7  # raise it with every change of what rows become; a test of rows of all formats says when
-_BATCH_ROWS = 4096  # of one record batch
+BATCH_ROWS = 4096  # of one record batch
 _BATCH_TOKENS = 1 << 22  # fewer rows if they are long
 _ABANDONED_SECONDS = 24 * 3600  # after which a half-written file is removed without a lock
 _META_KEY = "rows"
@@ -96,7 +96,7 @@ class RowWriter:
     def add(self, location: str, sample: Tokens, split_hash: int) -> None:
         self._pending.append(as_columns(location, sample, split_hash))
         self._pending_tokens += len(sample.ids)
-        if len(self._pending) >= _BATCH_ROWS or self._pending_tokens >= _BATCH_TOKENS:
+        if len(self._pending) >= BATCH_ROWS or self._pending_tokens >= _BATCH_TOKENS:
             self._write_pending()
 
     def finish(self, facts: Facts) -> None:

@@ -20,8 +20,8 @@ Mask = NDArray[np.bool_]
 Weights = NDArray[np.float32]
 Tokenizer = Any  # a fast tokenizer of transformers
 
-_PIECE_CHARS = 1 << 18  # of a long document that are one text to the tokenizer
-_MAX_TOKEN_CHARS = 64  # on average: a longer text is over-long before it is tokenised
+PIECE_CHARS = 1 << 18  # of a long document that are one text to the tokenizer
+MAX_TOKEN_CHARS = 64  # on average: a longer text is over-long before it is tokenised
 _PIECES_AT_ONCE = 8  # a token takes some hundred bytes until it is a number
 _PROBE = " Two  words,\nÉ "  # what a wrapper may strip, lower or normalise
 _LONE_LINE_BREAK = re.compile(r"(?<=\S)\n(?=\S)")  # byte-level tokenizers join nothing across it
@@ -83,7 +83,7 @@ class Encoder:
         """Tokenise in one batch, which keeps the tokenizer's threads busy. No first token is trained."""
         if texts and texts[0].label is not None:  # then all have one: it follows from the format
             return list(self._encode_examples(texts))
-        max_chars = max(_PIECE_CHARS, _MAX_TOKEN_CHARS * self._max_length)
+        max_chars = max(PIECE_CHARS, MAX_TOKEN_CHARS * self._max_length)
         heads = [text if _is_long(text) else _head(text, max_chars) for text in texts]
         encodings = iter(self._encodings([head.text for head in heads if not _is_long(head)]))
         return [
@@ -182,7 +182,7 @@ def _find(framed: Ids, inside: Ids) -> int:
 
 def _is_long(text: RenderedText) -> bool:
     """Whether to tokenise it in pieces. Only plain text is: elsewhere characters decide what is trained."""
-    return text.raw and len(text.text) > _PIECE_CHARS and text.spans == ((0, len(text.text)),)
+    return text.raw and len(text.text) > PIECE_CHARS and text.spans == ((0, len(text.text)),)
 
 
 def _head(text: RenderedText, max_chars: int) -> RenderedText:
@@ -195,9 +195,9 @@ def _head(text: RenderedText, max_chars: int) -> RenderedText:
 
 def _pieces(text: str) -> Iterator[str]:
     at = 0
-    while len(text) - at > _PIECE_CHARS:
-        end = at + _PIECE_CHARS
-        breaks = _LONE_LINE_BREAK.finditer(text, at + _PIECE_CHARS // 2, end)
+    while len(text) - at > PIECE_CHARS:
+        end = at + PIECE_CHARS
+        breaks = _LONE_LINE_BREAK.finditer(text, at + PIECE_CHARS // 2, end)
         cut = max((found.end() for found in breaks), default=end)
         yield text[at:cut]
         at = cut

@@ -23,7 +23,7 @@ from app.errors import EnvironmentProblem
 
 Facts = Mapping[str, Any]
 
-_TIMEOUT = timedelta(seconds=60)
+CONNECT_TIMEOUT = timedelta(seconds=60)
 _SIZES = {"cpu": (1 << 16, 1 << 20, 1 << 24), "cuda": (1 << 20, 1 << 24, 1 << 28)}  # bytes
 _MAX_SECONDS = 1.0  # of one call: a size that would take longer is left out
 _TIMED_SECONDS = 0.2  # for all calls of a mean
@@ -151,8 +151,8 @@ def _address() -> str:
 
 
 def _rendezvous_store(here: World) -> Any:
-    store, _, _ = next(rendezvous("env://", here.rank, here.size, timeout=_TIMEOUT))
-    store.set_timeout(_TIMEOUT)
+    store, _, _ = next(rendezvous("env://", here.rank, here.size, timeout=CONNECT_TIMEOUT))
+    store.set_timeout(CONNECT_TIMEOUT)
     return dist.PrefixStore("cluster_check", store)  # type: ignore[attr-defined]
 
 
@@ -161,12 +161,12 @@ def _exchange(store: Any, here: World, facts: Facts) -> list[dict[str, Any]]:
     keys = [f"facts/{rank}" for rank in range(here.size)]
     store.set(keys[here.rank], json.dumps(facts))
     try:
-        store.wait(keys, _TIMEOUT)
+        store.wait(keys, CONNECT_TIMEOUT)
     except RuntimeError as fault:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise Unreachable(
             f"rendezvous={_address()}: no answer from {_numbered(missing)} of {here.size} within "
-            f"{_TIMEOUT.seconds} s. Start all of them, and look at what they print."
+            f"{CONNECT_TIMEOUT.seconds} s. Start all of them, and look at what they print."
         ) from fault
     return [json.loads(store.get(key)) for key in keys]
 
@@ -194,7 +194,7 @@ def _facts_of(here: World, versions: Mapping[str, str], device: torch.device) ->
 @contextmanager
 def _group(store: Any, here: World, device: torch.device) -> Iterator[None]:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.size, timeout=_TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.size, timeout=CONNECT_TIMEOUT)
     yield
     dist.destroy_process_group()  # not after a fault: it would wait for the others
 

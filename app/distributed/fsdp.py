@@ -71,7 +71,7 @@ class Sharding:
         self._sync_each = sync_each
         self._offload = offload
         self._root: FSDPModule
-        self._units: list[FSDPModule] = []
+        self.units: list[FSDPModule] = []
 
     def divide(self, model: nn.Module, layers: Sequence[nn.Module], entries: Sequence[str]) -> None:
         """Shard `model` in place. `entries`: its methods, beside forward, that begin a pass."""
@@ -82,8 +82,8 @@ class Sharding:
                 layer, mesh=self.mesh, reshard_after_forward=self._reshard, mp_policy=policy, offload_policy=offload
             )
         self._root = fully_shard(model, mesh=self.mesh, mp_policy=policy, offload_policy=offload)
-        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        for unit in self._units:  # sums: the loss is divided by the weight of all processes already
+        self.units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for unit in self.units:  # sums: the loss is divided by the weight of all processes already
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         for name in entries:
@@ -115,12 +115,12 @@ class Sharding:
 
     def at_rest(self) -> None:
         """Free gathered weights after passes without a step, so that modules have their shards as parameters."""
-        for unit in self._units:
+        for unit in self.units:
             unit.reshard()
 
     def forget_gradients(self) -> None:
         """Drop all gradients, also unsharded ones of incomplete passes, which would be added to the next ones."""
-        for unit in self._units:
+        for unit in self.units:
             unit.unshard()
             _module(unit).zero_grad(set_to_none=True)
             unit.reshard()
@@ -164,7 +164,7 @@ class Sharding:
 
     def _trained_of_one_unit(self) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
         """Trained weights of the last layer that has any: all, sharded; and small ones, gathered, smallest first."""
-        for unit in reversed(self._units):
+        for unit in reversed(self.units):
             module = _module(unit)
             unit.reshard()
             sharded = {name: each for name, each in module.named_parameters() if each.requires_grad}
@@ -182,7 +182,7 @@ class Sharding:
     @contextmanager
     def gathered(self, module: nn.Module) -> Iterator[None]:
         """Gather a module's weights on all processes together, inside a pass of the model, which has the root's."""
-        layers = (each for each in self._units if each is not self._root and _has(each, module))
+        layers = (each for each in self.units if each is not self._root and _has(each, module))
         unit = next(layers, None)
         if unit is None:
             yield

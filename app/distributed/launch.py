@@ -124,13 +124,13 @@ def launch(count: int, program: Sequence[str], files: Mapping[str, str] | None =
 
     quiet_connections()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we print the one message
-    with tempfile.TemporaryDirectory(prefix="app-launch-") as name, _forwarding_signals() as received:
+    with tempfile.TemporaryDirectory(prefix="app-launch-") as name, forwarding_signals() as received:
         for file, text in (files or {}).items():
             for rank in range(count):
                 (Path(name) / f"{rank}-{file}").write_text(text)
         os.environ[FOLDER] = name
         try:
-            elastic_launch(_elastic_config(count, name), sys.executable)("-u", *program)
+            elastic_launch(elastic_config(count, name), sys.executable)("-u", *program)
         except ChildFailedError as failed:
             return _report(failed, count, received, Path(name))
         finally:
@@ -138,7 +138,8 @@ def launch(count: int, program: Sequence[str], files: Mapping[str, str] | None =
     return 0
 
 
-def _elastic_config(count: int, folder: str) -> Any:
+def elastic_config(count: int, folder: str) -> Any:
+    """Settings of torch's agent for one machine; it leaves the stop signals to the launcher."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
 
@@ -157,7 +158,7 @@ def _elastic_config(count: int, folder: str) -> Any:
 
 
 @contextlib.contextmanager
-def _forwarding_signals() -> Iterator[list[int]]:
+def forwarding_signals() -> Iterator[list[int]]:
     """Signals that ask the run to stop reach every process once; each saves and ends with the code for it.
 
     The agent would send its own, wait half a minute and kill a process that still saves.
@@ -166,7 +167,7 @@ def _forwarding_signals() -> Iterator[list[int]]:
 
     def forward(number: int, _frame: FrameType | None) -> None:
         received.append(number)
-        children = _children()
+        children = child_pids()
         if not children:  # not yet
             raise Stopped(number)
         for child in children:
@@ -181,7 +182,8 @@ def _forwarding_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _children() -> list[int]:
+def child_pids() -> list[int]:
+    """Processes that this one has started."""
     me = os.getpid()
     return [int(pid) for pid in Path(f"/proc/{me}/task/{me}/children").read_text().split()]
 

@@ -55,7 +55,7 @@ class Harness:
             log_samples=False,
         )
         results = {**found["results"], **found.get("groups", {})}
-        return {name: _numbers(values) for name, values in results.items()}
+        return {name: scores_of(values) for name, values in results.items()}
 
     def facts(self) -> dict[str, Any]:
         """Settings and version, for harness.json."""
@@ -126,7 +126,7 @@ def _with_error(metrics: Mapping[str, float], metric: str) -> str:
     return f"{metrics[metric]:.4f}" + (f" +- {error:.4f}" if error is not None else "")
 
 
-def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+def scores_of(values: Mapping[str, Any]) -> dict[str, float]:
     """Plain names: `acc,none` is a metric and its filter, and the filter `none` is left out."""
     found = {}
     for key, value in values.items():

@@ -118,7 +118,7 @@ class Evaluation(FinishedRun):
         check_on_batch(model, crowded_batch(self.rows, self.layout).to(self.runtime.device))
         answers = trains_answers(self.run.dataset)
         rows, classes = len(self.rows), len(self.run.task.labels)
-        return score_rows(model, self._batches(say), self.runtime, rows, answers=answers, classes=classes)
+        return score_rows(model, self.batches(say), self.runtime, rows, answers=answers, classes=classes)
 
     def file_name(self, weights: str, recorded_precision: str) -> str:
         """Name for scores in the folder of the run: those of other rows or settings do not replace the run's own."""
@@ -151,7 +151,7 @@ class Evaluation(FinishedRun):
     def _dataset(self) -> str:
         return self.run.dataset.eval_path or paths_of(self.run.dataset)
 
-    def _batches(self, say: Callable[[str], None]) -> Iterator[Batch]:
+    def batches(self, say: Callable[[str], None]) -> Iterator[Batch]:
         """This process's share of the rows, with a progress message every few seconds."""
         total = int(self.rows.lengths.sum(dtype="int64"))
         eta, last_message = Eta(total, {}), time.monotonic()

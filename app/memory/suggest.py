@@ -52,7 +52,7 @@ class Suggestions:
         """Candidates that save memory by themselves, the cheapest first."""
         suggestions = []
         for candidate in candidates(now.run):
-            other = self._planned(now, [candidate])
+            other = self.plan(now, [candidate])
             saved = 0 if other is None else now.verdict.needed_bytes - other.verdict.needed_bytes
             if other is not None and saved > 0:
                 slower = other.seconds / now.seconds - 1
@@ -74,7 +74,7 @@ class Suggestions:
             if count < len(chosen) and sum(each.saves_bytes for each in chosen[:count]) < missing_bytes:
                 continue
             combined = [each.candidate for each in chosen[:count]]
-            planned = self._planned(now, combined)
+            planned = self.plan(now, combined)
             if planned is not None and planned.verdict.fits:
                 return {"override": " ".join(_overrides(combined)), "needed_bytes": planned.verdict.needed_bytes}
         return None
@@ -99,7 +99,7 @@ class Suggestions:
         except ConfigError:
             return None
 
-    def _planned(self, now: Planned, chosen: Sequence[Candidate]) -> Planned | None:
+    def plan(self, now: Planned, chosen: Sequence[Candidate]) -> Planned | None:
         """Plan candidates with the parallelism and bins that `auto` resolved to."""
         run = self.run(chosen)
         if run is None:

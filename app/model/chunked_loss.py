@@ -230,7 +230,7 @@ class _LinearLoss(torch.autograd.Function):
         if found is None:
             raise RuntimeError("the gradients of this loss were given away: it goes backward once")
         scaled = (
-            None if gradient is None else _scaled(gradient, upstream[0], dtype)
+            None if gradient is None else scaled_gradient(gradient, upstream[0], dtype)
             for gradient, dtype in zip(found, ctx.dtypes, strict=True)
         )
         return None, None, None, *scaled
@@ -251,7 +251,7 @@ def _add_gradients(found: list[Tensor | None], part: slice, piece: Tensor, logit
         of_bias.add_(logits.sum(0, dtype=torch.float32))
 
 
-def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def scaled_gradient(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply in place where possible; in float32, because a float16 scale could overflow."""
     if gradient.dtype == torch.float32:
         return gradient.mul_(scale).to(dtype)

@@ -59,7 +59,7 @@ class CompiledLayers:
         self.seconds = 0.0
         self.verified = False  # a further graph is an error
         self.fault: str | None = None  # why layers use their own forward after all
-        self._on = True
+        self.is_on = True
         self._shape: torch.Size | None = None
         self._recorded = recorded
         self._compiled: Any = torch.compile(
@@ -71,15 +71,15 @@ class CompiledLayers:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Context in which every layer uses its own forward."""
-        before, self._on = self._on, False
+        before, self.is_on = self.is_on, False
         try:
             yield
         finally:
-            self._on = before
+            self.is_on = before
 
     def give_up(self, fault: str) -> None:
         """Use the layers' own forward for the rest of the run."""
-        self._on, self.fault = False, fault
+        self.is_on, self.fault = False, fault
 
     def remarks(self) -> list[str]:
         if self.fault is not None:
@@ -111,7 +111,7 @@ class CompiledLayers:
         return forward
 
     def _fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if not self._on or kwargs.get("documents") is None or not torch.is_grad_enabled():
+        if not self.is_on or kwargs.get("documents") is None or not torch.is_grad_enabled():
             return False
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         self._shape = self._shape or hidden.shape
@@ -162,12 +162,12 @@ def verify_compiled(
     """
     parameters = list(trained.values())
     with layers.paused():
-        own_loss, own = _gradients(model, batch, parameters)
+        own_loss, own = gradients_on_host(model, batch, parameters)
     try:
         begun = time.perf_counter()
-        _gradients(model, batch, parameters)
+        gradients_on_host(model, batch, parameters)
         layers.seconds += time.perf_counter() - begun
-        loss, compiled = _gradients(model, batch, parameters)  # as all later ones: no graph is made
+        loss, compiled = gradients_on_host(model, batch, parameters)  # as all later ones: no graph is made
     except RuntimeError as fault:  # of any stage of the compiler, and of what it made
         layers.give_up(f"the compiler cannot do this model ({gist(fault)})")
         return None
@@ -201,7 +201,7 @@ def _square(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor, dtype=torch.float32)) ** 2
 
 
-def _gradients(model: nn.Module, batch: Batch, parameters: Sequence[nn.Parameter]) -> tuple[float, Gradients]:
+def gradients_on_host(model: nn.Module, batch: Batch, parameters: Sequence[nn.Parameter]) -> tuple[float, Gradients]:
     """Loss and gradients; the device has one gradient at a time, and the run's random numbers stay as they are."""
     found: Gradients = {}
 

@@ -70,14 +70,15 @@ def product_reference(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, dtype: torch
     return (x.float() @ w.float().T).mul_(sx).mul_(sw).to(dtype)
 
 
-def _product_on_gpu(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+def product_on_gpu(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+    """Rows times a weight, each with its scales, by cuBLAS."""
     return torch._scaled_mm(x, w.t(), sx, sw, out_dtype=torch.bfloat16, use_fast_accum=fast).to(dtype)
 
 
 _OPS.impl("quantize_rows", quantize_reference, "CPU")
 _OPS.impl("quantize_rows", _quantize_on_gpu, "CUDA")
 _OPS.impl("product", product_reference, "CPU")
-_OPS.impl("product", _product_on_gpu, "CUDA")
+_OPS.impl("product", product_on_gpu, "CUDA")
 torch.library.register_fake("app_fp8::quantize_rows", _quantized_like, lib=_OPS)
 torch.library.register_fake(
     "app_fp8::product", lambda x, _sx, w, _sw, dtype, _: x.new_empty((len(x), len(w)), dtype=dtype), lib=_OPS

@@ -46,7 +46,7 @@ class TrainingModel(nn.Module):
         self.takes_segments = takes_segments(lm)
         self._trained: dict[str, nn.Parameter] = {}
         self.first_position = first_position(lm)
-        self._chunk = chunk_rows(lm.config.get_text_config().vocab_size)
+        self.chunk = chunk_rows(lm.config.get_text_config().vocab_size)
 
     @property
     def language_model(self) -> Any:
@@ -72,13 +72,13 @@ class TrainingModel(nn.Module):
         if self.linear is not None:
             return self.linear.loss_sum(rows, targets, weights)
         trained = head_parameters(self.language_model)
-        return token_loss_sum(self.head, rows, targets, trained, self._chunk, weights)
+        return token_loss_sum(self.head, rows, targets, trained, self.chunk, weights)
 
     def token_scores(self, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The cross-entropy of each target and the likeliest token, from hidden states."""
         if self.linear is not None:
             return self.linear.scores(rows, targets)
-        return token_scores(self.head, rows, targets, head_parameters(self.language_model), self._chunk)
+        return token_scores(self.head, rows, targets, head_parameters(self.language_model), self.chunk)
 
     def remarks(self) -> list[str]:
         """Notes on what is computed in a slower way than it could be, or by other code than the model's own."""

@@ -14,7 +14,7 @@ MAX_WIDTH = 1 << 16  # numbers of a row that one program can round
 
 
 @triton.jit
-def _loss_and_grad(
+def loss_and_grad_kernel(
     logits,
     targets,
     weights,
@@ -26,6 +26,7 @@ def _loss_and_grad(
     IGNORED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Cross-entropy of one row of logits, which its gradient may replace."""
     row = tl.program_id(0).to(tl.int64)  # rows times vocabulary is more than 32 bits hold
     start = logits + row * stride
     columns = tl.arange(0, BLOCK)
@@ -61,7 +62,7 @@ def loss_and_grad(logits: Tensor, targets: Tensor, weights: Tensor | None, losse
         return
     block = min(_MAX_BLOCK, triton.next_power_of_2(vocabulary))
     with torch.cuda.device_of(logits):
-        _loss_and_grad[(rows,)](
+        loss_and_grad_kernel[(rows,)](
             logits,
             targets,
             losses if weights is None else weights,
@@ -77,7 +78,7 @@ def loss_and_grad(logits: Tensor, targets: Tensor, weights: Tensor | None, losse
 
 
 @triton.jit
-def _quantize_rows(rows, out, scales, width, LEAST: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+def quantize_rows_kernel(rows, out, scales, width, LEAST: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
     """NaN stays NaN: tl.maximum and a plain clamp would drop it."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -97,4 +98,6 @@ def quantize_rows(rows: Tensor, out: Tensor, scales: Tensor, least: float, large
     # no more numbers than a thread has registers
     warps = min(max(block // 512, 4), 16) if block <= MAX_WIDTH // 2 else 32
     with torch.cuda.device_of(rows):
-        _quantize_rows[(count,)](rows, out, scales, width, LEAST=least, LARGEST=largest, BLOCK=block, num_warps=warps)
+        quantize_rows_kernel[(count,)](
+            rows, out, scales, width, LEAST=least, LARGEST=largest, BLOCK=block, num_warps=warps
+        )

@@ -21,7 +21,7 @@ from app.optim.gradient_scaling import skips_on_device, step_unless
 from app.optim.parameter_groups import Trained
 
 _HALF_BITS = 16
-_PIECE_NUMBERS = 1 << 24  # rounded at once, with a generator of their own: random bits need memory
+PIECE_NUMBERS = 1 << 24  # rounded at once, with a generator of their own: random bits need memory
 _NAN_BITS = 0x7FC00000  # set for every NaN: a sum, or the loss of the lower half, would make a number of some
 STEPS_ROUNDED = "steps_rounded"  # key in the first group, so that a state_dict has it
 
@@ -177,8 +177,8 @@ def round_into(weight: Tensor, exact: Tensor, key: str, first: int = 0) -> None:
     target = weight if weight.is_contiguous() else weight.contiguous()
     upper = target.view(-1).view(torch.int16)
     end = first + given.numel()
-    for piece in range(first - first % _PIECE_NUMBERS, end, _PIECE_NUMBERS):
-        low, high = max(piece, first), min(piece + _PIECE_NUMBERS, end)
+    for piece in range(first - first % PIECE_NUMBERS, end, PIECE_NUMBERS):
+        low, high = max(piece, first), min(piece + PIECE_NUMBERS, end)
         bits = given[low - first : high - first]
         chance = _random_bits(f"{key}/{piece}", high - piece, exact.device)[low - piece :]
         chance.add_(bits).masked_fill_(bits.view(torch.float32).isnan(), _NAN_BITS)
@@ -192,6 +192,6 @@ def _random_bits(key: str, count: int, device: torch.device) -> Tensor:
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
     # on a GPU the first numbers depend on how many are drawn
-    drawn = _PIECE_NUMBERS if device.type == "cuda" else count
+    drawn = PIECE_NUMBERS if device.type == "cuda" else count
     numbers = torch.empty(drawn, dtype=torch.int32, device=device)
     return numbers.random_(0, 1 << _HALF_BITS, generator=generator)[:count]

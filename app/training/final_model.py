@@ -26,7 +26,7 @@ from app.training.trainer import Trainer
 
 def write_final(resolved: ResolvedRun, trainer: Trainer, recorder: Recorder, predicted: Predicted | None) -> int:
     """Write final/ and the result of a complete run; returns the exit code."""
-    result = _result(trainer, predicted)
+    result = result_of(trainer, predicted)
     progress = trainer.progress
     metrics = progress.metrics
     if resolved.config.checkpoint.final == "best" and 0 < progress.best_step < progress.step:
@@ -77,12 +77,12 @@ def loading_of(sections: ModelSections, meta_model: Any, folder: Path, base: Pat
 def record_stop(trainer: Trainer, recorder: Recorder, predicted: Predicted | None) -> int:
     """Record the result of a run that was asked to stop and has saved; returns the exit code."""
     recorder.message(f"stopped after step {trainer.progress.step}, which is saved.")
-    recorder.finish("stopped", **_result(trainer, predicted))
+    recorder.finish("stopped", **result_of(trainer, predicted))
     assert trainer.stopped_by is not None
     return trainer.stopped_by
 
 
-def _result(trainer: Trainer, predicted: Predicted | None) -> dict[str, Any]:
+def result_of(trainer: Trainer, predicted: Predicted | None) -> dict[str, Any]:
     """Numbers of result.json; a start that had nothing left to do has no speed of its own."""
     progress, runtime = trainer.progress, trainer.parts.runtime
     losses = (progress.best_loss, progress.last_eval_loss, progress.last_loss)

@@ -12,7 +12,7 @@ from app.distributed.environment import world
 
 MAX_CONTEXT_BYTES = 1 << 30  # of this process, where only the sum over processes is known
 NEGLIGIBLE_SHARE = 0.01  # of the memory
-_CGROUPS = Path("/sys/fs/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +46,18 @@ def taken_by_others() -> Taken | None:
     try:
         device = world().local_rank
         uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
-        return _asked_of_driver(uuid) or _asked_of_cuda(device)
+        return taken_by_driver(uuid) or taken_by_cuda(device)
     except (RuntimeError, AssertionError):
         return None
 
 
-def _asked_of_cuda(device: int) -> Taken:
+def taken_by_cuda(device: int) -> Taken:
     """A lower bound, where only the sum over all processes is known."""
     free, total = torch.cuda.mem_get_info(device)
     return Taken(total, max(0, total - free - MAX_CONTEXT_BYTES))
 
 
-def _asked_of_driver(uuid: str) -> Taken | None:
+def taken_by_driver(uuid: str) -> Taken | None:
     """Ask NVML, which needs no context on the GPU and lists processes; None where nvidia-ml-py is missing."""
     try:
         import pynvml
@@ -89,8 +89,8 @@ def free_host_bytes() -> int:
 def _free_in_cgroups() -> Iterator[int]:
     """What each limit of this process leaves (cgroup v2); files that the kernel caches are given back when needed."""
     own = Path("/proc/self/cgroup").read_text().partition("0::/")[2].strip()
-    folder = _CGROUPS / own if (_CGROUPS / own).is_dir() else _CGROUPS  # in a container its own path is not seen
-    while folder != _CGROUPS.parent:
+    folder = CGROUPS / own if (CGROUPS / own).is_dir() else CGROUPS  # in a container its own path is not seen
+    while folder != CGROUPS.parent:
         limit = folder / "memory.max"
         if limit.is_file() and limit.read_text().strip().isdigit():
             used = int((folder / "memory.current").read_text())

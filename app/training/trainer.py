@@ -75,14 +75,14 @@ class Prefetch:
     def __init__(self, make: Callable[[int], list[Batch]], device: torch.device) -> None:
         self._make = make  # a pure function of the step, so an unused result is no loss
         self._pins = device.type == "cuda"
-        self._ready: tuple[int, list[Batch]] | None = None
+        self.ready: tuple[int, list[Batch]] | None = None
 
     def batches(self, step: int) -> list[Batch]:
-        ready, self._ready = self._ready, None
+        ready, self.ready = self.ready, None
         return ready[1] if ready is not None and ready[0] == step else self._made(step)
 
     def prepare(self, step: int) -> None:
-        self._ready = step, self._made(step)
+        self.ready = step, self._made(step)
 
     def _made(self, step: int) -> list[Batch]:
         batches = self._make(step)
@@ -96,14 +96,14 @@ class Trainer:
         self.parts = parts
         self._config = parts.config
         self.progress = progress
-        self._prefetch = Prefetch(parts.loader.batches, parts.runtime.device)
+        self.prefetch = Prefetch(parts.loader.batches, parts.runtime.device)
         self._window = _Window()
         self._eta = self._new_eta()
         self._tokens, self._seconds = 0, 0.0
         self.stopped_by: int | None = None  # the requested exit code
         self.memory = Measured(parts.runtime, parts.plan.steps - progress.step)
         self._updates = progress.step - progress.skipped_steps  # counted while gradients are checked
-        self._skipped: list[Tensor] = []  # flags on the device: reading one waits for all queued work
+        self.skipped: list[Tensor] = []  # flags on the device: reading one waits for all queued work
 
     @property
     def tokens_per_second(self) -> float:
@@ -115,7 +115,7 @@ class Trainer:
         if self.progress.step == 0:
             self._evaluate_at_start()
         while self.progress.step < self.parts.plan.steps:
-            result = self._step()
+            result = self.take_step()
             if self.progress.step == self._config.training.stop_after:
                 request.exit_code = START_ME_AGAIN
             asked = self._is_asked_to_stop(request)
@@ -142,17 +142,17 @@ class Trainer:
         self.stopped_by = code or None
         return code > 0
 
-    def _step(self) -> StepResult:
+    def take_step(self) -> StepResult:
         at = self.progress.step
         lr = self.parts.learning_rate(at)
-        result = self.memory.run(self.parts.stepper, self._prefetch.batches(at), lr)
+        result = self.memory.run(self.parts.stepper, self.prefetch.batches(at), lr)
         self.progress.step = at + 1
         if not self._at_end():
-            self._prefetch.prepare(at + 1)  # before a line of metrics waits for the device
+            self.prefetch.prepare(at + 1)  # before a line of metrics waits for the device
         self.progress.tokens += result.tokens
         self.progress.trained_tokens += result.labels
         self._window.tokens += result.tokens
-        self._skipped.append(result.skipped)
+        self.skipped.append(result.skipped)
         self._note_split(self.parts.stepper.depth)
         if self._updates < LAST_CHECKED_STEP and not bool(result.skipped):
             self._updates += 1
@@ -250,8 +250,8 @@ class Trainer:
 
     def _count_skipped(self) -> None:
         """Name the rows of steps that were skipped; stop after too many in a row."""
-        flags = [bool(flag) for flag in self._skipped]
-        self._skipped.clear()
+        flags = [bool(flag) for flag in self.skipped]
+        self.skipped.clear()
         for step, skipped in enumerate(flags, self.progress.step - len(flags)):
             self.progress.skipped_in_a_row = self.progress.skipped_in_a_row + 1 if skipped else 0
             if skipped:

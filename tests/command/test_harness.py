@@ -7,7 +7,7 @@ import pytest
 
 from app.errors import EnvironmentProblem
 from app.evaluation import lm_eval
-from app.evaluation.lm_eval import _numbers, require_harness, table, with_earlier_tasks
+from app.evaluation.lm_eval import require_harness, scores_of, table, with_earlier_tasks
 
 
 def test_harness_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +34,7 @@ def test_harness_metrics_have_plain_names() -> None:
         "exact_match_stderr,strict-match": "N/A",
         "f1,none": float("nan"),
     }
-    figures = _numbers(told)
+    figures = scores_of(told)
     assert figures == {"acc": 0.5, "acc_stderr": 0.1, "exact_match strict-match": 1.0}
     shown = table({"tuned": {"a": figures}, "base": {"a": {"acc": 0.25}}}).splitlines()
     assert [line.split() for line in shown] == [["base", "tuned"], ["a", "acc", "0.2500", "0.5000", "+-", "0.1000"]]

@@ -41,8 +41,8 @@ def test_write_rows_independent_of_batches(tmp_path: Path, monkeypatch: pytest.M
     path = write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("Hi", "x" * n)} for n in range(9)])
     fingerprints = set()
     for rows, chars in ((512, 1 << 21), (2, 1 << 21), (512, 50)):
-        monkeypatch.setattr(row_pipeline, "_BATCH_ROWS", rows)
-        monkeypatch.setattr(row_pipeline, "_BATCH_CHARS", chars)
+        monkeypatch.setattr(row_pipeline, "BATCH_ROWS", rows)
+        monkeypatch.setattr(row_pipeline, "BATCH_CHARS", chars)
         data = prepare(config(path), tokenizer(), str(tmp_path / f"{rows}-{chars}"))
         assert len(data.train) == 9
         fingerprints.add(data.train.fingerprint)
@@ -77,7 +77,7 @@ def test_bad_rows_one_reason_in_several_messages_once(tmp_path: Path) -> None:
 
 
 def test_bad_rows_stop_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_pipeline, "_BATCH_ROWS", 2)
+    monkeypatch.setattr(row_pipeline, "BATCH_ROWS", 2)
     path = write_jsonl(tmp_path / "a.jsonl", [TYPO, GOOD, {"chat": []}])
     assert len(problems(path)) == 1
 

@@ -54,7 +54,7 @@ def names(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("size", [1, 2, 4096])
 def test_cached_rows_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(token_cache, "_BATCH_ROWS", size)
+    monkeypatch.setattr(token_cache, "BATCH_ROWS", size)
     rows = written(tmp_path, ROWS)
     assert rows.lengths.tolist() == [3, 1, 3]
     assert rows.lengths.dtype == np.int32

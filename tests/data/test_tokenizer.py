@@ -85,8 +85,8 @@ def test_encode_other_than_backend_refused() -> None:
 
 
 def test_encode_chat_far_beyond_max_length_counts_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.data.tokenizer._PIECE_CHARS", 100)
-    monkeypatch.setattr("app.data.tokenizer._MAX_TOKEN_CHARS", 20)
+    monkeypatch.setattr("app.data.tokenizer.PIECE_CHARS", 100)
+    monkeypatch.setattr("app.data.tokenizer.MAX_TOKEN_CHARS", 20)
     made = tokenizer()
     text = "\n".join([TEXT] * 9)
     chat = RenderedText(text, ((0, 10), (90, 150), (1000, 1100)), raw=False, weights=(1.0, 0.5, 2.0))
@@ -105,7 +105,7 @@ def test_encode_chat_far_beyond_max_length_counts_the_rest(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("size", [400, 40])
 def test_encode_long_document_in_pieces(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr("app.data.tokenizer._PIECE_CHARS", size)
+    monkeypatch.setattr("app.data.tokenizer.PIECE_CHARS", size)
     made = tokenizer(None)
     text = "\n\n".join([TEXT] * 9)
     assert len(text) > 3 * 400
@@ -119,7 +119,7 @@ def test_encode_long_document_in_pieces(monkeypatch: pytest.MonkeyPatch, size: i
 
 
 def test_encode_long_completion_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.data.tokenizer._PIECE_CHARS", 10)
+    monkeypatch.setattr("app.data.tokenizer.PIECE_CHARS", 10)
     made = tokenizer(None)
     [sample] = Encoder(made).encode([document(TEXT, start=len(TEXT) - 8)])
     assert made.decode(sample.ids[sample.loss_mask]) == TEXT[-8:] + "</s>"

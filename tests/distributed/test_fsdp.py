@@ -87,7 +87,7 @@ def test_total_sums_on_device_of_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
 def difference_or_refusal(runtime: Runtime, method: str, is_wrong: bool) -> float | str:
     model, sharding = divided(runtime, method)
     if is_wrong:
-        for unit in sharding._units:
+        for unit in sharding.units:
             unit.set_gradient_divide_factor(float(PROCESSES))  # a mean, as FSDP does by itself
     try:
         found = check_reduction(model, sharding, packed(documents_of((20, 5, 11))))

@@ -14,12 +14,12 @@ from app.signals import CODES
 def test_launcher_signal_forwarded_to_processes(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with subprocess.Popen(["sleep", "60"]) as child:
-        monkeypatch.setattr(launch, "_children", lambda: [child.pid])
-        with launch._forwarding_signals() as received:
+        monkeypatch.setattr(launch, "child_pids", lambda: [child.pid])
+        with launch.forwarding_signals() as received:
             os.kill(os.getpid(), number)
         assert (child.wait(10), received) == (-number, [number])
 
 
 def test_launcher_agent_leaves_stop_signals_alone() -> None:
-    handled = launch._elastic_config(2, "folder").signals_to_handle.split(",")
+    handled = launch.elastic_config(2, "folder").signals_to_handle.split(",")
     assert not {number.name for number in CODES} & set(handled)

@@ -33,10 +33,10 @@ def test_batches_report_progress_every_few_seconds(
     said: list[str] = []
     parts = evaluation_of(data, runtime, {})
     total = int(parts.rows.lengths.sum())
-    assert len(list(parts._batches(said.append))) == 7
+    assert len(list(parts.batches(said.append))) == 7
     assert said == [], "it was over at once"
     monkeypatch.setattr("app.evaluation.run.SECONDS_BETWEEN_MESSAGES", -1.0)
-    assert sum(batch.num_tokens for batch in parts._batches(said.append)) == total
+    assert sum(batch.num_tokens for batch in parts.batches(said.append)) == total
     assert len(said) == 7
     assert said[-1] == f"scored {total:,} of {total:,} tokens | 0:00:00 left"
 

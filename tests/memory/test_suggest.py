@@ -167,7 +167,7 @@ def suggestions_of(
         needed = now.verdict.needed_bytes - sum(saved[word][0] for word in words)
         return SimpleNamespace(verdict=SimpleNamespace(needed_bytes=needed, fits=needed <= 1000))
 
-    monkeypatch.setattr(Suggestions, "_planned", plan_combination)
+    monkeypatch.setattr(Suggestions, "plan", plan_combination)
     found = [
         Suggestion(Candidate((word,), costs, ""), saves, 0.0, fits=word == alone)
         for word, (saves, costs) in saved.items()
@@ -226,7 +226,7 @@ def test_candidates_are_planned_with_resolved_bins(monkeypatch: pytest.MonkeyPat
     now: Any = SimpleNamespace(chosen_bins=True, parallel_reason="", run=found)
     smaller = Candidate(("batching.tokens=1024", "batching.accumulation=2"), SPEED, "")
     for candidate in (smaller, Candidate(("adapter.r=4",), LEARNING, "")):
-        Suggestions(Planner(GPU), words)._planned(now, [candidate])
+        Suggestions(Planner(GPU), words).plan(now, [candidate])
     batching = [(run.batching.tokens, run.batching.accumulation) for run in seen]
     assert batching == [(1024, 2), (2048, 1)]
     assert seen[1].adapter.r == 4

@@ -57,7 +57,7 @@ def check_against_plain(model: TrainingModel, tolerance: float = 1e-6) -> None:
 
 def chunked(model: TrainingModel, rows: int) -> TrainingModel:
     """The model with chunks of that many rows."""
-    model._chunk = rows
+    model.chunk = rows
     return model
 
 
@@ -290,7 +290,7 @@ def test_choose_loss_head_wrong_kernel_leaves_own_way(fault: str, monkeypatch: p
 
 
 def test_choose_loss_head_nan_gradient_leaves_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_loss, "_scaled", lambda gradient, *_: gradient * float("nan"))
+    monkeypatch.setattr(chunked_loss, "scaled_gradient", lambda gradient, *_: gradient * float("nan"))
     model = training_model_of("llama", lora())
     assert choose_loss_head(model, BATCH) == []
     assert "computed in the model's own way" in model.remarks()[0]

@@ -261,10 +261,10 @@ def test_fp8_layouts_pass_shape_rules_of_cuda() -> None:
         outputs, inputs = weight.shape
         rows = torch.empty(5, inputs, dtype=E4M3, device="meta")
         of_rows = torch.empty(5, 1, device="meta")
-        out = fp8_linear._product_on_gpu(rows, of_rows, weight.view(E4M3), scale, torch.float32, True)
+        out = fp8_linear.product_on_gpu(rows, of_rows, weight.view(E4M3), scale, torch.float32, True)
         assert (out.shape, out.dtype) == ((5, outputs), torch.float32)
         with pytest.raises(RuntimeError, match="col_major"):
-            fp8_linear._product_on_gpu(rows, of_rows, weight.view(E4M3).T, scale, torch.bfloat16, True)
+            fp8_linear.product_on_gpu(rows, of_rows, weight.view(E4M3).T, scale, torch.bfloat16, True)
 
 
 def rows_of_many_sizes(width: int, dtype: torch.dtype) -> Tensor:

@@ -115,7 +115,7 @@ def test_a_template_that_fails_is_blamed_before_any_row(bare: Path, tmp_path: Pa
 
 
 def test_an_endless_template_is_blamed_in_time(bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_rendering, "_MAX_SECONDS", 0.1)
+    monkeypatch.setattr(chat_rendering, "MAX_SECONDS", 0.1)
     nested = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
     (tmp_path / "own.jinja").write_text(nested)
     with pytest.raises(ConfigError, match=r"own\.jinja: it takes more than 0\.1 seconds for one conversation\. Mend"):

@@ -285,7 +285,7 @@ def test_flash_attn_version_that_fits_gpu_is_taken(
     for name, function in (("flash_attn_interface", third), ("flash_attn", second)):
         module = None if function is None else SimpleNamespace(flash_attn_varlen_func=function)
         monkeypatch.setitem(sys.modules, name, module)  # None: importing it fails
-    assert varlen._find_flash(GPU) is expected
+    assert varlen.find_flash(GPU) is expected
     assert bool(varlen_requires("flash", GPU)) is (expected is None)
 
 

@@ -228,13 +228,13 @@ def test_rounding_of_any_layout_and_size(monkeypatch: pytest.MonkeyPatch) -> Non
     round_into(columns, exact, "0/0/0")
     assert torch.equal(columns, rounded(exact))
     assert torch.equal(rounded(exact.t().contiguous().t()), rounded(exact))
-    monkeypatch.setattr(stochastic_rounding, "_PIECE_NUMBERS", 16)
+    monkeypatch.setattr(stochastic_rounding, "PIECE_NUMBERS", 16)
     difference = (rounded(exact).double() - exact.double()).abs()
     assert (difference < spacing(exact)).all()
 
 
 def test_rows_of_shard_are_rounded_as_in_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stochastic_rounding, "_PIECE_NUMBERS", 16)
+    monkeypatch.setattr(stochastic_rounding, "PIECE_NUMBERS", 16)
     exact = torch.randn(30, 7, generator=torch.Generator().manual_seed(0))
     whole = rounded(exact)
     for low, high in ((0, 10), (10, 20), (20, 30), (3, 4), (29, 30)):

@@ -50,12 +50,12 @@ def driver() -> Any:
 
 def test_driver_names_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", driver())
-    found = memory_in_use._asked_of_driver(UUID)
+    found = memory_in_use.taken_by_driver(UUID)
     assert found == Taken(80_000_000_000, 22_400_000_000, ((77, None), (1234, 22_000_000_000)))
     assert found.words == "22.4 GB of 80.0 GB are taken by other processes (pid 77, pid 1234: 22.0 GB)"
-    assert memory_in_use._asked_of_driver("another") is None
+    assert memory_in_use.taken_by_driver("another") is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert memory_in_use._asked_of_driver(UUID) is None
+    assert memory_in_use.taken_by_driver(UUID) is None
 
 
 def test_memory_plan_counts_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,11 +79,11 @@ def test_without_gpu_nothing_is_in_use() -> None:
 
 
 def test_free_host_bytes_is_the_least_of_machine_and_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_in_use, "_CGROUPS", tmp_path / "no limits")
+    monkeypatch.setattr(memory_in_use, "CGROUPS", tmp_path / "no limits")
     whole = free_host_bytes()
     assert 0 < whole < 1 << 45
     (tmp_path / "cgroup").mkdir()
-    monkeypatch.setattr(memory_in_use, "_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(memory_in_use, "CGROUPS", tmp_path / "cgroup")
     values = {"max": "1000000", "current": "900000", "stat": "anon 7\ninactive_file 50\nactive_file 25\n"}
     for name, value in values.items():
         (tmp_path / "cgroup" / f"memory.{name}").write_text(value)

@@ -18,7 +18,7 @@ from app.data.prepare import Data
 from app.errors import TrainingError
 from app.optim.gradient_scaling import LossScale
 from app.signals import StopRequest
-from app.training.final_model import _result
+from app.training.final_model import result_of
 from app.training.scores import score
 from app.training.trainer import Prefetch
 from tests.training.conftest import MakeLoop, small_run
@@ -113,7 +113,7 @@ def test_first_evaluation_not_finite_is_not_the_best(
     loop, _ = make_loop(small_run("eval.every=2", "checkpoint.every=0", "checkpoint.final=best"), 4)
     assert loop.fit(StopRequest())
     assert loop.progress.best_step == best_step
-    objective = _result(loop, None)["objective"]
+    objective = result_of(loop, None)["objective"]
     assert objective == pytest.approx(losses[-1], nan_ok=True), "never the loss of training rows"
 
 
@@ -241,7 +241,7 @@ def test_prefetch_stops_at_the_end_of_the_run(make_loop: MakeLoop) -> None:
         made.append(step)
         return loop.parts.loader.batches(step)
 
-    loop._prefetch = Prefetch(make, CPU)
+    loop.prefetch = Prefetch(make, CPU)
     loop.fit(StopRequest())
     assert made == [0, 1, 2, 3]
     loop.fit(StopRequest())
@@ -277,10 +277,10 @@ def test_trainer_reads_no_number_between_lines(words: tuple[str, ...], make_loop
     """After the first steps, which check the gradients of adapters."""
     loop, _ = make_loop(small_run(*words, *QUIET), 20)
     for _ in range(3):
-        loop._step()
+        loop.take_step()
     with Readings() as readings:
         for _ in range(3):
-            loop._step()
+            loop.take_step()
     assert loop.progress.step == 6
     assert not readings.places
 
@@ -289,7 +289,7 @@ def test_device_reads_are_detected(make_loop: MakeLoop) -> None:
     """Muon cannot skip a step on the device: it reads a flag."""
     loop, _ = make_loop(small_run("recipe=full", "optimizer=muon", *QUIET), 20)
     for _ in range(3):
-        loop._step()
+        loop.take_step()
     with Readings() as readings:
-        loop._step()
+        loop.take_step()
     assert [place.partition(":")[0] for place in readings.places] == ["train_step.py"]

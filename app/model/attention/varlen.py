@@ -67,7 +67,7 @@ def varlen_on(name: str, device: torch.device) -> Kernel:
     return varlen_kernel(name, function)
 
 
-def _find_flash(device: torch.device) -> Callable[..., Any] | None:
+def find_flash(device: torch.device) -> Callable[..., Any] | None:
     """flash-attn 3 on Hopper where it is installed, else 2."""
     hopper = torch.cuda.get_device_capability(device)[0] == _HOPPER
     for package in ("flash_attn_interface", "flash_attn") if hopper else ("flash_attn",):
@@ -87,7 +87,7 @@ def _find_varlen(_device: torch.device) -> Callable[..., Any] | None:
     return varlen_attn if _accepts(varlen_attn, "scale", "window_size") else None
 
 
-_FIND_FUNCTION = {"flash": _find_flash, "varlen": _find_varlen}
+_FIND_FUNCTION = {"flash": find_flash, "varlen": _find_varlen}
 _PACKAGES = {
     "flash": "the package flash-attn 2.6 or newer, built for this torch",
     "varlen": f"torch 2.11 or newer (this is {torch.__version__})",

@@ -14,4 +14,4 @@ def main() -> None:
     store_schema()
     with initialize_config_dir(str(CONF), version_base=VERSION_BASE):
         config = compose("config", overrides=overrides, return_hydra_config=True)
-    print(f"returned {train._under_hydra(config)!r}")
+    print(f"returned {train.train_under_hydra(config)!r}")

@@ -23,7 +23,7 @@ Patch = Callable[[], None]
 def main() -> None:
     """Kill, look, prepare again, look."""
     rows, cache = sys.argv[1:]
-    token_cache._BATCH_ROWS = 512
+    token_cache.BATCH_ROWS = 512
     clean = _in_a_fork(lambda: _prepared(rows, f"{cache}-clean"))
     for moment, patch in MOMENTS.items():
         here = f"{cache}-{moment}"

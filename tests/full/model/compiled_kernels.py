@@ -32,7 +32,7 @@ LOSS = {"logits": "*bf16", "targets": "*i64", "weights": "*fp32", "losses": "*fp
 SIZES = {"stride": "i32", "vocabulary": "i32"}
 for gradient in (True, False):
     known = {"WEIGHTED": gradient, "GRADIENT": gradient, "IGNORED": IGNORE, "BLOCK": 8192}
-    sys.stdout.write(f"loss: {stores(triton_kernels._loss_and_grad, LOSS | SIZES, known, num_warps=16)}\n")
+    sys.stdout.write(f"loss: {stores(triton_kernels.loss_and_grad_kernel, LOSS | SIZES, known, num_warps=16)}\n")
 given = {"rows": "*bf16", "out": "*fp8e4nv", "scales": "*fp32", "width": "i32"}
 rounding: dict[str, Any] = {"LEAST": 1e-12, "LARGEST": 448.0, "BLOCK": 4096}
-sys.stdout.write(f"fp8: {stores(triton_kernels._quantize_rows, given, rounding, num_warps=8)}\n")
+sys.stdout.write(f"fp8: {stores(triton_kernels.quantize_rows_kernel, given, rounding, num_warps=8)}\n")

@@ -70,17 +70,17 @@ def test_verify_compiled_sees_a_wrong_gradient(spoilt: str | None, monkeypatch: 
     alive: list[int] = []
     for weight in weights:
         weight.register_post_accumulate_grad_hook(lambda _: alive.append(sum(w.grad is not None for w in weights)))
-    gradients = compiling._gradients
+    gradients = compiling.gradients_on_host
 
     def wrong(*given: Any) -> Any:
         loss, found = gradients(*given)
-        if blocks_of(training_model)._on and spoilt == "missing":
+        if blocks_of(training_model).is_on and spoilt == "missing":
             del found[weights[3]]
-        elif blocks_of(training_model)._on and spoilt:
+        elif blocks_of(training_model).is_on and spoilt:
             found[weights[3]] *= float("nan")
         return loss, found
 
-    monkeypatch.setattr(compiling, "_gradients", wrong)
+    monkeypatch.setattr(compiling, "gradients_on_host", wrong)
     proof = small.verified(training_model, packed(0))
     assert set(alive) == {1}, "8 billion trained weights have 32 GB of gradients"
     assert (proof is not None) == (spoilt is None)

@@ -13,13 +13,13 @@ def test_a_real_driver_sees_what_another_process_takes() -> None:
 
     words = "import torch; kept = torch.zeros(1 << 30, device='cuda'); print('there', flush=True); input()"
     uuid = str(torch.cuda.get_device_properties(0).uuid)
-    before = memory_in_use._asked_of_driver(uuid) or memory_in_use._asked_of_cuda(0)
+    before = memory_in_use.taken_by_driver(uuid) or memory_in_use.taken_by_cuda(0)
     with subprocess.Popen(
         [sys.executable, "-c", words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "there\n"
-        during = memory_in_use._asked_of_driver(uuid) or memory_in_use._asked_of_cuda(0)
+        during = memory_in_use.taken_by_driver(uuid) or memory_in_use.taken_by_cuda(0)
         other.communicate("\n")
     assert during.total == before.total
     assert 3.2e9 < during.bytes - before.bytes < 7e9

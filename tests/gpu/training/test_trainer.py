@@ -26,12 +26,12 @@ def test_whole_steps_do_not_wait_for_the_device(words: tuple[str, ...], make_loo
     stepper = Stepper(model, optimizer, loop.parts.runtime, run.training.clip, fp16=False)
     loop.parts = replace(loop.parts, stepper=stepper)
     for _ in range(3):
-        loop._step()
-    ready = loop._prefetch._ready
+        loop.take_step()
+    ready = loop.prefetch.ready
     assert ready is not None
     assert all(tensor.is_pinned() for batch in ready[1] for tensor in batch.tensors)
     torch.cuda.synchronize()
     with waiting_is_an_error():
         for _ in range(4):
-            loop._step()
-    assert not any(bool(each) for each in loop._skipped)
+            loop.take_step()
+    assert not any(bool(each) for each in loop.skipped)
