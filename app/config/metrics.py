@@ -12,6 +12,7 @@ class Metric:
     label: str
     format: str  # of Python's format()
     better: Literal["lower", "higher"]
+    meaning: str
     logged: bool = True  # in each evaluation of a run; the others when a finished run is scored
 
     @property
@@ -19,14 +20,19 @@ class Metric:
         """Whether it lies between 0 and 1."""
         return self.format.endswith("%")
 
+    def text(self, value: float) -> str:
+        """The number for people."""
+        return f"{value:{self.format}}"
+
 
 _ALL = (
-    Metric("eval_loss", "loss", ".4f", "lower"),
-    Metric("perplexity", "perplexity", ".4g", "lower", logged=False),
-    Metric("token_accuracy", "token accuracy", ".2%", "higher", logged=False),
-    Metric("exact_match", "exact match", ".2%", "higher"),
-    Metric("accuracy", "accuracy", ".2%", "higher"),
-    Metric("macro_f1", "macro F1", ".2%", "higher"),
+    Metric("eval_loss", "loss", ".4f", "lower", "mean over trained tokens"),
+    Metric("perplexity", "perplexity", ".4g", "lower", "exp of the loss", logged=False),
+    Metric("token_accuracy", "token accuracy", ".2%", "higher", "share of the trained tokens", logged=False),
+    Metric("exact_match", "exact match", ".2%", "higher", "share of the held-out answers"),
+    Metric("accuracy", "accuracy", ".2%", "higher", "share of the held-out answers"),
+    Metric("macro_f1", "macro F1", ".2%", "higher", "mean of the labels"),
 )
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _ALL}
 LOGGED = tuple(metric.name for metric in _ALL if metric.logged)
+SHARES = tuple(metric for metric in _ALL if metric.logged and metric.is_share)

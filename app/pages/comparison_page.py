@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from app.config.metrics import LOGGED, METRICS, SHARES
 from app.config.validate import format_value
 from app.pages.answers import last_answers
 from app.pages.curves import curves_of_several
@@ -25,12 +26,10 @@ from app.tracking.formatting import (
 )
 
 _UNCOMPARED_KEYS = ("output_dir", "resume")
-_OF_HELD_OUT_ROWS = ("eval_loss", "exact_match", "accuracy", "macro_f1", "objective")
+_OF_HELD_OUT_ROWS = (*LOGGED, "objective")
 _RESULTS = (
-    ("held-out loss", "eval_loss", format_number, min),
-    ("exact match", "exact_match", "{:.1%}".format, max),
-    ("accuracy", "accuracy", "{:.1%}".format, max),
-    ("macro F1", "macro_f1", "{:.1%}".format, max),
+    ("held-out loss", "eval_loss", METRICS["eval_loss"].text, min),
+    *((metric.label, metric.name, metric.text, max) for metric in SHARES),
     ("last training loss", "train_loss_last", format_number, min),
     ("best loss", "objective", format_number, min),
     ("steps", "steps", format_integer, None),

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
+from app.config.metrics import SHARES
 from app.pages.charts import Chart, Point, Quantity, Series, line_chart
 from app.pages.read_run import SavedRun
 from app.tracking.formatting import format_bytes, format_count
@@ -11,11 +12,11 @@ from app.tracking.formatting import format_bytes, format_count
 _MEAN_REACH = 20  # a mean is over a tenth of the line: a twentieth before a point and one after it
 _MEAN_POINTS = 150
 _LOSS = Quantity("Loss", "", may_log=True, tall=True)
-_SHARE = Quantity("", "share of the held-out answers", formatter="{:.0%}".format, from_zero=True, tall=True)
 _SCORES = {
-    "exact_match": replace(_SHARE, title="Exact match"),
-    "accuracy": replace(_SHARE, title="Accuracy"),
-    "macro_f1": replace(_SHARE, title="Macro F1", axis="mean of the labels"),
+    each.name: Quantity(
+        each.label[0].upper() + each.label[1:], each.meaning, formatter="{:.0%}".format, from_zero=True, tall=True
+    )
+    for each in SHARES
 }
 _OTHERS = {
     "lr": Quantity("Learning rate", "", from_zero=True),

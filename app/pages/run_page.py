@@ -6,9 +6,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from app.config.metrics import METRICS
 from app.config.quantizations import QUANTIZATION_KINDS
 from app.pages.answers import answers_before_and_after
-from app.pages.charts import Bar, Formatter, length_bars
+from app.pages.charts import Bar, length_bars
 from app.pages.check_summary import PARTS
 from app.pages.curves import curves
 from app.pages.read_run import RUNNING, UNFINISHED, SavedRun, read_run, section_of, training_samples
@@ -45,14 +46,8 @@ _COUNTS = {
     "left_over": "left over by a limit of rows",
     "held_out": "held out of these",
 }
-_SHARE = "{:.1%}".format
 _SHORT = "{:.3g}".format
-_TILES: dict[str, tuple[str, Formatter, Formatter]] = {  # the formats of its value and of that before the first step
-    "exact_match": ("exact match", _SHARE, _SHARE),
-    "accuracy": ("accuracy", _SHARE, _SHARE),
-    "eval_loss": ("held-out loss", format_number, _SHORT),
-}
-_SCORED = ("eval_loss", "perplexity", "token_accuracy", "exact_match", "accuracy", "macro_f1")
+_TILES = ("exact_match", "accuracy", "eval_loss")
 _HASHES = {"train": "rows to train on", "eval": "rows held out", "tokenizer": "tokenizer", "base": "base"}
 _CHOICES = {"recompute": "recompute of layers", "tokens": "tokens of a micro-batch"}
 _PROCESS_MEMORY = (
@@ -162,14 +157,16 @@ def _notes(run: SavedRun) -> Iterator[tuple[str, str]]:
 
 def _tiles(run: SavedRun) -> Iterator[tuple[str, str | None]]:
     result, last = run.result, run.lines[-1] if run.lines else {}
-    best, macro_f1 = result.get("objective"), format_or(result.get("macro_f1"), _SHARE)
+    best, macro_f1, start = result.get("objective"), METRICS["macro_f1"], section_of(result, "start_metrics")
     more = {
         "eval_loss": "" if best == result.get("eval_loss") else f", best {format_or(best, format_number)}",
-        "accuracy": f"; macro F1 {macro_f1}",
+        "accuracy": f"; {macro_f1.label} {format_or(result.get(macro_f1.name), macro_f1.text)}",
     }
-    for key, (name, formatter, short) in _TILES.items():
-        was = format_or(section_of(result, "start_metrics").get(key), short)
-        yield f"{name}{f', was {was}' if was else ''}{more.get(key, '')}", format_or(result.get(key), formatter)
+    for key in _TILES:
+        metric = METRICS[key]
+        was = format_or(start.get(key), metric.text if metric.is_share else _SHORT)
+        name = f"{'' if metric.is_share else 'held-out '}{metric.label}{f', was {was}' if was else ''}"
+        yield f"{name}{more.get(key, '')}", format_or(result.get(key), metric.text)
     losses = [y for _, y in run.points("loss") if y is not None]
     if losses:
         newest = losses[-max(1, len(losses) // 10) :]
@@ -185,8 +182,8 @@ def _scores(scores: Mapping[str, Any]) -> dict[str, Any] | None:
     """Scores of a file of app.evaluate, of one model or of base and tuned model."""
     sides = [side for side in ("base_", "tuned_") if f"{side}eval_loss" in scores] or [""]
     rows = [
-        (key.replace("_", " "), *(format_or(scores.get(f"{side}{key}"), format_number) for side in sides))
-        for key in _SCORED
+        (metric.label, *(format_or(scores.get(f"{side}{key}"), metric.text) for side in sides))
+        for key, metric in METRICS.items()
         if key in scores
     ]
     heads = [side.rstrip("_") or scores.get("weights", "value") for side in sides]

@@ -9,6 +9,7 @@ import torch
 
 from app.config.commands import python
 from app.config.dataset import formats_of, has_chats
+from app.config.metrics import SHARES
 from app.config.schema import RunConfig
 from app.data.data_report import many
 from app.data.packing import least_bins
@@ -26,7 +27,6 @@ from app.training.rehearsal import Rehearsal
 from app.training.resolve import ResolvedRun, limit_to_positions, resolve_format
 from app.training.scores import finite
 
-_SHARES = {"exact_match": "exact match", "accuracy": "accuracy", "macro_f1": "macro F1"}
 _MIN_SHOWN_DIFFERENCE = 0.0005  # of measured and planned memory; smaller ones would be shown as 0.0 %
 
 
@@ -211,10 +211,10 @@ def closing_message(
 
 def _shares(metrics: Mapping[str, float], start: Mapping[str, float]) -> Iterator[str]:
     """What part of the answers is right, and was before the first step."""
-    for key, name in _SHARES.items():
-        if key in metrics:
-            was = f" (was {start[key]:.2%})" if key in start else ""
-            yield f", {name} {metrics[key]:.2%}{was}"
+    for share in SHARES:
+        if share.name in metrics:
+            was = f" (was {share.text(start[share.name])})" if share.name in start else ""
+            yield f", {share.label} {share.text(metrics[share.name])}{was}"
 
 
 def _memory_line(result: Mapping[str, float | None]) -> str:

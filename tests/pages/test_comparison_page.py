@@ -47,7 +47,7 @@ def test_comparison_page_content(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "name", "told"), [("bb", "exact match", "90.0% ✓"), ("dd", "exact match (different rows)", "90.0%")]
+    ("rows", "name", "told"), [("bb", "exact match", "90.00% ✓"), ("dd", "exact match (different rows)", "90.00%")]
 )
 def test_comparison_page_best_score_of_the_same_rows_only(rows: str, name: str, told: str, tmp_path: Path) -> None:
     other = {**MANIFEST, "hashes": {**MANIFEST["hashes"], "eval": rows * 32}}
@@ -55,7 +55,7 @@ def test_comparison_page_best_score_of_the_same_rows_only(rows: str, name: str, 
     first = made_run(tmp_path / "a", lines, result=result_of(lines, exact_match=0.5))
     second = made_run(tmp_path / "b", lines, result=result_of(lines, exact_match=0.9), manifest=other)
     results = rows_in(section(read(comparison_page([first, second])), "Results"))
-    assert results[name] == ["50.0%", told]
+    assert results[name] == ["50.00%", told]
 
 
 def test_comparison_page_equal_runs(tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ def test_run_page_finished_run(tmp_path: Path) -> None:
     assert "LoRA, rank 32 · the small model with random weights · the sample rows · adamw, cosine" in page.text
     assert notes(page) == []
     assert tiles(page) == {
-        "held-out loss, was 4.5": "2.75",
-        "exact match, was 0.0%": "97.1%",
+        "held-out loss, was 4.5": "2.7500",
+        "exact match, was 0.00%": "97.14%",
         "training loss, was 4": "2.5",
         "for 3 of 100 steps": "0:01:30",
         "tokens a second": "5.2k",
@@ -66,7 +66,7 @@ def test_run_page_has_scores_of_own_and_other_rows(tmp_path: Path) -> None:
     (folder / "evaluate-new-3fa9c1.json").write_text(json.dumps({"eval_loss": 2.5, "rows": 9, "dataset": "new.jsonl"}))
     (folder / "evaluate.json").write_text(json.dumps({"eval_loss": 1.5, "rows": 300, "dataset": "own.jsonl"}))
     scores = section(page_of(folder), "Scores of app.evaluate")
-    assert cells(scores) == ["eval loss", "1.5", "eval loss", "2.5"]
+    assert cells(scores) == ["loss", "1.5000", "loss", "2.5000"]
     assert cells(scores, "p", "remark") == ["300 rows of own.jsonl", "9 rows of new.jsonl"]
 
 
@@ -93,13 +93,13 @@ def test_run_page_memory_without_repetition(tmp_path: Path) -> None:
 
 def test_run_page_best_loss_beside_last(tmp_path: Path) -> None:
     lines = [*LINES, step(4, 2.0), {"step": 4, "epoch": 0.04, "eval_loss": 3.0}]
-    assert tiles(page_of(made_run(tmp_path / "mine", lines)))["held-out loss, best 2.75"] == "3"
+    assert tiles(page_of(made_run(tmp_path / "mine", lines)))["held-out loss, best 2.75"] == "3.0000"
 
 
 def test_run_page_classification_has_one_tile_for_both_scores(tmp_path: Path) -> None:
     result = result_of(LINES, accuracy=0.9123, macro_f1=0.874, start_metrics={"accuracy": 0.5, "macro_f1": 0.4})
     found = tiles(page_of(made_run(tmp_path / "mine", LINES, result=result)))
-    assert found["accuracy, was 50.0%; macro F1 87.4%"] == "91.2%"
+    assert found["accuracy, was 50.00%; macro F1 87.40%"] == "91.23%"
     assert len(found) == 6, "one, two or three rows of equal length"
 
 
