@@ -25,9 +25,10 @@ from random import Random
 from types import FrameType
 from typing import Any
 
-from app.config.dataset import TRAIN_ON, formats_for
+from app.config.dataset import formats_for
 from app.config.groups import choices_by_group
 from app.config.load import compose_run, validated_arguments
+from app.config.row_formats import ROW_FORMATS
 from app.config.schema import Columns, DatasetConfig
 from app.errors import AppError
 from scripts.received_folders import fuzz_received
@@ -202,7 +203,7 @@ def _row(random: Random, fmt: str) -> dict[str, Any]:
     return row
 
 
-_FORMATS = tuple(fmt for fmt in TRAIN_ON if fmt != "auto")
+_FORMATS = tuple(ROW_FORMATS)
 
 
 def _rows(random: Random, fmt: str) -> list[dict[str, Any]]:
@@ -278,7 +279,7 @@ def _settings(random: Random, path: Path, fmt: str) -> DatasetConfig:
         eval_path=None,
         leave_out=random.choice(([], [], ["rejected", "images"])),
         max_length=random.choice((2, 16, 64, 256)),
-        train_on=random.choice(TRAIN_ON[fmt]),
+        train_on=random.choice(ROW_FORMATS[fmt].train_on),
         on_overflow=random.choice(("auto", "drop", "truncate", "error")),
         on_bad_row=random.choice(("skip", "skip", "error")),
         on_unstable_template=random.choice(("expand", "last", "error")),

@@ -4,8 +4,9 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 
-from app.config.dataset import TRAIN_ON, key_of, sources_of
+from app.config.dataset import key_of, sources_of
 from app.config.did_you_mean import did_you_mean_key
+from app.config.row_formats import ROW_FORMATS
 from app.config.schema import Columns, DatasetConfig, MixSource, RunConfig
 from app.config.tasks import TASKS
 from app.config.validate import format_value
@@ -15,8 +16,8 @@ _LIST_PATH = re.compile(r"[^*]+\.\*(\.[^*]+)?")
 
 def _trained_part_fits_the_format(run: RunConfig) -> Iterator[str]:
     for name, source in sources_of(run.dataset).items():
-        allowed = TRAIN_ON.get(source.format, (source.train_on,))
-        if source.train_on not in allowed:
+        allowed = ROW_FORMATS[source.format].train_on if source.format in ROW_FORMATS else ()
+        if allowed and source.train_on not in allowed:
             yield (
                 f"dataset.train_on={source.train_on} means nothing for {key_of(name)}.format={source.format}. "
                 f"Choose {' or '.join(allowed)}."
@@ -104,8 +105,9 @@ def _a_mix_is_whole(run: RunConfig) -> Iterator[str]:
 
 
 def _source_problems(key: str, source: MixSource) -> Iterator[str]:
-    if source.format is not None and source.format not in TRAIN_ON:
-        yield f"{key}.format={source.format} is none of {', '.join(TRAIN_ON)}."
+    formats = (*ROW_FORMATS, "auto")
+    if source.format is not None and source.format not in formats:
+        yield f"{key}.format={source.format} is none of {', '.join(formats)}."
     known = [f"{key}.columns.{each.name}" for each in fields(Columns)]
     for column, value in source.columns.items():
         if f"{key}.columns.{column}" not in known:

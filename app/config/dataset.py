@@ -4,18 +4,10 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+from app.config.row_formats import CHAT_FORMATS, LABELLED_FORMATS, ROW_FORMATS, WITHOUT_ANSWERS
 from app.config.schema import Columns, DatasetConfig, MixSource
-from app.config.tasks import CHAT_FORMATS, LABELLED_FORMATS, TASKS
+from app.config.tasks import TASKS
 
-# what `dataset.train_on` can mean for rows of each format
-TRAIN_ON: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(CHAT_FORMATS, ("auto", "assistant", "last", "all")),
-    "chat_completion": ("auto", "completion", "assistant", "last", "all"),
-    "prompt_completion": ("auto", "completion", "all"),
-    "text": ("auto", "all"),
-    **dict.fromkeys(LABELLED_FORMATS, ("auto",)),
-    "auto": ("auto", "assistant", "last", "completion", "all"),  # checked again once the rows are known
-}
 WITHOUT_HELD_OUT_ROWS: Mapping[str, Any] = {"eval_path": None, "eval_split": None, "eval_fraction": 0.0}
 
 
@@ -60,13 +52,13 @@ def formats_of(dataset: DatasetConfig) -> str:
 def formats_for(task: str) -> tuple[str, ...]:
     """The formats that a task can be trained on; `dataset.format=auto` chooses among them."""
     of_labels = TASKS[task].unit == "class"
-    return tuple(fmt for fmt in TRAIN_ON if fmt != "auto" and (fmt in LABELLED_FORMATS) is of_labels)
+    return tuple(fmt for fmt in ROW_FORMATS if (fmt in LABELLED_FORMATS) is of_labels)
 
 
 def trains_answers(dataset: DatasetConfig) -> bool:
     """Whether the trained tokens answer a prompt; otherwise whole rows are trained."""
     formats = {source.format for source in sources_of(dataset).values()}
-    return not formats <= {"text", *LABELLED_FORMATS} and dataset.train_on != "all"
+    return not formats.issubset(WITHOUT_ANSWERS) and dataset.train_on != "all"
 
 
 def has_chats(dataset: DatasetConfig) -> bool:

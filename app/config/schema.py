@@ -9,6 +9,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from app.config.row_formats import ROW_FORMATS
+
 CHOICES = "choices"  # keys of a field's metadata
 LIMITS = "limits"
 SECTIONS = "sections"
@@ -103,10 +105,7 @@ class DatasetConfig:
     # sections by the user's names; untyped because Hydra refuses to add keys to a typed mapping
     # several sources by name, in place of dataset.path
     mix: dict[str, Any] = field(default_factory=dict, metadata={SECTIONS: MixSource})
-    format: str = choice(
-        *("auto", "messages", "sharegpt", "instruction", "question_answer"),
-        *("prompt_completion", "chat_completion", "text", "labelled_text", "text_pair"),
-    )  # format of the rows
+    format: str = choice("auto", *ROW_FORMATS)  # format of the rows
     split: str = MISSING  # split of a dataset of the hub, or of a folder as the hub has them
     hub_config: str | None = None  # configuration of a dataset of the hub, or of such a folder
     revision: str | None = None  # branch, tag or commit of a hub dataset

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from app.config.row_formats import CHAT_FORMATS, LABELLED_FORMATS
 from app.config.schema import TaskConfig
 
 
@@ -29,9 +30,6 @@ class Task:
         """Whether there is one answer per document, from one of its states."""
         return self.unit == "class"
 
-
-CHAT_FORMATS = ("messages", "sharegpt", "instruction", "question_answer", "chat_completion")
-LABELLED_FORMATS = ("labelled_text", "text_pair")  # one or two texts with a class
 
 _ALL = (
     Task(

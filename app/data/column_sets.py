@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from app.config.row_formats import ROW_FORMATS
 from app.config.schema import Columns, DatasetConfig
 from app.data.column_names import ANSWERING, ASKING, INPUTS, JUDGING, is_history, is_prose, named_like, pair_format
 from app.data.columns import EVERY_ELEMENT, command, value
-from app.data.formats import FORMATS
 from app.data.types import Row
 
 _ABOUT_A_ROW = frozenset(
@@ -65,7 +65,7 @@ def known_sets(
     """The sets that the columns of `rows` are as a whole, the columns read, and how many rows hold text in them."""
     names = {str(name) for row in rows for name in row}
     for each in COLUMN_SETS:
-        shape = FORMATS[each.format]
+        shape = ROW_FORMATS[each.format]
         is_named = any(getattr(columns, field) != field for field in each.columns)  # by the config
         read = {**{name: getattr(columns, name) for name in shape.needs}, **each.columns}
         needed = {path.partition(".")[0] for path in read.values()}

@@ -6,10 +6,10 @@ from itertools import islice
 from typing import Any
 
 from app.config.dataset import formats_for, key_of, sources_of
+from app.config.row_formats import ROW_FORMATS
 from app.config.schema import Columns, DatasetConfig
 from app.data.column_sets import known_sets, suggestion
 from app.data.columns import ABSENT, command, has, typed, value, wanted_rows
-from app.data.formats import FORMATS
 from app.data.sources import Source, eval_source, train_source
 from app.data.types import Broken, Row, kind_of, printable
 from app.data.unsupported_rows import unsupported_column
@@ -22,12 +22,6 @@ _NEW_LINE = "\n    "
 
 _CONTENT_KEYS = ("content", "tool_calls", "function_call")  # at least one of them is in a message
 _LABEL = "label"  # the field that need not hold text
-_MESSAGES = {
-    "messages": "objects with role and content",
-    "sharegpt": "objects with from and value",
-    "chat_completion": "objects with role and content",
-}
-_IN_ANY_COLUMN = ("messages", "sharegpt")  # conversations are recognised whatever their column is called
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +34,9 @@ class _Candidate:
     renamed: Mapping[str, str] = field(default_factory=dict)  # fields of dataset.columns, called otherwise
 
     def reason(self, count: int) -> str:
-        return f"{self.fits} of the first {count} rows hold {_wanted(self.format)} in {', '.join(self.columns)}"
+        return (
+            f"{self.fits} of the first {count} rows hold {ROW_FORMATS[self.format].holds} in {', '.join(self.columns)}"
+        )
 
 
 def detect_formats(
@@ -83,7 +79,7 @@ def _undetected(config: DatasetConfig) -> Iterator[tuple[str, DatasetConfig, Sou
 
 def _columns(section: DatasetConfig, config: DatasetConfig) -> dict[str, str]:
     """All columns that its format needs, because other sources may have other names for the same."""
-    shape, found = FORMATS[section.format], section.columns
+    shape, found = ROW_FORMATS[section.format], section.columns
     renamed = [name for name in shape.may if getattr(found, name) != getattr(config.columns, name)]
     return {name: getattr(found, name) for name in (*shape.needs, *renamed)}
 
@@ -91,7 +87,7 @@ def _columns(section: DatasetConfig, config: DatasetConfig) -> dict[str, str]:
 def _detect(config: DatasetConfig, source: Source, key: str, formats: Sequence[str]) -> tuple[DatasetConfig, str]:
     named = f"{source.key}={source.name}"
     rows = _first_rows(named, wanted_rows(source.rows(), config, [each.name for each in fields(Columns)]))
-    formats = [fmt for fmt in FORMATS if fmt in formats]
+    formats = [fmt for fmt in ROW_FORMATS if fmt in formats]
     _refuse_unsupported(named, rows, config, formats)
     fitting = _fitting(rows, config.columns, formats) or [
         _Candidate(each.format, read, fits, each.columns)
@@ -136,13 +132,13 @@ def _fitting(rows: Sequence[Row], columns: Columns, formats: Sequence[str]) -> l
 
 def _candidates(rows: Sequence[Row], columns: Columns, formats: Sequence[str]) -> Iterator[_Candidate]:
     for fmt in formats:
-        shape = FORMATS[fmt]
+        shape = ROW_FORMATS[fmt]
         names = tuple(getattr(columns, field) for field in shape.needs)
         there = dict(zip(shape.needs, names, strict=True))
         fits = sum(all(_fits(fmt, value(row, name), field) for field, name in there.items()) for row in rows)
         usual = _Candidate(fmt, names, fits)
         yield usual
-        if fmt in _IN_ANY_COLUMN and usual.fits < _MIN_FITTING_SHARE * len(rows):
+        if ROW_FORMATS[fmt].any_column and usual.fits < _MIN_FITTING_SHARE * len(rows):
             yield from _renamed(rows, fmt, shape.needs[0], usual.columns[0])
 
 
@@ -156,7 +152,7 @@ def _fits(fmt: str, found: Any, field: str = "") -> bool:
     """Whether a column that the format needs may hold `found`. Labels are checked when the row is read."""
     if field == _LABEL:
         return found is not ABSENT and found is not None
-    if fmt not in _MESSAGES:
+    if not ROW_FORMATS[fmt].holds.startswith("lists"):
         return isinstance(found, str)
     return isinstance(found, list) and bool(found) and all(_is_message(fmt, each) for each in found)
 
@@ -171,14 +167,8 @@ def _is_message(fmt: str, each: Any) -> bool:
     return "role" in given and not given.isdisjoint(_CONTENT_KEYS)
 
 
-def _wanted(fmt: str) -> str:
-    if _LABEL in FORMATS[fmt].needs:
-        return "text and its label"
-    return f"lists of {_MESSAGES[fmt]}" if fmt in _MESSAGES else "text"
-
-
 def _note(found: _Candidate, key: str, rows: Sequence[Row], columns: Columns) -> str:
-    given = [name for field in FORMATS[found.format].may if (name := getattr(columns, field))]
+    given = [name for field in ROW_FORMATS[found.format].may if (name := getattr(columns, field))]
     may = [name for name in given if name not in found.columns and any(has(row, name) for row in rows)]
     also = f"; also read: {_listed(may)}" if may else ""
     words = typed(key, found.format, found.renamed)
@@ -202,12 +192,12 @@ def _unknown(named: str, key: str, rows: Sequence[Row], config: DatasetConfig, f
 
 def _missing(fmt: str, key: str, rows: Sequence[Row], columns: Columns) -> str:
     """What a format wants of columns that are there in part; empty where it has none of them."""
-    names = {field: getattr(columns, field) for field in FORMATS[fmt].needs}
+    names = {field: getattr(columns, field) for field in ROW_FORMATS[fmt].needs}
     if not any(has(row, name) for row in rows for name in names.values()):
         return ""
     fitting = {name: sum(_fits(fmt, value(row, name), field) for row in rows) for field, name in names.items()}
     wants = [f"{name} ({number} of {len(rows)} rows have it)" for name, number in fitting.items()]
-    return f"{key}.format={fmt} wants {_wanted(fmt)} in {' and '.join(wants)}"
+    return f"{key}.format={fmt} wants {ROW_FORMATS[fmt].holds} in {' and '.join(wants)}"
 
 
 def _names(rows: Sequence[Row]) -> list[str]:

@@ -1,11 +1,11 @@
-"""From a row to its meaning: a conversation, a document or an example of a class. `FORMATS` is the table."""
+"""From a row to its meaning: a conversation, a document or an example of a class. `READERS` is the table."""
 
 import difflib
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
+from app.config.row_formats import ROW_FORMATS
 from app.config.schema import Columns
 from app.data import conversations
 from app.data.columns import has, optional, optional_text, text, value
@@ -16,15 +16,6 @@ from app.data.unsupported_rows import refuse_media, unsupported_column
 _SPEAKING_ROLES = ("user", "assistant")
 _FRACTION = re.compile(r"[-+]?(\d+\.\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\d+[eE][-+]?\d+")
 _MAX_LABEL_CHARS = 200  # a longer one is a text in the wrong column
-
-
-@dataclass(frozen=True, slots=True)
-class Format:
-    """Fields of `dataset.columns`: those that every row `needs`, and those that it `may` have as well."""
-
-    needs: tuple[str, ...]
-    may: tuple[str, ...]
-    read: Callable[[Row, Columns], Content]
 
 
 def _instruction(row: Row, columns: Columns) -> Conversation:
@@ -101,18 +92,16 @@ def _label(row: Row, column: str) -> str:
     return name
 
 
-_OF_CHATS = ("tools", "system", "chat_template_kwargs")
-
-FORMATS: dict[str, Format] = {
-    "messages": Format(("messages",), _OF_CHATS, conversations.messages),
-    "sharegpt": Format(("conversations",), _OF_CHATS, conversations.sharegpt),
-    "instruction": Format(("instruction", "output"), ("input", "history", "system"), _instruction),
-    "question_answer": Format(("question", "answer"), ("system",), _question_answer),
-    "prompt_completion": Format(("prompt", "completion"), (), _prompt_completion),
-    "chat_completion": Format(("prompt", "completion"), _OF_CHATS, conversations.chat_completion),
-    "text": Format(("text",), (), _document),
-    "labelled_text": Format(("text", "label"), (), _labelled_text),
-    "text_pair": Format(("sentence1", "sentence2", "label"), (), _text_pair),
+READERS: dict[str, Callable[[Row, Columns], Content]] = {
+    "messages": conversations.messages,
+    "sharegpt": conversations.sharegpt,
+    "instruction": _instruction,
+    "question_answer": _question_answer,
+    "prompt_completion": _prompt_completion,
+    "chat_completion": conversations.chat_completion,
+    "text": _document,
+    "labelled_text": _labelled_text,
+    "text_pair": _text_pair,
 }
 
 
@@ -123,14 +112,14 @@ def read_row(row: Row, fmt: str, columns: Columns) -> Content:
     for field in _expected(fmt, columns):
         if not has(row, getattr(columns, field)):
             raise RowProblem(_wrong_columns(row, field, fmt, columns))
-    content = FORMATS[fmt].read(row, columns)
+    content = READERS[fmt](row, columns)
     refuse_media(content)
     return content
 
 
 def empty_parts(row: Row, content: Content, fmt: str, columns: Columns) -> Iterator[str]:
     """Name the needed columns, and the roles of messages, whose text is empty or white space."""
-    needed = {name: value(row, name) for name in (getattr(columns, field) for field in FORMATS[fmt].needs)}
+    needed = {name: value(row, name) for name in (getattr(columns, field) for field in ROW_FORMATS[fmt].needs)}
     yield from (f"column {name}" for name, found in needed.items() if isinstance(found, str) and not found.strip())
     if not isinstance(content, Conversation) or any(isinstance(found, str) for found in needed.values()):
         return
@@ -141,20 +130,22 @@ def empty_parts(row: Row, content: Content, fmt: str, columns: Columns) -> Itera
 
 def fields_of(fmt: str) -> tuple[str, ...]:
     """The fields of `dataset.columns` that a format reads."""
-    return (*FORMATS[fmt].needs, *FORMATS[fmt].may)
+    return (*ROW_FORMATS[fmt].needs, *ROW_FORMATS[fmt].may)
 
 
 def _expected(fmt: str, columns: Columns) -> list[str]:
     """Fields that must be there: those needed, and those that the config gave a name of its own."""
-    given = [field for field in FORMATS[fmt].may if getattr(columns, field) not in (None, field)]
-    return [*FORMATS[fmt].needs, *given]
+    given = [field for field in ROW_FORMATS[fmt].may if getattr(columns, field) not in (None, field)]
+    return [*ROW_FORMATS[fmt].needs, *given]
 
 
 def _wrong_columns(row: Row, field: str, fmt: str, columns: Columns) -> str:
     name = getattr(columns, field)
     found = ", ".join(map(str, row)) or "none"
     fitting = [
-        other for other, shape in FORMATS.items() if all(has(row, getattr(columns, needed)) for needed in shape.needs)
+        other
+        for other, shape in ROW_FORMATS.items()
+        if all(has(row, getattr(columns, needed)) for needed in shape.needs)
     ]
     advice = f"set dataset.columns.{field}=NAME"
     near = difflib.get_close_matches(name, list(map(str, row)), n=1)

@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from app.config.tasks import LABELLED_FORMATS
+from app.config.row_formats import ROW_FORMATS
 from app.data.data_report import Counts
 from app.data.tokenizer import Tokens
 
 
 def policy_for(on_overflow: str, fmt: str) -> str:
-    """Resolve `auto`: text is split, what a text is about shows early, and a chat without its end is worth nothing."""
+    """Resolve `auto`: split plain text, truncate labelled text, drop chats."""
     if on_overflow == "auto":
-        return "split" if fmt == "text" else "truncate" if fmt in LABELLED_FORMATS else "drop"
+        return ROW_FORMATS[fmt].overflow
     assert on_overflow != "split" or fmt == "text", (on_overflow, fmt)
     return on_overflow
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding
 
-from app.config.tasks import CHAT_FORMATS, LABELLED_FORMATS
+from app.config.row_formats import CHAT_FORMATS, LABELLED_FORMATS
 from app.data.types import RenderedText, Span
 from app.errors import ConfigError
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from app.config.row_formats import WITHOUT_ANSWERS
 from app.config.schema import Columns, DatasetConfig
-from app.config.tasks import LABELLED_FORMATS
 from app.data.column_names import INPUTS, JUDGING, is_history, is_prose
 from app.data.columns import command
 from app.data.formats import fields_of
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from app.data.data_report import Counts
 
 _JUDGEMENTS = (0, 1, "0", "1", "0.0", "1.0")
-_WITHOUT_ANSWERS = ("text", *LABELLED_FORMATS)
 _PAIRS = {
     "instruction": ("instruction", "output"),
     "question_answer": ("question", "answer"),
@@ -27,7 +26,7 @@ def is_missed(config: DatasetConfig, name: str, found: Any, samples: Sequence[Re
     if getattr(config.columns, name, name) != name:  # null, or another column in its place, on purpose
         return False
     if name in JUDGING:
-        return config.format not in _WITHOUT_ANSWERS and not isinstance(found, bool) and found in _JUDGEMENTS
+        return config.format not in WITHOUT_ANSWERS and not isinstance(found, bool) and found in _JUDGEMENTS
     if name == "history" and is_history(found):
         return True
     return is_prose(found, name) and not any(_has(sample.text, found) for sample in samples)
@@ -43,7 +42,7 @@ def unread_problems(config: DatasetConfig, key: str, counts: "Counts") -> Iterat
     fmt, missed, rows = config.format, counts.missed, counts.rows_kept + counts.rows_lost
     renamed = _renamed(fmt, config.columns)
     inputs = [name for name, number in missed.items() if name in INPUTS and 2 * number > rows]
-    if inputs and fmt not in _WITHOUT_ANSWERS:
+    if inputs and fmt not in WITHOUT_ANSWERS:
         places = {name: "input" if counts.missed_chars[name] and name != "system" else name for name in inputs}
         reading = _with_inputs(fmt, config.columns, places)
         how = f"type: {command(*reading, config, key)}" if reading else "join them into one column"

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from app.config.dataset import TRAIN_ON
 from app.config.finished_run import EXPORT_KINDS
 from app.config.groups import choices_by_group
 from app.config.quantizations import QUANTIZATION_KINDS
+from app.config.row_formats import ROW_FORMATS
 from app.config.schema import CHOICES, DatasetConfig
-from app.config.tasks import CHAT_FORMATS, TASKS
-from app.data.formats import FORMATS
+from app.config.tasks import TASKS
+from app.data.formats import READERS
 from app.data.objectives import OBJECTIVES
 from app.data.overflow import POLICIES
 from app.exports.export import EXPORTS
@@ -50,10 +50,9 @@ def choices_of(name: str) -> tuple[str, ...]:
 
 
 def test_tables_match_dataset_choices() -> None:
-    assert set(choices_of("format")) == {"auto", *FORMATS} == set(TRAIN_ON)
+    assert set(choices_of("format")) == {"auto", *READERS} == {"auto", *ROW_FORMATS}
     assert set(choices_of("on_overflow")) == {"auto", "error", *POLICIES}
-    assert set(choices_of("train_on")) == {part for parts in TRAIN_ON.values() for part in parts}
-    assert set(CHAT_FORMATS) <= set(FORMATS)
+    assert set(choices_of("train_on")) == {part for each in ROW_FORMATS.values() for part in each.train_on}
 
 
 def test_table_matches_kinds_of_export() -> None:

@@ -9,9 +9,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from app.config.groups import CONF
+from app.config.row_formats import ROW_FORMATS
 from app.config.schema import CHOICES, Columns, DatasetConfig
 from app.data.conversations import ROLES
-from app.data.formats import FORMATS, fields_of, read_row
+from app.data.formats import fields_of, read_row
 from app.data.types import Conversation, Document, RowProblem
 from tests.data.small import chat, config
 
@@ -36,9 +37,9 @@ def problem(row: dict[str, Any], fmt: str = "messages", **names: str | None) -> 
 
 def test_formats_table_equals_schema() -> None:
     [field] = [field for field in fields(DatasetConfig) if field.name == "format"]
-    assert {"auto", *FORMATS} == set(field.metadata[CHOICES])
+    assert {"auto", *ROW_FORMATS} == set(field.metadata[CHOICES])
     known = {field.name for field in fields(Columns)}
-    assert {name for fmt in FORMATS for name in fields_of(fmt)} == known
+    assert {name for fmt in ROW_FORMATS for name in fields_of(fmt)} == known
 
 
 def test_columns_default_names_are_field_names() -> None:
