@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ def ending_on_signals(*, speaks: bool) -> Iterator[None]:
 def listening(*, speaks: bool = False) -> Iterator[StopRequest]:
     """Signals set the request; a second Ctrl-C stops at once. A step may be long: who `speaks` answers the first.
 
-    Who was asked is ending: asked again, by each launcher that passes the signal on, it must not die on the way.
+    Later signals are ignored: a launcher may forward the same one several times, and ends what fails by one.
     """
     request = StopRequest()
 
@@ -87,6 +88,7 @@ def listening(*, speaks: bool = False) -> Iterator[StopRequest]:
     try:
         yield request
     finally:
+        failed = sys.exc_info()[0] is not None  # and that is what the program ends with
         for number, handler in before.items():
-            is_ending = request.exit_code is not None and number != signal.SIGINT
+            is_ending = (failed or request.exit_code is not None) and number != signal.SIGINT
             signal.signal(number, signal.SIG_IGN if is_ending else handler)
