@@ -42,7 +42,7 @@ def check(config: CheckConfig, console: Console) -> int:
         _write(config.folder, found, console)
     stops = [problem for each in found.values() for problem in each["stops"]]
     if stops:
-        _report_stops(ConfigError(stops).report() + "\na run with these settings stops there")
+        _report_stops(ConfigError(stops).report() + "\na run with these settings stops at these rows")
     return STOPS if stops else 0
 
 

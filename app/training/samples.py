@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from app.config.schema import EvalConfig
+from app.config.schema import RunConfig
 from app.data.length_statistics import histogram
 from app.data.objectives import Classification, LabelledTokens, Objective
 from app.data.token_dataset import TokenRows
@@ -123,7 +123,7 @@ class HeldOutRows:
 
 
 def sampler(
-    config: EvalConfig,
+    run: RunConfig,
     rows: TokenRows | None,
     objective: Objective,
     model: TrainingModel,
@@ -131,17 +131,16 @@ def sampler(
     recorder: Recorder,
 ) -> Callable[[int], None]:
     """Return a function that records the answers at a step. Generation is greedy: it draws no random number."""
-    if rows is None or config.samples == 0:
+    if rows is None or run.eval.samples == 0:
         return lambda _step: None
-    chosen = np.linspace(0, len(rows) - 1, min(config.samples, len(rows))).astype(int).tolist()
-    held_out = HeldOutRows(rows, chosen, objective, tokenizer, config.sample_tokens)
-    ask = _classified if isinstance(objective, Classification) else _filled if objective.bidirectional else _answered
+    chosen = np.linspace(0, len(rows) - 1, min(run.eval.samples, len(rows))).astype(int).tolist()
+    held_out = HeldOutRows(rows, chosen, objective, tokenizer, run.eval.sample_tokens)
 
     def show(step: int) -> None:
         mode = model.training
         model.eval()
         with model.autocast(model.language_model.device):
-            recorder.samples(step, ask(held_out, model))
+            recorder.samples(step, ANSWERS[run.task.kind](held_out, model))
         model.train(mode)
 
     return show
@@ -209,3 +208,10 @@ def _filled(held_out: HeldOutRows, model: TrainingModel) -> list[Sample]:
             )
         )
     return samples
+
+
+ANSWERS: dict[str, Callable[[HeldOutRows, TrainingModel], list[Sample]]] = {
+    "causal": _answered,
+    "masked": _filled,
+    "classification": _classified,
+}

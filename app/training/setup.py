@@ -137,7 +137,7 @@ def record_base(resolved: ResolvedRun, model: TrainingModel, recorder: Recorder)
 def trainer_parts(resolved: ResolvedRun, stepper: Stepper, checkpoints: Checkpoints, recorder: Recorder) -> Parts:
     """All that the trainer works with."""
     run, model = resolved.config, stepper.model
-    samples: Any = (run.eval, resolved.data.eval, resolved.objective, model, resolved.tokenizer, recorder)
+    samples: Any = (run, resolved.data.eval, resolved.objective, model, resolved.tokenizer, recorder)
     return Parts(
         config=run,
         runtime=resolved.runtime,

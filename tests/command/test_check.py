@@ -56,13 +56,13 @@ def test_check_data_bad_rows_have_places_and_exit_code_2(zygote: Zygote, tmp_pat
     code, said, wrong = look(zygote, tmp_path, "data", *words, "output_dir=look")
     assert code == 2
     assert wrong.startswith("error: a.jsonl:21 and 1 more row: message 0 has the role 'asistant'")
-    assert wrong.endswith("a run with these settings stops there\n")
+    assert wrong.endswith("a run with these settings stops at these rows\n")
     facts = facts_in(tmp_path / "look")
     assert (facts["rows"], facts["bad_rows"], facts["bad_places"]) == (42, 2, ["a.jsonl:21", "a.jsonl:42"])
     assert "a.jsonl:21 and 1 more row:" in " ".join(said.split())
     trained = zygote.run(tmp_path, *words, "output_dir=run")
     assert trained.code == 2
-    assert trained.stderr == wrong.removesuffix("a run with these settings stops there\n")
+    assert trained.stderr == wrong.removesuffix("a run with these settings stops at these rows\n")
 
     code, _, wrong = look(zygote, tmp_path, "data", *words, "dataset.on_bad_row=skip")
     assert (code, wrong) == (0, "")

@@ -18,10 +18,12 @@ from app.exports.export import EXPORTS
 from app.model.attention import BACKENDS
 from app.model.build import DTYPES
 from app.model.lora import ADAPTERS
+from app.model.losses import LOSSES
 from app.model.quantization import QUANTIZATIONS
 from app.optim.lr_schedule import SCHEDULES
 from app.optim.optimizers import OPTIMIZERS
 from app.tracking.trackers import TRACKERS
+from app.training.samples import ANSWERS
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,8 @@ from app.tracking.trackers import TRACKERS
         ("quantization", QUANTIZATION_KINDS),
         ("task", OBJECTIVES),
         ("task", TASKS),
+        ("task", LOSSES),
+        ("task", ANSWERS),
     ],
 )
 def test_tables_match_conf_files(group: str, table: Iterable[str]) -> None:
