@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,6 @@ def test_launcher_signal_forwarded_to_processes(number: int, monkeypatch: pytest
         assert (child.wait(10), received) == (-number, [number])
 
 
-def test_launcher_agent_leaves_stop_signals_alone() -> None:
-    handled = launch.elastic_config(2, "folder").signals_to_handle.split(",")
+def test_launcher_agent_leaves_stop_signals_alone(tmp_path: Path) -> None:
+    handled = launch.elastic_config(2, str(tmp_path)).signals_to_handle.split(",")
     assert not {number.name for number in CODES} & set(handled)
