@@ -14,28 +14,32 @@ class RowFormat:
     content: Literal["chat", "answer", "text", "labels"] = "chat"  # chats are rendered by a chat template
     train_on: tuple[str, ...] = ("auto", "assistant", "last", "all")  # what `dataset.train_on` can mean
     overflow: Literal["drop", "split", "truncate"] = "drop"  # what `auto` does with longer samples
-    holds: str = "text"  # what its columns hold
+    message: tuple[str, ...] = ()  # keys of the messages that its columns list: the role, and what one may hold
     any_column: bool = False  # recognised whatever its column is called
+
+    @property
+    def holds(self) -> str:
+        """What its columns hold, in words."""
+        if self.message:
+            return f"lists of objects with {self.message[0]} and {self.message[1]}"
+        return "text and its label" if self.content == "labels" else "text"
 
 
 _OF_CHATS = ("tools", "system", "chat_template_kwargs")
-_MESSAGES, _TURNS = "lists of objects with role and content", "lists of objects with from and value"
+_MESSAGE = ("role", "content", "tool_calls", "function_call")
 _COMPLETION = ("auto", "completion", "assistant", "last", "all")
-_LABEL = "text and its label"
 
 ROW_FORMATS: Mapping[str, RowFormat] = {
-    "messages": RowFormat(("messages",), _OF_CHATS, holds=_MESSAGES, any_column=True),
-    "sharegpt": RowFormat(("conversations",), _OF_CHATS, holds=_TURNS, any_column=True),
+    "messages": RowFormat(("messages",), _OF_CHATS, message=_MESSAGE, any_column=True),
+    "sharegpt": RowFormat(("conversations",), _OF_CHATS, message=("from", "value"), any_column=True),
     "instruction": RowFormat(("instruction", "output"), ("input", "history", "system")),
     "question_answer": RowFormat(("question", "answer"), ("system",)),
     "prompt_completion": RowFormat(("prompt", "completion"), content="answer", train_on=("auto", "completion", "all")),
-    "chat_completion": RowFormat(("prompt", "completion"), _OF_CHATS, train_on=_COMPLETION, holds=_MESSAGES),
+    "chat_completion": RowFormat(("prompt", "completion"), _OF_CHATS, train_on=_COMPLETION, message=_MESSAGE),
     "text": RowFormat(("text",), content="text", train_on=("auto", "all"), overflow="split"),
-    "labelled_text": RowFormat(
-        ("text", "label"), content="labels", train_on=("auto",), overflow="truncate", holds=_LABEL
-    ),
+    "labelled_text": RowFormat(("text", "label"), content="labels", train_on=("auto",), overflow="truncate"),
     "text_pair": RowFormat(
-        ("sentence1", "sentence2", "label"), content="labels", train_on=("auto",), overflow="truncate", holds=_LABEL
+        ("sentence1", "sentence2", "label"), content="labels", train_on=("auto",), overflow="truncate"
     ),
 }
 CHAT_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content == "chat")

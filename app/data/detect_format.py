@@ -20,7 +20,6 @@ _MIN_FITTING_SHARE = 0.9  # of the inspected rows; a bad row is reported when it
 _MAX_SHOWN_NAMES = 12
 _NEW_LINE = "\n    "
 
-_CONTENT_KEYS = ("content", "tool_calls", "function_call")  # at least one of them is in a message
 _LABEL = "label"  # the field that need not hold text
 
 
@@ -152,19 +151,16 @@ def _fits(fmt: str, found: Any, field: str = "") -> bool:
     """Whether a column that the format needs may hold `found`. Labels are checked when the row is read."""
     if field == _LABEL:
         return found is not ABSENT and found is not None
-    if not ROW_FORMATS[fmt].holds.startswith("lists"):
+    keys = ROW_FORMATS[fmt].message
+    if not keys:
         return isinstance(found, str)
-    return isinstance(found, list) and bool(found) and all(_is_message(fmt, each) for each in found)
+    return isinstance(found, list) and bool(found) and all(_is_message(keys, each) for each in found)
 
 
-def _is_message(fmt: str, each: Any) -> bool:
-    if not isinstance(each, dict):
-        return False
-    # tables fill absent keys with null
-    given = {key for key, inner in each.items() if inner is not None}
-    if fmt == "sharegpt":
-        return {"from", "value"} <= given
-    return "role" in given and not given.isdisjoint(_CONTENT_KEYS)
+def _is_message(keys: Sequence[str], each: Any) -> bool:
+    """Whether it has the role and something that a message may hold; tables fill absent keys with null."""
+    given = {key for key, inner in each.items() if inner is not None} if isinstance(each, dict) else set()
+    return keys[0] in given and not given.isdisjoint(keys[1:])
 
 
 def _note(found: _Candidate, key: str, rows: Sequence[Row], columns: Columns) -> str:

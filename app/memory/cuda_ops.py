@@ -65,7 +65,7 @@ _attention.register_autograd(_gradients, setup_context=_save_for_backward)
 def attention(backend: str, q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
     """Attention of a traced model on a GPU by a run's backend, in the dtype of autocast."""
     if rules.sinks is not None or (rules.softcap is not None and backend != "flash"):
-        return plain_packed(q, k, v, rules, documents)  # as sdpa does, whose scores of a document are a square
+        return plain_packed(q, k, v, rules, documents)  # no fused kernel: scores of S x S, as in sdpa
     device = q.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else v.dtype
     lengths = (q.shape[2],) * q.shape[0] if documents is None else documents.lengths

@@ -26,7 +26,7 @@ from app.model.kernels import autocast_dtype, uses_kernels
 from app.model.source import gist
 from app.model.training_model import TrainingModel
 
-_MAX_DOCUMENTS = 4  # whose classes are compared
+_MAX_DOCUMENTS = 4  # of a classification, compared one by one
 _MAX_PACKED_TOKENS = 2048  # that a pass of the packing check computes
 _MAX_COMPARED_LOGITS = 512  # tokens, spread over all documents
 # to which documents are cut: few lengths, which take few passes, and none a multiple of a kernel's tile

@@ -141,7 +141,7 @@ class Checkpoints:
                 with report_write_errors(target, DISK_ERRORS):
                     sharded.save(named_tensors(stepper), temp_dir_of(target) / SHARDS, host_group.group)
             return []
-        numbers = [each for each in map(save_number, checkpoints_in(self.folder)) if each != math.inf]
+        numbers = [each for each in map(save_number, self.folder.glob("step-*")) if each != math.inf]
         state = {
             SAVE_NUMBER: max(numbers, default=0) + 1,
             "identity": self._identity,

@@ -9,7 +9,6 @@ from typing import Any
 
 from app.config.schema import ModelConfig, RunConfig
 from app.config.validate import leaf_keys
-from app.model.source import base_fingerprint
 
 COMPARED = "compared"  # the value itself, as it came out
 SETTLED = "settled"  # what the value came to: `ResolvedRun.identity`
@@ -79,10 +78,10 @@ def compared_settings(run: RunConfig, precision: str) -> dict[str, Any]:
     return {key: ", ".join(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
-def base_hash(model: ModelConfig) -> dict[str, str]:
+def base_hash(model: ModelConfig, fingerprint: str | None) -> dict[str, str]:
     """The hash of the base's weights, or of what they are drawn for; nothing where they are not at hand."""
     drawn = json.dumps(model.architecture, sort_keys=True).encode()
-    known = hashlib.sha256(drawn).hexdigest() if model.weights == "random" else base_fingerprint(model)
+    known = hashlib.sha256(drawn).hexdigest() if model.weights == "random" else fingerprint
     return {} if known is None else {_BASE: known[:12]}
 
 

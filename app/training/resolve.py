@@ -110,15 +110,18 @@ class ResolvedRun:
         parallel = {PARALLEL_CHOICE: self.config.parallel.kind}
         return {**asdict(self.choices), LAYERS_CHOICE: str(self.config.training.recompute), **bins, **parallel}
 
-    def identity(self, trained_parameters: int) -> dict[str, Any]:
-        """What decides the numbers of the next step, by the key to type; a checkpoint with other values is refused."""
+    def identity(self, trained_parameters: int, fingerprint: str | None) -> dict[str, Any]:
+        """What decides the numbers of the next step, by the key to type; a checkpoint with other values is refused.
+
+        `fingerprint`: that of the base's weights.
+        """
         run, loader = self.config, self.loader
         return {
             **compared_settings(run, self.choices.precision),
             "dataset (its tokens)": self.data.train.fingerprint,
             "batching": f"{loader.units_per_step} {loader.unit_name} a step, {loader.num_units} an epoch",
             "model.path": run.model.path,
-            **base_hash(run.model),
+            **base_hash(run.model, fingerprint),
             "trained parameters": trained_parameters,
             "steps": self.steps.steps if run.schedule.kind != "constant" else "any",
         }

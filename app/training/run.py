@@ -25,7 +25,15 @@ from app.training.memory_in_use import free_host_bytes
 from app.training.rehearsal import is_due, rehearse
 from app.training.resolve import ResolvedRun, resolve_run
 from app.training.samples import preview
-from app.training.setup import build_model, build_stepper, check_on_loader, record_base, restore_progress, trainer_parts
+from app.training.setup import (
+    build_model,
+    build_stepper,
+    check_on_loader,
+    record_base,
+    restore_progress,
+    shared_fingerprint,
+    trainer_parts,
+)
 from app.training.storage_counter import kept_bytes
 from app.training.summary import manifest_facts, rehearsal_message, resumed_split_note, run_table
 from app.training.trainer import Parts, Trainer
@@ -54,7 +62,8 @@ def train_in(
     model = build_model(resolved, folder)
     checks = check_on_loader(model, resolved.loader, runtime.device)
     stepper = build_stepper(resolved, model)
-    identity = resolved.identity(sum(each.numel() for each in model.trained().values()))
+    fingerprint = shared_fingerprint(resolved)
+    identity = resolved.identity(sum(each.numel() for each in model.trained().values()), fingerprint)
     checkpoints = Checkpoints(folder.checkpoints, run.checkpoint, identity, resolved.stored_choices())
     progress = restore_progress(resolved, checkpoints, stepper)
     with (
@@ -65,7 +74,7 @@ def train_in(
         notes = [*model.remarks(), *resumed_split_note(progress.depth)]
         recorder.message(align([*run_table(resolved), *forecast.rows(), *(("note", note) for note in notes)]))
         recorder.add_facts(proofs=[asdict(check) for check in checks])
-        record_base(resolved, model, recorder)
+        record_base(resolved, model, recorder, fingerprint)
         recorder.begin(resolved.steps.steps, progress.step)
         parts = trainer_parts(resolved, stepper, checkpoints, recorder)
         _prepare_first_step(resolved, parts, progress)

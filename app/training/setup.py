@@ -120,12 +120,19 @@ def restore_progress(resolved: ResolvedRun, checkpoints: Checkpoints, stepper: S
     return progress
 
 
-def record_base(resolved: ResolvedRun, model: TrainingModel, recorder: Recorder) -> None:
+def shared_fingerprint(resolved: ResolvedRun) -> str | None:
+    """The hash of the base's weights, which the first process reads for all."""
+    own = base_fingerprint(resolved.config.model) if world().is_first else None
+    shared: str | None = resolved.runtime.host_group.collected(own)[0]
+    return shared
+
+
+def record_base(resolved: ResolvedRun, model: TrainingModel, recorder: Recorder, fingerprint: str | None) -> None:
     """Note the hash of the base; a base of random weights, which no file has, is saved beside the run."""
     if not world().is_first:
         return
     run, sections, is_there = resolved.config, resolved.sections, recorder.folder.base.is_dir()
-    recorder.add_facts(hashes={"base": base_fingerprint(run.model)})
+    recorder.add_facts(hashes={"base": fingerprint})
     if sections.keeps_random_base and run.checkpoint.save_random_base and not (resolved.checkpoint and is_there):
         is_plain = sections.quantizer is None and model.sharding is None
         drawn = None if is_plain else random_base(sections, resolved.runtime.device, run.seed)
