@@ -71,6 +71,7 @@ def _train_in(folder: RunFolder, run: RunConfig, console: Console, resume_hint: 
 def _check_parts(run: RunConfig) -> None:
     """Collect the problems that each package finds in milliseconds, and report them together."""
     from app.data import sources
+    from app.distributed import launch
     from app.model import source, tokenizer
     from app.optim import requirements
     from app.tracking import trackers
@@ -80,6 +81,7 @@ def _check_parts(run: RunConfig) -> None:
         *source.check(run.model),
         *tokenizer.check(run.model),
         *requirements.check(run.optimizer),
+        *launch.check(run),
         *trackers.check(run.tracker),
     ]
     if problems:

@@ -24,6 +24,7 @@ _PROGRAMS = {
     "llama_factory": "LLaMA-Factory",
     "trl": "TRL, transformers, PEFT, Unsloth",
     "torchtune": "torchtune",
+    "others": "other words",
 }
 _HEAD = """\
 # Every key
@@ -112,7 +113,7 @@ def coming_from_page() -> str:
 
 def _names(row: Mapping[str, Any], program: str) -> str:
     """The names of a program, values behind them as in its own files."""
-    sign = "=" if program == "trl" else ": "
+    sign = "=" if program in ("trl", "others") else ": "
     return ", ".join(f"`{name.replace('=', sign)}`" for name in row.get(program, ()))
 
 

@@ -12,7 +12,7 @@ from app.config.groups import choices_by_group
 
 _MAX_LISTED_NAMES = 12
 _MIN_LEAF_RATIO = 0.5  # sections alone make keys alike
-PROGRAMS = ("axolotl", "llama_factory", "trl", "torchtune")
+PROGRAMS = ("axolotl", "llama_factory", "trl", "torchtune", "others")
 _OF_RUNS = "optimizer.lr"  # a key that only runs have
 
 

@@ -22,18 +22,6 @@ _REFUSED_SWITCHES = ("config_path", "config_name", "config_dir", "experimental_r
 _MAX_KEY_CHARACTERS = 200  # Hydra looks for a file of that name
 _MAX_DEPTH = 20  # of brackets; hundreds exceed the recursion limit
 _OPTIONAL_GROUPS = ("experiment", "debug")
-# choices of other programs
-_NOT_OFFERED = {
-    "parallel=deepspeed": (
-        "DeepSpeed is not offered, because it brings an optimizer, clipping and checkpoints of its own, and its ZeRO-3 "
-        "cannot differentiate the loss head. Choose parallel=zero2 or zero3, which torch's FSDP2 does, and "
-        "parallel.offload=true for the memory of the host."
-    ),
-    "parallel=megatron": (
-        "Megatron is not offered, because it trains models that are written for it, and PEFT's adapters break on "
-        "layers that are divided by rows. Choose parallel=fsdp, or hsdp on several machines."
-    ),
-}
 
 
 def is_sweep(arguments: Sequence[str]) -> bool:
@@ -192,9 +180,6 @@ def _sweep_problem(key: str, value: str, schema: type) -> str:
 def _wrong_choice(group: str, choice: Any) -> Iterator[str]:
     names = choices_by_group().get(group)
     if names is None or isinstance(choice, dict) or choice in names or (choice is None and group in _OPTIONAL_GROUPS):
-        return
-    if f"{group}={choice}" in _NOT_OFFERED:
-        yield f"{group}={choice}: {_NOT_OFFERED[f'{group}={choice}']}"
         return
     given = format_value(choice)
     meant = of_other_program(group, given) or did_you_mean(given, names, listing=False)

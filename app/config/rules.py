@@ -164,6 +164,11 @@ def _models_are_divided_by_layers_alone(run: RunConfig) -> Iterator[str]:
             f"parallel.context={run.parallel.context}: context parallelism is not offered, because it lets packed "
             "documents see each other. Set parallel.context=1, and training.recompute=true for long rows."
         )
+    if run.parallel.kind == "ddp" and run.parallel.offload:
+        yield (
+            "parallel.offload=true keeps shards in memory of the host, and parallel=ddp has none: each process has the "
+            "whole model. Set parallel=fsdp, or parallel.offload=false."
+        )
     if run.parallel.divides and run.parallel.overlap:
         yield (
             f"parallel.overlap=true is of parallel=ddp; parallel={run.parallel.kind} always reduces gradients while it "

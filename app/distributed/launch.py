@@ -62,6 +62,16 @@ def require_named_folder(overrides: Sequence[str]) -> None:
         )
 
 
+def check(run: RunConfig) -> Iterator[str]:
+    """Problems of settings that only several processes have, where one trains."""
+    if run.parallel.offload and not world().is_joined and run.launch.num_processes == 1:
+        yield (
+            "parallel.offload=true: the shards of several processes are kept in memory of the host, and this run has "
+            "one process. Set launch.num_processes=N parallel=fsdp; for less memory of one GPU recipe=qlora, "
+            "optimizer=paged_adamw_8bit or training.recompute=true training.offload=true."
+        )
+
+
 # ---- in the process that starts them
 
 

@@ -41,6 +41,24 @@ TOLD = [
         "--config: there is no such switch. Did you mean experiment=NAME? A file of settings is conf/",
     ),
     ("my.yaml", "'my.yaml' is not an override. Write key=value or group=choice. Did you mean experiment=NAME?"),
+    (
+        "parallel=deepspeed",
+        "Did you mean parallel=zero3? By torch's FSDP2; parallel=zero2 for stage 2. DeepSpeed is not",
+    ),
+    ("parallel=megatron", "Did you mean parallel=fsdp? Megatron is not offered, because it trains models that are"),
+    (
+        "parallel=nvme",
+        "Did you mean parallel=fsdp parallel.offload=true? Memory of the host is offered, disks are not.",
+    ),
+    (
+        "optimizer=galore_adamw",
+        "GaLore and APOLLO are not offered, because their states are objects that no safetensors",
+    ),
+    ("precision=fp8", "Did you mean recipe=lora quantization=fp8? The frozen base is computed in fp8"),
+    (
+        "task=distillation",
+        "task=distillation: there is no such task. Distillation is not offered. Choose one of causal",
+    ),
     ("--unheard-of 3", "--unheard-of: there is no such switch. Settings have no dashes in front: unheard_of=3"),
 ]
 

@@ -31,8 +31,6 @@ REFUSED = [
     ("model=_hub", "model=_hub: there is no such model."),
     ("model=lllama", "model=lllama: there is no such model. Did you mean llama?"),
     ("recipe=loar", "recipe=loar: there is no such recipe. Did you mean lora?"),
-    ("parallel=deepspeed", "parallel=deepspeed: DeepSpeed is not offered, because it brings an optimizer"),
-    ("parallel=megatron", "parallel=megatron: Megatron is not offered, because it trains models that are written for"),
     ("modl=llama", "modl is neither a key nor a group. Did you mean model=bert|folder|llama|llama_70b|mistral|modern"),
     ("sed=1", "sed is not a key. Did you mean seed?"),
     ("training.max_stps=1", "training.max_stps is not a key. Did you mean training.max_steps?"),

@@ -78,6 +78,8 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
      "not with training.recompute=2 and batching.accumulation=4 and parallel=fsdp. Set training.recompute=0 batching"),
     ({"parallel.tensor": 2}, "parallel.tensor=2: tensor parallelism is not offered"),
     ({"parallel.context": 2}, "parallel.context=2: context parallelism is not offered"),
+    ({"parallel.kind": "ddp", "parallel.offload": True},
+     "parallel.offload=true keeps shards in memory of the host, and parallel=ddp has none"),
     ({"parallel.kind": "fsdp", "parallel.overlap": True},
      "parallel.overlap=true is of parallel=ddp; parallel=fsdp always reduces gradients while it computes"),
     ({"parallel.kind": "fsdp", "optimizer.kind": "adafactor", **FULL},

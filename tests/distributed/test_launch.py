@@ -1,4 +1,4 @@
-"""The launcher passes on what asks its processes to stop."""
+"""The launcher passes on what asks its processes to stop, and refuses settings that one process does not have."""
 
 import os
 import signal
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from app.config.load import compose_run
 from app.distributed import launch
 from app.signals import CODES
 
@@ -24,3 +25,17 @@ def test_launcher_signal_forwarded_to_processes(number: int, monkeypatch: pytest
 def test_launcher_agent_leaves_stop_signals_alone(tmp_path: Path) -> None:
     handled = launch.elastic_config(2, str(tmp_path)).signals_to_handle.split(",")
     assert not {number.name for number in CODES} & set(handled)
+
+
+@pytest.mark.parametrize(("offload", "processes", "joined", "refused"), [
+    (True, 1, False, True), (True, 2, False, False), (True, "auto", False, False), (True, 1, True, False),
+    (False, 1, False, False),
+])  # fmt: skip
+def test_offload_without_other_processes_refused(
+    offload: bool, processes: int | str, joined: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = compose_run([f"parallel.offload={offload}", f"launch.num_processes={processes}"])
+    if joined:
+        for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": 0, "MASTER_PORT": 0}.items():
+            monkeypatch.setenv(name, str(value))
+    assert [problem.partition(":")[0] for problem in launch.check(run)] == ["parallel.offload=true"] * refused
