@@ -1,10 +1,11 @@
-"""Look at a run before it is started: data, memory, cluster. Takes what app.train takes; loads no weights.
+"""Look at a run before it is started: data, memory, cluster. Takes what app.train takes.
 
 python -m app.check data dataset=messages dataset.path=chat.jsonl
 python -m app.check memory recipe=qlora model=llama hardware=rtx4090     whether it fits; exact=true traces every layer
 python -m app.check data dataset=text dataset.path=books/ output_dir=runs/look   check.json and check.html there too
 python -m app.check                                                              data and memory
 python -m app.check cluster launch.num_processes=2 output_dir=runs/look          what its processes find of each other
+python -m app.check quantization model=llama      how far its weights are from themselves in int8, fp8, NF4, FP4 ...
 """
 
 import os
@@ -101,6 +102,26 @@ def _cluster(_config: CheckConfig, _console: Console) -> dict[str, Any]:
     return facts
 
 
+def _quantization(config: CheckConfig, console: Console) -> dict[str, Any]:
+    begun = time.perf_counter()
+    import torch
+
+    from app.config.tasks import task_of
+    from app.model.base_weights import LoadOptions
+    from app.model.load_base import open_base
+    from app.model.quantization_error import quantization_errors
+    from app.pages.check_report import show_check
+    from app.pages.check_summary import quantization_sections
+
+    run = config.run
+    options = LoadOptions(torch.float32, torch.device("cpu"), "eager")
+    console.say(f"model   {run.model.path}, its linear layers one by one")
+    facts = quantization_errors(open_base(run.model, task_of(run.task), options, run.seed).linear_weights())
+    facts |= {"model": run.model.path, "seconds": round(time.perf_counter() - begun, 2), "stops": []}
+    show_check(quantization_sections(facts))
+    return facts
+
+
 def _in_processes(config: CheckConfig, arguments: Sequence[str]) -> int:
     """Launch the cluster check in the processes that a run would have."""
     count = processes_to_start(config.run.launch)
@@ -141,7 +162,7 @@ def _check_parts(config: CheckConfig) -> None:
 
     run = config.run
     problems = [*sources.check(run.dataset), *tokenizer.check(run.model)] if "data" in config.checks else []
-    if "memory" in config.checks:
+    if {"memory", "quantization"} & set(config.checks):
         problems += source.check(run.model)
     if problems:
         raise ConfigError(problems)
@@ -163,7 +184,7 @@ def main() -> None:
     run_command(_command, _help, fail_as_one_of_several)
 
 
-_CHECKS = {"data": _data, "memory": _memory, "cluster": _cluster}
+_CHECKS = {"data": _data, "memory": _memory, "cluster": _cluster, "quantization": _quantization}
 
 if __name__ == "__main__":
     main()

@@ -235,7 +235,7 @@ def _report_problems(config: ReportConfig) -> Iterator[str]:
 
 # ---- app.check
 
-CHECKS = ("data", "memory", "cluster")
+CHECKS = ("data", "memory", "cluster", "quantization")
 _DEFAULT_CHECKS = ("data", "memory")
 
 

@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from app.model.quantization import Quantizer, backbone_linear_layers
+from app.model.quantization import Quantizer, backbone_linear_layers, is_conv1d
 from app.model.safetensors_files import StoredTensor
 
 
@@ -102,6 +102,16 @@ class Base:
         for module in self.lm.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(self._options.device)
+
+    def linear_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and weight [out, in] in float32 of each layer that a quantiser replaces, read one at a time."""
+        layers = {f"{name}.weight": self._modules[name] for name in backbone_linear_layers(self.lm)}
+        tensors = self._tensors or (in_memory(*each) for each in self.lm.named_parameters())
+        with self._readable():
+            for tensor in tensors:
+                if tensor.name in layers:
+                    weight = tensor.whole().detach().float()
+                    yield tensor.name.removesuffix(".weight"), weight.T if is_conv1d(layers[tensor.name]) else weight
 
     def _owners(self) -> dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
         """By the id of a parameter on meta: tied ones are several modules'. It is held, so that no id comes again."""

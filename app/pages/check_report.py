@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.table import Table
 from rich.text import Text
 
-from app.pages.check_summary import Section, cluster_sections, counted_processes, data_sections, memory_sections
+from app.pages.check_summary import (
+    Section,
+    cluster_sections,
+    counted_processes,
+    data_sections,
+    memory_sections,
+    quantization_sections,
+)
 from app.pages.read_run import TrainingSample
 from app.pages.render import render
 from app.safe_text import printable
@@ -22,8 +29,8 @@ Rows = Iterator[tuple[str, Text]]
 
 
 def check_page(found: Mapping[str, Any]) -> str:
-    """The page for check.json, which has `data`, `memory` and `cluster` as far as they were checked."""
-    data, memory, cluster = (found.get(name) for name in ("data", "memory", "cluster"))
+    """The page for check.json, which has a section for each check."""
+    data, memory, cluster, quantization = (found.get(name) for name in ("data", "memory", "cluster", "quantization"))
     stops = [problem for facts in found.values() for problem in facts["stops"]]
     badges = [("a run would stop", "bad") if stops else ("nothing stops a run", "good")]
     sections = data_sections(data) if data else []
@@ -33,7 +40,10 @@ def check_page(found: Mapping[str, Any]) -> str:
         sections += memory_sections(memory)
     if cluster:
         sections += cluster_sections(cluster)
-    name = data["source"] if data else memory["subject"] if memory else counted_processes(cluster or {})
+    if quantization:
+        sections += quantization_sections(quantization)
+    name = data["source"] if data else memory["subject"] if memory else ""
+    name = name or (quantization["model"] if quantization else counted_processes(cluster or {}))
     if data:  # the folders stand below
         name = " + ".join(PurePath(each).name for each in name.split(" + "))
     notes = [("bad", problem) for problem in stops]

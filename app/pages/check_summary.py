@@ -28,6 +28,7 @@ PARTS = {
 }
 _BEYOND_TENSORS = ("lost_bytes", "context_bytes", "margin_bytes")
 _MAX_REASONS = 5
+_MAX_LAYERS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,27 @@ def cluster_sections(facts: Facts) -> list[Section]:
         Section("Collectives", rates or [("timed", "nothing, because of what would stop a run")]),
         Section("Notes", [*notes, ("took", f"{facts['seconds']:.1f} s")]),
     ]
+
+
+def quantization_sections(facts: Facts) -> list[Section]:
+    """Sections for `quantization` of check.json."""
+    worst = max(each["error"] for each in facts["formats"]) or 1.0
+    bars = [
+        Bar(f"{each['format']} ({each['bits_per_weight']:.2f} bits)", each["error"] / worst, f"{each['error']:.2%}")
+        for each in facts["formats"]
+    ]
+    layers = sorted(facts["layers"], key=lambda layer: -layer["largest_in_stds"])[:_MAX_LAYERS]
+    outliers = [
+        (
+            "" if at else "outliers",
+            f"{layer['layer']}: the largest is {layer['largest_in_stds']:.1f} standard deviations, "
+            f"{layer['outlier_share']:.2%} are beyond 6",
+        )
+        for at, layer in enumerate(layers)
+    ]
+    of = f"{facts['weights']:,} weights in {len(facts['layers'])} linear layers, {facts['seconds']:.1f} s"
+    title = "Error of the weights, by format"
+    return [Section(title, [("weights", of)], bars), Section("Layers with the largest outliers", outliers)]
 
 
 def counted_processes(facts: Facts) -> str:

@@ -101,7 +101,7 @@ def test_check_memory_needs_no_data_or_weights(zygote: Zygote, tmp_path: Path) -
 
 
 WRONG = {
-    "datta": "error: 'datta' is neither a check nor key=value. Did you mean data? Checks: data, memory, cluster; no",
+    "datta": "error: 'datta' is neither a check nor key=value. Did you mean data? Checks: data, memory, cluster, quanti",
     "data dataset.path=m.jsonl": "error: dataset.path=m.jsonl would be scored on the sample that ships",
     "data dataset=auto dataset.path=nowhere.jsonl": "error: dataset.path=nowhere.jsonl: no such file or folder in",
     "data -m seed=1,2": "error: -m starts a sweep, and this is one run. Leave it out.",
@@ -115,6 +115,19 @@ def test_check_typos_are_reported(zygote: Zygote, words: str, tmp_path: Path) ->
     code, said, wrong = look(zygote, tmp_path, *words.split())
     assert wrong.startswith(WRONG[words])
     assert (code, said) == (2, "")
+
+
+def test_check_quantization_compares_formats(zygote: Zygote, tmp_path: Path) -> None:
+    code, said, wrong = look(zygote, tmp_path, "quantization", *SMALL, "output_dir=look")
+    assert (code, wrong) == (0, "")
+    facts = json.loads((tmp_path / "look" / "check.json").read_text())["quantization"]
+    errors = {each["format"]: each["error"] for each in facts["formats"]}
+    assert errors["int8, for a row"] < errors["E4M3, for a row"] < errors["NF4, for 64 weights"]
+    assert len(facts["layers"]) == 14
+    shown = f"NF4, for 64 weights (4.50 bits) {errors['NF4, for 64 weights']:.2%}"
+    assert shown in " ".join(said.split())
+    page = read((tmp_path / "look" / "check.html").read_text())
+    assert len(page.all("rect", "bar")) == len(errors)
 
 
 def test_check_cluster_processes_find_each_other(zygote: Zygote, tmp_path: Path) -> None:

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from app.pages.check_report import check_page, show_check
-from app.pages.check_summary import Section, cluster_sections, data_sections, memory_sections, out_of_memory_problem
+from app.pages.check_summary import (
+    Section,
+    cluster_sections,
+    data_sections,
+    memory_sections,
+    out_of_memory_problem,
+    quantization_sections,
+)
 from tests.pages.facts import CLUSTER, DATA, MEMORY, TOO_LARGE
 from tests.pages.reading import Element, notes, read, section
 from tests.pages.test_render import HOSTILE
@@ -77,13 +84,31 @@ def words(text: str) -> str:
     return " ".join(ESCAPE.sub("", text).replace("█", "").split())
 
 
+QUANTIZATION = {
+    "model": "asset:tiny",
+    "weights": 1000,
+    "seconds": 1.0,
+    "stops": [],
+    "formats": [{"format": "NF4, for 64 weights", "error": 0.093, "bits_per_weight": 4.5}],
+    "layers": [
+        {"layer": f"layers.{at}.up_proj", "weights": 100, "outlier_share": 0.002, "largest_in_stds": at + 5.0}
+        for at in range(7)
+    ],
+}
+QUANTIZATION_TEXTS = (
+    "1,000 weights in 7 linear layers, 1.0 s",
+    "layers.6.up_proj: the largest is 11.0 standard deviations, 0.20% are beyond 6",
+)
+
+
 @pytest.mark.parametrize("columns", [120, 70])
-@pytest.mark.parametrize("check", ["data", "memory", "cluster"])
+@pytest.mark.parametrize("check", ["data", "memory", "cluster", "quantization"])
 def test_show_check_complete_at_any_width(shown: Shown, check: str, columns: int) -> None:
     sections, texts = {
         "data": (data_sections(DATA), DATA_TEXTS),
         "memory": (memory_sections(MEMORY), MEMORY_TEXTS),
         "cluster": (cluster_sections(CLUSTER), CLUSTER_TEXTS),
+        "quantization": (quantization_sections(QUANTIZATION), QUANTIZATION_TEXTS),
     }[check]
     text = shown(sections, columns)
     for each in texts:
@@ -92,9 +117,16 @@ def test_show_check_complete_at_any_width(shown: Shown, check: str, columns: int
 
 
 def test_check_page_complete() -> None:
-    page = read(check_page({"data": DATA, "memory": MEMORY, "cluster": CLUSTER}))
+    page = read(check_page({"data": DATA, "memory": MEMORY, "cluster": CLUSTER, "quantization": QUANTIZATION}))
     text = " ".join(page.one("main").text.replace("\n", " ").split())
-    for each in (*DATA_TEXTS, *MEMORY_TEXTS, *CLUSTER_TEXTS, "dataset.max_length=128", "training.recompute=true"):
+    for each in (
+        *DATA_TEXTS,
+        *MEMORY_TEXTS,
+        *CLUSTER_TEXTS,
+        *QUANTIZATION_TEXTS,
+        "dataset.max_length=128",
+        "training.recompute=true",
+    ):
         assert each.removeprefix("frozen weights ").removeprefix("allocator ") in text, each
     assert page.one("h1").text == "chat.jsonl"
     assert [each.text for each in page.all("span", "badge")] == ["nothing stops a run", "fits RTX 4090"]
