@@ -5,7 +5,8 @@ make it again: some of its gradients are on their way. Here every micro-batch on
 all-reduce by a backward pass that computes nothing and cannot run out of memory. The other processes wait in it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,9 +24,15 @@ class GradientReduction:
     """
 
     can_repeat = True
+    skipping = "skipped: its gradient is not finite"  # what people read of a step whose gradient is not
 
     def __init__(self, stepped: Sequence[nn.Parameter]) -> None:
         self.stepped = stepped
+
+    @property
+    def together(self) -> list[Sequence[nn.Parameter]]:
+        """`stepped`, by whose gradients are in memory at the same time."""
+        return [self.stepped]
 
     def begin(self) -> None:
         """Drop all gradients, before a step and before its passes are repeated."""
@@ -42,6 +49,14 @@ class GradientReduction:
     def gradients(self) -> list[Tensor]:
         """Give `stepped` their gradients, and return those that this process keeps."""
         return [parameter.grad for parameter in self.stepped if parameter.grad is not None]
+
+    def apply(self, update: Callable[[list[Tensor]], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """End the step by `update` of the gradients; their norm, and whether it was not finite."""
+        return update(self.gradients())
+
+    def rehearsing(self) -> AbstractContextManager[None]:
+        """Inside, passes change no weight."""
+        return nullcontext()
 
     def total(self, squares: Tensor) -> Tensor:
         """Sum over all gradients, from the sum over those that this process keeps."""

@@ -4,7 +4,7 @@ All gradients together take the memory of one. In return they cannot be clipped 
 micro-batches or processes, or recomputed once the first weight has changed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from app.config.schema import OptimizerConfig
+from app.distributed.gradient_reduction import GradientReduction
 from app.errors import ConfigError
 from app.oom_retry import out_of_memory_error
 from app.optim.gradient_scaling import skips_on_device
@@ -38,28 +39,29 @@ def in_backward(parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> "In
     return None
 
 
-class InBackward:
-    """Stands in for the gradient reduction of a single process, and uses gradients up as they arrive."""
+class InBackward(GradientReduction):
+    """Of one process: steps each weight when its gradient is complete, and frees the gradient."""
+
+    skipping = "not made for weights whose gradient is not finite, others had been stepped by then"
 
     def __init__(self, parameters: Sequence[nn.Parameter], optimizer: OneByOne) -> None:
-        self._parameters = parameters
+        super().__init__(parameters)
         self._optimizer = optimizer
         self._skips_on_device = skips_on_device(optimizer)
-        self._norms: dict[nn.Parameter, Tensor] = {}  # gradients that were used, on the device
+        self._norms: dict[nn.Parameter, Tensor] = {}  # of the gradients that this step has used, on the device
         self._last = False
         self._is_rehearsal = False
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._arrived)
 
-    def begin(self) -> None:
-        """Begin a step."""
-        self._last = False
-        self._norms.clear()
-        for parameter in self._parameters:
-            parameter.grad = None
+    @property
+    def together(self) -> list[Sequence[nn.Parameter]]:
+        return [[parameter] for parameter in self.stepped]
 
-    def require_unchanged(self) -> None:
-        """Refuse to repeat a backward pass in which weights have changed already."""
+    def begin(self) -> None:
+        """Drop all gradients; passes in which weights have changed already cannot be repeated."""
+        self._last = False
+        super().begin()
         if self._norms:
             raise out_of_memory_error(
                 "the rest of a backward pass in which weights have changed already, so that it cannot be made again in "
@@ -68,38 +70,36 @@ class InBackward:
             )
 
     def last_loss(self, loss: Tensor) -> Tensor:
-        """Mark the loss whose backward pass completes the gradients."""
-        self._last = True
+        self._last = True  # its backward pass completes the gradients
         return loss
 
     def finish(self) -> None:
         """Use gradients of earlier parts that the last part did not add to."""
-        for parameter in self._parameters:
+        for parameter in self.stepped:
             if parameter.grad is not None:
-                self._take(parameter)
+                self._step_one(parameter)
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Inside, gradients are freed without a step."""
         self._is_rehearsal = True
         try:
             yield
         finally:
             self._is_rehearsal = False
 
-    def taken(self) -> tuple[Tensor, Tensor]:
-        """The norm of all gradients of the step, and whether one of them was not finite."""
+    def apply(self, update: Callable[[list[Tensor]], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         self._optimizer.step()  # without gradients it only counts the step
-        norms = [self._norms[parameter] for parameter in self._parameters if parameter in self._norms]
+        norms = [self._norms[parameter] for parameter in self.stepped if parameter in self._norms]
+        self._norms.clear()
         norm = torch.stack(norms).square().sum().sqrt()
         return norm, ~torch.isfinite(norm)
 
     def _arrived(self, parameter: nn.Parameter) -> None:
         if self._last:
-            self._take(parameter)
+            self._step_one(parameter)
 
     @torch.no_grad()
-    def _take(self, parameter: nn.Parameter) -> None:
+    def _step_one(self, parameter: nn.Parameter) -> None:
         """Step one parameter, unless its gradient is not finite; others may have been stepped before."""
         if self._is_rehearsal:
             parameter.grad = None

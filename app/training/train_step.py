@@ -1,7 +1,6 @@
 """One optimizer step: the gradient of the weighted mean over all trained tokens, however they are split."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -55,9 +54,8 @@ class Stepper:
         self._clip = clip
         self._parameters = list(model.trained().values())
         self._skips_on_device = skips_on_device(optimizer)
-        self._in_backward = in_backward(self._parameters, optimizer)
-        self._reduction = reduction or GradientReduction(self._parameters)
-        self._sums = self._in_backward or self._reduction
+        self._reduction = in_backward(self._parameters, optimizer) or reduction or GradientReduction(self._parameters)
+        self.skipping = self._reduction.skipping
         self.depth = 0  # how often micro-batches are halved since one ran out of memory
         # called at the beginning of each forward pass, backward pass and update
         self.on_phase: Callable[[str], None] | None = None
@@ -68,7 +66,8 @@ class Stepper:
             group["lr"] = lr
         labels, tokens, weight = self._counted(batches)
         loss_sum = self._backward(batches, weight)
-        updated = try_or_none(self._update)
+        self._begin("update")
+        updated = try_or_none(self._reduction.apply, self._update)
         if updated is None:
             raise out_of_memory_error("the step of the optimizer", self._kept())
         norm, skipped = updated
@@ -88,40 +87,29 @@ class Stepper:
 
     def _backward(self, batches: Sequence[Batch], weight: float) -> Tensor:
         """Compute the gradient of the loss sum over the weight of all processes; repeat in smaller parts if needed."""
-        self._sums.begin()
+        self._reduction.begin()
         while True:
             total = try_or_none(self._attempt, batches, weight)
             if total is not None:
-                self._sums.finish()
+                self._reduction.finish()
                 return total
             self._deepen(batches)
             if not self._reduction.can_repeat:
                 raise RetryOnRestart("a micro-batch", self.depth)
-            if self._in_backward is not None:
-                self._in_backward.require_unchanged()
-            self._sums.begin()
-
-    @property
-    def skipping(self) -> str:
-        """The message for a step whose gradient is not finite."""
-        if self._in_backward is None:
-            return "skipped: its gradient is not finite"
-        return "not made for weights whose gradient is not finite, others had been stepped by then"
+            self._reduction.begin()
 
     def try_out(self, batches: Sequence[Batch]) -> None:
         """Run forward and backward as a step does, to find out whether they fit; only the split depth may change."""
         _, _, weight = self._counted(batches)
-        with nullcontext() if self._in_backward is None else self._in_backward.rehearsing():
+        with self._reduction.rehearsing():
             self._backward(batches, weight)
         self.depth = int(self._runtime.host_group.highest(self.depth))
         self.forget_gradients()
 
     def allocate_states(self) -> None:
         """Allocate the optimizer states as the first step does; no weight changes."""
-        self._sums.begin()
-        self._reduction.gradients()  # allocates reduced gradients where they have memory of their own
-        stepped = self._reduction.stepped
-        for together in [stepped] if self._in_backward is None else [[each] for each in stepped]:
+        self._reduction.begin()
+        for together in self._reduction.together:
             for parameter in together:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -155,7 +143,7 @@ class Stepper:
             scaled = loss * (factor if counts else 0.0)
             self._begin("backward")
             if at == passes - 1:
-                scaled = self._sums.last_loss(scaled)
+                scaled = self._reduction.last_loss(scaled)
             scaled.backward()
             if counts:
                 total += loss.detach()
@@ -181,19 +169,15 @@ class Stepper:
     def _kept(self) -> dict[str, int]:
         return kept_bytes(self.model, self.optimizer)
 
-    def _update(self) -> tuple[Tensor, Tensor]:
+    def _update(self, gradients: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Clip and step; skip the step where the gradient is not finite."""
-        self._begin("update")
-        if self._in_backward is not None:
-            return self._in_backward.taken()
-        gradients = self._reduction.gradients()
         norm = self._reduction.total(squares(gradients, self._runtime.device)).sqrt()
         if self.scale is not None:
             norm = norm / self.scale.value
         skipped = ~torch.isfinite(norm)
         if self._clip > 0 or self.scale is not None:
             factor = (self._clip / (norm + 1e-6)).clamp(max=1.0) if self._clip > 0 else torch.ones_like(norm)
-            torch._foreach_mul_(list(gradients), factor if self.scale is None else factor / self.scale.value)
+            torch._foreach_mul_(gradients, factor if self.scale is None else factor / self.scale.value)
         if self._skips_on_device:
             step_unless(self.optimizer, skipped.float())
         elif not bool(skipped):
