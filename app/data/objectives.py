@@ -32,6 +32,7 @@ class Objective(Protocol):
 
     documents_per_row: ClassVar[int]
     over_documents: ClassVar[bool]  # whether the loss is a function of whole documents, not a sum over labels
+    marked: ClassVar[str]  # what people read of the marked tokens of a row
 
     @property
     def bidirectional(self) -> bool:
@@ -40,6 +41,9 @@ class Objective(Protocol):
     def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabelledTokens, ...]:
         """The documents of row i with their labels, a pure function of seed, epoch and row."""
 
+    def shown(self, rows: TokenRows, i: int) -> tuple[NDArray[np.float32], str]:
+        """For people: how much each token of row i counts in the loss, and what is predicted beside its tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class NextToken:
@@ -47,10 +51,15 @@ class NextToken:
 
     documents_per_row: ClassVar[int] = 1
     over_documents: ClassVar[bool] = False
+    marked: ClassVar[str] = "to be predicted"
     bidirectional: bool = False
 
     def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabelledTokens, ...]:  # noqa: ARG002  nothing is drawn
         return (label_next_tokens(rows.ids(i), rows.loss_mask(i), rows.weights(i)),)
+
+    def shown(self, rows: TokenRows, i: int) -> tuple[NDArray[np.float32], str]:
+        weights = rows.weights(i)
+        return (rows.loss_mask(i).astype(np.float32) if weights is None else weights), ""
 
 
 NEXT_TOKEN = NextToken()
@@ -70,6 +79,7 @@ class MaskedTokens:
 
     documents_per_row: ClassVar[int] = 1
     over_documents: ClassVar[bool] = False
+    marked: ClassVar[str] = "hidden in the first epoch, to be predicted"
     share: float
     mask_id: int
     special: NDArray[np.int64]  # never drawn
@@ -92,6 +102,12 @@ class MaskedTokens:
         masked[replaced] = random.choice(self.ordinary, len(replaced))
         return (LabelledTokens(masked, at, ids[at]),)
 
+    def shown(self, rows: TokenRows, i: int) -> tuple[NDArray[np.float32], str]:
+        (labelled,) = self.label(rows, i, epoch=0)
+        drawn = np.zeros(len(labelled.ids), np.float32)
+        drawn[labelled.at] = 1.0
+        return drawn, ""
+
 
 @dataclass(frozen=True, slots=True)
 class Classification:
@@ -102,6 +118,7 @@ class Classification:
 
     documents_per_row: ClassVar[int] = 1
     over_documents: ClassVar[bool] = False
+    marked: ClassVar[str] = "to be predicted"
     names: tuple[str, ...]
     bidirectional: bool
     pad_id: int | None
@@ -112,6 +129,9 @@ class Classification:
         target = self.names.index(rows.class_of(i))
         targets = np.array([target], np.int32)
         return (LabelledTokens(ids, np.array([at]), targets, second_start=rows.second_start(i)),)
+
+    def shown(self, rows: TokenRows, i: int) -> tuple[NDArray[np.float32], str]:
+        return np.zeros(len(rows.ids(i)), np.float32), rows.class_of(i)
 
     def last(self, ids: NDArray[np.int32]) -> int:
         """Index of the last token that is no padding; 0 where all are."""

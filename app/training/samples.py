@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from app.config.schema import RunConfig
 from app.data.length_statistics import histogram
@@ -28,28 +27,15 @@ def preview(rows: TokenRows, objective: Objective, tokenizer: Any, *, first: boo
     """Training rows spread over the data, or its `first` ones, with what the model must predict of them."""
     count = min(PREVIEW_ROWS, len(rows))
     chosen = range(count) if first else np.linspace(0, len(rows) - 1, count).astype(int).tolist()
-    show = _example if isinstance(objective, Classification) else _row
-    masked = objective.bidirectional and not isinstance(objective, Classification)
     return {
-        "marked": "hidden in the first epoch, to be predicted" if masked else "to be predicted",
-        "rows": [show(rows, i, _marks(rows, i, objective), tokenizer) for i in chosen],
+        "marked": objective.marked,
+        "rows": [_row(rows, i, objective, tokenizer) for i in chosen],
         "lengths": histogram(rows.lengths),
     }
 
 
-def _marks(rows: TokenRows, i: int, objective: Objective) -> NDArray[np.float32]:
-    """The weight of each token in the loss; 0 where it is not predicted."""
-    if not objective.bidirectional or isinstance(objective, Classification):
-        weights = rows.weights(i)
-        return rows.loss_mask(i).astype(np.float32) if weights is None else weights
-    drawn = np.zeros(len(rows.ids(i)), np.float32)
-    (labelled,) = objective.label(rows, i, epoch=0)
-    drawn[labelled.at] = 1.0
-    return drawn
-
-
-def _row(rows: TokenRows, i: int, marks: NDArray[np.float32], tokenizer: Any) -> dict[str, Any]:
-    ids = rows.ids(i).tolist()
+def _row(rows: TokenRows, i: int, objective: Objective, tokenizer: Any) -> dict[str, Any]:
+    ids, (marks, answer) = rows.ids(i).tolist(), objective.shown(rows, i)
     edges = [0, *(np.flatnonzero(np.diff(marks)) + 1).tolist(), len(ids)]
     pieces: list[dict[str, Any]] = []
     for start, end in list(pairwise(edges))[:MAX_STRETCHES]:
@@ -59,19 +45,14 @@ def _row(rows: TokenRows, i: int, marks: NDArray[np.float32], tokenizer: Any) ->
         pieces.append({"text": text, "trained": bool(weight), **other})
     if len(edges) - 1 > MAX_STRETCHES:
         pieces.append({"text": f" … ({len(ids) - edges[MAX_STRETCHES]:,} more tokens)", "trained": False})
+    if answer:  # no part of the text
+        pieces += [{"text": "\n", "trained": False}, {"text": answer, "trained": True}]
     return {
         "place": rows.source_location(i),
         "tokens": len(ids),
-        "trained_tokens": int(np.count_nonzero(marks)),
+        "trained_tokens": int(np.count_nonzero(marks)) + bool(answer),
         "pieces": pieces,
     }
-
-
-def _example(rows: TokenRows, i: int, marks: NDArray[np.float32], tokenizer: Any) -> dict[str, Any]:
-    """Append the label, which is predicted and no part of the text."""
-    row = _row(rows, i, marks, tokenizer)
-    label = {"text": rows.class_of(i), "trained": True}
-    return {**row, "trained_tokens": 1, "pieces": [*row["pieces"], {"text": "\n", "trained": False}, label]}
 
 
 def _texts(ids: list[int], start: int, end: int, tokenizer: Any) -> Iterator[str]:
