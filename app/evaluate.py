@@ -34,19 +34,19 @@ def score(config: EvaluateConfig, names: Sequence[str], console: Console) -> Non
     console.say(f"run     {config.folder}, {' and '.join(names)}")
     from app.evaluation.compare import Comparison
     from app.evaluation.run import prepare_evaluation
-    from app.training.scores import metrics_of
+    from app.training.scores import counts_of
 
     manifest = _manifest(config.folder)
     hashes, recorded = manifest.get("hashes", {}), manifest.get("choices", {}).get("precision")
     evaluation = prepare_evaluation(config, config.folder, hashes, tuned=names[0] == "tuned", say=console.say)
     console.say(align(evaluation.table(), width=8))
-    sums = {}
+    sums, counts = {}, counts_of(evaluation.run)
     for name in names:
         sums[name] = evaluation.sums(tuned=name == "tuned", say=console.say)
         if len(names) > 1:  # the second may take long
-            console.say(f"{name:<8}loss {metrics_of(sums[name].sum(axis=0))['eval_loss']:.4f}")
+            console.say(f"{name:<8}loss {counts.metrics(sums[name].sum(axis=0))['eval_loss']:.4f}")
     if evaluation.runtime.rank == 0:
-        found = Comparison.of(sums, evaluation.rows.split_hashes)
+        found = Comparison.of(sums, evaluation.rows.split_hashes, counts)
         console.say(found.table())
         facts = {"answers": found.answers, **evaluation.facts(), "weights": config.weights}
         is_beside_own = folder.resolve() == config.folder.resolve()

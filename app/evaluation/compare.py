@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from app.config.metrics import METRICS
 from app.tracking.formatting import align_columns
 from app.tracking.jsonl_metrics import finite_or_none
-from app.training.scores import ANSWERS, Sums, metrics_of
+from app.training.scores import ANSWERS, Counts, Sums
 
 RESAMPLES = 2_000
 CONFIDENCE_LEVEL = 0.95
@@ -50,18 +50,18 @@ class Comparison:
     drawn_from: int
 
     @classmethod
-    def of(cls, sums: Mapping[str, Sums], clusters: NDArray[np.uint64]) -> "Comparison":
+    def of(cls, sums: Mapping[str, Sums], clusters: NDArray[np.uint64], counts: Counts) -> "Comparison":
         """Compare the sums of rows by `tuned`, `base` or both; both are resampled with the same rows."""
-        count = len(np.unique(clusters))
+        number = len(np.unique(clusters))
         together = resampled(np.concatenate(list(sums.values()), axis=1), clusters)
         parts = np.split(together, len(sums), axis=1)
-        values = {name: metrics_of(each.sum(axis=0)) for name, each in sums.items()}
-        draws = {name: metrics_of(part) for name, part in zip(sums, parts, strict=True)}
-        sides = {name: _estimates(values[name], draws[name], count) for name in sums}
+        values = {name: counts.metrics(each.sum(axis=0)) for name, each in sums.items()}
+        draws = {name: counts.metrics(part) for name, part in zip(sums, parts, strict=True)}
+        sides = {name: _estimates(values[name], draws[name], number) for name in sums}
         if len(sides) > 1:
             sides[_DIFFERENCE] = _differences(sides["tuned"], sides["base"], draws["tuned"], draws["base"])
         answers = int(next(iter(sums.values()))[:, ANSWERS].sum())
-        return cls(sides, answers, count)
+        return cls(sides, answers, number)
 
     def as_dict(self) -> dict[str, Any]:
         """Values for JSON: the first side by plain names, and of two sides each with its own prefix."""

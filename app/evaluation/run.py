@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from app.batch import Batch
-from app.config.dataset import has_chats, has_held_out_rows, paths_of, trains_answers
+from app.config.dataset import has_chats, has_held_out_rows, paths_of
 from app.config.schema import CompileConfig, RunConfig
 from app.data.collate import Layout
 from app.data.data_report import split_lines
@@ -36,7 +36,7 @@ from app.training.resolve import (
     resolve_format,
     sections_of,
 )
-from app.training.scores import Sums, score_rows
+from app.training.scores import Sums, counts_of, score_rows
 from app.training.setup import check_on_batch
 
 SECONDS_BETWEEN_MESSAGES = 10.0
@@ -116,9 +116,7 @@ class Evaluation(FinishedRun):
         """Score each row by the tuned model or by its base; only one of them is in memory at a time."""
         model = self.model(tuned=tuned)
         check_on_batch(model, crowded_batch(self.rows, self.layout).to(self.runtime.device))
-        answers = trains_answers(self.run.dataset)
-        rows, classes = len(self.rows), len(self.run.task.labels)
-        return score_rows(model, self.batches(say), self.runtime, rows, answers=answers, classes=classes)
+        return score_rows(model, self.batches(say), self.runtime, len(self.rows), counts_of(self.run))
 
     def file_name(self, weights: str, recorded_precision: str) -> str:
         """Name for scores in the folder of the run: those of other rows or settings do not replace the run's own."""

@@ -2,6 +2,9 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -9,48 +12,83 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from app.batch import Batch
+from app.config.dataset import trains_answers
 from app.config.metrics import LOGGED, METRICS
+from app.config.schema import RunConfig
 from app.distributed.process_group import HostGroup, Runtime
 from app.model.losses import log_probabilities
 from app.model.training_model import TrainingModel
 from app.oom_retry import RetryOnRestart, in_parts_that_fit, require_halves, split_batch, try_or_none
 
-# [..., 6] for each row or a sum of rows. For a classification three counts of each class follow: how often it is true,
-# how often it was predicted, how often both.
-Sums = NDArray[np.float64]
+Sums = NDArray[np.float64]  # [..., 6 and a task's own] for each row or a sum of rows
 LOSS, LABELS, HITS, ANSWERS, EXACT, WEIGHT = range(6)  # all but losses and weights are counts
 _NUM_BASIC = 6
-_RATIOS = {
-    "eval_loss": (LOSS, WEIGHT),
-    "token_accuracy": (HITS, LABELS),
-    "accuracy": (HITS, LABELS),
-    "exact_match": (EXACT, ANSWERS),
-}
 _NORMAL_95 = 1.96  # standard errors
 
 
-def metrics_of(sums: Sums) -> dict[str, NDArray[np.float64]]:
-    """Metrics from sums. NaN where there is nothing to divide by: rows without answers have no exact match."""
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        loss = sums[..., LOSS] / sums[..., WEIGHT]
-        correct = sums[..., HITS] / sums[..., LABELS]
-        if sums.shape[-1] > _NUM_BASIC:
-            return {"eval_loss": loss, "accuracy": correct, "macro_f1": _macro_f1(sums[..., _NUM_BASIC:])}
-        return {
-            "eval_loss": loss,
-            "perplexity": np.exp(loss),
-            "token_accuracy": correct,  # share of tokens that are the likeliest after all before them
-            "exact_match": sums[..., EXACT] / sums[..., ANSWERS],
-        }
+def _no_columns(batch: Batch, losses: Tensor, _chosen: Tensor) -> Tensor:
+    return losses.new_zeros(len(batch.documents_of_rows), 0)
 
 
-def _macro_f1(counts: Sums) -> NDArray[np.float64]:
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What is summed of each row of a task, and the metrics that come of the sums."""
+
+    ratios: Mapping[str, tuple[int, int]]  # metrics that are one column over another, with their margins
+    others: Callable[[Sums], Mapping[str, NDArray[np.float64]]] = lambda _: {}
+    answers: bool = False  # whether exact match of whole answers is counted
+    own: Callable[[Batch, Tensor, Tensor], Tensor] = _no_columns  # [rows, num_own], from losses and choices of labels
+    num_own: int = 0  # columns after the first six
+
+    def metrics(self, sums: Sums) -> dict[str, NDArray[np.float64]]:
+        """Metrics from sums. NaN where there is nothing to divide by: rows without answers have no exact match."""
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            ratios = {name: sums[..., top] / sums[..., below] for name, (top, below) in self.ratios.items()}
+            found = {**ratios, **self.others(sums)}
+        return {name: found[name] for name in sorted(found, key=[*METRICS].index)}
+
+
+def _count_tokens(run: RunConfig) -> Counts:
+    # token accuracy: the share of labels that are the argmax
+    ratios = {"eval_loss": (LOSS, WEIGHT), "token_accuracy": (HITS, LABELS), "exact_match": (EXACT, ANSWERS)}
+    return Counts(ratios, _perplexity, answers=trains_answers(run.dataset))
+
+
+def _perplexity(sums: Sums) -> dict[str, NDArray[np.float64]]:
+    return {"perplexity": np.exp(sums[..., LOSS] / sums[..., WEIGHT])}
+
+
+def _count_classes(run: RunConfig) -> Counts:
+    ratios, classes = {"eval_loss": (LOSS, WEIGHT), "accuracy": (HITS, LABELS)}, len(run.task.labels)
+    answers = trains_answers(run.dataset)
+    return Counts(ratios, _macro_f1, answers, partial(_occurrences, classes), num_own=3 * classes)
+
+
+def _occurrences(classes: int, batch: Batch, _losses: Tensor, chosen: Tensor) -> Tensor:
+    """Whether each class is true, predicted or both, by document."""
+    names = torch.arange(classes, device=chosen.device)
+    true, predicted = (each[: batch.num_labels, None] == names for each in (batch.targets, chosen))
+    return torch.cat([true, predicted, true & predicted], dim=1)
+
+
+def _macro_f1(sums: Sums) -> dict[str, NDArray[np.float64]]:
     """The mean F1 of all classes that are true or were predicted at least once."""
-    true, chosen, both = np.split(counts, 3, axis=-1)
-    there = true + chosen
-    f1 = np.divide(2 * both, there, out=np.zeros_like(both), where=there > 0)
-    mean: NDArray[np.float64] = f1.sum(axis=-1) / (there > 0).sum(axis=-1)
-    return mean
+    true, predicted, both = np.split(sums[..., _NUM_BASIC:], 3, axis=-1)
+    occurrences = true + predicted
+    f1 = np.divide(2 * both, occurrences, out=np.zeros_like(both), where=occurrences > 0)
+    return {"macro_f1": f1.sum(axis=-1) / (occurrences > 0).sum(axis=-1)}
+
+
+COUNTS: dict[str, Callable[[RunConfig], Counts]] = {
+    "causal": _count_tokens,
+    "masked": _count_tokens,
+    "classification": _count_classes,
+}
+
+
+def counts_of(run: RunConfig) -> Counts:
+    """What is counted of the held-out rows of a run."""
+    return COUNTS[run.task.kind](run)
 
 
 def logged(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -65,55 +103,56 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def score(
-    model: TrainingModel,
-    batches: Iterable[Batch],
-    runtime: Runtime,
-    *,
-    answers: bool = False,
-    classes: int = 0,
-    depth: int = 0,
+    model: TrainingModel, batches: Iterable[Batch], runtime: Runtime, counts: Counts, depth: int = 0
 ) -> dict[str, float]:
-    """Metrics of the batches of all processes. `answers`: whether exact match of whole answers is counted.
+    """Metrics of the batches of all processes.
 
     `depth`: how often batches are halved where all processes must make the same number of passes.
     """
-    scored = _scored(model, batches, runtime, depth)
-    _, found = _of_rows(model, scored, runtime.device, answers=answers, classes=classes)
-    basic = found[:, :_NUM_BASIC]
-    mine = [*found.sum(axis=0), *(basic.T @ basic).ravel(), len(found)]
+    _, found = _of_rows(model, batches, runtime, counts, depth)
+    used = [(a, b) for top, below in counts.ratios.values() for a, b in ((top, top), (top, below), (below, below))]
+    mine = [*found.sum(axis=0), *(found[:, a] @ found[:, b] for a, b in used), len(found)]
     totals = np.array(runtime.host_group.totals([float(each) for each in mine]))
-    size = found.shape[1]
-    metrics = {key: float(value) for key, value in metrics_of(totals[:size]).items()}
-    return metrics | _margins(metrics, totals[:size], totals[size:-1].reshape(_NUM_BASIC, -1), totals[-1])
+    sums, products, rows = np.split(totals, [found.shape[1], -1])
+    metrics = {key: float(value) for key, value in counts.metrics(sums).items()}
+    return metrics | _margins(metrics, counts, sums, products.reshape(-1, 3), float(rows[0]))
 
 
-def _margins(metrics: Mapping[str, float], sums: Sums, squares: Sums, documents: float) -> dict[str, float]:
-    """Half of each metric's 95 % interval, by the spread of documents; `squares`: their sums multiplied by each other.
+def _margins(
+    metrics: Mapping[str, float], counts: Counts, sums: Sums, products: Sums, documents: float
+) -> dict[str, float]:
+    """Half of each ratio's 95 % interval, by the spread of documents; `products`: sums of its columns multiplied.
 
-    The error of a ratio of sums. Documents that are all right or all wrong have no spread: three in as many as there
-    are may differ.
+    Documents that are all right or all wrong have no spread: three in as many as there are may differ.
     """
     found = {}
-    for key, (top, below) in _RATIOS.items():
-        value = metrics.get(key, math.nan)
+    for (key, (_, below)), (squares, mixed, squares_below) in zip(counts.ratios.items(), products, strict=True):
+        value = metrics[key]
         if documents > 1 and math.isfinite(value):
-            spread = squares[top, top] - 2 * value * squares[top, below] + value**2 * squares[below, below]
+            spread = squares - 2 * value * mixed + value**2 * squares_below
             margin = _NORMAL_95 * math.sqrt(max(spread, 0.0) * documents / (documents - 1)) / sums[below]
             alike = METRICS[key].is_share and value in {0.0, 1.0}
             found[f"{key}_margin"] = min(1.0, 3 / documents) if alike else float(margin)
     return found
 
 
-def score_rows(
-    model: TrainingModel, batches: Iterable[Batch], runtime: Runtime, rows: int, *, answers: bool, classes: int = 0
-) -> Sums:
+def score_rows(model: TrainingModel, batches: Iterable[Batch], runtime: Runtime, rows: int, counts: Counts) -> Sums:
     """The sums of each of `rows` rows, in their order, gathered on every process."""
-    total = np.zeros((rows, _NUM_BASIC + 3 * classes))
-    scored = _scored(model, batches, runtime, depth=0)
-    mine = _of_rows(model, scored, runtime.device, answers=answers, classes=classes)
+    total = np.zeros((rows, _NUM_BASIC + counts.num_own))
+    mine = _of_rows(model, batches, runtime, counts, depth=0)
     for samples, found in runtime.host_group.collected(mine):
         total[samples] = found
     return total
+
+
+@contextmanager
+def _evaluating(model: TrainingModel) -> Iterator[None]:
+    mode = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(mode)
 
 
 _Scored = Iterator[tuple[Batch, tuple[Tensor, Tensor]]]
@@ -149,41 +188,28 @@ def _in_step(
 
 
 def _of_rows(
-    model: TrainingModel, scored: _Scored, device: torch.device, *, answers: bool, classes: int
+    model: TrainingModel, batches: Iterable[Batch], runtime: Runtime, counts: Counts, depth: int
 ) -> tuple[NDArray[np.int64], Sums]:
     """The number of each data row, and its sums, which stay on the device until the last batch."""
-    samples: list[int] = []
-    pairs = [torch.zeros(2, 0, dtype=torch.long, device=device)]  # the true class and the predicted one
-    counts, sums = [np.zeros((3, 0))], [torch.zeros(3, 0, dtype=torch.float64, device=device)]
-    mode = model.training
-    model.eval()
-    try:
-        for part, (losses, chosen) in scored:
-            number = part.num_labels
-            pair = torch.stack([part.targets[:number].to(device), chosen[:number]])
+    samples, device = list[int](), runtime.device
+    own = [torch.zeros(0, counts.num_own, dtype=torch.bool, device=device)]  # which takes the type of those that follow
+    known, sums = [np.zeros((3, 0))], [torch.zeros(3, 0, dtype=torch.float64, device=device)]
+    with _evaluating(model):
+        for part, (losses, chosen) in _scored(model, batches, runtime, depth):
+            batch, number = part.to(device), part.num_labels
+            correct = batch.targets[:number] == chosen[:number]
             samples += part.samples
-            on_device, on_host = _row_sums(part, losses[:number], pair[0] == pair[1], answers=answers)
+            on_device, on_host = _row_sums(part, losses[:number], correct, answers=counts.answers)
             if model.loss.of_rows is not None:
-                on_device[0] = model.loss.of_rows(log_probabilities(losses, part.to(device)), part.to(device))
+                on_device[0] = model.loss.of_rows(log_probabilities(losses, batch), batch)
                 on_host[2] = 1.0
             sums.append(on_device)
-            counts.append(on_host)
-            if classes:
-                pairs.append(pair)
-    finally:
-        model.train(mode)
+            known.append(on_host)
+            own.append(counts.own(batch, losses, chosen))
     loss, hits, exact = torch.cat(sums, dim=1).cpu().numpy()
-    labels, answered, weight = np.concatenate(counts, axis=1)
-    plain = np.stack([loss, labels, hits, answered, exact, weight], axis=1)
-    return np.array(samples, np.int64), np.hstack([plain, *_by_class(torch.cat(pairs, dim=1), classes)])
-
-
-def _by_class(pairs: Tensor, classes: int) -> list[NDArray[np.float64]]:
-    """Whether each class is true, predicted or both, by document."""
-    if not classes:
-        return []
-    true, chosen = (np.eye(classes)[each] for each in pairs.cpu().numpy())
-    return [true, chosen, true * chosen]
+    labels, answered, weight = np.concatenate(known, axis=1)
+    basic = np.stack([loss, labels, hits, answered, exact, weight], axis=1)
+    return np.array(samples, np.int64), np.hstack([basic, torch.cat(own).cpu().numpy()])
 
 
 def _row_sums(batch: Batch, losses: Tensor, correct: Tensor, *, answers: bool) -> tuple[Tensor, NDArray[np.float64]]:

@@ -4,13 +4,11 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from app.batch import Batch
-from app.config.dataset import trains_answers
 from app.config.schema import RunConfig
 from app.data.loader import Loader
 from app.distributed.process_group import Runtime
@@ -22,7 +20,7 @@ from app.training.checkpoint import Checkpoints, Progress
 from app.training.eta import Eta
 from app.training.memory import Measured
 from app.training.resolve import StepPlan
-from app.training.scores import finite, logged, score
+from app.training.scores import counts_of, finite, logged, score
 from app.training.summary import skipped_message, split_message
 from app.training.train_step import Stepper, StepResult
 
@@ -45,9 +43,7 @@ class Parts:
     def score(self, batches: Iterable[Batch]) -> dict[str, float]:
         """Score held-out batches by all processes together."""
         self.stepper.forget_gradients()
-        answers, classes = trains_answers(self.config.dataset), len(self.config.task.labels)
-        options: dict[str, Any] = {"answers": answers, "classes": classes, "depth": self.stepper.depth}
-        return score(self.stepper.model, batches, self.runtime, **options)
+        return score(self.stepper.model, batches, self.runtime, counts_of(self.config), self.stepper.depth)
 
     def try_evaluation(self) -> bool:
         """Score the first batch, which has the longest rows; false where none is held out."""

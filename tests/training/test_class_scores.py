@@ -18,7 +18,7 @@ from app.data.prepare import prepare
 from app.distributed.process_group import Runtime
 from app.evaluation.compare import Comparison
 from app.oom_retry import split_batch
-from app.training.scores import metrics_of, score, score_rows
+from app.training.scores import counts_of, score, score_rows
 from tests.data.small import write_jsonl
 from tests.model.classes import in_one_row, in_rows, of_classes
 from tests.training.conftest import small_run, stepper_of
@@ -49,8 +49,8 @@ def test_class_scores_do_not_depend_on_batches(tmp_path: Path, tokenizer: Any, r
         stepper.run(loader.batches(step), 1e-2)
 
     layouts: list[Layout] = [*(Padded(size, 0, labels) for size in (1, 7, 1000)), Packed(64, 0, 64, labels)]
-    count, model = len(data.eval), stepper.model.eval()
-    found = [score(model, eval_batches(data.eval, layout), runtime, classes=4) for layout in layouts]
+    count, model, counts = len(data.eval), stepper.model.eval(), counts_of(run)
+    found = [score(model, eval_batches(data.eval, layout), runtime, counts) for layout in layouts]
     true, chosen, losses = [], [], []
     for i in range(count):
         logits = model.language_model(torch.tensor(data.eval.ids(i).tolist())[None]).logits.detach()
@@ -63,10 +63,10 @@ def test_class_scores_do_not_depend_on_batches(tmp_path: Path, tokenizer: Any, r
         assert each["eval_loss"] == pytest.approx(sum(losses) / count, rel=1e-5)
         assert each["accuracy"] == sum(t == c for t, c in zip(true, chosen, strict=True)) / count
         assert each["macro_f1"] == pytest.approx(sum(f1(true, chosen, name) for name in there) / len(there))
-    sums = score_rows(model, eval_batches(data.eval, layouts[-1]), runtime, count, answers=False, classes=4)
-    together = metrics_of(sums.sum(axis=0))
+    sums = score_rows(model, eval_batches(data.eval, layouts[-1]), runtime, count, counts)
+    together = counts.metrics(sums.sum(axis=0))
     assert together == pytest.approx({key: found[-1][key] for key in together})
-    told = Comparison.of({"tuned": sums, "base": sums}, data.eval.split_hashes)
+    told = Comparison.of({"tuned": sums, "base": sums}, data.eval.split_hashes, counts)
     assert told.as_dict()["difference_macro_f1"] == 0
     low, high = told.as_dict()["macro_f1_interval"]
     assert low <= found[-1]["macro_f1"] <= high
@@ -77,7 +77,8 @@ def test_class_scores_do_not_depend_on_batches(tmp_path: Path, tokenizer: Any, r
 def test_macro_f1_ignores_absent_classes() -> None:
     # three documents of classes 0, 0, 1, all taken for 0; class 2 is neither
     sums = np.array([3.0, 3, 2, 0, 0, 3, *(2, 1, 0), *(3, 0, 0), *(2, 0, 0)])
-    assert metrics_of(sums)["macro_f1"] == pytest.approx((2 * 2 / 5 + 0) / 2)
+    counts = counts_of(small_run(*GIVEN, "dataset.path=a.jsonl"))
+    assert counts.metrics(sums)["macro_f1"] == pytest.approx((2 * 2 / 5 + 0) / 2)
 
 
 @pytest.mark.parametrize("layout", [in_one_row, in_rows])

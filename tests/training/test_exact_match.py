@@ -1,6 +1,7 @@
 """What one pass over a row says of its answers is what greedy generation would have written."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,12 @@ from app.distributed.process_group import Runtime
 from app.evaluation.compare import Comparison
 from app.model.generate import end_ids, generate
 from app.model.training_model import TrainingModel
-from app.training.scores import ANSWERS, EXACT, LABELS, Sums, score, score_rows
+from app.training.scores import ANSWERS, EXACT, LABELS, Sums, counts_of, score, score_rows
 from tests.model.small import VOCABULARY, training_model_of
 from tests.training.conftest import small_run, stepper_of
 from tests.training.rows import Row, stretches, token_rows
 
+COUNTS = counts_of(small_run())
 NEW = 7
 ENDLESS = -1
 
@@ -62,7 +64,7 @@ def layouts_of(longest: int) -> list[Layout]:
 
 
 def sums_of(model: TrainingModel, rows: TokenRows, layout: Layout, runtime: Runtime) -> Sums:
-    return score_rows(model, eval_batches(rows, layout), runtime, len(rows), answers=True)
+    return score_rows(model, eval_batches(rows, layout), runtime, len(rows), COUNTS)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2", "gemma2", "gpt_oss"])
@@ -110,9 +112,11 @@ def test_exact_match_on_chats_equals_greedy_answers(
     share = sum(map(sum, expected)) / sum(map(len, expected))
     assert 0.1 < share < 0.9
     assert max(map(len, expected)) > 1
-    whole = score(model, eval_batches(rows, Padded(7, pad_id=0)), runtime, answers=True)
+    whole = score(model, eval_batches(rows, Padded(7, pad_id=0)), runtime, COUNTS)
     assert whole["exact_match"] == share
-    assert np.isnan(score(model, eval_batches(rows, Padded(7, pad_id=0)), runtime)["exact_match"])
+    assert np.isnan(
+        score(model, eval_batches(rows, Padded(7, pad_id=0)), runtime, replace(COUNTS, answers=False))["exact_match"]
+    )
 
 
 def test_metrics_do_not_depend_on_batches_or_row_order(data: Data, learnt: tuple[TrainingModel, Runtime]) -> None:
@@ -124,7 +128,7 @@ def test_metrics_do_not_depend_on_batches_or_row_order(data: Data, learnt: tuple
         for layout in layouts_of(int(rows.lengths.max())):
             sums = sums_of(model, rows, layout, runtime)
             other = sums * [1.5, 1.0, 0.5, 1.0, 0.5, 1.0]
-            found.append(Comparison.of({"tuned": sums, "base": other}, rows.split_hashes).as_dict())
+            found.append(Comparison.of({"tuned": sums, "base": other}, rows.split_hashes, COUNTS).as_dict())
     assert found[0]["exact_match_interval"][0] < found[0]["exact_match"] < found[0]["exact_match_interval"][1]
     for other_way in found[1:]:
         assert other_way.keys() == found[0].keys()

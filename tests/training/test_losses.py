@@ -21,8 +21,9 @@ from app.model.chunked_loss import linear_head
 from app.model.losses import over_documents
 from app.model.training_model import TrainingModel
 from app.oom_retry import halve, split_batch
-from app.training.scores import score_rows
+from app.training.scores import counts_of, score_rows
 from tests.model.small import distance, documents_of, lora, outcome, training_model_of
+from tests.training.conftest import small_run
 
 LENGTHS = ((9, 5), (12, 12), (4, 11))
 ANSWERS_FROM = 2
@@ -41,6 +42,7 @@ class Pairs:
 
     documents_per_row: ClassVar[int] = 2
     over_documents: ClassVar[bool] = True
+    marked: ClassVar[str] = "to be predicted"
     bidirectional: bool = False
 
     def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabelledTokens, ...]:
@@ -48,6 +50,9 @@ class Pairs:
             label_next_tokens(each, np.arange(len(each)) >= ANSWERS_FROM)
             for each in np.split(rows.ids(i), [rows.second_start(i)])
         )
+
+    def shown(self, rows: TokenRows, i: int) -> Any:
+        raise NotImplementedError
 
 
 class Rows:
@@ -127,7 +132,7 @@ def test_rows_are_scored_by_their_loss(layout: str, runtime: Runtime) -> None:
     losses = [outcome(model, batch_of(layout, [i]))[0] for i in range(3)]
     batch = batch_of(layout)
     whole = LAYOUTS[layout].batch(ROWS, [np.array([2, 0, 1])], 8, epoch=0)
-    sums = score_rows(model, [replace(whole, samples=(2, 0, 1))], runtime, 3, answers=False)
+    sums = score_rows(model, [replace(whole, samples=(2, 0, 1))], runtime, 3, counts_of(small_run()))
     assert sums[:, 0].tolist() == pytest.approx(losses, rel=1e-6)
     assert sums[:, 5].tolist() == [1.0, 1.0, 1.0]
     assert sums[:, 1].sum() == batch.num_labels

@@ -19,7 +19,7 @@ from app.data.token_dataset import TokenRows
 from app.distributed.process_group import Runtime
 from app.model.training_model import TrainingModel
 from app.training.samples import preview
-from app.training.scores import LABELS, LOSS, WEIGHT, score, score_rows
+from app.training.scores import LABELS, LOSS, WEIGHT, counts_of, score, score_rows
 from tests.training.conftest import small_run, stepper_of
 from tests.training.test_train_step import gradients, relative
 
@@ -109,11 +109,11 @@ def test_weighted_evaluation_is_the_same_mean(rows: TokenRows, runtime: Runtime)
     with torch.no_grad():
         losses, weights = plain(model, rows)
     expected = float((losses * weights).sum() / weights.sum())
-    scores = []
+    scores, counts = [], counts_of(small_run())
     for layout, _ in layouts():
-        scores.append(score(model, eval_batches(rows, layout), runtime, answers=True))
+        scores.append(score(model, eval_batches(rows, layout), runtime, counts))
         assert scores[-1]["eval_loss"] == pytest.approx(expected, rel=1e-6)
-        sums = score_rows(model, eval_batches(rows, layout), runtime, len(rows), answers=True)
+        sums = score_rows(model, eval_batches(rows, layout), runtime, len(rows), counts)
         assert sums[:, LABELS].tolist() == [int(rows.loss_mask(i).sum()) for i in range(len(rows))]
         ends = np.cumsum(sums[:, LABELS]).astype(int)[:-1]
         for i, (loss, weight) in enumerate(

@@ -16,7 +16,7 @@ from app.data.prepare import Data
 from app.distributed.process_group import Runtime
 from app.errors import EnvironmentProblem
 from app.oom_retry import RetryOnRestart, halve, split_batch
-from app.training.scores import score
+from app.training.scores import counts_of, score
 from app.training.train_step import Stepper
 from tests.scarcity import scarce
 from tests.training.conftest import small_run, stepper_of, trainee_of
@@ -102,10 +102,10 @@ def test_sharded_evaluation_out_of_memory_asks_for_a_restart(data: Data, runtime
     model.sharding = SimpleNamespace(at_rest=lambda: None)
     batches = list(eval_batches(data.eval, Padded(4, pad_id=0)))
     with scarce("forward", tokens=batches[0].ids.numel() - 1), pytest.raises(RetryOnRestart) as fault:
-        score(model, batches, runtime, depth=0)
+        score(model, batches, runtime, counts_of(small_run()), depth=0)
     assert fault.value.depth == 1
     with scarce("forward", tokens=3), pytest.raises(EnvironmentProblem, match=r"a document of .* by itself"):
-        score(model, batches, runtime, depth=12)
+        score(model, batches, runtime, counts_of(small_run()), depth=12)
 
 
 def test_try_or_none_frees_memory(batches: list[Batch], runtime: Runtime) -> None:
@@ -163,7 +163,7 @@ def test_evaluation_in_parts_gives_the_same_scores(layout: str, data: Data, runt
     assert rows is not None
 
     def scored() -> Any:
-        return score(model, eval_batches(rows, shape, 1, 0), runtime, answers=True)
+        return score(model, eval_batches(rows, shape, 1, 0), runtime, counts_of(small_run()))
 
     expected = scored()
     with scarce("forward", tokens=60) as memory:

@@ -12,14 +12,15 @@ from app.data.collate import Layout, Packed, Padded
 from app.data.loader import Loader, eval_batches
 from app.data.prepare import Data
 from app.distributed.process_group import Runtime
-from app.training.scores import logged, metrics_of, score
+from app.training.scores import counts_of, logged, score
 from tests.training.conftest import small_run, stepper_of
 
 
 def test_scores_do_not_depend_on_batches(data: Data, runtime: Runtime, loader_of: Callable[..., Loader]) -> None:
     assert data.eval is not None
     rows = data.eval
-    stepper, loader = stepper_of(small_run("recipe=lora", "adapter.dropout=0.5"), runtime), loader_of(8, 1)
+    run, loader = small_run("recipe=lora", "adapter.dropout=0.5"), loader_of(8, 1)
+    stepper, counts = stepper_of(run, runtime), counts_of(run)
     for step in range(loader.steps_per_epoch):
         stepper.run(loader.batches(step), 3e-2)  # or it would be right by no accident
     model = stepper.model
@@ -27,7 +28,7 @@ def test_scores_do_not_depend_on_batches(data: Data, runtime: Runtime, loader_of
         *(Padded(size, pad_id=0) for size in (1, 3, 16, 1000)),
         *(Packed(t, pad_id=0, max_length=t) for t in (64, 256)),
     ]
-    scores = [score(model, eval_batches(rows, layout), runtime) for layout in layouts]
+    scores = [score(model, eval_batches(rows, layout), runtime, counts) for layout in layouts]
     losses = [each["eval_loss"] for each in scores]
     assert losses == pytest.approx([losses[0]] * len(layouts), rel=1e-6)
     assert model.training, "training goes on with dropout"
@@ -57,8 +58,10 @@ def test_scores_of_two_processes_count_each_row_once(data: Data) -> None:
 
 
 def test_metrics_of_rows_without_answers_omit_exact_match() -> None:
+    counts = counts_of(small_run())
+
     def metrics(*sums: float) -> dict[str, float]:
-        return {key: float(value) for key, value in metrics_of(np.array(sums)).items()}
+        return {key: float(value) for key, value in counts.metrics(np.array(sums)).items()}
 
     assert logged(metrics(6.0, 4.0, 3.0, 0.0, 0.0, 4.0)) == {"eval_loss": 1.5}
     assert logged(metrics(6.0, 4.0, 3.0, 8.0, 2.0, 4.0)) == {"eval_loss": 1.5, "exact_match": 0.25}
