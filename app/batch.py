@@ -1,8 +1,9 @@
 """The batch that data builds, and that model and training use."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ class Batch:
     ids: Tensor  # [R, S] token ids
     positions: Tensor  # [R, S] position of each token within its document
     label_rows: Tensor  # [N] flat index (r * S + s) of each hidden state that predicts a token, or a class
-    targets: Tensor  # [N] the token or the class it must predict, IGNORE where the row only fills up
+    targets: Tensor  # [N] the token, class or number it must predict, IGNORE where the row only fills up, at the end
     lengths: tuple[int, ...]  # tokens of each document, without padding
     num_labels: int  # targets that are not IGNORE
     num_tokens: int  # tokens without padding
@@ -76,6 +77,8 @@ class Batch:
     weights: LossWeights | None = None  # None: each target counts 1
     token_type_ids: Tensor | None = None  # [R, S] of pairs: 1 where the second text is, else 0
     document_of_label: Tensor | None = None  # [N] of a loss over documents; D for a target that only fills up
+    document_values: Tensor | None = None  # [D, K] float64, what such a loss reads of each document: its reference, ...
+    step_mean: Tensor | None = None  # a scalar in float64 that such a loss asks for: one number of the whole step
 
     @property
     def label_weight(self) -> float:
@@ -100,10 +103,9 @@ class Batch:
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors, which are what a device receives."""
-        cu_seqlens = [] if self.documents is None else [self.documents.cu_seqlens]
-        weights = [] if self.weights is None else [self.weights.per_target]
-        more = [each for each in (self.token_type_ids, self.document_of_label) if each is not None]
-        return [self.ids, self.positions, self.label_rows, self.targets, *cu_seqlens, *weights, *more]
+        found: list[Tensor] = []
+        self.map_tensors(lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+        return found
 
     def to(self, device: torch.device) -> "Batch":
         """Copy to `device`; the host does not wait if the tensors are pinned."""
@@ -114,14 +116,11 @@ class Batch:
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         """Apply `change` to every tensor; host values stay."""
-        return replace(
-            self,
-            ids=change(self.ids),
-            positions=change(self.positions),
-            label_rows=change(self.label_rows),
-            targets=change(self.targets),
-            documents=None if self.documents is None else self.documents.map_tensors(change),
-            weights=None if self.weights is None else self.weights.map_tensors(change),
-            token_type_ids=None if self.token_type_ids is None else change(self.token_type_ids),
-            document_of_label=None if self.document_of_label is None else change(self.document_of_label),
-        )
+        changed: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                changed[field.name] = change(value)
+            elif isinstance(value, PackedSequences | LossWeights):
+                changed[field.name] = value.map_tensors(change)
+        return replace(self, **changed)

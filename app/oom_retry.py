@@ -154,7 +154,7 @@ def _of_lines(batch: Batch, first: int, last: int) -> Batch:
 
 def _with_labels(cut: Batch, batch: Batch, documents: tuple[int, int], inside: Tensor, places: Tensor) -> Batch:
     """`places` are those of all labels of the batch within the part."""
-    chosen = inside & (batch.targets != IGNORE)
+    chosen = inside & (torch.arange(len(inside), device=inside.device) < batch.num_labels)
     labels = int(chosen.sum())
     lengths = batch.lengths[slice(*documents)]
     return replace(
@@ -166,6 +166,7 @@ def _with_labels(cut: Batch, batch: Batch, documents: tuple[int, int], inside: T
         num_tokens=sum(lengths),
         weights=_weights(batch, chosen) if labels else None,
         document_of_label=_documents(batch, chosen, documents),
+        document_values=None if batch.document_values is None else batch.document_values[slice(*documents)],
     )
 
 

@@ -130,13 +130,18 @@ class BinShape:
 
 
 def _by_row(batch: Batch, rows: Sequence[tuple[LabelledTokens, ...]], objective: Objective) -> Batch:
-    """Note which documents are of one data row, and where the loss is one over documents, that of each label."""
+    """Note which documents are of one data row, and where the loss is one over documents, that of each label and what
+    stands beside each.
+    """
     if objective.documents_per_row > 1:
         batch = replace(batch, rows=tuple(map(len, rows)))
     if not objective.over_documents:
         return batch
-    labels = [np.full(len(each.at), number) for number, each in enumerate(chain(*rows))]
-    return replace(batch, document_of_label=_joined(labels, if_empty=len(labels)))
+    documents = [*chain(*rows)]
+    labels = [np.full(len(each.at), number) for number, each in enumerate(documents)]
+    values = torch.tensor([each.values for each in documents], dtype=torch.float64)
+    of_label = _joined(labels, if_empty=len(labels))
+    return replace(batch, document_of_label=of_label, document_values=values if values.numel() else None)
 
 
 def collate_padded(rows: Sequence[LabelledTokens], pad_id: int, *, isolate: bool = False) -> Batch:

@@ -25,6 +25,7 @@ class LabelledTokens:
     targets: NDArray[Any]  # ids of tokens or classes, or numbers
     weights: NDArray[np.float32] | None = None  # how much each target counts; None: 1
     second_start: int = -1  # where the second text of a pair begins, for models with token types
+    values: tuple[float, ...] = ()  # what a loss over documents reads of it: its reference log-probability, its side
 
 
 class Objective(Protocol):

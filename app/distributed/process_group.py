@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from app.config.schema import LaunchConfig, ParallelConfig
 from app.distributed.environment import world
@@ -137,6 +137,11 @@ class Runtime:
         if sharding is None:
             return AllReduce(parameters, overlap=overlap)
         return ShardedGradients(parameters, sharding, whole_matrices=whole_matrices)
+
+    def sum_in_place(self, tensor: Tensor) -> None:
+        """Sum a tensor of the device over all processes; the host does not wait."""
+        if self.processes > 1:
+            torch.distributed.all_reduce(tensor)
 
     def seed(self, seed: int) -> None:
         """Seed this process by its rank, so that dropout differs between processes."""

@@ -15,7 +15,7 @@ from app.config.schema import TaskConfig
 if TYPE_CHECKING:
     from app.model.training_model import TrainingModel
 
-RowLosses = Callable[[Tensor, Batch], Tensor]  # from the log-probability of each document, the loss of each data row
+OfDocuments = Callable[[Tensor, Batch], Tensor]  # a function of the log-probability of each document
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,8 @@ class Loss:
     """The loss sum of a batch from its labelled hidden states; `Batch.label_weight` is what a step divides it by."""
 
     of_states: Callable[["TrainingModel", Tensor, Batch], Tensor]
-    of_rows: RowLosses | None = None  # of a loss over documents
+    of_rows: OfDocuments | None = None  # the loss of each data row, where it is one over documents
+    of_step: OfDocuments | None = None  # terms whose mean over a whole step `of_rows` reads as `Batch.step_mean`
 
 
 def _of_tokens(model: "TrainingModel", states: Tensor, batch: Batch) -> Tensor:
@@ -34,12 +35,15 @@ def _of_classes(model: "TrainingModel", states: Tensor, batch: Batch) -> Tensor:
     return F.cross_entropy(model.head(states).float(), batch.targets, ignore_index=IGNORE, reduction="sum")
 
 
-def over_documents(of_rows: RowLosses) -> Loss:
-    """A loss that is any function of the documents' log-probabilities, such as one over pairs of answers."""
-    return Loss(partial(_of_documents, of_rows), of_rows)
+def over_documents(of_rows: OfDocuments, of_step: OfDocuments | None = None) -> Loss:
+    """A loss that is any function of the documents' log-probabilities, such as one over pairs of answers.
+
+    `of_step` gives terms, any number for a batch: to the loss their mean over a whole step is a constant.
+    """
+    return Loss(partial(_of_documents, of_rows), of_rows, of_step)
 
 
-def _of_documents(of_rows: RowLosses, model: "TrainingModel", states: Tensor, batch: Batch) -> Tensor:
+def _of_documents(of_rows: OfDocuments, model: "TrainingModel", states: Tensor, batch: Batch) -> Tensor:
     """By the chain rule its gradient is that of a token loss, each token weighted by the derivative of the loss with
     respect to its document's log-probability: the head runs twice, and no logits are kept.
     """
@@ -47,7 +51,7 @@ def _of_documents(of_rows: RowLosses, model: "TrainingModel", states: Tensor, ba
     losses, _ = model.token_scores(states.detach(), batch.targets)
     sums = log_probabilities(losses, batch).requires_grad_()
     with torch.enable_grad():
-        total = of_rows(sums, batch).sum()
+        total = of_rows(sums, batch).sum() if batch.num_labels else sums.sum()
     (slope,) = torch.autograd.grad(total, sums)
     per_label = torch.cat([-slope, slope.new_zeros(1)])[batch.document_of_label]  # the last is of filling targets
     weighted = model.token_loss_sum(states, batch.targets, per_label.float())

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -145,6 +145,28 @@ def score_rows(model: TrainingModel, batches: Iterable[Batch], runtime: Runtime,
     return total
 
 
+def with_step_mean(model: TrainingModel, batches: Iterable[Batch], runtime: Runtime, depth: int) -> Iterable[Batch]:
+    """Give all batches of a step, or of an evaluation, the mean that their loss asks for, by a pass before the others.
+
+    It is over all processes, and dropout is off: it does not depend on how rows are split.
+    """
+    of_step = model.loss.of_step
+    if of_step is None:
+        return batches
+    batches = [*batches]
+    parts = batches if model.sharding is not None else [each for batch in batches for each in split_batch(batch, depth)]
+    total = torch.zeros(2, dtype=torch.float64, device=runtime.device)  # of the terms, and how many they are
+    with _evaluating(model):
+        for part, (losses, _) in _scored(model, parts, runtime, depth):
+            if part.num_labels:
+                on_device = part.to(runtime.device)
+                terms = of_step(log_probabilities(losses, on_device), on_device)
+                total[0] += terms.sum()
+                total[1] += len(terms)
+    runtime.sum_in_place(total)
+    return [replace(batch, step_mean=total[0] / total[1].clamp(min=1)) for batch in batches]
+
+
 @contextmanager
 def _evaluating(model: TrainingModel) -> Iterator[None]:
     mode = model.training
@@ -177,7 +199,8 @@ def _in_step(
 ) -> _Scored:
     """Make the same number of passes on all ranks: one with fewer batches repeats one, without counting it."""
     parts = [part for batch in batches for part in split_batch(batch, depth)]
-    spare = next(each for each in host_group.collected(parts[0] if parts else None) if each is not None)
+    mine = replace(parts[0], step_mean=None) if parts else None  # on the host alone
+    spare = next(each for each in host_group.collected(mine) if each is not None)
     for part in host_group.in_step(parts):
         found = try_or_none(scores, part or spare)
         if found is None:
@@ -194,6 +217,7 @@ def _of_rows(
     samples, device = list[int](), runtime.device
     own = [torch.zeros(0, counts.num_own, dtype=torch.bool, device=device)]  # which takes the type of those that follow
     known, sums = [np.zeros((3, 0))], [torch.zeros(3, 0, dtype=torch.float64, device=device)]
+    batches = with_step_mean(model, batches, runtime, depth)
     with _evaluating(model):
         for part, (losses, chosen) in _scored(model, batches, runtime, depth):
             batch, number = part.to(device), part.num_labels

@@ -15,6 +15,7 @@ from app.oom_retry import RetryOnRestart, halve, out_of_memory_error, split_batc
 from app.optim.gradient_scaling import LossScale, skips_on_device, squares, step_unless
 from app.optim.optimizer_state import allocate_states, drop_states
 from app.training.optimizer_in_backward import in_backward
+from app.training.scores import with_step_mean
 from app.training.storage_counter import kept_bytes
 
 
@@ -87,6 +88,7 @@ class Stepper:
 
     def _backward(self, batches: Sequence[Batch], weight: float) -> Tensor:
         """Compute the gradient of the loss sum over the weight of all processes; repeat in smaller parts if needed."""
+        batches = [*with_step_mean(self.model, batches, self._runtime, self.depth)]
         self._reduction.begin()
         while True:
             total = try_or_none(self._attempt, batches, weight)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,29 +10,43 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from app.batch import Batch
+from app.batch import IGNORE, Batch
 from app.config.schema import TaskConfig
 from app.data.collate import Layout, Packed, Padded
 from app.data.objectives import LabelledTokens, label_next_tokens
 from app.data.token_dataset import TokenRows
+from app.distributed.gradient_reduction import GradientReduction
 from app.distributed.process_group import Runtime
 from app.model.chunked_loss import linear_head
 from app.model.losses import over_documents
 from app.model.training_model import TrainingModel
 from app.oom_retry import halve, split_batch
-from app.training.scores import counts_of, score_rows
-from tests.model.small import distance, documents_of, lora, outcome, training_model_of
+from app.training.scores import LABELS, LOSS, WEIGHT, counts_of, score, score_rows
+from app.training.train_step import Stepper
+from tests.model.small import distance, documents_of, gradients, lora, outcome, training_model_of
+from tests.scarcity import scarce
 from tests.training.conftest import small_run
 
 LENGTHS = ((9, 5), (12, 12), (4, 11))
 ANSWERS_FROM = 2
+NUMBERS = [0.25, float(IGNORE), -3.5]
 
 
 def preference(sums: Tensor, batch: Batch) -> Tensor:
-    """Of pairs: some function of both answers that is neither linear nor symmetric."""
-    wanted, other = sums[0::2], sums[1::2]
+    """Of pairs: a function of both answers, their references and a mean of the step, neither linear nor symmetric."""
+    assert batch.step_mean is not None
+    gains = gains_of(sums, batch)
     lengths = torch.tensor(batch.lengths, dtype=torch.float64, device=sums.device)
-    return -F.logsigmoid(0.3 * (wanted - other)) - 0.2 * wanted / lengths[0::2]
+    return -F.logsigmoid(0.3 * (gains[0::2] - gains[1::2] - batch.step_mean)) - 0.2 * sums[0::2] / lengths[0::2]
+
+
+def baseline(sums: Tensor, batch: Batch) -> Tensor:
+    return 0.5 * gains_of(sums, batch)[1::2].clamp(min=-30.0)
+
+
+def gains_of(sums: Tensor, batch: Batch) -> Tensor:
+    assert batch.document_values is not None
+    return sums - batch.document_values[:, 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +59,9 @@ class Pairs:
     bidirectional: bool = False
 
     def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabelledTokens, ...]:
-        return tuple(
-            label_next_tokens(each, np.arange(len(each)) >= ANSWERS_FROM)
-            for each in np.split(rows.ids(i), [rows.second_start(i)])
-        )
+        documents = np.split(rows.ids(i), [rows.second_start(i)])
+        labelled = [label_next_tokens(each, np.arange(len(each)) >= ANSWERS_FROM) for each in documents]
+        return tuple(replace(each, values=(-4.0 * len(each.at) - i, i)) for each in labelled)
 
     def shown(self, rows: TokenRows, i: int) -> Any:
         raise NotImplementedError
@@ -75,64 +87,112 @@ LAYOUTS: dict[str, Layout] = {"packed": Packed(64, 0, 12, Pairs()), "padded": Pa
 
 
 def batch_of(layout: str, rows: Sequence[int] = range(3)) -> Batch:
-    return LAYOUTS[layout].batch(ROWS, [np.array(rows)], 8, epoch=0)
+    return LAYOUTS[layout].batch(ROWS, [np.array(rows, np.int64)], 8, epoch=0)
 
 
-def model_of(adapter: Any = None) -> TrainingModel:
-    model = training_model_of("llama", adapter, task=TaskConfig(kind="causal"))
-    model.loss = over_documents(preference)
+def model_of(adapter: Any = None, *, linear: bool = True, recompute: bool = False) -> TrainingModel:
+    model = training_model_of("llama", adapter, task=TaskConfig(kind="causal"), recompute=recompute)
+    model.loss = over_documents(preference, baseline)
+    model.linear = linear_head(model.language_model) if linear else None
     return model
 
 
-def loss_of(model: TrainingModel, parts: Sequence[Batch]) -> Tensor:
-    return torch.stack([model(part)[0] for part in parts]).sum()
-
-
 def formula(model: TrainingModel) -> Tensor:
-    """Each document by itself, all logits, log-probabilities in float64."""
-    sums = []
+    """The loss of each row, of its documents by themselves: all logits, log-probabilities in float64."""
+    found = []
     for i in range(len(LENGTHS)):
         for document in documents_of(LENGTHS[i], seed=i):
             logits = model.language_model(input_ids=document[None], use_cache=False).logits[0]
             scores = logits.double().log_softmax(-1)[ANSWERS_FROM - 1 : -1]
-            sums.append(scores.gather(1, document[ANSWERS_FROM:, None]).sum())
-    whole = batch_of("padded")
-    return preference(torch.stack(sums), whole).sum()
+            found.append(scores.gather(1, document[ANSWERS_FROM:, None]).sum())
+    sums, whole = torch.stack(found), batch_of("padded")
+    return preference(sums, replace(whole, step_mean=baseline(sums.detach(), whole).mean()))
+
+
+def step(
+    model: TrainingModel, batches: Sequence[Batch], runtime: Runtime, reduction: GradientReduction | None = None
+) -> tuple[float, Stepper]:
+    """The mean loss of all rows, by a step that changes no weight."""
+    trained = list(model.trained().values()) if reduction is None else reduction.stepped
+    optimizer = torch.optim.SGD(trained, lr=0.0)
+    stepper = Stepper(model, optimizer, runtime, clip=0.0, fp16=False, reduction=reduction)
+    result = stepper.run(batches, 0.0)
+    assert result.weight == len(LENGTHS)
+    return result.mean(runtime.host_group.totals([float(result.loss_sum)])[0]), stepper
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("linear", [True, False])
+@pytest.mark.parametrize(("linear", "recompute"), [(True, False), (False, False), (True, True)])
 @pytest.mark.parametrize("adapter", [None, lora()], ids=["full", "lora"])
-def test_loss_over_documents_equals_its_formula(layout: str, linear: bool, adapter: Any) -> None:
-    model = model_of(adapter)
-    model.linear = linear_head(model.language_model) if linear else None
-    loss, found = outcome(model, lambda: formula(model))
+def test_loss_over_documents_equals_its_formula(
+    layout: str, linear: bool, recompute: bool, adapter: Any, runtime: Runtime
+) -> None:
+    model = model_of(adapter, linear=linear, recompute=recompute)
+    loss, expected = outcome(model, lambda: formula(model).mean())
     batch = batch_of(layout)
-    assert batch.label_weight == 3.0
-    for parts in ([batch], split_batch(batch, 1), split_batch(batch, 5)):
-        summed = outcome(model, partial(loss_of, model, parts))
-        assert summed[0] == pytest.approx(loss, rel=1e-6)
-        assert distance(summed[1], found) <= 2e-6
-        assert sum(part.label_weight for part in parts) == 3.0
+    for parts in ([batch], split_batch(batch, 1), [batch_of(layout, rows) for rows in ((2,), (), (0, 1))]):
+        found, _ = step(model, parts, runtime)
+        assert found == pytest.approx(loss, rel=1e-6)
+        assert distance(gradients(model), expected) <= 2e-6
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loss_over_documents_out_of_memory_stays_its_formula(layout: str, runtime: Runtime) -> None:
+    """Both passes are repeated in parts: the one for the mean of the step, and that with the gradient."""
+    model = model_of()
+    loss, expected = outcome(model, lambda: formula(model).mean())
+    with scarce("forward", tokens=35) as memory:
+        found, stepper = step(model, [batch_of(layout)], runtime)
+    assert memory.times > stepper.depth >= 1
+    assert found == pytest.approx(loss, rel=1e-6)
+    assert distance(gradients(model), expected) <= 2e-6
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_halve_never_parts_a_row(layout: str) -> None:
-    parts = split_batch(batch_of(layout), 5)
+    whole = batch_of(layout)
+    parts = split_batch(whole, 5)
     assert [part.lengths for part in parts] == list(LENGTHS)
     assert [halve(part) for part in parts] == [[], [], []]
     for part in parts:
+        assert part.label_weight == 1.0
         assert part.document_of_label is not None
         assert part.document_of_label.unique().tolist() == [0, 1]
+    values = [part.document_values for part in parts if part.document_values is not None]
+    assert whole.document_values is not None
+    assert torch.equal(torch.cat(values), whole.document_values)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_are_scored_by_their_loss(layout: str, runtime: Runtime) -> None:
-    model = model_of()
-    losses = [outcome(model, batch_of(layout, [i]))[0] for i in range(3)]
-    batch = batch_of(layout)
-    whole = LAYOUTS[layout].batch(ROWS, [np.array([2, 0, 1])], 8, epoch=0)
-    sums = score_rows(model, [replace(whole, samples=(2, 0, 1))], runtime, 3, counts_of(small_run()))
-    assert sums[:, 0].tolist() == pytest.approx(losses, rel=1e-6)
-    assert sums[:, 5].tolist() == [1.0, 1.0, 1.0]
-    assert sums[:, 1].sum() == batch.num_labels
+    model, counts = model_of(), counts_of(small_run())
+    losses = formula(model).tolist()
+    batches = [replace(batch_of(layout, rows), samples=rows) for rows in ((2, 0), (1,))]
+    sums = score_rows(model, batches, runtime, 3, counts)
+    assert sums[:, LOSS].tolist() == pytest.approx(losses, rel=1e-6)
+    assert sums[:, WEIGHT].tolist() == [1.0, 1.0, 1.0]
+    assert sums[:, LABELS].sum() == batch_of(layout).num_labels
+    assert score(model, batches, runtime, counts)["eval_loss"] == pytest.approx(sum(losses) / 3, rel=1e-6)
+
+
+@dataclass(frozen=True, slots=True)
+class Regression:
+    """The last token is to give a number."""
+
+    documents_per_row: ClassVar[int] = 1
+    over_documents: ClassVar[bool] = False
+    marked: ClassVar[str] = "to be predicted"
+    bidirectional: bool = False
+
+    def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabelledTokens, ...]:
+        ids = rows.ids(i)
+        return (LabelledTokens(ids, np.array([len(ids) - 1]), np.array([NUMBERS[i]], np.float32)),)
+
+    def shown(self, rows: TokenRows, i: int) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("layout", [Packed(64, 0, 24, Regression()), Padded(3, 0, Regression())], ids=LAYOUTS)
+def test_numbers_as_targets_survive_halving(layout: Layout) -> None:
+    parts = split_batch(layout.batch(ROWS, [np.arange(3)], 8, epoch=0), 5)
+    assert torch.cat([part.targets for part in parts]).tolist() == NUMBERS
