@@ -36,6 +36,17 @@ def refuse(problems: Iterable[str]) -> None:
         raise ConfigError(found)
 
 
+def gist(fault: BaseException) -> str:
+    """Another library's error in a line, for a message of ours; a compiler's begins with a place in its source."""
+    message = getattr(fault, "error_message", None) or fault
+    return " ".join(str(message).split())[:300] or type(fault).__name__
+
+
+def first_line(fault: BaseException) -> str:
+    """The first line of an error's text."""
+    return str(fault).strip().partition("\n")[0]
+
+
 class PromptTooLong(ConfigError):  # noqa: N818 (a conversation goes on after it)
     """A prompt with more tokens than the model has positions."""
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from app.errors import EnvironmentProblem
 
-MANIFEST = "manifest.json"
+CHECKSUMS = "manifest.json"
 # what keeps a file from growing: the cause, and the remedy
 _FULL_DISKS = {
     errno.ENOSPC: ("the disk is full", "Free disk space"),
@@ -48,7 +48,9 @@ def report_write_errors(target: Path, errors: Container[int] | None = None) -> I
 
 
 def _explanation(error: OSError, target: Path) -> str:
-    newest = _newest_checkpoint(target)
+    # of the run that the target, a checkpoint or another file, belongs to
+    saves = checkpoints_in(target.parent) or checkpoints_in(target.parent / "checkpoints")
+    newest = saves[-1] if saves else None
     full = _FULL_DISKS.get(error.errno or 0)
     if full is None:
         way_on = f". What was saved before is intact: resume={newest} goes on with it" if newest else ""
@@ -80,11 +82,6 @@ def is_disk_full(fault: BaseException) -> bool:
     """Whether a file could not grow."""
     error = os_error_of(fault)
     return error is not None and error.errno in _FULL_DISKS
-
-
-def _newest_checkpoint(target: Path) -> Path | None:
-    """The newest one of the run that `target`, a checkpoint or another file, belongs to."""
-    return next(reversed(checkpoints_in(target.parent) or checkpoints_in(target.parent / "checkpoints")), None)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -204,13 +201,13 @@ def verify_checksums(folder: Path, read: Iterable[str] = ()) -> str | None:
     Each file that a pattern of `read` finds must have a checksum; others may lie beside them.
     """
     try:
-        hashes = read_json(folder / MANIFEST)
+        hashes = read_json(folder / CHECKSUMS)
     except FileNotFoundError:
-        return f"{MANIFEST} is missing"
+        return f"{CHECKSUMS} is missing"
     except (OSError, ValueError):
-        return f"{MANIFEST} cannot be read"
+        return f"{CHECKSUMS} cannot be read"
     if not isinstance(hashes, dict):
-        return f"{MANIFEST} cannot be read"
+        return f"{CHECKSUMS} cannot be read"
     for name, expected in hashes.items():
         file = folder / name
         is_there = os.path.isfile(file)  # noqa: PTH113 (Path.is_file raises for a name that is too long)
@@ -219,8 +216,8 @@ def verify_checksums(folder: Path, read: Iterable[str] = ()) -> str | None:
         if sha256(file) != expected:
             return f"{name} is not what was written"
     found = {str(file.relative_to(folder)) for pattern in read for file in folder.glob(pattern)}
-    unknown = min(found - {*hashes, MANIFEST}, default=None)
-    return None if unknown is None else f"{unknown} is not in {MANIFEST}"
+    unknown = min(found - {*hashes, CHECKSUMS}, default=None)
+    return None if unknown is None else f"{unknown} is not in {CHECKSUMS}"
 
 
 def delete_folder(folder: Path) -> str | None:
@@ -254,7 +251,7 @@ def fsync_all(folder: Path) -> None:
 
 def _write_checksums(folder: Path) -> None:
     hashes = {str(file.relative_to(folder)): sha256(file) for file in files_in(folder)}
-    (folder / MANIFEST).write_text(json.dumps(hashes, indent=1))
+    (folder / CHECKSUMS).write_text(json.dumps(hashes, indent=1))
     fsync_all(folder)
 
 

@@ -74,7 +74,9 @@ def halve(batch: Batch) -> list[Batch]:
     """Split between data rows: two halves, one part without padding where there is one row, or none."""
     count = len(batch.documents_of_rows)
     if count > 1:
-        cut = _middle(batch)
+        tokens = list(accumulate(batch.lengths))
+        sums = [tokens[end - 1] for end in accumulate(batch.documents_of_rows)]
+        cut = 1 + min(range(count - 1), key=lambda i: abs(2 * sums[i] - sums[-1]))  # about half of the tokens
         return [_part(batch, 0, cut), _part(batch, cut, count)]
     if count == 1 and sum(batch.lengths) < batch.ids.numel() and max(batch.lengths) < batch.ids.shape[1]:
         return [_part(batch, 0, 1)]
@@ -101,13 +103,6 @@ def require_halves(part: Batch) -> list[Batch]:
     return smaller
 
 
-def _middle(batch: Batch) -> int:
-    """The number of data rows that have about half of the tokens."""
-    tokens = list(accumulate(batch.lengths))
-    sums = [tokens[end - 1] for end in accumulate(batch.documents_of_rows)]
-    return 1 + min(range(len(sums) - 1), key=lambda i: abs(2 * sums[i] - sums[-1]))
-
-
 def _part(batch: Batch, first: int, last: int) -> Batch:
     """The data rows from `first` up to `last`, exclusive."""
     ends = list(accumulate(batch.documents_of_rows, initial=0))
@@ -117,12 +112,10 @@ def _part(batch: Batch, first: int, last: int) -> Batch:
 
 
 def _of_one_line(batch: Batch, first: int, last: int) -> Batch:
-    begin = batch.starts[first]
-    end = begin + sum(batch.lengths[first:last])
+    begin, lengths, whole = batch.starts[first], batch.lengths[first:last], batch.documents
+    end = begin + sum(lengths)
     columns = slice(begin, end)
     inside = (batch.label_rows >= begin) & (batch.label_rows < end)
-    whole = batch.documents
-    lengths = batch.lengths[first:last]
     cut = replace(
         batch,
         ids=batch.ids[:, columns],
@@ -156,7 +149,14 @@ def _with_labels(cut: Batch, batch: Batch, documents: tuple[int, int], inside: T
     """`places` are those of all labels of the batch within the part."""
     chosen = inside & (torch.arange(len(inside), device=inside.device) < batch.num_labels)
     labels = int(chosen.sum())
-    lengths = batch.lengths[slice(*documents)]
+    first, last = documents
+    lengths = batch.lengths[first:last]
+    weights, document_of_label = batch.weights, batch.document_of_label
+    if weights is not None:
+        each = weights.per_target[chosen]
+        weights = LossWeights(each, float(each.sum(dtype=torch.float64)))
+    if document_of_label is not None:
+        document_of_label = document_of_label[chosen] - first if labels else torch.full((1,), last - first)
     return replace(
         cut,
         label_rows=places[chosen] if labels else torch.zeros(1, dtype=batch.label_rows.dtype),
@@ -164,22 +164,7 @@ def _with_labels(cut: Batch, batch: Batch, documents: tuple[int, int], inside: T
         lengths=lengths,
         num_labels=labels,
         num_tokens=sum(lengths),
-        weights=_weights(batch, chosen) if labels else None,
-        document_of_label=_documents(batch, chosen, documents),
-        document_values=None if batch.document_values is None else batch.document_values[slice(*documents)],
+        weights=weights if labels else None,
+        document_of_label=document_of_label,
+        document_values=None if batch.document_values is None else batch.document_values[first:last],
     )
-
-
-def _documents(batch: Batch, chosen: Tensor, documents: tuple[int, int]) -> Tensor | None:
-    if batch.document_of_label is None:
-        return None
-    first, last = documents
-    found = batch.document_of_label[chosen] - first
-    return found if len(found) else torch.full((1,), last - first)
-
-
-def _weights(batch: Batch, chosen: Tensor) -> LossWeights | None:
-    if batch.weights is None:
-        return None
-    each = batch.weights.per_target[chosen]
-    return LossWeights(each, float(each.sum(dtype=torch.float64)))

@@ -35,7 +35,8 @@ def redact(value: Any) -> Any:
 
 def redact_text(text: str) -> str:
     """Replace secrets of the environment, and texts that look like tokens or passwords."""
-    for secret in _environment_secrets():
+    values = {value for name, value in os.environ.items() if _is_secret(name) and len(value) >= _MIN_SECRET_LENGTH}
+    for secret in sorted(values, key=len, reverse=True):  # so that no part of a longer one remains
         text = text.replace(secret, MASK)
     for shape, replacement in _SHAPES:
         text = shape.sub(replacement, text)
@@ -58,9 +59,3 @@ def _redact_value(name: str, value: Any) -> Any:
 
 def _is_secret(name: str) -> bool:
     return bool(_SECRET_NAME.search(name)) and not _HARMLESS_NAME.search(name)
-
-
-def _environment_secrets() -> list[str]:
-    """Secret values of the environment, the longest first, so that no part of one remains."""
-    values = {value for name, value in os.environ.items() if _is_secret(name) and len(value) >= _MIN_SECRET_LENGTH}
-    return sorted(values, key=len, reverse=True)

@@ -1,4 +1,4 @@
-"""Being asked to stop: finish the step, save, and end with a code that says what to do; before there are steps, end."""
+"""Signals that stop a run: finish the step, save, and end with a code that says what to do; before any step, end."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ class Stopped(SystemExit):
 
 @dataclass(slots=True)
 class StopRequest:
-    """`exit_code` is set as soon as somebody asks."""
+    """`exit_code` is set by the first signal."""
 
     exit_code: int | None = None
 
@@ -43,18 +43,15 @@ def stop_signals() -> list[signal.Signals]:
 
 
 @contextmanager
-def ending_on_signals(*, speaks: bool) -> Iterator[None]:
-    """Signals raise `Stopped`, where nothing is `listening`; Ctrl-C stays Python's.
-
-    Asked again, the program must not end on the way with another code.
-    """
+def ending_on_signals(*, answers_signal: bool) -> Iterator[None]:
+    """Signals raise `Stopped`, where nothing is `listening`; Ctrl-C stays Python's. Later ones are ignored."""
     asked: list[int] = []
 
     def end(number: int, _frame: FrameType | None) -> NoReturn:
         asked.append(number)
         for each in numbers:
             signal.signal(each, signal.SIG_IGN)
-        if speaks:
+        if answers_signal:
             os.write(2, NOTHING_TO_SAVE.encode())
         raise Stopped(number)
 
@@ -70,17 +67,18 @@ def ending_on_signals(*, speaks: bool) -> Iterator[None]:
 
 
 @contextmanager
-def listening(*, speaks: bool = False) -> Iterator[StopRequest]:
-    """Signals set the request; a second Ctrl-C stops at once. A step may be long: who `speaks` answers the first.
+def listening(*, answers_signal: bool = False) -> Iterator[StopRequest]:
+    """Signals set the request; a second Ctrl-C stops at once.
 
-    Later signals are ignored: a launcher may forward the same one several times, and ends what fails by one.
+    `answers_signal`: write a line at the first Ctrl-C, because a step may be long. Later signals are
+    ignored: a launcher may forward the same one several times, and ends what fails by one.
     """
     request = StopRequest()
 
     def note(number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT and request.exit_code is not None:
             raise KeyboardInterrupt
-        if number == signal.SIGINT and speaks:
+        if number == signal.SIGINT and answers_signal:
             os.write(2, HEARD.encode())  # no stream: the signal may have come while one was being written
         request.exit_code = CODES[signal.Signals(number)]
 

@@ -92,7 +92,7 @@ def _check_parts(run: RunConfig) -> None:
 def train_under_hydra(config: DictConfig) -> float | None:
     """Train; returns the objective, as sweepers that drive Hydra expect it."""
     try:
-        with reporting_crashes(), ending_on_signals(speaks=world().is_first):
+        with reporting_crashes(), ending_on_signals(answers_signal=world().is_first):
             run = load_run(config)
             code = train(run, _resume_hint(run))
     except AppError as problem:  # Hydra would print a line of its own before the message
@@ -124,7 +124,7 @@ def main() -> None:
     use_expandable_segments()
     try:
         require_platform()
-        with reporting_crashes(), ending_on_signals(speaks=world().is_first):
+        with reporting_crashes(), ending_on_signals(answers_signal=world().is_first):
             _dispatch(sys.argv[1:])
     except AppError as problem:
         _exit_with(problem)

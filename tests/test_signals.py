@@ -41,18 +41,18 @@ def test_a_signal_ends_who_has_nothing_to_save_and_once_it_has_no_other_does(
     number: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    with ending_on_signals(speaks=True), listening() as request:
+    with ending_on_signals(answers_signal=True), listening() as request:
         os.kill(os.getpid(), number)
     assert request.exit_code == 75
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    with pytest.raises(SystemExit) as ended, ending_on_signals(speaks=True), library():
+    with pytest.raises(SystemExit) as ended, ending_on_signals(answers_signal=True), library():
         os.kill(os.getpid(), number)
     assert (ended.value.code, capfd.readouterr().err) == (75, NOTHING_TO_SAVE)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_a_second_ctrl_c_does_not_wait(capfd: pytest.CaptureFixture[str]) -> None:
-    with listening(speaks=True) as request:
+    with listening(answers_signal=True) as request:
         os.kill(os.getpid(), signal.SIGINT)
         assert request.exit_code == 130
         assert capfd.readouterr().err == HEARD

@@ -1,5 +1,6 @@
 """Configuration of a finished run, with the changes that app.evaluate, app.export and app.reproduce allow."""
 
+import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -112,7 +113,9 @@ class EvaluateConfig(_FinishedRun):
 
 def evaluate_config(arguments: Sequence[str], read_choices: ReadChoices) -> EvaluateConfig:
     """Read the command line of app.evaluate."""
-    changes = read_changes([_as_list(text) for text in arguments], EvaluateConfig, EVALUATE_ALLOWED, _EVALUATE_WHY_NOT)
+    # a list, because `harness=a,b` would be a sweep
+    overrides = [re.sub(r"^harness=([^\[\"'].*)", r"harness=[\1]", text, flags=re.DOTALL) for text in arguments]
+    changes = read_changes(overrides, EvaluateConfig, EVALUATE_ALLOWED, _EVALUATE_WHY_NOT)
     folder = finished_folder(changes.get("run"))
     run = _with_recorded_precision(folder, read_choices)
     over = {**_NOT_FOR_A_FINISHED_RUN, "output_dir": str(folder), "model.tokenizer": str(folder / "final")}
@@ -124,12 +127,6 @@ def evaluate_config(arguments: Sequence[str], read_choices: ReadChoices) -> Eval
     config = validated(data, EvaluateConfig)
     refuse(_evaluate_problems(config, changes))
     return config
-
-
-def _as_list(text: str) -> str:
-    """`harness=[a,b]` for `harness=a,b`, which would be a sweep."""
-    key, _, value = text.partition("=")
-    return f"{key}=[{value}]" if key == "harness" and value and value[0] not in "[\"'" else text
 
 
 def _harness_problems(changes: Changes) -> Iterator[str]:

@@ -311,7 +311,9 @@ def _plain(config: DictConfig) -> dict[str, Any]:
         return _as_dict(config, resolve=True)
     except OmegaConfBaseException as fault:
         # a misspelt key is often why another one cannot be looked up
-        raise ConfigError(_problems_besides_lookups(config) or _lookup_problem(fault)) from fault
+        reason = _one_line(fault).partition(" full_key:")[0].rpartition("while resolving interpolation: ")[2].strip('"')
+        lookup = f"{fault.full_key}: {reason}." if fault.full_key else f"{reason}."
+        raise ConfigError(_problems_besides_lookups(config) or lookup) from fault
 
 
 def _problems_besides_lookups(config: DictConfig) -> list[str]:
@@ -320,11 +322,6 @@ def _problems_besides_lookups(config: DictConfig) -> list[str]:
     except ConfigError as wrong:
         return [problem for problem in wrong.problems if "=${" not in problem]
     return []
-
-
-def _lookup_problem(fault: OmegaConfBaseException) -> str:
-    reason = _one_line(fault).partition(" full_key:")[0].rpartition("while resolving interpolation: ")[2].strip('"')
-    return f"{fault.full_key}: {reason}." if fault.full_key else f"{reason}."
 
 
 def _as_dict(config: DictConfig, *, resolve: bool) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from app.config.dataset import key_of, sources_of
 from app.config.schema import DatasetConfig
 from app.data.readers import PACKED_FILES, READERS, TEXT_FILES, extension, open_file, read_file
 from app.data.split_files import files_of_splits
-from app.data.types import Located, printable
-from app.errors import DataError, EnvironmentProblem
+from app.data.types import Located, escaped
+from app.errors import DataError, EnvironmentProblem, first_line
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SAVED_FILES = ("state.json", "dataset_info.json")  # as `save_to_disk` writes one split
@@ -80,11 +80,11 @@ class HubRows:
         try:
             loaded = datasets.load_dataset(self.name, self.hub_config, split=self.split, revision=self.revision)
         except (hub.HTTPError, OSError) as error:
-            cause = f"{reason}, and it is not in the local cache" if reason else _first_line(error)
+            cause = f"{reason}, and it is not in the local cache" if reason else first_line(error)
             raise self._problem(cause) from error
         except (ValueError, datasets.exceptions.DatasetsError) as error:  # lists the splits or configurations
             given = f"{self.key}={self.name} dataset.split={self.split} dataset.hub_config={self.hub_config}"
-            raise DataError(f"{given}: {_first_line(error)}") from error
+            raise DataError(f"{given}: {first_line(error)}") from error
         finally:
             datasets.config.HF_HUB_OFFLINE = was_offline
         if reason and self.revision and not any(self.revision in f["filename"] for f in loaded.cache_files):
@@ -108,7 +108,7 @@ class HubRows:
         except hub.OfflineModeIsEnabled:
             return "offline (HF_HUB_OFFLINE is set)"
         except (hub.HTTPError, OSError) as error:  # errors of the transport are no OSError in every version
-            return f"the hub cannot be reached ({_first_line(error)})"
+            return f"the hub cannot be reached ({first_line(error)})"
         return ""
 
     def _problem(self, cause: str) -> EnvironmentProblem:
@@ -140,7 +140,7 @@ class SavedRows:
         try:
             loaded = datasets.load_from_disk(str(self.folder))
         except (OSError, ValueError) as error:
-            raise DataError(f"{self.key}={self.name}: cannot be read: {_first_line(error)}") from error
+            raise DataError(f"{self.key}={self.name}: cannot be read: {first_line(error)}") from error
         shown = self.name
         if isinstance(loaded, datasets.DatasetDict):
             if self.split not in loaded:
@@ -230,7 +230,7 @@ def _open(path: str, key: str, config: DatasetConfig, split: str | None) -> Sour
     if place.is_dir():
         return _folder(path, place, key, config, split)
     if place.is_file():
-        return FileRows(path, key, ((_readable(place, key), printable(place.name)),))
+        return FileRows(path, key, ((_readable(place, key), escaped(place.name)),))
     if place.exists():
         raise DataError(
             f"{key}={path}: is a device or a pipe, and rows are read more than once; write them to a file: cat {path}"
@@ -273,7 +273,7 @@ def _is_hidden(name: Path) -> bool:
 
 
 def _with_names(files: Iterable[Path], root: Path) -> tuple[tuple[Path, str], ...]:
-    return tuple((file, printable(file.relative_to(root).as_posix())) for file in files)
+    return tuple((file, escaped(file.relative_to(root).as_posix())) for file in files)
 
 
 def _folder(path: str, place: Path, key: str, config: DatasetConfig, split: str | None) -> FileRows:
@@ -287,7 +287,9 @@ def _folder(path: str, place: Path, key: str, config: DatasetConfig, split: str 
         raise DataError(
             f"{key}={path}: holds text files and tables; choose with a pattern, such as {key}='{path}/*.txt'"
         )
-    chosen = [file for file in tables or known if not _is_unpacked_beside(file)]
+    # a packed file that lies unpacked beside it is left out
+    packed = {each for each in known if each.suffix.lower() in PACKED_FILES and each.with_suffix("").is_file()}
+    chosen = [file for file in tables or known if file not in packed]
     splits = {} if split is None else files_of_splits(f"{key}={path}", place, config.hub_config, chosen)
     if split is None or not splits:
         return FileRows(path, key, _with_names(chosen, place), _left_out(files, chosen, place))
@@ -308,11 +310,6 @@ def _left_out(files: Iterable[Path], read: Iterable[Path], root: Path) -> tuple[
     return tuple(name for _, name in _with_names(others, root))
 
 
-def _is_unpacked_beside(file: Path) -> bool:
-    """Whether it is packed, and the same file lies beside it unpacked."""
-    return file.suffix.lower() in PACKED_FILES and file.with_suffix("").is_file()
-
-
 def _missing(path: str, place: Path, key: str) -> str:
     message = f"{key}={path}: no such file or folder"
     if not place.is_absolute():
@@ -328,7 +325,3 @@ def _missing(path: str, place: Path, key: str) -> str:
 
 def _sha256(*parts: Any) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

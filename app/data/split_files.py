@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.errors import DataError
+from app.errors import DataError, first_line
 
 
 def files_of_splits(named: str, place: Path, hub_config: str | None, files: Sequence[Path]) -> dict[str, list[Path]]:
@@ -26,8 +26,7 @@ def files_of_splits(named: str, place: Path, hub_config: str | None, files: Sequ
     except EmptyDatasetError:
         return {}
     except (FileNotFoundError, ValueError, yaml.YAMLError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise DataError(f"{named}: README.md or file names do not tell its splits: {reason}") from error
+        raise DataError(f"{named}: README.md or file names do not tell its splits: {first_line(error)}") from error
     known = {str(root / file.relative_to(place)): file for file in files}
     splits = {str(name): [known[each] for each in sorted(set(paths)) if each in known] for name, paths in found.items()}
     splits = {name: paths for name, paths in splits.items() if paths}

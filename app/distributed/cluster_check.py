@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from app.distributed.environment import World
-from app.errors import EnvironmentProblem
+from app.errors import EnvironmentProblem, first_line
 
 Facts = Mapping[str, Any]
 
@@ -138,11 +138,10 @@ def _reporting_unreachable(here: World) -> Iterator[None]:
     try:
         yield
     except RuntimeError as fault:
-        cause = str(fault).strip().splitlines()[0]
         raise Unreachable(
             f"rendezvous={_address()}: process {here.rank} of {here.size} on {socket.gethostname()} did not reach "
-            f"the others ({cause}). Open the ports between the machines, or name the network that they share with "
-            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."
+            f"the others ({first_line(fault)}). Open the ports between the machines, or name the network that they "
+            "share with GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."
         ) from fault
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.config.did_you_mean import did_you_mean
 from app.distributed.environment import world
-from app.errors import ConfigError, EnvironmentProblem
+from app.errors import ConfigError, EnvironmentProblem, gist
 from app.tracking.formatting import align_columns
 
 if TYPE_CHECKING:
@@ -76,8 +76,6 @@ def require_harness(tasks: Sequence[str]) -> None:
 def prepare_harness(tasks: Sequence[str], limit: int | None, *, chat: bool) -> Harness:
     """Check that every task is known and fetch its rows, before weights are loaded."""
     from lm_eval.tasks import TaskManager
-
-    from app.model.source import gist
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = TaskManager()

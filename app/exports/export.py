@@ -16,7 +16,7 @@ from app.errors import CheckpointError, EnvironmentProblem
 from app.evaluation.run import Evaluation
 from app.exports.folder import REPORT, atomic_export, existing_parent, hashes_of, write_json_unflushed
 from app.exports.verify import Reference, Reloaded, Verification, by_transformers, reference_of, verify
-from app.files import MANIFEST, read_json, verify_checksums
+from app.files import CHECKSUMS, read_json, verify_checksums
 from app.model.build import DTYPES, ModelSections, base_path
 from app.model.merge import EXPORTED, Merge, fully_trained_weights, merged_config, plan_merge, read_lora_deltas
 from app.model.quantization import missing_hardware, quantization_after_training
@@ -29,7 +29,7 @@ from app.tracking.recorder import read_result
 from app.training.final_model import loading_of
 
 _ADAPTER = "adapter_config.json"
-_NOT_COPIED = {MANIFEST, CARD, REPORT}
+_NOT_COPIED = {CHECKSUMS, CARD, REPORT}
 _OF_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "adapter_*")
 _WITH_WEIGHTS = ("generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
 # Relative difference of logits computed twice in fp32 by kernels that add in another order.
@@ -54,7 +54,7 @@ class Export(ABC):
     @property
     def own_files(self) -> dict[str, Path]:
         """What the run itself made and vouches for, but for its card."""
-        names = read_json(self.final / MANIFEST).keys() - _NOT_COPIED
+        names = read_json(self.final / CHECKSUMS).keys() - _NOT_COPIED
         return {each.name: each for each in sorted(self.final.glob("*")) if each.name in names}
 
     @cached_property
@@ -105,7 +105,7 @@ class AdapterExport(Export):
 
     @cached_property
     def copied(self) -> dict[str, Path]:
-        base = [file for file in (self.config.folder / "base").glob("*") if file.is_file() and file.name != MANIFEST]
+        base = [file for file in (self.config.folder / "base").glob("*") if file.is_file() and file.name != CHECKSUMS]
         return self.own_files | {f"base/{file.name}": file for file in base}
 
     def write(self, folder: Path) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from app.config.load import compose_run
+from app.config.overrides import key_of
 from app.config.quantizations import QUANTIZATION_KINDS
 from app.config.schema import RunConfig
 from app.errors import ConfigError
@@ -28,7 +29,7 @@ class Candidate:
     @property
     def keys(self) -> set[str]:
         """Keys and groups that the overrides set."""
-        return {_key(override) for override in self.overrides}
+        return {key_of(override) for override in self.overrides}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ class Suggestions:
     def run(self, chosen: Sequence[Candidate]) -> RunConfig | None:
         """Configuration with candidates applied; None if they conflict with the command line."""
         keys = {key for candidate in chosen for key in candidate.keys}
-        kept = [override for override in self._given if _key(override) not in keys]
+        kept = [override for override in self._given if key_of(override) not in keys]
         overrides = [*kept, *_overrides(chosen)]
         try:
             return random_if_missing(compose_run(overrides), overrides)
@@ -126,10 +127,6 @@ def _cost(each: Suggestion) -> tuple[int, float, int]:
 
 def _overrides(chosen: Sequence[Candidate]) -> list[str]:
     return [override for candidate in chosen for override in candidate.overrides]
-
-
-def _key(override: str) -> str:
-    return override.lstrip("+").partition("=")[0]
 
 
 def candidates(run: RunConfig) -> list[Candidate]:

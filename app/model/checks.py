@@ -17,13 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from app.batch import IGNORE, Batch, PackedSequences
-from app.errors import EnvironmentProblem
+from app.errors import EnvironmentProblem, gist
 from app.model.attention import NAME, own_attention, plain_packed, register_kernel
 from app.model.chunked_loss import LinearHead, linear_head, token_loss_sum
 from app.model.comparison import Comparison, max_difference, max_or_nan
 from app.model.head import head_parameters
 from app.model.kernels import autocast_dtype, uses_kernels
-from app.model.source import gist
 from app.model.training_model import TrainingModel
 
 _MAX_DOCUMENTS = 4  # of a classification, compared one by one

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 
 from app.batch import Batch
 from app.config.schema import CompileConfig
-from app.errors import ConfigError, EnvironmentProblem, TrainingError
+from app.errors import ConfigError, EnvironmentProblem, TrainingError, gist
 from app.model.activation_checkpointing import repeated_layers
 from app.model.comparison import Comparison, max_or_nan
-from app.model.source import gist
 
 BACKEND = "inductor"  # tests take one that makes graphs and no code
 _ALLOWED_FP32 = 1e-4  # of the gradient's norm

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from app.errors import EnvironmentProblem
+from app.errors import EnvironmentProblem, gist
 from app.model.comparison import Comparison, max_difference
 from app.model.kernels import autocast_dtype, can_run
 from app.model.operations import COSTS, OperationCost, Size
-from app.model.source import gist
 
 Rounded = tuple[Tensor, Tensor]  # rows [n, k] in e4m3, and the scale of each [n, 1]
 

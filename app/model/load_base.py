@@ -17,20 +17,12 @@ import torch
 from app.config.did_you_mean import did_you_mean
 from app.config.schema import ModelConfig
 from app.config.tasks import Task
-from app.errors import ConfigError, EnvironmentProblem
+from app.errors import ConfigError, EnvironmentProblem, gist
 from app.model.base_weights import Base, LoadOptions, can_be_filled, random_tensors, tensors_in_files
 from app.model.head import in_backbone
 from app.model.quantization import Quantizer, other_linear_layers
 from app.model.safetensors_files import stored_tensors
-from app.model.source import (
-    REMOTE_CODE,
-    fetch_folder,
-    folder_at_hand,
-    gist,
-    local_place,
-    require_config,
-    require_weights,
-)
+from app.model.source import REMOTE_CODE, fetch_folder, folder_at_hand, local_place, require_config, require_weights
 from app.model.supported_models import require_kind, require_structure
 from app.model.tasks import configured, model_class
 

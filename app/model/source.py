@@ -93,12 +93,6 @@ def local_place(path: str) -> Path:
     return Path(locate(path)).expanduser()
 
 
-def gist(fault: BaseException) -> str:
-    """Another library's error in a line, for a message of ours; a compiler's begins with a place in its source."""
-    message = getattr(fault, "error_message", None) or fault
-    return " ".join(str(message).split())[:300] or type(fault).__name__
-
-
 def require_weights(folder: Path, path: str) -> None:
     """Refuse a folder that transformers could not load from safetensors, before it tries."""
     require_config(folder, path)

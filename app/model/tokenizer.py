@@ -10,8 +10,8 @@ from app.assets import template_names, template_text
 from app.chat_rendering import ConversationRefused, render_chat
 from app.config.did_you_mean import did_you_mean, nearest
 from app.config.schema import ModelConfig
-from app.errors import ConfigError, EnvironmentProblem, refuse
-from app.model.source import REMOTE_CODE, fetch_folder, gist
+from app.errors import ConfigError, EnvironmentProblem, gist, refuse
+from app.model.source import REMOTE_CODE, fetch_folder
 
 _SHIPPED = "asset:tiny"
 

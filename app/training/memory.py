@@ -7,7 +7,7 @@ from typing import Any
 from app.batch import Batch
 from app.config.schema import RunConfig
 from app.distributed.process_group import Runtime
-from app.errors import ConfigError
+from app.errors import ConfigError, first_line
 from app.tracking.formatting import format_bytes
 from app.training.choices import Choices
 from app.training.storage_counter import StorageCounter, kept_tensors
@@ -46,8 +46,7 @@ class Forecast:
         except ConfigError as reason:
             return cls(None, str(reason))
         except Exception as fault:  # noqa: BLE001  whatever a kind does in a trace, the run does not depend on it
-            first = str(fault).strip().partition("\n")[0][:200]
-            return cls(None, f"no plan for this model ({type(fault).__name__}: {first})")
+            return cls(None, f"no plan for this model ({type(fault).__name__}: {first_line(fault)[:200]})")
         return cls(predicted, f"{format_bytes(predicted.bytes)} planned for tensors, the most in: {predicted.where}")
 
     def rows(self) -> list[tuple[str, str]]:

@@ -67,7 +67,7 @@ def train_in(
     checkpoints = Checkpoints(folder.checkpoints, run.checkpoint, identity, resolved.stored_choices())
     progress = restore_progress(resolved, checkpoints, stepper)
     with (
-        listening(speaks=world().is_first) as request,
+        listening(answers_signal=world().is_first) as request,
         _opened(folder, resolved, console, progress.step if resolved.checkpoint else -1) as recorder,
         _split_depth_noted(checkpoints),
     ):
