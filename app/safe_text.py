@@ -53,6 +53,11 @@ def safe_text(text: str) -> str:
     return printable(redact_text(text))
 
 
+def many(number: int, noun: str) -> str:
+    """A count with its noun."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def _redact_value(name: str, value: Any) -> Any:
     return MASK if isinstance(value, str) and value and _is_secret(name) else redact(value)
 

@@ -6,9 +6,9 @@ rendering of a pattern of roles with holes for the contents: trained spans are f
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 from app.assets import template_names, template_text
@@ -138,7 +138,8 @@ def render_conversation(conversation: Conversation, tokenizer: Tokenizer) -> Ren
         return RenderedConversation(tokenizer, messages, *rest)
     unwritten: int | None = None
     refusal: RowProblem | None = None
-    for spelt in _spellings(messages):
+    for as_text, absent in product((False, True), repeat=2):
+        spelt = [_spelt(message, as_text, absent) for message in messages]
         rendered = RenderedConversation(tokenizer, spelt, *rest)
         try:
             missing = next((index for index in calling if not _writes_calls(rendered, index)), None)
@@ -156,25 +157,17 @@ def render_conversation(conversation: Conversation, tokenizer: Tokenizer) -> Ren
     )
 
 
-def _spellings(messages: list[Message]) -> Iterator[list[Message]]:
-    """Templates want arguments as an object or as JSON text, and an empty content there or absent."""
-    for as_text in (False, True):
-        for absent in (False, True):
-            yield [_spelt(m, as_text, absent) if "tool_calls" in m else m for m in messages]
-
-
 def _spelt(message: Message, as_text: bool, absent: bool) -> Message:
+    """Templates want arguments as an object or as JSON text, and an empty content there or absent."""
+    if "tool_calls" not in message:
+        return message
     kept = {key: value for key, value in message.items() if value or key != "content" or not absent}
-    calls = [
-        {**call, "function": {**call["function"], "arguments": _arguments(call, as_text)}}
-        for call in message["tool_calls"]
-    ]
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = call["function"]["arguments"]
+        arguments = json.dumps(arguments, ensure_ascii=False) if as_text else arguments
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
     return {**kept, "tool_calls": calls}
-
-
-def _arguments(call: Message, as_text: bool) -> Any:
-    given = call["function"]["arguments"]
-    return json.dumps(given, ensure_ascii=False) if as_text else given
 
 
 def _writes_calls(rendered: RenderedConversation, index: int) -> bool:
@@ -202,7 +195,11 @@ class Skeleton:
         found = list(_HOLE.finditer(text))
         borders = [0, *(edge for hole in found for edge in hole.span()), len(text)]
         literals = list(pairwise(borders))[::2]
-        edges = [_edge(at, literals) for span in spans for at in span]
+        edges = [
+            next(((n, at - first) for n, (first, end) in enumerate(literals) if first <= at <= end), None)
+            for span in spans
+            for at in span
+        ]
         holes = [(ord(hole[2]) - _FIRST_NUMBER, _STRIPS[bool(hole[1]), bool(hole[3])]) for hole in found]
         known = [edge for edge in edges if edge is not None]
         if len(known) < len(edges):
@@ -226,7 +223,3 @@ def placeholders(roles: Sequence[str]) -> list[Message]:
         {"role": role, "content": f"{_LEFT}{_OPEN}{chr(_FIRST_NUMBER + at)}{_SHUT}{_RIGHT}"}
         for at, role in enumerate(roles)
     ]
-
-
-def _edge(at: int, literals: Sequence[Span]) -> tuple[int, int] | None:
-    return next(((n, at - first) for n, (first, end) in enumerate(literals) if first <= at <= end), None)

@@ -84,7 +84,7 @@ def known_sets(
 
 def suggestion(config: DatasetConfig, key: str, rows: Sequence[Row], formats: Sequence[str], least: float) -> str:
     """What to type to read these rows; empty where no name says which column asks or answers."""
-    paths = [path for path in _text_paths(rows[0]) if _share(rows, path) >= least]
+    paths = [path for path in _text_paths(rows[0]) if sum(_has_text(row, path) for row in rows) / len(rows) >= least]
     starred = next((path.partition(EVERY_ELEMENT)[0] for path in paths if EVERY_ELEMENT in path), "")
     paths = [path for path in paths if EVERY_ELEMENT not in path or path.partition(EVERY_ELEMENT)[0] == starred]
     if "labelled_text" in formats:
@@ -114,7 +114,8 @@ def suggestion(config: DatasetConfig, key: str, rows: Sequence[Row], formats: Se
 
 
 def _for_labels(config: DatasetConfig, key: str, rows: Sequence[Row], texts: Sequence[str]) -> str:
-    text = max(texts, key=lambda path: _num_chars(rows, path), default="")
+    columns = {path: path.partition(EVERY_ELEMENT)[0] for path in texts}
+    text = max(texts, key=lambda path: sum(len(str(value(row, columns[path]))) for row in rows), default="")
     others = [name for name, found in rows[0].items() if isinstance(found, str | int) and name != text]
     label = next((name for name in others if name not in _ABOUT_A_ROW), "")
     if not text or not label:
@@ -150,15 +151,6 @@ def _has_text(row: Row, path: str, *, may_be_null: bool = False) -> bool:
         parts = [value({"*": each}, f"*{inner}") for each in found] if isinstance(found, list) else []
         return bool(parts) and all(isinstance(part, str) for part in parts)
     return isinstance(found, str) or (may_be_null and found is None)
-
-
-def _share(rows: Sequence[Row], path: str) -> float:
-    return sum(_has_text(row, path) for row in rows) / len(rows)
-
-
-def _num_chars(rows: Sequence[Row], path: str) -> int:
-    head, _, _ = path.partition(EVERY_ELEMENT)
-    return sum(len(str(value(row, head))) for row in rows)
 
 
 def _is_prose(rows: Sequence[Row], path: str) -> bool:

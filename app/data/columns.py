@@ -104,17 +104,17 @@ def wanted_rows(rows: Iterator[Located], config: DatasetConfig, names: Collectio
     Each is repeated for every element of the list that the fields `names` of `dataset.columns` go through, if any do.
     """
     if config.leave_out:
-        rows = ((location, _without(row, config.leave_out)) for location, row in rows)
+        without = config.leave_out
+        rows = (
+            (location, row if isinstance(row, Broken) else {k: found for k, found in row.items() if k not in without})
+            for location, row in rows
+        )
     given = (getattr(config.columns, name) for name in names)
     paths = [path for path in given if path is not None and EVERY_ELEMENT in path]
     if not paths:
         return rows
     (column,) = {path.partition(EVERY_ELEMENT)[0] for path in paths}  # config.rules lets no second one pass
     return (part for location, row in rows for part in _elements(location, row, column))
-
-
-def _without(row: Row | Broken, names: Collection[str]) -> Row | Broken:
-    return row if isinstance(row, Broken) else {name: found for name, found in row.items() if name not in names}
 
 
 def _elements(location: str, row: Row | Broken, column: str) -> Iterator[Located]:

@@ -7,8 +7,9 @@ from typing import Any
 
 from app.config.schema import DatasetConfig
 from app.data.sources import Source
-from app.data.types import printable
+from app.data.types import escaped
 from app.data.unread_columns import unread_problems
+from app.safe_text import many
 
 MAX_PLACES = 20
 _MAX_REASONS = 20
@@ -172,7 +173,7 @@ def in_words(names: Sequence[str]) -> str:
 
 def count_name(counts: dict[str, int], name: str, number: int = 1) -> None:
     """Count a column or key; what has too many names is counted together."""
-    shown = printable(name) if name in counts or len(counts) < _MAX_UNREAD_NAMES else "others"
+    shown = escaped(name) if name in counts or len(counts) < _MAX_UNREAD_NAMES else "others"
     counts[shown] = counts.get(shown, 0) + number
 
 
@@ -223,11 +224,6 @@ def _template_lines(c: Counts) -> Iterator[str]:
     if c.endless:
         ends = f"in {many(c.endless, 'sample')} no special token ends the answer"
         yield f"{ends}: the model will not learn to stop"
-
-
-def many(number: int, noun: str) -> str:
-    """A count with its noun."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _first(names: list[str]) -> str:
@@ -297,14 +293,10 @@ def _too_long(config: DatasetConfig, source: Source, counts: Counts, positions: 
 
 def bad_row_problems(counts: Counts) -> list[str]:
     """Each reason once, with its first row and the number of others; empty if no row is bad."""
-    problems = [
-        f"{counts.bad_first[reason]}{_more(rows - 1)}: {reason}"
-        for reason, rows in list(counts.bad_by_reason.items())[:_MAX_SHOWN_PROBLEMS]
-    ]
+    problems = []
+    for reason, rows in list(counts.bad_by_reason.items())[:_MAX_SHOWN_PROBLEMS]:
+        more = f" and {rows - 1:,} more row{'s' * (rows > 2)}" if rows > 1 else ""
+        problems.append(f"{counts.bad_first[reason]}{more}: {reason}")
     if problems:
         problems[-1] += " (dataset.on_bad_row=skip leaves bad rows out)"
     return problems
-
-
-def _more(rows: int) -> str:
-    return f" and {rows:,} more row{'s' * (rows > 1)}" if rows else ""

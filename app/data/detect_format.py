@@ -10,14 +10,14 @@ from app.config.row_formats import ROW_FORMATS
 from app.config.schema import Columns, DatasetConfig
 from app.data.column_sets import known_sets, suggestion
 from app.data.columns import ABSENT, command, has, typed, value, wanted_rows
+from app.data.data_report import in_words
 from app.data.sources import Source, eval_source, train_source
-from app.data.types import Broken, Row, kind_of, printable
+from app.data.types import Broken, Row, escaped, kind_of
 from app.data.unsupported_rows import unsupported_column
 from app.errors import DataError
 
 INSPECTED_ROWS = 200
 _MIN_FITTING_SHARE = 0.9  # of the inspected rows; a bad row is reported when it is read
-_MAX_SHOWN_NAMES = 12
 _NEW_LINE = "\n    "
 
 _LABEL = "label"  # the field that need not hold text
@@ -87,28 +87,24 @@ def _detect(config: DatasetConfig, source: Source, key: str, formats: Sequence[s
     named = f"{source.key}={source.name}"
     rows = _first_rows(named, wanted_rows(source.rows(), config, [each.name for each in fields(Columns)]))
     formats = [fmt for fmt in ROW_FORMATS if fmt in formats]
-    _refuse_unsupported(named, rows, config, formats)
+    # media and preference data are refused; a few such rows are reported when they are read
+    problems = [each for row in rows if (each := unsupported_column(row, formats[0], config.columns, config))]
+    if len(problems) > (1 - _MIN_FITTING_SHARE) * len(rows):
+        raise DataError(f"{named}: in {len(problems)} of the first {len(rows)} rows, {problems[0]}")
     fitting = _fitting(rows, config.columns, formats) or [
         _Candidate(each.format, read, fits, each.columns)
         for each, read, fits in known_sets(rows, config.columns, formats, _MIN_FITTING_SHARE)
     ]
     if not fitting:
-        raise DataError(_NEW_LINE.join(map(printable, _unknown(named, key, rows, config, formats))))
+        raise DataError(_NEW_LINE.join(map(escaped, _unknown(named, key, rows, config, formats))))
     if len(fitting) > 1:
         begin = f"{named}: {key}.format=auto finds {len(fitting)} ways to read these rows. Type the one you mean:"
         words = [command(each.format, each.renamed, config, key) for each in fitting]
-        ways = [printable(f"{way}   ({each.reason(len(rows))})") for way, each in zip(words, fitting, strict=True)]
+        ways = [escaped(f"{way}   ({each.reason(len(rows))})") for way, each in zip(words, fitting, strict=True)]
         raise DataError(_NEW_LINE.join([begin, *ways]))
     [found] = fitting
     columns = replace(config.columns, **found.renamed)
     return replace(config, format=found.format, columns=columns), _note(found, key, rows, columns)
-
-
-def _refuse_unsupported(named: str, rows: Sequence[Row], config: DatasetConfig, formats: Sequence[str]) -> None:
-    """DataError for media and preference data; a few such rows are reported when they are read."""
-    problems = [each for row in rows if (each := unsupported_column(row, formats[0], config.columns, config))]
-    if len(problems) > (1 - _MIN_FITTING_SHARE) * len(rows):
-        raise DataError(f"{named}: in {len(problems)} of the first {len(rows)} rows, {problems[0]}")
 
 
 def _first_rows(named: str, found: Iterator[tuple[str, Row | Broken]]) -> list[Row]:
@@ -135,16 +131,11 @@ def _candidates(rows: Sequence[Row], columns: Columns, formats: Sequence[str]) -
         names = tuple(getattr(columns, field) for field in shape.needs)
         there = dict(zip(shape.needs, names, strict=True))
         fits = sum(all(_fits(fmt, value(row, name), field) for field, name in there.items()) for row in rows)
-        usual = _Candidate(fmt, names, fits)
-        yield usual
-        if ROW_FORMATS[fmt].any_column and usual.fits < _MIN_FITTING_SHARE * len(rows):
-            yield from _renamed(rows, fmt, shape.needs[0], usual.columns[0])
-
-
-def _renamed(rows: Sequence[Row], fmt: str, field: str, usual: str) -> Iterator[_Candidate]:
-    for name in _names(rows):
-        if name != usual:
-            yield _Candidate(fmt, (name,), sum(_fits(fmt, row.get(name)) for row in rows), {field: name})
+        yield _Candidate(fmt, names, fits)
+        if shape.any_column and fits < _MIN_FITTING_SHARE * len(rows):
+            for name in (name for name in _names(rows) if name != names[0]):
+                fits = sum(_fits(fmt, row.get(name)) for row in rows)
+                yield _Candidate(fmt, (name,), fits, {shape.needs[0]: name})
 
 
 def _fits(fmt: str, found: Any, field: str = "") -> bool:
@@ -166,15 +157,15 @@ def _is_message(keys: Sequence[str], each: Any) -> bool:
 def _note(found: _Candidate, key: str, rows: Sequence[Row], columns: Columns) -> str:
     given = [name for field in ROW_FORMATS[found.format].may if (name := getattr(columns, field))]
     may = [name for name in given if name not in found.columns and any(has(row, name) for row in rows)]
-    also = f"; also read: {_listed(may)}" if may else ""
+    also = f"; also read: {in_words(may)}" if may else ""
     words = typed(key, found.format, found.renamed)
-    return printable(f"{key}.format=auto: taken as {words}, because {found.reason(len(rows))}{also}")
+    return escaped(f"{key}.format=auto: taken as {words}, because {found.reason(len(rows))}{also}")
 
 
 def _unknown(named: str, key: str, rows: Sequence[Row], config: DatasetConfig, formats: Sequence[str]) -> list[str]:
     """Say which columns there are, what the formats lack that they nearly have, and what to type."""
-    shown = [f"{name} ({_kind(rows, name)})" for name in _names(rows)]
-    found = _listed(shown) or "none"
+    held = {name: next((row[name] for row in rows if row.get(name) is not None), None) for name in _names(rows)}
+    found = in_words([f"{name} ({kind_of(inner)})" for name, inner in held.items()]) or "none"
     begin = f"{named}: {key}.format=auto knows no format for these rows; columns found: {found}"
     wants = [_missing(fmt, key, rows, config.columns) for fmt in formats]
     chosen = "dataset=FORMAT" if key == "dataset" and not config.mix else f"{key}.format=FORMAT"
@@ -198,12 +189,3 @@ def _missing(fmt: str, key: str, rows: Sequence[Row], columns: Columns) -> str:
 
 def _names(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(str(name) for row in rows for name in row))
-
-
-def _kind(rows: Sequence[Row], name: str) -> str:
-    return kind_of(next((row[name] for row in rows if row.get(name) is not None), None))
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_SHOWN_NAMES} more" if len(names) > _MAX_SHOWN_NAMES else ""
-    return ", ".join(names[:_MAX_SHOWN_NAMES]) + more

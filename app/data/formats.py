@@ -109,7 +109,9 @@ def read_row(row: Row, fmt: str, columns: Columns) -> Content:
     """Read one row; RowProblem says what is wrong with it."""
     if problem := unsupported_column(row, fmt, columns):
         raise RowProblem(problem)
-    for field in _expected(fmt, columns):
+    # with those that the config gave a name of its own
+    given = [field for field in ROW_FORMATS[fmt].may if getattr(columns, field) not in (None, field)]
+    for field in (*ROW_FORMATS[fmt].needs, *given):
         if not has(row, getattr(columns, field)):
             raise RowProblem(_wrong_columns(row, field, fmt, columns))
     content = READERS[fmt](row, columns)
@@ -131,12 +133,6 @@ def empty_parts(row: Row, content: Content, fmt: str, columns: Columns) -> Itera
 def fields_of(fmt: str) -> tuple[str, ...]:
     """The fields of `dataset.columns` that a format reads."""
     return (*ROW_FORMATS[fmt].needs, *ROW_FORMATS[fmt].may)
-
-
-def _expected(fmt: str, columns: Columns) -> list[str]:
-    """Fields that must be there: those needed, and those that the config gave a name of its own."""
-    given = [field for field in ROW_FORMATS[fmt].may if getattr(columns, field) not in (None, field)]
-    return [*ROW_FORMATS[fmt].needs, *given]
 
 
 def _wrong_columns(row: Row, field: str, fmt: str, columns: Columns) -> str:

@@ -47,13 +47,20 @@ class Loader:
     def batches(self, step: int) -> list[Batch]:
         """The micro-batches of this process at `step`, counted from 0 over all epochs."""
         units, chosen = self._chosen(step)
-        work = [_attention_work(self._rows.lengths[unit]) for unit in chosen]
+        # attention is quadratic in each row; all else costs the same for equal bins
+        work = [int(np.square(self._rows.lengths[unit], dtype=np.int64).sum()) for unit in chosen]
         hardest_first = [chosen[i] for i in np.argsort([-n for n in work], kind="stable")]
-        parts = _even_parts(hardest_first, self._split.micro_batches * self._split.processes)
-        return [
-            self._layout.batch(self._rows, part, units.max_documents, step // self.steps_per_epoch)
-            for part in _parts_of_rank(parts, self._split)
-        ]
+        # consecutive parts, the larger by at most one unit first; some are empty in the last step of an epoch
+        processes, rank = self._split.processes, self._split.rank
+        count = self._split.micro_batches * processes
+        size, more = divmod(len(chosen), count)
+        bounds = [size * i + min(i, more) for i in range(count + 1)]
+        parts = [hardest_first[start:end] for start, end in pairwise(bounds)]
+        # one part of each round; every second round goes backwards, which evens out the work of the processes
+        rounds = [parts[start : start + processes] for start in range(0, count, processes)]
+        own = [part[rank if at % 2 == 0 else -1 - rank] for at, part in enumerate(rounds)]
+        epoch = step // self.steps_per_epoch
+        return [self._layout.batch(self._rows, part, units.max_documents, epoch) for part in own]
 
     def largest(self) -> Batch:
         """The micro-batch with the most labels, or of the longest rows, that an epoch can have."""
@@ -111,21 +118,3 @@ def _crowded(rows: TokenRows, layout: Layout, units: Units) -> Batch:
     counts = np.diff(units.starts, append=len(units.order))
     most = np.argsort(-counts, kind="stable")[: layout.units_per_batch]
     return layout.batch(rows, [units[int(i)] for i in most], units.max_documents, epoch=0)
-
-
-def _attention_work(lengths: NDArray[np.int32]) -> int:
-    """Cost of attention, quadratic in each row; all else costs the same for equal bins."""
-    return int(np.square(lengths, dtype=np.int64).sum())
-
-
-def _parts_of_rank(parts: list[list[Unit]], split: StepSplit) -> list[list[Unit]]:
-    """The parts of one process, hardest first; every second round goes backwards, which evens out the work."""
-    rounds = [parts[start : start + split.processes] for start in range(0, len(parts), split.processes)]
-    return [part[split.rank if at % 2 == 0 else -1 - split.rank] for at, part in enumerate(rounds)]
-
-
-def _even_parts(chosen: list[Unit], parts: int) -> list[list[Unit]]:
-    """Consecutive parts, the larger by at most one unit first; some are empty in the last step of an epoch."""
-    size, more = divmod(len(chosen), parts)
-    bounds = [size * i + min(i, more) for i in range(parts + 1)]
-    return [chosen[start:end] for start, end in pairwise(bounds)]

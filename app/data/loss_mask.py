@@ -6,10 +6,9 @@ asks for that turn, is what the model must learn.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import Any
 
 from app.data.chat_template import (
     THOUGHT_KEYS,
@@ -49,10 +48,6 @@ class _Turn:
     span: Span
     weight: float
 
-    def is_prefix_of(self, whole: str) -> bool:
-        """Whether `whole` has the turn with all before it; what follows the end of the turn does not matter."""
-        return whole.startswith(self.text[: self.span[1]])
-
 
 class Renderer:
     """Applies one chat template under one `dataset.train_on`.
@@ -64,7 +59,9 @@ class Renderer:
     def __init__(self, tokenizer: Tokenizer, train_on: str, on_unstable: str) -> None:
         self._tokenizer = tokenizer
         self._eos = str(tokenizer.special_tokens_map.get("eos_token", ""))
-        self._special = _any_of(tokenizer.special_tokens_map)
+        named = [[tokens] if isinstance(tokens, str) else tokens for tokens in tokenizer.special_tokens_map.values()]
+        special = [re.escape(str(token)) for tokens in named for token in tokens if str(token).strip()]
+        self._special = re.compile("|".join(special) or r"(?!)")  # which matches nothing
         self._train_on = train_on
         self._on_unstable = on_unstable
         self._skeletons: dict[_Pattern, Skeleton | None] = {}
@@ -72,7 +69,9 @@ class Renderer:
 
     def render(self, content: Content) -> RenderedRow:
         if isinstance(content, Document):
-            return RenderedRow([self._document(content)])
+            assert self._train_on in ("auto", "completion", "all"), self._train_on
+            start = 0 if self._train_on == "all" else content.completion_start
+            return RenderedRow([RenderedText(content.text, ((start, len(content.text)),), raw=True)])
         if isinstance(content, Example):
             return RenderedRow([RenderedText(content.text, (), raw=True, label=content.label, second=content.second)])
         marked = sum(self._special.search(message["content"]) is not None for message in content.messages)
@@ -89,8 +88,9 @@ class Renderer:
         Equal text is not enough: where an answer is blank, or begins with what asks for it, only prefixes tell. So
         blank messages have no skeleton, nor has a pattern where an answer is not all that follows its prompt.
         """
-        is_plain = content.tools is None and not content.options and all(map(_is_plain, rendered.messages))
-        if self._train_on == "all" or not is_plain:
+        if self._train_on == "all" or content.tools is not None or content.options:
+            return None
+        if any(m.keys() != {"role", "content"} or not m["content"].strip() for m in rendered.messages):
             return None
         whole = rendered.whole
         pattern = tuple(message["role"] for message in rendered.messages), tuple(self._trained(content))
@@ -123,17 +123,12 @@ class Renderer:
         turns = [self._turn(rendered, index, content.weights.get(index, 1.0)) for index in indices]
         messages = [rendered.messages[index] for index in indices]
         cut = sum(not _is_whole(message, turn.text) for message, turn in zip(messages, turns, strict=True))
-        if all(turn.is_prefix_of(whole) for turn in turns):
+        if all(whole.startswith(turn.text[: turn.span[1]]) for turn in turns):  # what follows a turn does not matter
             spans = [(turn.span, turn.weight) for turn in turns]
             return RenderedRow([_with_spans(whole, spans)], unseen=unseen, shortened=cut)
         kept = turns if self._on_unstable == "expand" else turns[-1:]
         samples = [_with_spans(turn.text, [(turn.span, turn.weight)]) for turn in kept]
         return RenderedRow(samples, unstable=True, unseen=unseen, shortened=cut)
-
-    def _document(self, document: Document) -> RenderedText:
-        assert self._train_on in ("auto", "completion", "all"), self._train_on
-        start = 0 if self._train_on == "all" else document.completion_start
-        return RenderedText(document.text, ((start, len(document.text)),), raw=True)
 
     def _trained(self, content: Conversation) -> list[int]:
         """The indices of the messages that are trained."""
@@ -182,11 +177,6 @@ class Renderer:
         return shorter if has_end and rendered.whole.startswith(shorter) else through
 
 
-def _is_plain(message: Message) -> bool:
-    """Whether a message has a role, a content that is not blank, and nothing else."""
-    return message.keys() == {"role", "content"} and bool(message["content"].strip())
-
-
 def _only_adds(rendered: RenderedConversation, index: int, span: Span) -> bool:
     """Whether an answer is all that follows its prompt, without an empty thought, and stays in later prefixes."""
     through, prompt = rendered.prefix(index + 1), rendered.prefix(index, ask=True)
@@ -194,13 +184,6 @@ def _only_adds(rendered: RenderedConversation, index: int, span: Span) -> bool:
         return False
     thought = _EMPTY_THOUGHT.fullmatch(rendered.answer_head(index)[len(prompt) :])
     return span[0] == len(prompt) and thought is None and _is_whole(rendered.messages[index], through)
-
-
-def _any_of(special: Mapping[str, Any]) -> re.Pattern[str]:
-    """A pattern of the text of any special token; it matches nothing where there is none."""
-    named = [[tokens] if isinstance(tokens, str) else tokens for tokens in special.values()]
-    texts = [re.escape(str(token)) for tokens in named for token in tokens if str(token).strip()]
-    return re.compile("|".join(texts) or r"(?!)")
 
 
 def _start(rendered: RenderedConversation, index: int, through: str) -> int | None:

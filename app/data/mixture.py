@@ -63,10 +63,11 @@ class Pool:
         if "" in self.counts:  # a single source, which is no mix
             return self.rows, {}
         drawn = [times(self.rows, self.rows_of(n), weight) for n, weight in enumerate(self.weights)]
-        shares = {
-            name: _share(weight, self.rows.select(self.rows_of(number)), self.rows.select(drawn[number]))
-            for number, (name, weight) in enumerate(zip(self.counts, self.weights, strict=True))
-        }
+        shares = {}
+        for number, (name, weight) in enumerate(zip(self.counts, self.weights, strict=True)):
+            rows = self.rows.select(drawn[number])
+            tokens = int(rows.lengths.sum(dtype=np.int64))
+            shares[name] = SourceShare(weight, len(self.rows_of(number)), len(rows), tokens, rows.num_trained)
         return self.rows.select(np.concatenate(drawn)), shares
 
     def total(self) -> Counts:
@@ -118,8 +119,3 @@ def _together(name: str, values: Sequence[Any]) -> Any:
         return merged
     texts = [value for value in values if value]
     return " + ".join(texts) if name == "source" else next(iter(texts), "")
-
-
-def _share(weight: float, rows: TokenRows, drawn: TokenRows) -> SourceShare:
-    tokens = int(drawn.lengths.sum(dtype=np.int64))
-    return SourceShare(weight, len(rows), len(drawn), tokens, drawn.num_trained)

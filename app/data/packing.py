@@ -161,7 +161,10 @@ def _exchanges(
     lengths: Indices, bins: Indices, left: Indices, max_left: Indices, random: np.random.Generator
 ) -> tuple[Indices, Indices]:
     """Pairs of positions to exchange; a bin is in one pair at most, so that all can be exchanged at once."""
-    here, there = random.permutation(_similar_pairs(lengths, 2 * float(left.mean()) + 1, random)).T
+    # rows of a pair differ by at most about `spread` tokens, which bins can take
+    spread = 2 * float(left.mean()) + 1
+    near = np.argsort(lengths + random.random(len(lengths)) * spread)
+    here, there = random.permutation(near[: len(near) // 2 * 2].reshape(-1, 2)).T
     longer = lengths[there] - lengths[here]
     left_here, left_there = left[bins[here]] - longer, left[bins[there]] + longer
     fits = (bins[here] != bins[there]) & (left_here >= 0) & (left_there >= 0)
@@ -173,9 +176,3 @@ def _exchanges(
     np.minimum.at(first, bins[there], number)
     alone = (first[bins[here]] == number) & (first[bins[there]] == number)
     return here[alone], there[alone]
-
-
-def _similar_pairs(lengths: Indices, spread: float, random: np.random.Generator) -> Indices:
-    """Pairs of positions whose rows differ by at most about `spread` tokens, which bins can take."""
-    near = np.argsort(lengths + random.random(len(lengths)) * spread)
-    return near[: len(near) // 2 * 2].reshape(-1, 2)

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from app.data.types import Broken, Located, kind_of, printable
+from app.data.types import Broken, Located, escaped, kind_of
 from app.errors import DataError, EnvironmentProblem
 
 TEXT_FILES = (".txt", ".md")
@@ -230,7 +230,7 @@ def _read_csv(stream: io.BufferedReader, name: str, delimiter: str) -> Iterator[
             try:
                 fields = next(reader, None)
             except csv.Error as error:
-                reason = printable(str(error))
+                reason = escaped(str(error))
                 raise DataError(
                     f"{location}: cannot be read as CSV: {reason}; a field with quotes stands in quotes that are"
                     " closed, and each quote inside it is written as two"
@@ -291,7 +291,7 @@ def _read_table(stream: BinaryIO, name: str, batches: Callable[[BinaryIO], Itera
                 yield f"{name} row {row}", record
                 row += 1
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # damaged pages are an OSError
-        reason = printable(str(error))
+        reason = escaped(str(error))
         raise DataError(f"{name}: cannot be read as a table, from row {row} on: {reason}") from error
 
 

@@ -73,7 +73,9 @@ class Encoder:
             raise ConfigError("model.tokenizer: it changes text before its fast backend sees it; not supported")
         inside = _as_ids(tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"])
         framed = _as_ids(tokenizer("a", add_special_tokens=True, verbose=False)["input_ids"])
-        start = _find(framed, inside)
+        starts = range(len(framed) - len(inside) + 1)
+        found = (at for at in starts if np.array_equal(framed[at : at + len(inside)], inside))
+        start = next(found, 0)  # 0 if special tokens changed the rest too
         self._opening, after = framed[:start], framed[start + len(inside) :]
         # an encoder's tokenizer has no end-of-text token, but closes what it frames
         self._closing = after if tokenizer.eos_token_id is None else _as_ids([tokenizer.eos_token_id])
@@ -171,13 +173,6 @@ def _second_start(types: Sequence[int]) -> int:
 
 def _as_ids(values: Sequence[int]) -> Ids:
     return np.asarray(values, np.int32)
-
-
-def _find(framed: Ids, inside: Ids) -> int:
-    """Where `inside` begins in `framed`; 0 if special tokens changed the rest too."""
-    width = len(inside)
-    starts = range(len(framed) - width + 1)
-    return next((at for at in starts if np.array_equal(framed[at : at + width], inside)), 0)
 
 
 def _is_long(text: RenderedText) -> bool:

@@ -19,7 +19,7 @@ class Broken:
 Located = tuple[str, Row | Broken]  # the source location ("train.jsonl:17") and what is there
 
 
-def printable(text: str) -> str:
+def escaped(text: str) -> str:
     """Escape control characters and lone surrogates: text of a row goes into messages and onto terminals."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
@@ -47,7 +47,7 @@ class RowProblem(Exception):  # noqa: N818 (caught where the location is known; 
     """One row that cannot be trained on; the message says why, the catcher says where."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(printable(reason))
+        super().__init__(escaped(reason))
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,12 +29,10 @@ def is_missed(config: DatasetConfig, name: str, found: Any, samples: Sequence[Re
         return config.format not in WITHOUT_ANSWERS and not isinstance(found, bool) and found in _JUDGEMENTS
     if name == "history" and is_history(found):
         return True
-    return is_prose(found, name) and not any(_has(sample.text, found) for sample in samples)
-
-
-def _has(sample: str, text: str) -> bool:
-    """Whether a sample has the text, white space aside."""
-    return text.strip() in sample or " ".join(text.split()) in " ".join(sample.split())
+    if not is_prose(found, name):
+        return False
+    words = " ".join(found.split())
+    return not any(found.strip() in each.text or words in " ".join(each.text.split()) for each in samples)
 
 
 def unread_problems(config: DatasetConfig, key: str, counts: "Counts") -> Iterator[str]:

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from app.config.dataset import trains_answers
 from app.data import length_statistics
 from app.data.column_names import INPUTS
-from app.data.data_report import MAX_DROPPED_SHARE, MAX_EVAL_FRACTION, MIN_EVAL_ROWS, eval_remedy, many
+from app.data.data_report import MAX_DROPPED_SHARE, MAX_EVAL_FRACTION, MIN_EVAL_ROWS, eval_remedy
 from app.data.overflow import policy_for
 from app.data.sources import train_source
 from app.model.source import positions_text
+from app.safe_text import many
 from app.training.data_check import DataCheck
 
 KEPT_SHARE = 0.99  # of the samples that an advised max_length keeps whole

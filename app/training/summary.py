@@ -11,13 +11,13 @@ from app.config.commands import python
 from app.config.dataset import formats_of, has_chats
 from app.config.metrics import SHARES
 from app.config.schema import RunConfig
-from app.data.data_report import many
 from app.data.packing import least_bins
 from app.data.prepare import Data, prepare
 from app.distributed.process_group import default_device, machine_notes
 from app.model.source import base_fingerprint, fetch_folder
 from app.model.tokenizer import load_tokenizer, tokenizer_hash
 from app.optim import requirements
+from app.safe_text import many
 from app.tracking.formatting import format_bytes
 from app.tracking.output_dir import RunFolder
 from app.training import memory_in_use
