@@ -55,7 +55,9 @@ def check_cluster(here: World, versions: Mapping[str, str]) -> dict[str, Any]:
     device = _device(here.local_rank)
     collectives: list[dict[str, Any]] = []
     with _reporting_unreachable(here):
-        store = _rendezvous_store(here)
+        meeting, _, _ = next(rendezvous("env://", here.rank, here.size, timeout=CONNECT_TIMEOUT))
+        meeting.set_timeout(CONNECT_TIMEOUT)
+        store = dist.PrefixStore("cluster_check", meeting)  # type: ignore[attr-defined]
         ranks = _exchange(store, here, _facts_of(here, versions, device))
         stops = stops_of(ranks)
         if not stops:
@@ -147,12 +149,6 @@ def _reporting_unreachable(here: World) -> Iterator[None]:
 
 def _address() -> str:
     return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-
-
-def _rendezvous_store(here: World) -> Any:
-    store, _, _ = next(rendezvous("env://", here.rank, here.size, timeout=CONNECT_TIMEOUT))
-    store.set_timeout(CONNECT_TIMEOUT)
-    return dist.PrefixStore("cluster_check", store)  # type: ignore[attr-defined]
 
 
 def _exchange(store: Any, here: World, facts: Facts) -> list[dict[str, Any]]:

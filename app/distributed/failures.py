@@ -83,20 +83,16 @@ def quiet_connections() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
-def _has_met() -> bool:
-    """Whether the processes depend on each other by now: before, each fails of a cause of its own."""
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.distributed.is_initialized()
-
-
 def _fail(code: int, text: str) -> NoReturn:
     """End at once: an orderly end would wait for peers that may never come."""
-    rank, has_met = world().rank, _has_met()
+    torch = sys.modules.get("torch")
+    # before the processes have met, each fails of a cause of its own
+    rank, has_met = world().rank, torch is not None and torch.distributed.is_initialized()
     if _SEEN:
         os._exit(_SEEN[0].code)
     flag = FailureFlag(rank)
     first = flag.raise_first(code, text, has_met=has_met)
-    if text and (first is None or not (has_met or first.has_text(text))):
+    if text and (first is None or not (has_met or first.text_hash == _hash(text))):
         report_failure(rank, code, text)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -120,9 +116,6 @@ class _Raised:
 
     def __str__(self) -> str:
         return f"{self.code} {self.rank} {self.text_hash}"
-
-    def has_text(self, text: str) -> bool:
-        return self.text_hash == _hash(text)
 
 
 def _hash(text: str) -> str:
@@ -172,7 +165,7 @@ class FailureFlag:
         while self._hosted.add(f"{self._key}/read", 0) < world().size and time.monotonic() < end:
             time.sleep(POLL_SECONDS / 5)
 
-    def let_down(self) -> None:
+    def stop_watching(self) -> None:
         """Stop watching, before an orderly end."""
         _ENDING.set()
 
@@ -253,13 +246,8 @@ class Failure:
     text: str = ""
 
     @property
-    def was_killed(self) -> bool:
-        """By a signal that the elastic agent does not send."""
-        return self.code < 0 and self.code != -signal.SIGTERM
-
-    @property
     def exit_code(self) -> int:
-        """As shells count: 128 and the signal."""
+        """128 + signal number for a killed process, as in shells."""
         return self.code if self.code > 0 else 128 - self.code
 
 
@@ -290,7 +278,8 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
     The agent ends the others by SIGTERM; one without text followed the flag of another.
     """
     by_time = sorted(failures, key=lambda each: (each.code == -signal.SIGTERM, not each.text, each.at))
-    killed = [f for f in by_time if f.was_killed and f.at - by_time[0].at < _SECONDARY_SECONDS]
+    dead = [each for each in by_time if each.code < 0 and each.code != -signal.SIGTERM]
+    killed = [each for each in dead if each.at - by_time[0].at < _SECONDARY_SECONDS]
     return (killed or by_time)[0]
 
 

@@ -182,8 +182,8 @@ class Sharding:
     @contextmanager
     def gathered(self, module: nn.Module) -> Iterator[None]:
         """Gather a module's weights on all processes together, inside a pass of the model, which has the root's."""
-        layers = (each for each in self.units if each is not self._root and _has(each, module))
-        unit = next(layers, None)
+        layers = (each for each in self.units if each is not self._root)
+        unit = next((each for each in layers if any(module is inner for inner in _module(each).modules())), None)
         if unit is None:
             yield
             return
@@ -209,10 +209,6 @@ def whole_tensors(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in state.items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         yield name, whole.detach().to("cpu")
-
-
-def _has(unit: FSDPModule, module: nn.Module) -> bool:
-    return any(module is each for each in _module(unit).modules())
 
 
 def _module(unit: FSDPModule) -> nn.Module:

@@ -150,7 +150,7 @@ class Runtime:
     def leave(self) -> None:
         """End together: to a launcher, a process that ends early with a code of its own is a failure of all."""
         if self.flag is not None:
-            self.flag.let_down()
+            self.flag.stop_watching()
         self.host_group.wait_for_all()
         if self.processes > 1 and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -202,7 +202,9 @@ def start(launch: LaunchConfig, precision: str, seed: int) -> Runtime:
     accelerator = _accelerator(threads)
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    host_group = HostGroup(accelerator.process_index, accelerator.num_processes, _gloo_group(accelerator))
+    # for numbers that are on the host already: NCCL would take them over the device and back
+    gloo = torch.distributed.new_group(backend="gloo", timeout=_TIMEOUT) if accelerator.num_processes > 1 else None
+    host_group = HostGroup(accelerator.process_index, accelerator.num_processes, gloo)
     # a CPU with a number is to torch another device than its tensors have, which would be copied
     device = accelerator.device if accelerator.device.type != "cpu" else torch.device("cpu")
     runtime = Runtime(accelerator, device, host_group, torch.get_num_threads(), flag)
@@ -224,10 +226,3 @@ def _accelerator(threads: int) -> Any:
         gradient_accumulation_steps=1,
         kwargs_handlers=handlers,
     )
-
-
-def _gloo_group(accelerator: Any) -> Any:
-    """For numbers that are on the host already: NCCL would take them over the device and back."""
-    if accelerator.num_processes == 1:
-        return None
-    return torch.distributed.new_group(backend="gloo", timeout=_TIMEOUT)

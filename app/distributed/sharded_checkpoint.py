@@ -73,7 +73,10 @@ class _Reader(FileSystemReader):
 def _read_metadata(folder: Path) -> Metadata:
     old = folder / _PICKLE
     try:
-        return _metadata(_unpickled(old.read_bytes()) if old.exists() else read_json(folder / METADATA))
+        if not old.exists():
+            return _metadata(read_json(folder / METADATA))
+        pickled = _NamesOnly(io.BytesIO(old.read_bytes())).load()
+        return _metadata(_described(pickled.state_dict_metadata, pickled.storage_data))
     except _DAMAGES as fault:
         raise CheckpointError(f"{folder} has no metadata that this program reads ({fault}). {_REMEDY}.") from fault
 
@@ -117,11 +120,6 @@ def _size(numbers: Any) -> torch.Size:
     if not isinstance(numbers, list) or any(type(each) is not int or each < 0 for each in numbers):
         raise ValueError(f"{numbers} are no sizes")
     return torch.Size(numbers)
-
-
-def _unpickled(raw: bytes) -> dict[str, Any]:
-    metadata = _NamesOnly(io.BytesIO(raw)).load()
-    return _described(metadata.state_dict_metadata, metadata.storage_data)
 
 
 class _NamesOnly(pickle.Unpickler):

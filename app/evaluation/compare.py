@@ -117,11 +117,8 @@ def _differences(tuned: Side, base: Side, tuned_draws: Mapping[str, Values], bas
 
 def _plain(side: Side) -> dict[str, Any]:
     values = {key: finite_or_none(each.value) for key, each in side.items()}
-    return values | {f"{key}_interval": _bounds(each) for key, each in side.items()}
-
-
-def _bounds(each: Estimate) -> list[float] | None:
-    return [each.low, each.high] if math.isfinite(each.low) and math.isfinite(each.high) else None
+    known = {key for key, each in side.items() if math.isfinite(each.low) and math.isfinite(each.high)}
+    return values | {f"{key}_interval": [each.low, each.high] if key in known else None for key, each in side.items()}
 
 
 def resampled(sums: NDArray[np.float64], clusters: NDArray[np.uint64], groups: int = MAX_GROUPS) -> NDArray[np.float64]:
@@ -130,7 +127,9 @@ def resampled(sums: NDArray[np.float64], clusters: NDArray[np.uint64], groups: i
     `clusters` are hashes, so their order is random but independent of the order of rows in a file. Many clusters are
     drawn in `groups` of neighbours: sums over many rows have the same spread, at a bounded cost.
     """
-    drawn = _grouped(sums, clusters, groups)
+    names, cluster = np.unique(clusters, return_inverse=True)
+    of_group = cluster * min(groups, len(names)) // len(names)
+    drawn = np.stack([np.bincount(of_group, weights=column) for column in sums.T], axis=1)
     count, random = len(drawn), np.random.default_rng(_SEED)
     found = []
     for _ in range(RESAMPLES // RESAMPLES_AT_ONCE):
@@ -152,10 +151,3 @@ def interval(values: NDArray[np.float64]) -> tuple[float, float]:
 def bound_of_none(clusters: int) -> float:
     """The upper confidence bound of a share of which `clusters` draws had no hit."""
     return float(1 - ((1 - CONFIDENCE_LEVEL) / 2) ** (1 / clusters))
-
-
-def _grouped(sums: NDArray[np.float64], clusters: NDArray[np.uint64], groups: int) -> NDArray[np.float64]:
-    """Sum the rows of each group of clusters, in the order of their hashes."""
-    names, cluster = np.unique(clusters, return_inverse=True)
-    of_group = cluster * min(groups, len(names)) // len(names)
-    return np.stack([np.bincount(of_group, weights=column) for column in sums.T], axis=1)

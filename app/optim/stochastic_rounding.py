@@ -48,7 +48,12 @@ class OneByOne(Optimizer):
         in_backward: bool,
     ) -> None:
         number = torch.zeros((), device=trained[0].parameter.device)
-        exact = [replace(each, parameter=_stand_in(each.parameter, number)) for each in trained]
+        exact = [
+            replace(each, parameter=nn.Parameter(number.expand(each.parameter.shape)))
+            if each.parameter.dtype == torch.bfloat16
+            else each
+            for each in trained
+        ]
         self.inner = build(exact)
         self.in_backward = in_backward  # whether `step_one` is called during the backward pass
         self._seed = seed
@@ -147,11 +152,6 @@ def stepped_by(optimizer: Optimizer) -> list[nn.Parameter]:
 def steps_in_backward(optimizer: Optimizer) -> bool:
     """Whether weights are stepped during the backward pass."""
     return isinstance(optimizer, OneByOne) and optimizer.in_backward
-
-
-def _stand_in(parameter: nn.Parameter, number: Tensor) -> nn.Parameter:
-    """One number in memory, with the shape of the parameter."""
-    return nn.Parameter(number.expand(parameter.shape)) if parameter.dtype == torch.bfloat16 else parameter
 
 
 def _places(optimizer: Optimizer) -> list[_Place]:

@@ -152,14 +152,14 @@ def length_bars(lengths: Mapping[str, Any], dropped: tuple[str, float] | None = 
     end = filled[-1] + 1
     joined = -(-(end - filled[0]) // _MAX_LENGTH_BARS)
     classes = [(start, min(start + joined, end)) for start in range(filled[0], end, joined)]
-    found = [(_length_class(edges[first], edges[last] - 1), sum(samples[first:last])) for first, last in classes]
+    found = []
+    for first, last in classes:
+        shortest, longest = edges[first], edges[last] - 1
+        name = f"{shortest:,}" if shortest == longest else f"{shortest:,}-{longest:,}"
+        found.append((name, sum(samples[first:last])))
     most = max(1, dropped[1] if dropped else 0, *(count for _, count in found))
     bars = [Bar(name, count / most, f"{count:,}") for name, count in found]
     return [*bars, Bar(dropped[0], dropped[1] / most, f"{dropped[1]:,}", True)] if dropped else bars
-
-
-def _length_class(shortest: int, longest: int) -> str:
-    return f"{shortest:,}" if shortest == longest else f"{shortest:,}-{longest:,}"
 
 
 def axis_of(

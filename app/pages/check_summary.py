@@ -6,6 +6,7 @@ from typing import Any
 
 from app.pages.charts import Bar, length_bars
 from app.pages.read_run import TrainingSample, training_samples
+from app.safe_text import many
 from app.tracking.formatting import format_bytes, format_count
 
 Facts = Mapping[str, Any]
@@ -64,7 +65,12 @@ def data_sections(facts: Facts) -> list[Section]:
 
 def memory_sections(facts: Facts) -> list[Section]:
     """Sections for `memory` of check.json."""
-    knobs = [(str(each["override"]), _knob(each)) for each in facts["knobs"]]
+    knobs = []
+    for each in facts["knobs"]:
+        share, enough = each["slower_by"], " (enough)" if each["fits"] else ""
+        cost = f"{abs(share):.0%} {'slower' if share > 0 else 'faster'}" if abs(share) >= 0.005 else "as fast"
+        saves = f"saves {format_bytes(each['saves_bytes'])}{enough}, {cost}"
+        knobs.append((str(each["override"]), f"{saves}: {each['why']}"))
     if facts["together"]:
         needed = format_bytes(facts["together"]["needed_bytes"])
         knobs.append((str(facts["together"]["override"]), f"together: {needed}, which fits"))
@@ -96,11 +102,12 @@ def cluster_sections(facts: Facts) -> list[Section]:
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     members = [("processes", counted_processes(facts)), ("versions", versions)]
     members += [(f"process {each['rank']}", _member(each)) for each in facts["ranks"]]
-    names = ["", *(row["name"] for row in facts["collectives"])]
-    rates = [
-        ("" if row["name"] == before else row["name"], _rate(row))
-        for before, row in zip(names, facts["collectives"], strict=False)
-    ]
+    rates, before = [], ""
+    for row in facts["collectives"]:
+        algorithm, bus = (format_bytes(row[f"{kind}_bytes_per_second"]) for kind in ("algorithm", "bus"))
+        took = f"{row['bytes'] / 2**20:.3g} MiB in {1000 * row['seconds']:.2f} ms"
+        rates.append(("" if row["name"] == before else row["name"], f"{took}: {algorithm}/s, on the bus {bus}/s"))
+        before = row["name"]
     notes = [("note", text) for text in facts["notes"]]
     return [
         Section("Processes", members),
@@ -132,21 +139,16 @@ def quantization_sections(facts: Facts) -> list[Section]:
 
 def counted_processes(facts: Facts) -> str:
     """Processes, machines and backend of a cluster check."""
-    machines = _many(facts["machines"], "machine")
+    machines = many(facts["machines"], "machine")
     return f"{facts['processes']} processes on {machines}, {facts['backend']}"
 
 
 def _member(each: Facts) -> str:
-    parts = [each["host"], f"{each['device']['name']}, {_many(each['device']['cores'], 'core')}"]
+    parts = [each["host"], f"{each['device']['name']}, {many(each['device']['cores'], 'core')}"]
     if "matmul_flops" in each:
         parts.append(f"{each['matmul_flops'] / 1e12:.3g} TFLOP/s")
         parts.append(f"clock {each['clock_offset_seconds']:+.1f} s")
     return "; ".join(parts)
-
-
-def _rate(row: Facts) -> str:
-    algorithm, bus = (format_bytes(row[f"{kind}_bytes_per_second"]) for kind in ("algorithm", "bus"))
-    return f"{row['bytes'] / 2**20:.3g} MiB in {1000 * row['seconds']:.2f} ms: {algorithm}/s, on the bus {bus}/s"
 
 
 def out_of_memory_problem(facts: Facts) -> str:
@@ -168,7 +170,7 @@ def _data_rows(facts: Facts) -> Iterator[tuple[str, str]]:
 def _bad_rows(label: str, reasons: Sequence[Facts]) -> Iterator[tuple[str, str]]:
     """Each reason with its first place and the number of others."""
     for at, each in enumerate(reasons[:_MAX_REASONS]):
-        others = f" and {_many(each['rows'] - 1, 'more row')}" if each["rows"] > 1 else ""
+        others = f" and {many(each['rows'] - 1, 'more row')}" if each["rows"] > 1 else ""
         yield "" if at else label, f"{each['first']}{others}: {each['reason']}"
     if len(reasons) > _MAX_REASONS:
         yield "", f"and {len(reasons) - _MAX_REASONS} more reasons"
@@ -178,13 +180,13 @@ def _packing(facts: Facts) -> str:
     if facts["fill"] is None:
         return "nothing to pack"
     least = f"at least {facts['lower_bound_bins']:,} needed"
-    bins = f"{_many(facts['bins'], 'bin')} of {facts['bin_tokens']:,} tokens, {facts['fill']:.2%} full, {least}"
+    bins = f"{many(facts['bins'], 'bin')} of {facts['bin_tokens']:,} tokens, {facts['fill']:.2%} full, {least}"
     padded = f"{facts['padded_fill']:.1%} full"
     return f"{bins}; padded rows would be {padded}" if facts["packing"] else f"off: padded rows, {padded}; on: {bins}"
 
 
 def _steps(facts: Facts) -> str:
-    size = _many(facts["units_per_step"], facts["unit_name"].removesuffix("s"))
+    size = many(facts["units_per_step"], facts["unit_name"].removesuffix("s"))
     shared = f", shared by {facts['processes']} processes" if facts["processes"] > 1 else ""
     tokens = f"about {facts['tokens_per_step']:,.0f} tokens, {facts['trained_tokens_per_step']:,.0f} trained"
     epochs = f"{facts['epochs']:.3g} {'epoch' if facts['epochs'] == 1 else 'epochs'}"
@@ -195,7 +197,8 @@ def _verdict(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "needs", f"{_needed(facts)}, {'fits' if facts['fits'] else 'does not fit'}"
     for text in facts["notes"]:
         yield "", text
-    bound, speed = facts["bound"], f"{_arithmetic(facts['flops_per_token'])} a token"
+    bound, flops = facts["bound"], facts["flops_per_token"]
+    speed = f"{flops / 1e9:,.1f} GFLOP a token" if flops >= 1e9 else f"{flops / 1e6:,.1f} MFLOP a token"
     if bound is not None:
         rate = f"{format_count(bound['tokens_per_second'])} tokens/s on {facts['label']}"
         speed = f"{speed}; at most {rate}, a bound that no run reaches"
@@ -210,16 +213,6 @@ def _needed(facts: Facts) -> str:
     return f"{format_bytes(facts['needed_bytes'])} of the {format_bytes(facts['memory_bytes'])} of {facts['label']}"
 
 
-def _arithmetic(flops: float) -> str:
-    return f"{flops / 1e9:,.1f} GFLOP" if flops >= 1e9 else f"{flops / 1e6:,.1f} MFLOP"
-
-
-def _knob(knob: Facts) -> str:
-    share, enough = knob["slower_by"], " (enough)" if knob["fits"] else ""
-    cost = f"{abs(share):.0%} {'slower' if share > 0 else 'faster'}" if abs(share) >= 0.005 else "as fast"
-    return f"saves {format_bytes(knob['saves_bytes'])}{enough}, {cost}: {knob['why']}"
-
-
 def _way_in(facts: Facts) -> str:
     if facts["together"]:  # which costs less than what is enough alone
         return f"Set {facts['together']['override']}."
@@ -227,7 +220,3 @@ def _way_in(facts: Facts) -> str:
         if knob["fits"]:
             return f"Set {knob['override']}, which saves {format_bytes(knob['saves_bytes'])}."
     return "No setting brings it in: choose a smaller model or more memory."
-
-
-def _many(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

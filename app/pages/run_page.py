@@ -80,7 +80,12 @@ def run_page(folder: Path) -> str:
         marked=run.preview.get("marked"),
         samples=training_samples(run.preview),
         memory=_memory(run),
-        checks=_checks(run),
+        # name, difference, tolerance, and whether it passed
+        checks=[
+            (each["what"], format_number(each["difference"]), format_number(each["allowed"]), passed)
+            for each in run.manifest.get("proofs", ())
+            for passed in (each["difference"] <= each["allowed"],)
+        ],
         again=_commands(run),
         environment=_environment(run),
         starts=[
@@ -257,18 +262,6 @@ def _off(measured: float, planned: float) -> str:
     return f"{format_bytes(measured)}, {abs(difference):.1%} {'more' if difference > 0 else 'less'} than planned"
 
 
-def _checks(run: SavedRun) -> list[tuple[str, str, str, bool]]:
-    """Checks before the first step: name, difference, tolerance, and whether it passed."""
-    return [
-        (
-            each["what"],
-            *(format_number(each[key]) for key in ("difference", "allowed")),
-            each["difference"] <= each["allowed"],
-        )
-        for each in run.manifest.get("proofs", ())
-    ]
-
-
 def _typed(run: SavedRun) -> list[str]:
     """The command as it was typed, without the path of the interpreter; empty if it is not known."""
     line = run.starts[0]["command_line"] if run.starts else []
@@ -289,7 +282,10 @@ def _environment(run: SavedRun) -> Iterator[tuple[str, str | None]]:
     manifest = run.manifest
     hardware, choices = section_of(manifest, "hardware"), section_of(manifest, "choices")
     program = section_of(manifest, "program")
-    yield "program", f"app {program['version']}{_commit(program)}" if program else None
+    git = section_of(program, "git")
+    changes = " with changes that are in no commit" if git.get("dirty") else ""
+    commit = f"commit {git['commit']}{changes}" if git else "installed"
+    yield "program", f"app {program['version']}, {commit}" if program else None
     yield "device", hardware.get("gpu") or hardware.get("device")
     yield "CPU", f"{hardware.get('cpu') or ''}, {manifest['cpus']} cores".strip(", ") if program else None
     yield "decided at the start", ", ".join(f"{_CHOICES.get(key, key)} {_plain(choices[key])}" for key in choices)
@@ -301,10 +297,3 @@ def _environment(run: SavedRun) -> Iterator[tuple[str, str | None]]:
 
 def _plain(value: Any) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
-
-
-def _commit(program: Mapping[str, Any]) -> str:
-    git = program["git"]
-    if not git:
-        return ", installed"
-    return f", commit {git['commit']}{' with changes that are in no commit' if git['dirty'] else ''}"

@@ -59,7 +59,9 @@ class MetricDifference:
     relative: float
 
     def __str__(self) -> str:
-        then, now = (_rounded(value, self.relative) for value in (self.then, self.now))
+        is_visible = self.relative > _MIN_VISIBLE_DIFFERENCE  # else all digits are shown
+        values = (self.then, self.now)
+        then, now = (format_number(each) if each is not None and is_visible else str(each) for each in values)
         return f"{self.name} of step {self.step}, {then} then and {now} now (relative {self.relative:.1e})"
 
     def as_dict(self) -> dict[str, Any]:
@@ -128,15 +130,7 @@ def _apart(step: int, then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterab
     for name in COMPARED:
         before, after = then.get(name), now.get(name)
         if before != after:
-            yield MetricDifference(step, name, before, after, _relative(before, after))
-
-
-def _rounded(value: float | None, relative: float) -> str:
-    """A number as people read it; with all its digits where five would not show the difference."""
-    return format_number(value) if value is not None and relative > _MIN_VISIBLE_DIFFERENCE else str(value)
-
-
-def _relative(then: float | None, now: float | None) -> float:
-    if then is None or now is None:
-        return math.inf
-    return abs(then - now) / max(abs(then), abs(now))
+            relative = (
+                math.inf if before is None or after is None else abs(before - after) / max(abs(before), abs(after))
+            )
+            yield MetricDifference(step, name, before, after, relative)

@@ -68,7 +68,8 @@ def step_line(values: Mapping[str, Any], total: int | None, seconds_left: float 
 
 def evaluation_line(values: Mapping[str, Any]) -> str:
     """The log line of an evaluation."""
-    numbers = [f"{key} {_four_digits(value)}" for key, value in values.items() if key not in {"step", "epoch"}]
+    shown = {key: value for key, value in values.items() if key not in {"step", "epoch"}}
+    numbers = [f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}" for key, value in shown.items()]
     return " | ".join([f"evaluation at step {values['step']}", *numbers])
 
 
@@ -130,10 +131,6 @@ def format_or(value: Any, formatter: Callable[[float], str | None], absent: str 
 def format_integer(value: Any) -> str | None:
     """A count read from a file."""
     return format_or(value, "{:,.0f}".format)
-
-
-def _four_digits(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 _STEP_PARTS: dict[str, Callable[[float], str]] = {

@@ -43,7 +43,17 @@ class Manifest:
             before = read_manifest(path)
         except CheckpointError as fault:
             before, self.problem = {}, f"{fault} It is written anew, without its earlier starts"
-        self._content = _describe(before)
+        here = program_here()
+        start = {
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command_line": sys.orig_argv,
+            "folder": str(Path.cwd()),
+            "host": platform.node(),
+            "process": os.getpid(),
+            "git": here["program"]["git"],
+        }
+        created = before.get("created", start["time"])
+        self._content = {"created": created, **here, "starts": [*before.get("starts", []), start]}
 
     def add(self, facts: Mapping[str, Any]) -> None:
         """Add facts and write the file; a mapping is merged into that of the same name."""
@@ -104,19 +114,6 @@ def program_here() -> dict[str, Any]:
         "cpus": len(os.sched_getaffinity(0)),
         "packages": versions(),
     }
-
-
-def _describe(before: dict[str, Any]) -> dict[str, Any]:
-    here = program_here()
-    start = {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command_line": sys.orig_argv,
-        "folder": str(Path.cwd()),
-        "host": platform.node(),
-        "process": os.getpid(),
-        "git": here["program"]["git"],
-    }
-    return {"created": before.get("created", start["time"]), **here, "starts": [*before.get("starts", []), start]}
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -54,7 +54,9 @@ class ClaimedFolder:
                 path.mkdir(parents=True, exist_ok=True)
                 _refuse_links(path, given)
                 claimed._descriptor = _take_lock(path / _LOCK)
-            refuse(_names_in(path))
+            names = sorted(entry.name for entry in path.iterdir())
+            # without locks, files of app.check and leftovers of a kill
+            refuse([name for name in names if name not in {_LOCK, *_CHECK_FILES} and not is_partial(name)])
         except _LockedError as locked:
             raise EnvironmentProblem(
                 f"output_dir={given}: {locked} is using it; wait until that ends, or choose another output_dir"
@@ -145,12 +147,6 @@ def _refuse_links(path: Path, given: str) -> None:
             f"output_dir={given}: {shown_names(links)} in it is a link; put what it names in its place, "
             "or choose another output_dir"
         )
-
-
-def _names_in(path: Path) -> list[str]:
-    """Names in a folder, without locks, files of app.check and leftovers of a kill."""
-    names = sorted(entry.name for entry in path.iterdir())
-    return [name for name in names if name not in {_LOCK, *_CHECK_FILES} and not is_partial(name)]
 
 
 def shown_names(names: Sequence[str]) -> str:

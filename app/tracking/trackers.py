@@ -66,8 +66,9 @@ class Tracker:
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Send the metrics of a step or an evaluation; `step` is among them."""
-        numbers = {key: value for key, value in values.items() if key != "step" and _is_number(value)}
-        self._tracker.log(numbers, step=values["step"])
+        numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
+        known = {key: value for key, value in numbers.items() if key != "step" and not math.isnan(value)}
+        self._tracker.log(known, step=values["step"])
 
     def close(self, *, failed: bool) -> None:
         self._kind.finish(self._tracker, failed)
@@ -102,8 +103,9 @@ def open_tracker(config: TrackerConfig, folder: Path, run: Mapping[str, Any], st
     except Exception as fault:  # each tracker has exceptions of its own
         if is_new:
             shutil.rmtree(home, ignore_errors=True)
+        remedy = "set WANDB_MODE=offline to record without a server, or " if config.kind == "wandb" else ""
         raise EnvironmentProblem(
-            f"tracker={config.kind}: {' '.join(str(fault).split())}; {_remedy(config.kind)}choose tracker=none"
+            f"tracker={config.kind}: {' '.join(str(fault).split())}; {remedy}choose tracker=none"
         ) from fault
     if given and given != run_id:
         with report_write_errors(home):
@@ -121,14 +123,6 @@ def _started(kind: TrackerKind, start: RunStart, run: Mapping[str, Any]) -> Any:
     if config:
         tracker.store_init_configuration(config)
     return tracker
-
-
-def _remedy(kind: str) -> str:
-    return "set WANDB_MODE=offline to record without a server, or " if kind == "wandb" else ""
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not math.isnan(value)
 
 
 def _wandb(start: RunStart) -> dict[str, Any]:
