@@ -6,6 +6,7 @@ A message names the key to type, the value given, the cause and the remedy.
 from collections.abc import Iterable, Sequence
 
 from app.safe_text import safe_text
+from app.signals import START_ME_AGAIN
 
 
 class AppError(Exception):
@@ -66,7 +67,7 @@ class CheckpointError(AppError):
 class Unfinished(AppError):  # noqa: N818 (no fault: what was saved goes on)
     """A run that was saved and continues when it is started again."""
 
-    exit_code = 75
+    exit_code = START_ME_AGAIN
 
 
 class TrainingError(AppError):

@@ -18,7 +18,7 @@ _OF_RUNS = "optimizer.lr"  # a key that only runs have
 
 @cache
 def other_programs() -> Sequence[dict[str, Any]]:
-    """What settings of other programs are here; read at a mistake only."""
+    """Settings of other programs, and their keys here; read at a mistake only."""
     rows: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("other_programs.yaml").read_text())
     return rows
 

@@ -4,7 +4,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
-from pathlib import Path
 from typing import Any
 
 import omegaconf
@@ -58,7 +57,11 @@ def help_text() -> str:
         starred = {name: f"{name}*" if chosen.get(group) == name else name for name in names}
         if group in _LISTED_GROUPS:
             lines.append(f"  {group}")
-            lines += [f"    {word:<20}{_purpose(CONF / group / f'{name}.yaml')}" for name, word in starred.items()]
+            for name, word in starred.items():
+                text = (CONF / group / f"{name}.yaml").read_text("utf-8").splitlines()
+                comment = next(line for line in text if line.startswith("# ") and "@package" not in line)
+                purpose = comment[2:].partition("python -m")[0].rstrip(" :.")  # without the example command
+                lines.append(f"    {word:<20}{textwrap.shorten(purpose, _WIDTH - 22, placeholder=' ...')}")
         elif names:
             words = " ".join(starred.values()) + (" (of app.check memory)" if group == "hardware" else "")
             lines.append(textwrap.fill(words, _WIDTH, initial_indent=f"  {group:<14}", subsequent_indent=" " * 16))
@@ -84,15 +87,8 @@ def command_help(usage: str, schema: type, allowed: Sequence[str] = ()) -> str:
 
 
 def _takes(each: Field[Any]) -> str:
-    """What a key takes, and its default."""
+    """Values that a key takes, and its default."""
     choices = each.metadata.get(CHOICES)
     takes = ", ".join(choices) if choices else "text" if takes_text(each.type) else type_text(each.type)
     has_default = each.default not in (MISSING, omegaconf.MISSING, None)
     return f"{takes} (default {format_value(each.default)})" if has_default else takes
-
-
-def _purpose(file: Path) -> str:
-    """First line of a file's first comment, without the example command in it."""
-    lines = file.read_text("utf-8").splitlines()
-    comment = next(line for line in lines if line.startswith("# ") and "@package" not in line)
-    return textwrap.shorten(comment[2:].partition("python -m")[0].rstrip(" :."), _WIDTH - 22, placeholder=" ...")

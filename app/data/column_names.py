@@ -1,4 +1,4 @@
-"""What columns hold by their names: what asks, what answers, what an answer needs besides, what judges it."""
+"""Names of columns that ask, that answer, that an answer needs besides, and that judge it."""
 
 import re
 from collections.abc import Mapping, Sequence

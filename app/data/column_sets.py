@@ -83,7 +83,7 @@ def known_sets(
 
 
 def suggestion(config: DatasetConfig, key: str, rows: Sequence[Row], formats: Sequence[str], least: float) -> str:
-    """What to type to read these rows; empty where no name says which column asks or answers."""
+    """Command that reads these rows; empty where no name says which column asks or answers."""
     paths = [path for path in _text_paths(rows[0]) if sum(_has_text(row, path) for row in rows) / len(rows) >= least]
     starred = next((path.partition(EVERY_ELEMENT)[0] for path in paths if EVERY_ELEMENT in path), "")
     paths = [path for path in paths if EVERY_ELEMENT not in path or path.partition(EVERY_ELEMENT)[0] == starred]
@@ -125,7 +125,7 @@ def _for_labels(config: DatasetConfig, key: str, rows: Sequence[Row], texts: Seq
 
 
 def _text_paths(row: Row) -> Iterator[str]:
-    """Where a row holds text: in a column, in an object, in every element of a list."""
+    """Paths of the texts of a row: in a column, in an object, in every element of a list."""
     for name, found in row.items():
         if name in _ABOUT_A_ROW:
             continue

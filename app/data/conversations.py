@@ -129,13 +129,21 @@ def _message(index: int, found: object) -> tuple[Message, bool | None, float]:
     role = _role(index, given)
     given = _without_parts(index, given)
     calls = _calls(index, {**given, "role": role})
-    content = _content(index, role, given.get("content"), may_be_absent=bool(calls))
+    content = given.get("content")
+    if content is None and calls:
+        content = ""
+    elif isinstance(content, dict) and role == "tool":
+        content = json.dumps(content, ensure_ascii=False)
+    elif not isinstance(content, str):
+        raise RowProblem(f"message {index}: content must be text, found {kind_of(content)}")
     others = {key: value for key, value in given.items() if key not in _READ_KEYS}
     message = {"role": role, "content": content, **others}
     if calls:
         message["tool_calls"] = calls
-    weight = _weight(index, given.get("weight"))
-    return message, _trained(index, given, weight), weight
+    weight, train = _weight(index, given.get("weight")), given.get("train")
+    if not isinstance(train, bool | None):
+        raise RowProblem(f"message {index}: train must be true or false, found {kind_of(train)}")
+    return message, False if weight == 0 else train, weight  # a weight of 1 says nothing
 
 
 def _role(index: int, message: Message) -> str:
@@ -149,17 +157,6 @@ def _role(index: int, message: Message) -> str:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise RowProblem(f"message {index} has the role {role!r}; allowed: {allowed}{hint}")
     return str(role)
-
-
-def _content(index: int, role: str, content: Any, *, may_be_absent: bool) -> str:
-    """The text of a message; of a tool result that is an object, its JSON."""
-    if content is None and may_be_absent:
-        return ""
-    if isinstance(content, dict) and role == "tool":
-        return json.dumps(content, ensure_ascii=False)
-    if not isinstance(content, str):
-        raise RowProblem(f"message {index}: content must be text, found {kind_of(content)}")
-    return content
 
 
 def _without_parts(index: int, given: Message) -> Message:
@@ -187,14 +184,6 @@ def _part(index: int, part: Any) -> tuple[str, str]:
         f"message {index}: a part of its content is of type {kind!r}; only"
         ' parts like {"type": "text", "text": "..."} can be trained on, and those of type reasoning or tool_call'
     )
-
-
-def _trained(index: int, given: Message, weight: float) -> bool | None:
-    """`train: false` or `weight: 0` takes a message out; `weight: 1` says nothing."""
-    train = given.get("train")
-    if not isinstance(train, bool | None):
-        raise RowProblem(f"message {index}: train must be true or false, found {kind_of(train)}")
-    return False if weight == 0 else train
 
 
 def _weight(index: int, given: Any) -> float:

@@ -1,4 +1,4 @@
-"""What became of the rows: counts, lines for people, and the reasons why a run would stop at them."""
+"""Fate of the rows: counts, lines for people, and the reasons why a run would stop at them."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -140,7 +140,7 @@ def _mix_lines(report: DataReport) -> Iterator[str]:
 
 
 def split_lines(split: str, c: Counts) -> Iterator[str]:
-    """What a split has, then what was lost on the way and what the chat template did."""
+    """Size of a split, then its losses on the way and the effects of the chat template."""
     share = c.trained_tokens / max(c.tokens, 1)
     size = many(c.samples, "sample")
     if c.rows_read:  # else they are held out of the rows of another split
@@ -154,8 +154,12 @@ def split_lines(split: str, c: Counts) -> Iterator[str]:
         average = c.label_weight / max(c.trained_tokens, 1)
         count = f"its trained tokens count as {c.label_weight:,.1f}, {average:.2f} each on average"
         yield f"{split}: {many(c.weighted_samples, 'sample')} with messages of another weight than 1: {count}"
-    for line in (*_lost_lines(c), *_template_lines(c), *_unread_lines(c)):
+    for line in (*_lost_lines(c), *_template_lines(c)):
         yield f"{split}: {line}"
+    for counted, what, unit in ((c.unread_columns, "columns", "row"), (c.unread_keys, "keys of messages", "message")):
+        if counted:
+            names = [f"{name} ({many(number, unit)})" for name, number in counted.items()]
+            yield f"{split}: {what} not read: {in_words(names)}"
 
 
 def eval_remedy(samples: int) -> str:
@@ -175,13 +179,6 @@ def count_name(counts: dict[str, int], name: str, number: int = 1) -> None:
     """Count a column or key; what has too many names is counted together."""
     shown = escaped(name) if name in counts or len(counts) < _MAX_UNREAD_NAMES else "others"
     counts[shown] = counts.get(shown, 0) + number
-
-
-def _unread_lines(c: Counts) -> Iterator[str]:
-    for counted, what, unit in ((c.unread_columns, "columns", "row"), (c.unread_keys, "keys of messages", "message")):
-        if counted:
-            names = [f"{name} ({many(number, unit)})" for name, number in counted.items()]
-            yield f"{what} not read: {in_words(names)}"
 
 
 def _lost_lines(c: Counts) -> Iterator[str]:

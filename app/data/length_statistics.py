@@ -16,7 +16,7 @@ _WIDTH_MULTIPLE = 8  # of padded rows
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How full bins are, and a lower bound of their number."""
+    """Fill of bins, and a lower bound of their number."""
 
     bins: int
     least: int

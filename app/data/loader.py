@@ -1,4 +1,4 @@
-"""Which units each optimizer step takes, and the micro-batches that this process makes of them.
+"""Units of each optimizer step, and the micro-batches that this process makes of them.
 
 Step s takes the next R units (rows, or bins of packed rows) of its epoch's order, R = processes x micro-batches x
 units of a micro-batch; processes and micro-batches only divide them. Everything follows from the step number, so the
@@ -19,7 +19,7 @@ from app.data.token_dataset import TokenRows
 
 @dataclass(frozen=True, slots=True)
 class StepSplit:
-    """How the units of a step are divided among processes and micro-batches."""
+    """Division of the units of a step among processes and micro-batches."""
 
     micro_batches: int  # of one process
     processes: int = 1

@@ -125,7 +125,7 @@ def _parse_line(line: bytes) -> dict[str, object] | Broken:
 
 
 def _unreadable_json(error: ValueError | RecursionError) -> str:
-    """Why valid JSON cannot be read."""
+    """Reason why valid JSON cannot be read."""
     if isinstance(error, RecursionError):
         return "lists or objects in it are nested too deeply"
     if isinstance(error, _SameKeyError):

@@ -191,7 +191,7 @@ def _check_characters(text: str) -> None:
 
 
 def _nothing_trained(texts: list[RenderedText], samples: list[Tokens]) -> str:
-    """Why a row teaches nothing; empty if each of its samples does."""
+    """Reason why a row teaches nothing; empty if each of its samples does."""
     for text, tokens in zip(texts, samples, strict=True):
         if tokens.label is not None:
             if not len(tokens.ids):

@@ -1,4 +1,4 @@
-"""What `dataset.path` names: files, a folder of them, a saved dataset, a hub id. `datasets` is imported when needed."""
+"""Sources that `dataset.path` names: files, a folder of them, a saved dataset, a hub id. `datasets` is imported when needed."""
 
 import difflib
 import glob

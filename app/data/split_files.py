@@ -37,7 +37,7 @@ def files_of_splits(named: str, place: Path, hub_config: str | None, files: Sequ
 
 
 def _read_me_section(named: str, place: Path, hub_config: str | None) -> Mapping[str, Any]:
-    """What `configs` of the folder's README.md says of the wanted configuration; empty without any."""
+    """Section of `configs` in the folder's README.md for the wanted configuration; empty without any."""
     from datasets.utils.metadata import MetadataConfigs
     from huggingface_hub import metadata_load
 

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -132,18 +132,15 @@ def _lock(path: Path, cache_dir: str) -> Iterator[bool]:
             folder.mkdir(parents=True, exist_ok=True)
         lock = lock_path.open("wb")
     with lock:
-        yield _is_locked(lock, cache_dir)
-
-
-def _is_locked(lock: BinaryIO, cache_dir: str) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        log.info("cache_dir=%s: another process is preparing the same rows; waiting for it", cache_dir)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    except OSError:
-        return False
-    return True
+        is_locked = True
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("cache_dir=%s: another process is preparing the same rows; waiting for it", cache_dir)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            is_locked = False
+        yield is_locked
 
 
 def _make(path: Path, cache_dir: str, write: Callable[[RowWriter], Facts]) -> None:

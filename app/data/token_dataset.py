@@ -55,22 +55,21 @@ def as_columns(location: str, sample: Tokens, split_hash: int) -> ColumnValues:
 
 def record_batch(rows: Sequence[ColumnValues]) -> Any:
     """Rows of the schema as one Arrow record batch."""
-    columns = zip(*rows, strict=True)
-    arrays = [_array(list(values), field.type) for values, field in zip(columns, SCHEMA, strict=True)]
+    arrays = []
+    for column, field in zip(zip(*rows, strict=True), SCHEMA, strict=True):
+        values: list[Any] = list(column)
+        if not pa.types.is_large_list(field.type):
+            arrays.append(pa.array(values, field.type))
+            continue
+        offsets = np.cumsum([0, *map(len, values)], dtype=np.int64)
+        joined = np.concatenate(values, dtype=field.type.value_type.to_pandas_dtype(), casting="unsafe")
+        arrays.append(pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(joined)))
     return pa.record_batch(arrays, schema=SCHEMA)
 
 
 def digest(values: NDArray[Any]) -> int:
     """64 bits of a hash, equal on every machine."""
     return int.from_bytes(hashlib.blake2b(values.tobytes(), digest_size=8).digest(), "little")
-
-
-def _array(values: list[Any], kind: Any) -> Any:
-    if not pa.types.is_large_list(kind):
-        return pa.array(values, kind)
-    offsets = np.cumsum([0, *map(len, values)], dtype=np.int64)
-    joined = np.concatenate(values, dtype=kind.value_type.to_pandas_dtype(), casting="unsafe")
-    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(joined))
 
 
 class RecordBatchView:
@@ -140,7 +139,7 @@ class TokenRows:
         return batch.ids[batch.offsets[row] : batch.offsets[row + 1]]
 
     def loss_mask(self, i: int) -> NDArray[np.bool_]:
-        """Which tokens of row i the model must predict; never the first."""
+        """Mask of the tokens of row i that the model must predict; never the first."""
         batch, row = self._at(i)
         return batch.loss_mask[batch.offsets[row] : batch.offsets[row + 1]]
 
@@ -151,12 +150,12 @@ class TokenRows:
         return weights if len(weights) else None
 
     def source_location(self, i: int) -> str:
-        """Where row i came from: "train.jsonl:17", or "org/name[train] row 17"."""
+        """Source location of row i: "train.jsonl:17", or "org/name[train] row 17"."""
         batch, row = self._at(i)
         return batch.text("source_location", row)
 
     def second_start(self, i: int) -> int:
-        """Where the second text of row i begins; -1 where the model has no token types."""
+        """Index of the first token of the second text of row i; -1 where the model has no token types."""
         batch, row = self._at(i)
         return int(batch.numbers("second_start")[row])
 

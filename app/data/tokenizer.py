@@ -104,7 +104,7 @@ class Encoder:
         return replace(tokens, endless=False, more=more)
 
     def _encode_examples(self, texts: Sequence[RenderedText]) -> Iterator[Tokens]:
-        """With the tokenizer's own special tokens, as the model will be asked."""
+        """Encode with the tokenizer's own special tokens, as the model will be asked."""
         tokenizer, first = self._tokenizer, texts[0]
         inputs = [each.text if each.second is None else (each.text, each.second) for each in texts]
         encodings = tokenizer.backend_tokenizer.encode_batch(inputs, add_special_tokens=True)
@@ -164,7 +164,7 @@ class Encoder:
 
 
 def _second_start(types: Sequence[int]) -> int:
-    """Where the second text begins, which goes to the end."""
+    """Index of the first token of the second text, which goes to the end."""
     at = types.index(1) if 1 in types else len(types)
     if list(types) != [0] * at + [1] * (len(types) - at):
         raise ConfigError("model.tokenizer: it marks the sides of a pair otherwise than by 0 and 1; not supported")

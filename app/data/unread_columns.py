@@ -36,7 +36,7 @@ def is_missed(config: DatasetConfig, name: str, found: Any, samples: Sequence[Re
 
 
 def unread_problems(config: DatasetConfig, key: str, counts: "Counts") -> Iterator[str]:
-    """Why a run stops at the columns that are not read of the source with this section."""
+    """Reasons why a run stops at the columns that are not read of the source with this section."""
     fmt, missed, rows = config.format, counts.missed, counts.rows_kept + counts.rows_lost
     renamed = _renamed(fmt, config.columns)
     inputs = [name for name, number in missed.items() if name in INPUTS and 2 * number > rows]

@@ -105,7 +105,7 @@ def _is_judged(found: Any) -> bool:
 
 
 def _wanted_answers(row: Row, config: DatasetConfig | None) -> str:
-    """What to type, or a command that makes other rows, to train on the wanted answers of rows with preferences."""
+    """Setting to type, or a command that makes other rows, to train on the wanted answers of rows with preferences."""
     chosen = next((name for name in _CHOSEN if row.get(name)), "")
     unwanted = [name for name in row if name in _REJECTED]
     names = [name for name in row if name not in (chosen, *unwanted)]

@@ -52,7 +52,8 @@ class Unreachable(EnvironmentProblem):
 def check_cluster(here: World, versions: Mapping[str, str]) -> dict[str, Any]:
     """Return the section `cluster` of check.json, on every process. Nothing is timed where a run would stop."""
     begun = time.perf_counter()
-    device = _device(here.local_rank)
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", here.local_rank % torch.cuda.device_count()) if has_gpu else torch.device("cpu")
     collectives: list[dict[str, Any]] = []
     with _reporting_unreachable(here):
         meeting, _, _ = next(rendezvous("env://", here.rank, here.size, timeout=CONNECT_TIMEOUT))
@@ -62,8 +63,10 @@ def check_cluster(here: World, versions: Mapping[str, str]) -> dict[str, Any]:
         stops = stops_of(ranks)
         if not stops:
             with _group(store, here, device):
-                for each, offset, speed in zip(ranks, _clock_offsets(), _by_rank(_matmul_flops(device)), strict=True):
-                    each |= {"clock_offset_seconds": offset, "matmul_flops": speed}
+                _by_rank(0.0)  # all have met, so that clocks are read together
+                clocks = _by_rank(time.time())
+                for each, clock, speed in zip(ranks, clocks, _by_rank(_matmul_flops(device)), strict=True):
+                    each |= {"clock_offset_seconds": clock - clocks[0], "matmul_flops": speed}
                 collectives = [row for name in _COLLECTIVES for row in _timed_sizes(name, device)]
     return {
         "processes": here.size,
@@ -166,12 +169,6 @@ def _exchange(store: Any, here: World, facts: Facts) -> list[dict[str, Any]]:
     return [json.loads(store.get(key)) for key in keys]
 
 
-def _device(local_rank: int) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
-
-
 def _facts_of(here: World, versions: Mapping[str, str], device: torch.device) -> dict[str, Any]:
     versions = dict(versions)
     facts = {"name": "cpu", "id": None, "cores": len(os.sched_getaffinity(0))}
@@ -200,13 +197,6 @@ def _by_rank(value: float) -> list[float]:
     dist.all_reduce(values)
     every: list[float] = values.tolist()
     return every
-
-
-def _clock_offsets() -> list[float]:
-    """How far each clock is ahead of process 0's, read when all have met."""
-    _by_rank(0.0)
-    clocks = _by_rank(time.time())
-    return [clock - clocks[0] for clock in clocks]
 
 
 def _seconds(device: torch.device, call: Callable[[], Any], times: int = 1) -> float:

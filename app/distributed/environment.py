@@ -1,4 +1,4 @@
-"""Which process this is, of how many: read from the environment that a launcher sets, before torch is loaded."""
+"""Ranks and sizes of the processes, read from the environment that a launcher sets, before torch is loaded."""
 
 import os
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class World:
 
 
 def world() -> World:
-    """From the variables of torchrun, accelerate and our own launcher; those of a Slurm task are translated first."""
+    """Read the variables of torchrun, accelerate and our own launcher; those of a Slurm task are translated first."""
     if "RANK" not in os.environ:
         _translate_slurm()
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:

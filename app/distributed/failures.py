@@ -1,4 +1,4 @@
-"""How a process that is one of several fails: the others end with it, and one message names the cause.
+"""Failure of a process that is one of several: the others end with it, and one message names the cause.
 
 Nothing but a flag in the store, which each process watches from a thread, reaches one that waits in a collective: not
 an error of a peer (NCCL waits for ever), nor a signal, whose handler runs only when the wait is over.
@@ -133,8 +133,8 @@ class FailureFlag:
         self._hosted: TCPStore | None = None
 
     def watch(self) -> None:
-        """From now on, end this process within seconds after one raises the flag, with its code, or after its launcher
-        or the holder of the store has died. One thread for each process does it.
+        """Start the one thread that ends this process within seconds after another raises the flag, with its code, or
+        after its launcher or the holder of the store has died.
         """
         if _WATCHING.is_set():
             return
@@ -170,7 +170,7 @@ class FailureFlag:
         _ENDING.set()
 
     def _store_at_failure(self, *, has_met: bool) -> "TCPStore":
-        """Where no launcher holds the store, process 0 does: from the meeting on, or, if it fails before, from here."""
+        """Connect to the store. Without a launcher process 0 holds it: since the meeting, or, before it, from here on."""
         if has_met or _has_agent_store():
             return _store(FAILING_CONNECT_SECONDS)
         if self._rank > 0:
@@ -238,7 +238,7 @@ def _wait_until_answered(address: tuple[str, int], seconds: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How one process ended; `text` is empty where it wrote none."""
+    """End of one process; `text` is empty where it wrote none."""
 
     rank: int
     code: int  # negative: the signal that killed it
@@ -264,7 +264,7 @@ def report_failure(rank: int, code: int, text: str) -> None:
 
 
 def read_failure(folder: Path, rank: int) -> Failure | None:
-    """What `report_failure` wrote for a rank."""
+    """Read what `report_failure` wrote for a rank."""
     file = folder / f"rank-{rank}.json"
     if not file.is_file():
         return None

@@ -39,7 +39,7 @@ def launched_run() -> RunConfig | None:
 
 
 def launched_resume_command() -> str:
-    """How to continue that run: the launcher alone knows its command."""
+    """Command that continues that run; the launcher alone knows it."""
     with _read_once(_RESUME_FILE) as file:
         return file.read_text()
 
@@ -90,7 +90,7 @@ def processes_to_start(launch: LaunchConfig) -> int:
 
 
 def _local_processes(wanted: int | str) -> int:
-    """On a machine with GPUs each process has one of its own; without any they share the cores."""
+    """Number of processes on this machine: each has a GPU of its own; without GPUs they share the cores."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -122,7 +122,7 @@ def train_in_processes(count: int, run: RunConfig, resume_command: str, depth_fi
 
 
 def read_depth(file: Path) -> int:
-    """How often micro-batches are halved, as a start that ran out of memory noted it; 0 where none did."""
+    """Number of times that micro-batches are halved, as a start that ran out of memory noted it; 0 where none did."""
     text = file.read_text(errors="replace").strip() if file.is_file() else ""
     return min(int(text[:9]), MAX_DEPTH) if text.isdecimal() else 0
 

@@ -53,7 +53,7 @@ class Export(ABC):
 
     @property
     def own_files(self) -> dict[str, Path]:
-        """What the run itself made and vouches for, but for its card."""
+        """Files of final/ with a checksum, except the card."""
         names = read_json(self.final / CHECKSUMS).keys() - _NOT_COPIED
         return {each.name: each for each in sorted(self.final.glob("*")) if each.name in names}
 
@@ -63,7 +63,7 @@ class Export(ABC):
 
     @property
     def config_folder(self) -> Path:
-        """Where config.json of a whole model is; that of a classifier's adapter, with its classes, is in final/."""
+        """Folder with config.json of a whole model; that of a classifier's adapter, with its classes, is final/."""
         return self.final if (self.final / "config.json").is_file() else Path(self.sections.model.path)
 
     @cached_property

@@ -23,15 +23,11 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, total: int) ->
 
 
 def warmup_steps(config: ScheduleConfig, total: int) -> int:
-    """At least one where a warm-up is asked for, and never the whole run."""
+    """Number of warm-up steps: at least one where a warm-up is asked for, and never the whole run."""
     wanted = config.warmup_steps
     if wanted is None:
         wanted = max(1, round(config.warmup_fraction * total)) if config.warmup_fraction else 0
     return min(wanted, total - 1)
-
-
-def _constant(_config: ScheduleConfig, _step: int, _warmup: int, _total: int) -> float:
-    return 1.0
 
 
 def _linear(config: ScheduleConfig, step: int, warmup: int, total: int) -> float:
@@ -49,4 +45,4 @@ def _wsd(config: ScheduleConfig, step: int, warmup: int, total: int) -> float:
     return 1.0 if step < start else _linear(config, step, start, total)
 
 
-SCHEDULES: dict[str, Shape] = {"constant": _constant, "linear": _linear, "cosine": _cosine, "wsd": _wsd}
+SCHEDULES: dict[str, Shape] = {"constant": lambda *_: 1.0, "linear": _linear, "cosine": _cosine, "wsd": _wsd}

@@ -1,4 +1,4 @@
-"""What app.check found, as a page and in a terminal."""
+"""Findings of app.check, as a page and in a terminal."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,1 +1,1 @@
-"""What a run writes for people and for other programs. Nothing here imports torch."""
+"""Records of a run for people and for other programs. Nothing here imports torch."""

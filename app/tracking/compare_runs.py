@@ -65,7 +65,7 @@ class MetricDifference:
         return f"{self.name} of step {self.step}, {then} then and {now} now (relative {self.relative:.1e})"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, which has no infinity."""
+        """Fields for JSON, which has no infinity."""
         return {**asdict(self), "relative": finite_or_none(self.relative)}
 
 

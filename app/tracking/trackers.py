@@ -54,7 +54,7 @@ class Tracker:
 
     @property
     def location(self) -> str:
-        """Where the user finds the run."""
+        """URL, command or name by which the user finds the run."""
         if self._kind.location:
             return self._kind.location(self._tracker)
         return f"{self._kind.name} run {self.run_id or self._tracker.init_kwargs['dir']}"
