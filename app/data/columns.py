@@ -36,7 +36,7 @@ def has(row: Row, path: str) -> bool:
 
 
 def unread(row: Row, paths: Collection[str]) -> Iterator[str]:
-    """Where the row holds something that none of the paths reads."""
+    """Names of what the row holds and none of the paths reads."""
     for name, found in row.items():
         if name in paths or found is None:  # tables fill absent columns with null
             continue

@@ -1,4 +1,4 @@
-"""Sources that `dataset.path` names: files, a folder of them, a saved dataset, a hub id. `datasets` is imported when needed."""
+"""Sources of rows: files, a folder of them, a saved dataset, a hub id. `datasets` is imported when needed."""
 
 import difflib
 import glob

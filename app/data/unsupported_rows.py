@@ -110,7 +110,8 @@ def _wanted_answers(row: Row, config: DatasetConfig | None) -> str:
     unwanted = [name for name in row if name in _REJECTED]
     names = [name for name in row if name not in (chosen, *unwanted)]
     talk = next((name for name in names if _is_talk(row[name])), "")
-    if not chosen or (talk and _is_answered(row[talk])):
+    last = row[talk][-1] if talk and isinstance(row[talk][-1], dict) else {}
+    if not chosen or SPEAKERS.get(str(last.get("role", last.get("from")))) == "assistant":
         return command("auto", {}, config, leave_out=[*unwanted, *([chosen] if chosen else [])])
     found = row[chosen]
     if talk and not (_is_talk(found) and all("role" in turns[0] for turns in (row[talk], found))):
@@ -152,8 +153,3 @@ def _is_talk(found: Any) -> bool:
     """Whether it is a list of messages or turns."""
     first = found[0] if isinstance(found, list) and found else None
     return isinstance(first, dict) and ("role" in first or "from" in first)
-
-
-def _is_answered(talk: Sequence[Any]) -> bool:
-    last = talk[-1] if isinstance(talk[-1], dict) else {}
-    return SPEAKERS.get(str(last.get("role", last.get("from")))) == "assistant"

@@ -170,7 +170,7 @@ class FailureFlag:
         _ENDING.set()
 
     def _store_at_failure(self, *, has_met: bool) -> "TCPStore":
-        """Connect to the store. Without a launcher process 0 holds it: since the meeting, or, before it, from here on."""
+        """Connect to the store. Without a launcher process 0 holds it, since the meeting or, before that, from here."""
         if has_met or _has_agent_store():
             return _store(FAILING_CONNECT_SECONDS)
         if self._rank > 0:

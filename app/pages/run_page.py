@@ -288,12 +288,9 @@ def _environment(run: SavedRun) -> Iterator[tuple[str, str | None]]:
     yield "program", f"app {program['version']}, {commit}" if program else None
     yield "device", hardware.get("gpu") or hardware.get("device")
     yield "CPU", f"{hardware.get('cpu') or ''}, {manifest['cpus']} cores".strip(", ") if program else None
-    yield "decided at the start", ", ".join(f"{_CHOICES.get(key, key)} {_plain(choices[key])}" for key in choices)
+    words = {key: {True: "yes", False: "no"}[each] if isinstance(each, bool) else each for key, each in choices.items()}
+    yield "decided at the start", ", ".join(f"{_CHOICES.get(key, key)} {each}" for key, each in words.items())
     for key in ("python", "platform", "seed"):
         yield key, None if manifest.get(key) is None else str(manifest[key])
     for key, value in section_of(manifest, "hashes").items():
         yield f"hash of {_HASHES.get(key, key)}", value
-
-
-def _plain(value: Any) -> str:
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
