@@ -86,14 +86,11 @@ def processes_to_start(launch: LaunchConfig) -> int:
                 "launch.num_processes out: torchrun, accelerate or srun decide."
             )
         return 0
-    return 0 if wanted == 1 else _local_processes(wanted)
-
-
-def _local_processes(wanted: int | str) -> int:
-    """Number of processes on this machine: each has a GPU of its own; without GPUs they share the cores."""
+    if wanted == 1:
+        return 0
     import torch
 
-    gpus = torch.cuda.device_count()
+    gpus = torch.cuda.device_count()  # each process has one of its own; without any they share the cores
     if not isinstance(wanted, int):  # auto
         return gpus if gpus > 1 else 0
     if 0 < gpus < wanted:

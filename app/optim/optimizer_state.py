@@ -23,7 +23,14 @@ def flatten(state_dict: StateDict) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
     _flatten_into(tensors, plain, "", state_dict)
-    return _unshared(dict(sorted(tensors.items()))), dict(sorted(plain.items()))
+    seen: set[int] = set()
+    apart: dict[str, Tensor] = {}
+    for name, tensor in sorted(tensors.items()):
+        # safetensors refuses tensors that share memory: all 8-bit states share one quantisation map
+        address = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if address in seen else tensor
+        seen.add(address)
+    return apart, dict(sorted(plain.items()))
 
 
 def unflatten(tensors: dict[str, Tensor], plain: dict[str, Any]) -> StateDict:
@@ -98,17 +105,6 @@ def _flatten_into(tensors: dict[str, Tensor], plain: dict[str, Any], path: str, 
             _flatten_into(tensors, plain, f"{path}/{key}" if path else str(key), inner)
     else:
         plain[path] = _encode(value)
-
-
-def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Clone tensors that share memory, which safetensors refuses: all 8-bit states share one quantisation map."""
-    seen: set[int] = set()
-    apart: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        address = tensor.untyped_storage().data_ptr()
-        apart[name] = tensor.clone() if address in seen else tensor
-        seen.add(address)
-    return apart
 
 
 def _encode(value: Any) -> Any:
