@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.data.data_report import Counts
-from app.data.packing import least_bins, plan_bins
+from app.data.packing import min_bins, plan_bins
 
 _PERCENTS = (5, 25, 50, 75, 90, 95, 99)
 _MAX_CLASSES = 32
@@ -27,7 +27,7 @@ def packed(lengths: NDArray[np.int32], capacity: int) -> Packing:
     """Plan bins of `capacity` as a run does."""
     bins = len(plan_bins(lengths, capacity)[1])
     fill = int(lengths.sum(dtype=np.int64)) / (bins * capacity) if bins else None
-    return Packing(bins, least_bins(lengths, capacity), fill)
+    return Packing(bins, min_bins(lengths, capacity), fill)
 
 
 def padded_fill(lengths: NDArray[np.int32], per_batch: int, per_step: int) -> float | None:

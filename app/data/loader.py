@@ -71,9 +71,9 @@ class Loader:
         most = np.lexsort((trained, tokens) if count > 1 else (trained,))[-count:]
         return self._layout.batch(self._rows, [units[i] for i in most], units.max_documents, epoch=0)
 
-    def crowded(self) -> Batch:
+    def with_most_rows(self) -> Batch:
         """The micro-batch with the most rows that an epoch can have."""
-        return _crowded(self._rows, self._layout, self._order_of(0)[0])
+        return _with_most_rows(self._rows, self._layout, self._order_of(0)[0])
 
     def source_locations(self, step: int) -> list[str]:
         """The source locations of all rows of `step`."""
@@ -109,12 +109,12 @@ def eval_batches(rows: TokenRows, layout: Layout, processes: int = 1, rank: int 
         yield replace(batch, samples=tuple(int(i) for unit in chosen for i in unit))
 
 
-def crowded_batch(rows: TokenRows, layout: Layout) -> Batch:
+def batch_with_most_rows(rows: TokenRows, layout: Layout) -> Batch:
     """The micro-batch with the most rows."""
-    return _crowded(rows, layout, layout.units(rows, np.arange(len(rows))))
+    return _with_most_rows(rows, layout, layout.units(rows, np.arange(len(rows))))
 
 
-def _crowded(rows: TokenRows, layout: Layout, units: Units) -> Batch:
+def _with_most_rows(rows: TokenRows, layout: Layout, units: Units) -> Batch:
     counts = np.diff(units.starts, append=len(units.order))
     most = np.argsort(-counts, kind="stable")[: layout.units_per_batch]
     return layout.batch(rows, [units[int(i)] for i in most], units.max_documents, epoch=0)

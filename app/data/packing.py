@@ -39,7 +39,7 @@ def plan_bins(lengths: NDArray[Any], capacity: int) -> tuple[Indices, Indices]:
     return _assign(_fill(counts, capacity), lengths, counts)
 
 
-def least_bins(lengths: NDArray[Any], capacity: int) -> int:
+def min_bins(lengths: NDArray[Any], capacity: int) -> int:
     """A lower bound on the bins of any plan: all tokens over the capacity, and the bound L2 of Martello and Toth.
 
     L2 takes the rows of at least `small` tokens. Those of more than half a bin need one each, and those of more

@@ -12,7 +12,7 @@ from app.config.dataset import has_chats, has_held_out_rows, paths_of
 from app.config.schema import CompileConfig, RunConfig
 from app.data.collate import Layout
 from app.data.data_report import split_lines
-from app.data.loader import crowded_batch, eval_batches
+from app.data.loader import batch_with_most_rows, eval_batches
 from app.data.prepare import rows_to_score
 from app.data.token_dataset import TokenRows
 from app.distributed.process_group import Runtime, start
@@ -115,7 +115,7 @@ class Evaluation(FinishedRun):
     def sums(self, *, tuned: bool, say: Callable[[str], None]) -> Sums:
         """Score each row by the tuned model or by its base; only one of them is in memory at a time."""
         model = self.model(tuned=tuned)
-        check_on_batch(model, crowded_batch(self.rows, self.layout).to(self.runtime.device))
+        check_on_batch(model, batch_with_most_rows(self.rows, self.layout).to(self.runtime.device))
         return score_rows(model, self.batches(say), self.runtime, len(self.rows), counts_of(self.run))
 
     def file_name(self, weights: str, recorded_precision: str) -> str:

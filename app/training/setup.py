@@ -43,7 +43,7 @@ def build_model(resolved: ResolvedRun, folder: RunFolder) -> TrainingModel:
 
 def check_on_loader(model: TrainingModel, loader: Loader, device: torch.device) -> list[Comparison]:
     """Check the model on the micro-batch of an epoch with the most documents; refuse the run where a check fails."""
-    crowded = loader.crowded().to(device)
+    crowded = loader.with_most_rows().to(device)
     if model.sharding is None:
         return check_on_batch(model, crowded)
     with model.sharding.checking():

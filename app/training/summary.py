@@ -11,7 +11,7 @@ from app.config.commands import python
 from app.config.dataset import formats_of, has_chats
 from app.config.metrics import SHARES
 from app.config.schema import RunConfig
-from app.data.packing import least_bins
+from app.data.packing import min_bins
 from app.data.prepare import Data, prepare
 from app.distributed.process_group import default_device, machine_notes
 from app.model.source import base_fingerprint, fetch_folder
@@ -82,7 +82,7 @@ def _bin_fill(resolved: ResolvedRun) -> float | None:
 def _min_bins(resolved: ResolvedRun) -> int | None:
     """A lower bound on the bins of any packing."""
     batching = resolved.config.batching
-    return least_bins(resolved.data.train.lengths, batching.bin_tokens) if batching.packing else None
+    return min_bins(resolved.data.train.lengths, batching.bin_tokens) if batching.packing else None
 
 
 def manifest_facts(resolved: ResolvedRun) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from app.data.collate import Packed, Units
-from app.data.packing import least_bins, plan_bins
+from app.data.packing import min_bins, plan_bins
 from tests.data.test_collate import rows_of
 
 
@@ -57,7 +57,7 @@ def test_plan_bins_of_chat_lengths_full() -> None:
     lengths = np.clip(random.lognormal(np.log(490), 0.8, 100_000), 1, 2048).astype(np.int32)
     _, starts = plan_bins(lengths, 2048)
     assert lengths.sum() / (len(starts) * 2048) >= 0.999
-    assert len(starts) <= 1.001 * least_bins(lengths, 2048)
+    assert len(starts) <= 1.001 * min_bins(lengths, 2048)
 
 
 def fewest_bins(lengths: list[int], capacity: int) -> int:
@@ -93,7 +93,7 @@ def test_plan_bins_between_optimum_and_guarantee(case: tuple[int, list[int]]) ->
     capacity, rows = case
     lengths = np.array(rows, np.int32)
     bound, fewest, planned = (
-        least_bins(lengths, capacity),
+        min_bins(lengths, capacity),
         fewest_bins(rows, capacity),
         len(plan_bins(lengths, capacity)[1]),
     )
@@ -101,10 +101,10 @@ def test_plan_bins_between_optimum_and_guarantee(case: tuple[int, list[int]]) ->
     assert 9 * planned <= 11 * fewest + 6, "the guarantee of best fit decreasing"
 
 
-def test_least_bins_exceeds_sum() -> None:
+def test_min_bins_exceeds_sum() -> None:
     """Three rows of six tokens need three bins of ten, though two would hold as many tokens."""
-    assert least_bins(np.array([6, 6, 6]), 10) == fewest_bins([6, 6, 6], 10) == 3
-    assert least_bins(np.array([7, 7, 4, 4, 4]), 10) == 4, "no row of four fits beside one of seven"
+    assert min_bins(np.array([6, 6, 6]), 10) == fewest_bins([6, 6, 6], 10) == 3
+    assert min_bins(np.array([7, 7, 4, 4, 4]), 10) == 4, "no row of four fits beside one of seven"
 
 
 def bins_of(units: Units) -> list[list[int]]:

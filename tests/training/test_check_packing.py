@@ -71,7 +71,7 @@ def test_check_packing_wrong_attention_is_refused(
     monkeypatch.setitem(attention.BACKENDS, name, attention.Backend(run=kernel, requires=lambda _device: []))
     model = trainee_of(small_run("recipe=full", f"precision={precision}", f"attention={name}"))
     with pytest.raises(EnvironmentProblem, match=rf"attention={name}: .* of kind llama .* Set {remedy}\.$"):
-        check_packing(model, packed_loader_of(128, 1).crowded())
+        check_packing(model, packed_loader_of(128, 1).with_most_rows())
     assert model.training
     attention.register("sdpa")
 
@@ -81,7 +81,7 @@ def test_check_packing_kind_that_mixes_documents_is_refused(packed_loader_of: Ca
     norm = model.language_model.base_model.norm
     norm.register_forward_hook(lambda _module, _args, out: out + out.roll(1, dims=1))
     with pytest.raises(EnvironmentProblem, match=r"batching\.packing=true: a model of kind llama gives another logits"):
-        check_packing(model, packed_loader_of(128, 1).crowded())
+        check_packing(model, packed_loader_of(128, 1).with_most_rows())
 
 
 def test_checks_leave_random_state_of_run(packed_loader_of: Callable[..., Loader]) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from app.batch import IGNORE
 from app.data.collate import BinShape, Packed, Padded, collate_packed, collate_padded
-from app.data.loader import Loader, crowded_batch, eval_batches
+from app.data.loader import Loader, batch_with_most_rows, eval_batches
 from app.data.objectives import label_next_tokens
 from app.data.prepare import Data
 
@@ -101,10 +101,10 @@ def test_packed_epochs_keep_rows_and_reorder_bins(
 
 def test_crowded_batch_has_most_rows(data: Data) -> None:
     layout = Packed(256, pad_id=0, max_length=256)
-    crowded = crowded_batch(data.train, layout)
+    crowded = batch_with_most_rows(data.train, layout)
     bins = list(eval_batches(data.train, layout))
     assert len(crowded.lengths) == max(len(batch.lengths) for batch in bins) > 2
-    assert len(crowded_batch(data.train, Padded(3, pad_id=0)).lengths) == 3
+    assert len(batch_with_most_rows(data.train, Padded(3, pad_id=0)).lengths) == 3
 
 
 def test_largest_micro_batch_of_an_epoch(
