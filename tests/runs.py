@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -192,10 +192,17 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+CLOCKS = {"tokens_per_second", "samples_per_second", "seconds", "peak_memory_bytes"}
+
+
+def samples_of(values: Mapping[str, float]) -> int:
+    """The data rows that the rate of a line or of a result is of."""
+    return round(values["samples_per_second"] * values["seconds"])
+
+
 def numbers(run: Path) -> list[dict[str, Any]]:
     """What must not depend on when the run was killed: everything but clocks and memory."""
-    clocks = {"tokens_per_second", "peak_memory_bytes"}
-    return [{key: value for key, value in line.items() if key not in clocks} for line in metrics(run)]
+    return [{key: value for key, value in line.items() if key not in CLOCKS} for line in metrics(run)]
 
 
 def result(run: Path) -> dict[str, Any]:

@@ -34,6 +34,7 @@ _RESULTS = (
     ("best loss", "objective", format_number, min),
     ("steps", "steps", format_integer, None),
     ("tokens a second", "tokens_per_second", format_count, max),
+    ("samples a second", "samples_per_second", format_number, max),
     ("peak memory", "peak_memory_bytes", format_bytes, min),
 )
 

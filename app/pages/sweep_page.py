@@ -127,6 +127,7 @@ def _row(rank: int, trial: Trial, keys: Sequence[str], folder: Path, target: Pat
         "numbers": [
             format_integer(trial["steps"]) or NO_VALUE,
             format_or(trial["tokens_per_second"], format_count, NO_VALUE),
+            format_or(trial.get("samples_per_second"), format_number, NO_VALUE),
             format_or(trial["seconds"] or None, format_duration, NO_VALUE),
         ],
         "badge": status_badge(trial["status"]),

@@ -225,6 +225,7 @@ class Runner:
             objective=result.get("objective"),
             steps=result.get("steps"),
             tokens_per_second=result.get("tokens_per_second"),
+            samples_per_second=result.get("samples_per_second"),
         )
 
 

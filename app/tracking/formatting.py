@@ -138,4 +138,5 @@ _STEP_PARTS: dict[str, Callable[[float], str]] = {
     "lr": "lr {:.2e}".format,
     "grad_norm": "gradient {:.2f}".format,
     "tokens_per_second": lambda number: f"{format_count(number)} tokens/s",
+    "samples_per_second": lambda number: f"{format_number(number)} samples/s",
 }

@@ -31,14 +31,17 @@ RESULT_KEYS = (
     "eval_loss",
     "exact_match",
     "tokens_per_second",
+    "samples_per_second",
+    "seconds",
     "peak_memory_bytes",
+    "device_used_bytes",
     "memory_predicted_bytes",
     "memory_measured_bytes",
     "start_metrics",
     "final_metrics",
     "final",
 )
-_RESULT_METRICS = (*LOGGED, "tokens_per_second", "peak_memory_bytes")
+_RESULT_METRICS = (*LOGGED, "tokens_per_second", "samples_per_second", "peak_memory_bytes", "device_used_bytes")
 
 
 class Recorder:

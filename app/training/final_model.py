@@ -87,9 +87,8 @@ def result_of(trainer: Trainer, predicted: Predicted | None) -> dict[str, Any]:
     progress, runtime = trainer.progress, trainer.parts.runtime
     losses = (progress.best_loss, progress.last_eval_loss, progress.last_loss)
     measured = int(runtime.host_group.highest(trainer.memory.bytes or 0))  # shards may differ in size
-    speed = {"tokens_per_second": trainer.tokens_per_second} if trainer.tokens_per_second else {}
     return {
-        **speed,
+        **trainer.speed,
         "objective": next((loss for loss in losses if loss is not None), None),
         "steps": progress.step,
         "train_loss_first": progress.first_loss,

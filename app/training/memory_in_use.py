@@ -1,10 +1,12 @@
-"""Memory that this machine has left: GPU memory of other processes, and what is free on the host."""
+"""Memory in use on the GPU and left on the host, and the clocks of the GPU, as its driver tells them."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,6 +15,8 @@ from app.distributed.environment import world
 MAX_CONTEXT_BYTES = 1 << 30  # of this process, where only the sum over processes is known
 NEGLIGIBLE_SHARE = 0.01  # of the memory
 CGROUPS = Path("/sys/fs/cgroup")
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +48,53 @@ def taken_by_others() -> Taken | None:
     if not torch.cuda.is_available():
         return None
     try:
-        device = world().local_rank
-        uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
-        return taken_by_driver(uuid) or taken_by_cuda(device)
+        return taken_by_driver(_uuid()) or taken_by_cuda(world().local_rank)
     except (RuntimeError, AssertionError):
         return None
+
+
+def device_used_bytes() -> int | None:
+    """Memory in use on the GPU of this process, by all processes; None without a GPU, or where it cannot be read."""
+    if not torch.cuda.is_available():
+        return None
+    device = world().local_rank
+    try:
+        return int(torch.cuda.device_memory_used(device))
+    except Exception:  # noqa: BLE001  nvidia-ml-py is missing, or its driver raises errors of its own
+        pass
+    try:
+        free, total = torch.cuda.mem_get_info(device)  # makes the context of this process, where it has none
+    except (RuntimeError, AssertionError):
+        return None
+    return total - free
+
+
+def clocks() -> dict[str, float] | None:
+    """Clocks in MHz and the power limit in watts, as far as the driver tells them; None where it cannot be asked."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        return _asked(_uuid(), _clocks)
+    except (RuntimeError, AssertionError):
+        return None
+
+
+def _clocks(driver: Any, gpu: Any) -> dict[str, float]:
+    questions: dict[str, Callable[[], float]] = {
+        "sm_mhz": lambda: driver.nvmlDeviceGetClockInfo(gpu, driver.NVML_CLOCK_SM),
+        "max_sm_mhz": lambda: driver.nvmlDeviceGetMaxClockInfo(gpu, driver.NVML_CLOCK_SM),
+        "memory_mhz": lambda: driver.nvmlDeviceGetClockInfo(gpu, driver.NVML_CLOCK_MEM),
+        "power_limit_watts": lambda: driver.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000,
+    }
+    found = {}
+    for name, question in questions.items():
+        with suppress(driver.NVMLError):  # not every GPU knows each
+            found[name] = question()
+    return found
+
+
+def _uuid() -> str:
+    return str(getattr(torch.cuda.get_device_properties(world().local_rank), "uuid", ""))
 
 
 def taken_by_cuda(device: int) -> Taken:
@@ -58,7 +104,19 @@ def taken_by_cuda(device: int) -> Taken:
 
 
 def taken_by_driver(uuid: str) -> Taken | None:
-    """Ask NVML, which needs no context on the GPU and lists processes; None where nvidia-ml-py is missing."""
+    """A sum without the context that CUDA would make on the GPU, and the processes."""
+
+    def taken(driver: Any, gpu: Any) -> Taken:
+        memory = driver.nvmlDeviceGetMemoryInfo(gpu)
+        processes = {each.pid: each.usedGpuMemory for each in driver.nvmlDeviceGetComputeRunningProcesses(gpu)}
+        own = processes.pop(os.getpid(), None) or 0
+        return Taken(memory.total, max(0, memory.used - own), tuple(sorted(processes.items())))
+
+    return _asked(uuid, taken)
+
+
+def _asked(uuid: str, question: Callable[[Any, Any], Answer]) -> Answer | None:
+    """The answer of NVML about a GPU; None where nvidia-ml-py is missing or the driver does not know it."""
     try:
         import pynvml
     except ImportError:
@@ -66,16 +124,11 @@ def taken_by_driver(uuid: str) -> Taken | None:
     try:
         pynvml.nvmlInit()
         try:
-            device = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-            memory = pynvml.nvmlDeviceGetMemoryInfo(device)
-            running = pynvml.nvmlDeviceGetComputeRunningProcesses(device)
+            return question(pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
         finally:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError:
         return None
-    processes = {each.pid: each.usedGpuMemory for each in running}
-    own = processes.pop(os.getpid(), None) or 0
-    return Taken(memory.total, max(0, memory.used - own), tuple(sorted(processes.items())))
 
 
 def free_host_bytes() -> int:

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 
+import torch
+
 from app.config.schema import RunConfig
 from app.distributed.environment import world
 from app.distributed.process_group import Runtime
@@ -21,7 +23,7 @@ from app.training.auto_settings import AutoPlanner
 from app.training.checkpoint import Checkpoints, Progress
 from app.training.final_model import record_stop, write_final
 from app.training.memory import Forecast, Predict
-from app.training.memory_in_use import free_host_bytes
+from app.training.memory_in_use import device_used_bytes, free_host_bytes
 from app.training.rehearsal import is_due, rehearse
 from app.training.resolve import ResolvedRun, resolve_run
 from app.training.samples import preview
@@ -53,12 +55,15 @@ def train_in(
     `resume_hint` says how to continue a stopped run. The memory planner, a higher layer, predicts the peak and
     answers what `auto` asks of it.
     """
+    in_use = {"start": device_used_bytes()}
     resolved = resolve_run(run, folder.checkpoints, console.say, planner)
     run, runtime = resolved.config, resolved.runtime
     forecast = _forecast(resolved, predict)
     if run.dry_run:
         return _report_dry_run(folder, resolved, console, forecast)
     _require_host_memory(forecast, runtime)
+    torch.ones(1, device=runtime.device)  # on a GPU it makes the context
+    in_use["context"] = device_used_bytes()
     model = build_model(resolved, folder)
     checks = check_on_loader(model, resolved.loader, runtime.device)
     stepper = build_stepper(resolved, model)
@@ -73,7 +78,7 @@ def train_in(
     ):
         notes = [*model.remarks(), *resumed_split_note(progress.depth)]
         recorder.message(align([*run_table(resolved), *forecast.rows(), *(("note", note) for note in notes)]))
-        recorder.add_facts(proofs=[asdict(check) for check in checks])
+        recorder.add_facts(proofs=[asdict(check) for check in checks], device_used_bytes=in_use)
         record_base(resolved, model, recorder, fingerprint)
         recorder.begin(resolved.steps.steps, progress.step)
         parts = trainer_parts(resolved, stepper, checkpoints, recorder)

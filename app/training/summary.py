@@ -18,7 +18,7 @@ from app.model.source import base_fingerprint, fetch_folder
 from app.model.tokenizer import load_tokenizer, tokenizer_hash
 from app.optim import requirements
 from app.safe_text import many
-from app.tracking.formatting import format_bytes
+from app.tracking.formatting import format_bytes, format_number
 from app.tracking.output_dir import RunFolder
 from app.training import memory_in_use
 from app.training.auto_settings import offload_notes
@@ -115,6 +115,7 @@ def manifest_facts(resolved: ResolvedRun) -> dict[str, Any]:
         },
         "hardware": _hardware(),
         "memory_taken": None if others is None else asdict(others),
+        "clocks": memory_in_use.clocks(),
         "hashes": _content_hashes(resolved.data, resolved.tokenizer),
     }
 
@@ -188,22 +189,23 @@ def rehearsal_message(rehearsal: Rehearsal) -> str:
 
 
 def closing_message(
-    run: RunConfig,
-    folder: RunFolder,
-    result: Mapping[str, float | None],
-    progress: Progress,
-    metrics: Mapping[str, float],
+    run: RunConfig, folder: RunFolder, result: Mapping[str, Any], progress: Progress, metrics: Mapping[str, float]
 ) -> str:
     """The last lines of a complete run: what it reached, and the command to try it."""
-    speed, what = result.get("tokens_per_second"), "model" if run.adapter.kind == "none" else "adapter"
-    evaluated = "" if progress.last_eval_loss is None else f", eval loss {progress.last_eval_loss:.4f}"
-    evaluated += "".join(_shares(finite(metrics), progress.start_metrics))
+    what = "model" if run.adapter.kind == "none" else "adapter"
+    reached = "" if progress.last_eval_loss is None else f", eval loss {progress.last_eval_loss:.4f}"
+    reached += "".join(_shares(finite(metrics), progress.start_metrics))
+    if "seconds" in result:
+        samples = format_number(result["samples_per_second"])
+        speed = f"{result['tokens_per_second']:,.0f} tokens/s, {samples} samples/s, {result['seconds']:,.1f} s"
+        reached += f"\nspeed   {speed}"
+    else:
+        reached += "; nothing was left to do"
     try_it = [python(), "-m", "app.generate", f"run={folder.path}"]
     try_it += ["model.trust_remote_code=true"] if run.model.trust_remote_code else []
     return (
         f"{_memory_line(result)}"
-        f"done    {many(progress.step, 'step')}, loss {progress.first_loss:.4f} -> {progress.last_loss:.4f}{evaluated}"
-        f"{f', {speed:,.0f} tokens/s' if speed else '; nothing was left to do'}\n"
+        f"done    {many(progress.step, 'step')}, loss {progress.first_loss:.4f} -> {progress.last_loss:.4f}{reached}\n"
         f"{what:<7} {folder.final}\n"
         f'try it  {shlex.join(try_it)} prompt="..."'
     )
@@ -228,7 +230,8 @@ def _memory_line(result: Mapping[str, float | None]) -> str:
     tensors = f"{format_bytes(planned)} planned for tensors, {format_bytes(measured)} measured"
     if default_device().type == "cpu":  # on a GPU, tensors are measured in all steps and are the peak
         return f"memory  {tensors} in one step{off}; {format_bytes(peak)} for the whole process\n"
-    return f"memory  {tensors}{off}\n"
+    in_use = result.get("device_used_bytes")
+    return f"memory  {tensors}{off}{'' if in_use is None else f'; {format_bytes(in_use)} in use on the GPU'}\n"
 
 
 def skipped_message(step: int, what_happened: str, places: Sequence[str]) -> str:

@@ -28,6 +28,7 @@ class StepResult:
     skipped: Tensor  # true where the gradient was not finite, so that the weights did not change
     labels: int  # over all processes
     tokens: int
+    samples: int  # data rows as laid out: a pair is one, each piece of a split text is one
     weight: float  # sum of the label weights: the number of labels where all weigh 1
 
     def mean(self, loss_sum: float) -> float:
@@ -65,26 +66,27 @@ class Stepper:
         """One step over all micro-batches of all processes."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        labels, tokens, weight = self._counted(batches)
+        labels, tokens, samples, weight = self._counted(batches)
         loss_sum = self._backward(batches, weight)
         self._begin("update")
         updated = try_or_none(self._reduction.apply, self._update)
         if updated is None:
             raise out_of_memory_error("the step of the optimizer", self._kept())
         norm, skipped = updated
-        return StepResult(loss_sum, norm, skipped, int(labels), int(tokens), weight)
+        return StepResult(loss_sum, norm, skipped, int(labels), int(tokens), int(samples), weight)
 
-    def _counted(self, batches: Sequence[Batch]) -> tuple[float, float, float]:
-        """Sum labels, tokens and label weights over all processes, which also take over the deepest split of any."""
+    def _counted(self, batches: Sequence[Batch]) -> list[float]:
+        """Labels, tokens, samples and label weight of all processes, which also take over the deepest split of any."""
         mine = (
             sum(b.num_labels for b in batches),
             sum(b.num_tokens for b in batches),
+            sum(len(b.documents_of_rows) for b in batches),
             sum(b.label_weight for b in batches),
             self.depth,
         )
-        labels, tokens, weights, depths = zip(*self._runtime.host_group.gathered(mine), strict=True)
+        *counts, depths = zip(*self._runtime.host_group.gathered(mine), strict=True)
         self.depth = int(max(depths))
-        return sum(labels), sum(tokens), sum(weights)
+        return [sum(each) for each in counts]
 
     def _backward(self, batches: Sequence[Batch], weight: float) -> Tensor:
         """Compute the gradient of the loss sum over the weight of all processes; repeat in smaller parts if needed."""
@@ -102,7 +104,7 @@ class Stepper:
 
     def try_out(self, batches: Sequence[Batch]) -> None:
         """Run forward and backward as a step does, to find out whether they fit; only the split depth may change."""
-        _, _, weight = self._counted(batches)
+        *_, weight = self._counted(batches)
         with self._reduction.rehearsing():
             self._backward(batches, weight)
         self.depth = int(self._runtime.host_group.highest(self.depth))

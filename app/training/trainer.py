@@ -19,6 +19,7 @@ from app.tracking.recorder import Recorder
 from app.training.checkpoint import Checkpoints, Progress
 from app.training.eta import Eta
 from app.training.memory import Measured
+from app.training.memory_in_use import device_used_bytes
 from app.training.resolve import StepPlan
 from app.training.scores import counts_of, finite, logged, score
 from app.training.summary import skipped_message, split_message
@@ -59,6 +60,7 @@ class _Window:
 
     started: float = field(default_factory=time.perf_counter)
     tokens: int = 0
+    samples: int = 0
 
 
 class Prefetch:
@@ -95,16 +97,16 @@ class Trainer:
         self.prefetch = Prefetch(parts.loader.batches, parts.runtime.device)
         self._window = _Window()
         self._eta = self._new_eta()
-        self._tokens, self._seconds = 0, 0.0
+        self._tokens, self._samples, self._seconds = 0, 0, 0.0  # of the lines of metrics of this start
         self.stopped_by: int | None = None  # the requested exit code
         self.memory = Measured(parts.runtime, parts.plan.steps - progress.step)
         self._updates = progress.step - progress.skipped_steps  # counted while gradients are checked
         self.skipped: list[Tensor] = []  # flags on the device: reading one waits for all queued work
 
     @property
-    def tokens_per_second(self) -> float:
-        """The speed of this start, without evaluations, samples and saves."""
-        return self._tokens / self._seconds if self._seconds else 0.0
+    def speed(self) -> dict[str, float]:
+        """The speed of this start, without evaluations, answers and saves; empty where it had nothing left to do."""
+        return _speed(self._tokens, self._samples, self._seconds) if self._seconds else {}
 
     def fit(self, request: StopRequest) -> bool:
         """Train; true at the end of the run, false after a stop request, with a checkpoint saved."""
@@ -148,6 +150,7 @@ class Trainer:
         self.progress.tokens += result.tokens
         self.progress.trained_tokens += result.labels
         self._window.tokens += result.tokens
+        self._window.samples += result.samples
         self.skipped.append(result.skipped)
         self._note_split(self.parts.stepper.depth)
         if self._updates < LAST_CHECKED_STEP and not bool(result.skipped):
@@ -225,9 +228,12 @@ class Trainer:
         loss = result.mean(runtime.host_group.totals([float(result.loss_sum)])[0])
         seconds = time.perf_counter() - self._window.started
         self._tokens += self._window.tokens
+        self._samples += self._window.samples
         self._seconds += seconds
         progress.first_loss = loss if progress.first_loss is None else progress.first_loss
         progress.last_loss = loss
+        on_gpu = runtime.device.type == "cuda"
+        in_use = {"device_used_bytes": int(runtime.host_group.highest(device_used_bytes() or 0))} if on_gpu else {}
         self.parts.recorder.step(
             {
                 "step": progress.step,
@@ -237,8 +243,9 @@ class Trainer:
                 "grad_norm": float(result.grad_norm),
                 "tokens": progress.tokens,
                 "trained_tokens": progress.trained_tokens,
-                "tokens_per_second": self._window.tokens / seconds,
+                **_speed(self._window.tokens, self._window.samples, seconds),
                 "peak_memory_bytes": int(runtime.host_group.highest(runtime.peak_memory_bytes())),
+                **in_use,
             },
             self._eta.seconds_left(progress.step),
         )
@@ -275,3 +282,7 @@ class Trainer:
         seconds = time.perf_counter() - started
         self._eta.add_pause("save", seconds)
         self._window.started += seconds
+
+
+def _speed(tokens: int, samples: int, seconds: float) -> dict[str, float]:
+    return {"tokens_per_second": tokens / seconds, "samples_per_second": samples / seconds, "seconds": seconds}

@@ -6,7 +6,7 @@ import pytest
 
 from tests.command.test_processes import PLAIN, tensors, with_rate
 from tests.model.small import distance
-from tests.runs import SMALL, Zygote, metrics, result
+from tests.runs import CLOCKS, SMALL, Zygote, metrics, result
 
 SCARCE = "tests.scarcity"
 LIMITS = {"TOKENS": "40", "CALLS": "40"}  # calls: what is proven and shown before the first step
@@ -34,7 +34,7 @@ def check_one_of_two(zygote: Zygote, tmp_path: Path, where: str, ranks: str, mor
     assert parts == sorted(set(parts)), "each depth is told once, whichever process reached it first"
     assert told(enough) == []
     for mine, theirs in zip(metrics(enough), metrics(scarce), strict=True):
-        for key in mine.keys() - {"tokens_per_second", "peak_memory_bytes"}:
+        for key in mine.keys() - CLOCKS:
             assert theirs[key] == pytest.approx(mine[key], rel=2e-6), (mine["step"], key)
     left, right = tensors(enough), tensors(scarce)
     assert distance(right, left) <= 1e-6

@@ -11,10 +11,17 @@ from app.tracking.formatting import format_bytes
 from tests.runs import SECRET, SMALL, FinishedRuns, Zygote, metrics, numbers, result
 
 STEP_KEYS = ["step", "epoch", "loss", "lr", "grad_norm", "tokens", "trained_tokens"]
-STEP_KEYS += ["tokens_per_second", "peak_memory_bytes"]
+STEP_KEYS += ["tokens_per_second", "samples_per_second", "seconds", "peak_memory_bytes"]
 RESULT_KEYS = ["status", "objective", "steps", "train_loss_first", "train_loss_last", "eval_loss"]
-RESULT_KEYS += ["exact_match", "tokens_per_second", "peak_memory_bytes"]
-RESULT_KEYS += ["memory_predicted_bytes", "memory_measured_bytes", "start_metrics", "final_metrics", "final"]
+RESULT_KEYS += ["exact_match", "tokens_per_second", "samples_per_second", "seconds", "peak_memory_bytes"]
+RESULT_KEYS += [
+    "device_used_bytes",
+    "memory_predicted_bytes",
+    "memory_measured_bytes",
+    "start_metrics",
+    "final_metrics",
+    "final",
+]
 FILES = ["base", "checkpoints", "final", "log.txt", "manifest.json", "metrics.jsonl", "preview.json"]
 FILES += ["report.html", "result.json", "run.yaml", "samples.jsonl"]
 

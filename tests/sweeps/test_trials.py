@@ -142,17 +142,28 @@ def test_leaderboard_trials_with_other_keys() -> None:
 
 def test_leaderboard_columns() -> None:
     header, *rows = shown(
-        outcome(1, 3.0, steps=40, tokens_per_second=5125.0),
+        outcome(1, 3.0, steps=40, tokens_per_second=5125.0, samples_per_second=8.86, seconds=57.8),
         outcome(2, None, "failed", exit_code=2),
         outcome(3, 2.5, steps=1200, tokens_per_second=900.0),
         outcome(4, None, steps=7),
         outcome(5, None, "pending"),
     )
-    assert header == ["rank", "trial", "objective", "steps", "tokens/s", "optimizer.lr", "recipe", "status"]
+    assert header == [
+        "rank",
+        "trial",
+        "objective",
+        "steps",
+        "tokens/s",
+        "samples/s",
+        "time",
+        "optimizer.lr",
+        "recipe",
+        "status",
+    ]
     assert rows == [
-        ["1", "3", "2.5000", "1,200", "900", "3e-3", "lora", "finished"],
-        ["2", "1", "3.0000", "40", "5.1k", "1e-3", "lora", "finished"],
-        ["-", "2", "-", "-", "-", "2e-3", "lora", "failed", "(2)"],
-        ["-", "4", "-", "7", "-", "4e-3", "lora", "finished"],
-        ["-", "5", "-", "-", "-", "5e-3", "lora", "pending"],
+        ["1", "3", "2.5000", "1,200", "900", "-", "-", "3e-3", "lora", "finished"],
+        ["2", "1", "3.0000", "40", "5.1k", "8.86", "0:00:58", "1e-3", "lora", "finished"],
+        ["-", "2", "-", "-", "-", "-", "-", "2e-3", "lora", "failed", "(2)"],
+        ["-", "4", "-", "7", "-", "-", "-", "4e-3", "lora", "finished"],
+        ["-", "5", "-", "-", "-", "-", "-", "5e-3", "lora", "pending"],
     ]

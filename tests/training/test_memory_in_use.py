@@ -16,7 +16,7 @@ from app.tracking.console import Console
 from app.tracking.output_dir import RunFolder
 from app.training import memory_in_use
 from app.training.memory import Predicted
-from app.training.memory_in_use import Taken, free_host_bytes, notes, taken_by_others
+from app.training.memory_in_use import Taken, device_used_bytes, free_host_bytes, notes, taken_by_others
 from app.training.run import train_in
 from tests.training.conftest import small_run
 
@@ -35,9 +35,14 @@ def driver() -> Any:
             raise NVMLError
         return uuid
 
+    def unknown(*_: Any) -> None:
+        raise NVMLError
+
     processes = [(1234, 22_000_000_000), (os.getpid(), 600_000_000), (77, None)]
     return SimpleNamespace(
         NVMLError=NVMLError,
+        NVML_CLOCK_SM=1,
+        NVML_CLOCK_MEM=2,
         nvmlInit=lambda: None,
         nvmlShutdown=lambda: None,
         nvmlDeviceGetHandleByUUID=handle,
@@ -45,6 +50,9 @@ def driver() -> Any:
         nvmlDeviceGetComputeRunningProcesses=lambda _gpu: [
             SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in processes
         ],
+        nvmlDeviceGetClockInfo=lambda _gpu, clock: {1: 1665, 2: 9501}[clock],
+        nvmlDeviceGetMaxClockInfo=unknown,
+        nvmlDeviceGetEnforcedPowerLimit=lambda _gpu: 350_000,
     )
 
 
@@ -56,6 +64,26 @@ def test_driver_names_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory_in_use.taken_by_driver("another") is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert memory_in_use.taken_by_driver(UUID) is None
+
+
+def test_clocks_are_what_the_driver_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch.cuda.is_available() or memory_in_use.clocks() is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(uuid=UUID))
+    monkeypatch.setitem(sys.modules, "pynvml", driver())
+    assert memory_in_use.clocks() == {"sm_mhz": 1665, "memory_mhz": 9501, "power_limit_watts": 350}
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert memory_in_use.clocks() is None
+
+
+def test_memory_of_the_device_is_asked_of_cuda_where_the_driver_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch.cuda.is_available() or device_used_bytes() is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (60, 80))
+    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda _device: 620)
+    assert device_used_bytes() == 620
+    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda _device: driver().nvmlDeviceGetMaxClockInfo())
+    assert device_used_bytes() == 20
 
 
 def test_memory_plan_counts_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from app.training.rehearsal import Rehearsal, is_due, rehearse
 from app.training.summary import rehearsal_message
 from app.training.trainer import Trainer
 from tests.optim.small import KINDS
+from tests.runs import CLOCKS
 from tests.scarcity import WHERE, scarce
 from tests.training.conftest import MakeLoop, Notebook, small_run
 
@@ -37,8 +38,7 @@ def ended(made: tuple[Trainer, Notebook], folder: Path) -> tuple[list[Any], dict
     """All numbers of a run, and all bytes of its checkpoints."""
     loop, notebook = made
     assert loop.fit(StopRequest())
-    clocks = {"tokens_per_second", "peak_memory_bytes"}
-    lines = [{k: v for k, v in line.items() if k not in clocks} for line in notebook.steps]
+    lines = [{k: v for k, v in line.items() if k not in CLOCKS} for line in notebook.steps]
     return [*lines, *notebook.evaluations], files(folder)
 
 

@@ -5,6 +5,7 @@ import math
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from app.signals import StopRequest
 from app.training.final_model import result_of
 from app.training.scores import score
 from app.training.trainer import Prefetch
+from tests.runs import samples_of
+from tests.scarcity import scarce
 from tests.training.conftest import MakeLoop, small_run
 from tests.training.test_optimizer_in_backward import AS_THEY_COME, BF16, FULL
 
@@ -43,11 +46,27 @@ def test_trainer_records_evaluates_and_saves_when_due(make_loop: MakeLoop, folde
     last = notebook.steps[-1]
     assert list(last) == [
         "step", "epoch", "loss", "lr", "grad_norm", "tokens", "trained_tokens", "tokens_per_second",
-        "peak_memory_bytes",
+        "samples_per_second", "seconds", "peak_memory_bytes",
     ]  # fmt: skip
     assert last["epoch"] == pytest.approx(10 / 8)
     assert loop.progress.first_loss == notebook.steps[0]["loss"]
-    assert loop.tokens_per_second > 0
+    assert loop.speed["seconds"] == pytest.approx(sum(line["seconds"] for line in notebook.steps))
+    assert loop.speed["tokens_per_second"] * loop.speed["seconds"] == pytest.approx(last["tokens"])
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_samples_of_an_epoch_are_its_rows_also_where_steps_are_repeated(
+    packed: bool, make_loop: MakeLoop, packed_loader_of: Callable[..., Loader], data: Data
+) -> None:
+    loop, notebook = make_loop(small_run("eval.every=0", "record.every=2", "checkpoint.every=0"), 1)
+    loader = packed_loader_of(64, 2) if packed else loop.parts.loader
+    loop.parts = replace(loop.parts, loader=loader, plan=replace(loop.parts.plan, steps=loader.steps_per_epoch))
+    loop.prefetch = Prefetch(loader.batches, CPU)
+    with scarce("backward", 40, calls=4) as memory:
+        assert loop.fit(StopRequest())
+    assert memory.times
+    assert sum(samples_of(line) for line in notebook.steps) == len(data.train)
+    assert samples_of(loop.speed) == len(data.train)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
-"""What others hold of a GPU, by nvidia-ml-py or, without it, by torch."""
+"""Memory and clocks of a GPU, by nvidia-ml-py or, without it, by torch."""
 
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from app.training import memory_in_use
@@ -23,3 +24,15 @@ def test_a_real_driver_sees_what_another_process_takes() -> None:
         other.communicate("\n")
     assert during.total == before.total
     assert 3.2e9 < during.bytes - before.bytes < 7e9
+
+
+def test_a_real_device_tells_its_memory_and_clocks() -> None:
+    held = torch.zeros(1 << 28, device="cuda")
+    used = memory_in_use.device_used_bytes()
+    assert used is not None
+    assert held.nbytes <= torch.cuda.memory_reserved() < used < torch.cuda.get_device_properties(0).total_memory
+    clocks = memory_in_use.clocks()
+    if clocks is None:
+        pytest.importorskip("pynvml")
+    assert clocks
+    assert all(value > 0 for value in clocks.values())
