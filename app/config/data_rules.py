@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 
-from app.config.dataset import key_of, sources_of
+from app.config.dataset import RANDOM, key_of, paths_read, sources_of
 from app.config.did_you_mean import did_you_mean_key
 from app.config.row_formats import ROW_FORMATS
 from app.config.schema import Columns, DatasetConfig, MixSource, RunConfig
@@ -116,6 +116,20 @@ def _source_problems(key: str, source: MixSource) -> Iterator[str]:
             yield f"{key}.columns.{column}={value}: expected the name of a column."
 
 
+def _random_rows_have_the_wanted_lengths(run: RunConfig) -> Iterator[str]:
+    dataset, made = run.dataset, run.dataset.random
+    if RANDOM not in paths_read(dataset):
+        return
+    if made.shortest is not None and made.shortest > made.length:
+        yield f"dataset.random.shortest={made.shortest} is more than dataset.random.length={made.length}. Swap them."
+    if made.shortest is None and dataset.max_length > made.length:
+        yield (
+            f"dataset.max_length={dataset.max_length} is more than dataset.random.length={made.length}, the words of a "
+            f"row, so rows would have other lengths than asked. Set dataset.random.length={dataset.max_length}, or "
+            "dataset.random.shortest for rows of several lengths."
+        )
+
+
 def _one_source_of_eval_rows(run: RunConfig) -> Iterator[str]:
     given = [
         f"dataset.{name}={getattr(run.dataset, name)}"
@@ -142,6 +156,7 @@ DATA_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _one_list_makes_rows,
     _only_text_splits,
     _a_mix_is_whole,
+    _random_rows_have_the_wanted_lengths,
     _one_source_of_eval_rows,
     _one_process_prepares_rows,
 )

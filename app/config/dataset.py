@@ -8,6 +8,7 @@ from app.config.row_formats import CHAT_FORMATS, LABELLED_FORMATS, ROW_FORMATS, 
 from app.config.schema import Columns, DatasetConfig, MixSource
 from app.config.tasks import TASKS
 
+RANDOM = "random:"  # the path of rows that are made from a seed
 WITHOUT_HELD_OUT_ROWS: Mapping[str, Any] = {"eval_path": None, "eval_split": None, "eval_fraction": 0.0}
 
 
@@ -42,6 +43,11 @@ def key_of(name: str) -> str:
 def paths_of(dataset: DatasetConfig) -> str:
     """The paths of all sources as text."""
     return " + ".join(str(section.path) for section in sources_of(dataset).values())
+
+
+def paths_read(dataset: DatasetConfig) -> list[str | None]:
+    """The paths of all sources, and that of the held-out rows."""
+    return [*(section.path for section in sources_of(dataset).values()), dataset.eval_path]
 
 
 def formats_of(dataset: DatasetConfig) -> str:

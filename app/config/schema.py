@@ -98,13 +98,27 @@ class MixSource:
 
 
 @dataclass(kw_only=True, slots=True)
+class RandomRowsConfig:
+    """Rows made from a seed, for `dataset.path=random:`."""
+
+    rows: int = number(512, at_least=1)  # rows that dataset=random makes
+    length: int = number(512, at_least=2)  # words of a row, and so its tokens with dataset.max_length of the same size
+    shortest: int | None = number(
+        None, at_least=2
+    )  # draw lengths in words between it and random.length; null: all alike
+    classes: int = number(2, at_least=2)  # labels; the first word of a row is its label
+    seed: int = number(0, at_least=0)  # another seed makes other words and rows
+
+
+@dataclass(kw_only=True, slots=True)
 class DatasetConfig:
     """Where the rows are, their format, and which tokens are trained."""
 
-    path: str | None = MISSING  # file, folder, glob, hub id or asset:NAME with the rows
+    path: str | None = MISSING  # file, folder, glob, hub id or asset:NAME with the rows, or random:
     # sections by the user's names; untyped because Hydra refuses to add keys to a typed mapping
     # several sources by name, in place of dataset.path
     mix: dict[str, Any] = field(default_factory=dict, metadata={SECTIONS: MixSource})
+    random: RandomRowsConfig = field(default_factory=RandomRowsConfig)
     format: str = choice("auto", *ROW_FORMATS)  # format of the rows
     split: str = MISSING  # split of a dataset of the hub, or of a folder as the hub has them
     hub_config: str | None = None  # configuration of a dataset of the hub, or of such a folder

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from app.config import groups
+from app.config.dataset import RANDOM, paths_read
 from app.config.schema import RunConfig
 from app.config.validate import format_value
 
@@ -44,6 +45,8 @@ def unread_problems(run: RunConfig, typed: Mapping[str, Any]) -> Iterator[str]:
                 f"{given} would not be read: model.weights=pretrained has its numbers in the config.json beside its "
                 "weights. Add model.weights=random for a model of these numbers without training."
             )
+        elif key.startswith("dataset.random.") and RANDOM not in paths_read(run.dataset):
+            yield f"{given}: no rows are made, so it changes nothing. Leave it out, or choose dataset=random."
         elif is_unread(run, key):
             kind = f"{section}={getattr(run, section).kind}"
             cause, wanted = f"{kind} does not read it", f"{section}={' or '.join(readers_of(key))}"

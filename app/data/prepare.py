@@ -15,6 +15,7 @@ from app.data.data_report import Counts, DataReport, in_words, stop_reasons, wit
 from app.data.formats import fields_of
 from app.data.mixture import Pool, recount
 from app.data.overflow import policy_for
+from app.data.random_rows import RandomRows
 from app.data.row_pipeline import write_rows
 from app.data.sources import Source, eval_source, train_source, unread_splits
 from app.data.token_cache import cache_key, cached_rows
@@ -138,6 +139,8 @@ def _rows(
 ) -> Prepared:
     """Load the rows of one source. `max_rows` limits the rows read, and the samples made from them."""
     check_tokenizer(tokenizer, config.format)
+    if isinstance(source, RandomRows) and config.on_overflow == "auto":
+        config = replace(config, on_overflow=source.on_overflow)
     # bad rows end the reading; what else stops a run is judged when all rows are known
     lenient = replace(without_stops(config), on_bad_row=config.on_bad_row)
     key = cache_key(source.fingerprint(), tokenizer, _settings(lenient, max_rows))

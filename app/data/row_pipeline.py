@@ -15,6 +15,7 @@ from app.data.data_report import Counts, bad_row_problems, count_name
 from app.data.formats import empty_parts, fields_of, read_row
 from app.data.loss_mask import RenderedRow, Renderer
 from app.data.overflow import fit, policy_for
+from app.data.random_rows import RandomRows
 from app.data.sources import Source
 from app.data.token_cache import RowWriter
 from app.data.token_dataset import digest
@@ -51,6 +52,11 @@ def write_rows(
         if time.monotonic() - logged > _PROGRESS_SECONDS:
             logged = time.monotonic()
             log.info("%s: %d rows read, %d tokens", source.name, counts.rows_read, counts.tokens)
+    if isinstance(source, RandomRows) and source.on_overflow == "truncate" and counts.truncated == counts.over_long:
+        # its rows are made to be cut
+        counts.over_long, counts.truncated, counts.tokens_lost = 0, 0, 0
+        counts.first_over_long, counts.over_long_up_to = "", {}
+        counts.longest = min(counts.longest, config.max_length)
     return counts
 
 

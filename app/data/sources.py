@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from app.assets import locate
-from app.config.dataset import key_of, sources_of
+from app.config.dataset import RANDOM, key_of, sources_of
+from app.config.row_formats import LABELLED_FORMATS
 from app.config.schema import DatasetConfig
+from app.data.random_rows import RandomRows
 from app.data.readers import PACKED_FILES, READERS, TEXT_FILES, extension, open_file, read_file
 from app.data.split_files import files_of_splits
 from app.data.types import Located, escaped
@@ -157,7 +159,7 @@ class SavedRows:
 
 
 # Rows in a fixed order, each with its location, and a fingerprint that changes whenever they could.
-Source = FileRows | HubRows | SavedRows
+Source = FileRows | HubRows | SavedRows | RandomRows
 
 
 def check(config: DatasetConfig, *, training: bool = True) -> list[str]:
@@ -187,7 +189,7 @@ def eval_source(config: DatasetConfig) -> Source | None:
     if config.eval_split is None or config.path is None:
         return None
     found = _open(config.path, "dataset.path", config, config.eval_split)
-    if isinstance(found, FileRows) and not found.split:
+    if isinstance(found, FileRows | RandomRows) and not found.split:
         raise DataError(
             f"dataset.eval_split={config.eval_split}: dataset.path={config.path} has no splits; name the held-out rows"
             " with dataset.eval_path=FILE, or let dataset.eval_fraction choose them"
@@ -221,6 +223,8 @@ def files_hash(files: Iterable[tuple[Path, str]]) -> str:
 
 def _open(path: str, key: str, config: DatasetConfig, split: str | None) -> Source:
     """Open one split; of a folder of files, all of them if `split` is None."""
+    if path == RANDOM:
+        return RandomRows(path, key, config.random, labelled=config.format in ("auto", *LABELLED_FORMATS))
     place = Path(locate(path)).expanduser()
     if _is_hub_id(path):
         is_other = key == "dataset.eval_path" and path != config.path  # the revision of the first does not hold for it

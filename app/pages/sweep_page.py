@@ -12,7 +12,15 @@ from app.pages.curves import curves_of_several
 from app.pages.read_run import SavedRun, is_run, read_run
 from app.pages.render import render
 from app.pages.run_page import status_badge
-from app.tracking.formatting import NO_VALUE, format_count, format_duration, format_integer, format_number, format_or
+from app.tracking.formatting import (
+    NO_VALUE,
+    format_count,
+    format_duration,
+    format_integer,
+    format_number,
+    format_or,
+    format_rate,
+)
 
 _MAX_CURVES = 6  # of the best trials
 # a sweep has the first status that any trial has
@@ -102,7 +110,7 @@ def _panel(key: str, trials: Sequence[Trial], objective: str) -> Chart | None:
     """The objective by the numbers of a swept key; None for texts, which the ranking shows."""
     known = [trial for trial in trials if trial["objective"] is not None and key in trial["values"]]
     found = [(trial["values"][key], trial) for trial in known]
-    if len({value for value, _ in found}) < 2 or not all(type(value) in (int, float) for value, _ in found):
+    if not all(type(value) in (int, float) for value, _ in found) or len({value for value, _ in found}) < 2:
         return None
     dots = [
         (
@@ -127,7 +135,7 @@ def _row(rank: int, trial: Trial, keys: Sequence[str], folder: Path, target: Pat
         "numbers": [
             format_integer(trial["steps"]) or NO_VALUE,
             format_or(trial["tokens_per_second"], format_count, NO_VALUE),
-            format_or(trial.get("samples_per_second"), format_number, NO_VALUE),
+            format_or(trial.get("samples_per_second"), format_rate, NO_VALUE),
             format_or(trial["seconds"] or None, format_duration, NO_VALUE),
         ],
         "badge": status_badge(trial["status"]),

@@ -21,8 +21,8 @@ from app.tracking.formatting import (
     format_count,
     format_duration,
     format_integer,
-    format_number,
     format_or,
+    format_rate,
 )
 from app.tracking.output_dir import ClaimedFolder, shown_names
 
@@ -184,7 +184,7 @@ def leaderboard(outcomes: Sequence[Outcome]) -> str:
                 format_or(each.objective, "{:.4f}".format) or NO_VALUE,
                 format_integer(each.steps) or NO_VALUE,
                 format_or(each.tokens_per_second, format_count) or NO_VALUE,
-                format_or(each.samples_per_second, format_number) or NO_VALUE,
+                format_or(each.samples_per_second, format_rate) or NO_VALUE,
                 format_or(each.seconds or None, format_duration) or NO_VALUE,
                 *(values.get(key, NO_VALUE) for key in keys),
                 f"{each.status} ({each.exit_code})" if each.status == FAILED else each.status,

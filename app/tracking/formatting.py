@@ -89,6 +89,11 @@ def format_count(number: float) -> str:
     return f"{number:.0f}"
 
 
+def format_rate(number: float) -> str:
+    """Three digits: 8.86, 41.9, 5,230."""
+    return f"{number:.3g}" if abs(number) < 100 else f"{number:,.0f}"
+
+
 def format_bytes(number: float) -> str:
     """GB or MB, in powers of ten."""
     return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.0f} MB"
@@ -138,5 +143,5 @@ _STEP_PARTS: dict[str, Callable[[float], str]] = {
     "lr": "lr {:.2e}".format,
     "grad_norm": "gradient {:.2f}".format,
     "tokens_per_second": lambda number: f"{format_count(number)} tokens/s",
-    "samples_per_second": lambda number: f"{format_number(number)} samples/s",
+    "samples_per_second": lambda number: f"{format_rate(number)} samples/s",
 }

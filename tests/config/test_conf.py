@@ -22,8 +22,8 @@ OF_RUNS = [file for file in FILES if file.parent.name not in APART]
 CHOICES = {group: names for group, names in choices_by_group().items() if group not in APART}
 FREE = ("experiment", "debug")  # may set any key
 OF_RECIPES = ("adapter", "quantization")  # chosen by a recipe; alone they would contradict it
-LABELLED = ("labelled_text", "text_pair")
-OWN_ROWS = ("sample", "alpaca", "ultrachat", "mix")
+LABELLED = ("labelled_text", "text_pair", "imdb")
+OWN_ROWS = ("sample", "alpaca", "ultrachat", "dolly", "imdb", "random", "mix")
 
 
 def with_turns(chosen: dict[str, str], number: int) -> list[str]:

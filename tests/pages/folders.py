@@ -87,7 +87,7 @@ def step(number: int, loss: float | None, **values: Any) -> dict[str, Any]:
         "tokens": number * 512,
         "trained_tokens": number * 100,
         "tokens_per_second": 5200.0,
-        "samples_per_second": 310.5,
+        "samples_per_second": 31.05,
         "peak_memory_bytes": 548_000_000,
         **values,
     }
@@ -107,7 +107,7 @@ def result_of(lines: Sequence[Mapping[str, Any]], status: str = "finished", **va
         "train_loss_last": losses[-1] if losses else None,
         "eval_loss": evals[-1] if evals else None,
         "tokens_per_second": 5200.0,
-        "samples_per_second": 310.5,
+        "samples_per_second": 31.05,
         "peak_memory_bytes": 548_000_000,
         **values,
     }

@@ -36,7 +36,7 @@ def test_run_page_finished_run(tmp_path: Path) -> None:
         "exact match, was 0.00%": "97.14%",
         "training loss, was 4": "2.5",
         "for 3 of 100 steps": "0:01:30",
-        "tokens a second, 310.5 samples": "5.2k",
+        "tokens a second, 31.1 samples": "5.2k",
         "peak memory of the process": "548 MB",
     }
     loss = chart(page, "Loss")

@@ -35,8 +35,8 @@ def test_sweep_page_ranking(tmp_path: Path) -> None:
     outcomes = [Outcome(**{**each, "seconds": 61.0}) for each in GRID]
     page = page_of(made_sweep(tmp_path / "sweep", GRID))
     assert [int(row[1]) for row in rows(page)] == [each.number for each in ranked(outcomes)]
-    assert rows(page)[0] == ["1", "2", "3.25", "0.001", "16", "9", "5.0k", "299.4", "0:01:01", "finished"]
-    assert rows(page)[-1] == ["-", "3", "-", "0.1", "4", "9", "5.0k", "299.4", "0:01:01", "failed"]
+    assert rows(page)[0] == ["1", "2", "3.25", "0.001", "16", "9", "5.0k", "299", "0:01:01", "finished"]
+    assert rows(page)[-1] == ["-", "3", "-", "0.1", "4", "9", "5.0k", "299", "0:01:01", "failed"]
     winner = best(outcomes)
     assert winner is not None
     command = section(page, "Best").one("pre", "command").text
@@ -104,3 +104,10 @@ def test_sweep_page_without_objective(tmp_path: Path) -> None:
     assert page.one("div", "top").one("span").text == "failed"
     assert "What the values did" not in page.text
     assert "Best trial" not in page.text
+
+
+def test_sweep_page_lists_have_no_chart(tmp_path: Path) -> None:
+    trials = [trial(n, [f"adapter.targets=[{name}]"], 3.0 + n) for n, name in enumerate(("q_proj", "v_proj"), 1)]
+    page = page_of(made_sweep(tmp_path / "sweep", trials))
+    assert len(rows(page)) == 2
+    assert page.all("circle", "dot") == []
