@@ -36,7 +36,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
      "dataset.columns.input=a.*.input dataset.columns.output=b.*.output: the elements of one list"),
     ({"dataset.on_overflow": "split"}, "dataset.on_overflow=split would tear"),
     ({"dataset.path": None}, "dataset.path=null names no rows"),
-    ({"dataset.path": "random:", "dataset.random.length": 20}, "Set dataset.random.length=256, or dataset.random.shorte"),
+    ({"dataset.path": "random:", "dataset.random.length": 20}, "Set dataset.random.length=256, or dataset.ran"),
     ({"dataset.path": "random:", "dataset.random.shortest": 999}, "dataset.random.shortest=999 is more than"),
     ({"dataset.workers": 2}, "dataset.workers=2 no longer has a meaning: one process prepares the rows"),
     ({"dataset.eval_fraction": 0.1}, "dataset.eval_fraction=0.1 both choose the held-out rows"),
