@@ -4,6 +4,8 @@ Traces use fake CPU tensors because the alternatives fail: `cuda` ends the proce
 accelerator registered from Python has no autocast.
 """
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -115,6 +117,17 @@ class CudaAutocast(TorchFunctionMode):
             args = tuple(_to_fp32(each) for each in args)
             kwargs = {name: _to_fp32(each) for name, each in kwargs.items()}
         return func(*args, **kwargs)
+
+    @classmethod
+    def also_in_backward(cls, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward pass under this mode wherever it is called: torch leaves the mode in `Tensor.backward`."""
+
+        @wraps(forward)
+        def under_mode(*args: Any, **kwargs: Any) -> Any:
+            with cls():
+                return forward(*args, **kwargs)
+
+        return under_mode
 
 
 def _to_fp32(value: Any) -> Any:

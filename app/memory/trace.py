@@ -81,6 +81,9 @@ def trace(settings: TraceSettings, meta_model: MetaModel, plain: int, recomputed
         evaluated = None if settings.evaluated is None else _batch(settings.evaluated)
         counter = _counter(settings, stepper, [batch, *([evaluated] if evaluated else [])])
         host = HostOffload("meta" if settings.on_gpu else "cpu") if run.training.offload else None
+        if settings.on_gpu:
+            for layer in repeated_layers(training_model.language_model):
+                layer.forward = CudaAutocast.also_in_backward(layer.forward)
         register_phases(stepper, counter, step_flops, recomputed, host)
         if settings.on_gpu:
             modes.enter_context(CudaAutocast())

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from app.config.commands import python
-from app.config.dataset import formats_of, has_chats
+from app.config.dataset import formats_of, has_chats, has_held_out_rows
 from app.config.metrics import SHARES
 from app.config.schema import RunConfig
+from app.config.tasks import TASKS
 from app.data.packing import min_bins
 from app.data.prepare import Data, prepare
 from app.distributed.process_group import default_device, machine_notes
@@ -201,13 +202,18 @@ def closing_message(
         reached += f"\nspeed   {speed}"
     else:
         reached += "; nothing was left to do"
-    try_it = [python(), "-m", "app.generate", f"run={folder.path}"]
+    task = TASKS[run.task.kind]
+    if task.writes_text or task.pooled:
+        command, then = "app.generate", ' prompt="..."'
+    else:  # what finds hidden tokens answers nothing
+        command, then = "app.evaluate", "" if has_held_out_rows(run.dataset) else " dataset.path=..."
+    try_it = [python(), "-m", command, f"run={folder.path}"]
     try_it += ["model.trust_remote_code=true"] if run.model.trust_remote_code else []
     return (
         f"{_memory_line(result)}"
         f"done    {many(progress.step, 'step')}, loss {progress.first_loss:.4f} -> {progress.last_loss:.4f}{reached}\n"
         f"{what:<7} {folder.final}\n"
-        f'try it  {shlex.join(try_it)} prompt="..."'
+        f"try it  {shlex.join(try_it)}{then}"
     )
 
 

@@ -29,6 +29,7 @@ def extrapolated_and_exact(*overrides: str) -> tuple[MemoryPlan, MemoryPlan]:
         ("recipe=lora", "training.recompute=true", "precision=bf16"),
         ("recipe=qlora", "training.recompute=4", "precision=bf16"),
         (*EXPERTS, "recipe=full", "training.recompute=8"),
+        ("model.architecture.model_type=gpt2", "recipe=full", "training.recompute=4", "precision=fp16"),
         ("recipe=full", "optimizer.in_backward=true", "training.clip=0", "training.recompute=1"),
     ],
     ids=" ".join,

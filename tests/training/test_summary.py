@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from app.config.finished_run import finished_folder
+from app.config.schema import DatasetConfig, TaskConfig
 from app.errors import CheckpointError
 from app.tracking.output_dir import RunFolder
 from app.training.checkpoint import Progress
@@ -16,7 +17,10 @@ from app.training.summary import closing_message
 
 def test_closing_message_scores_and_command(tmp_path: Path) -> None:
     model = SimpleNamespace(trust_remote_code=False)
-    run: Any = SimpleNamespace(adapter=SimpleNamespace(kind="lora"), model=model)
+    dataset = DatasetConfig(eval_path=None, eval_split=None, eval_fraction=0.0)
+    run: Any = SimpleNamespace(
+        adapter=SimpleNamespace(kind="lora"), model=model, task=TaskConfig(kind="causal"), dataset=dataset
+    )
     start = {"eval_loss": 2.0, "exact_match": 0.0}
     progress: Any = Progress(step=1, first_loss=2.0, last_loss=1.0, last_eval_loss=0.5, start_metrics=start)
     folder = RunFolder(tmp_path / "a b")
@@ -29,6 +33,13 @@ def test_closing_message_scores_and_command(tmp_path: Path) -> None:
     assert shlex.split(last)[3:] == ["-m", "app.generate", f"run={folder.path}", "prompt=..."]
     model.trust_remote_code = True
     assert "model.trust_remote_code=true prompt=" in closing_message(run, folder, result, progress, {})
+    run.task.kind, model.trust_remote_code = "masked", False  # it answers nothing
+    result |= {"tokens_per_second": 5200.4, "samples_per_second": 8.861, "seconds": 57.82}
+    *_, speed, _, last = closing_message(run, folder, result, progress, {}).splitlines()
+    assert speed == "speed   5,200 tokens/s, 8.86 samples/s, 57.8 s"
+    assert shlex.split(last)[3:] == ["-m", "app.evaluate", f"run={folder.path}", "dataset.path=..."]
+    dataset.eval_fraction = 0.1
+    assert closing_message(run, folder, result, progress, {}).splitlines()[-1].endswith(f"{folder.path}'")
 
 
 def test_unfinished_run_command_quoted(tmp_path: Path) -> None:
