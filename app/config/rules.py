@@ -117,6 +117,19 @@ def _conflicts(key: str, reason: str, faults: list[tuple[bool, str, str]]) -> It
         )
 
 
+def _weights_stepped_together_are_fp32(run: RunConfig) -> Iterator[str]:
+    optimizer, given, remedy = run.optimizer, "optimizer=adamw_apex", "optimizer=adamw"
+    if optimizer.kind != "adamw_apex":
+        given, remedy = f"optimizer.implementation={optimizer.implementation}", "optimizer.implementation=fused"
+    singly = {
+        "optimizer.in_backward=true": optimizer.in_backward,
+        "precision.trained=bf16": run.precision.trained == "bf16",
+    }
+    if given != remedy and any(singly.values()):
+        found = " and ".join(name for name, wanted in singly.items() if wanted)
+        yield f"{given} steps all weights together, and {found} one after another. Set {remedy}."
+
+
 def _steps_in_backward_see_one_gradient(run: RunConfig) -> Iterator[str]:
     if not run.optimizer.in_backward:
         return
@@ -228,6 +241,7 @@ RULES: tuple[Rule, ...] = (
     _offload_needs_recomputed_layers,
     _quantized_base_needs_an_adapter,
     _narrow_weights_are_of_whole_models,
+    _weights_stepped_together_are_fp32,
     _steps_in_backward_see_one_gradient,
     _models_are_divided_by_layers_alone,
     _recorded_graphs_are_of_one_step,

@@ -103,9 +103,7 @@ class RandomRowsConfig:
 
     rows: int = number(512, at_least=1)  # rows that dataset=random makes
     length: int = number(512, at_least=2)  # words of a row, and so its tokens with dataset.max_length of the same size
-    shortest: int | None = number(
-        None, at_least=2
-    )  # draw lengths in words between it and random.length; null: all alike
+    shortest: int | None = number(None, at_least=2)  # lengths are drawn between it and random.length; null: all alike
     classes: int = number(2, at_least=2)  # labels; the first word of a row is its label
     seed: int = number(0, at_least=0)  # another seed makes other words and rows
 
@@ -149,8 +147,7 @@ class TaskConfig:
 
     kind: str = MISSING  # what the model learns
     mask_share: float = number(0.0, at_least=0, at_most=1)  # fraction of tokens to mask, for task=masked
-    # names of all classes in their order; empty: those of the training rows
-    labels: list[str] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)  # names of all classes in order; empty: those of the training rows
 
 
 @dataclass(kw_only=True, slots=True)
@@ -201,6 +198,7 @@ class OptimizerConfig:
     beta2: float = number(0.0, at_least=0, below=1)  # decay rate of the second moment
     eps: float = number(0.0, at_least=0)  # term added to the denominator
     momentum: float = number(0.0, at_least=0, below=1)  # momentum of sgd and muon
+    implementation: str = choice("fused", "foreach", "loop", default="fused")  # how torch steps the weights
     in_backward: bool = False  # step each weight during the backward pass, which saves the gradients
 
 
@@ -242,9 +240,8 @@ class CompileConfig:
 class ParallelConfig:
     """How several processes share the work: each of `replicate` copies of the model is sharded over `shard`."""
 
-    kind: str = choice(
-        "auto", "ddp", "fsdp", "hsdp"
-    )  # how processes share the work; auto: ddp where the plan fits, else fsdp
+    # how processes share the work; auto: ddp where the plan fits, else fsdp
+    kind: str = choice("auto", "ddp", "fsdp", "hsdp")
     shard: int | str = number(at_least=1)  # processes that share one copy of the model
     replicate: int | str = number(at_least=1)  # copies of the model
     reshard: bool = MISSING  # free gathered weights after each layer, as ZeRO-3 does; false: as ZeRO-2
@@ -275,8 +272,7 @@ class TrainingConfig:
 
     epochs: float = number(above=0)  # passes over the rows
     max_steps: int | None = number(at_least=1)  # largest number of steps; null: by epochs alone
-    # save and stop after this step; the schedule stays that of the whole run
-    stop_after: int | None = number(None, at_least=1)
+    stop_after: int | None = number(None, at_least=1)  # save and stop after this step of the whole run's schedule
     clip: float = number(at_least=0)  # largest global norm of the gradient; 0 switches clipping off
     # activation checkpointing: true, a number of layers, or auto for as few as fit
     recompute: bool | int | str = number(at_least=0)
@@ -321,8 +317,7 @@ class LaunchConfig:
     """Processes and threads on this machine."""
 
     num_processes: int | str = number(at_least=1)  # processes on this machine; auto: one per GPU
-    # CPU threads of each process; null: an equal share of the cores
-    threads: int | None = number(at_least=1, at_most=1024)
+    threads: int | None = number(at_least=1, at_most=1024)  # CPU threads of each process; null: a share of the cores
 
 
 @dataclass(kw_only=True, slots=True)
@@ -331,8 +326,7 @@ class RunConfig:
 
     output_dir: str = MISSING  # folder of the run
     seed: int = number(at_least=0, at_most=2**32 - 1)  # order of rows, initial adapter, dropout
-    # auto: the newest good checkpoint of output_dir, or a new start; a path: that checkpoint
-    resume: str | None = MISSING
+    resume: str | None = MISSING  # auto: the newest good checkpoint of output_dir, or a new start; a path: that one
     varied_from: str | None = None  # folder of the run that gave the settings; typed as from=RUN
     dry_run: bool = MISSING  # show the plan without loading weights
     cache_dir: str = MISSING  # folder of prepared rows and compiled kernels

@@ -12,6 +12,8 @@ from app.model.build import ModelSections
 # as weights, gradients and states.
 _OPTIMIZER_KERNELS = frozenset({"aten::_fused_sgd_", "bitsandbytes::optimizer_update_8bit_blockwise"})
 
+PLANNED_AS = {"adamw_apex": "adamw"}  # kernels that are no operations of torch, and a kind with the same states
+
 
 class FakeTensorFallbacks(TorchDispatchMode):
     """Results for operations that FakeTensorMode does not support. Values are arbitrary: no shape depends on them."""

@@ -160,9 +160,9 @@ def _smaller_micro_batches(run: RunConfig) -> Iterator[Candidate]:
 
 def _optimizer_states(run: RunConfig) -> Iterator[Candidate]:
     kind, is_full = run.optimizer.kind, run.adapter.kind == "none"
-    if is_full and kind in ("adamw", "paged_adamw_32bit", "muon", "sgd"):
+    if is_full and kind in ("adamw", "adamw_apex", "adamw_bnb_32bit", "paged_adamw_32bit", "muon", "sgd"):
         yield Candidate(("optimizer=adamw_8bit",), NUMBERS, "the states of the optimizer are kept in 8 bits")
-    if kind in ("adamw", "adamw_8bit", "muon", "sgd"):
+    if kind in ("adamw", "adamw_8bit", "adamw_apex", "adamw_bnb_32bit", "muon", "sgd"):
         why = "8 bits, and the states move to the host when the GPU is full, which takes time only then"
         yield Candidate(("optimizer=paged_adamw_8bit",), NUMBERS, why)
     needs_whole_gradients = run.batching.accumulation > 1 or run.launch.num_processes != 1

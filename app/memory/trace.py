@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from app.distributed.fsdp import MeshSizes, Sharding, first_number, is_sharded
 from app.distributed.gradient_reduction import GradientReduction, ShardedGradients
 from app.distributed.process_group import HostGroup, Runtime
 from app.memory.cuda_ops import CudaAutocast, PagedStates
-from app.memory.fake_tensors import FakeTensorFallbacks, materialise
+from app.memory.fake_tensors import PLANNED_AS, FakeTensorFallbacks, materialise
 from app.memory.flops import StepFlops
 from app.memory.meta_model import MetaModel
 from app.memory.phases import BACKWARD_BETWEEN, EVALUATION, HOST, PERSISTENT_KINDS, SAVE, peaks, register_phases
@@ -181,7 +181,8 @@ def _stepper(
     if sharding is not None:
         reduction = ShardedGradients(trained, sharding, whole_matrices=needs_whole_matrices(run.optimizer))
         shards = {each: (own, first_number(each)) for each, own in reduction.local.items()} or None
-    optimizer = build_optimizer(run.optimizer, training_model, run.seed, shards)
+    section = replace(run.optimizer, kind=PLANNED_AS.get(run.optimizer.kind, run.optimizer.kind))
+    optimizer = build_optimizer(section, training_model, run.seed, shards)
     if settings.on_gpu:  # on a CPU, paged states are in the planned memory
         paged.attach(ordinary(optimizer))
     for parameter in reduction.stepped:

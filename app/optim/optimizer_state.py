@@ -160,6 +160,7 @@ def allocate_states(optimizer: Optimizer) -> int:
             group["lr"] = 0.0
         optimizer.step()
     for group, before in zip(optimizer.param_groups, groups, strict=True):
+        group.clear()  # apex counts steps there
         group.update(before)  # no step was made, and none is counted
     return len(optimizer.state)
 

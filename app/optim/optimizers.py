@@ -44,9 +44,17 @@ def build_optimizer(
     return build(config, trained)
 
 
+_IMPLEMENTATIONS: Mapping[str, Mapping[str, bool]] = {
+    "fused": {"fused": True},
+    "foreach": {"foreach": True},
+    "loop": {"foreach": False},
+}
+
+
 def _adamw(config: OptimizerConfig, trained: Sequence[Trained]) -> AdamW:
     groups = parameter_groups(trained, config.weight_decay)
-    return AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    how: Any = _IMPLEMENTATIONS[config.implementation]
+    return AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, **how)
 
 
 def _muon(config: OptimizerConfig, trained: Sequence[Trained]) -> Optimizer:
@@ -61,7 +69,8 @@ def _muon(config: OptimizerConfig, trained: Sequence[Trained]) -> Optimizer:
 
 def _sgd(config: OptimizerConfig, trained: Sequence[Trained]) -> SGD:
     groups = parameter_groups(trained, config.weight_decay)
-    optimizer = SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
+    how: Any = _IMPLEMENTATIONS[config.implementation]
+    optimizer = SGD(groups, lr=config.lr, momentum=config.momentum, **how)
     if config.momentum > 0:
         optimizer.register_step_pre_hook(_start_momentum_at_zero)
     return optimizer
@@ -94,11 +103,22 @@ def _bitsandbytes(class_name: str) -> OptimizerKind:
     return build
 
 
+def _apex(config: OptimizerConfig, trained: Sequence[Trained]) -> Optimizer:
+    from apex.optimizers import FusedAdam
+
+    groups = parameter_groups(trained, config.weight_decay)
+    betas = (config.beta1, config.beta2)
+    made: Optimizer = FusedAdam(groups, lr=config.lr, betas=betas, eps=config.eps, adam_w_mode=True)
+    return made
+
+
 OPTIMIZERS: dict[str, OptimizerKind] = {
     "adamw": _adamw,
     "muon": _muon,
     "sgd": _sgd,
     "adafactor": _adafactor,
+    "adamw_apex": _apex,
+    "adamw_bnb_32bit": _bitsandbytes("AdamW32bit"),
     "adamw_8bit": _bitsandbytes("AdamW8bit"),
     "paged_adamw_8bit": _bitsandbytes("PagedAdamW8bit"),
     "paged_adamw_32bit": _bitsandbytes("PagedAdamW32bit"),

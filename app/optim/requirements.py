@@ -4,16 +4,20 @@ from importlib.util import find_spec
 
 from app.config.schema import OptimizerConfig
 
-BITSANDBYTES_KINDS = frozenset({"adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion_8bit"})
+BITSANDBYTES_KINDS = frozenset({"adamw_8bit", "adamw_bnb_32bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion_8bit"})
 PAGED_KINDS = frozenset({"paged_adamw_8bit", "paged_adamw_32bit"})
+# the package of a kind, and how it is installed
+_PACKAGES = dict.fromkeys(BITSANDBYTES_KINDS, ("bitsandbytes", "pip install bitsandbytes"))
+_PACKAGES |= {"adamw_apex": ("apex", "build it with its CUDA extensions (https://github.com/NVIDIA/apex)")}
 
 
 def check(config: OptimizerConfig) -> list[str]:
     """Problems that keep this optimizer from being built here."""
-    if config.kind in BITSANDBYTES_KINDS and find_spec("bitsandbytes") is None:
+    package, remedy = _PACKAGES.get(config.kind, ("", ""))
+    if package and find_spec(package) is None:
         return [
-            f"optimizer={config.kind} needs the package bitsandbytes, which is not installed: "
-            "pip install bitsandbytes, or choose optimizer=adamw"
+            f"optimizer={config.kind} needs the package {package}, which is not installed: {remedy}, "
+            "or choose optimizer=adamw"
         ]
     return []
 

@@ -59,6 +59,8 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
      "precision.trained=bf16 goes with arithmetic in bf16, and this run has precision.kind=auto. Set precision=bf16"),
     ({"optimizer.in_backward": True},
      "optimizer.in_backward=true saves the gradients of whole models, and this run has adapter.kind=lora"),
+    ({**BACKWARD, "training.clip": 0, "optimizer.implementation": "loop"},
+     "optimizer.implementation=loop steps all weights together, and optimizer.in_backward=true one after another"),
     (BACKWARD, "as training.clip=1 would. Set training.clip=0, or optimizer.in_backward=false"),
     ({**BACKWARD, "training.clip": 0, "batching.accumulation": 4, "precision.kind": "fp16", "launch.num_processes": 2},
      "as batching.accumulation=4 and precision=fp16 and launch.num_processes=2 would. Set batching.accumulation=1"),

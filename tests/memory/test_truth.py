@@ -24,6 +24,9 @@ def difference(*overrides: str, micro_batches: int = 1) -> int:
     "words",
     [
         ("recipe=full", "training.recompute=0"),
+        ("recipe=full", "optimizer.implementation=foreach", "training.recompute=1"),
+        ("recipe=full", "optimizer=sgd", "optimizer.implementation=loop", "training.recompute=1"),
+        ("recipe=full", "optimizer=adamw_bnb_32bit", "training.recompute=1"),
         ("recipe=full", "optimizer=paged_adamw_8bit", "training.recompute=1", PADDED_ROWS),
         ("recipe=full", "optimizer=muon", "precision=bf16", "training.recompute=true"),
         ("recipe=full", "optimizer=adafactor", "training.recompute=1", *BF16, *IN_BACKWARD),

@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 from app.config.groups import CONF, choices_by_group
 from app.config.schema import OptimizerConfig
 from app.optim.optimizers import build_optimizer
-
-KINDS = choices_by_group()["optimizer"]
+from app.optim.requirements import check
 
 # What a regression of this size wants; a sign update and a momentum of 0.9 take smaller steps than AdamW.
 LEARNING_RATES = {"sgd": 1e-3, "lion_8bit": 1e-3, "adafactor": 0.3}
@@ -23,6 +22,9 @@ def section(kind: str, **values: Any) -> OptimizerConfig:
     all_values = {"lr": LEARNING_RATES.get(kind, 1e-2), **values}
     schema = OmegaConf.structured(OptimizerConfig)
     return cast(OptimizerConfig, OmegaConf.to_object(OmegaConf.merge(schema, in_file, all_values)))
+
+
+KINDS = [kind for kind in choices_by_group()["optimizer"] if not check(section(kind))]  # apex may be missing
 
 
 class Regression(nn.Module):

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from app.optim.gradient_scaling import skips_on_device
 from app.optim.optimizers import build_optimizer
 from app.optim.requirements import BITSANDBYTES_KINDS
 from tests.optim.small import KINDS, built, section, train
@@ -49,13 +50,18 @@ def test_states_of_8bit_kinds_have_8_bits(kind: str) -> None:
     assert large.count_nonzero() > 0
 
 
+@pytest.mark.parametrize("implementation", ["foreach", "loop"])
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_fused_steps_equal_plain_ones(kind: str) -> None:
-    model, optimizer = built(kind, weight_decay=0.01)
-    plain_model, plain = built(kind, weight_decay=0.01)
-    for group in plain.param_groups:
-        group["fused"] = False
-    assert train(model, optimizer, range(10)) == pytest.approx(train(plain_model, plain, range(10)), rel=1e-5)
+def test_implementations_step_alike(kind: str, implementation: str) -> None:
+    fused, other = built(kind, weight_decay=0.01), built(kind, weight_decay=0.01, implementation=implementation)
+    assert train(*other, range(10)) == pytest.approx(train(*fused, range(10)), rel=1e-5)
+    assert not skips_on_device(other[1])
+
+
+def test_adamw_of_bitsandbytes_in_32_bits_steps_as_that_of_torch() -> None:
+    values = {"weight_decay": 0.01, "lr": 1e-3}
+    losses, found = (train(*built(kind, **values), range(10)) for kind in ("adamw", "adamw_bnb_32bit"))
+    assert found == pytest.approx(losses, rel=1e-4)
 
 
 def test_muon_steps_hidden_matrices_and_adamw_rest() -> None:
