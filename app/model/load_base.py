@@ -134,11 +134,10 @@ def _numbers(config: ModelConfig, task: Task) -> Any:
             f"model.architecture.model_type={kind} is not a kind that transformers knows."
             f"{did_you_mean(kind, sorted(CONFIG_MAPPING))}"
         )
-    same = CONFIG_MAPPING[kind].attribute_map.items()  # two names of one number, of which transformers would take one
     problems = [
         f"model.architecture.{own}={numbers[own]} and model.architecture.{name}={numbers[name]} are one number of "
         f"model_type={kind}. Leave {own} out, and set model.architecture.{name}."
-        for name, own in same
+        for name, own in CONFIG_MAPPING[kind].attribute_map.items()  # of two names transformers would take one
         if name in numbers and own in numbers and numbers[name] != numbers[own]
     ]
     if problems:

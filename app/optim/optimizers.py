@@ -44,17 +44,13 @@ def build_optimizer(
     return build(config, trained)
 
 
-_IMPLEMENTATIONS: Mapping[str, Mapping[str, bool]] = {
-    "fused": {"fused": True},
-    "foreach": {"foreach": True},
-    "loop": {"foreach": False},
-}
+_HOW: Mapping[str, Any] = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}
 
 
 def _adamw(config: OptimizerConfig, trained: Sequence[Trained]) -> AdamW:
     groups = parameter_groups(trained, config.weight_decay)
-    how: Any = _IMPLEMENTATIONS[config.implementation]
-    return AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, **how)
+    betas, how = (config.beta1, config.beta2), _HOW[config.implementation]
+    return AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, **how)
 
 
 def _muon(config: OptimizerConfig, trained: Sequence[Trained]) -> Optimizer:
@@ -69,8 +65,7 @@ def _muon(config: OptimizerConfig, trained: Sequence[Trained]) -> Optimizer:
 
 def _sgd(config: OptimizerConfig, trained: Sequence[Trained]) -> SGD:
     groups = parameter_groups(trained, config.weight_decay)
-    how: Any = _IMPLEMENTATIONS[config.implementation]
-    optimizer = SGD(groups, lr=config.lr, momentum=config.momentum, **how)
+    optimizer = SGD(groups, lr=config.lr, momentum=config.momentum, **_HOW[config.implementation])
     if config.momentum > 0:
         optimizer.register_step_pre_hook(_start_momentum_at_zero)
     return optimizer
@@ -107,9 +102,8 @@ def _apex(config: OptimizerConfig, trained: Sequence[Trained]) -> Optimizer:
     from apex.optimizers import FusedAdam
 
     groups = parameter_groups(trained, config.weight_decay)
-    betas = (config.beta1, config.beta2)
-    made: Optimizer = FusedAdam(groups, lr=config.lr, betas=betas, eps=config.eps, adam_w_mode=True)
-    return made
+    make: Callable[..., Optimizer] = FusedAdam
+    return make(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, adam_w_mode=True)
 
 
 OPTIMIZERS: dict[str, OptimizerKind] = {

@@ -23,7 +23,6 @@ from app.tracking.formatting import (
     format_integer,
     format_number,
     format_or,
-    format_rate,
 )
 
 _UNCOMPARED_KEYS = ("output_dir", "resume")
@@ -35,7 +34,7 @@ _RESULTS = (
     ("best loss", "objective", format_number, min),
     ("steps", "steps", format_integer, None),
     ("tokens a second", "tokens_per_second", format_count, max),
-    ("samples a second", "samples_per_second", format_rate, max),
+    ("samples a second", "samples_per_second", format_count, max),
     ("peak memory", "peak_memory_bytes", format_bytes, min),
 )
 

@@ -21,7 +21,6 @@ from app.tracking.formatting import (
     format_integer,
     format_number,
     format_or,
-    format_rate,
 )
 
 Rows = list[tuple[str, str | None]]
@@ -180,7 +179,7 @@ def _tiles(run: SavedRun) -> Iterator[tuple[str, str | None]]:
     steps, planned = result.get("steps", last.get("step")), section_of(run.manifest, "counts").get("steps")
     of = f" of {planned:,}" if planned and planned != steps else ""
     yield f"for {format_integer(steps)}{of} steps", format_or(run.seconds() if steps else None, format_duration)
-    samples = format_or(result.get("samples_per_second"), format_rate)
+    samples = format_or(result.get("samples_per_second"), format_count)
     speed = f"tokens a second{f', {samples} samples' if samples else ''}"
     yield speed, format_or(result.get("tokens_per_second"), format_count)
     yield f"peak memory of the {run.memory_owner}", format_or(result.get("peak_memory_bytes"), format_bytes)

@@ -12,15 +12,7 @@ from app.pages.curves import curves_of_several
 from app.pages.read_run import SavedRun, is_run, read_run
 from app.pages.render import render
 from app.pages.run_page import status_badge
-from app.tracking.formatting import (
-    NO_VALUE,
-    format_count,
-    format_duration,
-    format_integer,
-    format_number,
-    format_or,
-    format_rate,
-)
+from app.tracking.formatting import NO_VALUE, format_count, format_duration, format_integer, format_number, format_or
 
 _MAX_CURVES = 6  # of the best trials
 # a sweep has the first status that any trial has
@@ -135,7 +127,7 @@ def _row(rank: int, trial: Trial, keys: Sequence[str], folder: Path, target: Pat
         "numbers": [
             format_integer(trial["steps"]) or NO_VALUE,
             format_or(trial["tokens_per_second"], format_count, NO_VALUE),
-            format_or(trial.get("samples_per_second"), format_rate, NO_VALUE),
+            format_or(trial.get("samples_per_second"), format_count, NO_VALUE),
             format_or(trial["seconds"] or None, format_duration, NO_VALUE),
         ],
         "badge": status_badge(trial["status"]),

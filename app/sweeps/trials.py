@@ -15,15 +15,7 @@ from app.config.overrides import parse_override
 from app.errors import AppError, CheckpointError, ConfigError
 from app.files import read_json, write_json
 from app.safe_text import redact
-from app.tracking.formatting import (
-    NO_VALUE,
-    align_columns,
-    format_count,
-    format_duration,
-    format_integer,
-    format_or,
-    format_rate,
-)
+from app.tracking.formatting import NO_VALUE, align_columns, format_count, format_duration, format_integer, format_or
 from app.tracking.output_dir import ClaimedFolder, shown_names
 
 PENDING, RUNNING, FAILED, STOPPED = "pending", "running", "failed", "stopped"
@@ -172,9 +164,8 @@ def best(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
 def leaderboard(outcomes: Sequence[Outcome]) -> str:
     """Table with a row for each trial and a column for each swept setting."""
     keys = list(dict.fromkeys(key_of(text) for each in outcomes for text in each.swept))
-    rows: list[Sequence[str]] = [
-        ("rank", "trial", "objective", "steps", "tokens/s", "samples/s", "time", *keys, "status")
-    ]
+    names = ("rank", "trial", "objective", "steps", "tokens/s", "samples/s", "time")
+    rows: list[Sequence[str]] = [(*names, *keys, "status")]
     for rank, each in enumerate(ranked(outcomes), 1):
         values = {key_of(text): text.partition("=")[2] for text in each.swept}
         rows.append(
@@ -184,7 +175,7 @@ def leaderboard(outcomes: Sequence[Outcome]) -> str:
                 format_or(each.objective, "{:.4f}".format) or NO_VALUE,
                 format_integer(each.steps) or NO_VALUE,
                 format_or(each.tokens_per_second, format_count) or NO_VALUE,
-                format_or(each.samples_per_second, format_rate) or NO_VALUE,
+                format_or(each.samples_per_second, format_count) or NO_VALUE,
                 format_or(each.seconds or None, format_duration) or NO_VALUE,
                 *(values.get(key, NO_VALUE) for key in keys),
                 f"{each.status} ({each.exit_code})" if each.status == FAILED else each.status,

@@ -82,16 +82,11 @@ def samples_text(step: int, samples: Sequence[Sample]) -> str:
 
 
 def format_count(number: float) -> str:
-    """12345 as 12.3k."""
+    """12345 as 12.3k; a rate below 100 keeps three digits."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(number) >= size:
             return f"{number / size:.1f}{unit}"
-    return f"{number:.0f}"
-
-
-def format_rate(number: float) -> str:
-    """Three digits: 8.86, 41.9, 5,230."""
-    return f"{number:.3g}" if abs(number) < 100 else f"{number:,.0f}"
+    return f"{number:.3g}" if abs(number) < 100 else f"{number:.0f}"
 
 
 def format_bytes(number: float) -> str:
@@ -143,5 +138,5 @@ _STEP_PARTS: dict[str, Callable[[float], str]] = {
     "lr": "lr {:.2e}".format,
     "grad_norm": "gradient {:.2f}".format,
     "tokens_per_second": lambda number: f"{format_count(number)} tokens/s",
-    "samples_per_second": lambda number: f"{format_rate(number)} samples/s",
+    "samples_per_second": lambda number: f"{format_count(number)} samples/s",
 }

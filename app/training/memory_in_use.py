@@ -54,29 +54,19 @@ def taken_by_others() -> Taken | None:
 
 
 def device_used_bytes() -> int | None:
-    """Memory in use on the GPU of this process, by all processes; None without a GPU, or where it cannot be read."""
+    """Memory in use on the GPU of this process, by all processes; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     device = world().local_rank
-    try:
+    with suppress(Exception):  # nvidia-ml-py is missing, or raises errors of its own
         return int(torch.cuda.device_memory_used(device))
-    except Exception:  # noqa: BLE001  nvidia-ml-py is missing, or its driver raises errors of its own
-        pass
-    try:
-        free, total = torch.cuda.mem_get_info(device)  # makes the context of this process, where it has none
-    except (RuntimeError, AssertionError):
-        return None
+    free, total = torch.cuda.mem_get_info(device)  # makes the context of this process, where it has none
     return total - free
 
 
 def clocks() -> dict[str, float] | None:
     """Clocks in MHz and the power limit in watts, as far as the driver tells them; None where it cannot be asked."""
-    if not torch.cuda.is_available():
-        return None
-    try:
-        return _asked(_uuid(), _clocks)
-    except (RuntimeError, AssertionError):
-        return None
+    return _asked(_uuid(), _clocks) if torch.cuda.is_available() else None
 
 
 def _clocks(driver: Any, gpu: Any) -> dict[str, float]:

@@ -19,7 +19,7 @@ from app.model.source import base_fingerprint, fetch_folder
 from app.model.tokenizer import load_tokenizer, tokenizer_hash
 from app.optim import requirements
 from app.safe_text import many
-from app.tracking.formatting import format_bytes, format_rate
+from app.tracking.formatting import format_bytes, format_count
 from app.tracking.output_dir import RunFolder
 from app.training import memory_in_use
 from app.training.auto_settings import offload_notes
@@ -197,7 +197,7 @@ def closing_message(
     reached = "" if progress.last_eval_loss is None else f", eval loss {progress.last_eval_loss:.4f}"
     reached += "".join(_shares(finite(metrics), progress.start_metrics))
     if "seconds" in result:
-        samples = format_rate(result["samples_per_second"])
+        samples = format_count(result["samples_per_second"])
         speed = f"{result['tokens_per_second']:,.0f} tokens/s, {samples} samples/s, {result['seconds']:,.1f} s"
         reached += f"\nspeed   {speed}"
     else:
