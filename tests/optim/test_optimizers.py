@@ -59,8 +59,8 @@ def test_implementations_step_alike(kind: str, implementation: str) -> None:
 
 
 def test_adamw_of_bitsandbytes_in_32_bits_steps_as_that_of_torch() -> None:
-    values = {"weight_decay": 0.01, "lr": 1e-3}
-    losses, found = (train(*built(kind, **values), range(10)) for kind in ("adamw", "adamw_bnb_32bit"))
+    kinds = ("adamw", "adamw_bnb_32bit")
+    losses, found = (train(*built(kind, weight_decay=0.01, lr=1e-3), range(10)) for kind in kinds)
     assert found == pytest.approx(losses, rel=1e-4)
 
 
