@@ -195,7 +195,7 @@ def test_check_fp8_without_support_refused() -> None:
         (("memory", "exact=perhaps"), "exact=perhaps: expected true or false."),
         (("memory", "exactt=true", "sed=1", "hardware=h10"), "Did you mean seed? hardware=h10:"),
         (("data", "hardware=h100"), "hardware=h100: only app.check memory asks for it."),
-        (("memori",), "'memori' is neither a check nor key=value. Did you mean memory? Checks: data, memory, cluster;"),
+        (("memori",), "'memori' is neither a check nor key=value. Did you mean memory? Checks: data, memory, clu"),
         (("data", "--cfg", "job"), "--cfg job is a switch of app.train. Leave it out."),
     ],
 )  # fmt: skip
