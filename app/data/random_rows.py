@@ -4,8 +4,6 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from app.config.schema import RandomRowsConfig
 from app.data.types import Located
 
@@ -32,6 +30,8 @@ class RandomRows:
 
     def rows(self) -> Iterator[Located]:
         """Yield the rows; those of `dataset.eval_path` have the same words and are drawn anew."""
+        import numpy as np  # late: a sweep looks at its sources before anything heavy is loaded
+
         made = self.config
         letters = np.random.default_rng(made.seed).integers(97, 123, (_WORDS + made.classes, _LETTERS), dtype=np.uint8)
         labels, words = np.split(np.array([bytes(word).decode() for word in letters]), [made.classes])
