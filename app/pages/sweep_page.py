@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from app.pages.charts import Chart, Quantity, dot_chart
 from app.pages.curves import curves_of_several
+from app.pages.ladder_table import ladder_tables
 from app.pages.read_run import SavedRun, is_run, read_run
 from app.pages.render import render
 from app.pages.run_page import status_badge
@@ -16,7 +17,7 @@ from app.tracking.formatting import NO_VALUE, format_count, format_duration, for
 
 _MAX_CURVES = 6  # of the best trials
 # a sweep has the first status that any trial has
-_STATUSES = ("running", "stopped", "pending", "finished", "dry_run", "failed")
+_STATUSES = ("running", "stopped", "pending", "finished", "dry_run", "failed", "refused")
 _UNFINISHED = ("pending", "running", "stopped")
 _REPORT = "report.html"
 Trial = Mapping[str, Any]
@@ -24,9 +25,10 @@ Trial = Mapping[str, Any]
 
 def sweep_page(folder: Path, content: Mapping[str, Any], target: Path) -> str:
     """The page for sweep.json in a folder. Links to the pages of trials are relative to `target`."""
-    trials, name = content["trials"], folder.resolve().name
+    trials, name, ladder = content["trials"], folder.resolve().name, content.get("ladder")
     ranked = sorted(trials, key=lambda each: (each["objective"] is None, each["objective"] or 0.0, each["number"]))
-    keys = list(dict.fromkeys(key for trial in trials for key in trial["values"]))
+    ranked = trials if ladder else ranked  # rungs are compared in their order
+    keys = [] if ladder else list(dict.fromkeys(key for trial in trials for key in trial["values"]))
     statuses = {trial["status"] for trial in trials}
     curves = [(_name(trial), read_run(place)) for trial in ranked if is_run(place := _folder(folder, trial))][
         :_MAX_CURVES
@@ -39,12 +41,13 @@ def sweep_page(folder: Path, content: Mapping[str, Any], target: Path) -> str:
         folder=folder,
         badge=status_badge(next((each for each in _STATUSES if each in statuses), "pending")),
         notes=list(_notes(trials)),
-        tiles=list(_tiles(ranked, objective)),
+        tiles=list(_tiles(ranked, objective))[1 if ladder else 0 :],  # no rung is the best
         objective=objective,
         best=_best(content, folder),
         panels=[chart for key in keys if (chart := _panel(key, trials, objective))],
         keys=keys,
-        ranking=[_row(rank, trial, keys, folder, target) for rank, trial in enumerate(ranked, 1)],
+        ladder=ladder_tables(ladder) if ladder else [],
+        ranking=[] if ladder else [_row(rank, trial, keys, folder, target) for rank, trial in enumerate(ranked, 1)],
         charts=curves_of_several(curves),
         legend=[(name, at) for at, (name, _) in enumerate(curves)],
         failed=[(_name(trial), trial["error"]) for trial in trials if trial["status"] == "failed"],
@@ -53,7 +56,8 @@ def sweep_page(folder: Path, content: Mapping[str, Any], target: Path) -> str:
 
 
 def _name(trial: Trial) -> str:
-    return f"{trial['number']}: {' '.join(f'{key}={value}' for key, value in trial['values'].items())}"
+    values = " ".join(f"{key}={value}" for key, value in trial["values"].items())
+    return f"{trial['number']}: {values}" if values else Path(trial["folder"]).name
 
 
 def _folder(folder: Path, trial: Trial) -> Path:

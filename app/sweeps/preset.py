@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 
 from app.config import groups
 from app.config.did_you_mean import did_you_mean
-from app.config.schema import RunConfig, choice, number
+from app.config.schema import SECTIONS, RunConfig, choice, number
 from app.config.unread_keys import is_unread, readers_of
 from app.config.validate import parse_section
 from app.errors import ConfigError, refuse
@@ -23,16 +23,34 @@ from app.sweeps.trials import key_of
 GROUP = "sweep"
 _SPACE = f"{GROUP}.space."
 _OF_SEARCH = (f"{GROUP}.trials", f"{GROUP}.seed")
+_OF_LADDER = f"{GROUP}.size"
+
+
+@dataclass(kw_only=True, slots=True)
+class Rung:
+    """A rung of a ladder: what it changes, or the `reason` why it is not run; the figures that its source claims."""
+
+    overrides: list[str] = field(default_factory=list)
+    reason: str | None = None
+    claimed: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True, slots=True)
 class SweepConfig:
-    """A file of conf/sweep. `trials` and `seed` are for a search: a grid has its own number of trials."""
+    """A file of conf/sweep. `trials` and `seed` are for a search: a grid has its own number of trials.
 
-    proposer: str = choice("grid", "tpe")
+    A ladder has no space, but `base`, `rungs` and, for `size=small`, `small`: overrides, of which later ones win.
+    """
+
+    proposer: str = choice("grid", "tpe", "rungs")
     space: dict[str, Any] = field(default_factory=dict)
     trials: int = number(12, at_least=1, at_most=MAX_TRIALS)
     seed: int = number(0, at_least=0, at_most=2**32 - 1)
+    size: str = choice("full", "small", default="full")
+    source: str = ""  # of the claimed figures, with its hardware
+    base: list[str] = field(default_factory=list)
+    small: list[str] = field(default_factory=list)
+    rungs: dict[str, Any] = field(default_factory=dict, metadata={SECTIONS: Rung})
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +91,14 @@ def read_preset(words: Sequence[str]) -> Preset:
     for key, value in changes.items():
         _put(data, key, value)
     config = parse_section(_Root, {GROUP: data}).sweep
+    if config.proposer == "rungs":
+        refuse(
+            f"{key}: sweep={name} has rungs, which its file names. Leave it out; {_OF_LADDER}=small makes them small."
+            for key in changes
+            if key != _OF_LADDER
+        )
+    elif _OF_LADDER in changes:
+        raise ConfigError(f"{_OF_LADDER} is of rungs, and sweep={name} has none. Leave it out.")
     if config.proposer == "grid" and not changes.keys().isdisjoint(_OF_SEARCH):
         raise ConfigError(
             f"{' and '.join(_OF_SEARCH)} are of a search: sweep={name} has a trial for each of its values. "

@@ -9,15 +9,19 @@ from typing import Any, Protocol
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
+from app.files import write_text
+from app.pages.ladder_table import as_markdown, as_text, ladder_tables
 from app.pages.render import write_page
 from app.pages.sweep_page import sweep_page
 from app.safe_text import redact_text
 from app.signals import CTRL_C, START_ME_AGAIN, StopRequest, listening
+from app.sweeps.ladder import Ladder
 from app.sweeps.trial_process import TrialLog, TrialProcess, reason
 from app.sweeps.trials import (
     DRY_RUN,
     FAILED,
     FINISHED,
+    REFUSED,
     RUNNING,
     STOPPED,
     Outcome,
@@ -34,13 +38,14 @@ from app.tracking.output_dir import lock_owner
 from app.tracking.recorder import read_result
 
 SOME_FAILED = 3
+_USERS_FAULT = 2
 _POLL_SECONDS = 0.2
 
 
 class Proposer(Protocol):
-    """Chooses the trials of a sweep: a grid or a search.
+    """Chooses the trials of a sweep: a grid, a search or a ladder.
 
-    `points` are checked before the first trial: all trials of a grid, the corners of a search space.
+    `points` are checked before the first trial: all trials of a grid or ladder, the corners of a search space.
     """
 
     points: Sequence[Trial]
@@ -61,6 +66,7 @@ class Runner:
     ) -> None:
         self._folder = folder
         self._proposer = proposer
+        self._ladder = proposer if isinstance(proposer, Ladder) else None
         self._page_file = folder.path / "report.html"
         self._facts = {"identity": identity, "command": list(command)}
         self._notes = notes
@@ -101,9 +107,13 @@ class Runner:
         return outcome
 
     def _run(self, trial: Trial, request: StopRequest) -> Outcome:
+        printed = TrialLog(self._folder.path / f"{trial.name}.txt")
+        if trial.refused is not None:
+            outcome = replace(self._new(trial), status=REFUSED, error=trial.refused)
+            self._report_outcome(outcome, printed)
+            return outcome
         outcome = replace(self._new(trial), status=RUNNING)
         self._write(outcome)
-        printed = TrialLog(self._folder.path / f"{trial.name}.txt")
         begin = time.monotonic()
         code = self._follow(self._start(trial, printed), printed, request)
         seconds = outcome.seconds + time.monotonic() - begin
@@ -112,6 +122,8 @@ class Runner:
             outcome = self._with_result(outcome)
         elif request.exit_code is not None:
             outcome = replace(outcome, status=STOPPED)
+        elif self._ladder and code == _USERS_FAULT:
+            outcome = replace(outcome, status=REFUSED, error=reason(code, printed.text()).removeprefix("error: "))
         else:
             outcome = replace(outcome, status=FAILED, error=reason(code, printed.text()))
         self._report_outcome(outcome, printed)
@@ -158,6 +170,8 @@ class Runner:
             self._say(f"  finished, {_in_short(outcome)}, {took}")
         elif outcome.status == STOPPED:
             self._say(f"  stopped after {took}")
+        elif outcome.status == REFUSED:
+            self._say(_indented(f"refused: {outcome.error}", by=2))
         elif outcome.status == DRY_RUN:
             self._say(_indented(printed.text().rstrip(), by=2))
         else:
@@ -166,8 +180,13 @@ class Runner:
             self._say(_indented(outcome.error or "it left no result", by=4))
 
     def _close(self, request: StopRequest) -> int:
-        self._say(f"\n{leaderboard(self._all())}")
-        winner = best(self._all())
+        winner = None if self._ladder else best(self._all())
+        if self._ladder:
+            tables = ladder_tables(self._ladder.compared(self._all()))
+            write_text(self._folder.path / "ladder.md", as_markdown(self._folder.path.name, tables))
+            self._say(f"\n{as_text(tables)}\n")
+        else:
+            self._say(f"\n{leaderboard(self._all())}")
         if winner:
             text = f"trial {winner['number']}, {winner['folder']}\n{winner['line']}"
             self._say("\n" + align([("best", text), ("all", str(self._folder.content))]))
@@ -180,7 +199,7 @@ class Runner:
         failed = self._statuses().count(FAILED)
         if failed:
             self._say(f"{failed} of {len(self._ended)} trials failed; the same command tries them again")
-        return SOME_FAILED if failed else 0
+        return SOME_FAILED if failed or {*self._statuses()} == {REFUSED} else 0
 
     def _page(self) -> str:
         return sweep_page(self._folder.path, self._folder.read(), self._page_file)
@@ -195,7 +214,8 @@ class Runner:
 
     def _write(self, running: Outcome | None = None) -> None:
         trials = self._all(running)
-        self._folder.write({**self._facts, "best": best(trials)}, trials)
+        compared = {"ladder": self._ladder.compared(trials)} if self._ladder else {}
+        self._folder.write({**self._facts, "best": None if self._ladder else best(trials), **compared}, trials)
 
     def _place(self, trial: Trial) -> Path:
         return self._folder.path / trial.name

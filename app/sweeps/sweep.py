@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,6 +12,7 @@ from app.config.overrides import split_arguments
 from app.config.schema import RunConfig
 from app.errors import AppError, ConfigError, refuse
 from app.sweeps.grid import Grid, Setting, settings_of, wrong_overrides
+from app.sweeps.ladder import LADDER, Ladder, ladder_problems, size_note
 from app.sweeps.optuna_search import Search
 from app.sweeps.preset import NO_PRESET, Preset, SweepConfig, dimensions_of, is_sweep_key, read_preset
 from app.sweeps.runner import Proposer, Runner
@@ -47,11 +48,18 @@ def plan_sweep(arguments: Sequence[str], check_parts: Callable[[RunConfig], None
     preset, space, settings = _read(split_arguments(arguments, sweep=True)[0])
     of_trials = [setting for setting in settings if setting.key != _FOLDER]
     given = [text for setting in settings if setting.key == _FOLDER for text in setting.texts]
-    dimensions, notes = dimensions_of(preset, space, of_trials, given)
-    proposer = proposer_of(dimensions, preset.config)
-    runs = _checked_runs(proposer.points, given, check_parts)
+    if preset.config.proposer == LADDER:
+        refuse(ladder_problems(preset, of_trials))
+        ladder = Ladder(preset, of_trials)
+        runs = _checked_rungs(ladder, given, check_parts)
+        proposer, notes = ladder, size_note(preset)
+    else:
+        dimensions, notes = dimensions_of(preset, space, of_trials, given)
+        proposer = proposer_of(dimensions, preset.config)
+        runs = _checked_runs(proposer.points, given, check_parts)
+        notes += _left_out(dimensions, proposer)
     place = _one_folder(runs, given[-1]) if given else default_path(settings, preset)
-    return Plan(proposer, runs, place, identity_of(of_trials, preset), [*notes, *_left_out(dimensions, proposer)])
+    return Plan(proposer, runs, place, identity_of(of_trials, preset), notes)
 
 
 def _left_out(dimensions: Sequence[Dimension], proposer: Proposer) -> Iterator[str]:
@@ -82,8 +90,11 @@ def identity_of(settings: Sequence[Setting], preset: Preset = NO_PRESET) -> str:
     same: list[Any] = [
         [text.lstrip("+") for text in setting.texts] for setting in settings if setting.key not in _NOT_IN_IDENTITY
     ]
-    if preset.name:
-        same.append(asdict(preset.config) | {"trials": None})
+    config = preset.config
+    if config.proposer == LADDER:  # without what its source claims
+        same += [config.base, config.small, config.size, [[name, rung.overrides] for name, rung in config.rungs.items()]]
+    elif preset.name:
+        same.append({"proposer": config.proposer, "space": config.space, "trials": None, "seed": config.seed})
     return hashlib.sha256(json.dumps(same).encode()).hexdigest()
 
 
@@ -142,6 +153,22 @@ def _checked_runs(
     problems += [_with_trials(problem, by, len(trials)) for problem, by in found.items()]
     refuse(dict.fromkeys(problems))
     return runs
+
+
+def _checked_rungs(
+    ladder: Ladder, extra: Sequence[str], check_parts: Callable[[RunConfig], None]
+) -> Sequence[RunConfig]:
+    """The runs of the rungs that can be run here; the others are refused by name when their turn comes."""
+    runs: dict[int, RunConfig] = {}
+    problems: dict[int, Sequence[str]] = {}
+    for trial in ladder.points:
+        if trial.refused is None:
+            try:
+                (runs[trial.number],) = _checked_runs([trial], extra, check_parts)
+            except ConfigError as found:
+                problems[trial.number] = found.problems
+    ladder.check(runs, problems)
+    return list(runs.values())
 
 
 def _problems(run: RunConfig | ConfigError, check_parts: Callable[[RunConfig], None]) -> Sequence[str]:

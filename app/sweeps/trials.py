@@ -19,7 +19,7 @@ from app.tracking.formatting import NO_VALUE, align_columns, format_count, forma
 from app.tracking.output_dir import ClaimedFolder, shown_names
 
 PENDING, RUNNING, FAILED, STOPPED = "pending", "running", "failed", "stopped"
-FINISHED, DRY_RUN = "finished", "dry_run"
+FINISHED, DRY_RUN, REFUSED = "finished", "dry_run", "refused"
 _CONTENT = "sweep.json"
 _MAX_NAME_CHARACTERS = 96
 _BRACKETS = re.compile(r"[\[\]{}()'\"]")
@@ -31,6 +31,7 @@ class Trial:
     """A trial: all `overrides`, the `swept` ones among them, and the `name` of its folder.
 
     `proposed` is the point of the search space that a search chose. Number 0 is a point that is checked, not run.
+    `refused` is why a rung of a ladder is not run.
     """
 
     number: int
@@ -38,6 +39,7 @@ class Trial:
     swept: tuple[str, ...]
     name: str
     proposed: Mapping[str, Any] | None = None
+    refused: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,189 @@
+"""Ladder of a source: named rungs in their order, each compared with the first."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from app.config.groups import CONF
+from app.config.schema import RunConfig
+from app.errors import ConfigError
+from app.files import read_json
+from app.sweeps.grid import Setting
+from app.sweeps.preset import GROUP, Preset
+from app.sweeps.trials import FINISHED, Outcome, Trial, key_of
+from app.tracking.jsonl_metrics import read_lines
+from app.tracking.output_dir import RunFolder
+from app.tracking.recorder import read_result
+
+LADDER = "rungs"  # the proposer of a ladder
+_SMALL = "small"
+_FIRST_STEADY_STEP = 3  # checks and measurements slow the two before
+_CLOSE = 0.02  # largest difference of held-out losses, as a fraction
+_RESULT_KEYS = (
+    "seconds",
+    "samples_per_second",
+    "memory_predicted_bytes",
+    "memory_measured_bytes",
+    "device_used_bytes",
+    "accuracy",
+)
+_GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of CUDA, ROCm and WSL 2; torch is not loaded here
+
+
+class Ladder:
+    """Proposer of the rungs of a preset, and their comparison. base < rung < small < command line."""
+
+    def __init__(self, preset: Preset, settings: Sequence[Setting]) -> None:
+        self._source, self._rungs = preset.config.source, preset.config.rungs
+        small = preset.config.small if preset.config.size == _SMALL else []
+        given = [text for setting in settings for text in setting.texts]
+        digits = len(str(len(self._rungs)))
+        self.points: Sequence[Trial] = [
+            Trial(
+                number,
+                _one_for_each_key([*preset.config.base, *rung.overrides, *small, *given]),
+                tuple(rung.overrides),
+                f"{number:0{digits}}-{name}",
+                refused=rung.reason,
+            )
+            for number, (name, rung) in enumerate(self._rungs.items(), 1)
+        ]
+        self.count = len(self.points)
+        self._runs: Mapping[int, RunConfig] = {}
+
+    def check(self, runs: Mapping[int, RunConfig], problems: Mapping[int, Sequence[str]]) -> None:
+        """Take in the runs of the rungs by number, and the problems of others, which are refused.
+
+        What every rung has is a fault of the command or the file, and an error.
+        """
+        of_all = [each for each in next(iter(problems.values()), ()) if all(each in own for own in problems.values())]
+        if not runs:
+            raise ConfigError(of_all or list(dict.fromkeys(each for own in problems.values() for each in own)))
+        self._runs = runs
+        self.points = [
+            replace(trial, refused="\n".join(problems[trial.number])) if trial.number in problems else trial
+            for trial in self.points
+        ]
+
+    def recall(self, _recorded: Sequence[Mapping[str, Any]], /) -> Sequence[Trial]:
+        """All rungs: they depend on the command alone."""
+        return self.points
+
+    def next(self, ended: Sequence[Outcome], /) -> Trial | None:
+        """The next rung in order."""
+        return self.points[len(ended)] if len(ended) < self.count else None
+
+    def compared(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+        """`ladder` of sweep.json: the numbers of each rung, beside what the source claims."""
+        rungs: list[dict[str, Any]] = []
+        for outcome, (name, rung) in zip(outcomes, self._rungs.items(), strict=True):
+            run = self._runs.get(outcome.number)
+            numbers = _measured(run, Path(outcome.folder)) if run and outcome.status == FINISHED else {"splits": 0}
+            first = rungs[0] if rungs else {}
+            rungs.append(
+                {
+                    "name": name,
+                    "batch": None if run is None else batch_text(run),
+                    **numbers,
+                    "ratio": _ratio(numbers, first or numbers),
+                    "as_first": _as_first(numbers, first),
+                    "status": outcome.status,
+                    "error": outcome.error,
+                    "claimed": dict(rung.claimed),
+                }
+            )
+        return {"source": self._source, "rungs": rungs}
+
+
+def ladder_problems(preset: Preset, settings: Sequence[Setting]) -> Iterator[str]:
+    """What the command line may not give beside rungs."""
+    name, config = preset.name, preset.config
+    differ = {key_of(text) for rung in config.rungs.values() for text in rung.overrides}
+    if config.size == _SMALL and not config.small:
+        yield f"{GROUP}.size=small: sweep={name} has no small shapes. Leave it out."
+    for key in differ.intersection(map(key_of, config.small)):
+        yield f"sweep={name}: its `small` sets {key}, which its rungs differ in. Take it out of {CONF}/{GROUP}/{name}.yaml."
+    for setting in settings:
+        if setting.key in differ:
+            yield (
+                f"{setting.key} is what the rungs of sweep={name} differ in. Leave it out, or copy "
+                f"conf/{GROUP}/{name}.yaml to another name."
+            )
+        elif setting.is_swept:
+            yield f"{setting.key} has several values, and the trials of sweep={name} are its rungs. Give one."
+
+
+def size_note(preset: Preset) -> list[str]:
+    """Note on rungs of full size where there is no GPU."""
+    has_gpu = any(Path(device).exists() for device in _GPU_DEVICES)
+    if has_gpu or preset.config.size == _SMALL or not preset.config.small:
+        return []
+    return [
+        f"{'note':8}these are full sizes, and no GPU is here; small ones: "
+        f"python -m app.train -m sweep={preset.name} {GROUP}.size=small"
+    ]
+
+
+def batch_text(run: RunConfig) -> str:
+    """Size of a micro-batch, times accumulation, times processes if they are several."""
+    batching, processes = run.batching, run.launch.num_processes
+    size = f"{batching.tokens} tokens" if batching.packing else str(batching.rows)
+    return " x ".join([size, str(batching.accumulation), *([] if processes == 1 else [str(processes)])])
+
+
+def _one_for_each_key(texts: Sequence[str]) -> tuple[str, ...]:
+    """The last override of each key: Hydra refuses a group that is given twice."""
+    return tuple({key_of(text): text for text in texts}.values())
+
+
+def _measured(run: RunConfig, folder: Path) -> dict[str, Any]:
+    """The numbers of a finished rung, None where there is none."""
+    result, own = read_result(folder), RunFolder(folder)
+    states = sorted(folder.glob("checkpoints/step-*/state.json"))
+    progress = read_json(states[-1])["progress"] if states else {}
+    batching = run.batching
+    size = batching.tokens if batching.packing else batching.rows
+    return {
+        **{key: result.get(key) for key in _RESULT_KEYS},
+        "tokens_per_second": _steady_tokens_per_second(read_lines(own.metrics)),
+        "loss": result.get("train_loss_last"),
+        "eval_loss": result.get("eval_loss"),
+        "skipped_steps": progress.get("skipped_steps", 0),
+        "splits": progress.get("depth", 0),
+        "step": [batching.packing, size * batching.accumulation, run.launch.num_processes, run.optimizer.lr],
+    }
+
+
+def _steady_tokens_per_second(lines: Iterator[Mapping[str, Any]]) -> float | None:
+    """Speed without the first two steps, from lines that have the tokens so far and the speed since the line before."""
+    tokens, seconds = 0, 0.0
+    before: Mapping[str, Any] = {"step": 0, "tokens": 0}
+    for line in lines:
+        if not line.get("tokens_per_second"):
+            continue  # of an evaluation
+        if before["step"] >= _FIRST_STEADY_STEP - 1:
+            tokens += line["tokens"] - before["tokens"]
+            seconds += (line["tokens"] - before["tokens"]) / line["tokens_per_second"]
+        before = line
+    return tokens / seconds if seconds else None
+
+
+def _ratio(own: Mapping[str, Any], first: Mapping[str, Any]) -> float | None:
+    """Speed relative to the first rung; both count the tokens of rows, without padding."""
+    speeds = [each.get("tokens_per_second") for each in (own, first)]
+    if not all(speeds) or own["splits"] or first["splits"]:
+        return None
+    ratio: float = speeds[0] / speeds[1]  # type: ignore[operator]
+    return ratio
+
+
+def _as_first(own: Mapping[str, Any], first: Mapping[str, Any]) -> str | None:
+    """Whether it learns what the first rung does; None where batch or rate differ, or one of them did not finish."""
+    if own.get("loss") is None or first.get("loss") is None or own["step"] != first["step"]:
+        return None
+    if own["loss"] == first["loss"]:
+        return "equal"
+    losses = own["eval_loss"], first["eval_loss"]
+    is_close = None not in losses and abs(losses[0] - losses[1]) <= _CLOSE * abs(losses[1])
+    return "close" if is_close and not own["skipped_steps"] else "no"
