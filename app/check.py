@@ -3,6 +3,7 @@
 python -m app.check data dataset=messages dataset.path=chat.jsonl
 python -m app.check memory recipe=qlora model=llama hardware=rtx4090     whether it fits; exact=true traces every layer
 python -m app.check data dataset=text dataset.path=books/ output_dir=runs/look   check.json and check.html there too
+python -m app.check memory sweep=single_gpu hardware=rtx3090                             each rung of a ladder
 python -m app.check                                                              data and memory
 python -m app.check cluster launch.num_processes=2 output_dir=runs/look          what its processes find of each other
 python -m app.check quantization model=llama      how far its weights are from themselves in int8, fp8, NF4, FP4 ...
@@ -16,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from app.config.commands import CheckConfig, check_config, run_command
+from app.config.overrides import key_of
 from app.config.schema import RunConfig
 from app.distributed.environment import world
 from app.distributed.failures import fail_as_one_of_several, report_failure
 from app.distributed.launch import launch, processes_to_start
-from app.errors import ConfigError
+from app.errors import AppError, ConfigError
 from app.files import report_write_errors, write_json, write_text
 from app.tracking.console import Console, open_console
 
@@ -79,6 +81,42 @@ def _memory(config: CheckConfig, _console: Console) -> dict[str, Any]:
     facts["seconds"] = round(time.perf_counter() - begun, 2)
     show_check(memory_sections(facts))
     return facts
+
+
+def _ladder(arguments: Sequence[str]) -> int:
+    """Print the planned memory of each rung of `sweep=`, beside the figures of its source."""
+    from app.memory.check import planned_parts
+    from app.pages.ladder_table import LadderTable, as_text, claimed_tables
+    from app.sweeps.ladder import batch_text
+    from app.sweeps.sweep import read_ladder
+    from app.tracking.formatting import format_bytes
+
+    if arguments[0] != "memory":
+        raise ConfigError("sweep is of app.check memory, which plans the rungs of a ladder. Put memory in front.")
+    own = [text for text in arguments if key_of(text).partition(".")[0] in ("hardware", "exact")]
+    ladder = read_ladder([text for text in arguments[1:] if text not in own])
+    rows, refused, planned, label = list[list[str]](), dict[str, Sequence[str]](), dict[str, int](), "this machine"
+    for name, trial in zip(ladder.rungs, ladder.points, strict=True):
+        if trial.refused is not None:
+            refused[name] = [trial.refused]
+            continue
+        try:
+            config = check_config(["memory", *trial.overrides, *own])
+            _check_parts(config)
+            options: dict[str, Any] = {"exact": config.exact, "processes": _planned_processes(config)}
+            planned = planned_parts(config.run, config.overrides, config.hardware, **options)
+        except AppError as problem:
+            refused[name] = problem.problems
+            continue
+        label = label if config.hardware is None else config.hardware.label
+        rows.append([name, batch_text(config.run), *map(format_bytes, planned.values())])
+    if not rows:
+        raise ConfigError(list(dict.fromkeys(problem for each in refused.values() for problem in each)))
+    notes = [f"{name}: {' '.join(problems)}" for name, problems in refused.items()]
+    rungs = [{"name": name, "claimed": rung.claimed} for name, rung in ladder.rungs.items()]
+    table = LadderTable(f"Planned at the peak on {label}", ["rung", "batch", *planned], rows, notes)
+    open_console().say(as_text([table, *claimed_tables(ladder.source, rungs)]))
+    return 0
 
 
 def _cluster(_config: CheckConfig, _console: Console) -> dict[str, Any]:
@@ -169,6 +207,8 @@ def _check_parts(config: CheckConfig) -> None:
 
 
 def _command(arguments: Sequence[str]) -> int:
+    if any(key_of(text).partition(".")[0] == "sweep" for text in arguments):
+        return _ladder(arguments)
     config = check_config(arguments)
     if "cluster" in config.checks:
         return _in_processes(config, arguments)

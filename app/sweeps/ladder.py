@@ -35,10 +35,10 @@ class Ladder:
     """Proposer of the rungs of a preset, and their comparison. base < rung < small < command line."""
 
     def __init__(self, preset: Preset, settings: Sequence[Setting]) -> None:
-        self._source, self._rungs = preset.config.source, preset.config.rungs
+        self.source, self.rungs = preset.config.source, preset.config.rungs
         small = preset.config.small if preset.config.size == _SMALL else []
         given = [text for setting in settings for text in setting.texts]
-        digits = len(str(len(self._rungs)))
+        digits = len(str(len(self.rungs)))
         self.points: Sequence[Trial] = [
             Trial(
                 number,
@@ -47,7 +47,7 @@ class Ladder:
                 f"{number:0{digits}}-{name}",
                 refused=rung.reason,
             )
-            for number, (name, rung) in enumerate(self._rungs.items(), 1)
+            for number, (name, rung) in enumerate(self.rungs.items(), 1)
         ]
         self.count = len(self.points)
         self._runs: Mapping[int, RunConfig] = {}
@@ -77,7 +77,7 @@ class Ladder:
     def compared(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         """`ladder` of sweep.json: the numbers of each rung, beside what the source claims."""
         rungs: list[dict[str, Any]] = []
-        for outcome, (name, rung) in zip(outcomes, self._rungs.items(), strict=True):
+        for outcome, (name, rung) in zip(outcomes, self.rungs.items(), strict=True):
             run = self._runs.get(outcome.number)
             numbers = _measured(run, Path(outcome.folder)) if run and outcome.status == FINISHED else {"splits": 0}
             first = rungs[0] if rungs else {}
@@ -93,7 +93,7 @@ class Ladder:
                     "claimed": dict(rung.claimed),
                 }
             )
-        return {"source": self._source, "rungs": rungs}
+        return {"source": self.source, "rungs": rungs}
 
 
 def ladder_problems(preset: Preset, settings: Sequence[Setting]) -> Iterator[str]:

@@ -86,7 +86,8 @@ class Runner:
         with listening() as request:
             try:
                 while request.exit_code is None and (trial := self._proposer.next(self._ended)):
-                    self._say(f"trial {trial.number}/{count}  {describe(trial.swept)}".rstrip())
+                    changes = trial.name if self._ladder else describe(trial.swept)
+                    self._say(f"trial {trial.number}/{count}  {changes}".rstrip())
                     self._wait_for_lock(self._place(trial), request)
                     if request.exit_code is None:
                         self._ended.append(self._known(trial) or self._run(trial, request))

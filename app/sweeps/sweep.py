@@ -49,8 +49,7 @@ def plan_sweep(arguments: Sequence[str], check_parts: Callable[[RunConfig], None
     of_trials = [setting for setting in settings if setting.key != _FOLDER]
     given = [text for setting in settings if setting.key == _FOLDER for text in setting.texts]
     if preset.config.proposer == LADDER:
-        refuse(ladder_problems(preset, of_trials))
-        ladder = Ladder(preset, of_trials)
+        ladder = _ladder(preset, of_trials)
         runs = _checked_rungs(ladder, given, check_parts)
         proposer, notes = ladder, size_note(preset)
     else:
@@ -60,6 +59,22 @@ def plan_sweep(arguments: Sequence[str], check_parts: Callable[[RunConfig], None
         notes += _left_out(dimensions, proposer)
     place = _one_folder(runs, given[-1]) if given else default_path(settings, preset)
     return Plan(proposer, runs, place, identity_of(of_trials, preset), notes)
+
+
+def read_ladder(overrides: Sequence[str]) -> Ladder:
+    """The ladder of `sweep=NAME`, its rungs not checked yet."""
+    preset, _, settings = _read(overrides)
+    if preset.config.proposer != LADDER:
+        raise ConfigError(
+            f"sweep={preset.name} has no rungs, and app.check memory plans one run or the rungs of a ladder. "
+            f"Leave it out; dry_run=true plans each trial: python -m app.train -m sweep={preset.name} dry_run=true"
+        )
+    return _ladder(preset, settings)
+
+
+def _ladder(preset: Preset, settings: Sequence[Setting]) -> Ladder:
+    refuse(ladder_problems(preset, settings))
+    return Ladder(preset, settings)
 
 
 def _left_out(dimensions: Sequence[Dimension], proposer: Proposer) -> Iterator[str]:
