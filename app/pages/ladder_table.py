@@ -21,6 +21,7 @@ _RATIO = "x first"
 _COLUMNS: dict[str, tuple[str, Callable[[float], str] | None]] = {
     "name": ("rung", None),
     "batch": ("batch", None),
+    "steps": ("steps", format_count),
     "seconds": ("seconds", format_duration),
     "samples_per_second": (RATE, format_number),
     "ratio": (_RATIO, "{:.2f}".format),
@@ -46,11 +47,12 @@ class LadderTable:
 
 
 def ladder_tables(ladder: Mapping[str, Any]) -> list[LadderTable]:
-    """The tables for `ladder` of sweep.json."""
+    """The tables for `ladder` of sweep.json; a column that no rung has a value for is left out."""
     rungs = ladder["rungs"]
-    rows = [[_cell(rung.get(key), shown) for key, (_, shown) in _COLUMNS.items()] for rung in rungs]
+    columns = {key: each for key, each in _COLUMNS.items() if any(rung.get(key) is not None for rung in rungs)}
+    rows = [[_cell(rung.get(key), shown) for key, (_, shown) in columns.items()] for rung in rungs]
     return [
-        LadderTable("Measured here", [head for head, _ in _COLUMNS.values()], rows, list(_notes(rungs))),
+        LadderTable("Measured here", [head for head, _ in columns.values()], rows, list(_notes(rungs))),
         *claimed_tables(ladder["source"], rungs),
     ]
 

@@ -21,6 +21,7 @@ _SMALL = "small"
 _FIRST_STEADY_STEP = 3  # checks and measurements slow the two before
 _CLOSE = 0.02  # largest difference of held-out losses, as a fraction
 _RESULT_KEYS = (
+    "steps",
     "seconds",
     "samples_per_second",
     "memory_predicted_bytes",
