@@ -15,6 +15,12 @@ from app.tracking.formatting import (
     format_or,
 )
 
+
+def _megabytes(size: float) -> str:
+    """With a digit more where rungs of small shapes would look equal."""
+    return format_bytes(size) if size >= 1e8 else f"{size / 1e6:.1f} MB"
+
+
 RATE = "samples/s"  # the figure of a source that is also shown as a ratio to its first
 _RATIO = "x first"
 # key of a rung in sweep.json: its head and format; others are text
@@ -26,8 +32,8 @@ _COLUMNS: dict[str, tuple[str, Callable[[float], str] | None]] = {
     "samples_per_second": (RATE, format_number),
     "ratio": (_RATIO, "{:.2f}".format),
     "tokens_per_second": ("tokens/s", format_count),
-    "memory_predicted_bytes": ("planned", format_bytes),
-    "memory_measured_bytes": ("measured", format_bytes),
+    "memory_predicted_bytes": ("planned", _megabytes),
+    "memory_measured_bytes": ("measured", _megabytes),
     "device_used_bytes": ("device", format_bytes),
     "loss": ("loss", "{:.6f}".format),
     "accuracy": ("accuracy", "{:.2%}".format),
@@ -79,7 +85,9 @@ def claimed_tables(source: str, rungs: Sequence[Mapping[str, Any]]) -> Iterator[
 
 def as_text(tables: Sequence[LadderTable]) -> str:
     """The tables for a terminal."""
-    return "\n\n".join("\n".join([each.title, align_columns([each.head, *each.rows], gap=2), *each.notes]) for each in tables)
+    return "\n\n".join(
+        "\n".join([each.title, align_columns([each.head, *each.rows], gap=2), *each.notes]) for each in tables
+    )
 
 
 def as_markdown(name: str, tables: Sequence[LadderTable]) -> str:

@@ -1,11 +1,10 @@
 """Ladder of a source: named rungs in their order, each compared with the first."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from app.config.groups import CONF
 from app.config.schema import RunConfig
 from app.errors import ConfigError
 from app.files import read_json
@@ -104,7 +103,7 @@ def ladder_problems(preset: Preset, settings: Sequence[Setting]) -> Iterator[str
     if config.size == _SMALL and not config.small:
         yield f"{GROUP}.size=small: sweep={name} has no small shapes. Leave it out."
     for key in differ.intersection(map(key_of, config.small)):
-        yield f"sweep={name}: its `small` sets {key}, which its rungs differ in. Take it out of {CONF}/{GROUP}/{name}.yaml."
+        yield f"sweep={name}: its `small` sets {key}, which its rungs differ in. Take it out of conf/{GROUP}/{name}.yaml."
     for setting in settings:
         if setting.key in differ:
             yield (
@@ -140,14 +139,14 @@ def _one_for_each_key(texts: Sequence[str]) -> tuple[str, ...]:
 
 def _measured(run: RunConfig, folder: Path) -> dict[str, Any]:
     """The numbers of a finished rung, None where there is none."""
-    result, own = read_result(folder), RunFolder(folder)
+    result, metrics = read_result(folder), RunFolder(folder).metrics
     states = sorted(folder.glob("checkpoints/step-*/state.json"))
     progress = read_json(states[-1])["progress"] if states else {}
     batching = run.batching
     size = batching.tokens if batching.packing else batching.rows
     return {
         **{key: result.get(key) for key in _RESULT_KEYS},
-        "tokens_per_second": _steady_tokens_per_second(read_lines(own.metrics)),
+        "tokens_per_second": _steady_tokens_per_second(read_lines(metrics) if metrics.is_file() else ()),
         "loss": result.get("train_loss_last"),
         "eval_loss": result.get("eval_loss"),
         "skipped_steps": progress.get("skipped_steps", 0),
@@ -156,7 +155,7 @@ def _measured(run: RunConfig, folder: Path) -> dict[str, Any]:
     }
 
 
-def _steady_tokens_per_second(lines: Iterator[Mapping[str, Any]]) -> float | None:
+def _steady_tokens_per_second(lines: Iterable[Mapping[str, Any]]) -> float | None:
     """Speed without the first two steps, from lines that have the tokens so far and the speed since the line before."""
     tokens, seconds = 0, 0.0
     before: Mapping[str, Any] = {"step": 0, "tokens": 0}

@@ -50,8 +50,8 @@ def plan_sweep(arguments: Sequence[str], check_parts: Callable[[RunConfig], None
     given = [text for setting in settings if setting.key == _FOLDER for text in setting.texts]
     if preset.config.proposer == LADDER:
         ladder = _ladder(preset, of_trials)
-        runs = _checked_rungs(ladder, given, check_parts)
-        proposer, notes = ladder, size_note(preset)
+        runs, notes = _checked_rungs(ladder, given, check_parts), size_note(preset)
+        proposer: Proposer = ladder
     else:
         dimensions, notes = dimensions_of(preset, space, of_trials, given)
         proposer = proposer_of(dimensions, preset.config)
@@ -107,7 +107,12 @@ def identity_of(settings: Sequence[Setting], preset: Preset = NO_PRESET) -> str:
     ]
     config = preset.config
     if config.proposer == LADDER:  # without what its source claims
-        same += [config.base, config.small, config.size, [[name, rung.overrides] for name, rung in config.rungs.items()]]
+        same += [
+            config.base,
+            config.small,
+            config.size,
+            [[name, rung.overrides] for name, rung in config.rungs.items()],
+        ]
     elif preset.name:
         same.append({"proposer": config.proposer, "space": config.space, "trials": None, "seed": config.seed})
     return hashlib.sha256(json.dumps(same).encode()).hexdigest()

@@ -146,3 +146,28 @@ def test_check_cluster_processes_find_each_other(zygote: Zygote, tmp_path: Path)
     assert all(row["algorithm_bytes_per_second"] == row["bytes"] / row["seconds"] for row in rows)
     page = read((tmp_path / "look" / "check.html").read_text())
     assert page.one("h1").text == "2 processes on 1 machine, gloo"
+
+
+def test_check_memory_of_a_ladder(zygote: Zygote, tmp_path: Path) -> None:
+    words = ("memory", "sweep=packing", "sweep.size=small", "hardware=rtx3080ti")
+    code, said, wrong = look(zygote, tmp_path, *words)
+    assert (code, wrong) == (0, "")
+    lines = said.splitlines()
+    assert lines[0] == "Planned at the peak on RTX 3080 Ti"
+    assert [line.split()[0] for line in lines[1:4]] == ["rung", "padded", "packed"]
+    assert "Claimed by the source: Llama-7B on Dolly with NeMo; GPU not named" in lines
+
+
+LADDERS_REFUSED = [
+    ("memory sweep=lr", "sweep=lr has no rungs, and app.check memory plans one run or the rungs of a ladder."),
+    ("memory sweep=packing batching.packing=true", "batching.packing is what the rungs of sweep=packing differ in."),
+    ("memory sweep=packing hardware=rtx3", "hardware=rtx3"),
+    ("data sweep=packing", "sweep is of app.check memory, which plans the rungs of a ladder."),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), LADDERS_REFUSED, ids=[words for words, _ in LADDERS_REFUSED])
+def test_check_of_a_ladder_refused(zygote: Zygote, tmp_path: Path, words: str, message: str) -> None:
+    code, _, wrong = look(zygote, tmp_path, *words.split())
+    assert code == 2
+    assert wrong.startswith(f"error: {message}")

@@ -96,3 +96,24 @@ def test_sweep_typos_are_reported_before_the_first_trial(zygote: Zygote, tmp_pat
     assert (ended.code, ended.stdout) == (2, "")
     assert ended.stderr.startswith("error: training.clop is not a key. Did you mean training.clip?")
     assert not (tmp_path / "runs").exists()
+
+
+def test_ladder_of_two_rungs(zygote: Zygote, tmp_path: Path) -> None:
+    folder = tmp_path / "ladder"
+    command = ("sweep=packing", "sweep.size=small", "training.max_steps=4", "dataset.max_rows=100")
+    ended = run(zygote, tmp_path, *command, f"output_dir={folder}")
+    assert (ended.code, ended.stderr) == (0, "")
+    assert column(folder, "status") == ["finished", "finished"]
+    padded, packed = content(folder)["ladder"]["rungs"]
+    assert (padded["batch"], packed["batch"]) == ("8 x 1", "512 tokens x 1")
+    assert padded["ratio"] == 1.0
+    assert packed["ratio"] == packed["tokens_per_second"] / padded["tokens_per_second"]
+    assert (padded["as_first"], packed["as_first"]) == (None, None), "a packed step has more rows"
+    assert packed["memory_measured_bytes"] == result(folder / "2-packed")["memory_measured_bytes"]
+    table = (folder / "ladder.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| packed")]
+    assert [" ".join(row) for row in rows] == [
+        " ".join(line.split()) for line in ended.stdout.splitlines() if line.startswith("packed ")
+    ]
+    page = (folder / "report.html").read_text()
+    assert all(f"<td>{cell}</td>" in page for cell in rows[0])

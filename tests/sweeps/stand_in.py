@@ -49,6 +49,9 @@ match settings["seed"]:
     case "12":
         print("the plan")
         finish(None, "dry_run")
+    case "13":
+        print("error: not on this machine", file=sys.stderr)
+        sys.exit(2)
     case "75" | "130":
         sys.exit(int(settings["seed"]))
     case "20" | "21":

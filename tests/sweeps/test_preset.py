@@ -2,6 +2,7 @@
 
 import pytest
 
+from app.config.groups import choices_by_group
 from app.config.load import compose_run
 from app.errors import ConfigError
 from app.sweeps import sweep
@@ -81,11 +82,13 @@ def test_preset_unused_keys_left_out() -> None:
     ]
 
 
+NAMES = ", ".join(choices_by_group()["sweep"])
+CHOICES = "|".join(choices_by_group()["sweep"])
 REFUSED = [
-    ("sweep=rnk", "sweep=rnk: there is no such sweep. Did you mean rank? Choose one of lr, optuna, rank;"),
+    ("sweep=rnk", f"sweep=rnk: there is no such sweep. Did you mean rank? Choose one of {NAMES};"),
     ("sweep=lr,rank", "sweep=lr,rank: a sweep has one sweep."),
     ("sweep=3", "sweep=3: there is no such sweep."),
-    ("sweep.trials=3", "sweep.trials needs sweep=..., which it changes. Choose one of lr, optuna, rank."),
+    ("sweep.trials=3", f"sweep.trials needs sweep=..., which it changes. Choose one of {NAMES}."),
     ("sweep=lr sweep.seed=3", "are of a search: sweep=lr has a trial for each of its values."),
     ("sweep=optuna sweep.trails=3", "sweep.trails is not a key. Did you mean sweep.trials?"),
     ("sweep=optuna sweep.trials=0", "sweep.trials=0 must be at least 1 and at most 1000."),
@@ -113,7 +116,7 @@ REFUSED = [
     ("sweep=rank adapter.r=8", "sweep=rank has nothing to vary: adapter.r is given."),
     ("sweep=lr sweep.space={}", "sweep=lr has nothing to vary: its space is empty."),
     ("sweep=lr seed=range(200)", "seed, optimizer.lr: more than 1,000 trials in one sweep."),
-    ("swep=lr", "swep is neither a key nor a group. Did you mean sweep=lr|optuna|rank?"),
+    ("swep=lr", f"swep is neither a key nor a group. Did you mean sweep={CHOICES}?"),
 ]
 
 

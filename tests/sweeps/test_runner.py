@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from app.config.load import compose_run
 from app.sweeps import trial_process
 from app.sweeps.grid import settings_of
+from app.sweeps.ladder import Ladder
 from app.sweeps.optuna_search import Search
-from app.sweeps.preset import NO_PRESET, SweepConfig
+from app.sweeps.preset import NO_PRESET, Preset, Rung, SweepConfig
 from app.sweeps.runner import Runner
 from app.sweeps.search_space import dimensions_in
 from app.sweeps.sweep import proposer_of
@@ -151,3 +153,44 @@ def test_runner_wandb_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own
     run(tmp_path / "sweep-x", 1)
     assert f"group={own or 'sweep-x'}\n" in (tmp_path / "sweep-x" / "1.txt").read_text()
     assert os.environ.get("WANDB_RUN_GROUP") == own
+
+
+def climb(folder: Path, **seeds: int | None) -> int:
+    """Run a ladder of stand-ins, of which those without a seed are refused before the start."""
+    rungs = {name: Rung(overrides=[f"seed={seed or 0}"], claimed={"samples/s": 2}) for name, seed in seeds.items()}
+    ladder = Ladder(Preset("mine", SweepConfig(proposer="rungs", source="a paper", rungs=rungs)), [])
+    numbers = dict(enumerate(seeds.values(), 1))
+    ladder.check(
+        {number: compose_run([]) for number, seed in numbers.items() if seed},
+        {number: ["no such package"] for number, seed in numbers.items() if not seed},
+    )
+    with SweepFolder.claim(str(folder), "same") as claimed:
+        return Runner(claimed, "same", ladder, ["python"]).run()
+
+
+def test_runner_refused_rungs_are_named_and_the_others_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rungs = {"first": 1, "missing": None, "elsewhere": 13, "second": 2}
+    assert [climb(tmp_path, **rungs), climb(tmp_path, **rungs)] == [0, 0]
+    assert column(tmp_path, "status") == ["finished", "refused", "refused", "finished"]
+    assert column(tmp_path, "error") == [None, "no such package", "not on this machine", None]
+    assert content(tmp_path)["best"] is None
+    ladder = content(tmp_path)["ladder"]
+    assert [(rung["name"], rung["status"]) for rung in ladder["rungs"]] == [
+        ("first", "finished"),
+        ("missing", "refused"),
+        ("elsewhere", "refused"),
+        ("second", "finished"),
+    ]
+    shown = capfd.readouterr().out
+    assert shown.count("finished before") == 2
+    assert "  refused: no such package\n" in shown
+    assert "\nelsewhere: not on this machine\n" in shown
+    written = (tmp_path / "ladder.md").read_text()
+    assert "Claimed by the source: a paper" in written
+    assert "| elsewhere |" in written
+    assert "<h2>Claimed by the source: a paper</h2>" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(("rungs", "code"), [({"first": 1, "crashed": 10}, 3), ({"only": 13}, 3), ({"only": 12}, 0)])
+def test_runner_exit_code_of_a_ladder(tmp_path: Path, rungs: dict[str, int], code: int) -> None:
+    assert climb(tmp_path, **rungs) == code

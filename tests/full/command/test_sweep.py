@@ -147,3 +147,18 @@ def test_hydra_main_returns_the_objective(zygote: Zygote, tmp_path: Path) -> Non
     ended = zygote.run(tmp_path, *TINY, "output_dir=run", module="tests.full.command.objective")
     assert ended.code == 0, ended.stderr
     assert f"returned {result(tmp_path / 'run')['objective']!r}\n" in ended.stdout
+
+
+def test_single_gpu_ladder_small(zygote: Zygote, tmp_path: Path) -> None:
+    """Rungs with the same arithmetic learn the same; what a CPU lacks is refused by name."""
+    ended = run(zygote, tmp_path, "sweep=single_gpu", "sweep.size=small", "output_dir=ladder")
+    assert (ended.code, ended.stderr) == (0, "")
+    rungs = {rung["name"]: rung for rung in content(tmp_path / "ladder")["ladder"]["rungs"]}
+    refused = {name for name, rung in rungs.items() if rung["status"] == "refused"}
+    assert refused <= {"tf32"}, "a GPU has it"
+    finished = {name: rung for name, rung in rungs.items() if name not in refused}
+    assert {rung["status"] for rung in finished.values()} == {"finished"}
+    assert {rung["as_first"] for name, rung in finished.items() if name != "baseline"} <= {"equal", "close"}
+    assert all(rung["ratio"] for rung in finished.values())
+    assert finished["checkpointing"]["loss"] == finished["accumulation"]["loss"]
+    assert finished["all_and_8bit_adam"]["memory_measured_bytes"] < finished["all_three"]["memory_measured_bytes"]

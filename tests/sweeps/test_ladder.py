@@ -1,0 +1,118 @@
+"""Ladders: every file of conf/sweep composes, what a command may not give is refused, rungs are compared truly."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config.dataset import has_held_out_rows
+from app.config.groups import choices_by_group
+from app.config.load import compose_run
+from app.pages.ladder_table import as_markdown, ladder_tables
+from app.sweeps.ladder import LADDER, Ladder
+from app.sweeps.preset import Preset, Rung, SweepConfig, read_preset
+from app.sweeps.sweep import plan_sweep
+from app.sweeps.trials import FINISHED, Outcome
+from tests.sweeps.test_sweep import nothing_more, refusal_of
+
+NAMES = [n for n in choices_by_group()["sweep"] if read_preset([f"sweep={n}"]).config.proposer == LADDER]
+
+
+@pytest.mark.parametrize("size", ["full", "small"])
+@pytest.mark.parametrize("name", NAMES)
+def test_ladder_composes(name: str, size: str) -> None:
+    plan = plan_sweep(["-m", f"sweep={name}", f"sweep.size={size}"], nothing_more)
+    rungs = read_preset([f"sweep={name}"]).config.rungs
+    refused = [trial.refused for trial in plan.proposer.points if trial.refused]
+    assert refused == [rung.reason for rung in rungs.values() if rung.reason]
+    assert len(plan.runs) == len(rungs) - len(refused) >= 2
+    assert all(has_held_out_rows(run.dataset) for run in plan.runs)
+
+
+def test_ladder_order_of_strength() -> None:
+    words = ["sweep=single_gpu", "sweep.size=small", "dataset.max_rows=40", "seed=3"]
+    plan = plan_sweep(["-m", *words, "output_dir=runs/x"], nothing_more)
+    sizes = {(run.model.architecture["hidden_size"], run.dataset.max_rows, run.seed) for run in plan.runs}
+    assert sizes == {(64, 40, 3)}
+    assert [(run.batching.rows, run.batching.accumulation) for run in plan.runs][:3] == [(4, 1), (1, 4), (1, 4)]
+    assert [trial.name for trial in plan.proposer.points][:2] == ["1-baseline", "2-accumulation"]
+    assert plan.identity != plan_sweep(["-m", *words[:3]], nothing_more).identity
+
+
+REFUSED = [
+    ("batching.rows=2", "batching.rows is what the rungs of sweep=single_gpu differ in. Leave it out, or copy"),
+    ("precision=bf16", "precision is what the rungs of sweep=single_gpu differ in."),
+    ("seed=1,2", "seed has several values, and the trials of sweep=single_gpu are its rungs. Give one."),
+    ("sweep.trials=3", "sweep.trials: sweep=single_gpu has rungs, which its file names. Leave it out;"),
+    ("sweep.size=tiny", "sweep.size=tiny is none of full, small."),
+    ("optimizer.lrr=1", "optimizer.lrr is not a key."),
+    ("adapter.r=8", "adapter.r=8: recipe=full trains no adapter, so it changes nothing."),
+    ("sweep=lr sweep.size=small", "sweep.size is of rungs, and sweep=lr has none. Leave it out."),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED, ids=[words for words, _ in REFUSED])
+def test_ladder_invalid_refused(words: str, message: str) -> None:
+    (problem,) = refusal_of("sweep=single_gpu", *words.split())
+    assert message in problem
+
+
+def test_ladder_fault_of_some_rungs_refuses_those() -> None:
+    def check(run: Any) -> None:
+        if run.optimizer.kind == "adamw_8bit":
+            refusal_of("sweep=lr", "sweep.size=small")
+            compose_run(["optimizer=nosuch"])
+
+    plan = plan_sweep(["-m", "sweep=optimizers", "sweep.size=small"], check)
+    refused = {trial.name: trial.refused for trial in plan.proposer.points if trial.refused}
+    assert list(refused) == ["03-adamw_8bit", "10-galore"]
+    assert refused["03-adamw_8bit"] is not None
+    assert refused["03-adamw_8bit"].startswith("optimizer=nosuch: there is no such optimizer.")
+
+
+BATCHES = ["batching.packing=false", "batching.rows=4"]
+SAME, SPLIT_ROWS = [*BATCHES], [*BATCHES, "batching.rows=2", "batching.accumulation=2"]
+# what the second rung is like; the first has SAME, loss 0.5, held-out loss 1.0, 100 tokens/s
+COMPARED = [
+    (SPLIT_ROWS, {}, ("equal", 2.0)),
+    (SAME, {"loss": 0.51, "eval_loss": 1.019}, ("close", 2.0)),
+    (SAME, {"loss": 0.51, "eval_loss": 1.021}, ("no", 2.0)),
+    (SAME, {"loss": 0.51, "skipped_steps": 1}, ("no", 2.0)),
+    ([*BATCHES, "batching.accumulation=2"], {}, (None, 2.0)),
+    ([*BATCHES, "optimizer.lr=3e-3"], {}, (None, 2.0)),
+    (SAME, {"depth": 1}, ("equal", None)),
+]
+
+
+def finished(folder: Path, number: int, rate: float, **facts: Any) -> Outcome:
+    """A finished rung: two slow steps, then two at `rate` tokens a second."""
+    own = folder / str(number)
+    (own / "checkpoints" / "step-000004").mkdir(parents=True)
+    progress = {"skipped_steps": facts.get("skipped_steps", 0), "depth": facts.get("depth", 0)}
+    (own / "checkpoints" / "step-000004" / "state.json").write_text(json.dumps({"progress": progress}))
+    result = {"train_loss_last": facts.get("loss", 0.5), "eval_loss": facts.get("eval_loss", 1.0), "seconds": 4.0}
+    (own / "result.json").write_text(json.dumps({"status": FINISHED, **result}))
+    rates = [1.0, 1.0, rate, rate]
+    lines = [{"step": n, "tokens": 10 * n, "tokens_per_second": each} for n, each in enumerate(rates, 1)]
+    (own / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in [*lines, {"step": 4}]))
+    return Outcome(number=number, overrides=(), swept=(), folder=str(own), status=FINISHED)
+
+
+@pytest.mark.parametrize(("overrides", "facts", "expected"), COMPARED)
+def test_ladder_second_rung_compared_with_the_first(
+    tmp_path: Path, overrides: list[str], facts: dict[str, Any], expected: tuple[str | None, float | None]
+) -> None:
+    rungs = {"one": Rung(claimed={"samples/s": 8.0}), "two": Rung(claimed={"samples/s": 12.0, "MB": 1234})}
+    ladder = Ladder(Preset("mine", SweepConfig(proposer=LADDER, source="a paper", rungs=rungs)), [])
+    ladder.check({1: compose_run(SAME), 2: compose_run(list({o.split("=")[0]: o for o in overrides}.values()))}, {})
+    outcomes = [finished(tmp_path, 1, 100.0), finished(tmp_path, 2, 200.0, **facts)]
+    compared = ladder.compared(outcomes)
+    first, second = compared["rungs"]
+    assert (first["ratio"], first["as_first"], first["tokens_per_second"]) == (1.0, None, 100.0)
+    assert (second["as_first"], second["ratio"]) == expected
+    measured, claimed = ladder_tables(compared)
+    assert ("split after out-of-memory" in "".join(measured.notes)) == ("depth" in facts)
+    assert "samples/s" not in measured.head, "no rung has it"
+    assert claimed.rows == [["one", "8.0", "1.00", "-"], ["two", "12.0", "1.50", "1,234"]]
+    assert "| two | 12.0 | 1.50 | 1,234 |" in as_markdown("mine", [claimed])
