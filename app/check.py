@@ -86,36 +86,32 @@ def _memory(config: CheckConfig, _console: Console) -> dict[str, Any]:
 def _ladder(arguments: Sequence[str]) -> int:
     """Print the planned memory of each rung of `sweep=`, beside the figures of its source."""
     from app.memory.check import planned_parts
-    from app.pages.ladder_table import LadderTable, as_text, claimed_tables
+    from app.pages.ladder_table import as_text, claimed_tables, planned_table
     from app.sweeps.ladder import batch_text
     from app.sweeps.sweep import read_ladder
-    from app.tracking.formatting import format_bytes
 
     if arguments[0] != "memory":
         raise ConfigError("sweep is of app.check memory, which plans the rungs of a ladder. Put memory in front.")
     own = [text for text in arguments if key_of(text).partition(".")[0] in ("hardware", "exact")]
     ladder = read_ladder([text for text in arguments[1:] if text not in own])
-    rows, refused, planned, label = list[list[str]](), dict[str, Sequence[str]](), dict[str, int](), "this machine"
-    for name, trial in zip(ladder.rungs, ladder.points, strict=True):
+    rungs, problems, machine = list[dict[str, Any]](), list[str](), "this machine"
+    for trial, (name, rung) in zip(ladder.points, ladder.rungs.items(), strict=True):
+        rungs.append({"name": name, "claimed": rung.claimed, "error": trial.refused})
         if trial.refused is not None:
-            refused[name] = [trial.refused]
             continue
         try:
             config = check_config(["memory", *trial.overrides, *own])
             _check_parts(config)
-            options: dict[str, Any] = {"exact": config.exact, "processes": _planned_processes(config)}
-            planned = planned_parts(config.run, config.overrides, config.hardware, **options)
+            hardware, processes = config.hardware, _planned_processes(config)
+            parts = planned_parts(config.run, config.overrides, hardware, exact=config.exact, processes=processes)
+            rungs[-1] |= {"batch": batch_text(config.run), **parts}
+            machine = machine if hardware is None else hardware.label
         except AppError as problem:
-            refused[name] = problem.problems
-            continue
-        label = label if config.hardware is None else config.hardware.label
-        rows.append([name, batch_text(config.run), *map(format_bytes, planned.values())])
-    if not rows:
-        raise ConfigError(list(dict.fromkeys(problem for each in refused.values() for problem in each)))
-    notes = [f"{name}: {' '.join(problems)}" for name, problems in refused.items()]
-    rungs = [{"name": name, "claimed": rung.claimed} for name, rung in ladder.rungs.items()]
-    table = LadderTable(f"Planned at the peak on {label}", ["rung", "batch", *planned], rows, notes)
-    open_console().say(as_text([table, *claimed_tables(ladder.source, rungs)]))
+            problems += problem.problems
+            rungs[-1]["error"] = "\n".join(problem.problems)
+    if all(each["error"] for each in rungs):
+        raise ConfigError(list(dict.fromkeys(problems)))
+    open_console().say(as_text([planned_table(machine, rungs), *claimed_tables(ladder.source, rungs)]))
     return 0
 
 

@@ -54,26 +54,12 @@ def check_memory(
 
 
 def planned_parts(
-    run: RunConfig,
-    overrides: Sequence[str],
-    hardware: HardwareConfig | None,
-    *,
-    exact: bool = False,
-    processes: int = 1,
+    run: RunConfig, overrides: Sequence[str], hardware: HardwareConfig | None, *, exact: bool, processes: int
 ) -> dict[str, int]:
-    """Bytes at the planned peak by their purpose, and what one process needs of the machine."""
-    planner = Planner(machine_of(hardware), processes)
-    planned = planner.at(random_if_missing(run, overrides), exact=exact)
-    parts = planned.plan.anatomy
-    named = {
-        "weights": ("frozen_weights", "quantization_constants", "trained_weights", "gathered_weights"),
-        "gradients": ("gradients",),
-        "states": ("optimizer_states",),
-        "activations": ("saved_activations", "loss_head"),
-        "temporary": ("temporary",),
-    }
-    sums = {name: sum(parts[kind] for kind in kinds) for name, kinds in named.items()}
-    return {**sums, "tensors": planned.plan.peak_bytes, "needs": planned.verdict.needed_bytes}
+    """Bytes at the planned peak, by kind and together, and what one process needs of the machine."""
+    planned = Planner(machine_of(hardware), processes).at(random_if_missing(run, overrides), exact=exact)
+    parts = {kind: size for kind, size in planned.plan.anatomy.items() if size}
+    return {**parts, "tensors": planned.plan.peak_bytes, "needs": planned.verdict.needed_bytes}
 
 
 def _describe_run(run: RunConfig) -> str:

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from app.pages.charts import Chart, Quantity, dot_chart
 from app.pages.curves import curves_of_several
-from app.pages.ladder_table import ladder_tables
+from app.pages.ladder_table import measured_tables
 from app.pages.read_run import SavedRun, is_run, read_run
 from app.pages.render import render
 from app.pages.run_page import status_badge
@@ -46,7 +46,7 @@ def sweep_page(folder: Path, content: Mapping[str, Any], target: Path) -> str:
         best=_best(content, folder),
         panels=[chart for key in keys if (chart := _panel(key, trials, objective))],
         keys=keys,
-        ladder=ladder_tables(ladder) if ladder else [],
+        ladder=measured_tables(ladder) if ladder else [],
         ranking=[] if ladder else [_row(rank, trial, keys, folder, target) for rank, trial in enumerate(ranked, 1)],
         charts=curves_of_several(curves),
         legend=[(name, at) for at, (name, _) in enumerate(curves)],

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from app.config.schema import RunConfig
-from app.errors import ConfigError
+from app.errors import ConfigError, refuse
 from app.files import read_json
-from app.sweeps.grid import Setting
+from app.sweeps.grid import Grid, Setting
 from app.sweeps.preset import GROUP, Preset
 from app.sweeps.trials import FINISHED, Outcome, Trial, key_of
 from app.tracking.jsonl_metrics import read_lines
@@ -20,90 +20,62 @@ _SMALL = "small"
 _FIRST_STEADY_STEP = 3  # checks and measurements slow the two before
 _CLOSE = 0.02  # largest difference of held-out losses, as a fraction
 _RESULT_KEYS = (
-    "steps",
-    "seconds",
-    "samples_per_second",
-    "memory_predicted_bytes",
-    "memory_measured_bytes",
-    "device_used_bytes",
-    "accuracy",
+    *("steps", "seconds", "samples_per_second", "memory_predicted_bytes", "memory_measured_bytes"),
+    *("device_used_bytes", "train_loss_last", "eval_loss", "accuracy"),
 )
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of CUDA, ROCm and WSL 2; torch is not loaded here
 
 
-class Ladder:
-    """Proposer of the rungs of a preset, and their comparison. base < rung < small < command line."""
+class Ladder(Grid):
+    """Rungs of a preset as trials, and their comparison. base < rung < small < command line."""
 
     def __init__(self, preset: Preset, settings: Sequence[Setting]) -> None:
-        self.source, self.rungs = preset.config.source, preset.config.rungs
-        small = preset.config.small if preset.config.size == _SMALL else []
+        refuse(_problems(preset, settings))
+        config, digits = preset.config, len(str(len(preset.config.rungs)))
+        small = config.small if config.size == _SMALL else []
         given = [text for setting in settings for text in setting.texts]
-        digits = len(str(len(self.rungs)))
-        self.points: Sequence[Trial] = [
-            Trial(
-                number,
-                _one_for_each_key([*preset.config.base, *rung.overrides, *small, *given]),
-                tuple(rung.overrides),
-                f"{number:0{digits}}-{name}",
-                refused=rung.reason,
-            )
-            for number, (name, rung) in enumerate(self.rungs.items(), 1)
-        ]
+        self.source, self.rungs = config.source, config.rungs
+        self.points = []
+        for number, (name, rung) in enumerate(self.rungs.items(), 1):
+            # the last of each key: Hydra refuses a group that is given twice
+            texts = {key_of(text): text for text in (*config.base, *rung.overrides, *small, *given)}
+            folder = f"{number:0{digits}}-{name}"
+            trial = Trial(number, tuple(texts.values()), tuple(rung.overrides), folder, refused=rung.reason)
+            self.points.append(trial)
         self.count = len(self.points)
         self._runs: Mapping[int, RunConfig] = {}
 
     def check(self, runs: Mapping[int, RunConfig], problems: Mapping[int, Sequence[str]]) -> None:
-        """Take in the runs of the rungs by number, and the problems of others, which are refused.
-
-        What every rung has is a fault of the command or the file, and an error.
-        """
-        of_all = [each for each in next(iter(problems.values()), ()) if all(each in own for own in problems.values())]
-        if not runs:
-            raise ConfigError(of_all or list(dict.fromkeys(each for own in problems.values() for each in own)))
+        """Take in the runs of the rungs by number, and the problems of the others, which are refused."""
+        if not runs:  # a fault of the command or the file
+            raise ConfigError(list(dict.fromkeys(problem for each in problems.values() for problem in each)))
         self._runs = runs
-        self.points = [
-            replace(trial, refused="\n".join(problems[trial.number])) if trial.number in problems else trial
-            for trial in self.points
-        ]
-
-    def recall(self, _recorded: Sequence[Mapping[str, Any]], /) -> Sequence[Trial]:
-        """All rungs: they depend on the command alone."""
-        return self.points
-
-    def next(self, ended: Sequence[Outcome], /) -> Trial | None:
-        """The next rung in order."""
-        return self.points[len(ended)] if len(ended) < self.count else None
+        refused = {number: "\n".join(each) for number, each in problems.items()}
+        self.points = [replace(each, refused=refused.get(each.number, each.refused)) for each in self.points]
 
     def compared(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         """`ladder` of sweep.json: the numbers of each rung, beside what the source claims."""
         rungs: list[dict[str, Any]] = []
         for outcome, (name, rung) in zip(outcomes, self.rungs.items(), strict=True):
             run = self._runs.get(outcome.number)
-            numbers = _measured(run, Path(outcome.folder)) if run and outcome.status == FINISHED else {"splits": 0}
-            first = rungs[0] if rungs else {}
-            rungs.append(
-                {
-                    "name": name,
-                    "batch": None if run is None else batch_text(run),
-                    **numbers,
-                    "ratio": _ratio(numbers, first or numbers),
-                    "as_first": _as_first(numbers, first),
-                    "status": outcome.status,
-                    "error": outcome.error,
-                    "claimed": dict(rung.claimed),
-                }
-            )
+            facts: dict[str, Any] = {"name": name, "batch": None if run is None else batch_text(run), "status": outcome.status}
+            facts |= {"error": outcome.error, "claimed": dict(rung.claimed)}
+            if run is not None and outcome.status == FINISHED:
+                facts |= _measured(run, Path(outcome.folder))
+                first = rungs[0] if rungs else facts
+                facts |= {"ratio": _ratio(facts, first), "as_first": _as_first(facts, first)}
+            rungs.append(facts)
         return {"source": self.source, "rungs": rungs}
 
 
-def ladder_problems(preset: Preset, settings: Sequence[Setting]) -> Iterator[str]:
+def _problems(preset: Preset, settings: Sequence[Setting]) -> Iterator[str]:
     """What the command line may not give beside rungs."""
     name, config = preset.name, preset.config
     differ = {key_of(text) for rung in config.rungs.values() for text in rung.overrides}
     if config.size == _SMALL and not config.small:
         yield f"{GROUP}.size=small: sweep={name} has no small shapes. Leave it out."
     for key in differ.intersection(map(key_of, config.small)):
-        yield f"sweep={name}: its `small` sets {key}, which its rungs differ in. Take it out of conf/{GROUP}/{name}.yaml."
+        yield f"sweep={name}: small sets {key}, which the rungs differ in. Take it out of conf/{GROUP}/{name}.yaml."
     for setting in settings:
         if setting.key in differ:
             yield (
@@ -132,11 +104,6 @@ def batch_text(run: RunConfig) -> str:
     return " x ".join([size, str(batching.accumulation), *([] if processes == 1 else [str(processes)])])
 
 
-def _one_for_each_key(texts: Sequence[str]) -> tuple[str, ...]:
-    """The last override of each key: Hydra refuses a group that is given twice."""
-    return tuple({key_of(text): text for text in texts}.values())
-
-
 def _measured(run: RunConfig, folder: Path) -> dict[str, Any]:
     """The numbers of a finished rung, None where there is none."""
     result, metrics = read_result(folder), RunFolder(folder).metrics
@@ -147,8 +114,6 @@ def _measured(run: RunConfig, folder: Path) -> dict[str, Any]:
     return {
         **{key: result.get(key) for key in _RESULT_KEYS},
         "tokens_per_second": _steady_tokens_per_second(read_lines(metrics) if metrics.is_file() else ()),
-        "loss": result.get("train_loss_last"),
-        "eval_loss": result.get("eval_loss"),
         "skipped_steps": progress.get("skipped_steps", 0),
         "splits": progress.get("depth", 0),
         "step": [batching.packing, size * batching.accumulation, run.launch.num_processes, run.optimizer.lr],
@@ -171,18 +136,15 @@ def _steady_tokens_per_second(lines: Iterable[Mapping[str, Any]]) -> float | Non
 
 def _ratio(own: Mapping[str, Any], first: Mapping[str, Any]) -> float | None:
     """Speed relative to the first rung; both count the tokens of rows, without padding."""
-    speeds = [each.get("tokens_per_second") for each in (own, first)]
-    if not all(speeds) or own["splits"] or first["splits"]:
-        return None
-    ratio: float = speeds[0] / speeds[1]  # type: ignore[operator]
-    return ratio
+    speed, base = own["tokens_per_second"], first.get("tokens_per_second")
+    return speed / base if speed and base and not (own["splits"] or first["splits"]) else None
 
 
 def _as_first(own: Mapping[str, Any], first: Mapping[str, Any]) -> str | None:
-    """Whether it learns what the first rung does; None where batch or rate differ, or one of them did not finish."""
-    if own.get("loss") is None or first.get("loss") is None or own["step"] != first["step"]:
+    """Whether it learns what the first rung does; None where batch or rate differ, or the first did not finish."""
+    if own is first or own["step"] != first.get("step"):
         return None
-    if own["loss"] == first["loss"]:
+    if own["train_loss_last"] == first["train_loss_last"]:
         return "equal"
     losses = own["eval_loss"], first["eval_loss"]
     is_close = None not in losses and abs(losses[0] - losses[1]) <= _CLOSE * abs(losses[1])

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from hydra.core.override_parser.types import Quote, QuotedString
 
 from app.files import write_text
-from app.pages.ladder_table import as_markdown, as_text, ladder_tables
+from app.pages.ladder_table import as_markdown, as_text, measured_tables
 from app.pages.render import write_page
 from app.pages.sweep_page import sweep_page
 from app.safe_text import redact_text
@@ -183,7 +183,7 @@ class Runner:
     def _close(self, request: StopRequest) -> int:
         winner = None if self._ladder else best(self._all())
         if self._ladder:
-            tables = ladder_tables(self._ladder.compared(self._all()))
+            tables = measured_tables(self._ladder.compared(self._all()))
             write_text(self._folder.path / "ladder.md", as_markdown(self._folder.path.name, tables))
             self._say(f"\n{as_text(tables)}\n")
         else:

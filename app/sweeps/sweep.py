@@ -12,7 +12,7 @@ from app.config.overrides import split_arguments
 from app.config.schema import RunConfig
 from app.errors import AppError, ConfigError, refuse
 from app.sweeps.grid import Grid, Setting, settings_of, wrong_overrides
-from app.sweeps.ladder import LADDER, Ladder, ladder_problems, size_note
+from app.sweeps.ladder import LADDER, Ladder, size_note
 from app.sweeps.optuna_search import Search
 from app.sweeps.preset import NO_PRESET, Preset, SweepConfig, dimensions_of, is_sweep_key, read_preset
 from app.sweeps.runner import Proposer, Runner
@@ -49,7 +49,7 @@ def plan_sweep(arguments: Sequence[str], check_parts: Callable[[RunConfig], None
     of_trials = [setting for setting in settings if setting.key != _FOLDER]
     given = [text for setting in settings if setting.key == _FOLDER for text in setting.texts]
     if preset.config.proposer == LADDER:
-        ladder = _ladder(preset, of_trials)
+        ladder = Ladder(preset, of_trials)
         runs, notes = _checked_rungs(ladder, given, check_parts), size_note(preset)
         proposer: Proposer = ladder
     else:
@@ -69,11 +69,6 @@ def read_ladder(overrides: Sequence[str]) -> Ladder:
             f"sweep={preset.name} has no rungs, and app.check memory plans one run or the rungs of a ladder. "
             f"Leave it out; dry_run=true plans each trial: python -m app.train -m sweep={preset.name} dry_run=true"
         )
-    return _ladder(preset, settings)
-
-
-def _ladder(preset: Preset, settings: Sequence[Setting]) -> Ladder:
-    refuse(ladder_problems(preset, settings))
     return Ladder(preset, settings)
 
 
@@ -107,12 +102,8 @@ def identity_of(settings: Sequence[Setting], preset: Preset = NO_PRESET) -> str:
     ]
     config = preset.config
     if config.proposer == LADDER:  # without what its source claims
-        same += [
-            config.base,
-            config.small,
-            config.size,
-            [[name, rung.overrides] for name, rung in config.rungs.items()],
-        ]
+        rungs = [[name, rung.overrides] for name, rung in config.rungs.items()]
+        same += [config.base, config.small, config.size, rungs]
     elif preset.name:
         same.append({"proposer": config.proposer, "space": config.space, "trials": None, "seed": config.seed})
     return hashlib.sha256(json.dumps(same).encode()).hexdigest()

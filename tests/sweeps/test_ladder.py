@@ -9,7 +9,7 @@ import pytest
 from app.config.dataset import has_held_out_rows
 from app.config.groups import choices_by_group
 from app.config.load import compose_run
-from app.pages.ladder_table import as_markdown, ladder_tables
+from app.pages.ladder_table import as_markdown, measured_tables
 from app.sweeps.ladder import LADDER, Ladder
 from app.sweeps.preset import Preset, Rung, SweepConfig, read_preset
 from app.sweeps.sweep import plan_sweep
@@ -111,8 +111,8 @@ def test_ladder_second_rung_compared_with_the_first(
     first, second = compared["rungs"]
     assert (first["ratio"], first["as_first"], first["tokens_per_second"]) == (1.0, None, 100.0)
     assert (second["as_first"], second["ratio"]) == expected
-    measured, claimed = ladder_tables(compared)
+    measured, claimed = measured_tables(compared)
     assert ("split after out-of-memory" in "".join(measured.notes)) == ("depth" in facts)
     assert "samples/s" not in measured.head, "no rung has it"
-    assert claimed.rows == [["one", "8.0", "1.00", "-"], ["two", "12.0", "1.50", "1,234"]]
-    assert "| two | 12.0 | 1.50 | 1,234 |" in as_markdown("mine", [claimed])
+    assert claimed.rows == [["one", "8.0", "-"], ["two", "12.0", "1234"]]
+    assert "| two | 12.0 | 1234 |" in as_markdown("mine", [claimed])

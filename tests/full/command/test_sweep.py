@@ -160,5 +160,5 @@ def test_single_gpu_ladder_small(zygote: Zygote, tmp_path: Path) -> None:
     assert {rung["status"] for rung in finished.values()} == {"finished"}
     assert {rung["as_first"] for name, rung in finished.items() if name != "baseline"} <= {"equal", "close"}
     assert all(rung["ratio"] for rung in finished.values())
-    assert finished["checkpointing"]["loss"] == finished["accumulation"]["loss"]
+    assert finished["checkpointing"]["train_loss_last"] == finished["accumulation"]["train_loss_last"]
     assert finished["all_and_8bit_adam"]["memory_measured_bytes"] < finished["all_three"]["memory_measured_bytes"]

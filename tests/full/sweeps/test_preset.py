@@ -8,7 +8,6 @@ from app.sweeps.preset import read_preset
 from app.sweeps.sweep import plan_sweep
 from tests.sweeps.test_sweep import nothing_more
 
-
 NAMES = [n for n in choices_by_group()["sweep"] if read_preset([f"sweep={n}"]).config.proposer != LADDER]
 
 
