@@ -17,7 +17,7 @@ from app.config.load import compose_run
 from app.config.overrides import is_sweep, split_arguments
 from app.config.schema import RunConfig
 from app.errors import AppError
-from app.sweeps.sweep import plan_sweep
+from app.sweeps.sweep import plan_sweep, read_ladder
 from tests.conftest import REPO
 from tests.docs.blocks import Command, commands_of, documents
 
@@ -75,6 +75,10 @@ def runs_of(text: str) -> list[RunConfig]:
     """The runs that a command would start, each as it would be checked."""
     words = [word for word in shlex.split(text, comments=True) if word != "..."]
     for at, word in enumerate(words):
+        if word == "app.check" and any(each.startswith("sweep=") for each in words):
+            own = [each for each in words if each.startswith(("hardware", "exact="))]
+            ladder = read_ladder([each for each in words[at + 2 :] if each not in own])
+            return [check_config(["memory", *rung.overrides, *own]).run for rung in ladder.points if not rung.refused]
         if word in OTHERS:
             config = OTHERS[word](words[at + 1 :])
             return [config.run] if word == "app.check" else []
