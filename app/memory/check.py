@@ -58,7 +58,7 @@ def planned_parts(
 ) -> dict[str, int]:
     """Bytes at the planned peak, by kind and together, and what one process needs of the machine."""
     planned = Planner(machine_of(hardware), processes).at(random_if_missing(run, overrides), exact=exact)
-    parts = {kind: size for kind, size in planned.plan.anatomy.items() if size}
+    parts = {kind: size for kind, size in planned.plan.anatomy.items() if size >= 1e5}
     return {**parts, "tensors": planned.plan.peak_bytes, "needs": planned.verdict.needed_bytes}
 
 

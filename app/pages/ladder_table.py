@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from app.pages.check_summary import PARTS
-from app.tracking.formatting import NO_VALUE, align_columns, format_count, format_duration, format_number
+from app.tracking.formatting import NO_VALUE, align_columns, format_bytes, format_count
 
 Rungs = Sequence[Mapping[str, Any]]  # of sweep.json
 Columns = Mapping[str, tuple[str, Callable[[Any], str]]]  # key of a rung: head and format
@@ -20,15 +20,15 @@ class LadderTable(NamedTuple):
 
 
 def _megabytes(size: float) -> str:
-    return f"{size / 1e6:,.1f} MB"
+    return format_bytes(size) if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 _RUNG: Columns = {"name": ("rung", str), "batch": ("batch", str)}
 _MEASURED: Columns = {
     **_RUNG,
     "steps": ("steps", format_count),
-    "seconds": ("seconds", format_duration),
-    "samples_per_second": ("samples/s", format_number),
+    "seconds": ("seconds", "{:,.1f}".format),
+    "samples_per_second": ("samples/s", "{:,.2f}".format),
     "ratio": ("x first", "{:.2f}".format),
     "tokens_per_second": ("tokens/s", format_count),
     "memory_predicted_bytes": ("planned", _megabytes),
@@ -48,7 +48,7 @@ def measured_tables(ladder: Mapping[str, Any]) -> list[LadderTable]:
 
 def planned_table(machine: str, rungs: Rungs) -> LadderTable:
     """The parts of the planned peak of each rung."""
-    columns = {key: (PARTS.get(key, key), _megabytes) for rung in rungs for key in rung if key not in _NOT_PLANNED}
+    columns = {key: (PARTS.get(key, key), _megabytes) for key in (*PARTS, "tensors", "needs")}
     return _table(f"Planned at the peak on {machine}", {**_RUNG, **columns}, rungs)
 
 
@@ -85,6 +85,3 @@ def _table(title: str, columns: Columns, rungs: Rungs) -> LadderTable:
     notes = [f"{rung['name']}: {' '.join(rung['error'].split())}" for rung in rungs if rung.get("error")]
     notes += [f"{rung['name']}: split after out-of-memory, so it has no ratio" for rung in rungs if rung.get("splits")]
     return LadderTable(title, [head for head, _ in shown.values()], rows, notes)
-
-
-_NOT_PLANNED = (*_RUNG, "error", "claimed")

@@ -58,7 +58,11 @@ class Ladder(Grid):
         rungs: list[dict[str, Any]] = []
         for outcome, (name, rung) in zip(outcomes, self.rungs.items(), strict=True):
             run = self._runs.get(outcome.number)
-            facts: dict[str, Any] = {"name": name, "batch": None if run is None else batch_text(run), "status": outcome.status}
+            facts: dict[str, Any] = {
+                "name": name,
+                "batch": None if run is None else batch_text(run),
+                "status": outcome.status,
+            }
             facts |= {"error": outcome.error, "claimed": dict(rung.claimed)}
             if run is not None and outcome.status == FINISHED:
                 facts |= _measured(run, Path(outcome.folder))

@@ -39,7 +39,8 @@ class Rung:
 class SweepConfig:
     """A file of conf/sweep. `trials` and `seed` are for a search: a grid has its own number of trials.
 
-    A ladder has no space, but `base`, `rungs` and, for `size=small`, `small`: overrides, of which later ones win.
+    A ladder has no space, but `base`, `rungs` and, for `size=small`, `small`: overrides, of which later ones win. One
+    that is `planned` is for app.check memory alone.
     """
 
     proposer: str = choice("grid", "tpe", "rungs")
@@ -51,6 +52,7 @@ class SweepConfig:
     base: list[str] = field(default_factory=list)
     small: list[str] = field(default_factory=list)
     rungs: dict[str, Any] = field(default_factory=dict, metadata={SECTIONS: Rung})
+    planned: bool = False
 
 
 @dataclass(frozen=True, slots=True)

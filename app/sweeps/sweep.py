@@ -48,6 +48,9 @@ def plan_sweep(arguments: Sequence[str], check_parts: Callable[[RunConfig], None
     preset, space, settings = _read(split_arguments(arguments, sweep=True)[0])
     of_trials = [setting for setting in settings if setting.key != _FOLDER]
     given = [text for setting in settings if setting.key == _FOLDER for text in setting.texts]
+    if preset.config.planned:
+        plan = f"python -m app.check memory sweep={preset.name}"
+        raise ConfigError(f"sweep={preset.name}: its rungs are planned, not trained. Type {plan} hardware=h100")
     if preset.config.proposer == LADDER:
         ladder = Ladder(preset, of_trials)
         runs, notes = _checked_rungs(ladder, given, check_parts), size_note(preset)

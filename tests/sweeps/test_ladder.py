@@ -12,11 +12,12 @@ from app.config.load import compose_run
 from app.pages.ladder_table import as_markdown, measured_tables
 from app.sweeps.ladder import LADDER, Ladder
 from app.sweeps.preset import Preset, Rung, SweepConfig, read_preset
-from app.sweeps.sweep import plan_sweep
+from app.sweeps.sweep import plan_sweep, read_ladder
 from app.sweeps.trials import FINISHED, Outcome
 from tests.sweeps.test_sweep import nothing_more, refusal_of
 
-NAMES = [n for n in choices_by_group()["sweep"] if read_preset([f"sweep={n}"]).config.proposer == LADDER]
+LADDERS = {n: c for n in choices_by_group()["sweep"] if (c := read_preset([f"sweep={n}"]).config).proposer == LADDER}
+NAMES = [name for name, config in LADDERS.items() if not config.planned]
 
 
 @pytest.mark.parametrize("size", ["full", "small"])
@@ -28,6 +29,13 @@ def test_ladder_composes(name: str, size: str) -> None:
     assert refused == [rung.reason for rung in rungs.values() if rung.reason]
     assert len(plan.runs) == len(rungs) - len(refused) >= 2
     assert all(has_held_out_rows(run.dataset) for run in plan.runs)
+
+
+@pytest.mark.parametrize("name", [name for name, config in LADDERS.items() if config.planned])
+def test_ladder_only_planned_composes_and_is_not_trained(name: str) -> None:
+    assert all(compose_run(trial.overrides) for trial in read_ladder([f"sweep={name}"]).points)
+    (problem,) = refusal_of(f"sweep={name}")
+    assert problem.endswith(f"Type python -m app.check memory sweep={name} hardware=h100")
 
 
 def test_ladder_order_of_strength() -> None:
