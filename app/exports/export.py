@@ -18,7 +18,7 @@ from app.exports.folder import REPORT, atomic_export, existing_parent, hashes_of
 from app.exports.verify import Reference, Reloaded, Verification, by_transformers, reference_of, verify
 from app.files import CHECKSUMS, read_json, verify_checksums
 from app.model.build import DTYPES, ModelSections, base_path
-from app.model.merge import EXPORTED, Merge, fully_trained_weights, merged_config, plan_merge, read_lora_deltas
+from app.model.merge import EXPORTED, Merge, fully_trained_weights, merged_config, plan_merge, read_updates
 from app.model.quantization import missing_hardware, quantization_after_training
 from app.model.save import add_transformers_4_keys
 from app.safe_text import redact
@@ -134,8 +134,8 @@ class MergedExport(Export):
     @cached_property
     def merge(self) -> Merge:
         adapter = self.final if (self.final / _ADAPTER).is_file() else None
-        deltas = {} if adapter is None else read_lora_deltas(adapter)
-        return plan_merge(self.sections, deltas, self.config.dtype, self.evaluation.runtime.device, adapter)
+        updates = {} if adapter is None else read_updates(adapter)
+        return plan_merge(self.sections, updates, self.config.dtype, self.evaluation.runtime.device, adapter)
 
     @cached_property
     def copied(self) -> dict[str, Path]:

@@ -8,10 +8,10 @@ from torch import nn
 
 from app.config.tasks import task_of
 from app.model.activation_checkpointing import repeated_layers
+from app.model.adapters import add_adapter
 from app.model.build import ModelSections
 from app.model.head import keep_head_in_fp32
 from app.model.load_base import build_on_meta
-from app.model.lora import add_adapter
 
 
 class MetaModel:

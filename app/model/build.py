@@ -13,14 +13,14 @@ from torch import nn
 from app.config.schema import AdapterConfig, CompileConfig, ModelConfig, QuantizationConfig, TaskConfig
 from app.config.tasks import task_of
 from app.model.activation_checkpointing import HostOffload, recompute, repeated_layers, require_layers
+from app.model.adapters import AdapterMethod, adapter_of, add_adapter, trained_copies
 from app.model.attention import register
-from app.model.base_weights import Base, LoadOptions, SourceTensor, put_whole
+from app.model.base_weights import Base, LoadOptions, Put, SourceTensor, put_whole
 from app.model.compile import compile_blocks
 from app.model.fp8_linear import without_row_rounding
 from app.model.fusion import Fused, fuse
 from app.model.head import keep_head_in_fp32
 from app.model.load_base import build_on_meta, open_base, quiet_transformers
-from app.model.lora import add_adapter, draw_halves, trained_copies
 from app.model.quantization import Quantizer, other_linear_layers, quantizer_of
 from app.model.source import local_place
 from app.model.training_model import TrainingModel
@@ -119,13 +119,14 @@ def build_training_model(
     """Base weights, adapter, attention and loss, on `device`, ready for training; `sharding` divides them among
     processes (app.distributed.fsdp.Sharding).
     """
-    base = open_training_base(sections, device, seed)
-    on_meta = base.is_empty
+    base, method = open_training_base(sections, device, seed), adapter_of(sections.adapter)
+    on_meta = base.is_empty and (method is None or method.on_meta)
+    lm = base.lm if on_meta else base.whole()
     torch.manual_seed(seed)  # the adapter starts the same whatever the base drew
     with torch.device("meta") if on_meta else nullcontext():
-        network = add_adapter(sections.adapter, task_of(sections.task), base.lm, base_path)
-    compiled = compile_blocks(base.lm, sections.compile, device)
-    recompute(base.lm, sections.recompute, HostOffload() if sections.offload else None)
+        network = add_adapter(sections.adapter, task_of(sections.task), lm, base_path)
+    compiled = compile_blocks(lm, sections.compile, device)
+    recompute(lm, sections.recompute, HostOffload() if sections.offload else None)
     compute = DTYPES[sections.precision].compute
     training_model = TrainingModel(
         network if on_meta else network.to(device), compute, sections.task, sections.attention
@@ -133,13 +134,9 @@ def build_training_model(
     if sharding is not None:
         if on_meta and sections.quantizer is not None:
             sections.quantizer.use_stored_shapes(network)
-        sharding.divide(training_model, repeated_layers(base.lm), _FSDP_FORWARD_METHODS)
+        sharding.divide(training_model, repeated_layers(lm), _FSDP_FORWARD_METHODS)
     if on_meta:
-        put = put_whole if sharding is None else sharding.put
-        base.fill(put, trained_copies(network))
-        draw_halves(network, device, put)
-        left = [name for name, each in network.named_parameters() if each.is_meta]
-        assert not left, f"not filled: {left[:3]}"
+        _fill(base, network, method, device, put_whole if sharding is None else sharding.put)
     elif sharding is not None:
         training_model.base_remarks = (_LOADED_WHOLE,)
     if sharding is not None:
@@ -149,6 +146,14 @@ def build_training_model(
     if sections.adapter.fused and compiled is None:  # torch.compile cannot trace the hand-written autograd functions
         training_model.fused = _fused(training_model, sections.quantizer, device)
     return training_model
+
+
+def _fill(base: Base, network: nn.Module, method: AdapterMethod | None, device: torch.device, put: Put) -> None:
+    base.fill(put, trained_copies(network))
+    if method is not None:
+        method.draw(network, device, put)
+    left = [name for name, each in network.named_parameters() if each.is_meta]
+    assert not left, f"not filled: {left[:3]}"
 
 
 _LOADED_WHOLE = (

@@ -1,4 +1,4 @@
-"""Checks before the first step: the loss head, packing; and after it, that the gradient reaches every adapter.
+"""Checks before the first step: the loss head, packing.
 
 Packed documents are compared with each document by itself through the model's own plain attention: the logits, and the
 gradient that reaches the embeddings through every layer. A search for leaks between documents would pass models that
@@ -8,7 +8,7 @@ are wrong without leaking.
 import contextlib
 import math
 from bisect import bisect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -43,23 +43,6 @@ _LOSS_FP32 = 1e-5
 _LOSS_ROUNDINGS = 8  # of the dtype of the arithmetic
 _TF32_EPS = 2.0**-10
 _LOSS = "loss and gradients of a linear head against those of the model's own"
-
-# B starts at zero, so A has no gradient before B has moved
-_HALF_OF_STEP = {1: "lora_B", 2: "lora_A"}
-LAST_CHECKED_STEP = max(_HALF_OF_STEP)
-
-
-def layers_without_gradient(gradients: Mapping[str, Tensor | None], step: int) -> list[str]:
-    """List adapted layers without a gradient of the half that must move in `step` (1 or 2), by names of parameters.
-
-    Skipped steps do not count: they left B at zero.
-    """
-    half = _HALF_OF_STEP[step]
-    return [
-        name.removeprefix("base_model.model.").partition(f".{half}")[0]
-        for name, gradient in gradients.items()
-        if f".{half}." in name and (gradient is None or not gradient.any())
-    ]
 
 
 @torch.no_grad()

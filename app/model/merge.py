@@ -2,8 +2,9 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from torch import Tensor
 
 from app.config.tasks import task_of
 from app.errors import CheckpointError, ConfigError
+from app.model.adapters import ADAPTER_WEIGHTS, PREFIX, method_in, read_adapter_config
 from app.model.build import DTYPES, ModelSections
 from app.model.load_base import build_on_meta
-from app.model.lora import ADAPTER_WEIGHTS, read_adapter_config
 from app.model.quantization import Quantizer, backbone_linear_layers, is_conv1d
 from app.model.safetensors_files import (
     StoredTensor,
@@ -26,46 +27,34 @@ from app.model.safetensors_files import (
     write_weights,
 )
 
-_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
-_PREFIX = "base_model.model."
 EXPORTED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-@dataclass(frozen=True, slots=True)
-class LoraDelta:
-    """The update scale * B @ A of a layer's weight [out, in]."""
+def read_updates(final: Path) -> dict[str, Callable[[Tensor], Tensor]]:
+    """What makes of each adapted layer's weight [out, in] the one with its adapter, by full names of the layers.
 
-    a: Tensor
-    b: Tensor
-    scale: float
-
-    def product(self, device: torch.device) -> Tensor:
-        """The product in fp32."""
-        return self.scale * (self.b.to(device, torch.float32) @ self.a.to(device, torch.float32))
-
-
-def read_lora_deltas(final: Path) -> dict[str, LoraDelta]:
-    """The updates by full layer names; refuses adapters with anything beyond such products."""
+    Refuses adapters with anything that cannot be merged so.
+    """
     config = read_adapter_config(final)
-    halves: dict[str, dict[str, Tensor]] = {}
+    method = method_in(config)
+    parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in load_file(str(final / ADAPTER_WEIGHTS)).items():
-        known = _NAME.fullmatch(name)
-        if known is not None:
-            halves.setdefault(known["module"], {})[known["half"]] = tensor
+        known = method.mergeable and method.mergeable.fullmatch(name.removeprefix(PREFIX))
+        if known:
+            parts.setdefault(known["layer"], {})[known["part"]] = tensor
         elif not _is_whole(name, config):
             raise CheckpointError(
                 f"kind=merged: the adapter in {final} has the tensor {name}, which is not merged here yet. "
                 "kind=adapter exports it as it is."
             )
-    alpha = float(config["lora_alpha"])
-    return {module: LoraDelta(both["A"], both["B"], alpha / both["A"].shape[0]) for module, both in halves.items()}
+    return {layer: partial(method.merged, config=config, parts=own) for layer, own in parts.items()}
 
 
 def fully_trained_weights(final: Path) -> dict[str, StoredTensor]:
     """Weights that the adapter replaces as a whole, by their names in the model."""
     config = read_adapter_config(final)
     stored = tensors_of_file(final / ADAPTER_WEIGHTS)
-    return {name.removeprefix(_PREFIX): each for name, each in stored.items() if _is_whole(name, config)}
+    return {name.removeprefix(PREFIX): each for name, each in stored.items() if _is_whole(name, config)}
 
 
 def _is_whole(name: str, config: Mapping[str, Any]) -> bool:
@@ -75,10 +64,10 @@ def _is_whole(name: str, config: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Merge:
-    """A merge of a folder's weights. Names in `deltas`, `quantized` and `transposed` are those in its files."""
+    """A merge of a folder's weights. Names in `updates`, `quantized` and `transposed` are those in its files."""
 
     tensors: Mapping[str, StoredTensor]
-    deltas: Mapping[str, LoraDelta]
+    updates: Mapping[str, Callable[[Tensor], Tensor]]  # by the adapter
     quantized: frozenset[str]  # during training
     transposed: frozenset[str]  # stored [in, out]
     quantizer: Quantizer | None
@@ -131,8 +120,8 @@ class Merge:
         if name in self.quantized:
             assert self.quantizer is not None
             weight = self.quantizer.rounded(weight.float())
-        if name in self.deltas:
-            weight = weight.float() + self.deltas[name].product(self.device)
+        if name in self.updates:
+            weight = self.updates[name](weight)
         return weight.T.contiguous() if transposed else weight
 
     def _stays(self, name: str) -> bool:
@@ -150,7 +139,7 @@ class Merge:
 
 def plan_merge(
     sections: ModelSections,
-    deltas: Mapping[str, LoraDelta],
+    updates: Mapping[str, Callable[[Tensor], Tensor]],
     dtype: str,
     device: torch.device,
     final: Path | None = None,
@@ -166,12 +155,12 @@ def plan_merge(
     if final is not None and task_of(sections.task).pooled:
         tensors = _with_head(lm, tensors, final)
     quantized = backbone_linear_layers(lm) if sections.quantizer is not None else []
-    names = _names_in_files(lm, {*quantized, *deltas}, tensors, sections.model.path)
+    names = _names_in_files(lm, {*quantized, *updates}, tensors, sections.model.path)
     frozen = sections.adapter.kind != "none"
     base_dtype = DTYPES[sections.precision].base if frozen else torch.float32
     return Merge(
         tensors=tensors,
-        deltas={names[layer]: delta for layer, delta in deltas.items()},
+        updates={names[layer]: update for layer, update in updates.items()},
         quantized=frozenset(names[layer] for layer in quantized),
         transposed=frozenset(name for layer, name in names.items() if is_conv1d(lm.get_submodule(layer))),
         quantizer=sections.quantizer,

@@ -47,9 +47,16 @@ def save_model(
 
 def saved_tensors(training_model: TrainingModel) -> dict[str, Tensor]:
     """What `save_model` saves, as it is on this process: tied tensors once."""
-    if training_model.network is not training_model.language_model:
-        return dict(training_model.trained())
+    network: Any = training_model.network
     lm: Any = training_model.language_model
+    if network is not lm:
+        from peft import get_peft_model_state_dict
+
+        buffers = dict(network.named_buffers(remove_duplicate=False))
+        own = {**dict(network.named_parameters()), **buffers, **training_model.trained()}
+        apart = {name: tensor.detach() for name, tensor in own.items()}  # one object a name: PEFT gives other names
+        saved = {id(each) for each in get_peft_model_state_dict(network, apart, save_embedding_layers=False).values()}
+        return {name: own[name] for name, tensor in apart.items() if id(tensor) in saved}
     state: dict[str, Tensor] = lm.state_dict(keep_vars=True)
     tied = {name for name, source in lm.all_tied_weights_keys.items() if state.get(name) is state.get(source)}
     return widest_first({name: tensor.detach() for name, tensor in state.items() if name not in tied})
@@ -91,8 +98,11 @@ def save_base(training_model: TrainingModel, tokenizer: Any, folder: Path, drawn
     """
     lm: Any = training_model.language_model
     if drawn is None:
-        kept = {name: tensor for name, tensor in lm.state_dict().items() if _is_of_base(name)}
-        lm.save_pretrained(str(folder), state_dict={_without_adapter(name): each for name, each in kept.items()})
+        adapter = {id(tensor) for tensor in saved_tensors(training_model).values()}
+        kept = {name: tensor for name, tensor in lm.state_dict(keep_vars=True).items() if id(tensor) not in adapter}
+        lm.save_pretrained(
+            str(folder), state_dict={_without_adapter(name): each.detach() for name, each in kept.items()}
+        )
     else:
         drawn.save_pretrained(str(folder))
     add_transformers_4_keys(folder, type(lm.config))
@@ -178,10 +188,6 @@ def needs_transformers_5(folder: Path) -> bool:
     file = folder / "config.json"
     config = json.loads(file.read_text()) if file.is_file() else {}
     return bool(config.get("rope_parameters")) and "rope_theta" not in config
-
-
-def _is_of_base(name: str) -> bool:
-    return ".lora_" not in name and ".modules_to_save." not in name
 
 
 def _without_adapter(name: str) -> str:

@@ -13,7 +13,7 @@ from app.config.schema import RunConfig
 from app.data.loader import Loader
 from app.distributed.process_group import Runtime
 from app.errors import TrainingError
-from app.model.checks import LAST_CHECKED_STEP, layers_without_gradient
+from app.model.adapters import CHECKED_STEPS, layers_without_gradient
 from app.signals import START_ME_AGAIN, StopRequest
 from app.tracking.recorder import Recorder
 from app.training.checkpoint import Checkpoints, Progress
@@ -153,7 +153,7 @@ class Trainer:
         self._window.samples += result.samples
         self.skipped.append(result.skipped)
         self._note_split(self.parts.stepper.depth)
-        if self._updates < LAST_CHECKED_STEP and not bool(result.skipped):
+        if self._updates < CHECKED_STEPS and not bool(result.skipped):
             self._updates += 1
             self._check_gradients()
         return result
@@ -165,7 +165,8 @@ class Trainer:
 
     def _check_gradients(self) -> None:
         """Stop in the first steps where an adapter gets no gradient."""
-        found = layers_without_gradient(self.parts.stepper.own_gradients(), self._updates)
+        gradients = self.parts.stepper.own_gradients()
+        found = layers_without_gradient(self._config.adapter, gradients, self._updates)
         of_all = [set(each) for each in self.parts.runtime.host_group.collected(found)]
         silent = [name for name in found if all(name in each for each in of_all)]  # rows for them may be on other ranks
         if silent:

@@ -15,12 +15,12 @@ from app.config.tasks import TASKS
 from app.data.collate import BinShape, collate_packed, collate_padded
 from app.data.objectives import label_next_tokens
 from app.distributed.process_group import Runtime, start
+from app.model.adapters import add_adapter
 from app.model.attention import register
 from app.model.base_weights import LoadOptions
 from app.model.build import DTYPES, build_training_model
 from app.model.checks import choose_loss_head
 from app.model.load_base import load_base
-from app.model.lora import add_adapter
 from app.model.quantization import quantizer_of
 from app.optim.optimizers import build_optimizer
 from app.training.choices import Choices

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from app.config.tasks import TASKS
+from app.model.adapters import layers_to_adapt
 from app.model.base_weights import LoadOptions
 from app.model.build import DTYPES
 from app.model.load_base import load_base
-from app.model.lora import layers_to_adapt
 from scripts.bench.contest import Contest
 from scripts.bench.loops import BASE, PACKED, Prepared, prepare
 from scripts.bench.machine import Clock
@@ -72,9 +72,9 @@ def _adapted(prepared: Prepared, folder: str, names: list[str]) -> Any:
 
 
 def _start_like_ours(prepared: Prepared, network: Any) -> None:
-    """lora_A is drawn in the order of the layers, from the same seed, as `app.model.lora` has it drawn."""
+    """lora_A is drawn in the order of the layers, from the same seed, as `app.model.adapters` has it drawn."""
+    from app.model.adapters import add_adapter
     from app.model.load_base import build_on_meta
-    from app.model.lora import add_adapter
 
     run = prepared.run
     with torch.device(prepared.runtime.device):

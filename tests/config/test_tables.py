@@ -15,9 +15,9 @@ from app.data.formats import READERS
 from app.data.objectives import OBJECTIVES
 from app.data.overflow import POLICIES
 from app.exports.export import EXPORTS
+from app.model.adapters import ADAPTERS
 from app.model.attention import BACKENDS
 from app.model.build import DTYPES
-from app.model.lora import ADAPTERS
 from app.model.losses import LOSSES
 from app.model.quantization import QUANTIZATIONS
 from app.optim.lr_schedule import SCHEDULES

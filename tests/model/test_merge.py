@@ -1,23 +1,39 @@
 """Merged weights against the model that was trained, in memory and through files."""
 
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from peft import IA3Config
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from app.config.schema import AdapterConfig, ModelConfig, QuantizationConfig
 from app.errors import CheckpointError, ConfigError
+from app.model.adapters import ADAPTERS, AdapterMethod, layers_without_gradient
 from app.model.build import ModelSections, base_path, build_training_model, random_base
-from app.model.merge import Merge, merged_config, plan_merge, read_lora_deltas
+from app.model.load_run import load_training_model
+from app.model.merge import Merge, merged_config, plan_merge, read_updates
 from app.model.save import save_base, save_model
 from app.model.tasks import model_class
 from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
-from tests.model.small import distance, documents_of, full, lora, model_config, numbers, sections, task_of, wide_numbers
+from tests.model.small import (
+    batch_of,
+    distance,
+    documents_of,
+    full,
+    lora,
+    model_config,
+    numbers,
+    sections,
+    task_of,
+    wide_numbers,
+)
 
 CPU = torch.device("cpu")
 IDS = documents_of((10,))[0][None]
@@ -48,8 +64,8 @@ class Tuned:
         self.parts = sections(model, adapter, precision, quantization=parts.quantization, task=parts.task)
 
     def plan(self, dtype: str = "fp32", parts: ModelSections | None = None) -> Merge:
-        deltas = read_lora_deltas(self.final) if self.weights == self.base else {}
-        return plan_merge(parts or self.parts, deltas, dtype, CPU)
+        updates = read_updates(self.final) if self.weights == self.base else {}
+        return plan_merge(parts or self.parts, updates, dtype, CPU)
 
     def merged(self, place: Path, dtype: str = "fp32", shard_bytes: float = GIB) -> Any:
         """The model that transformers loads from what was written."""
@@ -136,6 +152,42 @@ def test_merged_is_the_base_that_was_trained_against_and_the_adapter(
     assert distance(logits(base), ours) > 1e-2
 
 
+class Ia3(AdapterMethod):
+    """Outputs of a layer times a vector that begins at one."""
+
+    peft_type = "IA3"
+    written: ClassVar[Any] = {}
+    moves_in: ClassVar[Any] = {1: ".ia3_l."}
+    mergeable = re.compile(r"(?P<layer>.+)\.(?P<part>ia3_l)")
+
+    def peft_config(self, lm: Any, layers: list[str], shared: Mapping[str, Any]) -> Any:
+        return IA3Config(**shared, feedforward_modules=[])
+
+    def trained_names(self, layer: str) -> set[str]:
+        return {f"{layer}.ia3_l.default"}
+
+    @staticmethod
+    def merged(weight: torch.Tensor, config: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return weight.float() * parts["ia3_l"]
+
+
+@pytest.mark.parametrize("nf4", [False, True])
+def test_another_method_of_table_trained_loaded_and_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nf4: bool
+) -> None:
+    monkeypatch.setitem(ADAPTERS, "lora", Ia3)
+    run = tuned(tmp_path, nf4=nf4, adapter=lora(targets=["q_proj", "down_proj"]))
+    run.training_model(batch_of(documents_of((9, 4))))[0].backward()
+    gradients = {name: p.grad for name, p in run.training_model.trained().items()}
+    assert layers_without_gradient(lora(), gradients, 1) == layers_without_gradient(lora(), {}, 2) == []
+    silent = gradients | {"base_model.model.model.layers.1.mlp.down_proj.ia3_l.default": None}
+    assert layers_without_gradient(lora(), silent, 1) == ["model.layers.1.mlp.down_proj"]
+    ours, loaded = in_fp32(run.training_model), load_training_model(tmp_path, run.parts, CPU, 0, tuned=True)
+    assert torch.equal(in_fp32(loaded), ours)
+    assert distance(logits(run.merged(tmp_path / "merged")), ours) <= NOISE
+    assert distance(in_fp32(load_training_model(tmp_path, run.parts, CPU, 0, tuned=False)), ours) > 1e-2
+
+
 def test_merging_onto_the_base_before_it_was_packed_is_seen(tmp_path: Path) -> None:
     run = tuned(tmp_path, nf4=True)
     ours = in_fp32(run.training_model)
@@ -178,7 +230,7 @@ def test_only_what_changes_counts_as_rounded(tmp_path: Path) -> None:
 
 def test_a_whole_model_is_converted(tmp_path: Path) -> None:
     run = tuned(tmp_path, adapter=full())
-    assert run.plan().deltas == {}
+    assert run.plan().updates == {}
     assert distance(logits(run.merged(tmp_path / "merged")), in_fp32(run.training_model)) <= NOISE
     assert run.merged(tmp_path / "half", "bf16").dtype == torch.bfloat16
 
@@ -205,7 +257,7 @@ def test_names_without_the_prefix_of_the_backbone_are_known(tmp_path: Path) -> N
     run = tuned(tmp_path, "gpt2")
     file = run.base / "model.safetensors"
     save_file({name.removeprefix("transformer."): t for name, t in load_file(file).items()}, file, {"format": "pt"})
-    assert "h.0.attn.c_attn.weight" in run.plan().deltas
+    assert "h.0.attn.c_attn.weight" in run.plan().updates
     assert distance(logits(run.merged(tmp_path / "merged")), in_fp32(run.training_model)) <= NOISE
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, VeraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -13,9 +14,9 @@ from app.assets import ROOT
 from app.config.schema import AdapterConfig
 from app.errors import CheckpointError, EnvironmentProblem
 from app.model import save
+from app.model.adapters import read_adapter_config
 from app.model.build import base_path, build_training_model
 from app.model.load_run import load_tuned, load_tuned_tokenizer
-from app.model.lora import read_adapter_config
 from app.model.save import needs_transformers_5, save_base, save_model, saved_tensors
 from app.model.tasks import model_class
 from app.model.tokenizer import load_tokenizer
@@ -135,6 +136,20 @@ def test_sharded_model_saved_tensor_by_tensor_equals_a_whole_one(
     lm = model_class(task_of(kind)).from_pretrained(str(parts))
     expected = training_model.language_model.state_dict()
     assert all(each.equal(expected[name]) for name, each in lm.state_dict().items())
+
+
+@pytest.mark.parametrize("method", [LoraConfig(use_dora=True), VeraConfig(r=4)], ids=["dora", "vera"])
+def test_saved_tensors_have_all_of_an_adapter(method: Any, tmp_path: Path) -> None:
+    """Magnitudes, which are trained beside the halves, and projections, which are buffers."""
+    method.target_modules = {"q_proj", "o_proj"}
+    network: Any = get_peft_model(built("llama"), method)
+    training_model = TrainingModel(network, None, sections(model_config(), lora()).task)
+    network.save_pretrained(str(tmp_path / "whole"))
+    network.save_pretrained(str(tmp_path / "parts"), state_dict=saved_tensors(training_model))
+    whole, parts = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole", "parts"))
+    assert whole.keys() == parts.keys()
+    assert all(whole[name].equal(parts[name]) for name in whole)
+    assert len(whole) == len(saved_tensors(training_model))
 
 
 def test_a_tuned_model_answers_from_its_folder(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from app.errors import ConfigError
+from app.model.adapters import layers_to_adapt
 from app.model.build import plan_model
-from app.model.lora import layers_to_adapt
 from tests.model.small import (
     CAUSAL,
     batch_of,
@@ -103,7 +103,7 @@ def test_short_name_not_used_where_it_reaches_other_layers() -> None:
     """The head of this model ends like layers of its backbone; PEFT would adapt it as well."""
     lm = built("llama")
     lm.add_module("q_proj", nn.Linear(4, 4))
-    from app.model.lora import add_adapter
+    from app.model.adapters import add_adapter
 
     network = add_adapter(lora(targets=["q_proj"]), CAUSAL, lm, "base")
     assert len([n for n, p in network.named_parameters() if p.requires_grad]) == 4

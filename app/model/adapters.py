@@ -1,0 +1,288 @@
+"""Adapters by PEFT on the linear layers of a frozen base: the table of methods, and the layers that they adapt."""
+
+import contextlib
+import math
+import re
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from app.config.did_you_mean import did_you_mean
+from app.config.schema import AdapterConfig
+from app.config.tasks import Task
+from app.errors import CheckpointError, ConfigError
+from app.files import read_json
+from app.model.base_weights import Put, in_memory
+from app.model.head import head_modules, in_backbone
+from app.model.quantization import is_conv1d
+
+ALL_LINEAR = "all-linear"
+ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of PEFT, before the names of the base
+CHECKED_STEPS = 2  # in which a gradient must reach every adapted layer
+# what runs write into adapter_config.json besides PEFT's defaults: of any method, and free to be anything
+_FREE_KEYS = ("task_type", "peft_version", "base_model_name_or_path", "inference_mode", "auto_mapping", "revision")
+_MODULE_NAME = re.compile(r"[\w.-]+")
+_ROUTERS = frozenset({"gate", "shared_expert_gate", "router"})
+_EXPERT_LAYERS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterMethod(ABC):
+    """One method of PEFT with its settings: what building, checking, stepping, loading and merging a model ask."""
+
+    peft_type: ClassVar[str]  # in adapter_config.json
+    # its own keys in that file, with the values that runs write
+    written: ClassVar[Mapping[str, Callable[[Any], bool]]]
+    # by step, skipped ones not counted: what is in the names of parameters that must get a gradient, after the layer's
+    moves_in: ClassVar[Mapping[int, str]]
+    # whether it is attached to a base on meta, and drawn once that is filled; else it is attached to a filled one
+    on_meta: ClassVar[bool] = False
+    # names in the file, of a `layer` and a `part` of it, that `merged` takes; None: nothing is merged
+    mergeable: ClassVar[re.Pattern[str] | None] = None
+
+    config: AdapterConfig
+
+    @abstractmethod
+    def peft_config(self, lm: Any, layers: list[str], shared: Mapping[str, Any]) -> Any:
+        """The configuration of PEFT, or a refusal; `shared` are the arguments of every method."""
+
+    @abstractmethod
+    def trained_names(self, layer: str) -> set[str]:
+        """Names of the trained parameters inside an adapted layer."""
+
+    def draw(self, network: nn.Module, device: torch.device, put: Put) -> None:
+        """Draw what was attached on meta."""
+        raise NotImplementedError("draw: the weights of an adapter that is attached on meta")
+
+    def lr_factor(self, name: str) -> float:  # noqa: ARG002
+        """Learning rate of a trained parameter as a multiple of that of the run."""
+        return 1.0
+
+    @staticmethod
+    def merged(weight: Tensor, config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
+        """The weight [out, in] of a layer with its adapter, in fp32; `config` is adapter_config.json."""
+        raise NotImplementedError("merged: the weight of an adapted layer")
+
+
+class Lora(AdapterMethod):
+    """LoRA, W + alpha / r * B A: B starts at zero, so A has no gradient before B has moved."""
+
+    peft_type = "LORA"
+    written: ClassVar = {
+        "fan_in_fan_out": lambda value: isinstance(value, bool),
+        "r": lambda value: type(value) is int and value > 0,
+        **dict.fromkeys(("lora_alpha", "lora_dropout"), lambda value: type(value) in (int, float) and value >= 0),
+    }
+    moves_in: ClassVar = {1: ".lora_B.", 2: ".lora_A."}
+    on_meta = True
+    mergeable = re.compile(r"(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
+
+    def peft_config(self, lm: Any, layers: list[str], shared: Mapping[str, Any]) -> Any:
+        """Refuse a rank that no adapted weight can have."""
+        from peft import LoraConfig
+
+        r, modules = self.config.r, [lm.get_submodule(layer) for layer in layers]
+        highest = max(min(m.weight.shape if is_conv1d(m) else (m.in_features, m.out_features)) for m in modules)
+        if r > highest:
+            raise ConfigError(
+                f"adapter.r={r}: no adapted layer of this model has a rank above {highest:,}. Usual are 8 to 128; "
+                f"set adapter.r={highest} at most."
+            )
+        return LoraConfig(
+            **shared,
+            r=r,
+            lora_alpha=self.config.alpha,
+            lora_dropout=self.config.dropout,
+            fan_in_fan_out=any(map(is_conv1d, modules)),
+        )
+
+    def trained_names(self, layer: str) -> set[str]:
+        return {f"{layer}.lora_{half}.default.weight" for half in ("A", "B")}
+
+    @torch.no_grad()
+    def draw(self, network: nn.Module, device: torch.device, put: Put) -> None:
+        """Draw the numbers that PEFT draws off meta, in its order.
+
+        PEFT rounds them to the base's dtype before it casts them to float32.
+        """
+        for name, module in network.named_modules():
+            for adapter in getattr(module, "lora_A", ()):
+                base: Any = module.get_base_layer()
+                dtype = getattr(base, "compute_dtype", None) or base.weight.dtype
+                dtype = dtype if dtype.is_floating_point else torch.float32
+                halves = [(half, getattr(module, half)[adapter]) for half in ("lora_A", "lora_B")]
+                drawn = [nn.Linear(layer.in_features, layer.out_features, bias=False) for _, layer in halves]
+                nn.init.kaiming_uniform_(drawn[0].weight, a=math.sqrt(5))
+                nn.init.zeros_(drawn[1].weight)
+                for (half, layer), numbers in zip(halves, drawn, strict=True):
+                    weight = numbers.weight.detach().to(device, dtype).float()
+                    put(layer, "weight", in_memory(f"{name}.{half}.{adapter}.weight", weight))
+
+    @staticmethod
+    def merged(weight: Tensor, config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
+        a, b = (parts[half].to(weight.device, torch.float32) for half in ("A", "B"))
+        return weight.float() + float(config["lora_alpha"]) / len(a) * (b @ a)
+
+
+ADAPTERS: dict[str, type[AdapterMethod] | None] = {"none": None, "lora": Lora}
+
+
+def adapter_of(config: AdapterConfig) -> AdapterMethod | None:
+    """The adapter of a run, None where the model itself is trained."""
+    method = ADAPTERS[config.kind]
+    return None if method is None else method(config)
+
+
+def add_adapter(config: AdapterConfig, task: Task, lm: Any, base_path: str) -> nn.Module:
+    """The network to train: `lm` itself, or `lm` with adapters on its layers, a new head, and nothing else trained."""
+    method = adapter_of(config)
+    if method is None:
+        result: nn.Module = lm
+        return result
+    layers = layers_to_adapt(config.targets, lm)
+    head = head_modules(lm) if task.pooled else []
+    expected = {name for layer in layers for name in method.trained_names(layer)} | {
+        f"{name}.modules_to_save.default.{weight}"
+        for name in head
+        for weight, _ in lm.get_submodule(name).named_parameters()
+    }
+    lm.name_or_path = base_path  # PEFT writes it as the adapter's base
+    shared = {
+        "task_type": task.peft_type,
+        "target_modules": _short_names(layers, lm),
+        "modules_to_save": sorted({name.rpartition(".")[2] for name in head}) or None,
+    }
+    with quiet_peft():
+        from peft import get_peft_model
+
+        network: nn.Module = get_peft_model(lm, method.peft_config(lm, layers, shared))
+    trained = {name.removeprefix(PREFIX) for name, each in network.named_parameters() if each.requires_grad}
+    assert trained == expected, (
+        f"trained but not meant: {trained - expected}; meant but not trained: {expected - trained}"
+    )
+    return network
+
+
+def layers_without_gradient(config: AdapterConfig, gradients: Mapping[str, Tensor | None], step: int) -> list[str]:
+    """List adapted layers without a gradient of what must move in `step`, from gradients by names of parameters."""
+    method = adapter_of(config)
+    part = None if method is None else method.moves_in.get(step)
+    return [
+        name.removeprefix(PREFIX).partition(part)[0]
+        for name, gradient in gradients.items()
+        if part is not None and part in name and (gradient is None or not gradient.any())
+    ]
+
+
+def method_in(config: Mapping[str, Any]) -> type[AdapterMethod]:
+    """The method of an adapter_config.json; LoRA, whose keys it then lacks, where it has none that runs write."""
+    methods = (each for each in ADAPTERS.values() if each is not None)
+    return next((each for each in methods if each.peft_type == config.get("peft_type")), Lora)
+
+
+def read_adapter_config(final: Path) -> dict[str, Any]:
+    """adapter_config.json as runs write it: other keys have PEFT do more, some of it endless (a regular expression)."""
+    try:
+        config = read_json(final / ADAPTER)
+    except (OSError, ValueError) as fault:
+        raise CheckpointError(f"{final / ADAPTER} cannot be read ({fault}).") from fault
+    if not isinstance(config, dict) or not (final / ADAPTER_WEIGHTS).is_file():
+        raise CheckpointError(f"{final} is no adapter: {ADAPTER} has no keys, or {ADAPTER_WEIGHTS} is missing.")
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    method = method_in(config)
+    defaults = PEFT_TYPE_TO_CONFIG_MAPPING[method.peft_type]().to_dict()
+    needed: dict[str, Callable[[Any], bool]] = {
+        "peft_type": lambda value: value == method.peft_type,
+        "target_modules": lambda value: _are_names(value) and bool(value),
+        "modules_to_save": lambda value: value is None or _are_names(value),
+        **method.written,
+    }
+    valid = {**dict.fromkeys(_FREE_KEYS, lambda value: isinstance(value, str | bool | dict | None)), **needed}
+    odd = [
+        f"{key}={str(value)[:80]}"
+        for key, value in {**dict.fromkeys(needed), **config}.items()
+        if not (valid[key](value) if key in valid else not value or value == defaults.get(key, value))
+    ]
+    if odd:
+        raise CheckpointError(f"{final / ADAPTER} is none that a run wrote: {', '.join(odd)}.")
+    return config
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) and _MODULE_NAME.fullmatch(each) for each in value)
+
+
+@contextlib.contextmanager
+def quiet_peft() -> Iterator[None]:
+    """Silence PEFT's use of a name that transformers has since changed."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+        yield
+
+
+def trained_copies(network: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Trained copies of whole modules (`modules_to_save`), by the modules of the frozen originals."""
+    found: dict[nn.Module, nn.Module] = {}
+    for module in network.modules():
+        if hasattr(module, "original_module"):  # PEFT's wrapper
+            wrapper: Any = module
+            (copied,) = wrapper.modules_to_save.values()
+            found |= dict(zip(wrapper.original_module.modules(), copied.modules(), strict=True))
+    return found
+
+
+def layers_to_adapt(targets: list[str], lm: Any) -> list[str]:
+    """The full names of the layers that `targets` mean; each target must match, and the head never does.
+
+    In a mixture of experts all-linear means attention: experts are stacked in 3D parameters, routers choose experts,
+    and PEFT takes the names of dense and shared experts for the stacked ones.
+    """
+    linear = _linear_layers(lm)
+    chosen: set[str] = set()
+    problems = []
+    for target in targets:
+        if target == ALL_LINEAR:
+            matched = [name for name in linear if not _ROUTERS & set(name.split("."))]
+        else:
+            matched = [name for name in linear if name == target or name.endswith(f".{target}")]
+        if not matched:
+            known = sorted({name.rpartition(".")[2] for name in linear})
+            problems.append(
+                f"adapter.targets: {target} matches no linear layer of this model ({', '.join(known)}; "
+                f"or {ALL_LINEAR}).{did_you_mean(target, known)}"
+            )
+        chosen.update(matched)
+    if problems:
+        raise ConfigError(problems)
+    return sorted(chosen)
+
+
+def _linear_layers(lm: Any) -> list[str]:
+    """Linear layers of the backbone; those outside it are the head."""
+    unusable = _EXPERT_LAYERS if _has_stacked_experts(lm) else frozenset()
+    return [
+        name
+        for name, module in lm.named_modules()
+        if in_backbone(lm, name)
+        and (isinstance(module, nn.Linear) or is_conv1d(module))
+        and name.rpartition(".")[2] not in unusable
+    ]
+
+
+def _has_stacked_experts(lm: nn.Module) -> bool:
+    return any(".experts." in name and parameter.ndim == 3 for name, parameter in lm.named_parameters())
+
+
+def _short_names(layers: list[str], lm: Any) -> list[str]:
+    """Short names, as other tools write them, where PEFT's matching by suffix gives just these layers."""
+    short = sorted({name.rpartition(".")[2] for name in layers})
+    meant = [name for name, _ in lm.named_modules() if name.rpartition(".")[2] in short]
+    return short if set(meant) <= set(layers) else layers
