@@ -15,6 +15,7 @@ from app.config.did_you_mean import other_programs
 from app.config.groups import choices_by_group
 from app.config.load import default_values
 from app.config.schema import CHOICES, LIMITS, SECTIONS, TYPE, RunConfig
+from app.config.unread_keys import readers_of
 from app.config.validate import format_value, type_text
 
 _DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -31,7 +32,7 @@ _HEAD = """\
 
 Made by `python -m scripts.make_keys` from [the schema](../app/config/schema.py). `KEY=VALUE` sets a key,
 `GROUP=CHOICE` sets a section ([configuration](config.md)). The default is that of `python -m app.train` without
-arguments; `${...}` refers to another key.
+arguments; `${...}` refers to another key. A key with names in brackets is read by these choices of its group alone.
 """
 _QUOTING_ADVICE = " (in quotes, where it looks like something else)"
 _MAX_MAPPING_CHARACTERS = 60
@@ -51,7 +52,10 @@ def _section(section: Any, prefix: str, defaults: Mapping[str, Any]) -> Iterator
     yield from (f"## {prefix.rstrip('.') or 'The run'}", "", section.__doc__ or "", "")
     yield from ("| key | value | default | meaning |", "|---|---|---|---|")
     for each in own:
-        cells = (f"`{prefix}{each.name}`", _values(each, prefix), _default(each, defaults), meanings[each.name])
+        key, meaning = f"{prefix}{each.name}", meanings[each.name]
+        readers = readers_of(key)
+        meaning += f" ({', '.join(readers)})" if readers else ""
+        cells = (f"`{key}`", _values(each, prefix), _default(each, defaults), meaning)
         yield f"| {' | '.join(cells)} |"
     yield ""
     for each in fields(section):

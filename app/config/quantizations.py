@@ -6,7 +6,7 @@ from typing import NamedTuple
 class QuantizationKind(NamedTuple):
     """One kind; what it does to a model is `model.quantization`."""
 
-    tuning: str  # of adapters on such a base
+    tuning: str  # on such a base, around the name of the adapter
     smaller: tuple[str, str]  # a change of the command line that saves memory, and how
     rounds_to: str = ""  # where an adapter makes up for the rounding
     needs_fp8: bool = False  # of a GPU
@@ -15,15 +15,15 @@ class QuantizationKind(NamedTuple):
 
 
 QUANTIZATION_KINDS = {
-    "none": QuantizationKind("LoRA", ("recipe=qlora", "the frozen base has 4 bits a weight, unpacked at each use")),
+    "none": QuantizationKind("{}", ("recipe=qlora", "the frozen base has 4 bits a weight, unpacked at each use")),
     "nf4": QuantizationKind(
-        "QLoRA",
+        "Q{}",
         ("quantization.double_quant=true", "the scales of the 4-bit weights have 8 bits"),
         rounds_to="four bits",
         weights_per_scale_byte=(16.0, 63.0),  # one scale per 64 weights, of 32 bits or of 8
     ),
     "fp8": QuantizationKind(
-        "LoRA on an fp8 base",
+        "{} on an fp8 base",
         ("quantization=nf4", "4 bits a weight in place of two times 8, unpacked at each use"),
         needs_fp8=True,
     ),

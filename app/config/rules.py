@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from app.config.adapters import ADAPTER_KINDS
 from app.config.data_rules import DATA_RULES
 from app.config.schema import RunConfig
 
@@ -62,14 +63,7 @@ def _best_needs_eval_rows(run: RunConfig) -> Iterator[str]:
 
 
 def _adapter_is_whole(run: RunConfig) -> Iterator[str]:
-    if run.adapter.kind == "none":
-        return
-    if run.adapter.r < 1:
-        yield f"adapter.r={run.adapter.r} must be at least 1 for adapter.kind={run.adapter.kind}."
-    if run.adapter.alpha <= 0:
-        yield f"adapter.alpha={run.adapter.alpha:g} must be above 0 for adapter.kind={run.adapter.kind}."
-    if not run.adapter.targets:
-        yield "adapter.targets is empty. Set adapter.targets=[all-linear] or names of layers."
+    return ADAPTER_KINDS[run.adapter.kind].problems(run.adapter)
 
 
 def _offload_needs_recomputed_layers(run: RunConfig) -> Iterator[str]:

@@ -146,8 +146,9 @@ class TaskConfig:
     """What the model learns to predict. run.yaml has the `labels` of the training rows if none were given."""
 
     kind: str = MISSING  # what the model learns
-    mask_share: float = number(0.0, at_least=0, at_most=1)  # fraction of tokens to mask, for task=masked
-    labels: list[str] = field(default_factory=list)  # names of all classes in order; empty: those of the training rows
+    mask_share: float = number(0.0, at_least=0, at_most=1)  # fraction of tokens to mask
+    # names of all classes in their order; empty: those of the training rows
+    labels: list[str] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -175,6 +176,7 @@ class AdapterConfig:
     r: int = number(0, at_least=0)  # rank
     alpha: float = number(0.0, at_least=0)  # scale of the update, divided by the rank
     dropout: float = number(0.0, at_least=0, below=1)  # dropout before the adapter
+    lr_ratio: float = number(1.0, above=0)  # learning rate of B over that of A, which is optimizer.lr (LoRA+)
     targets: list[str] = field(default_factory=list)  # all-linear, or names of layers; the head is never adapted
     fused: bool = False  # hand-written passes, where they are checked to equal PEFT's
 
@@ -197,7 +199,7 @@ class OptimizerConfig:
     beta1: float = number(0.0, at_least=0, below=1)  # decay rate of the first moment
     beta2: float = number(0.0, at_least=0, below=1)  # decay rate of the second moment
     eps: float = number(0.0, at_least=0)  # term added to the denominator
-    momentum: float = number(0.0, at_least=0, below=1)  # momentum of sgd and muon
+    momentum: float = number(0.0, at_least=0, below=1)  # momentum
     implementation: str = choice("fused", "foreach", "loop", default="fused")  # how torch steps the weights
     in_backward: bool = False  # step each weight during the backward pass, which saves the gradients
 
@@ -210,7 +212,7 @@ class ScheduleConfig:
     warmup_fraction: float | None = number(at_least=0, below=1)  # fraction of the steps for warm-up
     warmup_steps: int | None = number(None, at_least=0)  # steps for warm-up, in place of schedule.warmup_fraction
     final_fraction: float = number(0.0, at_least=0, at_most=1)  # last learning rate as a fraction of the peak
-    decay_fraction: float = number(0.0, at_least=0, at_most=1)  # fraction of the steps for the decay of wsd
+    decay_fraction: float = number(0.0, at_least=0, at_most=1)  # fraction of the steps for the decay
 
 
 @dataclass(kw_only=True, slots=True)

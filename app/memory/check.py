@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from app.config.adapters import ADAPTER_KINDS
 from app.config.hardware import HardwareConfig
 from app.config.schema import RunConfig
 from app.distributed.process_group import default_device
@@ -64,7 +65,8 @@ def planned_parts(
 
 def _describe_run(run: RunConfig) -> str:
     adapter, bits = run.adapter, run.quantization.kind
-    how = "full fine-tuning" if adapter.kind == "none" else f"{adapter.kind} of rank {adapter.r}"
+    kind = ADAPTER_KINDS[adapter.kind]
+    how = f"{adapter.kind} of rank {adapter.r}" if kind.has_rank else kind.name
     on = "" if bits == "none" else f" on {bits}"
     return f"{run.model.path}: {how}{on}, {run.optimizer.kind}"
 

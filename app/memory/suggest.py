@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from app.config.adapters import ADAPTER_KINDS
 from app.config.load import compose_run
 from app.config.overrides import key_of
 from app.config.quantizations import QUANTIZATION_KINDS
@@ -185,7 +186,7 @@ def _learned(run: RunConfig) -> Iterator[Candidate]:
     if run.adapter.kind == "none":
         yield Candidate(("recipe=lora",), LEARNING, "adapters learn in place of the whole model")
         yield Candidate(("recipe=qlora",), LEARNING, "adapters learn, on a frozen base of 4 bits a weight")
-    elif run.adapter.r > 8:
+    elif ADAPTER_KINDS[run.adapter.kind].has_rank and run.adapter.r > 8:
         yield Candidate(("adapter.r=8",), LEARNING, "adapters of a lower rank learn less")
     shorter, batching = run.dataset.max_length // 2, run.batching
     has_large_bins = batching.packing and batching.bin_tokens > run.dataset.max_length  # they become smaller first

@@ -106,6 +106,9 @@ class Lora(AdapterMethod):
     def trained_names(self, layer: str) -> set[str]:
         return {f"{layer}.lora_{half}.default.weight" for half in ("A", "B")}
 
+    def lr_factor(self, name: str) -> float:
+        return self.config.lr_ratio if ".lora_B." in name else 1.0
+
     @torch.no_grad()
     def draw(self, network: nn.Module, device: torch.device, put: Put) -> None:
         """Draw the numbers that PEFT draws off meta, in its order.
@@ -179,6 +182,12 @@ def layers_without_gradient(config: AdapterConfig, gradients: Mapping[str, Tenso
         for name, gradient in gradients.items()
         if part is not None and part in name and (gradient is None or not gradient.any())
     ]
+
+
+def lr_factor(config: AdapterConfig, name: str) -> float:
+    """Learning rate of a trained parameter as a multiple of that of the run."""
+    method = adapter_of(config)
+    return 1.0 if method is None else method.lr_factor(name)
 
 
 def method_in(config: Mapping[str, Any]) -> type[AdapterMethod]:

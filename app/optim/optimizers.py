@@ -27,13 +27,15 @@ def build_optimizer(
     model: nn.Module,
     seed: int = 0,
     shards: Mapping[nn.Parameter, tuple[nn.Parameter, int]] | None = None,
+    lr_factor: Callable[[str], float] = lambda _name: 1.0,
 ) -> Optimizer:
     """Build the optimizer of the model's trained parameters, which must be on their device.
 
     `shards`: the local part of each sharded parameter and the place of its first number in the whole. Weights in
-    bfloat16 are rounded stochastically, by `seed`: plainly rounded, most updates would be lost.
+    bfloat16 are rounded stochastically, by `seed`: plainly rounded, most updates would be lost. `lr_factor`: by name,
+    the learning rate of a parameter as a multiple of that of the run.
     """
-    trained = trained_parameters(model)
+    trained = trained_parameters(model, lr_factor)
     if shards is not None:
         own = ((each, *shards[each.parameter]) for each in trained if each.parameter in shards)
         trained = [replace(each, parameter=shard, first=first) for each, shard, first in own]

@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from app.config.adapters import ADAPTER_KINDS
 from app.config.metrics import METRICS
 from app.config.quantizations import QUANTIZATION_KINDS
 from app.pages.answers import answers_before_and_after
@@ -121,12 +122,11 @@ def _tuning(run: SavedRun) -> str:
     adapter, model = section_of(run.settings, "adapter"), section_of(run.settings, "model")
     if not model:
         return ""
-    if adapter.get("kind", "none") == "none":
-        how = "full fine-tuning"
-    else:
-        base = _setting(run, "quantization", "kind")
-        known = QUANTIZATION_KINDS.get(base or "none")
-        how = f"{f'LoRA on an {base} base' if known is None else known.tuning}, rank {adapter.get('r')}"
+    kind = ADAPTER_KINDS.get(str(adapter.get("kind", "none")), ADAPTER_KINDS["lora"])
+    base = _setting(run, "quantization", "kind")
+    known = QUANTIZATION_KINDS.get(base or "none")
+    how = f"{kind.name} on an {base} base" if known is None else known.tuning.format(kind.name)
+    how += f", rank {adapter.get('r')}" if kind.has_rank else ""
     drawn = " with random weights" if model.get("weights") == "random" else ""
     return f"{how} · {_named(model.get('path'))}{drawn}"
 

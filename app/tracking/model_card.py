@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from app.config.adapters import ADAPTER_KINDS
 from app.config.quantizations import QUANTIZATION_KINDS
 from app.config.tasks import TASKS
 from app.safe_text import safe_text
@@ -15,7 +16,7 @@ from app.tracking.formatting import format_bytes
 
 CARD = "README.md"
 _SETTINGS = {
-    "adapter": ("kind", "r", "alpha", "dropout", "targets"),
+    "adapter": ("kind", "r", "alpha", "dropout", "lr_ratio", "targets"),
     "quantization": ("kind", "double_quant"),
     "optimizer": ("kind", "lr", "weight_decay"),
     "schedule": ("kind", "warmup_fraction", "warmup_steps", "final_fraction"),
@@ -77,10 +78,11 @@ class Loading:
 def model_card(run: Mapping[str, Any], manifest: Mapping[str, Any], result: Mapping[str, Any], loading: Loading) -> str:
     """The card of a run, from its settings and files; secrets are masked and Markdown in values is escaped."""
     model, licence = run["model"], run["model"].get("licence_page")
+    subject = f"{ADAPTER_KINDS[run['adapter']['kind']].name} adapter" if loading.is_adapter else "Model"
     base = _cell("random weights" if model["weights"] == "random" else _base_name(model))
     parts = [
         _front(run, loading),
-        f"# {'LoRA adapter' if loading.is_adapter else 'Model'}, tuned from {base}",
+        f"# {subject}, tuned from {base}",
         f"Task: {run['task']['kind']}. Base: {base}.",
         "## Loading it",
         f"```python\n{loading.code(model)}\n```",
@@ -128,13 +130,14 @@ def _base_name(model: Mapping[str, Any]) -> str:
 
 
 def _serving(run: Mapping[str, Any], loading: Loading) -> Iterable[str]:
+    kind = ADAPTER_KINDS[run["adapter"]["kind"]]
     if loading.four_bit is not None:
         yield (
             "The adapter has learnt to make up for the rounding of its base to "
             f"{QUANTIZATION_KINDS[loading.quantization].rounds_to}: on a base that is not quantised so, its answers "
             "are others. For programs that load such a base, export the run with `kind=merged`."
         )
-    elif loading.auto_class == "AutoModelForCausalLM":
+    elif loading.auto_class == "AutoModelForCausalLM" and (kind.has_rank or not loading.is_adapter):
         base = loading.base_place or (_base_name(run["model"]) if _is_hub_id(run["model"]) else "BASE_FOLDER")
         rank = next((rank for rank in _VLLM_RANKS if rank >= run["adapter"].get("r", 0)), _VLLM_RANKS[-1])
         adapter = f" --enable-lora --max-lora-rank {rank} --lora-modules tuned=."

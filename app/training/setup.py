@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from app.distributed.gradient_reduction import ShardedGradients
 from app.errors import EnvironmentProblem
 from app.files import DISK_ERRORS, atomic_folder, fsync_all, report_write_errors
 from app.model import fp8_linear
+from app.model.adapters import lr_factor
 from app.model.build import base_path, build_training_model, random_base
 from app.model.checks import check_head, check_packing, choose_loss_head
 from app.model.comparison import Comparison, max_difference
@@ -105,7 +107,8 @@ def build_stepper(resolved: ResolvedRun, model: TrainingModel) -> Stepper:
     shards = None
     if isinstance(reduction, ShardedGradients) and not whole:
         shards = {each: (own, first_number(each)) for each, own in reduction.local.items()}
-    optimizer = build_optimizer(run.optimizer, model, run.seed, shards)
+    factor = partial(lr_factor, run.adapter)
+    optimizer = build_optimizer(run.optimizer, model, run.seed, shards, factor)
     fp16 = resolved.choices.precision == "fp16"
     stepper = Stepper(model, optimizer, runtime, run.training.clip, fp16=fp16, reduction=reduction)
     runtime.seed(run.seed)

@@ -14,6 +14,7 @@ from app.model.training_model import TrainingModel
 from app.oom_retry import RetryOnRestart, halve, out_of_memory_error, split_batch, try_or_none
 from app.optim.gradient_scaling import LossScale, skips_on_device, squares, step_unless
 from app.optim.optimizer_state import allocate_states, drop_states
+from app.optim.parameter_groups import LR_FACTOR
 from app.training.optimizer_in_backward import in_backward
 from app.training.scores import with_step_mean
 from app.training.storage_counter import kept_bytes
@@ -65,7 +66,7 @@ class Stepper:
     def run(self, batches: Sequence[Batch], lr: float) -> StepResult:
         """One step over all micro-batches of all processes."""
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get(LR_FACTOR, 1.0)
         labels, tokens, samples, weight = self._counted(batches)
         loss_sum = self._backward(batches, weight)
         self._begin("update")

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from app.config.adapters import ADAPTER_KINDS
 from app.config.finished_run import EXPORT_KINDS
 from app.config.groups import choices_by_group
 from app.config.quantizations import QUANTIZATION_KINDS
@@ -32,6 +33,7 @@ from app.training.samples import ANSWERS
         ("optimizer", OPTIMIZERS),
         ("schedule", SCHEDULES),
         ("adapter", ADAPTERS),
+        ("adapter", ADAPTER_KINDS),
         ("tracker", TRACKERS),
         ("attention", (*BACKENDS, "auto")),
         ("precision", (*DTYPES, "auto")),

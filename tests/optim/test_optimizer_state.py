@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from app.errors import CheckpointError
 from app.optim.optimizer_state import allocate_states, drop_states, flatten, load_state, unflatten
 from app.optim.optimizers import build_optimizer
-from tests.optim.small import KINDS, Regression, built, section, train
+from app.optim.parameter_groups import LR_FACTOR
+from tests.optim.small import KINDS, Regression, built, regression, section, train
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -92,6 +93,17 @@ def test_loaded_muon_continues_with_loaded_state() -> None:
     train(fresh_model, fresh, range(3, 4))
     assert torch.equal(fresh_model.wide.weight, before)
     assert fresh.state[fresh_model.head.bias]["step"] == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_factor_of_rate_kept_by_every_kind(kind: str) -> None:
+    first, second = (
+        build_optimizer(section(kind), regression(), lr_factor=lambda name: 4.0 if "narrow" in name else 1.0)
+        for _ in range(2)
+    )
+    load_state(second, *flatten(first.state_dict()))
+    found = {name: group.get(LR_FACTOR) for group in second.param_groups for name in group["param_names"]}
+    assert found == {name: 4.0 if "narrow" in name else None for name, _ in regression().named_parameters()}
 
 
 def test_load_state_of_other_parameters_is_refused() -> None:

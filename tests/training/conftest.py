@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from app.data.collate import Packed, Padded
 from app.data.loader import Loader, StepSplit, eval_batches
 from app.data.prepare import Data, prepare
 from app.distributed.process_group import Runtime, start
+from app.model.adapters import lr_factor
 from app.model.attention import Needs, needs_of
 from app.model.build import DTYPES, ModelSections, build_training_model
 from app.model.load_base import build_on_meta
@@ -91,7 +93,7 @@ def trainee_of(run: RunConfig) -> TrainingModel:
 
 def stepper_of(run: RunConfig, runtime: Runtime) -> Stepper:
     model = trainee_of(run)
-    optimizer = build_optimizer(run.optimizer, model, run.seed)
+    optimizer = build_optimizer(run.optimizer, model, run.seed, None, partial(lr_factor, run.adapter))
     return Stepper(model, optimizer, runtime, run.training.clip, fp16=run.precision.kind == "fp16")
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from peft.optimizers import create_loraplus_optimizer
 from torch import Tensor
 
 from app.data.loader import Loader
@@ -126,6 +127,23 @@ def test_fp16_overflow_lowers_the_scale_and_skips(runtime: Runtime, loader_of: C
     hook.remove()
     assert stepper.scale.value == 2.0**15
     assert all(torch.equal(a, b) for a, b in zip(before, stepper.model.trained().values(), strict=True))
+
+
+def test_lr_ratio_trains_as_lora_plus_of_peft(runtime: Runtime, loader_of: Callable[..., Loader]) -> None:
+    loader = loader_of(64, 1)
+    run = small_run("recipe=lora", "adapter.lr_ratio=16", "training.clip=0", "optimizer.weight_decay=0.01")
+    stepper, model = stepper_of(run, runtime), trainee_of(run)
+    theirs = create_loraplus_optimizer(
+        model.network, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16, loraplus_weight_decay=0.01
+    )
+    for step in range(3):
+        stepper.run(loader.batches(step), 1e-3)
+        theirs.zero_grad()
+        plain_loss(model, loader, step).backward()
+        theirs.step()
+    assert {group["lr"] for group in stepper.optimizer.param_groups} == {1e-3, 16e-3}
+    plain = model.trained()
+    assert all(relative([each], [plain[name]]) <= 1e-5 for name, each in stepper.model.trained().items())
 
 
 def test_bf16_adapters_stay_fp32_and_the_base_is_bf16(runtime: Runtime, loader_of: Callable[..., Loader]) -> None:

@@ -1,0 +1,29 @@
+"""Kinds of adapter, as facts and rules that messages, pages and memory suggestions share."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from app.config.schema import AdapterConfig
+
+
+class AdapterKind(NamedTuple):
+    """One kind; how it changes a model is `model.adapters`."""
+
+    name: str  # in papers
+    problems: Callable[[AdapterConfig], Iterator[str]]  # of its keys
+    has_rank: bool  # whether it is matrices of rank adapter.r, which vLLM serves
+
+
+def _low_rank(adapter: AdapterConfig) -> Iterator[str]:
+    if adapter.r < 1:
+        yield f"adapter.r={adapter.r} must be at least 1 for adapter.kind={adapter.kind}."
+    if adapter.alpha <= 0:
+        yield f"adapter.alpha={adapter.alpha:g} must be above 0 for adapter.kind={adapter.kind}."
+    if not adapter.targets:
+        yield "adapter.targets is empty. Set adapter.targets=[all-linear] or names of layers."
+
+
+ADAPTER_KINDS = {
+    "none": AdapterKind("full fine-tuning", lambda _adapter: iter(()), has_rank=False),
+    "lora": AdapterKind("LoRA", _low_rank, has_rank=True),
+}
