@@ -123,7 +123,7 @@ class AdapterExport(Export):
             "config": str(folder) if task_of(sections.task).pooled else None,
             "base": str(inside if inside.is_dir() else sections.model.path),
             "dtype": str(DTYPES[sections.precision].base).removeprefix("torch."),
-            "four_bit": sections.bitsandbytes_arguments(self.evaluation.meta_model),
+            "bitsandbytes": sections.bitsandbytes_arguments(self.evaluation.meta_model),
         }
         return by_transformers(folder, loading, reference, self.evaluation)
 

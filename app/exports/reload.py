@@ -28,8 +28,8 @@ def load(plan: dict[str, Any]) -> Any:
         options["config"] = transformers.AutoConfig.from_pretrained(
             plan["config"], trust_remote_code=plan["trust_remote_code"], local_files_only=True
         )
-    if plan["four_bit"] is not None:
-        options["quantization_config"] = transformers.BitsAndBytesConfig(**plan["four_bit"])
+    if plan["bitsandbytes"] is not None:
+        options["quantization_config"] = transformers.BitsAndBytesConfig(**plan["bitsandbytes"])
     lm = getattr(transformers, plan["auto_class"]).from_pretrained(plan["base"] or plan["folder"], **options)
     if plan["base"] is not None:
         from peft import PeftModel
@@ -44,9 +44,9 @@ def in_fp32(network: torch.nn.Module) -> None:
     torch.nn.Module.float(network)  # transformers' own refuses a packed model
     for layer in network.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
-            four_bit: Any = layer
-            four_bit.compute_dtype = torch.float32
-            four_bit.support_avx512bf16_for_cpu = False  # or such CPUs would evaluate in bf16
+            packed: Any = layer
+            packed.compute_dtype = torch.float32
+            packed.support_avx512bf16_for_cpu = False  # or such CPUs would evaluate in bf16
 
 
 @torch.no_grad()

@@ -182,7 +182,7 @@ def by_transformers(
             "config": None,
             "base": None,
             "dtype": "float32",
-            "four_bit": None,
+            "bitsandbytes": None,
             **loading,
             "auto_class": task_of(sections.task).auto_class,
             "folder": str(folder),

@@ -159,7 +159,9 @@ def _training_model(
     settings: TraceSettings, network: nn.Module, sections: ModelSections, sharding: Sharding | None
 ) -> TrainingModel:
     """Wrap the network as `build_training_model` does, with fused LoRA and chunked loss where a run uses them."""
-    training_model = TrainingModel(network, DTYPES[settings.precision].compute, settings.run.task).train()
+    training_model = TrainingModel(
+        network, DTYPES[settings.precision].compute, settings.run.task, quantizer=sections.quantizer
+    ).train()
     training_model.linear = None if training_model.pooled else linear_head(training_model.language_model)
     if settings.run.adapter.fused:
         training_model.fused = fuse(network, None, quantizer=sections.quantizer)

@@ -129,7 +129,7 @@ def build_training_model(
     recompute(lm, sections.recompute, HostOffload() if sections.offload else None)
     compute = DTYPES[sections.precision].compute
     training_model = TrainingModel(
-        network if on_meta else network.to(device), compute, sections.task, sections.attention
+        network if on_meta else network.to(device), compute, sections.task, sections.attention, sections.quantizer
     )
     if sharding is not None:
         if on_meta and sections.quantizer is not None:

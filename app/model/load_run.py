@@ -77,7 +77,7 @@ def load_training_model(
         network.requires_grad_(False)  # as attaching an adapter did in training
         network = _with_adapter(network, final) if tuned else network
     compute = DTYPES[sections.precision].compute
-    return TrainingModel(network.to(device), compute, sections.task, sections.attention).eval()
+    return TrainingModel(network.to(device), compute, sections.task, sections.attention, sections.quantizer).eval()
 
 
 def load_any(model: ModelConfig, task: Task) -> tuple[Any, Any]:

@@ -213,6 +213,17 @@ class FourBits:
         return gradient @ self.buffer.dequantized(self.layer, gradient.dtype)
 
 
+def constants(network: nn.Module) -> list[Tensor]:
+    """Scales, their scales and tables of the 4-bit layers inside `network`."""
+    found: list[Tensor] = []
+    for layer in network.modules():
+        state: Any = getattr(layer, "quant_state", None)
+        while state is not None:
+            found += [each for each in (state.absmax, state.code, state.offset) if isinstance(each, Tensor)]
+            state = state.state2
+    return found
+
+
 def fused_forms(network: nn.Module) -> dict[nn.Module, FourBits]:
     """The 4-bit layers inside `network`; on a GPU they share one buffer."""
     from bitsandbytes.nn import Linear4bit

@@ -4,7 +4,7 @@ The table of kinds: NF4 (`model.nf4`, by bitsandbytes) and fp8 (`model.fp8_linea
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,10 @@ class Quantizer(ABC):
     def fake(self, layer: nn.Module) -> None:  # noqa: ARG002
         """Make what a layer quantised on meta stores beside parameters and buffers, for a plan on fake tensors."""
         return
+
+    def constants(self, network: nn.Module) -> list[Tensor]:  # noqa: ARG002
+        """What the quantised layers inside `network` hold beside parameters and buffers."""
+        return []
 
     @abstractmethod
     def fused_forms(self, network: nn.Module) -> Mapping[nn.Module, Frozen]:
@@ -121,6 +125,7 @@ class Nf4(Quantizer):
     needed_by_adapter = True
     use_stored_shapes = staticmethod(nf4.use_stored_shapes)
     fake = staticmethod(nf4.fake)
+    constants = staticmethod(nf4.constants)
     fused_forms = staticmethod(nf4.fused_forms)
 
     double_quant: bool
@@ -224,14 +229,6 @@ def weight_of(layer: Any) -> Tensor:
     """[out, in]; Conv1D has it transposed."""
     weight: Tensor = layer.weight.detach()
     return weight if isinstance(layer, nn.Linear) else weight.T
-
-
-def quant_state_tensors(layer: nn.Module) -> Iterator[Tensor]:
-    """Tensors of a 4-bit layer's quantisation state, which are not its parameters or buffers."""
-    state: Any = getattr(layer, "quant_state", None)
-    while state is not None:
-        yield from (each for each in (state.absmax, state.code, state.offset) if isinstance(each, Tensor))
-        state = state.state2
 
 
 def other_linear_layers(lm: Any) -> list[str]:

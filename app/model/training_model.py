@@ -16,6 +16,7 @@ from app.model.compile import CompiledLayers
 from app.model.fusion import Fused
 from app.model.head import Head, class_scores, head_parameters, own_head, pooled_head, takes_segments
 from app.model.losses import LOSSES
+from app.model.quantization import Quantizer
 
 Result = TypeVar("Result")
 
@@ -27,12 +28,18 @@ class TrainingModel(nn.Module):
     """
 
     def __init__(
-        self, network: nn.Module, compute: torch.dtype | None, task: TaskConfig, attention: str = "sdpa"
+        self,
+        network: nn.Module,
+        compute: torch.dtype | None,
+        task: TaskConfig,
+        attention: str = "sdpa",
+        quantizer: Quantizer | None = None,
     ) -> None:
         super().__init__()
         self.network = network
         self.compute = compute
         self.attention = attention
+        self.quantizer = quantizer  # of the base
         self.fused = Fused()
         self.compiled_layers: CompiledLayers | None = None
         self.sharding: Any = None  # app.distributed.fsdp.Sharding, where the model is sharded

@@ -41,13 +41,13 @@ class Loading:
     dtype: str  # of the base
     base_place: str | None = None  # of a base with random weights, from the folder of the card
     quantization: str = "none"
-    four_bit: Mapping[str, Any] | None = None  # arguments of BitsAndBytesConfig that quantise alike
+    bitsandbytes: Mapping[str, Any] | None = None  # arguments of BitsAndBytesConfig that quantise alike
     own_classes: bool = False  # the adapter brings a config.json that names the classes
     needs_transformers_5: bool = False
 
     def code(self, model: Mapping[str, Any]) -> str:
         """Python code that loads it, to run in the folder of the card."""
-        auto = ["AutoTokenizer", self.auto_class, *(["BitsAndBytesConfig"] if self.four_bit else [])]
+        auto = ["AutoTokenizer", self.auto_class, *(["BitsAndBytesConfig"] if self.bitsandbytes else [])]
         auto += ["AutoConfig"] if self.own_classes else []
         lines = [f"from transformers import {', '.join(sorted(auto))}", "", 'here = "."  # the folder of this file']
         if self.is_adapter:
@@ -65,8 +65,8 @@ class Loading:
             yield f"base_folder = {place}  # wherever this model lies"
             place = "base_folder"
         options = f"dtype={json.dumps(self.dtype)}"
-        if self.four_bit is not None:
-            arguments = ", ".join(f"{key}={value!r}" for key, value in self.four_bit.items())
+        if self.bitsandbytes is not None:
+            arguments = ", ".join(f"{key}={value!r}" for key, value in self.bitsandbytes.items())
             yield f"{self.quantization} = BitsAndBytesConfig({arguments})"
             options += f", quantization_config={self.quantization}"
         if self.own_classes:
@@ -131,7 +131,7 @@ def _base_name(model: Mapping[str, Any]) -> str:
 
 def _serving(run: Mapping[str, Any], loading: Loading) -> Iterable[str]:
     kind = ADAPTER_KINDS[run["adapter"]["kind"]]
-    if loading.four_bit is not None:
+    if loading.bitsandbytes is not None:
         yield (
             "The adapter has learnt to make up for the rounding of its base to "
             f"{QUANTIZATION_KINDS[loading.quantization].rounds_to}: on a base that is not quantised so, its answers "

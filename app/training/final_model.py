@@ -68,7 +68,7 @@ def loading_of(sections: ModelSections, meta_model: Any, folder: Path, base: Pat
         dtype=str(DTYPES[sections.precision].base).removeprefix("torch."),
         base_place=os.path.relpath(base, folder) if base_inside else None,
         quantization=sections.quantization.kind,
-        four_bit=sections.bitsandbytes_arguments(meta_model) if is_adapter else None,
+        bitsandbytes=sections.bitsandbytes_arguments(meta_model) if is_adapter else None,
         own_classes=is_adapter and task_of(sections.task).pooled,
         needs_transformers_5=needs_transformers_5(base if base_inside else folder),
     )

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.distributed.fsdp import has_dtensor, local
 from app.model.operations import cost_of
-from app.model.quantization import quant_state_tensors
 from app.model.training_model import TrainingModel
 from app.optim.stochastic_rounding import stepped_by, steps_in_backward
 
@@ -46,7 +45,7 @@ def kept_tensors(model: TrainingModel, optimizer: Optimizer | None) -> dict[str,
     frozen = [weight for weight in weights if id(weight) not in trained]
     return {
         "frozen_weights": [*frozen, *model.network.buffers()],
-        "quantization_constants": [each for layer in model.network.modules() for each in quant_state_tensors(layer)],
+        "quantization_constants": [] if model.quantizer is None else model.quantizer.constants(model.network),
         "trained_weights": [weight for weight in weights if id(weight) in trained],
         "optimizer_states": [] if optimizer is None else list(_tensors(optimizer.state.values())),
     }
