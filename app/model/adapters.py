@@ -40,8 +40,8 @@ class AdapterMethod(ABC):
     peft_type: ClassVar[str]  # in adapter_config.json
     # its own keys in that file, with the values that runs write
     written: ClassVar[Mapping[str, Callable[[Any], bool]]]
-    # by step, skipped ones not counted: what is in the names of parameters that must get a gradient, after the layer's
-    moves_in: ClassVar[Mapping[int, str]]
+    trained: ClassVar[tuple[str, ...]]  # parameters, by the ends of their names, after the layer's
+    moves_in: ClassVar[Mapping[int, str]]  # by step, skipped ones not counted: those of them that must get a gradient
     # whether it is attached to a base on meta, and drawn once that is filled; else it is attached to a filled one
     on_meta: ClassVar[bool] = False
     # names in the file, of a `layer` and a `part` of it, that `merged` takes; None: nothing is merged
@@ -52,10 +52,6 @@ class AdapterMethod(ABC):
     @abstractmethod
     def peft_config(self, lm: Any, layers: list[str], shared: Mapping[str, Any]) -> Any:
         """The configuration of PEFT, or a refusal; `shared` are the arguments of every method."""
-
-    @abstractmethod
-    def trained_names(self, layer: str) -> set[str]:
-        """Names of the trained parameters inside an adapted layer."""
 
     def draw(self, network: nn.Module, device: torch.device, put: Put) -> None:
         """Draw what was attached on meta."""
@@ -80,6 +76,7 @@ class Lora(AdapterMethod):
         "r": lambda value: type(value) is int and value > 0,
         **dict.fromkeys(("lora_alpha", "lora_dropout"), lambda value: type(value) in (int, float) and value >= 0),
     }
+    trained = (".lora_A.default.weight", ".lora_B.default.weight")
     moves_in: ClassVar = {1: ".lora_B.", 2: ".lora_A."}
     on_meta = True
     mergeable = re.compile(r"(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
@@ -102,9 +99,6 @@ class Lora(AdapterMethod):
             lora_dropout=self.config.dropout,
             fan_in_fan_out=any(map(is_conv1d, modules)),
         )
-
-    def trained_names(self, layer: str) -> set[str]:
-        return {f"{layer}.lora_{half}.default.weight" for half in ("A", "B")}
 
     def lr_factor(self, name: str) -> float:
         return self.config.lr_ratio if ".lora_B." in name else 1.0
@@ -151,7 +145,7 @@ def add_adapter(config: AdapterConfig, task: Task, lm: Any, base_path: str) -> n
         return result
     layers = layers_to_adapt(config.targets, lm)
     head = head_modules(lm) if task.pooled else []
-    expected = {name for layer in layers for name in method.trained_names(layer)} | {
+    expected = {layer + end for layer in layers for end in method.trained} | {
         f"{name}.modules_to_save.default.{weight}"
         for name in head
         for weight, _ in lm.get_submodule(name).named_parameters()
@@ -184,10 +178,10 @@ def layers_without_gradient(config: AdapterConfig, gradients: Mapping[str, Tenso
     ]
 
 
-def lr_factor(config: AdapterConfig, name: str) -> float:
-    """Learning rate of a trained parameter as a multiple of that of the run."""
+def lr_factor(config: AdapterConfig) -> Callable[[str], float]:
+    """Learning rates of trained parameters, by name, as multiples of that of the run."""
     method = adapter_of(config)
-    return 1.0 if method is None else method.lr_factor(name)
+    return (lambda _name: 1.0) if method is None else method.lr_factor
 
 
 def method_in(config: Mapping[str, Any]) -> type[AdapterMethod]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -107,8 +106,7 @@ def build_stepper(resolved: ResolvedRun, model: TrainingModel) -> Stepper:
     shards = None
     if isinstance(reduction, ShardedGradients) and not whole:
         shards = {each: (own, first_number(each)) for each, own in reduction.local.items()}
-    factor = partial(lr_factor, run.adapter)
-    optimizer = build_optimizer(run.optimizer, model, run.seed, shards, factor)
+    optimizer = build_optimizer(run.optimizer, model, run.seed, shards, lr_factor(run.adapter))
     fp16 = resolved.choices.precision == "fp16"
     stepper = Stepper(model, optimizer, runtime, run.training.clip, fp16=fp16, reduction=reduction)
     runtime.seed(run.seed)

@@ -157,14 +157,12 @@ class Ia3(AdapterMethod):
 
     peft_type = "IA3"
     written: ClassVar[Any] = {}
+    trained = (".ia3_l.default",)
     moves_in: ClassVar[Any] = {1: ".ia3_l."}
     mergeable = re.compile(r"(?P<layer>.+)\.(?P<part>ia3_l)")
 
     def peft_config(self, lm: Any, layers: list[str], shared: Mapping[str, Any]) -> Any:
         return IA3Config(**shared, feedforward_modules=[])
-
-    def trained_names(self, layer: str) -> set[str]:
-        return {f"{layer}.ia3_l.default"}
 
     @staticmethod
     def merged(weight: torch.Tensor, config: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +92,7 @@ def trainee_of(run: RunConfig) -> TrainingModel:
 
 def stepper_of(run: RunConfig, runtime: Runtime) -> Stepper:
     model = trainee_of(run)
-    optimizer = build_optimizer(run.optimizer, model, run.seed, None, partial(lr_factor, run.adapter))
+    optimizer = build_optimizer(run.optimizer, model, run.seed, None, lr_factor(run.adapter))
     return Stepper(model, optimizer, runtime, run.training.clip, fp16=run.precision.kind == "fp16")
 
 
