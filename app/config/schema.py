@@ -147,8 +147,7 @@ class TaskConfig:
 
     kind: str = MISSING  # what the model learns
     mask_share: float = number(0.0, at_least=0, at_most=1)  # fraction of tokens to mask
-    # names of all classes in their order; empty: those of the training rows
-    labels: list[str] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)  # names of all classes in order; empty: those of the training rows
 
 
 @dataclass(kw_only=True, slots=True)
@@ -242,8 +241,7 @@ class CompileConfig:
 class ParallelConfig:
     """How several processes share the work: each of `replicate` copies of the model is sharded over `shard`."""
 
-    # how processes share the work; auto: ddp where the plan fits, else fsdp
-    kind: str = choice("auto", "ddp", "fsdp", "hsdp")
+    kind: str = choice("auto", "ddp", "fsdp", "hsdp")  # how processes share the work; auto: ddp where it fits, else fsdp
     shard: int | str = number(at_least=1)  # processes that share one copy of the model
     replicate: int | str = number(at_least=1)  # copies of the model
     reshard: bool = MISSING  # free gathered weights after each layer, as ZeRO-3 does; false: as ZeRO-2
