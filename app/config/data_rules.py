@@ -32,7 +32,8 @@ def _rows_suit_the_task(run: RunConfig) -> Iterator[str]:
 
 
 def _masked_tokens_are_some(run: RunConfig) -> Iterator[str]:
-    if run.task.kind == "masked" and run.task.mask_share <= 0:
+    task = TASKS[run.task.kind]
+    if task.unit == "token" and task.sees == "both" and run.task.mask_share <= 0:
         yield f"task.mask_share={run.task.mask_share:g} hides nothing. Set task.mask_share=0.15."
 
 

@@ -75,6 +75,11 @@ def has_chats(dataset: DatasetConfig) -> bool:
     return not formats.isdisjoint(CHAT_FORMATS)
 
 
+def has_pairs(dataset: DatasetConfig) -> bool:
+    """Whether any rows have two texts."""
+    return any(section.format == "text_pair" for section in sources_of(dataset).values())
+
+
 def has_held_out_rows(dataset: DatasetConfig) -> bool:
     """Whether the dataset has rows for evaluation."""
     return any(getattr(dataset, name) != nothing for name, nothing in WITHOUT_HELD_OUT_ROWS.items())

@@ -241,7 +241,7 @@ class CompileConfig:
 class ParallelConfig:
     """How several processes share the work: each of `replicate` copies of the model is sharded over `shard`."""
 
-    kind: str = choice("auto", "ddp", "fsdp", "hsdp")  # how processes share the work; auto: ddp where it fits, else fsdp
+    kind: str = choice("auto", "ddp", "fsdp", "hsdp")  # how processes share the work; auto: ddp if it fits, else fsdp
     shard: int | str = number(at_least=1)  # processes that share one copy of the model
     replicate: int | str = number(at_least=1)  # copies of the model
     reshard: bool = MISSING  # free gathered weights after each layer, as ZeRO-3 does; false: as ZeRO-2

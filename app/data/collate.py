@@ -18,7 +18,7 @@ from app.data.objectives import NEXT_TOKEN, LabelledTokens, Objective
 from app.data.packing import plan_bins, shuffle_bins
 from app.data.token_dataset import TokenRows
 
-_WIDTH_MULTIPLE = 8  # row lengths that the matrix units of GPUs like; shorter rows are padded up to it
+WIDTH_MULTIPLE = 8  # row lengths that the matrix units of GPUs like; shorter rows are padded up to it
 
 Unit = NDArray[np.int64]  # indices of its rows
 
@@ -151,7 +151,7 @@ def collate_padded(rows: Sequence[LabelledTokens], pad_id: int, *, isolate: bool
     """
     lengths = [len(row.ids) for row in rows]
     longest = max(lengths, default=1)
-    width = -(-longest // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
+    width = -(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
     starts = [r * width for r in range(len(rows))]
     ids = np.full((max(len(rows), 1), width), pad_id, dtype=np.int64)
     for r, row in enumerate(rows):

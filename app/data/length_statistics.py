@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from app.data.collate import WIDTH_MULTIPLE
 from app.data.data_report import Counts
 from app.data.packing import min_bins, plan_bins
 
 _PERCENTS = (5, 25, 50, 75, 90, 95, 99)
 _MAX_CLASSES = 32
-_WIDTH_MULTIPLE = 8  # of padded rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def padded_fill(lengths: NDArray[np.int32], per_batch: int, per_step: int) -> fl
     whole = np.zeros(steps * per_step, np.int64)
     whole[: len(shuffled)] = shuffled
     batches = np.sort(whole.reshape(steps, per_step), axis=1)[:, ::-1].reshape(-1, per_batch)
-    widths = -(-batches[:, 0] // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
+    widths = -(-batches[:, 0] // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
     return int(whole.sum()) / int((widths * (batches > 0).sum(axis=1)).sum())
 
 

@@ -1,5 +1,6 @@
 """What a model must predict of the documents of a row: the next token of each, masked tokens, or a class."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -163,6 +164,13 @@ OBJECTIVES: dict[str, Callable[[TaskConfig, Tokenizer, int, bool], Objective]] =
     "causal": _causal,
     "masked": _masked,
     "classification": _classification,
+}
+
+# the most labels of a document of so many tokens, as a memory plan needs them before any row is read
+MOST_LABELS: dict[str, Callable[[TaskConfig, int], int]] = {
+    "causal": lambda _config, tokens: tokens,  # the loss mask is known only from the data
+    "masked": lambda config, tokens: min(tokens, math.ceil(config.mask_share * tokens) + 1),
+    "classification": lambda _config, _tokens: 1,
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from app.chat_rendering import ConversationRefused, render_chat
-from app.config.dataset import has_chats, sources_of
+from app.config.dataset import has_chats, has_pairs, sources_of
 from app.config.schema import DatasetConfig
 from app.data.chat_template import missing_markers, other_template
 from app.data.data_report import Counts, DataReport, in_words, stop_reasons, without_stops
@@ -37,7 +37,7 @@ class Data:
     classes: tuple[str, ...] = ()  # all labels of examples, in the order of the model's
 
 
-Prepared = tuple[TokenRows, Counts]
+RowsOfSource = tuple[TokenRows, Counts]
 Judge = Callable[[DatasetConfig, Source, Counts], None]  # raises if the rows of a source will not do
 
 
@@ -84,31 +84,32 @@ def rows_to_score(
     config: DatasetConfig,
     tokenizer: Tokenizer,
     cache_dir: str,
-    classes: Sequence[str] = (),
+    notes: Sequence[str] = (),
     judge: Judge = stop_if_wrong,
-) -> tuple[TokenRows, Counts, list[str]]:
-    """The rows that a run holds out, without reading those it trains on; all rows where it holds out none."""
+    classes: Sequence[str] = (),
+) -> Data:
+    """As `eval` the rows that a run holds out, without reading those it trains on; all rows where it holds out none."""
     rows_of = partial(_rows, tokenizer=tokenizer, cache_dir=cache_dir, judge=judge, known=classes)
-    notes = _notes(config, tokenizer)
     eval_rows = eval_source(config)
     if eval_rows is not None:
-        return *rows_of(eval_rows, config.eval_max_rows, config), notes
-    if config.eval_fraction == 0:
+        rows, counts = rows_of(eval_rows, config.eval_max_rows, config)
+    elif config.eval_fraction == 0:
         pool = _pool(config, rows_of, most=config.eval_max_rows)
         counts = pool.total()
-        return _first(pool.rows, config.eval_max_rows, counts), counts, notes
-    pool = _pool(config, rows_of)
-    number = len(pool.rows)
-    data = _hold_out(pool, config, DataReport(pool.total()))
-    if data.eval is None or data.report.eval is None:
-        raise DataError(
-            f"dataset.eval_fraction={config.eval_fraction} of {number:,} samples holds none out, so there is "
-            "nothing to score; set dataset.eval_fraction=0 to score all of them"
-        )
-    return data.eval, data.report.eval, notes
+        rows = _first(pool.rows, config.eval_max_rows, counts)
+    else:
+        pool = _pool(config, rows_of)
+        held = _hold_out(pool, config, DataReport(pool.total()))
+        if held.eval is None or held.report.eval is None:
+            raise DataError(
+                f"dataset.eval_fraction={config.eval_fraction} of {len(pool.rows):,} samples holds none out, so there "
+                "is nothing to score; set dataset.eval_fraction=0 to score all of them"
+            )
+        rows, counts = held.eval, held.report.eval
+    return Data(rows.select([]), rows, DataReport(Counts(), counts, notes=[*notes, *_notes(config, tokenizer)]))
 
 
-def _pool(config: DatasetConfig, rows_of: Callable[..., Prepared], most: int | None = None) -> Pool:
+def _pool(config: DatasetConfig, rows_of: Callable[..., RowsOfSource], most: int | None = None) -> Pool:
     """Load each source from its own cache entry; weights are not part of its key. `most` limits the rows of each."""
     sections = sources_of(config)
     found = {}
@@ -136,7 +137,7 @@ def _rows(
     cache_dir: str,
     judge: Judge,
     known: Sequence[str],
-) -> Prepared:
+) -> RowsOfSource:
     """Load the rows of one source. `max_rows` limits the rows read, and the samples made from them."""
     check_tokenizer(tokenizer, config.format)
     if isinstance(source, RandomRows) and config.on_overflow == "auto":
@@ -185,8 +186,7 @@ def _notes(config: DatasetConfig, tokenizer: Tokenizer) -> list[str]:
         notes += _marker_notes(tokenizer)
     if has_chats(config) and "strftime_now" in str(tokenizer.chat_template):
         notes.append("the chat template writes a date: that of the day on which the rows were tokenised")
-    has_pairs = any(section.format == "text_pair" for section in sources_of(config).values())
-    if has_pairs and not separates_pairs(tokenizer):
+    if has_pairs(config) and not separates_pairs(tokenizer):
         notes.append(
             "the tokenizer puts nothing between the two texts of a pair: where one ends is for the model to find;"
             " end the first with a line break, or whatever parts them"

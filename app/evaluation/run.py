@@ -4,38 +4,30 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from app.batch import Batch
-from app.config.dataset import has_chats, has_held_out_rows, paths_of
+from app.config.dataset import has_held_out_rows, paths_of
 from app.config.schema import CompileConfig, RunConfig
+from app.config.tasks import task_of
 from app.data.collate import Layout
 from app.data.data_report import split_lines
 from app.data.loader import batch_with_most_rows, eval_batches
-from app.data.prepare import rows_to_score
+from app.data.prepare import rows_to_score, stop_if_wrong
 from app.data.token_dataset import TokenRows
 from app.distributed.process_group import Runtime, start
 from app.errors import CheckpointError
 from app.model.build import ModelSections
 from app.model.load_run import load_training_model, reads_base, weights_of
 from app.model.source import base_fingerprint
-from app.model.tokenizer import load_tokenizer
+from app.model.structure import BaseModel
 from app.model.training_model import TrainingModel
 from app.tracking.formatting import format_duration
-from app.training.choices import Choices
+from app.training.choices import Choices, resolve_choices, sections_of
 from app.training.eta import Eta
-from app.training.resolve import (
-    build_meta_model,
-    judge_of,
-    layout_of,
-    limit_to_positions,
-    objective_of,
-    require_known_ids,
-    resolve_choices,
-    resolve_format,
-    sections_of,
-)
+from app.training.preparation import prepare_run
 from app.training.scores import Sums, counts_of, score_rows
 from app.training.setup import check_on_batch
 
@@ -50,7 +42,7 @@ class FinishedRun:
     folder: Path
     run: RunConfig
     hashes: Mapping[str, Any]
-    meta_model: Any  # the base network on the meta device, without an adapter
+    base: BaseModel
     choices: Choices
     runtime: Runtime
 
@@ -165,33 +157,33 @@ class Evaluation(FinishedRun):
 
 def open_finished_run(run: RunConfig, folder: Path, hashes: Mapping[str, Any], *, tuned: bool) -> FinishedRun:
     """Resolve precision and attention and start the processes. `tuned`: whether the tuned weights are read first."""
-    read = replace(run, model=weights_of(folder, run.model, tuned=tuned))
-    meta_model = build_meta_model(read)
-    choices = resolve_choices(read, meta_model, {})
-    runtime = start(run.launch, choices.precision, run.seed)
-    return FinishedRun(folder, run, hashes, meta_model, choices, runtime)
+    base = _base_of(run, folder, tuned=tuned)
+    choices = resolve_choices(run, base, {})
+    return FinishedRun(folder, run, hashes, base, choices, start(run.launch, choices.precision, run.seed))
 
 
 def prepare_evaluation(
     run: RunConfig, folder: Path, hashes: Mapping[str, Any], *, tuned: bool, say: Callable[[str], None]
 ) -> Evaluation:
-    """Each line needs only those above it. `tuned`: whether the tuned weights are read first."""
-    read = limit_to_positions(replace(run, model=weights_of(folder, run.model, tuned=tuned)), say)
-    read, format_notes = resolve_format(read)
-    tokenizer = load_tokenizer(run.model, needs_template=has_chats(read.dataset))
-    judge = judge_of(read.model, trains=False)
-    rows, counts, notes = rows_to_score(read.dataset, tokenizer, run.cache_dir, run.task.labels, judge)
-    finished = open_finished_run(replace(run, dataset=read.dataset), folder, hashes, tuned=tuned)
-    require_known_ids(run.model, [rows], finished.meta_model.get_input_embeddings().num_embeddings)
-    objective = objective_of(read, tokenizer, finished.meta_model)
+    """Read the rows to score, then start the processes. `tuned`: whether the tuned weights are read first."""
+    base, judge = _base_of(run, folder, tuned=tuned), partial(stop_if_wrong, trains=False)
+    prepared = prepare_run(run, say, base, read=rows_to_score, judge=judge)
+    rows, report = prepared.data.eval, prepared.data.report
+    assert rows is not None
+    assert report.eval is not None
+    choices = resolve_choices(prepared.config, base, {})
     return Evaluation(
         folder=folder,
-        run=finished.run,
+        run=prepared.config,
         hashes=hashes,
-        meta_model=finished.meta_model,
-        choices=finished.choices,
-        runtime=finished.runtime,
+        base=base,
+        choices=choices,
+        runtime=start(run.launch, choices.precision, run.seed),
         rows=rows,
-        row_lines=[*split_lines("scored", counts), *format_notes, *notes],
-        layout=layout_of(read, run.eval.rows, tokenizer, objective),
+        row_lines=[*split_lines("scored", report.eval), *report.notes],
+        layout=prepared.layout(run.eval.rows),
     )
+
+
+def _base_of(run: RunConfig, folder: Path, *, tuned: bool) -> BaseModel:
+    return BaseModel(weights_of(folder, run.model, tuned=tuned), task_of(run.task))

@@ -123,7 +123,7 @@ class AdapterExport(Export):
             "config": str(folder) if task_of(sections.task).pooled else None,
             "base": str(inside if inside.is_dir() else sections.model.path),
             "dtype": str(DTYPES[sections.precision].base).removeprefix("torch."),
-            "bitsandbytes": sections.bitsandbytes_arguments(self.evaluation.meta_model),
+            "bitsandbytes": sections.bitsandbytes_arguments(self.evaluation.base.on_meta()),
         }
         return by_transformers(folder, loading, reference, self.evaluation)
 
@@ -152,7 +152,7 @@ class MergedExport(Export):
     def write(self, folder: Path) -> int:
         super().write(folder)
         write_json_unflushed(folder / "config.json", merged_config(self.config_folder, self.config.dtype))
-        add_transformers_4_keys(folder, type(self.evaluation.meta_model.config))
+        add_transformers_4_keys(folder, type(self.evaluation.base.on_meta().config))
         return self.merge.write(folder, self.config.shard_gb * 1e9)
 
 
@@ -205,7 +205,7 @@ def make_export(export: Export, facts: dict[str, Any], say: Callable[[str], None
 
 def _card(export: Export, folder: Path) -> str:
     run, evaluation = export.config.folder, export.evaluation
-    loading = loading_of(export.sections, evaluation.meta_model, folder, folder / "base")
+    loading = loading_of(export.sections, evaluation.base.on_meta(), folder, folder / "base")
     manifest, result = read_manifest(run / "manifest.json"), read_result(run)
     return model_card(asdict(read_run(run / "run.yaml")), manifest, result, loading)
 

@@ -186,7 +186,7 @@ def by_transformers(
             **loading,
             "auto_class": task_of(sections.task).auto_class,
             "folder": str(folder),
-            "attention": own_attention(evaluation.meta_model),
+            "attention": own_attention(evaluation.base.on_meta()),
             "trust_remote_code": sections.model.trust_remote_code,
             "device": str(evaluation.runtime.device),
             "threads": evaluation.runtime.threads if evaluation.runtime.device.type == "cpu" else None,

@@ -20,10 +20,8 @@ from app.memory.phases import MEMORY_KINDS, PHASES
 from app.memory.shape import Shape
 from app.memory.trace import Numbers, TraceSettings, trace
 from app.model.attention import register, register_kernel
-from app.training.auto_settings import recomputed_layers
-from app.training.choices import Choices, choose_precision
+from app.training.choices import Choices, choose_precision, recomputed_layers, sections_of
 from app.training.memory import Predicted
-from app.training.resolve import sections_of
 
 _EDGE_LAYERS = 2  # the first and the last layer of a kind have phases of their own
 _SHARDED_EDGE_LAYERS = 4  # and their neighbours, because FSDP prefetches weights one layer ahead

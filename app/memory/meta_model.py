@@ -11,7 +11,7 @@ from app.model.activation_checkpointing import repeated_layers
 from app.model.adapters import add_adapter
 from app.model.build import ModelSections
 from app.model.head import keep_head_in_fp32
-from app.model.load_base import build_on_meta
+from app.model.structure import BaseModel
 
 
 class MetaModel:
@@ -20,7 +20,7 @@ class MetaModel:
     def __init__(self, sections: ModelSections, attention: str) -> None:
         """`attention`: name of an implementation registered in transformers."""
         self.sections = sections
-        self._lm = build_on_meta(sections.model, task_of(sections.task), attention, sections.base_dtype)
+        self._lm = BaseModel(sections.model, task_of(sections.task)).on_meta(attention, sections.base_dtype)
         layers = repeated_layers(self._lm)
         self.depth = len(layers)
         kinds = {_cost_key(layer) for layer in layers}

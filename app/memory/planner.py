@@ -7,24 +7,25 @@ from dataclasses import dataclass, replace
 from app.batch import Batch
 from app.config.rules import problems_of
 from app.config.schema import RunConfig
+from app.config.tasks import task_of
 from app.distributed.environment import world
 from app.distributed.process_group import mesh_sizes_of
 from app.memory.estimate import Estimate, MemoryPlan, planned_choices
 from app.memory.fit import Machine, Verdict, check_fit, machine_of, seconds_per_token
 from app.memory.shape import Shape, worst_case
 from app.model.source import folder_at_hand
+from app.model.structure import BaseModel
 from app.training.auto_settings import (
     AUTO,
     bin_sizes,
     has_auto_bins,
-    recomputed_layers,
     step_tokens,
     suggested_bin,
     with_bins,
     with_parallel,
 )
-from app.training.choices import Choices
-from app.training.resolve import limit_to_positions
+from app.training.choices import Choices, recomputed_layers
+from app.training.preparation import within_positions
 
 # Fixed cost of a micro-batch in tokens of compute: kernel launches, reads of weights, partly filled tiles. Assumed; its
 # only effect is that larger bins are faster.
@@ -64,7 +65,8 @@ class Planner:
 
     def at(self, run: RunConfig, *, exact: bool = False) -> Planned:
         """Plan the largest micro-batch that the settings allow and resolve `auto`; `exact` traces every layer."""
-        run = limit_to_positions(run, lambda _: None)
+        base = BaseModel(run.model, task_of(run.task))
+        run = replace(run, dataset=within_positions(run.dataset, base, lambda _: None))
         if run.parallel.kind == AUTO and self.processes > 1:
             return self._parallel(run, exact=exact)
         if has_auto_bins(run):

@@ -1,12 +1,17 @@
 """Shape of the micro-batches of a step."""
 
-import math
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
 
 from app.batch import Batch
+from app.config.dataset import has_pairs
 from app.config.schema import RunConfig
-
-_WIDTH_MULTIPLE = 8  # widths of padded rows are rounded up to it, as in data.collate
+from app.config.tasks import task_of
+from app.data.objectives import MOST_LABELS, LabelledTokens
+from app.model.structure import BaseModel
+from app.training.preparation import layout_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,36 +67,30 @@ class Shape:
 def worst_case(run: RunConfig) -> Shape:
     """Largest micro-batch that the settings allow, without reading data.
 
-    A full bin of rows of `dataset.max_length`, or `batching.rows` of them, padded.
+    A full bin of rows of `dataset.max_length`, or `batching.rows` of them, padded; collated as those of a run are.
     """
-    longest, rows = run.dataset.max_length, run.batching.rows
-    packed = run.batching.packing
-    width = run.batching.bin_tokens if packed else -(-longest // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
-    documents: tuple[int, ...] = ()
-    if packed:
-        documents = _documents(width, longest)
-    elif run.task.kind == "masked":  # bidirectional attention: padding is a document of its own
-        documents = _documents(width, longest) * rows
-    return Shape(
-        rows=1 if packed else rows,
-        width=width,
-        documents=documents,
-        places=len(documents),
-        longest=longest if documents else width,
-        label_rows=_label_rows(run, width if packed else rows * longest, len(documents) or rows),
-        micro_batches=run.batching.accumulation,
-    )
+    longest, count = run.dataset.max_length, run.batching.rows
+    lengths = [longest] * count
+    if run.batching.packing:
+        full, rest = divmod(run.batching.bin_tokens, longest)
+        lengths = [longest] * full + [rest] * bool(rest)
+    bidirectional = BaseModel(run.model, task_of(run.task)).is_bidirectional
+    objective: Any = _MostLabels(run, bidirectional)  # nothing of it is shown
+    layout = layout_of(run, count, objective)
+    rows: Any = lengths  # which is all that the objective reads of them
+    return Shape.of(layout.batch(rows, [np.arange(len(lengths))], len(lengths), epoch=0), run.batching.accumulation)
 
 
-def _documents(width: int, longest: int) -> tuple[int, ...]:
-    full, rest = divmod(width, longest)
-    return (longest,) * full + ((rest,) if rest else ())
+@dataclass(frozen=True, slots=True)
+class _MostLabels:
+    """An objective that needs no tokenizer: rows are lengths, each has zeros for ids and the most labels."""
 
+    documents_per_row: ClassVar[int] = 1
+    over_documents: ClassVar[bool] = False
+    run: RunConfig
+    bidirectional: bool
 
-def _label_rows(run: RunConfig, tokens: int, documents: int) -> int:
-    # next-token prediction counts all tokens: the loss mask is known only from the data
-    if run.task.kind == "classification":
-        return documents
-    if run.task.kind != "masked":
-        return tokens
-    return min(tokens, math.ceil(run.task.mask_share * tokens) + documents)
+    def label(self, rows: Any, i: int, epoch: int) -> tuple[LabelledTokens, ...]:  # noqa: ARG002
+        ids = np.zeros(rows[i], np.int32)
+        at = np.zeros(MOST_LABELS[self.run.task.kind](self.run.task, len(ids)), np.int64)
+        return (LabelledTokens(ids, at, at, second_start=0 if has_pairs(self.run.dataset) else -1),)

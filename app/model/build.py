@@ -20,9 +20,10 @@ from app.model.compile import compile_blocks
 from app.model.fp8_linear import without_row_rounding
 from app.model.fusion import Fused, fuse
 from app.model.head import keep_head_in_fp32
-from app.model.load_base import build_on_meta, open_base, quiet_transformers
+from app.model.load_base import open_base, quiet_transformers
 from app.model.quantization import Quantizer, other_linear_layers, quantizer_of
 from app.model.source import local_place
+from app.model.structure import BaseModel
 from app.model.training_model import TrainingModel
 
 
@@ -53,7 +54,6 @@ class ModelPlan:
 
     total: int
     trained: int
-    vocabulary: int  # ids that the embedding has a row for
     layers: int  # that can be recomputed
 
     @property
@@ -201,10 +201,10 @@ def _put_on_host(module: nn.Module, name: str, tensor: SourceTensor) -> None:
     module._parameters[name] = nn.Parameter(tensor.whole().to("cpu"), requires_grad=False)
 
 
-def plan_model(sections: ModelSections, meta_model: Any = None) -> ModelPlan:
-    """Counts from a model without memory, a given one stays as it is; finds adapter targets that match nothing."""
+def plan_model(sections: ModelSections, base: BaseModel | None = None) -> ModelPlan:
+    """Counts from a model without memory, that of `base` if one is given; finds adapter targets that match nothing."""
     task = task_of(sections.task)
-    lm = build_on_meta(sections.model, task, "eager") if meta_model is None else deepcopy(meta_model)
+    lm = deepcopy((base or BaseModel(sections.model, task)).on_meta())
     require_layers(lm, sections.recompute)
     if sections.quantizer is not None:
         sections.quantizer.require_quantizable(sections.model, lm)
@@ -212,10 +212,7 @@ def plan_model(sections: ModelSections, meta_model: Any = None) -> ModelPlan:
         network: Any = add_adapter(sections.adapter, task, lm, sections.model.path)
     sizes = [(p.numel(), p.requires_grad) for p in network.parameters()]
     return ModelPlan(
-        total=sum(n for n, _ in sizes),
-        trained=sum(n for n, trains in sizes if trains),
-        vocabulary=network.get_input_embeddings().num_embeddings,
-        layers=len(repeated_layers(lm)),
+        total=sum(n for n, _ in sizes), trained=sum(n for n, trains in sizes if trains), layers=len(repeated_layers(lm))
     )
 
 

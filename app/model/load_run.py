@@ -13,9 +13,10 @@ from app.model.adapters import ADAPTER, quiet_peft, read_adapter_config
 from app.model.attention import own_attention
 from app.model.base_weights import LoadOptions
 from app.model.build import DTYPES, ModelSections, build_base
-from app.model.load_base import drawing_by, open_folder, read_weights, stored_dtype
+from app.model.load_base import drawing_by, open_folder, read_weights
 from app.model.quantization import quantization_after_training, quantizer_of
 from app.model.source import REMOTE_CODE, fetch_folder, require_weights
+from app.model.structure import stored_dtype
 from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
 

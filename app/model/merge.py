@@ -16,7 +16,6 @@ from app.config.tasks import task_of
 from app.errors import CheckpointError, ConfigError
 from app.model.adapters import ADAPTER_WEIGHTS, PREFIX, method_in, read_adapter_config
 from app.model.build import DTYPES, ModelSections
-from app.model.load_base import build_on_meta
 from app.model.quantization import Quantizer, backbone_linear_layers, is_conv1d
 from app.model.safetensors_files import (
     StoredTensor,
@@ -26,6 +25,7 @@ from app.model.safetensors_files import (
     widest_first,
     write_weights,
 )
+from app.model.structure import BaseModel
 
 EXPORTED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -150,7 +150,7 @@ def plan_merge(
     """
     folder = Path(sections.model.path)
     _require_plain_weights(folder)
-    lm = build_on_meta(sections.model, task_of(sections.task), "eager")
+    lm = BaseModel(sections.model, task_of(sections.task)).on_meta()
     tensors = stored_tensors(folder)
     if final is not None and task_of(sections.task).pooled:
         tensors = _with_head(lm, tensors, final)

@@ -5,7 +5,6 @@ A fingerprint tells the weights of a folder from others without reading all of t
 
 import hashlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,23 +63,6 @@ def folder_at_hand(config: ModelConfig) -> Path | None:
     return Path(cached) if (Path(cached) / "config.json").is_file() else None
 
 
-def config_numbers(config: ModelConfig) -> Mapping[str, Any]:
-    """What stands in the config.json of the model, or would for random weights."""
-    if config.weights == "random":
-        return config.architecture
-    folder = fetch_folder(config, config.path, with_weights=False)
-    require_config(folder, config.path)
-    numbers: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return numbers
-
-
-def positions_of(config: ModelConfig) -> int | None:
-    """The longest row that the model's config.json knows positions for; None where it does not say."""
-    numbers = config_numbers(config)
-    positions = numbers.get("max_position_embeddings") or numbers.get("n_positions")
-    return positions if isinstance(positions, int) else None
-
-
 def positions_text(config: ModelConfig, positions: int) -> str:
     """The limit of the model in words, its name as it is typed."""
     path = config.path
@@ -95,7 +77,7 @@ def local_place(path: str) -> Path:
 
 def require_weights(folder: Path, path: str) -> None:
     """Refuse a folder that transformers could not load from safetensors, before it tries."""
-    require_config(folder, path)
+    read_config(folder, path)
     if list(folder.glob("*.safetensors")):
         return
     pickles = sorted(p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
@@ -106,11 +88,12 @@ def require_weights(folder: Path, path: str) -> None:
     )
 
 
-def require_config(folder: Path, path: str) -> None:
-    """Refuse a folder whose config.json does not even say what kind of model it is."""
+def read_config(folder: Path, path: str) -> dict[str, Any]:
+    """The config.json of a folder as it stands; one that does not even say what kind of model it is is refused."""
     file = folder / "config.json"
     try:
-        kind = json.loads(file.read_text())["model_type"]
+        numbers: dict[str, Any] = json.loads(file.read_text())
+        kind = numbers["model_type"]
     except FileNotFoundError:
         raise EnvironmentProblem(
             f"model.path={path}: {folder} has no config.json, so it is not a Hugging Face model folder."
@@ -121,6 +104,7 @@ def require_config(folder: Path, path: str) -> None:
         ) from fault
     if not isinstance(kind, str):
         raise EnvironmentProblem(f"model.path={path}: model_type in {file} is {kind!r}, expected a name such as llama.")
+    return numbers
 
 
 def _snapshot(config: ModelConfig, path: str, *, with_weights: bool) -> Path:

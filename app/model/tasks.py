@@ -24,13 +24,6 @@ def has_class_for(task: Task, kind: str) -> bool:
     return kind in getattr(modeling_auto, f"{task.mapping}_NAMES")
 
 
-def is_bidirectional(task: Task, lm: Any) -> bool:
-    """Whether tokens attend to those after them; a model decides where the task takes either."""
-    if task.sees != "either":
-        return task.sees == "both"
-    return not any(getattr(module, "is_causal", False) for module in lm.modules())
-
-
 def configured(task: Task, numbers: Any) -> Any:
     """The configuration with the labels of the run."""
     if task.labels:

@@ -144,11 +144,6 @@ def with_bins(run: RunConfig, tokens: int) -> RunConfig:
     return replace(run, batching=replace(run.batching, tokens=tokens, accumulation=whole // tokens))
 
 
-def recomputed_layers(training: TrainingConfig) -> bool | int:
-    """All of them while `auto` has not been resolved."""
-    return True if isinstance(training.recompute, str) else training.recompute
-
-
 def offload_notes(training: TrainingConfig, device: str) -> list[str]:
     """A remark where training.offload saves nothing."""
     if training.offload and device == "cpu":

@@ -1,4 +1,7 @@
-"""What `precision=auto` and `attention=auto` mean on this machine: chosen at a run's first start, then kept."""
+"""What `precision=auto` and `attention=auto` mean on this machine: chosen at a run's first start, then kept.
+
+With the choices a run has all sections that decide what is built.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -6,10 +9,12 @@ from pathlib import Path
 
 import torch
 
-from app.config.schema import AttentionConfig, PrecisionConfig
+from app.config.schema import AttentionConfig, PrecisionConfig, RunConfig, TrainingConfig
 from app.distributed.process_group import default_device
 from app.errors import ConfigError
-from app.model.attention import Needs, select
+from app.model.attention import Needs, needs_of, select
+from app.model.build import DTYPES, ModelSections
+from app.model.structure import BaseModel
 
 _AMPERE = (8, 0)  # compute capability
 _CPU_FLAGS_OF_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # the last is aarch64's name
@@ -21,6 +26,37 @@ class Choices:
 
     precision: str
     attention: str
+
+
+def resolve_choices(run: RunConfig, base: BaseModel, stored: Mapping[str, str]) -> Choices:
+    """Precision and attention for this machine and model; `stored` ones of a checkpoint replace `auto`."""
+    packed = run.batching.packing or base.is_bidirectional
+
+    def needs(precision: str) -> Needs:
+        return needs_of(base.on_meta(), DTYPES[precision].compute, packed=packed)
+
+    return choose(run.precision, run.attention, needs, stored)
+
+
+def sections_of(run: RunConfig, choices: Choices) -> ModelSections:
+    """The settings that decide which model is built."""
+    return ModelSections(
+        model=run.model,
+        task=run.task,
+        adapter=run.adapter,
+        quantization=run.quantization,
+        attention=choices.attention,
+        precision=choices.precision,
+        recompute=recomputed_layers(run.training),
+        trained=run.precision.trained,
+        offload=run.training.offload,
+        compile=run.compile,
+    )
+
+
+def recomputed_layers(training: TrainingConfig) -> bool | int:
+    """All of them while `auto` has not been resolved."""
+    return True if isinstance(training.recompute, str) else training.recompute
 
 
 def choose(

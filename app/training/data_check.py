@@ -4,31 +4,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from app.config.dataset import formats_of, has_chats, sources_of
+from app.config.dataset import formats_of, sources_of
 from app.config.schema import DatasetConfig, RunConfig
-from app.config.tasks import task_of
 from app.data import length_statistics
 from app.data.chat_template import other_template
 from app.data.data_report import Counts, stop_reasons, without_stops
-from app.data.loader import Loader, StepSplit
+from app.data.loader import Loader
 from app.data.prepare import Data, prepare
 from app.data.sources import Source
 from app.data.token_dataset import TokenRows
-from app.errors import ConfigError
-from app.model.source import config_numbers, positions_of
-from app.model.tokenizer import load_tokenizer
 from app.training.auto_settings import has_auto_bins, suggested_bin, with_bins
-from app.training.resolve import (
-    StepPlan,
-    build_meta_model,
-    layout_of,
-    limit_to_positions,
-    objective_of,
-    plan_steps,
-    require_known_ids,
-    resolve_classes,
-    resolve_format,
-)
+from app.training.preparation import StepPlan, plan_steps, prepare_run
 from app.training.samples import preview
 
 
@@ -123,61 +109,44 @@ class DataCheck:
 
 
 def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> DataCheck:
-    """Resolve and prepare the data as a run in `processes` would, and collect what stops it instead of raising."""
-    run, notes = resolve_format(limit_to_positions(run, say))
-    if has_auto_bins(run):
-        run = with_bins(run, suggested_bin(run))
-        notes = [*notes, f"batching.tokens=auto is found by a run; here bins have {run.batching.bin_tokens:,} tokens"]
-    found: list[str] = []
+    """Prepare the data as a run in `processes` would, and collect what stops it instead of raising."""
+    policies = {name: getattr(run.dataset, name) for name in ("on_bad_row", "on_overflow", "on_unstable_template")}
+    stops: list[str] = []
 
-    def judge(section: DatasetConfig, source: Source, counts: Counts) -> None:
-        asked = replace(run.dataset, path=section.path, format=section.format, columns=section.columns)
-        found.extend(stop_reasons(asked, source, counts, positions_of(run.model)))
+    def read(dataset: DatasetConfig, tokenizer: Any, cache_dir: str, notes: list[str], *judge_and_labels: Any) -> Data:
+        _, of_bins = _with_suggested_bins(replace(run, dataset=dataset))
+        return prepare(without_stops(dataset), tokenizer, cache_dir, [*notes, *of_bins], *judge_and_labels)
 
-    tokenizer = load_tokenizer(run.model, needs_template=has_chats(run.dataset))
-    data = prepare(without_stops(run.dataset), tokenizer, run.cache_dir, notes, judge, run.task.labels)
-    try:
-        run = resolve_classes(run, data.classes)
-    except ConfigError as problem:
-        found += problem.problems
-    ids_fit = _fits_config(run, data)
-    # building the model, even without memory, takes longer than the rest of a small check
-    meta_model = None if ids_fit and task_of(run.task).sees != "either" else build_meta_model(run)
-    objective = objective_of(run, tokenizer, meta_model)
-    found += [] if ids_fit else _unknown_ids(run, data, meta_model)
-    share = StepSplit(run.batching.accumulation, processes)
-    loader = Loader(data.train, layout_of(run, run.batching.rows, tokenizer, objective), share, run.seed)
-    lengths = data.train.lengths
-    rows_per_step = run.batching.rows * share.micro_batches * processes  # in padded micro-batches
+    def judge(section: DatasetConfig, source: Source, counts: Counts, positions: int | None) -> None:
+        stops.extend(stop_reasons(replace(section, **policies), source, counts, positions))
+
+    prepared = prepare_run(run, say, read=read, judge=judge, report=stops.extend)
+    config, _ = _with_suggested_bins(prepared.config)
+    loader = replace(prepared, config=config).loader_for(processes)
+    batching, lengths = config.batching, prepared.data.train.lengths
     return DataCheck(
-        run=run,
-        data=data,
-        packing=length_statistics.packed(lengths, max(run.batching.bin_tokens, run.dataset.max_length)),
-        padded_fill=length_statistics.padded_fill(lengths, run.batching.rows, rows_per_step),
+        run=config,
+        data=prepared.data,
+        packing=length_statistics.packed(lengths, max(batching.bin_tokens, config.dataset.max_length)),
+        padded_fill=length_statistics.padded_fill(
+            lengths, batching.rows, batching.rows * batching.accumulation * processes
+        ),
         loader=loader,
-        plan=plan_steps(run.training, loader.steps_per_epoch) if loader.num_units else None,
+        plan=plan_steps(config.training, loader.steps_per_epoch) if loader.num_units else None,
         processes=processes,
-        positions=positions_of(run.model),
-        other_template=other_template(tokenizer),
-        preview=preview(data.train, objective, tokenizer, first=True),
-        stops=found,
+        positions=prepared.base.positions,
+        other_template=other_template(prepared.tokenizer),
+        preview=preview(prepared.data.train, prepared.objective, prepared.tokenizer, first=True),
+        stops=stops,
     )
 
 
-def _fits_config(run: RunConfig, data: Data) -> bool:
-    """Whether config.json alone says that the model knows all ids."""
-    vocabulary = config_numbers(run.model).get("vocab_size")
-    largest = max(rows.largest_id for rows in (data.train, data.eval) if rows is not None)
-    return isinstance(vocabulary, int) and largest < vocabulary
-
-
-def _unknown_ids(run: RunConfig, data: Data, meta_model: Any) -> list[str]:
-    vocabulary = meta_model.get_input_embeddings().num_embeddings
-    try:
-        require_known_ids(run.model, [data.train, data.eval], vocabulary)
-    except ConfigError as problem:
-        return list(problem.problems)
-    return []
+def _with_suggested_bins(run: RunConfig) -> tuple[RunConfig, list[str]]:
+    """The run with bins in place of `auto`, and a note."""
+    if not has_auto_bins(run):
+        return run, []
+    binned = with_bins(run, suggested_bin(run))
+    return binned, [f"batching.tokens=auto is found by a run; here bins have {binned.batching.bin_tokens:,} tokens"]
 
 
 def _split(counts: Counts) -> dict[str, Any]:

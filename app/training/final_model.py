@@ -52,7 +52,7 @@ def write_final(resolved: ResolvedRun, trainer: Trainer, recorder: Recorder, pre
 
 
 def _card(resolved: ResolvedRun, recorder: Recorder, result: Mapping[str, Any], folder: Path) -> str:
-    loading = loading_of(resolved.sections, resolved.meta_model, folder, recorder.folder.base)
+    loading = loading_of(resolved.sections, resolved.base.on_meta(), folder, recorder.folder.base)
     manifest = read_manifest(recorder.folder.manifest)
     return model_card(asdict(resolved.config), manifest, result, loading)
 

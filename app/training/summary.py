@@ -8,15 +8,14 @@ from typing import Any
 import torch
 
 from app.config.commands import python
-from app.config.dataset import formats_of, has_chats, has_held_out_rows
+from app.config.dataset import formats_of, has_held_out_rows
 from app.config.metrics import SHARES
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS
 from app.data.packing import min_bins
-from app.data.prepare import Data, prepare
 from app.distributed.process_group import default_device, machine_notes
 from app.model.source import base_fingerprint, fetch_folder
-from app.model.tokenizer import load_tokenizer, tokenizer_hash
+from app.model.tokenizer import tokenizer_hash
 from app.optim import requirements
 from app.safe_text import many
 from app.tracking.formatting import format_bytes, format_count
@@ -24,8 +23,9 @@ from app.tracking.output_dir import RunFolder
 from app.training import memory_in_use
 from app.training.auto_settings import offload_notes
 from app.training.checkpoint import Progress
+from app.training.preparation import Prepared, prepare_run
 from app.training.rehearsal import Rehearsal
-from app.training.resolve import ResolvedRun, limit_to_positions, resolve_format
+from app.training.resolve import ResolvedRun
 from app.training.scores import finite
 
 _MIN_SHOWN_DIFFERENCE = 0.0005  # of measured and planned memory; smaller ones would be shown as 0.0 %
@@ -117,18 +117,16 @@ def manifest_facts(resolved: ResolvedRun) -> dict[str, Any]:
         "hardware": _hardware(),
         "memory_taken": None if others is None else asdict(others),
         "clocks": memory_in_use.clocks(),
-        "hashes": _content_hashes(resolved.data, resolved.tokenizer),
+        "hashes": _content_hashes(resolved),
     }
 
 
 def provenance(run: RunConfig) -> dict[str, Any]:
     """`hardware` and `hashes` as the manifest would have them if `run` started here now."""
-    run, _ = resolve_format(limit_to_positions(run, lambda _note: None))
-    tokenizer = load_tokenizer(run.model, needs_template=has_chats(run.dataset))
-    data = prepare(run.dataset, tokenizer, run.cache_dir, classes=run.task.labels)
+    prepared = prepare_run(run, lambda _note: None)
     if run.model.weights == "pretrained":
         fetch_folder(run.model, run.model.path, with_weights=True)
-    hashes = {**_content_hashes(data, tokenizer), "base": base_fingerprint(run.model)}
+    hashes = {**_content_hashes(prepared), "base": base_fingerprint(run.model)}
     return {"hardware": _hardware(), "hashes": hashes}
 
 
@@ -142,11 +140,12 @@ def _hardware() -> dict[str, str | None]:
     }
 
 
-def _content_hashes(data: Data, tokenizer: Any) -> dict[str, str | None]:
+def _content_hashes(prepared: Prepared) -> dict[str, str | None]:
+    data = prepared.data
     return {
         "train": data.train.fingerprint,
         "eval": None if data.eval is None else data.eval.fingerprint,
-        "tokenizer": tokenizer_hash(tokenizer),
+        "tokenizer": tokenizer_hash(prepared.tokenizer),
     }
 
 

@@ -20,7 +20,7 @@ from app.training.checkpoint import Checkpoints, Progress
 from app.training.eta import Eta
 from app.training.memory import Measured
 from app.training.memory_in_use import device_used_bytes
-from app.training.resolve import StepPlan
+from app.training.preparation import StepPlan
 from app.training.scores import counts_of, finite, logged, score
 from app.training.summary import skipped_message, split_message
 from app.training.train_step import Stepper, StepResult

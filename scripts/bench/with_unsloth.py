@@ -74,11 +74,11 @@ def _adapted(prepared: Prepared, folder: str, names: list[str]) -> Any:
 def _start_like_ours(prepared: Prepared, network: Any) -> None:
     """lora_A is drawn in the order of the layers, from the same seed, as `app.model.adapters` has it drawn."""
     from app.model.adapters import add_adapter
-    from app.model.load_base import build_on_meta
+    from app.model.structure import BaseModel
 
     run = prepared.run
     with torch.device(prepared.runtime.device):
-        template = build_on_meta(run.model, TASKS[run.task.kind], "eager")
+        template = BaseModel(run.model, TASKS[run.task.kind]).on_meta()
         torch.manual_seed(run.seed)
         drawn = dict(add_adapter(run.adapter, TASKS[run.task.kind], template, BASE).named_parameters())
     with torch.no_grad():

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from app.model.build import plan_model
-from app.training.choices import Choices
-from app.training.resolve import sections_of
+from app.training.choices import Choices, sections_of
 from scripts.bench.contest import METHODS, SHAPES, run_of
 from scripts.bench.machine import Clock, mfu
 from tests.bench.test_workload import CONTEST

@@ -164,10 +164,11 @@ def test_labels_from_rows_or_given(tmp_path: Path) -> None:
     assert data.eval is not None
     assert data.report.eval is not None
     assert (len(data.eval), data.report.eval.bad_rows, data.report.eval.classes) == (1, 1, {"a": 1})
-    scored, counts, _ = rows_to_score(
-        config(held, "labelled_text", on_bad_row="skip"), tokenizer(None), str(tmp_path / "cache"), ("a",)
-    )
-    assert (len(scored), counts.bad_rows) == (1, 1)
+    skipping = config(held, "labelled_text", on_bad_row="skip")
+    scored = rows_to_score(skipping, tokenizer(None), str(tmp_path / "cache"), classes=("a",))
+    assert scored.eval is not None
+    assert scored.report.eval is not None
+    assert (len(scored.eval), scored.report.eval.bad_rows) == (1, 1)
     split = read(
         write_jsonl(tmp_path / "many.jsonl", labelled(*((f"t {i}", i % 3) for i in range(60)))), eval_fraction=0.3
     )

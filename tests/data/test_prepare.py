@@ -151,10 +151,11 @@ def test_instruction_without_template_refused(tmp_path: Path) -> None:
 
 
 def scored(path: Path | str, **changes: Any) -> tuple[TokenRows, int]:
-    rows, counts, notes = rows_to_score(config(path, **changes), tokenizer(), str(Path(path).parent / "cache"))
-    assert counts.samples == len(rows)
-    assert notes == []
-    return rows, counts.left_over
+    data = rows_to_score(config(path, **changes), tokenizer(), str(Path(path).parent / "cache"))
+    assert data.eval is not None
+    assert data.report.eval is not None
+    assert (data.report.eval.samples, len(data.train), data.report.notes) == (len(data.eval), 0, [])
+    return data.eval, data.report.eval.left_over
 
 
 def test_rows_to_score_equal_held_out(tmp_path: Path) -> None:

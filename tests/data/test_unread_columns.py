@@ -119,4 +119,4 @@ def test_unread_input_of_a_finished_run_stops_no_scoring(tmp_path: Path) -> None
     for trains in (True, False):
         judge = partial(stop_if_wrong, trains=trains)
         with pytest.raises(DataError, match="not read") if trains else nullcontext():
-            rows_to_score(asked, tokenizer(), str(tmp_path / "cache"), (), judge)
+            rows_to_score(asked, tokenizer(), str(tmp_path / "cache"), judge=judge)

@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from app.config.tasks import TASKS
 from app.data.collate import Padded
 from app.data.prepare import Data
 from app.distributed.process_group import Runtime
 from app.evaluation.run import Evaluation
+from app.model.structure import BaseModel
 from app.training.choices import Choices
 from tests.training.conftest import small_run
 
@@ -18,7 +20,7 @@ def evaluation_of(data: Data, runtime: Runtime, hashes: dict[str, str], *overrid
         folder=Path("runs/mine"),
         run=small_run(*overrides),
         hashes=hashes,
-        meta_model=None,
+        base=BaseModel(small_run().model, TASKS["causal"]),
         rows=data.eval,
         row_lines=["scored: some"],
         layout=Padded(3, pad_id=0),

@@ -8,7 +8,7 @@ from app.config.load import compose_run
 from app.distributed.fsdp import MeshSizes
 from app.memory.estimate import MemoryPlan, plan_memory, planned_choices
 from app.memory.meta_model import MetaModel
-from app.training.resolve import sections_of
+from app.training.choices import sections_of
 from tests.memory.truth import EXPERTS, PACKED, small_run
 
 NEAR = 4096  # bytes: the stack of gradient norms is rounded up

@@ -67,6 +67,24 @@ def test_worst_case_is_largest_micro_batch_of_settings() -> None:
     assert (padded_encoder.width, padded_encoder.documents) == (64, (60, 4, 60, 4))
 
 
+@pytest.mark.parametrize(
+    ("words", "documents", "places", "labels"),
+    [
+        (("model=bert", "batching.packing=false", "batching.rows=2", "dataset.max_length=60"), (60, 4, 60, 4), 4, 2),
+        (("model=bert", "batching.packing=false", "batching.rows=16"), (512,) * 16, 32, 16),
+        (("model=bert", "batching.tokens=1000"), (512, 488), 2, 2),
+        (("model=tiny", "batching.packing=false", "batching.rows=2"), (), 0, 2),
+    ],
+)
+@pytest.mark.parametrize("is_pair", [True, False])
+def test_worst_case_of_classifier_is_that_of_the_collator(
+    words: tuple[str, ...], documents: tuple[int, ...], places: int, labels: int, is_pair: bool
+) -> None:
+    rows = f"dataset={'text_pair' if is_pair else 'labelled_text'}"
+    found = worst_case(compose_run(["task=classification", rows, "dataset.path=x", *words]))
+    assert (found.documents, found.places, found.label_rows, found.pairs) == (documents, places, labels, is_pair)
+
+
 NAMES = {
     "NVIDIA H100 80GB HBM3": "h100",
     "NVIDIA H100 PCIe": None,  # slower than the SXM card of the table

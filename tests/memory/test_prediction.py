@@ -12,9 +12,8 @@ from app.memory.planner import min_recomputed_layers
 from app.model.build import build_training_model
 from app.model.checks import choose_loss_head
 from app.optim.optimizers import build_optimizer
-from app.training.choices import Choices
+from app.training.choices import Choices, sections_of
 from app.training.memory import Forecast, Measured, Predicted
-from app.training.resolve import sections_of
 from app.training.train_step import Stepper
 from tests.memory.truth import PACKED, batch_of, small_run
 

@@ -14,8 +14,7 @@ from app.model.build import build_training_model
 from app.model.checks import choose_loss_head
 from app.model.training_model import TrainingModel
 from app.optim.optimizers import build_optimizer, needs_whole_matrices
-from app.training.choices import Choices
-from app.training.resolve import sections_of
+from app.training.choices import Choices, sections_of
 from app.training.storage_counter import StorageCounter, kept_tensors
 from app.training.train_step import Stepper
 

@@ -15,9 +15,10 @@ from app.errors import ConfigError, EnvironmentProblem
 from app.model.attention import NAME, register
 from app.model.base_weights import LoadOptions
 from app.model.build import base_path, build_training_model, plan_model
-from app.model.load_base import build_on_meta, load_base
+from app.model.load_base import load_base
 from app.model.load_run import load_tuned
 from app.model.save import save_model
+from app.model.structure import BaseModel
 from app.model.tokenizer import load_tokenizer
 from tests.model.small import (
     CAUSAL,
@@ -58,7 +59,7 @@ def test_the_numbers_in_conf_are_those_of_the_real_models(model: str, weights: i
     assert isinstance(given, dict)
     config = model_config(architecture=given["architecture"])
     assert plan_model(sections(config, full())).total == weights
-    assert {p.device.type for p in build_on_meta(config, CAUSAL, "eager").parameters()} == {"meta"}
+    assert {p.device.type for p in BaseModel(config, CAUSAL).on_meta().parameters()} == {"meta"}
 
 
 def test_wrong_numbers_are_refused() -> None:

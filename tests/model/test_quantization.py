@@ -12,10 +12,11 @@ from app.errors import ConfigError
 from app.model.attention import register
 from app.model.base_weights import LoadOptions
 from app.model.build import ModelSections, build_training_model, plan_model, random_base
-from app.model.load_base import build_on_meta, load_base
+from app.model.load_base import load_base
 from app.model.nf4 import DequantizeBuffer, dequantized
 from app.model.quantization import Nf4, quantizer_of
 from app.model.save import save_base
+from app.model.structure import BaseModel
 from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
 from tests.model.small import (
@@ -83,7 +84,7 @@ def same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
 
 
 def linear_in_backbone(kind: str) -> dict[str, int]:
-    lm = build_on_meta(wide(kind), CAUSAL, "eager")
+    lm = BaseModel(wide(kind), CAUSAL).on_meta()
     return {
         name: module.weight.numel()
         for name, module in lm.named_modules()

@@ -18,7 +18,7 @@ from app.errors import ConfigError
 from app.model.attention import BACKENDS, Backend, Needs, Rules, needs_of, register, sdpa, select, varlen
 from app.model.attention.requirements import Kernel
 from app.model.attention.varlen import varlen_kernel, varlen_requires
-from app.model.load_base import build_on_meta
+from app.model.structure import BaseModel
 from tests.choices import pairwise
 from tests.model import stand_ins
 from tests.model.small import CAUSAL, KINDS, built, model_config
@@ -135,7 +135,7 @@ def test_attention_on_meta_reads_no_value_of_device(
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_device: False)  # `meta` has none to ask for
     name = "varlen" if function in TORCH else "flash"
     run = sdpa if function is None else varlen_kernel(name, blind(function))
-    lm = build_on_meta(model_config(kind), CAUSAL, stand_in(run))
+    lm = BaseModel(model_config(kind), CAUSAL).on_meta(stand_in(run))
     ids = torch.zeros(1, sum(LENGTHS), dtype=torch.long, device=META)
     documents = PackedSequences.from_lengths(LENGTHS, max_seqlen=40, max_documents=9).to(META)
     with pytest.raises((RuntimeError, NotImplementedError)):
@@ -294,7 +294,7 @@ def test_needs_read_from_model_on_meta(kind: str) -> None:
     given = model_config(kind)
     if kind == "gpt2":
         given.architecture["attn_pdrop"] = 0.1
-    needs = needs_of(build_on_meta(given, CAUSAL, "eager"), torch.bfloat16, packed=True)
+    needs = needs_of(BaseModel(given, CAUSAL).on_meta(), torch.bfloat16, packed=True)
     assert needs.softcap == (kind == "gemma2")
     assert needs.sinks == (kind == "gpt_oss")
     assert needs.dropout == (kind == "gpt2")

@@ -18,14 +18,14 @@ from app.distributed.process_group import Runtime, start
 from app.model.adapters import lr_factor
 from app.model.attention import Needs, needs_of
 from app.model.build import DTYPES, ModelSections, build_training_model
-from app.model.load_base import build_on_meta
+from app.model.structure import BaseModel
 from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
 from app.optim.optimizers import build_optimizer
 from app.tracking.recorder import Recorder
-from app.training.auto_settings import recomputed_layers
 from app.training.checkpoint import Checkpoints, Progress
-from app.training.resolve import StepPlan
+from app.training.choices import recomputed_layers
+from app.training.preparation import StepPlan
 from app.training.train_step import Stepper
 from app.training.trainer import Parts, Trainer
 
@@ -82,7 +82,7 @@ def sections_of(run: RunConfig, attention: str = "sdpa") -> ModelSections:
 
 
 def needs_for(run: RunConfig) -> Needs:
-    lm = build_on_meta(run.model, TASKS[run.task.kind], "eager")
+    lm = BaseModel(run.model, TASKS[run.task.kind]).on_meta()
     return needs_of(lm, DTYPES[run.precision.kind].compute, packed=True)
 
 

@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.config.schema import AttentionConfig, PrecisionConfig, TrainingConfig
+from app.config.schema import AttentionConfig, PrecisionConfig, RunConfig, TrainingConfig
+from app.config.tasks import task_of
 from app.errors import ConfigError
 from app.model.attention import BACKENDS, Needs
-from app.training.choices import choose, choose_precision
-from app.training.resolve import build_meta_model, limit_to_positions, plan_steps, resolve_choices
+from app.model.structure import BaseModel
+from app.training.choices import choose, choose_precision, resolve_choices
+from app.training.preparation import plan_steps, within_positions
 from tests.training.conftest import small_run
 
 
@@ -33,6 +35,10 @@ def test_plan_steps_keeps_whole_epochs(epochs: int, per_epoch: int) -> None:
     plan = plan_steps(training(epochs), per_epoch)
     assert plan.steps == epochs * per_epoch
     assert plan.epoch(plan.steps) == epochs
+
+
+def base_of(run: RunConfig) -> BaseModel:
+    return BaseModel(run.model, task_of(run.task))
 
 
 def not_needed(precision: str) -> Needs:
@@ -64,12 +70,12 @@ def test_auto_attention_depends_on_the_model(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setitem(BACKENDS, name, replace(backend, requires=lambda _device: []))
     for overrides, expected in (((), "flash"), (("batching.packing=false",), "sdpa")):
         run = small_run("precision=bf16", "attention=auto", *overrides)
-        chosen = resolve_choices(run, build_meta_model(run), {})
+        chosen = resolve_choices(run, base_of(run), {})
         assert chosen.attention == expected
     kept = {"precision": "fp32", "attention": "varlen"}
     auto = small_run("precision=auto", "attention=auto")
     with pytest.raises(ConfigError, match="attention=varlen cannot do float32 arithmetic"):
-        resolve_choices(auto, build_meta_model(auto), kept)
+        resolve_choices(auto, base_of(auto), kept)
 
 
 @pytest.mark.parametrize("key", ["max_position_embeddings", "n_positions"])
@@ -79,7 +85,7 @@ def test_max_length_is_limited_to_positions(tmp_path: Path, key: str) -> None:
     run = small_run()
     run = replace(run, model=replace(run.model, path=str(tmp_path), weights="pretrained"))
     said: list[str] = []
-    assert limit_to_positions(run, said.append).dataset.max_length == 100
+    assert within_positions(run.dataset, base_of(run), said.append).max_length == 100
     assert said == [f"note    dataset.max_length=256 -> 100: model.path={tmp_path} reads 100 tokens at most"]
     assert run.dataset.max_length == 256, "what the caller has is left alone"
 
@@ -95,11 +101,11 @@ def test_max_length_excludes_unused_positions_of_roberta(tmp_path: Path, told: d
     encoder = replace(run.model, path=str(tmp_path), weights="pretrained")
     run = replace(run, model=encoder, task=replace(run.task, kind="masked", mask_share=0.15))
     for length, kept in ((97, 97), (98, 98), (99, 98), (100, 98), (256, 98)):
-        longer = replace(run, dataset=replace(run.dataset, max_length=length))
-        assert limit_to_positions(longer, lambda _note: None).dataset.max_length == kept
+        longer = replace(run.dataset, max_length=length)
+        assert within_positions(longer, base_of(run), lambda _note: None).max_length == kept
 
 
 def test_max_length_within_positions_stays() -> None:
     run, said = small_run(), list[str]()
-    assert limit_to_positions(run, said.append) is run
+    assert within_positions(run.dataset, base_of(run), said.append) is run.dataset
     assert said == []

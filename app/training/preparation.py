@@ -1,0 +1,138 @@
+"""The preparation of a run: its rows as tokens, with the tokenizer, the base and what is learnt of them.
+
+No weight is read, and nothing here depends on the machine.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from app.config.dataset import formats_for, has_chats, paths_of
+from app.config.rules import problems_of
+from app.config.schema import DatasetConfig, RunConfig, TrainingConfig
+from app.config.tasks import task_of
+from app.data.collate import Layout, Packed, Padded
+from app.data.detect_format import detect_formats
+from app.data.loader import Loader, StepSplit
+from app.data.objectives import Objective, build_objective
+from app.data.prepare import Data, prepare, stop_if_wrong
+from app.errors import ConfigError, refuse
+from app.model.source import positions_text
+from app.model.structure import BaseModel
+from app.model.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run with its rows. `config` has formats, labels and the longest row settled."""
+
+    config: RunConfig
+    base: BaseModel
+    tokenizer: Any
+    data: Data
+    objective: Objective
+
+    def layout(self, rows: int) -> Layout:
+        """Bins, or `rows` padded rows."""
+        padding = self.tokenizer.pad_token_id  # any serves: padding is told by row lengths, never by its id
+        return layout_of(self.config, rows, self.objective, 0 if padding is None else int(padding))
+
+    def loader_for(self, processes: int, rank: int = 0) -> Loader:
+        """The rows to train on, in steps of all processes."""
+        split = StepSplit(self.config.batching.accumulation, processes, rank)
+        return Loader(self.data.train, self.layout(self.config.batching.rows), split, self.config.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Optimizer steps of the whole run and of one epoch."""
+
+    steps: int
+    steps_per_epoch: int
+
+    def epoch(self, step: int) -> float:
+        """Epochs done after `step` steps."""
+        return step / self.steps_per_epoch
+
+    def every(self, interval: int | str) -> int:
+        """The steps of an interval that may be given as a part of an epoch, such as 0.25epoch; at least one of it."""
+        if isinstance(interval, int):
+            return interval
+        return max(1, round(float(interval.removesuffix("epoch")) * self.steps_per_epoch))
+
+
+def prepare_run(
+    run: RunConfig,
+    say: Callable[[str], None],
+    base: BaseModel | None = None,
+    *,
+    read: Callable[..., Data] = prepare,
+    judge: Callable[..., None] = stop_if_wrong,
+    report: Callable[[Iterable[str]], None] = refuse,
+) -> Prepared:
+    """Settle formats, labels and the longest row, and read the rows with `read`.
+
+    `base` is another one than the config names. `judge` looks at the rows of a source, `report` refuses what is wrong
+    with all of them; a check collects instead.
+    """
+    base = base or BaseModel(run.model, task_of(run.task))
+    dataset, notes = detect_formats(within_positions(run.dataset, base, say), formats_for(run.task.kind))
+    problems = problems_of(replace(run, dataset=dataset)) if notes else []
+    if problems:
+        raise ConfigError([*problems[:-1], f"{problems[-1]} ({'; '.join(notes)})"])
+    tokenizer = load_tokenizer(run.model, needs_template=has_chats(dataset))
+    data = read(dataset, tokenizer, run.cache_dir, notes, partial(judge, positions=base.positions), run.task.labels)
+    task = run.task
+    if base.task.unit == "class" and not task.labels:
+        report(_class_problems(dataset, data.classes))
+        task = replace(task, labels=list(data.classes) if len(data.classes) > 1 else [])
+        base = replace(base, task=task_of(task))
+    objective = build_objective(task, tokenizer, run.seed, bidirectional=base.is_bidirectional)
+    report(_unknown_ids(run, base, data))
+    return Prepared(replace(run, dataset=dataset, task=task), base, tokenizer, data, objective)
+
+
+def within_positions(dataset: DatasetConfig, base: BaseModel, say: Callable[[str], None]) -> DatasetConfig:
+    """Lower `max_length` to the positions of the model; longer rows are then over-long."""
+    longest = base.longest_row(dataset.max_length)
+    if longest == dataset.max_length:
+        return dataset
+    say(f"note    dataset.max_length={dataset.max_length} -> {longest}: {positions_text(base.config, longest)}")
+    return replace(dataset, max_length=longest)
+
+
+def _class_problems(dataset: DatasetConfig, classes: Sequence[str]) -> Iterator[str]:
+    """Labels of rows that a classifier cannot be made of."""
+    if len(classes) < 2:
+        only = f"all have the label {classes[0]}" if classes else "none has a label"
+        yield (
+            f"dataset.path={paths_of(dataset)}: of its rows {only}, so there is nothing to choose. Give rows "
+            "of two labels or more, or name all there are: task.labels=[one,other]."
+        )
+
+
+def _unknown_ids(run: RunConfig, base: BaseModel, data: Data) -> Iterator[str]:
+    """Ids beyond the embedding: on a GPU they end the process without a message."""
+    largest = max(rows.largest_id for rows in (data.train, data.eval) if rows is not None)
+    vocabulary = base.vocabulary(largest)
+    if largest >= vocabulary:
+        yield (
+            f"model.tokenizer={run.model.tokenizer or 'null'}: it gives ids up to {largest}, but the model knows only "
+            f"{vocabulary} (0 to {vocabulary - 1}). Give the tokenizer that belongs to model.path={run.model.path}."
+        )
+
+
+def layout_of(run: RunConfig, rows: int, objective: Objective, pad_id: int = 0) -> Layout:
+    """Bins, or `rows` padded rows."""
+    if run.batching.packing:
+        return Packed(run.batching.bin_tokens, pad_id, run.dataset.max_length, objective)
+    return Padded(rows, pad_id, objective)
+
+
+def plan_steps(training: TrainingConfig, steps_per_epoch: int) -> StepPlan:
+    """`epochs`, rounded up to whole steps, cut at `max_steps`."""
+    wanted = math.ceil(training.epochs * steps_per_epoch - 1e-9)  # 0.1 * 30 is a little more than 3
+    steps = wanted if training.max_steps is None else min(wanted, training.max_steps)
+    return StepPlan(steps=max(steps, 1), steps_per_epoch=steps_per_epoch)
