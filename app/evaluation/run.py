@@ -25,7 +25,7 @@ from app.model.source import base_fingerprint
 from app.model.structure import BaseModel
 from app.model.training_model import TrainingModel
 from app.tracking.formatting import format_duration
-from app.training.choices import Choices, resolve_choices, sections_of
+from app.training.choices import Choices, choose, sections_of
 from app.training.eta import Eta
 from app.training.preparation import prepare_run
 from app.training.scores import Sums, counts_of, score_rows
@@ -158,7 +158,7 @@ class Evaluation(FinishedRun):
 def open_finished_run(run: RunConfig, folder: Path, hashes: Mapping[str, Any], *, tuned: bool) -> FinishedRun:
     """Resolve precision and attention and start the processes. `tuned`: whether the tuned weights are read first."""
     base = _base_of(run, folder, tuned=tuned)
-    choices = resolve_choices(run, base, {})
+    choices = choose(run, base, {})
     return FinishedRun(folder, run, hashes, base, choices, start(run.launch, choices.precision, run.seed))
 
 
@@ -171,7 +171,7 @@ def prepare_evaluation(
     rows, report = prepared.data.eval, prepared.data.report
     assert rows is not None
     assert report.eval is not None
-    choices = resolve_choices(prepared.config, base, {})
+    choices = choose(prepared.config, base, {})
     return Evaluation(
         folder=folder,
         run=prepared.config,

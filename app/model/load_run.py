@@ -16,7 +16,7 @@ from app.model.build import DTYPES, ModelSections, build_base
 from app.model.load_base import drawing_by, open_folder, read_weights
 from app.model.quantization import quantization_after_training, quantizer_of
 from app.model.source import REMOTE_CODE, fetch_folder, require_weights
-from app.model.structure import stored_dtype
+from app.model.structure import numbers_in_folder
 from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
 
@@ -40,7 +40,7 @@ def load_tuned(
         raise CheckpointError(f"adapter=false: {final} is a whole model, its base is not in it.")
     folder = _base_folder(run, final, model) if has_adapter else final
     require_weights(folder, model.path if has_adapter else str(final))
-    dtype = stored_dtype(model, task, folder)
+    dtype = getattr(numbers_in_folder(model, task, folder), "dtype", None) or torch.float32
     quantizer = None if quantization is None else quantizer_of(quantization_after_training(quantization), dtype)
     with drawing_by(seed):
         lm = open_folder(model, task, folder, LoadOptions(dtype, _device(), "eager"), quantizer).whole()

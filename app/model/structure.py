@@ -143,11 +143,6 @@ def _require_no_other_classes(config: ModelConfig, task: Task, numbers: Any) -> 
         )
 
 
-def stored_dtype(config: ModelConfig, task: Task, folder: Path) -> torch.dtype:
-    """What the folder says its weights are in."""
-    return getattr(numbers_in_folder(config, task, folder), "dtype", None) or torch.float32
-
-
 def from_numbers(config: ModelConfig, task: Task, numbers: Any, dtype: torch.dtype, attention: str) -> Any:
     """The model of the task's class, where torch puts new modules."""
     return model_class(task).from_config(

@@ -3,7 +3,7 @@
 With the choices a run has all sections that decide what is built.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch
 
 from app.config.schema import AttentionConfig, PrecisionConfig, RunConfig, TrainingConfig
 from app.distributed.process_group import default_device
-from app.errors import ConfigError
+from app.errors import refuse
 from app.model.attention import Needs, needs_of, select
 from app.model.build import DTYPES, ModelSections
 from app.model.structure import BaseModel
@@ -28,14 +28,21 @@ class Choices:
     attention: str
 
 
-def resolve_choices(run: RunConfig, base: BaseModel, stored: Mapping[str, str]) -> Choices:
-    """Precision and attention for this machine and model; `stored` ones of a checkpoint replace `auto`."""
+def choose(run: RunConfig, base: BaseModel, stored: Mapping[str, str]) -> Choices:
+    """Resolve `auto` by the `stored` choices of a checkpoint, else for this machine and model."""
+    refuse(_precision_problems(run.precision))
+    precision, attention = run.precision, run.attention
+    if stored and precision.kind == "auto":
+        precision = PrecisionConfig(kind=stored["precision"])
+    if stored and attention.kind == "auto":
+        attention = AttentionConfig(kind=stored["attention"])
+    name = choose_precision(precision)
     packed = run.batching.packing or base.is_bidirectional
 
-    def needs(precision: str) -> Needs:
-        return needs_of(base.on_meta(), DTYPES[precision].compute, packed=packed)
+    def needs() -> Needs:
+        return needs_of(base.on_meta(), DTYPES[name].compute, packed=packed)
 
-    return choose(run.precision, run.attention, needs, stored)
+    return Choices(precision=name, attention=select(attention, default_device(), needs))
 
 
 def sections_of(run: RunConfig, choices: Choices) -> ModelSections:
@@ -59,29 +66,13 @@ def recomputed_layers(training: TrainingConfig) -> bool | int:
     return True if isinstance(training.recompute, str) else training.recompute
 
 
-def choose(
-    precision: PrecisionConfig, attention: AttentionConfig, needs: Callable[[str], Needs], stored: Mapping[str, str]
-) -> Choices:
-    """Resolve `auto` by the `stored` choices of a checkpoint, else for this machine. `needs` takes a precision."""
-    problems = check_precision(precision)
-    if problems:
-        raise ConfigError(problems)
-    if stored and precision.kind == "auto":
-        precision = PrecisionConfig(kind=stored["precision"])
-    if stored and attention.kind == "auto":
-        attention = AttentionConfig(kind=stored["attention"])
-    name = choose_precision(precision)
-    return Choices(precision=name, attention=select(attention, default_device(), lambda: needs(name)))
-
-
-def check_precision(precision: PrecisionConfig) -> list[str]:
-    """Problems of a precision that this machine cannot compute in, with the alternatives."""
+def _precision_problems(precision: PrecisionConfig) -> Iterator[str]:
+    """Refuse a precision that this machine cannot compute in, with the alternatives."""
     has_gpu = torch.cuda.is_available()
     if precision.kind == "tf32" and not (has_gpu and torch.cuda.get_device_capability() >= _AMPERE):
-        return ["precision=tf32 needs an NVIDIA GPU of the Ampere generation or newer. Choose precision=fp32 or bf16."]
-    if precision.kind == "bf16" and has_gpu and not _gpu_has_bf16():
-        return ["precision=bf16 is not in the hardware of this GPU. Choose precision=fp16 or fp32."]
-    return []
+        yield "precision=tf32 needs an NVIDIA GPU of the Ampere generation or newer. Choose precision=fp32 or bf16."
+    elif precision.kind == "bf16" and has_gpu and not _gpu_has_bf16():
+        yield "precision=bf16 is not in the hardware of this GPU. Choose precision=fp16 or fp32."
 
 
 def choose_precision(precision: PrecisionConfig) -> str:

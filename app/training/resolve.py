@@ -21,7 +21,7 @@ from app.optim.lr_schedule import learning_rate
 from app.training import memory_in_use
 from app.training.auto_settings import BINS_CHOICE, LAYERS_CHOICE, PARALLEL_CHOICE, AutoPlanner, AutoSettings
 from app.training.checkpoint import choices_of, find_checkpoint
-from app.training.choices import Choices, resolve_choices, sections_of
+from app.training.choices import Choices, choose, sections_of
 from app.training.identity import base_hash, compared_settings
 from app.training.optimizer_in_backward import require_gradients_one_by_one
 from app.training.preparation import Prepared, StepPlan, plan_steps, prepare_run
@@ -97,12 +97,12 @@ def resolve_run(
     """
     prepared = prepare_run(run, log)
     prepared.base.on_meta()  # a model that cannot be trained is refused before the machine is looked at
-    resolved = _choose(prepared, checkpoints, log, planner)
+    resolved = _settle(prepared, checkpoints, log, planner)
     resolved.runtime.host_group.require_same(_equal_on_all_ranks(resolved, checkpoints))
     return resolved
 
 
-def _choose(
+def _settle(
     prepared: Prepared, checkpoints: Path, log: Callable[[str], None], planner: AutoPlanner | None
 ) -> ResolvedRun:
     """Settle what the checkpoint, the machine and the memory planner decide, in the order of what needs what."""
@@ -112,7 +112,7 @@ def _choose(
     for remark in (*(f"memory  {note}" for note in memory_in_use.notes()), *remarks):
         log(remark)
     stored = choices_of(checkpoint)
-    choices = resolve_choices(config, base, stored)
+    choices = choose(config, base, stored)
     require_gradients_one_by_one(config.optimizer, world().size, choices.precision)
     runtime = start(config.launch, choices.precision, config.seed)
     quantization.require_hardware(config.quantization, runtime.device)

@@ -24,7 +24,7 @@ from app.model.load_base import load_base
 from app.model.quantization import quantizer_of
 from app.model.structure import BaseModel
 from app.optim.optimizers import build_optimizer
-from app.training.choices import Choices, resolve_choices, sections_of
+from app.training.choices import Choices, choose, sections_of
 from app.training.train_step import Stepper
 from scripts.bench.contest import Contest, run_of
 from scripts.bench.machine import Clock
@@ -65,7 +65,7 @@ class Prepared:
 def prepare(contest: Contest, settings: tuple[str, ...] = ()) -> Prepared:
     """`settings` are those of one of our variants."""
     run = run_of(contest, settings)
-    choices = resolve_choices(run, BaseModel(run.model, TASKS[run.task.kind]), {})
+    choices = choose(run, BaseModel(run.model, TASKS[run.task.kind]), {})
     runtime = start(run.launch, choices.precision, run.seed)
     assert runtime.device.type == contest.device, f"{contest.device} was asked for, and there is none"
     steps = workload(contest, run.model.architecture["vocab_size"])

@@ -3,17 +3,18 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.config.schema import AttentionConfig, PrecisionConfig, RunConfig, TrainingConfig
+from app.config.schema import PrecisionConfig, RunConfig, TrainingConfig
 from app.config.tasks import task_of
 from app.errors import ConfigError
-from app.model.attention import BACKENDS, Needs
+from app.model.attention import BACKENDS
 from app.model.structure import BaseModel
-from app.training.choices import choose, choose_precision, resolve_choices
+from app.training.choices import choose, choose_precision
 from app.training.preparation import plan_steps, within_positions
 from tests.training.conftest import small_run
 
@@ -41,14 +42,20 @@ def base_of(run: RunConfig) -> BaseModel:
     return BaseModel(run.model, task_of(run.task))
 
 
-def not_needed(precision: str) -> Needs:
-    raise AssertionError("a model was built to choose what every model can have")
+class Unbuilt(BaseModel):
+    def on_meta(self, *_args: Any) -> Any:
+        raise AssertionError("a model was built to choose what every model can have")
+
+
+def chosen_without_model(precision: str, stored: dict[str, str]) -> str:
+    run = small_run(f"precision={precision}", "attention=auto")
+    return choose(run, Unbuilt(run.model, task_of(run.task)), stored).precision
 
 
 @pytest.mark.skipif("num_gpus() > 0", reason="tells what a machine without a GPU says")
 def test_tf32_without_hardware_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"precision=tf32 needs .* Choose precision=fp32"):
-        choose(PrecisionConfig(kind="tf32"), AttentionConfig(kind="auto"), not_needed, {})
+        chosen_without_model("tf32", {})
 
 
 @pytest.mark.skipif("num_gpus() > 0", reason="tells what a machine without a GPU chooses")
@@ -60,9 +67,8 @@ def test_auto_precision_is_bf16_only_with_cpu_flags(flags: str, expected: str, m
 
 def test_stored_choices_replace_auto() -> None:
     kept = {"precision": "fp16", "attention": "sdpa"}
-    auto = PrecisionConfig(kind="auto"), AttentionConfig(kind="auto")
-    assert choose(*auto, not_needed, kept).precision == "fp16"
-    assert choose(PrecisionConfig(kind="fp32"), auto[1], not_needed, kept).precision == "fp32"
+    assert chosen_without_model("auto", kept) == "fp16"
+    assert chosen_without_model("fp32", kept) == "fp32"
 
 
 def test_auto_attention_depends_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,12 +76,12 @@ def test_auto_attention_depends_on_the_model(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setitem(BACKENDS, name, replace(backend, requires=lambda _device: []))
     for overrides, expected in (((), "flash"), (("batching.packing=false",), "sdpa")):
         run = small_run("precision=bf16", "attention=auto", *overrides)
-        chosen = resolve_choices(run, base_of(run), {})
+        chosen = choose(run, base_of(run), {})
         assert chosen.attention == expected
     kept = {"precision": "fp32", "attention": "varlen"}
     auto = small_run("precision=auto", "attention=auto")
     with pytest.raises(ConfigError, match="attention=varlen cannot do float32 arithmetic"):
-        resolve_choices(auto, base_of(auto), kept)
+        choose(auto, base_of(auto), kept)
 
 
 @pytest.mark.parametrize("key", ["max_position_embeddings", "n_positions"])
