@@ -22,9 +22,7 @@ from app.model.head import in_backbone
 from app.model.quantization import Quantizer, other_linear_layers
 from app.model.safetensors_files import stored_tensors
 from app.model.source import fetch_folder, require_weights
-from app.model.structure import from_numbers, numbers_in_folder, numbers_in_yaml
-from app.model.supported_models import require_kind, require_structure
-from app.model.tasks import model_class
+from app.model.structure import build, model_class, numbers_in_folder, numbers_in_yaml
 
 
 def load_base(
@@ -77,10 +75,8 @@ def open_folder(
 
 def _empty(config: ModelConfig, task: Task, numbers: Any, options: LoadOptions, quantizer: Quantizer | None) -> Any:
     """The model with its parameters on meta; what cannot be trained or packed is refused."""
-    require_kind(config, task, numbers)
     with parameters_on_meta():
-        lm = from_numbers(config, task, numbers, options.dtype, options.attention)
-    require_structure(config, task, lm)
+        lm = build(config, task, numbers, options.dtype, options.attention)
     if quantizer is not None:
         quantizer.require_quantizable(config, lm)
     lm.tie_weights()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from app.config.did_you_mean import did_you_mean
 from app.config.schema import ModelConfig
@@ -14,7 +15,6 @@ from app.config.tasks import Task
 from app.errors import ConfigError, EnvironmentProblem, gist, refuse
 from app.model.source import REMOTE_CODE, fetch_folder, folder_at_hand, local_place, read_config, require_weights
 from app.model.supported_models import require_kind, require_structure
-from app.model.tasks import configured, model_class
 from app.model.training_model import first_position
 
 
@@ -37,9 +37,8 @@ class BaseModel:
     def numbers(self) -> Any:
         """What transformers makes of its own config.json if that is at hand, else of the YAML."""
         folder = folder_at_hand(self.config) if self.config.weights == "pretrained" else None
-        if folder is None:
-            return numbers_in_yaml(self.config, self.task)
-        return numbers_in_folder(self.config, self.task, folder)
+        known = self.config, self.task
+        return numbers_in_yaml(*known) if folder is None else numbers_in_folder(*known, folder)
 
     def on_meta(self, attention: str = "eager", dtype: torch.dtype = torch.float32) -> Any:
         """The model without memory or adapter, the same one each time: change a copy of it."""
@@ -47,11 +46,9 @@ class BaseModel:
             place = local_place(self.config.path)
             if self.config.weights == "pretrained" and place.is_dir():
                 require_weights(place, self.config.path)
-            require_kind(self.config, self.task, self.numbers)
-            with torch.device("meta"):  # transformers writes attention and dtype into the numbers
-                lm = from_numbers(self.config, self.task, deepcopy(self.numbers), dtype, attention)
-            require_structure(self.config, self.task, lm)
-            self._on_meta[attention, dtype] = lm
+            numbers = deepcopy(self.numbers)  # transformers writes attention and dtype into them
+            with torch.device("meta"):
+                self._on_meta[attention, dtype] = build(self.config, self.task, numbers, dtype, attention)
         return self._on_meta[attention, dtype]
 
     @property
@@ -74,8 +71,7 @@ class BaseModel:
         told = self.stored.get("vocab_size")
         if isinstance(told, int) and largest < told:
             return told
-        count: int = self.on_meta().get_input_embeddings().num_embeddings
-        return count
+        return int(self.on_meta().get_input_embeddings().num_embeddings)
 
     @cached_property
     def is_bidirectional(self) -> bool:
@@ -88,14 +84,13 @@ class BaseModel:
 def numbers_in_yaml(config: ModelConfig, task: Task) -> Any:
     """The configuration of transformers for the architecture in the YAML."""
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import CONFIG_MAPPING, AutoConfig
 
     numbers = dict(config.architecture)
     kind = str(numbers.pop("model_type", None))
-    if kind not in CONFIG_MAPPING:
+    if kind not in transformers.CONFIG_MAPPING:
         raise ConfigError(
             f"model.architecture.model_type={kind} is not a kind that transformers knows."
-            f"{did_you_mean(kind, sorted(CONFIG_MAPPING))}"
+            f"{did_you_mean(kind, sorted(transformers.CONFIG_MAPPING))}"
         )
     refuse(
         f"model.architecture.{own}={numbers[own]} and model.architecture.{name}={numbers[name]} are one number of "
@@ -104,7 +99,7 @@ def numbers_in_yaml(config: ModelConfig, task: Task) -> Any:
         if name in numbers and own in numbers and numbers[name] != numbers[own]
     )
     try:
-        return configured(task, AutoConfig.for_model(kind, **numbers))
+        return _configured(task, transformers.AutoConfig.for_model(kind, **numbers))
     except (ValueError, TypeError, KeyError, StrictDataclassError) as fault:
         reason = gist(fault.__cause__ or fault)
         raise ConfigError(
@@ -115,11 +110,10 @@ def numbers_in_yaml(config: ModelConfig, task: Task) -> Any:
 def numbers_in_folder(config: ModelConfig, task: Task, folder: Path) -> Any:
     """The configuration of transformers in a local folder, for the labels of the run."""
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
 
     read_config(folder, config.path)
     try:
-        numbers = AutoConfig.from_pretrained(
+        numbers = transformers.AutoConfig.from_pretrained(
             str(folder), trust_remote_code=config.trust_remote_code, local_files_only=True
         )
     except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as fault:
@@ -128,7 +122,7 @@ def numbers_in_folder(config: ModelConfig, task: Task, folder: Path) -> Any:
             f"use ({gist(fault)}). {REMOTE_CODE}"
         ) from fault
     _require_no_other_classes(config, task, numbers)
-    return configured(task, numbers)
+    return _configured(task, numbers)
 
 
 def _require_no_other_classes(config: ModelConfig, task: Task, numbers: Any) -> None:
@@ -143,8 +137,27 @@ def _require_no_other_classes(config: ModelConfig, task: Task, numbers: Any) -> 
         )
 
 
-def from_numbers(config: ModelConfig, task: Task, numbers: Any, dtype: torch.dtype, attention: str) -> Any:
-    """The model of the task's class, where torch puts new modules."""
-    return model_class(task).from_config(
+def _configured(task: Task, numbers: Any) -> Any:
+    """The configuration with the labels of the run."""
+    if task.labels:
+        numbers.id2label = dict(enumerate(task.labels))
+        numbers.label2id = {label: at for at, label in enumerate(task.labels)}
+        numbers.problem_type = "single_label_classification"
+    if task.pooled and hasattr(numbers, "classifier_pooling"):
+        numbers.classifier_pooling = "cls"  # the classifier is new: nothing has learnt the mean of all tokens
+    return numbers
+
+
+def model_class(task: Task) -> Any:
+    """The auto class of transformers that builds the task's models."""
+    return getattr(transformers, task.auto_class)
+
+
+def build(config: ModelConfig, task: Task, numbers: Any, dtype: torch.dtype, attention: str) -> Any:
+    """The model of the task's class, where torch puts new modules; what cannot be trained is refused."""
+    require_kind(config, task, numbers)
+    lm = model_class(task).from_config(
         numbers, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
     )
+    require_structure(config, task, lm)
+    return lm

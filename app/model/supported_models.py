@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
+import transformers
 
 from app.config.schema import ModelConfig
 from app.config.tasks import TASKS, Task
 from app.errors import ConfigError
 from app.model.head import own_head, pooled_head
-from app.model.tasks import class_of, has_class_for
 
 _OWN_ATTENTION = "its attention cannot be replaced by ours"
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -24,7 +24,7 @@ _HEAD_FAULTS = (AttributeError, IndexError, KeyError, NotImplementedError, Runti
 def require_kind(config: ModelConfig, task: Task, numbers: Any) -> None:
     """Check the configuration; code that a model brings along is checked once the model is built."""
     refuse = partial(_refuse, config, task, numbers.model_type)
-    known = class_of(task, numbers)
+    known = getattr(transformers, task.mapping).get(type(numbers), None)
     own_code = config.trust_remote_code and hasattr(numbers, "auto_map")
     if known is None and not own_code:
         refuse(f"it is not {task.description}")
@@ -61,9 +61,13 @@ def require_structure(config: ModelConfig, task: Task, lm: Any) -> None:
 
 
 def _refuse(config: ModelConfig, task: Task, kind: str, reason: str, fault: Exception | None = None) -> NoReturn:
+    from transformers.models.auto import modeling_auto
+
     given = "model.architecture" if config.weights == "random" else f"model.path={config.path}"
     others = [
-        name for name, other in TASKS.items() if other.auto_class != task.auto_class and has_class_for(other, kind)
+        name
+        for name, other in TASKS.items()
+        if other.auto_class != task.auto_class and kind in getattr(modeling_auto, f"{other.mapping}_NAMES")
     ]
     other_task = f"; or try task={others[0]}, which has a class for this kind" if others else ""
     raise ConfigError(

@@ -67,7 +67,7 @@ def recomputed_layers(training: TrainingConfig) -> bool | int:
 
 
 def _precision_problems(precision: PrecisionConfig) -> Iterator[str]:
-    """Refuse a precision that this machine cannot compute in, with the alternatives."""
+    """Problems of a precision that this machine cannot compute in, with the alternatives."""
     has_gpu = torch.cuda.is_available()
     if precision.kind == "tf32" and not (has_gpu and torch.cuda.get_device_capability() >= _AMPERE):
         yield "precision=tf32 needs an NVIDIA GPU of the Ampere generation or newer. Choose precision=fp32 or bf16."

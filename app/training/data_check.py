@@ -114,23 +114,25 @@ def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> Da
     stops: list[str] = []
 
     def read(dataset: DatasetConfig, tokenizer: Any, cache_dir: str, notes: list[str], *judge_and_labels: Any) -> Data:
-        _, of_bins = _with_suggested_bins(replace(run, dataset=dataset))
-        return prepare(without_stops(dataset), tokenizer, cache_dir, [*notes, *of_bins], *judge_and_labels)
+        if has_auto_bins(run):
+            bins = suggested_bin(replace(run, dataset=dataset))
+            notes = [*notes, f"batching.tokens=auto is found by a run; here bins have {bins:,} tokens"]
+        return prepare(without_stops(dataset), tokenizer, cache_dir, notes, *judge_and_labels)
 
     def judge(section: DatasetConfig, source: Source, counts: Counts, positions: int | None) -> None:
         stops.extend(stop_reasons(replace(section, **policies), source, counts, positions))
 
     prepared = prepare_run(run, say, read=read, judge=judge, report=stops.extend)
-    config, _ = _with_suggested_bins(prepared.config)
+    auto = prepared.config
+    config = with_bins(auto, suggested_bin(auto)) if has_auto_bins(auto) else auto
     loader = replace(prepared, config=config).loader_for(processes)
     batching, lengths = config.batching, prepared.data.train.lengths
+    rows_per_step = batching.rows * batching.accumulation * processes  # in padded micro-batches
     return DataCheck(
         run=config,
         data=prepared.data,
         packing=length_statistics.packed(lengths, max(batching.bin_tokens, config.dataset.max_length)),
-        padded_fill=length_statistics.padded_fill(
-            lengths, batching.rows, batching.rows * batching.accumulation * processes
-        ),
+        padded_fill=length_statistics.padded_fill(lengths, batching.rows, rows_per_step),
         loader=loader,
         plan=plan_steps(config.training, loader.steps_per_epoch) if loader.num_units else None,
         processes=processes,
@@ -139,14 +141,6 @@ def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> Da
         preview=preview(prepared.data.train, prepared.objective, prepared.tokenizer, first=True),
         stops=stops,
     )
-
-
-def _with_suggested_bins(run: RunConfig) -> tuple[RunConfig, list[str]]:
-    """The run with bins in place of `auto`, and a note."""
-    if not has_auto_bins(run):
-        return run, []
-    binned = with_bins(run, suggested_bin(run))
-    return binned, [f"batching.tokens=auto is found by a run; here bins have {binned.batching.bin_tokens:,} tokens"]
 
 
 def _split(counts: Counts) -> dict[str, Any]:

@@ -41,12 +41,10 @@ class ResolvedRun(Prepared):
 
     @property
     def sections(self) -> ModelSections:
-        """The settings that decide which model is built."""
         return sections_of(self.config, self.choices)
 
     @property
     def steps(self) -> StepPlan:
-        """How many there are."""
         return plan_steps(self.config.training, self.loader.steps_per_epoch)
 
     def eval_batches(self) -> Callable[[], Iterator[Batch]] | None:

@@ -14,7 +14,7 @@ from app.model.attention import register
 from app.model.build import ModelSections, build_training_model
 from app.model.comparison import Comparison
 from app.model.compile import verify_compiled
-from app.model.tasks import model_class
+from app.model.structure import model_class
 from app.model.training_model import TrainingModel
 
 CAUSAL = TASKS["causal"]

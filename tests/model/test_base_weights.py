@@ -14,7 +14,7 @@ from app.model import load_base
 from app.model.attention import register
 from app.model.base_weights import LoadOptions
 from app.model.quantization import quantizer_of
-from app.model.tasks import model_class
+from app.model.structure import model_class
 from tests.model.small import ALL_KINDS, CAUSAL, built, config_of, documents_of, model_config, task_of, wide_numbers
 from tests.model.test_quantization import NF4, packed_bytes, wide
 

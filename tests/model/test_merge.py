@@ -19,7 +19,7 @@ from app.model.build import ModelSections, base_path, build_training_model, rand
 from app.model.load_run import load_training_model
 from app.model.merge import Merge, merged_config, plan_merge, read_updates
 from app.model.save import save_base, save_model
-from app.model.tasks import model_class
+from app.model.structure import model_class
 from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
 from tests.model.small import (
