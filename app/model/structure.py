@@ -95,7 +95,9 @@ def numbers_in_yaml(config: ModelConfig, task: Task) -> Any:
     refuse(
         f"model.architecture.{own}={numbers[own]} and model.architecture.{name}={numbers[name]} are one number of "
         f"model_type={kind}. Leave {own} out, and set model.architecture.{name}."
-        for name, own in CONFIG_MAPPING[kind].attribute_map.items()  # of two names transformers would take one
+        for name, own in transformers.CONFIG_MAPPING[
+            kind
+        ].attribute_map.items()  # of two names transformers would take one
         if name in numbers and own in numbers and numbers[name] != numbers[own]
     )
     try:

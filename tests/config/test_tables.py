@@ -13,7 +13,7 @@ from app.config.row_formats import ROW_FORMATS
 from app.config.schema import CHOICES, DatasetConfig
 from app.config.tasks import TASKS
 from app.data.formats import READERS
-from app.data.objectives import OBJECTIVES
+from app.data.objectives import MOST_LABELS, OBJECTIVES
 from app.data.overflow import POLICIES
 from app.exports.export import EXPORTS
 from app.model.adapters import ADAPTERS
@@ -40,6 +40,7 @@ from app.training.samples import ANSWERS
         ("quantization", QUANTIZATIONS),
         ("quantization", QUANTIZATION_KINDS),
         ("task", OBJECTIVES),
+        ("task", MOST_LABELS),
         ("task", TASKS),
         ("task", LOSSES),
         ("task", ANSWERS),
