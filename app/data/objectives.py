@@ -166,11 +166,11 @@ OBJECTIVES: dict[str, Callable[[TaskConfig, Tokenizer, int, bool], Objective]] =
     "classification": _classification,
 }
 
-# the most labels of a document of so many tokens, as a memory plan needs them before any row is read
-MOST_LABELS: dict[str, Callable[[TaskConfig, int], int]] = {
-    "causal": lambda _config, tokens: tokens,  # the loss mask is known only from the data
-    "masked": lambda config, tokens: min(tokens, math.ceil(config.mask_share * tokens) + 1),
-    "classification": lambda _config, _tokens: 1,
+# the most labels of so many tokens in so many documents, as a memory plan needs them before any row is read
+MOST_LABELS: dict[str, Callable[[TaskConfig, int, int], int]] = {
+    "causal": lambda _config, tokens, _documents: tokens,  # the loss mask is known only from the data
+    "masked": lambda config, tokens, documents: min(tokens, math.ceil(config.mask_share * tokens) + documents),
+    "classification": lambda _config, _tokens, documents: documents,
 }
 
 

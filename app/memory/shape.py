@@ -74,23 +74,22 @@ def worst_case(run: RunConfig) -> Shape:
     if run.batching.packing:
         full, rest = divmod(run.batching.bin_tokens, longest)
         lengths = [longest] * full + [rest] * bool(rest)
-    bidirectional = BaseModel(run.model, task_of(run.task)).is_bidirectional
-    objective: Any = _MostLabels(run, bidirectional)  # nothing of it is shown
-    layout = layout_of(run, count, objective)
+    objective = _Unlabelled(has_pairs(run.dataset), BaseModel(run.model, task_of(run.task)).is_bidirectional)
     rows: Any = lengths  # which is all that the objective reads of them
-    return Shape.of(layout.batch(rows, [np.arange(len(lengths))], len(lengths), epoch=0), run.batching.accumulation)
+    batch = layout_of(run, count, objective).batch(rows, [np.arange(len(lengths))], len(lengths), epoch=0)
+    labels = MOST_LABELS[run.task.kind](run.task, sum(lengths), len(lengths))
+    return replace(Shape.of(batch, run.batching.accumulation), label_rows=labels)
 
 
 @dataclass(frozen=True, slots=True)
-class _MostLabels:
-    """An objective that needs no tokenizer: rows are lengths, each has zeros for ids and the most labels."""
+class _Unlabelled:
+    """An objective that needs no tokenizer: rows are lengths, of zeros without labels."""
 
     documents_per_row: ClassVar[int] = 1
     over_documents: ClassVar[bool] = False
-    run: RunConfig
+    pairs: bool
     bidirectional: bool
 
     def label(self, rows: Any, i: int, epoch: int) -> tuple[LabelledTokens, ...]:  # noqa: ARG002
-        ids = np.zeros(rows[i], np.int32)
-        at = np.zeros(MOST_LABELS[self.run.task.kind](self.run.task, len(ids)), np.int64)
-        return (LabelledTokens(ids, at, at, second_start=0 if has_pairs(self.run.dataset) else -1),)
+        none = np.zeros(0, np.int64)
+        return (LabelledTokens(np.zeros(rows[i], np.int32), none, none, second_start=0 if self.pairs else -1),)
