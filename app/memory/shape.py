@@ -1,7 +1,7 @@
 """Shape of the micro-batches of a step."""
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from app.batch import Batch
 from app.config.dataset import has_pairs
 from app.config.schema import RunConfig
 from app.config.tasks import task_of
-from app.data.objectives import MOST_LABELS, LabelledTokens
+from app.data.objectives import MOST_LABELS, LabelledTokens, NextToken
 from app.model.structure import BaseModel
 from app.training.preparation import layout_of
 
@@ -74,7 +74,7 @@ def worst_case(run: RunConfig) -> Shape:
     if run.batching.packing:
         full, rest = divmod(run.batching.bin_tokens, longest)
         lengths = [longest] * full + [rest] * bool(rest)
-    objective = _Unlabelled(has_pairs(run.dataset), BaseModel(run.model, task_of(run.task)).is_bidirectional)
+    objective = _Unlabelled(BaseModel(run.model, task_of(run.task)).is_bidirectional, has_pairs(run.dataset))
     rows: Any = lengths  # which is all that the objective reads of them
     batch = layout_of(run, count, objective).batch(rows, [np.arange(len(lengths))], len(lengths), epoch=0)
     labels = MOST_LABELS[run.task.kind](run.task, sum(lengths), len(lengths))
@@ -82,13 +82,10 @@ def worst_case(run: RunConfig) -> Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class _Unlabelled:
+class _Unlabelled(NextToken):
     """An objective that needs no tokenizer: rows are lengths, of zeros without labels."""
 
-    documents_per_row: ClassVar[int] = 1
-    over_documents: ClassVar[bool] = False
-    pairs: bool
-    bidirectional: bool
+    pairs: bool = False
 
     def label(self, rows: Any, i: int, epoch: int) -> tuple[LabelledTokens, ...]:  # noqa: ARG002
         none = np.zeros(0, np.int64)
