@@ -132,11 +132,9 @@ class Runtime:
 
         Frozen weights and buffers are equal by construction and are not sent.
         """
-        if self.processes == 1:
-            return GradientReduction(parameters)
-        if sharding is None:
-            return AllReduce(parameters, overlap=overlap)
-        return ShardedGradients(parameters, sharding, whole_matrices=whole_matrices)
+        if sharding is not None:
+            return ShardedGradients(parameters, sharding, whole_matrices=whole_matrices)
+        return GradientReduction(parameters) if self.processes == 1 else AllReduce(parameters, overlap=overlap)
 
     def sum_in_place(self, tensor: Tensor) -> None:
         """Sum a tensor of the device over all processes; the host does not wait."""

@@ -63,7 +63,7 @@ class Estimate:
         on_gpu = device == "gpu"
         kernel = partial(cuda_ops.attention, choices.attention)
         name = register_kernel(kernel, cuda_ops.ATTENTION) if on_gpu else register(choices.attention)
-        self._settings = TraceSettings(run, choices.precision, shape, evaluated, on_gpu, mesh_sizes)
+        self._settings = TraceSettings(run, shape, evaluated, on_gpu, mesh_sizes)
         self._meta_model = MetaModel(sections_of(run, choices), name)
         self._traces: dict[tuple[int, int], Numbers] = {}
         self.layers = self._meta_model.depth

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from app.memory.flops import StepFlops
-from app.model.activation_checkpointing import HostOffload, recompute, repeated_layers
+from app.model.activation_checkpointing import repeated_layers
 from app.training.storage_counter import Event, StorageCounter
 from app.training.train_step import Stepper
 
@@ -71,18 +71,16 @@ def backward_phase(layer: int, plain: int, recomputed: int, *, offloads: bool = 
 
 
 def register_phases(
-    stepper: Stepper, counter: StorageCounter, step_flops: StepFlops, recomputed: int, host: HostOffload | None
+    stepper: Stepper, counter: StorageCounter, step_flops: StepFlops, recomputed: int, *, offloads: bool
 ) -> None:
-    """Register hooks that report each phase to the counters, and recompute the first layers."""
+    """Register hooks that report each phase to the counters."""
     training_model = stepper.model
     lm = training_model.language_model
     layers = repeated_layers(lm)
-    offloads, shards = host is not None, training_model.sharding is not None
+    shards = training_model.sharding is not None
     for at, layer in enumerate(layers):
         name = backward_phase(at, len(layers) - recomputed, recomputed, offloads=offloads, shards=shards)
-        layer.forward = step_flops.count_recomputation(layer.forward)
         layer.register_forward_hook(_before_backward(partial(counter.enter, name)))
-    recompute(lm, recomputed, host)
 
     def enter(phase: str) -> None:
         step_flops.in_backward = phase == "backward"

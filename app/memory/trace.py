@@ -12,8 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from app.batch import Batch, LossWeights, PackedSequences
 from app.config.schema import RunConfig
 from app.distributed.fake_process_group import fake_device_mesh
-from app.distributed.fsdp import MeshSizes, Sharding, first_number, is_sharded
-from app.distributed.gradient_reduction import GradientReduction, ShardedGradients
+from app.distributed.fsdp import MeshSizes, Sharding, is_sharded
 from app.distributed.process_group import HostGroup, Runtime
 from app.memory.cuda_ops import CudaAutocast, PagedStates
 from app.memory.fake_tensors import PLANNED_AS, FakeTensorFallbacks, materialise
@@ -22,13 +21,10 @@ from app.memory.meta_model import MetaModel
 from app.memory.phases import BACKWARD_BETWEEN, EVALUATION, HOST, PERSISTENT_KINDS, SAVE, peaks, register_phases
 from app.memory.shape import Shape
 from app.model.activation_checkpointing import HostOffload, repeated_layers
-from app.model.build import DTYPES, ModelSections
-from app.model.chunked_loss import linear_head
-from app.model.fusion import fuse
+from app.model.build import assemble
 from app.model.kernels import as_on_gpu
-from app.model.training_model import TrainingModel
-from app.optim.optimizers import build_optimizer, needs_whole_matrices
 from app.optim.stochastic_rounding import ordinary
+from app.training.setup import stepper_of
 from app.training.storage_counter import StorageCounter, kept_tensors
 from app.training.train_step import Stepper
 
@@ -45,7 +41,6 @@ class TraceSettings:
     """Settings of a trace, except the number of layers."""
 
     run: RunConfig
-    precision: str
     shape: Shape
     evaluated: Shape | None  # None: no evaluation is traced
     on_gpu: bool
@@ -68,23 +63,32 @@ def trace(settings: TraceSettings, meta_model: MetaModel, plain: int, recomputed
     The traced step is the second one of a run: the first one creates the optimizer states.
     """
     run, network, step_flops, paged = settings.run, meta_model.network(plain + recomputed), StepFlops(), PagedStates()
+    sections = replace(meta_model.sections, recompute=recomputed)
     with ExitStack() as modes:
         sharding = None if settings.mesh_sizes is None else modes.enter_context(_sharding(settings))
         if settings.on_gpu:
             modes.enter_context(as_on_gpu())
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         modes.enter_context(FakeTensorFallbacks())  # type: ignore[no-untyped-call]
-        materialise(network, meta_model.sections)
-        training_model = _training_model(settings, network, meta_model.sections, sharding)
-        stepper = _stepper(settings, training_model, sharding, paged)
+        materialise(network, sections)
+        for layer in repeated_layers(network):
+            layer.forward = step_flops.count_recomputation(layer.forward)
+            if settings.on_gpu:
+                layer.forward = CudaAutocast.also_in_backward(layer.forward)
+        host = HostOffload("meta" if settings.on_gpu else "cpu") if sections.offload else None
+        training_model = assemble(network, sections, None, host, sharding)
+        if settings.shape.keeps_gradients or (settings.shape.micro_batches > 1 and settings.passes == 1):
+            training_model.register_forward_pre_hook(_set_gradients)
+        kind = PLANNED_AS.get(run.optimizer.kind, run.optimizer.kind)
+        planned = replace(run, optimizer=replace(run.optimizer, kind=kind))
+        stepper = stepper_of(training_model, planned, _SINGLE_PROCESS, sections.precision)
+        if settings.on_gpu:  # on a CPU, paged states are in the planned memory
+            paged.attach(ordinary(stepper.optimizer))
+        stepper.allocate_states()
         batch = _batch(settings.shape)
         evaluated = None if settings.evaluated is None else _batch(settings.evaluated)
         counter = _counter(settings, stepper, [batch, *([evaluated] if evaluated else [])])
-        host = HostOffload("meta" if settings.on_gpu else "cpu") if run.training.offload else None
-        if settings.on_gpu:
-            for layer in repeated_layers(training_model.language_model):
-                layer.forward = CudaAutocast.also_in_backward(layer.forward)
-        register_phases(stepper, counter, step_flops, recomputed, host)
+        register_phases(stepper, counter, step_flops, recomputed, offloads=host is not None)
         if settings.on_gpu:
             modes.enter_context(CudaAutocast())
         gradients = _count(stepper, counter, step_flops, [batch] * settings.passes, evaluated)
@@ -153,46 +157,6 @@ def _bytes(counter: StorageCounter, kinds: dict[int, str], paged_bytes: int) -> 
         for kind, size in sizes_by_kind.items()
     }
     return {**at_peaks, ("kept",): kept, ("host",): paged_bytes + on_host}
-
-
-def _training_model(
-    settings: TraceSettings, network: nn.Module, sections: ModelSections, sharding: Sharding | None
-) -> TrainingModel:
-    """Wrap the network as `build_training_model` does, with fused LoRA and chunked loss where a run uses them."""
-    training_model = TrainingModel(
-        network, DTYPES[settings.precision].compute, settings.run.task, quantizer=sections.quantizer
-    ).train()
-    training_model.linear = None if training_model.pooled else linear_head(training_model.language_model)
-    if settings.run.adapter.fused:
-        training_model.fused = fuse(network, None, quantizer=sections.quantizer)
-    if sharding is not None:
-        sharding.divide(training_model, repeated_layers(training_model.language_model), ["scores"])
-        training_model.divided_by(sharding)
-    if settings.shape.keeps_gradients or (settings.shape.micro_batches > 1 and settings.passes == 1):
-        training_model.register_forward_pre_hook(_set_gradients)
-    return training_model
-
-
-def _stepper(
-    settings: TraceSettings, training_model: TrainingModel, sharding: Sharding | None, paged: PagedStates
-) -> Stepper:
-    """Build the optimizer with the states of a first step, and the reduction of its gradients."""
-    run, trained = settings.run, list(training_model.trained().values())
-    reduction = GradientReduction(trained)
-    shards = None
-    if sharding is not None:
-        reduction = ShardedGradients(trained, sharding, whole_matrices=needs_whole_matrices(run.optimizer))
-        shards = {each: (own, first_number(each)) for each, own in reduction.local.items()} or None
-    section = replace(run.optimizer, kind=PLANNED_AS.get(run.optimizer.kind, run.optimizer.kind))
-    optimizer = build_optimizer(section, training_model, run.seed, shards)
-    if settings.on_gpu:  # on a CPU, paged states are in the planned memory
-        paged.attach(ordinary(optimizer))
-    for parameter in reduction.stepped:
-        parameter.grad = torch.empty_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    fp16 = settings.precision == "fp16"
-    return Stepper(training_model, optimizer, _SINGLE_PROCESS, run.training.clip, fp16=fp16, reduction=reduction)
 
 
 def _set_gradients(training_model: nn.Module, _args: Any) -> None:

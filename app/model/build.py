@@ -1,5 +1,6 @@
 """The assembly of a trainable model, top to bottom."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -10,12 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from app.batch import Batch
 from app.config.schema import AdapterConfig, CompileConfig, ModelConfig, QuantizationConfig, TaskConfig
 from app.config.tasks import task_of
 from app.model.activation_checkpointing import HostOffload, recompute, repeated_layers, require_layers
-from app.model.adapters import AdapterMethod, adapter_of, add_adapter, trained_copies
+from app.model.adapters import adapter_of, add_adapter, trained_copies
 from app.model.attention import register
-from app.model.base_weights import Base, LoadOptions, Put, SourceTensor, put_whole
+from app.model.base_weights import Base, LoadOptions, SourceTensor, put_whole
+from app.model.checks import compare_loss_head
+from app.model.chunked_loss import linear_head
+from app.model.comparison import Comparison
 from app.model.compile import compile_blocks
 from app.model.fp8_linear import without_row_rounding
 from app.model.fusion import Fused, fuse
@@ -109,10 +114,6 @@ class ModelSections:
         return self.adapter.kind == "none" and self.quantizer is None
 
 
-# Methods besides forward whose calls must trigger FSDP's all-gather
-_FSDP_FORWARD_METHODS = ("scores", "predicted", "likelihoods", "within")
-
-
 def build_training_model(
     sections: ModelSections, device: torch.device, seed: int, base_path: str, sharding: Any = None
 ) -> TrainingModel:
@@ -125,51 +126,83 @@ def build_training_model(
     torch.manual_seed(seed)  # the adapter starts the same whatever the base drew
     with torch.device("meta") if on_meta else nullcontext():
         network = add_adapter(sections.adapter, task_of(sections.task), lm, base_path)
-    compiled = compile_blocks(lm, sections.compile, device)
-    recompute(lm, sections.recompute, HostOffload() if sections.offload else None)
-    compute = DTYPES[sections.precision].compute
-    training_model = TrainingModel(
-        network if on_meta else network.to(device), compute, sections.task, sections.attention, sections.quantizer
-    )
-    if sharding is not None:
-        if on_meta and sections.quantizer is not None:
-            sections.quantizer.use_stored_shapes(network)
-        sharding.divide(training_model, repeated_layers(lm), _FSDP_FORWARD_METHODS)
+    if on_meta and sharding is not None and sections.quantizer is not None:
+        sections.quantizer.use_stored_shapes(network)
+
+    def fill() -> None:
+        put = put_whole if sharding is None else sharding.put
+        base.fill(put, trained_copies(network))
+        if method is not None:
+            method.draw(network, device, put)
+        left = [name for name, each in network.named_parameters() if each.is_meta]
+        assert not left, f"not filled: {left[:3]}"
+
+    host = HostOffload() if sections.offload else None
     if on_meta:
-        _fill(base, network, method, device, put_whole if sharding is None else sharding.put)
-    elif sharding is not None:
-        training_model.base_remarks = (_LOADED_WHOLE,)
+        return assemble(network, sections, device, host, sharding, fill)
+    training_model = assemble(network.to(device), sections, device, host, sharding)
     if sharding is not None:
-        training_model.divided_by(sharding)
-    training_model.train()
-    training_model.compiled_layers = compiled
-    if sections.adapter.fused and compiled is None:  # torch.compile cannot trace the hand-written autograd functions
-        training_model.fused = _fused(training_model, sections.quantizer, device)
+        training_model.add_remark(
+            "the tensors in the model's files have other names than its modules, so each process loads all of them "
+            "before it keeps its part"
+        )
     return training_model
 
 
-def _fill(base: Base, network: nn.Module, method: AdapterMethod | None, device: torch.device, put: Put) -> None:
-    base.fill(put, trained_copies(network))
-    if method is not None:
-        method.draw(network, device, put)
-    left = [name for name, each in network.named_parameters() if each.is_meta]
-    assert not left, f"not filled: {left[:3]}"
+def assemble(
+    network: nn.Module,
+    sections: ModelSections,
+    device: torch.device | None,
+    host: HostOffload | None = None,
+    sharding: Any = None,
+    fill: Callable[[], None] = lambda: None,
+) -> TrainingModel:
+    """Give a network, its adapter included, compiled and recomputed layers and a loss; divide, `fill` and fuse it.
+
+    `device`: None for a memory plan, on tensors without values: nothing is compiled, and what a run compares with the
+    model's own before it uses it (fused forwards, a linear head) counts as equal.
+    """
+    compiled = None if device is None else compile_blocks(network, sections.compile, device)
+    recompute(network, sections.recompute, host)
+    compute = DTYPES[sections.precision].compute
+    training_model = TrainingModel(
+        network, compute, sections.task, sections.attention, sections.quantizer, compiled
+    ).train()
+    if device is None and not training_model.pooled:
+        training_model.use_linear_head(linear_head(training_model.language_model))
+    if sharding is None:
+        fill()
+    else:
+        training_model.divide(sharding, fill)
+    if sections.adapter.fused and compiled is None:  # torch.compile cannot trace the hand-written autograd functions
+        training_model.use_fused(_fused(training_model, sections.quantizer, device))
+    return training_model
 
 
-_LOADED_WHOLE = (
-    "the tensors in the model's files have other names than its modules, so each process loads all of them "
-    "before it keeps its part"
-)
-
-
-def _fused(training_model: TrainingModel, quantizer: Quantizer | None, device: torch.device) -> Fused:
+def _fused(training_model: TrainingModel, quantizer: Quantizer | None, device: torch.device | None) -> Fused:
     """Where the model is sharded, all processes compare the same layers, each gathered in turn."""
-    autocast, sharding = partial(training_model.autocast, device), training_model.sharding
-    with without_row_rounding(training_model.network):
+    network, sharding = training_model.network, training_model.sharding
+    if device is None:
+        return fuse(network, None, quantizer=quantizer)
+    autocast = partial(training_model.autocast, device)
+    with without_row_rounding(network):
         if sharding is None:
-            return fuse(training_model.network, autocast, quantizer=quantizer)
+            return fuse(network, autocast, quantizer=quantizer)
         with sharding.checking():
-            return training_model.within(lambda: fuse(training_model.network, autocast, sharding.gathered, quantizer))
+            return training_model.within(lambda: fuse(network, autocast, sharding.gathered, quantizer))
+
+
+def choose_loss_head(training_model: TrainingModel, batch: Batch) -> list[Comparison]:
+    """Use a linear head where its loss and gradients are those of the model's own."""
+    head = None if training_model.pooled else linear_head(training_model.language_model)
+    if head is None:
+        return []
+    found = compare_loss_head(training_model, head, batch)
+    if not found.passed:
+        training_model.add_remark(f"loss head: computed in the model's own way, which takes more memory: {found}")
+        return []
+    training_model.use_linear_head(head)
+    return [found]
 
 
 def build_base(sections: ModelSections, device: torch.device, seed: int) -> Any:

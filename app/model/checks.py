@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from app.batch import IGNORE, Batch, PackedSequences
-from app.errors import EnvironmentProblem, gist
+from app.errors import EnvironmentProblem
 from app.model.attention import NAME, own_attention, plain_packed, register_kernel
-from app.model.chunked_loss import LinearHead, linear_head, token_loss_sum
-from app.model.comparison import Comparison, max_difference, max_or_nan
+from app.model.chunked_loss import LinearHead, token_loss_sum
+from app.model.comparison import Comparison, attempt, max_difference, max_or_nan
 from app.model.head import head_parameters
 from app.model.kernels import autocast_dtype, uses_kernels
 from app.model.training_model import TrainingModel
@@ -60,13 +60,11 @@ def check_head(model: TrainingModel, batch: Batch) -> Comparison:
             "model.path: the model's logits for the first rows are not numbers (NaN): its weights are damaged, or too "
             "large for precision=fp16. Choose precision=bf16 or fp32, or download the model again."
         )
-    if not found.passed:
-        raise EnvironmentProblem(
-            f"model.path: a model of kind {model.language_model.config.model_type} computes its logits in a way that "
-            f"this program does not follow (relative difference {error:.1e}), so its loss would be wrong. "
-            "Choose another model."
-        )
-    return found
+    return found.or_refuse(
+        f"model.path: a model of kind {model.language_model.config.model_type} computes its logits in a way that "
+        f"this program does not follow (relative difference {error:.1e}), so its loss would be wrong. "
+        "Choose another model."
+    )
 
 
 def _token_logits(model: TrainingModel, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -96,26 +94,11 @@ def _pooled_logits(model: TrainingModel, batch: Batch) -> tuple[Tensor, Tensor]:
     return torch.stack(own).float(), torch.stack(ours).float()
 
 
-def choose_loss_head(model: TrainingModel, batch: Batch) -> list[Comparison]:
-    """Set `model.linear` where loss and gradients of a linear head are those of the model's own."""
-    head = None if model.pooled else linear_head(model.language_model)
-    model.linear, model.head_remarks = None, ()
-    if head is None:
-        return []
-    rows = _hidden_states(model, batch)
-    try:
-        comparison = _compare_losses(model, head, rows, weighted=batch.weights is not None)
-        cause = str(comparison)
-    except Exception as error:  # any error of a kernel's compiler: the model's own way remains
-        if not uses_kernels(rows.device):
-            raise
-        cause = gist(error)
-    else:
-        if comparison.passed:
-            model.linear = head
-            return [comparison]
-    model.head_remarks = (f"loss head: computed in the model's own way, which takes more memory: {cause}",)
-    return []
+def compare_loss_head(model: TrainingModel, head: LinearHead, batch: Batch) -> Comparison:
+    """Compare loss and gradients of a linear head with those of the model's own."""
+    rows, weighted = _hidden_states(model, batch), batch.weights is not None
+    faults = Exception if uses_kernels(rows.device) else ()  # any error of a kernel's compiler
+    return attempt(lambda: _compare_losses(model, head, rows, weighted=weighted), faults)
 
 
 def _hidden_states(model: TrainingModel, batch: Batch) -> Tensor:

@@ -1,11 +1,14 @@
 """Results of comparisons before the first step: what was computed in two ways, and how far the two may differ."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
+
+from app.errors import EnvironmentProblem, gist
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +24,29 @@ class Comparison:
         """False for NaN."""
         return self.difference <= self.allowed
 
+    def or_refuse(self, refusal: str) -> Self:
+        """Itself if it passed; else the run is refused."""
+        if not self.passed:
+            raise EnvironmentProblem(refusal)
+        return self
+
     def __str__(self) -> str:
         return f"{self.what} differs by {self.difference:.1e} (allowed {self.allowed:.1e})"
+
+
+class Fault(Comparison):
+    """A comparison that ended in an exception, of a kernel's compiler or of what that made: it does not pass."""
+
+    def __str__(self) -> str:
+        return self.what
+
+
+def attempt(compare: Callable[[], Comparison], faults: type[Exception] | tuple[()], words: str = "{}") -> Comparison:
+    """The comparison, or the fault that it ended in, within `words`."""
+    try:
+        return compare()
+    except faults as fault:
+        return Fault(words.format(gist(fault)), math.nan, 0.0)
 
 
 def max_or_nan(differences: Iterable[float]) -> float:

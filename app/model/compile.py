@@ -22,7 +22,7 @@ from app.batch import Batch
 from app.config.schema import CompileConfig
 from app.errors import ConfigError, EnvironmentProblem, TrainingError, gist
 from app.model.activation_checkpointing import repeated_layers
-from app.model.comparison import Comparison, max_or_nan
+from app.model.comparison import Comparison, attempt, max_or_nan
 
 BACKEND = "inductor"  # tests take one that makes graphs and no code
 _ALLOWED_FP32 = 1e-4  # of the gradient's norm
@@ -154,30 +154,24 @@ def verify_compiled(
     layers: CompiledLayers,
     batch: Batch,
     compute: torch.dtype | None,
-) -> Comparison | None:
-    """Compile before the first step, and compare loss and gradient of `batch` with those of the layers' own forward.
-
-    Where they differ, or nothing can be compiled, the run goes on without. None: there is nothing to compare.
-    """
+) -> Comparison:
+    """Compile before the first step, and compare loss and gradient of `batch` with those of the layers' own forward."""
     parameters = list(trained.values())
     with layers.paused():
         own_loss, own = gradients_on_host(model, batch, parameters)
-    try:
+
+    def compare() -> Comparison:
         begun = time.perf_counter()
         gradients_on_host(model, batch, parameters)
         layers.seconds += time.perf_counter() - begun
-        loss, compiled = gradients_on_host(model, batch, parameters)  # as all later ones: no graph is made
-    except RuntimeError as fault:  # of any stage of the compiler, and of what it made
-        layers.give_up(f"the compiler cannot do this model ({gist(fault)})")
-        return None
-    layers.verified = True
-    difference = max_or_nan([abs(loss - own_loss) / max(abs(own_loss), 1e-30), _difference(compiled, own, parameters)])
-    allowed = _ALLOWED_FP32 if compute is None else _ALLOWED_ROUNDINGS * torch.finfo(compute).eps
-    found = Comparison("loss and gradient of compiled layers against their own", difference, allowed)
-    if not found.passed:
-        layers.give_up(str(found))
-        return None
-    return found
+        loss, found = gradients_on_host(model, batch, parameters)  # as all later ones: no graph is made
+        layers.verified = True
+        difference = [abs(loss - own_loss) / max(abs(own_loss), 1e-30), _difference(found, own, parameters)]
+        allowed = _ALLOWED_FP32 if compute is None else _ALLOWED_ROUNDINGS * torch.finfo(compute).eps
+        return Comparison("loss and gradient of compiled layers against their own", max_or_nan(difference), allowed)
+
+    # of any stage of the compiler, and of what it made
+    return attempt(compare, RuntimeError, "the compiler cannot do this model ({})")
 
 
 Gradients = dict[nn.Parameter, Tensor]  # on the host; none where a parameter got no gradient

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from app.batch import Batch
 from app.config.schema import TaskConfig
 from app.config.tasks import task_of
+from app.model.activation_checkpointing import repeated_layers
 from app.model.chunked_loss import LinearHead, chunk_rows, token_loss_sum, token_scores
 from app.model.compile import CompiledLayers
 from app.model.fusion import Fused
@@ -19,12 +20,20 @@ from app.model.losses import LOSSES
 from app.model.quantization import Quantizer
 
 Result = TypeVar("Result")
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def gathers(method: Method) -> Method:
+    """Mark a method that begins a pass as forward does: FSDP gathers the root's weights before it."""
+    setattr(method, "gathers", True)  # noqa: B010  mypy knows no attributes of functions
+    return method
 
 
 class TrainingModel(nn.Module):
     """A language model with its loss.
 
-    `network` is the model, or PEFT's wrapper around it; `attention` the name of its backend.
+    `network` is the model, or PEFT's wrapper around it; `attention` the name of its backend. What follows from its
+    weights is set later, by `divide`, `use_fused`, `use_linear_head` and `add_remark`.
     """
 
     def __init__(
@@ -34,24 +43,24 @@ class TrainingModel(nn.Module):
         task: TaskConfig,
         attention: str = "sdpa",
         quantizer: Quantizer | None = None,
+        compiled_layers: CompiledLayers | None = None,
     ) -> None:
         super().__init__()
         self.network = network
         self.compute = compute
         self.attention = attention
         self.quantizer = quantizer  # of the base
+        self.compiled_layers = compiled_layers
         self.fused = Fused()
-        self.compiled_layers: CompiledLayers | None = None
         self.sharding: Any = None  # app.distributed.fsdp.Sharding, where the model is sharded
         self.pooled = task_of(task).pooled
         self.loss = LOSSES[task.kind](task)
         lm = self.language_model
-        self.linear: LinearHead | None = None  # set by checks.choose_loss_head
-        self.base_remarks: tuple[str, ...] = ()
-        self.head_remarks: tuple[str, ...] = ()
+        self.linear: LinearHead | None = None
         self.head: Head = pooled_head(lm) if self.pooled else own_head(lm)
         self.takes_segments = takes_segments(lm)
         self._trained: dict[str, nn.Parameter] = {}
+        self._remarks: list[str] = []
         self.first_position = first_position(lm)
         self.chunk = chunk_rows(lm.config.get_text_config().vocab_size)
 
@@ -66,6 +75,7 @@ class TrainingModel(nn.Module):
         with self.autocast(batch.ids.device):
             return self.loss.of_states(self, self._labelled_rows(batch), batch), batch.num_labels
 
+    @gathers
     @torch.no_grad()
     def scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss of each target, and the token or class that the model would have chosen."""
@@ -89,8 +99,10 @@ class TrainingModel(nn.Module):
 
     def remarks(self) -> list[str]:
         """Notes on what is computed in a slower way than it could be, or by other code than the model's own."""
-        compiled = self.compiled_layers.remarks() if self.compiled_layers else []
-        return [*self.base_remarks, *self.fused.remarks(), *self.head_remarks, *compiled]
+        return [*self._remarks, *(self.compiled_layers.remarks() if self.compiled_layers else [])]
+
+    def add_remark(self, text: str) -> None:
+        self._remarks.append(text)
 
     def _labelled_rows(self, batch: Batch) -> Tensor:
         hidden = self.language_model.base_model(
@@ -109,16 +121,24 @@ class TrainingModel(nn.Module):
 
     def trained(self) -> dict[str, nn.Parameter]:
         """The trained parameters by their names in the network; tied ones once."""
-        return self._trained or self._trained_now()
+        return self._trained or {name: p for name, p in self.network.named_parameters() if p.requires_grad}
 
-    def _trained_now(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in self.network.named_parameters() if p.requires_grad}
+    def divide(self, sharding: Any, fill: Callable[[], None] = lambda: None) -> None:
+        """Shard the parameters, fill them, and note the sharded ones: after a pass modules show gathered ones."""
+        passes = [name for name, method in vars(TrainingModel).items() if hasattr(method, "gathers")]
+        sharding.divide(self, repeated_layers(self.network), passes)
+        fill()
+        self.sharding, self._trained = sharding, self.trained()
 
-    def divided_by(self, sharding: Any) -> None:
-        """Note the sharded parameters (DTensors): after a pass modules show gathered ones."""
-        self.sharding = sharding
-        self._trained = self._trained_now()
+    def use_fused(self, fused: Fused) -> None:
+        """Note the fused forwards that were installed, and remark on those that were not."""
+        self.fused = fused
+        self._remarks += fused.remarks()
 
+    def use_linear_head(self, head: LinearHead | None) -> None:
+        self.linear = head
+
+    @gathers
     def within(self, work: Callable[[], Result]) -> Result:
         """Run `work`, which calls submodules directly: a forward hook of FSDP gathers what layers share."""
         return work()
@@ -133,6 +153,7 @@ class TrainingModel(nn.Module):
             with torch.autocast(device.type, dtype=self.compute, cache_enabled=False):
                 yield
 
+    @gathers
     @torch.no_grad()
     def predicted(self, ids: Tensor) -> Tensor:
         """The likeliest token at each position of one document."""
@@ -140,6 +161,7 @@ class TrainingModel(nn.Module):
         logits: Tensor = lm(input_ids=ids[None].to(lm.device), use_cache=False).logits
         return logits[0].argmax(-1).cpu()
 
+    @gathers
     @torch.no_grad()
     def likelihoods(self, ids: Tensor, segments: Tensor | None) -> Tensor:
         """The probability of each class for one document."""

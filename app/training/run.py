@@ -29,11 +29,11 @@ from app.training.resolve import ResolvedRun, resolve_run
 from app.training.samples import preview
 from app.training.setup import (
     build_model,
-    build_stepper,
     check_on_loader,
     record_base,
     restore_progress,
     shared_fingerprint,
+    stepper_of,
     trainer_parts,
 )
 from app.training.storage_counter import kept_bytes
@@ -66,7 +66,8 @@ def train_in(
     in_use["context"] = device_used_bytes()
     model = build_model(resolved, folder)
     checks = check_on_loader(model, resolved.loader, runtime.device)
-    stepper = build_stepper(resolved, model)
+    stepper = stepper_of(model, run, runtime, resolved.choices.precision)
+    runtime.seed(run.seed)  # anew, whatever was built before
     fingerprint = shared_fingerprint(resolved)
     identity = resolved.identity(sum(each.numel() for each in model.trained().values()), fingerprint)
     checkpoints = Checkpoints(folder.checkpoints, run.checkpoint, identity, resolved.stored_choices())

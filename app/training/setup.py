@@ -7,16 +7,17 @@ from typing import Any
 import torch
 
 from app.batch import Batch
+from app.config.schema import RunConfig
 from app.data.loader import Loader
 from app.distributed.environment import world
 from app.distributed.fsdp import Sharding, first_number
 from app.distributed.gradient_reduction import ShardedGradients
-from app.errors import EnvironmentProblem
+from app.distributed.process_group import Runtime
 from app.files import DISK_ERRORS, atomic_folder, fsync_all, report_write_errors
 from app.model import fp8_linear
 from app.model.adapters import lr_factor
-from app.model.build import base_path, build_training_model, random_base
-from app.model.checks import check_head, check_packing, choose_loss_head
+from app.model.build import base_path, build_training_model, choose_loss_head, random_base
+from app.model.checks import check_head, check_packing
 from app.model.comparison import Comparison, max_difference
 from app.model.compile import verify_compiled
 from app.model.save import save_base
@@ -64,7 +65,10 @@ def check_on_batch(model: TrainingModel, batch: Batch) -> list[Comparison]:
     layers = model.compiled_layers
     if layers is not None:
         compiled = verify_compiled(model, model.trained(), layers, batch, model.compute)
-        comparisons += [] if compiled is None else [compiled]
+        if compiled.passed:
+            comparisons.append(compiled)
+        else:
+            layers.give_up(str(compiled))
     return comparisons
 
 
@@ -83,13 +87,11 @@ def check_reduction(model: TrainingModel, sharding: Sharding, batch: Batch) -> C
     is_rounded = model.compute is not None or reduced.dtype != torch.float32
     allowed = _ROUNDED_REDUCTION if is_rounded else _EXACT_REDUCTION
     found = Comparison("gradient reduced by FSDP against the plain sum", max_difference([reduced], [expected]), allowed)
-    if not found.passed:
-        raise EnvironmentProblem(
-            f"parallel: the gradient of {name} that FSDP reduces is not the sum of those of all processes (relative "
-            f"difference {found.difference:.1e}, allowed {allowed:.0e}), so the model would be trained wrongly. Set "
-            "parallel=ddp, or install another version of torch."
-        )
-    return found
+    return found.or_refuse(
+        f"parallel: the gradient of {name} that FSDP reduces is not the sum of those of all processes (relative "
+        f"difference {found.difference:.1e}, allowed {allowed:.0e}), so the model would be trained wrongly. Set "
+        "parallel=ddp, or install another version of torch."
+    )
 
 
 def _uncompiled(model: TrainingModel) -> AbstractContextManager[None]:
@@ -97,20 +99,15 @@ def _uncompiled(model: TrainingModel) -> AbstractContextManager[None]:
     return nullcontext() if model.compiled_layers is None else model.compiled_layers.paused()
 
 
-def build_stepper(resolved: ResolvedRun, model: TrainingModel) -> Stepper:
-    """The optimizer and the gradient reduction; random numbers start anew, whatever was built before."""
-    run, runtime = resolved.config, resolved.runtime
-    trained = list(model.trained().values())
-    whole = needs_whole_matrices(run.optimizer)
+def stepper_of(model: TrainingModel, run: RunConfig, runtime: Runtime, precision: str) -> Stepper:
+    """The gradient reduction of a model, sharded or not, its optimizer and its step."""
+    trained, whole = list(model.trained().values()), needs_whole_matrices(run.optimizer)
     reduction = runtime.reduction(trained, model.sharding, whole_matrices=whole, overlap=run.parallel.overlap)
     shards = None
     if isinstance(reduction, ShardedGradients) and not whole:
         shards = {each: (own, first_number(each)) for each, own in reduction.local.items()}
     optimizer = build_optimizer(run.optimizer, model, run.seed, shards, lr_factor(run.adapter))
-    fp16 = resolved.choices.precision == "fp16"
-    stepper = Stepper(model, optimizer, runtime, run.training.clip, fp16=fp16, reduction=reduction)
-    runtime.seed(run.seed)
-    return stepper
+    return Stepper(model, optimizer, runtime, run.training.clip, fp16=precision == "fp16", reduction=reduction)
 
 
 def restore_progress(resolved: ResolvedRun, checkpoints: Checkpoints, stepper: Stepper) -> Progress:

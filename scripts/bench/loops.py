@@ -18,14 +18,12 @@ from app.distributed.process_group import Runtime, start
 from app.model.adapters import add_adapter
 from app.model.attention import register
 from app.model.base_weights import LoadOptions
-from app.model.build import DTYPES, build_training_model
-from app.model.checks import choose_loss_head
+from app.model.build import DTYPES, build_training_model, choose_loss_head
 from app.model.load_base import load_base
 from app.model.quantization import quantizer_of
 from app.model.structure import BaseModel
-from app.optim.optimizers import build_optimizer
 from app.training.choices import Choices, choose, sections_of
-from app.training.train_step import Stepper
+from app.training.setup import stepper_of
 from scripts.bench.contest import Contest, run_of
 from scripts.bench.machine import Clock
 from scripts.bench.workload import Bin, Step, workload
@@ -117,9 +115,7 @@ class Ours:
         run = prepared.run
         sections = sections_of(run, prepared.choices)
         model = build_training_model(sections, prepared.runtime.device, run.seed, BASE)
-        fp16 = prepared.choices.precision == "fp16"
-        optimizer = build_optimizer(run.optimizer, model)
-        self._stepper = Stepper(model, optimizer, prepared.runtime, run.training.clip, fp16=fp16)
+        self._stepper = stepper_of(model, run, prepared.runtime, prepared.choices.precision)
         self._prepared = prepared
         self._collate = Collator(prepared)
         choose_loss_head(model, self._collate(prepared.steps[0][0]).to(prepared.runtime.device))

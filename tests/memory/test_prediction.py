@@ -9,11 +9,10 @@ from app.distributed.environment import World
 from app.distributed.process_group import HostGroup, Runtime
 from app.memory.estimate import predict
 from app.memory.planner import min_recomputed_layers
-from app.model.build import build_training_model
-from app.model.checks import choose_loss_head
-from app.optim.optimizers import build_optimizer
+from app.model.build import build_training_model, choose_loss_head
 from app.training.choices import Choices, sections_of
 from app.training.memory import Forecast, Measured, Predicted
+from app.training.setup import stepper_of
 from app.training.train_step import Stepper
 from tests.memory.truth import PACKED, batch_of, small_run
 
@@ -21,16 +20,16 @@ SINGLE_PROCESS = Runtime(None, torch.device("cpu"), HostGroup(0, 1), 1)
 CHOICES = Choices("fp32", "sdpa")
 
 
-def stepper_of(run: RunConfig) -> Stepper:
+def single_stepper(run: RunConfig) -> Stepper:
     model = build_training_model(sections_of(run, CHOICES), torch.device("cpu"), run.seed, "nowhere")
     choose_loss_head(model, batch_of(PACKED))
-    return Stepper(model, build_optimizer(run.optimizer, model), SINGLE_PROCESS, run.training.clip, fp16=False)
+    return stepper_of(model, run, SINGLE_PROCESS, CHOICES.precision)
 
 
 def test_measured_step_equals_plain_step_bit_for_bit() -> None:
     run = small_run("recipe=qlora", "adapter.dropout=0.1", "training.recompute=1")
     batches = [batch_of(PACKED)] * 2
-    plain, counted = stepper_of(run), stepper_of(run)
+    plain, counted = single_stepper(run), single_stepper(run)
     measured = Measured(SINGLE_PROCESS, steps=10)
     for stepper, step in ((plain, plain.run), (counted, None)):
         torch.manual_seed(1)
@@ -48,7 +47,7 @@ def test_prediction_equals_measured_peak() -> None:
     run = small_run("recipe=lora")
     batch = batch_of(PACKED)
     predicted = predict(run, CHOICES, batch, 1, "cpu")
-    stepper, measured = stepper_of(run), Measured(SINGLE_PROCESS, steps=2)
+    stepper, measured = single_stepper(run), Measured(SINGLE_PROCESS, steps=2)
     measured.run(stepper, [batch], 1e-3)
     assert measured.bytes is None, "the first step starts without optimizer states"
     measured.run(stepper, [batch], 1e-3)
@@ -58,7 +57,7 @@ def test_prediction_equals_measured_peak() -> None:
 
 
 def test_measured_run_of_one_step_has_peak() -> None:
-    stepper, measured = stepper_of(small_run("recipe=lora")), Measured(SINGLE_PROCESS, steps=1)
+    stepper, measured = single_stepper(small_run("recipe=lora")), Measured(SINGLE_PROCESS, steps=1)
     measured.run(stepper, [batch_of(PACKED)], 1e-3)
     assert measured.bytes is not None
 

@@ -5,18 +5,12 @@ import torch
 from app.batch import Batch, PackedSequences
 from app.config.load import compose_run
 from app.config.schema import RunConfig
-from app.distributed.fsdp import first_number
-from app.distributed.gradient_reduction import ShardedGradients
 from app.distributed.process_group import HostGroup, Runtime
 from app.memory.shape import Shape
-from app.model.activation_checkpointing import repeated_layers
-from app.model.build import build_training_model
-from app.model.checks import choose_loss_head
-from app.model.training_model import TrainingModel
-from app.optim.optimizers import build_optimizer, needs_whole_matrices
+from app.model.build import build_training_model, choose_loss_head
 from app.training.choices import Choices, sections_of
+from app.training.setup import stepper_of
 from app.training.storage_counter import StorageCounter, kept_tensors
-from app.training.train_step import Stepper
 
 SMALL = (
     "model.weights=random",
@@ -75,7 +69,10 @@ def counted_peaks(run: RunConfig, shape: Shape, runtime: Runtime | None = None) 
     sections = sections_of(run, Choices(run.precision.kind, run.attention.kind))
     model = build_training_model(sections, torch.device("cpu"), run.seed, "nowhere")
     choose_loss_head(model, batch_of(shape))
-    stepper = stepper_of(run, model, runtime)
+    sharding = runtime.sharding(run.parallel)
+    if sharding is not None:
+        model.divide(sharding)
+    stepper = stepper_of(model, run, runtime, sections.precision)
     batches = [batch_of(shape) for _ in range(shape.micro_batches)]
     stepper.run(batches, 1e-3)
     stepper.forget_gradients()
@@ -91,17 +88,3 @@ def counted_peaks(run: RunConfig, shape: Shape, runtime: Runtime | None = None) 
         counter.peak = counter.current
         model.eval().scores(batches[0])
     return in_step, counter.peak
-
-
-def stepper_of(run: RunConfig, model: TrainingModel, runtime: Runtime) -> Stepper:
-    sharding = runtime.sharding(run.parallel)
-    if sharding is not None:
-        sharding.divide(model, repeated_layers(model.language_model), ["scores"])
-        model.divided_by(sharding)
-    trained = list(model.trained().values())
-    reduction = runtime.reduction(trained, sharding, whole_matrices=needs_whole_matrices(run.optimizer))
-    own = reduction.local.items() if isinstance(reduction, ShardedGradients) else ()
-    shards = {each: (local, first_number(each)) for each, local in own}
-    optimizer = build_optimizer(run.optimizer, model, run.seed, shards or None)
-    fp16 = run.precision.kind == "fp16"
-    return Stepper(model, optimizer, runtime, run.training.clip, fp16=fp16, reduction=reduction)

@@ -15,14 +15,13 @@ from app.data.collate import Packed, Padded
 from app.data.loader import Loader, StepSplit, eval_batches
 from app.data.prepare import Data, prepare
 from app.distributed.process_group import Runtime, start
-from app.model.adapters import lr_factor
 from app.model.attention import Needs, needs_of
 from app.model.build import DTYPES, ModelSections, build_training_model
 from app.model.structure import BaseModel
 from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
-from app.optim.optimizers import build_optimizer
 from app.tracking.recorder import Recorder
+from app.training import setup
 from app.training.checkpoint import Checkpoints, Progress
 from app.training.choices import recomputed_layers
 from app.training.preparation import StepPlan
@@ -92,8 +91,7 @@ def trainee_of(run: RunConfig) -> TrainingModel:
 
 def stepper_of(run: RunConfig, runtime: Runtime) -> Stepper:
     model = trainee_of(run)
-    optimizer = build_optimizer(run.optimizer, model, run.seed, None, lr_factor(run.adapter))
-    return Stepper(model, optimizer, runtime, run.training.clip, fp16=run.precision.kind == "fp16")
+    return setup.stepper_of(model, run, runtime, run.precision.kind)
 
 
 @pytest.fixture
