@@ -197,12 +197,11 @@ def choose_loss_head(training_model: TrainingModel, batch: Batch) -> list[Compar
     head = None if training_model.pooled else linear_head(training_model.language_model)
     if head is None:
         return []
+    own_way = "loss head: computed in the model's own way, which takes more memory: "
     found = compare_loss_head(training_model, head, batch)
-    if not found.passed:
-        training_model.add_remark(f"loss head: computed in the model's own way, which takes more memory: {found}")
-        return []
-    training_model.use_linear_head(head)
-    return [found]
+    passed = found.or_leave(lambda cause: training_model.add_remark(own_way + cause))
+    training_model.use_linear_head(head if passed else None)
+    return passed
 
 
 def build_base(sections: ModelSections, device: torch.device, seed: int) -> Any:

@@ -30,6 +30,12 @@ class Comparison:
             raise EnvironmentProblem(refusal)
         return self
 
+    def or_leave(self, leave: Callable[[str], None]) -> list[Self]:
+        """Itself if it passed; else nothing, and `leave`, given the cause, leaves out what was compared."""
+        if not self.passed:
+            leave(str(self))
+        return [self] if self.passed else []
+
     def __str__(self) -> str:
         return f"{self.what} differs by {self.difference:.1e} (allowed {self.allowed:.1e})"
 

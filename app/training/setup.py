@@ -65,10 +65,7 @@ def check_on_batch(model: TrainingModel, batch: Batch) -> list[Comparison]:
     layers = model.compiled_layers
     if layers is not None:
         compiled = verify_compiled(model, model.trained(), layers, batch, model.compute)
-        if compiled.passed:
-            comparisons.append(compiled)
-        else:
-            layers.give_up(str(compiled))
+        comparisons += compiled.or_leave(layers.give_up)
     return comparisons
 
 

@@ -13,7 +13,8 @@ from app.distributed.fsdp import MeshSizes, Sharding, is_sharded
 from app.distributed.process_group import Runtime
 from app.errors import EnvironmentProblem
 from app.model.activation_checkpointing import repeated_layers
-from app.model.checks import check_head, check_packing, choose_loss_head
+from app.model.build import choose_loss_head
+from app.model.checks import check_head, check_packing
 from app.model.training_model import TrainingModel
 from app.training.setup import check_reduction
 from tests.model.small import documents_of, lora, packed, training_model_of
@@ -31,8 +32,7 @@ def divided(runtime: Runtime, method: str) -> tuple[TrainingModel, Sharding]:
     model = training_model_of("llama", **METHODS[method])
     sharding = runtime.sharding(PARALLEL)
     assert sharding is not None
-    sharding.divide(model, repeated_layers(model.language_model), ("scores", "within"))
-    model.divided_by(sharding)
+    model.divide(sharding)
     return model, sharding
 
 

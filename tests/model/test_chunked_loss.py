@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from app.batch import IGNORE, Batch, LossWeights
 from app.errors import EnvironmentProblem
-from app.model import checks, chunked_loss
-from app.model.checks import check_head, choose_loss_head
+from app.model import build, chunked_loss
+from app.model.build import choose_loss_head
+from app.model.checks import check_head
 from app.model.chunked_loss import LinearHead, rows_of_a_chunk, token_loss_sum
 from app.model.head import own_head
 from app.model.kernels import as_on_gpu, loss_and_grad_inplace
@@ -265,7 +266,7 @@ def test_choose_loss_head_nearly_linear_head_leaves_own_way(kind: str, monkeypat
     lm = model.language_model
     with torch.no_grad():
         lm.get_output_embeddings().weight.mul_(1e-3)
-    monkeypatch.setattr(checks, "linear_head", lambda _lm: LinearHead(lm.get_output_embeddings()))
+    monkeypatch.setattr(build, "linear_head", lambda _lm: LinearHead(lm.get_output_embeddings()))
     assert choose_loss_head(model, BATCH) == []
     assert model.linear is None
     assert "computed in the model's own way" in model.remarks()[0]

@@ -93,7 +93,7 @@ def batch_of(layout: str, rows: Sequence[int] = range(3)) -> Batch:
 def model_of(adapter: Any = None, *, linear: bool = True, recompute: bool = False) -> TrainingModel:
     model = training_model_of("llama", adapter, task=TaskConfig(kind="causal"), recompute=recompute)
     model.loss = over_documents(preference, baseline)
-    model.linear = linear_head(model.language_model) if linear else None
+    model.use_linear_head(linear_head(model.language_model) if linear else None)
     return model
 
 

@@ -19,8 +19,7 @@ from app.model.base_weights import LoadOptions
 from app.model.build import build_training_model
 from app.model.load_base import load_base
 from app.model.training_model import TrainingModel
-from app.optim.optimizers import build_optimizer
-from app.training.train_step import Stepper
+from app.training.setup import stepper_of
 from tests.training.conftest import needs_for, sections_of, small_run
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_qlora.json").read_text())
@@ -49,7 +48,7 @@ def losses(run: RunConfig, data: Data) -> list[float]:
     attention = select(run.attention, runtime.device, lambda: needs_for(run))
     model = build_training_model(sections_of(run, attention), runtime.device, run.seed, "nowhere")
     begin_alike(model)
-    stepper = Stepper(model, build_optimizer(run.optimizer, model), runtime, 1.0, fp16=False)
+    stepper = stepper_of(model, run, runtime, run.precision.kind)
     loader = Loader(data.train, Packed(TOKENS, pad_id=0, max_length=TOKENS), StepSplit(1), seed=0)
     assert loader.steps_per_epoch == EPOCH
     found = []

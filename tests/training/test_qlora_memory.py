@@ -9,7 +9,7 @@ from app.config.schema import RunConfig
 from app.distributed.process_group import start
 from app.model.attention import select
 from app.model.build import build_training_model
-from app.optim.optimizers import build_optimizer
+from app.training.setup import stepper_of
 from app.training.train_step import Stepper
 from tests.model.small import documents_of, packed
 from tests.training.conftest import needs_for, sections_of
@@ -35,8 +35,7 @@ def two_steps(run: RunConfig) -> Stepper:
     model = build_training_model(sections_of(run, attention), runtime.device, run.seed, "nowhere")
     if runtime.device.type == "cuda":
         assert torch.cuda.max_memory_allocated() < 9e9, "the unpacked base was there as a whole"
-    optimizer = build_optimizer(run.optimizer, model)
-    stepper = Stepper(model, optimizer, runtime, run.training.clip, fp16=False)
+    stepper = stepper_of(model, run, runtime, run.precision.kind)
     half = run.batching.bin_tokens // 2
     batch = packed(documents_of((half, half)))
     before = [p.detach().clone() for p in model.trained().values()]

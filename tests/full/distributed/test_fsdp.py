@@ -13,7 +13,6 @@ from app.distributed.fsdp import Sharding, is_sharded, local
 from app.distributed.gradient_reduction import GradientReduction
 from app.distributed.process_group import Runtime
 from app.model import fused_lora
-from app.model.activation_checkpointing import repeated_layers
 from app.model.training_model import TrainingModel
 from app.training.storage_counter import kept_bytes
 from tests.model import classes
@@ -73,8 +72,7 @@ def batch(kind: str, rank: int) -> Batch:
 def shard(runtime: Runtime, model: TrainingModel) -> tuple[Sharding, GradientReduction]:
     sharding = runtime.sharding(PARALLEL)
     assert sharding is not None
-    sharding.divide(model, repeated_layers(model.language_model), ("scores", "within"))
-    model.divided_by(sharding)
+    model.divide(sharding)
     trained = list(model.trained().values())
     return sharding, runtime.reduction(trained, sharding, whole_matrices=False)
 

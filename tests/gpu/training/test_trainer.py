@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from app.model.build import build_training_model
-from app.optim.optimizers import build_optimizer
-from app.training.train_step import Stepper
+from app.training.setup import stepper_of
 from tests.gpu import waiting_is_an_error
 from tests.training.conftest import MakeLoop, sections_of, small_run
 from tests.training.test_optimizer_in_backward import AS_THEY_COME, BF16, FULL
@@ -22,9 +21,7 @@ def test_whole_steps_do_not_wait_for_the_device(words: tuple[str, ...], make_loo
     loop, _ = make_loop(run, 20)
     device = loop.parts.runtime.device
     model = build_training_model(sections_of(run), device, run.seed, "nowhere")
-    optimizer = build_optimizer(run.optimizer, model, run.seed)
-    stepper = Stepper(model, optimizer, loop.parts.runtime, run.training.clip, fp16=False)
-    loop.parts = replace(loop.parts, stepper=stepper)
+    loop.parts = replace(loop.parts, stepper=stepper_of(model, run, loop.parts.runtime, run.precision.kind))
     for _ in range(3):
         loop.take_step()
     ready = loop.prefetch.ready
