@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from app.config.schema import ParallelConfig
 from app.errors import ConfigError
 
 _MAX_COMPARED_WEIGHTS = 1 << 22  # of a tensor whose gradient is compared
@@ -61,15 +62,15 @@ def device_mesh(device_type: str, sizes: MeshSizes) -> DeviceMesh:
 class Sharding:
     """The sharding of one model.
 
-    `reshard`: free gathered weights between forward and backward; `sync_each`: reduce-scatter the gradients of each
-    micro-batch, so that they are sharded at all times; `offload`: keep shards in memory of the host.
+    `parallel.reshard`: free gathered weights between forward and backward; `sync=each`: reduce-scatter the gradients of
+    each micro-batch, so that they are sharded at all times; `offload`: keep shards in memory of the host.
     """
 
-    def __init__(self, mesh: DeviceMesh, *, reshard: bool, sync_each: bool, offload: bool) -> None:
+    def __init__(self, mesh: DeviceMesh, parallel: ParallelConfig) -> None:
         self.mesh = mesh
-        self._reshard = reshard
-        self._sync_each = sync_each
-        self._offload = offload
+        self._reshard = parallel.reshard
+        self._sync_each = parallel.sync == "each"
+        self._offload = parallel.offload
         self._root: FSDPModule
         self.units: list[FSDPModule] = []
 

@@ -111,14 +111,7 @@ class Runtime:
     def sharding(self, parallel: ParallelConfig) -> Sharding | None:
         """None where every process has the whole model."""
         sizes = mesh_sizes_of(parallel, self.processes, world().local_size)
-        if sizes is None:
-            return None
-        return Sharding(
-            device_mesh(self.device.type, sizes),
-            reshard=parallel.reshard,
-            sync_each=parallel.sync == "each",
-            offload=parallel.offload,
-        )
+        return None if sizes is None else Sharding(device_mesh(self.device.type, sizes), parallel)
 
     def reduction(
         self,

@@ -1,7 +1,6 @@
 """Trace of one training step and one evaluation on fake tensors, with every storage and FLOP counted."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,7 +64,9 @@ def trace(settings: TraceSettings, meta_model: MetaModel, plain: int, recomputed
     run, network, step_flops, paged = settings.run, meta_model.network(plain + recomputed), StepFlops(), PagedStates()
     sections = replace(meta_model.sections, recompute=recomputed)
     with ExitStack() as modes:
-        sharding = None if settings.mesh_sizes is None else modes.enter_context(_sharding(settings))
+        sharding = None
+        if settings.mesh_sizes is not None:
+            sharding = Sharding(modes.enter_context(fake_device_mesh(settings.mesh_sizes)), run.parallel)
         if settings.on_gpu:
             modes.enter_context(as_on_gpu())
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -99,14 +100,6 @@ def trace(settings: TraceSettings, meta_model: MetaModel, plain: int, recomputed
         ("offloaded",): 0 if host is None else host.bytes,
         **{(name,): count for name, count in step_flops.totals(settings.passes).items()},
     }
-
-
-@contextmanager
-def _sharding(settings: TraceSettings) -> Iterator[Sharding]:
-    sizes, parallel = settings.mesh_sizes, settings.run.parallel
-    assert sizes is not None
-    with fake_device_mesh(sizes) as mesh:
-        yield Sharding(mesh, reshard=parallel.reshard, sync_each=parallel.sync == "each", offload=parallel.offload)
 
 
 def _counter(settings: TraceSettings, stepper: Stepper, batches: list[Batch]) -> StorageCounter:

@@ -174,28 +174,27 @@ def check_packing(model: TrainingModel, batch: Batch) -> list[Comparison]:
             and model.compute is None
         )
         allowed = _PACKING_FP32 if exact else _allowed_rounding(model, documents, separate)
-        passed = {what: difference <= allowed[what] for what, difference in found.items()}  # NaN does not
-        plain = None
-        if not all(passed.values()):
+        compared = {
+            what: Comparison(f"{what} of packed documents against separate ones", difference, allowed[what])
+            for what, difference in found.items()
+        }
+        wrong = next((what for what, each in compared.items() if not each.passed), None)
+        by_attention = False
+        if wrong is not None:
             with _attention(model, register_kernel(plain_packed, f"{NAME}_plain")):
                 plain = _differences(_packed(model, documents, batch.documents), separate)
+            by_attention = all(plain[each] <= allowed[each] for each in plain)
     model.train(mode)
-    if plain is not None:
-        what = next(what for what in passed if not passed[what])
-        by_attention = all(plain[each] <= allowed[each] for each in plain)
-        raise EnvironmentProblem(_refusal(model, what, found[what], allowed[what], by_attention=by_attention))
-    return [
-        Comparison(f"{what} of packed documents against separate ones", difference, allowed[what])
-        for what, difference in found.items()
-    ]
+    if wrong is not None:
+        raise EnvironmentProblem(_refusal(model, wrong, compared[wrong], by_attention=by_attention))
+    return list(compared.values())
 
 
-def _refusal(model: TrainingModel, what: str, difference: float, allowed: float, *, by_attention: bool) -> str:
+def _refusal(model: TrainingModel, what: str, found: Comparison, *, by_attention: bool) -> str:
     """`by_attention`: plain attention gives the right numbers, so the kind of model is not the cause."""
     kind = f"a model of kind {model.language_model.config.model_type}"
-    text = (
-        f"gives another {what} when documents are packed (relative difference {difference:.1e}, allowed {allowed:.1e})"
-    )
+    numbers = f"relative difference {found.difference:.1e}, allowed {found.allowed:.1e}"
+    text = f"gives another {what} when documents are packed ({numbers})"
     if not by_attention:
         return f"batching.packing=true: {kind} {text}, so it would be trained wrongly. Set batching.packing=false."
     remedy = "batching.packing=false" if model.attention == "sdpa" else "attention=sdpa"

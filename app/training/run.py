@@ -11,6 +11,7 @@ from app.config.schema import RunConfig
 from app.distributed.environment import world
 from app.distributed.process_group import Runtime
 from app.errors import AppError, EnvironmentProblem
+from app.model.build import base_path, build_training_model
 from app.oom_retry import RetryOnRestart, explain_out_of_memory
 from app.pages.render import write_page
 from app.pages.run_page import run_page
@@ -28,7 +29,6 @@ from app.training.rehearsal import is_due, rehearse
 from app.training.resolve import ResolvedRun, resolve_run
 from app.training.samples import preview
 from app.training.setup import (
-    build_model,
     check_on_loader,
     record_base,
     restore_progress,
@@ -64,7 +64,8 @@ def train_in(
     _require_host_memory(forecast, runtime)
     torch.ones(1, device=runtime.device)  # on a GPU it makes the context
     in_use["context"] = device_used_bytes()
-    model = build_model(resolved, folder)
+    place, sharding = base_path(run.model, folder.base), runtime.sharding(run.parallel)
+    model = build_training_model(resolved.sections, runtime.device, run.seed, place, sharding)
     checks = check_on_loader(model, resolved.loader, runtime.device)
     stepper = stepper_of(model, run, runtime, resolved.choices.precision)
     runtime.seed(run.seed)  # anew, whatever was built before

@@ -16,7 +16,7 @@ from app.distributed.process_group import Runtime
 from app.files import DISK_ERRORS, atomic_folder, fsync_all, report_write_errors
 from app.model import fp8_linear
 from app.model.adapters import lr_factor
-from app.model.build import base_path, build_training_model, choose_loss_head, random_base
+from app.model.build import choose_loss_head, random_base
 from app.model.checks import check_head, check_packing
 from app.model.comparison import Comparison, max_difference
 from app.model.compile import verify_compiled
@@ -24,7 +24,6 @@ from app.model.save import save_base
 from app.model.source import base_fingerprint
 from app.model.training_model import TrainingModel
 from app.optim.optimizers import build_optimizer, needs_whole_matrices
-from app.tracking.output_dir import RunFolder
 from app.tracking.recorder import Recorder
 from app.training.checkpoint import Checkpoints, Progress
 from app.training.resolve import ResolvedRun
@@ -34,13 +33,6 @@ from app.training.trainer import Parts
 
 # relative differences of a reduced gradient: sums in another order, in fp32 and where arithmetic is rounded
 _EXACT_REDUCTION, _ROUNDED_REDUCTION = 1e-4, 2e-2
-
-
-def build_model(resolved: ResolvedRun, folder: RunFolder) -> TrainingModel:
-    """The model with its weights, sharded where the run asks for it."""
-    run, runtime = resolved.config, resolved.runtime
-    place, sharding = base_path(run.model, folder.base), runtime.sharding(run.parallel)
-    return build_training_model(resolved.sections, runtime.device, run.seed, place, sharding)
 
 
 def check_on_loader(model: TrainingModel, loader: Loader, device: torch.device) -> list[Comparison]:

@@ -1,5 +1,6 @@
 """A sharded model: checks gather one unit at a time, its first reduced gradient is compared, norms of shards summed."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,7 +81,7 @@ def test_total_sums_on_device_of_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
         squares = torch.ones((), dtype=torch.float64)
         with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
             all_reduce(squares, group)
-        total = Sharding(mesh, reshard=True, sync_each=True, offload=True).total(squares)
+        total = Sharding(mesh, replace(PARALLEL, offload=True)).total(squares)
         assert total.device == squares.device
 
 
