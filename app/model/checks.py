@@ -186,7 +186,7 @@ def check_packing(model: TrainingModel, batch: Batch) -> list[Comparison]:
             by_attention = all(plain[each] <= allowed[each] for each in plain)
     model.train(mode)
     if wrong is not None:
-        raise EnvironmentProblem(_refusal(model, wrong, compared[wrong], by_attention=by_attention))
+        compared[wrong].or_refuse(_refusal(model, wrong, compared[wrong], by_attention=by_attention))
     return list(compared.values())
 
 

@@ -2,7 +2,7 @@
 
 For any head: the model's own forward (`model.head`), with gradients computed in the forward pass, chunk by chunk. For
 a head that is one linear layer: logits that become their own gradient in place, in fewer passes and with one chunk of
-logits instead of three. A dispatch mode finds out whether a head is linear, and `checks.choose_loss_head` compares it
+logits instead of three. A dispatch mode finds out whether a head is linear, and `build.choose_loss_head` compares it
 with the model's own before the first step.
 """
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from app.errors import EnvironmentProblem, gist
-from app.model.comparison import Comparison, max_difference
+from app.model.comparison import Comparison, Fault, attempt, max_difference
 from app.model.kernels import autocast_dtype, can_run
 from app.model.operations import COSTS, OperationCost, Size
 
@@ -199,7 +198,10 @@ def compare_products(network: nn.Module, present: Callable[[nn.Module], Any] = n
         with present(layer):
             found.append(_compared("product", layer.weight, layer.scale, fast=True))
             found.append(_compared("product with the transposed", layer.weight_back, layer.scale_back, fast=False))
-    return [each.or_refuse(f"quantization.kind=fp8: {each} on this device. Set quantization=none.") for each in found]
+    for each in found:
+        cause = each if isinstance(each, Fault) else f"{each} on this device"
+        each.or_refuse(f"quantization.kind=fp8: {cause}. Set quantization=none.")
+    return found
 
 
 def _compared(words: str, weight: Tensor, scales: Tensor, *, fast: bool) -> Comparison:
@@ -209,12 +211,10 @@ def _compared(words: str, weight: Tensor, scales: Tensor, *, fast: bool) -> Comp
     places = torch.arange(_COMPARED_ROWS * inputs, device=weight.device, dtype=torch.float32).view(-1, inputs)
     rows = (torch.sin(places) * (1 + places[:, :1] / inputs)).to(dtype)
     expected = product_reference(*quantize_reference(rows), weight.view(E4M3), scales, torch.float32, fast)
-    try:
-        product_here = product(quantize_rows(rows), weight, scales, dtype, fast=fast)
-    except Exception as fault:  # of torch's operation, or of the compiler of our kernel
-        raise EnvironmentProblem(
-            f"quantization.kind=fp8: torch {torch.__version__} cannot multiply {(outputs, inputs)} in fp8 on "
-            f"this device ({gist(fault)}). Set quantization=none."
-        ) from fault
-    difference = max_difference([product_here], [expected])
-    return Comparison(f"fp8 {words} weight, {inputs} to {outputs}, against float32", difference, allowed)
+
+    def compare() -> Comparison:
+        difference = max_difference([product(quantize_rows(rows), weight, scales, dtype, fast=fast)], [expected])
+        return Comparison(f"fp8 {words} weight, {inputs} to {outputs}, against float32", difference, allowed)
+
+    fault = f"torch {torch.__version__} cannot multiply {(outputs, inputs)} in fp8 on this device ({{}})"
+    return attempt(compare, Exception, fault)  # of torch's operation, or of the compiler of our kernel
