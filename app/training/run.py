@@ -52,8 +52,7 @@ def train_in(
 ) -> int:
     """Train, or report what would be trained; returns the exit code.
 
-    `resume_hint` says how to continue a stopped run. The memory planner, a higher layer, predicts the peak and
-    answers what `auto` asks of it.
+    `resume_hint` says how to continue a stopped run; `predict` and `planner` are of the memory planner, a higher layer.
     """
     in_use = {"start": device_used_bytes()}
     resolved = resolve_run(run, folder.checkpoints, console.say, planner)
