@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import hypothesis
 import pytest
 
-from tests import marks
 from tests.global_state import restored
-from tests.runs import FinishedRuns, Zygote
-from tests.several_processes import ProcessesByCount
+from tests.harness import marks
+from tests.harness.processes import ProcessesByCount
+from tests.harness.runs import FinishedRuns, Zygote
 
 REPO = Path(__file__).parent.parent
 GPU_TESTS = REPO / "tests" / "gpu"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from app.config.load import read_run
-from tests.runs import SMALL, Zygote, numbers
+from tests.harness.runs import SMALL, Zygote, numbers
 
 ROWS = (
     "dataset=auto",

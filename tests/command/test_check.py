@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.data.small import chat, write_chats
+from tests.harness.runs import SMALL, Zygote
 from tests.pages.reading import read
-from tests.runs import SMALL, Zygote
 
 KEYS = (
     *("rows", "bad_rows", "overlong_rows", "overlong_tokens", "duplicate_rows", "total_tokens", "trained_tokens"),

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from app.assets import ROOT
-from tests.runs import Ended, FinishedRuns, Zygote, content_of, metrics, refused
+from tests.harness.runs import Ended, FinishedRuns, Zygote, content_of, metrics, refused
 
 FIGURES = ["eval_loss", "perplexity", "token_accuracy", "exact_match"]
 # turns of the assistant in the held-out rows that SMALL takes

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.runs import Ended, FinishedRuns, Zygote, refused
+from tests.harness.runs import Ended, FinishedRuns, Zygote, refused
 
 
 def export(zygote: Zygote, folder: Path, run: Path, *given: str, **env: str) -> Ended:

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.runs import FinishedRuns, Zygote
+from tests.harness.runs import FinishedRuns, Zygote
 
 
 def test_generate_answers_a_file_in_order(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:

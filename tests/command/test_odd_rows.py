@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.data.small import THINKING, chat, write_chats
-from tests.runs import SMALL, Zygote
+from tests.harness.runs import SMALL, Zygote
 
 TEMPLATE = THINKING.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'tool' %}")
 BAD = [

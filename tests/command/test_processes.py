@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.harness.runs import CLOCKS, SMALL, Zygote, has_reached, metrics, samples_of
 from tests.model.small import distance
-from tests.runs import CLOCKS, SMALL, Zygote, has_reached, metrics, samples_of
 
 PLAIN = ("optimizer=sgd", "optimizer.momentum=0", "optimizer.lr=0.5", "training.clip=0", "schedule=constant")
 GONE = 137  # 128 + SIGKILL

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.runs import SMALL, Zygote
+from tests.harness.runs import SMALL, Zygote
 
 FEW = (*SMALL, "training.max_steps=4", "checkpoint.every=2", "eval.samples=0")
 PADDED = ("recipe=lora", "batching.packing=false")  # nothing goes backward before the rehearsal
@@ -17,7 +17,7 @@ def test_one_of_two_processes_learns_before_the_first_step_that_memory_is_short(
     run = tmp_path / "run"
     command = (*FEW, *PADDED, "batching.accumulation=1", "training.rehearse=true", f"output_dir={run}")
     given = {"WHERE": "backward", "RANKS": "1", "TOKENS": "150", "CALLS": "0"}
-    for ended in zygote.run_together(tmp_path, 2, *command, module="tests.scarcity", **given):
+    for ended in zygote.run_together(tmp_path, 2, *command, module="tests.harness.scarcity", **given):
         assert (ended.code, ended.stderr) == (0, "")
     (line,) = told(run)
     assert "it fits only in parts: from the first step on" in line

@@ -11,8 +11,8 @@ from app.pages.render import write_page
 from app.report import report
 from app.tracking.console import Console
 from tests.conftest import RunApp
+from tests.harness.runs import SMALL, FinishedRuns, Zygote, metrics
 from tests.pages.reading import Element, chart, drawn, read, section
-from tests.runs import SMALL, FinishedRuns, Zygote, metrics
 
 RANDOM = (*SMALL, "model.weights=random", "training.max_steps=4")
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from app.assets import ROOT
-from tests.runs import SMALL, Ended, FinishedRuns, Zygote, content_of, metrics, numbers, refused
+from tests.harness.runs import SMALL, Ended, FinishedRuns, Zygote, content_of, metrics, numbers, refused
 
 SHORT = (*SMALL, "eval.samples=0", "training.max_steps=6")
 

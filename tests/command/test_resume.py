@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from app.signals import HEARD, NOTHING_TO_SAVE
-from tests.runs import (
+from tests.harness.runs import (
     CLOCKS,
     FINISHED,
     SMALL,

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from tests.command.test_processes import PLAIN, tensors, with_rate
+from tests.harness.runs import CLOCKS, SMALL, Zygote, metrics, result
 from tests.model.small import distance
-from tests.runs import CLOCKS, SMALL, Zygote, metrics, result
 
-SCARCE = "tests.scarcity"
+SCARCE = "tests.harness.scarcity"
 LIMITS = {"TOKENS": "40", "CALLS": "40"}  # calls: what is proven and shown before the first step
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.runs import SMALL, Ended, Running, Zygote, result
+from tests.harness.runs import SMALL, Ended, Running, Zygote, result
 
 TINY = (*SMALL, "eval.samples=0", "training.max_steps=2")
 LONG = (*SMALL, "eval.every=0", "eval.samples=0", "checkpoint.every=0", "training.max_steps=100", "training.epochs=20")

@@ -8,7 +8,7 @@ import yaml
 from safetensors.torch import load_file
 
 from app.tracking.formatting import format_bytes
-from tests.runs import SECRET, SMALL, FinishedRuns, Zygote, metrics, numbers, result
+from tests.harness.runs import SECRET, SMALL, FinishedRuns, Zygote, metrics, numbers, result
 
 STEP_KEYS = ["step", "epoch", "loss", "lr", "grad_norm", "tokens", "trained_tokens"]
 STEP_KEYS += ["tokens_per_second", "samples_per_second", "seconds", "peak_memory_bytes"]

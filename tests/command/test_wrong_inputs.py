@@ -9,7 +9,7 @@ import pytest
 
 from app.assets import ROOT
 from tests.conftest import REPO, RunApp
-from tests.runs import FINISHED, SMALL, Ended, FinishedRuns, Zygote, content_of, refused
+from tests.harness.runs import FINISHED, SMALL, Ended, FinishedRuns, Zygote, content_of, refused
 
 CHAT = ("dataset=messages", "dataset.eval_fraction=0")
 FEW = ("dataset.max_rows=20", "dataset.eval_max_rows=5", "launch.threads=1")

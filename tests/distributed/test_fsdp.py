@@ -18,8 +18,8 @@ from app.model.build import choose_loss_head
 from app.model.checks import check_head, check_packing
 from app.model.training_model import TrainingModel
 from app.training.setup import check_reduction
+from tests.harness.processes import ProcessesByCount
 from tests.model.small import documents_of, lora, packed, training_model_of
-from tests.several_processes import ProcessesByCount
 
 PROCESSES = 3
 PARALLEL = ParallelConfig(

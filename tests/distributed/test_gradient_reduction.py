@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from app.distributed.gradient_reduction import AllReduce
 from app.distributed.process_group import Runtime
-from tests.several_processes import ProcessesByCount
+from tests.harness.processes import ProcessesByCount
 
 PROCESSES = 3
 SMALL_BUCKETS_MB = 0.0001

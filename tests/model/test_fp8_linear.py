@@ -25,7 +25,7 @@ from app.model.quantization import Fp8, missing_hardware
 from app.model.save import save_base, save_model
 from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
-from tests.marks import requires_interpreter
+from tests.harness.marks import requires_interpreter
 from tests.model.small import (
     CAUSAL,
     batch_of,

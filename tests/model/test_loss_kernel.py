@@ -10,7 +10,7 @@ from torch import Tensor
 from app.batch import IGNORE
 from app.model.kernels import plain_loss_and_grad
 from tests.choices import pairwise
-from tests.marks import requires_interpreter
+from tests.harness.marks import requires_interpreter
 from tests.model.small import distance
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -9,7 +9,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from tests.conftest import REPO
-from tests.marks import requires_pinned_environment
+from tests.harness.marks import requires_pinned_environment
 
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
 # what is measured against or with names its own versions, and is in nobody's environment but that of who measures

@@ -18,7 +18,7 @@ from app.errors import EnvironmentProblem
 from app.oom_retry import RetryOnRestart, halve, split_batch
 from app.training.scores import counts_of, score
 from app.training.train_step import Stepper
-from tests.scarcity import scarce
+from tests.harness.scarcity import scarce
 from tests.training.conftest import small_run, stepper_of, trainee_of
 from tests.training.test_train_step import gradients, relative
 

@@ -15,7 +15,7 @@ from app.training.checkpoint import Checkpoints, Progress
 from app.training.optimizer_in_backward import require_gradients_one_by_one
 from app.training.storage_counter import kept_bytes
 from app.training.train_step import Stepper
-from tests.scarcity import scarce
+from tests.harness.scarcity import scarce
 from tests.training.conftest import small_run, stepper_of
 
 FULL = ("recipe=full", "training.clip=0", "training.recompute=1")

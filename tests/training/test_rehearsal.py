@@ -13,9 +13,9 @@ from app.signals import StopRequest
 from app.training.rehearsal import Rehearsal, is_due, rehearse
 from app.training.summary import rehearsal_message
 from app.training.trainer import Trainer
+from tests.harness.runs import CLOCKS
+from tests.harness.scarcity import WHERE, scarce
 from tests.optim.small import KINDS
-from tests.runs import CLOCKS
-from tests.scarcity import WHERE, scarce
 from tests.training.conftest import MakeLoop, Notebook, small_run
 
 STEPS = 3

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import REPO
-from tests.forked_python import program
-from tests.runs import Zygote
+from tests.harness.forked_python import program
+from tests.harness.runs import Zygote
 
 TINY = ("--device", "cpu", "--threads", "1", "--mix", "short", "--length", "48", "--tokens-per-step", "96")
 
@@ -57,7 +57,7 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="session")
 def quick_python(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     place = tmp_path_factory.mktemp("forked")
-    server = zygote.start(place, str(place / "server"), module="tests.forked_python")
+    server = zygote.start(place, str(place / "server"), module="tests.harness.forked_python")
     server.until((place / "server").exists)
     yield program(place, place / "server")
     server.kill()

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from app.assets import ROOT
 from scripts.bench import data
-from tests.marks import requires_trl
+from tests.harness.marks import requires_trl
 
 ROWS = 40
 

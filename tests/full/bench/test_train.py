@@ -11,7 +11,7 @@ from scripts.bench.train import DIFFER, INCOMPLETE, in_turn, split_names, verdic
 from tests.bench.test_workload import CONTEST
 from tests.conftest import REPO
 from tests.full.bench.conftest import Bench
-from tests.marks import requires_trl
+from tests.harness.marks import requires_trl
 
 SHORT = ("--steps", "2", "--warm-up", "1", "--rounds", "1")
 PROMISED = {

@@ -6,14 +6,14 @@ from typing import Any
 
 import yaml
 
-from tests.runs import SMALL, Zygote, same_ending
+from tests.harness.runs import SMALL, Zygote, same_ending
 
 AUTO_TOKENS, AUTO_LAYERS = "batching.tokens=auto", "training.recompute=auto"
 
 
 def on(zygote: Zygote, folder: Path, memory: float, *words: str, code: int = 0) -> str:
     """What a run on a machine with `memory` GB prints."""
-    given = {"module": "tests.small_machine", "MEMORY_BYTES": str(int(memory * 1e9))}
+    given = {"module": "tests.harness.scarcity", "MEMORY_BYTES": str(int(memory * 1e9))}
     ended = zygote.run(folder, *SMALL, "training.max_steps=3", *words, **given)
     assert ended.code == code, ended.stderr
     return ended.stdout

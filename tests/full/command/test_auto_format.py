@@ -8,7 +8,7 @@ import pytest
 from app.config.dataset import sources_of
 from app.config.load import read_run
 from tests.command.test_auto_format import ROWS, with_talks
-from tests.runs import SMALL, Zygote
+from tests.harness.runs import SMALL, Zygote
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 from tests.data.small import chat, write_chats
-from tests.runs import SMALL, Running, Zygote
+from tests.harness.runs import SMALL, Running, Zygote
 
 
 def parts(folder: Path) -> set[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.command.test_check import facts_in, look, memory_in
 from tests.conftest import RunApp
 from tests.data.small import chat, write_chats
-from tests.runs import Zygote
+from tests.harness.runs import Zygote
 
 
 def test_check_memory_takes_ten_seconds(run_app: RunApp) -> None:

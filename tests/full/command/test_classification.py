@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.runs import Zygote, metrics, numbers
+from tests.harness.runs import Zygote, metrics, numbers
 
 GOOD, BAD = (
     ("lovely", "great", "warm", "bright", "kind", "happy"),

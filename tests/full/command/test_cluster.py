@@ -10,9 +10,9 @@ from typing import Protocol
 
 import pytest
 
-from tests.forked_python import program
 from tests.full.command.machines import SCRIPTS, Job, Machine, free_job, free_port, processes_of
-from tests.runs import SMALL, Zygote, has_reached, result, same_ending
+from tests.harness.forked_python import program
+from tests.harness.runs import SMALL, Zygote, has_reached, result, same_ending
 
 TRAINING = (*SMALL, "batching.accumulation=1", "training.epochs=2")
 
@@ -26,7 +26,7 @@ class StartMachine(Protocol):
 @pytest.fixture
 def forked(zygote: Zygote, tmp_path: Path) -> Iterator[str]:
     """A Python that is there at once."""
-    server = zygote.start(tmp_path, str(tmp_path / "server"), module="tests.forked_python")
+    server = zygote.start(tmp_path, str(tmp_path / "server"), module="tests.harness.forked_python")
     server.until((tmp_path / "server").exists)
     yield str(program(tmp_path, tmp_path / "server"))
     server.kill()

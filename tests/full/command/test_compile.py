@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import RunApp
-from tests.runs import SMALL, Zygote, metrics, result
+from tests.harness.runs import SMALL, Zygote, metrics, result
 
 FEW = (*SMALL, "recipe=lora", "training.max_steps=4", "eval.samples=0", "record.every=1")
 

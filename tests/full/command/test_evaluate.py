@@ -10,7 +10,7 @@ import pytest
 
 from app.assets import ROOT
 from tests.command.test_evaluate import KEYS, check_last_evaluation, eval_loss, score
-from tests.runs import SMALL, FinishedRuns, Zygote, refused
+from tests.harness.runs import SMALL, FinishedRuns, Zygote, refused
 
 
 def test_evaluate_does_not_depend_on_batches_or_processes(

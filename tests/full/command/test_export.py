@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.command.test_export import check_spoilt, export, report
-from tests.runs import FinishedRuns, Zygote, content_of, refused
+from tests.harness.runs import FinishedRuns, Zygote, content_of, refused
 
 
 def code_of_card(out: Path, app_env: dict[str, str], place: Path) -> None:

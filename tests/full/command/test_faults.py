@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import SMALL, Zygote, refused, result
+from tests.harness.runs import SMALL, Zygote, refused, result
 
 
 def limited(largest: int, app_env: dict[str, str], folder: Path, *given: str) -> subprocess.CompletedProcess[str]:

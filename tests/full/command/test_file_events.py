@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import SMALL, Ended, Zygote, same_ending
+from tests.harness.runs import SMALL, Ended, Zygote, same_ending
 
 MODULE = "tests.full.command.file_events"
 SHORT = ("dataset.max_rows=24", "dataset.eval_max_rows=4", "training.max_steps=4", "checkpoint.every=2")

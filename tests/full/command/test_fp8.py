@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.runs import FINISHED, SMALL, Zygote, numbers, result, same_ending
+from tests.harness.runs import FINISHED, SMALL, Zygote, numbers, result, same_ending
 
 FP8 = ("recipe=lora", "quantization=fp8")
 

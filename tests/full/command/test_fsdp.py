@@ -23,11 +23,11 @@ from tests.command.test_processes import same_numbers, tensors, with_rate
 from tests.conftest import REPO, RunApp
 from tests.full.command import test_masked
 from tests.full.command.test_classification import ENCODER, encoder_tokenizer, pair, write
+from tests.harness.runs import SMALL, Ended, Running, Zygote, has_reached, metrics, result, same_ending
 from tests.model.small import distance
-from tests.runs import SMALL, Ended, Running, Zygote, has_reached, metrics, result, same_ending
 
 FSDP, ZERO2 = "parallel=fsdp", "parallel=zero2"
-SCARCE = "tests.scarcity"
+SCARCE = "tests.harness.scarcity"
 # Held out is one batch, so that one process of several has none.
 WIDE = (
     *SMALL,
@@ -298,7 +298,7 @@ def test_launcher_out_of_memory_reports_once_and_restarts(run_app: RunApp, tmp_p
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"
         "if os.environ.get('RANK') == '1':\n"
-        "    from tests.scarcity import scarce\n"
+        "    from tests.harness.scarcity import scarce\n"
         "    scarcity = scarce('backward', tokens=48, calls=26)\n"
         "    scarcity.__enter__()\n"
     )

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.runs import FinishedRuns
+from tests.harness.runs import FinishedRuns
 
 
 def test_conversation_over_a_pipe(finished: FinishedRuns, tmp_path: Path, app_env: dict[str, str]) -> None:

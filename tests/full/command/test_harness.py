@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from tests.conftest import RunApp
-from tests.marks import requires_harness
-from tests.runs import FinishedRuns
+from tests.harness.marks import requires_lm_eval
+from tests.harness.runs import FinishedRuns
 
 QUESTIONS = [
     ("Name the opposite of new.", ["old", "ancient", "tighten", "grey"], 0),
@@ -79,7 +79,7 @@ def share_chosen(run: Path, *, adapter: bool) -> float:
     return right / len(QUESTIONS)
 
 
-@requires_harness
+@requires_lm_eval
 def test_harness_scores_run_and_base(finished: FinishedRuns, run_app: RunApp, tmp_path: Path) -> None:
     finished.copy(tmp_path / "run")
     write_tasks(tmp_path)

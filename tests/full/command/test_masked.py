@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.runs import Zygote, metrics, numbers
+from tests.harness.runs import Zygote, metrics, numbers
 
 SMALL = (
     "model=modernbert",

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.command.test_processes import PLAIN, tensors, with_rate
+from tests.harness.runs import SMALL, Zygote, metrics, same_ending
 from tests.model.small import distance
-from tests.runs import SMALL, Zygote, metrics, same_ending
 from tests.training.test_message_weights import WEIGHTS, chats
 
 LOSSES = ("loss", "eval_loss", "grad_norm", "trained_tokens")

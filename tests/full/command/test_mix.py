@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from tests.data.small import chat, write_chats
-from tests.runs import SMALL, Zygote
+from tests.harness.runs import SMALL, Zygote
 
 MIX = ("dataset=mix", "dataset.mix.chat.path=chat.jsonl", "dataset.mix.code.path=code.jsonl")
 PLAIN = (

@@ -15,7 +15,7 @@ import pytest
 from app.signals import NOTHING_TO_SAVE
 from tests.command.test_processes import GONE, Launched, check_two_against_one
 from tests.conftest import REPO
-from tests.runs import SMALL, Zygote, has_reached, numbers, result, same_ending
+from tests.harness.runs import SMALL, Zygote, has_reached, numbers, result, same_ending
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.runs import FINISHED, FinishedRuns, Zygote
+from tests.harness.runs import FINISHED, FinishedRuns, Zygote
 
 CODE = """
 from pathlib import Path

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from tests.command.test_rehearsal import FEW, PADDED, told
-from tests.runs import Zygote, result, same_ending
+from tests.harness.runs import Zygote, result, same_ending
 from tests.training.test_rehearsal import files
 
 
@@ -30,7 +30,7 @@ def test_rehearsal_of_two_processes_changes_no_byte(zygote: Zygote, tmp_path: Pa
 def test_rehearsal_out_of_memory_ends_the_run_early(zygote: Zygote, tmp_path: Path) -> None:
     given = {"WHERE": "backward", "RANKS": "0", "TOKENS": "3", "CALLS": "0"}
     words = (*FEW, *PADDED, "training.rehearse=true", "output_dir=run")
-    ended = zygote.run(tmp_path, *words, module="tests.scarcity", **given)
+    ended = zygote.run(tmp_path, *words, module="tests.harness.scarcity", **given)
     assert ended.code == 2
     assert "error: out of memory: a document of" in ended.stderr
     assert "Traceback" not in ended.stderr

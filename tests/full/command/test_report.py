@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from tests.command.test_report import RANDOM, page_of
+from tests.harness.runs import SMALL, Zygote, has_reached, result
 from tests.pages.reading import chart, drawn, section
-from tests.runs import SMALL, Zygote, has_reached, result
 
 
 def test_stopped_and_failed_runs_have_reports(zygote: Zygote, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.command.test_reproduce import SHORT, again, check_same_bits, run_and_rows
-from tests.runs import FinishedRuns, Zygote, metrics
+from tests.harness.runs import FinishedRuns, Zygote, metrics
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from tests.command.test_resume import check_killed_and_resumed, check_stopped_and_continued
 from tests.conftest import RunApp
-from tests.runs import SMALL, Zygote, has_reached, metrics, result
+from tests.harness.runs import SMALL, Zygote, has_reached, metrics, result
 
 
 def test_repeated_signals_still_save(zygote: Zygote, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.command.test_scarce_memory import LIMITS, SCARCE, check_one_of_two
-from tests.runs import SMALL, Zygote, same_ending
+from tests.harness.runs import SMALL, Zygote, same_ending
 
 
 def test_a_stopped_run_goes_on_in_parts_to_the_last_bit(zygote: Zygote, tmp_path: Path) -> None:

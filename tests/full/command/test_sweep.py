@@ -11,7 +11,7 @@ from pathlib import Path
 
 from app.config.load import compose_run
 from tests.command.test_sweep import LONG, TINY, column, content, run, start, starts
-from tests.runs import Zygote, has_reached, metrics, numbers, result
+from tests.harness.runs import Zygote, has_reached, metrics, numbers, result
 
 
 def test_sweep_ctrl_c_saves_and_resumes(zygote: Zygote, tmp_path: Path) -> None:

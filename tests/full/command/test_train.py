@@ -8,7 +8,7 @@ import yaml
 from app.assets import ROOT
 from scripts.make_assets.scores import answered, held_out_chat, read_model
 from tests.conftest import RunApp
-from tests.runs import SMALL, Zygote, metrics, result
+from tests.harness.runs import SMALL, Zygote, metrics, result
 
 
 def test_default_run_learns_within_a_minute(run_app: RunApp, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import transformers4
-from tests.runs import FinishedRuns, Zygote
+from tests.harness.runs import FinishedRuns, Zygote
 
 READ = """
 import json, sys, warnings

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from app.distributed.failures import FailureFlag
-from tests.runs import Zygote
+from tests.harness.runs import Zygote
 
 UNFINISHED = 75
 STAYS_SECONDS = 15.0

@@ -15,6 +15,7 @@ from app.distributed.process_group import Runtime
 from app.model import fused_lora
 from app.model.training_model import TrainingModel
 from app.training.storage_counter import kept_bytes
+from tests.harness.processes import ProcessesByCount
 from tests.model import classes
 from tests.model.small import (
     ALL_KINDS,
@@ -29,7 +30,6 @@ from tests.model.small import (
     packed,
     training_model_of,
 )
-from tests.several_processes import ProcessesByCount
 
 PROCESSES = 2
 NF4 = QuantizationConfig(kind="nf4", double_quant=True)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from app.distributed import sharded_checkpoint
 from app.distributed.process_group import Runtime
-from tests.several_processes import ProcessesByCount
+from tests.harness.processes import ProcessesByCount
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 ROWS = (1, 2, 5, 8)  # fewer than processes, uneven, even

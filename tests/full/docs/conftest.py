@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPO
-from tests.forked_python import program
 from tests.full.docs.stand_ins import finished_run, lay_out
-from tests.runs import Zygote
+from tests.harness.forked_python import program
+from tests.harness.runs import Zygote
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Shell:
 def forked(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with a `python` that is at once in the middle of a command of ours, which it cuts short."""
     place = tmp_path_factory.mktemp("forked")
-    server = zygote.start(place, str(place / "server"), module="tests.forked_python")
+    server = zygote.start(place, str(place / "server"), module="tests.harness.forked_python")
     server.until((place / "server").exists)
     real = program(place, place / "server").rename(place / "real")
     (place / "bin").mkdir()

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from tests.conftest import REPO
-from tests.marks import requires_triton
+from tests.harness.marks import requires_triton
 
 
 @requires_triton

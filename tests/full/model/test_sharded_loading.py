@@ -15,7 +15,7 @@ from app.distributed.process_group import Runtime
 from app.model import load_base
 from app.model.build import build_training_model
 from app.model.training_model import TrainingModel
-from tests.several_processes import ProcessesByCount
+from tests.harness.processes import ProcessesByCount
 from tests.training.conftest import sections_of, small_run
 
 FILES = "files"  # of the model that ships, in place of random weights

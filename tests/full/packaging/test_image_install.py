@@ -9,7 +9,7 @@ import pytest
 from scripts.image.install import canonical, constraints, pins, protected
 from tests.conftest import REPO
 from tests.full.packaging.image import NVIDIA, OTHERS, Image, make_image, make_project, make_wheel
-from tests.marks import requires_package_index
+from tests.harness.marks import requires_package_index
 
 OURS = pins((REPO / "constraints.txt").read_text().splitlines())
 NEWER_TORCH = ("torch>=2.14", "--dry-run", "--quiet", "--report", "-")

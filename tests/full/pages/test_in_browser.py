@@ -11,7 +11,7 @@ from app.pages.read_run import read_sweep
 from app.pages.run_page import run_page
 from app.pages.sweep_page import sweep_page
 from tests.full.pages.browser import looked_at
-from tests.marks import requires_chromium
+from tests.harness.marks import requires_chromium
 from tests.pages.facts import DATA, TOO_LARGE
 from tests.pages.folders import made_run, made_sweep, result_of, sample, step, trial
 from tests.pages.test_render import HOSTILE

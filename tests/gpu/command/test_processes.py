@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.command.test_processes import GONE, PLAIN, Launched, tensors, with_rate
-from tests.marks import requires_two_gpus
+from tests.harness.marks import requires_two_gpus
+from tests.harness.runs import SMALL, metrics, result
 from tests.model.small import distance
-from tests.runs import SMALL, metrics, result
 
 pytestmark = requires_two_gpus
 

@@ -17,7 +17,7 @@ from app.model.training_model import TrainingModel
 from app.optim.optimizers import build_optimizer
 from app.training.train_step import Stepper
 from tests.gpu import waiting_is_an_error
-from tests.marks import requires_flash_attention
+from tests.harness.marks import requires_flash_attention
 from tests.model import small
 from tests.model.stand_ins import NEEDS
 from tests.optim.small import section

@@ -15,7 +15,7 @@ from app.model.build import build_training_model
 from app.optim.optimizers import build_optimizer
 from app.training.train_step import Stepper
 from tests.gpu import waiting_is_an_error
-from tests.marks import requires_flash_attention
+from tests.harness.marks import requires_flash_attention
 from tests.model import small
 from tests.optim.small import section
 

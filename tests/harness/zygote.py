@@ -3,7 +3,7 @@
 Starting the program costs seconds of imports; tests that start it dozens of times, and kill it, fork it instead.
 What runs in the fork is `app.train.main` with a command line, its own environment, folder and output files.
 
-    python -m tests.zygote      reads one JSON command a line, answers one JSON line each
+    python -m tests.harness.zygote      reads one JSON command a line, answers one JSON line each
 """
 
 import contextlib

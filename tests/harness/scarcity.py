@@ -1,9 +1,9 @@
-"""A device that runs out of memory where a micro-batch has more tokens than it can hold.
+"""A machine with less memory than this one: a device where large micro-batches do not fit, a host of few bytes.
 
-    python -m tests.scarcity WORDS...       app.train, with the limits of the environment
+    python -m tests.harness.scarcity WORDS...       app.train, with the limits of the environment
 
-TOKENS: how many it holds; WHERE: forward, backward or recomputed; RANKS: which processes ("01"); CALLS: attention
-layers that still fit at the beginning, whatever their size.
+The device: TOKENS: how many a micro-batch may have; WHERE: forward, backward or recomputed; RANKS: which processes
+("01"); CALLS: attention layers that still fit at the beginning, whatever their size. The host: MEMORY_BYTES.
 """
 
 import os
@@ -63,11 +63,14 @@ def _limited(own: Callable[..., Any], where: str, tokens: int, calls: int, memor
 
 
 def main() -> None:
-    """A run on a scarce device."""
+    """A run on a scarce machine."""
     from app import train
+    from app.memory import fit
 
     given = os.environ
-    if given.get("RANK", "0") not in given["RANKS"]:
+    if "MEMORY_BYTES" in given:
+        vars(fit)["_host_memory"] = lambda: int(given["MEMORY_BYTES"])
+    if given.get("RANK", "0") not in given.get("RANKS", ""):
         train.main()
         return
     with scarce(given["WHERE"], int(given["TOKENS"]), int(given["CALLS"])):

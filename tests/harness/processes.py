@@ -12,7 +12,7 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.runs import Zygote
+from tests.harness.runs import Zygote
 
 PATIENCE_SECONDS = 60  # processes that do not make the same collectives wait for ever
 
@@ -24,7 +24,7 @@ class Processes:
         self._sockets = tempfile.TemporaryDirectory()
         address = f"{self._sockets.name}/parent"
         with Listener(address, "AF_UNIX", backlog=count) as listener:
-            module = "tests.several_processes"
+            module = "tests.harness.processes"
             self._running = zygote.start_together(folder, count, address, module=module)
             accepted = [listener.accept() for _ in range(count)]
         self._connections: dict[int, Connection] = {each.recv(): each for each in accepted}

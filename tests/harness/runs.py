@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).parent.parent
+REPO = Path(__file__).parents[2]
 
 SMALL = (
     "model.weights=random",
@@ -98,7 +98,7 @@ class Zygote:
 
     def __post_init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.zygote"],
+            [sys.executable, "-m", "tests.harness.zygote"],
             env=self.environment,
             cwd=REPO,
             stdin=subprocess.PIPE,

@@ -18,7 +18,7 @@ ONE_GPU = "needs a GPU"
 TWO_GPUS = "needs two GPUs"
 FLASH_ATTENTION = "needs flash-attn, which not every GPU host has"
 ORDINARY_USER = "needs an ordinary user: file permissions do not bind root"
-HARNESS = "needs lm_eval, an extra: pip install -e '.[lm-eval]'"
+LM_EVAL = "needs lm_eval, an extra: pip install -e '.[lm-eval]'"
 TRITON = "needs Triton, which is there for x86-64 only"
 INTERPRETER = "needs Triton and no GPU: kernels would not be interpreted"
 TRL = "needs TRL, an extra: pip install -e '.[bench]'"
@@ -33,7 +33,7 @@ requires_gpu = pytest.mark.skipif("num_gpus() < 1", reason=ONE_GPU)
 requires_two_gpus = pytest.mark.skipif("num_gpus() < 2", reason=TWO_GPUS)
 requires_flash_attention = pytest.mark.skipif("not has_module('flash_attn')", reason=FLASH_ATTENTION)
 requires_ordinary_user = pytest.mark.skipif("user_id() == 0", reason=ORDINARY_USER)
-requires_harness = pytest.mark.skipif("not has_module('lm_eval')", reason=HARNESS)
+requires_lm_eval = pytest.mark.skipif("not has_module('lm_eval')", reason=LM_EVAL)
 requires_triton = pytest.mark.skipif("not has_module('triton')", reason=TRITON)
 requires_interpreter = pytest.mark.skipif("not interprets_kernels()", reason=INTERPRETER)
 requires_trl = pytest.mark.skipif("not has_module('trl')", reason=TRL)
@@ -52,7 +52,7 @@ def num_gpus() -> int:
 
 def in_venv() -> bool:
     """Whether this is the interpreter that scripts/setup made."""
-    return Path(sys.prefix) == Path(__file__).parent.parent / ".venv"
+    return Path(sys.prefix) == Path(__file__).parents[2] / ".venv"
 
 
 def interprets_kernels() -> bool:

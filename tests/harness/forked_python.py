@@ -30,7 +30,7 @@ def program(folder: Path, server: Path) -> Path:
 
 
 def main() -> None:
-    """The server: `zygote.start(folder, socket, module="tests.forked_python")`, until it is killed."""
+    """The server: `zygote.start(folder, socket, module="tests.harness.forked_python")`, until it is killed."""
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(sys.argv[1])
     listening.listen()
