@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +11,9 @@ import pytest
 
 from tests.global_state import restored
 from tests.harness import marks
+from tests.harness.forked_python import program
 from tests.harness.processes import ProcessesByCount
+from tests.harness.python import python
 from tests.harness.runs import FinishedRuns, Zygote
 
 REPO = Path(__file__).parent.parent
@@ -87,6 +88,16 @@ def processes(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture(scope="session")
+def quick_python(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A Python that is there at once, for scripts that start one: it forks the zygote."""
+    place = tmp_path_factory.mktemp("python")
+    server = zygote.start(place, str(place / "server"), module="tests.harness.forked_python")
+    server.until((place / "server").exists)
+    yield program(place, place / "server")
+    server.kill()
+
+
+@pytest.fixture(scope="session")
 def finished(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> FinishedRuns:
     """`finished("qlora")`: a small run that is over."""
     return FinishedRuns(zygote, tmp_path_factory.mktemp("finished"))
@@ -109,16 +120,7 @@ def run_app(app_env: dict[str, str], tmp_path: Path) -> RunApp:
         env: dict[str, str] | None = None,
         timeout: float = 180,
     ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", module, *args],
-            cwd=cwd or tmp_path,
-            env=app_env | (env or {}),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+        return python("-m", module, *args, cwd=cwd or tmp_path, env=app_env | (env or {}), timeout=timeout)
 
     return run
 

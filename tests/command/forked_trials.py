@@ -1,16 +1,15 @@
 """app.train in a fork of the zygote, with each trial of a sweep a fork in turn: real processes, without the imports."""
 
 import os
-import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from subprocess import TimeoutExpired
-from typing import IO, Any
+from typing import IO
 
 from app import train
 from app.sweeps import trial_process
+from tests.harness.zygote import end_after, run_module
 
 
 class Fork:
@@ -38,7 +37,7 @@ class Fork:
             for number in (1, 2):
                 os.dup2(stdout.fileno(), number)
             os.environ.update(env)
-            os._exit(_train(command[3:]))
+            end_after(lambda: run_module("app.train", command[3:]))
 
     def wait(self, timeout: float | None = None) -> int:
         end = None if timeout is None else time.monotonic() + timeout
@@ -54,23 +53,6 @@ class Fork:
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
-
-
-def _train(arguments: list[str]) -> int:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    sys.argv = ["train", *arguments]
-    code: Any = 0
-    try:
-        train.main()
-    except SystemExit as leaving:
-        code = leaving.code
-    except BaseException:  # noqa: BLE001 (the fork must never return to the sweep)
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return code if isinstance(code, int) else 0
 
 
 def main() -> None:

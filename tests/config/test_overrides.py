@@ -2,8 +2,6 @@
 
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +18,7 @@ from app.config.schema import RunConfig
 from app.config.validate import field_types, leaf_keys
 from app.errors import ConfigError
 from tests.config.small import refusal_of
+from tests.harness.python import python
 
 REFUSED = [
     ("", "'' is not an override. Write key=value or group=choice."),
@@ -130,7 +129,7 @@ def test_mistake_reported_before_torch_import(given: str, app_env: dict[str, str
         "try: train.main()\n"
         "finally: print(sorted({'torch', 'transformers', 'numpy', 'datasets'} & sys.modules.keys()))"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=app_env)
+    ended = python("-c", program, cwd=tmp_path, env=app_env)
     assert (ended.returncode, ended.stdout) == (2, "[]\n")
     assert ended.stderr.startswith("error: ")
     assert "Did you mean" in ended.stderr

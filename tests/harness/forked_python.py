@@ -6,14 +6,12 @@ either is the end of both, and the exit code is the fork's. Only the standard li
 """
 
 import ctypes
-import importlib
 import json
 import os
 import select
 import signal
 import socket
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +47,12 @@ def _look_after(connection: socket.socket) -> None:
     size, handles, _, _ = socket.recv_fds(connection, 8, 4)
     with connection.makefile("rb") as file:
         asked = json.loads(file.read(int(size)))
+    from tests.harness.zygote import end_after
+
     pid = os.fork()
     if pid == 0:
         connection.close()
-        _run(asked, handles)
+        end_after(lambda: _run(asked, handles))
     for handle in handles:
         os.close(handle)
     connection.sendall(b"%8d" % pid)
@@ -67,30 +67,18 @@ def _look_after(connection: socket.socket) -> None:
 
 
 def _run(asked: dict[str, Any], handles: list[int]) -> None:
-    code: Any = 1
-    try:
-        *handles, network = handles
-        _enter(network)
-        for number, handle in enumerate(handles):
-            os.dup2(handle, number)
-            os.close(handle)
-        for name in _PASSED_ON:
-            default = signal.default_int_handler if name == signal.SIGINT else signal.SIG_DFL
-            signal.signal(name, signal.SIG_IGN if name in asked["ignored"] else default)
-        os.environ.clear()
-        os.environ.update(asked["env"])
-        os.chdir(asked["cwd"])
-        at = asked["arguments"].index("-m")
-        sys.argv = asked["arguments"][at + 1 :]
-        code = importlib.import_module(sys.argv[0]).main()
-    except SystemExit as leaving:
-        code = leaving.code
-    except BaseException:  # noqa: BLE001 (the fork must never return to the server)
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else int(code is not None))
+    from tests.harness.zygote import run_module
+
+    *handles, network = handles
+    _enter(network)
+    for number, handle in enumerate(handles):
+        os.dup2(handle, number)
+        os.close(handle)
+    os.environ.clear()
+    os.environ.update(asked["env"])
+    os.chdir(asked["cwd"])
+    at = asked["arguments"].index("-m")
+    run_module(asked["arguments"][at + 1], asked["arguments"][at + 2 :], asked["ignored"])
 
 
 def _enter(network: int) -> None:

@@ -13,7 +13,8 @@ import os
 import signal
 import sys
 import traceback
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NoReturn
 
 IMPORTS = (
     "torch",
@@ -53,36 +54,44 @@ def _answer(value: dict[str, Any]) -> None:
 
 def _fork(command: dict[str, Any]) -> int:
     pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        code = _run(command)
-    except BaseException:  # noqa: BLE001 (the fork must never return to the loop of its parent)
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.flush()
-        os._exit(code)
+    if not pid:
+        end_after(lambda: _run(command))
+    return pid
 
 
-def _run(command: dict[str, Any]) -> int:
+def _run(command: dict[str, Any]) -> None:
     os.chdir(command["cwd"])
     os.environ.update(command["env"])
     for number, path in ((0, os.devnull), (1, command["stdout"]), (2, command["stderr"])):
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(handle, number)
         os.close(handle)
+    run_module(command["module"], command["arguments"])
+
+
+def run_module(name: str, arguments: Sequence[str], ignored: Collection[int] = ()) -> None:
+    """`python -m name arguments`, as far as a fork can: its `main`, with the signals of a new process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    sys.argv = [command["module"], *command["arguments"]]
+        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in ignored else default)
+    sys.argv = [name, *arguments]
+    importlib.import_module(name).main()
+
+
+def end_after(work: Callable[[], None]) -> NoReturn:
+    """The rest of a fork, which must never return to the loop of its parent."""
+    code: Any = 1
     try:
-        importlib.import_module(command["module"]).main()
+        code = work()
     except SystemExit as leaving:
-        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    return 0
+        code = leaving.code
+    except BaseException:  # noqa: BLE001 (it ends here)
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """What `pip install .` gives: a wheel that holds everything a run needs, and nothing else."""
 
 import email
-import subprocess
-import sys
 import zipfile
 from email.message import Message
 from pathlib import Path
@@ -11,14 +9,14 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.conftest import REPO
+from tests.harness.python import printed_by
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     command = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(out), str(REPO)]
-    built = subprocess.run([sys.executable, "-m", "pip", *command], capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stderr
+    printed_by("-m", "pip", *command)
     (path,) = out.glob("*.whl")
     return path
 

@@ -1,7 +1,5 @@
 """Problems of any trial are reported before the first one, all together and each once."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +7,7 @@ import pytest
 from app.config.schema import RunConfig
 from app.errors import ConfigError, DataError
 from app.sweeps.sweep import plan_sweep, sweep
+from tests.harness.python import python
 
 
 def nothing_more(_run: RunConfig) -> None:
@@ -110,8 +109,7 @@ def test_sweep_refused_before_torch_import(tmp_path: Path, app_env: dict[str, st
         "try: train.main()\n"
         "finally: print(sorted({'torch', 'transformers', 'numpy', 'datasets', 'optuna'} & sys.modules.keys()))"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=app_env)
-    assert ended.returncode == 2
-    assert ended.stdout == "[]\n"
+    ended = python("-c", program, cwd=tmp_path, env=app_env)
+    assert (ended.returncode, ended.stdout) == (2, "[]\n")
     assert ended.stderr.startswith("error: dataset.path=no.jsonl: no such file or folder")
     assert list(tmp_path.iterdir()) == []

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,6 @@ from typing import Any
 import pytest
 
 from tests.conftest import REPO
-from tests.harness.forked_python import program
-from tests.harness.runs import Zygote
 
 TINY = ("--device", "cpu", "--threads", "1", "--mix", "short", "--length", "48", "--tokens-per-step", "96")
 
@@ -52,15 +49,6 @@ class Bench:
 
 def lines_of(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-@pytest.fixture(scope="session")
-def quick_python(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    place = tmp_path_factory.mktemp("forked")
-    server = zygote.start(place, str(place / "server"), module="tests.harness.forked_python")
-    server.until((place / "server").exists)
-    yield program(place, place / "server")
-    server.kill()
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from typing import Protocol
 import pytest
 
 from tests.full.command.machines import SCRIPTS, Job, Machine, free_job, free_port, processes_of
-from tests.harness.forked_python import program
 from tests.harness.runs import SMALL, Zygote, has_reached, result, same_ending
 
 TRAINING = (*SMALL, "batching.accumulation=1", "training.epochs=2")
@@ -24,20 +23,11 @@ class StartMachine(Protocol):
 
 
 @pytest.fixture
-def forked(zygote: Zygote, tmp_path: Path) -> Iterator[str]:
-    """A Python that is there at once."""
-    server = zygote.start(tmp_path, str(tmp_path / "server"), module="tests.harness.forked_python")
-    server.until((tmp_path / "server").exists)
-    yield str(program(tmp_path, tmp_path / "server"))
-    server.kill()
-
-
-@pytest.fixture
-def environment(app_env: dict[str, str], tmp_path: Path, forked: str) -> dict[str, str]:
+def environment(app_env: dict[str, str], tmp_path: Path, quick_python: Path) -> dict[str, str]:
     return app_env | {
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
         "TMPDIR": str(tmp_path),
-        "APP_PYTHON": forked,
+        "APP_PYTHON": str(quick_python),
         "NODES": "2",
         "RENDEZVOUS": f"127.0.0.1:{free_port()}",
         "RUN_ID": "test",

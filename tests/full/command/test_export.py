@@ -2,14 +2,13 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from tests.command.test_export import check_spoilt, export, report
+from tests.harness.python import printed_by
 from tests.harness.runs import FinishedRuns, Zygote, content_of, refused
 
 
@@ -20,11 +19,7 @@ def code_of_card(out: Path, app_env: dict[str, str], place: Path) -> None:
     code = (moved / "README.md").read_text().partition("```python\n")[2].partition("\n```")[0]
     code += '\nprint(model(**tokenizer("a b", return_tensors="pt")).logits.shape[-1])'
     env = {name: value for name, value in app_env.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], cwd=moved, env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "1536"
+    assert printed_by("-W", "ignore", "-c", code, cwd=moved, env=env) == "1536\n"
 
 
 def test_adapter_export_of_random_base_includes_it(

@@ -2,11 +2,11 @@
 
 import resource
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.harness.python import python
 from tests.harness.runs import SMALL, Zygote, refused, result
 
 
@@ -16,15 +16,8 @@ def limited(largest: int, app_env: dict[str, str], folder: Path, *given: str) ->
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
 
-    return subprocess.run(
-        [sys.executable, "-m", "app.train", *SMALL, *given],
-        cwd=folder,
-        env=app_env | {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONDONTWRITEBYTECODE": "1"},
-        preexec_fn=limit,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    env = app_env | {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+    return python("-m", "app.train", *SMALL, *given, cwd=folder, env=env, preexec_fn=limit)
 
 
 def test_full_disk_at_the_start_is_reported(app_env: dict[str, str], tmp_path: Path) -> None:
@@ -51,7 +44,7 @@ def test_bug_prints_its_traceback(app_env: dict[str, str], tmp_path: Path) -> No
         f"sys.argv = {['train', *SMALL, 'output_dir=run']!r}\n"
         "train.main()\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=app_env, capture_output=True, text=True)
+    ended = python("-c", program, cwd=tmp_path, env=app_env)
     assert ended.returncode == 1
     assert "Traceback (most recent call last)" in ended.stderr
     assert ended.stderr.rstrip().endswith("KeyError: 'injected'")

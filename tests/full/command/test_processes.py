@@ -4,8 +4,6 @@ import json
 import os
 import shlex
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -14,7 +12,7 @@ import pytest
 
 from app.signals import NOTHING_TO_SAVE
 from tests.command.test_processes import GONE, Launched, check_two_against_one
-from tests.conftest import REPO
+from tests.harness.python import printed_by
 from tests.harness.runs import SMALL, Zygote, has_reached, numbers, result, same_ending
 
 
@@ -63,15 +61,8 @@ def test_ordinary_launchers_train(tmp_path: Path, app_env: dict[str, str], start
         "accelerate": ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2"],
     }[starter]
     command = [*command, *(["--mixed_precision=no", "--dynamo_backend=no"] if starter == "accelerate" else [])]
-    done = subprocess.run(
-        [sys.executable, *command, "-m", "app.train", *SMALL, "training.max_steps=2", f"output_dir={run}"],
-        env=app_env | {"PYTHONPATH": str(REPO)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stderr
+    words = ("-m", "app.train", *SMALL, "training.max_steps=2", f"output_dir={run}")
+    printed_by(*command, *words, env=app_env, cwd=tmp_path)
     assert [line["step"] for line in numbers(run)] == [0, 1, 2, 2]
     assert json.loads((run / "manifest.json").read_text())["choices"]["processes"] == 2
 

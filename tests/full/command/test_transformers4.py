@@ -1,8 +1,6 @@
 """Finished runs and exports give the same logits and tokens in transformers 4 and PEFT as in transformers 5."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ import pytest
 import torch
 
 from tests import transformers4
+from tests.harness.python import printed_by
 from tests.harness.runs import FinishedRuns, Zygote
 
 READ = """
@@ -33,9 +32,7 @@ print(json.dumps(said))
 
 
 def read(env: dict[str, str], folder: Path, base: Path | str) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, "-c", READ, str(folder), str(base)], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    said: dict[str, Any] = json.loads(printed_by("-c", READ, str(folder), str(base), env=env).splitlines()[-1])
     return said
 
 

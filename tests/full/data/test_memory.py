@@ -3,16 +3,15 @@
 import gzip
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import REPO
 from tests.data.small import chat
+from tests.harness.python import printed_by
 
-ROOT = Path(__file__).parents[3]
 WORD = "rain" * 250  # long words: few tokens, many bytes
 UNREAD = " ".join([WORD] * 32)
 SMALL, LARGE = 30 << 20, 130 << 20
@@ -52,13 +51,6 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, kind: str) -> None:
     for path, size in zip(paths, (SMALL, LARGE), strict=True):
         with gzip.open(path, "wt", compresslevel=1) if kind.endswith("gz") else path.open("w") as file:
             file.writelines(rows(size))
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, str(tmp_path / "cache"), *map(str, paths)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"RAYON_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
-    before, after = map(int, done.stdout.split())
+    env = os.environ | {"RAYON_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+    before, after = map(int, printed_by("-c", CODE, str(tmp_path / "cache"), *map(str, paths), env=env).split())
     assert after - before < GROWTH

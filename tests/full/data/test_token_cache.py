@@ -10,21 +10,16 @@ import pytest
 
 from tests.data.small import LINES, chat, write_chats
 from tests.full.data.killed_preparation import MOMENTS
+from tests.harness.python import printed_by
 
 ROOT = Path(__file__).parents[3]
 
 
 def test_killed_preparation_leaves_nothing(tmp_path: Path) -> None:
     rows = write_chats(tmp_path / "a.jsonl", *(chat("Hi", f"Hello {n}") for n in range(1500)))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.full.data.killed_preparation", str(rows), str(tmp_path / "cache")],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
-    )
-    assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    env = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+    killed = ("-m", "tests.full.data.killed_preparation", str(rows), str(tmp_path / "cache"))
+    found = [json.loads(line) for line in printed_by(*killed, cwd=ROOT, env=env).splitlines()]
     assert [moment for moment, *_ in found] == list(MOMENTS)
     for moment, status, left, same, after in found:
         assert status == "ended with -9", moment

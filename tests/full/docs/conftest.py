@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,8 +10,6 @@ import pytest
 
 from tests.conftest import REPO
 from tests.full.docs.stand_ins import finished_run, lay_out
-from tests.harness.forked_python import program
-from tests.harness.runs import Zygote
 
 
 @dataclass
@@ -39,22 +36,17 @@ class Shell:
 
 
 @pytest.fixture(scope="session")
-def forked(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def forked(quick_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a `python` that is at once in the middle of a command of ours, which it cuts short."""
     place = tmp_path_factory.mktemp("forked")
-    server = zygote.start(place, str(place / "server"), module="tests.harness.forked_python")
-    server.until((place / "server").exists)
-    real = program(place, place / "server").rename(place / "real")
-    (place / "bin").mkdir()
-    python = place / "bin" / "python"
+    python = place / "python"
     python.write_text(
         "#!/usr/bin/env bash\n"
         '[[ ${1-} == -m && ${2-} == app.* ]] || { echo "python $*: not a command of ours" >&2; exit 99; }\n'
-        f'shift; exec "{real}" -m tests.full.docs.quickly "$@"\n'
+        f'shift; exec "{quick_python}" -m tests.full.docs.quickly "$@"\n'
     )
     python.chmod(0o755)
-    yield place / "bin"
-    server.kill()
+    return place
 
 
 def shell_in(folder: Path, forked: Path, env: dict[str, str]) -> Shell:

@@ -1,11 +1,10 @@
 """Extrapolated plans of more depths against traces of all layers, and the time of planning."""
 
-import subprocess
-import sys
 from itertools import product
 
 import pytest
 
+from tests.harness.python import printed_by
 from tests.memory.test_estimate import NEAR, extrapolated_and_exact
 
 PROGRAM = """
@@ -51,9 +50,6 @@ def test_large_model_takes_seconds_imports_included(
         *("model=llama", "model.weights=random", f"recipe={recipe}", "training.recompute=true"),
         *(f"model.architecture.{number}" for number in architecture),
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(words=words)], capture_output=True, text=True, check=True
-    )
-    peak, seconds = done.stdout.split()[-2:]
+    peak, seconds = printed_by("-c", PROGRAM.format(words=words)).split()[-2:]
     assert between[0] < int(peak) < between[1]
     assert float(seconds) < 20, "processor time; the target is 10 s on two idle cores"

@@ -1,8 +1,6 @@
 """A base packed tensor by tensor is the one that transformers packs, and its files are not in memory together."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.conftest import REPO
+from tests.harness.python import printed_by
 
 
 @pytest.fixture
@@ -29,10 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def measured(folder: Path, reader: str) -> dict[str, Any]:
-    program = [sys.executable, "-m", "tests.full.model.load_memory", str(folder), reader]
-    ended = subprocess.run(program, cwd=REPO, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    found: dict[str, Any] = json.loads(ended.stdout)
+    found: dict[str, Any] = json.loads(printed_by("-m", "tests.full.model.load_memory", str(folder), reader, cwd=REPO))
     return found
 
 

@@ -1,8 +1,6 @@
 """An NF4 adapter used by transformers and PEFT alone, on the same base."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -11,6 +9,7 @@ from app.model.build import build_training_model, random_base
 from app.model.load_run import load_tuned
 from app.model.save import save_base, save_model
 from app.model.tokenizer import load_tokenizer
+from tests.harness.python import printed_by
 from tests.model.small import CAUSAL, batch_of, distance, documents_of
 from tests.model.test_quantization import CPU, IDS, NF4, parts_of, wide
 
@@ -55,13 +54,6 @@ def test_nf4_adapter_same_logits_elsewhere(tmp_path: Path, app_env: dict[str, st
     assert distance(here, ours) <= 1e-6
     assert distance(without, ours) > 1e-2
     assert distance(unquantised, ours) > 1e-2, "so the base must be quantised again"
-    done = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE, json.dumps(IDS.tolist()), str(tmp_path / "o.pt"), str(tmp_path / "final")],
-        env={k: v for k, v in app_env.items() if k != "PYTHONPATH"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    env = {k: v for k, v in app_env.items() if k != "PYTHONPATH"}
+    printed_by("-c", ELSEWHERE, json.dumps(IDS.tolist()), "o.pt", str(tmp_path / "final"), env=env, cwd=tmp_path)
     assert distance(torch.load(tmp_path / "o.pt", weights_only=True), ours) <= 1e-6

@@ -1,8 +1,6 @@
 """Saved models and adapters used by transformers and PEFT alone, of this version and of the one before."""
 
 import json
-import subprocess
-import sys
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from app.model.build import base_path
 from app.model.save import add_transformers_4_keys, save_model
 from app.model.tokenizer import load_tokenizer
 from tests import transformers4
+from tests.harness.python import printed_by
 from tests.model.small import built, config_of, distance, full, lora, model_config
 from tests.model.test_save import FLAT, IDS, LLAMA3, logits, trained
 
@@ -80,16 +79,8 @@ def test_saved_models_same_logits_elsewhere(tmp_path: Path, app_env: dict[str, s
     said = []
     plain = {k: v for k, v in app_env.items() if k != "PYTHONPATH"}
     for version, env in (("5.", plain), ("4.", transformers4.environment(plain))):
-        done = subprocess.run(
-            [sys.executable, "-c", ELSEWHERE, json.dumps(IDS.tolist()), *arguments],
-            env=env,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-        said.append(json.loads(done.stdout.splitlines()[-1]))
+        printed = printed_by("-c", ELSEWHERE, json.dumps(IDS.tolist()), *arguments, env=env, cwd=tmp_path)
+        said.append(json.loads(printed.splitlines()[-1]))
         assert said[-1]["version"].startswith(version)
         for i, (case, ours) in enumerate(zip(CASES, expected, strict=True)):
             theirs = torch.load(tmp_path / f"logits{i}.pt", weights_only=True)
