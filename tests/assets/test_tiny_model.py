@@ -1,10 +1,53 @@
-"""The small model: it knows its world in running text, and answers no question about it."""
+"""The small model, which knows its world and answers no question about it; its tokenizer, which loses nothing."""
 
 import json
+from typing import Any
 
-from app.assets import ROOT
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from app.assets import ROOT, locate
 from app.config.load import compose_run
 from scripts.make_assets.scores import answered, held_out_chat, own_form, read_model
+
+SPECIAL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+ANY = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.text(" \n:a4<|end>", max_size=12)
+PLAIN = ANY.filter(lambda text: not any(token in text for token in SPECIAL))
+TALKS = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), PLAIN), min_size=1, max_size=5)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(locate("asset:tiny"), local_files_only=True)
+
+
+def render(tokenizer: Any, talk: list[tuple[str, str]]) -> str:
+    messages = [{"role": role, "content": content} for role, content in talk]
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False)
+    return text
+
+
+def test_tiny_tokenizer_size_and_special_ids(tokenizer: Any) -> None:
+    assert len(tokenizer) == tokenizer.vocab_size == 1536
+    assert tokenizer.convert_ids_to_tokens(range(5)) == SPECIAL
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) == (0, 1, None)
+    assert tokenizer.is_fast
+    assert tokenizer.padding_side == "right"
+
+
+@given(text=PLAIN)
+def test_tiny_tokenizer_roundtrip(tokenizer: Any, text: str) -> None:
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+@given(talk=TALKS)
+def test_tiny_template_concatenates_messages(tokenizer: Any, talk: list[tuple[str, str]]) -> None:
+    text = render(tokenizer, talk)
+    ids = tokenizer(text).input_ids
+    assert ids == [token for message in talk for token in tokenizer(render(tokenizer, [message])).input_ids]
+    assert tokenizer.decode(ids) == text
 
 
 def test_tiny_model_knows_text_but_no_answers() -> None:

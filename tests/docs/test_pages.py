@@ -1,10 +1,14 @@
-"""Links between documents, files that they name, and the length of their lines."""
+"""Documents: links, files, choices and messages that they name; tables that are made; the length of lines."""
 
+import ast
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from app.config.groups import CONF
+from scripts import make_keys
 from tests.conftest import REPO
 from tests.docs.blocks import documents
 
@@ -39,3 +43,51 @@ def test_files_named_exist(page: Path) -> None:
 def test_lines_are_short(page: Path) -> None:
     lines = [line for line in page.read_text().splitlines() if not line.startswith("|")]
     assert [line for line in lines if len(line) > MAX_LINE_CHARACTERS] == []
+
+
+def _rows(heading: str) -> list[tuple[str, str]]:
+    """The first two cells of the table below a heading."""
+    text = (REPO / "docs" / "config.md").read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [(cell[0], cell[1]) for cell in cells]
+
+
+def test_config_page_names_every_choice_of_every_group() -> None:
+    told = {}
+    for groups, choices in _rows("Groups"):
+        for group, part in zip(re.findall(r"`([^`]+)`", groups), choices.split(";"), strict=False):
+            told[group] = set(re.findall(r"`([^`]+)`", part if "," in groups else choices))
+    files = {
+        folder.name: {file.stem for file in folder.glob("*.yaml") if not file.stem.startswith("_")}
+        for folder in CONF.iterdir()
+        if folder.is_dir()
+    }
+    left_out = {"model": {"folder"}}  # model.path= chooses it
+    missing = {group: names - told.get(group, set()) - left_out.get(group, set()) for group, names in files.items()}
+    assert {group: names for group, names in missing.items() if names} == {}
+
+
+def _quoted() -> list[str]:
+    """The messages in the first column, in the parts that a value or a gap leaves."""
+    rows = re.findall(r"^\| (.*?) \| ", (REPO / "docs" / "problems.md").read_text(), re.MULTILINE)
+    quotes = [quote for row in rows for quote in re.findall(r"`([^`]+)`", row) if " " in quote]
+    return [part.strip() for quote in quotes for part in quote.split("...")]
+
+
+def _texts() -> list[str]:
+    """Every text in the program, and the scripts."""
+    trees = [ast.parse(file.read_text()) for file in (REPO / "app").rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    return [str(node.value) for node in nodes] + [(REPO / "scripts" / "setup").read_text()]
+
+
+def test_quoted_messages_are_in_the_program() -> None:
+    quoted, texts = _quoted(), _texts()
+    assert len(quoted) > 8
+    assert [part for part in quoted if not any(part in text for text in texts)] == []
+
+
+@pytest.mark.parametrize(("file", "page"), make_keys.PAGES.items(), ids=[file.name for file in make_keys.PAGES])
+def test_page_is_fresh(file: Path, page: Callable[[], str]) -> None:
+    assert file.read_text() == page(), "run python -m scripts.make_keys"

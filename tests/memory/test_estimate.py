@@ -1,13 +1,16 @@
-"""Plans extrapolated from traces of a few layers against traces of all layers."""
+"""Plans extrapolated from traces of a few layers against traces of all layers; they run no kernel on real tensors."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch._subclasses.fake_tensor as fake_tensor
 
 from app.config.load import compose_run
 from app.distributed.fsdp import MeshSizes
 from app.memory.estimate import MemoryPlan, plan_memory, planned_choices
 from app.memory.meta_model import MetaModel
+from app.optim.optimizers import OPTIMIZERS
 from app.training.choices import sections_of
 from tests.memory.truth import EXPERTS, PACKED, small_run
 
@@ -139,3 +142,20 @@ def test_sharded_plan_extrapolated_equals_trace_of_all_layers() -> None:
     assert (guess.peak_where, guess.anatomy) == (whole.peak_where, whole.anatomy)
     assert guess.flops == whole.flops
     assert max(abs(size - whole.phases[phase]) for phase, size in guess.phases.items()) <= 2 * NEAR
+
+
+@pytest.mark.parametrize(
+    ("recipe", "optimizer"), [*(("full", each) for each in sorted(OPTIMIZERS)), ("qlora", "paged_adamw_8bit")]
+)
+def test_plan_runs_no_fallback_kernel(recipe: str, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch runs an operation without a fake kernel on real zeros, the fallback kernel."""
+    operations: list[str] = []
+    run_kernel = fake_tensor.run_fallback_kernel
+
+    def recorded(mode: Any, operation: Any, *rest: Any) -> Any:
+        operations.append(str(operation))
+        return run_kernel(mode, operation, *rest)
+
+    monkeypatch.setattr(fake_tensor, "run_fallback_kernel", recorded)
+    plan_memory(small_run(f"recipe={recipe}", f"optimizer={optimizer}", "precision=bf16"), PACKED)
+    assert operations == []

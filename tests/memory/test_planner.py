@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.config.hardware import all_hardware
+from app.config.load import compose_run
 from app.memory.estimate import Estimate, planned_choices
-from app.memory.fit import Verdict, check_fit
-from app.memory.planner import Planned, Planner, describe_bins, fastest_bins, fewest_recomputed
+from app.memory.fit import Verdict, check_fit, machine_of
+from app.memory.planner import Planned, Planner, describe_bins, fastest_bins, fewest_recomputed, random_if_missing
 from app.memory.shape import Shape, worst_case
 from app.training.auto_settings import bin_sizes, step_tokens
 from tests.memory.facts import GPU, plan
@@ -151,3 +153,28 @@ def test_plan_of_ddp_keeps_gradients_between_steps() -> None:
     alone, shared = (Planner(GPU, processes=count).at(run).plan for count in (1, 2))
     assert shared.anatomy["gradients"] == shared.anatomy["trained_weights"] > alone.anatomy["gradients"]
     assert shared.flops == alone.flops
+
+
+def planned_preset(experiment: str, hardware: str) -> Planned:
+    words = [f"experiment={experiment}", "dataset=messages", "dataset.path=none.jsonl"]
+    (card,) = (each for each in all_hardware() if each.name == hardware)
+    return Planner(machine_of(card)).at(random_if_missing(compose_run(words), words))
+
+
+def test_llama_70b_small_fits_card_of_48_gb() -> None:
+    small = planned_preset("llama_70b_small", "a6000")
+    assert small.plan.peak_bytes < 45e9
+    assert small.plan.offloaded_bytes > 2e9
+    assert small.verdict.reserved_bytes < 48e9
+    assert small.verdict.fits
+
+
+def test_presets_have_equal_tokens_per_step() -> None:
+    small, large = (
+        compose_run([f"experiment=llama_70b_{name}", "dataset=messages", "dataset.path=none.jsonl"])
+        for name in ("small", "16k")
+    )
+    tokens = [run.batching.tokens * run.batching.accumulation for run in (small, large)]
+    assert tokens == [16384, 16384]
+    assert small.adapter == large.adapter
+    assert small.optimizer == large.optimizer

@@ -23,8 +23,8 @@ from app.model.training_model import TrainingModel
 from app.oom_retry import halve, split_batch
 from app.training.scores import LABELS, LOSS, WEIGHT, counts_of, score, score_rows
 from app.training.train_step import Stepper
+from tests.harness.scarcity import scarce
 from tests.model.small import distance, documents_of, gradients, lora, outcome, training_model_of
-from tests.scarcity import scarce
 from tests.training.conftest import small_run
 
 LENGTHS = ((9, 5), (12, 12), (4, 11))

@@ -22,8 +22,8 @@ from app.signals import StopRequest
 from app.training.final_model import result_of
 from app.training.scores import score
 from app.training.trainer import Prefetch
-from tests.runs import samples_of
-from tests.scarcity import scarce
+from tests.harness.runs import samples_of
+from tests.harness.scarcity import scarce
 from tests.training.conftest import MakeLoop, small_run
 from tests.training.test_optimizer_in_backward import AS_THEY_COME, BF16, FULL
 

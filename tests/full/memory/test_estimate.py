@@ -6,6 +6,7 @@ import pytest
 
 from tests.harness.python import printed_by
 from tests.memory.test_estimate import NEAR, extrapolated_and_exact
+from tests.memory.test_planner import planned_preset
 
 PROGRAM = """
 import resource
@@ -53,3 +54,14 @@ def test_large_model_takes_seconds_imports_included(
     peak, seconds = printed_by("-c", PROGRAM.format(words=words)).split()[-2:]
     assert between[0] < int(peak) < between[1]
     assert float(seconds) < 20, "processor time; the target is 10 s on two idle cores"
+
+
+def test_llama_70b_16k_fits_h200_with_fewest_recomputed_layers() -> None:
+    found = planned_preset("llama_70b_16k", "h200")
+    assert found.shape.width == 16384
+    assert found.verdict.fits
+    assert found.chosen
+    assert 0 < int(found.run.training.recompute) < 80
+    spare = found.verdict.memory_bytes - found.verdict.needed_bytes
+    stored_layer_bytes = 4.5e9  # activations of one layer, and a margin
+    assert spare < stored_layer_bytes

@@ -2,13 +2,12 @@
 
 import re
 import shutil
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 from scripts.image.check import library, problems
 from tests.conftest import REPO
+from tests.harness.python import printed_by
 
 CUDA = {"26.06-py3": "13.3"}  # of torch in the image; look it up in NVIDIA's release notes when the tag changes
 TEXT = re.sub(r"\\\n\s*", " ", (REPO / "Dockerfile").read_text())
@@ -23,8 +22,7 @@ def test_a_wheel_can_be_built_from_what_is_copied(tmp_path: Path) -> None:
             else:
                 shutil.copy(source, tmp_path / to)
     command = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(tmp_path)]
-    built = subprocess.run([sys.executable, "-m", "pip", *command, str(tmp_path)], capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
+    printed_by("-m", "pip", *command, str(tmp_path))
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         assert {"app/train.py", "app/conf/config.yaml"} <= set(archive.namelist())

@@ -4,6 +4,9 @@ import zipfile
 from pathlib import Path
 
 from tests.harness.python import printed_by
+from tests.packaging.test_wheel import wheel
+
+__all__ = ["wheel"]  # a fixture
 
 
 def test_installed_wheel_composes_its_configuration_from_any_folder(wheel: Path, tmp_path: Path) -> None:

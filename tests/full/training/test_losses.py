@@ -3,11 +3,11 @@
 from typing import Any
 
 import pytest
+from tests.harness.several_processes import ProcessesByCount
 
 from app.distributed.process_group import Runtime
 from tests.full.distributed.test_fsdp import shard, whole_gradients
 from tests.model.small import distance, lora, outcome
-from tests.several_processes import ProcessesByCount
 from tests.training.test_losses import batch_of, formula, model_of, step
 
 ROWS = (((0,), ()), ((1,), (2,)))  # of the micro-batches of each process

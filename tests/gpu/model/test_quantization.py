@@ -36,3 +36,16 @@ def test_nf4_products_equal_float64() -> None:
         product, back = frozen.product(rows), frozen.back(above)
     assert distance(product.double(), rows.double() @ weight.T) <= 4e-3
     assert distance(back.double(), above.double() @ weight) <= 4e-3
+
+
+def test_nf4_survives_the_way_to_the_gpu_and_back() -> None:
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    weights = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    results: list[torch.Tensor] = []
+    for device in ("cpu", "cuda"):
+        packed, state = quantize_4bit(weights.to(device), blocksize=64, quant_type="nf4")
+        results.append(dequantize_4bit(packed, state).cpu())
+    on_cpu, on_gpu = results
+    assert torch.allclose(on_cpu, on_gpu, atol=1e-6)
+    assert 0 < (on_cpu - weights).norm() / weights.norm() < 0.15

@@ -1,8 +1,13 @@
-"""QLoRA with the defaults of its recipe: on a GPU in the size that must fit 24 GB, on a CPU the same code in small."""
+"""QLoRA: the defaults of its recipe fit 24 GB; losses near those that a CPU gives in fp32."""
 
+from pathlib import Path
+
+import pytest
 import torch
 
 from app.config.load import compose_run
+from app.data.prepare import Data
+from tests.training.test_qlora_golden import GOLDEN, losses, run_on_a_saved_base
 from tests.training.test_qlora_memory import CARD, RECIPE, require_four_bits, two_steps
 
 
@@ -21,3 +26,8 @@ def test_llama_8b_fits_a_card_of_24_gb_with_the_defaults() -> None:
         assert state["state1"].dtype == torch.uint8
         assert state["state1"].is_paged
         assert state["state2"].is_paged
+
+
+def test_on_a_gpu_they_are_near(tmp_path: Path, data: Data) -> None:
+    found = losses(run_on_a_saved_base(tmp_path, "precision=bf16", "attention=auto"), data)
+    assert found == pytest.approx(GOLDEN, rel=2e-2)
