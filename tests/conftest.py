@@ -3,8 +3,9 @@
 import os
 import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import hypothesis
 import pytest
@@ -46,17 +47,26 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
 os.environ.update(OFFLINE)  # here, because libraries read it once, when a test module imports them
 
 
-class RunApp(Protocol):
-    """Run the program to its end: `run_app("recipe=full", "training.max_steps=2")`."""
+@dataclass
+class RunApp:
+    """The program in a process of its own, to its end: `run_app("recipe=full", "training.max_steps=2")`."""
+
+    folder: Path
+    environment: dict[str, str]
 
     def __call__(
         self,
         *args: str,
         module: str = "app.train",
-        cwd: Path | None = None,
         env: dict[str, str] | None = None,
         timeout: float = 180,
-    ) -> subprocess.CompletedProcess[str]: ...
+        code: int | None = None,
+    ) -> "subprocess.CompletedProcess[str]":
+        """`env` is added to the environment; `code` is the one that it must end with."""
+        env = self.environment | (env or {})
+        ended = python("-m", module, *args, cwd=self.folder, env=env, timeout=timeout)
+        assert code in (None, ended.returncode), ended.stdout + ended.stderr
+        return ended
 
 
 @pytest.fixture(autouse=True)
@@ -111,18 +121,7 @@ def app_env(_clean_process: None) -> dict[str, str]:
 
 @pytest.fixture
 def run_app(app_env: dict[str, str], tmp_path: Path) -> RunApp:
-    """A real subprocess in `tmp_path`; `env` is added to `app_env`. Its outcome is the caller's to judge."""
-
-    def run(
-        *args: str,
-        module: str = "app.train",
-        cwd: Path | None = None,
-        env: dict[str, str] | None = None,
-        timeout: float = 180,
-    ) -> subprocess.CompletedProcess[str]:
-        return python("-m", module, *args, cwd=cwd or tmp_path, env=app_env | (env or {}), timeout=timeout)
-
-    return run
+    return RunApp(tmp_path, app_env)
 
 
 def pytest_markeval_namespace() -> dict[str, Any]:

@@ -23,47 +23,36 @@ RECOGNISED = "dataset.format=auto: taken as dataset.format=sharegpt dataset.colu
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return with_talks(tmp_path)
-
-
-def with_talks(folder: Path) -> Path:
     talks = [
         [{"from": "human", "value": f"Say {n} {word}"}, {"from": "gpt", "value": word}]
         for n in range(12)
         for word in WORDS
     ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"talk": talk}) + "\n" for talk in talks))
-    return folder
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"talk": talk}) + "\n" for talk in talks))
+    return tmp_path
 
 
 def test_detected_format_is_written_to_run_yaml(zygote: Zygote, folder: Path) -> None:
-    whole = zygote.run(folder, *FEW[:-1], "output_dir=whole")
-    assert whole.code == 0, whole.stderr
+    whole = zygote.run(folder, *FEW[:-1], "output_dir=whole", code=0)
     assert RECOGNISED in " ".join(whole.stdout.split())
     manifest = json.loads((folder / "whole" / "manifest.json").read_text())
     assert manifest["choices"]["format"] == "sharegpt"
     assert manifest["counts"]["data"]["notes"][0].startswith(RECOGNISED)
     kept = read_run(folder / "whole" / "run.yaml").dataset
     assert (kept.format, kept.columns.conversations) == ("sharegpt", "talk")
-    half = zygote.run(folder, *FEW, "training.stop_after=2")
-    assert half.code == 75, half.stderr
-    rest = zygote.run(folder, *FEW, "resume=auto")
-    assert rest.code == 0, rest.stderr
+    zygote.run(folder, *FEW, "training.stop_after=2", code=75)
+    zygote.run(folder, *FEW, "resume=auto", code=0)
     assert numbers(folder / "run") == numbers(folder / "whole")
 
-    scored = zygote.run(folder, "run=run", "precision=fp32", module="app.evaluate")
-    assert scored.code == 0, scored.stderr
+    scored = zygote.run(folder, "run=run", "precision=fp32", module="app.evaluate", code=0)
     assert "these are the rows that the run held out" in " ".join(scored.stdout.split())
     other = ("dataset=auto", "dataset.path=rows.jsonl", "dataset.max_length=64", "output_dir=other")
-    scored = zygote.run(folder, "run=run", *other, "precision=fp32", module="app.evaluate")
-    assert scored.code == 0, scored.stderr
+    scored = zygote.run(folder, "run=run", *other, "precision=fp32", module="app.evaluate", code=0)
     assert RECOGNISED in " ".join(scored.stdout.split())
-    checked = zygote.run(folder, "data", *ROWS[:4], "output_dir=check", module="app.check")
-    assert checked.code == 0, checked.stderr
+    checked = zygote.run(folder, "data", *ROWS[:4], "output_dir=check", module="app.check", code=0)
     assert RECOGNISED in " ".join(checked.stdout.split())
     assert json.loads((folder / "check" / "check.json").read_text())["data"]["format"] == "sharegpt"
-    asked = zygote.run(folder, "run=run", "prompt=Say 3 two", "max_new_tokens=2", module="app.generate")
-    assert asked.code == 0, asked.stderr
+    zygote.run(folder, "run=run", "prompt=Say 3 two", "max_new_tokens=2", module="app.generate", code=0)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +73,6 @@ def test_undetectable_format_is_a_user_error(
 ) -> None:
     if row is not None:
         (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    refused = zygote.run(folder, *FEW, given)
-    assert refused.code == 2
+    refused = zygote.run(folder, *FEW, given, code=2)
     assert said in " ".join(refused.stderr.split())
     assert not (folder / "run").exists()

@@ -39,8 +39,7 @@ def test_check_data_equals_the_facts_of_a_run(zygote: Zygote, tmp_path: Path) ->
     assert page.all("span", "badge")[0].text == "nothing stops a run"
     entries = sorted((tmp_path / "cache" / "tokens").iterdir())
 
-    ended = zygote.run(tmp_path, *words, "dry_run=true")
-    assert (ended.code, ended.stderr) == (0, "")
+    zygote.finish(tmp_path, *words, "dry_run=true")
     counts = json.loads((tmp_path / "run" / "manifest.json").read_text())["counts"]
     assert (facts["steps"], facts["bins"]) == (counts["steps"], counts["units"])
     assert (facts["fill"], facts["lower_bound_bins"]) == (counts["fill"], counts["least_units"])
@@ -60,8 +59,7 @@ def test_check_data_bad_rows_have_places_and_exit_code_2(zygote: Zygote, tmp_pat
     facts = facts_in(tmp_path / "look")
     assert (facts["rows"], facts["bad_rows"], facts["bad_places"]) == (42, 2, ["a.jsonl:21", "a.jsonl:42"])
     assert "a.jsonl:21 and 1 more row:" in " ".join(said.split())
-    trained = zygote.run(tmp_path, *words, "output_dir=run")
-    assert trained.code == 2
+    trained = zygote.run(tmp_path, *words, "output_dir=run", code=2)
     assert trained.stderr == wrong.removesuffix("a run with these settings stops at these rows\n")
 
     code, _, wrong = look(zygote, tmp_path, "data", *words, "dataset.on_bad_row=skip")

@@ -21,8 +21,7 @@ KEYS = [*FIGURES, *(f"{key}_interval" for key in FIGURES)]
 
 
 def score(zygote: Zygote, folder: Path, run: Path, *given: str) -> tuple[dict[str, Any], Ended]:
-    ended = zygote.run(folder, f"run={run}", "output_dir=scores", *given, module="app.evaluate")
-    assert (ended.code, ended.stderr) == (0, "")
+    ended = zygote.finish(folder, f"run={run}", "output_dir=scores", *given, module="app.evaluate")
     scores: dict[str, Any] = json.loads((folder / "scores" / "evaluate.json").read_text())
     return scores, ended
 
@@ -31,46 +30,57 @@ def last_evaluation(run: Path) -> dict[str, float]:
     return [line for line in metrics(run) if "eval_loss" in line][-1]
 
 
-def eval_loss(run: Path) -> float:
-    return last_evaluation(run)["eval_loss"]
-
-
-def test_evaluate_equals_last_evaluation_of_the_run(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
-    check_last_evaluation(zygote, finished, tmp_path, "lora")
-
-
-def check_last_evaluation(zygote: Zygote, finished: FinishedRuns, tmp_path: Path, recipe: str) -> None:
-    run = finished.copy(tmp_path / "run", recipe)
+def scored_both(zygote: Zygote, finished: FinishedRuns, folder: Path, recipe: str) -> tuple[Path, dict[str, Any], str]:
+    """The run, its scores with and without what was trained, and what was printed; no other file changes."""
+    run = finished.copy(folder / "run", recipe)
     before = content_of(run)
-    ended = zygote.run(tmp_path, f"run={run}", "weights=both", module="app.evaluate")
-    assert (ended.code, ended.stderr) == (0, "")
+    ended = zygote.finish(folder, f"run={run}", "weights=both", module="app.evaluate")
     after = content_of(run)
     scores = json.loads(after.pop("evaluate.json"))
     assert after == before
+    return run, scores, ended.stdout
 
-    assert scores["eval_loss"] == scores["tuned_eval_loss"] == pytest.approx(eval_loss(run), rel=1e-6)
-    assert scores["exact_match"] == scores["tuned_exact_match"] == last_evaluation(run)["exact_match"]
+
+def expected_of(run: Path, scores: dict[str, Any], base_loss: float, near: float = 1e-6) -> dict[str, Any]:
+    """What the run's last evaluation, and the scores themselves, say of some of them."""
+    last = last_evaluation(run)
+    loss = pytest.approx(last["eval_loss"], rel=1e-6)
+    return {
+        "eval_loss": scores["tuned_eval_loss"],
+        "tuned_eval_loss": loss,
+        **dict.fromkeys(("exact_match", "tuned_exact_match"), last["exact_match"]),
+        "base_eval_loss": pytest.approx(base_loss, rel=near),
+        **{f"difference_{key}": scores[f"tuned_{key}"] - scores[f"base_{key}"] for key in FIGURES},
+        "rows": 12,
+        "trained_tokens": 45,
+        "answers": ANSWERS,
+        "rows_are": "held_out",
+    }
+
+
+def outside_intervals(scores: dict[str, Any]) -> list[str]:
+    names = [f"{side}_{key}" for key in FIGURES for side in ("tuned", "base", "difference")]
+    intervals = {name: scores[f"{name}_interval"] for name in names}
+    return [name for name, (low, high) in intervals.items() if not (low <= scores[name] <= high and low < high)]
+
+
+def test_evaluate_equals_last_evaluation_of_the_run(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
+    run, scores, printed = scored_both(zygote, finished, tmp_path, "lora")
+    # one seed draws one base: kept beside an adapter, drawn again for a whole model
+    base, _ = score(zygote, tmp_path, finished("full"), "weights=base")
+    expected = expected_of(run, scores, base["eval_loss"])
+    assert {key: scores[key] for key in expected} == expected
+    assert outside_intervals(scores) == []
+    assert scores["tuned_token_accuracy"] > scores["base_token_accuracy"]
     assert list(scores)[: 4 * len(KEYS)] == [
         f"{side}{key}" for side in ("", "tuned_", "base_", "difference_") for key in KEYS
     ]
-    for key in FIGURES:
-        assert scores[f"difference_{key}"] == scores[f"tuned_{key}"] - scores[f"base_{key}"]
-        for side in ("tuned", "base", "difference"):
-            low, high = scores[f"{side}_{key}_interval"]
-            assert low <= scores[f"{side}_{key}"] <= high
-            assert low < high
-    # one seed draws one base: kept beside an adapter, drawn again for a whole model; in four bits it is only near
-    base, _ = score(zygote, tmp_path, finished("lora" if recipe == "full" else "full"), "weights=base")
-    assert scores["base_eval_loss"] == pytest.approx(base["eval_loss"], rel=5e-2 if "qlora" in recipe else 1e-6)
-    assert scores["tuned_token_accuracy"] > scores["base_token_accuracy"]
-    assert (scores["rows"], scores["trained_tokens"], scores["answers"]) == (12, 45, ANSWERS)
-    assert scores["rows_are"] == "held_out"
-    assert "these are the rows that the run held out" in ended.stdout
-    assert f"tuned   loss {scores['eval_loss']:.4f}\n" in ended.stdout
-    heading, loss, *_ = ended.stdout.splitlines()[-7:]
+    assert "these are the rows that the run held out" in printed
+    assert f"tuned   loss {scores['eval_loss']:.4f}\n" in printed
+    heading, loss, *_ = printed.splitlines()[-7:]
     assert heading.split() == ["base", "tuned", "difference"]
     assert loss.startswith(f"loss             {scores['base_eval_loss']:.4f} [")
-    assert f"written {run / 'evaluate.json'}" in ended.stdout
+    assert f"written {run / 'evaluate.json'}" in printed
 
 
 def test_evaluate_other_rows_keeps_the_scores_of_the_run(
@@ -80,8 +90,7 @@ def test_evaluate_other_rows_keeps_the_scores_of_the_run(
     (run / "evaluate.json").write_text('{"rows": 12}')
     lines = (ROOT / "sample" / "train.jsonl").read_text().splitlines()[:3]
     (tmp_path / "new.jsonl").write_text("\n".join(lines))
-    ended = zygote.run(tmp_path, f"run={run}", "dataset.path=new.jsonl", module="app.evaluate")
-    assert (ended.code, ended.stderr) == (0, "")
+    ended = zygote.finish(tmp_path, f"run={run}", "dataset.path=new.jsonl", module="app.evaluate")
     assert (run / "evaluate.json").read_text() == '{"rows": 12}'
     (file,) = run.glob("evaluate-new-*.json")
     assert f"written {file}" in ended.stdout

@@ -10,7 +10,7 @@ import pytest
 from tests.harness.runs import Ended, FinishedRuns, Zygote, refused
 
 
-def export(zygote: Zygote, folder: Path, run: Path, *given: str, **env: str) -> Ended:
+def export(zygote: Zygote, folder: Path, run: Path, *given: str, **env: Any) -> Ended:
     module = "tests.command.spoilt_export" if env else "app.export"
     return zygote.run(folder, f"run={run}", "to=out", *given, module=module, **env)
 

@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from tests.harness.runs import CLOCKS, SMALL, Zygote, has_reached, metrics, samples_of
+from tests.harness.runs import SMALL, Zygote, has_reached, same_numbers, tensors
 from tests.model.small import distance
 
 PLAIN = ("optimizer=sgd", "optimizer.momentum=0", "optimizer.lr=0.5", "training.clip=0", "schedule=constant")
@@ -24,19 +22,6 @@ def with_rate(count: int) -> str:
     return f"batching.accumulation={4 // count}"
 
 
-def tensors(run: Path) -> dict[str, torch.Tensor]:
-    (file,) = (run / "final").glob("*.safetensors")
-    return load_file(file)
-
-
-def same_numbers(one: Path, two: Path, within: float = 1e-6) -> None:
-    for mine, theirs in zip(metrics(one), metrics(two), strict=True):
-        assert mine.keys() == theirs.keys()
-        for key in mine.keys() - CLOCKS:
-            assert theirs[key] == pytest.approx(mine[key], rel=within), (mine["step"], key)
-        assert "loss" not in mine or samples_of(mine) == samples_of(theirs) > 0
-
-
 @pytest.mark.parametrize(("recipe", "parallel"), [("full", "ddp"), ("qlora", "fsdp")])
 def test_two_processes_give_the_numbers_of_one(zygote: Zygote, tmp_path: Path, recipe: str, parallel: str) -> None:
     check_two_against_one(zygote, tmp_path, recipe, "true", parallel)
@@ -46,11 +31,8 @@ def check_two_against_one(zygote: Zygote, tmp_path: Path, recipe: str, packing: 
     """Plain gradient descent: LoRA's B begins at zero, so what comes out is the sum of the gradients."""
     command = (*SMALL, *PLAIN, f"recipe={recipe}", f"batching.packing={packing}", "training.max_steps=3")
     one, two = tmp_path / "one", tmp_path / "two"
-    for ended in (
-        zygote.run(tmp_path, *command, with_rate(1), f"output_dir={one}"),
-        *zygote.run_together(tmp_path, 2, *command, with_rate(2), f"parallel={parallel}", f"output_dir={two}"),
-    ):
-        assert (ended.code, ended.stderr) == (0, "")
+    zygote.finish(tmp_path, *command, with_rate(1), f"output_dir={one}")
+    zygote.finish_together(tmp_path, 2, *command, with_rate(2), f"parallel={parallel}", f"output_dir={two}")
     same_numbers(one, two)
     left, right = tensors(one), tensors(two)
     for half in ("lora_A", "lora_B") if recipe != "full" else ("",):
@@ -118,8 +100,7 @@ def test_fault_of_all_processes_is_reported_once(zygote: Zygote, tmp_path: Path)
     said = "".join(each.stderr for each in ended)
     assert said.startswith("error: bad.jsonl:1")
     assert said.count("bad.jsonl:1") == 1
-    launched = zygote.run(tmp_path, *bad, "launch.num_processes=2")
-    assert launched.code == 2
+    launched = zygote.run(tmp_path, *bad, "launch.num_processes=2", code=2)
     assert launched.stderr.count("bad.jsonl:1") == 1
     assert re.search(r"\(process [01] of 2\)\n$", launched.stderr)
 

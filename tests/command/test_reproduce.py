@@ -16,17 +16,13 @@ from tests.harness.runs import SMALL, Ended, FinishedRuns, Zygote, content_of, m
 SHORT = (*SMALL, "eval.samples=0", "training.max_steps=6")
 
 
-def run_and_rows(finished: FinishedRuns, folder: Path) -> Path:
-    """Copies of a finished run and of the rows that it was trained on."""
-    finished.copy(folder / "run")
-    shutil.copy(ROOT / "sample" / "train.jsonl", folder / "rows.jsonl")
-    set_in_run_yaml(folder, "dataset", path="rows.jsonl")
-    return folder
-
-
 @pytest.fixture
 def folder(finished: FinishedRuns, tmp_path: Path) -> Path:
-    return run_and_rows(finished, tmp_path)
+    """Copies of a finished run and of the rows that it was trained on."""
+    finished.copy(tmp_path / "run")
+    shutil.copy(ROOT / "sample" / "train.jsonl", tmp_path / "rows.jsonl")
+    set_in_run_yaml(tmp_path, "dataset", path="rows.jsonl")
+    return tmp_path
 
 
 def again(zygote: Zygote, folder: Path, *given: str) -> tuple[Ended, dict[str, Any]]:

@@ -6,7 +6,6 @@ import shlex
 import shutil
 import signal
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from tests.harness.runs import (
     FinishedRuns,
     Zygote,
     content_of,
-    has_reached,
+    killed_and_resumed,
     metrics,
     refused,
     result,
@@ -37,20 +36,11 @@ def check_killed_and_resumed(
     zygote: Zygote, tmp_path: Path, recipe: str, optimizer: str, more: str, kills: int
 ) -> None:
     command = (*SMALL, f"recipe={recipe}", f"optimizer={optimizer}", more)
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    ended = zygote.run(tmp_path, *command, f"output_dir={whole}")
-    assert ended.code == 0, ended.stderr
+    moments = sorted(random.Random(f"{recipe}{optimizer}").sample(range(2, 22), kills))
+    whole, killed = killed_and_resumed(zygote, tmp_path, tmp_path, *command, at=moments)
     steps = [line["step"] for line in metrics(whole) if "loss" in line]
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) >= 22
-
-    moments = sorted(random.Random(f"{recipe}{optimizer}").sample(range(2, 22), kills))
-    for moment in moments:
-        run = zygote.start(tmp_path, *command, f"output_dir={killed}", "resume=auto")
-        run.until(partial(has_reached, killed, moment))
-        run.kill()
-    ended = zygote.run(tmp_path, *command, f"output_dir={killed}", "resume=auto")
-    assert ended.code == 0, ended.stderr
     same_ending(whole, killed)
     assert result(killed)["status"] == "finished"
     assert 0 < result(killed)["start_metrics"]["eval_loss"] == result(whole)["start_metrics"]["eval_loss"]
@@ -73,8 +63,7 @@ def test_resumed_finished_run_keeps_its_result(zygote: Zygote, finished: Finishe
 
 def test_resume_elsewhere_writes_a_random_base(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
     save, other = finished() / "checkpoints" / "step-000003", tmp_path / "other"
-    ended = zygote.run(tmp_path, *FINISHED["lora"], f"output_dir={other}", f"resume={save}")
-    assert ended.code == 0, ended.stderr
+    zygote.run(tmp_path, *FINISHED["lora"], f"output_dir={other}", f"resume={save}", code=0)
     assert content_of(other / "base") == content_of(finished() / "base")
 
 
@@ -87,8 +76,7 @@ def test_best_model_is_final_or_said_to_be_lost(zygote: Zygote, tmp_path: Path) 
     for lost in (False, False, True):
         if lost:
             shutil.rmtree(run / "checkpoints" / "step-000002")
-        ended = zygote.run(tmp_path, *command)
-        assert ended.code == 0, ended.stderr
+        ended = zygote.run(tmp_path, *command, code=0)
         assert ("checkpoint.final=best: the checkpoint of step 2" in ended.stdout) == lost
         ends.append(result(run))
     best, last = [line["eval_loss"] for line in metrics(run) if "eval_loss" in line and line["step"]]
@@ -114,8 +102,7 @@ def test_checkpoint_of_an_earlier_version_is_continued(kind: str, zygote: Zygote
         refused(
             ended.code, ended.stdout, ended.stderr, "optimizer.weight_decay: the checkpoint has 0.0, this run has 10.0"
         )
-    ended = zygote.run(tmp_path, *command, "output_dir=there", f"resume={save}")
-    assert ended.code == 0, ended.stderr
+    zygote.run(tmp_path, *command, "output_dir=there", f"resume={save}", code=0)
     assert metrics(tmp_path / "there")[-1]["loss"] == pytest.approx(7.173074792932581), "that of the earlier version"
 
 
@@ -127,7 +114,7 @@ def check_stopped_and_continued(zygote: Zygote, tmp_path: Path, number: int, cod
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     (tmp_path / "a b").mkdir()
     command = (*SMALL, "checkpoint.every=0", "training.max_steps=10", "cache_dir='a b'")
-    assert zygote.run(tmp_path, *command, f"output_dir={whole}").code == 0
+    zygote.run(tmp_path, *command, f"output_dir={whole}", code=0)
     run = zygote.start(tmp_path, *command, f"+output_dir={stopped}")
     run.until(lambda: len(metrics(stopped)) >= 3)
     ended = run.stop(number)
@@ -141,7 +128,7 @@ def check_stopped_and_continued(zygote: Zygote, tmp_path: Path, number: int, cod
     python, *words = shlex.split(said[-1])
     assert words == ["-m", "app.train", *command, f"output_dir={stopped}", "resume=auto"]
     assert python in ("python", sys.executable)
-    assert zygote.run(tmp_path, *words[2:]).code == 0
+    zygote.run(tmp_path, *words[2:], code=0)
     same_ending(whole, stopped)
 
 
@@ -162,7 +149,6 @@ def test_resume_passes_over_damaged_checkpoint(zygote: Zygote, finished: Finishe
     content = bytearray(newest.read_bytes())
     content[-1] ^= 1
     newest.write_bytes(content)
-    ended = zygote.run(tmp_path, *FINISHED["lora"], f"output_dir={hurt}", "resume=auto")
-    assert ended.code == 0, ended.stderr
+    ended = zygote.run(tmp_path, *FINISHED["lora"], f"output_dir={hurt}", "resume=auto", code=0)
     assert "damaged" in ended.stdout
     same_ending(finished(), hurt)

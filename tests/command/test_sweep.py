@@ -3,11 +3,11 @@
 import json
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.harness.runs import SMALL, Ended, Running, Zygote, result
+from tests.sweeps.test_runner import column, content
 
 TINY = (*SMALL, "eval.samples=0", "training.max_steps=2")
 LONG = (*SMALL, "eval.every=0", "eval.samples=0", "checkpoint.every=0", "training.max_steps=100", "training.epochs=20")
@@ -20,15 +20,6 @@ def start(zygote: Zygote, folder: Path, *given: str, **env: str) -> Running:
 
 def run(zygote: Zygote, folder: Path, *given: str, **env: str) -> Ended:
     return start(zygote, folder, *given, **env).wait()
-
-
-def content(folder: Path) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads((folder / "sweep.json").read_text())
-    return values
-
-
-def column(folder: Path, name: str) -> list[Any]:
-    return [trial[name] for trial in content(folder)["trials"]]
 
 
 def starts(trial: Path) -> int:
@@ -66,8 +57,7 @@ def test_sweep_with_a_failing_trial_finishes_the_others(zygote: Zygote, tmp_path
     assert row.split()[1] == str(best["number"])
     assert "    error: adapter.targets: nosuch matches no linear layer" in ended.stdout
 
-    pasted = zygote.run(tmp_path, *shlex.split(best["line"]), "output_dir=pasted")
-    assert pasted.code == 0, pasted.stderr
+    zygote.run(tmp_path, *shlex.split(best["line"]), "output_dir=pasted", code=0)
     assert result(tmp_path / "pasted")["objective"] == best["objective"]
 
     before = [(trial / "result.json").read_bytes() for trial in trials if trial != trials[1]]

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,7 +90,7 @@ def test_missing_run_is_reported(zygote: Zygote, tmp_path: Path, given: tuple[st
 # ---- with torch: forks of one process that has imported it
 
 
-def refuses(zygote: Zygote, folder: Path, *given: str, message: str, **env: str) -> Ended:
+def refuses(zygote: Zygote, folder: Path, *given: str, message: str, **env: Any) -> Ended:
     """The output folder and its parents are as if nothing had been started."""
     ended = zygote.run(folder, *given, "output_dir=made/for/this", **env)
     refused(ended.code, ended.stdout, ended.stderr, message)

@@ -14,33 +14,32 @@ from typing import Any
 
 import pytest
 
-ONE_GPU = "needs a GPU"
 TWO_GPUS = "needs two GPUs"
 FLASH_ATTENTION = "needs flash-attn, which not every GPU host has"
-ORDINARY_USER = "needs an ordinary user: file permissions do not bind root"
-LM_EVAL = "needs lm_eval, an extra: pip install -e '.[lm-eval]'"
-TRITON = "needs Triton, which is there for x86-64 only"
-INTERPRETER = "needs Triton and no GPU: kernels would not be interpreted"
-TRL = "needs TRL, an extra: pip install -e '.[bench]'"
-PACKAGE_INDEX = "needs the package index that pip is set up for: nothing answers there"
-CHROMIUM = "needs Chromium to look at pages: apt-get install chromium"
-OTHER_PYTHON = "needs .venv, as scripts/test makes it: another interpreter may have other versions"
 
 # On a host with a GPU any other skip in the gpu tier is a failure.
-ALLOWED_WITH_GPU = frozenset({TWO_GPUS, FLASH_ATTENTION, ORDINARY_USER})
+ALLOWED_WITH_GPU = frozenset({TWO_GPUS, FLASH_ATTENTION})
 
-requires_gpu = pytest.mark.skipif("num_gpus() < 1", reason=ONE_GPU)
+requires_gpu = pytest.mark.skipif("num_gpus() < 1", reason="needs a GPU")
 requires_two_gpus = pytest.mark.skipif("num_gpus() < 2", reason=TWO_GPUS)
 requires_flash_attention = pytest.mark.skipif("not has_module('flash_attn')", reason=FLASH_ATTENTION)
-requires_ordinary_user = pytest.mark.skipif("user_id() == 0", reason=ORDINARY_USER)
-requires_lm_eval = pytest.mark.skipif("not has_module('lm_eval')", reason=LM_EVAL)
-requires_triton = pytest.mark.skipif("not has_module('triton')", reason=TRITON)
-requires_interpreter = pytest.mark.skipif("not interprets_kernels()", reason=INTERPRETER)
-requires_trl = pytest.mark.skipif("not has_module('trl')", reason=TRL)
-requires_chromium = pytest.mark.skipif("not program('chromium')", reason=CHROMIUM)
-requires_package_index = pytest.mark.skipif("not package_index()", reason=PACKAGE_INDEX)
-
-requires_pinned_environment = pytest.mark.skipif("not in_venv()", reason=OTHER_PYTHON)
+requires_lm_eval = pytest.mark.skipif(
+    "not has_module('lm_eval')", reason="needs lm_eval, an extra: pip install -e '.[lm-eval]'"
+)
+requires_triton = pytest.mark.skipif("not has_module('triton')", reason="needs Triton, which is there for x86-64 only")
+requires_interpreter = pytest.mark.skipif(
+    "not interprets_kernels()", reason="needs Triton and no GPU: kernels would not be interpreted"
+)
+requires_trl = pytest.mark.skipif("not has_module('trl')", reason="needs TRL, an extra: pip install -e '.[bench]'")
+requires_chromium = pytest.mark.skipif(
+    "not program('chromium')", reason="needs Chromium to look at pages: apt-get install chromium"
+)
+requires_package_index = pytest.mark.skipif(
+    "not package_index()", reason="needs the package index that pip is set up for: nothing answers there"
+)
+requires_pinned_environment = pytest.mark.skipif(
+    "not in_venv()", reason="needs .venv, as scripts/test makes it: another interpreter may have other versions"
+)
 
 
 def num_gpus() -> int:
@@ -72,7 +71,6 @@ def names_of_conditions() -> dict[str, Any]:
     return {
         "num_gpus": num_gpus,
         "has_module": importlib.util.find_spec,
-        "user_id": os.geteuid,
         "program": shutil.which,
         "package_index": package_index,
         "interprets_kernels": interprets_kernels,

@@ -1,5 +1,6 @@
 """Start the program quickly, wait for it, kill it, and read what it wrote."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -7,11 +8,18 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 REPO = Path(__file__).parents[2]
 
@@ -47,6 +55,8 @@ FINISHED = {
     "qlora in fp32": (*_FINISHED, "recipe=qlora", RATE),
     "full": (*_FINISHED, "recipe=full", "optimizer.lr=1e-2"),
 }
+CLOCKS = {"tokens_per_second", "peak_memory_bytes"}  # of metrics.jsonl, and memory
+PATIENCE_SECONDS = 200  # with processes that wait for each other
 SECRET = "hf_secret123"  # in the environment of finished runs, and nowhere in them
 
 
@@ -130,8 +140,19 @@ class Zygote:
         )
         return Running(self, answer["pid"], out, err)
 
-    def run(self, folder: Path, *arguments: str, module: str = "app.train", **env: str) -> Ended:
-        return self.start(folder, *arguments, module=module, **env).wait()
+    def run(
+        self, folder: Path, *arguments: str, module: str = "app.train", code: int | None = None, **env: Any
+    ) -> Ended:
+        """To its end; `code` is the one that it must end with."""
+        ended = self.start(folder, *arguments, module=module, **env).wait()
+        assert code in (None, ended.code), ended.stdout + ended.stderr
+        return ended
+
+    def finish(self, folder: Path, *arguments: str, module: str = "app.train", **env: Any) -> Ended:
+        """To an end without any complaint."""
+        ended = self.run(folder, *arguments, module=module, **env)
+        assert (ended.code, ended.stderr) == (0, "")
+        return ended
 
     def start_together(
         self, folder: Path, count: int, *arguments: str, module: str = "app.train", **env: str
@@ -148,9 +169,21 @@ class Zygote:
         ]
 
     def run_together(
-        self, folder: Path, count: int, *arguments: str, module: str = "app.train", **env: str
+        self, folder: Path, count: int, *arguments: str, module: str = "app.train", code: int | None = None, **env: Any
     ) -> list[Ended]:
-        return [run.wait() for run in self.start_together(folder, count, *arguments, module=module, **env)]
+        """To the end of all; `code` is the one that each must end with."""
+        runs = self.start_together(folder, count, *arguments, module=module, **env)
+        with killed_at_last(runs):
+            together = [run.wait() for run in runs]
+        assert code is None or {ended.code for ended in together} == {code}, [ended.stderr for ended in together]
+        return together
+
+    def finish_together(
+        self, folder: Path, count: int, *arguments: str, module: str = "app.train", **env: Any
+    ) -> list[Ended]:
+        together = self.run_together(folder, count, *arguments, module=module, **env)
+        assert [(ended.code, ended.stderr) for ended in together] == [(0, "")] * count
+        return together
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -165,6 +198,23 @@ class Zygote:
         return answer
 
 
+@contextlib.contextmanager
+def killed_at_last(runs: Sequence[Running]) -> Iterator[None]:
+    """Processes that do not make the same collectives wait for ever; after PATIENCE_SECONDS they are killed."""
+
+    def kill() -> None:
+        for run in runs:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(run.pid, signal.SIGKILL)
+
+    over = threading.Timer(PATIENCE_SECONDS, kill)
+    over.start()
+    try:
+        yield
+    finally:
+        over.cancel()
+
+
 @dataclass
 class FinishedRuns:
     """Small runs with two checkpoints, each trained once in a session; what writes takes a copy."""
@@ -176,8 +226,7 @@ class FinishedRuns:
     def __call__(self, recipe: str = "lora") -> Path:
         run = self.folder / recipe.replace(" ", "-")
         if recipe not in self.said:
-            ended = self.zygote.run(self.folder, *FINISHED[recipe], f"output_dir={run}", HF_TOKEN=SECRET)
-            assert (ended.code, ended.stderr) == (0, "")
+            ended = self.zygote.finish(self.folder, *FINISHED[recipe], f"output_dir={run}", HF_TOKEN=SECRET)
             self.said[recipe] = ended.stdout
         return run
 
@@ -200,6 +249,10 @@ def samples_of(values: Mapping[str, float]) -> int:
     return round(values["samples_per_second"] * values["seconds"])
 
 
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in metrics(run) if "loss" in line]
+
+
 def numbers(run: Path) -> list[dict[str, Any]]:
     """What must not depend on when the run was killed: everything but clocks and memory."""
     return [{key: value for key, value in line.items() if key not in CLOCKS} for line in metrics(run)]
@@ -212,6 +265,34 @@ def result(run: Path) -> dict[str, Any]:
 
 def has_reached(run: Path, step: int) -> bool:
     return any(line["step"] >= step for line in metrics(run))
+
+
+def killed_and_resumed(zygote: Zygote, place: Path, to: Path, *command: str, at: Sequence[int]) -> tuple[Path, Path]:
+    """Two runs, in folders of `to`: one that nothing disturbs, one that is killed at these steps and goes on."""
+    whole, killed = to / "whole", to / "killed"
+    zygote.run(place, *command, f"output_dir={whole}", code=0)
+    again = (*command, f"output_dir={killed}", "resume=auto")
+    for step in at:
+        run = zygote.start(place, *again)
+        run.until(partial(has_reached, killed, step))
+        run.kill()
+    zygote.run(place, *again, code=0)
+    return whole, killed
+
+
+def tensors(run: Path) -> "dict[str, Tensor]":
+    from safetensors.torch import load_file
+
+    (file,) = (run / "final").glob("*.safetensors")
+    return load_file(file)
+
+
+def same_numbers(one: Path, two: Path, within: float = 1e-6) -> None:
+    for mine, theirs in zip(metrics(one), metrics(two), strict=True):
+        assert mine.keys() == theirs.keys()
+        for key in mine.keys() - CLOCKS:
+            assert theirs[key] == pytest.approx(mine[key], rel=within), (mine["step"], key)
+        assert "loss" not in mine or samples_of(mine) == samples_of(theirs) > 0
 
 
 def same_ending(one: Path, other: Path) -> None:

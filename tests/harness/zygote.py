@@ -82,7 +82,8 @@ def end_after(work: Callable[[], None]) -> NoReturn:
     """The rest of a fork, which must never return to the loop of its parent."""
     code: Any = 1
     try:
-        code = work()
+        work()
+        code = 0
     except SystemExit as leaving:
         code = leaving.code
     except BaseException:  # noqa: BLE001 (it ends here)

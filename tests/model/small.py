@@ -255,6 +255,16 @@ def training_model_of(
     return training_model
 
 
+def three_steps(training_model: TrainingModel) -> TrainingModel:
+    """The model itself, trained far enough to see."""
+    optimizer = torch.optim.AdamW(training_model.trained().values(), lr=1e-2)
+    for seed in range(3):
+        training_model(batch_of(documents_of((8, 5), seed)))[0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return training_model
+
+
 def gradients(training_model: TrainingModel) -> dict[str, Tensor]:
     """Copies, by name; a parameter that got none counts as zero."""
     return {

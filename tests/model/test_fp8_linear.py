@@ -35,6 +35,7 @@ from tests.model.small import (
     model_config,
     outcome,
     sections,
+    three_steps,
     training_model_of,
     wide_numbers,
 )
@@ -177,12 +178,7 @@ def test_fused_fp8_layers_near_peft(precision: str) -> None:
 def test_fp8_adapter_saved_for_ordinary_base(tmp_path: Path) -> None:
     model = model_config(architecture=wide_numbers("llama"))
     parts = sections(model, lora(), quantization=FP8)
-    training_model = build_training_model(parts, CPU, 0, str(tmp_path / "base"))
-    optimizer = torch.optim.AdamW(training_model.trained().values(), lr=1e-2)
-    for seed in range(3):
-        training_model(batch_of(documents_of((8, 5), seed)))[0].backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    training_model = three_steps(build_training_model(parts, CPU, 0, str(tmp_path / "base")))
     tokenizer = load_tokenizer(model, needs_template=True)
     base = random_base(parts, CPU, 0)
     assert base is not None

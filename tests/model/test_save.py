@@ -23,7 +23,6 @@ from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
 from tests.model.small import (
     CAUSAL,
-    batch_of,
     built,
     distance,
     documents_of,
@@ -33,6 +32,7 @@ from tests.model.small import (
     numbers,
     sections,
     task_of,
+    three_steps,
     training_model_of,
 )
 
@@ -46,14 +46,7 @@ def folder_of(kind: str, place: Path) -> Path:
 
 
 def trained(config: Any, adapter: AdapterConfig, precision: str = "fp32", base: str = "base") -> TrainingModel:
-    """Three steps of training, large enough to see."""
-    training_model = build_training_model(sections(config, adapter, precision), CPU, 0, base)
-    optimizer = torch.optim.AdamW(training_model.trained().values(), lr=1e-2)
-    for seed in range(3):
-        training_model(batch_of(documents_of((8, 5), seed)))[0].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return training_model
+    return three_steps(build_training_model(sections(config, adapter, precision), CPU, 0, base))
 
 
 def logits(lm: Any) -> torch.Tensor:

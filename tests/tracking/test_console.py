@@ -8,6 +8,8 @@ import subprocess
 import termios
 from pathlib import Path
 
+import pytest
+
 from app.tracking.console import open_console
 from tests.tracking.child import run, start
 
@@ -25,6 +27,7 @@ console.say("answer    this\\x1b[31m")
 console.close()
 print("after", flush=True)
 """
+MARKING = RUN.replace('print("after", flush=True)', "__import__('pathlib').Path(sys.argv[1]).touch()")
 COLOUR = re.compile(rb"\x1b\[[0-9;]*3[0-9][0-9;]*m")
 
 
@@ -75,24 +78,18 @@ def test_console_terminal_bar_and_cursor() -> None:
     assert text.rstrip().endswith("after")
 
 
-def test_console_no_color_honoured() -> None:
-    returncode, seen = on_a_terminal(100, NO_COLOR="1")
-    assert returncode == 0
-    assert b"1000/1000" in seen
-    assert not COLOUR.search(seen)
-
-
-def test_console_dumb_terminal_gets_lines() -> None:
-    returncode, seen = on_a_terminal(100, TERM="dumb")
-    assert returncode == 0
-    assert b"step 1/1000 | loss 1.5000" in seen
-    assert b"\x1b" not in seen
+@pytest.mark.parametrize(
+    ("variable", "value", "shown", "unwanted"),
+    [("NO_COLOR", "1", b"1000/1000", COLOUR), ("TERM", "dumb", b"step 1/1000 | loss 1.5000", re.compile(rb"\x1b"))],
+)
+def test_console_terminal_without_colour(variable: str, value: str, shown: bytes, unwanted: re.Pattern[bytes]) -> None:
+    returncode, seen = on_a_terminal(100, **{variable: value})
+    assert (returncode, unwanted.search(seen)) == (0, None)
+    assert shown in seen
 
 
 def test_console_closed_pipe_survives(tmp_path: Path) -> None:
-    code = RUN.replace('print("after", flush=True)', "__import__('pathlib').Path(sys.argv[1]).touch()").replace(
-        "console = open_console()", "console = open_console(); sys.stdin.readline()"
-    )
+    code = MARKING.replace("console = open_console()", "console = open_console(); sys.stdin.readline()")
     process = start(code, str(tmp_path / "mark"), stdin=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.close()
@@ -103,9 +100,8 @@ def test_console_closed_pipe_survives(tmp_path: Path) -> None:
 
 
 def test_console_full_disk_survives(tmp_path: Path) -> None:
-    code = RUN.replace('print("after", flush=True)', "__import__('pathlib').Path(sys.argv[1]).touch()")
     with Path("/dev/full").open("w") as full:
-        returncode, _, err = run(code, str(tmp_path / "mark"), stdout=full)
+        returncode, _, err = run(MARKING, str(tmp_path / "mark"), stdout=full)
     assert (returncode, err) == (0, "")
     assert (tmp_path / "mark").exists()
 

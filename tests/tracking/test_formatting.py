@@ -1,3 +1,8 @@
+"""Lines and numbers as people read them."""
+
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from app.tracking.formatting import (
@@ -13,57 +18,31 @@ from app.tracking.formatting import (
 )
 from tests.tracking.test_jsonl_metrics import STEP
 
-
-def test_step_line() -> None:
-    assert step_line(STEP, 100, 62) == (
-        "step 5/100 | loss 1.0986 | lr 2.00e-04 | gradient 0.30 | 1.2k tokens/s | 0:01:02 left"
-    )
-    assert step_line({"step": 5, "loss": float("nan"), "tokens_per_second": None}, None, None) == "step 5 | loss nan"
-
-
-def test_evaluation_line() -> None:
-    values = {"step": 10, "epoch": 0.5, "eval_loss": 1.23456, "eval_tokens": 300}
-    assert evaluation_line(values) == "evaluation at step 10 | eval_loss 1.2346 | eval_tokens 300"
-
-
-def test_samples_text() -> None:
-    assert samples_text(10, [Sample("2+2?", "4", "5\nor so"), Sample("a", "b", "c")]) == (
-        "samples at step 10\n"
-        "prompt    2+2?\n"
-        "expected  4\n"
-        "answer    5\n"
-        "          or so\n"
-        "\n"
-        "prompt    a\n"
-        "expected  b\n"
-        "answer    c"
-    )
-
-
-def test_align() -> None:
-    assert align([("model", "tiny"), ("data", "x\ny")]) == "model  tiny\ndata   x\n       y"
-    assert align([]) == ""
+OF_STEP = "step 5/100 | loss 1.0986 | lr 2.00e-04 | gradient 0.30 | 1.2k tokens/s | 0:01:02 left"
+NAN = {"step": 5, "loss": float("nan"), "tokens_per_second": None}
+EVALUATION = {"step": 10, "epoch": 0.5, "eval_loss": 1.23456, "eval_tokens": 300}
+SAMPLES = [Sample("2+2?", "4", "5\nor so"), Sample("a", "b", "c")]
+FIRST, SECOND = "prompt    2+2?\nexpected  4\nanswer    5\n          or so", "prompt    a\nexpected  b\nanswer    c"
+NUMBERS: list[tuple[Callable[[Any], str], dict[float, str]]] = [
+    (format_count, {0: "0", 999.4: "999", 1234: "1.2k", 2_400_000: "2.4M", 8.03e9: "8.0B", 3e13: "30.0T"}),
+    (format_bytes, {5e8: "500 MB", 1.25e10: "12.5 GB"}),
+    (format_duration, {0: "0:00:00", 59.6: "0:01:00", 3725: "1:02:05", 360000: "100:00:00"}),
+    (format_number, {3.62591: "3.6259", 0.0004: "0.0004", 1.23456e-7: "1.235e-7", 79146: "79,146", 0: "0"}),
+    (format_number, {1234.56: "1,234.6", 0.012345678: "0.01235", 2e9: "2e9", -4.5: "-4.5", 10.0: "10"}),
+]
 
 
 @pytest.mark.parametrize(
-    ("number", "text"),
-    [(0, "0"), (999.4, "999"), (1234, "1.2k"), (2_400_000, "2.4M"), (8.03e9, "8.0B"), (3e13, "30.0T")],
-)
-def test_format_count(number: float, text: str) -> None:
-    assert format_count(number) == text
-
-
-def test_format_bytes_and_duration() -> None:
-    assert [format_bytes(5e8), format_bytes(1.25e10)] == ["500 MB", "12.5 GB"]
-    assert [format_duration(0), format_duration(59.6), format_duration(3725), format_duration(360000)] == [
-        "0:00:00",
-        "0:01:00",
-        "1:02:05",
-        "100:00:00",
-    ]
-
-
-def test_format_number_significant_digits() -> None:
-    values = [3.62591, 0.0004, 1.23456e-7, 79146, 0, 1234.56, 0.012345678, 2e9, -4.5, 10.0]
-    told = ["3.6259", "0.0004", "1.235e-7", "79,146", "0", "1,234.6", "0.01235", "2e9", "-4.5", "10"]
-    assert [format_number(value) for value in values] == told
+    ("text", "expected"),
+    [
+        (step_line(STEP, 100, 62), OF_STEP),
+        (step_line(NAN, None, None), "step 5 | loss nan"),
+        (evaluation_line(EVALUATION), "evaluation at step 10 | eval_loss 1.2346 | eval_tokens 300"),
+        (samples_text(10, SAMPLES), f"samples at step 10\n{FIRST}\n\n{SECOND}"),
+        (align([("model", "tiny"), ("data", "x\ny")]), "model  tiny\ndata   x\n       y"),
+        (align([]), ""),
+        *((write(number), text) for write, texts in NUMBERS for number, text in texts.items()),
+    ],
+)  # fmt: skip
+def test_formatted_text(text: str, expected: str) -> None:
+    assert text == expected

@@ -26,10 +26,12 @@ class Bench:
     def out(self) -> Path:
         return self.folder / "found.jsonl"
 
-    def train(self, *options: str) -> subprocess.CompletedProcess[str]:
-        """scripts/bench/train.py with a small workload, which `options` may change."""
+    def train(self, *options: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+        """scripts/bench/train.py with a small workload, which `options` may change; `code` is how it must end."""
         script = str(REPO / "scripts" / "bench" / "train.py")
-        return self.run([sys.executable, script, *TINY, "--out", str(self.out), *options])
+        ended = self.run([sys.executable, script, *TINY, "--out", str(self.out), *options])
+        assert ended.returncode == code, ended.stdout + ended.stderr
+        return ended
 
     def run(self, command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.harness.runs import Zygote, metrics, numbers
+from tests.harness.runs import Zygote, killed_and_resumed, losses, metrics, numbers
 
 GOOD, BAD = (
     ("lovely", "great", "warm", "bright", "kind", "happy"),
@@ -96,8 +96,7 @@ def made(zygote: Zygote, place: Path) -> Callable[[str], Path]:
     def make(name: str) -> Path:
         run = place / name
         if not run.exists():
-            ended = zygote.run(place, *given[name], f"output_dir={name}")
-            assert ended.code == 0, ended.stdout + ended.stderr
+            ended = zygote.run(place, *given[name], f"output_dir={name}", code=0)
             (place / f"{name}.txt").write_text(ended.stdout)
         return run
 
@@ -105,14 +104,12 @@ def made(zygote: Zygote, place: Path) -> Callable[[str], Path]:
 
 
 def asked(zygote: Zygote, place: Path, run: Path, *given: str) -> str:
-    ended = zygote.run(place, f"run={run}", *given, module="app.generate")
-    assert (ended.code, ended.stderr) == (0, "")
+    ended = zygote.finish(place, f"run={run}", *given, module="app.generate")
     return ended.stdout
 
 
 def scored(zygote: Zygote, place: Path, run: Path, *given: str) -> dict[str, Any]:
-    ended = zygote.run(place, f"run={run}", "output_dir=scores", *given, module="app.evaluate")
-    assert (ended.code, ended.stderr) == (0, "")
+    zygote.finish(place, f"run={run}", "output_dir=scores", *given, module="app.evaluate")
     found: dict[str, Any] = json.loads((place / "scores" / "evaluate.json").read_text())
     return found
 
@@ -154,7 +151,7 @@ def test_classifier_learns_labels(zygote: Zygote, place: Path, made: Callable[[s
 
 def test_encoder_learns_pairs(zygote: Zygote, place: Path, made: Callable[[str], Path]) -> None:
     run = made("encoder")
-    found = [line["loss"] for line in metrics(run) if "loss" in line]
+    found = losses(run)
     assert sum(found[-5:]) < sum(found[:5])
     assert yaml.safe_load((run / "run.yaml").read_text())["task"]["labels"] == ["0", "1"]
     packed = scored(zygote, place, run)
@@ -174,8 +171,7 @@ def test_exported_classifier_is_the_same(
     name: str, kind: str, zygote: Zygote, place: Path, made: Callable[[str], Path]
 ) -> None:
     run, out = made(name), place / f"out-{name}-{kind}"
-    ended = zygote.run(place, f"run={run}", f"to={out}", f"kind={kind}", module="app.export")
-    assert (ended.code, ended.stderr) == (0, ""), ended.stdout
+    zygote.finish(place, f"run={run}", f"to={out}", f"kind={kind}", module="app.export")
     proof = json.loads((out / "export.json").read_text())
     assert proof["passed"]
     assert proof["tolerance_is"].endswith("to bf16") is (kind == "merged")
@@ -194,15 +190,8 @@ def test_exported_classifier_is_the_same(
 
 
 def test_killed_classifier_resumes_bit_for_bit(place: Path, tmp_path: Path, zygote: Zygote) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
     few = (*ENCODER, "recipe=qlora", "training.max_steps=8", "checkpoint.every=2", "eval.every=3")
-    ended = zygote.run(place, *few, f"output_dir={whole}")
-    assert ended.code == 0, ended.stderr
-    run = zygote.start(place, *few, f"output_dir={killed}")
-    run.until(lambda: len([line for line in metrics(killed) if "loss" in line]) >= 4)
-    run.kill()
-    ended = zygote.run(place, *few, f"output_dir={killed}", "resume=auto")
-    assert ended.code == 0, ended.stderr
+    whole, killed = killed_and_resumed(zygote, place, tmp_path, *few, at=[4])
     assert numbers(killed) == numbers(whole)
 
 
@@ -219,8 +208,8 @@ def test_check_data_shows_labels_and_rare_ones(place: Path, tmp_path: Path, zygo
         f"dataset.path={tmp_path}/few.jsonl",
         f"output_dir={tmp_path}/check",
         module="app.check",
+        code=0,
     )
-    assert ended.code == 0, ended.stderr
     shown = " ".join(ended.stdout.split())
     assert "taken as dataset.format=labelled_text, because 32 of the first 32 rows hold text and its label" in shown
     assert "often 30, rare 2" in shown

@@ -30,8 +30,7 @@ def test_event_at_a_change_of_a_file_resumes_bit_for_bit(zygote: Zygote, tmp_pat
     for folder in folders:
         folder.mkdir()
     whole, *others = folders
-    ended = zygote.run(whole, "count", "events", *command, module=MODULE)
-    assert ended.code == 0, ended.stderr
+    ended = zygote.run(whole, "count", "events", *command, module=MODULE, code=0)
     moments = random.Random(" ".join(recipe)).sample(range(1, int((whole / "events").read_text())), len(EVENTS))
     todo = list(zip(others, EVENTS, moments, strict=True))
     for pair in (todo[i : i + 2] for i in range(0, len(todo), 2)):  # as many as there are cores

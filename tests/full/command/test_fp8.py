@@ -18,16 +18,14 @@ def told(file: Path) -> dict[str, Any]:
 
 def test_fp8_run_trains_and_exports(zygote: Zygote, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    ended = zygote.run(tmp_path, *FINISHED["lora"], *FP8, f"output_dir={run}")
-    assert ended.code == 0, ended.stderr
+    ended = zygote.run(tmp_path, *FINISHED["lora"], *FP8, f"output_dir={run}", code=0)
     assert "quantization=fp8: a CPU has no fp8" in " ".join((ended.stdout + ended.stderr).split())
     manifest = told(run / "manifest.json")
     proven = [proof["what"] for proof in manifest["proofs"] if proof["what"].startswith("fp8")]
     assert proven.count("fp8 product weight, 64 to 128, against float32") == 1
 
     for kind in ("adapter", "merged"):
-        ended = zygote.run(tmp_path, f"run={run}", f"kind={kind}", f"to={tmp_path / kind}", module="app.export")
-        assert ended.code == 0, ended.stdout + ended.stderr
+        ended = zygote.run(tmp_path, f"run={run}", f"kind={kind}", f"to={tmp_path / kind}", module="app.export", code=0)
         found = told(tmp_path / kind / "export.json")
         assert found["passed"]
         assert found["training_loss"] != found["loss_before"]
@@ -36,8 +34,7 @@ def test_fp8_run_trains_and_exports(zygote: Zygote, tmp_path: Path) -> None:
         assert "on that of training the loss is" in " ".join((ended.stdout + ended.stderr).split())
         assert "BitsAndBytes" not in (tmp_path / kind / "README.md").read_text()
 
-    ended = zygote.run(tmp_path, f"run={run}", module="app.evaluate")
-    assert ended.code == 0, ended.stderr
+    zygote.run(tmp_path, f"run={run}", module="app.evaluate", code=0)
     scored = told(run / "evaluate.json")["eval_loss"]
     assert scored == pytest.approx(result(run)["eval_loss"], rel=1e-6), "as training held it"
 
@@ -63,7 +60,6 @@ def test_fp8_loss_is_close_to_bf16(zygote: Zygote, tmp_path: Path) -> None:
     losses = {}
     for kind in ("none", "fp8"):
         run = tmp_path / kind
-        ended = zygote.run(tmp_path, *GATE, f"quantization={kind}", f"output_dir={run}")
-        assert ended.code == 0, ended.stderr
+        zygote.run(tmp_path, *GATE, f"quantization={kind}", f"output_dir={run}", code=0)
         losses[kind] = result(run)["eval_loss"]
     assert losses["fp8"] == pytest.approx(losses["none"], rel=0.01)

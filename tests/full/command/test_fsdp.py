@@ -1,13 +1,11 @@
 """A model divided among processes: the numbers of one, saves that any number continues, and a run that goes on."""
 
-import contextlib
 import json
 import os
 import pickle
 import random
 import shutil
 import signal
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,11 +17,22 @@ from safetensors.torch import load_file
 
 from app.files import files_in, sha256
 from tests.command import test_processes
-from tests.command.test_processes import same_numbers, tensors, with_rate
+from tests.command.test_processes import with_rate
 from tests.conftest import REPO, RunApp
+from tests.distributed.test_sharded_checkpoint import Harmful
 from tests.full.command import test_masked
 from tests.full.command.test_classification import ENCODER, encoder_tokenizer, pair, write
-from tests.harness.runs import SMALL, Ended, Running, Zygote, has_reached, metrics, result, same_ending
+from tests.harness.runs import (
+    SMALL,
+    Zygote,
+    has_reached,
+    killed_at_last,
+    metrics,
+    result,
+    same_ending,
+    same_numbers,
+    tensors,
+)
 from tests.model.small import distance
 
 FSDP, ZERO2 = "parallel=fsdp", "parallel=zero2"
@@ -38,41 +47,6 @@ WIDE = (
 FULL = (*WIDE, "recipe=full", "training.max_steps=6", "checkpoint.every=2")
 # At a rate at which so wide a model learns: where the loss grows, roundings do too.
 PLAIN = tuple(text.replace("lr=0.5", "lr=0.05") for text in test_processes.PLAIN)
-PATIENCE = 100  # seconds: processes that do not make the same passes wait for ever
-
-
-def together(
-    zygote: Zygote, folder: Path, count: int, *arguments: str, module: str = "app.train", **env: str
-) -> list[Ended]:
-    """To the end, whatever that is."""
-    runs = zygote.start_together(folder, count, *arguments, module=module, **env)
-    with ended_at_last(runs):
-        return [run.wait() for run in runs]
-
-
-@contextlib.contextmanager
-def ended_at_last(runs: list[Running]) -> Any:
-    over = threading.Timer(PATIENCE, _kill, [runs])
-    over.start()
-    try:
-        yield
-    finally:
-        over.cancel()
-
-
-def _kill(runs: list[Running]) -> None:
-    for run in runs:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(run.pid, signal.SIGKILL)
-
-
-def codes(ended: list[Ended]) -> list[int]:
-    return [each.code for each in ended]
-
-
-def finished(zygote: Zygote, folder: Path, count: int, *arguments: str, **env: str) -> None:
-    ended = together(zygote, folder, count, *arguments, **env)
-    assert codes(ended) == [0] * count, [each.stderr[:600] for each in ended]
 
 
 def memory_of(run: Path) -> dict[str, int]:
@@ -84,8 +58,7 @@ def memory_of(run: Path) -> dict[str, int]:
 def one(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one process."""
     folder = tmp_path_factory.mktemp("one")
-    ended = zygote.run(folder, *FULL, with_rate(1), f"output_dir={folder / 'run'}")
-    assert ended.code == 0, ended.stderr
+    zygote.run(folder, *FULL, with_rate(1), f"output_dir={folder / 'run'}", code=0)
     return folder / "run"
 
 
@@ -93,7 +66,7 @@ def one(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same of two that divide."""
     folder = tmp_path_factory.mktemp("two")
-    finished(zygote, folder, 2, *FULL, FSDP, with_rate(2), f"output_dir={folder / 'run'}")
+    zygote.run_together(folder, 2, *FULL, FSDP, with_rate(2), f"output_dir={folder / 'run'}", code=0)
     return folder / "run"
 
 
@@ -129,14 +102,6 @@ def test_fsdp_killed_process_run_resumes_bit_for_bit(zygote: Zygote, tmp_path: P
     same_ending(two, tmp_path / "killed")
 
 
-class Harmful:
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.target),)
-
-
 def test_fsdp_received_checkpoint_runs_no_code(zygote: Zygote, tmp_path: Path, two: Path) -> None:
     """Its hashes are right: its maker wrote them too."""
     run = Path(shutil.copytree(two, tmp_path / "run"))
@@ -145,25 +110,24 @@ def test_fsdp_received_checkpoint_runs_no_code(zygote: Zygote, tmp_path: Path, t
         (save / "shards" / ".metadata").write_bytes(pickle.dumps(Harmful(tmp_path / "made")))
         names = [str(file.relative_to(save)) for file in files_in(save) if file.name != "manifest.json"]
         (save / "manifest.json").write_text(json.dumps({name: sha256(save / name) for name in names}))
-    ended = together(zygote, tmp_path, 2, *FULL, FSDP, with_rate(2), f"output_dir={run}", "resume=auto")
-    assert codes(ended) == [2, 2], [each.stderr[:600] for each in ended]
+    ended = zygote.run_together(tmp_path, 2, *FULL, FSDP, with_rate(2), f"output_dir={run}", "resume=auto", code=2)
     assert "posix.mkdir is none of the names" in "".join(each.stderr for each in ended)
     assert not (tmp_path / "made").exists()
 
 
 def killed_and_resumed(zygote: Zygote, folder: Path, command: tuple[str, ...], at: int) -> None:
     runs = zygote.start_together(folder, 2, *command)
-    with ended_at_last(runs):
+    with killed_at_last(runs):
         runs[0].until(partial(has_reached, folder / "killed", at))
         os.kill(runs[1].pid, signal.SIGKILL)
         assert 0 not in [run.wait().code for run in runs]
-    finished(zygote, folder, 2, *command)
+    zygote.run_together(folder, 2, *command, code=0)
 
 
 def test_fsdp_killed_qlora_run_resumes_bit_for_bit(zygote: Zygote, tmp_path: Path) -> None:
     dropped = ("recipe=qlora", "adapter.dropout=0.1", "training.max_steps=6")
     command = (*WIDE, *dropped, "checkpoint.every=2", FSDP, "batching.accumulation=1")
-    finished(zygote, tmp_path, 2, *command, f"output_dir={tmp_path / 'whole'}")
+    zygote.run_together(tmp_path, 2, *command, f"output_dir={tmp_path / 'whole'}", code=0)
     again = (*command, f"output_dir={tmp_path / 'killed'}", "resume=auto")
     killed_and_resumed(zygote, tmp_path, again, at=4)
     same_ending(tmp_path / "whole", tmp_path / "killed")
@@ -182,8 +146,7 @@ def continued(
     for at, (count, parallel) in enumerate(turns, 1):
         stop = () if at == len(turns) else (f"training.stop_after={at * steps // len(turns)}",)
         start = (*command, parallel, with_rate(count), f"output_dir={folder / 'parts'}", "resume=auto", *stop)
-        ended = together(zygote, folder, count, *start)
-        assert codes(ended) == [75 if stop else 0] * count, [each.stderr[:600] for each in ended]
+        zygote.run_together(folder, count, *start, code=75 if stop else 0)
 
 
 OF_SEVERAL, OF_ONE = ((2, ZERO2), (4, FSDP), (2, DDP)), ((1, AUTO), (2, FSDP), (1, AUTO))
@@ -197,8 +160,7 @@ def test_checkpoint_is_continued_by_any_engine_and_number(
     zygote: Zygote, tmp_path: Path, optimizer: str, within: float, turns: tuple[tuple[int, str], ...]
 ) -> None:
     command = (*FULL, *f"optimizer={optimizer}".split(), "training.max_steps=3")
-    whole = zygote.run(tmp_path, *command, with_rate(1), f"output_dir={tmp_path / 'whole'}")
-    assert whole.code == 0, whole.stderr
+    zygote.run(tmp_path, *command, with_rate(1), f"output_dir={tmp_path / 'whole'}", code=0)
     continued(zygote, tmp_path, command, turns, steps=3)
     same_numbers(tmp_path / "whole", tmp_path / "parts", within)
 
@@ -206,15 +168,13 @@ def test_checkpoint_is_continued_by_any_engine_and_number(
 def test_checkpoint_of_8_bit_states_refuses_another_number(zygote: Zygote, tmp_path: Path) -> None:
     bits = ("optimizer=adamw_8bit", "precision.trained=bf16", "precision=bf16")
     command = (*FULL, *bits, FSDP, f"output_dir={tmp_path / 'run'}", "resume=auto")
-    started = together(zygote, tmp_path, 2, *command, with_rate(2), "training.stop_after=2")
-    assert codes(started) == [75, 75]
+    zygote.run_together(tmp_path, 2, *command, with_rate(2), "training.stop_after=2", code=75)
     for other in ((4, FSDP), (1, AUTO)):
-        refused = together(zygote, tmp_path, other[0], *command, other[1], with_rate(other[0]))
-        assert codes(refused) == [2] * other[0]
+        refused = zygote.run_together(tmp_path, other[0], *command, other[1], with_rate(other[0]), code=2)
         assert "optimizer states in blocks of 8 bits" in "".join(each.stderr for each in refused)
-    finished(zygote, tmp_path, 2, *command, with_rate(2))
+    zygote.run_together(tmp_path, 2, *command, with_rate(2), code=0)
     whole = (*FULL, *bits, FSDP, with_rate(2), f"output_dir={tmp_path / 'whole'}")
-    finished(zygote, tmp_path, 2, *whole)
+    zygote.run_together(tmp_path, 2, *whole, code=0)
     same_ending(tmp_path / "whole", tmp_path / "run")
 
 
@@ -225,7 +185,7 @@ def test_fsdp_fp16_overflow_is_skipped_by_all(zygote: Zygote, tmp_path: Path) ->
     scales = []
     for parallel in ("ddp", "fsdp"):
         run = tmp_path / parallel
-        finished(zygote, tmp_path, 2, *command, f"parallel={parallel}", f"output_dir={run}")
+        zygote.run_together(tmp_path, 2, *command, f"parallel={parallel}", f"output_dir={run}", code=0)
         state = json.loads((run / "checkpoints" / "step-000004" / "state.json").read_text())
         scales.append((state["scaler"]["scale"], state["progress"]["skipped_steps"]))
     assert scales[0] == scales[1]
@@ -234,22 +194,23 @@ def test_fsdp_fp16_overflow_is_skipped_by_all(zygote: Zygote, tmp_path: Path) ->
 
 def test_hsdp_four_processes_give_numbers_of_one(zygote: Zygote, tmp_path: Path, one: Path) -> None:
     copies = ("parallel=hsdp", "parallel.shard=2", with_rate(4))
-    finished(zygote, tmp_path, 4, *FULL, *copies, f"output_dir={tmp_path / 'four'}")
+    zygote.run_together(tmp_path, 4, *FULL, *copies, f"output_dir={tmp_path / 'four'}", code=0)
     same_numbers(one, tmp_path / "four")
 
 
 def starts(
-    zygote: Zygote, folder: Path, count: int, command: tuple[str, ...], parallel: str = FSDP, **limits: str
+    zygote: Zygote, folder: Path, count: int, command: tuple[str, ...], parallel: str = FSDP, **limits: Any
 ) -> list[tuple[int, list[str]]]:
     """How deep it was after each, and the saves, until the run is at its end."""
     found: list[tuple[int, list[str]]] = []
     run = folder / "scarce"
     again = (*command, *parallel.split(), with_rate(count), f"output_dir={run}", "resume=auto")
     for _ in range(4):
-        ended = together(zygote, folder, count, *again, module=SCARCE, **limits)
-        if codes(ended) == [0] * count:
+        ended = zygote.run_together(folder, count, *again, module=SCARCE, **limits)
+        codes = {each.code for each in ended}
+        if codes == {0}:
             return found
-        assert codes(ended) == [75] * count, "of the others as well: they know why"
+        assert codes == {75}, "of the others as well: they know why"
         assert "Traceback" not in "".join(each.stderr for each in ended)
         told = [each.stderr for each in ended if each.stderr.startswith("error: out of memory: a ")]
         assert len(told) == 1, "one message for one cause"
@@ -281,7 +242,7 @@ def test_fsdp_out_of_memory_anywhere_gives_the_same_numbers(
     command = (*WIDE, *PLAIN, "recipe=full", more, "training.max_steps=4", "checkpoint.every=2")
     more_rows = "dataset.eval_max_rows=12"
     enough = (*command, more_rows, with_rate(count), f"output_dir={tmp_path / 'enough'}")
-    finished(zygote, tmp_path, count, *enough)
+    zygote.run_together(tmp_path, count, *enough, code=0)
     found = starts(zygote, tmp_path, count, (*command, more_rows), TOKENS="40", **limits)
     assert [depth for depth, _ in found] == list(range(1, len(found) + 1)) != []
     same_numbers(tmp_path / "enough", tmp_path / "scarce", 2e-6)
@@ -304,8 +265,7 @@ def test_launcher_out_of_memory_reports_once_and_restarts(run_app: RunApp, tmp_p
     )
     run = tmp_path / "run"
     command = (*FULL, FSDP, with_rate(2), "launch.num_processes=2", f"output_dir={run}")
-    ended = run_app(*command, env={"PYTHONPATH": f"{tmp_path}:{REPO}"})
-    assert ended.returncode == 0, ended.stderr
+    ended = run_app(*command, env={"PYTHONPATH": f"{tmp_path}:{REPO}"}, code=0)
     told, where, again = ended.stderr.splitlines()
     assert told.startswith("error: out of memory: a micro-batch does not fit")
     assert where == "(process 1 of 2)"
@@ -328,7 +288,7 @@ def test_fsdp_evaluation_and_samples_equal_those_of_one_process(
     runs = tmp_path / "one", tmp_path / "some"
     for run, number, parallel in zip(runs, (1, count), (AUTO, FSDP), strict=True):
         accumulation = f"batching.accumulation={rate[number]}"
-        finished(zygote, tmp_path, number, *command, parallel, accumulation, f"output_dir={run}")
+        zygote.run_together(tmp_path, number, *command, parallel, accumulation, f"output_dir={run}", code=0)
     same_numbers(*runs)
     samples = [run / "samples.jsonl" for run in runs]
     assert len({each.read_text() if each.exists() else "" for each in samples}) == 1
@@ -338,8 +298,8 @@ def test_fsdp_random_base_and_adapter_load_in_peft(zygote: Zygote, tmp_path: Pat
     """PEFT loads what comes out, on the base that is kept."""
     command = (*WIDE, *PLAIN, "recipe=lora", "training.max_steps=3")
     one, two = tmp_path / "one", tmp_path / "two"
-    finished(zygote, tmp_path, 1, *command, with_rate(1), f"output_dir={one}")
-    finished(zygote, tmp_path, 2, *command, FSDP, with_rate(2), f"output_dir={two}")
+    zygote.run_together(tmp_path, 1, *command, with_rate(1), f"output_dir={one}", code=0)
+    zygote.run_together(tmp_path, 2, *command, FSDP, with_rate(2), f"output_dir={two}", code=0)
     left, right = (load_file(run / "base" / "model.safetensors") for run in (one, two))
     assert left.keys() == right.keys()
     assert all(left[name].equal(right[name]) for name in left)
@@ -349,8 +309,7 @@ def test_fsdp_random_base_and_adapter_load_in_peft(zygote: Zygote, tmp_path: Pat
     ids = torch.arange(3, 40)[None]
     plain = [AutoPeftModelForCausalLM.from_pretrained(str(run / "final"))(ids).logits for run in (one, two)]
     torch.testing.assert_close(plain[1], plain[0], rtol=1e-4, atol=1e-4)
-    exported = zygote.run(tmp_path, f"run={two}", "to=out", "kind=merged", module="app.export")
-    assert exported.code == 0, exported.stderr
+    zygote.run(tmp_path, f"run={two}", "to=out", "kind=merged", module="app.export", code=0)
 
 
 def test_fsdp_final_best_takes_the_best_weights(zygote: Zygote, tmp_path: Path) -> None:
@@ -358,8 +317,8 @@ def test_fsdp_final_best_takes_the_best_weights(zygote: Zygote, tmp_path: Path) 
     rate = ("optimizer.lr=0.05", "schedule=constant", "eval.every=1", "checkpoint.final=best")
     command = (*WIDE, *rate, "recipe=full", "training.max_steps=8", "dataset.eval_max_rows=12")
     one, two = tmp_path / "one", tmp_path / "two"
-    finished(zygote, tmp_path, 1, *command, with_rate(1), f"output_dir={one}")
-    finished(zygote, tmp_path, 2, *command, FSDP, with_rate(2), f"output_dir={two}")
+    zygote.run_together(tmp_path, 1, *command, with_rate(1), f"output_dir={one}", code=0)
+    zygote.run_together(tmp_path, 2, *command, FSDP, with_rate(2), f"output_dir={two}", code=0)
     assert "the best evaluation" in (two / "log.txt").read_text()
     assert distance(tensors(two), tensors(one)) <= 1e-4
 
@@ -428,7 +387,7 @@ def test_fsdp_with_each_option_gives_numbers_of_ddp(
     command = (*base(tmp_path), *more, f"cache_dir={tmp_path / 'cache'}")
     whole, divided = tmp_path / "ddp", tmp_path / "fsdp"
     for run in (whole, divided):
-        finished(zygote, tmp_path, 2, *command, f"parallel={run.name}", f"output_dir={run}")
+        zygote.run_together(tmp_path, 2, *command, f"parallel={run.name}", f"output_dir={run}", code=0)
     same_numbers(whole, divided, within)
     weights = [sum(memory_of(run)[part] for part in WEIGHTS) for run in (whole, divided)]
     assert weights[1] < 0.6 * weights[0], "each keeps its part"

@@ -83,8 +83,9 @@ def share_chosen(run: Path, *, adapter: bool) -> float:
 def test_harness_scores_run_and_base(finished: FinishedRuns, run_app: RunApp, tmp_path: Path) -> None:
     finished.copy(tmp_path / "run")
     write_tasks(tmp_path)
-    done = run_app("run=run", "harness=choose.yaml,write.yaml", "weights=both", module="app.evaluate", timeout=300)
-    assert done.returncode == 0, done.stderr
+    done = run_app(
+        "run=run", "harness=choose.yaml,write.yaml", "weights=both", module="app.evaluate", timeout=300, code=0
+    )
     found = json.loads((tmp_path / "run" / "harness.json").read_text())
     for side, adapter in (("tuned", True), ("base", False)):
         assert found[side]["choose"]["acc"] == pytest.approx(share_chosen(tmp_path / "run", adapter=adapter))
@@ -93,9 +94,7 @@ def test_harness_scores_run_and_base(finished: FinishedRuns, run_app: RunApp, tm
     assert (found["limit"], found["chat"], found["run"]) == (None, False, "run")
     assert "choose" in done.stdout
 
-    unknown = run_app("run=run", "harness=hellaswg", module="app.evaluate", timeout=300)
-    assert unknown.returncode == 2
+    unknown = run_app("run=run", "harness=hellaswg", module="app.evaluate", timeout=300, code=2)
     assert "harness=hellaswg: there is no such task and no such file. Did you mean hellaswag?" in unknown.stderr
-    offline = run_app("run=run", "harness=arc_easy", module="app.evaluate", timeout=300)
-    assert offline.returncode == 2
+    offline = run_app("run=run", "harness=arc_easy", module="app.evaluate", timeout=300, code=2)
     assert "harness=arc_easy: the rows of a task cannot be read" in offline.stderr

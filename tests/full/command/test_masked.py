@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.runs import Zygote, metrics, numbers
+from tests.harness.runs import Zygote, killed_and_resumed, losses, metrics, numbers
 
 SMALL = (
     "model=modernbert",
@@ -51,13 +51,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def losses(run: Path) -> list[float]:
-    return [line["loss"] for line in metrics(run) if "loss" in line]
-
-
 def test_masked_encoder_learns_and_exports(folder: Path, zygote: Zygote) -> None:
-    ended = zygote.run(folder, *SMALL, "output_dir=run", "training.epochs=6")
-    assert ended.code == 0, ended.stderr
+    ended = zygote.run(folder, *SMALL, "output_dir=run", "training.epochs=6", code=0)
     found = losses(folder / "run")
     assert sum(found[-3:]) < 0.7 * sum(found[:3])
     assert "<mask>" in (folder / "run" / "samples.jsonl").read_text(), "a sample with its hidden tokens is kept"
@@ -70,28 +65,19 @@ def test_masked_encoder_learns_and_exports(folder: Path, zygote: Zygote) -> None
     assert type(lm).__name__ == "ModernBertForMaskedLM"
     assert tokenizer.mask_token == "<mask>"
 
-    exported = zygote.run(folder, "run=run", "to=out", "kind=merged", module="app.export")
-    assert (exported.code, exported.stderr) == (0, "")
+    zygote.finish(folder, "run=run", "to=out", "kind=merged", module="app.export")
     proof = json.loads((folder / "out" / "export.json").read_text())
     assert proof["passed"]
     assert 0 < proof["difference"] < proof["tolerance"]
     assert 'AutoModelForMaskedLM.from_pretrained(here, dtype="auto")' in (folder / "out" / "README.md").read_text()
 
-    refused = zygote.run(folder, "run=run", "prompt=x", module="app.generate")
-    assert refused.code == 2
+    refused = zygote.run(folder, "run=run", "prompt=x", module="app.generate", code=2)
     assert "it was tuned with task=masked, and such a model writes no text" in refused.stderr
 
 
 def test_killed_masked_run_resumes_bit_for_bit(folder: Path, zygote: Zygote) -> None:
-    whole, killed = folder / "whole", folder / "killed"
     few = (*SMALL, "recipe=lora", "training.epochs=2", "checkpoint.every=2", "eval.every=3")
-    ended = zygote.run(folder, *few, f"output_dir={whole}")
-    assert ended.code == 0, ended.stderr
-    run = zygote.start(folder, *few, f"output_dir={killed}")
-    run.until(lambda: len(losses(killed)) >= 5)
-    run.kill()
-    ended = zygote.run(folder, *few, f"output_dir={killed}", "resume=auto")
-    assert ended.code == 0, ended.stderr
+    whole, killed = killed_and_resumed(zygote, folder, folder, *few, at=[5])
     assert numbers(killed) == numbers(whole)
 
 
@@ -99,8 +85,7 @@ def test_masked_eval_loss_does_not_depend_on_packing(folder: Path, zygote: Zygot
     found = []
     for name, layout in (("packed", "batching.packing=true"), ("padded", "batching.packing=false")):
         unchanged = ("training.max_steps=1", "optimizer.lr=1e-12")
-        ended = zygote.run(folder, *SMALL, f"output_dir={name}", layout, *unchanged)
-        assert ended.code == 0, ended.stderr
+        zygote.run(folder, *SMALL, f"output_dir={name}", layout, *unchanged, code=0)
         evaluations = [line for line in metrics(folder / name) if "eval_loss" in line]
         assert not [line for line in evaluations if "exact_match" in line], "hidden tokens are no answer"
         found += [line["eval_loss"] for line in evaluations]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.command.test_processes import PLAIN, tensors, with_rate
-from tests.harness.runs import SMALL, Zygote, metrics, same_ending
+from tests.command.test_processes import PLAIN, with_rate
+from tests.harness.runs import SMALL, Zygote, metrics, same_ending, tensors
 from tests.model.small import distance
 from tests.training.test_message_weights import WEIGHTS, chats
 
@@ -21,11 +21,8 @@ def test_message_weights_with_two_processes_and_resume(zygote: Zygote, tmp_path:
     small = (word for word in SMALL if not word.startswith(("dataset.max_length=", "batching.tokens=")))
     command = (*small, *PLAIN, *words, "dataset.max_length=128", "batching.tokens=128", "recipe=full")
     one, two, parted = tmp_path / "one", tmp_path / "two", tmp_path / "parted"
-    for ended in (
-        zygote.run(tmp_path, *command, with_rate(1), f"output_dir={one}"),
-        *zygote.run_together(tmp_path, 2, *command, with_rate(2), f"output_dir={two}"),
-    ):
-        assert (ended.code, ended.stderr) == (0, "")
+    zygote.finish(tmp_path, *command, with_rate(1), f"output_dir={one}")
+    zygote.finish_together(tmp_path, 2, *command, with_rate(2), f"output_dir={two}")
     assert "with messages of another weight than 1" in (one / "log.txt").read_text()
     for mine, theirs in zip(metrics(one), metrics(two), strict=True):
         for key in mine.keys() & LOSSES:
@@ -34,6 +31,6 @@ def test_message_weights_with_two_processes_and_resume(zygote: Zygote, tmp_path:
     assert distance([right[name] for name in left], list(left.values())) <= 1e-6
 
     again = (*command, with_rate(1), f"output_dir={parted}", "resume=auto")
-    assert zygote.run(tmp_path, *again, "training.stop_after=3").code == 75
-    assert zygote.run(tmp_path, *again).code == 0
+    zygote.run(tmp_path, *again, "training.stop_after=3", code=75)
+    zygote.run(tmp_path, *again, code=0)
     same_ending(one, parted)

@@ -20,8 +20,7 @@ def test_mix_trains_and_scores_held_out_rows(zygote: Zygote, tmp_path: Path) -> 
     write_chats(tmp_path / "chat.jsonl", *(chat("Hi", f"Hello {n}") for n in range(40)))
     write_chats(tmp_path / "code.jsonl", *(chat("Hi", f"Print {n}") for n in range(15)), chat("Hi", "Hello 1"))
     given = (*SMALL, *MIX, *PLAIN, "dataset.mix.code.weight=2.5", "output_dir=run")
-    ended = zygote.run(tmp_path, *given, COLUMNS="300")
-    assert ended.code == 0, ended.stderr
+    ended = zygote.run(tmp_path, *given, COLUMNS="300", code=0)
     data = json.loads((tmp_path / "run" / "manifest.json").read_text())["counts"]["data"]
     code = data["shares"]["code"]
     held = {name: counts["held_out"] for name, counts in data["sources"].items()}
@@ -33,9 +32,9 @@ def test_mix_trains_and_scores_held_out_rows(zygote: Zygote, tmp_path: Path) -> 
     said = " ".join(ended.stdout.split())
     assert said.count(f"train code: weight 2.5, {code['drawn']} samples an epoch") == 1
     assert said.count("train code: 1 sample equal to an earlier one: trained on again") == 1
-    scored = zygote.run(tmp_path, "run=run", module="app.evaluate")
-    assert scored.code == 0, scored.stderr
+    scored = zygote.run(tmp_path, "run=run", module="app.evaluate", code=0)
     assert "these are the rows that the run held out" in scored.stdout
-    other = zygote.run(tmp_path, "run=run", "dataset.path=code.jsonl", "output_dir=other", module="app.evaluate")
-    assert other.code == 0, other.stderr
+    other = zygote.run(
+        tmp_path, "run=run", "dataset.path=code.jsonl", "output_dir=other", module="app.evaluate", code=0
+    )
     assert "scored: 16 rows" in other.stdout

@@ -38,8 +38,7 @@ def test_killed_process_run_resumes_bit_for_bit(
 ) -> None:
     command = (*SMALL, f"recipe={recipe}", more, "batching.accumulation=1", "training.epochs=1")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    for ended in zygote.run_together(tmp_path, count, *command, f"output_dir={whole}"):
-        assert (ended.code, ended.stderr) == (0, "")
+    zygote.finish_together(tmp_path, count, *command, f"output_dir={whole}")
     runs = zygote.start_together(tmp_path, count, *command, f"output_dir={killed}", "resume=auto")
     runs[0].until(partial(has_reached, killed, 4))
     began = time.monotonic()
@@ -48,8 +47,7 @@ def test_killed_process_run_resumes_bit_for_bit(
     assert codes[victim] == -signal.SIGKILL
     assert 0 not in codes
     assert time.monotonic() - began < 30
-    for ended in zygote.run_together(tmp_path, count, *command, f"output_dir={killed}", "resume=auto"):
-        assert ended.code == 0, ended.stderr
+    zygote.run_together(tmp_path, count, *command, f"output_dir={killed}", "resume=auto", code=0)
     same_ending(whole, killed)
 
 
@@ -72,8 +70,7 @@ def test_launcher_forwards_signals_and_reports_a_death_once(
 ) -> None:
     command = (*SMALL, "batching.accumulation=1", "training.epochs=2")
     whole, run = tmp_path / "whole", tmp_path / "run"
-    for ended in zygote.run_together(tmp_path, 2, *command, f"output_dir={whole}"):
-        assert ended.code == 0, ended.stderr
+    zygote.run_together(tmp_path, 2, *command, f"output_dir={whole}", code=0)
     launched_with = (*command, "launch.num_processes=2", f"output_dir={run}", "resume=auto")
 
     first = Launched(tmp_path, app_env, *launched_with)
@@ -134,8 +131,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_foreign_launcher_needs_named_folder_and_decides_number(zygote: Zygote, tmp_path: Path) -> None:
-    for ended in zygote.run_together(tmp_path, 2, *SMALL):
-        assert ended.code == 2
+    zygote.run_together(tmp_path, 2, *SMALL, code=2)
     ended = zygote.run_together(tmp_path, 2, *SMALL, "output_dir=run", "launch.num_processes=3")[0]
     assert ended.code == 2
     assert "launch.num_processes=3, but this process was started as one of 2" in ended.stderr

@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 
 from app.config.load import compose_run
-from tests.command.test_sweep import LONG, TINY, column, content, run, start, starts
+from tests.command.test_sweep import LONG, TINY, run, start, starts
 from tests.harness.runs import Zygote, has_reached, metrics, numbers, result
+from tests.sweeps.test_runner import column, content
 
 
 def test_sweep_ctrl_c_saves_and_resumes(zygote: Zygote, tmp_path: Path) -> None:
@@ -81,8 +82,7 @@ def test_killed_search_resumes_its_proposals(zygote: Zygote, tmp_path: Path) -> 
     }
     best = content(folder)["best"]
     assert best["objective"] == min(column(folder, "objective"))
-    pasted = zygote.run(tmp_path, *shlex.split(best["line"]), "output_dir=pasted", "dry_run=true")
-    assert pasted.code == 0, pasted.stderr
+    zygote.run(tmp_path, *shlex.split(best["line"]), "output_dir=pasted", "dry_run=true", code=0)
 
     more = run(zygote, tmp_path, *(word.replace("trials=3", "trials=4") for word in command))
     assert (more.code, more.stdout.count("finished before, objective")) == (0, 3)
@@ -144,8 +144,7 @@ def test_sweep_waits_for_a_running_trial(zygote: Zygote, tmp_path: Path) -> None
 
 
 def test_hydra_main_returns_the_objective(zygote: Zygote, tmp_path: Path) -> None:
-    ended = zygote.run(tmp_path, *TINY, "output_dir=run", module="tests.full.command.objective")
-    assert ended.code == 0, ended.stderr
+    ended = zygote.run(tmp_path, *TINY, "output_dir=run", module="tests.full.command.objective", code=0)
     assert f"returned {result(tmp_path / 'run')['objective']!r}\n" in ended.stdout
 
 

@@ -13,8 +13,7 @@ from tests.harness.runs import SMALL, Zygote, metrics, result
 
 def test_default_run_learns_within_a_minute(run_app: RunApp, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    ended = run_app(f"output_dir={run}", timeout=300)
-    assert ended.returncode == 0, ended.stderr
+    ended = run_app(f"output_dir={run}", timeout=300, code=0)
     assert ended.stderr == ""
     outcome = result(run)
     assert outcome["status"] == "finished"
@@ -42,17 +41,14 @@ def test_default_run_learns_within_a_minute(run_app: RunApp, tmp_path: Path) -> 
 
 def test_dry_run_of_8b_needs_no_weights(zygote: Zygote, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    ended = zygote.run(tmp_path, "model=llama", "model.weights=random", "dry_run=true", f"output_dir={run}")
-    assert (ended.code, ended.stderr) == (0, "")
+    ended = zygote.finish(tmp_path, "model=llama", "model.weights=random", "dry_run=true", f"output_dir={run}")
     assert "8,114,147,328 weights, 83,886,080 trained (1.0%)" in ended.stdout
 
 
 def test_local_model_folder_trains_by_its_path(zygote: Zygote, tmp_path: Path) -> None:
-    first = zygote.run(tmp_path, *SMALL, "recipe=full", "training.max_steps=1", "output_dir=first")
-    assert first.code == 0, first.stderr
+    zygote.run(tmp_path, *SMALL, "recipe=full", "training.max_steps=1", "output_dir=first", code=0)
     few = ("dataset.max_rows=40", "dataset.eval_max_rows=5", "training.max_steps=2", "launch.threads=1")
-    ended = zygote.run(tmp_path, *few, "model.path=first/final", "output_dir=second", "eval.samples=1")
-    assert (ended.code, ended.stderr) == (0, "")
+    ended = zygote.finish(tmp_path, *few, "model.path=first/final", "output_dir=second", "eval.samples=1")
     assert "dataset.max_length=2048 -> 512" in ended.stdout
     assert yaml.safe_load((tmp_path / "second/run.yaml").read_text())["dataset"]["max_length"] == 512
     adapter = json.loads((tmp_path / "second/final/adapter_config.json").read_text())

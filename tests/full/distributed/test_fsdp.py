@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from app.batch import Batch
-from app.config.schema import ParallelConfig, QuantizationConfig
+from app.config.schema import QuantizationConfig
 from app.distributed.fsdp import Sharding, is_sharded, local
 from app.distributed.gradient_reduction import GradientReduction
 from app.distributed.process_group import Runtime
 from app.model import fused_lora
 from app.model.training_model import TrainingModel
 from app.training.storage_counter import kept_bytes
+from tests.distributed.test_fsdp import PARALLEL
 from tests.harness.processes import ProcessesByCount
 from tests.model import classes
 from tests.model.small import (
@@ -33,10 +34,6 @@ from tests.model.small import (
 
 PROCESSES = 2
 NF4 = QuantizationConfig(kind="nf4", double_quant=True)
-PARALLEL = ParallelConfig(
-    kind="fsdp", shard="auto", replicate="auto", reshard=True, sync="each", overlap=False, offload=False, tensor=1,
-    context=1,
-)  # fmt: skip
 METHODS: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {"adapter": lora()},

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +16,11 @@ from app.model import load_base
 from app.model.attention import register
 from app.model.base_weights import LoadOptions
 from app.model.quantization import quantizer_of
-
-
-class Peak:
-    """Resident memory of this process above that of the start, mapped files among it."""
-
-    def __enter__(self) -> "Peak":
-        self._before, self.above = _resident(), 0
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._end.wait(0.002):
-            self.above = max(self.above, _resident() - self._before)
+from tests.harness.peak import Peak
 
 
 def _resident() -> int:
+    """Mapped files are among it."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
@@ -66,7 +48,7 @@ def main(folder: Path, reader: str) -> None:
     quantizer = quantizer_of(run.quantization, torch.bfloat16)
     _warm_up(folder)
     options = LoadOptions(torch.bfloat16, torch.device("cpu"), register("sdpa"))
-    with Peak() as peak:
+    with Peak(_resident) as peak:
         lm = load_base.load_base(run.model, TASKS["causal"], options, 0, quantizer)
     print(json.dumps({"peak": peak.above, "digest": _digest(lm)}))
 

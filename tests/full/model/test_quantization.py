@@ -10,7 +10,7 @@ from app.model.load_run import load_tuned
 from app.model.save import save_base, save_model
 from app.model.tokenizer import load_tokenizer
 from tests.harness.python import printed_by
-from tests.model.small import CAUSAL, batch_of, distance, documents_of
+from tests.model.small import CAUSAL, distance, three_steps
 from tests.model.test_quantization import CPU, IDS, NF4, parts_of, wide
 
 # nothing of this program is imported
@@ -35,12 +35,7 @@ assert not [name for name in sys.modules if name.split(".")[0] == "app"]
 
 def test_nf4_adapter_same_logits_elsewhere(tmp_path: Path, app_env: dict[str, str]) -> None:
     parts = parts_of()
-    training_model = build_training_model(parts, CPU, 0, str(tmp_path / "base"))
-    optimizer = torch.optim.AdamW(training_model.trained().values(), lr=1e-2)
-    for seed in range(3):
-        training_model(batch_of(documents_of((8, 5), seed)))[0].backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    training_model = three_steps(build_training_model(parts, CPU, 0, str(tmp_path / "base")))
     tokenizer = load_tokenizer(wide(), needs_template=True)
     save_base(training_model, tokenizer, tmp_path / "base", random_base(parts, CPU, 0))
     save_model(training_model, tokenizer, tmp_path / "final")

@@ -2,10 +2,8 @@
 
 import ctypes
 import gc
-import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch import Tensor
@@ -15,6 +13,7 @@ from app.distributed.process_group import Runtime
 from app.model import load_base
 from app.model.build import build_training_model
 from app.model.training_model import TrainingModel
+from tests.harness.peak import Peak
 from tests.harness.processes import ProcessesByCount
 from tests.training.conftest import sections_of, small_run
 
@@ -89,7 +88,7 @@ def memory_of_loading(runtime: Runtime, words: tuple[str, ...]) -> list[float]:
     for sharded in (True, False):
         gc.collect()
         libc.malloc_trim(0)  # freed memory that stays with the process would hide as much of the next model
-        with Peak() as peak:
+        with Peak(resident) as peak:
             model = built(runtime, words, sharded=sharded)
         whole = sum(each.numel() * each.element_size() for each in model.network.parameters())
         found.append(peak.above / whole)
@@ -97,27 +96,8 @@ def memory_of_loading(runtime: Runtime, words: tuple[str, ...]) -> list[float]:
     return found
 
 
-class Peak:
-    """Memory of this process's own, looked at all the time; pages of files are not counted."""
-
-    def __enter__(self) -> "Peak":
-        self._before = resident()
-        self.above = 0
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._end.wait(0.002):
-            self.above = max(self.above, resident() - self._before)
-
-
 def resident() -> int:
+    """Memory of this process's own: pages of files are not counted."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.command.test_processes import GONE, PLAIN, Launched, tensors, with_rate
+from tests.command.test_processes import GONE, PLAIN, Launched, with_rate
 from tests.harness.marks import requires_two_gpus
-from tests.harness.runs import SMALL, metrics, result
+from tests.harness.runs import SMALL, metrics, result, tensors
 from tests.model.small import distance
 
 pytestmark = requires_two_gpus
