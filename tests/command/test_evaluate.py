@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from app.assets import ROOT
-from tests.harness.runs import Ended, FinishedRuns, Zygote, content_of, metrics, refused
+from tests.harness.runs import Ended, FinishedRuns, Zygote, content_of, metrics
 
 FIGURES = ["eval_loss", "perplexity", "token_accuracy", "exact_match"]
 # turns of the assistant in the held-out rows that SMALL takes
@@ -103,8 +103,9 @@ def test_evaluate_without_held_out_rows_is_refused(zygote: Zygote, finished: Fin
     settings = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
     settings["dataset"]["eval_path"] = None
     (tmp_path / "run" / "run.yaml").write_text(yaml.safe_dump(settings))
-    ended = zygote.run(tmp_path, "run=run", module="app.evaluate")
-    refused(ended.code, ended.stdout, ended.stderr, "run=run: it held no rows out. Give dataset.path=FILE")
+    zygote.refused(
+        tmp_path, "run=run", module="app.evaluate", message="run=run: it held no rows out. Give dataset.path=FILE"
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,6 @@ def test_evaluate_errors_come_before_loading(
     zygote: Zygote, finished: FinishedRuns, tmp_path: Path, given: tuple[str, ...], message: str
 ) -> None:
     before = content_of(finished.copy(tmp_path / "run"))
-    ended = zygote.run(tmp_path, *given, module="app.evaluate")
-    refused(ended.code, ended.stdout, ended.stderr, message)
+    ended = zygote.refused(tmp_path, *given, module="app.evaluate", message=message)
     assert ended.stdout == ""
     assert content_of(tmp_path / "run") == before

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.runs import Ended, FinishedRuns, Zygote, refused
+from tests.harness.runs import Ended, FinishedRuns, Zygote
 
 
 def export(zygote: Zygote, folder: Path, run: Path, *given: str, **env: Any) -> Ended:
@@ -71,13 +71,12 @@ def test_impossible_export_is_refused(
     (tmp_path / "file").touch()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").touch()
-    ended = zygote.run(tmp_path, f"run={finished('lora')}", "kind=merged", given, module="app.export")
-    refused(ended.code, ended.stdout, ended.stderr, message)
+    zygote.refused(tmp_path, f"run={finished('lora')}", "kind=merged", given, module="app.export", message=message)
 
 
 def test_export_errors_come_before_loading(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
-    ended = zygote.run(tmp_path, f"run={finished('lora')}", module="app.export")
-    refused(ended.code, ended.stdout, ended.stderr, "kind has no value. Give kind=adapter or kind=merged")
+    said = "kind has no value. Give kind=adapter or kind=merged"
+    ended = zygote.refused(tmp_path, f"run={finished('lora')}", module="app.export", message=said)
     assert "to has no value. Give to=..." in ended.stderr
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.runs import SMALL, Zygote, has_reached, same_numbers, tensors
+from tests.harness.runs import SMALL, Zygote, has_reached, same_numbers, tensors, wait_until
 from tests.model.small import distance
 
 PLAIN = ("optimizer=sgd", "optimizer.momentum=0", "optimizer.lr=0.5", "training.clip=0", "schedule=constant")
@@ -69,11 +69,8 @@ class Launched:
 
     def workers(self, count: int) -> list[int]:
         """Wait until they have been started."""
-        deadline = time.monotonic() + 60
-        while len(found := self._children()) < count:
-            assert time.monotonic() < deadline, self._errors.read_text()
-            time.sleep(0.01)
-        return found
+        wait_until(lambda: len(self._children()) >= count, 60, self._errors.read_text)
+        return self._children()
 
     def _children(self) -> list[int]:
         pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()

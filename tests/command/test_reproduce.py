@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from app.assets import ROOT
-from tests.harness.runs import SMALL, Ended, FinishedRuns, Zygote, content_of, metrics, numbers, refused
+from tests.harness.runs import SMALL, Ended, FinishedRuns, Zygote, content_of, metrics, numbers
 
 SHORT = (*SMALL, "eval.samples=0", "training.max_steps=6")
 
@@ -107,8 +107,7 @@ def test_reproduce_errors_come_before_loading(
     (folder / "bare").mkdir()
     (folder / "bare" / "mine.txt").touch()
     before = content_of(folder / "run")
-    ended = zygote.run(folder, *given, module="app.reproduce")
-    refused(ended.code, ended.stdout, ended.stderr, message)
+    ended = zygote.refused(folder, *given, module="app.reproduce", message=message)
     assert ended.stdout == ""
     assert content_of(folder / "run") == before
     assert not (folder / "run-reproduced").exists()

@@ -20,7 +20,6 @@ from tests.harness.runs import (
     content_of,
     killed_and_resumed,
     metrics,
-    refused,
     result,
     same_ending,
 )
@@ -98,10 +97,8 @@ def test_checkpoint_of_an_earlier_version_is_continued(kind: str, zygote: Zygote
     command = (*model, *data, *steps, *adapter, "dataset.eval_fraction=0", "eval.samples=0", "launch.threads=1")
     save = shutil.copytree(EARLIER / kind / "step-000002", tmp_path / "run" / "checkpoints" / "step-000002")
     if kind == "whole":  # a sharded one has no settings of the optimizer
-        ended = zygote.run(tmp_path, *command, "optimizer.weight_decay=10", f"resume={save}")
-        refused(
-            ended.code, ended.stdout, ended.stderr, "optimizer.weight_decay: the checkpoint has 0.0, this run has 10.0"
-        )
+        said = "optimizer.weight_decay: the checkpoint has 0.0, this run has 10.0"
+        zygote.refused(tmp_path, *command, "optimizer.weight_decay=10", f"resume={save}", message=said)
     zygote.run(tmp_path, *command, "output_dir=there", f"resume={save}", code=0)
     assert metrics(tmp_path / "there")[-1]["loss"] == pytest.approx(7.173074792932581), "that of the earlier version"
 

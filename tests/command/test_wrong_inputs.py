@@ -58,8 +58,7 @@ def test_config_error_is_reported_before_loading(zygote: Zygote, tmp_path: Path,
     (tmp_path / "file").touch()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").touch()
-    ended = zygote.run(tmp_path, *given.split(), WANDB_MODE="online", HOME=str(tmp_path / "full"))
-    refused(ended.code, ended.stdout, ended.stderr, message)
+    ended = zygote.refused(tmp_path, *given.split(), WANDB_MODE="online", HOME=str(tmp_path / "full"), message=message)
     assert ended.stdout == ""
     left = {path.name for path in (*tmp_path.iterdir(), *(tmp_path / "full").iterdir())}
     ours = ("stdout", "stderr", "cache")
@@ -67,8 +66,9 @@ def test_config_error_is_reported_before_loading(zygote: Zygote, tmp_path: Path,
 
 
 def test_several_errors_are_one_message(zygote: Zygote, tmp_path: Path) -> None:
-    ended = zygote.run(tmp_path, "sed=1", "model=lllama", "adapter.rr=3")
-    refused(ended.code, ended.stdout, ended.stderr, "error: 3 problems\n  1. sed is not a key.")
+    ended = zygote.refused(
+        tmp_path, "sed=1", "model=lllama", "adapter.rr=3", message="error: 3 problems\n  1. sed is not a key."
+    )
     assert [line[:4] for line in ended.stderr.splitlines()[1:]] == ["  1.", "  2.", "  3."]
 
 
@@ -83,8 +83,7 @@ def test_several_errors_are_one_message(zygote: Zygote, tmp_path: Path) -> None:
 )
 def test_missing_run_is_reported(zygote: Zygote, tmp_path: Path, given: tuple[str, ...], message: str) -> None:
     (tmp_path / "empty").mkdir()
-    ended = zygote.run(tmp_path, *given, module="app.generate")
-    refused(ended.code, ended.stdout, ended.stderr, message)
+    zygote.refused(tmp_path, *given, module="app.generate", message=message)
 
 
 # ---- with torch: forks of one process that has imported it
@@ -92,8 +91,7 @@ def test_missing_run_is_reported(zygote: Zygote, tmp_path: Path, given: tuple[st
 
 def refuses(zygote: Zygote, folder: Path, *given: str, message: str, **env: Any) -> Ended:
     """The output folder and its parents are as if nothing had been started."""
-    ended = zygote.run(folder, *given, "output_dir=made/for/this", **env)
-    refused(ended.code, ended.stdout, ended.stderr, message)
+    ended = zygote.refused(folder, *given, "output_dir=made/for/this", **env, message=message)
     assert not (folder / "made").exists()
     return ended
 
@@ -209,8 +207,7 @@ def test_untrusted_run_folder_stays_unchanged(
     for save in saves_of(tmp_path / "run"):
         flip(save / "weights.safetensors")
     before = content_of(tmp_path / "run")
-    ended = zygote.run(tmp_path, *FINISHED["lora"], *given, "output_dir=run")
-    refused(ended.code, ended.stdout, ended.stderr, message)
+    zygote.refused(tmp_path, *FINISHED["lora"], *given, "output_dir=run", message=message)
     assert content_of(tmp_path / "run") == before
 
 
@@ -228,8 +225,7 @@ def test_resume_with_other_settings_is_refused(
 ) -> None:
     finished.copy(tmp_path / "run")
     before = content_of(tmp_path / "run")
-    ended = zygote.run(tmp_path, *FINISHED["lora"], changed, "resume=auto", "output_dir=run")
-    refused(ended.code, ended.stdout, ended.stderr, message)
+    zygote.refused(tmp_path, *FINISHED["lora"], changed, "resume=auto", "output_dir=run", message=message)
     assert content_of(tmp_path / "run") == before
     # nor from outside, into a new folder
     save = saves_of(tmp_path / "run")[-1]
@@ -240,7 +236,6 @@ def test_output_folder_in_use_is_refused(zygote: Zygote, tmp_path: Path) -> None
     busy = zygote.start(tmp_path, *SMALL, "output_dir=run")
     try:
         busy.until((tmp_path / "run" / "metrics.jsonl").exists)
-        ended = zygote.run(tmp_path, *SMALL, "output_dir=run", "resume=auto")
-        refused(ended.code, ended.stdout, ended.stderr, "is using it; wait until that ends")
+        zygote.refused(tmp_path, *SMALL, "output_dir=run", "resume=auto", message="is using it; wait until that ends")
     finally:
         busy.kill()

@@ -55,9 +55,16 @@ FINISHED = {
     "qlora in fp32": (*_FINISHED, "recipe=qlora", RATE),
     "full": (*_FINISHED, "recipe=full", "optimizer.lr=1e-2"),
 }
-CLOCKS = {"tokens_per_second", "peak_memory_bytes"}  # of metrics.jsonl, and memory
+CLOCKS = {"tokens_per_second", "samples_per_second", "seconds", "peak_memory_bytes"}  # of metrics.jsonl, and memory
 PATIENCE_SECONDS = 200  # with processes that wait for each other
 SECRET = "hf_secret123"  # in the environment of finished runs, and nowhere in them
+
+
+def wait_until(reached: Callable[[], bool], seconds: float, said: Callable[[], str] = str) -> None:
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline, said()
+        time.sleep(0.002)
 
 
 @dataclass
@@ -92,10 +99,7 @@ class Running:
 
     def until(self, reached: Callable[[], bool], seconds: float = 120) -> None:
         """Wait for something the run does; a run that ended first fails the test."""
-        deadline = time.monotonic() + seconds
-        while not reached():
-            assert time.monotonic() < deadline, f"not reached: {self.out.read_text()}{self.err.read_text()}"
-            time.sleep(0.002)
+        wait_until(reached, seconds, lambda: f"not reached: {self.out.read_text()}{self.err.read_text()}")
 
 
 @dataclass
@@ -152,6 +156,12 @@ class Zygote:
         """To an end without any complaint."""
         ended = self.run(folder, *arguments, module=module, **env)
         assert (ended.code, ended.stderr) == (0, "")
+        return ended
+
+    def refused(self, folder: Path, *arguments: str, message: str, module: str = "app.train", **env: Any) -> Ended:
+        """To a refusal, with this in its message."""
+        ended = self.run(folder, *arguments, module=module, **env)
+        refused(ended.code, ended.stdout, ended.stderr, message)
         return ended
 
     def start_together(
@@ -239,9 +249,6 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     file = run / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-CLOCKS = {"tokens_per_second", "samples_per_second", "seconds", "peak_memory_bytes"}
 
 
 def samples_of(values: Mapping[str, float]) -> int:

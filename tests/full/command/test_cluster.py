@@ -3,10 +3,9 @@
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
@@ -14,12 +13,6 @@ from tests.full.command.machines import SCRIPTS, Job, Machine, free_job, free_po
 from tests.harness.runs import SMALL, Zygote, has_reached, result, same_ending
 
 TRAINING = (*SMALL, "batching.accumulation=1", "training.epochs=2")
-
-
-class StartMachine(Protocol):
-    """`node.sh` as one of two machines; `more` is added to its environment."""
-
-    def __call__(self, node: int, *arguments: str, **more: str) -> Machine: ...
 
 
 @pytest.fixture
@@ -38,7 +31,8 @@ def environment(app_env: dict[str, str], tmp_path: Path, quick_python: Path) -> 
 
 
 @pytest.fixture
-def start(environment: dict[str, str], tmp_path: Path) -> Iterator[StartMachine]:
+def start(environment: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., Machine]]:
+    """`node.sh` as one of two machines; `more` is added to its environment."""
     started: list[Machine] = []
 
     def begin(node: int, *arguments: str, **more: str) -> Machine:
@@ -51,14 +45,9 @@ def start(environment: dict[str, str], tmp_path: Path) -> Iterator[StartMachine]
         machine.die()
 
 
-class SubmitJob(Protocol):
-    """`slurm.sh` in a job of two machines; `more` is added to its environment."""
-
-    def __call__(self, *arguments: str, **more: str) -> Job: ...
-
-
 @pytest.fixture
-def submit(environment: dict[str, str], tmp_path: Path) -> Iterator[SubmitJob]:
+def submit(environment: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """`slurm.sh` in a job of two machines; `more` is added to its environment."""
     submitted: list[Job] = []
 
     def begin(*arguments: str, **more: str) -> Job:
@@ -78,7 +67,7 @@ def whole(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_machine_dies_and_returns_run_is_unchanged(whole: Path, start: StartMachine, tmp_path: Path) -> None:
+def test_machine_dies_and_returns_run_is_unchanged(whole: Path, start: Callable[..., Machine], tmp_path: Path) -> None:
     run = tmp_path / "run"
     first, second = (start(node, *TRAINING, f"output_dir={run}") for node in (0, 1))
     first.until(partial(has_reached, run, 5))
@@ -94,7 +83,7 @@ def test_machine_dies_and_returns_run_is_unchanged(whole: Path, start: StartMach
     assert processes_of(first.process.pid) == processes_of(again.process.pid) == []
 
 
-def test_slurm_job_out_of_time_saves_and_is_requeued(whole: Path, submit: SubmitJob, tmp_path: Path) -> None:
+def test_slurm_job_out_of_time_saves_and_is_requeued(whole: Path, submit: Callable[..., Job], tmp_path: Path) -> None:
     run = tmp_path / "run"
     requeued = tmp_path / "requeued"
     more = {"SLURM_JOB_ID": free_job()}
@@ -121,7 +110,7 @@ def test_slurm_job_out_of_time_saves_and_is_requeued(whole: Path, submit: Submit
     assert len(requeued.read_text().split()) == 2
 
 
-def test_signal_to_one_machine_all_save_and_end(submit: SubmitJob, tmp_path: Path) -> None:
+def test_signal_to_one_machine_all_save_and_end(submit: Callable[..., Job], tmp_path: Path) -> None:
     run = tmp_path / "run"
     job = submit(*TRAINING, f"output_dir={run}", PROCESSES="2")
     job.until(partial(has_reached, run, 2))
@@ -131,13 +120,13 @@ def test_signal_to_one_machine_all_save_and_end(submit: SubmitJob, tmp_path: Pat
     assert not (tmp_path / "requeued").exists()
 
 
-def test_config_error_on_machines_is_reported_once(start: StartMachine) -> None:
+def test_config_error_on_machines_is_reported_once(start: Callable[..., Machine]) -> None:
     machines = [start(node, "output_dir=run", "optimizer.lr=-1") for node in (0, 1)]
     assert [machine.ended() for machine in machines] == [2, 2]
     assert "".join(machine.printed for machine in machines).count("optimizer.lr=-1") == 1
 
 
-def test_node_script_without_variables_is_refused(start: StartMachine) -> None:
+def test_node_script_without_variables_is_refused(start: Callable[..., Machine]) -> None:
     machine = start(0, NODES="", RUN_ID="")
     assert machine.ended() == 2
     assert machine.printed.startswith("error: NODES RUN_ID: no value")
@@ -152,7 +141,7 @@ def test_node_script_without_variables_is_refused(start: StartMachine) -> None:
     ],
 )
 def test_slurm_script_with_wrong_arguments_is_refused(
-    submit: SubmitJob, arguments: tuple[str, ...], env: dict[str, str], said: str
+    submit: Callable[..., Job], arguments: tuple[str, ...], env: dict[str, str], said: str
 ) -> None:
     job = submit(*arguments, **env)
     assert job.ended() == 2

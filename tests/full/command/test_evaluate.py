@@ -10,7 +10,7 @@ import pytest
 
 from app.assets import ROOT
 from tests.command.test_evaluate import KEYS, expected_of, last_evaluation, outside_intervals, score, scored_both
-from tests.harness.runs import SMALL, FinishedRuns, Zygote, refused
+from tests.harness.runs import SMALL, FinishedRuns, Zygote
 
 
 def test_evaluate_does_not_depend_on_batches_or_processes(
@@ -92,8 +92,8 @@ def test_evaluate_accepts_only_the_tuned_base(zygote: Zygote, tmp_path: Path) ->
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    ended = zygote.run(tmp_path, f"run={tmp_path / 'run'}", "model.path=moved", module="app.evaluate")
-    refused(ended.code, ended.stdout, ended.stderr, "model.path=moved: the weights there are not the base of run=")
+    said = "model.path=moved: the weights there are not the base of run="
+    zygote.refused(tmp_path, f"run={tmp_path / 'run'}", "model.path=moved", module="app.evaluate", message=said)
     assert not (tmp_path / "run" / "evaluate.json").exists()
 
 

@@ -13,7 +13,7 @@ import pytest
 from app.signals import NOTHING_TO_SAVE
 from tests.command.test_processes import GONE, Launched, check_two_against_one
 from tests.harness.python import printed_by
-from tests.harness.runs import SMALL, Zygote, has_reached, numbers, result, same_ending
+from tests.harness.runs import SMALL, Zygote, has_reached, numbers, result, same_ending, wait_until
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_launcher_killed_before_the_first_step_takes_its_processes_along(
         time.sleep(seconds)
         launched.process.kill()
         launched.process.wait()
-        ends_within(30, workers)
+        wait_until(lambda: not any(map(is_running, workers)), 30)  # noqa: B023 (waits at once)
         assert launcher or not list(tmp_path.glob("app-launch-*"))
     stopped = Launched(tmp_path, environment, *SMALL, "launch.num_processes=2", "output_dir=stopped")
     stopped.workers(2)
@@ -114,13 +114,6 @@ def test_launcher_killed_before_the_first_step_takes_its_processes_along(
     assert stopped.ended() == (75, NOTHING_TO_SAVE)
     assert not (tmp_path / "stopped").exists()
     assert zygote.run(tmp_path, *run).code == 0
-
-
-def ends_within(seconds: float, processes: list[int]) -> None:
-    deadline = time.monotonic() + seconds
-    while any(map(is_running, processes)):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def is_running(pid: int) -> bool:

@@ -5,13 +5,12 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
 from app.config.load import compose_run
 from tests.command.test_sweep import LONG, TINY, run, start, starts
-from tests.harness.runs import Zygote, has_reached, metrics, numbers, result
+from tests.harness.runs import Zygote, has_reached, metrics, numbers, result, wait_until
 from tests.sweeps.test_runner import column, content
 
 
@@ -104,19 +103,14 @@ def test_killed_sweep_ends_its_trial(zygote: Zygote, tmp_path: Path, app_env: di
     command = (*LONG, "training.max_steps=null", "training.epochs=1000", f"output_dir={folder}")
     environment = app_env | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     sweep = subprocess.Popen([sys.executable, "-m", "app.train", "-m", *command], cwd=tmp_path, env=environment)
-    deadline = time.monotonic() + 120
-    while not has_reached(trial, 3):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(partial(has_reached, trial, 3), 120)
     process = int((trial / ".lock").read_text().split()[1])
     assert process != sweep.pid
     assert os.getsid(process) == process
     sweep.kill()
     sweep.wait()
     try:
-        while processes_in(process):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: not processes_in(process), 120)
     except AssertionError:
         os.killpg(process, signal.SIGKILL)
         raise

@@ -1,13 +1,22 @@
-"""Search learns from objectives and failures."""
+"""Search learns from objectives and failures; every preset of conf/sweep makes valid trials."""
 
 import math
 import statistics
 from typing import Any
 
+import pytest
+
+from app.config.groups import choices_by_group
+from app.sweeps.ladder import LADDER
 from app.sweeps.optuna_search import STARTUP_TRIALS, suggest
+from app.sweeps.preset import read_preset
 from app.sweeps.search_space import dimensions_in
+from app.sweeps.sweep import plan_sweep
 from app.sweeps.trials import FAILED, values_of
 from tests.sweeps.test_optuna_search import ended, rate_of, search, valley
+from tests.sweeps.test_sweep import nothing_more
+
+PRESETS = [n for n in choices_by_group()["sweep"] if read_preset([f"sweep={n}"]).config.proposer != LADDER]
 
 
 def test_search_failed_region_avoided() -> None:
@@ -56,3 +65,11 @@ def test_search_swept_setting_is_dimension() -> None:
     for recipe, found_rates in rates.items():
         assert all(rate_of(recipe) / 2 <= rate <= rate_of(recipe) * 2 for rate in found_rates)
     assert rates["lora"]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_make_valid_trials(name: str) -> None:
+    plan = plan_sweep(["-m", f"sweep={name}"], nothing_more)
+    assert len(plan.runs) == len(plan.proposer.points)
+    assert 5 <= plan.proposer.count <= 12
+    assert plan.notes
