@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from app.errors import EnvironmentProblem
 from app.files import append_text, checksummed_folder, delete_folder, read_json, write_json, write_text
-from tests.tracking.child import run
+from tests.harness.child import run
 
 
 def test_write_text_replaces_file(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from app.errors import AppError, CheckpointError, ConfigError, EnvironmentProble
 from app.sweeps.grid import settings_of
 from app.sweeps.sweep import default_path
 from app.sweeps.trials import Outcome, SweepFolder, best, leaderboard, ranked
-from tests.tracking.child import run
+from tests.harness.child import run
 
 FACTS = {"identity": "one", "command": ["python", "-m", "app.train", "-m", "seed=1,2", "dataset.path=a b"]}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from app.tracking.console import open_console
-from tests.tracking.child import run, start
+from tests.harness.child import run, start
 
 RUN = """
 import sys

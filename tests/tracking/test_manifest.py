@@ -12,7 +12,7 @@ from app.errors import CheckpointError
 from app.tracking.manifest import Manifest, git_state, read_manifest
 from app.tracking.output_dir import RunFolder
 from app.tracking.recorder import Recorder
-from tests.tracking.child import run
+from tests.harness.child import run
 
 
 def written(path: Path, **facts: Any) -> dict[str, Any]:

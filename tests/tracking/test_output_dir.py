@@ -8,7 +8,7 @@ import pytest
 
 from app.errors import AppError, ConfigError, EnvironmentProblem
 from app.tracking.output_dir import RunFolder, lock_owner
-from tests.tracking.child import run, start
+from tests.harness.child import run, start
 
 CLAIM = """
 import sys

@@ -17,7 +17,7 @@ from app.tracking.formatting import Sample
 from app.tracking.jsonl_metrics import read_lines
 from app.tracking.output_dir import RunFolder
 from app.tracking.recorder import RESULT_KEYS, Recorder, samples_table
-from tests.tracking.child import run
+from tests.harness.child import run
 from tests.tracking.test_jsonl_metrics import STEP
 
 NO_TRACKER = TrackerConfig(kind="none")

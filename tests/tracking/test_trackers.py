@@ -15,7 +15,7 @@ from app.tracking.console import Console
 from app.tracking.output_dir import RunFolder
 from app.tracking.recorder import Recorder
 from app.tracking.trackers import TRACKERS, RunStart, check
-from tests.tracking.child import run
+from tests.harness.child import run
 
 WANDB = """
 import sys

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tracking.child import run
+from tests.harness.child import run
 from tests.tracking.test_trackers import WANDB, no_login
 
 __all__ = ["no_login"]  # a fixture
