@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-from tests.harness.several_processes import ProcessesByCount
 
 from app.distributed.process_group import Runtime
 from tests.full.distributed.test_fsdp import shard, whole_gradients
+from tests.harness.processes import ProcessesByCount
 from tests.model.small import distance, lora, outcome
 from tests.training.test_losses import batch_of, formula, model_of, step
 
