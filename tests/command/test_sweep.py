@@ -90,12 +90,12 @@ def test_sweep_typos_are_reported_before_the_first_trial(zygote: Zygote, tmp_pat
 
 def test_ladder_of_two_rungs(zygote: Zygote, tmp_path: Path) -> None:
     folder = tmp_path / "ladder"
-    command = ("sweep=packing", "sweep.size=small", "training.max_steps=4", "dataset.max_rows=100")
+    command = ("sweep=packing", "sweep.size=small", "training.max_steps=4", "dataset.random.rows=100")
     ended = run(zygote, tmp_path, *command, f"output_dir={folder}")
     assert (ended.code, ended.stderr) == (0, "")
     assert column(folder, "status") == ["finished", "finished"]
     padded, packed = content(folder)["ladder"]["rungs"]
-    assert (padded["batch"], packed["batch"]) == ("8 x 1", "512 tokens x 1")
+    assert (padded["batch"], packed["batch"]) == ("8 x 1", "1280 tokens x 1")
     assert padded["ratio"] == 1.0
     assert packed["ratio"] == packed["tokens_per_second"] / padded["tokens_per_second"]
     assert (padded["as_first"], packed["as_first"]) == (None, None), "a packed step has more rows"
