@@ -66,7 +66,7 @@ class Export(ABC):
         """Folder with config.json of a whole model; that of a classifier's adapter, with its classes, is final/."""
         return self.final if (self.final / "config.json").is_file() else Path(self.sections.model.path)
 
-    @cached_property
+    @property
     @abstractmethod
     def copied(self) -> dict[str, Path]:
         """Files that are exported as they are, by their names in the export."""

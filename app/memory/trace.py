@@ -19,6 +19,7 @@ from app.memory.flops import StepFlops
 from app.memory.meta_model import MetaModel
 from app.memory.phases import BACKWARD_BETWEEN, EVALUATION, HOST, PERSISTENT_KINDS, SAVE, peaks, register_phases
 from app.memory.shape import Shape
+from app.model import losses
 from app.model.activation_checkpointing import HostOffload, repeated_layers
 from app.model.build import assemble
 from app.model.kernels import as_on_gpu
@@ -78,6 +79,9 @@ def trace(settings: TraceSettings, meta_model: MetaModel, plain: int, recomputed
                 layer.forward = CudaAutocast.also_in_backward(layer.forward)
         host = HostOffload("meta" if settings.on_gpu else "cpu") if sections.offload else None
         training_model = assemble(network, sections, None, host, sharding)
+        over_documents = training_model.loss.of_rows is not None
+        if over_documents:  # any function of a number per document: its memory is nothing beside the head's two passes
+            training_model.loss = losses.over_documents(lambda sums, _batch: sums)
         if settings.shape.keeps_gradients or (settings.shape.micro_batches > 1 and settings.passes == 1):
             training_model.register_forward_pre_hook(_set_gradients)
         kind = PLANNED_AS.get(run.optimizer.kind, run.optimizer.kind)
@@ -86,8 +90,8 @@ def trace(settings: TraceSettings, meta_model: MetaModel, plain: int, recomputed
         if settings.on_gpu:  # on a CPU, paged states are in the planned memory
             paged.attach(ordinary(stepper.optimizer))
         stepper.allocate_states()
-        batch = _batch(settings.shape)
-        evaluated = None if settings.evaluated is None else _batch(settings.evaluated)
+        batch = _batch(settings.shape, over_documents=over_documents)
+        evaluated = None if settings.evaluated is None else _batch(settings.evaluated, over_documents=over_documents)
         counter = _counter(settings, stepper, [batch, *([evaluated] if evaluated else [])])
         register_phases(stepper, counter, step_flops, recomputed, offloads=host is not None)
         if settings.on_gpu:
@@ -159,7 +163,7 @@ def _set_gradients(training_model: nn.Module, _args: Any) -> None:
             parameter.grad = torch.empty_like(parameter)
 
 
-def _batch(shape: Shape) -> Batch:
+def _batch(shape: Shape, *, over_documents: bool) -> Batch:
     documents = None
     if shape.documents:
         bounds = torch.zeros(shape.places + 1, dtype=torch.int32)
@@ -175,4 +179,5 @@ def _batch(shape: Shape) -> Batch:
         documents=documents,
         weights=LossWeights(torch.ones(shape.label_rows), float(shape.label_rows)) if shape.weighted else None,
         token_type_ids=torch.zeros(shape.rows, shape.width, dtype=torch.int64) if shape.pairs else None,
+        document_of_label=torch.zeros(shape.label_rows, dtype=torch.int64) if over_documents else None,
     )

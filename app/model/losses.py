@@ -47,9 +47,9 @@ def _of_documents(of_rows: OfDocuments, model: "TrainingModel", states: Tensor, 
     """By the chain rule its gradient is that of a token loss, each token weighted by the derivative of the loss with
     respect to its document's log-probability: the head runs twice, and no logits are kept.
     """
-    assert batch.document_of_label is not None
     losses, _ = model.token_scores(states.detach(), batch.targets)
     sums = log_probabilities(losses, batch).requires_grad_()
+    assert batch.document_of_label is not None
     with torch.enable_grad():
         total = of_rows(sums, batch).sum() if batch.num_labels else sums.sum()
     (slope,) = torch.autograd.grad(total, sums)
@@ -60,7 +60,7 @@ def _of_documents(of_rows: OfDocuments, model: "TrainingModel", states: Tensor, 
 
 def log_probabilities(losses: Tensor, batch: Batch) -> Tensor:
     """[D] in float64, of the trained tokens of each document: sums of thousands of float32 terms would cancel badly."""
-    assert batch.document_of_label is not None
+    assert batch.document_of_label is not None, "over_documents: the task's objective must have it, as its loss has"
     sums = torch.zeros(len(batch.lengths) + 1, dtype=torch.float64, device=losses.device)
     return sums.index_add(0, batch.document_of_label, -losses.double())[:-1]
 
