@@ -1,4 +1,4 @@
-"""python -m scripts.make_assets [FOLDER]: writes sample data and tokenizer anew, byte for byte."""
+"""python -m scripts.make_assets [FOLDER]: writes sample data and tokenizers anew, byte for byte."""
 
 import random
 import sys
@@ -43,6 +43,8 @@ def make_files() -> dict[str, str]:
         "sample/eval.jsonl": "".join(f"{row.line()}\n" for row in held_out),
         "tiny/tokenizer.json": tokenizer.train(texts),
         "tiny/tokenizer_config.json": tokenizer.config(),
+        "wordpiece/tokenizer.json": tokenizer.make_wordpiece(texts),
+        "wordpiece/tokenizer_config.json": tokenizer.wordpiece_config(),
     }
 
 
