@@ -1,4 +1,4 @@
-"""What ships with the program: the small model, its tokenizer, the sample data, chat templates."""
+"""What ships with the program: the small model, tokenizers, the sample data, chat templates."""
 
 from pathlib import Path
 

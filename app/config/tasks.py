@@ -23,6 +23,7 @@ class Task:
     writes_text: bool  # whether the model generates
     formats: tuple[str, ...]  # rows that it learns from
     other_rows: str  # what is wrong with rows of another format, and the remedy
+    tokenizer: str = "asset:tiny"  # that ships, of random weights
     labels: tuple[str, ...] = ()  # class names, where the run decides them
 
     @property
@@ -61,6 +62,7 @@ _ALL = (
         writes_text=False,
         formats=("text",),
         other_rows="task=masked finds hidden tokens of plain text. Set dataset=text dataset.path=FILE, or task=causal.",
+        tokenizer="asset:wordpiece",  # has a mask token
     ),
     Task(
         name="classification",

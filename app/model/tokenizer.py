@@ -10,17 +10,16 @@ from app.assets import template_names, template_text
 from app.chat_rendering import ConversationRefused, render_chat
 from app.config.did_you_mean import did_you_mean, nearest
 from app.config.schema import ModelConfig
+from app.config.tasks import TASKS
 from app.errors import ConfigError, EnvironmentProblem, gist, refuse
 from app.model.source import REMOTE_CODE, fetch_folder
 
-_SHIPPED = "asset:tiny"
 
-
-def load_tokenizer(config: ModelConfig, *, needs_template: bool) -> Any:
-    """A fast tokenizer with the run's chat template. Random weights without a tokenizer use the shipped one."""
+def load_tokenizer(config: ModelConfig, *, needs_template: bool, shipped: str = TASKS["causal"].tokenizer) -> Any:
+    """A fast tokenizer with the run's chat template. Random weights without a tokenizer use the `shipped` one."""
     from transformers import AutoTokenizer
 
-    path = config.tokenizer or (_SHIPPED if config.weights == "random" else config.path)
+    path = config.tokenizer or (shipped if config.weights == "random" else config.path)
     folder = fetch_folder(config, path, with_weights=False)
     template = chosen_template(config)
     try:

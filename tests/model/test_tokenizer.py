@@ -8,6 +8,7 @@ import pytest
 
 from app import chat_rendering
 from app.assets import ROOT, template_names
+from app.config.tasks import TASKS
 from app.errors import ConfigError, EnvironmentProblem
 from app.model.tokenizer import check, chosen_template, load_tokenizer, tokenizer_hash
 from tests.model.small import model_config
@@ -33,6 +34,17 @@ def test_random_weights_use_the_tokenizer_that_ships() -> None:
     assert tokenizer.is_fast
     assert tokenizer("Hello there").input_ids
     assert tokenizer.chat_template == (ROOT / "tiny" / "chat_template.jinja").read_text()
+
+
+def test_random_weights_of_hidden_tokens_use_wordpiece() -> None:
+    random = model_config(weights="random", path="org/name")
+    tokenizer = load_tokenizer(random, needs_template=False, shipped=TASKS["masked"].tokenizer)
+    assert tokenizer.convert_tokens_to_ids(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]) == [0, 1, 2, 3, 4]
+    assert tokenizer.mask_token_id == 4
+    seen = tokenizer("Hello xqvy", "there")
+    tokens = tokenizer.convert_ids_to_tokens(seen.input_ids)
+    assert (tokens[0], tokens.count("[SEP]"), "##y" in tokens) == ("[CLS]", 2, True)
+    assert set(seen.token_type_ids) == {0, 1}
 
 
 def test_pretrained_weights_bring_their_own_unless_another_is_given(bare: Path) -> None:
