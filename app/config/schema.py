@@ -11,9 +11,7 @@ from omegaconf import MISSING
 
 from app.config.row_formats import ROW_FORMATS
 
-CHOICES = "choices"  # keys of a field's metadata
-LIMITS = "limits"
-SECTIONS = "sections"
+CHOICES, LIMITS, SECTIONS = "choices", "limits", "sections"  # keys of a field's metadata
 TYPE = "type"  # the type of a field for which OmegaConf knows none
 
 
@@ -122,8 +120,7 @@ class DatasetConfig:
     hub_config: str | None = None  # configuration of a dataset of the hub, or of such a folder
     revision: str | None = None  # branch, tag or commit of a hub dataset
     columns: Columns = field(default_factory=Columns)
-    # columns that are not read on purpose: rejected answers, paths of images
-    leave_out: list[str] = field(default_factory=list)
+    leave_out: list[str] = field(default_factory=list)  # columns not read on purpose: rejected answers, paths of images
     max_length: int = number(at_least=2)  # largest number of tokens of a sample
     # trained tokens; auto: assistant turns, the completion, or all of a plain text
     train_on: str = choice("auto", "assistant", "last", "completion", "all")
@@ -147,6 +144,7 @@ class TaskConfig:
 
     kind: str = MISSING  # what the model learns
     mask_share: float = number(0.0, at_least=0, at_most=1)  # fraction of tokens to mask
+    whole_words: bool = False  # mask all tokens of a word together; the tokenizer is WordPiece
     labels: list[str] = field(default_factory=list)  # names of all classes in order; empty: those of the training rows
 
 

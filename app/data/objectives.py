@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers.models import WordPiece
 
 from app.config.schema import TaskConfig
 from app.data.token_dataset import TokenRows
@@ -87,6 +88,7 @@ class MaskedTokens:
     special: NDArray[np.int64]  # never drawn
     ordinary: NDArray[np.int32]  # random replacements
     seed: int
+    continues: NDArray[np.bool_] | None = None  # by id, whether it continues a word; None: tokens are drawn singly
     bidirectional: bool = True
 
     def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabelledTokens, ...]:
@@ -96,13 +98,24 @@ class MaskedTokens:
         if not len(free):
             return (LabelledTokens(ids, free, ids[free]),)
         random = np.random.default_rng([self.seed, epoch, i])
-        at = np.sort(random.choice(free, max(1, round(self.share * len(free))), replace=False))
+        at = self._drawn(ids, free, random)
         draw = random.random(len(at))
         masked = ids.copy()
         masked[at[draw < _MASKED_SHARE]] = self.mask_id
         replaced = at[(draw >= _MASKED_SHARE) & (draw < _MASKED_SHARE + _RANDOM_SHARE)]
         masked[replaced] = random.choice(self.ordinary, len(replaced))
         return (LabelledTokens(masked, at, ids[at]),)
+
+    def _drawn(self, ids: NDArray[np.int32], free: NDArray[np.int64], random: np.random.Generator) -> NDArray[np.int64]:
+        """Places of the share of `free`, in order: single tokens, or as many whole words as come nearest to it."""
+        count = max(1, round(self.share * len(free)))
+        if self.continues is None:
+            return np.sort(random.choice(free, count, replace=False))
+        begins = ~self.continues[ids[free]] | (np.diff(free, prepend=-2) > 1)
+        word = np.cumsum(begins) - 1
+        order = random.permutation(word[-1] + 1)
+        reached = np.cumsum(np.bincount(word)[order])
+        return free[np.isin(word, order[: np.abs(reached - count).argmin() + 1])]
 
     def shown(self, rows: TokenRows, i: int) -> tuple[NDArray[np.float32], str]:
         (labelled,) = self.label(rows, i, epoch=0)
@@ -157,7 +170,22 @@ def _masked(config: TaskConfig, tokenizer: Tokenizer, seed: int, _bidirectional:
         )
     special = sorted(set(tokenizer.all_special_ids))
     ordinary = np.setdiff1d(np.array(sorted(tokenizer.get_vocab().values())), special).astype(np.int32)
-    return MaskedTokens(config.mask_share, tokenizer.mask_token_id, np.array(special), ordinary, seed)
+    continues = _continues_a_word(tokenizer) if config.whole_words else None
+    return MaskedTokens(config.mask_share, tokenizer.mask_token_id, np.array(special), ordinary, seed, continues)
+
+
+def _continues_a_word(tokenizer: Tokenizer) -> NDArray[np.bool_]:
+    """By id, whether the token continues the word before it, as WordPiece marks it with ##."""
+    model = tokenizer.backend_tokenizer.model
+    if not isinstance(model, WordPiece):
+        raise ConfigError(
+            f"task.whole_words=true: the tokenizer is {type(model).__name__}, whose tokens do not tell where words "
+            "begin; those of WordPiece do. Give such a tokenizer (model.tokenizer=DIR), or set task.whole_words=false."
+        )
+    vocabulary = tokenizer.get_vocab()
+    found = np.zeros(max(vocabulary.values()) + 1, np.bool_)
+    found[[at for piece, at in vocabulary.items() if piece.startswith(model.continuing_subword_prefix)]] = True
+    return found
 
 
 OBJECTIVES: dict[str, Callable[[TaskConfig, Tokenizer, int, bool], Objective]] = {

@@ -1,13 +1,17 @@
 """What is masked of a row follows from seed, epoch and row alone, and is what BERT was trained on."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
+from app.assets import locate
 from app.config.schema import TaskConfig
 from app.data.collate import Layout, Packed, Padded
 from app.data.loader import Loader, StepSplit, eval_batches
@@ -63,6 +67,38 @@ def test_masked_tokens_follow_bert_and_epoch() -> None:
 def test_masked_tokens_special_row_has_none() -> None:
     (found,) = masked().label(rows_of([2]), 0, 0)
     assert (found.ids.tolist(), found.at.tolist(), found.targets.tolist()) == ([1, 2], [], [])
+
+
+WORDPIECE: Any = AutoTokenizer.from_pretrained(locate("asset:wordpiece"), local_files_only=True)
+WORDS = TaskConfig(kind="masked", mask_share=0.15, whole_words=True)
+
+
+@pytest.mark.parametrize(
+    "text", ["Zanzibar sold nineteen xylophones, unbelievably; the tokenizer splits every word.", "a"]
+)
+@pytest.mark.parametrize("share", [0.15, 0.5, 1.0])
+def test_whole_words_masked_whole_and_near_the_share(text: str, share: float) -> None:
+    encoding = WORDPIECE(text * 3)
+    rows: Any = SimpleNamespace(ids=lambda _i: np.array(encoding.input_ids, np.int32))
+    objective = build_objective(replace(WORDS, mask_share=share), WORDPIECE, 3, bidirectional=True)
+    words = np.array([-1 if word is None else word for word in encoding.word_ids()])
+    asked, draws = share * (words >= 0).sum(), set()
+    for epoch in range(20):
+        (found,) = objective.label(rows, 0, epoch)
+        (again,) = objective.label(rows, 0, epoch)
+        assert (found.at.tolist(), found.ids.tolist()) == (again.at.tolist(), again.ids.tolist())
+        drawn = set(words[found.at].tolist())
+        assert found.at.tolist() == np.flatnonzero(np.isin(words, list(drawn))).tolist()
+        assert abs(len(found.at) - max(1, asked)) <= np.bincount(words[words >= 0]).max()
+        draws.add(tuple(found.at.tolist()))
+    assert share == 1 or len(words) < 10 or len(draws) > 10
+
+
+def test_whole_words_of_other_tokenizers_refused() -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(locate("asset:tiny"), local_files_only=True)
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    with pytest.raises(ConfigError, match=r"task\.whole_words=true: the tokenizer is BPE, whose tokens do not tell"):
+        build_objective(WORDS, tokenizer, 0, bidirectional=True)
 
 
 def predicted(batches: Any) -> list[tuple[int, ...]]:
