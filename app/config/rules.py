@@ -226,6 +226,30 @@ def _compiled_layers_have_one_shape(run: RunConfig) -> Iterator[str]:
         )
 
 
+def _compile_options_suit_each_other(run: RunConfig) -> Iterator[str]:
+    backend, mode, graphs = run.compile.backend, run.compile.mode, run.compile.graphs
+    if mode != "default" and backend != "inductor":
+        yield (
+            f"compile.mode={mode} is of inductor, and compile.backend={backend} does not read it. "
+            "Set compile.backend=inductor, or compile.mode=default."
+        )
+    if graphs and backend in {"aot_eager", "eager"}:
+        yield (
+            f"compile.graphs=true records kernels, which compile.backend={backend} leaves to torch one by one. "
+            "Set compile.backend=inductor or cudagraphs, or compile.graphs=false."
+        )
+    if not graphs and backend == "cudagraphs":
+        yield (
+            "compile.backend=cudagraphs records CUDA graphs, as compile.graphs=true asks for. "
+            "Set compile.graphs=true, or compile.backend=inductor."
+        )
+    if not graphs and mode in {"reduce-overhead", "max-autotune"}:
+        yield (
+            f"compile.mode={mode} records CUDA graphs, as compile.graphs=true asks for. "
+            "Set compile.graphs=true, or compile.mode=default or max-autotune-no-cudagraphs."
+        )
+
+
 RULES: tuple[Rule, ...] = (
     *DATA_RULES,
     _rows_fit_the_model,
@@ -243,4 +267,5 @@ RULES: tuple[Rule, ...] = (
     _warmup_has_one_length,
     _resume_needs_its_folder,
     _compiled_layers_have_one_shape,
+    _compile_options_suit_each_other,
 )

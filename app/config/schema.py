@@ -11,8 +11,7 @@ from omegaconf import MISSING
 
 from app.config.row_formats import ROW_FORMATS
 
-CHOICES, LIMITS, SECTIONS = "choices", "limits", "sections"  # keys of a field's metadata
-TYPE = "type"  # the type of a field for which OmegaConf knows none
+CHOICES, LIMITS, SECTIONS, TYPE = "choices", "limits", "sections", "type"  # keys of a field's metadata
 
 
 class Epochs(str):
@@ -233,6 +232,9 @@ class CompileConfig:
 
     kind: str = MISSING  # what torch.compile compiles
     graphs: bool = False  # launch kernels as one recorded CUDA graph
+    backend: str = choice("inductor", "aot_eager", "eager", "cudagraphs", default="inductor")  # what runs the graphs
+    # what inductor optimises for
+    mode: str = choice("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune", default="default")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, get_args
 
 from omegaconf import MISSING
 
-from app.config.did_you_mean import did_you_mean, did_you_mean_key
+from app.config.did_you_mean import did_you_mean, did_you_mean_key, of_other_program
 from app.config.groups import choices_by_group
 from app.config.schema import CHOICES, LIMITS, SECTIONS, TYPE, Epochs
 from app.errors import refuse
@@ -113,6 +113,7 @@ def _value_problems(path: str, value: Any, metadata: Mapping[str, Any]) -> Itera
     limits = metadata.get(LIMITS, {})
     if allowed and value not in allowed:
         near = did_you_mean(value, allowed, listing=False) if len(allowed) > 1 else ""
+        near = of_other_program(f"{path}={value}") or near
         yield f"{path}={value} is none of {', '.join(allowed)}.{near}"
     if not limits or not isinstance(value, int | float):
         return

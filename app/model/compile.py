@@ -24,7 +24,6 @@ from app.errors import ConfigError, EnvironmentProblem, TrainingError, gist
 from app.model.activation_checkpointing import repeated_layers
 from app.model.comparison import Comparison, attempt, max_or_nan
 
-BACKEND = "inductor"  # tests take one that makes graphs and no code
 _ALLOWED_FP32 = 1e-4  # of the gradient's norm
 _ALLOWED_ROUNDINGS = 8  # of the dtype of the arithmetic
 _COMPILERS = ("g++", "clang++", "c++")
@@ -39,11 +38,11 @@ def require_compilable(config: CompileConfig, device: torch.device) -> None:
             f"compile.graphs=true records kernels of an NVIDIA GPU, and this run is on {device.type}. "
             "Set compile.graphs=false."
         )
-    if device.type == "cpu" and not any(map(shutil.which, _COMPILERS)):
+    if config.backend == "inductor" and device.type == "cpu" and not any(map(shutil.which, _COMPILERS)):
         raise EnvironmentProblem(
             "compile=blocks on a CPU needs a C++ compiler, and there is none: install g++, or set compile=none."
         )
-    if device.type == "cuda" and find_spec("triton") is None:
+    if config.backend == "inductor" and device.type == "cuda" and find_spec("triton") is None:
         raise EnvironmentProblem(
             "compile=blocks on a GPU needs the package triton, which is not installed. Set compile=none."
         )
@@ -52,7 +51,7 @@ def require_compilable(config: CompileConfig, device: torch.device) -> None:
 class CompiledLayers:
     """The compiled layers of one model. `graphs` counts the graphs that were made, `seconds` what that took."""
 
-    def __init__(self, layers: list[Any], *, recorded: bool) -> None:
+    def __init__(self, layers: list[Any], config: CompileConfig) -> None:
         self.layers = len(layers)
         self.graphs = 0
         self.seconds = 0.0
@@ -60,7 +59,7 @@ class CompiledLayers:
         self.fault: str | None = None  # why layers use their own forward after all
         self.is_on = True
         self._shape: torch.Size | None = None
-        self._recorded = recorded
+        self._config = config
         self._compiled: Any = torch.compile(
             _fresh(_own_forward), fullgraph=True, dynamic=False, backend=self._compile_graph
         )
@@ -95,7 +94,7 @@ class CompiledLayers:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self._fits(args, kwargs):
                 return own(*args, **kwargs)
-            if first and self._recorded:
+            if first and self._config.graphs:
                 torch.compiler.cudagraph_mark_step_begin()
             try:
                 return self._compiled(layer, *args, **kwargs)
@@ -121,11 +120,12 @@ class CompiledLayers:
         if self.verified:
             raise RuntimeError("all graphs were made before the first step")
         self.graphs += 1
-        backend: Any = torch._dynamo.lookup_backend(BACKEND)
-        if BACKEND != "inductor":
+        backend: Any = torch._dynamo.lookup_backend(self._config.backend)
+        if self._config.backend != "inductor":
             return backend(graph, inputs)
+        wanted = torch._inductor.list_mode_options(self._config.mode)
         # random numbers are those that the layers would draw by themselves
-        wanted = {"fallback_random": True, "triton.cudagraphs": self._recorded}
+        wanted |= {"fallback_random": True, "triton.cudagraphs": self._config.graphs}
         return backend(graph, inputs, config_patches=wanted)
 
 
@@ -136,7 +136,7 @@ def compile_blocks(lm: nn.Module, config: CompileConfig, device: torch.device) -
     require_compilable(config, device)
     import torch._dynamo  # noqa: F401  its errors are named above
 
-    return CompiledLayers(repeated_layers(lm), recorded=config.graphs)
+    return CompiledLayers(repeated_layers(lm), config)
 
 
 def _own_forward(layer: Any, *args: Any, **kwargs: Any) -> Any:

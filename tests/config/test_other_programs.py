@@ -56,6 +56,10 @@ TOLD = [
     ),
     ("precision=fp8", "Did you mean recipe=lora quantization=fp8? The frozen base is computed in fp8"),
     (
+        "compile.backend=nvfuser",
+        "compile.backend=nvfuser is none of inductor, aot_eager, eager, cudagraphs. Did you mean",
+    ),
+    (
         "task=distillation",
         "task=distillation: there is no such task. Distillation is not offered. Choose one of causal",
     ),
@@ -88,7 +92,9 @@ def test_every_name_is_of_one_row_and_finds_it() -> None:
     assert [name for name, count in Counter(name for names in per_row for name in names).items() if count > 1] == []
     for name, row in NAMES.items():
         key, _, value = name.partition("=")
-        (problem,) = partition_overrides([f"{key}={value or 1}"], RunConfig)[1]
+        with pytest.raises(ConfigError) as refusal:
+            validated_arguments([f"{key}={value or 1}"])
+        (problem,) = refusal.value.problems
         assert row.get("here", row.get("remark", "?")).partition("=")[0] in problem, name
         assert set(row) <= {"here", "remark", *PROGRAMS}
 

@@ -29,15 +29,14 @@ pytestmark = [
 ]
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-BLOCKS, NONE = CompileConfig(kind="blocks"), CompileConfig(kind="none")
+BLOCKS = CompileConfig(kind="blocks", backend="aot_eager")  # no C++, which takes seconds a graph; tests/full has one
+INDUCTOR, NONE = replace(BLOCKS, backend="inductor"), CompileConfig(kind="none")
 TOKENS, LONGEST, PLACES = 96, 40, 48
 NF4 = QuantizationConfig(kind="nf4", double_quant=True)
 
 
 @pytest.fixture(autouse=True)
-def graphs_without_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A backend that writes no C++, which takes seconds a graph; tests/full has one test without this."""
-    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
+def graphs_of_one_test() -> Iterator[None]:
     yield
     torch._dynamo.reset()
     register("sdpa")
@@ -84,10 +83,10 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def check_run(method: str, recompute: bool | int) -> None:
+def check_run(method: str, recompute: bool | int, compiled: CompileConfig = BLOCKS) -> None:
     given = METHODS[method]
     expected = by_its_own(range(1, 5), recompute=recompute, **given)
-    training_model = small.training_model_of("llama", recompute=recompute, compile=BLOCKS, **given)
+    training_model = small.training_model_of("llama", recompute=recompute, compile=compiled, **given)
     layers = blocks_of(training_model)
     found = small.verified(training_model, packed(0))
     assert found is not None, layers.fault
@@ -97,8 +96,9 @@ def check_run(method: str, recompute: bool | int) -> None:
     assert layers.graphs == GRAPHS[method]
 
 
-def test_compiled_run_equals_uncompiled() -> None:
-    check_run("lora", recompute=False)
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+def test_compiled_run_equals_uncompiled(backend: str) -> None:
+    check_run("lora", recompute=False, compiled=replace(BLOCKS, backend=backend))
     assert len({packed(seed).documents.lengths for seed in range(5)}) == 5  # type: ignore[union-attr]
 
 
@@ -181,9 +181,9 @@ def test_compiled_sdpa_on_gpu_is_refused() -> None:
 @pytest.mark.parametrize(
     ("config", "device", "missing", "words"),
     [
-        (replace(BLOCKS, graphs=True), CPU, "", r"compile\.graphs=true records .* Set compile\.graphs=false"),
-        (BLOCKS, CPU, "which", r"a C\+\+ compiler.*install g\+\+, or set compile=none"),
-        (BLOCKS, GPU, "find_spec", r"the package triton.*Set compile=none"),
+        (replace(INDUCTOR, graphs=True), CPU, "", r"compile\.graphs=true records .* Set compile\.graphs=false"),
+        (INDUCTOR, CPU, "which", r"a C\+\+ compiler.*install g\+\+, or set compile=none"),
+        (INDUCTOR, GPU, "find_spec", r"the package triton.*Set compile=none"),
     ],
 )
 def test_require_compilable_missing_part_is_refused(
@@ -195,3 +195,4 @@ def test_require_compilable_missing_part_is_refused(
     with pytest.raises((ConfigError, EnvironmentProblem), match=words):
         require_compilable(config, device)
     require_compilable(NONE, device)
+    require_compilable(BLOCKS, device)

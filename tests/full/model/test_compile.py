@@ -1,5 +1,6 @@
 """Compiled layers of more kinds and methods, and with inductor's code."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,17 +10,18 @@ from tests.model import small
 from tests.model.test_compile import (
     BLOCKS,
     GRAPHS,
+    INDUCTOR,
     METHODS,
     blocks_of,
     by_its_own,
     check_run,
-    graphs_without_code,
+    graphs_of_one_test,
     max_difference,
     outcome,
     packed,
 )
 
-assert graphs_without_code  # a fixture
+assert graphs_of_one_test  # a fixture
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
@@ -28,11 +30,11 @@ pytestmark = [
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own
-def test_inductor_code_equals_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "BACKEND", "inductor")
+@pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
+def test_inductor_code_equals_uncompiled(mode: str) -> None:
     given = METHODS["lora"]
     expected = by_its_own(range(1, 3), **given)
-    training_model = small.training_model_of("llama", compile=BLOCKS, recompute=1, **given)
+    training_model = small.training_model_of("llama", compile=replace(INDUCTOR, mode=mode), recompute=1, **given)
     proof = small.verified(training_model, packed(0))
     assert proof is not None, blocks_of(training_model).fault
     for seed, wanted in enumerate(expected, 1):

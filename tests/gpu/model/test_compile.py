@@ -66,3 +66,18 @@ def test_compiled_losses_equal_uncompiled(backend: str, graphs: bool) -> None:
     plain = losses(backend, CompileConfig(kind="none"))
     compiled = losses(backend, CompileConfig(kind="blocks", graphs=graphs), quietly=True)
     assert compiled == pytest.approx(plain, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("backend", "mode", "graphs"),
+    [
+        ("inductor", "max-autotune-no-cudagraphs", False),
+        ("inductor", "reduce-overhead", True),
+        ("inductor", "max-autotune", True),
+        ("cudagraphs", "default", True),
+    ],
+)
+def test_losses_of_backends_and_modes_equal_uncompiled(backend: str, mode: str, graphs: bool) -> None:
+    plain = losses("varlen", CompileConfig(kind="none"))
+    compiled = losses("varlen", CompileConfig(kind="blocks", graphs=graphs, backend=backend, mode=mode))
+    assert compiled == pytest.approx(plain, rel=1e-2)
