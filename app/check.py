@@ -45,16 +45,12 @@ def check(config: CheckConfig, console: Console) -> int:
         _write(config.folder, found, console)
     stops = [problem for each in found.values() for problem in each["stops"]]
     if stops:
-        _report_stops(ConfigError(stops).report() + "\na run with these settings stops at these rows")
+        text = ConfigError(stops).report() + "\na run with these settings stops at these rows"
+        if world().is_joined:  # the launcher prints failures for all processes
+            report_failure(0, STOPS, text)
+        else:
+            sys.stderr.write(f"{text}\n")
     return STOPS if stops else 0
-
-
-def _report_stops(text: str) -> None:
-    """Print the problem, through the launcher where it prints failures for all processes."""
-    if world().is_joined:
-        report_failure(0, STOPS, text)
-    else:
-        sys.stderr.write(f"{text}\n")
 
 
 def _data(config: CheckConfig, console: Console) -> dict[str, Any]:
@@ -211,13 +207,10 @@ def _command(arguments: Sequence[str]) -> int:
     return check(config, open_console()) if world().is_first else 0
 
 
-def _help() -> str:
-    return f"{__doc__}\nThe settings are those of app.train: python -m app.train --help\n"
-
-
 def main() -> None:
     """Exit codes: 0 a run would start, 2 it would stop with the reported problems, or the settings are wrong."""
-    run_command(_command, _help, fail_as_one_of_several)
+    usage = f"{__doc__}\nThe settings are those of app.train: python -m app.train --help\n"
+    run_command(_command, lambda: usage, fail_as_one_of_several)
 
 
 _CHECKS = {"data": _data, "memory": _memory, "cluster": _cluster, "quantization": _quantization}

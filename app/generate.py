@@ -88,7 +88,13 @@ def _classify(config: GenerateConfig, folder: Path, run: RunConfig) -> None:
     lines = []
     for each, (found, was_cut) in zip(texts, classifier.answers(texts), strict=True):
         cut += was_cut
-        lines.append(_as_text(found) if config.prompts is None else _as_json_line(each, fields, found))
+        likeliest = next(iter(found))
+        if config.prompts is None:
+            all_labels = "".join(f"  {p:7.2%}  {printable(name)}\n" for name, p in found.items())
+            lines.append(f"{printable(likeliest)}\n{all_labels}")
+        else:
+            line = {**dict(zip(fields, each, strict=True)), "label": likeliest, "probabilities": found}
+            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
     if config.output is None:
         sys.stdout.writelines(lines)
     else:
@@ -104,17 +110,6 @@ def _use_threads(config: GenerateConfig) -> None:
 
     if config.launch.threads is not None:
         torch.set_num_threads(config.launch.threads)
-
-
-def _as_text(found: dict[str, float]) -> str:
-    """The likeliest label alone, then all labels with their probabilities."""
-    best = next(iter(found))
-    return f"{printable(best)}\n" + "".join(f"  {p:7.2%}  {printable(name)}\n" for name, p in found.items())
-
-
-def _as_json_line(texts: Sequence[str], fields: Sequence[str], found: dict[str, float]) -> str:
-    given = dict(zip(fields, texts, strict=True))
-    return json.dumps({**given, "label": next(iter(found)), "probabilities": found}, ensure_ascii=False) + "\n"
 
 
 def _build_generator(config: GenerateConfig, folder: Path | None, run: RunConfig | None) -> "TextGenerator":

@@ -31,14 +31,17 @@ DIFFERENT = 3  # the exit code
 def reproduce(config: ReproduceConfig, console: Console) -> int:
     """Run it again, compare and write reproduce.json; returns the exit code."""
     before, after = RunFolder(config.folder), RunFolder(Path(config.output_dir).expanduser())
-    _require_new(after.path)
+    if after.path.exists() and not (after.path.is_dir() and not any(after.path.iterdir())):
+        raise ConfigError(f"output_dir={after.path}: there is something already. Move it away, or give another folder.")
     lines = _logged_lines(before, config.steps)
     last = max(int(line["step"]) for line in lines)
     console.say(f"run     {before.path}, {last} steps, again in {after.path}")
     run = as_run(config)
     run = replace(run, training=replace(run.training, stop_after=last))
     programs, content = _differences(before, run)
-    console.say(_origin_lines([*programs, *content]))
+    differences = "\n".join(map(str, [*programs, *content]))
+    same = "versions, commit, hardware, rows, tokenizer and base are the same"
+    console.say(align([("origin", differences or same)], width=8))
     if content and not config.anyway:
         raise CheckpointError(
             f"run={config.run}: {'; '.join(map(str, content))}. It would be another run. If files only lie elsewhere "
@@ -68,22 +71,12 @@ def _logged_lines(folder: RunFolder, steps: int | None) -> list[dict[str, Any]]:
     return wanted
 
 
-def _require_new(folder: Path) -> None:
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ConfigError(f"output_dir={folder}: there is something already. Move it away, or give another folder.")
-
-
 def _differences(folder: RunFolder, run: RunConfig) -> tuple[list[Difference], list[Difference]]:
     """Differences of programs, which may change the numbers, and of content, which make it another run."""
     from app.training.summary import provenance
 
     then, now = read_manifest(folder.manifest), {**program_here(), **provenance(run)}
     return compare_programs(then, now), compare_content(then, now)
-
-
-def _origin_lines(differences: Sequence[Difference]) -> str:
-    same = "versions, commit, hardware, rows, tokenizer and base are the same"
-    return align([("origin", "\n".join(map(str, differences)) or same)], width=8)
 
 
 def _verdict(found: LineComparison, agrees: bool, last: int) -> str:

@@ -48,11 +48,11 @@ class HostGroup:
         """Each value summed over all processes, in the same order on each."""
         return [sum(column) for column in zip(*self.gathered(values), strict=True)]
 
-    def highest(self, value: float) -> float:
+    def max(self, value: float) -> float:
         """The largest of all processes' values."""
         return max(each for (each,) in self.gathered([value]))
 
-    def collected(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """A plain object of every process, by rank."""
         if self.group is None:
             return [value]
@@ -60,12 +60,12 @@ class HostGroup:
         torch.distributed.all_gather_object(every, value, group=self.group)
         return every
 
-    def in_step(self, items: Iterable[Item]) -> Iterator[Item | None]:
+    def lockstep(self, items: Iterable[Item]) -> Iterator[Item | None]:
         """Yield as often on every process: None after the last item where others have more."""
         waiting = iter(items)
         while True:
             item = next(waiting, None)
-            if not self.highest(item is not None):
+            if not self.max(item is not None):
                 return
             yield item
 
@@ -76,7 +76,7 @@ class HostGroup:
 
     def require_same(self, facts: Mapping[str, Any]) -> None:
         """Refuse processes that would train different things together."""
-        for rank, theirs in enumerate(self.collected(dict(facts))):
+        for rank, theirs in enumerate(self.all_gather_object(dict(facts))):
             different = [
                 f"{key}: {facts.get(key)} on process {self.rank}, {theirs.get(key)} on process {rank}"
                 for key in sorted({*facts, *theirs})

@@ -11,7 +11,7 @@ from app.distributed.process_group import default_device
 from app.memory.fit import Machine, machine_of, time_bound
 from app.memory.planner import Planned, Planner, random_if_missing
 from app.memory.shape import Shape
-from app.memory.suggest import COSTS, Suggestion, Suggestions
+from app.memory.suggest import COSTS, Suggestions
 from app.model.quantization import require_hardware
 from app.training.auto_settings import offload_notes
 from app.training.torch_environment import has_expandable_segments
@@ -47,7 +47,17 @@ def check_memory(
         "needed_bytes": verdict.needed_bytes,
         "fits": verdict.fits,
         "bound": time_bound(planned.plan, planned.shape, machine, run.precision.kind),
-        "knobs": [_suggestion_facts(each) for each in single],
+        "knobs": [
+            {
+                "override": " ".join(each.candidate.overrides),
+                "saves_bytes": each.saves_bytes,
+                "slower_by": round(each.slower_by, 4),
+                "fits": each.fits,
+                "costs": COSTS[each.candidate.costs],
+                "why": each.candidate.why,
+            }
+            for each in single
+        ],
         "together": suggestions.together(planned, single),
         "processes": processes,
         "notes": list(_notes(planned, machine, processes)),
@@ -77,18 +87,6 @@ def _describe_shape(shape: Shape) -> str:
         size = f"{shape.width:,} tokens, rows of up to {shape.longest:,}"
     batches = "1 micro-batch" if shape.micro_batches == 1 else f"{shape.micro_batches:,} micro-batches"
     return f"{size}, {shape.label_rows:,} tokens trained; {batches} a step"
-
-
-def _suggestion_facts(suggestion: Suggestion) -> dict[str, Any]:
-    candidate = suggestion.candidate
-    return {
-        "override": " ".join(candidate.overrides),
-        "saves_bytes": suggestion.saves_bytes,
-        "slower_by": round(suggestion.slower_by, 4),
-        "fits": suggestion.fits,
-        "costs": COSTS[candidate.costs],
-        "why": candidate.why,
-    }
 
 
 def _notes(planned: Planned, machine: Machine, processes: int) -> Iterator[str]:

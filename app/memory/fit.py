@@ -49,7 +49,10 @@ def machine_of(hardware: HardwareConfig | None) -> Machine:
     import torch
 
     if not torch.cuda.is_available():
-        return Machine("cpu", "this machine", "cpu", _host_memory(), _resident_bytes(), True)
+        # of this process, which has loaded the same libraries as a run
+        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+        context_bytes = resident_pages * os.sysconf("SC_PAGE_SIZE")
+        return Machine("cpu", "this machine", "cpu", _host_memory(), context_bytes, True)
     name, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
     known = hardware_named(name)
     machine = (
@@ -89,12 +92,6 @@ def _host_memory() -> int:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _CGROUP_MEMORY_LIMIT.read_text().strip() if _CGROUP_MEMORY_LIMIT.exists() else "max"
     return min(total, int(limit)) if limit.isdigit() else total
-
-
-def _resident_bytes() -> int:
-    """Resident memory of this process, which has loaded the same libraries as a run."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,9 @@ class MetaModel:
         layers = repeated_layers(self._lm)
         self.depth = len(layers)
         kinds = {_cost_key(layer) for layer in layers}
-        self.has_equal_layers = len(kinds) == 1 and not _targets_single_layers(sections)
+        parts = (part for target in sections.adapter.targets for part in target.split("."))
+        targets_single_layers = sections.adapter.kind != "none" and any(map(str.isdecimal, parts))
+        self.has_equal_layers = len(kinds) == 1 and not targets_single_layers
 
     def network(self, depth: int) -> nn.Module:
         """Network of so many layers, quantised and with its adapter; no layer is recomputed yet."""
@@ -40,12 +42,6 @@ class MetaModel:
             return add_adapter(sections.adapter, task, lm, sections.model.path)
 
 
-def _targets_single_layers(sections: ModelSections) -> bool:
-    """Whether `adapter.targets` names layers by number, so that layers differ."""
-    parts = (part for target in sections.adapter.targets for part in target.split("."))
-    return sections.adapter.kind != "none" and any(map(str.isdecimal, parts))
-
-
 def _cost_key(layer: nn.Module) -> tuple[Any, ...]:
     """Weights and sliding windows of a layer: layers with equal keys cost the same. A window may need a mask."""
     weights = tuple((name, tuple(p.shape), p.dtype) for name, p in layer.named_parameters())
@@ -55,7 +51,13 @@ def _cost_key(layer: nn.Module) -> tuple[Any, ...]:
 
 def _truncated(lm: Any, depth: int) -> Any:
     """Copy a model with its first `depth` layers only."""
-    lists = _layer_lists(lm)
+    repeated = {id(layer) for layer in repeated_layers(lm)}
+    lists = [
+        (parent, name, child)
+        for parent in lm.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, nn.ModuleList) and len(child) and all(id(each) in repeated for each in child)
+    ]
     try:
         for parent, name, layers in lists:
             setattr(parent, name, layers[:depth])
@@ -66,13 +68,3 @@ def _truncated(lm: Any, depth: int) -> Any:
     for config in {id(m.config): m.config for m in shorter.modules() if hasattr(m, "config")}.values():
         config.num_hidden_layers = depth
     return shorter
-
-
-def _layer_lists(lm: nn.Module) -> list[tuple[nn.Module, str, nn.ModuleList]]:
-    repeated = {id(layer) for layer in repeated_layers(lm)}
-    return [
-        (parent, name, child)
-        for parent in lm.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, nn.ModuleList) and len(child) and all(id(each) in repeated for each in child)
-    ]

@@ -109,17 +109,14 @@ class Suggestions:
         try:
             if now.parallel_reason and run.parallel.kind == AUTO:
                 run = with_parallel(run, now.run.parallel.kind)
-            return self._planner.at(_with_bins_of(now, run, chosen) if now.chosen_bins else run)
+            if now.chosen_bins:  # except sizes that candidates set
+                keys, batching = {key for candidate in chosen for key in candidate.keys}, now.run.batching
+                sizes = {"tokens": batching.tokens, "accumulation": batching.accumulation}
+                kept: dict[str, Any] = {name: size for name, size in sizes.items() if f"batching.{name}" not in keys}
+                run = replace(run, batching=replace(run.batching, **kept))
+            return self._planner.at(run)
         except ConfigError:  # found only with the model: a base that cannot be quantised
             return None
-
-
-def _with_bins_of(now: Planned, run: RunConfig, chosen: Sequence[Candidate]) -> RunConfig:
-    """Run with the bins of `now`, except sizes that candidates set."""
-    keys = {key for candidate in chosen for key in candidate.keys}
-    sizes: dict[str, Any] = {"tokens": now.run.batching.tokens, "accumulation": now.run.batching.accumulation}
-    sizes = {name: size for name, size in sizes.items() if f"batching.{name}" not in keys}
-    return replace(run, batching=replace(run.batching, **sizes))
 
 
 def _cost(each: Suggestion) -> tuple[int, float, int]:

@@ -151,9 +151,12 @@ def add_adapter(config: AdapterConfig, task: Task, lm: Any, base_path: str) -> n
         for weight, _ in lm.get_submodule(name).named_parameters()
     }
     lm.name_or_path = base_path  # PEFT writes it as the adapter's base
+    # short names, as other tools write them, where PEFT's matching by suffix gives just these layers
+    short = sorted({name.rpartition(".")[2] for name in layers})
+    meant = [name for name, _ in lm.named_modules() if name.rpartition(".")[2] in short]
     shared = {
         "task_type": task.peft_type,
-        "target_modules": _short_names(layers, lm),
+        "target_modules": short if set(meant) <= set(layers) else layers,
         "modules_to_save": sorted({name.rpartition(".")[2] for name in head}) or None,
     }
     with quiet_peft():
@@ -248,7 +251,15 @@ def layers_to_adapt(targets: list[str], lm: Any) -> list[str]:
     In a mixture of experts all-linear means attention: experts are stacked in 3D parameters, routers choose experts,
     and PEFT takes the names of dense and shared experts for the stacked ones.
     """
-    linear = _linear_layers(lm)
+    has_stacked_experts = any(".experts." in name and weight.ndim == 3 for name, weight in lm.named_parameters())
+    unusable = _EXPERT_LAYERS if has_stacked_experts else frozenset()
+    linear = [
+        name
+        for name, module in lm.named_modules()
+        if in_backbone(lm, name)  # the others are the head
+        and (isinstance(module, nn.Linear) or is_conv1d(module))
+        and name.rpartition(".")[2] not in unusable
+    ]
     chosen: set[str] = set()
     problems = []
     for target in targets:
@@ -266,26 +277,3 @@ def layers_to_adapt(targets: list[str], lm: Any) -> list[str]:
     if problems:
         raise ConfigError(problems)
     return sorted(chosen)
-
-
-def _linear_layers(lm: Any) -> list[str]:
-    """Linear layers of the backbone; those outside it are the head."""
-    unusable = _EXPERT_LAYERS if _has_stacked_experts(lm) else frozenset()
-    return [
-        name
-        for name, module in lm.named_modules()
-        if in_backbone(lm, name)
-        and (isinstance(module, nn.Linear) or is_conv1d(module))
-        and name.rpartition(".")[2] not in unusable
-    ]
-
-
-def _has_stacked_experts(lm: nn.Module) -> bool:
-    return any(".experts." in name and parameter.ndim == 3 for name, parameter in lm.named_parameters())
-
-
-def _short_names(layers: list[str], lm: Any) -> list[str]:
-    """Short names, as other tools write them, where PEFT's matching by suffix gives just these layers."""
-    short = sorted({name.rpartition(".")[2] for name in layers})
-    meant = [name for name, _ in lm.named_modules() if name.rpartition(".")[2] in short]
-    return short if set(meant) <= set(layers) else layers

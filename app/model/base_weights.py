@@ -114,7 +114,7 @@ class Base:
                     yield tensor.name.removesuffix(".weight"), weight.T if is_conv1d(layers[tensor.name]) else weight
 
     def _owners(self) -> dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
-        """By the id of a parameter on meta: tied ones are several modules'. It is held, so that no id comes again."""
+        """Modules of each parameter, several of tied ones, by id; holding the parameter keeps its id unique."""
         found: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
         for module in self._modules.values():
             for name, parameter in module._parameters.items():
@@ -123,7 +123,7 @@ class Base:
         return found
 
     def _converted(self, tensor: SourceTensor, parameter: nn.Parameter) -> SourceTensor:
-        """In the dtype and on the device that training has it in. A head in float32 is rounded as its backbone is."""
+        """The tensor in the dtype and on the device of training. A head in float32 is rounded as its backbone is."""
 
         def convert(given: Tensor, *, copied: bool) -> Tensor:
             dtype = self._options.dtype if given.is_floating_point() else given.dtype
@@ -139,7 +139,7 @@ class Base:
         )
 
     def _put_quantized(self, name: str, tensor: SourceTensor, put: Put) -> None:
-        """Quantised whole: a process that keeps some rows of the bytes has the scales of all."""
+        """Quantise a tensor whole and put its bytes: a process that keeps some rows of them has the scales of all."""
         assert self._quantizer is not None
         layer = copy.copy(self._plain[name])
         weight = tensor.whole().to(self._options.device, self._options.dtype)

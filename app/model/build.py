@@ -54,7 +54,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class ModelPlan:
+class ModelCounts:
     """How many weights there are and how many of them are trained, known before any is loaded."""
 
     total: int
@@ -63,7 +63,7 @@ class ModelPlan:
 
     @property
     def trained_share(self) -> float:
-        """Of all weights, the adapter's included."""
+        """Trained weights / all weights, adapter included."""
         return self.trained / self.total
 
 
@@ -83,14 +83,10 @@ class ModelSections:
     compile: CompileConfig = field(default_factory=lambda: CompileConfig(kind="none"))
 
     @property
-    def keeps_random_base(self) -> bool:
-        """Whether an adapter is trained on a random base, which must be saved with the run."""
-        return self.model.weights == "random" and self.adapter.kind != "none"
-
-    @property
     def quantizer(self) -> Quantizer | None:
         """How the base is packed; its arithmetic is that of the precision."""
-        return quantizer_of(self.quantization, self.computed_in)
+        dtypes = DTYPES[self.precision]
+        return quantizer_of(self.quantization, dtypes.compute or dtypes.base)
 
     def bitsandbytes_arguments(self, lm: Any) -> dict[str, Any] | None:
         """Arguments of BitsAndBytesConfig to load the base as it was trained, as plain values."""
@@ -98,20 +94,10 @@ class ModelSections:
         return None if quantizer is None else quantizer.bitsandbytes_arguments(other_linear_layers(lm))
 
     @property
-    def computed_in(self) -> torch.dtype:
-        """Data type of matrix products."""
-        dtypes = DTYPES[self.precision]
-        return dtypes.compute or dtypes.base
-
-    @property
     def base_dtype(self) -> torch.dtype:
         """Data type of the base's weights that are not quantised."""
-        return DTYPES[self.trained].base if self.trains_base else DTYPES[self.precision].base
-
-    @property
-    def trains_base(self) -> bool:
-        """Whether the base itself is trained: no adapter, no quantisation."""
-        return self.adapter.kind == "none" and self.quantizer is None
+        trains_base = self.adapter.kind == "none" and self.quantizer is None
+        return DTYPES[self.trained if trains_base else self.precision].base
 
 
 def build_training_model(
@@ -180,7 +166,7 @@ def assemble(
 
 
 def _fused(training_model: TrainingModel, quantizer: Quantizer | None, device: torch.device | None) -> Fused:
-    """Where the model is sharded, all processes compare the same layers, each gathered in turn."""
+    """Compare and install fused forwards; all processes of a sharded model compare the same layers, each gathered."""
     network, sharding = training_model.network, training_model.sharding
     if device is None:
         return fuse(network, None, quantizer=quantizer)
@@ -233,7 +219,7 @@ def _put_on_host(module: nn.Module, name: str, tensor: SourceTensor) -> None:
     module._parameters[name] = nn.Parameter(tensor.whole().to("cpu"), requires_grad=False)
 
 
-def plan_model(sections: ModelSections, base: BaseModel | None = None) -> ModelPlan:
+def count_weights(sections: ModelSections, base: BaseModel | None = None) -> ModelCounts:
     """Counts from a model without memory, that of `base` if one is given; finds adapter targets that match nothing."""
     task = task_of(sections.task)
     lm = deepcopy((base or BaseModel(sections.model, task)).on_meta())
@@ -243,7 +229,7 @@ def plan_model(sections: ModelSections, base: BaseModel | None = None) -> ModelP
     with torch.device("meta"):  # adapters of a large model would take a gigabyte, and seconds to draw
         network: Any = add_adapter(sections.adapter, task, lm, sections.model.path)
     sizes = [(p.numel(), p.requires_grad) for p in network.parameters()]
-    return ModelPlan(
+    return ModelCounts(
         total=sum(n for n, _ in sizes), trained=sum(n for n, trains in sizes if trains), layers=len(repeated_layers(lm))
     )
 

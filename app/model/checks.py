@@ -51,7 +51,11 @@ def check_head(model: TrainingModel, batch: Batch) -> Comparison:
     mode = model.training
     model.eval()
     with model.autocast(batch.ids.device) if model.pooled else contextlib.nullcontext():
-        own, ours = (_pooled_logits if model.pooled else _token_logits)(model, batch)
+        if model.pooled:
+            own, ours = _pooled_logits(model, batch)
+        else:
+            lm, arguments = model.language_model, _first_tokens(model, batch, _HEAD_TOKENS)
+            own, ours = lm(**arguments).logits[0].float(), model.head(lm.base_model(**arguments)[0][0]).float()
     model.train(mode)
     error = float((own - ours).abs().max() / own.abs().max().clamp_min(torch.finfo(own.dtype).tiny))
     found = Comparison("logits through our head against the model's own", error, _HEAD_TOLERANCE)
@@ -65,11 +69,6 @@ def check_head(model: TrainingModel, batch: Batch) -> Comparison:
         f"this program does not follow (relative difference {error:.1e}), so its loss would be wrong. "
         "Choose another model."
     )
-
-
-def _token_logits(model: TrainingModel, batch: Batch) -> tuple[Tensor, Tensor]:
-    lm, given = model.language_model, _first_tokens(model, batch, _HEAD_TOKENS)
-    return lm(**given).logits[0].float(), model.head(lm.base_model(**given)[0][0]).float()
 
 
 def _first_tokens(model: TrainingModel, batch: Batch, count: int) -> dict[str, Any]:
@@ -96,18 +95,13 @@ def _pooled_logits(model: TrainingModel, batch: Batch) -> tuple[Tensor, Tensor]:
 
 def compare_loss_head(model: TrainingModel, head: LinearHead, batch: Batch) -> Comparison:
     """Compare loss and gradients of a linear head with those of the model's own."""
-    rows, weighted = _hidden_states(model, batch), batch.weights is not None
-    faults = Exception if uses_kernels(rows.device) else ()  # any error of a kernel's compiler
-    return attempt(lambda: _compare_losses(model, head, rows, weighted=weighted), faults)
-
-
-def _hidden_states(model: TrainingModel, batch: Batch) -> Tensor:
-    lm, mode = model.language_model, model.training
+    mode, weighted = model.training, batch.weights is not None
     model.eval()
     with torch.no_grad(), model.autocast(batch.ids.device):
-        hidden: Tensor = lm.base_model(**_first_tokens(model, batch, _LOSS_ROWS))[0][0]
+        rows: Tensor = model.language_model.base_model(**_first_tokens(model, batch, _LOSS_ROWS))[0][0]
     model.train(mode)
-    return hidden
+    faults = Exception if uses_kernels(rows.device) else ()  # any error of a kernel's compiler
+    return attempt(lambda: _compare_losses(model, head, rows, weighted=weighted), faults)
 
 
 def _compare_losses(model: TrainingModel, head: LinearHead, rows: Tensor, *, weighted: bool) -> Comparison:
@@ -276,7 +270,7 @@ def _embeddings_as_leaf(embedding: nn.Module, noise: float) -> Iterator[list[Ten
 
 
 def _allowed_rounding(model: TrainingModel, documents: Sequence[Tensor], own: _Outcome) -> dict[str, float]:
-    """From the difference of the model's own two kernels; where it has but one, of one rounding of its embeddings."""
+    """The difference of the model's own two kernels, or of one rounding of its embeddings where it has but one."""
     kernel = own_attention(model.language_model)
     eps = torch.finfo(model.compute or own[0].dtype).eps
     noise = eps / 2 if kernel == "eager" else 0.0

@@ -60,9 +60,10 @@ class CompiledLayers:
         self.is_on = True
         self._shape: torch.Size | None = None
         self._config = config
-        self._compiled: Any = torch.compile(
-            _fresh(_own_forward), fullgraph=True, dynamic=False, backend=self._compile_graph
-        )
+        # a copy with a code object of its own: torch caches graphs by code object, and another model has other graphs
+        code: Any = _own_forward.__code__.replace()
+        own_forward: Any = FunctionType(code, _own_forward.__globals__, _own_forward.__name__)
+        self._compiled: Any = torch.compile(own_forward, fullgraph=True, dynamic=False, backend=self._compile_graph)
         for layer in layers:
             layer.forward = self._compiled_forward(layer, first=layer is layers[0])
 
@@ -141,11 +142,6 @@ def compile_blocks(lm: nn.Module, config: CompileConfig, device: torch.device) -
 
 def _own_forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
     return type(layer).forward(layer, *args, **kwargs)
-
-
-def _fresh(function: Any) -> Any:
-    """A copy with a code object of its own: torch caches graphs by code object, and another model has other graphs."""
-    return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
 def verify_compiled(

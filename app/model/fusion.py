@@ -218,8 +218,10 @@ def _compared(piece: _Piece) -> Comparison:
     halves = [layer.lora().b for layer in piece.layers]
     kept = [b.detach().clone() for b in halves]
     try:
-        for b in halves:
-            _draw(b)
+        with torch.no_grad():  # fixed values: a run's random numbers must not depend on comparisons
+            for b in halves:
+                places = torch.arange(b.numel(), device=b.device, dtype=torch.float32)
+                b.copy_((torch.cos(places * 1.7) / b.shape[1] ** 0.5).view_as(b))
         own, ours = (_outcome(forward, x, piece) for forward in (piece.own(), piece.forward))
     finally:
         with torch.no_grad():
@@ -242,13 +244,6 @@ def _rows_for(piece: _Piece) -> tuple[Tensor, float]:
     return x.to(autocast_dtype(like)), _EXACT
 
 
-@torch.no_grad()
-def _draw(b: Tensor) -> None:
-    """Fill B with fixed values: a run's random numbers must not depend on comparisons."""
-    places = torch.arange(b.numel(), device=b.device, dtype=torch.float32)
-    b.copy_((torch.cos(places * 1.7) / b.shape[1] ** 0.5).view_as(b))
-
-
 def _outcome(forward: Forward, x: Tensor, piece: _Piece) -> list[Tensor]:
     leaf = x.detach().requires_grad_()
     weights = [half for layer in piece.layers for half in (layer.lora().a, layer.lora().b)]
@@ -257,11 +252,8 @@ def _outcome(forward: Forward, x: Tensor, piece: _Piece) -> list[Tensor]:
         given = forward(leaf)
     outs = given if isinstance(given, tuple) else (given,)
     trained = [each for each in weights if each.requires_grad]
-    found = torch.autograd.grad([_some_loss(out) for out in outs], [leaf, *trained])
+    places = [torch.arange(out.numel(), device=out.device).view_as(out) % 7 for out in outs]
+    # gradients that are not parallel to the outputs: a norm would pass almost nothing of those
+    losses = [(out.float() + place).cos().sum() for out, place in zip(outs, places, strict=True)]
+    found = torch.autograd.grad(losses, [leaf, *trained])
     return [each.detach().double() for each in (*outs, *found)]
-
-
-def _some_loss(out: Tensor) -> Tensor:
-    """A loss with a gradient that is not parallel to the output: a norm would pass almost nothing of that."""
-    places = torch.arange(out.numel(), device=out.device) % 7
-    return (out.float() + places.view_as(out)).cos().sum()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from app.config.schema import ModelConfig
 from app.config.tasks import Task
@@ -59,7 +60,8 @@ def open_folder(
     with _readable(config, folder):
         stored = stored_tensors(folder)
     if can_be_filled(lm, stored):
-        _take_generation_settings(lm, folder)
+        if (folder / "generation_config.json").is_file():  # as from_pretrained does
+            lm.generation_config = transformers.GenerationConfig.from_pretrained(str(folder), local_files_only=True)
         shapes = {name: each.shape for name, each in lm.named_parameters(remove_duplicate=False)}
         base = Base(lm, options, tensors_in_files(stored, shapes), partial(_readable, config, folder))
     else:
@@ -92,17 +94,9 @@ def parameters_on_meta() -> Iterator[None]:
         yield
 
 
-def _take_generation_settings(lm: Any, folder: Path) -> None:
-    """As from_pretrained does: they are no part of the model's own numbers."""
-    from transformers import GenerationConfig
-
-    if (folder / "generation_config.json").is_file():
-        lm.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
-
-
 @contextlib.contextmanager
 def drawing_by(seed: int) -> Iterator[None]:
-    """Around a reading that may draw a head. What the rest of the program draws stays what it was."""
+    """Context of a reading that may draw a head; the random numbers of the rest of the program stay the same."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         yield
@@ -110,8 +104,6 @@ def drawing_by(seed: int) -> Iterator[None]:
 
 def quiet_transformers() -> None:
     """Silence bars and warnings of models: one line of ours says what is loaded, and a missing weight is refused."""
-    import transformers
-
     transformers.logging.disable_progress_bar()
     logging.getLogger("transformers.modeling_utils").addFilter(_is_no_warning)
 

@@ -1,4 +1,4 @@
-"""A finished run as a model to ask, by transformers and peft alone, as anybody else would load it; or to score."""
+"""A finished run as a model to ask, loaded by transformers and peft alone; or to score."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from app.config.schema import ModelConfig, QuantizationConfig
 from app.config.tasks import Task
 from app.errors import CheckpointError, gist
-from app.model.adapters import ADAPTER, quiet_peft, read_adapter_config
+from app.model.adapters import ADAPTER, ADAPTER_WEIGHTS, quiet_peft, read_adapter_config
 from app.model.attention import own_attention
 from app.model.base_weights import LoadOptions
 from app.model.build import DTYPES, ModelSections, build_base
@@ -85,7 +85,8 @@ def load_any(model: ModelConfig, task: Task) -> tuple[Any, Any]:
     """A model of a folder or of the hub with its tokenizer, as it is."""
     tokenizer = load_tokenizer(model, needs_template=False)
     folder = fetch_folder(model, model.path, with_weights=True)
-    if _is_adapter_only(folder):
+    # the adapter of a classifier has a config.json too, with the names of the classes
+    if _is_adapter(folder) and all(file.name == ADAPTER_WEIGHTS for file in folder.glob("*.safetensors")):
         raise CheckpointError(
             f"model={model.path}: this is an adapter without its base. Give run=DIR of the run that made it, or "
             "export it: python -m app.export run=DIR kind=merged to=DIR2."
@@ -104,18 +105,12 @@ def load_tuned_tokenizer(final: Path, trust_remote_code: bool = False) -> Any:
         raise CheckpointError(f"no tokenizer can be read from {final} ({gist(fault)}). {REMOTE_CODE}") from fault
 
 
-def _is_adapter_only(folder: Path) -> bool:
-    """That of a classifier has a config.json too, with the names of the classes."""
-    weights = [file for file in folder.glob("*.safetensors") if file.name != "adapter_model.safetensors"]
-    return (folder / ADAPTER).is_file() and not weights
-
-
 def _is_adapter(final: Path) -> bool:
     return (final / ADAPTER).is_file()
 
 
 def _base_folder(run: Path, final: Path, model: ModelConfig) -> Path:
-    """Beside the adapter if it was random (a moved run keeps it), else where the run took it from."""
+    """The folder beside the adapter if the base was random (a moved run keeps it), else that of model.path."""
     if (run / "base").is_dir():
         return run / "base"
     if model.weights == "random":

@@ -44,8 +44,8 @@ def over_documents(of_rows: OfDocuments, of_step: OfDocuments | None = None) -> 
 
 
 def _of_documents(of_rows: OfDocuments, model: "TrainingModel", states: Tensor, batch: Batch) -> Tensor:
-    """By the chain rule its gradient is that of a token loss, each token weighted by the derivative of the loss with
-    respect to its document's log-probability: the head runs twice, and no logits are kept.
+    """A loss sum over documents. By the chain rule its gradient is that of a token loss, each token weighted by the
+    derivative with respect to its document's log-probability: the head runs twice, and no logits are kept.
     """
     losses, _ = model.token_scores(states.detach(), batch.targets)
     sums = log_probabilities(losses, batch).requires_grad_()

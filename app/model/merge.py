@@ -149,7 +149,11 @@ def plan_merge(
     `final` is the folder of the adapter, for a head that was trained as a whole.
     """
     folder = Path(sections.model.path)
-    _require_plain_weights(folder)
+    if json.loads((folder / "config.json").read_text()).get("quantization_config"):
+        raise ConfigError(
+            f"kind=merged: the weights in {folder} are quantised already, and nothing is merged into such. "
+            "Give kind=adapter."
+        )
     lm = BaseModel(sections.model, task_of(sections.task)).on_meta()
     tensors = stored_tensors(folder)
     if final is not None and task_of(sections.task).pooled:
@@ -158,6 +162,10 @@ def plan_merge(
     names = _names_in_files(lm, {*quantized, *updates}, tensors, sections.model.path)
     frozen = sections.adapter.kind != "none"
     base_dtype = DTYPES[sections.precision].base if frozen else torch.float32
+    kept = set(getattr(lm, "_keep_in_fp32_modules_strict", None) or ())
+    if base_dtype == torch.float16:
+        kept |= set(getattr(lm, "_keep_in_fp32_modules", None) or ())
+    in_fp32 = "|".join(rf"(?:^|\.){re.escape(name)}(?:\.|$)" for name in sorted(kept))
     return Merge(
         tensors=tensors,
         updates={names[layer]: update for layer, update in updates.items()},
@@ -166,7 +174,7 @@ def plan_merge(
         quantizer=sections.quantizer,
         base_dtype=base_dtype,
         out=EXPORTED[dtype],
-        as_stored=_kept_in_fp32(lm, base_dtype),
+        as_stored=re.compile(in_fp32) if kept else None,
         device=device,
     )
 
@@ -194,14 +202,6 @@ def merged_config(folder: Path, dtype: str) -> dict[str, Any]:
     return config
 
 
-def _require_plain_weights(folder: Path) -> None:
-    if json.loads((folder / "config.json").read_text()).get("quantization_config"):
-        raise ConfigError(
-            f"kind=merged: the weights in {folder} are quantised already, and nothing is merged into such. "
-            "Give kind=adapter."
-        )
-
-
 def _names_in_files(lm: Any, layers: Iterable[str], tensors: Mapping[str, StoredTensor], path: str) -> dict[str, str]:
     """Names in the files by layer: that of the module, or without the backbone's prefix, as older checkpoints have it.
 
@@ -222,10 +222,3 @@ def _names_in_files(lm: Any, layers: Iterable[str], tensors: Mapping[str, Stored
             "kind=adapter."
         )
     return found
-
-
-def _kept_in_fp32(lm: Any, base_dtype: torch.dtype) -> re.Pattern[str] | None:
-    kept = set(getattr(lm, "_keep_in_fp32_modules_strict", None) or ())
-    if base_dtype == torch.float16:
-        kept |= set(getattr(lm, "_keep_in_fp32_modules", None) or ())
-    return re.compile("|".join(rf"(?:^|\.){re.escape(name)}(?:\.|$)" for name in sorted(kept))) if kept else None

@@ -32,8 +32,12 @@ def save_model(
         given: dict[str, Any] = {} if tensors is None else {"state_dict": dict(tensors)}
         # "auto" would ask the hub about the vocabulary of the base
         network.save_pretrained(str(folder), save_embedding_layers=False, **given)
-        if training_model.pooled:
-            _save_classes(lm, folder)
+        if training_model.pooled:  # names and number of the classes are nowhere else
+            numbers = copy.deepcopy(lm.config)
+            numbers.architectures = [type(lm).__name__]
+            if hasattr(numbers, "quantization_config"):  # the loader chooses the quantisation
+                del numbers.quantization_config
+            numbers.save_pretrained(str(folder))
     elif tensors is None:
         lm.save_pretrained(str(folder))
     elif _has_other_names_in_files(lm):
@@ -72,22 +76,13 @@ def _has_other_names_in_files(lm: Any) -> bool:
 
 
 def _save_one_by_one(lm: Any, folder: Path, named: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """As save_pretrained does, with one tensor in memory at a time. `tensors` come in the order of `named`."""
+    """Save as save_pretrained does, one tensor in memory at a time. `tensors` come in the order of `named`."""
     numbers = copy.deepcopy(lm.config)
     numbers.architectures, numbers.dtype = [type(lm).__name__], str(lm.dtype).removeprefix("torch.")
     numbers.save_pretrained(folder)
     if lm.can_generate():
         lm.generation_config.save_pretrained(folder)
     write_weights(folder, named, tensors, MAX_FILE_BYTES)
-
-
-def _save_classes(lm: Any, folder: Path) -> None:
-    """The configuration with which the base is loaded: names and number of the classes are nowhere else."""
-    numbers = copy.deepcopy(lm.config)
-    numbers.architectures = [type(lm).__name__]
-    if hasattr(numbers, "quantization_config"):  # how the base is held is for whoever loads it to say
-        del numbers.quantization_config
-    numbers.save_pretrained(str(folder))
 
 
 def save_base(training_model: TrainingModel, tokenizer: Any, folder: Path, drawn: Any = None) -> None:
@@ -99,10 +94,12 @@ def save_base(training_model: TrainingModel, tokenizer: Any, folder: Path, drawn
     lm: Any = training_model.language_model
     if drawn is None:
         adapter = {id(tensor) for tensor in saved_tensors(training_model).values()}
-        kept = {name: tensor for name, tensor in lm.state_dict(keep_vars=True).items() if id(tensor) not in adapter}
-        lm.save_pretrained(
-            str(folder), state_dict={_without_adapter(name): each.detach() for name, each in kept.items()}
-        )
+        base = {
+            name.replace(".base_layer.", ".").replace(".original_module.", "."): tensor.detach()
+            for name, tensor in lm.state_dict(keep_vars=True).items()
+            if id(tensor) not in adapter
+        }
+        lm.save_pretrained(str(folder), state_dict=base)
     else:
         drawn.save_pretrained(str(folder))
     add_transformers_4_keys(folder, type(lm.config))
@@ -125,18 +122,16 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     if "tokenizer_class" not in own and not (folder / "config.json").is_file():  # nothing else would name it
         name = type(tokenizer).__name__
         changes["tokenizer_class"] = "PreTrainedTokenizerFast" if name == "TokenizersBackend" else name
-    if tokenizer.chat_template != _stored_template(folder, own):
+    stored = own.get("chat_template")
+    if (folder / _TEMPLATE).is_file():
+        stored = (folder / _TEMPLATE).read_text()
+    elif isinstance(stored, list):
+        stored = {each["name"]: each["template"] for each in stored}
+    if tokenizer.chat_template != stored:
         (folder / _TEMPLATE).write_text(tokenizer.chat_template)
         changes["chat_template"] = tokenizer.chat_template  # tools that do not read the file
     if changes:
         (folder / _TOKENIZER_CONFIG).write_text(json.dumps(own | changes, indent=2, ensure_ascii=False) + "\n")
-
-
-def _stored_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> Any:
-    if (folder / _TEMPLATE).is_file():
-        return (folder / _TEMPLATE).read_text()
-    template = tokenizer_config.get("chat_template")
-    return {each["name"]: each["template"] for each in template} if isinstance(template, list) else template
 
 
 def add_transformers_4_keys(folder: Path, config_class: Any) -> None:
@@ -188,7 +183,3 @@ def needs_transformers_5(folder: Path) -> bool:
     file = folder / "config.json"
     config = json.loads(file.read_text()) if file.is_file() else {}
     return bool(config.get("rope_parameters")) and "rope_theta" not in config
-
-
-def _without_adapter(name: str) -> str:
-    return name.replace(".base_layer.", ".").replace(".original_module.", ".")

@@ -49,7 +49,7 @@ def _no_folder(path: str) -> str:
 
 
 def folder_at_hand(config: ModelConfig) -> Path | None:
-    """Where the model's own config.json lies on this machine, without asking the hub."""
+    """The folder of the model's own config.json on this machine, without asking the hub."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -115,19 +115,15 @@ def _snapshot(config: ModelConfig, path: str, *, with_weights: bool) -> Path:
     try:
         folder = snapshot_download(path, revision=config.revision, allow_patterns=patterns, ignore_patterns=_NOT_OURS)
     except (OSError, HFValidationError) as fault:  # every hub and network error is one of these
-        raise EnvironmentProblem(_unreachable(config, path, fault)) from fault
+        revision = f" at revision {config.revision}" if config.revision else ""
+        licence = config.licence_page or f"https://huggingface.co/{path}"
+        raise EnvironmentProblem(
+            f"model.path={path}{revision} cannot be loaded: its files are not on this machine and the hub did not give "
+            f"them ({_reason(fault)}). If it is gated, accept its licence at {licence} and set HF_TOKEN; without a "
+            "network, give a local folder: model.path=DIR; to try the architecture without its weights: "
+            "model.weights=random."
+        ) from fault
     return Path(folder)
-
-
-def _unreachable(config: ModelConfig, path: str, fault: Exception) -> str:
-    revision = f" at revision {config.revision}" if config.revision else ""
-    licence = config.licence_page or f"https://huggingface.co/{path}"
-    return (
-        f"model.path={path}{revision} cannot be loaded: its files are not on this machine and the hub did not give "
-        f"them ({_reason(fault)}). If it is gated, accept its licence at {licence} and set HF_TOKEN; without a "
-        "network, give a local folder: model.path=DIR; to try the architecture without its weights: "
-        "model.weights=random."
-    )
 
 
 def _reason(fault: Exception) -> str:

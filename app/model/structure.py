@@ -128,7 +128,7 @@ def numbers_in_folder(config: ModelConfig, task: Task, folder: Path) -> Any:
 
 
 def _require_no_other_classes(config: ModelConfig, task: Task, numbers: Any) -> None:
-    """As many classes of other names would be taken for those of the run; one of another size is drawn anew."""
+    """Refuse a classifier of equally many other classes: its head would be reused; of another size one is drawn."""
     is_classifier = any("ForSequenceClassification" in name for name in numbers.architectures or ())
     known = [str(numbers.id2label[at]) for at in sorted(numbers.id2label)] if is_classifier else []
     if task.labels and len(known) == len(task.labels) and known != list(task.labels):

@@ -67,7 +67,10 @@ class Ladder(Grid):
             if run is not None and outcome.status == FINISHED:
                 facts |= _measured(run, Path(outcome.folder))
                 first = rungs[0] if rungs else facts
-                facts |= {"ratio": _ratio(facts, first), "as_first": _as_first(facts, first)}
+                speed, base = facts["tokens_per_second"], first.get("tokens_per_second")  # of rows, without padding
+                are_whole = not (facts["splits"] or first.get("splits"))
+                ratio = speed / base if speed and base and are_whole else None
+                facts |= {"ratio": ratio, "as_first": _as_first(facts, first)}
             rungs.append(facts)
         return {"source": self.source, "rungs": rungs}
 
@@ -136,12 +139,6 @@ def _steady_tokens_per_second(lines: Iterable[Mapping[str, Any]]) -> float | Non
             seconds += (line["tokens"] - before["tokens"]) / line["tokens_per_second"]
         before = line
     return tokens / seconds if seconds else None
-
-
-def _ratio(own: Mapping[str, Any], first: Mapping[str, Any]) -> float | None:
-    """Speed relative to the first rung; both count the tokens of rows, without padding."""
-    speed, base = own["tokens_per_second"], first.get("tokens_per_second")
-    return speed / base if speed and base and not (own["splits"] or first["splits"]) else None
 
 
 def _as_first(own: Mapping[str, Any], first: Mapping[str, Any]) -> str | None:

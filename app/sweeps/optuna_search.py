@@ -134,7 +134,9 @@ def suggest(
         point = {d.key: d.rounded(asked[d.key]) if isinstance(d, Range) else asked[d.key] for d in dimensions}
         if point not in used:
             return point
-    return _first_unused(dimensions, used)  # a continuous space has no used ones
+    keys = [each.key for each in dimensions]  # a continuous space has no used points
+    every = (dict(zip(keys, values, strict=True)) for values in itertools.product(*map(_values, dimensions)))
+    return next(point for point in every if point not in used)
 
 
 def _distribution(dimension: Dimension) -> "BaseDistribution":
@@ -156,13 +158,6 @@ def _count(dimension: Dimension) -> float:
 
 def _values(dimension: Dimension) -> Sequence[Any]:
     return dimension.texts if isinstance(dimension, Setting) else [*map(dimension.number, range(int(dimension.count)))]
-
-
-def _first_unused(dimensions: Sequence[Dimension], used: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The first unused point of a finite space."""
-    keys = [each.key for each in dimensions]
-    every = (dict(zip(keys, values, strict=True)) for values in itertools.product(*map(_values, dimensions)))
-    return next(point for point in every if point not in used)
 
 
 def _own_value(dimension: Dimension, run: RunConfig) -> Any:

@@ -91,7 +91,12 @@ def read_preset(words: Sequence[str]) -> Preset:
         raise ConfigError(f"{file}: {' '.join(str(fault).split())}") from fault
     changes = {each.key_or_group: each.value() for each in overrides if each.key_or_group != GROUP}
     for key, value in changes.items():
-        _put(data, key, value)
+        if not key.startswith(_SPACE):
+            data[key.removeprefix(f"{GROUP}.")] = dict(value) if isinstance(value, Mapping) else value
+            continue
+        data["space"].pop(key.removeprefix(_SPACE), None)  # null removes a key from the space
+        if value is not None:
+            data["space"][key.removeprefix(_SPACE)] = value
     config = parse_section(_Root, {GROUP: data}).sweep
     if config.proposer == "rungs":
         refuse(
@@ -164,16 +169,6 @@ def _name(overrides: Sequence[Override]) -> str:
             "values of your own need no name: optimizer.lr=1e-3,3e-4."
         )
     return str(given[-1])
-
-
-def _put(data: dict[str, Any], key: str, value: Any) -> None:
-    """Set a key of the preset; null removes a key from the space."""
-    if key.startswith(_SPACE):
-        data["space"].pop(key.removeprefix(_SPACE), None)
-        if value is not None:
-            data["space"][key.removeprefix(_SPACE)] = value
-    else:
-        data[key.removeprefix(f"{GROUP}.")] = dict(value) if isinstance(value, Mapping) else value
 
 
 def _unused(space: Sequence[Dimension], settings: Sequence[Setting], extra: Sequence[str]) -> dict[str, str]:

@@ -125,7 +125,11 @@ def _read(overrides: Sequence[str]) -> tuple[Preset, list[Dimension], list[Setti
     preset, space = NO_PRESET, list[Dimension]()
     try:
         preset = read_preset([text for text in overrides if is_sweep_key(text)])
-        problems += _missing_packages(preset.config)
+        if preset.config.proposer == "tpe" and find_spec("optuna") is None:
+            problems.append(
+                "sweep=optuna needs the package optuna, which is not installed: "
+                "pip install optuna, or list the values yourself: -m optimizer.lr=1e-3,3e-4"
+            )
         space, wrong_space = dimensions_in(preset.config.space)
         problems += wrong_space
     except ConfigError as problem:
@@ -137,15 +141,6 @@ def _read(overrides: Sequence[str]) -> tuple[Preset, list[Dimension], list[Setti
         problems += (problem for several in wrong.values() for problem in several)
     refuse(dict.fromkeys(problems))
     return preset, space, settings
-
-
-def _missing_packages(config: SweepConfig) -> list[str]:
-    if config.proposer == "tpe" and find_spec("optuna") is None:
-        return [
-            "sweep=optuna needs the package optuna, which is not installed: "
-            "pip install optuna, or list the values yourself: -m optimizer.lr=1e-3,3e-4"
-        ]
-    return []
 
 
 def _checked_runs(

@@ -91,7 +91,9 @@ class Recorder:
         elif problem:
             recorder.message(f"{problem}; the run goes on without it")
         if step is not None:
-            recorder._truncate_after(step)
+            for values in recorder._metrics.truncate_after(step):
+                recorder._update_result(values)
+            recorder._samples.truncate_after(step)
         return recorder
 
     def add_facts(self, **facts: Any) -> None:
@@ -161,7 +163,7 @@ class Recorder:
             return
         values = {"status": status, **dict.fromkeys(RESULT_KEYS), **self._result, **result}
         with ExitStack() as closing:
-            closing.callback(self._close_tracker, status)
+            closing.callback(self._ask_tracker, lambda tracker: tracker.close(failed=status == "failed"))
             closing.callback(self._console.close)
             outcome = {key: finite_or_none(value) for key, value in values.items()}
             write_json(self.folder.result, redact(outcome))
@@ -178,12 +180,16 @@ class Recorder:
             return
         assert fault is not None, "the run ended without a result"
         stopped = isinstance(fault, KeyboardInterrupt | SystemExit | Unfinished)
+        if isinstance(fault, AppError):  # the user can solve it
+            logged = error = fault.report()
+        else:
+            logged, error = "".join(traceback.format_exception(fault)).rstrip(), f"{type(fault).__name__}: {fault}"
         # What it failed of may keep these from being written too, and must stay what is raised.
         with suppress(AppError):
             if not isinstance(fault, KeyboardInterrupt | SystemExit):
-                self._write_log(_describe_failure(fault))
+                self._write_log(logged)
         with suppress(AppError):
-            self.finish("stopped" if stopped else "failed", error=_reason_of(fault))
+            self.finish("stopped" if stopped else "failed", error=error)
 
     def _note(self, values: Mapping[str, Any]) -> None:
         self._metrics.write(values)
@@ -197,11 +203,6 @@ class Recorder:
             self._result.setdefault("train_loss_first", values["loss"])
             self._result |= {"train_loss_last": values["loss"], "steps": values["step"]}
         self._result |= {key: values[key] for key in _RESULT_METRICS if key in values}
-
-    def _truncate_after(self, step: int) -> None:
-        for values in self._metrics.truncate_after(step):
-            self._update_result(values)
-        self._samples.truncate_after(step)
 
     def _write_log(self, text: str) -> None:
         now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
@@ -220,9 +221,6 @@ class Recorder:
 
     def _track(self, values: Mapping[str, Any]) -> None:
         self._ask_tracker(lambda tracker: tracker.log(values))
-
-    def _close_tracker(self, status: str) -> None:
-        self._ask_tracker(lambda tracker: tracker.close(failed=status == "failed"))
 
     def _ask_tracker(self, request: Callable[[Tracker], None]) -> None:
         if not self._tracker:
@@ -260,14 +258,3 @@ def samples_table(samples: Path) -> str | None:
     head = ("held out", "expected", "before", f"after step {last}")
     cut = [[truncate(text, width) for text, width in zip(row, (40, 20, 28, 28), strict=True)] for row in (head, *rows)]
     return align_columns(cut, gap=2)
-
-
-def _describe_failure(fault: BaseException) -> str:
-    """The traceback of a bug, and the message alone of a problem that the user can solve."""
-    if isinstance(fault, AppError):
-        return fault.report()
-    return "".join(traceback.format_exception(fault)).rstrip()
-
-
-def _reason_of(fault: BaseException) -> str:
-    return fault.report() if isinstance(fault, AppError) else f"{type(fault).__name__}: {fault}"

@@ -5,7 +5,7 @@ each process. They are divided into 1, 2, 4, ... micro-batches of a bin each, th
 What fits is found by functions of the memory plan that the command passes in.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -94,7 +94,7 @@ class AutoSettings:
                 remark = f"{otherwise}; no plan for this model ({type(fault).__name__})"
         if remark:
             self.log(remark)
-        first: Answer = self.host_group.collected(answer)[0]
+        first: Answer = self.host_group.all_gather_object(answer)[0]
         return first
 
 
@@ -115,15 +115,13 @@ def step_tokens(run: RunConfig) -> int:
 
 def bin_sizes(run: RunConfig) -> list[int]:
     """Sizes that divide a step and hold every row, the largest first."""
-    return list(_halved(step_tokens(run), run.dataset.max_length))
-
-
-def _halved(tokens: int, least: int) -> Iterator[int]:
-    while tokens >= least:
-        yield tokens
+    sizes, tokens = list[int](), step_tokens(run)
+    while tokens >= run.dataset.max_length:
+        sizes.append(tokens)
         if tokens % 2:
-            return
+            break
         tokens //= 2
+    return sizes
 
 
 def suggested_bin(run: RunConfig) -> int:

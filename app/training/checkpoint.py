@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,8 +131,9 @@ class Checkpoints:
         """Write one, whole or not at all, and delete old ones; returns remarks on those that stay. The first process
         writes; of a sharded model each process writes its shards.
         """
-        random = host_group.collected(_random_state())
-        plains = host_group.collected(plain_states(stepper))
+        on_device = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+        random = host_group.all_gather_object({"cpu": torch.get_rng_state(), **on_device})
+        plains = host_group.all_gather_object(plain_states(stepper))
         target = self._place(progress.step)
         sharding = stepper.model.sharding
         if host_group.rank > 0:
@@ -159,10 +160,12 @@ class Checkpoints:
                 _save_tensors(stepper.model.trained(), aside / WEIGHTS)
                 _save_tensors(tensors, aside / OPTIMIZER)
                 state |= {"optimizer": plain}
-            save_file(_by_rank(random), aside / _RANDOM)
+            by_rank = {f"{rank}.{name}": each for rank, states in enumerate(random) for name, each in states.items()}
+            save_file(by_rank, aside / _RANDOM)
             (aside / STATE).write_text(json.dumps(state))
         self._known[target] = True
-        return self._delete_old(progress)
+        old = [folder for folder in self._old() if folder != self._place(progress.best_step)]
+        return [remark for folder in old if (remark := delete_folder(folder))]
 
     def load(self, folder: Path, stepper: Stepper, host_group: HostGroup) -> Progress:
         """Restore the state after the step of `folder`, saved by any number of processes."""
@@ -176,7 +179,11 @@ class Checkpoints:
             load_sharded(folder, state["optimizer"], stepper, host_group)
         if stepper.scale is not None:
             stepper.scale.load_state_dict(state["scaler"])
-        _set_random_state(load_file(folder / _RANDOM), host_group.rank)
+        random, rank = load_file(folder / _RANDOM), host_group.rank
+        if f"{rank}.cpu" in random:  # a rank that the saved run did not have keeps its seed
+            torch.set_rng_state(random[f"{rank}.cpu"])
+        if f"{rank}.cuda" in random and torch.cuda.is_available():
+            torch.cuda.set_rng_state(random[f"{rank}.cuda"])
         return parse_section(Progress, state["progress"])
 
     def note_depth(self, depth: int) -> None:
@@ -211,10 +218,6 @@ class Checkpoints:
                 f"{_command_of(folder.parent.parent)}"
             )
 
-    def _delete_old(self, progress: Progress) -> list[str]:
-        old = [folder for folder in self._old() if folder != self._place(progress.best_step)]
-        return [remark for folder in old if (remark := delete_folder(folder))]
-
     def _old(self) -> list[Path]:
         """Checkpoints saved before the last `keep` ones that are intact."""
         found, kept = checkpoints_in(self.folder), 0
@@ -242,7 +245,7 @@ def _intact(folder: Path) -> Path:
 
 
 def _damage(save: Path) -> str | None:
-    """Describe what is wrong with a checkpoint; None where every byte is as written, and means one."""
+    """Describe what is wrong with a checkpoint; None if it is complete: checksums match and its files can be read."""
     fault = verify_checksums(save, _READ)
     if fault is not None:
         return fault
@@ -291,20 +294,3 @@ def _command_of(run: Path) -> str:
 
 def _save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
     save_file({name: each.detach().cpu().contiguous() for name, each in tensors.items()}, file)
-
-
-def _random_state() -> dict[str, Tensor]:
-    on_device = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
-    return {"cpu": torch.get_rng_state(), **on_device}
-
-
-def _by_rank(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    return {f"{rank}.{device}": state for rank, each in enumerate(states) for device, state in each.items()}
-
-
-def _set_random_state(states: Mapping[str, Tensor], rank: int) -> None:
-    """A rank that the saved run did not have keeps its seed."""
-    if f"{rank}.cpu" in states:
-        torch.set_rng_state(states[f"{rank}.cpu"])
-    if f"{rank}.cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states[f"{rank}.cuda"])

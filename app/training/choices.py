@@ -81,15 +81,11 @@ def choose_precision(precision: PrecisionConfig) -> str:
         return precision.kind
     if torch.cuda.is_available():
         return "bf16" if _gpu_has_bf16() else "fp16"
-    return "bf16" if _cpu_has_bf16() else "fp32"
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+    return "fp32" if _CPU_FLAGS_OF_BF16.isdisjoint(flags.split()) else "bf16"
 
 
 def _gpu_has_bf16() -> bool:
     return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-
-
-def _cpu_has_bf16() -> bool:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
-    return not _CPU_FLAGS_OF_BF16.isdisjoint(flags.split())

@@ -12,7 +12,6 @@ from app.data.data_report import Counts, stop_reasons, without_stops
 from app.data.loader import Loader
 from app.data.prepare import Data, prepare
 from app.data.sources import Source
-from app.data.token_dataset import TokenRows
 from app.training.auto_settings import has_auto_bins, suggested_bin, with_bins
 from app.training.preparation import StepPlan, plan_steps, prepare_run
 from app.training.samples import preview
@@ -43,25 +42,29 @@ class DataCheck:
             **_split(train),
             "duplicate_rows": train.duplicates,  # held-out ones included: equal rows are on the same side
             "held_out": train.held_out,
-            **self._packing(),
+            "packing": self.run.batching.packing,
+            "bin_tokens": self.run.batching.bin_tokens,
+            "bins": self.packing.bins,
+            "fill": self.packing.fill,
+            "lower_bound_bins": self.packing.least,
+            "padded_fill": self.padded_fill,
             **self._steps(),
             "length_percentiles": length_statistics.percentiles(self.data.train.lengths, train),
             "lengths": length_statistics.histogram(self.data.train.lengths),
             "overlong_lengths": length_statistics.over_long(train),
             "sources": self._sources(),
-            "eval": None if held is None or self.data.eval is None else self._held(held, self.data.eval),
+            "eval": None
+            if held is None or self.data.eval is None
+            else {
+                **_split(held),
+                "duplicate_rows": int(self.data.eval.is_duplicate.sum()),
+                "also_trained_on": self.data.report.shared,
+            },
             "preview": self.preview,
             "lines": self.data.report.lines(),
             "notes": self.data.report.notes,
             "counts": self.data.report.as_dict(),
             "stops": self.stops,
-        }
-
-    def _held(self, counts: Counts, rows: TokenRows) -> dict[str, Any]:
-        return {
-            **_split(counts),
-            "duplicate_rows": int(rows.is_duplicate.sum()),
-            "also_trained_on": self.data.report.shared,
         }
 
     def _sources(self) -> list[dict[str, Any]]:
@@ -82,16 +85,6 @@ class DataCheck:
             }
             for (name, counts), share in zip(report.sources.items(), report.shares.values(), strict=True)
         ]
-
-    def _packing(self) -> dict[str, Any]:
-        return {
-            "packing": self.run.batching.packing,
-            "bin_tokens": self.run.batching.bin_tokens,
-            "bins": self.packing.bins,
-            "fill": self.packing.fill,
-            "lower_bound_bins": self.packing.least,
-            "padded_fill": self.padded_fill,
-        }
 
     def _steps(self) -> dict[str, Any]:
         plan, train = self.plan, self.data.report.train

@@ -86,7 +86,7 @@ def result_of(trainer: Trainer, predicted: Predicted | None) -> dict[str, Any]:
     """Numbers of result.json; a start that had nothing left to do has no speed of its own."""
     progress, runtime = trainer.progress, trainer.parts.runtime
     losses = (progress.best_loss, progress.last_eval_loss, progress.last_loss)
-    measured = int(runtime.host_group.highest(trainer.memory.bytes or 0))  # shards may differ in size
+    measured = int(runtime.host_group.max(trainer.memory.bytes or 0))  # shards may differ in size
     return {
         **trainer.speed,
         "objective": next((loss for loss in losses if loss is not None), None),

@@ -40,7 +40,7 @@ def in_backward(parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> "In
 
 
 class InBackward(GradientReduction):
-    """Of one process: steps each weight when its gradient is complete, and frees the gradient."""
+    """Steps each weight of a single process when its gradient is complete, and frees the gradient."""
 
     skipping = "not made for weights whose gradient is not finite, others had been stepped by then"
 

@@ -37,7 +37,7 @@ def rehearse(
     stepper: Stepper, runtime: Runtime, largest: Batch, micro_batches: int, try_evaluation: Callable[[], bool]
 ) -> Rehearsal:
     """Rehearse on all processes together. `try_evaluation`: score a batch; false where none is held out."""
-    begun, depth = time.perf_counter(), stepper.depth
+    begun, depth = time.perf_counter(), stepper.split_depth
     batches = [largest] * min(micro_batches, 2)  # the second adds to gradients of the first
     is_fresh = not stepper.optimizer.state
     with torch.random.fork_rng([runtime.device] if runtime.device.type == "cuda" else []):
@@ -49,9 +49,9 @@ def rehearse(
             stepper.drop_states()
     return Rehearsal(
         tokens=largest.ids.numel(),
-        depth=stepper.depth,
-        deepened=stepper.depth > depth,
+        depth=stepper.split_depth,
+        deepened=stepper.split_depth > depth,
         evaluated=evaluated,
-        peak_bytes=int(runtime.host_group.highest(runtime.peak_memory_bytes())),
+        peak_bytes=int(runtime.host_group.max(runtime.peak_memory_bytes())),
         seconds=time.perf_counter() - begun,
     )

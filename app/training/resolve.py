@@ -15,7 +15,7 @@ from app.data.loader import Loader, eval_batches
 from app.distributed.environment import world
 from app.distributed.process_group import Runtime, start
 from app.model import quantization
-from app.model.build import ModelPlan, ModelSections, plan_model
+from app.model.build import ModelCounts, ModelSections, count_weights
 from app.model.compile import require_compilable
 from app.optim.lr_schedule import learning_rate
 from app.training import memory_in_use
@@ -37,7 +37,7 @@ class ResolvedRun(Prepared):
     choices: Choices
     runtime: Runtime
     loader: Loader
-    counts: ModelPlan
+    counts: ModelCounts
 
     @property
     def sections(self) -> ModelSections:
@@ -115,7 +115,7 @@ def _settle(
     runtime = start(config.launch, choices.precision, config.seed)
     quantization.require_hardware(config.quantization, runtime.device)
     require_compilable(config.compile, runtime.device)
-    counts = plan_model(sections_of(config, choices), base)
+    counts = count_weights(sections_of(config, choices), base)
     auto = AutoSettings(planner, choices, stored, runtime.host_group, log)
     binned = replace(prepared, config=auto.with_bins(auto.with_parallel(config)))
     loader = binned.loader_for(runtime.processes, runtime.rank)

@@ -123,7 +123,7 @@ def _margins(
 ) -> dict[str, float]:
     """Half of each ratio's 95 % interval, by the spread of documents; `products`: sums of its columns multiplied.
 
-    Documents that are all right or all wrong have no spread: three in as many as there are may differ.
+    If all are right or all wrong, the rule of three: margin 3 / n.
     """
     found = {}
     for (key, (_, below)), (squares, mixed, squares_below) in zip(counts.ratios.items(), products, strict=True):
@@ -140,7 +140,7 @@ def score_rows(model: TrainingModel, batches: Iterable[Batch], runtime: Runtime,
     """The sums of each of `rows` rows, in their order, gathered on every process."""
     total = np.zeros((rows, _NUM_BASIC + counts.num_own))
     mine = _of_rows(model, batches, runtime, counts, depth=0)
-    for samples, found in runtime.host_group.collected(mine):
+    for samples, found in runtime.host_group.all_gather_object(mine):
         total[samples] = found
     return total
 
@@ -190,18 +190,18 @@ def _scored(model: TrainingModel, batches: Iterable[Batch], runtime: Runtime, de
         for batch in batches:
             yield from in_parts_that_fit(batch, scores)
         return
-    yield from _in_step(scores, batches, runtime.host_group, depth)
+    yield from _in_lockstep(scores, batches, runtime.host_group, depth)
     model.sharding.at_rest()
 
 
-def _in_step(
+def _in_lockstep(
     scores: Callable[[Batch], tuple[Tensor, Tensor]], batches: Iterable[Batch], host_group: HostGroup, depth: int
 ) -> _Scored:
     """Make the same number of passes on all ranks: one with fewer batches repeats one, without counting it."""
     parts = [part for batch in batches for part in split_batch(batch, depth)]
     mine = replace(parts[0], step_mean=None) if parts else None  # on the host alone
-    spare = next(each for each in host_group.collected(mine) if each is not None)
-    for part in host_group.in_step(parts):
+    spare = next(each for each in host_group.all_gather_object(mine) if each is not None)
+    for part in host_group.lockstep(parts):
         found = try_or_none(scores, part or spare)
         if found is None:
             require_halves(part or spare)  # raises where the next start could not split it either

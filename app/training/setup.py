@@ -37,12 +37,12 @@ _EXACT_REDUCTION, _ROUNDED_REDUCTION = 1e-4, 2e-2
 
 def check_on_loader(model: TrainingModel, loader: Loader, device: torch.device) -> list[Comparison]:
     """Check the model on the micro-batch of an epoch with the most documents; refuse the run where a check fails."""
-    crowded = loader.with_most_rows().to(device)
+    batch = loader.with_most_rows().to(device)
     if model.sharding is None:
-        return check_on_batch(model, crowded)
+        return check_on_batch(model, batch)
     with model.sharding.checking():
-        comparisons = model.within(lambda: check_on_batch(model, crowded))
-    return [*comparisons, check_reduction(model, model.sharding, crowded)]
+        comparisons = model.within(lambda: check_on_batch(model, batch))
+    return [*comparisons, check_reduction(model, model.sharding, batch)]
 
 
 def check_on_batch(model: TrainingModel, batch: Batch) -> list[Comparison]:
@@ -84,7 +84,7 @@ def check_reduction(model: TrainingModel, sharding: Sharding, batch: Batch) -> C
 
 
 def _uncompiled(model: TrainingModel) -> AbstractContextManager[None]:
-    """Checks use many shapes, each of which would be compiled."""
+    """Context of checks, which use many shapes: each of them would be compiled."""
     return nullcontext() if model.compiled_layers is None else model.compiled_layers.paused()
 
 
@@ -103,14 +103,14 @@ def restore_progress(resolved: ResolvedRun, checkpoints: Checkpoints, stepper: S
     """Load the checkpoint, and take the deepest split that any start of this run has needed."""
     host_group, checkpoint = resolved.runtime.host_group, resolved.checkpoint
     progress = checkpoints.load(checkpoint, stepper, host_group) if checkpoint else Progress()
-    progress.depth = stepper.depth = max(progress.depth, checkpoints.noted_depth())
+    progress.depth = stepper.split_depth = max(progress.depth, checkpoints.noted_depth())
     return progress
 
 
 def shared_fingerprint(resolved: ResolvedRun) -> str | None:
     """The hash of the base's weights, which the first process reads for all."""
     own = base_fingerprint(resolved.config.model) if world().is_first else None
-    shared: str | None = resolved.runtime.host_group.collected(own)[0]
+    shared: str | None = resolved.runtime.host_group.all_gather_object(own)[0]
     return shared
 
 
@@ -120,7 +120,8 @@ def record_base(resolved: ResolvedRun, model: TrainingModel, recorder: Recorder,
         return
     run, sections, is_there = resolved.config, resolved.sections, recorder.folder.base.is_dir()
     recorder.add_facts(hashes={"base": fingerprint})
-    if sections.keeps_random_base and run.checkpoint.save_random_base and not (resolved.checkpoint and is_there):
+    needs_base = sections.model.weights == "random" and sections.adapter.kind != "none"
+    if needs_base and run.checkpoint.save_random_base and not (resolved.checkpoint and is_there):
         is_plain = sections.quantizer is None and model.sharding is None
         drawn = None if is_plain else random_base(sections, resolved.runtime.device, run.seed)
         place = recorder.folder.base
@@ -151,8 +152,8 @@ def _on_first_process(model: TrainingModel, show: Callable[[int], None]) -> Call
     if model.sharding is None:
         return show if world().is_first else lambda _step: None
 
-    def show_in_step(step: int) -> None:
+    def show_in_lockstep(step: int) -> None:
         model.within(lambda: show(step))
         model.sharding.at_rest()
 
-    return show_in_step
+    return show_in_lockstep

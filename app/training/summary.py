@@ -72,31 +72,18 @@ def _step_size(resolved: ResolvedRun) -> str:
     return f"each of about {many(max(1, round(samples)), 'sample')}, {tokens:,.0f} tokens{shared}"
 
 
-def _bin_fill(resolved: ResolvedRun) -> float | None:
-    """The share of the bins that is tokens; None for padded rows, which have no fixed size."""
-    batching = resolved.config.batching
-    if not batching.packing:
-        return None
-    return resolved.data.report.train.tokens / (resolved.loader.num_units * batching.bin_tokens)
-
-
-def _min_bins(resolved: ResolvedRun) -> int | None:
-    """A lower bound on the bins of any packing."""
-    batching = resolved.config.batching
-    return min_bins(resolved.data.train.lengths, batching.bin_tokens) if batching.packing else None
-
-
 def manifest_facts(resolved: ResolvedRun) -> dict[str, Any]:
     """Choices, counts and hashes of a run."""
     run, runtime, loader = resolved.config, resolved.runtime, resolved.loader
-    others = memory_in_use.taken_by_others()
+    others, batching = memory_in_use.taken_by_others(), run.batching
+    bin_tokens = batching.bin_tokens if batching.packing else None  # padded rows have no fixed size
     return {
         "seed": run.seed,
         **({"varied_from": run.varied_from} if run.varied_from else {}),
         "choices": {
             **asdict(resolved.choices),
             "recompute": run.training.recompute,
-            "tokens": run.batching.tokens if run.batching.packing else None,
+            "tokens": batching.tokens if batching.packing else None,
             "format": formats_of(run.dataset),
             "device": runtime.device.type,
             "threads": runtime.threads,
@@ -110,8 +97,8 @@ def manifest_facts(resolved: ResolvedRun) -> dict[str, Any]:
             "units": loader.num_units,
             "units_per_step": loader.units_per_step,
             "unit_name": loader.unit_name,
-            "fill": _bin_fill(resolved),
-            "least_units": _min_bins(resolved),
+            "fill": bin_tokens and resolved.data.report.train.tokens / (loader.num_units * bin_tokens),
+            "least_units": bin_tokens and min_bins(resolved.data.train.lengths, bin_tokens),
             "data": resolved.data.report.as_dict(),
         },
         "hardware": _hardware(),

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from app.batch import Batch
-from app.distributed.fsdp import local
 from app.distributed.gradient_reduction import GradientReduction
 from app.distributed.process_group import Runtime
 from app.model.training_model import TrainingModel
@@ -59,7 +58,7 @@ class Stepper:
         self._skips_on_device = skips_on_device(optimizer)
         self._reduction = in_backward(self._parameters, optimizer) or reduction or GradientReduction(self._parameters)
         self.skipping = self._reduction.skipping
-        self.depth = 0  # how often micro-batches are halved since one ran out of memory
+        self.split_depth = 0  # how often micro-batches are halved since one ran out of memory
         # called at the beginning of each forward pass, backward pass and update
         self.on_phase: Callable[[str], None] | None = None
 
@@ -83,15 +82,15 @@ class Stepper:
             sum(b.num_tokens for b in batches),
             sum(len(b.documents_of_rows) for b in batches),
             sum(b.label_weight for b in batches),
-            self.depth,
+            self.split_depth,
         )
         *counts, depths = zip(*self._runtime.host_group.gathered(mine), strict=True)
-        self.depth = int(max(depths))
+        self.split_depth = int(max(depths))
         return [sum(each) for each in counts]
 
     def _backward(self, batches: Sequence[Batch], weight: float) -> Tensor:
         """Compute the gradient of the loss sum over the weight of all processes; repeat in smaller parts if needed."""
-        batches = [*with_step_mean(self.model, batches, self._runtime, self.depth)]
+        batches = [*with_step_mean(self.model, batches, self._runtime, self.split_depth)]
         self._reduction.begin()
         while True:
             total = try_or_none(self._attempt, batches, weight)
@@ -100,7 +99,7 @@ class Stepper:
                 return total
             self._deepen(batches)
             if not self._reduction.can_repeat:
-                raise RetryOnRestart("a micro-batch", self.depth)
+                raise RetryOnRestart("a micro-batch", self.split_depth)
             self._reduction.begin()
 
     def try_out(self, batches: Sequence[Batch]) -> None:
@@ -108,7 +107,7 @@ class Stepper:
         *_, weight = self._counted(batches)
         with self._reduction.rehearsing():
             self._backward(batches, weight)
-        self.depth = int(self._runtime.host_group.highest(self.depth))
+        self.split_depth = int(self._runtime.host_group.max(self.split_depth))
         self.forget_gradients()
 
     def allocate_states(self) -> None:
@@ -125,29 +124,24 @@ class Stepper:
     def drop_states(self) -> None:
         drop_states(self.optimizer)
 
-    def own_gradients(self) -> dict[str, Tensor | None]:
-        """Gradients by the names of trained weights; of a sharded one the local shard."""
-        trained = self.model.trained().items()
-        return {name: None if each.grad is None else local(each.grad) for name, each in trained}
-
     def forget_gradients(self) -> None:
         """Free the gradients after a step, before an evaluation needs the memory."""
         for parameter in (*self._parameters, *self._reduction.stepped):
             parameter.grad = None
 
     def _attempt(self, batches: Sequence[Batch], weight: float) -> Tensor:
-        parts = [part for batch in batches for part in split_batch(batch, self.depth)]
+        parts = [part for batch in batches for part in split_batch(batch, self.split_depth)]
         total = torch.zeros((), device=self._runtime.device)
         factor = 1.0 / (weight or 1.0) if self.scale is None else self.scale.value / (weight or 1.0)
         passes = self._passes(len(parts))
-        for at in range(passes):
-            part = parts[min(at, len(parts) - 1)]
+        for number in range(passes):
+            part = parts[min(number, len(parts) - 1)]
             self._begin("forward")
             loss, _ = self.model(part.to(self._runtime.device))
-            counts = at < len(parts)
+            counts = number < len(parts)
             scaled = loss * (factor if counts else 0.0)
             self._begin("backward")
-            if at == passes - 1:
+            if number == passes - 1:
                 scaled = self._reduction.last_loss(scaled)
             scaled.backward()
             if counts:
@@ -156,16 +150,16 @@ class Stepper:
 
     def _passes(self, own: int) -> int:
         """Number of passes, equal on all ranks of a sharded run: one with fewer parts repeats its last, unweighted."""
-        if self._reduction.can_repeat or self.depth == 0:
+        if self._reduction.can_repeat or self.split_depth == 0:
             return own
-        return int(self._runtime.host_group.highest(own))
+        return int(self._runtime.host_group.max(own))
 
     def _deepen(self, batches: Sequence[Batch]) -> None:
-        """Split one level deeper. With DDP the other ranks wait in the all-reduce, then adopt the depth."""
-        if not any(halve(part) for batch in batches for part in split_batch(batch, self.depth)):
+        """Split one level deeper. With DDP the other ranks take over the depth in the next step."""
+        if not any(halve(part) for batch in batches for part in split_batch(batch, self.split_depth)):
             longest = max(max(batch.lengths, default=0) for batch in batches)
             raise out_of_memory_error(f"a document of {longest} tokens by itself", self._kept())
-        self.depth += 1
+        self.split_depth += 1
 
     def _begin(self, phase: str) -> None:
         if self.on_phase is not None:

@@ -101,7 +101,7 @@ def _states(stepper: Stepper) -> dict[str, dict[str, Any]]:
 
 def _require_names(folder: Path, wanted: Mapping[str, Tensor], have: set[str], host_group: HostGroup) -> None:
     """Refuse missing tensors on all ranks together: each checks its own shards."""
-    missing = sorted({name for each in host_group.collected(sorted(wanted.keys() - have)) for name in each})
+    missing = sorted({name for each in host_group.all_gather_object(sorted(wanted.keys() - have)) for name in each})
     if not missing:
         return
     saved_by = {name.rpartition(".")[2] for name in have if _PER_PROCESS_MARK in name} or {"1"}

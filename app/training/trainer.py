@@ -11,6 +11,7 @@ from torch import Tensor
 from app.batch import Batch
 from app.config.schema import RunConfig
 from app.data.loader import Loader
+from app.distributed.fsdp import local
 from app.distributed.process_group import Runtime
 from app.errors import TrainingError
 from app.model.adapters import CHECKED_STEPS, layers_without_gradient
@@ -44,7 +45,7 @@ class Parts:
     def score(self, batches: Iterable[Batch]) -> dict[str, float]:
         """Score held-out batches by all processes together."""
         self.stepper.forget_gradients()
-        return score(self.stepper.model, batches, self.runtime, counts_of(self.config), self.stepper.depth)
+        return score(self.stepper.model, batches, self.runtime, counts_of(self.config), self.stepper.split_depth)
 
     def try_evaluation(self) -> bool:
         """Score the first batch, which has the longest rows; false where none is held out."""
@@ -71,7 +72,7 @@ class Prefetch:
     """
 
     def __init__(self, make: Callable[[int], list[Batch]], device: torch.device) -> None:
-        self._make = make  # a pure function of the step, so an unused result is no loss
+        self._make = make  # a pure function of the step: an unused result may be dropped
         self._pins = device.type == "cuda"
         self.ready: tuple[int, list[Batch]] | None = None
 
@@ -110,18 +111,21 @@ class Trainer:
 
     def fit(self, request: StopRequest) -> bool:
         """Train; true at the end of the run, false after a stop request, with a checkpoint saved."""
-        if self.progress.step == 0:
+        config, progress = self._config, self.progress
+        if progress.step == 0:
             self._evaluate_at_start()
-        while self.progress.step < self.parts.plan.steps:
+        while not self._at_end():
             result = self.take_step()
-            if self.progress.step == self._config.training.stop_after:
+            if progress.step == config.training.stop_after:
                 request.exit_code = START_ME_AGAIN
             asked = self._is_asked_to_stop(request)
-            if asked or self._should_report():
+            due = self._due(config.record.every) or self._due(config.eval.every)
+            if asked or due or self._at_end() or progress.step == 1:
                 self._report(result)
             improved = self._evaluate_if_due()
-            ended = self._at_end() or self._out_of_patience()
-            if asked or ended or self._should_save(improved):
+            ended = self._at_end() or 0 < config.eval.patience <= progress.evals_without_gain
+            to_keep = improved and config.checkpoint.final == "best"
+            if asked or ended or to_keep or self._due(config.checkpoint.every):
                 self._save()
             if asked or ended:
                 return ended
@@ -136,23 +140,23 @@ class Trainer:
 
     def _is_asked_to_stop(self, request: StopRequest) -> bool:
         """Whether any process was: signals arrive at different times, and all must stop after the same step."""
-        code = int(self.parts.runtime.host_group.highest(request.exit_code or 0))
+        code = int(self.parts.runtime.host_group.max(request.exit_code or 0))
         self.stopped_by = code or None
         return code > 0
 
     def take_step(self) -> StepResult:
-        at = self.progress.step
-        lr = self.parts.learning_rate(at)
-        result = self.memory.run(self.parts.stepper, self.prefetch.batches(at), lr)
-        self.progress.step = at + 1
+        step = self.progress.step
+        lr = self.parts.learning_rate(step)
+        result = self.memory.run(self.parts.stepper, self.prefetch.batches(step), lr)
+        self.progress.step += 1
         if not self._at_end():
-            self.prefetch.prepare(at + 1)  # before a line of metrics waits for the device
+            self.prefetch.prepare(step + 1)  # before a line of metrics waits for the device
         self.progress.tokens += result.tokens
         self.progress.trained_tokens += result.labels
         self._window.tokens += result.tokens
         self._window.samples += result.samples
         self.skipped.append(result.skipped)
-        self._note_split(self.parts.stepper.depth)
+        self._note_split(self.parts.stepper.split_depth)
         if self._updates < CHECKED_STEPS and not bool(result.skipped):
             self._updates += 1
             self._check_gradients()
@@ -165,9 +169,10 @@ class Trainer:
 
     def _check_gradients(self) -> None:
         """Stop in the first steps where an adapter gets no gradient."""
-        gradients = self.parts.stepper.own_gradients()
+        trained = self.parts.stepper.model.trained().items()
+        gradients = {name: None if each.grad is None else local(each.grad) for name, each in trained}
         found = layers_without_gradient(self._config.adapter, gradients, self._updates)
-        of_all = [set(each) for each in self.parts.runtime.host_group.collected(found)]
+        of_all = [set(each) for each in self.parts.runtime.host_group.all_gather_object(found)]
         silent = [name for name in found if all(name in each for each in of_all)]  # rows for them may be on other ranks
         if silent:
             shown = ", ".join(silent[:3]) + (f" and {len(silent) - 3} more" if len(silent) > 3 else "")
@@ -182,18 +187,6 @@ class Trainer:
 
     def _at_end(self) -> bool:
         return self.progress.step >= self.parts.plan.steps
-
-    def _out_of_patience(self) -> bool:
-        patience = self._config.eval.patience
-        return patience > 0 and self.progress.evals_without_gain >= patience
-
-    def _should_report(self) -> bool:
-        """Also the first and the last step, and beside each evaluation."""
-        due = self._due(self._config.record.every) or self._due(self._config.eval.every)
-        return due or self._at_end() or self.progress.step == 1
-
-    def _should_save(self, improved: bool) -> bool:
-        return self._due(self._config.checkpoint.every) or (improved and self._config.checkpoint.final == "best")
 
     def _evaluate_at_start(self) -> None:
         """Score held-out rows and answer prompts before the first step; this is never the best evaluation."""
@@ -234,7 +227,7 @@ class Trainer:
         progress.first_loss = loss if progress.first_loss is None else progress.first_loss
         progress.last_loss = loss
         on_gpu = runtime.device.type == "cuda"
-        in_use = {"device_used_bytes": int(runtime.host_group.highest(device_used_bytes() or 0))} if on_gpu else {}
+        in_use = {"device_used_bytes": int(runtime.host_group.max(device_used_bytes() or 0))} if on_gpu else {}
         self.parts.recorder.step(
             {
                 "step": progress.step,
@@ -245,7 +238,7 @@ class Trainer:
                 "tokens": progress.tokens,
                 "trained_tokens": progress.trained_tokens,
                 **_speed(self._window.tokens, self._window.samples, seconds),
-                "peak_memory_bytes": int(runtime.host_group.highest(runtime.peak_memory_bytes())),
+                "peak_memory_bytes": int(runtime.host_group.max(runtime.peak_memory_bytes())),
                 **in_use,
             },
             self._eta.seconds_left(progress.step),
@@ -262,22 +255,20 @@ class Trainer:
                 self.progress.skipped_steps += 1
                 places = self.parts.loader.source_locations(step)
                 self.parts.recorder.message(skipped_message(step + 1, self.parts.stepper.skipping, places))
-        if self.progress.skipped_in_a_row >= self._config.training.max_bad_steps and not self._scale_can_fall():
+        scale = self.parts.stepper.scale
+        scale_can_fall = scale is not None and float(scale.value) > 1.0
+        if self.progress.skipped_in_a_row >= self._config.training.max_bad_steps and not scale_can_fall:
             raise TrainingError(
                 f"{self.progress.skipped_in_a_row} gradients in a row were not finite, up to step "
                 f"{self.progress.step}. Lower optimizer.lr, or try precision=fp32; checkpoints before it are kept."
             )
-
-    def _scale_can_fall(self) -> bool:
-        scale = self.parts.stepper.scale
-        return scale is not None and float(scale.value) > 1.0
 
     def _save(self) -> None:
         started = time.perf_counter()
         self._count_skipped()
         self.parts.recorder.sync()
         host_group = self.parts.runtime.host_group
-        self._note_split(int(host_group.highest(self.parts.stepper.depth)))  # that of the next step
+        self._note_split(int(host_group.max(self.parts.stepper.split_depth)))  # that of the next step
         for remark in self.parts.checkpoints.save(self.progress, self.parts.stepper, host_group):
             self.parts.recorder.message(remark)
         seconds = time.perf_counter() - started

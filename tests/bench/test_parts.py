@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from app.model.build import plan_model
+from app.model.build import count_weights
 from app.training.choices import Choices, sections_of
 from scripts.bench.contest import METHODS, SHAPES, run_of
 from scripts.bench.machine import Clock, mfu
@@ -31,7 +31,7 @@ def test_clock_separates_warm_up_and_steps() -> None:
 def test_shapes_have_weights_of_their_models(shape: str, billions: float) -> None:
     run = run_of(replace(CONTEST, model=shape, method="full", settings=()))
     sections = sections_of(run, Choices(precision="bf16", attention="sdpa"))
-    assert plan_model(sections).total == pytest.approx(billions * 1e9, rel=1e-3)
+    assert count_weights(sections).total == pytest.approx(billions * 1e9, rel=1e-3)
     assert run.model.weights == "random"
 
 

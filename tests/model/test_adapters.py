@@ -7,7 +7,7 @@ from torch import nn
 
 from app.errors import ConfigError
 from app.model.adapters import layers_to_adapt
-from app.model.build import plan_model
+from app.model.build import count_weights
 from tests.model.small import (
     CAUSAL,
     batch_of,
@@ -96,7 +96,7 @@ def test_targets_that_match_nothing_are_refused() -> None:
 def test_rank_above_all_adapted_weights_is_refused(kind: str) -> None:
     assert training_model_of(kind, lora(r=32)).trained()
     with pytest.raises(ConfigError, match=r"adapter\.r=100000: no adapted layer of this model has a rank above 32\."):
-        plan_model(sections(model_config(kind, architecture=numbers(kind)), lora(r=100_000)))
+        count_weights(sections(model_config(kind, architecture=numbers(kind)), lora(r=100_000)))
 
 
 def test_short_name_not_used_where_it_reaches_other_layers() -> None:

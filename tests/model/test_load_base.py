@@ -14,7 +14,7 @@ from app.config.schema import QuantizationConfig
 from app.errors import ConfigError, EnvironmentProblem
 from app.model.attention import NAME, register
 from app.model.base_weights import LoadOptions
-from app.model.build import base_path, build_training_model, plan_model
+from app.model.build import base_path, build_training_model, count_weights
 from app.model.load_base import load_base
 from app.model.load_run import load_tuned
 from app.model.save import save_model
@@ -58,7 +58,7 @@ def test_the_numbers_in_conf_are_those_of_the_real_models(model: str, weights: i
     given = OmegaConf.to_container(OmegaConf.load(CONF / "model" / f"{model}.yaml"))
     assert isinstance(given, dict)
     config = model_config(architecture=given["architecture"])
-    assert plan_model(sections(config, full())).total == weights
+    assert count_weights(sections(config, full())).total == weights
     assert {p.device.type for p in BaseModel(config, CAUSAL).on_meta().parameters()} == {"meta"}
 
 
@@ -92,7 +92,7 @@ def test_weights_are_stored_as_asked(folder: Path) -> None:
 
 def test_the_plan_counts_the_folder_and_not_the_yaml(folder: Path) -> None:
     other = model_config(path=str(folder), architecture=numbers("llama", hidden_size=64))
-    assert plan_model(sections(other, full())).total == sum(p.numel() for p in built("llama").parameters())
+    assert count_weights(sections(other, full())).total == sum(p.numel() for p in built("llama").parameters())
 
 
 def only_pickles(folder: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_dry_run_tells_what_it_can_of_it(folder: Path, damage: str) -> None:
     do, words = DAMAGES[damage]
     do(folder)
     with pytest.raises(EnvironmentProblem, match=words):
-        plan_model(sections(model_config(path=str(folder)), full()))
+        count_weights(sections(model_config(path=str(folder)), full()))
 
 
 @pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "~/nowhere/at/all", "nowhere"])
@@ -180,7 +180,7 @@ def test_a_hub_model_without_a_network_says_all_that_helps() -> None:
 
 
 def test_a_hub_model_can_be_planned_without_a_network() -> None:
-    assert plan_model(sections(model_config(path="org/gated"), full())).total == 19616
+    assert count_weights(sections(model_config(path="org/gated"), full())).total == 19616
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_nothing_is_asked_of_the_hub_when_all_is_local(
     config = model_config(path=str(folder), tokenizer="asset:tiny")
     parts = sections(config, adapter)
     tokenizer = load_tokenizer(config, needs_template=True)
-    plan_model(parts)
+    count_weights(parts)
     training_model = build_training_model(parts, CPU, 0, base_path(config, tmp_path / "base"))
     training_model(batch_of(documents_of((5,))))[0].backward()
     save_model(training_model, tokenizer, tmp_path / "run" / "final")

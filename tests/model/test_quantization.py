@@ -11,7 +11,7 @@ from app.config.schema import ModelConfig, QuantizationConfig
 from app.errors import ConfigError
 from app.model.attention import register
 from app.model.base_weights import LoadOptions
-from app.model.build import ModelSections, build_training_model, plan_model, random_base
+from app.model.build import ModelSections, build_training_model, count_weights, random_base
 from app.model.load_base import load_base
 from app.model.nf4 import DequantizeBuffer, dequantized
 from app.model.quantization import Nf4, quantizer_of
@@ -237,7 +237,10 @@ def test_nf4_evaluation_leaves_base_and_next_step(tmp_path: Path, monkeypatch: p
 
 
 def refused(parts: ModelSections, words: str) -> None:
-    ways: list[Callable[[], object]] = [lambda: plan_model(parts), lambda: build_training_model(parts, CPU, 0, "base")]
+    ways: list[Callable[[], object]] = [
+        lambda: count_weights(parts),
+        lambda: build_training_model(parts, CPU, 0, "base"),
+    ]
     for way in ways:
         with pytest.raises(ConfigError, match=words) as refusal:
             way()
@@ -249,7 +252,7 @@ def refused(parts: ModelSections, words: str) -> None:
 @pytest.mark.parametrize("kind", WITH_EXPERTS)
 def test_nf4_stacked_experts_are_refused(kind: str) -> None:
     refused(parts_of(kind), f"a model of kind {kind} .*: its experts are stacked")
-    plan_model(sections(wide(kind), lora()))  # a plain base can be trained
+    count_weights(sections(wide(kind), lora()))  # a plain base can be trained
 
 
 def test_nf4_rows_of_no_whole_blocks_are_refused() -> None:
@@ -266,10 +269,10 @@ def test_nf4_quantised_folder_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_plan_model_counts_nf4_weights_not_bytes(kind: str) -> None:
-    found, plain = (plan_model(parts) for parts in (parts_of(kind), sections(wide(kind), lora())))
+def test_count_weights_counts_nf4_weights_not_bytes(kind: str) -> None:
+    found, plain = (count_weights(parts) for parts in (parts_of(kind), sections(wide(kind), lora())))
     assert found == plain
-    whole = plan_model(sections(wide(kind), full()))
+    whole = count_weights(sections(wide(kind), full()))
     assert found.total == whole.total + found.trained
     assert found.trained == sum(p.numel() for p in qlora(kind).trained().values())
 

@@ -8,7 +8,7 @@ from app.config.schema import ModelConfig, TaskConfig
 from app.errors import ConfigError
 from app.model.attention import register
 from app.model.base_weights import LoadOptions
-from app.model.build import plan_model
+from app.model.build import count_weights
 from app.model.load_base import load_base
 from tests.model.small import CAUSAL, KINDS, full, lora, model_config, sections
 
@@ -44,21 +44,21 @@ def test_a_kind_that_would_be_trained_wrongly_is_refused_by_name(kind: str) -> N
     architecture = {"model_type": kind, "num_hidden_layers": 2, **given}
     config = model_config(architecture=architecture)
     with pytest.raises(ConfigError, match=rf"^model.architecture: .* kind {kind} cannot be .*({reason})"):
-        plan_model(sections(config, full(), task=TaskConfig(kind="causal")))
+        count_weights(sections(config, full(), task=TaskConfig(kind="causal")))
 
 
 @pytest.mark.parametrize(("kind", "reason"), MASKED_REFUSED.items())
 def test_so_is_one_that_cannot_find_hidden_tokens(kind: str, reason: str) -> None:
     config = model_config(architecture={"model_type": kind, "num_hidden_layers": 2})
     with pytest.raises(ConfigError, match=rf" kind {kind} cannot be trained here \({reason}\)\. Choose another: bert"):
-        plan_model(sections(config, full(), task=TaskConfig(kind="masked")))
+        count_weights(sections(config, full(), task=TaskConfig(kind="masked")))
 
 
 def test_the_task_that_a_kind_is_made_for_is_named() -> None:
     for kind, given, fitting in (("llama", "masked", "causal"), ("modernbert", "causal", "masked")):
         config = model_config(architecture={"model_type": kind, "num_hidden_layers": 2})
         with pytest.raises(ConfigError, match=f"or try task={fitting}, which has a class for this kind"):
-            plan_model(sections(config, full(), task=TaskConfig(kind=given)))
+            count_weights(sections(config, full(), task=TaskConfig(kind=given)))
 
 
 def test_loading_refuses_too_and_before_it_reads_weights(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_loading_refuses_too_and_before_it_reads_weights(tmp_path: Path) -> None
     config = model_config(path=str(tmp_path))
     message = rf"^model.path={tmp_path}: .* kind bloom cannot be trained here"
     with pytest.raises(ConfigError, match=message):
-        plan_model(sections(config, full()))
+        count_weights(sections(config, full()))
     with pytest.raises(ConfigError, match=message):
         load(config)
 
@@ -82,9 +82,9 @@ def load(config: ModelConfig) -> Any:
 def test_the_plan_accepts_kinds_that_are_right_and_counts_them(kind: str) -> None:
     config = model_config(kind)
     lm = load(config)
-    plan = plan_model(sections(config, full()))
+    plan = count_weights(sections(config, full()))
     assert plan.total == plan.trained == sum(p.numel() for p in lm.parameters())
-    with_adapter = plan_model(sections(config, lora(r=2)))
+    with_adapter = count_weights(sections(config, lora(r=2)))
     assert 0 < with_adapter.trained < plan.total
     assert with_adapter.total == plan.total + with_adapter.trained
     assert with_adapter.trained_share == with_adapter.trained / with_adapter.total
@@ -101,4 +101,4 @@ def test_a_model_whose_head_needs_its_backbone_is_refused(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", asks)
     with pytest.raises(ConfigError, match=r"kind llama .*\(its head does not work apart from its backbone"):
-        plan_model(sections(model_config("llama"), full()))
+        count_weights(sections(model_config("llama"), full()))

@@ -85,7 +85,7 @@ def test_with_bins_that_do_not_divide_the_step_is_refused() -> None:
 class Two(HostGroup):
     """The first of two processes; the other one has the same."""
 
-    def collected(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         return [value, value]
 
 

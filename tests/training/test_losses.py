@@ -143,7 +143,7 @@ def test_loss_over_documents_out_of_memory_stays_its_formula(layout: str, runtim
     loss, expected = outcome(model, lambda: formula(model).mean())
     with scarce("forward", tokens=35) as memory:
         found, stepper = step(model, [batch_of(layout)], runtime)
-    assert memory.times > stepper.depth >= 1
+    assert memory.times > stepper.split_depth >= 1
     assert found == pytest.approx(loss, rel=1e-6)
     assert distance(gradients(model), expected) <= 2e-6
 

@@ -72,7 +72,7 @@ def test_split_parts_give_the_same_gradient(batches: list[Batch], runtime: Runti
     expected = total(whole, batches)
     for depth, allowed in ((1, 1e-6), (3, 1e-6), (12, 5e-6)):  # at last each document by itself
         stepper = made("recipe=lora", runtime=runtime)
-        stepper.depth = depth
+        stepper.split_depth = depth
         loss, found = total(stepper, batches)
         assert loss == pytest.approx(expected[0], rel=1e-6)
         assert relative(found, expected[1]) <= allowed
@@ -90,7 +90,7 @@ def test_step_out_of_memory_is_repeated_in_parts(
     with scarce(where, tokens=scanty(batches), calls=layers * per_batch) as memory:
         loss, found = total(stepper, batches)
         total(stepper, batches)
-    assert 1 <= memory.times == stepper.depth <= 2, "a later step begins split"
+    assert 1 <= memory.times == stepper.split_depth <= 2, "a later step begins split"
     assert loss == pytest.approx(expected[0], rel=1e-6)
     assert relative(found, expected[1]) <= 1e-6
 

@@ -35,11 +35,6 @@ def register_kernel(kernel: Kernel, name: str) -> str:
     """Register `kernel` for models that are made with `name`."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(name, _as_transformers_calls_it(kernel))
-    return name
-
-
-def _as_transformers_calls_it(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
     def attention(  # noqa: PLR0913, PLR0917  how transformers calls it
         module: nn.Module,
         query: Tensor,
@@ -66,7 +61,8 @@ def _as_transformers_calls_it(kernel: Kernel) -> Callable[..., tuple[Tensor, Non
             out = _in_one_row(kernel, query, key, value, rules, documents)
         return out.transpose(1, 2).contiguous(), None
 
-    return attention
+    AttentionInterface.register(name, attention)
+    return name
 
 
 def _in_one_row(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences) -> Tensor:

@@ -49,7 +49,9 @@ def needs_of(lm: Any, compute: torch.dtype | None, *, packed: bool) -> Needs:
     A rule that does not show in the configuration is refused by the kernel (`require_rules`).
     """
     config = lm.config
-    key_size, value_size = _head_sizes(config)
+    key_size = value_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if getattr(config, "qk_rope_head_dim", None) is not None:  # compressed keys and values
+        key_size, value_size = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     return Needs(
         packed=packed,
         compute=compute,
@@ -59,15 +61,6 @@ def needs_of(lm: Any, compute: torch.dtype | None, *, packed: bool) -> Needs:
         key_size=key_size,
         value_size=value_size,
     )
-
-
-def _head_sizes(config: Any) -> tuple[int, int]:
-    """Sizes of a key and a value; kinds with compressed keys and values have two."""
-    even = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rotated = getattr(config, "qk_rope_head_dim", None)
-    if rotated is None:
-        return even, even
-    return config.qk_nope_head_dim + rotated, config.v_head_dim
 
 
 _MAX_HEAD_SIZE = 256

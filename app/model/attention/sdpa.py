@@ -49,7 +49,7 @@ def _by_document(
 def _whole(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> Tensor:
     if rules.softcap is not None or rules.sinks is not None:
         return plain(q, k, v, rules)
-    mask = allowed(q.shape[2], rules, q.device) if _window_cuts(q.shape[2], rules) else None
+    mask = allowed(q.shape[2], rules, q.device) if rules.window is not None and q.shape[2] > rules.window else None
     return F.scaled_dot_product_attention(
         q,
         k,
@@ -86,14 +86,10 @@ def _grouped_matmul(per_query_head: Tensor, per_key_head: Tensor) -> Tensor:
 
 def allowed(size: int, rules: Rules, device: torch.device) -> Tensor:
     """[S, S] true where the query of a row may see the key of a column."""
-    at = torch.arange(size, device=device)
-    distance = at[:, None] - at[None, :]
+    places = torch.arange(size, device=device)
+    distance = places[:, None] - places[None, :]
     seen = distance >= 0 if rules.causal else torch.ones_like(distance, dtype=torch.bool)
     return seen if rules.window is None else seen & (distance.abs() < rules.window)
-
-
-def _window_cuts(size: int, rules: Rules) -> bool:
-    return rules.window is not None and size > rules.window
 
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
