@@ -38,13 +38,18 @@ def run_table(resolved: ResolvedRun) -> list[tuple[str, str]]:
     quantizer = resolved.sections.quantizer
     base = "" if quantizer is None else f"{quantizer.kind} base, "
     machine = f"{base}{resolved.choices.precision} on {resolved.runtime.device.type}"
+    loader, processes = resolved.loader, resolved.runtime.processes
+    share = loader.units_per_step / loader.num_units  # of an epoch
+    samples, tokens = len(resolved.data.train) * share, resolved.data.report.train.tokens * share
+    shared = f", shared by {processes} processes" if processes > 1 else ""
+    step_size = f"each of about {many(max(1, round(samples)), 'sample')}, {tokens:,.0f} tokens{shared}"
     return [
         (
             "model",
             f"{run.model.path}, {counts.total:,} weights, {counts.trained:,} trained ({counts.trained_share:.1%})",
         ),
         ("data", "\n".join(resolved.data.report.lines())),
-        ("steps", f"{plan.steps:,} ({epochs}), {_step_size(resolved)}"),
+        ("steps", f"{plan.steps:,} ({epochs}), {step_size}"),
         ("with", f"{run.optimizer.kind}, learning rate {run.optimizer.lr:g} ({run.schedule.kind}), {machine}"),
         *(("note", note) for note in _notes(resolved)),
     ]
@@ -62,14 +67,6 @@ def _notes(resolved: ResolvedRun) -> Iterator[str]:
     yield from offload_notes(run.training, device)
     yield from machine_notes(run.parallel, resolved.runtime.processes)
     yield from memory_in_use.notes()
-
-
-def _step_size(resolved: ResolvedRun) -> str:
-    loader, processes = resolved.loader, resolved.runtime.processes
-    share = loader.units_per_step / loader.num_units  # of an epoch
-    samples, tokens = len(resolved.data.train) * share, resolved.data.report.train.tokens * share
-    shared = f", shared by {processes} processes" if processes > 1 else ""
-    return f"each of about {many(max(1, round(samples)), 'sample')}, {tokens:,.0f} tokens{shared}"
 
 
 def manifest_facts(resolved: ResolvedRun) -> dict[str, Any]:

@@ -97,7 +97,10 @@ class Trainer:
         self.progress = progress
         self.prefetch = Prefetch(parts.loader.batches, parts.runtime.device)
         self._window = _Window()
-        self._eta = self._new_eta()
+        run, plan, stop = parts.config, parts.plan, parts.config.training.stop_after
+        end = stop if stop is not None and progress.step < stop < plan.steps else plan.steps
+        evaluations = {} if parts.eval_batches is None else {"evaluation": plan.every(run.eval.every)}
+        self._eta = Eta(end, {**evaluations, "save": plan.every(run.checkpoint.every)})
         self._tokens, self._samples, self._seconds = 0, 0, 0.0  # of the lines of metrics of this start
         self.stopped_by: int | None = None  # the requested exit code
         self.memory = Measured(parts.runtime, parts.plan.steps - progress.step)
@@ -130,13 +133,6 @@ class Trainer:
             if asked or ended:
                 return ended
         return True
-
-    def _new_eta(self) -> Eta:
-        run, plan, total = self._config, self.parts.plan, self.parts.plan.steps
-        stop = run.training.stop_after
-        end = stop if stop is not None and self.progress.step < stop < total else total
-        evaluations = {} if self.parts.eval_batches is None else {"evaluation": plan.every(run.eval.every)}
-        return Eta(end, {**evaluations, "save": plan.every(run.checkpoint.every)})
 
     def _is_asked_to_stop(self, request: StopRequest) -> bool:
         """Whether any process was: signals arrive at different times, and all must stop after the same step."""

@@ -58,19 +58,13 @@ def register_kernel(kernel: Kernel, name: str) -> str:
         if documents is None or query.shape[0] == 1:
             out = kernel(query, key, value, rules, documents)
         else:
-            out = _in_one_row(kernel, query, key, value, rules, documents)
+            q, k, v = (each.transpose(0, 1).flatten(1, 2)[None] for each in (query, key, value))  # as one row
+            out = kernel(q, k, v, rules, documents)[0]
+            out = out.reshape(out.shape[0], query.shape[0], -1, out.shape[2]).transpose(0, 1)
         return out.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register(name, attention)
     return name
-
-
-def _in_one_row(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences) -> Tensor:
-    """Attention to documents in several rows, laid out as one row after another."""
-    rows = q.shape[0]
-    q, k, v = (t.transpose(0, 1).flatten(1, 2)[None] for t in (q, k, v))
-    out = kernel(q, k, v, rules, documents)[0]
-    return out.reshape(out.shape[0], rows, -1, out.shape[2]).transpose(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
