@@ -50,10 +50,7 @@ def train_in(
     predict: Predict | None = None,
     planner: AutoPlanner | None = None,
 ) -> int:
-    """Train, or report what would be trained; returns the exit code.
-
-    `resume_hint` says how to continue a stopped run; `predict` and `planner` are of the memory planner, a higher layer.
-    """
+    """Train, or report what would be trained, and return the exit code; `resume_hint` says how to continue a run."""
     in_use = {"start": device_used_bytes()}
     resolved = resolve_run(run, folder.checkpoints, console.say, planner)
     run, runtime = resolved.config, resolved.runtime
@@ -87,10 +84,8 @@ def train_in(
         trainer = Trainer(parts, progress)
         is_complete = trainer.fit(request)
         recorder.add_facts(memory=kept_bytes(model, stepper.optimizer), memory_plan=forecast.facts())
-        if is_complete:
-            code = write_final(resolved, trainer, recorder, forecast.predicted)
-        else:
-            code = record_stop(trainer, recorder, forecast.predicted)
+        ended = (trainer, recorder, forecast.predicted)
+        code = write_final(resolved, *ended) if is_complete else record_stop(*ended)
         runtime.leave()
     if resume_hint and not is_complete:
         recorder.message(resume_hint)  # the last line, ready to be copied
