@@ -21,7 +21,7 @@ def test_default_run_learns_within_a_minute(run_app: RunApp, tmp_path: Path) -> 
     assert outcome["steps"] == 397
     lines = metrics(run)
     assert sum(line["tokens"] for line in lines[-2:] if "loss" in line) == 100_502
-    *table, told = ended.stdout.splitlines()[-10:-4]
+    *table, told = ended.stdout.splitlines()[-11:-5]
     assert told.startswith("memory  ")
     assert "planned for tensors" in told
     assert "measured" in told
