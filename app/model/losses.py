@@ -38,7 +38,8 @@ def _of_classes(model: "TrainingModel", states: Tensor, batch: Batch) -> Tensor:
 def over_documents(of_rows: OfDocuments, of_step: OfDocuments | None = None) -> Loss:
     """A loss that is any function of the documents' log-probabilities, such as one over pairs of answers.
 
-    `of_step` gives terms, any number for a batch: to the loss their mean over a whole step is a constant.
+    `of_step` gives a vector of terms for a batch, of any length: their mean over the step of all processes reaches
+    `of_rows` as `Batch.step_mean`, without a gradient.
     """
     return Loss(partial(_of_documents, of_rows), of_rows, of_step)
 

@@ -117,6 +117,7 @@ class Trainer:
         config, progress = self._config, self.progress
         if progress.step == 0:
             self._evaluate_at_start()
+        self._window.started = time.perf_counter()  # answers before the first step are no training
         while not self._at_end():
             result = self.take_step()
             if progress.step == config.training.stop_after:
