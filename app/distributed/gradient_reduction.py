@@ -24,14 +24,14 @@ class GradientReduction:
     """
 
     can_repeat = True
-    skipping = "skipped: its gradient is not finite"  # what people read of a step whose gradient is not
+    skipping = "skipped: its gradient is not finite"  # the message for such a step
 
     def __init__(self, stepped: Sequence[nn.Parameter]) -> None:
         self.stepped = stepped
 
     @property
     def together(self) -> list[Sequence[nn.Parameter]]:
-        """`stepped`, by whose gradients are in memory at the same time."""
+        """The groups of parameters whose gradients are in memory at the same time."""
         return [self.stepped]
 
     def begin(self) -> None:

@@ -188,7 +188,7 @@ def lr_factor(config: AdapterConfig) -> Callable[[str], float]:
 
 
 def method_in(config: Mapping[str, Any]) -> type[AdapterMethod]:
-    """The method of an adapter_config.json; LoRA, whose keys it then lacks, where it has none that runs write."""
+    """The method of an adapter_config.json; LoRA for an unknown one, so that the file is refused by its keys."""
     methods = (each for each in ADAPTERS.values() if each is not None)
     return next((each for each in methods if each.peft_type == config.get("peft_type")), Lora)
 

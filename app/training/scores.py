@@ -60,8 +60,7 @@ def _perplexity(sums: Sums) -> dict[str, NDArray[np.float64]]:
 
 def _count_classes(run: RunConfig) -> Counts:
     ratios, classes = {"eval_loss": (LOSS, WEIGHT), "accuracy": (HITS, LABELS)}, len(run.task.labels)
-    answers = trains_answers(run.dataset)
-    return Counts(ratios, _macro_f1, answers, partial(_occurrences, classes), num_own=3 * classes)
+    return Counts(ratios, _macro_f1, own=partial(_occurrences, classes), num_own=3 * classes)
 
 
 def _occurrences(classes: int, batch: Batch, _losses: Tensor, chosen: Tensor) -> Tensor:
