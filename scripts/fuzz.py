@@ -26,10 +26,10 @@ from types import FrameType
 from typing import Any
 
 from app.config.dataset import formats_for
+from app.config.dataset_schema import Columns, DatasetConfig
 from app.config.groups import choices_by_group
 from app.config.load import compose_run, validated_arguments
 from app.config.row_formats import ROW_FORMATS
-from app.config.schema import Columns, DatasetConfig
 from app.errors import AppError
 from scripts.received_folders import fuzz_received
 

@@ -12,9 +12,10 @@ from typing import Any
 from omegaconf import MISSING
 
 from app.config.did_you_mean import other_programs
+from app.config.fields import CHOICES, LIMITS, SECTIONS, TYPE
 from app.config.groups import choices_by_group
 from app.config.load import default_values
-from app.config.schema import CHOICES, LIMITS, SECTIONS, TYPE, RunConfig
+from app.config.schema import RunConfig
 from app.config.unread_keys import readers_of
 from app.config.validate import format_value, type_text
 

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from app.config.did_you_mean import did_you_mean
+from app.config.fields import number
 from app.config.hardware import HardwareConfig, missing_hardware_support, read_hardware
 from app.config.help import print_help_or_version
 from app.config.load import compose_run
 from app.config.overrides import check_overrides, key_of, split_arguments
-from app.config.schema import RunConfig, number
+from app.config.schema import RunConfig
 from app.config.validate import field_types, is_optional, leaf_keys, parse_section
 from app.errors import AppError, ConfigError, EnvironmentProblem, refuse
 

@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 
 from app.config.dataset import RANDOM, key_of, paths_read, sources_of
+from app.config.dataset_schema import Columns, DatasetConfig, MixSource
 from app.config.did_you_mean import did_you_mean_key
 from app.config.row_formats import ROW_FORMATS
-from app.config.schema import Columns, DatasetConfig, MixSource, RunConfig
+from app.config.schema import RunConfig
 from app.config.tasks import TASKS
 from app.config.validate import format_value
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+from app.config.dataset_schema import Columns, DatasetConfig, MixSource
 from app.config.row_formats import CHAT_FORMATS, LABELLED_FORMATS, ROW_FORMATS, WITHOUT_ANSWERS
-from app.config.schema import Columns, DatasetConfig, MixSource
 from app.config.tasks import TASKS
 
 RANDOM = "random:"  # the path of rows that are made from a seed

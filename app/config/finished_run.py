@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from app.config.dataset import WITHOUT_HELD_OUT_ROWS, has_held_out_rows
+from app.config.dataset_schema import DatasetConfig
+from app.config.fields import choice, number
 from app.config.load import apply_changes, read_changes, read_run, validated
-from app.config.schema import AttentionConfig, DatasetConfig, RunConfig, choice, number
+from app.config.schema import AttentionConfig, RunConfig
 from app.config.tasks import TASKS
 from app.errors import CheckpointError, ConfigError, refuse
 

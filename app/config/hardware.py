@@ -7,9 +7,10 @@ from typing import Any
 import yaml
 
 from app.config import groups
+from app.config.fields import number
 from app.config.overrides import key_of
 from app.config.quantizations import QUANTIZATION_KINDS
-from app.config.schema import RunConfig, number
+from app.config.schema import RunConfig
 from app.config.validate import parse_section
 from app.errors import ConfigError
 

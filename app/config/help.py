@@ -9,9 +9,10 @@ from typing import Any
 import omegaconf
 
 from app import __version__
+from app.config.fields import CHOICES
 from app.config.groups import CONF, choices_by_group
 from app.config.load import default_choices
-from app.config.schema import CHOICES, RunConfig
+from app.config.schema import RunConfig
 from app.config.validate import format_value, takes_text, type_text
 
 _WIDTH = 110

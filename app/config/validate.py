@@ -16,8 +16,8 @@ from typing import Any, TypeVar, get_args
 from omegaconf import MISSING
 
 from app.config.did_you_mean import did_you_mean, did_you_mean_key, of_other_program
+from app.config.fields import CHOICES, LIMITS, SECTIONS, TYPE, Epochs
 from app.config.groups import choices_by_group
-from app.config.schema import CHOICES, LIMITS, SECTIONS, TYPE, Epochs
 from app.errors import refuse
 
 Section = TypeVar("Section")

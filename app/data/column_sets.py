@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from app.config.dataset_schema import Columns, DatasetConfig
 from app.config.row_formats import ROW_FORMATS
-from app.config.schema import Columns, DatasetConfig
 from app.data.column_names import ANSWERING, ASKING, INPUTS, JUDGING, is_history, is_prose, named_like, pair_format
 from app.data.columns import EVERY_ELEMENT, command, value
 from app.data.types import Row

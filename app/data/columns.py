@@ -5,8 +5,8 @@ import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from app.config.dataset_schema import DatasetConfig
 from app.config.row_formats import LABELLED_FORMATS
-from app.config.schema import DatasetConfig
 from app.data.types import Broken, Located, Row, RowProblem, kind_of
 
 ABSENT = object()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from app.config.schema import Columns
+from app.config.dataset_schema import Columns
 from app.data.columns import optional, optional_text, value
 from app.data.types import Conversation, Message, Row, RowProblem, kind_of
 

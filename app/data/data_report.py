@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from app.config.schema import DatasetConfig
+from app.config.dataset_schema import DatasetConfig
 from app.data.sources import Source
 from app.data.types import escaped
 from app.data.unread_columns import unread_problems

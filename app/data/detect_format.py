@@ -6,8 +6,8 @@ from itertools import islice
 from typing import Any
 
 from app.config.dataset import formats_for, key_of, sources_of
+from app.config.dataset_schema import Columns, DatasetConfig
 from app.config.row_formats import ROW_FORMATS
-from app.config.schema import Columns, DatasetConfig
 from app.data.column_sets import known_sets, suggestion
 from app.data.columns import ABSENT, command, has, typed, value, wanted_rows
 from app.data.data_report import in_words

@@ -5,8 +5,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from app.config.dataset_schema import Columns
 from app.config.row_formats import ROW_FORMATS
-from app.config.schema import Columns
 from app.data import conversations
 from app.data.columns import has, optional, optional_text, text, value
 from app.data.conversations import read_conversation

@@ -9,7 +9,7 @@ import numpy as np
 
 from app.chat_rendering import ConversationRefused, render_chat
 from app.config.dataset import has_chats, has_pairs, sources_of
-from app.config.schema import DatasetConfig
+from app.config.dataset_schema import DatasetConfig
 from app.data.chat_template import missing_markers, other_template
 from app.data.data_report import Counts, DataReport, in_words, stop_reasons, without_stops
 from app.data.formats import fields_of

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from app.config.schema import RandomRowsConfig
+from app.config.dataset_schema import RandomRowsConfig
 from app.data.types import Located
 
 _WORDS = 1000  # of the vocabulary, without the labels

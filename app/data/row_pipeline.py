@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from app.config.schema import DatasetConfig
+from app.config.dataset_schema import DatasetConfig
 from app.data.columns import unread, value, wanted_rows
 from app.data.conversations import tools_column
 from app.data.data_report import Counts, bad_row_problems, count_name

@@ -14,8 +14,8 @@ from typing import Any
 
 from app.assets import locate
 from app.config.dataset import RANDOM, key_of, sources_of
+from app.config.dataset_schema import DatasetConfig
 from app.config.row_formats import LABELLED_FORMATS
-from app.config.schema import DatasetConfig
 from app.data.random_rows import RandomRows
 from app.data.readers import PACKED_FILES, READERS, TEXT_FILES, extension, open_file, read_file
 from app.data.split_files import files_of_splits

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from app.config.dataset_schema import Columns, DatasetConfig
 from app.config.row_formats import WITHOUT_ANSWERS
-from app.config.schema import Columns, DatasetConfig
 from app.data.column_names import INPUTS, JUDGING, is_history, is_prose
 from app.data.columns import command
 from app.data.formats import fields_of

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
+from app.config.dataset_schema import Columns, DatasetConfig
 from app.config.row_formats import LABELLED_FORMATS
-from app.config.schema import Columns, DatasetConfig
 from app.data.column_names import ASKING, INPUTS, JUDGING, is_history, named_like, pair_format
 from app.data.columns import command
 from app.data.conversations import SPEAKERS

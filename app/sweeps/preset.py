@@ -12,7 +12,8 @@ from hydra.errors import HydraException
 
 from app.config import groups
 from app.config.did_you_mean import did_you_mean
-from app.config.schema import SECTIONS, RunConfig, choice, number
+from app.config.fields import SECTIONS, choice, number
+from app.config.schema import RunConfig
 from app.config.unread_keys import is_unread, readers_of
 from app.config.validate import parse_section
 from app.errors import ConfigError, refuse

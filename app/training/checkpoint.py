@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from app.config.commands import resume_command
-from app.config.schema import CheckpointConfig, number
+from app.config.fields import number
+from app.config.schema import CheckpointConfig
 from app.config.validate import parse_section
 from app.distributed import sharded_checkpoint as sharded
 from app.distributed.launch import MAX_DEPTH, read_depth

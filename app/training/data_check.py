@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from app.config.dataset import formats_of, sources_of
-from app.config.schema import DatasetConfig, RunConfig
+from app.config.dataset_schema import DatasetConfig
+from app.config.schema import RunConfig
 from app.data import length_statistics
 from app.data.chat_template import other_template
 from app.data.data_report import Counts, stop_reasons, without_stops

@@ -10,8 +10,9 @@ from functools import partial
 from typing import Any
 
 from app.config.dataset import formats_for, has_chats, paths_of
+from app.config.dataset_schema import DatasetConfig
 from app.config.rules import problems_of
-from app.config.schema import DatasetConfig, RunConfig, TrainingConfig
+from app.config.schema import RunConfig, TrainingConfig
 from app.config.tasks import task_of
 from app.data.collate import Layout, Packed, Padded
 from app.data.detect_format import detect_formats

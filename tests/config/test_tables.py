@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from app.config.adapters import ADAPTER_KINDS
+from app.config.dataset_schema import DatasetConfig
+from app.config.fields import CHOICES
 from app.config.finished_run import EXPORT_KINDS
 from app.config.groups import choices_by_group
 from app.config.quantizations import QUANTIZATION_KINDS
 from app.config.row_formats import ROW_FORMATS
-from app.config.schema import CHOICES, DatasetConfig
 from app.config.tasks import TASKS
 from app.data.formats import READERS
 from app.data.objectives import MOST_LABELS, OBJECTIVES

@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from app.config.schema import Columns
+from app.config.dataset_schema import Columns
 from app.data.formats import read_row
 from app.data.loss_mask import RenderedRow, Renderer
 from app.data.tokenizer import Encoder, Tokens

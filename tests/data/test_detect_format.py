@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from app.config.dataset import formats_for, sources_of
+from app.config.dataset_schema import DatasetConfig, MixSource
 from app.config.load import compose_run
-from app.config.schema import DatasetConfig, MixSource
 from app.data.detect_format import INSPECTED_ROWS, detect_formats
 from app.data.prepare import prepare
 from app.errors import DataError

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from app.config.dataset_schema import Columns, DatasetConfig
+from app.config.fields import CHOICES
 from app.config.groups import CONF
 from app.config.row_formats import ROW_FORMATS
-from app.config.schema import CHOICES, Columns, DatasetConfig
 from app.data.conversations import ROLES
 from app.data.formats import fields_of, read_row
 from app.data.types import Conversation, Document, RowProblem

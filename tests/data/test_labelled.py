@@ -185,7 +185,7 @@ def test_same_text_other_label_is_no_duplicate(tmp_path: Path) -> None:
 
 
 def test_mix_has_labels_of_all_sources(tmp_path: Path) -> None:
-    from app.config.schema import MixSource
+    from app.config.dataset_schema import MixSource
 
     one = write_jsonl(tmp_path / "a.jsonl", labelled(("rain", "b"), ("cat", "a")))
     two = tmp_path / "b.jsonl"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.config.schema import DatasetConfig, MixSource
+from app.config.dataset_schema import DatasetConfig, MixSource
 from app.data.data_report import Counts
 from app.data.mixture import total
 from app.data.prepare import Data, prepare

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from app.config.dataset_schema import MixSource
 from app.config.load import compose_run
-from app.config.schema import MixSource
 from app.data.detect_format import detect_formats
 from app.data.prepare import Data, prepare, rows_to_score, stop_if_wrong
 from app.errors import DataError

@@ -12,9 +12,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from app.batch import Batch
+from app.config.dataset_schema import Columns, DatasetConfig
+from app.config.fields import CHOICES
 from app.config.metrics import Metric
 from app.config.row_formats import ROW_FORMATS, RowFormat
-from app.config.schema import CHOICES, Columns, DatasetConfig
 from app.config.tasks import TASKS, Task
 from app.data.columns import text
 from app.data.objectives import LabelledTokens, label_next_tokens

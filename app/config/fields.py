@@ -1,0 +1,22 @@
+"""Fields of the schema: what their values may be, as metadata that `app/config/validate.py` reads."""
+
+from dataclasses import field
+from typing import Any
+
+from omegaconf import MISSING
+
+CHOICES, LIMITS, SECTIONS, TYPE = "choices", "limits", "sections", "type"  # keys of a field's metadata
+
+
+class Epochs(str):
+    """A text like `0.25epoch`."""
+
+
+def choice(*names: str, default: str = MISSING) -> Any:
+    """A text field that takes one of `names`."""
+    return field(default=default, metadata={CHOICES: names})
+
+
+def number(default: Any = MISSING, kind: Any = None, **limits: float) -> Any:
+    """A number field within `limits`: at_least, at_most, above, below; of `kind` where its annotation cannot say it."""
+    return field(default=default, metadata={LIMITS: limits} | ({TYPE: kind} if kind else {}))
