@@ -14,14 +14,17 @@ class QuantizationKind(NamedTuple):
     weights_per_scale_byte: tuple[float, float] = (0.0, 0.0)
 
 
+_FOUR_BITS = QuantizationKind(
+    "Q{}",
+    ("quantization.double_quant=true", "the scales of the 4-bit weights have 8 bits"),
+    rounds_to="four bits",
+    weights_per_scale_byte=(16.0, 63.0),  # one scale per 64 weights, of 32 bits or of 8
+)
 QUANTIZATION_KINDS = {
     "none": QuantizationKind("{}", ("recipe=qlora", "the frozen base has 4 bits a weight, unpacked at each use")),
-    "nf4": QuantizationKind(
-        "Q{}",
-        ("quantization.double_quant=true", "the scales of the 4-bit weights have 8 bits"),
-        rounds_to="four bits",
-        weights_per_scale_byte=(16.0, 63.0),  # one scale per 64 weights, of 32 bits or of 8
-    ),
+    "nf4": _FOUR_BITS,
+    "fp4": _FOUR_BITS,
+    "int8": QuantizationKind("{} on an int8 base", ("quantization=nf4", "4 bits a weight in place of 8")),
     "fp8": QuantizationKind(
         "{} on an fp8 base",
         ("quantization=nf4", "4 bits a weight in place of two times 8, unpacked at each use"),

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from app.model.comparison import Comparison, Fault, attempt, max_difference
-from app.model.kernels import autocast_dtype, can_run
+from app.model.frozen_linear import FrozenLinear
+from app.model.kernels import can_run
 from app.model.operations import COSTS, OperationCost, Size
 
 Rounded = tuple[Tensor, Tensor]  # rows [n, k] in e4m3, and the scale of each [n, 1]
@@ -115,8 +115,8 @@ def product(rows: Rounded, weight: Tensor, scales: Tensor, dtype: torch.dtype, *
     return found
 
 
-class Fp8Linear(nn.Linear):
-    """A frozen linear layer. Weights are stored as bytes, so that casting a network leaves them alone."""
+class Fp8Linear(FrozenLinear):
+    """Weights are stored as bytes, so that casting a network leaves them alone."""
 
     weight_back: nn.Parameter
     scale: Tensor
@@ -124,22 +124,14 @@ class Fp8Linear(nn.Linear):
     rounds_rows = True
 
     def __init__(self, weight: Tensor, bias: nn.Parameter | None) -> None:
-        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        super().__init__(weight, bias)
         for name, given in (("", weight), ("_back", weight.T)):
             bytes_, scales = quantize_reference(given)  # the kernel was not compared yet
             stored = nn.Parameter(bytes_.view(torch.uint8), requires_grad=False)
             setattr(self, f"weight{name}", stored)
             self.register_buffer(f"scale{name}", scales.T.contiguous())
-        self.register_parameter("bias", bias)
-        self.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The output for rows in any leading shape; only the rows get a gradient."""
-        result: Tensor = _Linear.apply(x, self)  # type: ignore[no-untyped-call]
-        return result
 
     def product(self, rows: Tensor) -> Tensor:
-        """The output for rows [n, in] in the dtype of the arithmetic."""
         if self.rounds_rows:
             out = product(quantize_rows(rows), self.weight, self.scale, rows.dtype, fast=True)
         else:
@@ -147,7 +139,6 @@ class Fp8Linear(nn.Linear):
         return out if self.bias is None else out.add_(self.bias)
 
     def back(self, gradient: Tensor) -> Tensor:
-        """The gradient of the rows from that of the output."""
         if not self.rounds_rows:
             return gradient @ self.unpacked(gradient.dtype)
         return product(quantize_rows(gradient), self.weight_back, self.scale_back, gradient.dtype, fast=False)
@@ -155,22 +146,6 @@ class Fp8Linear(nn.Linear):
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         """The weight [out, in] as forward uses it."""
         return (self.weight.view(E4M3).float() * self.scale.T).to(dtype)
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: Fp8Linear) -> Tensor:
-        dtype = autocast_dtype(x)
-        ctx.layer, ctx.shape, ctx.dtype, ctx.computed = layer, x.shape, x.dtype, dtype
-        with torch.autocast(x.device.type, enabled=False):
-            return layer.product(x.flatten(0, -2).to(dtype)).view(*x.shape[:-1], -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
-        gradient = upstream[0].flatten(0, -2).to(ctx.computed)
-        with torch.autocast(gradient.device.type, enabled=False):
-            return ctx.layer.back(gradient).to(ctx.dtype).view(ctx.shape), None
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""NF4 by bitsandbytes: quantised layers and their forward, and dequantising into one shared buffer."""
+"""NF4 and FP4 by bitsandbytes: quantised layers and their forward, and dequantising into one shared buffer."""
 
 import logging
 import math
@@ -24,7 +24,7 @@ _DOUBLE_QUANT_BLOCK = 256  # scales per second-level scale
 _DOUBLE_QUANT_BLOCK_BYTES = 8  # the scales as they were, and once more with their offset
 
 
-def linear_4bit(weight: Tensor, bias: Any, *, double_quant: bool, compute: torch.dtype) -> nn.Module:
+def linear_4bit(weight: Tensor, bias: Any, kind: str, *, double_quant: bool, compute: torch.dtype) -> nn.Module:
     """A frozen layer of bitsandbytes' own class; on meta its weight keeps its shape, as bitsandbytes leaves it."""
     from bitsandbytes.functional import quantize_4bit
     from bitsandbytes.nn import Linear4bit, Params4bit
@@ -35,14 +35,14 @@ def linear_4bit(weight: Tensor, bias: Any, *, double_quant: bool, compute: torch
         bias=bias is not None,
         compute_dtype=compute,
         compress_statistics=double_quant,
-        quant_type="nf4",
+        quant_type=kind,
         device="meta",
     )
     attributes = {key: value for key, value in layer.weight.__dict__.items() if key != "data"}
     data = weight.contiguous()
     if not weight.is_meta:
         data, layer.quant_state = quantize_4bit(
-            data, blocksize=BLOCK, compress_statistics=double_quant, quant_type="nf4"
+            data, blocksize=BLOCK, compress_statistics=double_quant, quant_type=kind
         )
         attributes |= {"quant_state": layer.quant_state, "bnb_quantized": True, "module": layer}
     layer.weight = Params4bit(data, requires_grad=False, **attributes)

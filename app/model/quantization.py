@@ -1,6 +1,6 @@
 """The frozen base in fewer bits: quantised layers in place of the backbone's linear ones; head and embeddings stay.
 
-The table of kinds: NF4 (`model.nf4`, by bitsandbytes) and fp8 (`model.fp8_linear`).
+The table of kinds: NF4 and FP4 (`model.nf4`, by bitsandbytes), int8 (`model.frozen_linear`), fp8 (`model.fp8_linear`).
 """
 
 from abc import ABC, abstractmethod
@@ -15,6 +15,7 @@ from app.config.schema import ModelConfig, QuantizationConfig
 from app.errors import ConfigError
 from app.model import nf4
 from app.model.fp8_linear import Fp8Linear
+from app.model.frozen_linear import Int8Linear
 from app.model.fused_lora import Frozen
 from app.model.head import in_backbone
 
@@ -118,16 +119,16 @@ class Quantizer(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Nf4(Quantizer):
+class Bits4(Quantizer):
     """Four bits by bitsandbytes."""
 
-    kind = "nf4"
     needed_by_adapter = True
     use_stored_shapes = staticmethod(nf4.use_stored_shapes)
     fake = staticmethod(nf4.fake)
     constants = staticmethod(nf4.constants)
     fused_forms = staticmethod(nf4.fused_forms)
 
+    kind: str  # nf4 or fp4
     double_quant: bool
     compute: torch.dtype
 
@@ -135,7 +136,7 @@ class Nf4(Quantizer):
         """Dtypes by their names, as transformers takes them."""
         return {
             "load_in_4bit": True,
-            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_quant_type": self.kind,
             "bnb_4bit_use_double_quant": self.double_quant,
             "bnb_4bit_compute_dtype": str(self.compute).removeprefix("torch."),
             "llm_int8_skip_modules": outside,
@@ -148,7 +149,8 @@ class Nf4(Quantizer):
         return nf4.dequantized(self.quantized(layer))
 
     def quantized(self, layer: Any) -> nn.Module:
-        return nf4.linear_4bit(weight_of(layer), layer.bias, double_quant=self.double_quant, compute=self.compute)
+        options: Any = {"double_quant": self.double_quant, "compute": self.compute}
+        return nf4.linear_4bit(weight_of(layer), layer.bias, self.kind, **options)
 
     def share_state(self, quantized: Any, layer: Any) -> None:
         layer.quant_state = quantized.quant_state
@@ -164,6 +166,27 @@ class Nf4(Quantizer):
         nf4.install_forward(lm)
         lm.is_loaded_in_4bit = True
         Quantizer.finish(self, lm)  # a dataclass with slots is made anew, and super() would not know it
+
+
+class Int8(Quantizer):
+    """Eight bits while training, each weight within half a percent of the largest of its row: as for fp8, there is little
+    for the adapter to make up for.
+    """
+
+    kind = "int8"
+    needed_by_adapter = False
+
+    def quantized(self, layer: Any) -> nn.Module:
+        return Int8Linear(weight_of(layer), layer.bias)
+
+    def fused_forms(self, network: nn.Module) -> Mapping[nn.Module, Frozen]:
+        return {layer: layer for layer in network.modules() if isinstance(layer, Int8Linear)}
+
+    def rounded(self, weight: Tensor) -> Tensor:
+        return Int8Linear(weight, None).unpacked(weight.dtype)
+
+    def unsupported(self, name: str, outputs: int, inputs: int) -> str | None:  # noqa: ARG002
+        return None
 
 
 class Fp8(Quantizer):
@@ -205,7 +228,9 @@ class Fp8(Quantizer):
 
 QUANTIZATIONS: dict[str, Callable[[QuantizationConfig, torch.dtype], Quantizer | None]] = {
     "none": lambda _config, _compute: None,
-    "nf4": lambda config, compute: Nf4(config.double_quant, compute),
+    "nf4": lambda config, compute: Bits4("nf4", config.double_quant, compute),
+    "fp4": lambda config, compute: Bits4("fp4", config.double_quant, compute),
+    "int8": lambda _config, _compute: Int8(),
     "fp8": lambda _config, _compute: Fp8(),
 }
 

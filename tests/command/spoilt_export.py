@@ -10,7 +10,7 @@ from torch import Tensor
 
 from app import export
 from app.exports.export import MergedExport
-from app.model.quantization import Nf4
+from app.model.quantization import Bits4
 
 
 def _one_tensor(folder: Path) -> None:
@@ -26,7 +26,7 @@ def _cut_off(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:1000])
 
 
-def _as_it_was(_packing: Nf4, weight: Tensor) -> Tensor:
+def _as_it_was(_packing: Bits4, weight: Tensor) -> Tensor:
     """The base as it was before it was packed: the careless way to merge."""
     return weight
 
@@ -45,7 +45,7 @@ def _spoil_files(spoil: Callable[[Path], None]) -> None:
 def main() -> None:
     match os.environ["SPOIL"]:
         case "careless":
-            Nf4.rounded = _as_it_was  # type: ignore[method-assign,assignment]
+            Bits4.rounded = _as_it_was  # type: ignore[method-assign,assignment]
         case "disk":
             resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
         case "tensor":

@@ -19,7 +19,7 @@ UNREAD = [
     ("schedule.decay_fraction=0.1", ["schedule.decay_fraction=0.1: schedule=cosine does not read it"]),
     ("schedule=constant schedule.final_fraction=0.1", ["choose schedule=cosine or linear or wsd."]),
     ("task.mask_share=0.1", ["task.mask_share=0.1: task=causal does not read it"]),
-    ("quantization.double_quant=true", ["Leave it out, or choose quantization=nf4."]),
+    ("quantization.double_quant=true", ["Leave it out, or choose quantization=fp4 or nf4."]),
     ("quantization=fp8 quantization.double_quant=true", ["quantization=fp8 does not read it"]),
     (
         "compile.graphs=false tracker.project=a",

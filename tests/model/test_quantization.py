@@ -14,7 +14,7 @@ from app.model.base_weights import LoadOptions
 from app.model.build import ModelSections, build_training_model, count_weights, random_base
 from app.model.load_base import load_base
 from app.model.nf4 import DequantizeBuffer, dequantized
-from app.model.quantization import Nf4, quantizer_of
+from app.model.quantization import Bits4, quantizer_of
 from app.model.save import save_base
 from app.model.structure import BaseModel
 from app.model.tokenizer import load_tokenizer
@@ -175,7 +175,7 @@ def unpacked_copy(training_model: TrainingModel, precision: str) -> TrainingMode
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_dequantize_buffer_equals_bitsandbytes(dtype: torch.dtype, *, double: bool) -> None:
-    four_bit = Nf4(double_quant=double, compute=dtype)
+    four_bit = Bits4("nf4", double_quant=double, compute=dtype)
     large, small = (four_bit.quantized(nn.Linear(192, n, bias=False, dtype=dtype)) for n in (300, 16))
     buffer = DequantizeBuffer([small, large])
     first = buffer.dequantized(large, dtype)
@@ -187,7 +187,7 @@ def test_dequantize_buffer_equals_bitsandbytes(dtype: torch.dtype, *, double: bo
 
 def test_nf4_layer_computes_with_own_quant_state() -> None:
     """FSDP gathers a weight as a plain parameter, in backward too."""
-    layer: Any = Nf4(double_quant=True, compute=torch.float32).quantized(nn.Linear(64, 32))
+    layer: Any = Bits4("nf4", double_quant=True, compute=torch.float32).quantized(nn.Linear(64, 32))
     holder = nn.Sequential(layer)
     packing(torch.float32).finish(holder)
     x = torch.randn(5, 64, requires_grad=True)

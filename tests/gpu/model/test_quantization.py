@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from app.model.nf4 import DequantizeBuffer, dequantized
-from app.model.quantization import Nf4
+from app.model.quantization import Bits4
 from tests.model.small import distance
 
 SHAPES = ((1024, 4096), (14336, 4096), (4096, 14336))  # outputs, inputs
@@ -13,7 +13,7 @@ SHAPES = ((1024, 4096), (14336, 4096), (4096, 14336))  # outputs, inputs
 
 def packed_layer(outputs: int, inputs: int, dtype: torch.dtype, *, double: bool = True) -> nn.Module:
     layer = nn.Linear(inputs, outputs, bias=False, device="cuda", dtype=dtype)
-    return Nf4(double_quant=double, compute=dtype).quantized(layer)
+    return Bits4("nf4", double_quant=double, compute=dtype).quantized(layer)
 
 
 @pytest.mark.parametrize("double", [False, True])
@@ -31,7 +31,7 @@ def test_nf4_products_equal_float64() -> None:
     weight = dequantized(layer).double()
     rows = torch.randn(2048, inputs, device="cuda", dtype=torch.bfloat16)
     above = torch.randn(2048, outputs, device="cuda", dtype=torch.bfloat16)
-    frozen = Nf4(double_quant=True, compute=torch.bfloat16).fused_forms(layer)[layer]
+    frozen = Bits4("nf4", double_quant=True, compute=torch.bfloat16).fused_forms(layer)[layer]
     with torch.no_grad():
         product, back = frozen.product(rows), frozen.back(above)
     assert distance(product.double(), rows.double() @ weight.T) <= 4e-3

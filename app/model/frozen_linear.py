@@ -1,0 +1,81 @@
+"""Frozen linear layers that multiply in a way of their own: what they share, and the base in int8."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from app.model.kernels import autocast_dtype
+
+_INT8_MAX = 127
+
+
+class FrozenLinear(nn.Linear, ABC):
+    """A linear layer of which only the rows get a gradient. Rows of `product` and `back` are in the dtype of the
+    arithmetic.
+    """
+
+    def __init__(self, weight: Tensor, bias: nn.Parameter | None) -> None:
+        """Keep the bias and the sizes of `weight` [out, in]; a kind stores the weight."""
+        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.register_parameter("bias", bias)
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output for rows in any leading shape."""
+        result: Tensor = _Linear.apply(x, self)  # type: ignore[no-untyped-call]
+        return result
+
+    @abstractmethod
+    def product(self, rows: Tensor) -> Tensor:
+        """The output for rows [n, in]."""
+
+    @abstractmethod
+    def back(self, gradient: Tensor) -> Tensor:
+        """The gradient of the rows from that of the output."""
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: FrozenLinear) -> Tensor:
+        dtype = autocast_dtype(x)
+        ctx.layer, ctx.shape, ctx.dtype, ctx.computed = layer, x.shape, x.dtype, dtype
+        with torch.autocast(x.device.type, enabled=False):
+            return layer.product(x.flatten(0, -2).to(dtype)).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        gradient = upstream[0].flatten(0, -2).to(ctx.computed)
+        with torch.autocast(gradient.device.type, enabled=False):
+            return ctx.layer.back(gradient).to(ctx.dtype).view(ctx.shape), None
+
+
+class Int8Linear(FrozenLinear):
+    """A weight as bitsandbytes stores it for LLM.int8: integers, and a scale per output. Rows are not rounded, so there
+    are no outliers to hold apart, for which LLM.int8 has the host wait in each layer.
+    """
+
+    scale: Tensor
+
+    def __init__(self, weight: Tensor, bias: nn.Parameter | None) -> None:
+        from bitsandbytes.functional import int8_vectorwise_quant
+
+        super().__init__(weight, bias)
+        integers, largest, _ = int8_vectorwise_quant(weight.to(torch.float16).contiguous())
+        self.weight = nn.Parameter(integers, requires_grad=False)
+        self.register_buffer("scale", largest[:, None] / _INT8_MAX)
+
+    def product(self, rows: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(rows.dtype)
+        return F.linear(rows, self.unpacked(rows.dtype), bias)
+
+    def back(self, gradient: Tensor) -> Tensor:
+        return gradient @ self.unpacked(gradient.dtype)
+
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        """The weight [out, in]."""
+        return self.weight.to(dtype).mul_(self.scale.to(dtype))
