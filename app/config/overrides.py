@@ -1,5 +1,6 @@
 """Command-line overrides and Hydra's switches, checked against conf/ and the schema before Hydra composes."""
 
+import os
 import shlex
 from argparse import ArgumentError, Namespace
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,8 @@ _REFUSED_SWITCHES = ("config_path", "config_name", "config_dir", "experimental_r
 _MAX_KEY_CHARACTERS = 200  # Hydra looks for a file of that name
 _MAX_DEPTH = 20  # of brackets; hundreds exceed the recursion limit
 _OPTIONAL_GROUPS = ("experiment", "debug")
+# groups in whose place a place may be typed: the choice that takes it as its path
+_PLACES = {"model": ("folder", "a folder or a hub id"), "dataset": ("auto", "a file, a folder or a hub id")}
 
 
 def is_sweep(arguments: Sequence[str]) -> bool:
@@ -102,7 +105,7 @@ def partition_overrides(arguments: Sequence[str], schema: type) -> tuple[list[st
     """The valid overrides in a form that composes, and problems with the others."""
     valid: list[str] = []
     problems: list[str] = []
-    for text in arguments:
+    for text in (each for given in arguments for each in _with_place(given)):
         try:
             override = _parsed(text, schema)
         except ConfigError as problem:
@@ -113,6 +116,17 @@ def partition_overrides(arguments: Sequence[str], schema: type) -> tuple[list[st
         if not found:
             valid.append(_composable(override, schema))
     return valid, problems
+
+
+def _with_place(text: str) -> list[str]:
+    """`model=folder`, `model.path=ORG/NAME` for `model=ORG/NAME`; one value alone, since a sweep splits several first."""
+    group, _, value = text.partition("=")
+    place = value.strip("'\"")
+    if group not in _PLACES or place in choices_by_group()[group] or set(place) & set(",()[]{}*"):
+        return [text]
+    # os.path: that of a name that is too long is no error
+    is_place = "/" in place or "\\" in place or os.path.exists(place)  # noqa: PTH110
+    return [f"{group}={_PLACES[group][0]}", f"{group}.path={value}"] if is_place else [text]
 
 
 def key_of(text: str) -> str:
@@ -183,7 +197,9 @@ def _wrong_choice(group: str, choice: Any) -> Iterator[str]:
         return
     given = format_value(choice)
     meant = of_other_program(group, given) or did_you_mean(given, names, listing=False)
-    yield f"{group}={given}: there is no such {group}.{meant} Choose one of {', '.join(names)}."
+    _, place = _PLACES.get(group, ("", ""))
+    others = f", or give {place}" if place else ""
+    yield f"{group}={given}: there is no such {group}.{meant} Choose one of {', '.join(names)}{others}."
 
 
 def _unknown_key_problem(key: str, value: str, schema: type) -> str:

@@ -169,8 +169,8 @@ class Bits4(Quantizer):
 
 
 class Int8(Quantizer):
-    """Eight bits while training, each weight within half a percent of the largest of its row: as for fp8, there is little
-    for the adapter to make up for.
+    """Eight bits while training; a weight is off by half a percent of the largest of its row at most, so that later the
+    adapter is used on the ordinary base.
     """
 
     kind = "int8"

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config import groups
+from app.config.commands import check_config
 from app.config.load import compose_run, validated_arguments
 from app.config.overrides import check_overrides, is_sweep, split_arguments
 from app.config.schema import RunConfig
@@ -29,6 +30,9 @@ REFUSED = [
     ("model=null", "model=null: there is no such model. Choose one of bert, folder, gpt2_xl, llama, llama_70b"),
     ("model=_hub", "model=_hub: there is no such model."),
     ("model=lllama", "model=lllama: there is no such model. Did you mean llama?"),
+    ("dataset=aplaca", "dataset=aplaca: there is no such dataset. Did you mean alpaca?"),
+    ("dataset=rows.jsonl", "or give a file, a folder or a hub id."),
+    ("model=ORG/A,ORG/B", "several values are a sweep, which -m starts: python -m app.train -m model="),
     ("recipe=loar", "recipe=loar: there is no such recipe. Did you mean lora?"),
     ("modl=llama", "modl is neither a key nor a group. Did you mean model=bert|folder|gpt2_xl|llama"),
     ("sed=1", "sed is not a key. Did you mean seed?"),
@@ -86,6 +90,30 @@ def replace(file: Path, right: str, wrong: str) -> None:
 def test_overrides_invalid_one_problem_each(given: str, message: str) -> None:
     (problem,) = refusal_of(given)
     assert message in problem
+
+
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        ("model=Qwen/Qwen3-0.6B", ["model=folder", "model.path=Qwen/Qwen3-0.6B"]),
+        ("model=mine", ["model=folder", "model.path=mine"]),
+        ("model=llama", ["model=llama"]),  # a choice, though there is a folder of that name
+        ("dataset=tatsu-lab/alpaca", ["dataset=auto", "dataset.path=tatsu-lab/alpaca"]),
+        ("dataset=chat.jsonl", ["dataset=auto", "dataset.path=chat.jsonl"]),
+        ("dataset='my rows.csv'", ["dataset=auto", "dataset.path='my rows.csv'"]),
+    ],
+)
+def test_place_typed_for_choice_is_path(
+    short: str, long: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "llama"):
+        (tmp_path / name).mkdir()
+    for name in ("chat.jsonl", "my rows.csv"):
+        (tmp_path / name).touch()
+    expected = compose_run(["output_dir=a", *long])
+    assert compose_run(["output_dir=a", short]) == check_config(["output_dir=a", short]).run == expected
+    assert validated_arguments([short]) == validated_arguments(long)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,8 @@ def test_varied_run_has_settings_of_its_start_and_own_folder(run: Path) -> None:
 def test_varied_run_group_replaces_section(run: Path) -> None:
     config = varied(f"from={run}", "dataset=text", "dataset.path=book.txt", "optimizer=sgd")
     assert (config.dataset.path, config.dataset.format, config.dataset.max_length) == ("book.txt", "text", 100)
+    of_hub = varied(f"from={run}", "dataset=tatsu-lab/alpaca").dataset
+    assert (of_hub.path, of_hub.format) == ("tatsu-lab/alpaca", "auto")
     assert (config.optimizer.kind, config.optimizer.lr) == ("sgd", 3e-3)
     assert varied(f"from={run}", "optimizer=sgd", "optimizer.lr=1").optimizer.lr == 1
 

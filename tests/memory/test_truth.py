@@ -33,6 +33,7 @@ def difference(*overrides: str, micro_batches: int = 1) -> int:
         ("recipe=lora", "precision=fp16", "training.recompute=true"),
         ("recipe=lora", "adapter.fused=false", "training.recompute=1", PADDED_ROWS),
         ("recipe=lora", "quantization=fp8", "precision=bf16", "training.recompute=1"),
+        ("recipe=lora", "quantization=int8", "precision=bf16", "training.recompute=1"),
         ("recipe=lora", "training.recompute=true", "training.offload=true", "precision=bf16"),
         ("recipe=qlora", "training.recompute=1"),
         (*EXPERTS, "recipe=full", "precision=bf16"),

@@ -33,8 +33,8 @@ def nearest(groups: Tensor, numbers: Tensor) -> Tensor:
     return numbers[(groups[..., None] / scale[..., None] - numbers).abs().argmin(-1)] * scale
 
 
-def by_nf4_layer(weight: Tensor) -> Tensor:
-    return dequantized(linear_4bit(weight, None, double_quant=False, compute=torch.float32))
+def by_4bit_layer(kind: str, weight: Tensor) -> Tensor:
+    return dequantized(linear_4bit(weight, None, kind, double_quant=False, compute=torch.float32))
 
 
 def by_fp8_layer(weight: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ REFERENCES = {
     "int8, for 64 weights": nearest(WEIGHT.view(-1, 64), INTEGERS).view_as(WEIGHT),
     "E4M3, for a row": by_fp8_layer(WEIGHT),
     "E5M2, for a row": nearest(WEIGHT, numbers_of(5, 2)[4:-4]),  # its last exponent is for infinities
-    "NF4, for 64 weights": by_nf4_layer(WEIGHT),
+    "NF4, for 64 weights": by_4bit_layer("nf4", WEIGHT),
     "E2M1, for 64 weights": nearest(WEIGHT.view(-1, 64), numbers_of(2, 1)).view_as(WEIGHT),
     "E3M0, for 64 weights": nearest(WEIGHT.view(-1, 64), numbers_of(3, 0)).view_as(WEIGHT),
 }

@@ -31,6 +31,11 @@ def test_sweep_misspelt_key_reported_once() -> None:
     ]
 
 
+def test_sweep_over_places_and_choices() -> None:
+    runs = plan_sweep(["-m", "model=tiny,org/small,qwen"], lambda _run: None).runs
+    assert [each.model.path for each in runs] == ["asset:tiny", "org/small", "Qwen/Qwen3-8B"]
+
+
 def test_sweep_problems_of_some_trials_together() -> None:
     problems = refusal_of("recipe=full,lora,lroa", "quantization=nf4,none", "seed=1,x")
     assert problems == [

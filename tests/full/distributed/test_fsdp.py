@@ -38,6 +38,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {"adapter": lora()},
     "qlora": {"adapter": lora(), "quantization": NF4},
+    "int8": {"adapter": lora(), "quantization": QuantizationConfig(kind="int8")},
 }
 LENGTHS = ((20, 5, 11), (7, 16, 9), (13, 12))  # of the documents of each process
 
@@ -177,6 +178,7 @@ KINDS = (*ALL_KINDS, *MORE_KINDS, "tied", "classifier")
 CASES = [
     *((kind, method) for kind in KINDS for method in ("full", "lora")),
     *((kind, "qlora") for kind in ("llama", "gemma2", "classifier", "bert")),
+    ("llama", "int8"),
 ]
 
 
@@ -192,7 +194,7 @@ def test_fsdp_each_process_keeps_its_rows_alone(processes: ProcessesByCount, met
     processes(count).run(bytes_of_shards, method)
 
 
-@pytest.mark.parametrize("method", ["lora", "qlora"])
+@pytest.mark.parametrize("method", ["lora", "qlora", "int8"])
 def test_fsdp_uses_fused_pieces(processes: ProcessesByCount, method: str) -> None:
     for alone, sharded in processes(PROCESSES).run(fused_calls, method):
         assert alone == sharded > 0

@@ -34,7 +34,7 @@ def test_plan_of_full_fine_tuning_in_bf16_equals_counted_step(words: tuple[str, 
 @pytest.mark.parametrize(
     ("fused", "precision", "recompute"), [("true", "fp32", "1"), ("false", "bf16", "0"), ("true", "bf16", "true")]
 )
-@pytest.mark.parametrize("base", ["recipe=qlora", "quantization=fp8"])
+@pytest.mark.parametrize("base", ["quantization=nf4", "quantization=fp4", "quantization=int8", "quantization=fp8"])
 def test_plan_of_quantized_base_equals_counted_step(base: str, fused: str, precision: str, recompute: str) -> None:
     words = (f"adapter.fused={fused}", f"precision={precision}", f"training.recompute={recompute}")
     assert abs(difference("recipe=lora", base, *words)) <= NEAR

@@ -68,6 +68,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
         ("recipe=lora", "precision=bf16"),
         ("recipe=qlora",),
         ("recipe=lora", "quantization=fp8", "model.architecture.hidden_size=64"),
+        ("recipe=lora", "quantization=int8"),
         ("recipe=full", FILES),
         ("recipe=qlora", FILES),
         ("recipe=qlora", FILES, LOADED_WHOLE),

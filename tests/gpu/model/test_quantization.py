@@ -1,9 +1,10 @@
-"""NF4 on a GPU: bitsandbytes dequantises into one buffer, and fused layers multiply by what is there."""
+"""NF4, FP4 and int8 on a GPU: dequantised weights, and fused layers multiply by what is there."""
 
 import pytest
 import torch
 from torch import nn
 
+from app.model.frozen_linear import Int8Linear
 from app.model.nf4 import DequantizeBuffer, dequantized
 from app.model.quantization import Bits4
 from tests.model.small import distance
@@ -11,15 +12,15 @@ from tests.model.small import distance
 SHAPES = ((1024, 4096), (14336, 4096), (4096, 14336))  # outputs, inputs
 
 
-def packed_layer(outputs: int, inputs: int, dtype: torch.dtype, *, double: bool = True) -> nn.Module:
+def packed_layer(outputs: int, inputs: int, dtype: torch.dtype, kind: str = "nf4", *, double: bool = True) -> nn.Module:
     layer = nn.Linear(inputs, outputs, bias=False, device="cuda", dtype=dtype)
-    return Bits4("nf4", double_quant=double, compute=dtype).quantized(layer)
+    return Bits4(kind, double_quant=double, compute=dtype).quantized(layer)
 
 
-@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize(("kind", "double"), [("nf4", False), ("nf4", True), ("fp4", True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_dequantize_buffer_equals_bitsandbytes(dtype: torch.dtype, *, double: bool) -> None:
-    layers = [packed_layer(*shape, dtype, double=double) for shape in SHAPES]
+def test_dequantize_buffer_equals_bitsandbytes(dtype: torch.dtype, kind: str, *, double: bool) -> None:
+    layers = [packed_layer(*shape, dtype, kind, double=double) for shape in SHAPES]
     buffer = DequantizeBuffer(layers)
     for layer in (*layers, layers[0]):
         assert torch.equal(buffer.dequantized(layer, dtype), dequantized(layer))
@@ -49,3 +50,18 @@ def test_nf4_survives_the_way_to_the_gpu_and_back() -> None:
     on_cpu, on_gpu = results
     assert torch.allclose(on_cpu, on_gpu, atol=1e-6)
     assert 0 < (on_cpu - weights).norm() / weights.norm() < 0.15
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_int8_bytes_and_products_equal_those_of_a_cpu(dtype: torch.dtype) -> None:
+    weight = torch.randn(4096, 14336, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(dtype)
+    on_cpu, layer = Int8Linear(weight, None), Int8Linear(weight.cuda(), None)
+    assert (on_cpu.weight.int() - layer.weight.cpu().int()).abs().max() <= 1, "a number half way between two"
+    assert torch.equal(on_cpu.scale, layer.scale.cpu())
+    exact = layer.weight.double() * layer.scale.double()
+    rows = torch.randn(2048, 14336, device="cuda", dtype=dtype)
+    above = torch.randn(2048, 4096, device="cuda", dtype=dtype)
+    allowed = 1e-5 if dtype == torch.float32 else 6e-3
+    with torch.no_grad():
+        assert distance(layer.product(rows).double(), rows.double() @ exact.T) <= allowed
+        assert distance(layer.back(above).double(), above.double() @ exact) <= allowed

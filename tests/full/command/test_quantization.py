@@ -1,4 +1,4 @@
-"""A run on a base in fp8 and what follows it: an evaluation on that base, everything else on the ordinary one."""
+"""A run on a base in 8 bits and what follows it: an evaluation on that base, everything else on the ordinary one."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 from tests.harness.runs import FINISHED, SMALL, Zygote, numbers, result, same_ending
 
-FP8 = ("recipe=lora", "quantization=fp8")
+ON_CPU = {"fp8": "quantization=fp8: a CPU has no fp8", "int8": "int8 base"}  # what a run says
 
 
 def told(file: Path) -> dict[str, Any]:
@@ -16,13 +16,14 @@ def told(file: Path) -> dict[str, Any]:
     return found
 
 
-def test_fp8_run_trains_and_exports(zygote: Zygote, tmp_path: Path) -> None:
+@pytest.mark.parametrize("base", ON_CPU)
+def test_run_on_eight_bits_trains_and_exports(zygote: Zygote, tmp_path: Path, base: str) -> None:
     run = tmp_path / "run"
-    ended = zygote.run(tmp_path, *FINISHED["lora"], *FP8, f"output_dir={run}", code=0)
-    assert "quantization=fp8: a CPU has no fp8" in " ".join((ended.stdout + ended.stderr).split())
+    ended = zygote.run(tmp_path, *FINISHED["lora"], f"quantization={base}", f"output_dir={run}", code=0)
+    assert ON_CPU[base] in " ".join((ended.stdout + ended.stderr).split())
     manifest = told(run / "manifest.json")
     proven = [proof["what"] for proof in manifest["proofs"] if proof["what"].startswith("fp8")]
-    assert proven.count("fp8 product weight, 64 to 128, against float32") == 1
+    assert proven.count("fp8 product weight, 64 to 128, against float32") == (base == "fp8")
 
     for kind in ("adapter", "merged"):
         ended = zygote.run(tmp_path, f"run={run}", f"kind={kind}", f"to={tmp_path / kind}", module="app.export", code=0)
@@ -39,10 +40,21 @@ def test_fp8_run_trains_and_exports(zygote: Zygote, tmp_path: Path) -> None:
     assert scored == pytest.approx(result(run)["eval_loss"], rel=1e-6), "as training held it"
 
 
-def test_fp8_resumes_with_the_same_base(zygote: Zygote, tmp_path: Path) -> None:
+def test_run_on_fp4_exports_what_was_quantised_so(zygote: Zygote, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    zygote.run(tmp_path, *FINISHED["qlora in fp32"], "quantization=fp4", f"output_dir={run}", code=0)
+    for kind in ("adapter", "merged"):
+        zygote.run(tmp_path, f"run={run}", f"kind={kind}", f"to={tmp_path / kind}", module="app.export", code=0)
+        found = told(tmp_path / kind / "export.json")
+        assert found["passed"]
+    assert "bnb_4bit_quant_type='fp4'" in (tmp_path / "adapter" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("words", ["recipe=lora quantization=fp8", "recipe=lora quantization=int8"])
+def test_resumes_with_the_same_base(zygote: Zygote, tmp_path: Path, words: str) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder, more in ((whole, ()), (parts, ("training.stop_after=7",)), (parts, ("resume=auto",))):
-        ended = zygote.run(tmp_path, *SMALL, *FP8, f"output_dir={folder}", *more)
+        ended = zygote.run(tmp_path, *SMALL, *words.split(), f"output_dir={folder}", *more)
         assert ended.code in {0, 75}, ended.stderr
     same_ending(whole, parts)
     assert numbers(whole)
@@ -55,11 +67,11 @@ GATE = (
 )
 
 
-def test_fp8_loss_is_close_to_bf16(zygote: Zygote, tmp_path: Path) -> None:
-    """A third of an epoch of the small model; docs/fp8.md has the whole."""
+def test_loss_on_eight_bits_is_close_to_bf16(zygote: Zygote, tmp_path: Path) -> None:
+    """A third of an epoch of the small model; docs/fp8.md has the whole for fp8."""
     losses = {}
-    for kind in ("none", "fp8"):
+    for kind in ("none", "fp8", "int8"):
         run = tmp_path / kind
         zygote.run(tmp_path, *GATE, f"quantization={kind}", f"output_dir={run}", code=0)
         losses[kind] = result(run)["eval_loss"]
-    assert losses["fp8"] == pytest.approx(losses["none"], rel=0.01)
+    assert list(losses.values()) == pytest.approx([losses["none"]] * 3, rel=0.01)
