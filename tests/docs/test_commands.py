@@ -40,6 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in RUNS:
         (place / "runs" / name / "final").mkdir(parents=True)
         (place / "runs" / name / "run.yaml").write_text(settings)
+    (place / "chat.jsonl").touch()  # a file that is there is no misspelt choice
     (place / "runs" / "rates").mkdir()
     (place / "runs" / "rates" / "sweep.json").write_text("{}")
     return place

@@ -91,3 +91,13 @@ def test_quoted_messages_are_in_the_program() -> None:
 @pytest.mark.parametrize(("file", "page"), make_keys.PAGES.items(), ids=[file.name for file in make_keys.PAGES])
 def test_page_is_fresh(file: Path, page: Callable[[], str]) -> None:
     assert file.read_text() == page(), "run python -m scripts.make_keys"
+
+
+def test_models_page_names_every_model() -> None:
+    text = (REPO / "docs" / "models.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|$", text, re.MULTILINE))
+    assert list(rows) == models()
+    for name, row in rows.items():
+        told = yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text())
+        assert row.startswith(f"{told['path']} | ")
+        assert (UNKNOWN in row) == (told["architecture"] == {})

@@ -1,0 +1,66 @@
+"""python -m scripts.make_models: writes the table of docs/models.md, with a memory plan of each model and recipe."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from app.config.groups import choices_by_group
+from app.config.hardware import all_hardware
+from app.config.load import compose_run
+from app.config.tasks import task_of
+from app.errors import ConfigError
+from app.memory.fit import check_fit, machine_of
+from app.memory.planner import Planner
+from app.model.structure import BaseModel
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+_MARKS = ("<!-- made by python -m scripts.make_models -->", "<!-- end -->")
+RECIPES = ("recipe=lora", "recipe=lora quantization=int8", "recipe=qlora")
+UNKNOWN = "numbers unknown"
+_ENCODERS = ("bert", "modernbert")
+_MASKED = ("dataset=text", "dataset.path=book.txt", "task=masked", "batching.packing=false")
+
+
+def models() -> list[str]:
+    """The choices of `model=` that name a model of the hub."""
+    return [name for name in choices_by_group()["model"] if name not in ("folder", "tiny")]
+
+
+def row_of(name: str) -> str:
+    """A line of the table: the id, the weights, and for each recipe its peak and the smallest GPU that it fits."""
+    words = [f"model={name}", *(_MASKED if name in _ENCODERS else ())]
+    model = compose_run(words).model
+    if not model.architecture:
+        return f"| `{name}` | {model.path} | {UNKNOWN} |" + " |" * len(RECIPES)
+    words.append("model.weights=random")
+    run = compose_run(words)
+    weights = sum(each.numel() for each in BaseModel(run.model, task_of(run.task)).on_meta().parameters())
+    cells = (_plan([*words, *recipe.split()]) for recipe in RECIPES)
+    return f"| `{name}` | {model.path} | {weights / 1e9:.2f} billion | {' | '.join(cells)} |"
+
+
+def _plan(words: list[str]) -> str:
+    cards = sorted(all_hardware(), key=lambda each: each.memory_gib)
+    try:
+        plan = Planner(machine_of(cards[-1]), 1).at(compose_run([*words, "precision=bf16"])).plan
+    except ConfigError:
+        return "refused"
+    fits = (each.label for each in cards if check_fit(plan, machine_of(each)).fits)
+    return f"{plan.peak_bytes / 1e9:.1f} GB, {next(fits, 'no one GPU')}"
+
+
+def page() -> str:
+    """The page with the table of today between its marks."""
+    begin, end = _MARKS
+    before, _, rest = PAGE.read_text("utf-8").partition(begin)
+    return "\n".join([f"{before}{begin}\n", *_table(), f"\n{end}{rest.partition(end)[2]}"])
+
+
+def _table() -> Iterator[str]:
+    head = ("`model=`", "of the hub", "weights", *(f"`{recipe}`" for recipe in RECIPES))
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'---|' * len(head)}"
+    yield from map(row_of, models())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
