@@ -119,7 +119,7 @@ def partition_overrides(arguments: Sequence[str], schema: type) -> tuple[list[st
 
 
 def _with_place(text: str) -> list[str]:
-    """`model=folder`, `model.path=ORG/NAME` for `model=ORG/NAME`; one value alone, since a sweep splits several first."""
+    """`model=folder`, `model.path=ORG/NAME` for `model=ORG/NAME`; of a sweep, each value by itself."""
     group, _, value = text.partition("=")
     place = value.strip("'\"")
     if group not in _PLACES or place in choices_by_group()[group] or set(place) & set(",()[]{}*"):

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from app.config.groups import CONF
 from scripts import make_keys
+from scripts.make_models import UNKNOWN, models
 from tests.conftest import REPO
 from tests.docs.blocks import documents
 

@@ -75,11 +75,12 @@ def blocks_of(training_model: TrainingModel) -> CompiledLayers:
 
 
 # The input of the first layer on a frozen embedding needs no gradient, which is a graph of its own.
-GRAPHS = {"full": 1, "lora": 2, "qlora": 2}
+GRAPHS = {"full": 1, "lora": 2, "qlora": 2, "int8": 2}
 METHODS: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {"adapter": small.lora()},
     "qlora": {"adapter": small.lora(), "quantization": NF4},
+    "int8": {"adapter": small.lora(), "quantization": QuantizationConfig(kind="int8")},
 }
 
 

@@ -42,7 +42,7 @@ def test_inductor_code_equals_uncompiled(mode: str) -> None:
     assert blocks_of(training_model).graphs == GRAPHS["lora"]
 
 
-@pytest.mark.parametrize(("method", "recompute"), [("full", 1), ("qlora", True)])
+@pytest.mark.parametrize(("method", "recompute"), [("full", 1), ("qlora", True), ("int8", 1)])
 def test_compiled_run_equals_uncompiled(method: str, recompute: bool | int) -> None:
     check_run(method, recompute)
 
