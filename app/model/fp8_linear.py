@@ -144,7 +144,6 @@ class Fp8Linear(FrozenLinear):
         return product(quantize_rows(gradient), self.weight_back, self.scale_back, gradient.dtype, fast=False)
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
-        """The weight [out, in] as forward uses it."""
         return (self.weight.view(E4M3).float() * self.scale.T).to(dtype)
 
 

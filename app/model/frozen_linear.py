@@ -30,6 +30,10 @@ class FrozenLinear(nn.Linear, ABC):
         return result
 
     @abstractmethod
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        """The weight [out, in] that the layer multiplies by."""
+
+    @abstractmethod
     def product(self, rows: Tensor) -> Tensor:
         """The output for rows [n, in]."""
 
@@ -77,5 +81,4 @@ class Int8Linear(FrozenLinear):
         return gradient @ self.unpacked(gradient.dtype)
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
-        """The weight [out, in]."""
         return self.weight.to(dtype).mul_(self.scale.to(dtype))

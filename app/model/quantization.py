@@ -15,7 +15,7 @@ from app.config.schema import ModelConfig, QuantizationConfig
 from app.errors import ConfigError
 from app.model import nf4
 from app.model.fp8_linear import Fp8Linear
-from app.model.frozen_linear import Int8Linear
+from app.model.frozen_linear import FrozenLinear, Int8Linear
 from app.model.fused_lora import Frozen
 from app.model.head import in_backbone
 
@@ -71,9 +71,9 @@ class Quantizer(ABC):
     def rounded(self, weight: Tensor) -> Tensor:
         """A weight [out, in] as the quantised layer has it, in the dtype that it came in."""
 
-    @abstractmethod
-    def unsupported(self, name: str, outputs: int, inputs: int) -> str | None:
+    def unsupported(self, name: str, outputs: int, inputs: int) -> str | None:  # noqa: ARG002
         """Why a layer of these sizes cannot be quantised."""
+        return None
 
     def require_quantizable(self, given: ModelConfig, lm: Any) -> None:
         """Refuse by name what would stay large, or come out wrong; `lm` may be on meta."""
@@ -168,41 +168,36 @@ class Bits4(Quantizer):
         Quantizer.finish(self, lm)  # a dataclass with slots is made anew, and super() would not know it
 
 
-class Int8(Quantizer):
-    """Eight bits while training; a weight is off by half a percent of the largest of its row at most, so that later the
-    adapter is used on the ordinary base.
-    """
-
-    kind = "int8"
-    needed_by_adapter = False
-
-    def quantized(self, layer: Any) -> nn.Module:
-        return Int8Linear(weight_of(layer), layer.bias)
-
-    def fused_forms(self, network: nn.Module) -> Mapping[nn.Module, Frozen]:
-        return {layer: layer for layer in network.modules() if isinstance(layer, Int8Linear)}
-
-    def rounded(self, weight: Tensor) -> Tensor:
-        return Int8Linear(weight, None).unpacked(weight.dtype)
-
-    def unsupported(self, name: str, outputs: int, inputs: int) -> str | None:  # noqa: ARG002
-        return None
-
-
-class Fp8(Quantizer):
+class Bits8(Quantizer):
     """Eight bits while training; later the adapter is used on the ordinary base, as there is little to make up for."""
 
-    kind = "fp8"
     needed_by_adapter = False
+    layer: type[Int8Linear] | type[Fp8Linear]
 
     def quantized(self, layer: Any) -> nn.Module:
-        return Fp8Linear(weight_of(layer), layer.bias)
+        return self.layer(weight_of(layer), layer.bias)
 
     def fused_forms(self, network: nn.Module) -> Mapping[nn.Module, Frozen]:
-        return {layer: layer for layer in network.modules() if isinstance(layer, Fp8Linear)}  # has both products itself
+        return {
+            layer: layer for layer in network.modules() if isinstance(layer, FrozenLinear)
+        }  # has both products itself
 
     def rounded(self, weight: Tensor) -> Tensor:
-        return Fp8Linear(weight, None).unpacked(weight.dtype)
+        return self.layer(weight, None).unpacked(weight.dtype)
+
+
+class Int8(Bits8):
+    """Integers."""
+
+    kind = "int8"
+    layer = Int8Linear
+
+
+class Fp8(Bits8):
+    """e4m3, in which products are computed too."""
+
+    kind = "fp8"
+    layer = Fp8Linear
 
     def unsupported(self, name: str, outputs: int, inputs: int) -> str | None:
         if outputs % _FP8_MULTIPLE or inputs % _FP8_MULTIPLE:
