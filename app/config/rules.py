@@ -149,11 +149,13 @@ def _steps_in_backward_see_one_gradient(run: RunConfig) -> Iterator[str]:
 
 def _recorded_graphs_are_of_one_step(run: RunConfig) -> Iterator[str]:
     recompute, accumulation = run.training.recompute, run.batching.accumulation
+    profile_step = run.training.profile_step  # operations inside a recorded graph have no names
     faults = [
         (run.compile.kind == "none", "compile=none", "compile=blocks"),
         (recompute not in (False, 0), f"training.recompute={recompute}", "training.recompute=0"),
         (accumulation > 1, f"batching.accumulation={accumulation}", "batching.accumulation=1"),
         (run.parallel.divides, f"parallel={run.parallel.kind}", "parallel=auto"),
+        (profile_step is not None, f"training.profile_step={profile_step}", "training.profile_step=null"),
     ]
     if run.compile.graphs:
         reason = "records compiled layers that keep what they compute, with gradients in one place: not with {}"

@@ -103,6 +103,8 @@ class RunFolder(ClaimedFolder):
         self.preview = path / "preview.json"  # a few training rows as text, with what is trained of them
         self.report = path / "report.html"  # the page for people
         self.result = path / "result.json"  # how it ended; absent while it runs
+        self.profile = path / "profile.json"  # the time of one step by kind of operation, where that was asked for
+        self.trace = path / "trace.json"  # of that step, for Perfetto
         self.log = path / "log.txt"  # all messages as plain text
         self.checkpoints = path / "checkpoints"  # one folder per saved step
         self.final = path / "final"  # the adapter or the model, as other tools load it

@@ -54,6 +54,7 @@ ROLES = {
     "training.rehearse": FREE,
     "training.offload": FREE,
     "training.max_bad_steps": FREE,
+    "training.profile_step": FREE,
     "eval": FREE,
     "checkpoint": FREE,
     "record": FREE,

@@ -67,6 +67,8 @@ def _notes(resolved: ResolvedRun) -> Iterator[str]:
     yield from offload_notes(run.training, device)
     yield from machine_notes(run.parallel, resolved.runtime.processes)
     yield from memory_in_use.notes()
+    if (run.training.profile_step or 0) > resolved.steps.steps:
+        yield f"training.profile_step={run.training.profile_step} is after the last step, so none is profiled"
 
 
 def manifest_facts(resolved: ResolvedRun) -> dict[str, Any]:

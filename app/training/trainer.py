@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 
 import torch
@@ -14,6 +15,7 @@ from app.data.loader import Loader
 from app.distributed.fsdp import local
 from app.distributed.process_group import Runtime
 from app.errors import TrainingError
+from app.files import write_json
 from app.model.adapters import CHECKED_STEPS, layers_without_gradient
 from app.signals import START_ME_AGAIN, StopRequest
 from app.tracking.recorder import Recorder
@@ -23,6 +25,7 @@ from app.training.memory import Measured
 from app.training.memory_in_use import device_used_bytes
 from app.training.preparation import StepPlan
 from app.training.scores import counts_of, finite, logged, score
+from app.training.step_profile import profile_table, profiled
 from app.training.summary import skipped_message, split_message
 from app.training.train_step import Stepper, StepResult
 
@@ -144,19 +147,36 @@ class Trainer:
     def take_step(self) -> StepResult:
         step = self.progress.step
         lr = self.parts.learning_rate(step)
-        result = self.memory.run(self.parts.stepper, self.prefetch.batches(step), lr)
+        batches, stepper = self.prefetch.batches(step), self.parts.stepper
+        if step + 1 == self._config.training.profile_step and self.parts.runtime.rank == 0:
+            result = self._profile(partial(stepper.run, batches, lr))
+        else:
+            result = self.memory.run(stepper, batches, lr)
+            self._window.tokens += result.tokens
+            self._window.samples += result.samples
         self.progress.step += 1
         if not self._at_end():
             self.prefetch.prepare(step + 1)  # before a line of metrics waits for the device
         self.progress.tokens += result.tokens
         self.progress.trained_tokens += result.labels
-        self._window.tokens += result.tokens
-        self._window.samples += result.samples
         self.skipped.append(result.skipped)
         self._note_split(self.parts.stepper.split_depth)
         if self._updates < CHECKED_STEPS and not bool(result.skipped):
             self._updates += 1
             self._check_gradients()
+        return result
+
+    def _profile(self, run_step: Callable[[], StepResult]) -> StepResult:
+        """Run a step under the profiler; neither its time nor its tokens count in the speed."""
+        runtime, recorder, step = self.parts.runtime, self.parts.recorder, self.progress.step + 1
+        if runtime.device.type == "cuda":
+            torch.cuda.synchronize()  # the steps before are no part of this one
+        started = time.perf_counter()
+        result, facts = profiled(run_step, runtime, recorder.folder.trace)
+        device = runtime.device.type
+        write_json(recorder.folder.profile, {"step": step, "device": device, **facts})
+        recorder.message(profile_table(step, device, facts))
+        self._window.started += time.perf_counter() - started
         return result
 
     def _note_split(self, depth: int) -> None:
@@ -234,7 +254,7 @@ class Trainer:
                 "grad_norm": float(result.grad_norm),
                 "tokens": progress.tokens,
                 "trained_tokens": progress.trained_tokens,
-                **_speed(self._window.tokens, self._window.samples, seconds),
+                **(_speed(self._window.tokens, self._window.samples, seconds) if self._window.tokens else {}),
                 "peak_memory_bytes": int(runtime.host_group.max(runtime.peak_memory_bytes())),
                 **in_use,
             },

@@ -82,6 +82,8 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
      "not with training.recompute=2 and batching.accumulation=4 and parallel=fsdp. Set training.recompute=0 batching"),
     ({"compile.kind": "blocks", "compile.backend": "eager", "compile.mode": "max-autotune-no-cudagraphs"},
      "compile.mode=max-autotune-no-cudagraphs is of inductor, and compile.backend=eager does not read it"),
+    ({"compile.kind": "blocks", "compile.graphs": True, "training.profile_step": 3},
+     "not with training.profile_step=3. Set training.profile_step=null, or compile.graphs=false."),
     ({"compile.kind": "blocks", "compile.backend": "aot_eager", "compile.graphs": True},
      "compile.graphs=true records kernels, which compile.backend=aot_eager leaves to torch one by one"),
     ({"compile.kind": "blocks", "compile.backend": "cudagraphs"},
