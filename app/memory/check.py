@@ -7,13 +7,15 @@ from typing import Any
 from app.config.adapters import ADAPTER_KINDS
 from app.config.hardware import HardwareConfig
 from app.config.schema import RunConfig
+from app.config.tasks import task_of
 from app.distributed.process_group import default_device
 from app.memory.fit import Machine, machine_of, time_bound
 from app.memory.planner import Planned, Planner, random_if_missing
 from app.memory.shape import Shape
 from app.memory.suggest import COSTS, Suggestions
 from app.model.quantization import require_hardware
-from app.training.auto_settings import offload_notes
+from app.model.structure import BaseModel
+from app.training.auto_settings import offload_notes, size_notes
 from app.training.torch_environment import has_expandable_segments
 
 
@@ -95,6 +97,7 @@ def _notes(planned: Planned, machine: Machine, processes: int) -> Iterator[str]:
     if machine.device == "cpu":
         yield "the context is Python, torch and other libraries; what the allocator adds is not known on a CPU"
         return
+    yield from size_notes(planned.run, BaseModel(planned.run.model, task_of(planned.run.task)))
     if not machine.context_is_measured:
         yield f"the context of {machine.label} was not measured yet: {machine.context_bytes / 1e9:.1f} GB are assumed"
     if not has_expandable_segments():

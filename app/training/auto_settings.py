@@ -5,7 +5,7 @@ each process. They are divided into 1, 2, 4, ... micro-batches of a bin each, th
 What fits is found by functions of the memory plan that the command passes in.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -14,12 +14,20 @@ from app.config.schema import RunConfig, TrainingConfig
 from app.config.validate import convert
 from app.distributed.process_group import HostGroup
 from app.errors import ConfigError
+from app.model.structure import BaseModel
 from app.training.choices import Choices
 
 AUTO = "auto"
 BINS_CHOICE = "tokens"  # among the choices of a checkpoint
 LAYERS_CHOICE = "recompute"
 PARALLEL_CHOICE = "parallel"
+
+_SIZES = {
+    "vocab_size": "the vocabulary",
+    "hidden_size": "the hidden size",
+    "intermediate_size": "the intermediate size",
+    "moe_intermediate_size": "the intermediate size of experts",
+}
 
 Answer = TypeVar("Answer")
 
@@ -147,3 +155,20 @@ def offload_notes(training: TrainingConfig, device: str) -> list[str]:
     if training.offload and device == "cpu":
         return ["training.offload=true: on a CPU the memory of the host is the same memory, so it saves nothing"]
     return []
+
+
+def size_notes(run: RunConfig, base: BaseModel) -> Iterator[str]:
+    """A remark where sizes of matrix products leave tensor cores of a GPU partly idle."""
+    numbers = base.numbers.get_text_config()
+    sizes = {name: getattr(numbers, key, None) for key, name in _SIZES.items()}
+    if base.task.pooled:
+        del sizes[_SIZES["vocab_size"]]  # which is looked up, never multiplied
+    if run.batching.packing:  # padded rows are a multiple of 8 wide
+        sizes["batching.tokens"] = run.batching.tokens
+    missed = [
+        f"{name}, {size:,}, is {size % by} above one of {by}"
+        for name, size in sizes.items()
+        if isinstance(size, int) and size % (by := 8 if size % 8 else 64)
+    ]
+    if missed:
+        yield f"matrix products are fastest where sizes are multiples of 64, or at least of 8: {'; '.join(missed)}"

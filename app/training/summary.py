@@ -21,7 +21,7 @@ from app.safe_text import many
 from app.tracking.formatting import format_bytes, format_count
 from app.tracking.output_dir import RunFolder
 from app.training import memory_in_use
-from app.training.auto_settings import offload_notes
+from app.training.auto_settings import offload_notes, size_notes
 from app.training.checkpoint import Progress
 from app.training.preparation import Prepared, prepare_run
 from app.training.rehearsal import Rehearsal
@@ -67,6 +67,8 @@ def _notes(resolved: ResolvedRun) -> Iterator[str]:
     yield from offload_notes(run.training, device)
     yield from machine_notes(run.parallel, resolved.runtime.processes)
     yield from memory_in_use.notes()
+    if device == "cuda":
+        yield from size_notes(run, resolved.base)
     if (run.training.profile_step or 0) > resolved.steps.steps:
         yield f"training.profile_step={run.training.profile_step} is after the last step, so none is profiled"
 

@@ -7,9 +7,19 @@ import pytest
 
 from app.config.load import compose_run
 from app.config.schema import RunConfig
+from app.config.tasks import task_of
 from app.distributed.process_group import HostGroup
 from app.errors import ConfigError
-from app.training.auto_settings import AutoPlanner, AutoSettings, bin_sizes, step_tokens, suggested_bin, with_bins
+from app.model.structure import BaseModel
+from app.training.auto_settings import (
+    AutoPlanner,
+    AutoSettings,
+    bin_sizes,
+    size_notes,
+    step_tokens,
+    suggested_bin,
+    with_bins,
+)
 from app.training.choices import Choices
 
 CHOICES = Choices("fp32", "sdpa")
@@ -99,3 +109,28 @@ def test_auto_parallel_planned_stored_or_typed() -> None:
     assert auto_settings(host_group=two, parallel="ddp").with_parallel(typed) == typed
     begun_by_one = auto_settings(host_group=two, parallel="auto")
     assert begun_by_one.with_parallel(run).parallel.kind == "fsdp"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("model=llama",), None),
+        (("model=tiny",), None),
+        (
+            ("model=bert", "dataset=text", "dataset.path=x.txt"),
+            "at least of 8: the vocabulary, 30,522, is 2 above one of 8",
+        ),
+        (("model=bert", "task=classification", "dataset=labelled_text", "dataset.path=x.csv"), None),
+        (("model=gpt2_xl",), "the vocabulary, 50,257, is 1 above one of 8"),
+        (("model=tiny", "batching.tokens=1000"), "batching.tokens, 1,000, is 40 above one of 64"),
+        (("model=tiny", "batching.tokens=1000", "batching.packing=false"), None),
+        (
+            ("model=tiny", "model.architecture.hidden_size=204", "batching.tokens=260"),
+            "the hidden size, 204, is 4 above one of 8; batching.tokens, 260, is 4 above one of 8",
+        ),
+    ],
+)
+def test_sizes_that_miss_multiples_are_told(words: tuple[str, ...], told: str | None) -> None:
+    run = compose_run(["model.weights=random", *words])
+    notes = list(size_notes(run, BaseModel(run.model, task_of(run.task))))
+    assert [note.endswith(told) for note in notes] == [True] if told else notes == []
