@@ -3,6 +3,7 @@
 python -m app.check data dataset=messages dataset.path=chat.jsonl
 python -m app.check memory recipe=qlora model=llama hardware=rtx4090     whether it fits; exact=true traces every layer
 python -m app.check data dataset=text dataset.path=books/ output_dir=runs/look   check.json and check.html there too
+python -m app.check memory model=llama answers.rows=4 answers.length=2048            of its answers too
 python -m app.check memory sweep=single_gpu hardware=rtx3090                             each rung of a ladder
 python -m app.check                                                              data and memory
 python -m app.check cluster launch.num_processes=2 output_dir=runs/look          what its processes find of each other
@@ -72,7 +73,8 @@ def _memory(config: CheckConfig, _console: Console) -> dict[str, Any]:
     from app.pages.check_summary import memory_sections, out_of_memory_problem
 
     processes = _planned_processes(config)
-    facts = check_memory(config.run, config.overrides, config.hardware, exact=config.exact, processes=processes)
+    own = {"exact": config.exact, "answers": config.answers}
+    facts = check_memory(config.run, config.overrides, config.hardware, processes=processes, **own)
     facts["stops"] = [] if facts["fits"] else [out_of_memory_problem(facts)]
     facts["seconds"] = round(time.perf_counter() - begun, 2)
     show_check(memory_sections(facts))

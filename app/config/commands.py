@@ -16,6 +16,7 @@ from app.config.help import print_help_or_version
 from app.config.load import compose_run
 from app.config.overrides import check_overrides, key_of, split_arguments
 from app.config.schema import RunConfig
+from app.config.tasks import task_of
 from app.config.validate import field_types, is_optional, leaf_keys, parse_section
 from app.errors import AppError, ConfigError, EnvironmentProblem, refuse
 
@@ -120,6 +121,7 @@ class GenerateConfig:
     temperature: float = number(0.0, at_least=0)
     top_p: float = number(1.0, above=0, at_most=1)
     top_k: int | None = number(None, at_least=1)
+    beams: int = number(1, at_least=1)
     batch: int = number(8, at_least=1)
     seed: int = number(0, at_least=0, at_most=2**32 - 1)
     launch: ThreadsConfig = field(default_factory=ThreadsConfig)
@@ -128,9 +130,9 @@ class GenerateConfig:
     def sampling(self) -> dict[str, float | int | bool]:
         """Arguments for `generate` of transformers."""
         if self.temperature == 0:
-            return {"do_sample": False}
-        limits = {} if self.top_k is None else {"top_k": self.top_k}
-        return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0, **limits}
+            return {"do_sample": False, "num_beams": self.beams}
+        drawn = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "num_beams": self.beams}
+        return {**drawn, "top_k": 0 if self.top_k is None else self.top_k}
 
 
 def generate_config(arguments: Sequence[str]) -> GenerateConfig:
@@ -158,11 +160,17 @@ def _generate_problems(config: GenerateConfig) -> Iterator[str]:
             "top_p and top_k choose among samples, and temperature=0 takes none. "
             "Set temperature=0.7, or leave them out."
         )
+    if config.beams > 1 and config.prompt is None and config.prompts is None:
+        yield (
+            f"beams={config.beams} knows an answer at its end, and a conversation shows it as it is written. "
+            "Give prompt=TEXT or prompts=FILE, or leave beams out."
+        )
 
 
 def class_problems(config: GenerateConfig, folder: str, pair: bool) -> Iterator[str]:
     """Options without a meaning for a model that answers with a label."""
-    given = {"system": config.system, "chat": config.chat, "temperature": config.temperature or None}
+    beams = config.beams if config.beams > 1 else None
+    given = {"system": config.system, "chat": config.chat, "temperature": config.temperature or None, "beams": beams}
     idle = [key for key, value in given.items() if value is not None]
     if idle:
         yield (
@@ -240,10 +248,19 @@ CHECKS = ("data", "memory", "cluster", "quantization")
 _DEFAULT_CHECKS = ("data", "memory")
 
 
+@dataclass(kw_only=True, slots=True)
+class AnswersConfig:
+    """Answers to plan for: `rows` at a time, of `length` tokens with their prompt; null is `dataset.max_length`."""
+
+    rows: int = number(8, at_least=1)
+    length: int | None = number(None, at_least=2)
+    beams: int = number(1, at_least=1)
+
+
 @dataclass(frozen=True, slots=True)
 class CheckConfig:
     """What app.check does. Without `folder` nothing is written; `hardware` is None for this machine; `exact` traces
-    every layer.
+    every layer; `answers` is None where none was asked about.
     """
 
     checks: tuple[str, ...]
@@ -252,6 +269,7 @@ class CheckConfig:
     overrides: tuple[str, ...] = ()
     hardware: HardwareConfig | None = None
     exact: bool = False
+    answers: AnswersConfig | None = None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -259,6 +277,7 @@ class _CheckOptions:
     """Options of app.check itself."""
 
     exact: bool = False
+    answers: AnswersConfig = field(default_factory=AnswersConfig)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -267,6 +286,7 @@ class _CheckKeys(RunConfig):
 
     hardware: HardwareConfig
     exact: bool = False
+    answers: AnswersConfig = field(default_factory=AnswersConfig)
 
 
 def check_config(arguments: Sequence[str]) -> CheckConfig:
@@ -276,7 +296,7 @@ def check_config(arguments: Sequence[str]) -> CheckConfig:
     if switches:
         raise ConfigError(f"{' '.join(switches)} is a switch of app.train. Leave it out.")
     check_overrides(overrides, _CheckKeys)
-    own = [text for text in overrides if key_of(text) == "exact"]
+    own = [text for text in overrides if key_of(text).partition(".")[0] in field_types(_CheckOptions)]
     hardware_overrides = [text for text in overrides if key_of(text).partition(".")[0] == "hardware"]
     run_overrides = [text for text in overrides if text not in own and text not in hardware_overrides]
     if (own or hardware_overrides) and "memory" not in checks:
@@ -284,10 +304,14 @@ def check_config(arguments: Sequence[str]) -> CheckConfig:
     run = compose_run(run_overrides)
     given = any(key_of(text) == "output_dir" for text in run_overrides)
     folder = Path(run.output_dir).expanduser() if given else None
-    options = parse_section(_CheckOptions, {key_of(text): text.partition("=")[2] for text in own})
+    options = parse_command(own, _CheckOptions, lambda _: ())
+    answers = options.answers if any(text.startswith("answers.") for text in own) else None
     hardware = read_hardware(hardware_overrides)
-    refuse([] if hardware is None else missing_hardware_support(run, hardware))
-    return CheckConfig(checks, run, folder, tuple(run_overrides), hardware, options.exact)
+    problems = [] if hardware is None else missing_hardware_support(run, hardware)
+    if answers is not None and not task_of(run.task).writes_text:
+        problems.append(f"answers: a model of task={run.task.kind} writes no text. Leave it out, or set task=causal.")
+    refuse(problems)
+    return CheckConfig(checks, run, folder, tuple(run_overrides), hardware, options.exact, answers)
 
 
 def _split_check_names(arguments: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:

@@ -5,10 +5,12 @@ from dataclasses import asdict
 from typing import Any
 
 from app.config.adapters import ADAPTER_KINDS
+from app.config.commands import AnswersConfig
 from app.config.hardware import HardwareConfig
 from app.config.schema import RunConfig
 from app.config.tasks import task_of
 from app.distributed.process_group import default_device
+from app.memory.answers import plan_answers
 from app.memory.fit import Machine, machine_of, time_bound
 from app.memory.planner import Planned, Planner, random_if_missing
 from app.memory.shape import Shape
@@ -26,6 +28,7 @@ def check_memory(
     *,
     exact: bool = False,
     processes: int = 1,
+    answers: AnswersConfig | None = None,
 ) -> dict[str, Any]:
     """Facts about memory, without `stops` and `seconds`; with suggestions where the plan does not fit."""
     machine = machine_of(hardware)
@@ -63,6 +66,7 @@ def check_memory(
         "together": suggestions.together(planned, single),
         "processes": processes,
         "notes": list(_notes(planned, machine, processes)),
+        **({} if answers is None else {"answers": plan_answers(planned, answers, machine)}),
     }
 
 

@@ -26,6 +26,7 @@ PARTS = {
     "context_bytes": "context",
     "margin_bytes": "margin",
     "all_else": "all else",
+    "cache": "key-value cache",
 }
 _BEYOND_TENSORS = ("lost_bytes", "context_bytes", "margin_bytes")
 _MAX_REASONS = 5
@@ -85,6 +86,12 @@ def memory_sections(facts: Facts) -> list[Section]:
         Section("Memory at the peak", peak, bars),
         Section("Verdict", list(_verdict(facts))),
     ]
+    if answers := facts.get("answers"):
+        size = f"{answers['rows']} of {answers['length']:,} tokens, {many(answers['beams'], 'beam')}"
+        needs = f"{_needed({**facts, **answers})}, {'fits' if answers['fits'] else 'does not fit'}"
+        most = max(most, answers["needed_bytes"])
+        parts = [Bar(PARTS.get(name, name), n / most, format_bytes(n)) for name, n in answers["anatomy"].items()]
+        sections.append(Section("Memory of answers", [("answers", size), ("", needs)], parts))
     if knobs:
         sections.append(Section("What brings it down, the cheapest first", advice=knobs, label="knobs"))
     return sections

@@ -22,13 +22,6 @@ BINS_CHOICE = "tokens"  # among the choices of a checkpoint
 LAYERS_CHOICE = "recompute"
 PARALLEL_CHOICE = "parallel"
 
-_SIZES = {
-    "vocab_size": "the vocabulary",
-    "hidden_size": "the hidden size",
-    "intermediate_size": "the intermediate size",
-    "moe_intermediate_size": "the intermediate size of experts",
-}
-
 Answer = TypeVar("Answer")
 
 
@@ -159,16 +152,14 @@ def offload_notes(training: TrainingConfig, device: str) -> list[str]:
 
 def size_notes(run: RunConfig, base: BaseModel) -> Iterator[str]:
     """A remark where sizes of matrix products leave tensor cores of a GPU partly idle."""
-    numbers = base.numbers.get_text_config()
-    sizes = {name: getattr(numbers, key, None) for key, name in _SIZES.items()}
-    if base.task.pooled:
-        del sizes[_SIZES["vocab_size"]]  # which is looked up, never multiplied
+    names = ["hidden_size", "intermediate_size", "moe_intermediate_size", *(["vocab_size"] * (not base.task.pooled))]
+    sizes = {name: getattr(base.numbers.get_text_config(), name, None) for name in names}
     if run.batching.packing:  # padded rows are a multiple of 8 wide
         sizes["batching.tokens"] = run.batching.tokens
     missed = [
-        f"{name}, {size:,}, is {size % by} above one of {by}"
+        f"{name}={size} is {size % by} above one of {by}"
         for name, size in sizes.items()
         if isinstance(size, int) and size % (by := 8 if size % 8 else 64)
     ]
     if missed:
-        yield f"matrix products are fastest where sizes are multiples of 64, or at least of 8: {'; '.join(missed)}"
+        yield f"matrix products are fastest where sizes are multiples of 64, or at least of 8: {', '.join(missed)}"

@@ -15,7 +15,6 @@ from app.data.loader import Loader
 from app.distributed.fsdp import local
 from app.distributed.process_group import Runtime
 from app.errors import TrainingError
-from app.files import write_json
 from app.model.adapters import CHECKED_STEPS, layers_without_gradient
 from app.signals import START_ME_AGAIN, StopRequest
 from app.tracking.recorder import Recorder
@@ -25,7 +24,7 @@ from app.training.memory import Measured
 from app.training.memory_in_use import device_used_bytes
 from app.training.preparation import StepPlan
 from app.training.scores import counts_of, finite, logged, score
-from app.training.step_profile import profile_table, profiled
+from app.training.step_profile import profiled
 from app.training.summary import skipped_message, split_message
 from app.training.train_step import Stepper, StepResult
 
@@ -149,7 +148,10 @@ class Trainer:
         lr = self.parts.learning_rate(step)
         batches, stepper = self.prefetch.batches(step), self.parts.stepper
         if step + 1 == self._config.training.profile_step and self.parts.runtime.rank == 0:
-            result = self._profile(partial(stepper.run, batches, lr))
+            result, seconds = profiled(
+                step + 1, partial(stepper.run, batches, lr), self.parts.runtime, self.parts.recorder
+            )
+            self._window.started += seconds
         else:
             result = self.memory.run(stepper, batches, lr)
             self._window.tokens += result.tokens
@@ -164,19 +166,6 @@ class Trainer:
         if self._updates < CHECKED_STEPS and not bool(result.skipped):
             self._updates += 1
             self._check_gradients()
-        return result
-
-    def _profile(self, run_step: Callable[[], StepResult]) -> StepResult:
-        """Run a step under the profiler; neither its time nor its tokens count in the speed."""
-        runtime, recorder, step = self.parts.runtime, self.parts.recorder, self.progress.step + 1
-        if runtime.device.type == "cuda":
-            torch.cuda.synchronize()  # the steps before are no part of this one
-        started = time.perf_counter()
-        result, facts = profiled(run_step, runtime, recorder.folder.trace)
-        device = runtime.device.type
-        write_json(recorder.folder.profile, {"step": step, "device": device, **facts})
-        recorder.message(profile_table(step, device, facts))
-        self._window.started += time.perf_counter() - started
         return result
 
     def _note_split(self, depth: int) -> None:

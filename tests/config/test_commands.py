@@ -67,6 +67,7 @@ def test_generate_all_problems_together() -> None:
         (("run=a", "second=b"), "second is the other text of a pair. Give prompt=TEXT, the first"),
         (("run=a", "output=b"), "output=b is for the answers to a file. Give prompts=FILE"),
         (("model=a", "adapter=false"), "adapter=false: model=a has no adapter that could be left off."),
+        (("run=a", "beams=2"), "beams=2 knows an answer at its end, and a conversation shows it as it is written."),
         (("model=a", "top_k=3"), "top_p and top_k choose among samples, and temperature=0 takes none."),
     ],
 )
@@ -79,6 +80,7 @@ def test_generate_idle_options_refused(words: tuple[str, ...], told: str) -> Non
 @pytest.mark.parametrize(
     ("words", "pair", "told"),
     [
+        (("prompt=x", "beams=2"), False, "beams would change nothing: run=r was tuned with"),
         (("prompt=x", "temperature=0.5"), False, "temperature would change nothing: run=r was tuned with"),
         (("prompt=x",), True, "run=r was tuned on pairs of texts: give second=TEXT too."),
         (("prompt=x", "second=y"), False, "run=r was tuned on single texts: leave second out."),
@@ -194,6 +196,11 @@ def test_check_fp8_without_support_refused() -> None:
         (("memory", "exactt=true"), "exactt is not a key. Did you mean exact?"),
         (("memory", "exact=perhaps"), "exact=perhaps: expected true or false."),
         (("memory", "exactt=true", "sed=1", "hardware=h10"), "Did you mean seed? hardware=h10:"),
+        (("memory", "answers.row=4"), "answers.row is not a key. Did you mean answers.rows?"),
+        (("memory", "answers.rows=0"), "answers.rows=0 must be at least 1."),
+        (("data", "answers.rows=2"), "answers.rows=2: only app.check memory asks for it."),
+        (("memory", "answers.rows=2", "task=masked", "dataset=text", "dataset.path=x.txt"),
+         "answers: a model of task=masked writes no text. Leave it out, or set task=causal."),
         (("data", "hardware=h100"), "hardware=h100: only app.check memory asks for it."),
         (("memori",), "'memori' is neither a check nor key=value. Did you mean memory? Checks: data, memory, clu"),
         (("data", "--cfg", "job"), "--cfg job is a switch of app.train. Leave it out."),

@@ -56,6 +56,20 @@ def test_asked_together_or_alone_the_answers_are_the_same(tokenizer: Any, kind: 
     assert len(set(texts)) > 1
 
 
+def test_beams_find_answers_at_least_as_likely_as_greedy_ones(tokenizer: Any) -> None:
+    asked = answerer(tokenizer, sampling={"do_sample": False, "num_beams": 4})
+    ids = [asked.ids([user(prompt)]) for prompt in PROMPTS]
+    greedy_answers, found = (generate(asked.lm, ids, [], NEW, num_beams=beams) for beams in (1, 4))
+    gains = [
+        likelihood(asked.lm, prompt, answer) - likelihood(asked.lm, prompt, plain)
+        for prompt, answer, plain in zip(ids, found, greedy_answers, strict=True)
+    ]
+    assert min(gains) > -1e-4
+    assert max(gains) > 1e-2
+    alone = [next(asked.answers([[user(prompt)]], batch=1))[1] for prompt in PROMPTS]
+    assert [text for _, text in sorted(asked.answers([[user(prompt)] for prompt in PROMPTS], batch=5))] == alone
+
+
 def test_pieces_add_up_to_the_answer(tokenizer: Any) -> None:
     asked = answerer(tokenizer)
     pieces: list[str] = []
@@ -84,6 +98,12 @@ def greedy(lm: Any, prompt: list[int], **given: Any) -> list[int]:
     out = lm.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_IDS, do_sample=False, **given)
     answer: list[int] = out[0, len(prompt) :].tolist()
     return answer
+
+
+def likelihood(lm: Any, prompt: list[int], answer: list[int]) -> float:
+    with torch.no_grad():
+        scores = lm(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    return float(scores[range(len(answer)), answer].sum())
 
 
 @pytest.mark.parametrize(("kind", "own"), [("gemma3_text", "sdpa"), ("gemma2", "eager"), ("gpt_oss", "eager")])

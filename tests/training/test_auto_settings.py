@@ -116,17 +116,14 @@ def test_auto_parallel_planned_stored_or_typed() -> None:
     [
         (("model=llama",), None),
         (("model=tiny",), None),
-        (
-            ("model=bert", "dataset=text", "dataset.path=x.txt"),
-            "at least of 8: the vocabulary, 30,522, is 2 above one of 8",
-        ),
+        (("model=bert", "dataset=text", "dataset.path=x.txt"), "at least of 8: vocab_size=30522 is 2 above one of 8"),
         (("model=bert", "task=classification", "dataset=labelled_text", "dataset.path=x.csv"), None),
-        (("model=gpt2_xl",), "the vocabulary, 50,257, is 1 above one of 8"),
-        (("model=tiny", "batching.tokens=1000"), "batching.tokens, 1,000, is 40 above one of 64"),
+        (("model=gpt2_xl",), "vocab_size=50257 is 1 above one of 8"),
+        (("model=tiny", "batching.tokens=1000"), "batching.tokens=1000 is 40 above one of 64"),
         (("model=tiny", "batching.tokens=1000", "batching.packing=false"), None),
         (
             ("model=tiny", "model.architecture.hidden_size=204", "batching.tokens=260"),
-            "the hidden size, 204, is 4 above one of 8; batching.tokens, 260, is 4 above one of 8",
+            "hidden_size=204 is 4 above one of 8, batching.tokens=260 is 4 above one of 8",
         ),
     ],
 )

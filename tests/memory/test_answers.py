@@ -1,0 +1,81 @@
+"""Planned memory of answers against the bytes of a real model that answers."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from app.config.commands import AnswersConfig
+from app.config.hardware import read_hardware
+from app.config.tasks import TASKS
+from app.memory.answers import plan_answers
+from app.memory.check import check_memory
+from app.memory.fit import machine_of
+from app.memory.planner import Planner
+from app.model.adapters import add_adapter
+from app.model.attention import own_attention
+from app.model.build import random_base
+from app.training.choices import Choices, sections_of
+from app.training.storage_counter import StorageCounter
+from tests.memory.truth import small_run
+
+LENGTH = 40
+NEAR = 4096  # bytes of what generate notes: which rows have ended, and the sequences of a search
+
+
+def real_model(*words: str) -> Any:
+    run = small_run(*words)
+    sections = sections_of(run, Choices("fp32", "sdpa"))
+    lm = random_base(sections, torch.device("cpu"), seed=0)
+    add_adapter(sections.adapter, TASKS["causal"], lm, "nowhere")
+    lm.set_attn_implementation(own_attention(lm))
+    return lm.eval()
+
+
+def planned_parts(asked: AnswersConfig, *words: str) -> dict[str, int]:
+    machine = machine_of(None)
+    parts: dict[str, int] = plan_answers(Planner(machine).at(small_run(*words)), asked, machine)["anatomy"]
+    return parts
+
+
+@pytest.mark.parametrize("words", [("recipe=lora",), ("recipe=full",)], ids=" ".join)
+@pytest.mark.parametrize(("rows", "beams"), [(1, 1), (3, 1), (2, 3)])
+def test_planned_answers_equal_counted(words: tuple[str, ...], rows: int, beams: int) -> None:
+    planned = planned_parts(AnswersConfig(rows=rows, length=LENGTH, beams=beams), *words)
+    lm = real_model(*words)
+    ids = torch.randint(2, 1024, (rows, LENGTH))
+    counter = StorageCounter("cpu")
+    counter.hold("weights", [*lm.parameters(), *lm.buffers()])
+    assert counter.current == planned["weights"]
+    mask = torch.ones_like(ids)
+    mask[0, 0] = int(rows == 1)
+    with torch.no_grad(), counter:
+        out = lm.generate(
+            ids, attention_mask=mask, max_new_tokens=1, num_beams=beams, do_sample=False,
+            return_dict_in_generate=True, eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+    cache = sum(each.keys.nbytes + each.values.nbytes for each in out.past_key_values.layers)
+    layers, heads, size, of_fp32 = 3, 2, 32, 4
+    assert planned["cache"] == cache == rows * beams * LENGTH * layers * 2 * heads * size * of_fp32
+    assert 0 <= counter.peak - sum(planned.values()) <= NEAR * (1 if beams == 1 else 4)
+
+
+def test_answers_stand_beside_the_plan_of_the_run() -> None:
+    run, hardware = small_run("recipe=qlora", "precision=bf16"), read_hardware(["hardware=h100"])
+    asked = AnswersConfig(rows=2, beams=2)
+    facts = check_memory(run, (), hardware, answers=asked)
+    answers, plain = facts.pop("answers"), check_memory(run, (), hardware)
+    assert facts == plain
+    assert (answers["rows"], answers["length"], answers["beams"]) == (2, run.dataset.max_length, 2)
+    assert answers["anatomy"]["cache"] == 2 * 2 * 256 * 3 * 2 * 2 * 32 * 2
+    assert sum(answers["anatomy"].values()) < answers["needed_bytes"] < facts["memory_bytes"]
+    assert answers["fits"]
+    small = read_hardware(["hardware=h100", "hardware.memory_gib=0.8"])
+    assert not check_memory(run, (), small, answers=asked)["answers"]["fits"]
+
+
+def test_answers_end_at_the_last_position() -> None:
+    run = small_run("recipe=lora")
+    machine = machine_of(None)
+    facts = plan_answers(Planner(machine).at(run), AnswersConfig(length=600), machine)
+    assert facts["length"] == 512
