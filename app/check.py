@@ -73,8 +73,8 @@ def _memory(config: CheckConfig, _console: Console) -> dict[str, Any]:
     from app.pages.check_summary import memory_sections, out_of_memory_problem
 
     processes = _planned_processes(config)
-    own = {"exact": config.exact, "answers": config.answers}
-    facts = check_memory(config.run, config.overrides, config.hardware, processes=processes, **own)
+    given = config.run, config.overrides, config.hardware
+    facts = check_memory(*given, exact=config.exact, processes=processes, answers=config.answers)
     facts["stops"] = [] if facts["fits"] else [out_of_memory_problem(facts)]
     facts["seconds"] = round(time.perf_counter() - begun, 2)
     show_check(memory_sections(facts))

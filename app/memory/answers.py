@@ -31,7 +31,7 @@ def plan_answers(planned: Planned, answers: AnswersConfig, machine: Machine) -> 
     length = BaseModel(run.model, task_of(run.task)).longest_row(answers.length or run.dataset.max_length)
     sections = sections_of(run, planned_choices(run, machine.device))
     meta_model, counter = MetaModel(sections, "eager"), StorageCounter("cpu", as_on_gpu=machine.device == "gpu")
-    network = meta_model.network(meta_model.depth).eval()
+    network: Any = meta_model.network(meta_model.depth).eval()
     lm = getattr(network, "get_base_model", lambda: network)()
     lm.set_attn_implementation(own_attention(lm))
     with FakeTensorMode(allow_non_fake_inputs=True), FakeTensorFallbacks(), torch.no_grad():  # type: ignore[no-untyped-call]

@@ -42,7 +42,7 @@ def profiled(
     The kinds add up to the time of the step.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it writes to stderr as it begins and ends
-    wait = torch.cuda.synchronize if runtime.device.type == "cuda" else lambda: None
+    wait: Callable[[], object] = torch.cuda.synchronize if runtime.device.type == "cuda" else lambda: None
     wait()  # the steps before are no part of this one
     started = time.perf_counter()
     with runtime.accelerator.profile() as profiler:
@@ -69,7 +69,7 @@ def _operations(profiler: Any, *, on_gpu: bool) -> list[dict[str, Any]]:
     """What operations took without those that they called, on a GPU its kernels; the slowest first."""
     found, of_device = list[tuple[str, int, float]](), 0.0
     for each in profiler.key_averages():
-        if each.device_type == torch.autograd.DeviceType.CPU:
+        if each.device_type.name == "CPU":
             found.append((each.key, each.count, each.self_device_time_total if on_gpu else each.self_cpu_time_total))
         elif not each.is_user_annotation:
             of_device += each.self_device_time_total
