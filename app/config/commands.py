@@ -304,8 +304,8 @@ def check_config(arguments: Sequence[str]) -> CheckConfig:
     run = compose_run(run_overrides)
     given = any(key_of(text) == "output_dir" for text in run_overrides)
     folder = Path(run.output_dir).expanduser() if given else None
-    options = parse_command(own, _CheckOptions, lambda _: ())
-    answers = options.answers if any(text.startswith("answers.") for text in own) else None
+    options = parse_command([f"{key_of(text)}={text.partition('=')[2]}" for text in own], _CheckOptions, lambda _: ())
+    answers = options.answers if any(key_of(text).startswith("answers.") for text in own) else None
     hardware = read_hardware(hardware_overrides)
     problems = [] if hardware is None else missing_hardware_support(run, hardware)
     if answers is not None and not task_of(run.task).writes_text:

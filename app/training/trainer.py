@@ -146,11 +146,9 @@ class Trainer:
     def take_step(self) -> StepResult:
         step = self.progress.step
         lr = self.parts.learning_rate(step)
-        batches, stepper = self.prefetch.batches(step), self.parts.stepper
-        if step + 1 == self._config.training.profile_step and self.parts.runtime.rank == 0:
-            result, seconds = profiled(
-                step + 1, partial(stepper.run, batches, lr), self.parts.runtime, self.parts.recorder
-            )
+        batches, stepper, runtime = self.prefetch.batches(step), self.parts.stepper, self.parts.runtime
+        if step + 1 == self._config.training.profile_step and runtime.rank == 0:
+            result, seconds = profiled(step + 1, partial(stepper.run, batches, lr), runtime, self.parts.recorder)
             self._window.started += seconds
         else:
             result = self.memory.run(stepper, batches, lr)

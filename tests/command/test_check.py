@@ -84,6 +84,7 @@ def memory_in(folder: Path) -> dict[str, Any]:
 def test_check_memory_needs_no_data_or_weights(zygote: Zygote, tmp_path: Path) -> None:
     """The rows are nowhere, and the model is on no disk here."""
     words = ("model=llama", "dataset=messages", "dataset.path=nowhere.jsonl", "hardware=h100", "output_dir=look")
+    words = (*words, "answers.rows=4", "answers.length=2048")
     code, said, wrong = look(zygote, tmp_path, "memory", *words)
     assert (code, wrong) == (0, "")
     facts = memory_in(tmp_path / "look")
@@ -93,7 +94,11 @@ def test_check_memory_needs_no_data_or_weights(zygote: Zygote, tmp_path: Path) -
     assert facts["anatomy"]["frozen_weights"] == pytest.approx(2 * 8.03e9, rel=0.001)
     assert facts["flops_per_token"] == pytest.approx(4 * 8.03e9, rel=0.05)  # backward without the weights' gradients
     assert facts["bound"]["tokens_per_second"] == pytest.approx(4096 * 989e12 / facts["flops"])
+    assert facts["answers"]["anatomy"]["cache"] == 4 * 2048 * 32 * 4096, (
+        "32 layers of 2 x 8 heads x 128 numbers in bf16"
+    )
     assert "fits" in said
+    assert "key-value cache   1.1 GB" in said
     page = read((tmp_path / "look" / "check.html").read_text())
     assert [each.text for each in page.all("span", "badge")] == ["nothing stops a run", "fits H100"]
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from app.config.commands import (
+    AnswersConfig,
     check_config,
     class_problems,
     folders_in,
@@ -208,6 +209,12 @@ def test_check_fp8_without_support_refused() -> None:
 )  # fmt: skip
 def test_check_invalid_arguments_refused(words: tuple[str, ...], told: str) -> None:
     assert told in refusal(*words)
+
+
+def test_check_answers_are_asked_for_by_any_of_their_keys() -> None:
+    config = check_config(["memory", "+exact=true", "answers.length=100", "answers.beams=2"])
+    assert (config.exact, config.answers) == (True, AnswersConfig(rows=8, length=100, beams=2))
+    assert check_config(["memory"]).answers is None
 
 
 def test_train_hardware_key_refused() -> None:
