@@ -37,7 +37,7 @@ _ALL = (
         name="causal",
         description="a causal language model",
         examples="llama, qwen3, mistral, gemma3_text, phi3, olmo2, gpt_oss and most kinds whose layers are "
-        "full or sliding attention",
+        "full, sliding or linear attention, Mamba or convolutions",
         auto_class="AutoModelForCausalLM",
         mapping="MODEL_FOR_CAUSAL_LM_MAPPING",
         pipeline="text-generation",

@@ -21,6 +21,7 @@ from app.files import read_json
 from app.model.base_weights import Put, in_memory
 from app.model.head import head_modules, in_backbone
 from app.model.quantization import is_conv1d
+from app.model.recurrent import layers_read_past
 
 ALL_LINEAR = "all-linear"
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -249,16 +250,19 @@ def layers_to_adapt(targets: list[str], lm: Any) -> list[str]:
     """The full names of the layers that `targets` mean; each target must match, and the head never does.
 
     In a mixture of experts all-linear means attention: experts are stacked in 3D parameters, routers choose experts,
-    and PEFT takes the names of dense and shared experts for the stacked ones.
+    and PEFT takes the names of dense and shared experts for the stacked ones. Kernels of Mamba's mixers would not see
+    adapters on some of their layers.
     """
     has_stacked_experts = any(".experts." in name and weight.ndim == 3 for name, weight in lm.named_parameters())
     unusable = _EXPERT_LAYERS if has_stacked_experts else frozenset()
+    read_past = layers_read_past(lm)
     linear = [
         name
         for name, module in lm.named_modules()
         if in_backbone(lm, name)  # the others are the head
         and (isinstance(module, nn.Linear) or is_conv1d(module))
         and name.rpartition(".")[2] not in unusable
+        and name not in read_past
     ]
     chosen: set[str] = set()
     problems = []

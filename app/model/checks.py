@@ -1,15 +1,16 @@
-"""Checks before the first step: the loss head, packing.
+"""Checks before the first step: the loss head, packing and padding.
 
-Packed documents are compared with each document by itself through the model's own plain attention: the logits, and the
-gradient that reaches the embeddings through every layer. A search for leaks between documents would pass models that
-are wrong without leaking.
+Documents in one row, or in padded rows, are compared with each by itself through the model's own plain attention: the
+logits, the gradient that reaches the embeddings through every layer, and those of the trained parameters of one layer
+of each make. A search for leaks between documents would pass models that are wrong without leaking.
 """
 
 import contextlib
 import math
 from bisect import bisect
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -18,11 +19,13 @@ from torch import Tensor, nn
 
 from app.batch import IGNORE, Batch, PackedSequences
 from app.errors import EnvironmentProblem
+from app.model.activation_checkpointing import repeated_layers
 from app.model.attention import NAME, own_attention, plain_packed, register_kernel
 from app.model.chunked_loss import LinearHead, token_loss_sum
 from app.model.comparison import Comparison, attempt, max_difference, max_or_nan
 from app.model.head import head_parameters
 from app.model.kernels import autocast_dtype, uses_kernels
+from app.model.recurrent import recurrent_mixers
 from app.model.training_model import TrainingModel
 
 _MAX_DOCUMENTS = 4  # of a classification, compared one by one
@@ -140,58 +143,75 @@ def _loss_difference(model: TrainingModel, head: LinearHead, rows: Tensor, *, we
     return max_difference(ours, own)
 
 
-_Outcome = tuple[Tensor, Tensor]  # logits [some tokens, vocabulary], gradient of the embeddings [tokens, hidden]
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    logits: Tensor  # [some tokens, vocabulary]
+    gradient: Tensor  # of the embeddings [tokens, hidden]
+    weights: Sequence[Tensor]  # gradients of some trained parameters
 
 
 def _differences(found: _Outcome, expected: _Outcome) -> dict[str, float]:
     """The largest difference of logits by the largest logit, and of gradients by their norm."""
-    logits, own_logits = found[0].float(), expected[0].float()
-    gradient, own_gradient = found[1].double(), expected[1].double()
+    logits, own_logits = found.logits.float(), expected.logits.float()
+    differences = [_by_norm([found.gradient], [expected.gradient])]
+    if expected.weights:
+        differences.append(_by_norm(found.weights, expected.weights))
+    pairs = zip(found.weights, expected.weights, strict=True)
+    missing = any(not ours.any() and own.any() for ours, own in pairs)  # rounding hides that of a few weights
     return {
         "logits": float((logits - own_logits).abs().max() / own_logits.abs().max()),
-        "gradient": float((gradient - own_gradient).norm() / own_gradient.norm()),
+        "gradient": 1.0 if missing else max_or_nan(differences),
     }
 
 
+def _by_norm(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    apart: Any = sum((a.double() - b.double()).square().sum() for a, b in zip(found, expected, strict=True))
+    size: Any = sum(each.double().square().sum() for each in expected)
+    return float((apart / size.clamp_min(torch.finfo(torch.float64).tiny)) ** 0.5)
+
+
 def check_packing(model: TrainingModel, batch: Batch) -> list[Comparison]:
-    """Refuse to train packed when documents of `batch` give anything else for being packed."""
-    if batch.documents is None or len(batch.lengths) < 2:
+    """Refuse to train when documents give anything else for being in one row, or in padded ones, as in `batch`."""
+    if len(batch.lengths) < 2:
         return []
     documents, mode = _documents_of(batch), model.training
+    is_packed = len(batch.ids) == 1
     model.eval()
     with model.autocast(batch.ids.device):
         separate = _separate(model, documents, "eager")
-        found = _differences(_packed(model, documents, batch.documents), separate)
-        exact = (
-            torch.get_float32_matmul_precision() == "highest"
-            and separate[0].dtype == torch.float32
-            and model.compute is None
-        )
-        allowed = _PACKING_FP32 if exact else _allowed_rounding(model, documents, separate)
+        layout: Callable[..., _Outcome] = _packed if is_packed else _padded
+        together = partial(layout, model, documents, batch.documents)
+        found = _differences(together(), separate)
+        allowed = _allowed_rounding(model, documents, separate)
+        words = "packed" if is_packed else "padded"
         compared = {
-            what: Comparison(f"{what} of packed documents against separate ones", difference, allowed[what])
+            what: Comparison(f"{what} of {words} documents against separate ones", difference, allowed[what])
             for what, difference in found.items()
         }
         wrong = next((what for what, each in compared.items() if not each.passed), None)
         by_attention = False
         if wrong is not None:
             with _attention(model, register_kernel(plain_packed, f"{NAME}_plain")):
-                plain = _differences(_packed(model, documents, batch.documents), separate)
+                plain = _differences(together(), separate)
             by_attention = all(plain[each] <= allowed[each] for each in plain)
     model.train(mode)
     if wrong is not None:
-        compared[wrong].or_refuse(_refusal(model, wrong, compared[wrong], by_attention=by_attention))
+        compared[wrong].or_refuse(
+            _refusal(model, wrong, compared[wrong], is_packed=is_packed, by_attention=by_attention)
+        )
     return list(compared.values())
 
 
-def _refusal(model: TrainingModel, what: str, found: Comparison, *, by_attention: bool) -> str:
+def _refusal(model: TrainingModel, what: str, found: Comparison, *, is_packed: bool, by_attention: bool) -> str:
     """`by_attention`: plain attention gives the right numbers, so the kind of model is not the cause."""
     kind = f"a model of kind {model.language_model.config.model_type}"
     numbers = f"relative difference {found.difference:.1e}, allowed {found.allowed:.1e}"
-    text = f"gives another {what} when documents are packed ({numbers})"
+    text = f"gives another {what} when documents are {'packed' if is_packed else 'padded'} ({numbers})"
+    padded = "batching.packing=false" if is_packed else "model.path to one of another kind"
     if not by_attention:
-        return f"batching.packing=true: {kind} {text}, so it would be trained wrongly. Set batching.packing=false."
-    remedy = "batching.packing=false" if model.attention == "sdpa" else "attention=sdpa"
+        key = f"batching.packing={'true' if is_packed else 'false'}"
+        return f"{key}: {kind} {text}, so it would be trained wrongly. Set {padded}."
+    remedy = padded if model.attention == "sdpa" else "attention=sdpa"
     return (
         f"attention={model.attention}: it {text} and plain attention does not, so {kind} would be trained wrongly. "
         f"Set {remedy}."
@@ -215,6 +235,18 @@ def _packed(model: TrainingModel, documents: Sequence[Tensor], limits: PackedSeq
     return _outcome(model, [_pass(model, ids, position_ids=places, documents=packed.to(device))])
 
 
+def _padded(model: TrainingModel, documents: Sequence[Tensor], isolated: PackedSequences | None) -> _Outcome:
+    """`isolated`: not None where padding is apart from documents, as encoders need it."""
+    ids, lengths = nn.utils.rnn.pad_sequence(list(documents), batch_first=True), [len(d) for d in documents]
+    width = ids.shape[1]
+    if isolated is not None:
+        parts = [part for n in lengths for part in (n, width - n) if part]
+        isolated = PackedSequences.from_lengths(parts).to(ids.device)
+    places = torch.arange(width, device=ids.device).expand_as(ids) + model.first_position
+    tokens = torch.cat([torch.arange(n, device=ids.device) + row * width for row, n in enumerate(lengths)])
+    return _outcome(model, [_pass(model, ids, tokens=tokens, position_ids=places, documents=isolated)])
+
+
 def _separate(model: TrainingModel, documents: Sequence[Tensor], attention: str, noise: float = 0.0) -> _Outcome:
     """Each document as a row of its own, by the model's own attention and its own counting of positions."""
     with _attention(model, attention):
@@ -232,21 +264,38 @@ def _attention(model: TrainingModel, name: str) -> Iterator[None]:
         lm.set_attn_implementation(NAME)
 
 
-def _pass(model: TrainingModel, ids: Tensor, noise: float = 0.0, **given: Any) -> tuple[Tensor, Tensor]:
-    """States and the gradient of the embeddings, of the tokens of all rows."""
+def _pass(
+    model: TrainingModel, ids: Tensor, noise: float = 0.0, tokens: Tensor | None = None, **given: Any
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """States and gradients of embeddings, of all tokens or those at `tokens`; and gradients of some trained weights."""
     lm: Any = model.language_model
+    tokens = torch.arange(ids.numel(), device=ids.device) if tokens is None else tokens
+    watched = _watched_parameters(model)
     with torch.enable_grad(), _embeddings_as_leaf(lm.get_input_embeddings(), noise) as leaves:
-        hidden = lm.base_model(input_ids=ids, use_cache=False, **given)[0]
+        hidden = lm.base_model(input_ids=ids, use_cache=False, **given)[0].flatten(0, 1)[tokens]
         # weights that follow from token and dimension, not from the layout
-        weights = torch.cos(ids[..., None].float() + torch.arange(hidden.shape[-1], device=hidden.device))
-        gradient = torch.autograd.grad((hidden.float() * weights).sum(), leaves)[0]
-    return hidden.detach().flatten(0, 1), gradient.flatten(0, 1)
+        weights = torch.cos(ids.flatten()[tokens, None].float() + torch.arange(hidden.shape[-1], device=hidden.device))
+        inputs = [*leaves, *watched]
+        gradient, *others = torch.autograd.grad(
+            (hidden.float() * weights).sum(), inputs, allow_unused=True, materialize_grads=True
+        )
+    return hidden.detach(), gradient.flatten(0, 1)[tokens], others
+
+
+def _watched_parameters(model: TrainingModel) -> list[nn.Parameter]:
+    """The trained parameters of the first layer of each make; none of a sharded model, whose layers are gathered."""
+    if model.sharding is not None:
+        return []
+    layers = {tuple(name for name, _ in layer.named_parameters()): layer for layer in reversed(repeated_layers(model))}
+    return [each for layer in layers.values() for each in layer.parameters() if each.requires_grad]
 
 
 @torch.no_grad()
-def _outcome(model: TrainingModel, passes: Sequence[tuple[Tensor, Tensor]]) -> _Outcome:
-    hidden, gradient = (torch.cat(each) for each in zip(*passes, strict=True))
-    return model.head(hidden[:: -(-len(hidden) // _MAX_COMPARED_LOGITS)]), gradient
+def _outcome(model: TrainingModel, passes: Sequence[tuple[Tensor, Tensor, list[Tensor]]]) -> _Outcome:
+    states, gradients, of_weights = zip(*passes, strict=True)
+    hidden, gradient = torch.cat(states), torch.cat(gradients)
+    weights = [torch.stack(each).sum(0) for each in zip(*of_weights, strict=True)]
+    return _Outcome(model.head(hidden[:: -(-len(hidden) // _MAX_COMPARED_LOGITS)]), gradient, weights)
 
 
 @contextlib.contextmanager
@@ -260,7 +309,7 @@ def _embeddings_as_leaf(embedding: nn.Module, noise: float) -> Iterator[list[Ten
             at = torch.arange(leaf.numel(), device=leaf.device).view_as(leaf)
             leaf = leaf * (1 + noise * torch.cos(at))
         leaves.append(leaf.to(out.dtype).requires_grad_())
-        return leaves[-1]
+        return leaves[-1].clone()  # some kinds change it in place
 
     handle = embedding.register_forward_hook(cut)
     try:
@@ -270,9 +319,16 @@ def _embeddings_as_leaf(embedding: nn.Module, noise: float) -> Iterator[list[Ten
 
 
 def _allowed_rounding(model: TrainingModel, documents: Sequence[Tensor], own: _Outcome) -> dict[str, float]:
-    """The difference of the model's own two kernels, or of one rounding of its embeddings where it has but one."""
-    kernel = own_attention(model.language_model)
-    eps = torch.finfo(model.compute or own[0].dtype).eps
-    noise = eps / 2 if kernel == "eager" else 0.0
+    """The difference of the model's own two kernels, or of one rounding of its embeddings where it has but one.
+
+    In float32 both are far below a constant, but for recurrent mixers: their norms can enlarge any rounding.
+    """
+    lm, dtype = model.language_model, model.compute or own.logits.dtype
+    is_exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    if is_exact and not recurrent_mixers(lm):
+        return _PACKING_FP32
+    kernel, eps = own_attention(lm), torch.finfo(dtype).eps
+    noise = eps / 2 if kernel == "eager" or is_exact else 0.0
     found = _differences(_separate(model, documents, kernel, noise), own)
-    return {what: max(_PACKING_FACTOR * found[what], eps) for what in found}
+    least = _PACKING_FP32 if is_exact else dict.fromkeys(found, eps)
+    return {what: max(_PACKING_FACTOR * found[what], least[what]) for what in found}

@@ -23,6 +23,7 @@ from app.config.schema import CompileConfig
 from app.errors import ConfigError, EnvironmentProblem, TrainingError, gist
 from app.model.activation_checkpointing import repeated_layers
 from app.model.comparison import Comparison, attempt, max_or_nan
+from app.model.recurrent import recurrent_mixers
 
 _ALLOWED_FP32 = 1e-4  # of the gradient's norm
 _ALLOWED_ROUNDINGS = 8  # of the dtype of the arithmetic
@@ -51,8 +52,9 @@ def require_compilable(config: CompileConfig, device: torch.device) -> None:
 class CompiledLayers:
     """The compiled layers of one model. `graphs` counts the graphs that were made, `seconds` what that took."""
 
-    def __init__(self, layers: list[Any], config: CompileConfig) -> None:
+    def __init__(self, layers: list[Any], config: CompileConfig, left_out: int = 0) -> None:
         self.layers = len(layers)
+        self.left_out = left_out
         self.graphs = 0
         self.seconds = 0.0
         self.verified = False  # a further graph is an error
@@ -83,9 +85,10 @@ class CompiledLayers:
     def remarks(self) -> list[str]:
         if self.fault is not None:
             return [f"compile=blocks: {self.fault}, so layers are computed as without it"]
+        others = f"; {self.left_out} layers with a recurrent mixer are computed as without it" if self.left_out else ""
         return [
             f"compile=blocks: {self.layers} layers are {self.graphs} graph{'s' * (self.graphs != 1)}, made in "
-            f"{self.seconds:.1f} s before the first step; memory is planned as without it"
+            f"{self.seconds:.1f} s before the first step; memory is planned as without it{others}"
         ]
 
     def _compiled_forward(self, layer: Any, *, first: bool) -> Callable[..., Any]:
@@ -137,7 +140,12 @@ def compile_blocks(lm: nn.Module, config: CompileConfig, device: torch.device) -
     require_compilable(config, device)
     import torch._dynamo  # noqa: F401  its errors are named above
 
-    return CompiledLayers(repeated_layers(lm), config)
+    layers = repeated_layers(lm)
+    compilable = [each for each in layers if not recurrent_mixers(each)]  # others have rows of many shapes inside
+    compiled = CompiledLayers(compilable, config, len(layers) - len(compilable))
+    if not compilable:
+        compiled.give_up("every layer has a recurrent mixer, whose rows have many shapes")
+    return compiled
 
 
 def _own_forward(layer: Any, *args: Any, **kwargs: Any) -> Any:

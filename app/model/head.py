@@ -5,7 +5,7 @@ transform, a pooler) stays right.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,10 +22,11 @@ def own_head(lm: Any) -> Head:
     prefix: str = lm.base_model_prefix
 
     def head(rows: Tensor) -> Tensor:
-        stub = BackboneStub(rows[None])
+        stub = BackboneStub(rows[None], numbers=_numbers(lm.base_model))
+        ids = torch.empty(1, len(rows), dtype=torch.long, device=rows.device)  # of which kinds read the shape
         lm.__dict__[prefix] = stub  # setattr refuses a non-module; an instance attribute hides the module
         try:
-            logits: Tensor = lm(input_ids=None, use_cache=False).logits
+            logits: Tensor = lm(input_ids=ids, use_cache=False).logits
         finally:
             del lm.__dict__[prefix]
         return logits[0]
@@ -34,12 +35,15 @@ def own_head(lm: Any) -> Head:
 
 
 class BackboneStub:
-    """Replaces the backbone and its output: the given hidden states, None for everything else.
+    """Replaces the backbone and its output: the given hidden states, the backbone's numbers, None for everything else.
 
-    Kinds read what others do not have: router logits, cross attentions, a decoder inside the backbone.
+    Kinds read what others do not have: router logits, cross attentions, a decoder inside the backbone, a multiplier.
     """
 
-    def __init__(self, hidden: Tensor, pooled: Tensor | None = None) -> None:
+    def __init__(
+        self, hidden: Tensor, pooled: Tensor | None = None, numbers: Mapping[str, float] | None = None
+    ) -> None:
+        vars(self).update(numbers or {})
         self.last_hidden_state = hidden
         self._parts = (hidden,) if pooled is None else (hidden, pooled)
 
@@ -123,3 +127,7 @@ def class_scores(head: Head, rows: Tensor, targets: Tensor) -> tuple[Tensor, Ten
 
 def _has_weights(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
+
+
+def _numbers(backbone: nn.Module) -> dict[str, float]:
+    return {name: value for name, value in vars(backbone).items() if isinstance(value, int | float)}

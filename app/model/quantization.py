@@ -18,8 +18,8 @@ from app.model.fp8_linear import Fp8Linear
 from app.model.frozen_linear import FrozenLinear, Int8Linear
 from app.model.fused_lora import Frozen
 from app.model.head import in_backbone
+from app.model.recurrent import layers_read_past
 
-_POOLER = "pooler."  # of a backbone; it belongs to the head, which stays as it is
 _FP8_MULTIPLE = 16  # sizes that fp8 products take
 _FP8_MIN_CAPABILITY = (8, 9)  # Ada, the first GPUs with fp8; then Hopper
 
@@ -33,9 +33,8 @@ class Quantizer(ABC):
 
     def quantize(self, lm: Any) -> None:
         """Replace every plain linear layer of the backbone, one by one, so that full weights are freed as it goes."""
-        for name, layer in list(lm.base_model.named_modules()):
-            if is_linear(layer) and not name.startswith(_POOLER):
-                lm.base_model.set_submodule(name, self.quantized(layer))
+        for name in backbone_linear_layers(lm):
+            lm.set_submodule(name, self.quantized(lm.get_submodule(name)))
         self.finish(lm)
 
     def finish(self, lm: Any) -> None:
@@ -90,11 +89,10 @@ class Quantizer(ABC):
             refuse("these weights are quantised already")
         if any(".experts." in f".{name}" for name, _ in lm.base_model.named_parameters()):
             refuse("its experts are stacked, and stacked weights are not quantised yet")
-        for name, layer in lm.base_model.named_modules():
-            if is_linear(layer) and not name.startswith(_POOLER):
-                reason = self.unsupported(name, *weight_of(layer).shape)
-                if reason is not None:
-                    refuse(reason)
+        for name in backbone_linear_layers(lm):
+            reason = self.unsupported(name, *weight_of(lm.get_submodule(name)).shape)
+            if reason is not None:
+                refuse(reason)
 
     def missing_on(self, device: torch.device) -> str | None:  # noqa: ARG002
         """What `device` lacks to compute with quantised layers, and what to do."""
@@ -252,13 +250,16 @@ def weight_of(layer: Any) -> Tensor:
 
 
 def other_linear_layers(lm: Any) -> list[str]:
-    """Names of the head and of whatever else is linear beside the backbone."""
-    return [name for name, layer in lm.named_modules() if is_linear(layer) and not in_backbone(lm, name)]
+    """Names of the head and of whatever else is linear and stays as it is."""
+    replaced = set(backbone_linear_layers(lm))
+    return [name for name, layer in lm.named_modules() if is_linear(layer) and name not in replaced]
 
 
 def backbone_linear_layers(lm: Any) -> list[str]:
     """Names of the layers that a quantiser replaces."""
-    return [name for name, layer in lm.named_modules() if is_linear(layer) and in_backbone(lm, name)]
+    read_past = layers_read_past(lm)
+    linear = (name for name, layer in lm.named_modules() if is_linear(layer) and in_backbone(lm, name))
+    return [name for name in linear if name not in read_past]
 
 
 def quantization_after_training(config: QuantizationConfig) -> QuantizationConfig:

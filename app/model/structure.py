@@ -1,5 +1,6 @@
 """The base of a run as its config.json, or the numbers in its YAML, describe it: no weight is read."""
 
+import logging
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -158,6 +159,8 @@ def model_class(task: Task) -> Any:
 def build(config: ModelConfig, task: Task, numbers: Any, dtype: torch.dtype, attention: str) -> Any:
     """The model of the task's class, where torch puts new modules; what cannot be trained is refused."""
     require_kind(config, task, numbers)
+    # of each fast kernel that is not installed, on its first use: one line of `model.build` names all of them
+    logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     lm = model_class(task).from_config(
         numbers, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
     )

@@ -1,10 +1,11 @@
 """Kinds of model that can be trained correctly; others are refused by name, before weights are fetched.
 
 Our attention replaces the model's own through transformers' interface, and no mask is built for it. A kind that does
-not call the interface would ignore it. A kind whose layers need another mask, or carry a state from token to token,
-would call it and still be wrong. Both would train without an error.
+not call the interface would ignore it. A kind whose layers need another mask would call it and still be wrong. Both
+would train without an error. Layers that carry a state from token to token are laid aside (`model.recurrent`).
 """
 
+import sys
 from functools import partial
 from typing import Any, NoReturn
 
@@ -15,9 +16,10 @@ from app.config.schema import ModelConfig
 from app.config.tasks import TASKS, Task
 from app.errors import ConfigError
 from app.model.head import own_head, pooled_head
+from app.model.recurrent import recurrent_mixers
 
-_OWN_ATTENTION = "its attention cannot be replaced by ours"
-_LAYERS = frozenset({"full_attention", "sliding_attention"})
+# of others that differ only in long rows, the check before the first step would see nothing
+_LAYERS = frozenset({"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "mlp", "moe"})
 _HEAD_FAULTS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
@@ -33,15 +35,14 @@ def require_kind(config: ModelConfig, task: Task, numbers: Any) -> None:
     other = sorted(set(getattr(numbers, "layer_types", None) or ()) - _LAYERS)
     if other:
         refuse(f"it has layers of {', '.join(other)}")
-    if known is not None and not own_code and not known._supports_attention_backend:
-        refuse(_OWN_ATTENTION)
 
 
 def require_structure(config: ModelConfig, task: Task, lm: Any) -> None:
     """Check the model once it is built, on meta or with its weights."""
     refuse = partial(_refuse, config, task, lm.config.model_type)
-    if not lm._supports_attention_backend:
-        refuse(_OWN_ATTENTION)
+    calls_interface = hasattr(sys.modules[type(lm).__module__], "ALL_ATTENTION_FUNCTIONS")  # the flag is not always set
+    if not (lm._supports_attention_backend or calls_interface or recurrent_mixers(lm)):
+        refuse("its attention cannot be replaced by ours")
     if lm.base_model is lm:
         refuse("its backbone cannot be told from its head")
     ways = {not module.is_causal for module in lm.modules() if isinstance(getattr(module, "is_causal", None), bool)}

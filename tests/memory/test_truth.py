@@ -6,7 +6,7 @@ import pytest
 
 from app.memory.estimate import plan_memory
 from app.memory.phases import EVALUATION
-from tests.memory.truth import EXPERTS, PACKED, PADDED, counted_peak, counted_peaks, small_run
+from tests.memory.truth import DELTA_RULE, EXPERTS, PACKED, PADDED, counted_peak, counted_peaks, small_run
 
 NEAR = 4096
 BF16 = ("precision=bf16", "precision.trained=bf16")
@@ -37,6 +37,7 @@ def difference(*overrides: str, micro_batches: int = 1) -> int:
         ("recipe=lora", "training.recompute=true", "training.offload=true", "precision=bf16"),
         ("recipe=qlora", "training.recompute=1"),
         (*EXPERTS, "recipe=full", "precision=bf16"),
+        (*DELTA_RULE, "recipe=lora", "training.recompute=1"),
     ],
     ids=" ".join,
 )

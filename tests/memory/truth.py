@@ -31,6 +31,18 @@ EXPERTS = (
     "+model.architecture.num_local_experts=4",
     "+model.architecture.num_experts_per_tok=2",
 )
+DELTA_RULE = (
+    "model.architecture.model_type=qwen3_5_text",
+    "model.architecture.num_hidden_layers=2",
+    "+model.architecture.layer_types=[linear_attention,full_attention]",
+    *(f"+model.architecture.linear_{each}" for each in ("num_key_heads=2", "num_value_heads=4", "key_head_dim=16")),
+    *("+model.architecture.linear_value_head_dim=32", "+model.architecture.head_dim=32"),
+)
+STATE_SPACE = (
+    "model.architecture.model_type=bamba",
+    "+model.architecture.attn_layer_indices=[1]",
+    *(f"+model.architecture.mamba_{each}" for each in ("n_heads=4", "d_head=64", "d_state=16", "n_groups=1")),
+)
 PACKED = Shape(1, 192, (100, 60, 32), 5, 128, 130)
 PADDED = Shape(3, 64, (), 0, 64, 110)
 

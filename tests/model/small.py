@@ -37,6 +37,7 @@ _COMMON: dict[str, Any] = {
     "initializer_range": 0.3,
 }
 _EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_EXPERT_SIZES = ("moe_intermediate_size", "shared_expert_intermediate_size")
 _WINDOW = 8
 
 # what differs from the numbers above, by kind
@@ -102,6 +103,49 @@ _MORE: dict[str, dict[str, Any]] = {
 }
 MORE_KINDS = tuple(_MORE)  # for the slow tier
 
+_DELTA: dict[str, Any] = {
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
+_SMALL_EXPERTS = {**_EXPERTS, "num_experts": 4, **dict.fromkeys(_EXPERT_SIZES, 16)}
+_MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2}
+# kinds with recurrent mixers, beside attention where they have both
+RECURRENT: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": _DELTA,
+    "falcon_h1": _MAMBA | {"head_dim": 8, "mamba_d_ssm": 64, "lm_head_multiplier": 0.5},
+    "qwen3_next": _DELTA | _SMALL_EXPERTS,
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "nemotron_h": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "attention", "mlp", "mamba"],
+        "head_dim": 8,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+    },
+    "jamba": {
+        **{f"{each}_layer_{name}": n for each in ("attn", "expert") for name, n in (("offset", 1), ("period", 2))},
+        **_SMALL_EXPERTS,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 8,
+    },
+    "bamba": _MAMBA | {"mamba_expand": 2, "attn_layer_indices": [1]},
+    "granitemoehybrid": _MAMBA | {"mamba_expand": 2, "layer_types": ["mamba", "attention"], "num_local_experts": 0},
+    "mamba2": {
+        "expand": 2,
+        "num_heads": 4,
+        "head_dim": 16,
+        "state_size": 8,
+        "n_groups": 2,
+        "tie_word_embeddings": True,
+    },
+}
+
 _ENCODERS: dict[str, dict[str, Any]] = {
     "bert": {},
     "roberta": {"max_position_embeddings": 66},
@@ -123,12 +167,13 @@ def task_of(kind: str) -> Task:
 
 def numbers(kind: str, **changes: Any) -> dict[str, Any]:
     """An architecture, as it stands in a YAML of conf/model."""
-    return {"model_type": kind, **_COMMON, **(KINDS | _MORE | ENCODERS).get(kind, {}), **changes}
+    return {"model_type": kind, **_COMMON, **(KINDS | _MORE | ENCODERS | RECURRENT).get(kind, {}), **changes}
 
 
 def wide_numbers(kind: str, **changes: Any) -> dict[str, Any]:
     """Numbers of an architecture that can be quantised: inputs of every layer are multiples of 64."""
     sizes = {"hidden_size": 64, "n_embd": 64, "intermediate_size": 128, "head_dim": 16, "initializer_range": 0.2}
+    sizes |= {"expand": 1, "mamba_expand": 1}  # of heads that stay as many
     plain = numbers(kind)
     return plain | {key: size for key, size in sizes.items() if key in plain} | changes
 

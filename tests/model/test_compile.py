@@ -197,3 +197,15 @@ def test_require_compilable_missing_part_is_refused(
         require_compilable(config, device)
     require_compilable(NONE, device)
     require_compilable(BLOCKS, device)
+
+
+@pytest.mark.parametrize(
+    ("kind", "remark"),
+    [("qwen3_5_text", "1 layers with a recurrent mixer are computed"), ("mamba2", "every layer has a recurrent mixer")],
+)
+def test_layers_with_recurrent_mixer_are_not_compiled(kind: str, remark: str) -> None:
+    (expected,) = by_its_own(range(1, 2), kind)
+    training_model = small.training_model_of(kind, compile=BLOCKS)
+    assert small.verified(training_model, packed(0)) is not None, blocks_of(training_model).fault
+    assert max_difference(outcome(training_model, packed(1)), expected) <= 1e-5
+    assert remark in "".join(training_model.remarks())
