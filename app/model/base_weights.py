@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from app.model.quantization import Quantizer, backbone_linear_layers, is_conv1d
 from app.model.safetensors_files import StoredTensor
@@ -185,11 +186,11 @@ def tensors_in_files(stored: Mapping[str, StoredTensor], shapes: Mapping[str, to
                 yield SourceTensor(each.name, each.shape, whole, rows, each.file.name)
 
 
-def random_tensors(lm: Any, device: torch.device, seed: int) -> Iterator[SourceTensor]:
+def random_tensors(lm: Any, device: torch.device, seed: int, rebuilt: Callable[[], Any]) -> Iterator[SourceTensor]:
     """Tensors on `device` for an `lm` on meta, those of one module at a time; tied ones once.
 
     The numbers depend on seed, kind, sizes and the module's name alone, and what the rest of the program draws stays
-    what it was.
+    what it was. `rebuilt` makes another `lm`, for what only constructors initialise.
     """
     lm.tie_weights()
     done: set[int] = set()
@@ -197,7 +198,7 @@ def random_tensors(lm: Any, device: torch.device, seed: int) -> Iterator[SourceT
         own = {last: each for last, each in module._parameters.items() if each is not None}
         if done.issuperset(map(id, own.values())):
             continue
-        drawn = _drawn(lm, name, device, seed)
+        drawn = _drawn(lm, name, device, seed, rebuilt)
         for last, meta in own.items():
             if id(meta) not in done:
                 yield in_memory(f"{name}.{last}".lstrip("."), drawn[last])
@@ -219,9 +220,11 @@ def can_be_filled(lm: Any, stored: Iterable[str]) -> bool:
 
 
 @torch.no_grad()
-def _drawn(lm: Any, name: str, device: torch.device, seed: int) -> dict[str, Tensor]:
+def _drawn(lm: Any, name: str, device: torch.device, seed: int, rebuilt: Callable[[], Any]) -> dict[str, Tensor]:
     """The parameters of one module by the model's own initialisation: the module's, then that of those around it, for
     some kinds treat modules by their role in these. All other modules stay on meta, where drawing does nothing.
+
+    As in transformers, the innermost model around a module initialises it.
     """
     module = lm.get_submodule(name)
     parts = name.split(".") if name else []
@@ -237,13 +240,28 @@ def _drawn(lm: Any, name: str, device: torch.device, seed: int) -> dict[str, Ten
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(int.from_bytes(digest, "little") >> 1)
-            for each in around:
-                lm._init_weights(each)
+            for at, each in enumerate(around):
+                next(outer for outer in around[at:] if hasattr(outer, "_init_weights"))._init_weights(each)
+            forgotten = [last for last, each in drawn.items() if bool(each.isnan().any())]
+            if forgotten:
+                constructed = _constructed(rebuilt, name, type(module))
+                drawn |= {last: constructed[last].to(device, on_meta[last].dtype) for last in forgotten}
     finally:
         module._parameters.update(on_meta)
-    forgotten = [last for last, each in drawn.items() if bool(each.isnan().any())]
-    assert not forgotten, f"{type(module).__name__} does not initialise {forgotten}"
     return {last: each.detach() for last, each in drawn.items()}
+
+
+def _constructed(build: Callable[[], Any], name: str, kind: type[nn.Module]) -> dict[str, Tensor]:
+    """What the constructor gives the parameters of one module, of a class `kind`."""
+    found: dict[nn.Module, dict[str, Tensor]] = {}
+
+    def keep(module: nn.Module, last: str, parameter: nn.Parameter | None) -> None:
+        if type(module) is kind and parameter is not None:
+            found.setdefault(module, {})[last] = parameter.detach().clone()
+
+    with register_module_parameter_registration_hook(keep):
+        lm = build()
+    return found[lm.get_submodule(name)]
 
 
 def _rows(content: Any, name: str, low: int, high: int) -> Tensor:

@@ -179,7 +179,8 @@ class _Together(torch.autograd.Function):
         ctx.shape, ctx.dtype, ctx.computed = x.shape, x.dtype, rows.dtype
         ctx.recompute = None if recompute is None else recompute.function
         ctx.frozen = [(lora.frozen, lora.scale) for lora in loras]
-        return tuple(out.view(*x.shape[:-1], -1) for out in outs)
+        # no views, which autograd would not let a model change in place
+        return tuple(torch.ops.aten._unsafe_view(out, [*x.shape[:-1], out.shape[-1]]) for out in outs)
 
     @staticmethod
     @once_differentiable

@@ -84,7 +84,9 @@ def pooled_head(lm: Any) -> Head:
     def head(rows: Tensor) -> Tensor:
         states = rows[:, None]
         pooler = getattr(lm.base_model, "pooler", None)
-        stub = BackboneStub(states, None if pooler is None else pooler(states))
+        activation = getattr(lm.base_model, "pooler_activation", None)  # beside a pooler that is one layer
+        pooled = None if pooler is None else pooler(states) if activation is None else activation(pooler(rows))
+        stub = BackboneStub(states, pooled)
         padding = config.pad_token_id
         lm.__dict__[prefix] = stub  # as above
         config.pad_token_id = 0 if padding is None else padding  # without one, kinds refuse several documents

@@ -41,8 +41,9 @@ def open_base(
     if lack is not None:
         raise ConfigError(lack)
     if config.weights == "random":
-        lm = _empty(config, task, numbers_in_yaml(config, task), options, quantizer)
-        base = Base(lm, options, random_tensors(copy.deepcopy(lm), options.device, seed))
+        empty = partial(_empty, config, task, options=options, quantizer=quantizer)
+        lm, another = empty(numbers_in_yaml(config, task)), lambda: empty(numbers_in_yaml(config, task))
+        base = Base(lm, options, random_tensors(copy.deepcopy(lm), options.device, seed, another))
         if quantizer is not None:
             base.quantize(quantizer)
         return base

@@ -147,7 +147,8 @@ def _configured(task: Task, numbers: Any) -> Any:
         numbers.label2id = {label: at for at, label in enumerate(task.labels)}
         numbers.problem_type = "single_label_classification"
     if task.pooled and hasattr(numbers, "classifier_pooling"):
-        numbers.classifier_pooling = "cls"  # the classifier is new: nothing has learnt the mean of all tokens
+        # the classifier is new: nothing has learnt the mean of all tokens
+        numbers.classifier_pooling = "bos" if type(numbers).classifier_pooling == "late" else "cls"
     return numbers
 
 

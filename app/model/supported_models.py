@@ -19,30 +19,46 @@ from app.model.head import own_head, pooled_head
 from app.model.recurrent import recurrent_mixers
 
 # of others that differ only in long rows, the check before the first step would see nothing
-_LAYERS = frozenset({"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "mlp", "moe"})
+_RECURRENT = frozenset({"linear_attention", "conv", "hybrid"})
+_LAYERS = _RECURRENT | {"full_attention", "sliding_attention", "mlp", "moe"}
+_OWN_ATTENTION = "its attention cannot be replaced by ours"
 _HEAD_FAULTS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
 def require_kind(config: ModelConfig, task: Task, numbers: Any) -> None:
     """Check the configuration; code that a model brings along is checked once the model is built."""
-    refuse = partial(_refuse, config, task, numbers.model_type)
+    reason = _reason(task, numbers, own_code=config.trust_remote_code and hasattr(numbers, "auto_map"))
+    if reason is not None:
+        _refuse(config, task, numbers, reason)
+
+
+def _reason(task: Task, numbers: Any, *, own_code: bool = False) -> str | None:
+    """Why the task cannot train a model of this configuration, None where nothing tells."""
     known = getattr(transformers, task.mapping).get(type(numbers), None)
-    own_code = config.trust_remote_code and hasattr(numbers, "auto_map")
-    if known is None and not own_code:
-        refuse(f"it is not {task.description}")
+    types = set(getattr(numbers, "layer_types", None) or ())
+    if numbers.is_encoder_decoder or "encoder" in numbers.sub_configs:
+        return "it is an encoder-decoder, and only models of one of the two are trained here"
     if numbers.get_text_config(decoder=True) is not numbers:
-        refuse("it reads more than text, and only the text part could be trained")
-    other = sorted(set(getattr(numbers, "layer_types", None) or ()) - _LAYERS)
-    if other:
-        refuse(f"it has layers of {', '.join(other)}")
+        return "it reads more than text, and only the text part could be trained"
+    if known is None and not own_code:
+        return f"it is not {task.description}"
+    if types - _LAYERS:
+        return f"it has layers of {', '.join(sorted(types - _LAYERS))}"
+    if own_code or types & _RECURRENT or any(map(_calls_interface, known if isinstance(known, tuple) else (known,))):
+        return None
+    return _OWN_ATTENTION
+
+
+def _calls_interface(known: Any) -> bool:
+    """Whether attention of a class is transformers' interface; the flag is missing for kinds that call it."""
+    return known._supports_attention_backend or hasattr(sys.modules[known.__module__], "ALL_ATTENTION_FUNCTIONS")
 
 
 def require_structure(config: ModelConfig, task: Task, lm: Any) -> None:
     """Check the model once it is built, on meta or with its weights."""
-    refuse = partial(_refuse, config, task, lm.config.model_type)
-    calls_interface = hasattr(sys.modules[type(lm).__module__], "ALL_ATTENTION_FUNCTIONS")  # the flag is not always set
-    if not (lm._supports_attention_backend or calls_interface or recurrent_mixers(lm)):
-        refuse("its attention cannot be replaced by ours")
+    refuse = partial(_refuse, config, task, lm.config)
+    if not (_calls_interface(type(lm)) or recurrent_mixers(lm)):
+        refuse(_OWN_ATTENTION)
     if lm.base_model is lm:
         refuse("its backbone cannot be told from its head")
     ways = {not module.is_causal for module in lm.modules() if isinstance(getattr(module, "is_causal", None), bool)}
@@ -61,17 +77,13 @@ def require_structure(config: ModelConfig, task: Task, lm: Any) -> None:
         refuse(f"its head does not work apart from its backbone: {fault}", fault)
 
 
-def _refuse(config: ModelConfig, task: Task, kind: str, reason: str, fault: Exception | None = None) -> NoReturn:
-    from transformers.models.auto import modeling_auto
-
+def _refuse(config: ModelConfig, task: Task, numbers: Any, reason: str, fault: Exception | None = None) -> NoReturn:
     given = "model.architecture" if config.weights == "random" else f"model.path={config.path}"
     others = [
-        name
-        for name, other in TASKS.items()
-        if other.auto_class != task.auto_class and kind in getattr(modeling_auto, f"{other.mapping}_NAMES")
+        name for name, other in TASKS.items() if other.auto_class != task.auto_class and _reason(other, numbers) is None
     ]
     other_task = f"; or try task={others[0]}, which has a class for this kind" if others else ""
     raise ConfigError(
-        f"{given}: a model of kind {kind} cannot be trained here ({reason}). "
+        f"{given}: a model of kind {numbers.model_type} cannot be trained here ({reason}). "
         f"Choose another: {task.examples}{other_task}."
     ) from fault

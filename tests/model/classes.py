@@ -28,7 +28,11 @@ TARGETS = (2, 0, 2)
 SECOND = (12, 3, 6)  # where the second side of each begins
 TAKES_SIDES = frozenset({"bert", "electra"})
 _UNDROPPED = ("dropout", "attention_dropout", "seq_classif_dropout", "hidden_dropout_prob")
-_MORE: dict[str, dict[str, Any]] = {"distilbert": {}, "electra": {"attention_probs_dropout_prob": 0.0}}
+_MORE: dict[str, dict[str, Any]] = {
+    "distilbert": {},
+    **{kind: {"attention_probs_dropout_prob": 0.0} for kind in ("electra", "albert")},
+    "eurobert": {},
+}
 POOLED = ("llama", "qwen3", "gpt2", "mistral", *ENCODERS, *_MORE)
 
 

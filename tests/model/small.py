@@ -99,6 +99,27 @@ _MORE: dict[str, dict[str, Any]] = {
     **{kind: {"head_dim": 8} for kind in ("gemma", "glm4", "olmo3", "smollm3")},
     **{kind: {} for kind in ("cohere", "gpt_neox", "phi", "starcoder2")},
     "opt": {"dropout": 0.0},
+    "apertus": {},
+    "biogpt": dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout"), 0.0),
+    "ctrl": {
+        "n_embd": WIDTH,
+        "n_layer": 2,
+        "n_head": 4,
+        "dff": 48,
+        "n_positions": 64,
+        "resid_pdrop": 0,
+        "embd_pdrop": 0,
+    },
+    "gemma3n_text": {
+        "head_dim": 8,
+        "sliding_window": _WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 8,
+        "activation_sparsity_pattern": [0.0, 0.0],
+        "laurel_rank": 8,
+    },
     **{kind: {"num_experts": 4, **_EXPERTS} for kind in ("granitemoe", "olmoe", "qwen2_moe", "qwen3_moe")},
 }
 MORE_KINDS = tuple(_MORE)  # for the slow tier

@@ -151,3 +151,11 @@ def test_random_numbers_depend_on_seed_and_name_alone() -> None:
     assert not first["lm_head.weight"].equal(other["lm_head.weight"])
     layers = [first[f"model.layers.{at}.mlp.up_proj.weight"] for at in range(2)]
     assert not layers[0].equal(layers[1])
+
+
+def test_random_weights_that_only_a_constructor_initialises_are_its_own() -> None:
+    lm = load_base.load_base(model_config("apertus"), CAUSAL, LoadOptions(torch.float32, CPU, register("sdpa")), seed=0)
+    own = type(lm)(lm.config).state_dict()
+    learnt = {name: each for name, each in lm.state_dict().items() if "alpha" in name}
+    assert len(learnt) == 4
+    assert all(torch.equal(each, own[name].float()) for name, each in learnt.items())

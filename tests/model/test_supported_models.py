@@ -24,7 +24,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "deepseek_v32": ({}, "layers of indexed_attention"),
     "llama4_text": ({"layer_types": ["chunked_attention", "full_attention"]}, "layers of chunked_attention"),
     "deberta-v2": ({}, "not a causal language model"),
-    "t5": ({}, "not a causal language model"),
+    "t5": ({}, "it is an encoder-decoder"),
+    "mistral3": ({}, "it reads more than text"),
     "bert": (_UNDECODED, "its tokens see the tokens after them"),
     "roberta": (_UNDECODED, "its tokens see the tokens after them"),
     "gemma3": ({}, "it reads more than text"),
@@ -33,7 +34,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 MASKED_REFUSED = {
     "llama": "it is not an encoder with a head for hidden tokens",
-    "bart": "it reads more than text, and only the text part could be trained",
+    "bart": "it is an encoder-decoder, and only models of one of the two are trained here",
     "deberta-v2": "its attention cannot be replaced by ours",
 }
 
@@ -59,6 +60,9 @@ def test_the_task_that_a_kind_is_made_for_is_named() -> None:
         config = model_config(architecture={"model_type": kind, "num_hidden_layers": 2})
         with pytest.raises(ConfigError, match=f"or try task={fitting}, which has a class for this kind"):
             count_weights(sections(config, full(), task=TaskConfig(kind=given)))
+    config = model_config(architecture={"model_type": "deberta-v2", "num_hidden_layers": 2})
+    with pytest.raises(ConfigError, match=r"convolutions\.$"):  # its class for other tasks is refused too
+        count_weights(sections(config, full(), task=TaskConfig(kind="causal")))
 
 
 def test_loading_refuses_too_and_before_it_reads_weights(tmp_path: Path) -> None:
