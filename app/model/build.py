@@ -27,7 +27,7 @@ from app.model.fusion import Fused, fuse
 from app.model.head import keep_head_in_fp32
 from app.model.load_base import open_base, quiet_transformers
 from app.model.quantization import Quantizer, other_linear_layers, quantizer_of
-from app.model.recurrent import lay_aside, missing_kernels
+from app.model.recurrent import missing_kernels, recurrent_mixers
 from app.model.source import local_place
 from app.model.structure import BaseModel
 from app.model.training_model import TrainingModel
@@ -155,7 +155,7 @@ def assemble(
     training_model = TrainingModel(
         network, compute, sections.task, sections.attention, sections.quantizer, compiled
     ).train()
-    missing = missing_kernels(lay_aside(training_model.language_model))
+    missing = missing_kernels(recurrent_mixers(network))
     if missing and device is not None and device.type == "cuda":
         training_model.add_remark(f"recurrent layers: computed by plain torch, slow without {' and '.join(missing)}")
     if device is None and not training_model.pooled:

@@ -50,15 +50,14 @@ def missing_kernels(mixers: list[Any]) -> list[str]:
     return [package for package, (module, plain) in _KERNELS.items() if plain & functions and find_spec(module) is None]
 
 
-def lay_aside(lm: Any) -> list[Any]:
-    """Give the mixers of `lm` packed documents as padded rows from now on; returns them."""
+def lay_aside(lm: Any) -> None:
+    """Give the mixers of `lm` packed documents as padded rows from now on."""
     mixers = recurrent_mixers(lm)
     if mixers:
         rows = _PaddedRows()
         lm.base_model.register_forward_pre_hook(rows.lay_out, with_kwargs=True)
         for mixer in mixers:
             mixer.forward = rows.within(mixer.forward)
-    return mixers
 
 
 class _PaddedRows:

@@ -18,6 +18,7 @@ from app.model.fusion import Fused
 from app.model.head import Head, class_scores, head_parameters, own_head, pooled_head, takes_segments
 from app.model.losses import LOSSES
 from app.model.quantization import Quantizer
+from app.model.recurrent import lay_aside
 
 Result = TypeVar("Result")
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -62,6 +63,7 @@ class TrainingModel(nn.Module):
         self._trained: dict[str, nn.Parameter] = {}
         self._remarks: list[str] = []
         self.first_position = first_position(lm)
+        lay_aside(lm)
         self.chunk = chunk_rows(lm.config.get_text_config().vocab_size)
 
     @property

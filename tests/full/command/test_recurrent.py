@@ -17,6 +17,7 @@ def test_killed_run_of_hybrid_resumes_bit_for_bit(kind: str, recipe: str, zygote
     command = (*SMALL, *HYBRIDS[kind], f"recipe={recipe}", "training.recompute=1", "training.max_steps=9")
     whole, killed = killed_and_resumed(zygote, tmp_path, tmp_path, *command, at=[4])
     same_ending(whole, killed)
+    zygote.run(tmp_path, f"run={whole}", "weights=both", module="app.evaluate", code=0)  # packed, and answers
     assert result(whole)["final_metrics"]["eval_loss"] < result(whole)["start_metrics"]["eval_loss"]
 
 
