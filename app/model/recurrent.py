@@ -6,13 +6,13 @@ machine. Everything else of the model stays packed. Rows are padded on the right
 
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from app.batch import PackedSequences
 
@@ -98,19 +98,26 @@ class _PaddedRows:
         def forward(*args: Any, **given: Any) -> Any:
             if not self._blocks:
                 return own(*args, **given)
-            found, out = [], None
+            found = []
             for places in self._blocks:
-
-                def in_rows(packed: Tensor, places: Tensor = places) -> Tensor:
-                    if packed.ndim < 2 or packed.shape[:2] != (1, len(self._back)):
-                        return packed
-                    rows: Tensor = packed[0].index_select(0, places.flatten()).unflatten(0, places.shape)
-                    return rows
-
-                rows_args, rows_given = tree_map_only(Tensor, in_rows, (args, given))
-                out = own(*rows_args, **rows_given)
-                found.append((out[0] if isinstance(out, tuple) else out).flatten(0, 1))
-            states = torch.cat(found).index_select(0, self._back)[None]
-            return (states, *out[1:]) if isinstance(out, tuple) else states
+                rows_args, rows_given = tree_map_only(Tensor, partial(self._in_rows, places), (args, given))
+                found.append(own(*rows_args, **rows_given))
+            return tree_map(self._side_by_side, *found)
 
         return forward
+
+    def _in_rows(self, places: Tensor, packed: Tensor) -> Tensor:
+        """What has a number or more for each packed token; anything else as it is."""
+        if packed.ndim < 2 or packed.shape[:2] != (1, len(self._back)):
+            return packed
+        rows: Tensor = packed[0].index_select(0, places.flatten()).unflatten(0, places.shape)
+        return rows
+
+    def _side_by_side(self, *found: Any) -> Any:
+        """One of the outputs, of all blocks."""
+        is_rows = (
+            isinstance(each, Tensor) and each.shape[:2] == p.shape for each, p in zip(found, self._blocks, strict=True)
+        )
+        if not all(is_rows):
+            return found[-1]
+        return torch.cat([each.flatten(0, 1) for each in found]).index_select(0, self._back)[None]

@@ -110,7 +110,8 @@ def rms_norm_of(module: nn.Module) -> RmsNorm | None:
     Copies with fixed weights on the CPU are compared, so that a model on meta gets the same answer.
     """
     eps = eps_of(module)
-    if not isinstance(eps, float) or not _has_one_weight(module) or not _takes_rows_alone(module):
+    takes = len(inspect.signature(type(module).forward).parameters)
+    if not isinstance(eps, float) or not _has_one_weight(module) or takes != 2:  # itself and the rows, but no gate
         return None
     # Llama, Mistral and Qwen; OLMo and gpt-oss; Gemma
     norms = [RmsNorm(eps, rounds_first=True), RmsNorm(eps), RmsNorm(eps, offset=1.0)]
@@ -132,12 +133,6 @@ def _has_one_weight(module: nn.Module) -> bool:
     given = {name: each for name, each in module._parameters.items() if each is not None}
     alone = given.keys() == {"weight"} and not module._modules and not module._buffers
     return alone and given["weight"].ndim == 1
-
-
-def _takes_rows_alone(module: nn.Module) -> bool:
-    taken = inspect.signature(type(module).forward).parameters.values()
-    required = [each for each in taken if each.default is inspect.Parameter.empty]
-    return len(required) == 2  # itself and the rows
 
 
 def _differences(module: Any, norms: Sequence[RmsNorm]) -> list[tuple[float, float]]:
