@@ -124,6 +124,30 @@ def _weights_stepped_together_are_fp32(run: RunConfig) -> Iterator[str]:
         yield f"{given} steps all weights together, and {found} one after another. Set {remedy}."
 
 
+def _norms_are_of_whole_models_under_autocast(run: RunConfig) -> Iterator[str]:
+    if run.model.norm == "own":
+        return
+    if run.adapter.kind != "none":
+        yield (
+            f"model.norm={run.model.norm} is for training whole models, and this run has adapter.kind="
+            f"{run.adapter.kind}. Set recipe=full, or model.norm=own."
+        )
+    if run.precision.kind in {"fp32", "tf32"}:
+        yield (
+            f"model.norm={run.model.norm} is for bf16 or fp16, and precision={run.precision.kind} computes everything "
+            "in float32. Set precision=bf16, or model.norm=own."
+        )
+
+
+def _embedding_states_are_of_whole_models(run: RunConfig) -> Iterator[str]:
+    if run.optimizer.embedding_states != "same" and run.adapter.kind != "none":
+        yield (
+            f"optimizer.embedding_states={run.optimizer.embedding_states} is for trained embeddings, and this run has "
+            f"adapter.kind={run.adapter.kind}: its embeddings are frozen. Set recipe=full, or "
+            "optimizer.embedding_states=same."
+        )
+
+
 def _steps_in_backward_see_one_gradient(run: RunConfig) -> Iterator[str]:
     if not run.optimizer.in_backward:
         return
@@ -262,6 +286,8 @@ RULES: tuple[Rule, ...] = (
     _quantized_base_needs_an_adapter,
     _narrow_weights_are_of_whole_models,
     _weights_stepped_together_are_fp32,
+    _norms_are_of_whole_models_under_autocast,
+    _embedding_states_are_of_whole_models,
     _steps_in_backward_see_one_gradient,
     _models_are_divided_by_layers_alone,
     _recorded_graphs_are_of_one_step,

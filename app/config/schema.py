@@ -36,6 +36,7 @@ class ModelConfig:
     tokenizer: str | None = None  # folder or hub id of another tokenizer; null: that of the model
     chat_template: str | None = None  # file, or name of a template that ships; null: the tokenizer's
     template_options: dict[str, Any] = field(default_factory=dict)  # what the template reads: enable_thinking, say
+    norm: str = choice("own", "low", "fp32", default="own")  # LayerNorms under autocast: low is in bf16 or fp16
     trust_remote_code: bool = False  # run Python code of the model repository
     licence_page: str | None = None  # page with the licence, for the model card
     architecture: dict[str, Any] = MISSING  # numbers of config.json for weights=random, such as hidden_size
@@ -102,6 +103,7 @@ class OptimizerConfig:
     eps: float = number(0.0, at_least=0)  # term added to the denominator
     momentum: float = number(0.0, at_least=0, below=1)  # momentum
     implementation: str = choice("fused", "foreach", "loop", default="fused")  # how torch steps the weights
+    embedding_states: str = choice("same", "32bit", default="same")  # states of embeddings: as all others, or wider
     in_backward: bool = False  # step each weight during the backward pass, which saves the gradients
 
 

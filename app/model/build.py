@@ -25,6 +25,7 @@ from app.model.compile import compile_blocks
 from app.model.fp8_linear import without_row_rounding
 from app.model.fusion import Fused, fuse
 from app.model.head import keep_head_in_fp32
+from app.model.layer_norm import set_norms
 from app.model.load_base import open_base, quiet_transformers
 from app.model.quantization import Quantizer, other_linear_layers, quantizer_of
 from app.model.recurrent import missing_kernels, recurrent_mixers
@@ -149,9 +150,10 @@ def assemble(
     `device`: None for a memory plan, on tensors without values: nothing is compiled, and what a run compares with the
     model's own before it uses it (fused forwards, a linear head) counts as equal.
     """
+    compute = DTYPES[sections.precision].compute
+    set_norms(network, sections.model, compute)
     compiled = None if device is None else compile_blocks(network, sections.compile, device)
     recompute(network, sections.recompute, host)
-    compute = DTYPES[sections.precision].compute
     training_model = TrainingModel(
         network, compute, sections.task, sections.attention, sections.quantizer, compiled
     ).train()
@@ -228,6 +230,7 @@ def count_weights(sections: ModelSections, base: BaseModel | None = None) -> Mod
     task = task_of(sections.task)
     lm = deepcopy((base or BaseModel(sections.model, task)).on_meta())
     require_layers(lm, sections.recompute)
+    set_norms(lm, sections.model, DTYPES[sections.precision].compute)
     if sections.quantizer is not None:
         sections.quantizer.require_quantizable(sections.model, lm)
     with torch.device("meta"):  # adapters of a large model would take a gigabyte, and seconds to draw

@@ -13,6 +13,7 @@ from app.model.adapters import ADAPTER, ADAPTER_WEIGHTS, quiet_peft, read_adapte
 from app.model.attention import own_attention
 from app.model.base_weights import LoadOptions
 from app.model.build import DTYPES, ModelSections, build_base
+from app.model.layer_norm import set_norms
 from app.model.load_base import drawing_by, open_folder, read_weights
 from app.model.quantization import quantization_after_training, quantizer_of
 from app.model.source import REMOTE_CODE, fetch_folder, require_weights
@@ -78,6 +79,7 @@ def load_training_model(
         network.requires_grad_(False)  # as attaching an adapter did in training
         network = _with_adapter(network, final) if tuned else network
     compute = DTYPES[sections.precision].compute
+    set_norms(network, sections.model, compute)
     return TrainingModel(network.to(device), compute, sections.task, sections.attention, sections.quantizer).eval()
 
 

@@ -95,9 +95,25 @@ def _bitsandbytes(class_name: str) -> OptimizerKind:
         groups = parameter_groups(trained, config.weight_decay)
         eps = {} if class_name == "Lion8bit" else {"eps": config.eps}
         make: Callable[..., Optimizer] = getattr(eight_bit, class_name)
+        if config.embedding_states == "32bit":
+            make = _with_32_bits(make, {each.parameter for each in trained if each.is_embedding})
         return make(groups, lr=config.lr, betas=(config.beta1, config.beta2), **eps)
 
     return build
+
+
+def _with_32_bits(kind: Any, chosen: set[nn.Parameter]) -> Callable[..., Optimizer]:
+    """A class of bitsandbytes with 32-bit states for the `chosen` parameters.
+
+    Not by its `GlobalOptimManager`: that is one for the whole process, and later models would get such states too.
+    """
+
+    class With32Bits(kind):  # type: ignore[misc]
+        def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+            own: dict[str, Any] = super().get_config(gindex, pindex, group)
+            return own | ({"optim_bits": 32} if group["params"][pindex] in chosen else {})
+
+    return With32Bits
 
 
 def _apex(config: OptimizerConfig, trained: Sequence[Trained]) -> Optimizer:

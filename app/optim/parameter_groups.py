@@ -17,6 +17,7 @@ class Trained:
     parameter: nn.Parameter
     decays: bool
     is_hidden_matrix: bool  # 2-D, and neither an embedding nor the output head
+    is_embedding: bool  # a head tied to it too
     place: int = 0  # among all trained tensors of the model
     first: int = 0  # of a shard: where its first number stands in the whole tensor
     lr_factor: float = 1.0  # its learning rate as a multiple of that of the run
@@ -35,6 +36,7 @@ def trained_parameters(model: nn.Module, lr_factor: Callable[[str], float] = lam
             # Experts keep their biases in one matrix, so the number of dimensions alone does not tell.
             decays=parameter.ndim >= 2 and id(parameter) not in embeddings | norms and not name.endswith("bias"),
             is_hidden_matrix=parameter.ndim == 2 and id(parameter) not in ends,
+            is_embedding=id(parameter) in embeddings,
             place=place,
             lr_factor=lr_factor(name),
         )

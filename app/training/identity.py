@@ -28,6 +28,7 @@ ROLES = {
     "model.tokenizer": SETTLED,  # by the tokens, as all that they are made of
     "model.chat_template": SETTLED,
     "model.template_options": SETTLED,
+    "model.norm": COMPARED,
     "model.trust_remote_code": FREE,
     "model.licence_page": FREE,
     "model.architecture": SETTLED,  # by a hash, where the weights are random

@@ -61,6 +61,8 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
      "optimizer.in_backward=true saves the gradients of whole models, and this run has adapter.kind=lora"),
     ({**BACKWARD, "training.clip": 0, "optimizer.implementation": "loop"},
      "optimizer.implementation=loop steps all weights together, and optimizer.in_backward=true one after another"),
+    ({"optimizer.kind": "adamw_8bit", "optimizer.embedding_states": "32bit"},
+     "optimizer.embedding_states=32bit is for trained embeddings, and this run has adapter.kind=lora: its embeddings"),
     (BACKWARD, "as training.clip=1 would. Set training.clip=0, or optimizer.in_backward=false"),
     ({**BACKWARD, "training.clip": 0, "batching.accumulation": 4, "precision.kind": "fp16", "launch.num_processes": 2},
      "as batching.accumulation=4 and precision=fp16 and launch.num_processes=2 would. Set batching.accumulation=1"),

@@ -16,8 +16,10 @@ from app.optim.requirements import check
 LEARNING_RATES = {"sgd": 1e-3, "lion_8bit": 1e-3, "adafactor": 0.3}
 
 
-def section(kind: str, **values: Any) -> OptimizerConfig:
-    """The section as conf/ has it."""
+def section(words: str, **values: Any) -> OptimizerConfig:
+    """The section as conf/ has it for `adamw optimizer.implementation=loop`, say."""
+    kind, *options = words.split()
+    values |= dict(each.removeprefix("optimizer.").split("=") for each in options)
     in_file = OmegaConf.load(CONF / "optimizer" / f"{kind}.yaml")
     all_values = {"lr": LEARNING_RATES.get(kind, 1e-2), **values}
     schema = OmegaConf.structured(OptimizerConfig)
@@ -25,14 +27,23 @@ def section(kind: str, **values: Any) -> OptimizerConfig:
 
 
 KINDS = [kind for kind in choices_by_group()["optimizer"] if not check(section(kind))]  # apex may be missing
+OPTIONS = [
+    "adamw optimizer.implementation=foreach",
+    "adamw optimizer.implementation=loop",
+    "sgd optimizer.implementation=foreach",
+    "sgd optimizer.implementation=loop",
+    "adamw_8bit optimizer.embedding_states=32bit",
+    "paged_adamw_8bit optimizer.embedding_states=32bit",
+    "lion_8bit optimizer.embedding_states=32bit",
+]  # of kinds that are installed everywhere
 
 
 class Regression(nn.Module):
-    """Two matrices of 4096 elements (8-bit states begin there), an embedding, a norm, biases, a head."""
+    """An embedding and two matrices of 4096 elements (8-bit states begin there), a norm, biases, a head."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(11, 32)
+        self.embedding = nn.Embedding(128, 32)
         self.wide = nn.Linear(32, 128)
         self.norm = nn.LayerNorm(128)
         self.narrow = nn.Linear(128, 32)

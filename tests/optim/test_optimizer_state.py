@@ -12,7 +12,7 @@ from app.errors import CheckpointError
 from app.optim.optimizer_state import allocate_states, drop_states, flatten, load_state, unflatten
 from app.optim.optimizers import build_optimizer
 from app.optim.parameter_groups import LR_FACTOR
-from tests.optim.small import KINDS, Regression, built, regression, section, train
+from tests.optim.small import KINDS, OPTIONS, Regression, built, regression, section, train
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -43,7 +43,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(folder.glob("optimizer.*"))}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *OPTIONS])
 def test_continued_from_files_equals_uninterrupted(kind: str, tmp_path: Path) -> None:
     whole_model, whole = built(kind, weight_decay=0.01)
     expected = train(whole_model, whole, range(8))
@@ -95,7 +95,7 @@ def test_loaded_muon_continues_with_loaded_state() -> None:
     assert fresh.state[fresh_model.head.bias]["step"] == 4
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *OPTIONS])
 def test_factor_of_rate_kept_by_every_kind(kind: str) -> None:
     first, second = (
         build_optimizer(section(kind), regression(), lr_factor=lambda name: 4.0 if "narrow" in name else 1.0)
@@ -148,7 +148,7 @@ def test_allocate_states_moves_no_weight(kind: str) -> None:
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *OPTIONS])
 def test_allocated_states_have_bytes_of_first_step(kind: str) -> None:
     """As many bytes, or it would not be known whether they fit."""
 
@@ -193,7 +193,7 @@ def test_dropped_paged_states_stay_initialised(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(optimizer, "get_state_buffer", paged)
     allocate_states(optimizer)
     drop_states(optimizer)
-    assert set(optimizer.state) == {model.wide.weight, model.narrow.weight}
+    assert set(optimizer.state) == {model.embedding.weight, model.wide.weight, model.narrow.weight}
     for state in optimizer.state.values():
         assert state["step"] == 0
         assert not any(state[key].any() for key in ("state1", "state2", "absmax1", "absmax2"))

@@ -4,9 +4,10 @@ import torch
 from app.config.groups import choices_by_group
 from app.optim import requirements
 from app.optim.gradient_scaling import skips_on_device
+from app.optim.optimizer_state import named_states
 from app.optim.optimizers import build_optimizer
 from app.optim.requirements import BITSANDBYTES_KINDS, PAGED_KINDS, check, notes
-from tests.optim.small import KINDS, built, section, train
+from tests.optim.small import KINDS, OPTIONS, built, section, train
 
 PACKAGES = dict.fromkeys(BITSANDBYTES_KINDS, "pip install bitsandbytes") | {"adamw_apex": "needs the package apex"}
 
@@ -54,10 +55,9 @@ def test_states_of_8bit_kinds_have_8_bits(kind: str) -> None:
     assert large.count_nonzero() > 0
 
 
-@pytest.mark.parametrize("implementation", ["foreach", "loop"])
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_implementations_step_alike(kind: str, implementation: str) -> None:
-    fused, other = built(kind, weight_decay=0.01), built(kind, weight_decay=0.01, implementation=implementation)
+@pytest.mark.parametrize("kind", [kind for kind in OPTIONS if "implementation" in kind])
+def test_implementations_step_alike(kind: str) -> None:
+    fused, other = built(kind.split()[0], weight_decay=0.01), built(kind, weight_decay=0.01)
     assert train(*other, range(10)) == pytest.approx(train(*fused, range(10)), rel=1e-5)
     assert not skips_on_device(other[1])
 
@@ -66,6 +66,33 @@ def test_adamw_of_bitsandbytes_in_32_bits_steps_as_that_of_torch() -> None:
     kinds = ("adamw", "adamw_bnb_32bit")
     losses, found = (train(*built(kind, weight_decay=0.01, lr=1e-3), range(10)) for kind in kinds)
     assert found == pytest.approx(losses, rel=1e-4)
+
+
+EMBEDDING_KINDS = [kind for kind in OPTIONS if "embedding_states" in kind]
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("kind", EMBEDDING_KINDS)
+def test_embedding_states_of_32_bits_are_of_this_model_alone(kind: str, in_backward: bool) -> None:
+    """bitsandbytes' own way, its `GlobalOptimManager`, gives them to every later model of the process."""
+    found = []
+    for words in (kind.split()[0], kind, kind.split()[0]):
+        model, optimizer = built(words, in_backward=in_backward)
+        train(model, optimizer, range(1))
+        found.append({name: state["state1"].dtype for name, state in named_states(optimizer).items()})
+    assert found[1] == found[0] | {"embedding.weight": torch.float32}
+    assert found[0]["embedding.weight"] == found[2]["embedding.weight"] == torch.uint8
+
+
+@pytest.mark.parametrize("kind", [kind for kind in EMBEDDING_KINDS if "adamw" in kind])
+def test_embedding_states_of_32_bits_step_as_those_of_torch(kind: str) -> None:
+    losses = []
+    for words in ("adamw", kind):
+        model, _ = built(words)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name == "embedding.weight")
+        losses.append(train(model, build_optimizer(section(words, lr=1e-2), model), range(10)))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 def test_muon_steps_hidden_matrices_and_adamw_rest() -> None:
