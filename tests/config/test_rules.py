@@ -61,6 +61,9 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
      "optimizer.in_backward=true saves the gradients of whole models, and this run has adapter.kind=lora"),
     ({**BACKWARD, "training.clip": 0, "optimizer.implementation": "loop"},
      "optimizer.implementation=loop steps all weights together, and optimizer.in_backward=true one after another"),
+    ({"model.norm": "low"}, "model.norm=low is for training whole models, and this run has adapter.kind=lora. Set rec"),
+    ({"model.norm": "fp32", "precision.kind": "tf32", **FULL},
+     "model.norm=fp32 is for bf16 or fp16, and precision=tf32 computes everything in float32. Set precision=bf16"),
     ({"optimizer.kind": "adamw_8bit", "optimizer.embedding_states": "32bit"},
      "optimizer.embedding_states=32bit is for trained embeddings, and this run has adapter.kind=lora: its embeddings"),
     (BACKWARD, "as training.clip=1 would. Set training.clip=0, or optimizer.in_backward=false"),
@@ -131,6 +134,7 @@ def test_rules_all_tested(rule: Any) -> None:
         {"resume": "auto"},
         {"precision.trained": "bf16", "precision.kind": "bf16", **FULL},
         {"training.clip": 0, **BACKWARD},
+        {"model.norm": "low", **FULL},
     ],
     ids=str,
 )

@@ -11,6 +11,7 @@ from tests.memory.truth import DELTA_RULE, EXPERTS, PACKED, PADDED, counted_peak
 NEAR = 4096
 BF16 = ("precision=bf16", "precision.trained=bf16")
 IN_BACKWARD = ("optimizer.in_backward=true", "training.clip=0")
+EMBEDDING_STATES = ("optimizer=paged_adamw_8bit", "optimizer.embedding_states=32bit")
 PADDED_ROWS = "batching.packing=false"
 
 
@@ -27,10 +28,10 @@ def difference(*overrides: str, micro_batches: int = 1) -> int:
         ("recipe=full", "optimizer.implementation=foreach", "training.recompute=1"),
         ("recipe=full", "optimizer=sgd", "optimizer.implementation=loop", "training.recompute=1"),
         ("recipe=full", "optimizer=adamw_bnb_32bit", "training.recompute=1"),
-        ("recipe=full", "optimizer=paged_adamw_8bit", "training.recompute=1", PADDED_ROWS),
+        ("recipe=full", *EMBEDDING_STATES, "training.recompute=1", PADDED_ROWS),
         ("recipe=full", "optimizer=muon", "precision=bf16", "training.recompute=true"),
         ("recipe=full", "optimizer=adafactor", "training.recompute=1", *BF16, *IN_BACKWARD),
-        ("recipe=lora", "precision=fp16", "training.recompute=true"),
+        ("recipe=lora", "adapter.lr_ratio=16", "precision=fp16", "training.recompute=true"),
         ("recipe=lora", "adapter.fused=false", "training.recompute=1", PADDED_ROWS),
         ("recipe=lora", "quantization=fp8", "precision=bf16", "training.recompute=1"),
         ("recipe=lora", "quantization=int8", "precision=bf16", "training.recompute=1"),
@@ -45,10 +46,11 @@ def test_plan_equals_counted_step(words: tuple[str, ...]) -> None:
     assert abs(difference(*words)) <= NEAR
 
 
-def test_plan_of_encoder_equals_counted_step() -> None:
+@pytest.mark.parametrize("words", [(), ("precision=bf16", "model.norm=low", "training.recompute=1")], ids=" ".join)
+def test_plan_of_encoder_equals_counted_step(words: tuple[str, ...]) -> None:
     # attention of encoders treats padding as a document of its own
     shape = replace(PADDED, documents=(50, 14, 40, 24, 20, 44), places=6)
-    run = small_run("model=bert", "dataset=text", "dataset.path=none.txt", "recipe=full", PADDED_ROWS)
+    run = small_run("model=bert", "dataset=text", "dataset.path=none.txt", "recipe=full", PADDED_ROWS, *words)
     assert abs(plan_memory(run, shape, "cpu").peak_bytes - counted_peak(run, shape)) <= NEAR
 
 

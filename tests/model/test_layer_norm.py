@@ -93,5 +93,4 @@ def test_planned_activations_of_low_norms_are_fewer(device: str) -> None:
         for norm in ("own", "low")
     }
     own, low = (each.anatomy["saved_activations"] for each in planned.values())
-    print(device, own, low)
     assert low < own

@@ -9,7 +9,7 @@ from app.memory.phases import EVALUATION
 from app.model.kernels import as_on_gpu
 from tests.memory.test_truth import BF16, IN_BACKWARD, NEAR, PADDED_ROWS, difference
 from tests.memory.truth import EXPERTS, PACKED, counted_peak, counted_peaks, small_run
-from tests.optim.small import KINDS
+from tests.optim.small import KINDS, OPTIONS
 
 RECIPES = ("full", "lora", "qlora")
 
@@ -20,9 +20,9 @@ def test_plan_equals_counted_step(recipe: str, recompute: str, packing: str) -> 
     assert abs(difference(f"recipe={recipe}", f"training.recompute={recompute}", packing)) <= NEAR
 
 
-@pytest.mark.parametrize("optimizer", KINDS)
+@pytest.mark.parametrize("optimizer", [*KINDS, *OPTIONS])
 def test_plan_of_every_optimizer_equals_counted_step(optimizer: str) -> None:
-    assert abs(difference("recipe=full", f"optimizer={optimizer}")) <= NEAR
+    assert abs(difference("recipe=full", *f"optimizer={optimizer}".split())) <= NEAR
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "muon", "adafactor"])
@@ -59,3 +59,12 @@ def test_plan_with_gpu_kernels_equals_counted_step(recipe: str) -> None:
     with as_on_gpu():
         planned = plan_memory(run, PACKED, "cpu").peak_bytes
         assert abs(planned - counted_peak(run, PACKED)) <= NEAR
+
+
+@pytest.mark.parametrize("norm", ["low", "fp32"])
+@pytest.mark.parametrize("precision", [("precision=bf16",), ("precision=fp16",), BF16], ids=" ".join)
+@pytest.mark.parametrize("model", ["model=bert", "model.architecture.model_type=gpt_neox"])
+def test_plan_of_norms_equals_counted_step(model: str, precision: tuple[str, ...], norm: str) -> None:
+    words = (model, "dataset=text", "dataset.path=none.txt", "recipe=full", f"model.norm={norm}")
+    run = small_run(*words, *precision, "training.recompute=1")
+    assert abs(plan_memory(run, PACKED, "cpu").peak_bytes - counted_peak(run, PACKED)) <= NEAR
