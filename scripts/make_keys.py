@@ -1,9 +1,12 @@
-"""python -m scripts.make_keys: writes docs/keys.md, every key of a run, and the table of docs/coming-from.md."""
+"""python -m scripts.make_keys: writes docs/keys.md and what follows from files of conf/ and app/config.
+
+That is every key of a run, the table of docs/coming-from.md, and the GPUs of docs/check.md.
+"""
 
 import ast
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
@@ -14,13 +17,14 @@ from omegaconf import MISSING
 from app.config.did_you_mean import other_programs
 from app.config.fields import CHOICES, LIMITS, SECTIONS, TYPE
 from app.config.groups import choices_by_group
+from app.config.hardware import all_hardware
 from app.config.load import default_values
 from app.config.schema import RunConfig
 from app.config.unread_keys import readers_of
 from app.config.validate import format_value, type_text
 
-_DOCS = Path(__file__).resolve().parents[1] / "docs"
-_MARKS = ("<!-- made by python -m scripts.make_keys -->", "<!-- end -->")
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+_END = "<!-- end -->"  # of a table
 _PROGRAMS = {
     "axolotl": "Axolotl",
     "llama_factory": "LLaMA-Factory",
@@ -104,16 +108,40 @@ def _default(each: Field[Any], defaults: Mapping[str, Any]) -> str:
     return "of the model" if isinstance(value, Mapping) and len(text) > _MAX_MAPPING_CHARACTERS else f"`{text}`"
 
 
+def with_table(page: str, script: str, head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """The page with the table of today between the marks of the script that makes it."""
+    begin, columns = f"<!-- made by python -m scripts.{script} -->", [*head]
+    before, _, rest = (DOCS / page).read_text("utf-8").partition(begin)
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", *(f"| {' | '.join(row)} |" for row in rows)]
+    return "\n".join([f"{before}{begin}\n", *lines, f"\n{_END}{rest.partition(_END)[2]}"])
+
+
 def coming_from_page() -> str:
-    """The page with the table of today between its marks."""
-    begin, end = _MARKS
-    before, _, rest = (_DOCS / "coming-from.md").read_text("utf-8").partition(begin)
-    head = ("here", *_PROGRAMS.values(), "remark")
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    for row in other_programs():
-        cells = [f"`{row['here']}`" if "here" in row else "not here", *(_names(row, each) for each in _PROGRAMS)]
-        lines.append(f"| {' | '.join([*cells, row.get('remark', '')])} |")
-    return "\n".join([f"{before}{begin}\n", *lines, f"\n{end}{rest.partition(end)[2]}"])
+    rows = (
+        [
+            f"`{row['here']}`" if "here" in row else "not here",
+            *(_names(row, each) for each in _PROGRAMS),
+            row.get("remark", ""),
+        ]
+        for row in other_programs()
+    )
+    return with_table("coming-from.md", "make_keys", ("here", *_PROGRAMS.values(), "remark"), rows)
+
+
+def hardware_page() -> str:
+    head = ("`hardware=`", "GPU", "memory", "bandwidth", "bf16, dense", "fp8, dense")
+    rows = (
+        [
+            f"`{gpu.name}`",
+            gpu.label,
+            f"{gpu.memory_gib:g} GiB",
+            f"{gpu.bandwidth_gb:g} GB/s",
+            f"{gpu.bf16_tflops:g} TFLOPS",
+            f"{gpu.fp8_tflops:g} TFLOPS" if gpu.fp8_tflops else "",
+        ]
+        for gpu in all_hardware()
+    )
+    return with_table("check.md", "make_keys", head, rows)
 
 
 def _names(row: Mapping[str, Any], program: str) -> str:
@@ -122,7 +150,11 @@ def _names(row: Mapping[str, Any], program: str) -> str:
     return ", ".join(f"`{name.replace('=', sign)}`" for name in row.get(program, ()))
 
 
-PAGES = {_DOCS / "keys.md": keys_page, _DOCS / "coming-from.md": coming_from_page}
+PAGES = {
+    DOCS / "keys.md": keys_page,
+    DOCS / "coming-from.md": coming_from_page,
+    DOCS / "check.md": hardware_page,
+}
 
 if __name__ == "__main__":
     for file, page in PAGES.items():

@@ -28,15 +28,12 @@ EARLIER = Path(__file__).parent / "earlier_checkpoints"
 
 
 def test_killed_run_resumes_bit_for_bit(zygote: Zygote, tmp_path: Path) -> None:
-    check_killed_and_resumed(zygote, tmp_path, "lora", "adamw", "adapter.dropout=0.1", kills=2)
+    check_killed_and_resumed(zygote, tmp_path, "recipe=lora adapter.dropout=0.1", kills=2)
 
 
-def check_killed_and_resumed(
-    zygote: Zygote, tmp_path: Path, recipe: str, optimizer: str, more: str, kills: int
-) -> None:
-    command = (*SMALL, f"recipe={recipe}", f"optimizer={optimizer}", more)
-    moments = sorted(random.Random(f"{recipe}{optimizer}").sample(range(2, 22), kills))
-    whole, killed = killed_and_resumed(zygote, tmp_path, tmp_path, *command, at=moments)
+def check_killed_and_resumed(zygote: Zygote, tmp_path: Path, words: str, kills: int) -> None:
+    moments = sorted(random.Random(words).sample(range(2, 22), kills))
+    whole, killed = killed_and_resumed(zygote, tmp_path, tmp_path, *SMALL, *words.split(), at=moments)
     steps = [line["step"] for line in metrics(whole) if "loss" in line]
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) >= 22
