@@ -1,4 +1,4 @@
-"""python -m scripts.make_bytes: writes the bytes of each optimizer in docs/memory.md, counted on tensors without memory."""
+"""python -m scripts.make_bytes: writes the bytes of each optimizer in docs/memory.md, of tensors without memory."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -23,11 +23,16 @@ _BF16, _IN_BACKWARD = "precision.trained=bf16", "optimizer.in_backward=true trai
 _SETTINGS = (
     *choices_by_group()["optimizer"],
     "adamw_8bit optimizer.embedding_states=32bit",
-    *(f"{kind} {more}" for kind in ("adamw", "adamw_8bit") for more in (_BF16, _IN_BACKWARD, f"{_BF16} {_IN_BACKWARD}")),
+    *(
+        f"{kind} {more}"
+        for kind in ("adamw", "adamw_8bit")
+        for more in (_BF16, _IN_BACKWARD, f"{_BF16} {_IN_BACKWARD}")
+    ),
 )
 
 
 def memory_page() -> str:
+    """The page with a row for each optimizer and some of their settings."""
     head = ("`optimizer=`", "weights", "gradients", "states", "kept", "states on the host")
     return with_table("memory.md", "make_bytes", head, map(_row, _SETTINGS))
 

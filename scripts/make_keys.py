@@ -117,6 +117,7 @@ def with_table(page: str, script: str, head: Iterable[str], rows: Iterable[Itera
 
 
 def coming_from_page() -> str:
+    """The page with the names of other programs."""
     rows = (
         [
             f"`{row['here']}`" if "here" in row else "not here",
@@ -129,6 +130,7 @@ def coming_from_page() -> str:
 
 
 def hardware_page() -> str:
+    """The page with the GPUs of conf/hardware."""
     head = ("`hardware=`", "GPU", "memory", "bandwidth", "bf16, dense", "fp8, dense")
     rows = (
         [
@@ -150,11 +152,7 @@ def _names(row: Mapping[str, Any], program: str) -> str:
     return ", ".join(f"`{name.replace('=', sign)}`" for name in row.get(program, ()))
 
 
-PAGES = {
-    DOCS / "keys.md": keys_page,
-    DOCS / "coming-from.md": coming_from_page,
-    DOCS / "check.md": hardware_page,
-}
+PAGES = {DOCS / "keys.md": keys_page, DOCS / "coming-from.md": coming_from_page, DOCS / "check.md": hardware_page}
 
 if __name__ == "__main__":
     for file, page in PAGES.items():
