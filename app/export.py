@@ -2,6 +2,7 @@
 
 python -m app.export run=runs/mine kind=adapter to=exports/mine      the adapter, its tokenizer and a card
 python -m app.export run=runs/mine kind=merged to=exports/mine       base and adapter as one model, in bf16
+python -m app.export run=runs/mine kind=quantized quant=nf4 to=exports/mine      the same in 4 bits
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ def export(config: ExportConfig, console: Console) -> int:
             [
                 ("run", str(config.folder)),
                 ("to", f"{config.to}, {format_bytes(planned.bytes)}"),
-                ("kind", ", ".join(filter(None, (config.kind, config.written_dtype)))),
+                ("kind", ", ".join(filter(None, (config.kind, config.written("quant"), config.written("dtype"))))),
             ],
             width=8,
         )

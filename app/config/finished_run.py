@@ -202,7 +202,7 @@ def _rows_to_score(own_dataset: DatasetConfig, given: dict[str, Any], changes: C
 # ---- app.export
 
 EXPORT_ALLOWED = (
-    *("run", "to", "kind", "dtype", "shard_gb", "cache_dir", "launch.threads", "model.path"),
+    *("run", "to", "kind", "dtype", "quant", "shard_gb", "cache_dir", "launch.threads", "model.path"),
     "model.trust_remote_code",
     *("dataset.path", "dataset.eval_path", "dataset.eval_fraction"),
 )
@@ -219,28 +219,29 @@ class ExportKind(NamedTuple):
 
 
 EXPORT_KINDS = {
-    "adapter": ExportKind(True, dict.fromkeys(("dtype", "shard_gb"), "an adapter is exported as it is")),
-    "merged": ExportKind(needs_adapter=False),
+    "adapter": ExportKind(True, dict.fromkeys(("dtype", "shard_gb", "quant"), "an adapter is exported as it is")),
+    "merged": ExportKind(needs_adapter=False, unused={"quant": "the weights of a merged model have 16 or 32 bits"}),
+    "quantized": ExportKind(needs_adapter=False),
 }
 
 
 @dataclass(kw_only=True, slots=True)
 class ExportConfig(_FinishedRun):
-    """Options of app.export. `dtype` and `shard_gb` (of the largest file) are for `kind=merged`."""
+    """Options of app.export. `dtype` and `shard_gb` (of the largest file) are not for `kind=adapter`."""
 
     to: str
     kind: str = choice(*EXPORT_KINDS)
-    dtype: str = choice("bf16", "fp16", "fp32", default="bf16")
+    dtype: str = choice("bf16", "fp16", "fp32", default="bf16")  # with kind=quantized of what is not quantised
+    quant: str = choice("nf4", "fp4", "int8", default="nf4")
     shard_gb: float = number(5.0, above=0)
 
     @property
     def target(self) -> Path:
         return Path(self.to).expanduser().absolute()
 
-    @property
-    def written_dtype(self) -> str | None:
-        """The dtype that weights are converted to; None: they are exported as they are."""
-        return None if "dtype" in EXPORT_KINDS[self.kind].unused else self.dtype
+    def written(self, key: str) -> str | None:
+        """The dtype or the quant that weights are converted to; None: this kind does not read the key."""
+        return None if key in EXPORT_KINDS[self.kind].unused else getattr(self, key)
 
 
 def export_config(arguments: Sequence[str], read_choices: ReadChoices) -> ExportConfig:
@@ -263,7 +264,8 @@ def _export_problems(config: ExportConfig, changes: Changes) -> Iterator[str]:
         )
     for key, reason in kind.unused.items():
         if key in changes:
-            yield f"{key}={changes[key]} would change nothing: {reason}. Leave it out, or give kind=merged."
+            other = next(name for name, each in EXPORT_KINDS.items() if key not in each.unused)
+            yield f"{key}={changes[key]} would change nothing: {reason}. Leave it out, or give kind={other}."
     yield from _unread_model_path(config, changes, needs_base=False)
 
 

@@ -3,23 +3,35 @@
 import json
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor
+from transformers import BitsAndBytesConfig
 
 from app.config.finished_run import ExportConfig
 from app.config.load import read_run
 from app.config.tasks import task_of
-from app.errors import CheckpointError, EnvironmentProblem
+from app.errors import CheckpointError, ConfigError, EnvironmentProblem
 from app.evaluation.run import Evaluation
+from app.exports import reload
 from app.exports.folder import REPORT, atomic_export, existing_parent, hashes_of, write_json_unflushed
 from app.exports.verify import Reference, Reloaded, Verification, by_transformers, reference_of, verify
 from app.files import CHECKSUMS, read_json, verify_checksums
+from app.model import nf4
 from app.model.build import DTYPES, ModelSections, base_path
+from app.model.load_base import read_weights
 from app.model.merge import EXPORTED, Merge, fully_trained_weights, merged_config, plan_merge, read_updates
-from app.model.quantization import missing_hardware, quantization_after_training
+from app.model.quantization import (
+    backbone_linear_layers,
+    missing_hardware,
+    other_linear_layers,
+    quantization_after_training,
+    weight_of,
+)
 from app.model.save import add_transformers_4_keys
 from app.safe_text import redact
 from app.tracking.formatting import format_bytes
@@ -39,9 +51,11 @@ _ROUNDING_ERROR = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 0.0}
 _SPARE_BYTES = 16 << 20  # for cards, configurations and partly filled blocks of the file system
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Export(ABC):
     """An export of one kind; asked for its size, before anything is written, it refuses what cannot be exported."""
+
+    measure: ClassVar[str] = "difference"  # of `Verification`, that is to be within the tolerance
 
     config: ExportConfig
     evaluation: Evaluation  # on the base that users of the export load
@@ -76,6 +90,11 @@ class Export(ABC):
         """Size of all files."""
         return sum(file.stat().st_size for file in self.copied.values())
 
+    @property
+    def disk_bytes(self) -> int:
+        """What it takes while it is written."""
+        return self.bytes
+
     def write(self, folder: Path) -> int:
         """Write all but card and report; returns the number of rounded matrices."""
         for name, file in self.copied.items():
@@ -94,7 +113,7 @@ class Export(ABC):
         square root of their number.
         """
         base = DTYPES[self.evaluation.choices.precision].base
-        dtype = self.config.written_dtype or next(name for name, dtype in EXPORTED.items() if dtype == base)
+        dtype = self.config.written("dtype") or next(name for name, dtype in EXPORTED.items() if dtype == base)
         if not rounded or dtype == "fp32":
             return _FP32_TOLERANCE, "fp32 arithmetic in another order"
         return _FP32_TOLERANCE + _ROUNDING_ERROR[dtype] * rounded**0.5, f"{rounded} matrices rounded to {dtype}"
@@ -156,7 +175,82 @@ class MergedExport(Export):
         return self.merge.write(folder, self.config.shard_gb * 1e9)
 
 
-EXPORTS: dict[str, type[Export]] = {"adapter": AdapterExport, "merged": MergedExport}
+class _Quant(NamedTuple):
+    """One kind of layers of bitsandbytes that transformers writes and reads."""
+
+    arguments: Mapping[str, Any]  # of BitsAndBytesConfig
+    bytes_per_weight: float  # with its scales; int8 has one a row
+    max_kl: float  # nats a position, ten times those of the small model and more
+    block: int = 1  # weights that share a scale, of which each row has whole ones
+
+
+_FOUR_BITS = 0.5 + 4 / nf4.BLOCK  # bytes a weight, with scales in fp32
+_QUANTS = {
+    "nf4": _Quant({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, _FOUR_BITS, 0.5, nf4.BLOCK),
+    "fp4": _Quant({"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, _FOUR_BITS, 1.0, nf4.BLOCK),
+    "int8": _Quant({"load_in_8bit": True}, 1, 0.05),
+}
+
+
+class QuantizedExport(MergedExport):
+    """The merged model with the linear layers of its backbone quantised by bitsandbytes, which transformers loads."""
+
+    measure = "kl"
+    digest: str  # of the model that was written
+
+    @property
+    def quant(self) -> _Quant:
+        return _QUANTS[self.config.quant]
+
+    @property
+    def bytes(self) -> int:
+        lm, of_a_weight = self.evaluation.base.on_meta(), EXPORTED[self.config.dtype].itemsize
+        weights = {name: weight_of(lm.get_submodule(name)) for name in backbone_linear_layers(lm)}
+        odd = [name for name, weight in weights.items() if weight.shape[1] % self.quant.block]
+        if odd:
+            raise ConfigError(
+                f"quant={self.config.quant}: {odd[0]} has {weights[odd[0]].shape[1]} inputs, not a multiple of "
+                f"{self.quant.block}. Give quant=int8, or kind=merged."
+            )
+        saved = sum(map(Tensor.numel, weights.values())) * (of_a_weight - self.quant.bytes_per_weight)
+        return super().bytes - int(saved)
+
+    @property
+    def disk_bytes(self) -> int:
+        return super().bytes + self.bytes
+
+    def write(self, folder: Path) -> int:
+        """Quantise the merged files, which vanish before others take their names."""
+        rounded = super().write(folder)
+        task, dtype = task_of(self.sections.task), EXPORTED[self.config.dtype]
+        outside = other_linear_layers(self.evaluation.base.on_meta())
+        arguments = {**self.quant.arguments, "bnb_4bit_compute_dtype": dtype, "llm_int8_skip_modules": outside}
+        lm = read_weights(
+            self.sections.model,
+            task,
+            folder,
+            dtype=dtype,
+            device_map={"": self.evaluation.runtime.device},
+            quantization_config=BitsAndBytesConfig(**arguments),
+        )
+        for file in folder.glob("*.safetensors*"):
+            file.unlink()
+        lm.save_pretrained(str(folder), max_shard_size=int(self.config.shard_gb * 1e9))
+        add_transformers_4_keys(folder, type(lm.config))
+        self.digest = reload.digest(lm)
+        return rounded
+
+    def reload(self, folder: Path, reference: Reference) -> Reloaded | str:
+        found = by_transformers(folder, {"digest": True, "dtype": "auto"}, reference, self.evaluation)
+        if isinstance(found, Reloaded) and found.digest != self.digest:
+            return "its tensors are not those that were written"
+        return found
+
+    def tolerance(self, rounded: int) -> tuple[float, str]:  # noqa: ARG002
+        return self.quant.max_kl, f"of {self.config.quant}"
+
+
+EXPORTS: dict[str, type[Export]] = {"adapter": AdapterExport, "merged": MergedExport, "quantized": QuantizedExport}
 
 
 def prepare_export(config: ExportConfig, evaluation: Evaluation) -> Export:
@@ -191,27 +285,34 @@ def make_export(export: Export, facts: dict[str, Any], say: Callable[[str], None
         reference = reference_of(export.evaluation)
         reloaded = export.reload(folder, reference)
         trained = None if export.trained is None else reference_of(export.trained)
-        verification = verify(reference, reloaded, export.tolerance(rounded), trained)
+        verification = verify(reference, reloaded, export.tolerance(rounded), trained, export.measure)
         if verification.passed:
-            (folder / CARD).write_text(_card(export, folder), encoding="utf-8")
+            (folder / CARD).write_text(_card(export, folder, verification), encoding="utf-8")
         else:
             shutil.rmtree(folder)
             folder.mkdir()
-        report = {**facts, "kind": config.kind, "dtype": config.written_dtype}
+        report = {**facts, "kind": config.kind, "quant": config.written("quant"), "dtype": config.written("dtype")}
         report |= {**asdict(verification), "files": hashes_of(folder)}
         write_json_unflushed(folder / REPORT, redact(report))
     return verification
 
 
-def _card(export: Export, folder: Path) -> str:
+def _card(export: Export, folder: Path, verified: Verification) -> str:
     run, evaluation = export.config.folder, export.evaluation
     loading = loading_of(export.sections, evaluation.base.on_meta(), folder, folder / "base")
+    if verified.kl is not None:
+        quantized = (
+            f"Quantised to {export.config.quant} by bitsandbytes, which loads it. KL from the model of the run: "
+            f"{verified.kl:.2g} nats, the mean of {verified.positions} positions of {verified.rows} rows "
+            f"({verified.rows_are.replace('_', ' ')})."
+        )
+        loading = replace(loading, quantized=quantized)
     manifest, result = read_manifest(run / "manifest.json"), read_result(run)
     return model_card(asdict(read_run(run / "run.yaml")), manifest, result, loading)
 
 
 def _require_disk_space(export: Export) -> None:
-    needed = export.bytes + _SPARE_BYTES
+    needed = export.disk_bytes + _SPARE_BYTES
     place = existing_parent(export.config.target)
     free = shutil.disk_usage(place).free
     if free < needed:

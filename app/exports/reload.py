@@ -3,6 +3,7 @@
 python reload.py PLAN.json      writes the logits of the rows in the plan as safetensors
 """
 
+import hashlib
 import json
 import sys
 import warnings
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 
 def load(plan: dict[str, Any]) -> Any:
-    """Load by transformers and PEFT, then compute in fp32: weights are compared, not the rounding of arithmetic."""
+    """Load by transformers and PEFT."""
     import transformers
 
     options: dict[str, Any] = {
@@ -35,12 +36,20 @@ def load(plan: dict[str, Any]) -> Any:
         from peft import PeftModel
 
         lm = PeftModel.from_pretrained(lm, plan["folder"])
-    in_fp32(lm)
     return lm.eval()
 
 
+def digest(lm: torch.nn.Module) -> str:
+    """Hash of all tensors, packed ones as they are."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(lm.state_dict().items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
 def in_fp32(network: torch.nn.Module) -> None:
-    """Switch arithmetic to fp32 in place; packed weights stay packed."""
+    """Switch arithmetic to fp32 in place: weights are compared, not its rounding; packed ones stay packed."""
     torch.nn.Module.float(network)  # transformers' own refuses a packed model
     for layer in network.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
@@ -73,7 +82,10 @@ def main() -> None:
     plan = json.loads(Path(sys.argv[1]).read_text())
     if plan["threads"]:
         torch.set_num_threads(plan["threads"])
-    save_file(logits(load(plan), load_file(plan["rows"]), plan["device"]), plan["out"])
+    lm = load(plan)
+    tensors = {"digest": digest(lm)} if plan["digest"] else None
+    in_fp32(lm)
+    save_file(logits(lm, load_file(plan["rows"]), plan["device"]), plan["out"], tensors)
     ours = [name for name in sys.modules if name.split(".")[0] == "app"]
     assert not ours, f"not a fresh process: {ours}"
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -36,7 +37,9 @@ class Verification:
     passed: bool = False
     tolerance: float
     tolerance_is: str
+    tolerance_of: str = "difference"  # or kl
     difference: float | None = None  # all logits together, relative
+    kl: float | None = None  # from the run's model to a quantised one, nats a position
     largest_difference: float | None = None  # of one logit, relative to the largest
     same_choice: float | None = None  # share of the positions at which both prefer the same token
     loss_before: float
@@ -54,9 +57,11 @@ class Verification:
         if self.failure is not None:
             how = "ended without logits" if self.loss_after is None else "computes something else"
             return f"{verdict}: the fresh process {how}: {self.failure}"
-        difference, loss = (math.nan if each is None else each for each in (self.difference, self.loss_after))
+        measured = getattr(self, self.tolerance_of)
+        difference, loss = (math.nan if each is None else each for each in (measured, self.loss_after))
+        unit = " nats a position (KL)" if self.tolerance_of == "kl" else ""
         lines = [
-            f"{verdict}: a fresh process differs by {difference:.1e} (tolerance {self.tolerance:.1e}, "
+            f"{verdict}: a fresh process differs by {difference:.1e}{unit} (tolerance {self.tolerance:.1e}, "
             f"{self.tolerance_is})",
             f"loss {self.loss_before:.4f} -> {loss:.4f} at {self.positions} positions of {self.rows} rows "
             f"({self.rows_are})" + ("" if self.same_choice is None else f", same choice at {self.same_choice:.1%}"),
@@ -98,6 +103,7 @@ class Reloaded(NamedTuple):
     ids: list[Tensor]  # of the tokens that it reads in each row
     loss: float  # mean cross-entropy over all positions
     logits: list[Tensor] | None  # None: the program gives none, and losses are compared
+    digest: str | None = None  # of all tensors, where that was asked for
 
 
 def reference_of(evaluation: Evaluation) -> Reference:
@@ -114,15 +120,21 @@ def reference_of(evaluation: Evaluation) -> Reference:
 
 
 def verify(
-    reference: Reference, reloaded: Reloaded | str, allowed: tuple[float, str], trained: Reference | None = None
+    reference: Reference,
+    reloaded: Reloaded | str,
+    allowed: tuple[float, str],
+    trained: Reference | None = None,
+    measure: str = "difference",
 ) -> Verification:
     """Compare an export, as a fresh process computes with it, with the run's own model; a text: why that failed.
 
-    `trained`: the model of training, where that computed with another base than was exported.
+    `trained`: the model of training, where that computed with another base than was exported. `measure`: the field
+    that must be `allowed`.
     """
     verification = Verification(
         tolerance=allowed[0],
         tolerance_is=allowed[1],
+        tolerance_of=measure,
         loss_before=reference.loss(reference.logits),
         rows=len(reference.targets),
         positions=sum(len(each) for each in reference.targets),
@@ -143,10 +155,20 @@ def verify(
         difference = _relative(reference.logits, reloaded.logits)
         found = replace(
             found,
+            kl=_divergence(ours, theirs) if measure == "kl" else None,
             largest_difference=finite_or_none(float((theirs - ours).abs().max() / ours.abs().max())),
             same_choice=float((theirs.argmax(-1) == ours.argmax(-1)).double().mean()),
         )
-    return replace(found, passed=difference is not None and difference <= found.tolerance, difference=difference)
+    found = replace(found, difference=difference)
+    measured: float | None = getattr(found, measure)
+    return replace(found, passed=measured is not None and measured <= found.tolerance)
+
+
+def _divergence(ours: Tensor, theirs: Tensor) -> float | None:
+    """KL(ours || theirs) as the mean of all positions; None where it is not finite."""
+    known, found = ours.log_softmax(-1), theirs.log_softmax(-1)
+    mean = float((known.exp() * (known - found)).sum(-1).mean())
+    return mean if math.isfinite(mean) else None
 
 
 def _relative(given: list[Tensor], found: list[Tensor]) -> float | None:
@@ -175,7 +197,9 @@ def _labelled(evaluation: Evaluation, model: TrainingModel) -> tuple[dict[str, T
 def by_transformers(
     folder: Path, loading: Mapping[str, Any], reference: Reference, evaluation: Evaluation
 ) -> Reloaded | str:
-    """Load a model by transformers in a fresh process; `loading` says how PEFT loads an adapter, and onto what."""
+    """Load a model by transformers in a fresh process; `loading` says how PEFT loads an adapter, and onto what, and
+    whether a digest of the tensors is asked for.
+    """
     with tempfile.TemporaryDirectory(prefix="verify-export-") as place:
         sections = evaluation.sections(tuned=True)
         plan = {
@@ -183,6 +207,7 @@ def by_transformers(
             "base": None,
             "dtype": "float32",
             "bitsandbytes": None,
+            "digest": False,
             **loading,
             "auto_class": task_of(sections.task).auto_class,
             "folder": str(folder),
@@ -198,8 +223,10 @@ def by_transformers(
         if failure is not None:
             return failure
         found = load_file(plan["out"])
+        with safe_open(plan["out"], "pt") as content:
+            digest = (content.metadata() or {}).get("digest")
     logits = [found[str(i)] for i in range(len(reference.targets))]
-    return Reloaded(reference.ids, reference.loss(logits), logits)
+    return Reloaded(reference.ids, reference.loss(logits), logits, digest)
 
 
 def _run(plan: Mapping[str, Any], file: Path) -> str | None:

@@ -42,6 +42,7 @@ class Loading:
     base_place: str | None = None  # of a base with random weights, from the folder of the card
     quantization: str = "none"
     bitsandbytes: Mapping[str, Any] | None = None  # arguments of BitsAndBytesConfig that quantise alike
+    quantized: str = ""  # a sentence on how far the quantised model is from the one before
     own_classes: bool = False  # the adapter brings a config.json that names the classes
     needs_transformers_5: bool = False
 
@@ -131,7 +132,9 @@ def _base_name(model: Mapping[str, Any]) -> str:
 
 def _serving(run: Mapping[str, Any], loading: Loading) -> Iterable[str]:
     kind = ADAPTER_KINDS[run["adapter"]["kind"]]
-    if loading.bitsandbytes is not None:
+    if loading.quantized:
+        yield loading.quantized
+    elif loading.bitsandbytes is not None:
         yield (
             "The adapter has learnt to make up for the rounding of its base to "
             f"{QUANTIZATION_KINDS[loading.quantization].rounds_to}: on a base that is not quantised so, its answers "

@@ -4,12 +4,13 @@ import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from app import export
-from app.exports.export import MergedExport
+from app.exports.export import MergedExport, QuantizedExport
 from app.model.quantization import Bits4
 
 
@@ -31,15 +32,15 @@ def _as_it_was(_packing: Bits4, weight: Tensor) -> Tensor:
     return weight
 
 
-def _spoil_files(spoil: Callable[[Path], None]) -> None:
-    write = MergedExport.write
+def _spoil_files(spoil: Callable[[Path], None], kind: type[MergedExport] = MergedExport) -> None:
+    write = kind.write
 
-    def spoilt(self: MergedExport, folder: Path) -> int:
+    def spoilt(self: Any, folder: Path) -> int:
         rounded = write(self, folder)
         spoil(folder)
         return rounded
 
-    MergedExport.write = spoilt  # type: ignore[method-assign]
+    kind.write = spoilt  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -50,6 +51,8 @@ def main() -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
         case "tensor":
             _spoil_files(_one_tensor)
+        case "saved":
+            _spoil_files(_one_tensor, QuantizedExport)
         case "cut":
             _spoil_files(_cut_off)
     export.main()

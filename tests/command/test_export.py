@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.harness.runs import Ended, FinishedRuns, Zygote
 
@@ -37,6 +38,31 @@ def test_merged_export_is_verified(zygote: Zygote, finished: FinishedRuns, tmp_p
     assert "±" in line
     assert str(tmp_path) not in card
     assert "PeftModel" not in card
+
+
+def test_quantized_export_is_reloaded_to_the_bit(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
+    check_quantized(zygote, finished, tmp_path, "lora", "nf4", 4.5)
+
+
+def check_quantized(
+    zygote: Zygote, finished: FinishedRuns, tmp_path: Path, recipe: str, quant: str, bits: float
+) -> None:
+    """What is read is what was written, and further from the run's model than the merged one, by little."""
+    ended = export(zygote, tmp_path, finished(recipe), "kind=quantized", f"quant={quant}", "shard_gb=0.0002")
+    assert (ended.code, ended.stderr) == (0, "")
+    found, out = report(tmp_path / "out"), tmp_path / "out"
+    assert (found["kind"], found["quant"], found["dtype"], found["passed"]) == ("quantized", quant, "bf16", True)
+    assert found["tolerance_of"] == "kl"
+    assert 1e-5 < found["kl"] < found["tolerance"] / 2
+    assert f"KL from the model of the run: {found['kl']:.2g} nats" in (out / "README.md").read_text()
+    config = json.loads((out / "config.json").read_text())
+    assert config["quantization_config"]["llm_int8_skip_modules"] == ["lm_head"]
+    packed: dict[str, Any] = {}
+    for file in out.glob("*.safetensors"):
+        packed |= load_file(file)
+    own = {name: each for name, each in packed.items() if ".mlp.up_proj." in name and each.numel() > 20}
+    scales = sum(each.nbytes for name, each in own.items() if "quant_" not in name)
+    assert scales * 8 == pytest.approx(bits * 2 * 64 * 128, rel=0.1)
 
 
 def test_failed_export_leaves_only_its_report(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command.test_export import check_spoilt, export, report
+from tests.command.test_export import check_quantized, check_spoilt, export, report
 from tests.harness.python import printed_by
 from tests.harness.runs import FinishedRuns, Zygote, content_of, refused
 
@@ -68,3 +68,24 @@ def test_export_reports_damage_and_full_disk(zygote: Zygote, finished: FinishedR
 
 def test_failed_export_leaves_only_its_report(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
     check_spoilt(zygote, finished, tmp_path, ("qlora", "careless"), ("lora", "cut"))
+
+
+@pytest.mark.parametrize(("recipe", "quant", "bits"), [("full", "int8", 8), ("qlora", "fp4", 4.5)])
+def test_quantized_export_of_each_quant(
+    zygote: Zygote,
+    finished: FinishedRuns,
+    tmp_path: Path,
+    app_env: dict[str, str],
+    recipe: str,
+    quant: str,
+    bits: float,
+) -> None:
+    check_quantized(zygote, finished, tmp_path, recipe, quant, bits)
+    code_of_card(tmp_path / "out", app_env, tmp_path)
+
+
+def test_quantized_export_of_other_tensors_fails(zygote: Zygote, finished: FinishedRuns, tmp_path: Path) -> None:
+    ended = export(zygote, tmp_path, finished("lora"), "kind=quantized", SPOIL="saved")
+    assert ended.code == 3, ended.stderr
+    found = report(tmp_path / "out")
+    assert (found["failure"], found["files"]) == ("its tensors are not those that were written", {})
