@@ -77,7 +77,7 @@ def missing_hardware_support(run: RunConfig, hardware: HardwareConfig) -> list[s
         return []
     those = ", ".join(each.name for each in all_hardware() if each.has_fp8)
     has = "none of CUDA's" if hardware.capability is None else hardware.capability
-    others = " or ".join(name for name, kind in QUANTIZATION_KINDS.items() if not kind.needs_fp8)
+    others = " or ".join(name for name, kind in QUANTIZATION_KINDS.items() if not (kind.needs_fp8 or kind.trains))
     return [
         f"quantization.kind={run.quantization.kind} needs an NVIDIA GPU of compute capability 8.9 or higher, and "
         f"hardware={hardware.name} has {has}. Set quantization={others}, or choose one of {those}."

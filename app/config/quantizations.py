@@ -1,4 +1,4 @@
-"""Kinds of quantisation of the frozen base, as facts that messages, pages and memory suggestions share."""
+"""Kinds of quantisation of a model, as facts that messages, pages and memory suggestions share."""
 
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ class QuantizationKind(NamedTuple):
     smaller: tuple[str, str]  # a change of the command line that saves memory, and how
     rounds_to: str = ""  # where an adapter makes up for the rounding
     needs_fp8: bool = False  # of a GPU
+    trains: bool = False  # weights are rounded as they are used, and trained; else they are stored so, and frozen
     # weights for each byte of scales, with them plain and with them quantised too: those are unpacked at each use
     weights_per_scale_byte: tuple[float, float] = (0.0, 0.0)
 
@@ -29,5 +30,8 @@ QUANTIZATION_KINDS = {
         "{} on an fp8 base",
         ("quantization=nf4", "4 bits a weight in place of two times 8, unpacked at each use"),
         needs_fp8=True,
+    ),
+    "qat": QuantizationKind(
+        "{}, quantisation-aware", ("quantization=none", "weights are not rounded in the forward pass"), trains=True
     ),
 }

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from app.config.adapters import ADAPTER_KINDS
 from app.config.data_rules import DATA_RULES
+from app.config.quantizations import QUANTIZATION_KINDS
 from app.config.schema import RunConfig
 
 Rule = Callable[[RunConfig], Iterator[str]]
@@ -75,8 +76,15 @@ def _offload_needs_recomputed_layers(run: RunConfig) -> Iterator[str]:
         )
 
 
-def _quantized_base_needs_an_adapter(run: RunConfig) -> Iterator[str]:
-    if run.quantization.kind != "none" and run.adapter.kind == "none":
+def _quantization_suits_what_is_trained(run: RunConfig) -> Iterator[str]:
+    trains = QUANTIZATION_KINDS[run.quantization.kind].trains
+    if trains and run.adapter.kind != "none":
+        yield (
+            f"quantization.kind={run.quantization.kind} trains weights to be rounded, and this run has adapter.kind="
+            f"{run.adapter.kind}: merged with the base its weights are rounded to other numbers than those it was "
+            "trained with. Set recipe=full, or quantization=none."
+        )
+    if run.quantization.kind != "none" and run.adapter.kind == "none" and not trains:
         yield (
             f"quantization.kind={run.quantization.kind} needs adapter.kind=lora: a quantised base is frozen. "
             "Choose recipe=lora or qlora, or set quantization=none."
@@ -283,7 +291,7 @@ RULES: tuple[Rule, ...] = (
     _best_needs_eval_rows,
     _adapter_is_whole,
     _offload_needs_recomputed_layers,
-    _quantized_base_needs_an_adapter,
+    _quantization_suits_what_is_trained,
     _narrow_weights_are_of_whole_models,
     _weights_stepped_together_are_fp32,
     _norms_are_of_whole_models_under_autocast,

@@ -85,10 +85,11 @@ class AdapterConfig:
 
 @dataclass(kw_only=True, slots=True)
 class QuantizationConfig:
-    """How the frozen base is stored."""
+    """How the frozen base is stored, or how trained weights are rounded."""
 
-    kind: str = MISSING  # how the frozen base is stored
+    kind: str = MISSING  # how the frozen base is stored, or how trained weights are rounded
     double_quant: bool = False  # quantise the scales too, which saves half a bit a weight
+    scheme: str = choice("int4", "int8da_int4", default="int4")  # numbers that quantisation-aware training rounds to
 
 
 @dataclass(kw_only=True, slots=True)

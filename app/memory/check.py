@@ -7,6 +7,7 @@ from typing import Any
 from app.config.adapters import ADAPTER_KINDS
 from app.config.commands import AnswersConfig
 from app.config.hardware import HardwareConfig
+from app.config.quantizations import QUANTIZATION_KINDS
 from app.config.schema import RunConfig
 from app.config.tasks import task_of
 from app.distributed.process_group import default_device
@@ -83,7 +84,7 @@ def _describe_run(run: RunConfig) -> str:
     adapter, bits = run.adapter, run.quantization.kind
     kind = ADAPTER_KINDS[adapter.kind]
     how = f"{adapter.kind} of rank {adapter.r}" if kind.has_rank else kind.name
-    on = "" if bits == "none" else f" on {bits}"
+    on = "" if bits == "none" else f" {'with' if QUANTIZATION_KINDS[bits].trains else 'on'} {bits}"
     return f"{run.model.path}: {how}{on}, {run.optimizer.kind}"
 
 

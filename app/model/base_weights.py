@@ -78,7 +78,8 @@ class Base:
     def quantize(self, quantizer: Quantizer) -> None:
         """Quantised layers in place of plain ones. On meta this is structure alone."""
         self._quantizer = quantizer
-        self._plain = {name: self.lm.get_submodule(name) for name in backbone_linear_layers(self.lm)}
+        if quantizer.packs:
+            self._plain = {name: self.lm.get_submodule(name) for name in backbone_linear_layers(self.lm)}
         quantizer.quantize(self.lm)  # nothing is left where transformers did
         self._modules = dict(self.lm.named_modules())
 

@@ -98,8 +98,7 @@ class ModelSections:
     @property
     def base_dtype(self) -> torch.dtype:
         """Data type of the base's weights that are not quantised."""
-        trains_base = self.adapter.kind == "none" and self.quantizer is None
-        return DTYPES[self.trained if trains_base else self.precision].base
+        return DTYPES[self.trained if self.adapter.kind == "none" else self.precision].base
 
 
 def build_training_model(

@@ -6,6 +6,7 @@ The table of kinds: NF4 and FP4 (`model.nf4`, by bitsandbytes), int8 (`model.fro
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from app.model.fused_lora import Frozen
 from app.model.head import in_backbone
 from app.model.recurrent import layers_read_past
 
+_QAT_GROUP = 32  # weights that share a scale
 _FP8_MULTIPLE = 16  # sizes that fp8 products take
 _FP8_MIN_CAPABILITY = (8, 9)  # Ada, the first GPUs with fp8; then Hopper
 
@@ -30,6 +32,8 @@ class Quantizer(ABC):
     kind: str  # as quantization.kind has it
     # whether the adapter has learnt to make up for the rounding: then it is used later on a base quantised alike
     needed_by_adapter: bool
+    packs = True  # whether weights are stored in fewer bits, and frozen; else they are trained, and rounded when used
+    card = ""  # what users of the trained model should know
 
     def quantize(self, lm: Any) -> None:
         """Replace every plain linear layer of the backbone, one by one, so that full weights are freed as it goes."""
@@ -82,7 +86,7 @@ class Quantizer(ABC):
             source = "model.architecture" if given.weights == "random" else f"model.path={given.path}"
             raise ConfigError(
                 f"quantization.kind={self.kind}: a model of kind {kind} ({source}) cannot be quantised here: "
-                f"{reason}. Set recipe=lora or quantization=none, or choose another model."
+                f"{reason}. Set {'recipe=lora or ' * self.packs}quantization=none, or choose another model."
             )
 
         if getattr(lm.config, "quantization_config", None) is not None:
@@ -219,12 +223,75 @@ class Fp8(Bits8):
         return [note] if device == "cpu" else []
 
 
+class Qat(Quantizer):
+    """Quantisation-aware training by torchao: the weights of an ordinary model, rounded in each forward pass."""
+
+    kind = "qat"
+    needed_by_adapter = False
+    packs = False
+
+    def __init__(self, scheme: str) -> None:
+        self.scheme = scheme
+        self.card = (
+            f"Trained for quantisation by torchao to {scheme} (groups of {_QAT_GROUP} weights); stored as it was "
+            "before rounding. So quantised it computes as in training; loaded as above, slightly otherwise."
+        )
+
+    def config(self) -> Any:
+        """What torchao's `quantize_` quantises the trained model with."""
+        from torchao.quantization import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig, PerGroup
+
+        bits, group = torch.int4, PerGroup(_QAT_GROUP)
+        if self.scheme == "int4":
+            return IntxWeightOnlyConfig(weight_dtype=bits, granularity=group)
+        return Int8DynamicActivationIntxWeightConfig(weight_dtype=bits, weight_granularity=group)
+
+    def quantized(self, layer: Any) -> nn.Module:
+        from torchao.quantization import quantize_
+        from torchao.quantization.qat import QATConfig
+
+        holder = nn.Sequential(layer)
+        quantize_(holder, QATConfig(self.config(), step="prepare"))
+        return holder[0]
+
+    def constants(self, network: nn.Module) -> list[Tensor]:
+        """Scales of the last forward pass, which torchao keeps."""
+        kept = [vars(module).get(name) for module in network.modules() for name in ("scale", "zero_point")]
+        return [each for each in kept if isinstance(each, Tensor)]
+
+    def fused_forms(self, network: nn.Module) -> Mapping[nn.Module, Frozen]:  # noqa: ARG002
+        return {}
+
+    def rounded(self, weight: Tensor) -> Tensor:
+        layer: Any = self.quantized(nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta"))
+        result: Tensor = layer.weight_fake_quantizer(weight)
+        return result
+
+    def unsupported(self, name: str, outputs: int, inputs: int) -> str | None:  # noqa: ARG002
+        return f"{name} has {inputs} inputs, not a multiple of {_QAT_GROUP}" if inputs % _QAT_GROUP else None
+
+    def require_quantizable(self, given: ModelConfig, lm: Any) -> None:
+        """Refuse GPT-2's layers too, which torchao does not know."""
+        if find_spec("torchao") is None:
+            raise ConfigError(
+                "quantization=qat needs the package torchao, which is not installed: pip install torchao, or set "
+                "quantization=none."
+            )
+        super().require_quantizable(given, lm)
+        if any(map(is_conv1d, lm.modules())):
+            raise ConfigError(
+                f"quantization=qat: torchao rounds nn.Linear, and a model of kind {lm.config.model_type} has Conv1D. "
+                "Set quantization=none, or choose another model."
+            )
+
+
 QUANTIZATIONS: dict[str, Callable[[QuantizationConfig, torch.dtype], Quantizer | None]] = {
     "none": lambda _config, _compute: None,
     "nf4": lambda config, compute: Bits4("nf4", config.double_quant, compute),
     "fp4": lambda config, compute: Bits4("fp4", config.double_quant, compute),
     "int8": lambda _config, _compute: Int8(),
     "fp8": lambda _config, _compute: Fp8(),
+    "qat": lambda config, _compute: Qat(config.scheme),
 }
 
 

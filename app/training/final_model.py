@@ -59,6 +59,7 @@ def _card(resolved: ResolvedRun, recorder: Recorder, result: Mapping[str, Any], 
 
 def loading_of(sections: ModelSections, meta_model: Any, folder: Path, base: Path) -> Loading:
     """How the model in `folder` is loaded; `base` holds the base if that had random weights."""
+    trained_by = sections.quantizer
     sections = replace(sections, quantization=quantization_after_training(sections.quantization))
     is_adapter = (folder / "adapter_config.json").is_file()
     base_inside = is_adapter and base.is_dir()
@@ -68,6 +69,7 @@ def loading_of(sections: ModelSections, meta_model: Any, folder: Path, base: Pat
         dtype=str(DTYPES[sections.precision].base).removeprefix("torch."),
         base_place=os.path.relpath(base, folder) if base_inside else None,
         quantization=sections.quantization.kind,
+        quantized="" if trained_by is None else trained_by.card,
         bitsandbytes=sections.bitsandbytes_arguments(meta_model) if is_adapter else None,
         own_classes=is_adapter and task_of(sections.task).pooled,
         needs_transformers_5=needs_transformers_5(base if base_inside else folder),

@@ -36,7 +36,7 @@ def run_table(resolved: ResolvedRun) -> list[tuple[str, str]]:
     run, plan, counts = resolved.config, resolved.steps, resolved.counts
     epochs = f"{plan.epoch(plan.steps):.3g} epochs" if plan.steps != plan.steps_per_epoch else "1 epoch"
     quantizer = resolved.sections.quantizer
-    base = "" if quantizer is None else f"{quantizer.kind} base, "
+    base = "" if quantizer is None else f"{quantizer.kind}{' base' if quantizer.packs else ''}, "
     machine = f"{base}{resolved.choices.precision} on {resolved.runtime.device.type}"
     loader, processes = resolved.loader, resolved.runtime.processes
     share = loader.units_per_step / loader.num_units  # of an epoch

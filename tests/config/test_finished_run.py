@@ -176,7 +176,7 @@ def test_harness_with_dataset_keys_refused(run: Path, given: tuple[str, ...], me
         ("lora", "optimizer.lr=1", "optimizer.lr=1: optimizer.lr does not apply, because an export writes down"),
         ("none", "kind=adapter", "tuned a whole model and has no adapter. Give kind=merged: its weights in dtype=bf16"),
         ("lora", "dtype=fp16", "dtype=fp16 would change nothing: an adapter is exported as it is."),
-        ("lora", "quant=int8", "quant=int8 would change nothing: an adapter is exported as it is. Leave it out, or give kind=quan"),
+        ("lora", "quant=int8", "quant=int8 would change nothing: an adapter is exported as it is."),
         ("lora", "quant=gptq", "quant=gptq is none of nf4, fp4, int8. Exports in GPTQ and AWQ need gptqmodel, a GPU"),
         ("lora", "model.path=/models", "model.path=/models would not be read: the base of this run had random weights"),
     ],
