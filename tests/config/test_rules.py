@@ -53,6 +53,8 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
      "training.offload=true moves what recomputed layers keep, and training.recompute=0 recomputes none"),
     ({"quantization.kind": "nf4", "adapter.kind": "none"},
      "quantization.kind=nf4 needs adapter.kind=lora: a quantised base is frozen. Choose recipe=lora or qlora"),
+    ({"quantization.kind": "qat"},
+     "quantization.kind=qat trains weights to be rounded, and this run has adapter.kind=lora: merged with the base"),
     ({"precision.trained": "bf16"},
      "precision.trained=bf16 is for training whole models, and this run has adapter.kind=lora"),
     ({"precision.trained": "bf16", **FULL},

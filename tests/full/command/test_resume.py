@@ -62,6 +62,7 @@ def test_finished_run_can_be_extended(zygote: Zygote, tmp_path: Path) -> None:
         ("recipe=full optimizer=adamw_bnb_32bit", 1),
         ("recipe=lora adapter.lr_ratio=16", 1),
         ("recipe=full precision=bf16 model.norm=low model.architecture.model_type=gpt_neox", 1),
+        ("recipe=full quantization=qat", 1),
     ],
 )
 def test_killed_run_resumes_bit_for_bit(zygote: Zygote, tmp_path: Path, words: str, kills: int) -> None:
