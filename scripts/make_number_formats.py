@@ -24,7 +24,7 @@ class FloatLayout:
 
     @property
     def bias(self) -> int:
-        return 2 ** (self.exponent - 1) - 1
+        return int(2 ** (self.exponent - 1) - 1)
 
     @property
     def largest(self) -> float:

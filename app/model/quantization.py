@@ -241,7 +241,7 @@ class Qat(Quantizer):
         """What torchao's `quantize_` quantises the trained model with."""
         from torchao.quantization import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig, PerGroup
 
-        bits, group = torch.int4, PerGroup(_QAT_GROUP)
+        bits, group = torch.int4, PerGroup(_QAT_GROUP)  # type: ignore[attr-defined]
         if self.scheme == "int4":
             return IntxWeightOnlyConfig(weight_dtype=bits, granularity=group)
         return Int8DynamicActivationIntxWeightConfig(weight_dtype=bits, weight_granularity=group)
