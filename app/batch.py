@@ -36,6 +36,10 @@ class PackedSequences:
         padded = ends + ends[-1:] * (max_documents - len(lengths))
         return cls(tuple(lengths), torch.tensor(padded, dtype=torch.int32), max_seqlen)
 
+    def are_longest(self, tokens: int) -> bool:
+        """Whether all documents of any batch of so many tokens have `max_seqlen` of them; reads no lengths."""
+        return (self.cu_seqlens.shape[0] - 1) * self.max_seqlen == tokens
+
     def to(self, device: torch.device) -> "PackedSequences":
         return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 

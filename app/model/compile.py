@@ -22,6 +22,7 @@ from app.batch import Batch
 from app.config.schema import CompileConfig
 from app.errors import ConfigError, EnvironmentProblem, TrainingError, gist
 from app.model.activation_checkpointing import repeated_layers
+from app.model.attention import dropouts_of
 from app.model.comparison import Comparison, attempt, max_or_nan
 from app.model.recurrent import recurrent_mixers
 
@@ -47,6 +48,27 @@ def require_compilable(config: CompileConfig, device: torch.device) -> None:
         raise EnvironmentProblem(
             "compile=blocks on a GPU needs the package triton, which is not installed. Set compile=none."
         )
+
+
+def require_compilable_attention(
+    config: CompileConfig, lm: Any, attention: str, device: torch.device, some_batch: Callable[[], Batch]
+) -> None:
+    """Refuse, before a weight is loaded, attention that one graph cannot compute for all batches of the run."""
+    if config.kind == "none":
+        return
+    for name, rate in dropouts_of(lm).items():
+        key = f"model.architecture.{name}"
+        raise ConfigError(
+            f"{key}={rate:g}: compiled layers have no dropout of attention weights. Set compile=none, or {key}=0 (of "
+            f"pretrained weights: {name} in the config.json of model.path)."
+        )
+    if attention == "sdpa" and device.type != "cpu":
+        batch = some_batch()
+        if batch.documents is not None and not batch.documents.are_longest(batch.ids.numel()):
+            raise ConfigError(
+                "compile=blocks on a GPU needs attention to all documents in one call, and attention=sdpa makes one "
+                "for each where their lengths differ. Set attention=varlen (or flash), or compile=none."
+            )
 
 
 class CompiledLayers:

@@ -16,7 +16,7 @@ from app.distributed.environment import world
 from app.distributed.process_group import Runtime, start
 from app.model import quantization
 from app.model.build import ModelCounts, ModelSections, count_weights
-from app.model.compile import require_compilable
+from app.model.compile import require_compilable, require_compilable_attention
 from app.optim.lr_schedule import learning_rate
 from app.training import memory_in_use
 from app.training.auto_settings import BINS_CHOICE, LAYERS_CHOICE, PARALLEL_CHOICE, AutoPlanner, AutoSettings
@@ -119,6 +119,7 @@ def _settle(
     auto = AutoSettings(planner, choices, stored, runtime.host_group, log)
     binned = replace(prepared, config=auto.with_bins(auto.with_parallel(config)))
     loader = binned.loader_for(runtime.processes, runtime.rank)
+    require_compilable_attention(config.compile, base.on_meta(), choices.attention, runtime.device, loader.largest)
     return ResolvedRun(
         config=auto.with_recompute(binned.config, loader.largest, counts.layers),
         base=base,

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,9 @@ from app.batch import Batch, PackedSequences
 from app.config.schema import CompileConfig, QuantizationConfig
 from app.errors import ConfigError, EnvironmentProblem, TrainingError
 from app.model import compile as compiling
-from app.model.attention import BACKENDS, register, sdpa
-from app.model.attention.sdpa import compiled_sdpa, compiled_sdpa_on
-from app.model.compile import CompiledLayers, require_compilable
+from app.model.attention import BACKENDS, plain_packed, register, sdpa
+from app.model.attention.sdpa import compiled_sdpa
+from app.model.compile import CompiledLayers, require_compilable, require_compilable_attention
 from app.model.training_model import TrainingModel
 from tests.choices import taking_turns
 from tests.model import small
@@ -163,6 +164,21 @@ def test_compiled_sdpa_equals_sdpa(causal: bool, window: int | None, key_heads: 
     assert max_difference(found, expected) <= 1e-5
 
 
+@pytest.mark.parametrize(("causal", "window", "key_heads"), taking_turns([True, False], [None, 3], [1, 4]))
+@pytest.mark.parametrize("kernel", [sdpa, compiled_sdpa])
+def test_sdpa_of_documents_of_one_length_equals_each_by_itself(
+    kernel: Any, causal: bool, window: int | None, key_heads: int
+) -> None:
+    rules = replace(PLAIN, causal=causal, window=window)
+    documents = PackedSequences.from_lengths((12, 12, 12))
+    q, k, v = (torch.randn(1, n, 36, 8, generator=torch.Generator().manual_seed(n)) for n in (4, key_heads, key_heads))
+    with torch.profiler.profile() as profile:
+        found = kernel(q, k, v, rules, documents)
+    assert max_difference([found], [plain_packed(q, k, v, rules, documents)]) <= 1e-5
+    calls = {each.key: each.count for each in profile.key_averages()}
+    assert calls["aten::scaled_dot_product_attention"] == 1
+
+
 def test_compiled_sdpa_passes_opcheck_and_refuses_other_rules() -> None:
     q, k, v = (torch.randn(1, n, 37, 8, requires_grad=True) for n in (4, 2, 2))
     documents = PackedSequences.from_lengths((20, 1, 11, 5), 40, 9)
@@ -173,9 +189,31 @@ def test_compiled_sdpa_passes_opcheck_and_refuses_other_rules() -> None:
             compiled_sdpa(q, k, v, replace(PLAIN, **changes), documents)
 
 
-def test_compiled_sdpa_on_gpu_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Set attention=varlen .* or compile=none"):
-        compiled_sdpa_on(GPU)
+SEVERAL, ONE = packed(0), small.packed(small.documents_of((48, 48), seed=0))
+DROPOUT = r"^model\.architecture\.attention_dropout=0\.1: compiled layers have no dropout .* Set compile=none, or"
+
+
+@pytest.mark.parametrize(
+    ("attention", "device", "dropout", "batch", "words"),
+    [
+        ("sdpa", CPU, 0.1, SEVERAL, DROPOUT),
+        ("varlen", GPU, 0.1, SEVERAL, DROPOUT),
+        ("sdpa", GPU, 0.0, SEVERAL, r"Set attention=varlen \(or flash\), or compile=none"),
+        ("sdpa", GPU, 0.0, ONE, None),
+        ("varlen", GPU, 0.0, SEVERAL, None),
+        ("sdpa", CPU, 0.0, SEVERAL, None),
+    ],
+)
+def test_attention_that_one_graph_cannot_compute_is_refused(
+    attention: str, device: torch.device, dropout: float, batch: Batch, words: str | None
+) -> None:
+    lm = SimpleNamespace(config=SimpleNamespace(attention_dropout=dropout))
+    with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
+        require_compilable_attention(BLOCKS, lm, attention, device, lambda: batch)
+    require_compilable_attention(NONE, lm, attention, device, lambda: batch)
+
+
+def test_every_backend_has_a_kernel_of_compiled_layers() -> None:
     assert all(backend.compiled for backend in BACKENDS.values())
 
 

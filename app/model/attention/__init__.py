@@ -1,7 +1,7 @@
 """Attention as one function of ours that every supported transformers model calls, over a table of backends."""
 
 from app.model.attention.registry import BACKENDS, NAME, Backend, own_attention, register, register_kernel, select
-from app.model.attention.requirements import Kernel, Needs, Rules, needs_of
+from app.model.attention.requirements import Kernel, Needs, Rules, dropouts_of, needs_of
 from app.model.attention.sdpa import plain, plain_packed, sdpa
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Kernel",
     "Needs",
     "Rules",
+    "dropouts_of",
     "needs_of",
     "own_attention",
     "plain",

@@ -16,7 +16,7 @@ from app.batch import PackedSequences
 from app.config.schema import AttentionConfig
 from app.errors import ConfigError
 from app.model.attention.requirements import Kernel, Needs, Rules, cannot, refusals
-from app.model.attention.sdpa import compiled_sdpa_on, sdpa
+from app.model.attention.sdpa import compiled_sdpa, sdpa
 from app.model.attention.varlen import varlen_on, varlen_requires
 
 # a name with "flash" or "/" in it would be looked up as a kernel of the hub
@@ -96,7 +96,7 @@ def _varlen(name: str, *, softcap: bool) -> Backend:
 BACKENDS: dict[str, Backend] = {
     "flash": _varlen("flash", softcap=True),
     "varlen": _varlen("varlen", softcap=False),
-    "sdpa": Backend(sdpa, lambda _device: [], compiled=compiled_sdpa_on),
+    "sdpa": Backend(sdpa, lambda _device: [], compiled=lambda _device: compiled_sdpa),
 }
 
 

@@ -43,6 +43,11 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Rules, PackedSequences | None], Tenso
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
+def dropouts_of(lm: Any) -> dict[str, float]:
+    """The dropouts of attention weights by their names in config.json."""
+    return {name: rate for name in _DROPOUTS if (rate := getattr(lm.config, name, None))}
+
+
 def needs_of(lm: Any, compute: torch.dtype | None, *, packed: bool) -> Needs:
     """Needs read from configuration and parameter names; `lm` may be on meta.
 
@@ -57,7 +62,7 @@ def needs_of(lm: Any, compute: torch.dtype | None, *, packed: bool) -> Needs:
         compute=compute,
         softcap=getattr(config, "attn_logit_softcapping", None) is not None,
         sinks=any(name.endswith(".sinks") for name, _ in lm.named_parameters()),
-        dropout=any(getattr(config, name, None) for name in _DROPOUTS),
+        dropout=bool(dropouts_of(lm)),
         key_size=key_size,
         value_size=value_size,
     )

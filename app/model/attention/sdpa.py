@@ -1,7 +1,7 @@
 """Attention document by document: right for every model, on any machine; and the plain definition.
 
 In compiled layers on a CPU it is one operation: document bounds are read inside it, so the graph does not depend on
-them. On a GPU that would wait for the device in every layer.
+them. On a GPU that would wait for the device in every layer, so there all documents must have one length.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,8 +22,12 @@ from app.model.operations import COSTS, OperationCost
 def sdpa(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
     """torch's scaled_dot_product_attention on each document by itself, or plain arithmetic for what it cannot do.
 
-    Padded rows need no mask: no real token looks at the padding on its right.
+    Padded rows need no mask: no real token looks at the padding on its right. Documents of one length are one call.
     """
+    if documents is not None and len({*documents.lengths}) == 1 and rules.softcap is None and rules.sinks is None:
+        count = len(documents.lengths)
+        as_rows = (t[0].unflatten(1, (count, -1)).transpose(0, 1) for t in (q, k, v))
+        return _whole(*as_rows, rules).transpose(0, 1).flatten(1, 2)[None]
     return _by_document(_whole, q, k, v, rules, documents)
 
 
@@ -96,20 +100,10 @@ _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def compiled_sdpa_on(device: torch.device) -> Kernel:
-    """The kernel of compiled layers; refused on a GPU."""
-    if device.type != "cpu":
-        raise ConfigError(
-            "compile=blocks on a GPU needs attention to all documents in one call, and attention=sdpa makes one for "
-            "each. Set attention=varlen (or flash), or compile=none."
-        )
-    return compiled_sdpa
-
-
 def compiled_sdpa(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequences | None) -> Tensor:
-    """`sdpa` as one operation, without soft-capping, sinks or dropout."""
-    if documents is None:  # nothing that is compiled
-        return sdpa(q, k, v, rules, None)
+    """`sdpa` as one operation, without soft-capping, sinks or dropout where documents have several lengths."""
+    if documents is None or documents.are_longest(q.shape[2]) or q.device.type != "cpu":
+        return sdpa(q, k, v, rules, documents)
     require_rules("sdpa", rules)
     if v.shape[-1] != q.shape[-1]:
         raise ConfigError(cannot("sdpa", ["keys and values of two sizes in a compiled layer"]))
