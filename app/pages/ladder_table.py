@@ -27,6 +27,7 @@ _RUNG: Columns = {"name": ("rung", str), "batch": ("batch", str)}
 _MEASURED: Columns = {
     **_RUNG,
     "steps": ("steps", format_count),
+    "padding": ("padding", "{:.1%}".format),
     "seconds": ("seconds", "{:,.1f}".format),
     "samples_per_second": ("samples/s", "{:,.2f}".format),
     "ratio": ("x first", "{:.2f}".format),

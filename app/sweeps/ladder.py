@@ -5,11 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from app.config.dataset import RANDOM
 from app.config.schema import RunConfig
+from app.config.unread_keys import readers_of
 from app.errors import ConfigError, refuse
 from app.files import read_json
 from app.sweeps.grid import Grid, Setting
 from app.sweeps.preset import GROUP, Preset
+from app.sweeps.search_space import without_unread
 from app.sweeps.trials import FINISHED, Outcome, Trial, key_of
 from app.tracking.jsonl_metrics import read_lines
 from app.tracking.output_dir import RunFolder
@@ -42,6 +45,8 @@ class Ladder(Grid):
             folder = f"{number:0{digits}}-{name}"
             trial = Trial(number, tuple(texts.values()), tuple(rung.overrides), folder, refused=rung.reason)
             self.points.append(trial)
+        if any(readers_of(key_of(text)) for text in given):
+            self.points = _as_read(self.points, given)
         self.count = len(self.points)
         self._runs: Mapping[int, RunConfig] = {}
 
@@ -75,6 +80,16 @@ class Ladder(Grid):
         return {"source": self.source, "rungs": rungs}
 
 
+def _as_read(rungs: Sequence[Trial], given: Sequence[str]) -> list[Trial]:
+    """The rungs without what is `given` and they do not read; what none of them reads is refused as in a run."""
+    read = [{*without_unread(rung.overrides)} for rung in rungs]
+    left_out = [{text for text in given if text not in own and text in set().union(*read)} for own in read]
+    return [
+        replace(rung, overrides=tuple(text for text in rung.overrides if text not in unread))
+        for rung, unread in zip(rungs, left_out, strict=True)
+    ]
+
+
 def _problems(preset: Preset, settings: Sequence[Setting]) -> Iterator[str]:
     """What the command line may not give beside rungs."""
     name, config = preset.name, preset.config
@@ -105,21 +120,28 @@ def size_note(preset: Preset) -> list[str]:
 
 
 def batch_text(run: RunConfig) -> str:
-    """Size of a micro-batch, times accumulation, times processes if they are several."""
-    batching, processes = run.batching, run.launch.num_processes
-    size = f"{batching.tokens} tokens" if batching.packing else str(batching.rows)
+    """Size of a micro-batch, in rows where all have one length, times accumulation, times processes if several."""
+    batching, processes, data = run.batching, run.launch.num_processes, run.dataset
+    size = str(batching.rows)
+    if batching.packing:
+        exact = not data.mix and data.path == RANDOM and data.random.shortest is None
+        rows, rest = divmod(batching.bin_tokens, min(data.max_length, data.random.length))
+        size = str(rows) if exact and not rest else f"{batching.tokens} tokens"
     return " x ".join([size, str(batching.accumulation), *([] if processes == 1 else [str(processes)])])
 
 
 def _measured(run: RunConfig, folder: Path) -> dict[str, Any]:
     """The numbers of a finished rung, None where there is none."""
-    result, metrics = read_result(folder), RunFolder(folder).metrics
+    place = RunFolder(folder)
+    result, metrics = read_result(folder), place.metrics
+    fill = read_json(place.manifest)["counts"]["fill"] if place.manifest.is_file() else None
     states = sorted(folder.glob("checkpoints/step-*/state.json"))
     progress = read_json(states[-1])["progress"] if states else {}
     batching = run.batching
     size = batching.tokens if batching.packing else batching.rows
     return {
         **{key: result.get(key) for key in _RESULT_KEYS},
+        "padding": None if fill is None else 1 - fill,
         "tokens_per_second": _steady_tokens_per_second(read_lines(metrics) if metrics.is_file() else ()),
         "skipped_steps": progress.get("skipped_steps", 0),
         "splits": progress.get("depth", 0),
@@ -128,15 +150,15 @@ def _measured(run: RunConfig, folder: Path) -> dict[str, Any]:
 
 
 def _steady_tokens_per_second(lines: Iterable[Mapping[str, Any]]) -> float | None:
-    """Speed without the first two steps, from lines that have the tokens so far and the speed since the line before."""
+    """Speed without the first two steps, from lines that have the tokens so far and the time since the line before."""
     tokens, seconds = 0, 0.0
     before: Mapping[str, Any] = {"step": 0, "tokens": 0}
     for line in lines:
-        if not line.get("tokens_per_second"):
+        if not line.get("seconds"):
             continue  # of an evaluation
         if before["step"] >= _FIRST_STEADY_STEP - 1:
             tokens += line["tokens"] - before["tokens"]
-            seconds += (line["tokens"] - before["tokens"]) / line["tokens_per_second"]
+            seconds += line["seconds"]
         before = line
     return tokens / seconds if seconds else None
 

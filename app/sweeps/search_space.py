@@ -131,10 +131,11 @@ def as_read(combinations: Iterable[tuple[str, ...]], dimensions: Sequence[Dimens
     groups = choices_by_group()
     if not any(each.is_swept and each.key.removesuffix(".kind") in groups for each in dimensions):
         return list(combinations)
-    return list(dict.fromkeys(map(_without_unread, combinations)))
+    return list(dict.fromkeys(map(without_unread, combinations)))
 
 
-def _without_unread(texts: tuple[str, ...]) -> tuple[str, ...]:
+def without_unread(texts: tuple[str, ...]) -> tuple[str, ...]:
+    """The overrides of a trial but for the keys that its run does not read."""
     others = [text for text in texts if not readers_of(key_of(text)) and not parse_multiple(text.partition("=")[2])]
     run = compose_or_error(others)
     return texts if isinstance(run, ConfigError) else tuple(text for text in texts if not is_unread(run, key_of(text)))

@@ -12,6 +12,7 @@ from app.config.dataset import formats_of, has_held_out_rows
 from app.config.metrics import SHARES
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS
+from app.data.length_statistics import padded_fill
 from app.data.packing import min_bins
 from app.distributed.process_group import default_device, machine_notes
 from app.model.source import base_fingerprint, fetch_folder
@@ -77,7 +78,7 @@ def manifest_facts(resolved: ResolvedRun) -> dict[str, Any]:
     """Choices, counts and hashes of a run."""
     run, runtime, loader = resolved.config, resolved.runtime, resolved.loader
     others, batching = memory_in_use.taken_by_others(), run.batching
-    bin_tokens = batching.bin_tokens if batching.packing else None  # padded rows have no fixed size
+    bin_tokens = batching.bin_tokens if batching.packing else None
     return {
         "seed": run.seed,
         **({"varied_from": run.varied_from} if run.varied_from else {}),
@@ -98,7 +99,7 @@ def manifest_facts(resolved: ResolvedRun) -> dict[str, Any]:
             "units": loader.num_units,
             "units_per_step": loader.units_per_step,
             "unit_name": loader.unit_name,
-            "fill": bin_tokens and resolved.data.report.train.tokens / (loader.num_units * bin_tokens),
+            "fill": _fill(resolved),
             "least_units": bin_tokens and min_bins(resolved.data.train.lengths, bin_tokens),
             "data": resolved.data.report.as_dict(),
         },
@@ -107,6 +108,16 @@ def manifest_facts(resolved: ResolvedRun) -> dict[str, Any]:
         "clocks": memory_in_use.clocks(),
         "hashes": _content_hashes(resolved),
     }
+
+
+def _fill(resolved: ResolvedRun) -> float | None:
+    """The share of positions that are tokens: of the bins, or of padded rows in the order of a run's epoch."""
+    batching, loader = resolved.config.batching, resolved.loader
+    if batching.packing:
+        return resolved.data.report.train.tokens / (loader.num_units * batching.bin_tokens)
+    if resolved.objective.documents_per_row > 1:
+        return None  # lengths are of rows, and each document is padded
+    return padded_fill(resolved.data.train.lengths, batching.rows, loader.units_per_step)
 
 
 def provenance(run: RunConfig) -> dict[str, Any]:
