@@ -13,11 +13,13 @@ python -m app.check quantization model=llama      how far its weights are from t
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from app.config.commands import CheckConfig, check_config, run_command
+from app.config.hardware import read_hardware
 from app.config.overrides import key_of
 from app.config.schema import RunConfig
 from app.distributed.environment import world
@@ -31,14 +33,14 @@ from app.tracking.console import Console, open_console
 
 _COMPUTING = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "numpy")
 STOPS = 2  # the exit code where a run with these settings would stop
+FAILED = 3  # and where the planner failed with a rung
 
 
 def check(config: CheckConfig, console: Console) -> int:
     """Run the checks, show and write their facts; returns the exit code."""
     _check_parts(config)
     if config.folder is not None and world().is_first:
-        with report_write_errors(config.folder):
-            config.folder.mkdir(parents=True, exist_ok=True)
+        _make(config.folder)
     found: dict[str, Any] = {name: _CHECKS[name](config, console) for name in config.checks}
     if not world().is_first:
         return 0
@@ -82,35 +84,56 @@ def _memory(config: CheckConfig, _console: Console) -> dict[str, Any]:
 
 
 def _ladder(arguments: Sequence[str]) -> int:
-    """Print the planned memory of each rung of `sweep=`, beside the figures of its source."""
-    from app.memory.check import planned_parts
-    from app.pages.ladder_table import as_text, claimed_tables, planned_table
-    from app.sweeps.ladder import batch_text
+    """Show and write the planned memory of each rung of `sweep=`, beside the figures of its source."""
+    begun = time.perf_counter()
+    from app.pages.ladder_table import as_text, planned_tables
     from app.sweeps.sweep import read_ladder
+    from app.sweeps.trials import value_of
 
     if arguments[0] != "memory":
         raise ConfigError("sweep is of app.check memory, which plans the rungs of a ladder. Put memory in front.")
     own = [text for text in arguments if key_of(text).partition(".")[0] in ("hardware", "exact")]
     ladder = read_ladder([text for text in arguments[1:] if text not in own])
-    rungs, problems, machine = list[dict[str, Any]](), list[str](), "this machine"
+    hardware = read_hardware([text for text in own if key_of(text) != "exact"])
+    given = [Path(str(value_of(text))).expanduser() for text in arguments if key_of(text) == "output_dir"]
+    for folder in given:
+        _make(folder)
+    rungs, problems, stops = list[dict[str, Any]](), list[str](), list[str]()
     for trial, (name, rung) in zip(ladder.points, ladder.rungs.items(), strict=True):
-        rungs.append({"name": name, "claimed": rung.claimed, "error": trial.refused})
-        if trial.refused is not None:
-            continue
-        try:
-            config = check_config(["memory", *trial.overrides, *own])
-            _check_parts(config)
-            hardware, processes = config.hardware, _planned_processes(config)
-            parts = planned_parts(config.run, config.overrides, hardware, exact=config.exact, processes=processes)
-            rungs[-1] |= {"batch": batch_text(config.run), **parts}
-            machine = machine if hardware is None else hardware.label
-        except AppError as problem:
-            problems += problem.problems
-            rungs[-1]["error"] = "\n".join(problem.problems)
-    if all(each["error"] for each in rungs):
+        planned: dict[str, Any] = {"error": trial.refused}
+        if trial.refused is None:
+            try:
+                planned = _planned_rung(["memory", *trial.overrides, *own])
+            except AppError as problem:
+                problems += problem.problems
+                planned = {"error": "\n".join(problem.problems)}
+            except Exception as fault:  # noqa: BLE001  of the planner, with one rung: the others have their plans
+                traceback.print_exc()
+                planned = {"error": f"the planner failed: {type(fault).__name__}: {fault}"}
+                stops.append(f"{name}: {planned['error']}")
+        rungs.append({"name": name, "claimed": rung.claimed, **planned})
+    if not stops and all(each["error"] for each in rungs):
         raise ConfigError(list(dict.fromkeys(problems)))
-    open_console().say(as_text([planned_table(machine, rungs), *claimed_tables(ladder.source, rungs)]))
-    return 0
+    label = "this machine" if hardware is None else hardware.label
+    seconds = round(time.perf_counter() - begun, 2)
+    facts = {"sweep": ladder.name, "label": label, "source": ladder.source, "rungs": rungs}
+    facts |= {"seconds": seconds, "stops": stops}
+    console = open_console()
+    console.say(as_text(planned_tables(facts)))
+    for folder in given:
+        _write(folder, {"ladder": facts}, console)
+    return FAILED if stops else 0
+
+
+def _planned_rung(arguments: Sequence[str]) -> dict[str, Any]:
+    from app.memory.check import planned_parts
+    from app.sweeps.ladder import batch_text
+
+    config = check_config(arguments)
+    _check_parts(config)
+    processes = _planned_processes(config)
+    parts = planned_parts(config.run, config.overrides, config.hardware, exact=config.exact, processes=processes)
+    return {"error": None, "batch": batch_text(config.run), **parts}
 
 
 def _cluster(_config: CheckConfig, _console: Console) -> dict[str, Any]:
@@ -179,6 +202,11 @@ def _processes(run: RunConfig) -> int:
     return world().size if world().is_joined else processes_to_start(run.launch) or 1
 
 
+def _make(folder: Path) -> None:
+    with report_write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
 def _write(folder: Path, found: dict[str, Any], console: Console) -> None:
     from app.pages.check_report import check_page
 
@@ -210,7 +238,8 @@ def _command(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Exit codes: 0 a run would start, 2 it would stop with the reported problems, or the settings are wrong."""
+    """Exit codes: 0 a run would start, 2 it would stop with the reported problems, or the settings are wrong, 3 the
+    planner failed with a rung of a ladder."""
     usage = f"{__doc__}\nThe settings are those of app.train: python -m app.train --help\n"
     run_command(_command, lambda: usage, fail_as_one_of_several)
 

@@ -16,6 +16,7 @@ from app.pages.check_summary import (
     memory_sections,
     quantization_sections,
 )
+from app.pages.ladder_table import planned_tables
 from app.pages.read_run import TrainingSample
 from app.pages.render import render
 from app.safe_text import printable
@@ -30,7 +31,8 @@ Rows = Iterator[tuple[str, Text]]
 
 def check_page(found: Mapping[str, Any]) -> str:
     """The page for check.json, which has a section for each check."""
-    data, memory, cluster, quantization = (found.get(name) for name in ("data", "memory", "cluster", "quantization"))
+    names = ("data", "memory", "cluster", "quantization", "ladder")
+    data, memory, cluster, quantization, ladder = map(found.get, names)
     stops = [problem for facts in found.values() for problem in facts["stops"]]
     badges = [("a run would stop", "bad") if stops else ("nothing stops a run", "good")]
     sections = data_sections(data) if data else []
@@ -43,11 +45,14 @@ def check_page(found: Mapping[str, Any]) -> str:
     if quantization:
         sections += quantization_sections(quantization)
     name = data["source"] if data else memory["subject"] if memory else ""
-    name = name or (quantization["model"] if quantization else counted_processes(cluster or {}))
+    name = name or (quantization["model"] if quantization else "")
+    name = name or (ladder["sweep"] if ladder else counted_processes(cluster or {}))
     if data:  # the folders stand below
         name = " + ".join(PurePath(each).name for each in name.split(" + "))
     notes = [("bad", problem) for problem in stops]
-    return render("check", title=f"Check: {name}", name=name, badges=badges, notes=notes, sections=sections)
+    tables = planned_tables(ladder) if ladder else []
+    title = f"Check: {name}"
+    return render("check", title=title, name=name, badges=badges, notes=notes, sections=sections, ladder=tables)
 
 
 def show_check(sections: Sequence[Section], stream: TextIO | None = None) -> None:

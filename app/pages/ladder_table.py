@@ -44,16 +44,17 @@ _MEASURED: Columns = {
 
 def measured_tables(ladder: Mapping[str, Any]) -> list[LadderTable]:
     """The tables for `ladder` of sweep.json."""
-    return [_table("Measured here", _MEASURED, ladder["rungs"]), *claimed_tables(ladder["source"], ladder["rungs"])]
+    return [_table("Measured here", _MEASURED, ladder["rungs"]), *_claimed_tables(ladder["source"], ladder["rungs"])]
 
 
-def planned_table(machine: str, rungs: Rungs) -> LadderTable:
-    """The parts of the planned peak of each rung."""
+def planned_tables(facts: Mapping[str, Any]) -> list[LadderTable]:
+    """The tables for `ladder` of check.json: the parts of the planned peak of each rung, and the source's figures."""
     columns = {key: (PARTS.get(key, key), _megabytes) for key in (*PARTS, "tensors", "needs")}
-    return _table(f"Planned at the peak on {machine}", {**_RUNG, **columns}, rungs)
+    planned = _table(f"Planned at the peak on {facts['label']}", {**_RUNG, **columns}, facts["rungs"])
+    return [planned, *_claimed_tables(facts["source"], facts["rungs"])]
 
 
-def claimed_tables(source: str, rungs: Rungs) -> list[LadderTable]:
+def _claimed_tables(source: str, rungs: Rungs) -> list[LadderTable]:
     """The figures that the source claims, of other hardware; nothing where it has none."""
     claimed = [{"name": rung["name"], **rung["claimed"]} for rung in rungs]
     columns = {key: (key, lambda figure: f"{figure}") for rung in claimed for key in rung}

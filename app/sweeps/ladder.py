@@ -37,7 +37,7 @@ class Ladder(Grid):
         config, digits = preset.config, len(str(len(preset.config.rungs)))
         small = config.small if config.size == _SMALL else []
         given = [text for setting in settings for text in setting.texts]
-        self.source, self.rungs = config.source, config.rungs
+        self.name, self.source, self.rungs = preset.name, config.source, config.rungs
         self.points = []
         for number, (name, rung) in enumerate(self.rungs.items(), 1):
             # the last of each key: Hydra refuses a group that is given twice

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from app.batch import PackedSequences
 from app.errors import ConfigError
-from app.model.attention.requirements import Kernel, Rules, cannot, require_rules
+from app.model.attention.requirements import Rules, cannot, require_rules
 from app.model.kernels import autocast_dtype
 from app.model.operations import COSTS, OperationCost
 
@@ -26,8 +26,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, rules: Rules, documents: PackedSequenc
     """
     if documents is not None and len({*documents.lengths}) == 1 and rules.softcap is None and rules.sinks is None:
         count = len(documents.lengths)
-        as_rows = (t[0].unflatten(1, (count, -1)).transpose(0, 1) for t in (q, k, v))
-        return _whole(*as_rows, rules).transpose(0, 1).flatten(1, 2)[None]
+        q, k, v = (t[0].unflatten(1, (count, -1)).transpose(0, 1) for t in (q, k, v))
+        return _whole(q, k, v, rules).transpose(0, 1).flatten(1, 2)[None]
     return _by_document(_whole, q, k, v, rules, documents)
 
 
