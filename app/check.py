@@ -96,8 +96,6 @@ def _ladder(arguments: Sequence[str]) -> int:
     ladder = read_ladder([text for text in arguments[1:] if text not in own])
     hardware = read_hardware([text for text in own if key_of(text) != "exact"])
     given = [Path(str(value_of(text))).expanduser() for text in arguments if key_of(text) == "output_dir"]
-    for folder in given:
-        _make(folder)
     rungs, problems, stops = list[dict[str, Any]](), list[str](), list[str]()
     for trial, (name, rung) in zip(ladder.points, ladder.rungs.items(), strict=True):
         planned: dict[str, Any] = {"error": trial.refused}
@@ -116,11 +114,12 @@ def _ladder(arguments: Sequence[str]) -> int:
         raise ConfigError(list(dict.fromkeys(problems)))
     label = "this machine" if hardware is None else hardware.label
     seconds = round(time.perf_counter() - begun, 2)
-    facts = {"sweep": ladder.name, "label": label, "source": ladder.source, "rungs": rungs}
+    facts: dict[str, Any] = {"sweep": ladder.name, "label": label, "source": ladder.source, "rungs": rungs}
     facts |= {"seconds": seconds, "stops": stops}
     console = open_console()
     console.say(as_text(planned_tables(facts)))
     for folder in given:
+        _make(folder)
         _write(folder, {"ladder": facts}, console)
     return FAILED if stops else 0
 
