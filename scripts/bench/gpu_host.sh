@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What a GPU host can tell, without a network: each stage within eight minutes, results written as they are found.
 #
-#   scripts/bench/gpu_host.sh OUT_DIR STAGE...        stages: tests micro ours peers 70b
+#   scripts/bench/gpu_host.sh OUT_DIR STAGE...        stages: tests micro ours peers 70b single_gpu bert
 #   scripts/bench/gpu_host.sh OUT_DIR --device cpu --tiny STAGE...     the same with tiny shapes: does everything run?
 #
 # OUT_DIR/STAGE.jsonl has a line for each measurement, OUT_DIR/STAGE.log what the programs said. The folder .whl/ in
@@ -28,9 +28,9 @@ while (($#)); do
       options+=("$1" "$2")
       shift
       ;;
-    tests | micro | ours | peers | 70b) stages+=("$1") ;;
+    tests | micro | ours | peers | 70b | single_gpu | bert) stages+=("$1") ;;
     *)
-      echo "$1 is no stage: tests micro ours peers 70b" >&2
+      echo "$1 is no stage: tests micro ours peers 70b single_gpu bert" >&2
       usage
       ;;
   esac

@@ -91,6 +91,22 @@ def large(setting: Setting) -> list[Item]:
     ]
 
 
+def single_gpu(setting: Setting) -> list[Item]:
+    """What fits and speeds up BERT-large, rung by rung."""
+    return [_ladder(setting, "single_gpu")]
+
+
+def bert(setting: Setting) -> list[Item]:
+    """What speeds up BERT-base, rung by rung: 2,000 rows, one epoch."""
+    return [_ladder(setting, "bert", "dataset.random.rows=2223", "training.epochs=1")]
+
+
+def _ladder(setting: Setting, name: str, *settings: str) -> Item:
+    command = [PYTHON, "-m", "scripts.bench.ladder", name, "--device", setting.device, "--out", str(setting.out)]
+    own = ["--tiny"] if setting.tiny else settings
+    return Item(name, [*command, *own], keeps_deadline=True, known=(0, _INCOMPLETE))
+
+
 def _as_preset(name: str) -> list[str]:
     """Options for one micro-batch of an experiment of conf/, without its recomputed layers."""
     from app.config.load import compose_run
@@ -112,6 +128,8 @@ STAGES: dict[str, Callable[[Setting], list[Item]]] = {
     "ours": ours,
     "peers": peers,
     "70b": large,
+    "single_gpu": single_gpu,
+    "bert": bert,
 }
 _ON_GPU = ("--mix", "long", "--length", "2048", "--tokens-per-step", "16384", "--steps", "6", "--warm-up", "4")
 _TINY = (

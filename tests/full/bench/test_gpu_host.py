@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from app.sweeps.preset import read_preset
 from scripts.bench.stages import STAGES, Item, Setting, run
 from tests.conftest import REPO
 from tests.full.bench.conftest import Bench, lines_of
@@ -54,6 +55,21 @@ def test_stage_measures_training(name: str, bench: Bench) -> None:
     unable = {line["framework"]: line["error"] for line in measured if "error" in line}
     assert not [name for name in unable if name == "bare" or name.startswith("plain")], unable
     assert all("needs" in error for error in unable.values()), unable
+
+
+def test_stage_of_a_ladder_runs_rungs_until_the_deadline(bench: Bench) -> None:
+    lines = stage(bench, "single_gpu", "--seconds", "60")
+    *rungs, end = lines
+    assert (end["item"], end["returncode"]) == ("single_gpu", 0)
+    assert [line["item"] for line in rungs] == list(read_preset(["sweep=single_gpu"]).config.rungs)
+    assert all(line.keys() >= {"hardware", "versions", "commit"} for line in rungs)
+    statuses = [line["rung"]["status"] for line in rungs]
+    assert statuses[0] == "finished"
+    assert {*statuses} <= {"finished", "refused", "stopped", "pending"}
+    assert [line["item"] for line in rungs if "error" in line] == [
+        line["item"] for line, status in zip(rungs, statuses, strict=True) if status in ("stopped", "pending")
+    ]
+    assert (bench.folder / "out" / "single_gpu" / "ladder.md").read_text().startswith("# single_gpu")
 
 
 def test_stage_tests_runs_gpu_tier(bench: Bench) -> None:
