@@ -97,6 +97,7 @@ def test_ladder_of_two_rungs(zygote: Zygote, tmp_path: Path) -> None:
     padded, packed = content(folder)["ladder"]["rungs"]
     assert (padded["batch"], packed["batch"]) == ("8 x 1", "1280 tokens x 1")
     assert padded["ratio"] == 1.0
+    assert padded["padding"] > 0.25 > packed["padding"]
     assert packed["ratio"] == packed["tokens_per_second"] / padded["tokens_per_second"]
     assert (padded["as_first"], packed["as_first"]) == (None, None), "a packed step has more rows"
     assert packed["memory_measured_bytes"] == result(folder / "2-packed")["memory_measured_bytes"]

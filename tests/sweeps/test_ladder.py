@@ -10,7 +10,7 @@ from app.config.dataset import has_held_out_rows
 from app.config.groups import choices_by_group
 from app.config.load import compose_run
 from app.pages.ladder_table import as_markdown, measured_tables
-from app.sweeps.ladder import LADDER, Ladder
+from app.sweeps.ladder import LADDER, Ladder, batch_text
 from app.sweeps.preset import Preset, Rung, SweepConfig, read_preset
 from app.sweeps.sweep import plan_sweep, read_ladder
 from app.sweeps.trials import FINISHED, Outcome
@@ -46,6 +46,52 @@ def test_ladder_order_of_strength() -> None:
     assert [(run.batching.rows, run.batching.accumulation) for run in plan.runs][:3] == [(4, 1), (1, 4), (1, 4)]
     assert [trial.name for trial in plan.proposer.points][:2] == ["1-baseline", "2-accumulation"]
     assert plan.identity != plan_sweep(["-m", *words[:3]], nothing_more).identity
+
+
+# what each rung of `bert` changes in which one before it
+OPTIMIZER = {"optimizer", "optimizer.implementation"}
+ADDED = {
+    "foreach": ("float32", {"optimizer.implementation"}),
+    "tf32": ("foreach", {"precision"}),
+    "fp16": ("tf32", {"precision"}),
+    "batch_56": ("fp16", {"batching.tokens", "optimizer.lr"}),
+    "bf16": ("batch_56", {"precision"}),
+    "compile": ("batch_56", {"compile", "optimizer.lr"}),
+    "batch_64": ("compile", {"batching.tokens"}),
+    "adamw_apex": ("batch_64", OPTIMIZER),
+    "adamw_8bit": ("batch_64", {*OPTIMIZER, "optimizer.lr"}),
+    "fused": ("batch_64", {"optimizer.implementation"}),
+    "adamw_bnb_32bit": ("batch_64", OPTIMIZER),
+}
+
+
+def test_ladder_bert_adds_up() -> None:
+    rungs = LADDERS["bert"].rungs
+    given = {name: dict(text.split("=") for text in rung.overrides) for name, rung in rungs.items()}
+    for name, (before, keys) in ADDED.items():
+        assert {key for key, _ in given[name].items() ^ given[before].items()} == keys, name
+    for name, rung in rungs.items():
+        if given[name]:
+            batch, rate = int(given[name]["batching.tokens"]) // 256, given[name]["optimizer.lr"]
+            assert (batch, rate) == (rung.claimed["batch"], rung.claimed["rate"]), name
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "packing"])  # whose rows have many lengths
+def test_ladder_small_makes_ten_steady_steps_of_rows(name: str) -> None:
+    """From step 3 on; a batch is shown in rows, also where they are packed."""
+    for run in plan_sweep(["-m", f"sweep={name}", "sweep.size=small"], nothing_more).runs:
+        if run.dataset.random.rows and run.dataset.path == "random:":
+            rows = int(batch_text(run).split(" x ")[0]) * run.batching.accumulation
+            assert run.dataset.random.rows * (1 - run.dataset.eval_fraction) / rows > 11, name
+
+
+def test_ladder_key_that_some_rungs_read() -> None:
+    words = ["-m", "sweep=bert", "sweep.size=small", "compile.backend=aot_eager"]
+    plan = plan_sweep(words, nothing_more)
+    assert {(run.compile.kind, run.compile.backend) for run in plan.runs} == {
+        ("none", "inductor"),
+        ("blocks", "aot_eager"),
+    }
 
 
 REFUSED = [

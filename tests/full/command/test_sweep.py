@@ -8,7 +8,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from app.config.load import compose_run
+from app.sweeps.sweep import read_ladder
 from tests.command.test_sweep import LONG, TINY, run, start, starts
 from tests.harness.runs import Zygote, has_reached, metrics, numbers, result, wait_until
 from tests.sweeps.test_runner import column, content
@@ -140,6 +143,35 @@ def test_sweep_waits_for_a_running_trial(zygote: Zygote, tmp_path: Path) -> None
 def test_hydra_main_returns_the_objective(zygote: Zygote, tmp_path: Path) -> None:
     ended = zygote.run(tmp_path, *TINY, "output_dir=run", module="tests.full.command.objective", code=0)
     assert f"returned {result(tmp_path / 'run')['objective']!r}\n" in ended.stdout
+
+
+def test_optimizers_ladder_small(zygote: Zygote, tmp_path: Path) -> None:
+    """One arithmetic in three ways; states of 8 bits; a package that is missing refuses its rung alone."""
+    ended = run(zygote, tmp_path, "sweep=optimizers", "sweep.size=small", "output_dir=ladder")
+    assert (ended.code, ended.stderr) == (0, "")
+    rungs = {rung["name"]: rung for rung in content(tmp_path / "ladder")["ladder"]["rungs"]}
+    assert {name for name, rung in rungs.items() if rung["status"] != "finished"} <= {"adamw_apex", "galore"}
+    assert {rungs[name]["as_first"] for name in ("adamw_foreach", "adamw_loop")} == {"equal"}
+    assert rungs["adamw_8bit"]["memory_measured_bytes"] < rungs["adamw"]["memory_measured_bytes"]
+
+
+RUNGS = [
+    ("bert", "compile", "2 layers are 1 graph"),
+    ("mlm", "compile", "2 layers are 1 graph"),
+    ("quantized", "fp8", ""),
+    ("quantized", "nf4_without_double", ""),
+    ("quantized", "paged", "on a CPU its states are in ordinary memory"),
+]
+
+
+@pytest.mark.parametrize(("ladder", "rung", "said"), RUNGS, ids=lambda word: word or "-")
+def test_rung_with_a_key_of_its_own(zygote: Zygote, tmp_path: Path, ladder: str, rung: str, said: str) -> None:
+    words = [f"sweep={ladder}", "sweep.size=small", "training.max_steps=3", "dataset.eval_max_rows=8"]
+    backend = ["compile.backend=aot_eager"] if rung == "compile" else []
+    (trial,) = (each for each in read_ladder([*words, *backend]).points if each.name.partition("-")[2] == rung)
+    ended = zygote.run(tmp_path, *trial.overrides, "output_dir=run", code=0)
+    assert result(tmp_path / "run")["steps"] == 3
+    assert said in ended.stdout
 
 
 def test_single_gpu_ladder_small(zygote: Zygote, tmp_path: Path) -> None:
