@@ -124,9 +124,11 @@ def batch_text(run: RunConfig) -> str:
     batching, processes, data = run.batching, run.launch.num_processes, run.dataset
     size = str(batching.rows)
     if batching.packing:
-        exact = not data.mix and data.path == RANDOM and data.random.shortest is None
-        rows, rest = divmod(batching.bin_tokens, min(data.max_length, data.random.length))
-        size = str(rows) if exact and not rest else f"{batching.tokens} tokens"
+        size = f"{batching.tokens} tokens"
+        has_one_length = data.random.shortest is None and data.max_length <= data.random.length
+        if data.path == RANDOM and not data.mix and has_one_length and isinstance(batching.tokens, int):
+            rows, rest = divmod(batching.tokens, data.max_length)
+            size = size if rest else str(rows)
     return " x ".join([size, str(batching.accumulation), *([] if processes == 1 else [str(processes)])])
 
 
@@ -141,7 +143,7 @@ def _measured(run: RunConfig, folder: Path) -> dict[str, Any]:
     size = batching.tokens if batching.packing else batching.rows
     return {
         **{key: result.get(key) for key in _RESULT_KEYS},
-        "padding": None if fill is None else 1 - fill,
+        "padding": None if fill is None else (1 - fill) or None,
         "tokens_per_second": _steady_tokens_per_second(read_lines(metrics) if metrics.is_file() else ()),
         "skipped_steps": progress.get("skipped_steps", 0),
         "splits": progress.get("depth", 0),

@@ -151,7 +151,8 @@ def test_optimizers_ladder_small(zygote: Zygote, tmp_path: Path) -> None:
     assert (ended.code, ended.stderr) == (0, "")
     rungs = {rung["name"]: rung for rung in content(tmp_path / "ladder")["ladder"]["rungs"]}
     assert {name for name, rung in rungs.items() if rung["status"] != "finished"} <= {"adamw_apex", "galore"}
-    assert {rungs[name]["as_first"] for name in ("adamw_foreach", "adamw_loop")} == {"equal"}
+    fused, foreach, loop = (rungs[name]["train_loss_last"] for name in ("adamw", "adamw_foreach", "adamw_loop"))
+    assert foreach == loop == pytest.approx(fused, rel=1e-4), "fused kernels round otherwise"
     assert rungs["adamw_8bit"]["memory_measured_bytes"] < rungs["adamw"]["memory_measured_bytes"]
 
 
