@@ -16,7 +16,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 _MARKS = ("<!-- made by python -m scripts.make_models -->", "<!-- end -->")
 RECIPES = ("recipe=lora", "recipe=lora quantization=int8", "recipe=qlora")
 UNKNOWN = "numbers unknown"
-_ENCODERS = ("bert", "modernbert")
+_ENCODERS = ("bert", "bert_large", "modernbert")
 _MASKED = ("dataset=text", "dataset.path=book.txt", "task=masked", "batching.packing=false")
 
 
