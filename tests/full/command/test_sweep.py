@@ -160,6 +160,7 @@ RUNGS = [
     ("bert", "compile", "2 layers are 1 graph"),
     ("mlm", "compile", "2 layers are 1 graph"),
     ("quantized", "fp8", ""),
+    ("quantized", "int8", ""),
     ("quantized", "nf4_without_double", ""),
     ("quantized", "paged", "on a CPU its states are in ordinary memory"),
 ]
