@@ -27,7 +27,7 @@ REFUSED = [
     ("model.=3", "'model.=3' cannot be read"),
     ("~resume", "~resume: nothing can be taken out of a run. Set resume to null, none or 0, where it takes that."),
     ("model@here=tiny", "model@here=tiny: model has one place in a run. Write model=..."),
-    ("model=null", "model=null: there is no such model. Choose one of bert, bert_large, folder, gemma3_1b, glm4_7_flash"),
+    ("model=null", "model=null: there is no such model. Choose one of bert, bert_large, folder, gemma3_1b"),
     ("model=_hub", "model=_hub: there is no such model."),
     ("model=lllama", "model=lllama: there is no such model. Did you mean llama?"),
     ("dataset=aplaca", "dataset=aplaca: there is no such dataset. Did you mean alpaca?"),
