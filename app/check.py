@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from app.config.commands import CheckConfig, check_config, run_command
-from app.config.hardware import read_hardware
 from app.config.overrides import key_of
 from app.config.schema import RunConfig
 from app.distributed.environment import world
@@ -94,9 +93,8 @@ def _ladder(arguments: Sequence[str]) -> int:
         raise ConfigError("sweep is of app.check memory, which plans the rungs of a ladder. Put memory in front.")
     own = [text for text in arguments if key_of(text).partition(".")[0] in ("hardware", "exact")]
     ladder = read_ladder([text for text in arguments[1:] if text not in own])
-    hardware = read_hardware([text for text in own if key_of(text) != "exact"])
     given = [Path(str(value_of(text))).expanduser() for text in arguments if key_of(text) == "output_dir"]
-    rungs, problems, stops = list[dict[str, Any]](), list[str](), list[str]()
+    label, rungs, problems, stops = "this machine", list[dict[str, Any]](), list[str](), list[str]()
     for trial, (name, rung) in zip(ladder.points, ladder.rungs.items(), strict=True):
         planned: dict[str, Any] = {"error": trial.refused}
         if trial.refused is None:
@@ -109,10 +107,10 @@ def _ladder(arguments: Sequence[str]) -> int:
                 traceback.print_exc()
                 planned = {"error": f"the planner failed: {type(fault).__name__}: {fault}"}
                 stops.append(f"{name}: {planned['error']}")
+        label = planned.pop("label", label)
         rungs.append({"name": name, "claimed": rung.claimed, **planned})
     if not stops and all(each["error"] for each in rungs):
         raise ConfigError(list(dict.fromkeys(problems)))
-    label = "this machine" if hardware is None else hardware.label
     seconds = round(time.perf_counter() - begun, 2)
     facts: dict[str, Any] = {"sweep": ladder.name, "label": label, "source": ladder.source, "rungs": rungs}
     facts |= {"seconds": seconds, "stops": stops}
@@ -132,7 +130,8 @@ def _planned_rung(arguments: Sequence[str]) -> dict[str, Any]:
     _check_parts(config)
     processes = _planned_processes(config)
     parts = planned_parts(config.run, config.overrides, config.hardware, exact=config.exact, processes=processes)
-    return {"error": None, "batch": batch_text(config.run), **parts}
+    label = {} if config.hardware is None else {"label": config.hardware.label}
+    return {"error": None, "batch": batch_text(config.run), **parts, **label}
 
 
 def _cluster(_config: CheckConfig, _console: Console) -> dict[str, Any]:
