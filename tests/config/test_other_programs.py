@@ -61,8 +61,16 @@ TOLD = [
     ),
     (
         "task=distillation",
-        "task=distillation: there is no such task. Distillation is not offered. Choose one of causal",
+        "task=distillation: there is no such task. Distillation is not offered. Answers that another model wrote",
     ),
+    ("optimizer=adamw_torch_fused", "there is no such optimizer. Did you mean optimizer=adamw? Choose one of"),
+    ("optimizer=galore", "there is no such optimizer. GaLore and APOLLO are not offered, because their states are"),
+    ("optimizer.foreach=true", "optimizer.foreach is not a key. Did you mean optimizer.implementation=foreach?"),
+    ("attention=eager", "Did you mean attention=sdpa? The numbers are those of eager attention, without keeping its"),
+    ("parallel=tensor", "Did you mean parallel=fsdp? Tensor and context parallelism are not offered, because PEFT's"),
+    ("precision=high", "Did you mean precision=tf32? Choose one of"),
+    ("torch_compile_mode=default", "Did you mean compile.mode=default?"),
+    ("dataloader_pin_memory=true", "Batches are made while the GPU is busy, in pinned memory. Leave it out."),
     ("--unheard-of 3", "--unheard-of: there is no such switch. Settings have no dashes in front: unheard_of=3"),
 ]
 
