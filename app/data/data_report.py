@@ -1,7 +1,7 @@
 """Fate of the rows: counts, lines for people, and the reasons why a run would stop at them."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -10,6 +10,8 @@ from app.data.sources import Source
 from app.data.types import escaped
 from app.data.unread_columns import unread_problems
 from app.safe_text import many
+
+LongestRow = Callable[[int], int]  # of so many tokens, those that the model reads in a row
 
 MAX_PLACES = 20
 _MAX_REASONS = 20
@@ -228,9 +230,9 @@ def _first(names: list[str]) -> str:
 
 
 def stop_reasons(
-    config: DatasetConfig, source: Source, counts: Counts, positions: int | None = None, *, trains: bool = True
+    config: DatasetConfig, source: Source, counts: Counts, longest_row: LongestRow = int, *, trains: bool = True
 ) -> Iterator[str]:
-    """Every problem of one source that would stop a run. `positions` is how many tokens the model reads.
+    """Every problem of one source that would stop a run.
 
     What a run was trained without is no problem when it is scored: `trains` is false then.
     """
@@ -245,7 +247,7 @@ def stop_reasons(
     if trains:
         yield from (f"{named}: {problem}" for problem in unread_problems(config, source.key.rpartition(".")[0], counts))
     if _is_too_long(config, counts):
-        yield _too_long(config, source, counts, positions)
+        yield _too_long(config, source, counts, longest_row(counts.longest))
     elif not counts.rows_read:
         yield f"{named}: has no rows"
     elif not counts.rows_kept and not (counts.bad_rows and config.on_bad_row == "error"):
@@ -273,13 +275,13 @@ def _is_too_long(config: DatasetConfig, counts: Counts) -> bool:
     return config.on_overflow == "error" and counts.over_long > 0
 
 
-def _too_long(config: DatasetConfig, source: Source, counts: Counts, positions: int | None) -> str:
+def _too_long(config: DatasetConfig, source: Source, counts: Counts, readable: int) -> str:
     limit, number, made = config.max_length, counts.over_long, _num_made(counts)
     longest = f"the longest {counts.longest:,} tokens, the first {counts.first_over_long}"
-    if positions is None or counts.longest <= positions:
+    if counts.longest <= readable:
         remedy = "raise it, or"
-    elif positions > limit:
-        remedy = f"raise it, to at most {positions:,}, which is all that the model reads, or"
+    elif readable > limit:
+        remedy = f"raise it, to at most {readable:,}, which is all that the model reads, or"
     else:
         remedy = "the model reads no more: choose one that does, or"
     return (

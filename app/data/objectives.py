@@ -179,8 +179,8 @@ def _continues_a_word(tokenizer: Tokenizer) -> NDArray[np.bool_]:
     model = tokenizer.backend_tokenizer.model
     if not isinstance(model, WordPiece):
         raise ConfigError(
-            f"task.whole_words=true: the tokenizer is {type(model).__name__}, whose tokens do not tell where words "
-            "begin; those of WordPiece do. Give such a tokenizer (model.tokenizer=DIR), or set task.whole_words=false."
+            f"task.whole_words=true: the tokenizer is {type(model).__name__}, whose tokens do not show where "
+            "words begin. Give a WordPiece tokenizer (model.tokenizer=DIR), or set task.whole_words=false."
         )
     vocabulary = tokenizer.get_vocab()
     found = np.zeros(max(vocabulary.values()) + 1, np.bool_)

@@ -11,7 +11,7 @@ from app.chat_rendering import ConversationRefused, render_chat
 from app.config.dataset import has_chats, has_pairs, sources_of
 from app.config.dataset_schema import DatasetConfig
 from app.data.chat_template import missing_markers, other_template
-from app.data.data_report import Counts, DataReport, in_words, stop_reasons, without_stops
+from app.data.data_report import Counts, DataReport, LongestRow, in_words, stop_reasons, without_stops
 from app.data.formats import fields_of
 from app.data.mixture import Pool, recount
 from app.data.overflow import policy_for
@@ -42,10 +42,10 @@ Judge = Callable[[DatasetConfig, Source, Counts], None]  # raises if the rows of
 
 
 def stop_if_wrong(
-    config: DatasetConfig, source: Source, counts: Counts, positions: int | None = None, *, trains: bool = True
+    config: DatasetConfig, source: Source, counts: Counts, longest_row: LongestRow = int, *, trains: bool = True
 ) -> None:
     """Raise DataError with all reasons why a run stops at a source."""
-    problems = list(stop_reasons(config, source, counts, positions, trains=trains))
+    problems = list(stop_reasons(config, source, counts, longest_row, trains=trains))
     if problems:
         raise DataError(problems)
 

@@ -52,20 +52,15 @@ class BaseModel:
                 self._on_meta[attention, dtype] = build(self.config, self.task, numbers, dtype, attention)
         return self._on_meta[attention, dtype]
 
-    @property
-    def positions(self) -> int | None:
-        """The longest row that config.json knows positions for; None where it does not say."""
-        positions = self.stored.get("max_position_embeddings") or self.stored.get("n_positions")
-        return positions if isinstance(positions, int) else None
-
     def longest_row(self, wanted: int) -> int:
         """`wanted` tokens, or as many as there are positions for without those that the model leaves unused."""
-        if self.positions is None:
+        positions = self.stored.get("max_position_embeddings") or self.stored.get("n_positions")
+        if not isinstance(positions, int):
             return wanted
         padding = getattr(self.numbers, "pad_token_id", None)  # a bound: no model is built where rows fit anyway
-        if wanted <= self.positions - (0 if padding is None else int(padding) + 1):
+        if wanted <= positions - (0 if padding is None else int(padding) + 1):
             return wanted
-        return min(wanted, self.positions - first_position(self.on_meta()))
+        return min(wanted, positions - first_position(self.on_meta()))
 
     def vocabulary(self, largest: int) -> int:
         """How many ids the embedding has a row for; as config.json says it where that holds the `largest` one."""

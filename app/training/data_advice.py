@@ -43,7 +43,7 @@ def _over_long(check: DataCheck) -> Iterator[Advice]:
     if not counts.tokens_lost or needed is None or needed <= limit:
         return
     lost = f"{many(counts.tokens_lost, 'token')} are lost now"
-    kept = needed if check.positions is None else min(needed, check.positions)
+    kept = check.base.longest_row(needed)
     then, now = (length_statistics.share_within(length, lengths, counts) for length in (kept, limit))
     if kept > limit and then > now:
         bins = f" batching.tokens={kept}" if run.batching.packing and kept > run.batching.bin_tokens else ""
@@ -55,7 +55,7 @@ def _over_long(check: DataCheck) -> Iterator[Advice]:
             f"keeps {then:.1%} of the samples whole, not {now:.1%}{most}; {lost}",
         )
     elif policy_for(run.dataset.on_overflow, run.dataset.format) != "truncate":
-        most = positions_text(run.model, check.positions or limit)
+        most = positions_text(run.model, kept)
         remedy = "this keeps the beginning of each, without its end; or choose a model that reads more"
         yield "dataset.on_overflow=truncate", f"{most}, and {lost}: {remedy}"
 

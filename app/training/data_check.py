@@ -9,10 +9,11 @@ from app.config.dataset_schema import DatasetConfig
 from app.config.schema import RunConfig
 from app.data import length_statistics
 from app.data.chat_template import other_template
-from app.data.data_report import Counts, stop_reasons, without_stops
+from app.data.data_report import Counts, LongestRow, stop_reasons, without_stops
 from app.data.loader import Loader
 from app.data.prepare import Data, prepare
 from app.data.sources import Source
+from app.model.structure import BaseModel
 from app.training.auto_settings import has_auto_bins, suggested_bin, with_bins
 from app.training.preparation import StepPlan, plan_steps, prepare_run
 from app.training.samples import preview
@@ -29,7 +30,7 @@ class DataCheck:
     loader: Loader
     plan: StepPlan | None  # None where no row is left
     processes: int
-    positions: int | None  # that the model has
+    base: BaseModel
     other_template: str  # what model.chat_template may be instead
     preview: dict[str, Any]
     stops: list[str]
@@ -113,8 +114,8 @@ def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> Da
             notes = [*notes, f"batching.tokens=auto is found by a run; here bins have {bins:,} tokens"]
         return prepare(without_stops(dataset), tokenizer, cache_dir, notes, *judge_and_labels)
 
-    def judge(section: DatasetConfig, source: Source, counts: Counts, positions: int | None) -> None:
-        stops.extend(stop_reasons(replace(section, **policies), source, counts, positions))
+    def judge(section: DatasetConfig, source: Source, counts: Counts, longest_row: LongestRow) -> None:
+        stops.extend(stop_reasons(replace(section, **policies), source, counts, longest_row))
 
     prepared = prepare_run(run, say, read=read, judge=judge, report=stops.extend)
     auto = prepared.config
@@ -130,7 +131,7 @@ def check_data(run: RunConfig, processes: int, say: Callable[[str], None]) -> Da
         loader=loader,
         plan=plan_steps(config.training, loader.steps_per_epoch) if loader.num_units else None,
         processes=processes,
-        positions=prepared.base.positions,
+        base=prepared.base,
         other_template=other_template(prepared.tokenizer),
         preview=preview(prepared.data.train, prepared.objective, prepared.tokenizer, first=True),
         stops=stops,

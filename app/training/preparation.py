@@ -84,7 +84,7 @@ def prepare_run(
     if problems:
         raise ConfigError([*problems[:-1], f"{problems[-1]} ({'; '.join(notes)})"])
     tokenizer = load_tokenizer(run.model, needs_template=has_chats(dataset), shipped=base.task.tokenizer)
-    data = read(dataset, tokenizer, run.cache_dir, notes, partial(judge, positions=base.positions), run.task.labels)
+    data = read(dataset, tokenizer, run.cache_dir, notes, partial(judge, longest_row=base.longest_row), run.task.labels)
     task = run.task
     if base.task.unit == "class" and not task.labels:
         report(_class_problems(dataset, data.classes))

@@ -97,7 +97,7 @@ def test_whole_words_masked_whole_and_near_the_share(text: str, share: float) ->
 def test_whole_words_of_other_tokenizers_refused() -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(locate("asset:tiny"), local_files_only=True)
     tokenizer.add_special_tokens({"mask_token": "<mask>"})
-    with pytest.raises(ConfigError, match=r"task\.whole_words=true: the tokenizer is BPE, whose tokens do not tell"):
+    with pytest.raises(ConfigError, match=r"task\.whole_words=true: the tokenizer is BPE, whose tokens do not show"):
         build_objective(WORDS, tokenizer, 0, bidirectional=True)
 
 

@@ -1,6 +1,7 @@
 """Nothing is cut or dropped without being counted."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,16 +86,15 @@ def test_too_long_samples_stop_a_run(policy: str, fmt: str, counts: Counts, stop
 
 
 @pytest.mark.parametrize(
-    ("positions", "remedy"),
+    ("readable", "remedy"),
     [
-        (None, "raise it, or choose"),
         (2048, "raise it, or choose"),
         (512, "raise it, to at most 512, which is all that the model reads, or choose"),
         (200, "the model reads no more: choose one that does, or choose"),
     ],
 )
-def test_too_long_samples_name_the_limit_of_the_model(positions: int | None, remedy: str) -> None:
-    [problem] = stop_reasons(config("a.jsonl"), SOURCE, LONG, positions)
+def test_too_long_samples_name_the_limit_of_the_model(readable: int, remedy: str) -> None:
+    [problem] = stop_reasons(config("a.jsonl"), SOURCE, LONG, partial(min, readable))
     assert problem == (
         "dataset.max_length=200: 6 of 100 samples of a.jsonl (6.0%) are longer, the longest 1,234 tokens, "
         f"the first a.jsonl:7; {remedy} their fate: dataset.on_overflow=truncate or drop"
