@@ -36,10 +36,11 @@ def hardware(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
         return {"name": facts.name, "memory_bytes": facts.total_memory, "cuda": torch.version.cuda}
-    return {"name": _cpu_name(), "threads": torch.get_num_threads(), "kernels": torch.backends.cpu.get_cpu_capability()}
+    return {"name": cpu_name(), "threads": torch.get_num_threads(), "kernels": torch.backends.cpu.get_cpu_capability()}
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor's own name."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")

@@ -13,11 +13,13 @@ import yaml
 from app.assets import PREFIX
 from app.config.commands import check_config, generate_config, report_config
 from app.config.finished_run import evaluate_config, export_config, reproduce_config
+from app.config.groups import choices_by_group
 from app.config.load import compose_run
 from app.config.overrides import is_sweep, split_arguments
 from app.config.schema import RunConfig
 from app.errors import AppError
 from app.sweeps.sweep import plan_sweep, read_ladder
+from scripts import make_techniques
 from tests.conftest import REPO
 from tests.docs.blocks import Command, commands_of, documents
 
@@ -51,6 +53,16 @@ def test_the_words_of_every_command_are_right(document: Path, folder: Path, monk
     monkeypatch.chdir(folder)
     wrong = {f"{each.place}: `{each.text}`": wrong_words(each) for each in commands_of(document)}
     assert {place: why for place, why in wrong.items() if why} == {}
+
+
+def test_the_words_of_every_technique_are_right(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a ladder's rungs are tested with it."""
+    monkeypatch.chdir(folder)
+    typed = {make_techniques.typed(row) for row in make_techniques.ROWS}
+    ladders = {text for text in typed if "sweep=" in text}
+    assert {re.findall(r"sweep=(\w+)", text)[0] for text in ladders} <= {*choices_by_group()["sweep"]}
+    wrong = {text: wrong_words(Command("", text)) for text in typed - ladders}
+    assert {text: why for text, why in wrong.items() if why} == {}
 
 
 def wrong_words(command: Command) -> str:

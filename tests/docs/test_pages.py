@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from app.config.groups import CONF
-from scripts import make_keys
+from scripts import make_keys, make_techniques
 from scripts.make_models import UNKNOWN, models
 from tests.conftest import REPO
 from tests.docs.blocks import documents
@@ -90,9 +90,12 @@ def test_quoted_messages_are_in_the_program() -> None:
     assert [part for part in quoted if not any(part in text for text in texts)] == []
 
 
-@pytest.mark.parametrize(("file", "page"), make_keys.PAGES.items(), ids=[file.name for file in make_keys.PAGES])
-def test_page_is_fresh(file: Path, page: Callable[[], str]) -> None:
-    assert file.read_text() == page(), "run python -m scripts.make_keys"
+MADE = [(file, page, script.__name__) for script in (make_keys, make_techniques) for file, page in script.PAGES.items()]
+
+
+@pytest.mark.parametrize(("file", "page", "script"), MADE, ids=[file.name for file, _, _ in MADE])
+def test_page_is_fresh(file: Path, page: Callable[[], str], script: str) -> None:
+    assert file.read_text() == page(), f"run python -m {script}"
 
 
 def test_models_page_names_every_model() -> None:
