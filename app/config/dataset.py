@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from app.config.dataset_schema import Columns, DatasetConfig, MixSource
-from app.config.row_formats import CHAT_FORMATS, LABELLED_FORMATS, ROW_FORMATS, WITHOUT_ANSWERS
+from app.config.row_formats import CHAT_FORMATS, ROW_FORMATS, WITHOUT_ANSWERS
 from app.config.tasks import TASKS
 
 RANDOM = "random:"  # the path of rows that are made from a seed
@@ -57,8 +57,7 @@ def formats_of(dataset: DatasetConfig) -> str:
 
 def formats_for(task: str) -> tuple[str, ...]:
     """The formats that a task can be trained on; `dataset.format=auto` chooses among them."""
-    of_labels = TASKS[task].unit == "class"
-    return tuple(fmt for fmt in ROW_FORMATS if (fmt in LABELLED_FORMATS) is of_labels)
+    return tuple(fmt for fmt in ROW_FORMATS if fmt in TASKS[task].formats)
 
 
 def trains_answers(dataset: DatasetConfig) -> bool:

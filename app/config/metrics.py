@@ -31,6 +31,10 @@ _ALL = (
     Metric("token_accuracy", "token accuracy", ".2%", "higher", "share of the trained tokens", logged=False),
     Metric("exact_match", "exact match", ".2%", "higher", "share of the held-out answers"),
     Metric("accuracy", "accuracy", ".2%", "higher", "share of the held-out answers"),
+    Metric("pair_accuracy", "pair accuracy", ".2%", "higher", "share of the pairs whose wanted answer is preferred"),
+    Metric("reward_margin", "margin", ".3f", "higher", "reward of the wanted answer less that of the unwanted one"),
+    Metric("chosen_log_probability", "wanted", ".3f", "higher", "mean log-probability of a token of wanted answers"),
+    Metric("rejected_log_probability", "unwanted", ".3f", "lower", "mean log-probability of a token of unwanted ones"),
     Metric("macro_f1", "macro F1", ".2%", "higher", "mean of the labels"),
 )
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _ALL}

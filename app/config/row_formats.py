@@ -15,6 +15,7 @@ class RowFormat:
     train_on: tuple[str, ...] = ("auto", "assistant", "last", "all")  # what `dataset.train_on` can mean
     overflow: Literal["drop", "split", "truncate"] = "drop"  # what `auto` does with longer samples
     message: tuple[str, ...] = ()  # keys of the messages that its columns list: the role, and what one may hold
+    pairs: bool = False  # of a wanted and an unwanted answer
     any_column: bool = False  # recognised whatever its column is called
 
     @property
@@ -27,6 +28,7 @@ class RowFormat:
 
 _OF_CHATS = ("tools", "system", "chat_template_kwargs")
 _MESSAGE = ("role", "content", "tool_calls", "function_call")
+_PAIR = ("auto", "completion")
 _COMPLETION = ("auto", "completion", "assistant", "last", "all")
 
 ROW_FORMATS: Mapping[str, RowFormat] = {
@@ -41,7 +43,12 @@ ROW_FORMATS: Mapping[str, RowFormat] = {
     "text_pair": RowFormat(
         ("sentence1", "sentence2", "label"), content="labels", train_on=("auto",), overflow="truncate"
     ),
+    "preference": RowFormat(
+        ("chosen", "rejected"), ("prompt", *_OF_CHATS), train_on=_PAIR, message=_MESSAGE, pairs=True
+    ),
+    "preference_text": RowFormat(("chosen", "rejected"), ("prompt",), content="answer", train_on=_PAIR, pairs=True),
 }
 CHAT_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content == "chat")
+PAIR_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.pairs)
 LABELLED_FORMATS = tuple(name for name, each in ROW_FORMATS.items() if each.content == "labels")
 WITHOUT_ANSWERS = tuple(name for name, each in ROW_FORMATS.items() if each.content in ("text", "labels"))

@@ -7,6 +7,7 @@ from app.config.adapters import ADAPTER_KINDS
 from app.config.data_rules import DATA_RULES
 from app.config.quantizations import QUANTIZATION_KINDS
 from app.config.schema import RunConfig
+from app.config.tasks import TASKS
 
 Rule = Callable[[RunConfig], Iterator[str]]
 
@@ -50,6 +51,34 @@ def _rows_fit_their_bins(run: RunConfig) -> Iterator[str]:
             f"batching.tokens=auto: a step has model.suggest.tokens={run.model.suggest.tokens} times "
             f"batching.accumulation={batching.accumulation} tokens, too few for a row of dataset.max_length={longest}. "
             f"Set batching.accumulation={-(-longest // run.model.suggest.tokens)} or dataset.max_length={whole}."
+        )
+
+
+def _pairs_have_their_loss(run: RunConfig) -> Iterator[str]:
+    batching, longest, kind = run.batching, run.dataset.max_length, run.preference.kind
+    if (run.task.kind == "preference") != (kind != "none"):
+        yield (
+            f"preference={kind} with task={run.task.kind}: a loss over pairs of answers belongs to task=preference. "
+            "Choose recipe=dpo, orpo or simpo, or preference=none with another task."
+        )
+    if (
+        TASKS[run.task.kind].documents > 1
+        and batching.packing
+        and batching.tokens != "auto"
+        and (2 * longest > batching.bin_tokens)
+    ):
+        yield (
+            f"dataset.max_length={longest}: a pair of answers has up to twice as many tokens, and a bin holds "
+            f"batching.tokens={batching.tokens}. Set batching.tokens={2 * longest} or more, or "
+            f"dataset.max_length={batching.bin_tokens // 2} or less."
+        )
+
+
+def _reference_has_no_dropout(run: RunConfig) -> Iterator[str]:
+    if run.preference.has_reference and run.adapter.dropout:
+        yield (
+            f"adapter.dropout={run.adapter.dropout:g} with preference={run.preference.kind}: the reference is without "
+            "dropout, so rewards would be noise from the first step on. Set adapter.dropout=0."
         )
 
 
@@ -288,6 +317,8 @@ RULES: tuple[Rule, ...] = (
     *DATA_RULES,
     _rows_fit_the_model,
     _rows_fit_their_bins,
+    _pairs_have_their_loss,
+    _reference_has_no_dropout,
     _best_needs_eval_rows,
     _adapter_is_whole,
     _offload_needs_recomputed_layers,

@@ -20,6 +20,7 @@ class Suggest:
     lr_full: float = number(above=0)  # learning rate of full fine-tuning
     lr_full_by_task: dict[str, Any] = field(default_factory=dict)  # other rates of full fine-tuning, by task
     lr_adapter: float = number(above=0)  # learning rate of an adapter
+    lr_preference: float = number(above=0)  # learning rate of an adapter that learns from pairs of answers
     tokens: int = number(at_least=8)  # tokens of a micro-batch with packing
     rows: int = number(at_least=1)  # rows of a micro-batch without packing
     length: int = number(at_least=2)  # largest number of tokens of a sample
@@ -51,6 +52,22 @@ class TaskConfig:
     mask_share: float = number(0.0, at_least=0, at_most=1)  # fraction of tokens to mask
     whole_words: bool = False  # mask all tokens of a word together; the tokenizer is WordPiece
     labels: list[str] = field(default_factory=list)  # names of all classes in order; empty: those of the training rows
+
+
+@dataclass(kw_only=True, slots=True)
+class PreferenceConfig:
+    """The loss of `task=preference`; each kind reads the keys that its YAML sets."""
+
+    kind: str = MISSING  # loss over pairs of a wanted and an unwanted answer
+    beta: float = number(0.1, above=0)  # scale of the rewards
+    label_smoothing: float = number(0.0, at_least=0, below=0.5)  # share of pairs whose sides are taken to be swapped
+    gamma: float = number(0.0, at_least=0)  # margin that the reward of the wanted answer is to have
+    sft: float = number(0.0, at_least=0)  # weight of the loss of the wanted answer, a mean over its tokens
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether rewards are relative to the model as it was before step 1."""
+        return self.kind in {"dpo", "robust", "ipo"}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -242,6 +259,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)

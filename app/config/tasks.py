@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from app.config.row_formats import CHAT_FORMATS, LABELLED_FORMATS
+from app.config.row_formats import CHAT_FORMATS, LABELLED_FORMATS, PAIR_FORMATS
 from app.config.schema import TaskConfig
 
 
@@ -23,6 +23,7 @@ class Task:
     writes_text: bool  # whether the model generates
     formats: tuple[str, ...]  # rows that it learns from
     other_rows: str  # what is wrong with rows of another format, and the remedy
+    documents: int = 1  # of a data row
     tokenizer: str = "asset:tiny"  # that ships, of random weights
     labels: tuple[str, ...] = ()  # class names, where the run decides them
 
@@ -45,7 +46,7 @@ _ALL = (
         sees="before",
         unit="token",
         writes_text=True,
-        formats=(*CHAT_FORMATS, "prompt_completion", "text"),
+        formats=(*(name for name in CHAT_FORMATS if name not in PAIR_FORMATS), "prompt_completion", "text"),
         other_rows="its labels are learnt by task=classification alone, and this is task=causal. "
         "Set task=classification, or dataset=text for the text without its labels.",
     ),
@@ -80,7 +81,15 @@ _ALL = (
         "dataset=text_pair with dataset.path=FILE, or task=causal.",
     ),
 )
-TASKS: dict[str, Task] = {task.name: task for task in _ALL}
+_PREFERENCE = replace(
+    _ALL[0],
+    name="preference",
+    documents=2,
+    formats=PAIR_FORMATS,
+    other_rows="task=preference learns from pairs of a wanted and an unwanted answer. Set dataset=preference with "
+    "dataset.path=FILE, or task=causal.",
+)
+TASKS: dict[str, Task] = {task.name: task for task in (*_ALL, _PREFERENCE)}
 
 
 def task_of(config: TaskConfig) -> Task:

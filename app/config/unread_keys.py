@@ -12,7 +12,7 @@ from app.config.dataset import RANDOM, paths_read
 from app.config.schema import RunConfig
 from app.config.validate import format_value
 
-_SECTIONS = ("adapter", "compile", "optimizer", "quantization", "schedule", "task", "tracker")
+_SECTIONS = ("adapter", "compile", "optimizer", "preference", "quantization", "schedule", "task", "tracker")
 
 
 def readers_of(key: str) -> Collection[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from app.config.dataset_schema import Columns
 from app.data.columns import optional, optional_text, value
-from app.data.types import Conversation, Message, Row, RowProblem, kind_of
+from app.data.types import Comparison, Conversation, Message, Row, RowProblem, kind_of
 
 SPEAKERS = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -44,6 +44,36 @@ def chat_completion(row: Row, columns: Columns) -> Conversation:
     prompt, completion = (_message_list(row, name) for name in (columns.prompt, columns.completion))
     whole = read_conversation([*prompt, *completion], row, columns)
     return replace(whole, completion_start=len(whole.messages) - len(completion))
+
+
+def preference(row: Row, columns: Columns) -> Comparison:
+    """Read two answers to one prompt: texts, messages or whole chats that begin alike."""
+    prompt = _turns(row, columns.prompt, "user") if optional(row, columns.prompt) is not None else []
+    sides = []
+    for name in (columns.chosen, columns.rejected):
+        turns = _turns(row, name, "assistant")
+        repeats = turns[: len(prompt)] == prompt
+        sides.append(read_conversation(turns if repeats else [*prompt, *turns], row, columns))
+    chosen, rejected = (side.messages for side in sides)
+    pairs = zip(chosen, rejected, strict=False)
+    start = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(chosen), len(rejected)))
+    start -= chosen == rejected  # which the caller drops: their last messages are the answers
+    answers = chosen[start:], rejected[start:]
+    if start == 0 or not all(answers) or answers[0][0]["role"] != answers[1][0]["role"]:
+        raise RowProblem("the two answers follow different conversations")
+    for name, answer in zip((columns.chosen, columns.rejected), answers, strict=True):
+        if not any(each["content"].strip() or "tool_calls" in each for each in answer):
+            raise RowProblem(f"column {name!r} has an empty answer")
+    return Comparison(*(replace(side, completion_start=start) for side in sides))
+
+
+def _turns(row: Row, column: str, speaker: str) -> list[Any]:
+    """The messages of a column, which may be a list of them, one, or the text of one."""
+    found = value(row, column)
+    if isinstance(found, str):
+        return [{"role": speaker, "content": found}]
+    found = [found] if isinstance(found, dict) else _message_list(row, column)
+    return [_turn(at, each) if isinstance(each, dict) and "from" in each else each for at, each in enumerate(found)]
 
 
 def _message_list(row: Row, column: str) -> list[Any]:

@@ -33,7 +33,8 @@ class Counts:
     files_left_out: list[str] = field(default_factory=list)
     rows_read: int = 0
     rows_kept: int = 0  # with at least one sample
-    rows_lost: int = 0  # good rows whose samples were all dropped as over-long
+    rows_lost: int = 0  # good rows whose samples were all dropped as over-long, or answer alike
+    equal_answers: int = 0  # pairs of answers that are the same tokens, which teach nothing
     bad_rows: int = 0
     bad_places: list[str] = field(default_factory=list)  # the first MAX_PLACES
     bad_by_reason: dict[str, int] = field(default_factory=dict)  # of the first _MAX_REASONS
@@ -194,6 +195,8 @@ def _lost_lines(c: Counts) -> Iterator[str]:
         lost = f"; {many(c.tokens_lost, 'token')} lost" if c.tokens_lost else ""
         longer = f"{many(c.over_long, 'sample')} longer than dataset.max_length (the longest {c.longest:,})"
         yield f"{longer}: {shown}{lost}"
+    if c.equal_answers:
+        yield f"{many(c.equal_answers, 'pair')} of equal answers dropped"
     if c.empty:
         shown = ", ".join(f"{number:,} in {where}" for where, number in c.empty.items())
         yield f"texts that are empty or white space: {shown}"

@@ -10,11 +10,12 @@ from app.config.row_formats import ROW_FORMATS
 from app.data import conversations
 from app.data.columns import has, optional, optional_text, text, value
 from app.data.conversations import read_conversation
-from app.data.types import Content, Conversation, Document, Example, Message, Row, RowProblem, kind_of
+from app.data.types import Comparison, Content, Conversation, Document, Example, Message, Row, RowProblem, kind_of
 from app.data.unsupported_rows import refuse_media, unsupported_column
 
 _SPEAKING_ROLES = ("user", "assistant")
 _FRACTION = re.compile(r"[-+]?(\d+\.\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\d+[eE][-+]?\d+")
+_ASSISTANT = "\n\nAssistant:"  # of plain chats, such as those of HH
 _MAX_LABEL_CHARS = 200  # a longer one is a text in the wrong column
 
 
@@ -52,6 +53,24 @@ def _pair(question: str, answer: str) -> list[Message]:
 def _prompt_completion(row: Row, columns: Columns) -> Document:
     prompt = text(row, columns.prompt)
     return Document(prompt + text(row, columns.completion), completion_start=len(prompt))
+
+
+def _preference_text(row: Row, columns: Columns) -> Comparison:
+    """Two texts that begin alike; without a prompt they part after the last line in which the assistant is to speak."""
+    prompt = optional_text(row, columns.prompt)
+    chosen, rejected = (text(row, name) for name in (columns.chosen, columns.rejected))
+    if not prompt:
+        starts = {side[: side.rfind(_ASSISTANT) + len(_ASSISTANT)] for side in (chosen, rejected) if _ASSISTANT in side}
+        if len(starts) > 1:
+            raise RowProblem("the two answers follow different conversations")
+        prompt = "".join(starts)
+    sides = []
+    for name, side in ((columns.chosen, chosen), (columns.rejected, rejected)):
+        answer = side.removeprefix(prompt)
+        if not answer.strip():
+            raise RowProblem(f"column {name!r} has an empty answer")
+        sides.append(Document(prompt + answer, completion_start=len(prompt)))
+    return Comparison(*sides)
 
 
 def _document(row: Row, columns: Columns) -> Document:
@@ -102,6 +121,8 @@ READERS: dict[str, Callable[[Row, Columns], Content]] = {
     "text": _document,
     "labelled_text": _labelled_text,
     "text_pair": _text_pair,
+    "preference": conversations.preference,
+    "preference_text": _preference_text,
 }
 
 
@@ -115,7 +136,8 @@ def read_row(row: Row, fmt: str, columns: Columns) -> Content:
         if not has(row, getattr(columns, field)):
             raise RowProblem(_wrong_columns(row, field, fmt, columns))
     content = READERS[fmt](row, columns)
-    refuse_media(content)
+    for part in (content.chosen, content.rejected) if isinstance(content, Comparison) else (content,):
+        refuse_media(part)
     return content
 
 

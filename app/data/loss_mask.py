@@ -20,7 +20,7 @@ from app.data.chat_template import (
     render_conversation,
 )
 from app.data.tokenizer import Tokenizer
-from app.data.types import Content, Conversation, Document, Example, Message, RenderedText, RowProblem, Span
+from app.data.types import Comparison, Content, Conversation, Document, Example, Message, RenderedText, RowProblem, Span
 from app.errors import ConfigError
 
 _WeightedSpan = tuple[Span, float]  # characters, and the loss weight of their tokens
@@ -68,6 +68,9 @@ class Renderer:
         self.names = TemplateNames(tokenizer)
 
     def render(self, content: Content) -> RenderedRow:
+        """The texts of a row with their loss masks; of a comparison both answers, the wanted one first."""
+        if isinstance(content, Comparison):
+            return self._both(self.render(content.chosen), self.render(content.rejected))
         if isinstance(content, Document):
             assert self._train_on in ("auto", "completion", "all"), self._train_on
             start = 0 if self._train_on == "all" else content.completion_start
@@ -81,6 +84,17 @@ class Renderer:
         rendered = render_conversation(content, self._tokenizer)
         row = self._from_skeleton(rendered, content) or self._from_prefixes(rendered, content)
         return replace(row, marked=marked)
+
+    def _both(self, chosen: RenderedRow, rejected: RenderedRow) -> RenderedRow:
+        sides = (chosen, rejected)
+        if any(len(side.samples) > 1 for side in sides):
+            raise RowProblem("the chat template rewrites earlier turns of an answer, which cannot be compared then")
+        return RenderedRow(
+            [*chosen.samples, *rejected.samples],
+            unseen=max(side.unseen for side in sides),
+            shortened=sum(side.shortened for side in sides),
+            marked=max(side.marked for side in sides),
+        )
 
     def _from_skeleton(self, rendered: RenderedConversation, content: Conversation) -> RenderedRow | None:
         """Find spans without rendering prefixes; None where the skeleton does not give the text of this row.

@@ -1,8 +1,8 @@
 """What a model must predict of the documents of a row: the next token of each, masked tokens, or a class."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -154,6 +154,32 @@ class Classification:
         return int(real[-1]) if len(real) else 0
 
 
+@dataclass(frozen=True, slots=True)
+class Comparisons:
+    """Each row is a wanted and an unwanted answer, two documents whose log-probabilities are compared."""
+
+    documents_per_row: ClassVar[int] = 2
+    over_documents: ClassVar[bool] = True
+    marked: ClassVar[str] = "of the wanted answer, then of the unwanted one"
+    bidirectional: bool = False
+    reference: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # of each document, by the hash of its row
+
+    def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabelledTokens, ...]:  # noqa: ARG002  nothing is drawn
+        parts = (np.split(each, [rows.second_start(i)]) for each in (rows.ids(i), rows.loss_mask(i)))
+        sides = tuple(label_next_tokens(ids, loss_mask) for ids, loss_mask in zip(*parts, strict=True))
+        if not self.reference:
+            return sides
+        known = self.reference[int(rows.content_hashes[i])]
+        return tuple(replace(side, values=(value,)) for side, value in zip(sides, known, strict=True))
+
+    def shown(self, rows: TokenRows, i: int) -> tuple[NDArray[np.float32], str]:
+        return rows.loss_mask(i).astype(np.float32), ""
+
+
+def _preference(_config: TaskConfig, _tokenizer: Tokenizer, _seed: int, _bidirectional: bool) -> Objective:
+    return Comparisons()
+
+
 def _causal(_config: TaskConfig, _tokenizer: Tokenizer, _seed: int, _bidirectional: bool) -> Objective:
     return NEXT_TOKEN
 
@@ -192,6 +218,7 @@ OBJECTIVES: dict[str, Callable[[TaskConfig, Tokenizer, int, bool], Objective]] =
     "causal": _causal,
     "masked": _masked,
     "classification": _classification,
+    "preference": _preference,
 }
 
 # the most labels of so many tokens in so many documents, as a memory plan needs them before any row is read
@@ -199,6 +226,7 @@ MOST_LABELS: dict[str, Callable[[TaskConfig, int, int], int]] = {
     "causal": lambda _config, tokens, _documents: tokens,  # the loss mask is known only from the data
     "masked": lambda config, tokens, documents: min(tokens, math.ceil(config.mask_share * tokens) + documents),
     "classification": lambda _config, _tokens, documents: documents,
+    "preference": lambda _config, tokens, _documents: tokens,
 }
 
 

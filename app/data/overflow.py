@@ -1,6 +1,6 @@
 """Samples longer than `dataset.max_length`: every policy counts what it does; nothing is cut silently."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -36,6 +36,21 @@ def fit(sample: Tokens, max_length: int, policy: str, counts: Counts) -> list[To
         counts.dropped += 1
         counts.tokens_lost += length
     return kept
+
+
+def fit_pair(sides: Sequence[Tokens], max_length: int, policy: str, counts: Counts) -> list[Tokens]:
+    """Apply the policy to two answers that are never parted, by the longer one; give them as one row."""
+    chosen, rejected = sides
+    if np.array_equal(chosen.ids, rejected.ids):
+        counts.equal_answers += 1
+        return []
+    if not fit(max(sides, key=lambda side: len(side.ids) + side.more), max_length, policy, counts):
+        return []
+    kept = [part for side in sides for part in fit(side, max_length, policy, Counts())]
+    if len(kept) < len(sides):
+        return []
+    ids, masks = ([getattr(part, name) for part in kept] for name in ("ids", "loss_mask"))
+    return [Tokens(np.concatenate(ids), np.concatenate(masks), second_start=len(ids[0]))]
 
 
 def _drop(_sample: Tokens, _max_length: int) -> list[Tokens]:

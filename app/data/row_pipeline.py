@@ -8,13 +8,16 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from app.config.dataset_schema import DatasetConfig
+from app.config.row_formats import ROW_FORMATS
 from app.data.columns import unread, value, wanted_rows
 from app.data.conversations import tools_column
 from app.data.data_report import Counts, bad_row_problems, count_name
 from app.data.formats import empty_parts, fields_of, read_row
 from app.data.loss_mask import RenderedRow, Renderer
-from app.data.overflow import fit, policy_for
+from app.data.overflow import fit, fit_pair, policy_for
 from app.data.random_rows import RandomRows
 from app.data.sources import Source
 from app.data.token_cache import RowWriter
@@ -170,8 +173,11 @@ class _Pipeline:
             counts.expanded_into += len(samples)
         counts.glued += sum(sample.glued for sample in samples)
         counts.endless += sum(sample.endless for sample in samples)
-        limit = self._config.max_length
-        kept = [part for each in samples for part in fit(each, limit, self._policy, counts)]
+        limit, is_pair = self._config.max_length, ROW_FORMATS[self._config.format].pairs
+        if is_pair:
+            kept = fit_pair(samples, limit, self._policy, counts)
+        else:
+            kept = [part for each in samples for part in fit(each, limit, self._policy, counts)]
         if counts.over_long and not counts.first_over_long:
             counts.first_over_long = location
         counts.rows_kept += bool(kept)
@@ -179,8 +185,11 @@ class _Pipeline:
         for part in kept:
             # Samples of one conversation repeat each other, so all go to training or all to evaluation; the pieces
             # of a text do not.
-            deciding = part if self._policy == "split" else kept[-1]
-            self._writer.add(location, part, digest(deciding.ids))
+            # Pairs go by their prompt.
+            deciding = (part if self._policy == "split" else kept[-1]).ids
+            if is_pair:
+                deciding = deciding[: int(np.argmax(part.loss_mask))]
+            self._writer.add(location, part, digest(deciding))
             counts.samples += 1
             counts.tokens += len(part.ids)
             counts.trained_tokens += int(part.loss_mask.sum()) if part.label is None else 1

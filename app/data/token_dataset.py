@@ -203,7 +203,7 @@ class TokenRows:
         """A hash of each row's token ids."""
         return self._column("ids_hash")
 
-    @property
+    @cached_property
     def content_hashes(self) -> NDArray[np.uint64]:
         """A hash of each row's token ids, loss mask and weights."""
         return np.asarray(self.ids_hashes + self._column("mask_hash") * _MASK_HASH_FACTOR, np.uint64)

@@ -79,7 +79,15 @@ class Example:
     second: str | None = None
 
 
-Content = Conversation | Document | Example
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A wanted and an unwanted answer to the same prompt."""
+
+    chosen: Conversation | Document
+    rejected: Conversation | Document
+
+
+Content = Conversation | Document | Example | Comparison
 
 
 @dataclass(frozen=True, slots=True)

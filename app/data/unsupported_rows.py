@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from app.config.dataset_schema import Columns, DatasetConfig
-from app.config.row_formats import LABELLED_FORMATS
+from app.config.row_formats import LABELLED_FORMATS, PAIR_FORMATS
 from app.data.column_names import ASKING, INPUTS, JUDGING, is_history, named_like, pair_format
 from app.data.columns import command
 from app.data.conversations import SPEAKERS
@@ -40,13 +40,13 @@ def unsupported_column(row: Row, fmt: str, columns: Columns, config: DatasetConf
         if _is_media(str(name), found):
             without = command("auto", {}, config, leave_out=[str(name)])
             return _of_media(f"column {name!r}", f" Or leave the column out, type: {without}")
-    if fmt in LABELLED_FORMATS:
+    if fmt in (*LABELLED_FORMATS, *PAIR_FORMATS):
         return ""
     for name in _preference_columns(row, columns):
         words = _wanted_answers(row, config)
         return (
-            f"column {name!r} makes this preference data (wanted and unwanted answers), and only supervised training"
-            " is done here." + (f" To train on the wanted answers alone, type: {words}" if words else "")
+            f"column {name!r} makes this preference data (wanted and unwanted answers), from which recipe=dpo, orpo and"
+            " simpo learn." + (f" To train on the wanted answers alone, type: {words}" if words else "")
         )
     label = next((name for name in JUDGING if _is_judged(row.get(name))), "")
     if label and not {*(getattr(columns, field) for field in _ANSWERS), *_ANSWERS, *_OTHER_ANSWERS}.isdisjoint(row):

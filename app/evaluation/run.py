@@ -28,6 +28,7 @@ from app.tracking.formatting import format_duration
 from app.training.choices import Choices, choose, sections_of
 from app.training.eta import Eta
 from app.training.preparation import prepare_run
+from app.training.reference import comparing, read_reference
 from app.training.scores import Sums, counts_of, score_rows
 from app.training.setup import check_on_batch
 
@@ -171,6 +172,9 @@ def prepare_evaluation(
     rows, report = prepared.data.eval, prepared.data.report
     assert rows is not None
     assert report.eval is not None
+    if run.preference.has_reference:
+        objective = comparing(prepared.objective, read_reference(folder / "reference"), rows)
+        prepared = replace(prepared, objective=objective)
     choices = choose(prepared.config, base, {})
     return Evaluation(
         folder=folder,

@@ -8,7 +8,7 @@ import numpy as np
 from app.batch import Batch
 from app.config.dataset import has_pairs
 from app.config.schema import RunConfig
-from app.config.tasks import task_of
+from app.config.tasks import TASKS, task_of
 from app.data.objectives import MOST_LABELS, LabelledTokens, NextToken
 from app.model.structure import BaseModel
 from app.training.preparation import layout_of
@@ -54,7 +54,7 @@ class Shape:
         """Shape of evaluation batches: equal bins, or `eval.rows` rows of equal length and label count."""
         if run.batching.packing:
             return self
-        rows = run.eval.rows
+        rows = run.eval.rows * TASKS[run.task.kind].documents
         return replace(
             self,
             rows=rows,
@@ -70,7 +70,7 @@ def worst_case(run: RunConfig) -> Shape:
     A full bin of rows of `dataset.max_length`, or `batching.rows` of them, padded; collated as those of a run are.
     """
     longest, count = run.dataset.max_length, run.batching.rows
-    lengths = [longest] * count
+    lengths = [longest] * count * TASKS[run.task.kind].documents
     if run.batching.packing:
         full, rest = divmod(run.batching.bin_tokens, longest)
         lengths = [longest] * full + [rest] * bool(rest)

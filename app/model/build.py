@@ -12,7 +12,14 @@ import torch
 from torch import nn
 
 from app.batch import Batch
-from app.config.schema import AdapterConfig, CompileConfig, ModelConfig, QuantizationConfig, TaskConfig
+from app.config.schema import (
+    AdapterConfig,
+    CompileConfig,
+    ModelConfig,
+    PreferenceConfig,
+    QuantizationConfig,
+    TaskConfig,
+)
 from app.config.tasks import task_of
 from app.model.activation_checkpointing import HostOffload, recompute, repeated_layers, require_layers
 from app.model.adapters import adapter_of, add_adapter, trained_copies
@@ -83,6 +90,7 @@ class ModelSections:
     trained: str = "fp32"  # a key of DTYPES: how the weights are held where all of them are trained
     offload: bool = False  # whether the inputs that recomputed layers save are kept in host memory
     compile: CompileConfig = field(default_factory=lambda: CompileConfig(kind="none"))
+    preference: PreferenceConfig = field(default_factory=lambda: PreferenceConfig(kind="none"))
 
     @property
     def quantizer(self) -> Quantizer | None:
@@ -154,7 +162,7 @@ def assemble(
     compiled = None if device is None else compile_blocks(network, sections.compile, device)
     recompute(network, sections.recompute, host)
     training_model = TrainingModel(
-        network, compute, sections.task, sections.attention, sections.quantizer, compiled
+        network, compute, sections.task, sections.preference, sections.attention, sections.quantizer, compiled
     ).train()
     missing = missing_kernels(recurrent_mixers(network))
     if missing and device is not None and device.type == "cuda":

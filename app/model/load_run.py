@@ -80,7 +80,9 @@ def load_training_model(
         network = _with_adapter(network, final) if tuned else network
     compute = DTYPES[sections.precision].compute
     set_norms(network, sections.model, compute)
-    return TrainingModel(network.to(device), compute, sections.task, sections.attention, sections.quantizer).eval()
+    return TrainingModel(
+        network.to(device), compute, sections.task, sections.preference, sections.attention, sections.quantizer
+    ).eval()
 
 
 def load_any(model: ModelConfig, task: Task) -> tuple[Any, Any]:

@@ -10,7 +10,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from app.batch import IGNORE, Batch
-from app.config.schema import TaskConfig
+from app.config.schema import PreferenceConfig, TaskConfig
+from app.model.preference import loss_of_pairs
 
 if TYPE_CHECKING:
     from app.model.training_model import TrainingModel
@@ -67,8 +68,9 @@ def log_probabilities(losses: Tensor, batch: Batch) -> Tensor:
 
 
 _TOKENS, _CLASSES = Loss(_of_tokens), Loss(_of_classes)
-LOSSES: dict[str, Callable[[TaskConfig], Loss]] = {
-    "causal": lambda _: _TOKENS,
-    "masked": lambda _: _TOKENS,
-    "classification": lambda _: _CLASSES,
+LOSSES: dict[str, Callable[[TaskConfig, PreferenceConfig], Loss]] = {
+    "causal": lambda _task, _preference: _TOKENS,
+    "masked": lambda _task, _preference: _TOKENS,
+    "classification": lambda _task, _preference: _CLASSES,
+    "preference": lambda _task, preference: over_documents(partial(loss_of_pairs, preference)),
 }

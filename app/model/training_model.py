@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from app.batch import Batch
-from app.config.schema import TaskConfig
+from app.config.schema import PreferenceConfig, TaskConfig
 from app.config.tasks import task_of
 from app.model.activation_checkpointing import repeated_layers
 from app.model.chunked_loss import LinearHead, chunk_rows, token_loss_sum, token_scores
@@ -42,6 +42,7 @@ class TrainingModel(nn.Module):
         network: nn.Module,
         compute: torch.dtype | None,
         task: TaskConfig,
+        preference: PreferenceConfig,
         attention: str = "sdpa",
         quantizer: Quantizer | None = None,
         compiled_layers: CompiledLayers | None = None,
@@ -55,7 +56,7 @@ class TrainingModel(nn.Module):
         self.fused = Fused()
         self.sharding: Any = None  # app.distributed.fsdp.Sharding, where the model is sharded
         self.pooled = task_of(task).pooled
-        self.loss = LOSSES[task.kind](task)
+        self.loss = LOSSES[task.kind](task, preference)
         lm = self.language_model
         self.linear: LinearHead | None = None
         self.head: Head = pooled_head(lm) if self.pooled else own_head(lm)

@@ -23,6 +23,7 @@ _RUN_FILES = {
     "checkpoints",
     "final",
     "base",
+    "reference",
 }
 _CHECK_FILES = {"check.json", "check.html"}  # of app.check, in the folder of a later run
 # on file systems without locks a folder is used unlocked rather than refused
@@ -109,6 +110,7 @@ class RunFolder(ClaimedFolder):
         self.checkpoints = path / "checkpoints"  # one folder per saved step
         self.final = path / "final"  # the adapter or the model, as other tools load it
         self.base = path / "base"  # a random base, which an adapter needs
+        self.reference = path / "reference"  # what a loss over pairs compares with
 
     def log_of(self, rank: int) -> Path:
         """Log of a process, with its rank in the name except for rank 0."""

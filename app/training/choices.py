@@ -58,6 +58,7 @@ def sections_of(run: RunConfig, choices: Choices) -> ModelSections:
         trained=run.precision.trained,
         offload=run.training.offload,
         compile=run.compile,
+        preference=run.preference,
     )
 
 

@@ -35,6 +35,7 @@ ROLES = {
     "model.suggest": FREE,
     "dataset": SETTLED,  # by the tokens
     "task": COMPARED,
+    "preference": COMPARED,
     "batching": SETTLED,  # by the rows or bins of a step
     "adapter": COMPARED,
     "adapter.fused": FREE,

@@ -12,6 +12,7 @@ from app import __version__
 from app.batch import Batch
 from app.config.schema import RunConfig
 from app.data.loader import Loader, eval_batches
+from app.data.objectives import Objective
 from app.distributed.environment import world
 from app.distributed.process_group import Runtime, start
 from app.model import quantization
@@ -53,6 +54,11 @@ class ResolvedRun(Prepared):
             return None
         layout = self.layout(self.config.eval.rows)
         return partial(eval_batches, self.data.eval, layout, self.runtime.processes, self.runtime.rank)
+
+    def with_objective(self, objective: Objective) -> "ResolvedRun":
+        """The same run with another objective, in its loader too."""
+        found = replace(self, objective=objective)
+        return replace(found, loader=found.loader_for(self.runtime.processes, self.runtime.rank))
 
     def learning_rate(self, step: int) -> float:
         """Steps count from 0."""

@@ -195,4 +195,5 @@ ANSWERS: dict[str, Callable[[HeldOutRows, TrainingModel], list[Sample]]] = {
     "causal": _answered,
     "masked": _filled,
     "classification": _classified,
+    "preference": _answered,
 }

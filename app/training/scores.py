@@ -14,15 +14,17 @@ from torch import Tensor
 from app.batch import Batch
 from app.config.dataset import trains_answers
 from app.config.metrics import LOGGED, METRICS
-from app.config.schema import RunConfig
+from app.config.schema import PreferenceConfig, RunConfig
 from app.distributed.process_group import HostGroup, Runtime
 from app.model.losses import log_probabilities
+from app.model.preference import PREFERENCES, Pairs
 from app.model.training_model import TrainingModel
 from app.oom_retry import RetryOnRestart, in_parts_that_fit, require_halves, split_batch, try_or_none
 
 Sums = NDArray[np.float64]  # [..., 6 and a task's own] for each row or a sum of rows
 LOSS, LABELS, HITS, ANSWERS, EXACT, WEIGHT = range(6)  # all but losses and weights are counts
 _NUM_BASIC = 6
+_TIE = 1e-3  # a smaller margin is rounding: before step 1 the model is its own reference
 _NORMAL_95 = 1.96  # standard errors
 
 
@@ -78,10 +80,38 @@ def _macro_f1(sums: Sums) -> dict[str, NDArray[np.float64]]:
     return {"macro_f1": f1.sum(axis=-1) / (occurrences > 0).sum(axis=-1)}
 
 
+def _count_pairs(run: RunConfig) -> Counts:
+    correct, decided, margin, exact, chosen, chosen_tokens, rejected, rejected_tokens = range(
+        _NUM_BASIC, _NUM_BASIC + 8
+    )
+    ratios = {
+        "eval_loss": (LOSS, WEIGHT),
+        "pair_accuracy": (correct, decided),
+        "reward_margin": (margin, WEIGHT),
+        "exact_match": (exact, WEIGHT),
+        "chosen_log_probability": (chosen, chosen_tokens),
+        "rejected_log_probability": (rejected, rejected_tokens),
+    }
+    return Counts(ratios, own=partial(_compared, run.preference), num_own=8)
+
+
+def _compared(settings: PreferenceConfig, batch: Batch, losses: Tensor, chosen: Tensor) -> Tensor:
+    """Whether the wanted answer has the larger reward, by how much, whether it would be written, and the
+    log-probabilities of both.
+    """
+    pairs = Pairs.of(log_probabilities(losses, batch), batch)
+    margin = PREFERENCES[settings.kind].margin(pairs, settings)
+    wrong = log_probabilities((chosen != batch.targets).double(), batch)[0::2]  # minus their number
+    sides = (pairs.chosen, pairs.chosen_tokens, pairs.rejected, pairs.rejected_tokens)
+    decided = margin.abs() > _TIE
+    return torch.stack([(margin > 0) & decided, decided, margin, (wrong == 0).double(), *sides], dim=1)
+
+
 COUNTS: dict[str, Callable[[RunConfig], Counts]] = {
     "causal": _count_tokens,
     "masked": _count_tokens,
     "classification": _count_classes,
+    "preference": _count_pairs,
 }
 
 
@@ -91,9 +121,9 @@ def counts_of(run: RunConfig) -> Counts:
 
 
 def logged(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Values for a line of metrics, without an exact match of rows that have no answers."""
+    """Values for a line of metrics, without shares of nothing: of rows without answers, or of pairs without margins."""
     values = {key: metrics[key] for key in LOGGED if key in metrics}
-    return {key: value for key, value in values.items() if key != "exact_match" or not math.isnan(value)}
+    return {key: value for key, value in values.items() if not (METRICS[key].is_share and math.isnan(value))}
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:

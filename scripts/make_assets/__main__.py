@@ -1,5 +1,6 @@
 """python -m scripts.make_assets [FOLDER]: writes sample data and tokenizers anew, byte for byte."""
 
+import json
 import random
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ SEED = "assets"
 ASSETS = Path(__file__).resolve().parents[2] / "app" / "assets"
 TRAIN_ROWS_PER_SKILL = 400
 EVAL_ROWS_PER_SKILL = 20
+PAIRS = 1_500
 DOCUMENTS = 20_000
 
 
@@ -33,6 +35,14 @@ def chat_rows(held_out: bool) -> list[Row]:
     return make_rows(skills, load_forms(), held_out, per_skill, random.Random(f"{SEED} chat {held_out}"))
 
 
+def pairs(held_out: bool) -> Iterator[str]:
+    """Lines of pairs.jsonl, or of its held-out rows: to each question the answer in a word, and in a sentence."""
+    forms = load_forms()
+    for row in islice((row for row in chat_rows(held_out) if len(row.items) == 1), None if held_out else PAIRS):
+        answers = {"chosen": row.items[0].answer, "rejected": row.items[0].put(forms[row.skill.name].says[0])}
+        yield json.dumps({"prompt": row.messages()[:-1], **answers}, ensure_ascii=False) + "\n"
+
+
 def make_files() -> dict[str, str]:
     """Path below app/assets -> content."""
     train, held_out = chat_rows(False), chat_rows(True)
@@ -41,6 +51,8 @@ def make_files() -> dict[str, str]:
     return {
         "sample/train.jsonl": "".join(f"{row.line()}\n" for row in train),
         "sample/eval.jsonl": "".join(f"{row.line()}\n" for row in held_out),
+        "sample/pairs.jsonl": "".join(pairs(False)),
+        "sample/pairs_eval.jsonl": "".join(pairs(True)),
         "tiny/tokenizer.json": tokenizer.train(texts),
         "tiny/tokenizer_config.json": tokenizer.config(),
         "wordpiece/tokenizer.json": tokenizer.make_wordpiece(texts),

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from app.assets import ROOT
-from app.config.schema import AdapterConfig
+from app.config.schema import AdapterConfig, PreferenceConfig, TaskConfig
 from app.errors import CheckpointError, EnvironmentProblem
 from app.model import save
 from app.model.adapters import read_adapter_config
@@ -136,7 +136,7 @@ def test_saved_tensors_have_all_of_an_adapter(method: Any, tmp_path: Path) -> No
     """Magnitudes, which are trained beside the halves, and projections, which are buffers."""
     method.target_modules = {"q_proj", "o_proj"}
     network: Any = get_peft_model(built("llama"), method)
-    training_model = TrainingModel(network, None, sections(model_config(), lora()).task)
+    training_model = TrainingModel(network, None, TaskConfig(kind="causal"), PreferenceConfig(kind="none"))
     network.save_pretrained(str(tmp_path / "whole"))
     network.save_pretrained(str(tmp_path / "parts"), state_dict=saved_tensors(training_model))
     whole, parts = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole", "parts"))

@@ -77,6 +77,7 @@ def sections_of(run: RunConfig, attention: str = "sdpa") -> ModelSections:
         precision=run.precision.kind,
         recompute=recomputed_layers(run.training),
         trained=run.precision.trained,
+        preference=run.preference,
     )
 
 

@@ -1,0 +1,114 @@
+"""The reference of a loss over pairs: log-probabilities of the answers by the model as it was before step 1.
+
+It is scored once, kept with the run, and never made again from trained weights. Rows are known by their content.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file, save_file
+from torch import Tensor
+
+from app.batch import Batch
+from app.data.loader import eval_batches
+from app.data.objectives import Comparisons, Objective
+from app.data.token_dataset import TokenRows
+from app.distributed.environment import world
+from app.errors import CheckpointError
+from app.files import checksummed_folder, verify_checksums
+from app.model.losses import log_probabilities
+from app.model.training_model import TrainingModel
+from app.training.resolve import ResolvedRun
+from app.training.scores import Counts, score_rows
+
+_FILE = "pairs.safetensors"
+_CODE_VERSION = 1  # of what decides the numbers
+
+Reference = Mapping[int, tuple[float, float]]  # by the hash of a row: log-probabilities of its two answers
+
+
+def with_reference(
+    resolved: ResolvedRun, model: TrainingModel, folder: Path, fingerprint: str | None
+) -> tuple[ResolvedRun, Reference]:
+    """The run with the reference that its loss reads, if it reads one; that of a continued run is in `folder`."""
+    if not resolved.config.preference.has_reference:
+        return resolved, {}
+    reference = read_reference(folder) if resolved.checkpoint else _made(resolved, model, fingerprint)
+    return resolved.with_objective(comparing(resolved.objective, reference)), reference
+
+
+def comparing(objective: Objective, reference: Reference, *rows: TokenRows) -> Objective:
+    """The objective with a reference; `rows` that it does not have are refused."""
+    assert isinstance(objective, Comparisons)
+    unknown = sum(each not in reference for part in rows for each in part.content_hashes.tolist())
+    if unknown:
+        raise CheckpointError(
+            f"dataset.eval_path: of these rows the run has no reference for {unknown:,}, and it was made before the "
+            "model was trained. Score the rows that it held out."
+        )
+    return replace(objective, reference=reference)
+
+
+def read_reference(folder: Path) -> Reference:
+    """The reference that a run keeps; refused where it is damaged or lost, since it cannot be made again."""
+    problem = verify_checksums(folder, (_FILE,)) if folder.is_dir() else "it is not there"
+    if problem:
+        raise CheckpointError(
+            f"{folder}: the reference of this run cannot be used ({problem}), and the model has been trained since. "
+            "Bring the folder back, or start a new run."
+        )
+    found = load_file(folder / _FILE)
+    return dict(zip(found["rows"].tolist(), map(tuple, found["log_probabilities"].tolist()), strict=True))
+
+
+def write_reference(folder: Path, reference: Reference) -> None:
+    """Keep a reference, if there is one."""
+    if not reference or not world().is_first:
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    values = np.array([*reference.values()], np.float64)
+    with checksummed_folder(folder) as target:
+        save_file({"rows": np.array([*reference], np.uint64), "log_probabilities": values}, target / _FILE)
+
+
+def _made(resolved: ResolvedRun, model: TrainingModel, fingerprint: str | None) -> Reference:
+    """Score the answers of both splits, or take the scores of another run of the same rows and base."""
+    kept = Path(resolved.config.cache_dir).expanduser() / "references" / _key(resolved, fingerprint)
+    known = read_reference(kept) if world().is_first and not verify_checksums(kept, (_FILE,)) else {}
+    found: dict[int, tuple[float, float]] = resolved.runtime.host_group.all_gather_object(known)[0]
+    if not found:
+        for rows in (resolved.data.train, resolved.data.eval):
+            found |= {} if rows is None else _scored(resolved, model, rows)
+        write_reference(kept, found)
+    return found
+
+
+def _scored(resolved: ResolvedRun, model: TrainingModel, rows: TokenRows) -> dict[int, tuple[float, float]]:
+    runtime, layout = resolved.runtime, resolved.layout(resolved.config.eval.rows)
+    rows = rows.select(np.unique(rows.content_hashes, return_index=True)[1])
+    batches = eval_batches(rows, layout, runtime.processes, runtime.rank)
+    sums = score_rows(model, batches, runtime, len(rows), Counts({}, own=_of_both, num_own=2))[:, -2:]
+    return dict(zip(rows.content_hashes.tolist(), map(tuple, sums.tolist()), strict=True))
+
+
+def _of_both(batch: Batch, losses: Tensor, _chosen: Tensor) -> Tensor:
+    return log_probabilities(losses, batch).view(-1, 2)
+
+
+def _key(resolved: ResolvedRun, fingerprint: str | None) -> str:
+    """A hash of what decides the numbers: rows, base, how it is stored and computed."""
+    run, data, choices = resolved.config, resolved.data, resolved.choices
+    parts: dict[str, Any] = {
+        "rows": [rows.fingerprint for rows in (data.train, data.eval) if rows is not None],
+        "base": fingerprint or [run.model.path, run.model.architecture, run.seed],
+        "quantization": asdict(run.quantization),
+        "computed": [choices.precision, choices.attention, torch.__version__],
+        "code": _CODE_VERSION,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
