@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from app.config.dataset import RANDOM, key_of, paths_read, sources_of
 from app.config.dataset_schema import Columns, DatasetConfig, MixSource
 from app.config.did_you_mean import did_you_mean_key
-from app.config.row_formats import ROW_FORMATS
+from app.config.row_formats import PAIR_FORMATS, ROW_FORMATS
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS
 from app.config.validate import format_value
@@ -28,7 +28,9 @@ def _trained_part_fits_the_format(run: RunConfig) -> Iterator[str]:
 def _rows_suit_the_task(run: RunConfig) -> Iterator[str]:
     task = TASKS[run.task.kind]
     for name, source in sources_of(run.dataset).items():
-        if source.format not in (*task.formats, "auto"):
+        if source.format in PAIR_FORMATS and source.format not in task.formats:
+            yield f"{key_of(name)}.format={source.format}: from pairs of answers recipe=dpo, orpo or simpo learns."
+        elif source.format not in (*task.formats, "auto"):
             yield f"{key_of(name)}.format={source.format}: {task.other_rows}"
 
 

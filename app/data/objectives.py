@@ -162,7 +162,9 @@ class Comparisons:
     over_documents: ClassVar[bool] = True
     marked: ClassVar[str] = "of the wanted answer, then of the unwanted one"
     bidirectional: bool = False
-    reference: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # of each document, by the hash of its row
+    reference: Mapping[int, tuple[float, float]] = field(
+        default_factory=dict
+    )  # of each document, by the hash of its row
 
     def label(self, rows: TokenRows, i: int, epoch: int) -> tuple[LabelledTokens, ...]:  # noqa: ARG002  nothing is drawn
         parts = (np.split(each, [rows.second_start(i)]) for each in (rows.ids(i), rows.loss_mask(i)))

@@ -33,14 +33,19 @@ _CODE_VERSION = 1  # of what decides the numbers
 Reference = Mapping[int, tuple[float, float]]  # by the hash of a row: log-probabilities of its two answers
 
 
-def with_reference(
-    resolved: ResolvedRun, model: TrainingModel, folder: Path, fingerprint: str | None
-) -> tuple[ResolvedRun, Reference]:
+def with_reference(resolved: ResolvedRun, model: TrainingModel, folder: Path, fingerprint: str | None) -> ResolvedRun:
     """The run with the reference that its loss reads, if it reads one; that of a continued run is in `folder`."""
     if not resolved.config.preference.has_reference:
-        return resolved, {}
+        return resolved
     reference = read_reference(folder) if resolved.checkpoint else _made(resolved, model, fingerprint)
-    return resolved.with_objective(comparing(resolved.objective, reference)), reference
+    return resolved.with_objective(comparing(resolved.objective, reference))
+
+
+def keep_reference(resolved: ResolvedRun, folder: Path) -> None:
+    """Write the reference of a new run, if it has one."""
+    objective = resolved.objective
+    if isinstance(objective, Comparisons) and objective.reference and not resolved.checkpoint:
+        _write(folder, objective.reference)
 
 
 def comparing(objective: Objective, reference: Reference, *rows: TokenRows) -> Objective:
@@ -67,9 +72,8 @@ def read_reference(folder: Path) -> Reference:
     return dict(zip(found["rows"].tolist(), map(tuple, found["log_probabilities"].tolist()), strict=True))
 
 
-def write_reference(folder: Path, reference: Reference) -> None:
-    """Keep a reference, if there is one."""
-    if not reference or not world().is_first:
+def _write(folder: Path, reference: Reference) -> None:
+    if not world().is_first:
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     values = np.array([*reference.values()], np.float64)
@@ -85,7 +89,7 @@ def _made(resolved: ResolvedRun, model: TrainingModel, fingerprint: str | None) 
     if not found:
         for rows in (resolved.data.train, resolved.data.eval):
             found |= {} if rows is None else _scored(resolved, model, rows)
-        write_reference(kept, found)
+        _write(kept, found)
     return found
 
 

@@ -25,7 +25,7 @@ from app.training.checkpoint import Checkpoints, Progress
 from app.training.final_model import record_stop, write_final
 from app.training.memory import Forecast, Predict
 from app.training.memory_in_use import device_used_bytes, free_host_bytes
-from app.training.reference import with_reference, write_reference
+from app.training.reference import keep_reference, with_reference
 from app.training.rehearsal import is_due, rehearse
 from app.training.resolve import ResolvedRun, resolve_run
 from app.training.samples import preview
@@ -68,7 +68,7 @@ def train_in(
     runtime.seed(run.seed)  # anew, whatever was built before
     fingerprint = shared_fingerprint(resolved)
     identity = resolved.identity(sum(each.numel() for each in model.trained().values()), fingerprint)
-    resolved, reference = with_reference(resolved, model, folder.reference, fingerprint)
+    resolved = with_reference(resolved, model, folder.reference, fingerprint)
     checkpoints = Checkpoints(folder.checkpoints, run.checkpoint, identity, resolved.stored_choices())
     progress = restore_progress(resolved, checkpoints, stepper)
     with (
@@ -79,8 +79,7 @@ def train_in(
         notes = [*model.remarks(), *resumed_split_note(progress.depth)]
         recorder.message(align([*run_table(resolved), *forecast.rows(), *(("note", note) for note in notes)]))
         recorder.add_facts(proofs=[asdict(check) for check in checks], device_used_bytes=in_use)
-        if not resolved.checkpoint:
-            write_reference(folder.reference, reference)
+        keep_reference(resolved, folder.reference)
         record_base(resolved, model, recorder, fingerprint)
         recorder.begin(resolved.steps.steps, progress.step)
         parts = trainer_parts(resolved, stepper, checkpoints, recorder)

@@ -200,6 +200,12 @@ def closing_message(
         reached += f"\nspeed   {speed}"
     else:
         reached += "; nothing was left to do"
+    wanted, start = "chosen_log_probability", progress.start_metrics
+    if wanted in start and metrics[wanted] < start[wanted]:
+        fall = f"{start[wanted]:.3f} -> {metrics[wanted]:.3f} a token"
+        reached += (
+            f"\nnote    wanted answers became less likely, {fall}: look at the answers; preference.sft=1 holds them up"
+        )
     task = TASKS[run.task.kind]
     if task.writes_text or task.pooled:
         command, then = "app.generate", ' prompt="..."'

@@ -8,7 +8,14 @@ import pytest
 
 from tests.harness.runs import SMALL, Zygote, metrics, result, same_ending
 
-COMMAND = (*SMALL, "recipe=dpo", "optimizer.lr=5e-3", "dataset.max_length=32", "training.max_steps=6")
+COMMAND = (
+    *SMALL,
+    "recipe=dpo",
+    "optimizer.lr=5e-3",
+    "dataset.max_length=48",
+    "batching.tokens=96",
+    "training.max_steps=6",
+)
 EVALUATION = {"eval_loss", "pair_accuracy", "reward_margin", "exact_match"}
 
 
@@ -16,14 +23,13 @@ def test_dpo_begins_at_ln_2_and_goes_on_with_its_reference(zygote: Zygote, tmp_p
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     zygote.finish(tmp_path, *COMMAND, "output_dir=whole", "eval.at_start=true")
     first, last = metrics(whole)[0], result(whole)["final_metrics"]
-    assert first["eval_loss"] == metrics(whole)[1]["loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert [first["eval_loss"], metrics(whole)[1]["loss"]] == pytest.approx([math.log(2)] * 2, rel=1e-6)
     assert "pair_accuracy" not in first, "each pair is a tie"
     assert last.keys() >= EVALUATION
     assert last["reward_margin"] > 0.05
     assert last["pair_accuracy"] > 0.6
 
     (kept,) = (tmp_path / "cache" / "app-finetune" / "references").iterdir()
-    made = kept.stat().st_mtime_ns
     zygote.run(tmp_path, *COMMAND, "output_dir=parts", "eval.at_start=true", "training.stop_after=3", code=75)
     shutil.rmtree(kept.parent)  # the reference of a run is its own
     zygote.run(tmp_path, *COMMAND, "output_dir=parts", "eval.at_start=true", "resume=auto", code=0)
@@ -46,7 +52,6 @@ def test_dpo_begins_at_ln_2_and_goes_on_with_its_reference(zygote: Zygote, tmp_p
         "resume=auto",
         message="the reference of this run cannot be used (it is not there), and the model has been trained since",
     )
-    assert made
 
 
 def test_reference_is_shared_by_runs_with_another_beta(zygote: Zygote, tmp_path: Path) -> None:
@@ -76,7 +81,7 @@ def test_reference_is_shared_by_runs_with_another_beta(zygote: Zygote, tmp_path:
         (("recipe=orpo", "preference.gamma=1"), "preference=orpo does not read it"),
         (("recipe=dpo", "dataset.max_length=200"), "a pair of answers has up to twice as many tokens"),
         (("recipe=dpo", "dataset=sample"), "task=preference learns from pairs"),
-        (("dataset=preference", "dataset.path=x"), "from which recipe=dpo, orpo and simpo learn"),
+        (("dataset=preference", "dataset.path=x"), "from pairs of answers recipe=dpo, orpo or simpo learns"),
     ],
 )
 def test_settings_that_compare_nothing_are_refused(

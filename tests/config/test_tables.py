@@ -21,6 +21,7 @@ from app.model.adapters import ADAPTERS
 from app.model.attention import BACKENDS
 from app.model.build import DTYPES
 from app.model.losses import LOSSES
+from app.model.preference import PREFERENCES
 from app.model.quantization import QUANTIZATIONS
 from app.optim.lr_schedule import SCHEDULES
 from app.optim.optimizers import OPTIMIZERS
@@ -40,6 +41,7 @@ from app.training.samples import ANSWERS
         ("precision", (*DTYPES, "auto")),
         ("quantization", QUANTIZATIONS),
         ("quantization", QUANTIZATION_KINDS),
+        ("preference", ("none", *PREFERENCES)),
         ("task", OBJECTIVES),
         ("task", MOST_LABELS),
         ("task", TASKS),
