@@ -30,8 +30,8 @@ class Columns:
     sentence1: str = MISSING  # first text of a pair
     sentence2: str = MISSING  # second text of a pair
     label: str = MISSING  # label of a text or a pair, a word or a whole number
-    chosen: str = MISSING  # wanted answer, as text or messages
-    rejected: str = MISSING  # unwanted answer, as text or messages
+    chosen: str = "chosen"  # wanted answer, as text or messages
+    rejected: str = "rejected"  # unwanted answer, as text or messages
 
 
 @dataclass(kw_only=True, slots=True)

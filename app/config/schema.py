@@ -20,7 +20,7 @@ class Suggest:
     lr_full: float = number(above=0)  # learning rate of full fine-tuning
     lr_full_by_task: dict[str, Any] = field(default_factory=dict)  # other rates of full fine-tuning, by task
     lr_adapter: float = number(above=0)  # learning rate of an adapter
-    lr_preference: float = number(above=0)  # learning rate of an adapter that learns from pairs of answers
+    lr_preference: float = number(2e-5, above=0)  # learning rate of an adapter that learns from pairs of answers
     tokens: int = number(at_least=8)  # tokens of a micro-batch with packing
     rows: int = number(at_least=1)  # rows of a micro-batch without packing
     length: int = number(at_least=2)  # largest number of tokens of a sample
@@ -58,7 +58,7 @@ class TaskConfig:
 class PreferenceConfig:
     """The loss of `task=preference`; each kind reads the keys that its YAML sets."""
 
-    kind: str = MISSING  # loss over pairs of a wanted and an unwanted answer
+    kind: str = "none"  # loss over pairs of a wanted and an unwanted answer
     beta: float = number(0.1, above=0)  # scale of the rewards
     label_smoothing: float = number(0.0, at_least=0, below=0.5)  # share of pairs whose sides are taken to be swapped
     gamma: float = number(0.0, at_least=0)  # margin that the reward of the wanted answer is to have

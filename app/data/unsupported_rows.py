@@ -93,7 +93,7 @@ def _preference_columns(row: Row, columns: Columns) -> Iterator[str]:
     chosen = [name for name in _CHOSEN if isinstance(row.get(name), list | dict) and row[name]]
     if not chosen:
         return
-    read = {str(getattr(columns, each.name)).partition(".")[0] for each in fields(columns)}
+    read = {str(getattr(columns, each.name)).partition(".")[0] for each in fields(columns) if each.name != "chosen"}
     yield from (name for name in chosen if name not in read)
 
 

@@ -18,7 +18,7 @@ SEED = "assets"
 ASSETS = Path(__file__).resolve().parents[2] / "app" / "assets"
 TRAIN_ROWS_PER_SKILL = 400
 EVAL_ROWS_PER_SKILL = 20
-PAIRS = 1_500
+PAIRS = 1_200
 DOCUMENTS = 20_000
 
 

@@ -12,6 +12,9 @@ NO_EVAL = {"dataset.eval_path": None}
 FULL = {"adapter.kind": "none"}
 TEXT = {"dataset.format": "text"}
 BACKWARD = {"optimizer.in_backward": True, **FULL}
+PAIRS = {
+    "task.kind": "preference", "dataset.format": "preference", "preference.kind": "dpo", "dataset.max_length": 128
+}  # fmt: skip
 LABELS = {"dataset.format": "labelled_text", "task.kind": "classification"}
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
@@ -107,6 +110,9 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"parallel.kind": "fsdp", "optimizer.kind": "adafactor", **FULL},
      "optimizer=adafactor looks at whole tensors, and parallel=fsdp gives each process a part"),
     ({"batching.tokens": 100}, "dataset.max_length=256 is more than a bin holds (batching.tokens=100)"),
+    ({**PAIRS, "preference.kind": "none"}, "preference=none with task=preference"),
+    ({**PAIRS, "dataset.max_length": 200}, "a pair of answers has up to twice as many tokens"),
+    ({**PAIRS, "adapter.dropout": 0.1}, "the reference is without dropout"),
 ]  # fmt: skip
 
 

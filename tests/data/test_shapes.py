@@ -158,7 +158,7 @@ REFUSED = [
     Case(
         "dpo-unnamed",
         {"topic": "x", "said": "q", "chosen": "a", "rejected": "b"},
-        "only supervised training is done here.",
+        "from which recipe=dpo, orpo and simpo learn.",
     ),
     Case("chosen-alone", {"conversations": TURNS[:1], "chosen": TURNS[1]}, "column 'chosen' makes this preference"),
     Case(

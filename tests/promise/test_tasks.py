@@ -85,7 +85,7 @@ ENTRIES = {
     ),
     "OBJECTIVES": lambda *_: Ranked(),
     "MOST_LABELS": lambda _config, tokens, _documents: tokens,
-    "LOSSES": lambda _: over_documents(ranking),
+    "LOSSES": lambda *_: over_documents(ranking),
     "COUNTS": lambda _run: Counts(RATIOS, own=count_ranked, num_own=2),
     "ANSWERS": compared,
 }
