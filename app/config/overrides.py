@@ -205,7 +205,7 @@ def _wrong_choice(group: str, choice: Any) -> Iterator[str]:
 def _unknown_key_problem(key: str, value: str, schema: type) -> str:
     groups = choices_by_group()
     known = field_types(schema)
-    near = [] if of_other_program(key) else nearest_keys(key, {*known, *groups})
+    near = [] if of_other_program(key, value) else nearest_keys(key, {*known, *groups})
     if near and near[0] in groups:
         return f"{key} is neither a key nor a group. Did you mean {near[0]}={'|'.join(groups[near[0]])}?"
     return f"{key} is not a key.{did_you_mean_key(key, known, value)}"
