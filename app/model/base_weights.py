@@ -9,17 +9,13 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from app.model.quantization import Quantizer, backbone_linear_layers, is_conv1d
-from app.model.safetensors_files import StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,40 +43,39 @@ Put = Callable[[nn.Module, str, SourceTensor], None]
 
 
 class Base:
-    """A base model. `lm` is on meta until it is filled, but for the buffers that it computes; or was loaded whole."""
+    """A base model. `lm` is on meta until it is filled, but for the buffers that it computes."""
 
     def __init__(
         self,
         lm: Any,
         options: LoadOptions,
-        tensors: Iterable[SourceTensor] | None = None,
+        tensors: Iterable[SourceTensor],
         readable: Callable[[], AbstractContextManager[None]] = nullcontext,
+        remarks: Iterable[str] = (),
     ) -> None:
         self.lm = lm
+        self.remarks = tuple(remarks)
         self._options = options
-        self._tensors = tensors
+        self._tensors: Iterable[SourceTensor] | None = tensors
+        # of the model as it is opened: a head that is cast later is rounded as its backbone is
+        self._dtypes = {name: each.dtype for name, each in lm.named_parameters(remove_duplicate=False)}
         self._readable = readable  # around reading: one message for files that are damaged
         self._modules = dict(lm.named_modules())
         self._quantizer: Quantizer | None = None
         self._plain: dict[str, nn.Module] = {}  # of layers that are quantised, as they were before
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether its weights are still to be read or drawn."""
-        return self._tensors is not None
-
     def whole(self) -> Any:
         """The model with all of its weights in this process."""
-        if self.is_empty:
+        if self._tensors is not None:
             self.fill(put_whole)
         return self.lm
 
     def quantize(self, quantizer: Quantizer) -> None:
-        """Quantised layers in place of plain ones. On meta this is structure alone."""
+        """Quantised layers in place of plain ones: structure alone, on meta."""
         self._quantizer = quantizer
         if quantizer.packs:
             self._plain = {name: self.lm.get_submodule(name) for name in backbone_linear_layers(self.lm)}
-        quantizer.quantize(self.lm)  # nothing is left where transformers did
+        quantizer.quantize(self.lm)
         self._modules = dict(self.lm.named_modules())
 
     def fill(self, put: Put, copies: Mapping[nn.Module, nn.Module] | None = None) -> None:
@@ -94,6 +89,10 @@ class Base:
                     self._put_quantized(place, tensor, put)
                     continue
                 module = self._modules[place]
+                buffer = module._buffers.get(last)
+                if buffer is not None:
+                    module._buffers[last] = tensor.whole().to(buffer.dtype, copy=True)
+                    continue
                 parameter, holders = owners[id(module._parameters[last])]
                 put(module, last, self._converted(tensor, parameter))
                 for other, name in holders:
@@ -125,10 +124,10 @@ class Base:
         return found
 
     def _converted(self, tensor: SourceTensor, parameter: nn.Parameter) -> SourceTensor:
-        """The tensor in the dtype and on the device of training. A head in float32 is rounded as its backbone is."""
+        """The tensor in the dtype and on the device of training."""
 
         def convert(given: Tensor, *, copied: bool) -> Tensor:
-            dtype = self._options.dtype if given.is_floating_point() else given.dtype
+            dtype = self._dtypes[tensor.name] if given.is_floating_point() else given.dtype
             moved = given.to(self._options.device, dtype, copy=copied)
             _require_finite(tensor, moved)
             return moved.to(parameter.dtype)
@@ -176,17 +175,6 @@ def in_memory(name: str, tensor: Tensor) -> SourceTensor:
     return SourceTensor(name, tensor.shape, lambda: tensor, lambda low, high: tensor.detach()[low:high])
 
 
-def tensors_in_files(stored: Mapping[str, StoredTensor], shapes: Mapping[str, torch.Size]) -> Iterator[SourceTensor]:
-    """File by file. transformers keeps every file mapped until the last one is through; here one is open at a time."""
-    for file, inside in groupby(stored.values(), key=lambda each: each.file):
-        with safe_open(file, framework="pt", device="cpu") as content:
-            for each in inside:
-                if each.shape != shapes[each.name]:
-                    raise ValueError(f"{each.name} is {tuple(each.shape)}, the model has {tuple(shapes[each.name])}")
-                whole, rows = partial(content.get_tensor, each.name), partial(_rows, content, each.name)
-                yield SourceTensor(each.name, each.shape, whole, rows, each.file.name)
-
-
 def random_tensors(lm: Any, device: torch.device, seed: int, rebuilt: Callable[[], Any]) -> Iterator[SourceTensor]:
     """Tensors on `device` for an `lm` on meta, those of one module at a time; tied ones once.
 
@@ -199,29 +187,18 @@ def random_tensors(lm: Any, device: torch.device, seed: int, rebuilt: Callable[[
         own = {last: each for last, each in module._parameters.items() if each is not None}
         if done.issuperset(map(id, own.values())):
             continue
-        drawn = _drawn(lm, name, device, seed, rebuilt)
+        digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+            drawn = drawn_parameters(lm, name, device, rebuilt)
         for last, meta in own.items():
             if id(meta) not in done:
                 yield in_memory(f"{name}.{last}".lstrip("."), drawn[last])
         done.update(map(id, own.values()))
 
 
-def can_be_filled(lm: Any, stored: Iterable[str]) -> bool:
-    """Each tensor is a parameter, and of parameters that are one under several names exactly one is there.
-
-    transformers renames, splits and joins what some kinds have in their files, and knows which of them stay in float32.
-    """
-    names: dict[int, set[str]] = {}
-    for name, parameter in lm.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), set()).add(name)
-    found = set(stored)
-    once = all(len(same & found) == 1 for same in names.values())
-    has_own_dtypes = any(getattr(lm, f"_keep_in_fp32_modules{kind}", None) for kind in ("", "_strict"))
-    return once and len(found) == len(names) and not has_own_dtypes
-
-
 @torch.no_grad()
-def _drawn(lm: Any, name: str, device: torch.device, seed: int, rebuilt: Callable[[], Any]) -> dict[str, Tensor]:
+def drawn_parameters(lm: Any, name: str, device: torch.device, rebuilt: Callable[[], Any]) -> dict[str, Tensor]:
     """The parameters of one module by the model's own initialisation: the module's, then that of those around it, for
     some kinds treat modules by their role in these. All other modules stay on meta, where drawing does nothing.
 
@@ -236,17 +213,14 @@ def _drawn(lm: Any, name: str, device: torch.device, seed: int, rebuilt: Callabl
         for last, each in on_meta.items()
         if each is not None
     }
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     module._parameters.update(drawn)
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(int.from_bytes(digest, "little") >> 1)
-            for at, each in enumerate(around):
-                next(outer for outer in around[at:] if hasattr(outer, "_init_weights"))._init_weights(each)
-            forgotten = [last for last, each in drawn.items() if bool(each.isnan().any())]
-            if forgotten:
-                constructed = _constructed(rebuilt, name, type(module))
-                drawn |= {last: constructed[last].to(device, on_meta[last].dtype) for last in forgotten}
+        for at, each in enumerate(around):
+            next(outer for outer in around[at:] if hasattr(outer, "_init_weights"))._init_weights(each)
+        forgotten = [last for last, each in drawn.items() if bool(each.isnan().any())]
+        if forgotten:
+            constructed = _constructed(rebuilt, name, type(module))
+            drawn |= {last: constructed[last].to(device, on_meta[last].dtype) for last in forgotten}
     finally:
         module._parameters.update(on_meta)
     return {last: each.detach() for last, each in drawn.items()}
@@ -263,8 +237,3 @@ def _constructed(build: Callable[[], Any], name: str, kind: type[nn.Module]) -> 
     with register_module_parameter_registration_hook(keep):
         lm = build()
     return found[lm.get_submodule(name)]
-
-
-def _rows(content: Any, name: str, low: int, high: int) -> Tensor:
-    rows: Tensor = content.get_slice(name)[low:high]
-    return rows

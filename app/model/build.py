@@ -116,7 +116,7 @@ def build_training_model(
     processes (app.distributed.fsdp.Sharding).
     """
     base, method = open_training_base(sections, device, seed), adapter_of(sections.adapter)
-    on_meta = base.is_empty and (method is None or method.on_meta)
+    on_meta = method is None or method.on_meta
     lm = base.lm if on_meta else base.whole()
     torch.manual_seed(seed)  # the adapter starts the same whatever the base drew
     with torch.device("meta") if on_meta else nullcontext():
@@ -134,13 +134,12 @@ def build_training_model(
 
     host = HostOffload() if sections.offload else None
     if on_meta:
-        return assemble(network, sections, device, host, sharding, fill)
-    training_model = assemble(network.to(device), sections, device, host, sharding)
-    if sharding is not None:
-        training_model.add_remark(
-            "the tensors in the model's files have other names than its modules, so each process loads all of them "
-            "before it keeps its part"
-        )
+        training_model = assemble(network, sections, device, host, sharding, fill)
+    else:
+        training_model = assemble(network.to(device), sections, device, host, sharding)
+    whole = f"adapter.kind={sections.adapter.kind}: each process loads the whole base before it keeps its part"
+    for remark in (*base.remarks, *([] if on_meta or sharding is None else [whole])):
+        training_model.add_remark(remark)
     return training_model
 
 
@@ -209,7 +208,7 @@ def build_base(sections: ModelSections, device: torch.device, seed: int) -> Any:
 
 
 def open_training_base(sections: ModelSections, device: torch.device, seed: int) -> Base:
-    """The structure of `build_base`; weights are filled in later, unless transformers must load them."""
+    """The structure of `build_base`; weights are filled in later."""
     quiet_transformers()
     compiled_on = None if sections.compile.kind == "none" else device
     options = LoadOptions(sections.base_dtype, device, register(sections.attention, compiled_on))

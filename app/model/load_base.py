@@ -1,28 +1,27 @@
-"""The base model of transformers: its structure, then its weights.
-
-A kind whose files have other names than its modules is loaded whole, by transformers itself; `model.base_weights` fills
-all others tensor by tensor.
-"""
+"""The base model of transformers: its structure, then where its weights come from."""
 
 import contextlib
 import copy
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch import nn
 
 from app.config.schema import ModelConfig
 from app.config.tasks import Task
 from app.errors import ConfigError, EnvironmentProblem, gist
-from app.model.base_weights import Base, LoadOptions, can_be_filled, random_tensors, tensors_in_files
+from app.model.base_weights import Base, LoadOptions, SourceTensor, drawn_parameters, in_memory, random_tensors
+from app.model.conversion import FolderReader, stored_format
 from app.model.head import in_backbone
-from app.model.quantization import Quantizer, other_linear_layers
+from app.model.quantization import Quantizer
 from app.model.safetensors_files import stored_tensors
-from app.model.source import fetch_folder, require_weights
+from app.model.source import fetch_folder, read_config, require_weights
 from app.model.structure import build, model_class, numbers_in_folder, numbers_in_yaml
 
 
@@ -36,7 +35,7 @@ def load_base(
 def open_base(
     config: ModelConfig, task: Task, options: LoadOptions, seed: int, quantizer: Quantizer | None = None
 ) -> Base:
-    """A base whose structure is settled; unless it was loaded whole its weights are filled in later."""
+    """A base whose structure is settled; its weights are filled in later."""
     lack = None if quantizer is None else quantizer.missing_on(options.device)
     if lack is not None:
         raise ConfigError(lack)
@@ -56,24 +55,68 @@ def open_base(
 def open_folder(
     config: ModelConfig, task: Task, folder: Path, options: LoadOptions, quantizer: Quantizer | None
 ) -> Base:
-    """A local folder. What transformers must load is loaded here, by it, packed as it is read where it can."""
+    """The base in a local folder. A head for the labels of the run is drawn: see `drawing_by`."""
     lm = _empty(config, task, numbers_in_folder(config, task, folder), options, quantizer)
+    stored_as = stored_format(config, read_config(folder, config.path))
     with _readable(config, folder):
-        stored = stored_tensors(folder)
-    if can_be_filled(lm, stored):
         if (folder / "generation_config.json").is_file():  # as from_pretrained does
             lm.generation_config = transformers.GenerationConfig.from_pretrained(str(folder), local_files_only=True)
-        shapes = {name: each.shape for name, each in lm.named_parameters(remove_duplicate=False)}
-        base = Base(lm, options, tensors_in_files(stored, shapes), partial(_readable, config, folder))
-    else:
-        packing = None if quantizer is None else quantizer.transformers_config(other_linear_layers(lm))
-        packs = {} if packing is None else {"quantization_config": packing}
-        place = {"dtype": options.dtype, "attn_implementation": options.attention}
-        lm = read_weights(config, task, folder, device_map={"": options.device}, **place, **packs)
-        base = Base(lm.eval(), options)
+        reader = FolderReader(lm, stored_tensors(folder), stored_as)
+        tensors = _one_for_each(config, task, folder, lm, reader.tensors(), options)
+    remarks = []
+    if stored_as is not None:
+        packed = "" if quantizer is None else f" and packed again as {quantizer.kind}"
+        size = f"{reader.unpacked_bytes / 1e9:,.3g} GB"
+        remarks = [f"model: {size} of {stored_as['quant_method']} weights, unpacked as they were read{packed}"]
+    base = Base(lm, options, tensors, partial(_readable, config, folder), remarks)
     if quantizer is not None:
         base.quantize(quantizer)
     return base
+
+
+def _one_for_each(
+    config: ModelConfig, task: Task, folder: Path, lm: Any, found: dict[str, SourceTensor], options: LoadOptions
+) -> list[SourceTensor]:
+    """A tensor for each parameter and stored buffer; a folder without one of them is refused."""
+    shared: dict[int, list[str]] = {}  # names of tied parameters
+    for name, each in lm.state_dict(keep_vars=True).items():
+        shared.setdefault(id(each), []).append(name)
+        if name in found and found[name].shape != each.shape:
+            if in_backbone(lm, name) or not task.pooled:
+                raise ValueError(f"{name} is {tuple(found[name].shape)}, the model has {tuple(each.shape)}")
+            del found[name]
+    lacking = [names[0] for names in shared.values() if found.keys().isdisjoint(names)]
+    drawn = [name for name in lacking if task.pooled and not in_backbone(lm, name)]
+    computed = [name for name, _ in lm.named_buffers() if _is_optional(lm, name)]
+    _require_none_missing(config, task, folder, {*lacking}.difference(drawn, computed))
+    for names in shared.values():
+        _untie_different(lm, [name for name in names if name in found], found)
+    rebuilt = partial(_empty, config, task, lm.config, options, None)
+    for place in dict.fromkeys(name.rpartition(".")[0] for name in drawn):
+        for last, numbers in drawn_parameters(lm, place, options.device, rebuilt).items():
+            name = f"{place}.{last}"
+            if name in drawn:
+                found[name] = in_memory(name, numbers)
+    return list(found.values())
+
+
+def _is_optional(lm: Any, name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in lm._keys_to_ignore_on_load_missing or ())
+
+
+def _untie_different(lm: Any, names: list[str], found: dict[str, SourceTensor]) -> None:
+    """Of tied parameters that are stored each by itself keep one; those that differ become several, as transformers
+    has it.
+    """
+    for name in names[1:]:
+        if found[names[0]].whole().equal(found[name].whole()):
+            del found[name]
+            continue
+        place, _, last = name.rpartition(".")
+        module = lm.get_submodule(place)
+        module._parameters[last] = nn.Parameter(torch.empty_like(module._parameters[last]))
+        for each in names:
+            lm.all_tied_weights_keys.pop(each, None)
 
 
 def _empty(config: ModelConfig, task: Task, numbers: Any, options: LoadOptions, quantizer: Quantizer | None) -> Any:
@@ -131,13 +174,18 @@ def read_weights(config: ModelConfig, task: Task, folder: Path, **options: Any) 
             **options,
         )
     odd = {*found["missing_keys"], *(each[0] for each in found.get("mismatched_keys", ()))}
-    missing = sorted(name for name in odd if in_backbone(lm, name) or not task.pooled)
-    if missing:
-        raise EnvironmentProblem(
-            f"model.path={config.path}: the weights in {folder} lack {len(missing)} of the model's tensors "
-            f"({', '.join(missing[:3])}{', ...' if missing[3:] else ''}). Give the folder of {task.description}."
-        )
+    missing = {name for name in odd if in_backbone(lm, name) or not task.pooled}
+    _require_none_missing(config, task, folder, missing)
     return lm
+
+
+def _require_none_missing(config: ModelConfig, task: Task, folder: Path, missing: Iterable[str]) -> None:
+    names = sorted(missing)
+    if names:
+        raise EnvironmentProblem(
+            f"model.path={config.path}: the weights in {folder} lack {len(names)} of the model's tensors "
+            f"({', '.join(names[:3])}{', ...' if names[3:] else ''}). Give the folder of {task.description}."
+        )
 
 
 @contextlib.contextmanager

@@ -89,8 +89,6 @@ class Quantizer(ABC):
                 f"{reason}. Set {'recipe=lora or ' * self.packs}quantization=none, or choose another model."
             )
 
-        if getattr(lm.config, "quantization_config", None) is not None:
-            refuse("these weights are quantised already")
         if any(".experts." in f".{name}" for name, _ in lm.base_model.named_parameters()):
             refuse("its experts are stacked, and stacked weights are not quantised yet")
         for name in backbone_linear_layers(lm):
@@ -109,15 +107,6 @@ class Quantizer(ABC):
     def bitsandbytes_arguments(self, outside: list[str]) -> dict[str, Any] | None:  # noqa: ARG002
         """Plain arguments of BitsAndBytesConfig that quantise alike, `outside` left alone; None: there are none."""
         return None
-
-    def transformers_config(self, outside: list[str]) -> Any | None:
-        """The argument with which from_pretrained quantises each weight as it is read."""
-        given = self.bitsandbytes_arguments(outside)
-        if given is None:
-            return None
-        from transformers import BitsAndBytesConfig
-
-        return BitsAndBytesConfig(**given)
 
 
 @dataclass(frozen=True, slots=True)

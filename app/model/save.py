@@ -35,8 +35,6 @@ def save_model(
         if training_model.pooled:  # names and number of the classes are nowhere else
             numbers = copy.deepcopy(lm.config)
             numbers.architectures = [type(lm).__name__]
-            if hasattr(numbers, "quantization_config"):  # the loader chooses the quantisation
-                del numbers.quantization_config
             numbers.save_pretrained(str(folder))
     elif tensors is None:
         lm.save_pretrained(str(folder))

@@ -1,6 +1,7 @@
 """The base of a run as its config.json, or the numbers in its YAML, describe it: no weight is read."""
 
 import logging
+import re
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +15,7 @@ from app.config.did_you_mean import did_you_mean
 from app.config.schema import ModelConfig
 from app.config.tasks import Task
 from app.errors import ConfigError, EnvironmentProblem, gist, refuse
+from app.model.conversion import stored_format
 from app.model.source import REMOTE_CODE, fetch_folder, folder_at_hand, local_place, read_config, require_weights
 from app.model.supported_models import require_kind, require_structure
 from app.model.training_model import first_position
@@ -32,7 +34,9 @@ class BaseModel:
         """What stands in the config.json of the model, or would for random weights."""
         if self.config.weights == "random":
             return self.config.architecture
-        return read_config(fetch_folder(self.config, self.config.path, with_weights=False), self.config.path)
+        stored = read_config(fetch_folder(self.config, self.config.path, with_weights=False), self.config.path)
+        stored_format(self.config, stored)
+        return stored
 
     @cached_property
     def numbers(self) -> Any:
@@ -109,7 +113,7 @@ def numbers_in_folder(config: ModelConfig, task: Task, folder: Path) -> Any:
     """The configuration of transformers in a local folder, for the labels of the run."""
     from huggingface_hub.errors import StrictDataclassError
 
-    read_config(folder, config.path)
+    stored_format(config, read_config(folder, config.path))
     try:
         numbers = transformers.AutoConfig.from_pretrained(
             str(folder), trust_remote_code=config.trust_remote_code, local_files_only=True
@@ -120,6 +124,8 @@ def numbers_in_folder(config: ModelConfig, task: Task, folder: Path) -> Any:
             f"use ({gist(fault)}). {REMOTE_CODE}"
         ) from fault
     _require_no_other_classes(config, task, numbers)
+    if hasattr(numbers, "quantization_config"):
+        del numbers.quantization_config  # the weights are unpacked as they are read
     return _configured(task, numbers)
 
 
@@ -161,4 +167,8 @@ def build(config: ModelConfig, task: Task, numbers: Any, dtype: torch.dtype, att
         numbers, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
     )
     require_structure(config, task, lm)
+    in_fp32 = re.compile("|".join(lm._get_dtype_plan(dtype)) or "(?!)")  # whatever the dtype of the others is
+    for name, each in lm.state_dict(keep_vars=True).items():
+        if in_fp32.search(name):
+            each.data = each.data.float()
     return lm
