@@ -66,7 +66,8 @@ def open_folder(
     remarks = []
     if stored_as is not None:
         packed = "" if quantizer is None else f" and packed again as {quantizer.kind}"
-        size = f"{reader.unpacked_bytes / 1e9:,.3g} GB"
+        number = reader.unpacked_bytes
+        size = f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
         remarks = [f"model: {size} of {stored_as['quant_method']} weights, unpacked as they were read{packed}"]
     base = Base(lm, options, tensors, partial(_readable, config, folder), remarks)
     if quantizer is not None:

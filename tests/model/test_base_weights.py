@@ -13,7 +13,8 @@ from app.errors import EnvironmentProblem
 from app.model import load_base
 from app.model.attention import register
 from app.model.base_weights import LoadOptions
-from app.model.quantization import quantizer_of
+from app.model.nf4 import install_forward
+from app.model.quantization import Nf4, other_linear_layers, quantizer_of
 from app.model.structure import model_class
 from tests.model.small import ALL_KINDS, CAUSAL, built, config_of, documents_of, model_config, task_of, wide_numbers
 from tests.model.test_quantization import NF4, packed_bytes, wide
@@ -36,11 +37,6 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return load_base.load_base(wide(path=str(folder)), CAUSAL, options, 0, four_bit)
 
 
-def open_base(folder: Path) -> Any:
-    options = LoadOptions(torch.float32, CPU, register("sdpa"))
-    return load_base.open_base(model_config(path=str(folder)), CAUSAL, options, 0)
-
-
 def state(lm: Any) -> dict[str, Tensor]:
     """All that there is, buffers that no file has among it."""
     others = {name: p.detach() for name, p in (*lm.named_parameters(), *lm.named_buffers())}
@@ -49,15 +45,9 @@ def state(lm: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", OURS)
-def test_what_is_read_is_what_transformers_reads(
-    kind: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_read_is_what_transformers_reads(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = saved(kind, tmp_path)
-    ours = load(folder, dtype)
-    assert open_base(folder).is_empty, "its tensors are read one at a time"
-    monkeypatch.setattr(load_base, "can_be_filled", lambda *_: False)
-    theirs = load(folder, dtype)
-    assert not open_base(folder).is_empty
+    ours, theirs = load(folder, dtype), by_transformers(folder, dtype)
     left, right = state(ours), state(theirs)
     assert left.keys() == right.keys()
     for name in left:
@@ -69,8 +59,21 @@ def test_what_is_read_is_what_transformers_reads(
         assert ours(IDS).logits.equal(theirs(IDS).logits)
 
 
-def test_what_has_other_names_is_left_to_transformers(tmp_path: Path) -> None:
-    """Here a tensor that old files of Llama have, and that nobody reads."""
+def by_transformers(folder: Path, dtype: torch.dtype) -> Any:
+    """Packed by it as it reads."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    outside = other_linear_layers(load(folder, dtype))
+    config = BitsAndBytesConfig(**Nf4(double_quant=True, compute=dtype).bitsandbytes_arguments(outside))
+    lm = AutoModelForCausalLM.from_pretrained(
+        str(folder), dtype=dtype, attn_implementation=register("sdpa"), quantization_config=config
+    )
+    install_forward(lm)
+    return lm
+
+
+def test_tensor_that_makes_no_parameter_is_passed_over(tmp_path: Path) -> None:
+    """Here one that old files of Llama have."""
     folder = saved("llama", tmp_path)
     file = sorted(folder.glob("*.safetensors"))[0]
     extra = "model.layers.0.self_attn.rotary_emb.inv_freq"

@@ -297,14 +297,6 @@ def test_nf4_rows_of_no_whole_blocks_are_refused() -> None:
     refused(parts_of(model=model), r"layers\.0\.mlp\.down_proj has 96 inputs, not a multiple of 64")
 
 
-def test_nf4_quantised_folder_is_refused(tmp_path: Path) -> None:
-    built("llama", "eager", **wide_numbers("llama")).save_pretrained(str(tmp_path))
-    file = tmp_path / "config.json"
-    extra = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
-    file.write_text(json.dumps(json.loads(file.read_text()) | extra))
-    refused(parts_of(model=wide(path=str(tmp_path))), "these weights are quantised already")
-
-
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_count_weights_counts_nf4_weights_not_bytes(kind: str) -> None:
     found, plain = (count_weights(parts) for parts in (parts_of(kind), sections(wide(kind), lora())))

@@ -8,7 +8,7 @@ from typing import Any
 
 import bitsandbytes.nn
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from app.config.load import compose_run
 from app.config.tasks import TASKS
@@ -42,14 +42,17 @@ def _digest(lm: Any) -> str:
 
 
 def main(folder: Path, reader: str) -> None:
-    if reader == "transformers":
-        vars(load_base)["can_be_filled"] = lambda *_: False
     run = compose_run([f"model.path={folder}", "recipe=qlora", "model.tokenizer=asset:tiny"])
     quantizer = quantizer_of(run.quantization, torch.bfloat16)
     _warm_up(folder)
     options = LoadOptions(torch.bfloat16, torch.device("cpu"), register("sdpa"))
+    assert quantizer is not None
+    packed = BitsAndBytesConfig(**quantizer.bitsandbytes_arguments(["lm_head"]) or {})
     with Peak(_resident) as peak:
-        lm = load_base.load_base(run.model, TASKS["causal"], options, 0, quantizer)
+        if reader == "transformers":
+            lm = AutoModelForCausalLM.from_pretrained(folder, dtype=options.dtype, quantization_config=packed)
+        else:
+            lm = load_base.load_base(run.model, TASKS["causal"], options, 0, quantizer)
     print(json.dumps({"peak": peak.above, "digest": _digest(lm)}))
 
 

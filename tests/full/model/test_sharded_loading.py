@@ -10,15 +10,14 @@ from torch import Tensor
 
 from app.distributed.fsdp import whole_tensors
 from app.distributed.process_group import Runtime
-from app.model import load_base
 from app.model.build import build_training_model
 from app.model.training_model import TrainingModel
 from tests.harness.peak import Peak
 from tests.harness.processes import ProcessesByCount
+from tests.model import small
 from tests.training.conftest import sections_of, small_run
 
-FILES = "files"  # of the model that ships, in place of random weights
-LOADED_WHOLE = "loaded whole"  # as if the files had other names than the modules
+FILES = "files"  # of the model that ships, or of the folder named after it, in place of random weights
 TIED = "model.architecture.tie_word_embeddings=true"
 M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 LARGE = (
@@ -29,17 +28,13 @@ LARGE = (
 
 
 def built(runtime: Runtime, words: tuple[str, ...], *, sharded: bool) -> TrainingModel:
-    run = small_run(*(text for text in words if text not in {FILES, LOADED_WHOLE}), "parallel=fsdp")
-    if FILES in words:
-        run = replace(run, model=replace(run.model, weights="pretrained"))
+    run = small_run(*(text for text in words if not text.startswith(FILES)), "parallel=fsdp")
+    for text in words:
+        if text.startswith(FILES):
+            path = text.removeprefix(FILES).strip() or run.model.path
+            run = replace(run, model=replace(run.model, path=path, weights="pretrained"))
     sharding = runtime.sharding(run.parallel) if sharded else None
-    with pytest.MonkeyPatch.context() as patch:
-        if LOADED_WHOLE in words and sharded:
-            patch.setattr(load_base, "can_be_filled", lambda *_: False)
-        model = build_training_model(sections_of(run), runtime.device, run.seed, "base", sharding)
-    said = any("each process loads all of them" in remark for remark in model.remarks())
-    assert said == (LOADED_WHOLE in words and sharded)
-    return model
+    return build_training_model(sections_of(run), runtime.device, run.seed, "base", sharding)
 
 
 def state_of(model: TrainingModel) -> dict[str, Tensor]:
@@ -71,13 +66,20 @@ def _same(one: Tensor, other: Tensor) -> bool:
         ("recipe=lora", "quantization=int8"),
         ("recipe=full", FILES),
         ("recipe=qlora", FILES),
-        ("recipe=qlora", FILES, LOADED_WHOLE),
-        ("recipe=full", FILES, LOADED_WHOLE),
     ],
     ids=" ".join,
 )
 def test_sharded_model_begins_with_numbers_of_one_process(words: tuple[str, ...], processes: ProcessesByCount) -> None:
     assert processes(3).run(differences, words) == [[]] * 3
+
+
+@pytest.mark.parametrize("recipe", ["recipe=full", "recipe=lora"])
+def test_stacks_of_experts_are_sharded_as_they_are_read(
+    recipe: str, processes: ProcessesByCount, tmp_path: Path
+) -> None:
+    """The files have a tensor for each expert."""
+    small.built("qwen3_moe", "sdpa").save_pretrained(str(tmp_path))
+    assert processes(3).run(differences, (recipe, f"{FILES} {tmp_path}")) == [[]] * 3
 
 
 def memory_of_loading(runtime: Runtime, words: tuple[str, ...]) -> list[float]:
