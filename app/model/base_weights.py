@@ -143,9 +143,14 @@ class Base:
         """Quantise a tensor whole and put its bytes: a process that keeps some rows of them has the scales of all."""
         assert self._quantizer is not None
         layer = copy.copy(self._plain[name])
-        weight = tensor.whole().to(self._options.device, self._options.dtype)
-        _require_finite(tensor, weight)
-        layer._parameters = {"weight": nn.Parameter(weight, requires_grad=False), "bias": None}
+        weight: Any = tensor.whole()
+        if hasattr(weight, "quant_state"):  # packed in the files
+            weight = weight.to(self._options.device)
+            weight.quant_state.dtype = self._options.dtype
+        else:
+            weight = nn.Parameter(weight.to(self._options.device, self._options.dtype), requires_grad=False)
+            _require_finite(tensor, weight)
+        layer._parameters = {"weight": weight, "bias": None}
         quantized = self._quantizer.quantized(layer)
         module = self._modules[name]
         self._quantizer.share_state(quantized, module)

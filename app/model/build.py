@@ -29,6 +29,7 @@ from app.model.checks import compare_loss_head
 from app.model.chunked_loss import linear_head
 from app.model.comparison import Comparison
 from app.model.compile import compile_blocks
+from app.model.conversion import require_packed_alike
 from app.model.fp8_linear import without_row_rounding
 from app.model.fusion import Fused, fuse
 from app.model.head import keep_head_in_fp32
@@ -237,6 +238,7 @@ def count_weights(sections: ModelSections, base: BaseModel | None = None) -> Mod
     lm = deepcopy((base or BaseModel(sections.model, task)).on_meta())
     require_layers(lm, sections.recompute)
     set_norms(lm, sections.model, DTYPES[sections.precision].compute)
+    require_packed_alike(sections.model, lm, sections.quantizer)
     if sections.quantizer is not None:
         sections.quantizer.require_quantizable(sections.model, lm)
     with torch.device("meta"):  # adapters of a large model would take a gigabyte, and seconds to draw

@@ -18,9 +18,11 @@ from torch import Tensor
 from app.config.schema import ModelConfig
 from app.errors import ConfigError
 from app.model.base_weights import SourceTensor
+from app.model.quantization import Quantizer
 from app.model.safetensors_files import StoredTensor, size_of
 
 _UNPACKED = ("fp8", "mxfp4")  # quantised formats that are unpacked as they are read
+BITSANDBYTES = "bitsandbytes"  # its weights are used as they are stored
 
 
 def stored_format(config: ModelConfig, stored: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -30,11 +32,29 @@ def stored_format(config: ModelConfig, stored: Mapping[str, Any]) -> dict[str, A
         return None
     method = given.get("quant_method") if isinstance(given, dict) else None
     if isinstance(given, dict) and (given.get("load_in_4bit") or given.get("load_in_8bit")):
-        method = "bitsandbytes"  # older folders of it name no method
-    if isinstance(given, dict) and method in _UNPACKED:
-        return given
+        method = BITSANDBYTES  # its older folders name no method
+    if isinstance(given, dict) and method in (*_UNPACKED, BITSANDBYTES):
+        return {**given, "quant_method": method}
     by = method if isinstance(method, str) else "a method that its config.json does not name"
-    raise ConfigError(
+    raise ConfigError(_refusal(config, by))
+
+
+def require_packed_alike(config: ModelConfig, lm: Any, quantizer: Quantizer | None) -> None:
+    """Refuse weights of bitsandbytes that the run does not use as they are stored."""
+    given = getattr(lm.config, "quantization_config", None)
+    if given is None:
+        return
+    if not given.get("load_in_4bit") or given.get("bnb_4bit_quant_type") != "nf4":
+        raise ConfigError(_refusal(config, f"{BITSANDBYTES} in {'fp4' if given.get('load_in_4bit') else '8 bits'}"))
+    if quantizer is None or quantizer.kind != "nf4":
+        raise ConfigError(
+            f"model.path={config.path}: its weights are in nf4 by {BITSANDBYTES}. Set quantization=nf4 (recipe=qlora), "
+            "which uses them as they are."
+        )
+
+
+def _refusal(config: ModelConfig, by: str) -> str:
+    return (
         f"model.path={config.path}: its weights are quantised with {by}. Give the folder that it was made from; "
         "recipe=qlora quantises as it reads."
     )
@@ -77,8 +97,20 @@ class FolderReader:
         self._conversions = self._matched(stored, quantization_config)
         if any(each.rule is not None for each in self._conversions):
             self._model = deepcopy(model)  # as rules ask for it: layers are replaced before weights are read
-        unpacked = [place for each in self._conversions for _, place in each.pieces if place.dtype.itemsize == 1]
-        self.unpacked_bytes = sum(map(size_of, unpacked))
+        self._format = quantization_config
+
+    def remarks(self, packed_as: str | None) -> list[str]:
+        """What becomes of weights that are quantised in the files; `packed_as`: the run's kind of quantisation."""
+        if self._format is None:
+            return []
+        method = self._format["quant_method"]
+        packed = [place for each in self._conversions for _, place in each.pieces if place.dtype.itemsize == 1]
+        number = sum(map(size_of, packed))
+        size = f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
+        if method == BITSANDBYTES:
+            return [f"model: {size} of weights that {BITSANDBYTES} has packed, used as they are"]
+        again = "" if packed_as is None else f" and packed again as {packed_as}"
+        return [f"model: {size} of {method} weights, unpacked as they were read{again}"]
 
     def tensors(self) -> dict[str, SourceTensor]:
         """In the order of the files."""
@@ -139,8 +171,12 @@ class FolderReader:
             self._made = None, {}  # freed before the next are read
             self._made = conversion, conversion.made(self._model, self._whole)
         tensor = self._made[1][name]
-        if tensor.shape != self._shapes[name]:
-            raise ValueError(f"{name} becomes {tuple(tensor.shape)}, the model has {tuple(self._shapes[name])}")
+        packed = getattr(tensor, "quant_state", None)  # of a parameter of bitsandbytes
+        shape = tensor.shape if packed is None else packed.shape
+        if shape != self._shapes[name]:
+            raise ValueError(f"{name} becomes {tuple(shape)}, the model has {tuple(self._shapes[name])}")
+        if packed is not None:
+            return tensor
         return tensor.detach() if low is None else tensor.detach()[low:high]
 
 
@@ -148,5 +184,6 @@ def _unpacker(quantization_config: dict[str, Any]) -> Any:
     """What adds the rules of a quantised format."""
     from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 
-    given = AutoQuantizationConfig.from_dict({**quantization_config, "dequantize": True})
+    unpacking = {} if quantization_config["quant_method"] == BITSANDBYTES else {"dequantize": True}
+    given = AutoQuantizationConfig.from_dict({**quantization_config, **unpacking})
     return AutoHfQuantizer.from_config(given, pre_quantized=True)

@@ -17,7 +17,7 @@ from app.config.schema import ModelConfig
 from app.config.tasks import Task
 from app.errors import ConfigError, EnvironmentProblem, gist
 from app.model.base_weights import Base, LoadOptions, SourceTensor, drawn_parameters, in_memory, random_tensors
-from app.model.conversion import FolderReader, stored_format
+from app.model.conversion import FolderReader, require_packed_alike, stored_format
 from app.model.head import in_backbone
 from app.model.quantization import Quantizer
 from app.model.safetensors_files import stored_tensors
@@ -63,12 +63,7 @@ def open_folder(
             lm.generation_config = transformers.GenerationConfig.from_pretrained(str(folder), local_files_only=True)
         reader = FolderReader(lm, stored_tensors(folder), stored_as)
         tensors = _one_for_each(config, task, folder, lm, reader.tensors(), options)
-    remarks = []
-    if stored_as is not None:
-        packed = "" if quantizer is None else f" and packed again as {quantizer.kind}"
-        number = reader.unpacked_bytes
-        size = f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
-        remarks = [f"model: {size} of {stored_as['quant_method']} weights, unpacked as they were read{packed}"]
+    remarks = reader.remarks(None if quantizer is None else quantizer.kind)
     base = Base(lm, options, tensors, partial(_readable, config, folder), remarks)
     if quantizer is not None:
         base.quantize(quantizer)
@@ -124,6 +119,8 @@ def _empty(config: ModelConfig, task: Task, numbers: Any, options: LoadOptions, 
     """The model with its parameters on meta; what cannot be trained or packed is refused."""
     with parameters_on_meta():
         lm = build(config, task, numbers, options.dtype, options.attention)
+    require_packed_alike(config, lm, quantizer)
+    vars(lm.config).pop("quantization_config", None)  # what is trained is no longer what is stored
     if quantizer is not None:
         quantizer.require_quantizable(config, lm)
     lm.tie_weights()

@@ -25,13 +25,18 @@ _DOUBLE_QUANT_BLOCK_BYTES = 8  # the scales as they were, and once more with the
 
 
 def linear_4bit(weight: Tensor, bias: Any, kind: str, *, double_quant: bool, compute: torch.dtype) -> nn.Module:
-    """A frozen layer of bitsandbytes' own class; on meta its weight keeps its shape, as bitsandbytes leaves it."""
+    """A frozen layer of bitsandbytes' own class; on meta its weight keeps its shape, as bitsandbytes leaves it.
+
+    A weight of bitsandbytes is used as it is.
+    """
     from bitsandbytes.functional import quantize_4bit
     from bitsandbytes.nn import Linear4bit, Params4bit
 
+    packed = getattr(weight, "quant_state", None)
+    outputs, inputs = weight.shape if packed is None else packed.shape
     layer = Linear4bit(
-        weight.shape[1],
-        weight.shape[0],
+        inputs,
+        outputs,
         bias=bias is not None,
         compute_dtype=compute,
         compress_statistics=double_quant,
@@ -40,10 +45,13 @@ def linear_4bit(weight: Tensor, bias: Any, kind: str, *, double_quant: bool, com
     )
     attributes = {key: value for key, value in layer.weight.__dict__.items() if key != "data"}
     data = weight.contiguous()
-    if not weight.is_meta:
+    if packed is not None:
+        data, layer.quant_state = weight.data.view(torch.uint8).view(-1, 1), packed
+    elif not weight.is_meta:
         data, layer.quant_state = quantize_4bit(
             data, blocksize=BLOCK, compress_statistics=double_quant, quant_type=kind
         )
+    if layer.quant_state is not None:
         attributes |= {"quant_state": layer.quant_state, "bnb_quantized": True, "module": layer}
     layer.weight = Params4bit(data, requires_grad=False, **attributes)
     layer.weight._is_hf_initialized = True  # a parent's initialisation must not draw over the bytes

@@ -140,8 +140,10 @@ class Bits4(Quantizer):
         return nf4.dequantized(self.quantized(layer))
 
     def quantized(self, layer: Any) -> nn.Module:
+        is_packed = hasattr(layer.weight, "quant_state")  # in the files
+        weight = layer.weight if is_packed else weight_of(layer)
         options: Any = {"double_quant": self.double_quant, "compute": self.compute}
-        return nf4.linear_4bit(weight_of(layer), layer.bias, self.kind, **options)
+        return nf4.linear_4bit(weight, layer.bias, self.kind, **options)
 
     def share_state(self, quantized: Any, layer: Any) -> None:
         layer.quant_state = quantized.quant_state

@@ -15,7 +15,7 @@ from app.config.did_you_mean import did_you_mean
 from app.config.schema import ModelConfig
 from app.config.tasks import Task
 from app.errors import ConfigError, EnvironmentProblem, gist, refuse
-from app.model.conversion import stored_format
+from app.model.conversion import BITSANDBYTES, stored_format
 from app.model.source import REMOTE_CODE, fetch_folder, folder_at_hand, local_place, read_config, require_weights
 from app.model.supported_models import require_kind, require_structure
 from app.model.training_model import first_position
@@ -113,7 +113,7 @@ def numbers_in_folder(config: ModelConfig, task: Task, folder: Path) -> Any:
     """The configuration of transformers in a local folder, for the labels of the run."""
     from huggingface_hub.errors import StrictDataclassError
 
-    stored_format(config, read_config(folder, config.path))
+    quantised = stored_format(config, read_config(folder, config.path))
     try:
         numbers = transformers.AutoConfig.from_pretrained(
             str(folder), trust_remote_code=config.trust_remote_code, local_files_only=True
@@ -124,7 +124,7 @@ def numbers_in_folder(config: ModelConfig, task: Task, folder: Path) -> Any:
             f"use ({gist(fault)}). {REMOTE_CODE}"
         ) from fault
     _require_no_other_classes(config, task, numbers)
-    if hasattr(numbers, "quantization_config"):
+    if quantised is not None and quantised["quant_method"] != BITSANDBYTES:
         del numbers.quantization_config  # the weights are unpacked as they are read
     return _configured(task, numbers)
 

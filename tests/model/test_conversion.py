@@ -131,6 +131,45 @@ def test_fp8_folder_is_packed_to_nf4_as_it_is_read_and_told(tmp_path: Path) -> N
     found[0](batch_of(documents_of((8, 5))))[0].backward()
 
 
+def bitsandbytes_folder(folder: Path, **given: Any) -> Path:
+    """A folder that transformers has packed and saved."""
+    plain = folder / "plain"
+    built("llama", "eager", **wide_numbers("llama")).save_pretrained(str(plain))
+    config = transformers.BitsAndBytesConfig(llm_int8_skip_modules=["lm_head"], **given)
+    by_transformers(plain, quantization_config=config).save_pretrained(str(folder / "packed"))
+    return folder / "packed"
+
+
+def test_weights_of_bitsandbytes_are_used_as_they_are(tmp_path: Path) -> None:
+    nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    folder = bitsandbytes_folder(tmp_path, **nf4)
+    found = []
+    for each in (folder, tmp_path / "plain"):
+        parts = sections(wide(path=str(each)), lora(), quantization=NF4)
+        count_weights(parts)
+        found.append(build_training_model(parts, CPU, 0, "base"))
+    used, packed = (packed_bytes(model.network) for model in found)
+    assert used.keys() == packed.keys()
+    assert all(used[name].equal(packed[name]) for name in packed)
+    assert "model: 0.0 MB of weights that bitsandbytes has packed, used as they are" in found[0].remarks()
+    batch = batch_of(documents_of((8, 5)))
+    losses = [model(batch)[0] for model in found]
+    losses[0].backward()
+    assert losses[0].equal(losses[1])
+    with pytest.raises(ConfigError, match=r"in nf4 by bitsandbytes\. Set quantization=nf4"):
+        count_weights(sections(wide(path=str(folder)), lora()))
+
+
+@pytest.mark.parametrize(("given", "words"), [({"load_in_8bit": True}, "8 bits"), ({"load_in_4bit": True}, "fp4")])
+def test_other_weights_of_bitsandbytes_are_refused(given: dict[str, Any], words: str, tmp_path: Path) -> None:
+    folder = bitsandbytes_folder(tmp_path, **given)
+    parts = sections(wide(path=str(folder)), lora(), quantization=NF4)
+    ways: list[Callable[[], object]] = [lambda: count_weights(parts), lambda: read(folder)]
+    for way in ways:
+        with pytest.raises(ConfigError, match=rf"quantised with bitsandbytes in {words}\. Give the folder"):
+            way()
+
+
 def test_stack_is_read_with_no_tensor_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One expert a tensor, 4 experts, gate and up in one stack: 8 pieces at most; each tensor is read once."""
     built("qwen3_moe", "eager").save_pretrained(str(tmp_path))
