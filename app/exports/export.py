@@ -43,7 +43,14 @@ from app.training.final_model import loading_of
 _ADAPTER = "adapter_config.json"
 _NOT_COPIED = {CHECKSUMS, CARD, REPORT}
 _OF_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "adapter_*")
-_WITH_WEIGHTS = ("generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
+_WITH_WEIGHTS = (
+    "generation_config.json",
+    "*processor*_config.json",
+    "processor_config.json",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
 # Relative difference of logits computed twice in fp32 by kernels that add in another order.
 _FP32_TOLERANCE = 1e-5
 # Half the distance of neighbouring numbers: the largest relative change of a weight by rounding.

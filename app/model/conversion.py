@@ -126,6 +126,10 @@ class FolderReader:
                 found[name] = SourceTensor(name, self._shapes[name], whole, rows, place.file.name)
         return found
 
+    def stored_names(self) -> dict[str, str]:
+        """The name in the files of each parameter that is one tensor there."""
+        return {each.target: each.pieces[0][1].name for each in self._conversions if each.rule is None}
+
     def _matched(self, stored: Mapping[str, StoredTensor], quantization_config: Any) -> list[_Conversion]:
         """What makes the parameters; tensors that make none are passed over."""
         from transformers.conversion_mapping import get_model_conversion_mapping

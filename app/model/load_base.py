@@ -5,6 +5,7 @@ import copy
 import logging
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from app.model.head import in_backbone
 from app.model.quantization import Quantizer
 from app.model.safetensors_files import stored_tensors
 from app.model.source import fetch_folder, read_config, require_weights
-from app.model.structure import build, model_class, numbers_in_folder, numbers_in_yaml
+from app.model.structure import build, model_class, numbers_in_folder, numbers_in_yaml, text_part_in
 
 
 def load_base(
@@ -61,9 +62,16 @@ def open_folder(
     with _readable(config, folder):
         if (folder / "generation_config.json").is_file():  # as from_pretrained does
             lm.generation_config = transformers.GenerationConfig.from_pretrained(str(folder), local_files_only=True)
-        reader = FolderReader(lm, stored_tensors(folder), stored_as)
-        tensors = _one_for_each(config, task, folder, lm, reader.tensors(), options)
+        part = text_part_in(config, folder, lm)
+        reader = FolderReader(lm if part is None else part.whole, stored_tensors(folder), stored_as)
+        found = reader.tensors()
+        if part is not None:
+            ours = {part.in_text(name): each for name, each in found.items()}
+            found = {name: replace(each, name=name) for name, each in ours.items() if name is not None}
+        tensors = _one_for_each(config, task, folder, lm, found, options)
     remarks = reader.remarks(None if quantizer is None else quantizer.kind)
+    if part is not None:
+        remarks.append(f"model: the text part of {type(part.whole).__name__}; what else it reads is not trained")
     base = Base(lm, options, tensors, partial(_readable, config, folder), remarks)
     if quantizer is not None:
         base.quantize(quantizer)

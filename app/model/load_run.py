@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from app.model.layer_norm import set_norms
 from app.model.load_base import drawing_by, open_folder, read_weights
 from app.model.quantization import quantization_after_training, quantizer_of
 from app.model.source import REMOTE_CODE, fetch_folder, require_weights
-from app.model.structure import numbers_in_folder
+from app.model.structure import numbers_in_folder, text_part_in
+from app.model.text_part import TextPart, rename_adapter
 from app.model.tokenizer import load_tokenizer
 from app.model.training_model import TrainingModel
 
@@ -46,7 +48,9 @@ def load_tuned(
     with drawing_by(seed):
         lm = open_folder(model, task, folder, LoadOptions(dtype, _device(), "eager"), quantizer).whole()
     lm = _for_answers(lm)
-    return _with_adapter(lm, final).get_base_model() if has_adapter and adapter else lm
+    if not has_adapter or not adapter:
+        return lm
+    return _with_adapter(lm, final, text_part_in(model, folder, lm)).get_base_model()
 
 
 def weights_of(run: Path, model: ModelConfig, *, tuned: bool) -> ModelConfig:
@@ -77,7 +81,8 @@ def load_training_model(
     network: Any = build_base(sections, device, seed)
     if _is_adapter(final):
         network.requires_grad_(False)  # as attaching an adapter did in training
-        network = _with_adapter(network, final) if tuned else network
+        part = text_part_in(sections.model, Path(sections.model.path), network)
+        network = _with_adapter(network, final, part) if tuned else network
     compute = DTYPES[sections.precision].compute
     set_norms(network, sections.model, compute)
     return TrainingModel(
@@ -133,14 +138,16 @@ def _for_answers(lm: Any) -> Any:
     return lm.eval()
 
 
-def _with_adapter(lm: Any, final: Path) -> Any:
+def _with_adapter(lm: Any, final: Path, part: TextPart | None) -> Any:
     from safetensors import SafetensorError
 
     read_adapter_config(final)
     try:
-        with quiet_peft():
+        with quiet_peft(), TemporaryDirectory() as renamed:
             from peft import PeftModel
 
-            return PeftModel.from_pretrained(lm, str(final)).eval()
+            if part is not None:
+                rename_adapter(final, Path(renamed), part.in_text)
+            return PeftModel.from_pretrained(lm, str(final) if part is None else renamed).eval()
     except (OSError, ValueError, RuntimeError, SafetensorError) as fault:
         raise CheckpointError(f"the adapter in {final} cannot be loaded ({gist(fault)}).") from fault

@@ -16,6 +16,7 @@ from app.config.tasks import task_of
 from app.errors import CheckpointError, ConfigError
 from app.model.adapters import ADAPTER_WEIGHTS, PREFIX, method_in, read_adapter_config
 from app.model.build import DTYPES, ModelSections
+from app.model.conversion import FolderReader
 from app.model.quantization import Quantizer, backbone_linear_layers, is_conv1d
 from app.model.safetensors_files import (
     StoredTensor,
@@ -73,7 +74,7 @@ class Merge:
     quantizer: Quantizer | None
     base_dtype: torch.dtype  # in training, of what was not quantised
     out: torch.dtype
-    as_stored: re.Pattern[str] | None  # what transformers keeps in fp32 in any case
+    as_stored: re.Pattern[str] | None  # what transformers keeps in fp32 in any case, and what is beside a text part
     device: torch.device
 
     @property
@@ -154,18 +155,26 @@ def plan_merge(
             f"kind=merged: the weights in {folder} are quantised already, and nothing is merged into such. "
             "Give kind=adapter."
         )
-    lm = BaseModel(sections.model, task_of(sections.task)).on_meta()
-    tensors = stored_tensors(folder)
+    base = BaseModel(sections.model, task_of(sections.task))
+    lm, part, tensors = base.on_meta(), base.text_part, stored_tensors(folder)
+    stored = FolderReader(lm if part is None else part.whole, tensors).stored_names()
+    beside: set[str] = set()  # files' tensors of what the text part is a part of
+    if part is not None:
+        updates = {part.in_text(layer) or layer: update for layer, update in updates.items()}
+        ours = {part.in_text(name): file for name, file in stored.items()}
+        stored = {name: file for name, file in ours.items() if name is not None}
+        beside = set(tensors).difference(stored.values())
     if final is not None and task_of(sections.task).pooled:
         tensors = _with_head(lm, tensors, final)
     quantized = backbone_linear_layers(lm) if sections.quantizer is not None else []
-    names = _names_in_files(lm, {*quantized, *updates}, tensors, sections.model.path)
+    names = _names_in_files(lm, {*quantized, *updates}, tensors, stored, sections.model.path)
     frozen = sections.adapter.kind != "none"
     base_dtype = DTYPES[sections.precision].base if frozen else torch.float32
     kept = set(getattr(lm, "_keep_in_fp32_modules_strict", None) or ())
     if base_dtype == torch.float16:
         kept |= set(getattr(lm, "_keep_in_fp32_modules", None) or ())
-    in_fp32 = "|".join(rf"(?:^|\.){re.escape(name)}(?:\.|$)" for name in sorted(kept))
+    as_stored = [rf"(?:^|\.){re.escape(name)}(?:\.|$)" for name in sorted(kept)]
+    as_stored += [f"^{re.escape(name)}$" for name in sorted(beside)]
     return Merge(
         tensors=tensors,
         updates={names[layer]: update for layer, update in updates.items()},
@@ -174,7 +183,7 @@ def plan_merge(
         quantizer=sections.quantizer,
         base_dtype=base_dtype,
         out=EXPORTED[dtype],
-        as_stored=re.compile(in_fp32) if kept else None,
+        as_stored=re.compile("|".join(as_stored)) if as_stored else None,
         device=device,
     )
 
@@ -202,17 +211,15 @@ def merged_config(folder: Path, dtype: str) -> dict[str, Any]:
     return config
 
 
-def _names_in_files(lm: Any, layers: Iterable[str], tensors: Mapping[str, StoredTensor], path: str) -> dict[str, str]:
-    """Names in the files by layer: that of the module, or without the backbone's prefix, as older checkpoints have it.
-
-    transformers loads some files whose names differ, so a missing one is refused.
-    """
+def _names_in_files(
+    lm: Any, layers: Iterable[str], tensors: Mapping[str, StoredTensor], stored: Mapping[str, str], path: str
+) -> dict[str, str]:
+    """Names in the files by layer. A weight that transformers makes of several tensors has none, and is refused."""
     found, missing = {}, []
     for layer in sorted(layers):
-        shape, whole = lm.get_submodule(layer).weight.shape, f"{layer}.weight"
-        names = [name for name in (whole, whole.removeprefix(f"{lm.base_model_prefix}.")) if name in tensors]
-        if names and tensors[names[0]].shape == shape:
-            found[layer] = names[0]
+        name = stored.get(f"{layer}.weight", "")
+        if name in tensors and tensors[name].shape == lm.get_submodule(layer).weight.shape:
+            found[layer] = name
         else:
             missing.append(layer)
     if missing:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from app.model.safetensors_files import widest_first, write_weights
+from app.model.text_part import TextPart, rename_adapter
 from app.model.training_model import TrainingModel
 
 MAX_FILE_BYTES = 50 * 10**9  # as transformers divides them
@@ -19,10 +20,15 @@ _TOKENIZER_FILES = ("*token*", "*.model", "vocab.*", "merges.txt", _TEMPLATE)
 
 
 def save_model(
-    training_model: TrainingModel, tokenizer: Any, folder: Path, tensors: Iterable[tuple[str, Tensor]] | None = None
+    training_model: TrainingModel,
+    tokenizer: Any,
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor]] | None = None,
+    text_part: TextPart | None = None,
 ) -> None:
     """An adapter in PEFT's format, or a whole model in transformers' format, with the tokenizer beside it. `tensors`:
-    where the model is sharded, those of `saved_tensors`, whole, one at a time.
+    where the model is sharded, those of `saved_tensors`, whole, one at a time. An adapter of a `text_part` has the
+    names of the whole, which is what other programs load.
     """
     network: Any = training_model.network
     lm: Any = training_model.language_model
@@ -32,6 +38,8 @@ def save_model(
         given: dict[str, Any] = {} if tensors is None else {"state_dict": dict(tensors)}
         # "auto" would ask the hub about the vocabulary of the base
         network.save_pretrained(str(folder), save_embedding_layers=False, **given)
+        if text_part is not None:
+            rename_adapter(folder, folder, text_part.in_whole)
         if training_model.pooled:  # names and number of the classes are nowhere else
             numbers = copy.deepcopy(lm.config)
             numbers.architectures = [type(lm).__name__]

@@ -18,6 +18,7 @@ from app.errors import ConfigError, EnvironmentProblem, gist, refuse
 from app.model.conversion import BITSANDBYTES, stored_format
 from app.model.source import REMOTE_CODE, fetch_folder, folder_at_hand, local_place, read_config, require_weights
 from app.model.supported_models import require_kind, require_structure
+from app.model.text_part import TextPart, text_numbers
 from app.model.training_model import first_position
 
 
@@ -58,7 +59,8 @@ class BaseModel:
 
     def longest_row(self, wanted: int) -> int:
         """`wanted` tokens, or as many as there are positions for without those that the model leaves unused."""
-        positions = self.stored.get("max_position_embeddings") or self.stored.get("n_positions")
+        stored = self.stored.get("text_config") or self.stored
+        positions = stored.get("max_position_embeddings") or stored.get("n_positions")
         if not isinstance(positions, int):
             return wanted
         padding = getattr(self.numbers, "pad_token_id", None)  # a bound: no model is built where rows fit anyway
@@ -72,6 +74,12 @@ class BaseModel:
         if isinstance(told, int) and largest < told:
             return told
         return int(self.on_meta().get_input_embeddings().num_embeddings)
+
+    @cached_property
+    def text_part(self) -> TextPart | None:
+        """Where the whole has the model, if that is only its text part."""
+        folder = folder_at_hand(self.config) if self.config.weights == "pretrained" else None
+        return None if folder is None else text_part_in(self.config, folder, self.on_meta())
 
     @cached_property
     def is_bidirectional(self) -> bool:
@@ -110,12 +118,21 @@ def numbers_in_yaml(config: ModelConfig, task: Task) -> Any:
 
 
 def numbers_in_folder(config: ModelConfig, task: Task, folder: Path) -> Any:
-    """The configuration of transformers in a local folder, for the labels of the run."""
+    """The configuration of transformers in a local folder, or of its text part, for the labels of the run."""
+    quantised = stored_format(config, read_config(folder, config.path))
+    numbers = text_numbers(whole_numbers(config, folder), task)
+    _require_no_other_classes(config, task, numbers)
+    if quantised is not None and quantised["quant_method"] != BITSANDBYTES:
+        vars(numbers).pop("quantization_config", None)  # the weights are unpacked as they are read
+    return _configured(task, numbers)
+
+
+def whole_numbers(config: ModelConfig, folder: Path) -> Any:
+    """The configuration of transformers in a local folder; one of a text part is inside it."""
     from huggingface_hub.errors import StrictDataclassError
 
-    quantised = stored_format(config, read_config(folder, config.path))
     try:
-        numbers = transformers.AutoConfig.from_pretrained(
+        return transformers.AutoConfig.from_pretrained(
             str(folder), trust_remote_code=config.trust_remote_code, local_files_only=True
         )
     except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as fault:
@@ -123,10 +140,12 @@ def numbers_in_folder(config: ModelConfig, task: Task, folder: Path) -> Any:
             f"model.path={config.path}: {folder / 'config.json'} is not a configuration that this transformers can "
             f"use ({gist(fault)}). {REMOTE_CODE}"
         ) from fault
-    _require_no_other_classes(config, task, numbers)
-    if quantised is not None and quantised["quant_method"] != BITSANDBYTES:
-        del numbers.quantization_config  # the weights are unpacked as they are read
-    return _configured(task, numbers)
+
+
+def text_part_in(config: ModelConfig, folder: Path, lm: Any) -> TextPart | None:
+    """Where the whole of a folder has `lm`, if that is only its text part."""
+    numbers = whole_numbers(config, folder)
+    return None if type(numbers) is type(lm.config) else TextPart.of(lm, numbers, lm.dtype)
 
 
 def _require_no_other_classes(config: ModelConfig, task: Task, numbers: Any) -> None:

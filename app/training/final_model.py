@@ -39,7 +39,7 @@ def write_final(resolved: ResolvedRun, trainer: Trainer, recorder: Recorder, pre
     tensors = None if model.sharding is None else whole_tensors(saved_tensors(model))
     if resolved.runtime.rank == 0:
         with checksummed_folder(recorder.folder.final) as folder:
-            save_model(model, resolved.tokenizer, folder, tensors)
+            save_model(model, resolved.tokenizer, folder, tensors, resolved.base.text_part)
             (folder / CARD).write_text(_card(resolved, recorder, result, folder), encoding="utf-8")
         answers = samples_table(recorder.folder.samples)
         if answers:
