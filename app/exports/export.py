@@ -149,7 +149,7 @@ class AdapterExport(Export):
             "config": str(folder) if task_of(sections.task).pooled else None,
             "base": str(inside if inside.is_dir() else sections.model.path),
             "dtype": str(DTYPES[sections.precision].base).removeprefix("torch."),
-            "bitsandbytes": sections.bitsandbytes_arguments(self.evaluation.base.on_meta()),
+            "bitsandbytes": sections.bitsandbytes_arguments(self.evaluation.base),
         }
         return by_transformers(folder, loading, reference, self.evaluation)
 
@@ -306,7 +306,7 @@ def make_export(export: Export, facts: dict[str, Any], say: Callable[[str], None
 
 def _card(export: Export, folder: Path, verified: Verification) -> str:
     run, evaluation = export.config.folder, export.evaluation
-    loading = loading_of(export.sections, evaluation.base.on_meta(), folder, folder / "base")
+    loading = loading_of(export.sections, evaluation.base, folder, folder / "base")
     if verified.kl is not None:
         quantized = (
             f"Quantised to {export.config.quant} by bitsandbytes, which loads it. KL from the model of the run: "

@@ -18,7 +18,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from app.config.tasks import task_of
 from app.evaluation.run import Evaluation
 from app.exports import reload
 from app.model.attention import own_attention
@@ -209,7 +208,7 @@ def by_transformers(
             "bitsandbytes": None,
             "digest": False,
             **loading,
-            "auto_class": task_of(sections.task).auto_class,
+            "auto_class": evaluation.base.auto_class,
             "folder": str(folder),
             "attention": own_attention(evaluation.base.on_meta()),
             "trust_remote_code": sections.model.trust_remote_code,

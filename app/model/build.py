@@ -35,7 +35,7 @@ from app.model.fusion import Fused, fuse
 from app.model.head import keep_head_in_fp32
 from app.model.layer_norm import set_norms
 from app.model.load_base import open_base, quiet_transformers
-from app.model.quantization import Quantizer, other_linear_layers, quantizer_of
+from app.model.quantization import Quantizer, quantizer_of
 from app.model.recurrent import missing_kernels, recurrent_mixers
 from app.model.source import local_place
 from app.model.structure import BaseModel
@@ -99,10 +99,10 @@ class ModelSections:
         dtypes = DTYPES[self.precision]
         return quantizer_of(self.quantization, dtypes.compute or dtypes.base)
 
-    def bitsandbytes_arguments(self, lm: Any) -> dict[str, Any] | None:
+    def bitsandbytes_arguments(self, base: BaseModel) -> dict[str, Any] | None:
         """Arguments of BitsAndBytesConfig to load the base as it was trained, as plain values."""
         quantizer = self.quantizer
-        return None if quantizer is None else quantizer.bitsandbytes_arguments(other_linear_layers(lm))
+        return None if quantizer is None else quantizer.bitsandbytes_arguments(base.linear_outside)
 
     @property
     def base_dtype(self) -> torch.dtype:

@@ -27,7 +27,8 @@ BITSANDBYTES = "bitsandbytes"  # its weights are used as they are stored
 
 def stored_format(config: ModelConfig, stored: Mapping[str, Any]) -> dict[str, Any] | None:
     """The section `quantization_config` of a config.json, None without one; a format that is not read is refused."""
-    given = stored.get("quantization_config")
+    text = stored.get("text_config")  # of a whole that reads more than text
+    given = stored.get("quantization_config", text.get("quantization_config") if isinstance(text, dict) else None)
     if given is None:
         return None
     method = given.get("quant_method") if isinstance(given, dict) else None

@@ -16,6 +16,7 @@ from app.config.schema import ModelConfig
 from app.config.tasks import Task
 from app.errors import ConfigError, EnvironmentProblem, gist, refuse
 from app.model.conversion import BITSANDBYTES, stored_format
+from app.model.quantization import backbone_linear_layers, is_linear, other_linear_layers
 from app.model.source import REMOTE_CODE, fetch_folder, folder_at_hand, local_place, read_config, require_weights
 from app.model.supported_models import require_kind, require_structure
 from app.model.text_part import TextPart, text_numbers
@@ -80,6 +81,21 @@ class BaseModel:
         """Where the whole has the model, if that is only its text part."""
         folder = folder_at_hand(self.config) if self.config.weights == "pretrained" else None
         return None if folder is None else text_part_in(self.config, folder, self.on_meta())
+
+    @property
+    def auto_class(self) -> str:
+        """The class of transformers by which other programs load the folder."""
+        return self.task.auto_class if self.text_part is None else type(self.text_part.whole).__name__
+
+    @property
+    def linear_outside(self) -> list[str]:
+        """Names, in the folder's own model, of linear layers that quantisation leaves as they are."""
+        lm, part = self.on_meta(), self.text_part
+        if part is None:
+            return other_linear_layers(lm)
+        inside = backbone_linear_layers(lm)
+        named = part.whole.named_modules()
+        return [name for name, layer in named if is_linear(layer) and part.in_text(name) not in inside]
 
     @cached_property
     def is_bidirectional(self) -> bool:

@@ -17,6 +17,7 @@ from app.config.tasks import TASKS, Task
 from app.errors import ConfigError
 from app.model.head import own_head, pooled_head
 from app.model.recurrent import recurrent_mixers
+from app.model.text_part import TEXT_PARTS
 
 # of others that differ only in long rows, the check before the first step would see nothing
 _RECURRENT = frozenset({"linear_attention", "conv", "hybrid"})
@@ -38,8 +39,11 @@ def _reason(task: Task, numbers: Any, *, own_code: bool = False) -> str | None:
     types = set(getattr(numbers, "layer_types", None) or ())
     if numbers.is_encoder_decoder or "encoder" in numbers.sub_configs:
         return "it is an encoder-decoder, and only models of one of the two are trained here"
-    if numbers.get_text_config(decoder=True) is not numbers:
-        return "it reads more than text, and only the text part could be trained"
+    text = numbers.get_text_config(decoder=True)
+    if text is not numbers:
+        known_part = numbers.model_type in TEXT_PARTS
+        state = "trained from a folder, by task=causal" if known_part else "not compared with the whole yet"
+        return f"it reads more than text; its text part, of kind {text.model_type}, is {state}"
     if known is None and not own_code:
         return f"it is not {task.description}"
     if types - _LAYERS:

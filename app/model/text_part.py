@@ -14,16 +14,18 @@ from app.config.tasks import Task
 from app.model.adapters import ADAPTER, ADAPTER_WEIGHTS, PREFIX
 
 # kinds whose text part computes what the whole does of text alone, as tests show
-_KINDS = ("gemma3",)
+TEXT_PARTS = ("gemma3", "mistral3")
 
 
 def text_numbers(numbers: Any, task: Task) -> Any:
     """The configuration of the text part, where that can be trained by itself; else `numbers`."""
     text = numbers.get_text_config(decoder=True)
-    if numbers.model_type not in _KINDS or type(text) not in getattr(transformers, task.mapping):
+    if numbers.model_type not in TEXT_PARTS or not task.writes_text:
         return numbers
     text.tie_word_embeddings = numbers.tie_word_embeddings  # the whole decides
     text.dtype = text.dtype or numbers.dtype
+    if hasattr(numbers, "quantization_config"):
+        text.quantization_config = numbers.quantization_config
     return text
 
 

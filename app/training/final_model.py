@@ -13,6 +13,7 @@ from app.files import checksummed_folder
 from app.model.build import DTYPES, ModelSections
 from app.model.quantization import quantization_after_training
 from app.model.save import needs_transformers_5, save_model, saved_tensors
+from app.model.structure import BaseModel
 from app.tracking.manifest import read_manifest
 from app.tracking.model_card import CARD, Loading, model_card
 from app.tracking.recorder import Recorder, samples_table
@@ -52,27 +53,28 @@ def write_final(resolved: ResolvedRun, trainer: Trainer, recorder: Recorder, pre
 
 
 def _card(resolved: ResolvedRun, recorder: Recorder, result: Mapping[str, Any], folder: Path) -> str:
-    loading = loading_of(resolved.sections, resolved.base.on_meta(), folder, recorder.folder.base)
+    loading = loading_of(resolved.sections, resolved.base, folder, recorder.folder.base)
     manifest = read_manifest(recorder.folder.manifest)
     return model_card(asdict(resolved.config), manifest, result, loading)
 
 
-def loading_of(sections: ModelSections, meta_model: Any, folder: Path, base: Path) -> Loading:
-    """How the model in `folder` is loaded; `base` holds the base if that had random weights."""
+def loading_of(sections: ModelSections, base: BaseModel, folder: Path, drawn: Path) -> Loading:
+    """How the model in `folder` is loaded; `drawn` holds a base of random weights."""
     trained_by = sections.quantizer
     sections = replace(sections, quantization=quantization_after_training(sections.quantization))
     is_adapter = (folder / "adapter_config.json").is_file()
-    base_inside = is_adapter and base.is_dir()
+    base_inside = is_adapter and drawn.is_dir()
     return Loading(
-        auto_class=task_of(sections.task).auto_class,
+        # a text part that was trained whole is a model of its own
+        auto_class=base.auto_class if sections.adapter.kind != "none" else task_of(sections.task).auto_class,
         is_adapter=is_adapter,
         dtype=str(DTYPES[sections.precision].base).removeprefix("torch."),
-        base_place=os.path.relpath(base, folder) if base_inside else None,
+        base_place=os.path.relpath(drawn, folder) if base_inside else None,
         quantization=sections.quantization.kind,
         quantized="" if trained_by is None else trained_by.card,
-        bitsandbytes=sections.bitsandbytes_arguments(meta_model) if is_adapter else None,
+        bitsandbytes=sections.bitsandbytes_arguments(base) if is_adapter else None,
         own_classes=is_adapter and task_of(sections.task).pooled,
-        needs_transformers_5=needs_transformers_5(base if base_inside else folder),
+        needs_transformers_5=needs_transformers_5(drawn if base_inside else folder),
     )
 
 

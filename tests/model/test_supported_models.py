@@ -28,7 +28,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mistral3": ({}, "it reads more than text"),
     "bert": (_UNDECODED, "its tokens see the tokens after them"),
     "roberta": (_UNDECODED, "its tokens see the tokens after them"),
-    "gemma3": ({}, "it reads more than text"),
+    "gemma3": ({}, "it reads more than text; its text part, of kind gemma3_text, is trained from a folder"),
+    "cohere2_vision": ({}, "its text part, of kind cohere2, is not compared with the whole yet"),
 }
 
 
