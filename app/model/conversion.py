@@ -45,12 +45,13 @@ def require_packed_alike(config: ModelConfig, lm: Any, quantizer: Quantizer | No
     given = getattr(lm.config, "quantization_config", None)
     if given is None:
         return
-    if not given.get("load_in_4bit") or given.get("bnb_4bit_quant_type") != "nf4":
-        raise ConfigError(_refusal(config, f"{BITSANDBYTES} in {'fp4' if given.get('load_in_4bit') else '8 bits'}"))
-    if quantizer is None or quantizer.kind != "nf4":
+    if not given.get("load_in_4bit"):
+        raise ConfigError(_refusal(config, f"{BITSANDBYTES} in 8 bits"))
+    kind = given.get("bnb_4bit_quant_type", "fp4")
+    if quantizer is None or quantizer.kind != kind:
         raise ConfigError(
-            f"model.path={config.path}: its weights are in nf4 by {BITSANDBYTES}. Set quantization=nf4 (recipe=qlora), "
-            "which uses them as they are."
+            f"model.path={config.path}: its weights are in {kind} by {BITSANDBYTES}. Set recipe=qlora "
+            f"quantization={kind}, which uses them as they are."
         )
 
 

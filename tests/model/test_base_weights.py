@@ -14,7 +14,7 @@ from app.model import load_base
 from app.model.attention import register
 from app.model.base_weights import LoadOptions
 from app.model.nf4 import install_forward
-from app.model.quantization import Nf4, other_linear_layers, quantizer_of
+from app.model.quantization import Bits4, other_linear_layers, quantizer_of
 from app.model.structure import model_class
 from tests.model.small import ALL_KINDS, CAUSAL, built, config_of, documents_of, model_config, task_of, wide_numbers
 from tests.model.test_quantization import NF4, packed_bytes, wide
@@ -64,7 +64,7 @@ def by_transformers(folder: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     outside = other_linear_layers(load(folder, dtype))
-    config = BitsAndBytesConfig(**Nf4(double_quant=True, compute=dtype).bitsandbytes_arguments(outside))
+    config = BitsAndBytesConfig(**Bits4("nf4", True, dtype).bitsandbytes_arguments(outside))
     lm = AutoModelForCausalLM.from_pretrained(
         str(folder), dtype=dtype, attn_implementation=register("sdpa"), quantization_config=config
     )
