@@ -145,7 +145,11 @@ class AdapterExport(Export):
 
     def reload(self, folder: Path, reference: Reference) -> Reloaded | str:
         inside, sections = folder / "base", self.sections
+        unpacked = self.evaluation.base.unpacked_format
+        if unpacked is not None and sections.quantizer is not None:
+            return f"no other program packs its base, in {unpacked['quant_method']}, as {sections.quantizer.kind}"
         loading = {
+            "unpacked": unpacked,
             "config": str(folder) if task_of(sections.task).pooled else None,
             "base": str(inside if inside.is_dir() else sections.model.path),
             "dtype": str(DTYPES[sections.precision].base).removeprefix("torch."),

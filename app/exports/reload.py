@@ -31,6 +31,10 @@ def load(plan: dict[str, Any]) -> Any:
         )
     if plan["bitsandbytes"] is not None:
         options["quantization_config"] = transformers.BitsAndBytesConfig(**plan["bitsandbytes"])
+    if plan["unpacked"] is not None:
+        from transformers.quantizers.auto import AutoQuantizationConfig
+
+        options["quantization_config"] = AutoQuantizationConfig.from_dict({**plan["unpacked"], "dequantize": True})
     lm = getattr(transformers, plan["auto_class"]).from_pretrained(plan["base"] or plan["folder"], **options)
     if plan["base"] is not None:
         from peft import PeftModel

@@ -207,6 +207,7 @@ def by_transformers(
             "dtype": "float32",
             "bitsandbytes": None,
             "digest": False,
+            "unpacked": None,
             **loading,
             "auto_class": evaluation.base.auto_class,
             "folder": str(folder),

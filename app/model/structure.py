@@ -83,6 +83,12 @@ class BaseModel:
         return None if folder is None else text_part_in(self.config, folder, self.on_meta())
 
     @property
+    def unpacked_format(self) -> dict[str, Any] | None:
+        """The quantised format of the folder's weights, where they are unpacked as they are read."""
+        given = stored_format(self.config, self.stored)
+        return None if given is None or given["quant_method"] == BITSANDBYTES else given
+
+    @property
     def auto_class(self) -> str:
         """The class of transformers by which other programs load the folder."""
         return self.task.auto_class if self.text_part is None else type(self.text_part.whole).__name__
