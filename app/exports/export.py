@@ -25,13 +25,7 @@ from app.model import nf4
 from app.model.build import DTYPES, ModelSections, base_path
 from app.model.load_base import read_weights
 from app.model.merge import EXPORTED, Merge, fully_trained_weights, merged_config, plan_merge, read_updates
-from app.model.quantization import (
-    backbone_linear_layers,
-    missing_hardware,
-    other_linear_layers,
-    quantization_after_training,
-    weight_of,
-)
+from app.model.quantization import backbone_linear_layers, missing_hardware, quantization_after_training, weight_of
 from app.model.save import add_transformers_4_keys
 from app.safe_text import redact
 from app.tracking.formatting import format_bytes
@@ -234,7 +228,7 @@ class QuantizedExport(MergedExport):
         """Quantise the merged files, which vanish before others take their names."""
         rounded = super().write(folder)
         task, dtype = task_of(self.sections.task), EXPORTED[self.config.dtype]
-        outside = other_linear_layers(self.evaluation.base.on_meta())
+        outside = self.evaluation.base.linear_outside
         arguments = {**self.quant.arguments, "bnb_4bit_compute_dtype": dtype, "llm_int8_skip_modules": outside}
         lm = read_weights(
             self.sections.model,
