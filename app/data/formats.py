@@ -136,8 +136,7 @@ def read_row(row: Row, fmt: str, columns: Columns) -> Content:
         if not has(row, getattr(columns, field)):
             raise RowProblem(_wrong_columns(row, field, fmt, columns))
     content = READERS[fmt](row, columns)
-    for part in (content.chosen, content.rejected) if isinstance(content, Comparison) else (content,):
-        refuse_media(part)
+    refuse_media(content)
     return content
 
 

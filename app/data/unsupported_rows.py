@@ -13,7 +13,7 @@ from app.config.row_formats import LABELLED_FORMATS, PAIR_FORMATS
 from app.data.column_names import ASKING, INPUTS, JUDGING, is_history, named_like, pair_format
 from app.data.columns import command
 from app.data.conversations import SPEAKERS
-from app.data.types import Content, Conversation, Document, Row, RowProblem
+from app.data.types import Comparison, Content, Conversation, Document, Example, Row, RowProblem
 
 _MEDIA_COLUMN = re.compile(r"(image|video|audio)s?(_?(path|url|file|bytes)s?)?", re.IGNORECASE)
 # As LLaVA, LLaMA-Factory, Qwen-VL, Llama 3.2, Phi and Gemma write them. A tag that is closed, or quoted, is of HTML.
@@ -61,6 +61,10 @@ def unsupported_column(row: Row, fmt: str, columns: Columns, config: DatasetConf
 
 def refuse_media(content: Content) -> None:
     """RowProblem if a text has the placeholder of an image, a video or audio, or a message holds one."""
+    if isinstance(content, Comparison):
+        refuse_media(content.chosen)
+        refuse_media(content.rejected)
+        return
     for where, text in _texts(content):
         found = "<" in text and _PLACEHOLDER.search(text)
         if found:
@@ -76,7 +80,7 @@ def _is_media(name: str, found: Any) -> bool:
     return bool(_MEDIA_COLUMN.fullmatch(name) and found) and not isinstance(found, bool | int | float)
 
 
-def _texts(content: Content) -> Iterator[tuple[str, str]]:
+def _texts(content: Conversation | Document | Example) -> Iterator[tuple[str, str]]:
     if isinstance(content, Conversation):
         yield from ((f"message {at}: ", each["content"]) for at, each in enumerate(content.messages))
     else:

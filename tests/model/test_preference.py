@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -91,12 +92,12 @@ def test_every_loss_has_its_formula() -> None:
 
 @pytest.mark.parametrize("kind", FORMULAS)
 @pytest.mark.parametrize("changes", [{}, {"sft": 0.3, "beta": 0.5}])
-def test_loss_of_pairs_equals_its_formula(kind: str, changes: dict[str, float]) -> None:
+def test_loss_of_pairs_equals_its_formula(kind: str, changes: dict[str, Any]) -> None:
     own = replace(settings(kind), **changes)
     found = loss_of_pairs(own, torch.tensor(SUMS, dtype=torch.float64), batch(reference=own.has_reference))
     for at, loss in zip((0, 2), found.tolist(), strict=True):
-        w, r, nw, nr = *SUMS[at : at + 2], *TOKENS[at : at + 2]
-        expected = FORMULAS[kind]((w, r, *REFERENCE[at : at + 2], nw, nr), own) - own.sft * w / nw
+        (w, r), (rw, rr), (nw, nr) = (each[at : at + 2] for each in (SUMS, REFERENCE, TOKENS))
+        expected = FORMULAS[kind]((w, r, rw, rr, int(nw), int(nr)), own) - own.sft * w / nw
         assert loss == pytest.approx(expected, rel=1e-9)
 
 
