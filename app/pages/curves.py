@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from app.config.metrics import SHARES
+from app.config.metrics import METRICS
 from app.pages.charts import Chart, Point, Quantity, Series, line_chart
 from app.pages.read_run import SavedRun
 from app.tracking.formatting import format_bytes, format_count
@@ -14,9 +14,14 @@ _MEAN_POINTS = 150
 _LOSS = Quantity("Loss", "", may_log=True, tall=True)
 _SCORES = {
     each.name: Quantity(
-        each.label[0].upper() + each.label[1:], each.meaning, formatter="{:.0%}".format, from_zero=True, tall=True
+        each.label[0].upper() + each.label[1:],
+        each.meaning,
+        formatter="{:.0%}".format if each.is_share else "{:.3g}".format,
+        from_zero=each.is_share,
+        tall=True,
     )
-    for each in SHARES
+    for each in METRICS.values()
+    if each.logged and each.name != "eval_loss"
 }
 _OTHERS = {
     "lr": Quantity("Learning rate", "", from_zero=True),
