@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS
 from app.config.did_you_mean import did_you_mean
 from app.config.schema import AdapterConfig
 from app.config.tasks import Task
@@ -24,7 +25,6 @@ from app.model.quantization import is_conv1d
 from app.model.recurrent import layers_read_past
 
 ALL_LINEAR = "all-linear"
-ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of PEFT, before the names of the base
 CHECKED_STEPS = 2  # in which a gradient must reach every adapted layer
 # what runs write into adapter_config.json besides PEFT's defaults: of any method, and free to be anything

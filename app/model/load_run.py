@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS
 from app.config.schema import ModelConfig, QuantizationConfig
 from app.config.tasks import Task
 from app.errors import CheckpointError, gist
-from app.model.adapters import ADAPTER, ADAPTER_WEIGHTS, quiet_peft, read_adapter_config
+from app.model.adapters import quiet_peft, read_adapter_config
 from app.model.attention import own_attention
 from app.model.base_weights import LoadOptions
 from app.model.build import DTYPES, ModelSections, build_base

@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from app.config.adapters import ADAPTER_WEIGHTS
 from app.config.tasks import task_of
 from app.errors import CheckpointError, ConfigError
-from app.model.adapters import ADAPTER_WEIGHTS, PREFIX, method_in, read_adapter_config
+from app.model.adapters import PREFIX, method_in, read_adapter_config
 from app.model.build import DTYPES, ModelSections
 from app.model.conversion import FolderReader
 from app.model.quantization import Quantizer, backbone_linear_layers, is_conv1d

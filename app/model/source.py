@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from app.assets import PREFIX, locate
+from app.config.adapters import ADAPTER
 from app.config.schema import ModelConfig
 from app.errors import EnvironmentProblem
 
@@ -95,8 +96,10 @@ def read_config(folder: Path, path: str) -> dict[str, Any]:
         numbers: dict[str, Any] = json.loads(file.read_text())
         kind = numbers["model_type"]
     except FileNotFoundError:
+        is_adapter = (folder / ADAPTER).is_file()
+        advice = f" It is an adapter: name its base, and adapter.start={path} to go on from it." if is_adapter else ""
         raise EnvironmentProblem(
-            f"model.path={path}: {folder} has no config.json, so it is not a Hugging Face model folder."
+            f"model.path={path}: {folder} has no config.json, so it is not a Hugging Face model folder.{advice}"
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as fault:
         raise EnvironmentProblem(

@@ -10,8 +10,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS
 from app.config.tasks import Task
-from app.model.adapters import ADAPTER, ADAPTER_WEIGHTS, PREFIX
+from app.model.adapters import PREFIX
 
 # kinds whose text part computes what the whole does of text alone, as tests show
 TEXT_PARTS = ("gemma3", "mistral3")

@@ -7,8 +7,10 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from app.config.schema import ModelConfig, RunConfig
+from app.config.adapters import ADAPTER_WEIGHTS, start_folder
+from app.config.schema import AdapterConfig, ModelConfig, RunConfig
 from app.config.validate import leaf_keys
+from app.files import sha256
 
 COMPARED = "compared"  # the value itself, as it came out
 SETTLED = "settled"  # what the value came to: `ResolvedRun.identity`
@@ -39,6 +41,7 @@ ROLES = {
     "batching": SETTLED,  # by the rows or bins of a step
     "adapter": COMPARED,
     "adapter.fused": FREE,
+    "adapter.start": SETTLED,  # by the hash of its weights
     "quantization": COMPARED,
     "optimizer": COMPARED,
     "optimizer.in_backward": FREE,
@@ -86,6 +89,13 @@ def base_hash(model: ModelConfig, fingerprint: str | None) -> dict[str, str]:
     drawn = json.dumps(model.architecture, sort_keys=True).encode()
     known = hashlib.sha256(drawn).hexdigest() if model.weights == "random" else fingerprint
     return {} if known is None else {_BASE: known[:12]}
+
+
+def start_hash(adapter: AdapterConfig) -> dict[str, str]:
+    """The hash of the adapter that a run goes on from, while its folder is there."""
+    folder = start_folder(adapter)
+    weights = None if folder is None else folder / ADAPTER_WEIGHTS
+    return {} if weights is None or not weights.is_file() else {"adapter.start (as a hash)": sha256(weights)[:12]}
 
 
 def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:

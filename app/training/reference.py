@@ -24,6 +24,7 @@ from app.errors import CheckpointError
 from app.files import checksummed_folder, verify_checksums
 from app.model.losses import log_probabilities
 from app.model.training_model import TrainingModel
+from app.training.identity import start_hash
 from app.training.resolve import ResolvedRun
 from app.training.scores import Counts, score_rows
 
@@ -111,6 +112,7 @@ def _key(resolved: ResolvedRun, fingerprint: str | None) -> str:
     parts: dict[str, Any] = {
         "rows": [rows.fingerprint for rows in (data.train, data.eval) if rows is not None],
         "base": fingerprint or [run.model.path, run.model.architecture, run.seed],
+        "start": start_hash(run.adapter),
         "quantization": asdict(run.quantization),
         "computed": [choices.precision, choices.attention, torch.__version__],
         "code": _CODE_VERSION,

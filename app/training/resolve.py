@@ -23,7 +23,7 @@ from app.training import memory_in_use
 from app.training.auto_settings import BINS_CHOICE, LAYERS_CHOICE, PARALLEL_CHOICE, AutoPlanner, AutoSettings
 from app.training.checkpoint import choices_of, find_checkpoint
 from app.training.choices import Choices, choose, sections_of
-from app.training.identity import base_hash, compared_settings
+from app.training.identity import base_hash, compared_settings, start_hash
 from app.training.optimizer_in_backward import require_gradients_one_by_one
 from app.training.preparation import Prepared, StepPlan, plan_steps, prepare_run
 
@@ -87,6 +87,7 @@ class ResolvedRun(Prepared):
             "batching": f"{loader.units_per_step} {loader.unit_name} a step, {loader.num_units} an epoch",
             "model.path": run.model.path,
             **base_hash(run.model, fingerprint),
+            **start_hash(run.adapter),
             "trained parameters": trained_parameters,
             "steps": self.steps.steps if run.schedule.kind != "constant" else "any",
         }

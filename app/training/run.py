@@ -68,9 +68,9 @@ def train_in(
     runtime.seed(run.seed)  # anew, whatever was built before
     fingerprint = shared_fingerprint(resolved)
     identity = resolved.identity(sum(each.numel() for each in model.trained().values()), fingerprint)
-    resolved = with_reference(resolved, model, folder.reference, fingerprint)
     checkpoints = Checkpoints(folder.checkpoints, run.checkpoint, identity, resolved.stored_choices())
-    progress = restore_progress(resolved, checkpoints, stepper)
+    progress = restore_progress(resolved, checkpoints, stepper, fingerprint)
+    resolved = with_reference(resolved, model, folder.reference, fingerprint)
     with (
         listening(answers_signal=world().is_first) as request,
         _opened(folder, resolved, console, progress.step if resolved.checkpoint else -1) as recorder,
