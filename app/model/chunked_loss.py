@@ -28,7 +28,7 @@ _MAX_LINEAR_CHUNK_BYTES = 512 << 20  # of logits
 _MAX_ROWS = 4096
 
 # operations that a linear head may use besides one product with its weight
-_VIEWS = frozenset({"view", "_unsafe_view", "unsqueeze", "squeeze", "slice", "select", "t", "detach", "alias"})
+_FREE = frozenset({"empty", "view", "_unsafe_view", "unsqueeze", "squeeze", "slice", "select", "t", "detach", "alias"})
 _PRODUCTS = frozenset({"mm", "addmm"})
 
 
@@ -192,7 +192,7 @@ class _ProductCounter(TorchDispatchMode):
         given = (each for each in args if isinstance(each, Tensor))
         if name in _PRODUCTS and any(each.untyped_storage()._cdata == self._weight for each in given):
             self.products += 1
-        elif name not in _VIEWS and func.namespace != "prim":  # tensors without memory are asked for their device
+        elif name not in _FREE and func.namespace != "prim":  # tensors without memory are asked for their device
             self.others += 1
         return func(*args, **(kwargs or {}))
 

@@ -59,6 +59,8 @@ ADDED = {
     "compile": ("batch_56", {"compile", "optimizer.lr"}),
     "batch_64": ("compile", {"batching.tokens"}),
     "adamw_apex": ("batch_64", OPTIMIZER),
+    "low_precision_norm": ("batch_64", {"model.norm", "batching.tokens", "optimizer.lr"}),
+    "adamw_8bit_low_precision_norm": ("low_precision_norm", {*OPTIMIZER, "optimizer.lr"}),
     "adamw_8bit": ("batch_64", {*OPTIMIZER, "optimizer.lr"}),
     "fused": ("batch_64", {"optimizer.implementation"}),
     "adamw_bnb_32bit": ("batch_64", OPTIMIZER),
