@@ -63,7 +63,7 @@ def test_rehearsal_of_two_processes_changes_no_byte(zygote: Zygote, tmp_path: Pa
 
 
 def test_rehearsal_out_of_memory_ends_the_run_early(zygote: Zygote, tmp_path: Path) -> None:
-    given = {"WHERE": "backward", "RANKS": "0", "TOKENS": "3", "CALLS": "0"}
+    given = {"WHERE": "backward", "RANKS": "0", "TOKENS": "3", "CALLS": "16"}
     words = (*FEW, *PADDED, "training.rehearse=true", "output_dir=run")
     ended = zygote.run(tmp_path, *words, module=SCARCE, **given, code=2)
     assert "error: out of memory: a document of" in ended.stderr
