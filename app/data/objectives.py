@@ -160,7 +160,7 @@ class Comparisons:
 
     documents_per_row: ClassVar[int] = 2
     over_documents: ClassVar[bool] = True
-    marked: ClassVar[str] = "of the wanted answer, then of the unwanted one"
+    marked: ClassVar[str] = "the wanted answer, then the unwanted one"
     bidirectional: bool = False
     reference: Mapping[int, tuple[float, float]] = field(
         default_factory=dict

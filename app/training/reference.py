@@ -39,7 +39,8 @@ def with_reference(resolved: ResolvedRun, model: TrainingModel, folder: Path, fi
     if not resolved.config.preference.has_reference:
         return resolved
     reference = read_reference(folder) if resolved.checkpoint else _made(resolved, model, fingerprint)
-    return resolved.with_objective(comparing(resolved.objective, reference))
+    splits = (rows for rows in (resolved.data.train, resolved.data.eval) if rows is not None)
+    return resolved.with_objective(comparing(resolved.objective, reference, *splits))
 
 
 def keep_reference(resolved: ResolvedRun, folder: Path) -> None:
@@ -56,7 +57,7 @@ def comparing(objective: Objective, reference: Reference, *rows: TokenRows) -> O
     if unknown:
         raise CheckpointError(
             f"dataset.eval_path: of these rows the run has no reference for {unknown:,}, and it was made before the "
-            "model was trained. Score the rows that it held out."
+            "model was trained. Give the rows that it held out."
         )
     return replace(objective, reference=reference)
 
@@ -114,7 +115,7 @@ def _key(resolved: ResolvedRun, fingerprint: str | None) -> str:
         "base": fingerprint or [run.model.path, run.model.architecture, run.seed],
         "start": start_hash(run.adapter),
         "quantization": asdict(run.quantization),
-        "computed": [choices.precision, choices.attention, torch.__version__],
+        "computed": [choices.precision, choices.attention, run.model.norm, torch.__version__],
         "code": _CODE_VERSION,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
