@@ -23,7 +23,7 @@ _REFUSED_SWITCHES = ("config_path", "config_name", "config_dir", "experimental_r
 _MAX_KEY_CHARACTERS = 200  # Hydra looks for a file of that name
 _MAX_DEPTH = 20  # of brackets; hundreds exceed the recursion limit
 _OPTIONAL_GROUPS = ("experiment", "debug")
-# groups in whose place a place may be typed: the choice that takes it as its path
+# groups that take a path or hub id in place of a name, with the choice that reads it
 _PLACES = {"model": ("folder", "a folder or a hub id"), "dataset": ("auto", "a file, a folder or a hub id")}
 
 

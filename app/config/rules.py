@@ -56,17 +56,13 @@ def _rows_fit_their_bins(run: RunConfig) -> Iterator[str]:
 
 def _pairs_have_their_loss(run: RunConfig) -> Iterator[str]:
     batching, longest, kind = run.batching, run.dataset.max_length, run.preference.kind
-    if (run.task.kind == "preference") != (kind != "none"):
+    learns_pairs = TASKS[run.task.kind].documents > 1
+    if learns_pairs != (kind != "none"):
         yield (
             f"preference={kind} with task={run.task.kind}: a loss over pairs of answers belongs to task=preference. "
             "Choose recipe=dpo, orpo or simpo, or preference=none with another task."
         )
-    if (
-        TASKS[run.task.kind].documents > 1
-        and batching.packing
-        and batching.tokens != "auto"
-        and (2 * longest > batching.bin_tokens)
-    ):
+    if learns_pairs and batching.packing and batching.tokens != "auto" and (2 * longest > batching.bin_tokens):
         yield (
             f"dataset.max_length={longest}: a pair of answers has up to twice as many tokens, and a bin holds "
             f"batching.tokens={batching.tokens}. Set batching.tokens={2 * longest} or more, or "

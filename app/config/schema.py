@@ -204,7 +204,7 @@ class TrainingConfig:
     recompute: bool | int | str = number(at_least=0)
     rehearse: bool | str = MISSING  # run the largest micro-batch once before step 1; auto: on a GPU
     offload: bool = MISSING  # keep the inputs of recomputed layers on the host
-    profile_step: int | None = number(None, at_least=1)  # step whose time is told by kind of operation; null: none
+    profile_step: int | None = number(None, at_least=1)  # step to profile: its time by kind of operation; null: none
     max_bad_steps: int = number(at_least=1)  # non-finite gradients in a row before the run stops
 
 

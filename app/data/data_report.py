@@ -33,7 +33,7 @@ class Counts:
     files_left_out: list[str] = field(default_factory=list)
     rows_read: int = 0
     rows_kept: int = 0  # with at least one sample
-    rows_lost: int = 0  # good rows whose samples were all dropped as over-long, or answer alike
+    rows_lost: int = 0  # good rows without a sample: all over-long, or a pair of equal answers
     equal_answers: int = 0  # pairs of answers that are the same tokens, which teach nothing
     bad_rows: int = 0
     bad_places: list[str] = field(default_factory=list)  # the first MAX_PLACES

@@ -44,9 +44,14 @@ def fit_pair(sides: Sequence[Tokens], max_length: int, policy: str, counts: Coun
     if np.array_equal(chosen.ids, rejected.ids):
         counts.equal_answers += 1
         return []
-    if not fit(max(sides, key=lambda side: len(side.ids) + side.more), max_length, policy, counts):
+    lengths = [len(side.ids) + side.more for side in sides]
+    if not fit(sides[lengths.index(max(lengths))], max_length, policy, counts):
         return []
-    kept = [part for side in sides for part in fit(side, max_length, policy, Counts())]
+    cut = [
+        [side] if n <= max_length else POLICIES[policy](side, max_length)
+        for side, n in zip(sides, lengths, strict=True)
+    ]
+    kept = [part for parts in cut for part in parts]
     if len(kept) < len(sides):
         return []
     ids, masks = ([getattr(part, name) for part in kept] for name in ("ids", "loss_mask"))
