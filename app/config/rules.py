@@ -70,12 +70,13 @@ def _pairs_have_their_loss(run: RunConfig) -> Iterator[str]:
         )
 
 
-def _reference_has_no_dropout(run: RunConfig) -> Iterator[str]:
-    if run.preference.has_reference and run.adapter.dropout:
-        yield (
-            f"adapter.dropout={run.adapter.dropout:g} with preference={run.preference.kind}: the reference is without "
-            "dropout, so rewards would be noise from the first step on. Set adapter.dropout=0."
-        )
+def _reference_has_no_noise(run: RunConfig) -> Iterator[str]:
+    for key, value in (("adapter.dropout", run.adapter.dropout), ("training.neftune", run.training.neftune)):
+        if run.preference.has_reference and value:
+            yield (
+                f"{key}={value:g} with preference={run.preference.kind}: the reference is without it, so rewards would "
+                f"be noise from the first step on. Set {key}=0."
+            )
 
 
 def _best_needs_eval_rows(run: RunConfig) -> Iterator[str]:
@@ -178,6 +179,14 @@ def _embedding_states_are_of_whole_models(run: RunConfig) -> Iterator[str]:
             f"optimizer.embedding_states={run.optimizer.embedding_states} is for trained embeddings, and this run has "
             f"adapter.kind={run.adapter.kind}: its embeddings are frozen. Set recipe=full, or "
             "optimizer.embedding_states=same."
+        )
+
+
+def _adapters_freeze_the_base(run: RunConfig) -> Iterator[str]:
+    if run.training.freeze and run.adapter.kind != "none":
+        yield (
+            f"training.freeze=[{','.join(run.training.freeze)}] is for full fine-tuning, and adapter.kind="
+            f"{run.adapter.kind} freezes all of the base. Leave it out and name adapter.targets, or set recipe=full."
         )
 
 
@@ -314,7 +323,7 @@ RULES: tuple[Rule, ...] = (
     _rows_fit_the_model,
     _rows_fit_their_bins,
     _pairs_have_their_loss,
-    _reference_has_no_dropout,
+    _reference_has_no_noise,
     _best_needs_eval_rows,
     _adapter_is_whole,
     _offload_needs_recomputed_layers,
@@ -323,6 +332,7 @@ RULES: tuple[Rule, ...] = (
     _weights_stepped_together_are_fp32,
     _norms_are_of_whole_models_under_autocast,
     _embedding_states_are_of_whole_models,
+    _adapters_freeze_the_base,
     _steps_in_backward_see_one_gradient,
     _models_are_divided_by_layers_alone,
     _recorded_graphs_are_of_one_step,

@@ -50,6 +50,7 @@ class TaskConfig:
 
     kind: str = MISSING  # what the model learns
     mask_share: float = number(0.0, at_least=0, at_most=1)  # fraction of tokens to mask
+    loss: str = choice("nll", "dft", default="nll")  # dft weights each token's loss by its probability, held constant
     whole_words: bool = False  # mask all tokens of a word together; the tokenizer is WordPiece
     labels: list[str] = field(default_factory=list)  # names of all classes in order; empty: those of the training rows
 
@@ -199,6 +200,8 @@ class TrainingConfig:
     epochs: float = number(above=0)  # passes over the rows
     max_steps: int | None = number(at_least=1)  # largest number of steps; null: by epochs alone
     stop_after: int | None = number(None, at_least=1)  # save and stop after this step of the whole run's schedule
+    freeze: list[str] = field(default_factory=list)  # weights that full fine-tuning leaves: parts of their names
+    neftune: float = number(0.0, at_least=0)  # uniform noise on embeddings, times 1/sqrt(tokens x width); 0: none
     clip: float = number(at_least=0)  # largest global norm of the gradient; 0 switches clipping off
     # activation checkpointing: true, a number of layers, or auto for as few as fit
     recompute: bool | int | str = number(at_least=0)

@@ -1,9 +1,10 @@
 """The assembly of a trainable model, top to bottom."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from app.batch import Batch
+from app.config.did_you_mean import did_you_mean
 from app.config.schema import (
     AdapterConfig,
     CompileConfig,
@@ -21,6 +23,7 @@ from app.config.schema import (
     TaskConfig,
 )
 from app.config.tasks import task_of
+from app.errors import ConfigError
 from app.model.activation_checkpointing import HostOffload, recompute, repeated_layers, require_layers
 from app.model.adapters import adapter_of, add_adapter, trained_copies
 from app.model.attention import register
@@ -90,6 +93,8 @@ class ModelSections:
     recompute: bool | int  # all layers, none, or the first so many
     trained: str = "fp32"  # a key of DTYPES: how the weights are held where all of them are trained
     offload: bool = False  # whether the inputs that recomputed layers save are kept in host memory
+    freeze: tuple[str, ...] = ()  # parts of names of weights that are not trained
+    neftune: float = 0.0
     compile: CompileConfig = field(default_factory=lambda: CompileConfig(kind="none"))
     preference: PreferenceConfig = field(default_factory=lambda: PreferenceConfig(kind="none"))
 
@@ -159,11 +164,14 @@ def assemble(
     """
     compute = DTYPES[sections.precision].compute
     set_norms(network, sections.model, compute)
+    freeze(network, sections.freeze)
     compiled = None if device is None else compile_blocks(network, sections.compile, device)
     recompute(network, sections.recompute, host)
     training_model = TrainingModel(
         network, compute, sections.task, sections.preference, sections.attention, sections.quantizer, compiled
     ).train()
+    if sections.neftune:
+        training_model.use_neftune(sections.neftune)
     missing = missing_kernels(recurrent_mixers(network))
     if missing and device is not None and device.type == "cuda":
         training_model.add_remark(f"recurrent layers: computed by plain torch, slow without {' and '.join(missing)}")
@@ -243,10 +251,28 @@ def count_weights(sections: ModelSections, base: BaseModel | None = None) -> Mod
         sections.quantizer.require_quantizable(sections.model, lm)
     with torch.device("meta"):  # adapters of a large model would take a gigabyte, and seconds to draw
         network: Any = add_adapter(sections.adapter, task, lm, sections.model.path)
+    freeze(network, sections.freeze)
     sizes = [(p.numel(), p.requires_grad) for p in network.parameters()]
     return ModelCounts(
         total=sum(n for n, _ in sizes), trained=sum(n for n, trains in sizes if trains), layers=len(repeated_layers(lm))
     )
+
+
+def freeze(network: nn.Module, patterns: Collection[str]) -> None:
+    """Leave the weights untrained whose names have a pattern between two dots; `*` and `?` stand for other letters."""
+    found: set[str] = set()
+    for name, parameter in network.named_parameters():
+        matches = {each for each in patterns if fnmatchcase(f".{name}.", f"*.{each}.*")}
+        parameter.requires_grad_(parameter.requires_grad and not matches)
+        found |= matches
+    for each in sorted(set(patterns) - found):
+        known = sorted({part for name, _ in network.named_parameters() for part in name.split(".")})
+        raise ConfigError(
+            f"training.freeze: {each} is no part of a weight's name in this model.{did_you_mean(each, known)} Such a "
+            f"name is {next(network.named_parameters())[0]}."
+        )
+    if patterns and not any(each.requires_grad for each in network.parameters()):
+        raise ConfigError(f"training.freeze=[{','.join(patterns)}] leaves nothing to train. Take some of it out.")
 
 
 def base_path(model: ModelConfig, run_base: Path) -> str:

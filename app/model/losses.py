@@ -32,6 +32,15 @@ def _of_tokens(model: "TrainingModel", states: Tensor, batch: Batch) -> Tensor:
     return model.token_loss_sum(states, batch.targets, None if batch.weights is None else batch.weights.per_target)
 
 
+def _of_likely_tokens(model: "TrainingModel", states: Tensor, batch: Batch) -> Tensor:
+    """Dynamic fine-tuning: without the factor, an unlikely token's gradient is as large as one over its probability."""
+    losses, _ = model.token_scores(states.detach(), batch.targets)
+    factors = (-losses.float()).exp()
+    if batch.weights is not None:
+        factors = factors * batch.weights.per_target
+    return model.token_loss_sum(states, batch.targets, factors)
+
+
 def _of_classes(model: "TrainingModel", states: Tensor, batch: Batch) -> Tensor:
     return F.cross_entropy(model.head(states).float(), batch.targets, ignore_index=IGNORE, reduction="sum")
 
@@ -68,8 +77,9 @@ def log_probabilities(losses: Tensor, batch: Batch) -> Tensor:
 
 
 _TOKENS, _CLASSES = Loss(_of_tokens), Loss(_of_classes)
+_BY_NAME = {"nll": _TOKENS, "dft": Loss(_of_likely_tokens)}
 LOSSES: dict[str, Callable[[TaskConfig, PreferenceConfig], Loss]] = {
-    "causal": lambda _task, _preference: _TOKENS,
+    "causal": lambda task, _preference: _BY_NAME[task.loss],
     "masked": lambda _task, _preference: _TOKENS,
     "classification": lambda _task, _preference: _CLASSES,
     "preference": lambda _task, preference: over_documents(partial(loss_of_pairs, preference)),

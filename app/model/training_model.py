@@ -66,6 +66,7 @@ class TrainingModel(nn.Module):
         self.first_position = first_position(lm)
         lay_aside(lm)
         self.chunk = chunk_rows(lm.config.get_text_config().vocab_size)
+        self._lengths: tuple[int, ...] = ()  # of the documents that the backbone computes
 
     @property
     def language_model(self) -> Any:
@@ -107,7 +108,22 @@ class TrainingModel(nn.Module):
     def add_remark(self, text: str) -> None:
         self._remarks.append(text)
 
+    def use_neftune(self, alpha: float) -> None:
+        """Add noise to the embeddings of each training pass."""
+        self.language_model.get_input_embeddings().register_forward_hook(partial(self._with_noise, alpha))
+
+    def _with_noise(self, alpha: float, _module: nn.Module, _arguments: Any, embeddings: Tensor) -> Tensor:
+        """Uniform noise, the weaker the longer the document."""
+        if not self.training:
+            return embeddings
+        lines, width, size = embeddings.shape
+        tokens = [length for length in self._lengths for _ in range(length if lines == 1 else width)]
+        lengths = torch.tensor(tokens + [width] * (lines * width - len(tokens)), device=embeddings.device)
+        scale = (alpha / (lengths * size).sqrt()).to(embeddings.dtype).view(lines, width, 1)
+        return embeddings + torch.empty_like(embeddings).uniform_(-1, 1) * scale
+
     def _labelled_rows(self, batch: Batch) -> Tensor:
+        self._lengths = batch.lengths
         hidden = self.language_model.base_model(
             input_ids=batch.ids,
             position_ids=batch.positions + self.first_position,

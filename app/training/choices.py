@@ -57,6 +57,8 @@ def sections_of(run: RunConfig, choices: Choices) -> ModelSections:
         recompute=recomputed_layers(run.training),
         trained=run.precision.trained,
         offload=run.training.offload,
+        freeze=tuple(run.training.freeze),
+        neftune=run.training.neftune,
         compile=run.compile,
         preference=run.preference,
     )

@@ -54,6 +54,8 @@ ROLES = {
     "training.epochs": SETTLED,  # by the number of steps
     "training.max_steps": SETTLED,
     "training.stop_after": FREE,
+    "training.freeze": COMPARED,
+    "training.neftune": COMPARED,
     "training.clip": COMPARED,
     "training.recompute": FREE,
     "training.rehearse": FREE,

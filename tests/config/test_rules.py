@@ -48,6 +48,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"eval.patience": 2, **NO_EVAL}, "eval.patience=2 needs held-out rows"),
     ({"eval.at_start": True, **NO_EVAL}, "eval.at_start=true needs held-out rows"),
     ({"checkpoint.final": "best", "eval.every": 0}, "needs evaluations during the run. Set eval.every"),
+    ({"training.freeze": ["lm_head"]}, "training.freeze=[lm_head] is for full fine-tuning, and adapter.kind=lora"),
     ({"schedule.warmup_steps": 9}, "schedule.warmup_steps=9 and schedule.warmup_fraction=0.03 both say how long"),
     ({"adapter.r": 0}, "adapter.r=0 must be at least 1"),
     ({"adapter.alpha": 0}, "adapter.alpha=0 must be above 0"),
@@ -112,7 +113,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"batching.tokens": 100}, "dataset.max_length=256 is more than a bin holds (batching.tokens=100)"),
     ({**PAIRS, "preference.kind": "none"}, "preference=none with task=preference"),
     ({**PAIRS, "dataset.max_length": 200}, "a pair of answers has up to twice as many tokens"),
-    ({**PAIRS, "adapter.dropout": 0.1}, "the reference is without dropout"),
+    ({**PAIRS, "adapter.dropout": 0.1}, "the reference is without it"),
 ]  # fmt: skip
 
 
