@@ -298,6 +298,8 @@ def sections(model: ModelConfig, adapter: AdapterConfig, precision: str = "fp32"
         attention="sdpa",
         precision=precision,
         recompute=given.get("recompute", False),
+        freeze=given.get("freeze", ()),
+        neftune=given.get("neftune", 0.0),
         compile=given.get("compile") or CompileConfig(kind="none"),
     )
 
