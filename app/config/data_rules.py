@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from app.config.dataset import RANDOM, key_of, paths_read, sources_of
 from app.config.dataset_schema import Columns, DatasetConfig, MixSource
 from app.config.did_you_mean import did_you_mean_key
-from app.config.row_formats import PAIR_FORMATS, ROW_FORMATS
+from app.config.row_formats import CHAT_FORMATS, PAIR_FORMATS, ROW_FORMATS
 from app.config.schema import RunConfig
 from app.config.tasks import TASKS
 from app.config.validate import format_value
@@ -23,6 +23,20 @@ def _trained_part_fits_the_format(run: RunConfig) -> Iterator[str]:
                 f"dataset.train_on={source.train_on} means nothing for {key_of(name)}.format={source.format}. "
                 f"Choose {' or '.join(allowed)}."
             )
+
+
+def _thoughts_are_of_answers(run: RunConfig) -> Iterator[str]:
+    thinking, sources = run.dataset.thinking, sources_of(run.dataset).values()
+    if thinking == "train":
+        return
+    if all(source.format not in (*CHAT_FORMATS, "auto") for source in sources):
+        formats = " and ".join(sorted({source.format for source in sources}))
+        yield f"dataset.thinking={thinking}: rows of dataset.format={formats} are no messages, so it changes nothing."
+    elif thinking == "mask" and run.dataset.train_on == "all":
+        yield (
+            "dataset.thinking=mask with dataset.train_on=all: all is trained then, thoughts as well. Set "
+            "dataset.train_on=auto, or dataset.thinking=train."
+        )
 
 
 def _rows_suit_the_task(run: RunConfig) -> Iterator[str]:
@@ -154,6 +168,7 @@ def _one_process_prepares_rows(run: RunConfig) -> Iterator[str]:
 
 DATA_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _trained_part_fits_the_format,
+    _thoughts_are_of_answers,
     _rows_suit_the_task,
     _masked_tokens_are_some,
     _labels_are_distinct,

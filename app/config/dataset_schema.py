@@ -77,6 +77,8 @@ class DatasetConfig:
     max_length: int = number(at_least=2)  # largest number of tokens of a sample
     # trained tokens; auto: assistant turns, the completion, or all of a plain text
     train_on: str = choice("auto", "assistant", "last", "completion", "all")
+    # what an assistant thought before its answer; mask: read, but not trained; drop: taken out of the rows
+    thinking: str = choice("train", "mask", "drop", default="train")
     # what happens to longer samples; auto splits text, cuts labelled text, drops others
     on_overflow: str = choice("auto", "error", "truncate", "drop", "split")
     on_bad_row: str = choice("error", "skip")  # error stops at an unreadable row; skip counts and lists them

@@ -18,6 +18,8 @@ from app.data.types import Conversation, Message, RowProblem, Span
 
 TOOL_TEMPLATES = ("qwen3", "qwen2.5", "llama3.1")  # those that ship and write tools and calls
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")  # names of what an assistant thought before its answer
+_INLINE = re.compile(r"\s*(?:<think>(.*?)</think>|\[THINK\](.*?)\[/THINK\])\s*", re.DOTALL)
+THOUGHT_END = re.compile(r"\s*(?:</think>|\[/THINK\])\s*")
 _BAR = "[|\N{FULLWIDTH VERTICAL LINE}]"
 _MARKER = re.compile(rf"<{_BAR}[^\s<>'\"]+{_BAR}>|<(?:start|end)_of_turn>")
 _WORD = re.compile(r"\w+")
@@ -53,6 +55,23 @@ def other_template(tokenizer: Tokenizer) -> str:
         if text not in str(tokenizer.chat_template) and _MARKER.search(text) and not missing_markers(tokenizer, text):
             return name
     return "FILE"
+
+
+def thought_of(message: Message) -> str:
+    """What an assistant thought before its answer: under a key of its own, or between marks in the content."""
+    inline = _INLINE.match(str(message.get("content", "")))
+    written = (message[key] for key in THOUGHT_KEYS if isinstance(message.get(key), str))
+    if message["role"] != "assistant":
+        return ""
+    return next(written, "") or (str(inline[1] or inline[2] or "") if inline else "")
+
+
+def without_thought(message: Message) -> Message:
+    """The message with its content alone."""
+    if message["role"] != "assistant":
+        return message
+    kept = {key: value for key, value in message.items() if key not in THOUGHT_KEYS}
+    return {**kept, "content": _INLINE.sub("", kept["content"], count=1)} if kept.get("content") else kept
 
 
 class TemplateNames:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 
 from app.data.chat_template import (
+    THOUGHT_END,
     THOUGHT_KEYS,
     RenderedConversation,
     Skeleton,
@@ -18,6 +19,8 @@ from app.data.chat_template import (
     common_start,
     placeholders,
     render_conversation,
+    thought_of,
+    without_thought,
 )
 from app.data.tokenizer import Tokenizer
 from app.data.types import Comparison, Content, Conversation, Document, Example, Message, RenderedText, RowProblem, Span
@@ -50,13 +53,13 @@ class _Turn:
 
 
 class Renderer:
-    """Applies one chat template under one `dataset.train_on`.
+    """Applies one chat template under one `dataset.train_on` and `dataset.thinking`.
 
     `on_unstable` is the policy for conversations with earlier turns that the template rewrites: `expand` makes a sample
     of each trained turn, `last` one of the last.
     """
 
-    def __init__(self, tokenizer: Tokenizer, train_on: str, on_unstable: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, train_on: str, on_unstable: str, thinking: str = "train") -> None:
         self._tokenizer = tokenizer
         self._eos = str(tokenizer.special_tokens_map.get("eos_token", ""))
         named = [[tokens] if isinstance(tokens, str) else tokens for tokens in tokenizer.special_tokens_map.values()]
@@ -64,6 +67,7 @@ class Renderer:
         self._special = re.compile("|".join(special) or r"(?!)")  # which matches nothing
         self._train_on = train_on
         self._on_unstable = on_unstable
+        self._thinking = thinking
         self._skeletons: dict[_Pattern, Skeleton | None] = {}
         self.names = TemplateNames(tokenizer)
 
@@ -80,6 +84,8 @@ class Renderer:
         marked = sum(self._special.search(message["content"]) is not None for message in content.messages)
         known = ("auto", "assistant", "last", "all", *(["completion"] if content.completion_start else []))
         assert self._train_on in known, self._train_on
+        if self._thinking == "drop":
+            content = replace(content, messages=[without_thought(message) for message in content.messages])
         content = self.names.adapt(content)
         rendered = render_conversation(content, self._tokenizer)
         row = self._from_skeleton(rendered, content) or self._from_prefixes(rendered, content)
@@ -105,6 +111,8 @@ class Renderer:
         if self._train_on == "all" or content.tools is not None or content.options:
             return None
         if any(m.keys() != {"role", "content"} or not m["content"].strip() for m in rendered.messages):
+            return None
+        if self._thinking == "mask" and any(thought_of(message) for message in rendered.messages):
             return None
         whole = rendered.whole
         pattern = tuple(message["role"] for message in rendered.messages), tuple(self._trained(content))
@@ -179,6 +187,8 @@ class Renderer:
                 " so what is the answer cannot be told"
             )
         text = self._without_final_eos(rendered, index, through)
+        if self._thinking == "mask":
+            start += _written_thought(rendered.messages[index], text[start:])
         span = start, max(start, len(text.rstrip()))  # white space after the end is no answer
         return _Turn(text, span, weight)
 
@@ -226,6 +236,17 @@ def _empty_thought(rendered: RenderedConversation, index: int, start: int, answe
         return 0
     head = rendered.answer_head(index)[start:]
     return len(head) if answer.startswith(head) and _EMPTY_THOUGHT.fullmatch(head) else 0
+
+
+def _written_thought(message: Message, answer: str) -> int:
+    """Count the characters of an answer through the end of its thought, and what closes it where that is known."""
+    thought = thought_of(message).strip()
+    start = answer.find(thought) if thought else -1
+    if start < 0:
+        return 0
+    end = start + len(thought)
+    closed = THOUGHT_END.match(answer, end)
+    return closed.end() if closed else end
 
 
 def _text_of(message: Message) -> str:

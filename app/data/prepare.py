@@ -176,7 +176,8 @@ def _settings(config: DatasetConfig, max_rows: int | None) -> dict[str, Any]:
     fields = {name: getattr(config, name) for name in _SETTINGS_IN_KEY}
     fields["on_overflow"] = policy_for(fields["on_overflow"], config.format)
     columns = {name: getattr(config.columns, name) for name in fields_of(config.format)}
-    return {**fields, "columns": columns, "max_rows": max_rows}
+    thinking = {} if config.thinking == "train" else {"thinking": config.thinking}
+    return {**fields, **thinking, "columns": columns, "max_rows": max_rows}
 
 
 def _notes(config: DatasetConfig, tokenizer: Tokenizer) -> list[str]:

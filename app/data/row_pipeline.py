@@ -93,7 +93,7 @@ class _Pipeline:
 
     def __init__(self, config: DatasetConfig, tokenizer: Tokenizer, writer: RowWriter, counts: Counts) -> None:
         self._config = config
-        self._renderer = Renderer(tokenizer, config.train_on, config.on_unstable_template)
+        self._renderer = Renderer(tokenizer, config.train_on, config.on_unstable_template, config.thinking)
         self._encoder = Encoder(tokenizer, config.max_length)
         self._policy = policy_for(config.on_overflow, config.format)
         self._writer = writer

@@ -24,6 +24,8 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"task.kind": "masked", **TEXT}, "task.mask_share=0 hides nothing"),
     ({"dataset.train_on": "completion"}, "train_on=completion means nothing for dataset.format=messages"),
     ({"dataset.train_on": "last", **TEXT}, "dataset.format=text. Choose auto or all"),
+    ({"dataset.thinking": "drop", **TEXT}, "dataset.thinking=drop: rows of dataset.format=text are no messages"),
+    ({"dataset.thinking": "mask", "dataset.train_on": "all"}, "dataset.thinking=mask with dataset.train_on=all"),
     ({"task.kind": "classification"}, "dataset.format=messages: task=classification learns labels, and such rows"),
     ({"dataset.format": "labelled_text"},
      "its labels are learnt by task=classification alone, and this is task=causal"),

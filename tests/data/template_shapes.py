@@ -108,8 +108,8 @@ def conversation(row: dict[str, Any]) -> Conversation:
     return made
 
 
-def render_row(name: str, row: dict[str, Any], train_on: str = "assistant") -> RenderedRow:
-    return Renderer(shaped(name), train_on, "expand").render(conversation(row))
+def render_row(name: str, row: dict[str, Any], train_on: str = "assistant", thinking: str = "train") -> RenderedRow:
+    return Renderer(shaped(name), train_on, "expand", thinking).render(conversation(row))
 
 
 def segments(tokenizer: Any, sample: Tokens) -> list[list[Any]]:

@@ -33,8 +33,8 @@ def test_template_shape_golden_loss_mask(name: str) -> None:
         assert labels(name, row) == expected[case], case
 
 
-def trained(name: str, row: dict[str, Any], train_on: str = "assistant") -> list[str]:
-    made = render_row(name, row, train_on)
+def trained(name: str, row: dict[str, Any], train_on: str = "assistant", thinking: str = "train") -> list[str]:
+    made = render_row(name, row, train_on, thinking)
     return [text.text[start:end] for text in made.samples for start, end in text.spans]
 
 
@@ -98,6 +98,24 @@ def test_template_shape_any_call_trained_as_json(name: str, given_arguments: dic
     assert answer == f"b{SHAPES[name].end}"
     [as_text] = [{**calling, "tool_calls": [{"name": "add", "arguments": json.dumps(given_arguments)}]}]
     assert trained(name, {"messages": [*chat("a"), as_text, *row["messages"][2:]]}) == [call, answer]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_thoughts_are_masked_or_dropped_in_every_template(name: str) -> None:
+    row, plain = CASES["thoughts"], CASES["talk"]
+    answers = trained(name, plain)
+    assert trained(name, row, thinking="drop") == answers
+    texts = {text.text for text in render_row(name, row).samples}
+    masked = render_row(name, row, thinking="mask")
+    assert {text.text for text in masked.samples} == texts
+    for found, answer, word in zip(trained(name, row, thinking="mask"), answers, ("Hello", "Fine"), strict=True):
+        assert found.strip() == answer[answer.index(word) :].strip()  # whatever the template writes before a content
+
+
+def test_thoughts_under_a_key_are_masked_or_dropped() -> None:
+    row = {"messages": [*chat("a"), {**ANSWER, "reasoning_content": "Hm."}]}
+    assert trained("empty_thoughts", row, thinking="mask") == ["b<|im_end|>"]
+    assert trained("empty_thoughts", row, thinking="drop") == ["b<|im_end|>"]
 
 
 def test_unseen_tools_counted() -> None:
