@@ -77,7 +77,7 @@ def test_reference_is_shared_by_runs_with_another_beta(zygote: Zygote, tmp_path:
     [
         (("recipe=dpo", "task=causal"), "preference=dpo with task=causal"),
         (("task=preference", "dataset=pairs"), "preference=none with task=preference"),
-        (("recipe=dpo", "adapter.dropout=0.1"), "the reference is without dropout"),
+        (("recipe=dpo", "adapter.dropout=0.1"), "the reference is without it"),
         (("recipe=orpo", "preference.gamma=1"), "preference=orpo does not read it"),
         (("recipe=dpo", "dataset.max_length=200"), "a pair of answers has up to twice as many tokens"),
         (("recipe=dpo", "dataset=sample"), "task=preference learns from pairs"),
