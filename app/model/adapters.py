@@ -1,16 +1,12 @@
 """Adapters by PEFT on the linear layers of a frozen base: the table of methods, and the layers that they adapt."""
 
 import contextlib
-import math
 import re
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS
@@ -19,8 +15,9 @@ from app.config.schema import AdapterConfig
 from app.config.tasks import Task
 from app.errors import CheckpointError, ConfigError
 from app.files import read_json
-from app.model.base_weights import Put, in_memory
+from app.model.adapter_method import AdapterMethod
 from app.model.head import head_modules, in_backbone
+from app.model.lora import Lora
 from app.model.quantization import is_conv1d
 from app.model.recurrent import layers_read_past
 
@@ -32,101 +29,6 @@ _FREE_KEYS = ("task_type", "peft_version", "base_model_name_or_path", "inference
 _MODULE_NAME = re.compile(r"[\w.-]+")
 _ROUTERS = frozenset({"gate", "shared_expert_gate", "router"})
 _EXPERT_LAYERS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterMethod(ABC):
-    """One method of PEFT with its settings: what building, checking, stepping, loading and merging a model ask."""
-
-    peft_type: ClassVar[str]  # in adapter_config.json
-    # its own keys in that file, with the values that runs write
-    written: ClassVar[Mapping[str, Callable[[Any], bool]]]
-    trained: ClassVar[tuple[str, ...]]  # parameters, by the ends of their names, after the layer's
-    moves_in: ClassVar[Mapping[int, str]]  # by step, skipped ones not counted: those of them that must get a gradient
-    # whether it is attached to a base on meta, and drawn once that is filled; else it is attached to a filled one
-    on_meta: ClassVar[bool] = False
-    # names in the file, of a `layer` and a `part` of it, that `merged` takes; None: nothing is merged
-    mergeable: ClassVar[re.Pattern[str] | None] = None
-
-    config: AdapterConfig
-
-    @abstractmethod
-    def peft_config(self, lm: Any, layers: list[str], shared: Mapping[str, Any]) -> Any:
-        """The configuration of PEFT, or a refusal; `shared` are the arguments of every method."""
-
-    def draw(self, network: nn.Module, device: torch.device, put: Put) -> None:
-        """Draw what was attached on meta."""
-        raise NotImplementedError("draw: the weights of an adapter that is attached on meta")
-
-    def lr_factor(self, name: str) -> float:  # noqa: ARG002
-        """Learning rate of a trained parameter as a multiple of that of the run."""
-        return 1.0
-
-    @staticmethod
-    def merged(weight: Tensor, config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
-        """The weight [out, in] of a layer with its adapter, in fp32; `config` is adapter_config.json."""
-        raise NotImplementedError("merged: the weight of an adapted layer")
-
-
-class Lora(AdapterMethod):
-    """LoRA, W + alpha / r * B A: B starts at zero, so A has no gradient before B has moved."""
-
-    peft_type = "LORA"
-    written: ClassVar = {
-        "fan_in_fan_out": lambda value: isinstance(value, bool),
-        "r": lambda value: type(value) is int and value > 0,
-        **dict.fromkeys(("lora_alpha", "lora_dropout"), lambda value: type(value) in (int, float) and value >= 0),
-    }
-    trained = (".lora_A.default.weight", ".lora_B.default.weight")
-    moves_in: ClassVar = {1: ".lora_B.", 2: ".lora_A."}
-    on_meta = True
-    mergeable = re.compile(r"(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
-
-    def peft_config(self, lm: Any, layers: list[str], shared: Mapping[str, Any]) -> Any:
-        """Refuse a rank that no adapted weight can have."""
-        from peft import LoraConfig
-
-        r, modules = self.config.r, [lm.get_submodule(layer) for layer in layers]
-        highest = max(min(m.weight.shape if is_conv1d(m) else (m.in_features, m.out_features)) for m in modules)
-        if r > highest:
-            raise ConfigError(
-                f"adapter.r={r}: no adapted layer of this model has a rank above {highest:,}. Usual are 8 to 128; "
-                f"set adapter.r={highest} at most."
-            )
-        return LoraConfig(
-            **shared,
-            r=r,
-            lora_alpha=self.config.alpha,
-            lora_dropout=self.config.dropout,
-            fan_in_fan_out=any(map(is_conv1d, modules)),
-        )
-
-    def lr_factor(self, name: str) -> float:
-        return self.config.lr_ratio if ".lora_B." in name else 1.0
-
-    @torch.no_grad()
-    def draw(self, network: nn.Module, device: torch.device, put: Put) -> None:
-        """Draw the numbers that PEFT draws off meta, in its order.
-
-        PEFT rounds them to the base's dtype before it casts them to float32.
-        """
-        for name, module in network.named_modules():
-            for adapter in getattr(module, "lora_A", ()):
-                base: Any = module.get_base_layer()
-                dtype = getattr(base, "compute_dtype", None) or base.weight.dtype
-                dtype = dtype if dtype.is_floating_point else torch.float32
-                halves = [(half, getattr(module, half)[adapter]) for half in ("lora_A", "lora_B")]
-                drawn = [nn.Linear(layer.in_features, layer.out_features, bias=False) for _, layer in halves]
-                nn.init.kaiming_uniform_(drawn[0].weight, a=math.sqrt(5))
-                nn.init.zeros_(drawn[1].weight)
-                for (half, layer), numbers in zip(halves, drawn, strict=True):
-                    weight = numbers.weight.detach().to(device, dtype).float()
-                    put(layer, "weight", in_memory(f"{name}.{half}.{adapter}.weight", weight))
-
-    @staticmethod
-    def merged(weight: Tensor, config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
-        a, b = (parts[half].to(weight.device, torch.float32) for half in ("A", "B"))
-        return weight.float() + float(config["lora_alpha"]) / len(a) * (b @ a)
 
 
 ADAPTERS: dict[str, type[AdapterMethod] | None] = {"none": None, "lora": Lora}

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from app.config.schema import AdapterConfig, ModelConfig, QuantizationConfig
 from app.errors import CheckpointError, ConfigError
-from app.model.adapters import ADAPTERS, AdapterMethod, layers_without_gradient
+from app.model.adapter_method import AdapterMethod
+from app.model.adapters import ADAPTERS, layers_without_gradient
 from app.model.build import ModelSections, base_path, build_training_model, random_base
 from app.model.load_run import load_training_model
 from app.model.merge import Merge, merged_config, plan_merge, read_updates

@@ -12,7 +12,8 @@ from app.batch import PackedSequences
 from app.config.adapters import AdapterKind
 from app.errors import ConfigError, EnvironmentProblem
 from app.model import attention
-from app.model.adapters import AdapterMethod, quiet_peft
+from app.model.adapter_method import AdapterMethod
+from app.model.adapters import quiet_peft
 from tests.harness.runs import losses, result
 from tests.promise.conftest import Toys
 
