@@ -42,6 +42,7 @@ from app.model.quantization import Quantizer, quantizer_of
 from app.model.recurrent import missing_kernels, recurrent_mixers
 from app.model.source import local_place
 from app.model.structure import BaseModel
+from app.model.text_part import whole_class
 from app.model.training_model import TrainingModel
 
 
@@ -244,6 +245,11 @@ def count_weights(sections: ModelSections, base: BaseModel | None = None) -> Mod
     """Counts from a model without memory, that of `base` if one is given; finds adapter targets that match nothing."""
     task = task_of(sections.task)
     lm = deepcopy((base or BaseModel(sections.model, task)).on_meta())
+    if sections.adapter.kind == "none" and whole_class(lm.config, task) is not None:
+        raise ConfigError(
+            f"adapter.kind=none: of a model of kind {lm.config.model_type} only the text part is read, by the class of "
+            "the whole, which could not be saved without its other towers. Set recipe=lora."
+        )
     require_layers(lm, sections.recompute)
     set_norms(lm, sections.model, DTYPES[sections.precision].compute)
     require_packed_alike(sections.model, lm, sections.quantizer)

@@ -62,7 +62,7 @@ def open_folder(
     with _readable(config, folder):
         if (folder / "generation_config.json").is_file():  # as from_pretrained does
             lm.generation_config = transformers.GenerationConfig.from_pretrained(str(folder), local_files_only=True)
-        part = text_part_in(config, folder, lm)
+        part = text_part_in(config, task, folder, lm)
         reader = FolderReader(lm if part is None else part.whole, stored_tensors(folder), stored_as)
         found = reader.tensors()
         if part is not None:

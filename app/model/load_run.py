@@ -9,7 +9,7 @@ import torch
 
 from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS
 from app.config.schema import ModelConfig, QuantizationConfig
-from app.config.tasks import Task
+from app.config.tasks import Task, task_of
 from app.errors import CheckpointError, gist
 from app.model.adapters import quiet_peft, read_adapter_config
 from app.model.attention import own_attention
@@ -51,7 +51,7 @@ def load_tuned(
     lm = _for_answers(lm)
     if not has_adapter or not adapter:
         return lm
-    return _with_adapter(lm, final, text_part_in(model, folder, lm)).get_base_model()
+    return _with_adapter(lm, final, text_part_in(model, task, folder, lm)).get_base_model()
 
 
 def weights_of(run: Path, model: ModelConfig, *, tuned: bool) -> ModelConfig:
@@ -82,7 +82,7 @@ def load_training_model(
     network: Any = build_base(sections, device, seed)
     if _is_adapter(final):
         network.requires_grad_(False)  # as attaching an adapter did in training
-        part = text_part_in(sections.model, Path(sections.model.path), network)
+        part = text_part_in(sections.model, task_of(sections.task), Path(sections.model.path), network)
         network = _with_adapter(network, final, part) if tuned else network
     compute = DTYPES[sections.precision].compute
     set_norms(network, sections.model, compute)

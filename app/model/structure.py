@@ -19,7 +19,7 @@ from app.model.conversion import BITSANDBYTES, stored_format
 from app.model.quantization import backbone_linear_layers, is_linear, other_linear_layers
 from app.model.source import REMOTE_CODE, fetch_folder, folder_at_hand, local_place, read_config, require_weights
 from app.model.supported_models import require_kind, require_structure
-from app.model.text_part import TextPart, text_numbers
+from app.model.text_part import TextPart, leave_out_towers, text_numbers, whole_class
 from app.model.training_model import first_position
 
 
@@ -80,7 +80,7 @@ class BaseModel:
     def text_part(self) -> TextPart | None:
         """Where the whole has the model, if that is only its text part."""
         folder = folder_at_hand(self.config) if self.config.weights == "pretrained" else None
-        return None if folder is None else text_part_in(self.config, folder, self.on_meta())
+        return None if folder is None else text_part_in(self.config, self.task, folder, self.on_meta())
 
     @property
     def unpacked_format(self) -> dict[str, Any] | None:
@@ -131,7 +131,7 @@ def numbers_in_yaml(config: ModelConfig, task: Task) -> Any:
         if name in numbers and own in numbers and numbers[name] != numbers[own]
     )
     try:
-        return _configured(task, transformers.AutoConfig.for_model(kind, **numbers))
+        return _configured(task, text_numbers(transformers.AutoConfig.for_model(kind, **numbers), task))
     except (ValueError, TypeError, KeyError, StrictDataclassError) as fault:
         reason = gist(fault.__cause__ or fault)
         raise ConfigError(
@@ -164,10 +164,9 @@ def whole_numbers(config: ModelConfig, folder: Path) -> Any:
         ) from fault
 
 
-def text_part_in(config: ModelConfig, folder: Path, lm: Any) -> TextPart | None:
+def text_part_in(config: ModelConfig, task: Task, folder: Path, lm: Any) -> TextPart | None:
     """Where the whole of a folder has `lm`, if that is only its text part."""
-    numbers = whole_numbers(config, folder)
-    return None if type(numbers) is type(lm.config) else TextPart.of(lm, numbers, lm.dtype)
+    return TextPart.of(lm, whole_numbers(config, folder), task)
 
 
 def _require_no_other_classes(config: ModelConfig, task: Task, numbers: Any) -> None:
@@ -204,9 +203,12 @@ def build(config: ModelConfig, task: Task, numbers: Any, dtype: torch.dtype, att
     require_kind(config, task, numbers)
     # of each fast kernel that is not installed, on its first use: one line of `model.build` names all of them
     logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
-    lm = model_class(task).from_config(
-        numbers, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
-    )
+    whole, given = whole_class(numbers, task), {"dtype": dtype, "attn_implementation": attention}
+    if whole is None:
+        lm = model_class(task).from_config(numbers, trust_remote_code=config.trust_remote_code, **given)
+    else:
+        lm = whole._from_config(numbers, **given)
+        leave_out_towers(lm)
     require_structure(config, task, lm)
     in_fp32 = re.compile("|".join(lm._get_dtype_plan(dtype)) or "(?!)")  # whatever the dtype of the others is
     for name, each in lm.state_dict(keep_vars=True).items():

@@ -17,7 +17,7 @@ from app.config.tasks import TASKS, Task
 from app.errors import ConfigError
 from app.model.head import own_head, pooled_head
 from app.model.recurrent import recurrent_mixers
-from app.model.text_part import TEXT_PARTS
+from app.model.text_part import OTHER_TEXT, whole_class
 
 # of others that differ only in long rows, the check before the first step would see nothing
 _RECURRENT = frozenset({"linear_attention", "conv", "hybrid"})
@@ -35,15 +35,11 @@ def require_kind(config: ModelConfig, task: Task, numbers: Any) -> None:
 
 def _reason(task: Task, numbers: Any, *, own_code: bool = False) -> str | None:
     """Why the task cannot train a model of this configuration, None where nothing tells."""
-    known = getattr(transformers, task.mapping).get(type(numbers), None)
-    types = set(getattr(numbers, "layer_types", None) or ())
-    if numbers.is_encoder_decoder or "encoder" in numbers.sub_configs:
-        return "it is an encoder-decoder, and only models of one of the two are trained here"
-    text = numbers.get_text_config(decoder=True)
-    if text is not numbers:
-        known_part = numbers.model_type in TEXT_PARTS
-        state = "trained from a folder, by task=causal" if known_part else "not compared with the whole yet"
-        return f"it reads more than text; its text part, of kind {text.model_type}, is {state}"
+    whole = _whole_class(task, numbers)
+    if isinstance(whole, str):
+        return whole
+    known = whole or getattr(transformers, task.mapping).get(type(numbers), None)
+    types = set(getattr(numbers.get_text_config(decoder=True), "layer_types", None) or ())
     if known is None and not own_code:
         return f"it is not {task.description}"
     if types - _LAYERS:
@@ -51,6 +47,18 @@ def _reason(task: Task, numbers: Any, *, own_code: bool = False) -> str | None:
     if own_code or types & _RECURRENT or any(map(_calls_interface, known if isinstance(known, tuple) else (known,))):
         return None
     return _OWN_ATTENTION
+
+
+def _whole_class(task: Task, numbers: Any) -> Any:
+    """The class of a model that is trained on text by the class of the whole, None for others; or why none is."""
+    if numbers.is_encoder_decoder or "encoder" in numbers.sub_configs:
+        return "it is an encoder-decoder, and only models of one of the two are trained here"
+    text, whole = numbers.get_text_config(decoder=True), whole_class(numbers, task)
+    if numbers.model_type in OTHER_TEXT:
+        return f"the class of its text part, of kind {text.model_type}, computes something else than the whole"
+    if text is not numbers and (whole is None or not task.writes_text):
+        return "it reads more than text, and its text part is trained by task=causal alone"
+    return whole if task.writes_text else None
 
 
 def _calls_interface(known: Any) -> bool:
@@ -73,7 +81,7 @@ def require_structure(config: ModelConfig, task: Task, lm: Any) -> None:
     if len(ways) > 1:
         refuse("tokens see those after them in some of its layers and not in others")
     # one row through the head; whether the logits are right is checked on the first batch
-    row = torch.zeros(1, lm.config.hidden_size, dtype=lm.dtype, device=lm.device)
+    row = torch.zeros(1, lm.config.get_text_config().hidden_size, dtype=lm.dtype, device=lm.device)
     try:
         with torch.no_grad():
             (pooled_head if task.pooled else own_head)(lm)(row)

@@ -1,4 +1,8 @@
-"""The text part of a model that reads more than text: its class, and its names in the whole."""
+"""The text part of a model that reads more than text: its class, and its names in the whole.
+
+Where transformers has a class for the text part, that is trained. Where it has none, it is the class of the whole
+without its other towers, on text.
+"""
 
 import json
 from collections.abc import Callable
@@ -14,20 +18,41 @@ from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS
 from app.config.tasks import Task
 from app.model.adapters import PREFIX
 
-# kinds whose text part computes what the whole does of text alone, as tests show
-TEXT_PARTS = ("gemma3", "mistral3")
+# kinds whose whole computes something else of text than the class for their text part, as a test of all kinds shows
+OTHER_TEXT = ("aya_vision", "cohere2_vision", "paligemma")
+
+
+def whole_class(numbers: Any, task: Task) -> Any:
+    """The class of a model that reads more than text; None for one that the task has a class for as it is."""
+    alone = numbers.get_text_config(decoder=True) is numbers and type(numbers) in getattr(transformers, task.mapping)
+    if alone or numbers.is_encoder_decoder:
+        return None
+    return transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(numbers), None)
 
 
 def text_numbers(numbers: Any, task: Task) -> Any:
-    """The configuration of the text part, where that can be trained by itself; else `numbers`."""
+    """The configuration of the text part, where transformers has a class for that; else `numbers`."""
     text = numbers.get_text_config(decoder=True)
-    if numbers.model_type not in TEXT_PARTS or not task.writes_text:
+    is_known = type(text) in getattr(transformers, task.mapping) and whole_class(numbers, task) is not None
+    if text is numbers or not (task.writes_text and is_known) or numbers.model_type in OTHER_TEXT:
         return numbers
-    text.tie_word_embeddings = numbers.tie_word_embeddings  # the whole decides
+    tied = getattr(numbers, "tie_word_embeddings", None)
+    if tied is not None:  # the whole decides
+        text.tie_word_embeddings = tied
     text.dtype = text.dtype or numbers.dtype
     if hasattr(numbers, "quantization_config"):
         text.quantization_config = numbers.quantization_config
     return text
+
+
+def leave_out_towers(whole: Any) -> None:
+    """Take out, in place, everything but the decoder of text and the head."""
+    kept = [module for module in (whole.get_decoder(), whole.get_output_embeddings()) if module is not None]
+    inside = {module for each in kept for module in each.modules()}
+    for outer in [each for each in whole.modules() if each not in inside]:
+        for name, child in list(outer.named_children()):
+            if inside.isdisjoint(child.modules()):
+                setattr(outer, name, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +63,38 @@ class TextPart:
     places: tuple[tuple[str, str], ...]  # names in the text part and in the whole
 
     @classmethod
-    def of(cls, lm: Any, numbers: Any, dtype: torch.dtype) -> "TextPart":
-        """`numbers` are those of the whole."""
+    def of(cls, lm: Any, numbers: Any, task: Task) -> "TextPart | None":
+        """`numbers` are those of the whole; None where `lm` is all of a model."""
+        kind = whole_class(numbers, task)
+        if kind is None:
+            return None
         with torch.device("meta"):
-            whole = getattr(transformers, numbers.architectures[0])._from_config(numbers, dtype=dtype)
-        backbone = type(lm.base_model)
-        place = next(name for name, module in whole.named_modules() if type(module) is backbone)
+            whole = kind._from_config(numbers, dtype=lm.dtype)
+        if kind is type(lm):
+            return cls(whole, tuple((name, name) for name in _outermost(lm, whole)))
+        inside = {type(each): name for name, each in reversed([*whole.named_modules()]) if name}
+        if type(lm) in inside:
+            return cls(whole, tuple((child, f"{inside[type(lm)]}.{child}") for child, _ in lm.named_children()))
         heads = [(child, child) for child, _ in lm.named_children() if child != lm.base_model_prefix]
-        return cls(whole, ((lm.base_model_prefix, place), *heads))
+        return cls(whole, ((lm.base_model_prefix, inside[type(lm.base_model)]), *heads))
 
     def in_whole(self, name: str) -> str | None:
         return _replaced(name, self.places)
 
     def in_text(self, name: str) -> str | None:
         return _replaced(name, tuple((there, here) for here, there in self.places))
+
+
+def _outermost(lm: Any, whole: Any) -> list[str]:
+    """Names of modules and parameters of `lm`, those outside all that it lacks of the whole."""
+    lacking = {name for name, _ in whole.named_modules()} - {name for name, _ in lm.named_modules()}
+    around = {name[:at] for name in lacking for at, letter in enumerate(name) if letter == "."} | {""}
+    around -= lacking
+    found = []
+    for name in around:
+        module, prefix = lm.get_submodule(name), f"{name}." if name else ""
+        found += [f"{prefix}{each}" for each in (*module._parameters, *dict(module.named_children()))]
+    return sorted(set(found) - around)
 
 
 def _replaced(name: str, places: tuple[tuple[str, str], ...]) -> str | None:

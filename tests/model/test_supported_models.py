@@ -25,11 +25,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "llama4_text": ({"layer_types": ["chunked_attention", "full_attention"]}, "layers of chunked_attention"),
     "deberta-v2": ({}, "not a causal language model"),
     "t5": ({}, "it is an encoder-decoder"),
-    "mistral3": ({}, "it reads more than text"),
     "bert": (_UNDECODED, "its tokens see the tokens after them"),
     "roberta": (_UNDECODED, "its tokens see the tokens after them"),
-    "gemma3": ({}, "it reads more than text; its text part, of kind gemma3_text, is trained from a folder"),
-    "cohere2_vision": ({}, "its text part, of kind cohere2, is not compared with the whole yet"),
+    "cohere2_vision": ({}, "the class of its text part, of kind cohere2, computes something else than the whole"),
+    "florence2": ({}, "it is an encoder-decoder"),
 }
 
 

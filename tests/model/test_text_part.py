@@ -11,35 +11,51 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
 
+from app.errors import ConfigError
 from app.exports.reload import in_fp32
-from app.model.build import build_training_model
+from app.model.build import build_training_model, count_weights
 from app.model.load_run import load_tuned
 from app.model.merge import merged_config, plan_merge, read_updates
 from app.model.save import save_model
 from app.model.structure import BaseModel
 from app.model.tokenizer import load_tokenizer
-from tests.model.small import CAUSAL, documents_of, lora, model_config, sections, three_steps, wide_numbers
+from tests.model.small import CAUSAL, documents_of, full, lora, model_config, sections, three_steps, wide_numbers
 from tests.model.test_quantization import NF4
 
 CPU = torch.device("cpu")
 IDS = documents_of((10,))[0][None]
-TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-IMAGES: dict[str, dict[str, Any]] = {
-    "gemma3": {"mm_tokens_per_image": 4, "boi_token_index": 60, "eoi_token_index": 61, "image_token_index": 62},
-    "mistral3": {"image_token_index": 62},
+SIGLIP = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+SIGLIP |= {"image_size": 28, "patch_size": 14}
+QWEN = {"hidden_size": 32, "intermediate_size": 48, "depth": 1, "num_heads": 4, "out_hidden_size": 64}
+QWEN |= {"num_position_embeddings": 16, "patch_size": 14}
+SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+WHOLES: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": wide_numbers("gemma3_text"),
+        "vision_config": {"model_type": "siglip_vision_model", **SIGLIP},
+        "mm_tokens_per_image": 4,
+        "boi_token_index": 60,
+        "eoi_token_index": 61,
+        "image_token_index": 62,
+    },
+    "mistral3": {
+        "text_config": wide_numbers("mistral"),
+        "vision_config": {"model_type": "pixtral", **SIGLIP},
+        "image_token_index": 62,
+    },
+    "qwen3_5": {"text_config": wide_numbers("qwen3_5_text"), "vision_config": QWEN},
+    # has no class for its text part
+    "qwen3_vl": {
+        "text_config": wide_numbers("qwen3_vl_text", head_dim=16, rope_parameters=SECTIONS),
+        "vision_config": {**QWEN, "deepstack_visual_indexes": [0]},
+    },
 }
-TEXT = {"gemma3": "gemma3_text", "mistral3": "mistral"}
-TOWERS = {"gemma3": "siglip_vision_model", "mistral3": "pixtral"}
 
 
-@pytest.fixture(params=TEXT)
+@pytest.fixture(params=WHOLES)
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A tiny model with a tower for images."""
-    kind: str = request.param
-    tower = {**TOWER, "model_type": TOWERS[kind], "image_size": 28, "patch_size": 14}
-    numbers = transformers.AutoConfig.for_model(
-        kind, text_config=wide_numbers(TEXT[kind]), vision_config=tower, **IMAGES[kind]
-    )
+    numbers = transformers.AutoConfig.for_model(request.param, **WHOLES[request.param])
     torch.manual_seed(0)
     whole = transformers.AutoModelForImageTextToText.from_config(numbers)
     for parameter in whole.parameters():
@@ -78,7 +94,7 @@ def test_text_part_trained_and_loaded_as_its_whole(folder: Path, tmp_path: Path)
     save_model(model, tokenizer, final, text_part=base.text_part)
     theirs = PeftModel.from_pretrained(whole_of(folder), str(final)).eval()
     assert relative(logits(theirs), tuned) < 1e-5
-    assert not [name for name, _ in theirs.named_parameters() if "vision" in name and "lora" in name]
+    assert not [name for name, _ in theirs.named_parameters() if "vis" in name and "lora" in name]
     assert relative(logits(load_tuned(tmp_path / "run", config, CAUSAL, adapter=True)), tuned) < 1e-5
 
     merged = tmp_path / "merged"
@@ -101,4 +117,12 @@ def test_text_part_in_nf4_is_that_of_the_whole_in_nf4(folder: Path) -> None:
     theirs = whole_of(folder, quantization_config=packed)
     in_fp32(theirs)  # or CPUs with bf16 would compute in that
     assert relative(logits(model.language_model), logits(theirs)) < 1e-5
-    assert {type(each).__name__ for name, each in theirs.named_modules() if "vision" in name}.isdisjoint({"Linear4bit"})
+    assert {type(each).__name__ for name, each in theirs.named_modules() if "vis" in name}.isdisjoint({"Linear4bit"})
+
+
+def test_all_weights_of_a_part_without_a_class_are_refused() -> None:
+    architecture = {"model_type": "qwen3_vl", **WHOLES["qwen3_vl"]}
+    config = model_config(architecture=architecture)
+    assert count_weights(sections(config, lora())).trained
+    with pytest.raises(ConfigError, match=r"^adapter.kind=none: .* kind qwen3_vl .* Set recipe=lora\.$"):
+        count_weights(sections(config, full()))
