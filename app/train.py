@@ -70,7 +70,7 @@ def _train_in(folder: RunFolder, run: RunConfig, console: Console, resume_hint: 
 
 def _check_parts(run: RunConfig) -> None:
     """Collect the problems that each package finds in milliseconds, and report them together."""
-    from app.config import adapters
+    from app.config import adapter_start
     from app.data import sources
     from app.distributed import launch
     from app.model import source, tokenizer
@@ -81,7 +81,7 @@ def _check_parts(run: RunConfig) -> None:
         *sources.check(run.dataset),
         *source.check(run.model),
         *tokenizer.check(run.model),
-        *adapters.check_start(run),
+        *adapter_start.check_start(run),
         *requirements.check(run.optimizer),
         *launch.check(run),
         *trackers.check(run.tracker),

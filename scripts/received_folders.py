@@ -11,7 +11,8 @@ from typing import Any
 
 from app.config.commands import report_config
 from app.config.finished_run import evaluate_config, export_config, reproduce_config
-from app.config.load import compose_run, read_run, to_yaml
+from app.config.load import compose_run, read_run
+from app.config.yaml_files import to_yaml
 from app.files import checksummed_folder, sha256
 from app.tracking.console import Console
 

@@ -1,11 +1,9 @@
-"""Kinds of adapter, as facts and rules that messages, pages and memory suggestions share; where one starts."""
+"""Kinds of adapter, as facts and rules that messages, pages and memory suggestions share."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
-from app.config.schema import AdapterConfig, RunConfig
-from app.files import read_json
+from app.config.schema import AdapterConfig
 
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -31,30 +29,3 @@ ADAPTER_KINDS = {
     "none": AdapterKind("full fine-tuning", lambda _adapter: iter(()), has_rank=False),
     "lora": AdapterKind("LoRA", _low_rank, has_rank=True),
 }
-
-
-def start_folder(adapter: AdapterConfig) -> Path | None:
-    """The folder of `adapter.start`: a run has its adapter in final/."""
-    if adapter.start is None:
-        return None
-    given = Path(adapter.start).expanduser()
-    return given / "final" if (given / "final").is_dir() else given
-
-
-def check_start(run: RunConfig) -> Iterator[str]:
-    """Problems with `adapter.start`; a run that is continued needs the folder no more."""
-    adapter, folder = run.adapter, start_folder(run.adapter)
-    if folder is None or (run.resume is not None and not folder.is_dir()):
-        return
-    given = f"adapter.start={adapter.start}"
-    try:
-        found = read_json(folder / ADAPTER)
-    except (OSError, ValueError):
-        found = None
-    if not isinstance(found, dict) or not (folder / ADAPTER_WEIGHTS).is_file():
-        yield f"{given}: there is no {ADAPTER} with {ADAPTER_WEIGHTS}. Give a run that trained an adapter."
-        return
-    wanted = {"r": found.get("r"), "alpha": found.get("lora_alpha")}
-    if (adapter.r, adapter.alpha) != (wanted["r"], wanted["alpha"]):
-        words = " ".join(f"adapter.{key}={value}" for key, value in wanted.items())
-        yield f"{given}: it goes on with its own rank and scale. Type {words}."

@@ -1,6 +1,5 @@
 """Command line and conf/ into a checked RunConfig; changes to the run of a run.yaml."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -12,24 +11,23 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
-from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
-from yaml import AliasEvent, YAMLError, load
+from yaml import YAMLError
 
 from app.assets import PREFIX
 from app.config import groups
+from app.config.adapter_start import kept_settings
 from app.config.overrides import check_overrides, key_of, parse_override, partition_overrides, split_arguments
 from app.config.rules import problems_of
 from app.config.schema import ModelConfig, RunConfig
 from app.config.unread_keys import unread_problems
-from app.config.validate import field_types, is_key, parse_section
+from app.config.validate import field_types, format_value, is_key, parse_section
+from app.config.yaml_files import literal, read_yaml
 from app.errors import CheckpointError, ConfigError, refuse
 
 VERSION_BASE = "1.3"
 _WARMUPS = ("schedule.warmup_steps", "schedule.warmup_fraction")
 _SAMPLE = "asset:sample/"
-_MAX_YAML_BYTES, _MAX_YAML_DEPTH = 1 << 20, 32
-_REFERENCE = re.compile(r"(\\*)\$\{")
 
 Run = TypeVar("Run", bound=RunConfig)
 
@@ -73,39 +71,6 @@ def read_run(file: Path) -> RunConfig:
         raise CheckpointError(f"{file} cannot be read as the configuration of a run: {reason}") from fault
 
 
-def read_yaml(file: Path) -> Any:
-    """Plain data of a YAML file without aliases, which multiply; ValueError if it is too large."""
-    if file.stat().st_size > _MAX_YAML_BYTES:
-        raise ValueError(f"it is larger than {_MAX_YAML_BYTES >> 20} MB")
-    return load(file.read_text(encoding="utf-8"), _FlatLoader)
-
-
-class _FlatLoader(get_yaml_loader()):  # type: ignore[misc]
-    depth = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.depth > _MAX_YAML_DEPTH or self.check_event(AliasEvent):
-            raise YAMLError("it has an alias, or is nested too deep")
-        self.depth += 1
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
-
-
-def to_yaml(data: Mapping[str, Any]) -> str:
-    """Plain data as YAML, for `read_yaml`."""
-    return OmegaConf.to_yaml(OmegaConf.create(_literal(data)), resolve=True)
-
-
-def _literal(value: Any) -> Any:
-    """The same data with each `${` escaped, for OmegaConf to take it as text."""
-    if isinstance(value, Mapping):
-        return {key: _literal(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_literal(inner) for inner in value]
-    return _REFERENCE.sub(r"\1\1\\${", value) if isinstance(value, str) else value
-
-
 # ---- a command line
 
 
@@ -119,7 +84,7 @@ def validated_arguments(arguments: Sequence[str]) -> list[str]:
     overrides, switches = split_arguments(arguments)
     composable = _checked_overrides(overrides)
     _composed(composable)
-    return [*switches, *composable]
+    return [*switches, *_with_kept_settings(composable)]
 
 
 def _checked_overrides(overrides: Sequence[str]) -> list[str]:
@@ -158,7 +123,13 @@ def _with_folder_model(overrides: list[str]) -> list[str]:
 
 
 def _composed(overrides: Sequence[str]) -> RunConfig:
-    return load_run(_compose(overrides), _values(overrides))
+    return load_run(_compose(_with_kept_settings(overrides)), _values(overrides))
+
+
+def _with_kept_settings(overrides: Sequence[str]) -> list[str]:
+    """The overrides with those that `adapter.start` brings along."""
+    kept = kept_settings(_values(overrides))
+    return [*overrides, *(f"++{key}={format_value(value).replace(' ', '')}" for key, value in kept.items())]
 
 
 def _values(overrides: Sequence[str], schema: type = RunConfig) -> dict[str, Any]:
@@ -229,6 +200,7 @@ def _varied_run(overrides: Sequence[str]) -> RunConfig:
         "output_dir": default_values()["output_dir"],
         **dict.fromkeys(("resume", "training.stop_after", "tracker.name", *_replaced(changes))),
         "dry_run": False,
+        **kept_settings(changes),
         **({"optimizer.lr": run.optimizer.lr} if "optimizer" in changes else {}),  # the recipe's key
     }
     return _of_own_rows(validated(apply_changes(run, changes, over), RunConfig, changes))
@@ -241,7 +213,7 @@ def apply_changes(run: RunConfig, changes: Mapping[str, Any], over: Mapping[str,
     """
     choices = {key: value for key, value in changes.items() if key in groups.choices_by_group()}
     sections = {group: load_choice(group, choice) for group, choice in choices.items()}
-    config = OmegaConf.create({**_literal(asdict(run)), **sections})
+    config = OmegaConf.create({**literal(asdict(run)), **sections})
     own = {"model.trust_remote_code": False, "cache_dir": read_yaml(groups.CONF / "config.yaml")["cache_dir"]}
     for key, value in {**own, **over, **changes}.items():
         if key not in choices:

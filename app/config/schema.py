@@ -97,7 +97,7 @@ class AdapterConfig:
     alpha: float = number(0.0, at_least=0)  # scale of the update, divided by the rank
     dropout: float = number(0.0, at_least=0, below=1)  # dropout before the adapter
     lr_ratio: float = number(1.0, above=0)  # learning rate of B over that of A, which is optimizer.lr (LoRA+)
-    start: str | None = None  # run or folder whose adapter this one goes on from; null: a new one
+    start: str | None = None  # run, folder or hub id of the adapter that this one goes on from; null: a new one
     targets: list[str] = field(default_factory=list)  # all-linear, or names of layers; the head is never adapted
     fused: bool = False  # hand-written passes, where they are checked to equal PEFT's
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from app.config.load import read_run, to_yaml
+from app.config.load import read_run
 from app.config.schema import LaunchConfig, RunConfig
+from app.config.yaml_files import to_yaml
 from app.distributed.environment import world
 from app.distributed.failures import FOLDER, Failure, failure_message, quiet_connections, read_failure, root_cause
 from app.errors import ConfigError

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from app.assets import PREFIX, locate
-from app.config.adapters import ADAPTER
+from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS
 from app.config.schema import ModelConfig
 from app.errors import EnvironmentProblem
 
@@ -92,12 +92,13 @@ def require_weights(folder: Path, path: str) -> None:
 def read_config(folder: Path, path: str) -> dict[str, Any]:
     """The config.json of a folder as it stands; one that does not even say what kind of model it is is refused."""
     file = folder / "config.json"
+    if any((place / ADAPTER).is_file() for place in (folder, folder / "final")):
+        _require_model(folder, path)
     try:
         numbers: dict[str, Any] = json.loads(file.read_text())
         kind = numbers["model_type"]
     except FileNotFoundError:
-        is_adapter = (folder / ADAPTER).is_file()
-        advice = f" It is an adapter: name its base, and adapter.start={path} to go on from it." if is_adapter else ""
+        advice = f" A run has its model in final/: model.path={path}/final." if (folder / "final").is_dir() else ""
         raise EnvironmentProblem(
             f"model.path={path}: {folder} has no config.json, so it is not a Hugging Face model folder.{advice}"
         ) from None
@@ -108,6 +109,15 @@ def read_config(folder: Path, path: str) -> dict[str, Any]:
     if not isinstance(kind, str):
         raise EnvironmentProblem(f"model.path={path}: model_type in {file} is {kind!r}, expected a name such as llama.")
     return numbers
+
+
+def _require_model(folder: Path, path: str) -> None:
+    """Refuse an adapter; that of a classifier has a config.json too, and a whole model may lie beside one."""
+    if all(file.name == ADAPTER_WEIGHTS for file in folder.glob("*.safetensors")):
+        raise EnvironmentProblem(
+            f"model.path={path}: this is an adapter without its base. To go on from it, type the base and the adapter: "
+            f"model.path=MODEL adapter.start={path}"
+        )
 
 
 def _snapshot(config: ModelConfig, path: str, *, with_weights: bool) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from app.config.load import read_yaml
+from app.config.yaml_files import read_yaml
 from app.files import read_json
 from app.safe_text import redact
 from app.tracking.formatting import finite_number, format_integer

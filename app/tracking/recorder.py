@@ -9,9 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from app.config.load import to_yaml
 from app.config.metrics import LOGGED
 from app.config.schema import TrackerConfig
+from app.config.yaml_files import to_yaml
 from app.errors import AppError, EnvironmentProblem, Unfinished
 from app.files import append_text, read_json, report_write_errors, write_json, write_text
 from app.safe_text import redact, redact_text, safe_text

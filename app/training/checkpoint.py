@@ -172,6 +172,8 @@ class Checkpoints:
         """Restore the state after the step of `folder`, saved by any number of processes."""
         state = _read_state(folder)
         self._require_same_run(folder, state, stepper)
+        # what this start cannot know, such as the hash of a start adapter that is gone, stays in later checkpoints
+        self._identity = {**state["identity"], **self._identity}
         self._known[folder] = True
         if stepper.model.sharding is None and not (folder / SHARDS).is_dir():
             load_weights(folder, stepper.model.trained(), host_group)

@@ -92,7 +92,10 @@ def prepare_run(
         base = replace(base, task=task_of(task))
     objective = build_objective(task, tokenizer, run.seed, bidirectional=base.is_bidirectional)
     report(_unknown_ids(run, base, data))
-    return Prepared(replace(run, dataset=dataset, task=task), base, tokenizer, data, objective)
+    adapter, part = run.adapter, None if run.adapter.start is None else base.text_part
+    if part is not None:  # the adapter that it goes on from has the names of the whole
+        adapter = replace(adapter, targets=[part.in_text(name) or name for name in adapter.targets])
+    return Prepared(replace(run, dataset=dataset, task=task, adapter=adapter), base, tokenizer, data, objective)
 
 
 def within_positions(dataset: DatasetConfig, base: BaseModel, say: Callable[[str], None]) -> DatasetConfig:

@@ -2,20 +2,17 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from app.batch import Batch
-from app.config.adapters import check_start, start_folder
 from app.config.schema import RunConfig
 from app.data.loader import Loader
 from app.distributed.environment import world
 from app.distributed.fsdp import Sharding, first_number
 from app.distributed.gradient_reduction import ShardedGradients
 from app.distributed.process_group import Runtime
-from app.errors import ConfigError, refuse
 from app.files import DISK_ERRORS, atomic_folder, fsync_all, report_write_errors
 from app.model import fp8_linear
 from app.model.adapters import lr_factor
@@ -27,13 +24,12 @@ from app.model.save import save_base
 from app.model.source import base_fingerprint
 from app.model.training_model import TrainingModel
 from app.optim.optimizers import build_optimizer, needs_whole_matrices
-from app.tracking.manifest import read_manifest
 from app.tracking.recorder import Recorder
+from app.training.adapter_start import load_start
 from app.training.checkpoint import Checkpoints, Progress
 from app.training.resolve import ResolvedRun
 from app.training.samples import sampler
 from app.training.train_step import Stepper
-from app.training.trained_state import load_adapter
 from app.training.trainer import Parts
 
 # relative differences of a reduced gradient: sums in another order, in fp32 and where arithmetic is rounded
@@ -112,16 +108,10 @@ def restore_progress(
     """
     host_group, checkpoint = resolved.runtime.host_group, resolved.checkpoint
     progress = checkpoints.load(checkpoint, stepper, host_group) if checkpoint else Progress()
-    adapter, start = resolved.config.adapter, start_folder(resolved.config.adapter)
-    if start is not None and checkpoint is None:
-        refuse(check_start(replace(resolved.config, resume=None)))
-        known = read_manifest(start.parent / "manifest.json").get("hashes", {}).get("base")
-        if known is not None and known != fingerprint:
-            raise ConfigError(
-                f"adapter.start={adapter.start}: it was trained on another base, by the hash in its manifest.json. "
-                "Give the base of that run."
-            )
-        load_adapter(start, adapter, stepper.model.trained())
+    if checkpoint is None:
+        trained = stepper.model.trained()
+        for remark in load_start(resolved.config, trained, fingerprint, resolved.base.text_part):
+            stepper.model.add_remark(remark)
     progress.depth = stepper.split_depth = max(progress.depth, checkpoints.noted_depth())
     return progress
 

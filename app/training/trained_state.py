@@ -12,12 +12,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from app.config.adapters import ADAPTER_WEIGHTS
-from app.config.schema import AdapterConfig
 from app.distributed import sharded_checkpoint
 from app.distributed.fsdp import is_sharded, like_shard, local, own_rows, shard_of
 from app.distributed.process_group import HostGroup
-from app.errors import CheckpointError, ConfigError
+from app.errors import CheckpointError
 from app.optim.optimizer_state import named_states, saved_names
 from app.optim.stochastic_rounding import STEPS_ROUNDED
 from app.training.train_step import Stepper
@@ -92,20 +90,6 @@ def load_weights(folder: Path, trained: Mapping[str, nn.Parameter], host_group: 
             odd = sorted(names ^ trained.keys())[:3]
             raise CheckpointError(f"{folder} has other weights than this run trains (for instance {', '.join(odd)}).")
         for name, parameter in trained.items():
-            _copy_rows(saved, name, parameter.detach())
-
-
-def load_adapter(folder: Path, config: AdapterConfig, trained: Mapping[str, nn.Parameter]) -> None:
-    """Load the weights of an adapter as PEFT saves them; refused where it adapts other layers."""
-    named = {name.replace(".modules_to_save", "").replace(".default", ""): each for name, each in trained.items()}
-    with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as saved:
-        if set(saved.keys()) != named.keys():
-            layers = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in saved.keys()})  # noqa: SIM118
-            raise ConfigError(
-                f"adapter.start={config.start}: it is of {', '.join(layers)}, and adapter.targets="
-                f"[{','.join(config.targets)}] means others here. Type adapter.targets=[{','.join(layers)}]."
-            )
-        for name, parameter in named.items():
             _copy_rows(saved, name, parameter.detach())
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from app.config.commands import generate_config
 from app.config.finished_run import as_run, evaluate_config, export_config, reproduce_config
-from app.config.load import compose_run, read_run, to_yaml
+from app.config.load import compose_run, read_run
 from app.config.schema import RunConfig
+from app.config.yaml_files import to_yaml
 from app.errors import CheckpointError
 from tests.config.small import data_with
 

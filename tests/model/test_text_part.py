@@ -1,6 +1,7 @@
 """The text part of a model that reads more than text: exact, and an adapter and a merged model of the whole."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
 
+from app.config.load import compose_run
 from app.errors import ConfigError
 from app.exports.reload import in_fp32
 from app.model.build import build_training_model, count_weights
@@ -19,6 +21,7 @@ from app.model.merge import merged_config, plan_merge, read_updates
 from app.model.save import save_model
 from app.model.structure import BaseModel
 from app.model.tokenizer import load_tokenizer
+from app.training.adapter_start import load_start
 from tests.model.small import CAUSAL, documents_of, full, lora, model_config, sections, three_steps, wide_numbers
 from tests.model.test_quantization import NF4
 
@@ -95,6 +98,11 @@ def test_text_part_trained_and_loaded_as_its_whole(folder: Path, tmp_path: Path)
     theirs = PeftModel.from_pretrained(whole_of(folder), str(final)).eval()
     assert relative(logits(theirs), tuned) < 1e-5
     assert not [name for name, _ in theirs.named_parameters() if "vis" in name and "lora" in name]
+
+    gone_on = build_training_model(parts, CPU, 0, str(folder))
+    run = replace(compose_run(["recipe=lora"]), adapter=lora(targets=["all-linear"], start=str(final)))
+    load_start(run, gone_on.trained(), None, base.text_part)
+    assert torch.equal(logits(gone_on.eval().language_model), tuned)
     assert relative(logits(load_tuned(tmp_path / "run", config, CAUSAL, adapter=True)), tuned) < 1e-5
 
     merged = tmp_path / "merged"

@@ -1,0 +1,116 @@
+"""Where an adapter goes on from: a run, a folder or the hub. What of its settings holds for the run that goes on."""
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from yaml import YAMLError
+
+from app.config.adapters import ADAPTER, ADAPTER_WEIGHTS
+from app.config.schema import AdapterConfig, RunConfig
+from app.config.validate import format_value
+from app.config.yaml_files import read_yaml
+from app.files import read_json
+
+# keys that hold, by the names in an adapter's own file
+KEPT = {"r": "r", "alpha": "lora_alpha", "targets": "target_modules"}
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_NAME = re.compile(r"[A-Za-z_][\w.-]*")  # of a layer, as Hydra takes it without quotes
+
+
+def start_folder(adapter: AdapterConfig) -> Path | None:
+    """The folder of `adapter.start`, which need not exist: a run has its adapter in final/."""
+    return None if adapter.start is None else _folder_of(adapter.start)
+
+
+def _folder_of(start: str) -> Path:
+    given = Path(start).expanduser()
+    if not given.exists() and _HUB_ID.fullmatch(start):
+        return _from_hub(start)[0] or given
+    return given / "final" if (given / "final").is_dir() else given
+
+
+@cache
+def _from_hub(name: str) -> tuple[Path | None, str]:
+    """The snapshot of an adapter, or why there is none."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=[ADAPTER, ADAPTER_WEIGHTS])), ""
+    except (OSError, HFValidationError) as fault:  # every hub and network error is one of these
+        return None, f", and the hub gave none ({type(fault).__name__})"
+
+
+def kept_settings(typed: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a typed `adapter.start` that hold, by their keys, as far as they are not typed themselves.
+
+    A resumed run that has lost the adapter keeps those that it began with.
+    """
+    start = typed.get("adapter.start")
+    if not isinstance(start, str) or not start:
+        return {}
+    found = _read(_folder_of(start) / ADAPTER)
+    values = {key: found.get(name) for key, name in KEPT.items()} if found else _begun_with(typed)
+    return {
+        f"adapter.{key}": value
+        for key, value in values.items()
+        if key in KEPT and f"adapter.{key}" not in typed and _is_plain(value)
+    }
+
+
+def _begun_with(typed: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section `adapter` in the run.yaml of a run that is resumed."""
+    resume = typed.get("resume")
+    if resume is None:
+        return {}
+    given = Path(str(typed.get("output_dir", "") if resume == "auto" else resume)).expanduser()
+    run = given.parent.parent if given.parent.name == "checkpoints" else given
+    try:
+        section = read_yaml(run / "run.yaml")["adapter"]
+    except (OSError, ValueError, YAMLError, LookupError, TypeError):
+        return {}
+    return section if isinstance(section, dict) else {}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a number or names, as a command line has them."""
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(each, str) and _NAME.fullmatch(each) for each in value)
+    return type(value) in (int, float)
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    try:
+        found = read_json(file)
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def check_start(run: RunConfig) -> Iterator[str]:
+    """Problems with `adapter.start`; a run that is continued needs the folder no more."""
+    adapter, folder = run.adapter, start_folder(run.adapter)
+    if folder is None or (run.resume is not None and not folder.is_dir()):
+        return
+    given, found = f"adapter.start={adapter.start}", _read(folder / ADAPTER)
+    if found is None or not (folder / ADAPTER_WEIGHTS).is_file():
+        is_local = Path(str(adapter.start)).expanduser().exists() or not _HUB_ID.fullmatch(str(adapter.start))
+        why = "" if is_local else _from_hub(str(adapter.start))[1]
+        yield (
+            f"{given}: there is no {ADAPTER} with {ADAPTER_WEIGHTS}{why}. Give a run that trained an adapter, or the "
+            "folder or hub id of an adapter."
+        )
+        return
+    other = [
+        f"adapter.{key}={format_value(found[name])}"
+        for key, name in KEPT.items()
+        if type(found.get(name)) in (int, float) and found[name] != getattr(adapter, key)
+    ]
+    if other:
+        yield (
+            f"{given}: it goes on with its own rank and scale. Type {' '.join(other)}, or leave "
+            f"{'it' if len(other) == 1 else 'them'} out."
+        )

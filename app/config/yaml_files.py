@@ -1,0 +1,46 @@
+"""Received YAML as plain data, and plain data as YAML."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf._utils import get_yaml_loader
+from yaml import AliasEvent, YAMLError, load
+
+_MAX_BYTES, _MAX_DEPTH = 1 << 20, 32
+_REFERENCE = re.compile(r"(\\*)\$\{")
+
+
+def read_yaml(file: Path) -> Any:
+    """Plain data of a YAML file without aliases, which multiply; ValueError if it is too large."""
+    if file.stat().st_size > _MAX_BYTES:
+        raise ValueError(f"it is larger than {_MAX_BYTES >> 20} MB")
+    return load(file.read_text(encoding="utf-8"), _FlatLoader)
+
+
+class _FlatLoader(get_yaml_loader()):  # type: ignore[misc]
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.depth > _MAX_DEPTH or self.check_event(AliasEvent):
+            raise YAMLError("it has an alias, or is nested too deep")
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+def to_yaml(data: Mapping[str, Any]) -> str:
+    """Plain data as YAML, for `read_yaml`."""
+    return OmegaConf.to_yaml(OmegaConf.create(literal(data)), resolve=True)
+
+
+def literal(value: Any) -> Any:
+    """The same data with each `${` escaped, for OmegaConf to take it as text."""
+    if isinstance(value, Mapping):
+        return {key: literal(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [literal(inner) for inner in value]
+    return _REFERENCE.sub(r"\1\1\\${", value) if isinstance(value, str) else value

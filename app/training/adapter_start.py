@@ -1,0 +1,88 @@
+"""An adapter that goes on from another one: the same base, the same layers, and its weights."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from app.config.adapter_start import check_start, start_folder
+from app.config.adapters import ADAPTER_WEIGHTS
+from app.config.load import read_run
+from app.config.schema import RunConfig
+from app.distributed.fsdp import local, own_rows
+from app.errors import ConfigError, refuse
+from app.model.adapters import PREFIX, read_adapter_config
+from app.model.source import weight_files, weights_fingerprint
+from app.model.text_part import TextPart
+from app.tracking.manifest import read_manifest
+
+
+def load_start(
+    run: RunConfig, trained: Mapping[str, nn.Parameter], fingerprint: str | None, part: TextPart | None
+) -> list[str]:
+    """Load the adapter that a new run goes on from, if it has one; returns remarks.
+
+    `fingerprint`: that of the base's weights. `part`: where the adapter's names are those of a whole.
+    """
+    folder = start_folder(run.adapter)
+    if folder is None:
+        return []
+    refuse(check_start(replace(run, resume=None)))
+    config = read_adapter_config(folder)
+    remarks = _require_same_base(run, folder, fingerprint, str(config.get("base_model_name_or_path")))
+    _load(folder, run, trained, part)
+    return remarks
+
+
+def base_hash_of(folder: Path) -> str | None:
+    """The hash of the base of an adapter, by the manifest of its run or export, else of a base that either keeps."""
+    run = read_manifest(folder.parent / "manifest.json").get("hashes", {}).get("base")
+    told: str | None = run or read_manifest(folder / "export.json").get("base_hash")
+    kept = [files for place in (folder.parent, folder) if (files := weight_files(place / "base"))]
+    return weights_fingerprint(kept[0]) if told is None and kept else told
+
+
+def _require_same_base(run: RunConfig, folder: Path, fingerprint: str | None, named: str) -> list[str]:
+    """Refuse another base than the adapter was trained on, where its hash is known; else say so."""
+    given, known, file = f"adapter.start={run.adapter.start}", base_hash_of(folder), folder.parent / "run.yaml"
+    first = read_run(file) if file.is_file() else None
+    if first is not None and first.model.weights == run.model.weights == "random":
+        is_same = (first.seed, first.model.architecture) == (run.seed, run.model.architecture)
+    else:
+        is_same = known in (None, fingerprint)
+    if not is_same:
+        raise ConfigError(
+            f"{given}: it was trained on another base, by the hash of its weights or by what they were drawn from. "
+            "Give the base of that adapter as model.path."
+        )
+    is_known = known is not None or first is not None
+    unknown = f"{given}: no hash of its base is beside it, so only shapes were compared (it names {named})"
+    return [] if is_known else [unknown]
+
+
+@torch.no_grad()
+def _load(folder: Path, run: RunConfig, trained: Mapping[str, nn.Parameter], part: TextPart | None) -> None:
+    """Load the weights as PEFT saves them; refused where it adapts other layers, or layers of other shapes."""
+    named = {name.replace(".modules_to_save", "").replace(".default", ""): each for name, each in trained.items()}
+    if part is not None:
+        named = {f"{PREFIX}{part.in_whole(name.removeprefix(PREFIX))}": each for name, each in named.items()}
+    given = f"adapter.start={run.adapter.start}"
+    with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as saved:
+        if set(saved.keys()) != named.keys():
+            layers = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in saved.keys()})  # noqa: SIM118
+            raise ConfigError(
+                f"{given}: it is of {', '.join(layers)}, and adapter.targets=[{','.join(run.adapter.targets)}] means "
+                f"others here. Type adapter.targets=[{','.join(layers)}], or leave it out."
+            )
+        for name, parameter in named.items():
+            rows, own = saved.get_slice(name), local(parameter.detach())
+            if tuple(rows.get_shape()) != tuple(parameter.shape):
+                raise ConfigError(
+                    f"{given}: {name} has the shape {rows.get_shape()}, and this model takes {list(parameter.shape)}. "
+                    "Give the base of that adapter as model.path."
+                )
+            if own.numel():
+                own.copy_(rows[own_rows(parameter)])

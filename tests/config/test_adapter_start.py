@@ -1,0 +1,62 @@
+"""adapter.start: what of an adapter's settings holds, and adapters of the hub."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from app.config.adapter_start import _from_hub, kept_settings, start_folder
+from app.config.load import compose_run
+from app.config.schema import AdapterConfig
+from app.errors import ConfigError
+
+FILE = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+
+
+def adapter_in(folder: Path, **other: Any) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps({**FILE, **other}))
+    (folder / "adapter_model.safetensors").touch()
+    return folder
+
+
+def test_composed_run_has_rank_scale_and_layers_of_its_start(tmp_path: Path) -> None:
+    words = ["recipe=lora", f"adapter.start={adapter_in(tmp_path / 'first')}"]
+    adapter = compose_run(words).adapter
+    assert (adapter.r, adapter.alpha, adapter.targets) == (4, 8, ["q_proj", "v_proj"])
+    assert compose_run([*words, "adapter.r=16"]).adapter.r == 16, "what is typed stays, and is refused later"
+    with pytest.raises(ConfigError) as refused:
+        compose_run(["recipe=full", words[1]])
+    assert [text.partition("=")[0] for text in refused.value.problems] == ["adapter.start"]
+
+
+@pytest.mark.parametrize("odd", [{"r": "4"}, {"target_modules": ".*"}, {"target_modules": ["a b"]}])
+def test_settings_of_other_types_are_not_taken(odd: dict[str, Any], tmp_path: Path) -> None:
+    kept = kept_settings({"adapter.start": str(adapter_in(tmp_path / "first", **odd))})
+    assert len(kept) == 2
+
+
+def test_resumed_run_that_lost_its_start_keeps_what_it_began_with(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("adapter: {r: 8, alpha: 2.0, targets: [k_proj], start: gone}")
+    wanted = {"adapter.r": 8, "adapter.alpha": 2.0, "adapter.targets": ["k_proj"]}
+    for resume in ("auto", str(tmp_path), str(tmp_path / "checkpoints" / "step-000003")):
+        typed = {"adapter.start": "gone", "resume": resume, "output_dir": str(tmp_path)}
+        assert kept_settings(typed) == wanted
+    assert kept_settings({"adapter.start": "gone", "output_dir": str(tmp_path)}) == {}
+
+
+def test_start_may_be_an_adapter_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    _from_hub.cache_clear()
+    repository = tmp_path / "models--org--small"
+    adapter_in(repository / "snapshots" / "0123abc")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0123abc")
+    found = start_folder(AdapterConfig(kind="lora", start="org/small"))
+    assert found is not None
+    assert found.name == "0123abc"
+    assert kept_settings({"adapter.start": "org/small"})["adapter.r"] == 4
+    assert start_folder(AdapterConfig(kind="lora", start="org/other")) == Path("org/other"), "which check_start refuses"
