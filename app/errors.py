@@ -5,6 +5,7 @@ A message names the key to type, the value given, the cause and the remedy.
 
 from collections.abc import Iterable, Sequence
 
+from app.program import as_started
 from app.safe_text import safe_text
 from app.signals import START_ME_AGAIN
 
@@ -21,9 +22,9 @@ class AppError(Exception):
     def report(self) -> str:
         """The message to print, without secrets and control characters: one line, or a numbered list."""
         if len(self.problems) == 1:
-            return safe_text(f"error: {self.problems[0]}")
+            return safe_text(as_started(f"error: {self.problems[0]}"))
         listed = "\n".join(f"  {i}. {problem}" for i, problem in enumerate(self.problems, 1))
-        return safe_text(f"error: {len(self.problems)} problems\n{listed}")
+        return safe_text(as_started(f"error: {len(self.problems)} problems\n{listed}"))
 
 
 class ConfigError(AppError):

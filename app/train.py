@@ -4,6 +4,7 @@ python -m app.train                                   the small model and data t
 python -m app.train recipe=lora model=llama dataset=messages dataset.path=chat.jsonl
 python -m app.train output_dir=runs/mine resume=auto  go on where it was stopped
 python -m app.train from=runs/mine optimizer.lr=1e-4  the settings of a run, varied
+python -m app.train from=mine.yaml optimizer.lr=1e-4  the settings of a file; typed ones win
 python -m app.train -m recipe=lora,full seed=1,2,3    a sweep: one run for each combination
 """
 

@@ -14,6 +14,7 @@ from app.config.groups import CONF, choices_by_group
 from app.config.load import default_choices
 from app.config.schema import RunConfig
 from app.config.validate import format_value, takes_text, type_text
+from app.program import as_started
 
 _WIDTH = 110
 _LISTED_GROUPS = ("recipe", "model", "dataset", "task", "sweep")  # with a line for each choice
@@ -25,6 +26,7 @@ Fine-tune a language model.
   python -m app.train model.path=DIR dataset=text dataset.path=books/ optimizer.lr=1e-4
   python -m app.train output_dir=runs/mine resume=auto         go on after a stop
   python -m app.train from=runs/mine optimizer.lr=1e-4         the settings of a run, varied
+  python -m app.train from=mine.yaml optimizer.lr=1e-4         the settings of a file; typed ones win
   python -m app.train -m recipe=lora,full optimizer.lr=1e-3,3e-4     a sweep
   python -m app.train model=llama dry_run=true                 the plan, without weights
   python -m app.train recipe=qlora --cfg job                   every key and its value
@@ -42,7 +44,7 @@ Keys are explained in docs/config.md, data in docs/data.md.
 def print_help_or_version(arguments: Sequence[str], help_text: Callable[[], str]) -> bool:
     """Print what `--help` or `--version` asks for; False if neither is given. Hydra's would show internal files."""
     if {"-h", "--help"} & {*arguments}:
-        sys.stdout.write(help_text())
+        sys.stdout.write(as_started(help_text()))
     elif "--version" in arguments:
         sys.stdout.write(f"app-finetune {__version__}\n")
     else:

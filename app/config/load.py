@@ -20,13 +20,13 @@ from app.config.adapter_start import kept_settings
 from app.config.overrides import check_overrides, key_of, parse_override, partition_overrides, split_arguments
 from app.config.rules import problems_of
 from app.config.schema import ModelConfig, RunConfig
+from app.config.settings_file import WARMUPS
 from app.config.unread_keys import unread_problems
 from app.config.validate import field_types, format_value, is_key, parse_section
 from app.config.yaml_files import literal, read_yaml
 from app.errors import CheckpointError, ConfigError, refuse
 
 VERSION_BASE = "1.3"
-_WARMUPS = ("schedule.warmup_steps", "schedule.warmup_fraction")
 _SAMPLE = "asset:sample/"
 
 Run = TypeVar("Run", bound=RunConfig)
@@ -99,8 +99,8 @@ def _checked_overrides(overrides: Sequence[str]) -> list[str]:
 
 def _replaced(typed: Mapping[str, Any]) -> dict[str, None]:
     """The length of the warm-up in the other unit, which the typed one replaces."""
-    given = [key for key in _WARMUPS if typed.get(key) is not None]
-    return {key: None for key in _WARMUPS if len(given) == 1 and key not in typed}
+    given = [key for key in WARMUPS if typed.get(key) is not None]
+    return {key: None for key in WARMUPS if len(given) == 1 and key not in typed}
 
 
 def _wrong_values(overrides: Sequence[str]) -> list[str]:

@@ -15,6 +15,7 @@ from hydra.errors import HydraException
 
 from app.config.did_you_mean import did_you_mean, did_you_mean_key, nearest_keys, of_other_program
 from app.config.groups import choices_by_group
+from app.config.settings_file import with_settings
 from app.config.validate import field_types, format_value, is_key, takes_text
 from app.errors import ConfigError, refuse
 
@@ -36,7 +37,9 @@ def is_sweep(arguments: Sequence[str]) -> bool:
 
 
 def split_arguments(arguments: Sequence[str], *, sweep: bool = False) -> tuple[list[str], list[str]]:
-    """The overrides and the switches; ConfigError for an unknown switch, or one that a sweep cannot have."""
+    """The overrides, with those of `from=FILE`, and the switches; ConfigError for an unknown switch, or one that a
+    sweep cannot have.
+    """
     known, overrides, problems = _read(arguments)
     switches = [word for word in map(_as_key, arguments) if word not in overrides]
     others = [word for word in switches if word not in ("-m", "--multirun")]
@@ -48,7 +51,8 @@ def split_arguments(arguments: Sequence[str], *, sweep: bool = False) -> tuple[l
     if known.multirun and not sweep:
         problems.append("-m starts a sweep, and this is one run. Leave it out.")
     refuse(problems)
-    return overrides, switches
+    typed = [key_of(each) for word in overrides for each in _with_place(word)]
+    return with_settings(overrides, typed), switches
 
 
 def _read(arguments: Sequence[str]) -> tuple[Namespace, list[str], list[str]]:
@@ -139,7 +143,7 @@ def _parsed(text: str, schema: type) -> Override:
     if not key or not (equals or text.startswith("~")):
         is_run = "run" in field_types(schema) and Path(text).expanduser().is_dir()
         meant = f" Did you mean run={text}?" if is_run else ""
-        meant = of_other_program("config") if text.endswith((".yaml", ".yml")) else meant
+        meant = f" Did you mean from={text}?" if text.endswith((".yaml", ".yml")) else meant
         raise ConfigError(f"{text!r} is not an override. Write key=value or group=choice.{meant}")
     try:
         return parse_override(text)

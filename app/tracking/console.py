@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from app.program import as_started
 from app.safe_text import printable
 from app.tracking.formatting import step_line, step_parts
 
@@ -43,6 +44,7 @@ class Console:
 
     def say(self, text: str) -> None:
         """Print a message."""
+        text = as_started(text)
         if self._progress:
             from rich.text import Text
 

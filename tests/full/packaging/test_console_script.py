@@ -1,0 +1,51 @@
+"""`finetune` in a folder that has an app/ of its own, which `python -m app.train` would start there."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness.python import python
+from tests.harness.runs import losses, result
+
+TINY = ("debug=fast", "training.max_steps=2", "launch.threads=1")
+
+
+@pytest.fixture
+def finetune(tmp_path: Path) -> list[str]:
+    """The console script as pip writes it, beside a package of the same name as ours."""
+    (tmp_path / "app").mkdir()
+    for name in ("__init__.py", "train.py"):
+        (tmp_path / "app" / name).write_text("raise SystemExit('another program')")
+    script = tmp_path / "bin" / "finetune"
+    script.parent.mkdir()
+    script.write_text("import sys\nfrom app.main import main\nsys.exit(main())\n")
+    return [str(script)]
+
+
+@pytest.mark.parametrize("words", [(), ("launch.num_processes=2",)])
+def test_console_script_trains_and_prints_its_own_commands(
+    finetune: list[str], words: tuple[str, ...], tmp_path: Path
+) -> None:
+    run = python(*finetune, "train", *TINY, *words, "output_dir=run", cwd=tmp_path)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "try it  finetune generate run=" in run.stdout
+    assert "python -m app." not in run.stdout
+    assert result(tmp_path / "run")["status"] == "finished"
+    assert len(losses(tmp_path / "run")) == 2
+
+
+def test_console_script_runs_a_sweep(finetune: list[str], tmp_path: Path) -> None:
+    run = python(*finetune, "train", "-m", *TINY, "seed=1,2", "output_dir=sweep", cwd=tmp_path)
+    assert (run.returncode, run.stderr) == (0, "")
+    trials = sorted((tmp_path / "sweep").glob("*-seed=?"))
+    assert [result(folder)["status"] for folder in trials] == ["finished", "finished"]
+
+
+def test_console_script_refuses_as_it_was_started(finetune: list[str], tmp_path: Path) -> None:
+    run = python(*finetune, "train", "sweep=lr", cwd=tmp_path)
+    assert (run.returncode, "finetune train -m sweep=lr" in run.stderr) == (2, True), run.stderr
+    run = python(*finetune, "trian", cwd=tmp_path)
+    assert (run.returncode, run.stderr[:48]) == (2, "error: 'trian' is not a command. Did you mean tr")
+    run = python(*finetune, "check", "--help", cwd=tmp_path)
+    assert run.stdout.count("finetune check") > 5
+    assert "python -m" not in run.stdout
